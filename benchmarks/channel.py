@@ -25,7 +25,7 @@ import common
 import engines
 import numpy as np
 import rows
-import side
+import worker_process
 import zmq
 from engines import Shape
 
@@ -88,7 +88,7 @@ class Producer:
 
     def memory(self) -> int:
         """Bytes of the process."""
-        found: int = side.resident()
+        found: int = worker_process.resident()
         return found
 
     def _run(self) -> None:
@@ -232,9 +232,11 @@ def _measured(options: argparse.Namespace) -> Iterator[rows.Row]:
         say = stack.enter_context(rows.progress(2 * options.rounds + 2))
         say("starts")
         make = partial(Producer, options.layers, options.ranks)
-        producer = stack.enter_context(side.Side(make))
+        producer = stack.enter_context(worker_process.WorkerProcess(make))
         some = partial(Consumers, options.clients // PROCESSES)
-        consumers = [stack.enter_context(side.Side(some)) for _ in range(PROCESSES)]
+        consumers = [
+            stack.enter_context(worker_process.WorkerProcess(some)) for _ in range(PROCESSES)
+        ]
         for each in consumers:
             each.ask("ready")
         yield from _rush(producer, consumers, options, say)
@@ -243,8 +245,8 @@ def _measured(options: argparse.Namespace) -> Iterator[rows.Row]:
 
 
 def _rush(
-    producer: side.Side,
-    consumers: Sequence[side.Side],
+    producer: worker_process.WorkerProcess,
+    consumers: Sequence[worker_process.WorkerProcess],
     options: argparse.Namespace,
     say: rows.Show,
 ) -> Iterator[rows.Row]:
@@ -294,7 +296,9 @@ def _rush(
 
 
 def _asked(
-    producer: side.Side, consumers: Sequence[side.Side], port: int
+    producer: worker_process.WorkerProcess,
+    consumers: Sequence[worker_process.WorkerProcess],
+    port: int,
 ) -> tuple[float, float, float, float]:
     """Seconds until the last is served; of the steps; and CPU seconds."""
     producer.ask("begin")
@@ -308,7 +312,9 @@ def _asked(
     return max(waited), median, slow, cpu
 
 
-def _stay(producer: side.Side, consumers: Sequence[side.Side]) -> Iterator[rows.Row]:
+def _stay(
+    producer: worker_process.WorkerProcess, consumers: Sequence[worker_process.WorkerProcess]
+) -> Iterator[rows.Row]:
     """All stay connected, and ask every few seconds."""
     port = producer.ask("ports")[0]
     before = producer.ask("memory")

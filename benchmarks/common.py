@@ -1,4 +1,4 @@
-"""What the benchmarks share: taking turns, batches of blocks, a second process, and the report."""
+"""Shared by the benchmarks: timing by turns, batches of blocks, a second process, the report."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from kvferry.core.transport.copies import Copies, Segment
 
 Times = npt.NDArray[np.float64]
 Way = Callable[[], Sequence[float]]
-"""Does the work once; what its steps took, in seconds."""
+"""A function that does the work once and returns the seconds of each step."""
 
 
 # Timing.
@@ -174,7 +174,7 @@ def second_process(
 
 
 def serve(transport: Transport, region: Region) -> None:
-    """In the second process: offer a region until the first one lets go."""
+    """In the second process: offer a region until the first process closes the pipe."""
     transport.register(region)
     print(transport.address().hex(), region.address, region.nbytes, flush=True)
     sys.stdin.read()
@@ -190,7 +190,7 @@ def leave() -> None:
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
-    """The options that all have."""
+    """Return a parser with the options of all benchmarks."""
     made = argparse.ArgumentParser(description=description.splitlines()[0] if description else "")
     made.add_argument("--json", type=Path, metavar="FILE", help="also write the figures there")
     made.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
@@ -198,7 +198,7 @@ def parser(description: str | None) -> argparse.ArgumentParser:
 
 
 def machine() -> dict[str, object]:
-    """Where the figures come from."""
+    """Return the conditions of the measurement: machine, versions and load."""
     return {
         "cores": os.cpu_count(),
         "load before": round(os.getloadavg()[0], 1),
@@ -238,6 +238,6 @@ def show(
 
 
 def save(path: Path | None, record: Mapping[str, Any]) -> None:
-    """Write the figures, if the user wants them."""
+    """Write the figures as JSON, if a path is given."""
     if path is not None:
         path.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")

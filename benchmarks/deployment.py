@@ -1,7 +1,7 @@
-"""Any number of producers behind one socket: what they publish, and that they live.
+"""Any number of producers behind one socket, which answers for what they publish and for pings.
 
-One process answers for all of them, so that it costs the one that is measured nothing. Names are
-answered for that begin with ``prefill``.
+One process answers for all producers whose names begin with ``prefill``, so that they take no time
+of the process that is measured.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ INCARNATION = 5
 
 
 class Deployment:
-    """The producers. Made in a process of its own (``side.Side``)."""
+    """The producers, made in a process of its own (``worker_process.WorkerProcess``)."""
 
     def __init__(self, layers: int = 1, blocks: int = 20_000, tp: int = 1) -> None:
         self._layouts: list[Layout] = engines.engine(Shape(tp=tp), layers, blocks)
@@ -28,7 +28,7 @@ class Deployment:
         threading.Thread(target=self._serve, daemon=True).start()
 
     def port(self) -> int:
-        """Where all of them are."""
+        """Return the port of all producers."""
         return self._port
 
     def _serve(self) -> None:

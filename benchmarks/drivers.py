@@ -27,10 +27,10 @@ from functools import partial
 from typing import Any
 
 import common
-import direct
-import far
 import latency
+import nixl_api
 import numpy as np
+import peer_process
 import rows
 
 from kvferry.core.memory import Region
@@ -95,11 +95,11 @@ class Memory:
 
 def cpu(pages: str, nbytes: int) -> Memory:
     """Of the CPU, in huge or small pages."""
-    near, second = far.PAGES[pages](nbytes), far.PAGES[pages](nbytes)
+    near, second = peer_process.PAGES[pages](nbytes), peer_process.PAGES[pages](nbytes)
     return Memory(
         near=near,
         second=second,
-        other=f"far:{far.PAGES[pages].__name__}",
+        other=f"peer_process:{peer_process.PAGES[pages].__name__}",
         copy=lambda: np.copyto(near.view, second.view),
         name="memcpy",
     )
@@ -115,7 +115,8 @@ class Lab:
         self.memory, self.near, self.second = memory, memory.near, memory.second
         nbytes = self.near.region.nbytes
         starting = {
-            driver: stack.enter_context(far.Far(driver, memory.other, nbytes)) for driver in drivers
+            driver: stack.enter_context(peer_process.BenchmarkPeer(driver, memory.other, nbytes))
+            for driver in drivers
         }
         self._second_content = self.second.get()
         self.others = {driver: process.started() for driver, process in starting.items()}
@@ -170,11 +171,12 @@ def _by_driver(driver: str, transport: Transport, peers: dict[str, PeerId]) -> A
 
 def _by_nixl(near: Region, addresses: dict[str, bytes]) -> Any:
     agents = {
-        where: direct.agent(near, address, far.THREADS) for where, address in addresses.items()
+        where: nixl_api.agent(near, address, peer_process.THREADS)
+        for where, address in addresses.items()
     }
 
     def mover(where: str, op: str, copies: Copies) -> Callable[[], float]:
-        made: Callable[[], float] = direct.mover(*agents[where], op, copies)
+        made: Callable[[], float] = nixl_api.mover(*agents[where], op, copies)
         return made
 
     return mover
@@ -355,7 +357,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--op", choices=("read", "write"), default="read")
     parser.add_argument("--megabytes", type=int, help="of each buffer; default 128")
     parser.add_argument("--rounds", type=int, help="default 15")
-    parser.add_argument("--pages", choices=far.PAGES, default="huge", help="of the memory")
+    parser.add_argument("--pages", choices=peer_process.PAGES, default="huge", help="of the memory")
     parser.add_argument("--quick", action="store_true", help="to see that it runs: a few seconds")
     found = parser.parse_args()
     found.megabytes = found.megabytes or (4 if found.quick else 128)

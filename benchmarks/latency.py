@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import common
-import direct
-import far
+import nixl_api
 import numpy as np
+import peer_process
 import rows
 
 from kvferry.core.transport import PeerId, Transport
@@ -23,7 +23,7 @@ SECTION = "latency between two processes"
 NIXL, CALL = "NIXL's own calls", "a call to the other process over a socket"
 FIGURES = {
     "read of a page of 16 KiB": (PAGE, b""),
-    "fence: read of 8 bytes and a notification": (FENCE, far.DONE),
+    "fence: read of 8 bytes and a notification": (FENCE, peer_process.DONE),
 }
 
 
@@ -56,8 +56,8 @@ def _reference(lab: Any, nbytes: int, message: bytes) -> tuple[str, Callable[[],
     if "nixl" not in lab.transports:
         return CALL, _call(lab)
     process = lab.others["nixl"]
-    agent, name = direct.agent(lab.near.region, process.address(), far.THREADS)
-    return NIXL, direct.mover(agent, name, "read", _one(lab, "nixl", nbytes), message)
+    agent, name = nixl_api.agent(lab.near.region, process.address(), peer_process.THREADS)
+    return NIXL, nixl_api.mover(agent, name, "read", _one(lab, "nixl", nbytes), message)
 
 
 def _call(lab: Any) -> Callable[[], object]:
@@ -106,7 +106,7 @@ def _ping(process: Any, command: tuple[Any, ...], once: Callable[[], None]) -> c
 
 def _by_driver(transport: Transport, peer: PeerId) -> Callable[[], None]:
     def once() -> None:
-        transport.notify(peer, far.MESSAGE)
+        transport.notify(peer, peer_process.MESSAGE)
         while not transport.notifications():
             time.sleep(0)  # a driver's own thread needs the interpreter
 
@@ -114,11 +114,11 @@ def _by_driver(transport: Transport, peer: PeerId) -> Callable[[], None]:
 
 
 def _by_nixl(process: Any) -> Callable[[], None]:
-    agent = direct.bare(far.THREADS)
+    agent = nixl_api.bare(peer_process.THREADS)
     name = agent.add_remote_agent(process.ask("agent", agent.get_agent_metadata()))
 
     def once() -> None:
-        agent.send_notif(name, far.MESSAGE)
+        agent.send_notif(name, peer_process.MESSAGE)
         while not agent.get_new_notifs():
             time.sleep(0)
 

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import common
-import direct
+import nixl_api
 import numpy as np
 import numpy.typing as npt
 import rows
@@ -103,14 +103,14 @@ def _measure(options: argparse.Namespace) -> list[Result]:
         address, remote = stack.enter_context(_peer(options))
         transport.register(local)
         peer = transport.connect(address)
-        agents = [direct.agent(local, address, THREADS) for _ in range(2)]
+        agents = [nixl_api.agent(local, address, THREADS) for _ in range(2)]
         show = stack.enter_context(rows.progress(len(CASES)))
         for block, n, share in CASES:
             show(f"{n:,} blocks of {block >> 10} KiB")
             copies = common.blocks(local, remote, block, n)
             moves = [
                 common.mover(transport, "read", peer, copies),
-                *(direct.mover(*agent, "read", copies) for agent in agents),
+                *(nixl_api.mover(*agent, "read", copies) for agent in agents),
             ]
             ways = [_steps(move, watch) for move in moves]
             times = common.by_turns(max(2, options.rounds // share), ways)

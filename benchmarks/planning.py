@@ -29,8 +29,8 @@ import common
 import engines
 import numpy as np
 import rows
-import side
 import vllm_worker
+import worker_process
 from engines import Shape
 
 from kvferry.core import messages as wire
@@ -98,16 +98,16 @@ class Ferry:
         self._own = engines.engine(shape, case.layers, case.blocks, base=1 << 55)
         self._forget(self._own)
 
-    def built(self, again: bool) -> side.Took:
+    def built(self, again: bool) -> worker_process.Measurement:
         """All that is built for another peer."""
         raw = self._peer(again)
-        return side.timed(lambda: self._built(raw))
+        return worker_process.timed(lambda: self._built(raw))
 
-    def handshake(self, again: bool) -> side.Took:
+    def handshake(self, again: bool) -> worker_process.Measurement:
         """Ask a peer and build."""
         raw = self._peer(again)
         with HandshakeServer(raw, engine="prefill", incarnation=5) as server:
-            return side.timed(lambda: self._asked(server))
+            return worker_process.timed(lambda: self._asked(server))
 
     def memory(self, blocks: int) -> tuple[int, int]:
         """Bytes while it is built, at most, and bytes that stay."""
@@ -172,17 +172,17 @@ class Vllm:
         self._payload = self._start(case, case.prefill, case.far(case.blocks)).payload
         self._worker = self._start(case, case.decode, case.blocks).worker
 
-    def built(self, again: bool) -> side.Took:
+    def built(self, again: bool) -> worker_process.Measurement:
         """All that is built for another peer."""
         self._forget(again)
-        return side.timed(self._known)
+        return worker_process.timed(self._known)
 
-    def handshake(self, again: bool) -> side.Took:
+    def handshake(self, again: bool) -> worker_process.Measurement:
         """Ask a peer and build."""
         self._forget(again)
         name = self._name()
         with vllm_worker.listening(self._payload, name, self._case.prefill) as (host, port):
-            return side.timed(
+            return worker_process.timed(
                 lambda: self._worker._nixl_handshake(host, port, self._case.prefill, name)
             )
 
@@ -231,8 +231,12 @@ def _measured(options: argparse.Namespace) -> Iterator[rows.Row]:
         for a, b, share in CASES
     ]
     with ExitStack() as stack:
-        ours = stack.enter_context(side.Side(Ferry))
-        theirs = stack.enter_context(side.Side(Vllm)) if vllm_worker.available() else None
+        ours = stack.enter_context(worker_process.WorkerProcess(Ferry))
+        theirs = (
+            stack.enter_context(worker_process.WorkerProcess(Vllm))
+            if vllm_worker.available()
+            else None
+        )
         say = stack.enter_context(rows.progress(len(cases) + 1))
         say("vLLM starts")
         if theirs is not None:
@@ -255,7 +259,10 @@ ORDER = (FIRST, FURTHER, SHAKEN, MEMORY, GROWTH)
 
 
 def _case(
-    case: Case, ours: side.Side, theirs: side.Side | None, seconds: float
+    case: Case,
+    ours: worker_process.WorkerProcess,
+    theirs: worker_process.WorkerProcess | None,
+    seconds: float,
 ) -> Iterator[rows.Row]:
     ours.ask("prepare", case)
     ours.ask("memory", case.blocks)
@@ -291,7 +298,11 @@ def _case(
 
 
 def _turns(
-    ours: side.Side, theirs: side.Side, what: str, again: bool, seconds: float
+    ours: worker_process.WorkerProcess,
+    theirs: worker_process.WorkerProcess,
+    what: str,
+    again: bool,
+    seconds: float,
 ) -> tuple[common.Times, common.Times, common.Times]:
     """Seconds of both, round by round, and the bytes of theirs; each has run once before."""
     sides = (ours, theirs)
@@ -307,12 +318,12 @@ def _turns(
     return mine, other, np.maximum(grown, PAGE)
 
 
-def _median(one: side.Side, what: str, again: bool) -> tuple[float, float]:
+def _median(one: worker_process.WorkerProcess, what: str, again: bool) -> tuple[float, float]:
     """Seconds and bytes of a few in a row, or of one that takes long.
 
     Building is work, and counted in CPU time; a handshake is waiting, too.
     """
-    found: list[side.Took] = []
+    found: list[worker_process.Measurement] = []
     while len(found) < IN_A_ROW and sum(took.seconds for took in found) < SHORT_SECONDS:
         found.append(one.ask(what, again))
     seconds = [took.cpu if what == "built" else took.seconds for took in found]

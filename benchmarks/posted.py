@@ -1,4 +1,4 @@
-"""A transport that costs nothing, and clocks that say when a request was posted."""
+"""A transport without cost, and clocks that measure a request until it is posted."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from kvferry.core.transport.copies import Copies
 
 DONE, PENDING = Status(state=State.DONE), Status(state=State.PENDING)
 WORD = 77 << 1 | 1
-"""That of a hold of generation 77 which is ready."""
+"""The slot word of a hold of generation 77 that is ready."""
 
 
 class NoTransport(Transport):
@@ -61,10 +61,10 @@ class NoTransport(Transport):
         )
 
     def register(self, region: Region) -> None:
-        """All memory is known."""
+        """Do nothing: all memory counts as registered."""
 
     def deregister(self, region: Region) -> None:
-        """It stays known."""
+        """Do nothing: all memory counts as registered."""
 
     def address(self) -> bytes:
         return bytes(600)
@@ -73,7 +73,7 @@ class NoTransport(Transport):
         return PeerId(1)
 
     def disconnect(self, peer: PeerId) -> None:
-        """There was nothing."""
+        """Do nothing."""
 
     def read(self, peer: PeerId, copies: Copies, notify: bytes | None = None) -> TransferId:
         transfer, status = TransferId(next(self._ids)), DONE
@@ -93,13 +93,13 @@ class NoTransport(Transport):
         del self._statuses[transfer]
 
     def notify(self, peer: PeerId, payload: bytes) -> None:
-        """Nobody hears it."""
+        """Drop the notification."""
 
     def notifications(self) -> list[Notification]:
         return []
 
     def close(self) -> None:
-        """There was nothing."""
+        """Do nothing."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -117,7 +117,7 @@ class Clocks:
     _is_over: bool = False
 
     def start(self) -> None:
-        """From now on, until ``posted``."""
+        """Start counting, until ``posted``."""
         self._threads = tuple(
             time.pthread_getcpuclockid(thread.ident)
             for thread in threading.enumerate()
@@ -127,17 +127,17 @@ class Clocks:
         self._seconds = -self._now()
 
     def posted(self) -> None:
-        """The call that posts has returned. A driver may post some of it later on."""
+        """Stop counting: the call that posts has returned. A driver may post the rest later."""
         if not self._is_posted:
             self._seconds += self._now()
             self._is_posted = True
 
     def over(self) -> None:
-        """Nothing of it is posted from now on."""
+        """End the request: nothing of it is posted any more."""
         self._is_over = True
 
     def excluded(self, call: Callable[..., object]) -> Callable[..., object]:
-        """The same call, whose CPU time is counted as ``inside``, also after ``posted``."""
+        """Return the call with its CPU time counted as ``inside``, also after ``posted``."""
 
         def counted(*arguments: object) -> object:
             before = time.thread_time()
@@ -152,7 +152,7 @@ class Clocks:
 
     @property
     def seconds(self) -> float:
-        """All of it."""
+        """Return the CPU seconds."""
         return self._seconds
 
     def _now(self) -> float:

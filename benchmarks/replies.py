@@ -28,7 +28,7 @@ import common
 import msgspec
 import numpy as np
 import rows
-import side
+import worker_process
 import zmq
 
 from kvferry.core.endpoint import Endpoint, EndpointOptions, Identity, Load
@@ -241,7 +241,7 @@ class Decode:
         self._endpoint.join([self._endpoint.payload])
         self._stop = threading.Event()
         self._late = 0.0
-        self._base = side.peak(reset=True)
+        self._base = worker_process.peak(reset=True)
 
     def ready(self) -> bool:
         """It is made."""
@@ -267,7 +267,7 @@ class Decode:
         ticking.join()
         for request in waiting:
             self._endpoint.abort(request)
-        return self._late, float(side.peak() - self._base), took
+        return self._late, float(worker_process.peak() - self._base), took
 
     def _tick(self) -> None:
         while not self._stop.is_set():
@@ -320,11 +320,11 @@ def _measured(options: argparse.Namespace) -> Iterator[rows.Row]:
     with ExitStack() as stack:
         kinds = [MUTE, *KINDS, JUNK]
         say = stack.enter_context(rows.progress(options.rounds * len(kinds)))
-        hostile = stack.enter_context(side.Side(Hostile))
+        hostile = stack.enter_context(worker_process.WorkerProcess(Hostile))
         port = hostile.ask("port")
         found: dict[str, list[tuple[float, float, float]]] = {kind: [] for kind in kinds}
         for _ in range(options.rounds):
-            with side.Side(Decode) as decode:
+            with worker_process.WorkerProcess(Decode) as decode:
                 decode.ask("ready")
                 for kind in kinds:
                     nbytes = hostile.ask("answer", kind)

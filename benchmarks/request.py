@@ -23,8 +23,8 @@ import common
 import engines
 import numpy as np
 import rows
-import side
 import vllm_worker
+import worker_process
 from engines import Shape
 from posted import WORD, Clocks, NoTransport
 
@@ -252,10 +252,14 @@ def _measured(options: argparse.Namespace) -> Iterator[rows.Row]:
 def _kind(options: argparse.Namespace, nixl: bool, say: rows.Show) -> Iterator[rows.Row]:
     with ExitStack() as stack:
         say("vLLM and NIXL start" if nixl else "vLLM starts")
-        ours = stack.enter_context(side.Side(partial(Ferry, options.layers, nixl=nixl)))
+        ours = stack.enter_context(
+            worker_process.WorkerProcess(partial(Ferry, options.layers, nixl=nixl))
+        )
         theirs = None
         if vllm_worker.available():
-            theirs = stack.enter_context(side.Side(partial(Vllm, options.layers, nixl=nixl)))
+            theirs = stack.enter_context(
+                worker_process.WorkerProcess(partial(Vllm, options.layers, nixl=nixl))
+            )
             theirs.ask("post", 4, True)
         made: list[rows.Row] = []
         for count in COUNTS[:1] if nixl else COUNTS:
@@ -268,7 +272,11 @@ def _kind(options: argparse.Namespace, nixl: bool, say: rows.Show) -> Iterator[r
 
 
 def _turns(
-    ours: side.Side, theirs: side.Side | None, count: int, scattered: bool, seconds: float
+    ours: worker_process.WorkerProcess,
+    theirs: worker_process.WorkerProcess | None,
+    count: int,
+    scattered: bool,
+    seconds: float,
 ) -> common.Times:
     """CPU seconds: (rounds, ours and theirs, until posted and inside ``transfer``)."""
     sides = [ours, theirs or ours]

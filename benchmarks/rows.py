@@ -1,4 +1,4 @@
-"""What every benchmark hands to the page: rows, each a ratio to something of the same run."""
+"""The rows of results: each is a ratio to another measurement of the same run."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from rich.table import Table
 AT_LEAST, AT_MOST = "≥ ", "≤ "
 
 NOTHING = 3
-"""The exit status of a benchmark that finds nothing here to measure."""
+"""The exit status of a benchmark that cannot measure anything on this machine."""
 
 Show = Callable[[str], None]
-"""Says what is done next; each call is a step."""
+"""A function that shows the next step of the progress."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +83,7 @@ def goal(limit: float, *, at_least: bool) -> str:
 
 
 def verdict(target: str | None, low: float, high: float) -> bool | None:
-    """Whether an interval keeps a target; none where it can't be said.
+    """Return whether an interval meets a target; ``None`` if it lies on both sides.
 
     Raises:
         ValueError: the target does not begin with ``≥`` or ``≤``.
@@ -105,19 +105,19 @@ def renamed(row: Row, section: str, *, target: bool = True) -> Row:
 
 
 def write(path: Path | None, rows: Sequence[Row]) -> None:
-    """Write rows as JSON, if the user wants them."""
+    """Write rows as JSON, if a path is given."""
     if path is not None:
         text = json.dumps([fields_of(row) for row in rows], indent=1, ensure_ascii=False)
         path.write_text(text + "\n", encoding="utf-8")
 
 
 def fields_of(row: Row) -> dict[str, Any]:
-    """What JSON has of it."""
+    """Return the fields of a row for JSON."""
     return asdict(row)
 
 
 def read(path: Path) -> list[Row]:
-    """What ``write`` wrote.
+    """Read the rows that ``write`` wrote.
 
     Raises:
         ValueError: it is something else; says what.
@@ -132,7 +132,7 @@ def read(path: Path) -> list[Row]:
 
 
 def row_of(found: Any) -> Row:
-    """A row from what JSON has of it.
+    """Return a row from its fields in JSON.
 
     Raises:
         ValueError: it has other fields, or a field of another type.
@@ -167,7 +167,7 @@ def show(rows: Sequence[Row]) -> None:
 
 
 def cells(row: Row) -> tuple[str, str, str, str, str, str]:
-    """A row for people: case, ratio, interval, of what, target with its verdict, our figure."""
+    """Return the cells of a row: case, ratio, interval, of what, target with verdict, figure."""
     target = f"{row.target} {said(row)}" if row.target else ""
     interval = f"{number(row.low)} to {number(row.high)}"
     measured = row.measured if isinstance(row.measured, str) else number(row.measured)
@@ -187,19 +187,19 @@ def said(row: Row) -> str:
 
 
 def number(value: float) -> str:
-    """Three digits that mean something, and no exponent."""
+    """Format a number with three significant digits and no exponent."""
     return f"{value:,.0f}" if abs(value) >= 100 else f"{float(f'{value:.3g}'):g}"
 
 
 def nothing(why: str) -> NoReturn:
-    """End a benchmark that cannot be run here, with a sentence."""
+    """End a benchmark that cannot run here, with the reason."""
     print(why, flush=True)
     raise SystemExit(NOTHING)
 
 
 @contextmanager
 def progress(total: int) -> Iterator[Show]:
-    """A bar on stderr; where that is no terminal, a line for each step."""
+    """Show a bar on stderr, or a line for each step where stderr is no terminal."""
     console = Console(stderr=True)
     with Progress(
         BarColumn(),
@@ -208,7 +208,7 @@ def progress(total: int) -> Iterator[Show]:
         TextColumn("{task.description}"),
         console=console,
         transient=True,
-        refresh_per_second=2,  # what it draws with is what is measured
+        refresh_per_second=2,  # drawing takes time from the measurement
         disable=not console.is_terminal,
     ) as bar:
         task = bar.add_task("", total=total)

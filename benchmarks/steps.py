@@ -26,8 +26,8 @@ import common
 import engines
 import numpy as np
 import rows
-import side
 import vllm_worker
+import worker_process
 from deployment import INCARNATION, Deployment
 from engines import Shape
 from posted import NoTransport
@@ -201,9 +201,9 @@ class Host:
         if self._engine is not None:
             self._engine.close()
         vllm_worker.config(1)
-        before: int = side.resident()
+        before: int = worker_process.resident()
         self._engine = Engine(what, count, port)
-        after: int = side.resident()
+        after: int = worker_process.resident()
         return after - before
 
     def steps(self) -> tuple[float, float, float]:
@@ -335,8 +335,8 @@ def _measured(options: argparse.Namespace) -> Iterator[rows.Row]:
         rows.nothing("there is no vLLM here, whose connector this is")
     cases = [case for case in CASES if options.only in (None, case.what)]
     with ExitStack() as stack:
-        port = stack.enter_context(side.Side(Deployment)).ask("port")
-        hosts = [stack.enter_context(side.Side(Host)) for _ in REQUESTS]
+        port = stack.enter_context(worker_process.WorkerProcess(Deployment)).ask("port")
+        hosts = [stack.enter_context(worker_process.WorkerProcess(Host)) for _ in REQUESTS]
         say = stack.enter_context(rows.progress(len(cases)))
         for case in cases:
             say(case.name)
@@ -345,7 +345,9 @@ def _measured(options: argparse.Namespace) -> Iterator[rows.Row]:
             yield from sorted(found, key=lambda row: row.section)
 
 
-def _case(case: Case, hosts: Sequence[side.Side], port: int, seconds: float) -> Iterator[rows.Row]:
+def _case(
+    case: Case, hosts: Sequence[worker_process.WorkerProcess], port: int, seconds: float
+) -> Iterator[rows.Row]:
     made = hosts[: len(case.counts)]
     for host, count in zip(made, case.counts, strict=True):
         host.begin("make", case.what, count, port)
@@ -368,7 +370,7 @@ def _case(case: Case, hosts: Sequence[side.Side], port: int, seconds: float) -> 
         yield _memory(grown, case.counts)
 
 
-def _turns(made: Sequence[side.Side], seconds: float) -> common.Times:
+def _turns(made: Sequence[worker_process.WorkerProcess], seconds: float) -> common.Times:
     """(rounds, engines, figures); who is first changes."""
     for each in made:
         each.ask("steps")

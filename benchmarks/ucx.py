@@ -24,12 +24,12 @@ from contextlib import AbstractContextManager, ExitStack, closing, contextmanage
 from dataclasses import dataclass
 from functools import partial
 
-import bare
 import common
-import direct
+import nixl_api
 import numpy as np
 import posting
 import rows
+import tcp_baseline
 
 from kvferry.core.memory import Region, region_of
 from kvferry.core.transport import PeerId, Transport
@@ -100,7 +100,7 @@ def _beside_nixl(over: str, options: argparse.Namespace) -> Iterator[Result]:
     with ExitStack() as stack:
         transport, peer, local, near = stack.enter_context(_connected(over, options))
         theirs, far = stack.enter_context(_peer("nixl", over, options))
-        agents = [direct.agent(local, theirs, THREADS) for _ in range(2)]
+        agents = [nixl_api.agent(local, theirs, THREADS) for _ in range(2)]
         plain = [stack.enter_context(_socket(options))] if over == "tcp" else []
         for order in ORDERS:
             for block in SIZES:
@@ -109,7 +109,7 @@ def _beside_nixl(over: str, options: argparse.Namespace) -> Iterator[Result]:
                 others = common.blocks(local, far, block, scattered=scattered)
                 moves = [
                     common.mover(transport, options.op, peer, copies),
-                    *(direct.mover(*agent, options.op, others) for agent in agents),
+                    *(nixl_api.mover(*agent, options.op, others) for agent in agents),
                     *plain,
                 ]
                 times = common.by_turns(options.rounds, [common.timed(move) for move in moves])
@@ -175,14 +175,14 @@ def _peer(
 
 def _socket(options: argparse.Namespace) -> AbstractContextManager[Callable[[], None]]:
     made: AbstractContextManager[Callable[[], None]]
-    made = bare.reader(__file__, "--driver=socket", f"--megabytes={options.megabytes}")
+    made = tcp_baseline.reader(__file__, "--driver=socket", f"--megabytes={options.megabytes}")
     return made
 
 
 def _serve(options: argparse.Namespace) -> None:
     buffer = np.ones(options.megabytes << 20, np.uint8)
     if options.driver == "socket":
-        bare.serve(buffer)
+        tcp_baseline.serve(buffer)
         common.leave()
     transport: Transport
     if options.driver == "ucx":

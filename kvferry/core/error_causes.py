@@ -29,9 +29,9 @@ class Cause(enum.StrEnum):
     STALE = "stale"
     """The producer no longer held the pages."""
     DEADLINE = "deadline"
-    """It did not end in time."""
+    """The load did not end in time."""
     GIVEN_UP = "given_up"
-    """Its engine gave it up, for instance because the client disconnected."""
+    """The engine gave the load up, for instance because the client disconnected."""
     TICKET = "ticket"
     """The handshake contradicts the ticket."""
     ADMISSION = "admission"
@@ -65,26 +65,27 @@ _CAUSES: tuple[tuple[type[KVFerryError], Cause], ...] = (
     (TransportError, Cause.TRANSPORT),
     (PageError, Cause.PAGES),
 )
-"""The first entry whose class matches decides."""
+"""The first entry with a matching class applies."""
 
 _REMEDIES = {
     Cause.TICKET: "prefill again, and let the router pass kv_transfer_params on as they are",
     Cause.INCOMPATIBLE: (
-        "start both engines alike in what is named, or let the router pair others; 'kvferry plan' "
-        "tries layouts"
+        "start both engines with the same values of what is named, or let the router pair other "
+        "engines; 'kvferry plan' tries layouts"
     ),
     Cause.PEER_LOST: (
-        "if it was not stopped on purpose, its log says why; it is used again when it is back"
+        "if the engine was not stopped on purpose, its log says why; it is used again when it is "
+        "back"
     ),
-    Cause.TRANSPORT: "'kvferry doctor' looks at what the driver needs on this machine",
+    Cause.TRANSPORT: "'kvferry doctor' checks what the driver needs on this machine",
     Cause.PAGES: "let the router pass kv_transfer_params on as they are",
     Cause.OTHER: "please report it, with this log",
 }
-"""Errors of the other causes name the remedy themselves, or there is none."""
+"""Errors of other causes name their remedy themselves, or have none."""
 
 
 RAISE_LIMITS = "let this process have more files and threads (ulimit -n and -u)"
-"""Remedy where the operating system refuses files or threads; follows its own message."""
+"""The remedy where the operating system refuses files or threads, after the system's message."""
 
 
 def cause_of(error: KVFerryError) -> Cause:
@@ -104,8 +105,8 @@ def on_one_line(text: str, limit: int = 4096) -> str:
     """Return untrusted text (of a ticket, a peer, a library) so that it cannot forge log lines.
 
     Args:
-        text: of any length.
-        limit: how many characters are kept.
+        text: text of any length.
+        limit: the number of characters that are kept.
 
     Returns:
         The text with white space collapsed and unprintable characters replaced by ``?``.

@@ -10,7 +10,7 @@ class KVFerryError(Exception):
 
 
 class LayoutError(KVFerryError, ValueError):
-    """A layout describes memory that it does not have, or describes it twice."""
+    """A layout describes memory outside its regions, or the same memory twice."""
 
 
 class PlanError(KVFerryError):
@@ -18,7 +18,7 @@ class PlanError(KVFerryError):
 
 
 class PageError(KVFerryError, ValueError):
-    """A page list does not fit: a bad id, a hole where a page is needed, too few pages."""
+    """A page list does not fit: an invalid id, a missing page, or too few pages."""
 
 
 class WireError(KVFerryError, ValueError):
@@ -45,7 +45,7 @@ class TicketReason(enum.StrEnum):
     """Why a ticket is refused."""
 
     MALFORMED = "malformed"
-    """A part is missing, of the wrong type, or out of bounds."""
+    """A part of it is missing, of the wrong type, or out of bounds."""
     FOREIGN = "foreign"
     """Another connector made it."""
     VERSION = "version"
@@ -54,7 +54,7 @@ class TicketReason(enum.StrEnum):
     PROOF = "proof"
     """It does not prove that its engine made it: altered, forged, or the proof removed."""
     ROLE = "role"
-    """This engine may not load."""
+    """The role of this engine does not allow it to load."""
     OWN = "own"
     """This engine made it."""
     PROMPT = "prompt"
@@ -64,7 +64,7 @@ class TicketReason(enum.StrEnum):
     ADMISSION = "admission"
     """This engine does not admit the key of the engine that made it."""
     RESTARTED = "restarted"
-    """Its engine was restarted after it was made."""
+    """The engine that made it has been restarted since."""
     MISMATCH = "mismatch"
     """It contradicts the handshake about the shape of its engine."""
 
@@ -86,7 +86,7 @@ class SecretError(KVFerryError, ValueError):
 
 
 class StaleError(KVFerryError):
-    """The hold had ended before the read did, so what was read must not be used."""
+    """The hold ended before the read did, so the bytes that were read must not be used."""
 
 
 class DeadlineError(KVFerryError):
@@ -102,7 +102,7 @@ class DriverError(KVFerryError):
 
 
 class TransportError(KVFerryError):
-    """Base class of what a driver raises, or reports as the error of a failed transfer."""
+    """Base class of errors that a driver raises, or reports for a failed transfer."""
 
 
 class TransportUsageError(TransportError, ValueError):
@@ -122,7 +122,7 @@ class PeerLostError(TransportError):
 
 
 class StatusUnknownError(TransportError):
-    """The driver cannot tell the status of a transfer; only ``disconnect`` proves it quiet then."""
+    """The driver cannot tell the status of a transfer; only ``disconnect`` proves it quiet."""
 
 
 class TransferCancelledError(TransportError):

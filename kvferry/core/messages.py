@@ -23,7 +23,7 @@ from kvferry.core.security.proof import FINGERPRINT_BYTES, TICKET_KEY_BYTES
 DECODE_ERRORS = (msgspec.MsgspecError, ValueError, RecursionError, OverflowError)
 """All that a msgspec decoder raises for malformed bytes: it lets the ``UnicodeDecodeError`` (a
 ``ValueError``) of an invalid string through, and deep nesting is a ``RecursionError``. Catch all of
-them: one that escapes ends a thread that serves everybody."""
+them: one that escapes ends a thread that serves all peers."""
 
 OLDEST_PROTOCOL = 1
 NEWEST_PROTOCOL = 1
@@ -34,11 +34,11 @@ MAX_REQUEST_BYTES = 1 << 12
 MAX_REPLY_BYTES = 1 << 23
 """The longest reply: the payloads of 64 ranks of 80 layers take 2.5 MB."""
 MAX_SHORT_REPLY_BYTES = 3 << 17
-"""The longest reply of which any number may be received at once; of longer ones only few are. The
-payloads of 8 ranks of 80 layers take 309 kB."""
+"""The longest reply that is short: any number of these may be received at once, but only a few
+longer ones. The payloads of 8 ranks of 80 layers take 309 kB."""
 MAX_PAYLOAD_BYTES = 1 << 19
-"""The longest payload of one rank: one of 80 layers takes 39 kB. It is decoded in one call, which
-holds the interpreter's lock: this many bytes take 20 ms."""
+"""The longest payload of one rank: 80 layers take 39 kB. A payload is decoded in one call, which
+holds the interpreter lock: this many bytes take 20 ms."""
 MAX_PONG_BYTES = 1 << 13
 """The longest answer to a ping, which may be a refusal."""
 MAX_NOTE_BYTES = 1 << 11
@@ -52,24 +52,24 @@ WORD_BYTES = 8
 MAX_SLOTS = 1 << 32
 """Slots are numbered below this."""
 GENERATION_LIMIT = 1 << 63
-"""Generations and incarnations lie in 1 to one less."""
+"""Generations and incarnations are at least 1 and below this."""
 MAX_RANKS = 1 << 12
 MAX_TEXT = 1 << 12
 MAX_CACHED_LAYOUTS = 1 << 8
-"""How many decoded layouts are kept, those used last, by the bytes of their groups and fields."""
+"""The most decoded layouts that are cached, by the bytes of their groups and fields."""
 MAX_CACHED_LAYOUT_BYTES = 1 << 18
-"""Layouts with more encoded bytes are not kept."""
+"""Layouts with more encoded bytes are not cached."""
 MAX_ALL_CACHED_LAYOUT_BYTES = 1 << 22
-"""How many encoded bytes all kept layouts have at most; decoded they take about five times that."""
+"""The most encoded bytes of all cached layouts; decoded, they take about five times as many."""
 CACHED_REGION_BYTES = 40
-"""What a region counts there: it is decoded with each payload, and kept with the first."""
+"""The bytes that a region counts there: it is decoded with each payload, and cached once."""
 
 MAP16, FIXED_ARRAY = 0xDE, 0x9
 ARRAYS: Mapping[int, str] = {0xDC: ">H", 0xDD: ">I"}
 BINARIES: Mapping[int, str] = {0xC4: ">B", 0xC5: ">H", 0xC6: ">I"}
 """First byte of each msgpack form of an array or binary, to the format of the length after it."""
 LONG_START = b"\xa4type\xa8payloads\xa5ranks"
-"""How an encoded ``Payloads`` begins, after the number of its fields."""
+"""The start of an encoded ``Payloads``, after the number of its fields."""
 
 Name = Annotated[str, Meta(min_length=1, max_length=256)]
 Text = Annotated[str, Meta(max_length=MAX_TEXT)]
@@ -200,7 +200,7 @@ class Ping(Struct, frozen=True, kw_only=True, tag="ping"):
 
 
 class Health(Struct, frozen=True, kw_only=True, tag="health"):
-    """Ask about the health of an engine; without a name, of whichever listens there."""
+    """Ask about the health of an engine; without a name, of any engine that listens there."""
 
     engine: Annotated[str, Meta(max_length=256)] = ""
 

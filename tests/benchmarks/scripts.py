@@ -1,4 +1,4 @@
-"""Runs of the scripts in ``benchmarks``, as people run them."""
+"""Run the scripts in ``benchmarks`` and check their rows."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-FOLDER = Path(__file__).parents[2] / "benchmarks"
+SCRIPTS_FOLDER = Path(__file__).parents[2] / "benchmarks"
 FIELDS: dict[str, Any] = {
     "section": str,
     "case": str,
@@ -21,35 +21,35 @@ FIELDS: dict[str, Any] = {
     "low": (int, float),
     "high": (int, float),
 }
-SECONDS = 500
+TIMEOUT_SECONDS = 500
 
 
-def run(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """One of them, to its end."""
+def run_script(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run a script to its end."""
     return subprocess.run(
-        [sys.executable, str(FOLDER / f"{script}.py"), *arguments],
+        [sys.executable, str(SCRIPTS_FOLDER / f"{script}.py"), *arguments],
         capture_output=True,
         text=True,
-        timeout=SECONDS,
+        timeout=TIMEOUT_SECONDS,
     )
 
 
 def quick_rows(script: str, folder: Path, *arguments: str) -> list[dict[str, Any]]:
-    """What a quick run writes; each row has been checked."""
+    """Return the rows of a quick run, after checking each."""
     file = folder / "rows.json"
-    done = run(script, "--quick", "--json", str(file), *arguments)
+    done = run_script(script, "--quick", "--json", str(file), *arguments)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(file.read_text(encoding="utf-8"))
     assert isinstance(found, list)
     assert found
     for row in found:
-        check(row)
+        check_row(row)
     assert len({(row["section"], row["case"], row["of"]) for row in found}) == len(found)
     return found
 
 
-def check(row: dict[str, Any]) -> None:
-    """The form, and what its fields say of each other."""
+def check_row(row: dict[str, Any]) -> None:
+    """Check the types of a row's fields, and that they agree with each other."""
     assert set(row) == set(FIELDS)
     for name, kind in FIELDS.items():
         assert isinstance(row[name], kind), (name, row)

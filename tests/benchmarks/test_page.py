@@ -1,4 +1,4 @@
-"""The page, from fixed rows."""
+"""The page of results, made from fixed rows."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from typing import Any
 
 import pytest
 
-from tests.benchmarks.scripts import FOLDER
+from tests.benchmarks.scripts import SCRIPTS_FOLDER
 
 CONDITIONS = {"date": "2026-01-02 03:04 UTC", "load": 0.1, "load after": 0.2, "kernel": "6.1"}
 
 
 @pytest.fixture
 def page(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """The module, which finds its neighbours as a script does."""
-    monkeypatch.syspath_prepend(str(FOLDER))
+    """The module ``page``, which imports other scripts as scripts do."""
+    monkeypatch.syspath_prepend(str(SCRIPTS_FOLDER))
     before = set(sys.modules)
     yield importlib.import_module("page")
     for name in {"page", "plots", "rows"} - before:
@@ -45,7 +45,7 @@ def entry(*found: dict[str, Any]) -> dict[str, Any]:
     return {"conditions": CONDITIONS, "rows": list(found)}
 
 
-def test_rows_and_conditions(page: Any) -> None:
+def test_page_shows_rows_and_conditions(page: Any) -> None:
     text = page.text({"drivers": entry(row("one"), row("two | three", 0.25))}, {})
     assert "| case | ratio to speed of memcpy | measured |" in text
     assert "| one | **2** (1 to 4) | 1.5 GB/s |" in text
@@ -55,12 +55,12 @@ def test_rows_and_conditions(page: Any) -> None:
 
 
 @pytest.mark.parametrize(("load", "said"), [(0.5, False), (3.5, True)])
-def test_a_busy_machine_is_said(page: Any, load: float, said: bool) -> None:
+def test_busy_machine_is_reported(page: Any, load: float, said: bool) -> None:
     busy = {"conditions": CONDITIONS | {"cores": 2, "load after": load}, "rows": [row("one")]}
     assert (page.BUSY in page.text({"drivers": busy}, {})) is said
 
 
-def test_a_case_beside_several_things_is_one_line(page: Any) -> None:
+def test_ratios_of_one_case_share_a_line(page: Any) -> None:
     other = row("one", 3.0, of="speed of NIXL", target="≥ 5", met=False)
     text = page.text({"drivers": entry(row("one"), other, row("two"))}, {})
     assert "| case | ratio to speed of memcpy | ratio to speed of NIXL | measured |" in text
@@ -79,7 +79,9 @@ def test_targets_come_first(page: Any, met: bool | None, verdict: str) -> None:
     assert ("### Why not" in text) == (met is not True)
 
 
-def test_what_limits_it_is_said(page: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_missed_targets_are_explained(
+    page: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     limits = tmp_path / "limits.toml"
     limits.write_text(
         '[[limit]]\nwork = "ones"\nsection = "a sec"\ncase = "one"\nwhy = "the\\nkernel"\n',
@@ -92,7 +94,7 @@ def test_what_limits_it_is_said(page: Any, monkeypatch: pytest.MonkeyPatch, tmp_
     assert "Not explained yet: a section: two." in text
 
 
-def test_a_part_that_did_not_run_again(page: Any) -> None:
+def test_rows_stay_when_a_part_does_not_run_again(page: Any) -> None:
     store = {"drivers": entry(row("one"))}
     page.remember(store, "drivers", {"missing": "no such thing", "date": "today"})
     text = page.text(store, {})
@@ -104,7 +106,7 @@ def test_a_part_that_did_not_run_again(page: Any) -> None:
     assert "| one |" not in page.text(store, {})
 
 
-def test_parts_without_figures_are_named(page: Any) -> None:
+def test_parts_without_figures_are_listed(page: Any) -> None:
     text = page.text({"gpu": {"missing": "no GPU here", "date": "today"}}, {})
     assert "VRAM to VRAM (`benchmarks/gpu.py`): no GPU here" in text
     for part in page.PARTS:
@@ -113,7 +115,7 @@ def test_parts_without_figures_are_named(page: Any) -> None:
     assert "No figure with a GPU" not in page.text({"gpu": entry(row("one"))}, {})
 
 
-def test_the_same_figures_give_the_same_files(page: Any, tmp_path: Path) -> None:
+def test_same_figures_give_same_files(page: Any, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     found = [row(str(n), n + 1.0, target="≥ 0.9", met=True) for n in range(6)]
     written = []
@@ -127,7 +129,7 @@ def test_the_same_figures_give_the_same_files(page: Any, tmp_path: Path) -> None
     assert not list(tmp_path.rglob("*.svg"))
 
 
-def test_the_page_is_what_it_would_write(page: Any) -> None:
+def test_page_shows_the_results(page: Any) -> None:
     if not page.RESULTS.exists():
         pytest.skip("nothing has been measured yet")
     store = json.loads(page.RESULTS.read_text(encoding="utf-8"))
@@ -151,7 +153,7 @@ def test_the_page_is_what_it_would_write(page: Any) -> None:
         row("x", low=True),
     ],
 )
-def test_what_is_no_row_is_refused(page: Any, wrong: Any) -> None:
+def test_malformed_rows_are_refused(page: Any, wrong: Any) -> None:
     with pytest.raises(ValueError, match=r"row|target|much"):
         importlib.import_module("rows").row_of(wrong)
 
@@ -168,5 +170,7 @@ def test_what_is_no_row_is_refused(page: Any, wrong: Any) -> None:
         ("≤ 1", 0.5, 1.5, None),
     ],
 )
-def test_verdicts(page: Any, target: str | None, low: float, high: float, met: bool | None) -> None:
+def test_verdict_compares_the_range_with_the_target(
+    page: Any, target: str | None, low: float, high: float, met: bool | None
+) -> None:
     assert importlib.import_module("rows").verdict(target, low, high) is met

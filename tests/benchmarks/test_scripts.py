@@ -1,4 +1,4 @@
-"""Every benchmark runs, and hands rows to the page that it can show."""
+"""Every benchmark runs and writes valid rows."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvferry.testing.memory import available
-from tests.benchmarks.scripts import quick_rows, run
+from tests.benchmarks.scripts import quick_rows, run_script
 
 nixl = pytest.mark.nixl
 limit = pytest.mark.timeout(600)
@@ -16,12 +16,12 @@ limit = pytest.mark.timeout(600)
 
 @pytest.fixture(scope="module")
 def no_gpu() -> None:
-    """Only where there is none."""
+    """Skip the test where there is a GPU."""
     if available("cuda"):
         pytest.skip("there is a GPU")
 
 
-def test_loopback_alone(tmp_path: Path) -> None:
+def test_drivers_with_loopback_alone(tmp_path: Path) -> None:
     found = quick_rows("drivers", tmp_path, "--driver", "loopback")
     sections = {row["section"] for row in found}
     assert {
@@ -35,14 +35,14 @@ def test_loopback_alone(tmp_path: Path) -> None:
 
 @nixl
 @limit
-def test_drivers_beside_nixl(tmp_path: Path) -> None:
+def test_drivers_with_nixl(tmp_path: Path) -> None:
     found = quick_rows("drivers", tmp_path, "--driver", "loopback", "--driver", "nixl")
     beside = {row["of"] for row in found if row["section"] == "loopback, two processes"}
     alone = "speed of process_vm_readv alone"
     assert beside == {"speed of memcpy", "speed of NIXL's own calls", alone}
 
 
-def test_writes(tmp_path: Path) -> None:
+def test_drivers_with_writes(tmp_path: Path) -> None:
     found = quick_rows("drivers", tmp_path, "--driver", "loopback", "--op", "write")
     assert any(row["case"].startswith("write of ") for row in found)
     assert not any(row["target"] for row in found)
@@ -51,7 +51,7 @@ def test_writes(tmp_path: Path) -> None:
 @pytest.mark.vllm
 @nixl
 @limit
-def test_end_to_end(tmp_path: Path) -> None:
+def test_end_to_end_with_loopback(tmp_path: Path) -> None:
     found = quick_rows("end_to_end", tmp_path, "--driver", "loopback")
     assert {row["case"] for row in found} == {"loopback, 2 at once"}
 
@@ -63,8 +63,8 @@ def test_end_to_end(tmp_path: Path) -> None:
         pytest.param("planning", marks=pytest.mark.vllm),
         pytest.param("request", marks=pytest.mark.vllm),
         pytest.param("steps", marks=pytest.mark.vllm),
-        pytest.param("channel", marks=pytest.mark.vllm),  # a thousand clients take their time
-        pytest.param("replies", marks=pytest.mark.vllm),  # likewise: many that mean no good
+        pytest.param("channel", marks=pytest.mark.vllm),  # slow: a thousand clients
+        pytest.param("replies", marks=pytest.mark.vllm),  # slow: many hostile engines
         pytest.param("orphaned", marks=pytest.mark.vllm),
         "fence",
         "proofs",
@@ -72,22 +72,22 @@ def test_end_to_end(tmp_path: Path) -> None:
         pytest.param("ucx", marks=[nixl, pytest.mark.ucx]),
     ],
 )
-def test_quick_run(script: str, tmp_path: Path) -> None:
+def test_script_runs_quickly(script: str, tmp_path: Path) -> None:
     assert quick_rows(script, tmp_path)
 
 
 @pytest.mark.usefixtures("no_gpu")
-def test_no_gpu() -> None:
-    done = run("gpu", "--quick")
+def test_gpu_script_without_gpu() -> None:
+    done = run_script("gpu", "--quick")
     assert done.returncode == 3
     assert "nothing was measured" in done.stdout or "no GPU was looked for" in done.stdout
 
 
 @pytest.mark.usefixtures("no_gpu")
-def test_what_cannot_run_is_said(tmp_path: Path) -> None:
+def test_page_names_the_part_that_cannot_run(tmp_path: Path) -> None:
     (tmp_path / "docs").mkdir()
     results, page = tmp_path / "bench.json", tmp_path / "docs" / "performance.md"
-    done = run("everything", "--only", "gpu", "--results", str(results), "--page", str(page))
+    done = run_script("everything", "--only", "gpu", "--results", str(results), "--page", str(page))
     assert done.returncode == 0, done.stdout + done.stderr
     assert set(json.loads(results.read_text(encoding="utf-8"))) == {"gpu"}
     assert "VRAM to VRAM (`benchmarks/gpu.py`): " in page.read_text(encoding="utf-8")

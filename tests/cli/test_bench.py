@@ -1,4 +1,4 @@
-"""``kvferry bench`` as a user runs it, and what it is made of."""
+"""``kvferry bench`` as a user runs it, and its cases and results."""
 
 from __future__ import annotations
 
@@ -24,12 +24,11 @@ from kvferry.cli.bench.grid import BenchError, Case, options_of, sizes_of
 from kvferry.cli.bench.measure import Result
 from kvferry.core.errors import KVFerryError
 from kvferry.core.memory import Region
-from tests.cli.installing import install
+from tests.cli.command import COMMAND, install_drivers, run_kvferry
 
-COMMAND = [sys.executable, "-W", "error", "-c", "from kvferry.cli import main; main()", "bench"]
-SMALL = ("--size", "8K,64K", "--block", "4K,64K", "--seconds", "0.1")
+SMALL_GRID = ("--size", "8K,64K", "--block", "4K,64K", "--seconds", "0.1")
 
-DRIVERS = """
+DRIVERS_CODE = """
 import os
 import sys
 from ctypes import memmove
@@ -41,7 +40,7 @@ from kvferry.drivers.loopback import LoopbackTransport
 
 
 class Flipping(LoopbackTransport):
-    '''Gets the first byte of what it reads wrong.'''
+    '''Changes the first byte that it reads.'''
 
     def read(self, peer, copies, notify=None):
         transfer = super().read(peer, copies, notify)
@@ -50,14 +49,14 @@ class Flipping(LoopbackTransport):
 
 
 class Swapping(LoopbackTransport):
-    '''Writes what belongs elsewhere.'''
+    '''Writes blocks to the wrong places.'''
 
     def write(self, peer, copies, notify=None):
         return super().write(peer, replace(copies, remote=copies.remote[::-1].copy()), notify)
 
 
-class Telling(LoopbackTransport):
-    '''Says on stderr who it is, and when it is first asked to move bytes; and never ends.'''
+class Endless(LoopbackTransport):
+    '''Prints its pid and its first read to stderr, and never ends a transfer.'''
 
     def __init__(self):
         super().__init__()
@@ -89,25 +88,18 @@ class Reading(LoopbackTransport):
 
 @pytest.fixture
 def environment(tmp_path: Path) -> dict[str, str]:
-    names = ("Flipping", "Swapping", "Telling", "Failing", "Reading")
-    return install(tmp_path, DRIVERS, **{name.lower(): name for name in names})
+    names = ("Flipping", "Swapping", "Endless", "Failing", "Reading")
+    return install_drivers(tmp_path, DRIVERS_CODE, **{name.lower(): name for name in names})
 
 
 def bench(environment: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*COMMAND, *arguments],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=100,
-    )
+    return run_kvferry(environment, "bench", *arguments)
 
 
-def test_measures_every_case_and_draws_it(environment: dict[str, str], tmp_path: Path) -> None:
+def test_every_case_is_measured_and_plotted(environment: dict[str, str], tmp_path: Path) -> None:
     picture = tmp_path / "speed.svg"
     plot = ("--plot", str(picture)) if _has_matplotlib() else ()
-    ran = bench(environment, "loopback", *SMALL, "--write", "--json", *plot)
+    ran = bench(environment, "loopback", *SMALL_GRID, "--write", "--json", *plot)
     assert (ran.returncode, ran.stderr) == (0, "")
     record = json.loads(ran.stdout)
     assert record["conditions"]["driver"] == "loopback"
@@ -134,9 +126,9 @@ def test_measures_every_case_and_draws_it(environment: dict[str, str], tmp_path:
         assert {"read, scattered", "write, in a row", "8 KiB", "64 KiB"} <= texts
 
 
-def test_prints_a_table_within_80_columns(environment: dict[str, str]) -> None:
+def test_table_fits_80_columns(environment: dict[str, str]) -> None:
     narrow = environment | {"COLUMNS": "80"}
-    ran = bench(narrow, "loopback", *SMALL, "--option", "threads=1")
+    ran = bench(narrow, "loopback", *SMALL_GRID, "--option", "threads=1")
     assert (ran.returncode, ran.stderr) == (0, "")
     lines = ran.stdout.splitlines()
     assert lines[0].split()[:5] == ["op", "order", "size", "block", "copies"]
@@ -162,17 +154,17 @@ def test_prints_a_table_within_80_columns(environment: dict[str, str]) -> None:
         ("failing", (), "failed: no luck"),
     ],
 )
-def test_a_driver_that_is_wrong_is_found_out(
+def test_wrong_bytes_and_failures_are_reported(
     environment: dict[str, str], driver: str, arguments: tuple[str, ...], words: str
 ) -> None:
-    ran = bench(environment, driver, *SMALL, *arguments)
+    ran = bench(environment, driver, *SMALL_GRID, *arguments)
     assert ran.returncode == 1
     assert words in ran.stderr
     assert "Traceback" not in ran.stderr
 
 
-def test_what_a_driver_cannot_do_is_refused(environment: dict[str, str]) -> None:
-    ran = bench(environment, "reading", *SMALL, "--write")
+def test_unsupported_operation_is_refused(environment: dict[str, str]) -> None:
+    ran = bench(environment, "reading", *SMALL_GRID, "--write")
     assert ran.returncode == 1
     assert "asked for is write" in ran.stderr
 
@@ -193,39 +185,41 @@ def test_what_a_driver_cannot_do_is_refused(environment: dict[str, str]) -> None
         ({"plot": Path("no/such/folder/picture.svg")}, "is no folder"),
     ],
 )
-def test_mistakes_end_before_anything_is_started(arguments: dict[str, Any], words: str) -> None:
+def test_invalid_arguments_are_refused_before_processes_start(
+    arguments: dict[str, Any], words: str
+) -> None:
     with pytest.raises(KVFerryError, match=words):
         run(**{"driver": "loopback"} | arguments)
 
 
-def test_without_matplotlib_nothing_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plot_without_matplotlib_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(BenchError, match=r"pip install 'kvferry\[plot\]'"):
         run(driver="loopback", plot=Path("picture.svg"))
 
 
-def test_ctrl_c_leaves_nothing_behind(environment: dict[str, str]) -> None:
-    with telling(environment) as (process, far):
-        os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to both processes
+def test_interrupt_ends_both_processes(environment: dict[str, str]) -> None:
+    with endless_run(environment) as (process, far):
+        os.killpg(process.pid, signal.SIGINT)  # a terminal sends it to both processes
         _, said = process.communicate(timeout=60)
         assert process.returncode == 130
         assert "Traceback" not in said
         assert "both processes have been ended" in said
-        assert gone(far)
+        assert has_ended(far)
 
 
-def test_killing_it_leaves_nothing_behind(environment: dict[str, str]) -> None:
-    with telling(environment) as (process, far):
+def test_kill_ends_both_processes(environment: dict[str, str]) -> None:
+    with endless_run(environment) as (process, far):
         process.kill()
         process.wait()
-        assert gone(far)
+        assert has_ended(far)
 
 
 @contextmanager
-def telling(environment: dict[str, str]) -> Iterator[tuple[subprocess.Popen[str], int]]:
-    """A run that will not end; its process, and a descriptor of the other one."""
+def endless_run(environment: dict[str, str]) -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """Yield the process of a run that does not end, and a pidfd of its other process."""
     process = subprocess.Popen(
-        [*COMMAND, "telling", *SMALL],
+        [*COMMAND, "bench", "endless", *SMALL_GRID],
         env=environment,
         stderr=subprocess.PIPE,
         text=True,
@@ -245,13 +239,13 @@ def telling(environment: dict[str, str]) -> Iterator[tuple[subprocess.Popen[str]
         os.close(far)
 
 
-def gone(process: int) -> bool:
-    """Whether the process of a descriptor ends, if it has not yet."""
+def has_ended(process: int) -> bool:
+    """Wait for the end of the process of a pidfd, and return whether it ended."""
     ready, _, _ = select.select([process], [], [], 60)
     return bool(ready)
 
 
-def test_sizes_are_binary() -> None:
+def test_size_suffixes_are_binary() -> None:
     assert sizes_of("64K, 4096,1MiB,2g,4k", "--size") == [4096, 1 << 16, 1 << 20, 2 << 30]
 
 
@@ -272,7 +266,7 @@ def test_option_values_are_json_or_text() -> None:
     rest=st.integers(0),
     scattered=st.booleans(),
 )
-def test_a_case_moves_every_block_once(block: int, count: int, rest: int, scattered: bool) -> None:
+def test_case_moves_every_block_once(block: int, count: int, rest: int, scattered: bool) -> None:
     total = block * count + rest % block
     case = Case(op="read", size=total // block * block, block=block, scattered=scattered)
     local, remote = (Region(address=base, nbytes=total) for base in (4096, 1 << 20))
@@ -282,7 +276,7 @@ def test_a_case_moves_every_block_once(block: int, count: int, rest: int, scatte
         assert np.array_equal(np.sort(starts), region.address + np.arange(count) * block)
 
 
-def test_figures() -> None:
+def test_results_are_computed_from_seconds() -> None:
     case = Case(op="read", size=10**6, block=1000, scattered=True)
     result = Result(case=case, rounds=3, seconds=1e-3, memcpy_seconds=2.5e-4)
     assert result.gb_per_s == pytest.approx(1.0)
@@ -292,9 +286,9 @@ def test_figures() -> None:
 
 
 @pytest.mark.nixl
-def test_over_nixl(environment: dict[str, str]) -> None:
+def test_bench_over_nixl(environment: dict[str, str]) -> None:
     threads = ("--option", 'backend_options={"num_threads": 1}')
-    ran = bench(environment, "nixl", *SMALL, "--write", "--json", *threads)
+    ran = bench(environment, "nixl", *SMALL_GRID, "--write", "--json", *threads)
     assert ran.returncode == 0, ran.stderr
     record = json.loads(ran.stdout)
     assert "UCX" in record["conditions"]["library"]

@@ -11,46 +11,31 @@ from pathlib import Path
 import pytest
 
 import kvferry
+from tests.cli.command import install_drivers, run_kvferry
 
-HEAVY = ("numpy", "torch", "vllm", "stevedore", "zmq", "kvferry.core.transport.registry")
-
-
-def kvferry_command(*arguments: str, path: Path | None = None) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", "from kvferry.cli import main; main()", *arguments],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
-        env=os.environ | {"PYTHONPATH": str(path or ""), "COLUMNS": "200"},
-    )
+HEAVY_MODULES = ("numpy", "torch", "vllm", "stevedore", "zmq", "kvferry.core.transport.registry")
 
 
 @pytest.fixture
-def broken(tmp_path: Path) -> Path:
-    """A folder with a distribution whose driver lacks a library."""
-    info = tmp_path / "kvferry_fake-1.2.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: kvferry-fake\nVersion: 1.2\n")
-    (info / "entry_points.txt").write_text("[kvferry.drivers]\nneedy = fake_needy:Driver\n")
-    (tmp_path / "fake_needy.py").write_text("import a_library_that_is_missing\n")
-    return tmp_path
+def environment(tmp_path: Path) -> dict[str, str]:
+    """An environment with a driver that lacks a library."""
+    return install_drivers(tmp_path, "import a_library_that_is_missing\n", needy="Driver")
 
 
-def test_help_lists_the_commands() -> None:
-    result = kvferry_command("--help")
+def test_help_lists_commands() -> None:
+    result = run_kvferry(dict(os.environ), "--help")
     assert result.returncode == 0
     assert "drivers" in result.stdout
     assert "demo" in result.stdout
     assert "plan" in result.stdout
 
 
-def test_version() -> None:
-    assert kvferry_command("--version").stdout.strip() == kvferry.__version__
+def test_version_is_printed() -> None:
+    assert run_kvferry(dict(os.environ), "--version").stdout.strip() == kvferry.__version__
 
 
-def test_lists_drivers_with_what_they_can_do_and_why_not(broken: Path) -> None:
-    result = kvferry_command("drivers", path=broken)
+def test_drivers_are_listed_with_capabilities_or_reason(environment: dict[str, str]) -> None:
+    result = run_kvferry(environment, "drivers")
     assert result.returncode == 0
     for part in ("loopback", f"kvferry {kvferry.__version__}", "read, write", "can cancel"):
         assert part in result.stdout
@@ -59,10 +44,9 @@ def test_lists_drivers_with_what_they_can_do_and_why_not(broken: Path) -> None:
         assert part in words
 
 
-def test_lists_drivers_as_json(broken: Path) -> None:
+def test_drivers_are_listed_as_json(environment: dict[str, str]) -> None:
     records = {
-        one["name"]: one
-        for one in json.loads(kvferry_command("drivers", "--json", path=broken).stdout)
+        one["name"]: one for one in json.loads(run_kvferry(environment, "drivers", "--json").stdout)
     }
     loopback, needy = records["loopback"], records["needy"]
     assert loopback["works"]
@@ -74,11 +58,11 @@ def test_lists_drivers_as_json(broken: Path) -> None:
     assert "a_library_that_is_missing" in needy["reason"]
 
 
-def test_the_command_line_itself_is_light() -> None:
+def test_importing_the_command_line_loads_no_heavy_module() -> None:
     code = (
         "import sys\n"
         "import kvferry.cli\n"
-        f"loaded = [name for name in {HEAVY} if name in sys.modules]\n"
+        f"loaded = [name for name in {HEAVY_MODULES} if name in sys.modules]\n"
         "sys.exit(str(loaded) if loaded else 0)\n"
     )
     result = subprocess.run(

@@ -1,4 +1,4 @@
-"""``kvferry demo`` as a user runs it: real processes, and everything checked from outside."""
+"""``kvferry demo`` as a user runs it, with real processes that the tests watch."""
 
 from __future__ import annotations
 
@@ -33,10 +33,11 @@ from kvferry.cli.demo.model import (
     wrong_bytes,
     wrong_spare_bytes,
 )
+from tests.cli.command import COMMAND, install_drivers, run_kvferry
 
 SECONDS = 110.0
 
-DRIVERS = """
+DRIVERS_CODE = """
 from collections.abc import Sequence
 from ctypes import memmove
 
@@ -46,7 +47,7 @@ from kvferry.drivers.loopback import LoopbackTransport
 
 
 class Flipping(LoopbackTransport):
-    '''Gets the first byte of the first larger transfer wrong.'''
+    '''Changes the first byte of the first larger transfer.'''
     flipped = False
 
     def read(self, peer, copies, notify=None):
@@ -91,40 +92,20 @@ class Writing(LoopbackTransport):
 
 @pytest.fixture
 def environment(tmp_path: Path) -> dict[str, str]:
-    """With three more drivers installed, and a folder for temporary files that is empty."""
+    """An environment with three more drivers and an empty folder for temporary files."""
     site, temporary = tmp_path / "site", tmp_path / "temporary"
-    info = site / "kvferry_odd-1.0.dist-info"
-    info.mkdir(parents=True)
+    site.mkdir()
     temporary.mkdir()
-    (site / "odd_drivers.py").write_text(DRIVERS)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: kvferry-odd\nVersion: 1.0\n")
     names = ("Flipping", "Stuck", "Writing")
-    entries = "".join(f"{name.lower()} = odd_drivers:{name}\n" for name in names)
-    (info / "entry_points.txt").write_text(f"[kvferry.drivers]\n{entries}")
-    return os.environ | {
-        "PYTHONPATH": str(site),
-        "TMPDIR": str(temporary),
-        "COLUMNS": "200",
-        "PYTHONDONTWRITEBYTECODE": "1",
-    }
-
-
-def command(*arguments: str) -> list[str]:
-    start = [sys.executable, "-W", "error", "-c", "from kvferry.cli import main; main()", "demo"]
-    return [*start, *arguments]
+    drivers = install_drivers(site, DRIVERS_CODE, **{name.lower(): name for name in names})
+    return drivers | {"TMPDIR": str(temporary)}
 
 
 def demo(environment: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run it small, and see that nothing is left behind."""
-    done = subprocess.run(
-        command("--megabytes", "4", *arguments),
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=SECONDS,
-        env=environment,
-        cwd=environment["TMPDIR"],
-    )
+    """Run a small demo and check that it leaves no process and no file behind."""
+    folder = environment["TMPDIR"]
+    small = ("demo", "--megabytes", "4", *arguments)
+    done = run_kvferry(environment, *small, timeout=SECONDS, folder=folder)
     assert not [pid for pid in pids_in(done.stdout) if Path(f"/proc/{pid}").exists()]
     assert not list(Path(environment["TMPDIR"]).iterdir())
     assert "Traceback" not in done.stderr
@@ -135,10 +116,10 @@ def pids_in(output: str) -> list[int]:
     return [int(pid) for pid in re.findall(r"^ (?:prefill|decode) +\d of \d +(\d+)", output, re.M)]
 
 
-# From outside.
+# The command.
 
 
-def test_three_processes_move_every_byte_and_say_how_fast(environment: dict[str, str]) -> None:
+def test_demo_moves_every_byte_and_prints_speed(environment: dict[str, str]) -> None:
     done = demo(environment)
     assert (done.returncode, done.stderr) == (0, "")
     assert len(set(pids_in(done.stdout))) == 3
@@ -153,13 +134,15 @@ def test_three_processes_move_every_byte_and_say_how_fast(environment: dict[str,
     ("prefill", "decode"),
     [("3/HND/16", "NHD/48"), ("1/NHD/32", "NHD/32"), ("4/nhd/24", "hnd/16")],
 )
-def test_other_shapes_cross_too(environment: dict[str, str], prefill: str, decode: str) -> None:
+def test_demo_runs_with_other_shapes(
+    environment: dict[str, str], prefill: str, decode: str
+) -> None:
     done = demo(environment, "--prefill", prefill, "--decode", decode)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.count("all right") == 8
 
 
-def test_one_wrong_byte_is_found_and_fails_the_command(environment: dict[str, str]) -> None:
+def test_wrong_byte_is_reported_and_fails_the_command(environment: dict[str, str]) -> None:
     done = demo(environment, "--driver", "flipping")
     assert done.returncode == 1
     assert done.stdout.count("1 WRONG") == 1
@@ -178,7 +161,7 @@ def test_one_wrong_byte_is_found_and_fails_the_command(environment: dict[str, st
         (("--megabytes", "100000000"), "choose --megabytes below"),
     ],
 )
-def test_what_cannot_be_run_is_one_line(
+def test_invalid_arguments_are_reported_on_one_line(
     environment: dict[str, str], arguments: tuple[str, ...], words: str
 ) -> None:
     done = demo(environment, *arguments)
@@ -189,24 +172,24 @@ def test_what_cannot_be_run_is_one_line(
 
 @contextmanager
 def stuck_demo(environment: dict[str, str]) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
-    """A demo in the middle of pulling, and descriptors that tell when its processes end."""
+    """Yield a demo that is loading, and the pidfds of its other processes."""
     with subprocess.Popen(
-        command("--megabytes", "4", "--driver", "stuck"),
+        [*COMMAND, "demo", "--megabytes", "4", "--driver", "stuck"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         env=environment,
         cwd=environment["TMPDIR"],
     ) as process:
-        watches: list[int] = []
+        pidfds: list[int] = []
         try:
             pids = pids_in(read_until(process.stdout, "prefill engine computed"))
-            watches = [os.pidfd_open(pid) for pid in pids]
-            yield process, watches
+            pidfds = [os.pidfd_open(pid) for pid in pids]
+            yield process, pidfds
         finally:
             process.kill()
-            for watch in watches:
-                os.close(watch)
+            for pidfd in pidfds:
+                os.close(pidfd)
 
 
 def read_until(stream: IO[str] | None, words: str) -> str:
@@ -219,35 +202,35 @@ def read_until(stream: IO[str] | None, words: str) -> str:
     raise AssertionError(f"{words!r} was never printed: {''.join(lines)}")
 
 
-def all_end(watches: list[int]) -> bool:
-    return all(select.select([watch], [], [], SECONDS)[0] for watch in watches)
+def have_all_ended(pidfds: list[int]) -> bool:
+    return all(select.select([pidfd], [], [], SECONDS)[0] for pidfd in pidfds)
 
 
-def test_ctrl_c_leaves_nothing_behind(environment: dict[str, str]) -> None:
-    with stuck_demo(environment) as (process, watches):
+def test_interrupt_leaves_no_process_and_no_file(environment: dict[str, str]) -> None:
+    with stuck_demo(environment) as (process, pidfds):
         process.send_signal(signal.SIGINT)
         output, errors = process.communicate(timeout=SECONDS)
-        assert all_end(watches)
+        assert have_all_ended(pidfds)
     assert (process.returncode, errors) == (130, "")
     assert "Interrupted" in output
     assert not list(Path(environment["TMPDIR"]).iterdir())
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGKILL])
-def test_a_demo_that_is_killed_takes_its_processes_along(
+def test_killed_demo_leaves_no_process_and_no_file(
     environment: dict[str, str], signum: signal.Signals
 ) -> None:
-    with stuck_demo(environment) as (process, watches):
+    with stuck_demo(environment) as (process, pidfds):
         process.send_signal(signum)
-        assert all_end(watches)
+        assert have_all_ended(pidfds)
         process.communicate(timeout=SECONDS)
     assert not list(Path(environment["TMPDIR"]).iterdir())
 
 
-# The check itself, without which nothing above means anything.
+# How the demo checks bytes.
 
 
-def test_no_two_words_of_any_tensors_are_equal() -> None:
+def test_all_words_of_all_tensors_differ() -> None:
     first, second, *_ = requests_of(1 << 20)
     tensors = [
         values(request, layer, index, range(HEADS))
@@ -261,7 +244,7 @@ def test_no_two_words_of_any_tensors_are_equal() -> None:
 
 @settings(max_examples=25)
 @given(data=st.data(), order=st.sampled_from(["HND", "NHD"]))
-def test_any_wrong_byte_is_found(data: st.DataObject, order: str) -> None:
+def test_every_wrong_byte_is_counted(data: st.DataObject, order: str) -> None:
     shape = Shape(tp=1, order=order, block=4)
     requests = requests_of(1 << 20)
     cache = make_cache(shape, 0, requests, POISON)
@@ -269,20 +252,20 @@ def test_any_wrong_byte_is_found(data: st.DataObject, order: str) -> None:
     for request, ids in zip(requests, pages, strict=True):
         compute(shape, 0, cache, request, ids)
 
-    def wrong() -> int:
+    def count_wrong_bytes() -> int:
         used = [page for ids in pages for page in ids]
         found = (
             wrong_bytes(shape, 0, cache, r, ids) for r, ids in zip(requests, pages, strict=True)
         )
         return sum(found) + wrong_spare_bytes(cache, used)
 
-    assert wrong() == 0
+    assert count_wrong_bytes() == 0
     cache.reshape(-1).view(np.uint8)[data.draw(st.integers(0, cache.nbytes - 1))] ^= 0x10
-    assert wrong() == 1
+    assert count_wrong_bytes() == 1
 
 
 @given(st.integers(1, 10**9))
-def test_requests_have_the_bytes_that_were_asked_for(nbytes: int) -> None:
+def test_requests_have_the_requested_bytes(nbytes: int) -> None:
     requests = requests_of(nbytes)
     tokens = sum(request.tokens for request in requests)
     assert nbytes <= tokens * (128 << 10) < nbytes + (128 << 10) + 8 * (128 << 10)
@@ -292,12 +275,12 @@ def test_requests_have_the_bytes_that_were_asked_for(nbytes: int) -> None:
 @pytest.mark.parametrize(
     "text", ["", "2", "2/HND", "2/HND/16/1", "x/HND/16", "2/HND/-1", "²/HND/1"]
 )
-def test_what_is_no_shape_is_refused(text: str) -> None:
+def test_malformed_shape_is_refused(text: str) -> None:
     with pytest.raises(DemoError):
         shape_of(text)
 
 
-def test_neither_torch_nor_vllm_is_needed() -> None:
+def test_demo_imports_neither_torch_nor_vllm() -> None:
     program = (
         "import sys, kvferry.cli.demo.prefill\n"
         "print([name for name in ('torch', 'vllm') if name in sys.modules])"

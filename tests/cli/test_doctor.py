@@ -1,4 +1,4 @@
-"""``kvferry doctor`` as a user runs it, and what it makes of machines unlike this one."""
+"""``kvferry doctor`` as a user runs it, and its findings on other machines."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import re
 import resource
 import socket
 import subprocess
-import sys
 from importlib.metadata import distribution
 from pathlib import Path
 from typing import Any
@@ -23,22 +22,20 @@ from kvferry.core import messages as wire
 from kvferry.core.handshake import HandshakeServer
 from kvferry.core.security import Access, generate
 from kvferry.drivers.ucx import library
-from tests.cli.installing import install
+from tests.cli.command import install_drivers, run_kvferry
 from tests.core.messages import encoded, payload
 
-COMMAND = [sys.executable, "-W", "error", "-c", "from kvferry.cli import main; main()"]
-
-NOISY = """
+MISSING_LIBRARY_CODE = """
 import a_library_that_is_missing
 """
-CRASHING = """
+CRASH_AT_EXIT_CODE = """
 import ctypes
 
 from kvferry.drivers.loopback import LoopbackTransport
 
 
 class Driver(LoopbackTransport):
-    '''Of a library that prints, and crashes in its exit handlers.'''
+    '''Uses a library that prints, and crashes in its exit handlers.'''
 
     library = "libcrash 7"
 
@@ -48,7 +45,7 @@ class Driver(LoopbackTransport):
         libc = ctypes.CDLL(None)
         libc.on_exit(libc.abort, None)
 """
-DYING = """
+DYING_CODE = """
 import os
 import sys
 
@@ -57,23 +54,12 @@ os._exit(3)
 """
 
 
-def kvferry(environment: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*COMMAND, *arguments],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=100,
-    )
-
-
-def by_name(ran: subprocess.CompletedProcess[str]) -> dict[str, dict[str, Any]]:
+def findings_of(ran: subprocess.CompletedProcess[str]) -> dict[str, dict[str, Any]]:
     return {finding["name"]: finding for finding in json.loads(ran.stdout)["findings"]}
 
 
-def write(root: Path, **files: str) -> Path:
-    """Files below a folder; two underscores stand for a slash."""
+def write_files(root: Path, **files: str) -> Path:
+    """Write files below a folder; two underscores in a name stand for a slash."""
     for name, text in files.items():
         path = root / name.replace("__", "/")
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -84,9 +70,11 @@ def write(root: Path, **files: str) -> Path:
 # The command.
 
 
-def test_says_what_works_and_what_does_not(tmp_path: Path) -> None:
-    ran = kvferry(install(tmp_path, NOISY, needy="Driver"), "doctor", "--json")
-    found = by_name(ran)
+def test_findings_of_this_machine(tmp_path: Path) -> None:
+    ran = run_kvferry(
+        install_drivers(tmp_path, MISSING_LIBRARY_CODE, needy="Driver"), "doctor", "--json"
+    )
+    found = findings_of(ran)
     assert (ran.returncode, ran.stderr) == (0, "")
     assert json.loads(ran.stdout)["verdict"] == "warn"
     for name in ("driver loopback", "reading processes", "side channel at 127.0.0.1"):
@@ -99,72 +87,73 @@ def test_says_what_works_and_what_does_not(tmp_path: Path) -> None:
     assert {"python", "kvferry", "vllm", "GPU", "RDMA", "locked memory"} <= set(found)
 
 
-def test_a_driver_that_prints_and_crashes_at_exit_does_not_matter(tmp_path: Path) -> None:
-    environment = install(tmp_path, CRASHING, odd="Driver")
-    ran = kvferry(environment, "doctor")
+def test_driver_that_prints_and_crashes_at_exit_is_fine(tmp_path: Path) -> None:
+    environment = install_drivers(tmp_path, CRASH_AT_EXIT_CODE, odd="Driver")
+    ran = run_kvferry(environment, "doctor")
     assert ran.returncode == 0
     words = " ".join(ran.stdout.split())
     assert "driver odd kvferry-fake 1.2 (libcrash 7): read, write of cpu memory" in words
     assert "0 bad" in words
-    listed = kvferry(environment, "drivers", "--json")
+    listed = run_kvferry(environment, "drivers", "--json")
     assert listed.returncode == 0
     assert '"library": "libcrash 7"' in listed.stdout
 
 
-def test_a_driver_that_kills_the_process_is_bad_and_the_rest_is_told(tmp_path: Path) -> None:
-    ran = kvferry(install(tmp_path, DYING, deadly="Driver"), "doctor", "--json")
-    found = by_name(ran)
+def test_driver_that_kills_its_process_is_bad(tmp_path: Path) -> None:
+    ran = run_kvferry(install_drivers(tmp_path, DYING_CODE, deadly="Driver"), "doctor", "--json")
+    found = findings_of(ran)
     assert ran.returncode == 1
     assert "status 3: segmentation fault, say" in found["drivers"]["found"]
     assert found["reading processes"]["verdict"] == "ok"
 
 
-def test_an_engine_that_is_not_there_is_bad(tmp_path: Path) -> None:
+def test_unreachable_engine_is_bad(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-    ran = kvferry(install(tmp_path, ""), "doctor", "--host", "127.0.0.1", "--port", str(port))
+    ran = run_kvferry(
+        install_drivers(tmp_path, ""), "doctor", "--host", "127.0.0.1", "--port", str(port)
+    )
     assert ran.returncode == 1
     assert "nobody listens there" in " ".join(ran.stdout.split())
 
 
 @pytest.mark.parametrize("arguments", [{"host": "here"}, {"port": 1}, {"engine": "prefill"}])
-def test_an_engine_needs_host_and_port(arguments: dict[str, Any]) -> None:
+def test_engine_needs_host_and_port(arguments: dict[str, Any]) -> None:
     with pytest.raises(DoctorError, match="--host HOST --port PORT"):
         run(**arguments)
 
 
 @pytest.mark.nixl
-def test_nixls_ucx_says_what_it_found(tmp_path: Path) -> None:
-    environment = install(tmp_path, "")
-    ran = kvferry(environment, "doctor", "--json")
-    found = by_name(ran)
+def test_ucx_of_nixl_is_reported(tmp_path: Path) -> None:
+    environment = install_drivers(tmp_path, "")
+    ran = run_kvferry(environment, "doctor", "--json")
+    found = findings_of(ran)
     assert ran.returncode == 0
     assert re.match(r"1\.\d+\.\d+, .* \(.*nixl.*\): .*tcp \(.*lo", found["UCX of nixl"]["found"])
     assert "nixl_cu12 " in found["driver nixl"]["found"]
-    assert kvferry(environment, "drivers").returncode == 0
+    assert run_kvferry(environment, "drivers").returncode == 0
 
 
 @pytest.mark.ucx
-def test_ucx_says_what_it_is_and_what_it_found(tmp_path: Path) -> None:
-    """Whichever is there: the two commands agree with what the driver takes."""
+def test_ucx_is_reported_by_doctor_and_drivers(tmp_path: Path) -> None:
     taken = library.find()
-    environment = install(tmp_path, "")
-    found = by_name(kvferry(environment, "doctor", "--json"))
+    environment = install_drivers(tmp_path, "")
+    found = findings_of(run_kvferry(environment, "doctor", "--json"))
     assert str(taken) in found["driver ucx"]["found"]
     rdma = "with RDMA" if taken.rdma else "without RDMA"
     version = library.dotted(taken.version)
     assert f"{version}, {rdma} (" in found["UCX of ucx"]["found"]
     assert "tcp (" in found["UCX of ucx"]["found"]
-    listed = json.loads(kvferry(environment, "drivers", "--json").stdout)
+    listed = json.loads(run_kvferry(environment, "drivers", "--json").stdout)
     (said,) = (driver["library"] for driver in listed if driver["name"] == "ucx")
     assert said.startswith(str(taken))
     assert "tcp (" in said
 
 
-# What it is made of.
+# The checks.
 
 
-def test_the_worst_finding_decides() -> None:
+def test_worst_finding_decides() -> None:
     fine, known, wrong = ok("a", "fine"), warn("b", "old", "renew"), bad("c", "broken", "mend")
     assert worst([]) is FindingLevel.OK
     assert worst([fine]) is FindingLevel.OK
@@ -172,7 +161,7 @@ def test_the_worst_finding_decides() -> None:
     assert worst([known, wrong, fine]) is FindingLevel.BAD
 
 
-def test_no_driver_that_works_is_bad() -> None:
+def test_no_working_driver_is_bad() -> None:
     lame = Driver(
         name="lame", distribution="lame 1", library="", ops=[], memory=[], reason="it is lame"
     )
@@ -180,7 +169,7 @@ def test_no_driver_that_works_is_bad() -> None:
     assert [f.verdict for f in found] == [FindingLevel.WARN, FindingLevel.BAD]
 
 
-def ucx_of(*transports: str, rdma: bool = False, advice: str = "") -> Probed:
+def probed_ucx(*transports: str, rdma: bool = False, advice: str = "") -> Probed:
     found = Ucx(
         driver="ucx",
         path="/lib/libucp.so.0",
@@ -192,9 +181,9 @@ def ucx_of(*transports: str, rdma: bool = False, advice: str = "") -> Probed:
     return Probed(ucx=[found])
 
 
-def test_ucx_without_a_network_is_worth_knowing() -> None:
+def test_ucx_without_network_is_a_warning() -> None:
     def verdict(*transports: str) -> FindingLevel:
-        (finding,) = software.drivers(ucx_of(*transports))
+        (finding,) = software.drivers(probed_ucx(*transports))
         return finding.verdict
 
     assert verdict("self", "posix", "tcp") is FindingLevel.OK
@@ -203,10 +192,10 @@ def test_ucx_without_a_network_is_worth_knowing() -> None:
     assert verdict() is FindingLevel.WARN
 
 
-def test_ucx_without_rdma_is_worth_knowing_where_there_is_a_nic() -> None:
-    (none,) = software.drivers(ucx_of("tcp"))
-    (unused,) = software.drivers(ucx_of("tcp"), rdma=True)
-    (used,) = software.drivers(ucx_of("tcp", "rc_mlx5", rdma=True), rdma=True)
+def test_ucx_without_rdma_is_a_warning_beside_a_nic() -> None:
+    (none,) = software.drivers(probed_ucx("tcp"))
+    (unused,) = software.drivers(probed_ucx("tcp"), rdma=True)
+    (used,) = software.drivers(probed_ucx("tcp", "rc_mlx5", rdma=True), rdma=True)
     assert (none.verdict, unused.verdict, used.verdict) == (
         FindingLevel.OK,
         FindingLevel.WARN,
@@ -217,12 +206,12 @@ def test_ucx_without_rdma_is_worth_knowing_where_there_is_a_nic() -> None:
     assert "library" in unused.remedy
 
 
-def test_a_better_ucx_is_worth_knowing() -> None:
-    (finding,) = software.drivers(ucx_of("tcp", advice="take the other one"))
+def test_better_ucx_is_a_warning() -> None:
+    (finding,) = software.drivers(probed_ucx("tcp", advice="take the other one"))
     assert (finding.verdict, finding.remedy) == (FindingLevel.WARN, "take the other one")
 
 
-def test_the_tested_vllm_is_the_extras() -> None:
+def test_tested_vllm_is_the_version_of_the_extra() -> None:
     extra = next(r for r in distribution("kvferry").requires or [] if r.startswith("vllm"))
     assert ".".join(map(str, software.VLLM)) in re.findall(r">=([\d.]+)", extra)
 
@@ -231,7 +220,7 @@ def test_the_tested_vllm_is_the_extras() -> None:
     ("installed", "verdict"),
     [("0.32.1", FindingLevel.OK), ("0.32.0+cpu", FindingLevel.OK), ("0.3.2", FindingLevel.WARN)],
 )
-def test_another_vllm_is_worth_knowing(
+def test_untested_vllm_is_a_warning(
     monkeypatch: pytest.MonkeyPatch, installed: str, verdict: FindingLevel
 ) -> None:
     monkeypatch.setattr(software, "version", lambda name: installed)
@@ -241,16 +230,16 @@ def test_another_vllm_is_worth_knowing(
 @pytest.mark.parametrize(
     ("scope", "verdict"), [("1\n", FindingLevel.OK), ("2\n", FindingLevel.WARN)]
 )
-def test_yama(tmp_path: Path, scope: str, verdict: FindingLevel) -> None:
-    root = write(tmp_path, sys__kernel__yama__ptrace_scope=scope)
+def test_ptrace_scope(tmp_path: Path, scope: str, verdict: FindingLevel) -> None:
+    root = write_files(tmp_path, sys__kernel__yama__ptrace_scope=scope)
     assert kernel.ptrace_scope(root).verdict is verdict
 
 
-def test_no_yama(tmp_path: Path) -> None:
+def test_missing_ptrace_scope_is_fine(tmp_path: Path) -> None:
     assert kernel.ptrace_scope(tmp_path).verdict is FindingLevel.OK
 
 
-def test_a_kernel_that_forbids_reading_is_bad(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forbidden_memory_access_is_bad(monkeypatch: pytest.MonkeyPatch) -> None:
     said = "the kernel forbids reading the memory of process 7: set kernel.x to 0"
     answer = subprocess.CompletedProcess(args=[], returncode=0, stdout=said, stderr="")
     monkeypatch.setattr(subprocess, "run", lambda *args, **kwargs: answer)
@@ -268,11 +257,13 @@ def test_a_kernel_that_forbids_reading_is_bad(monkeypatch: pytest.MonkeyPatch) -
         (False, 1 << 16, FindingLevel.OK),
     ],
 )
-def test_locked_memory(rdma: bool, limit: int, verdict: FindingLevel) -> None:
+def test_low_memlock_limit_is_a_warning_with_rdma(
+    rdma: bool, limit: int, verdict: FindingLevel
+) -> None:
     assert kernel.locked_memory(rdma=rdma, limit=limit).verdict is verdict
 
 
-def test_shared_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_small_shared_memory_is_a_warning(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(kernel, "SHARED_ENOUGH", 0)
     assert kernel.shared_memory(tmp_path).verdict is FindingLevel.OK
     monkeypatch.setattr(kernel, "SHARED_ENOUGH", 1 << 62)
@@ -280,39 +271,39 @@ def test_shared_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert kernel.shared_memory(tmp_path / "missing").verdict is FindingLevel.WARN
 
 
-PORT = "sys__class__infiniband__mlx5_0__ports__1__"
+PORT_FOLDER = "sys__class__infiniband__mlx5_0__ports__1__"
 
 
-def nic(root: Path, state: str, *, usable: bool = True) -> Finding:
+def rdma_finding(root: Path, state: str, *, usable: bool = True) -> Finding:
     facts = {"state": state, "rate": "400 Gb/sec (4X NDR)\n", "link_layer": "InfiniBand\n"}
-    write(root, **{PORT + name: text for name, text in facts.items()})
+    write_files(root, **{PORT_FOLDER + name: text for name, text in facts.items()})
     if usable:
-        write(root, dev__infiniband__uverbs0="")
+        write_files(root, dev__infiniband__uverbs0="")
     return devices.rdma(root)
 
 
-def test_a_nic_that_is_up(tmp_path: Path) -> None:
-    finding = nic(tmp_path, "4: ACTIVE\n")
+def test_active_nic_is_fine(tmp_path: Path) -> None:
+    finding = rdma_finding(tmp_path, "4: ACTIVE\n")
     assert finding.verdict is FindingLevel.OK
     assert finding.found == "mlx5_0:1 InfiniBand, 400 Gb/sec (4X NDR), 4: ACTIVE"
 
 
-def test_a_nic_that_is_down(tmp_path: Path) -> None:
-    assert nic(tmp_path, "1: DOWN\n").verdict is FindingLevel.WARN
+def test_inactive_nic_is_a_warning(tmp_path: Path) -> None:
+    assert rdma_finding(tmp_path, "1: DOWN\n").verdict is FindingLevel.WARN
 
 
-def test_a_nic_that_a_container_was_not_given(tmp_path: Path) -> None:
-    finding = nic(tmp_path, "4: ACTIVE\n", usable=False)
+def test_nic_without_device_files_is_a_warning(tmp_path: Path) -> None:
+    finding = rdma_finding(tmp_path, "4: ACTIVE\n", usable=False)
     assert finding.verdict is FindingLevel.WARN
     assert "--device=/dev/infiniband" in finding.remedy
 
 
-def test_no_nic(tmp_path: Path) -> None:
+def test_missing_nic_is_fine(tmp_path: Path) -> None:
     assert devices.rdma(tmp_path).verdict is FindingLevel.OK
     assert devices.nics(tmp_path) == []
 
 
-def test_gpus_by_nvidia_smi(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_gpus_found_by_nvidia_smi(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     program = tmp_path / "nvidia-smi"
     program.write_text("#!/bin/sh\necho 'NVIDIA H200, 143771 MiB, 570.1'\n")
     program.chmod(0o755)
@@ -321,15 +312,17 @@ def test_gpus_by_nvidia_smi(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     assert found.startswith("NVIDIA H200, 143771 MiB, 570.1")
 
 
-def test_gpus_by_their_driver(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_gpus_found_by_their_driver(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    root = write(tmp_path, proc__driver__nvidia__gpus__0__information="Model: \t NVIDIA A100\n")
+    root = write_files(
+        tmp_path, proc__driver__nvidia__gpus__0__information="Model: \t NVIDIA A100\n"
+    )
     assert devices.gpus(root) == ["NVIDIA A100"]
 
 
-def test_gpus_without_a_driver(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_gpu_without_driver_is_a_warning(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    root = write(tmp_path, sys__class__drm__card0__device__vendor="0x10de\n")
+    root = write_files(tmp_path, sys__class__drm__card0__device__vendor="0x10de\n")
     (found,) = devices.gpus(root)
     assert found.startswith("NVIDIA GPU")
     finding = devices.gpu([found], library="libno_such_thing.so.1")
@@ -337,19 +330,19 @@ def test_gpus_without_a_driver(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     assert "does not load" in finding.found
 
 
-def test_no_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_missing_gpu_is_fine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     assert devices.gpus(tmp_path) == []
     assert devices.gpu([]).verdict is FindingLevel.OK
 
 
-def test_gpu_memory_over_rdma(tmp_path: Path) -> None:
+def test_gpu_memory_over_rdma_needs_peermem(tmp_path: Path) -> None:
     assert devices.direct(tmp_path).verdict is FindingLevel.WARN
-    write(tmp_path, sys__module__nvidia_peermem__version="1")
+    write_files(tmp_path, sys__module__nvidia_peermem__version="1")
     assert devices.direct(tmp_path).verdict is FindingLevel.OK
 
 
-def test_an_encrypted_side_channel_is_worth_knowing() -> None:
+def test_encrypted_side_channel_is_a_warning() -> None:
     listed = Access(own=generate(), peers=frozenset({bytes(32)}))
     with HandshakeServer(
         encoded(payload()), engine="prefill", incarnation=7, access=listed
@@ -360,7 +353,7 @@ def test_an_encrypted_side_channel_is_worth_knowing() -> None:
     assert "--curve-secret-key" in finding.remedy
 
 
-def test_asks_a_running_engine_with_keys() -> None:
+def test_encrypted_engine_answers_with_keys() -> None:
     own, engine = generate(), generate()
     listed = Access(own=engine, peers=frozenset({own.public}))
     keys = keys_of("env:OWN", engine.public.hex(), {"OWN": own.secret.hex()})
@@ -371,7 +364,7 @@ def test_asks_a_running_engine_with_keys() -> None:
     assert (finding.verdict, "incarnation 7" in finding.found) == (FindingLevel.OK, True)
 
 
-def test_asks_a_running_engine() -> None:
+def test_running_engine_is_identified() -> None:
     ranks = [wire.encode(payload())]
     with HandshakeServer(ranks, engine="prefill", incarnation=7) as server:
         right = channel.running("127.0.0.1", server.port, "prefill")
@@ -387,19 +380,19 @@ def test_asks_a_running_engine() -> None:
     assert (nobody.verdict, "nobody listens there" in nobody.found) == (FindingLevel.BAD, True)
 
 
-def test_a_stranger_is_no_side_channel(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_silent_server_is_no_side_channel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(channel, "SECONDS", 0.5)
     with socket.create_server(("127.0.0.1", 0)) as stranger:
         finding = channel.running("127.0.0.1", stranger.getsockname()[1], None)
     assert finding.verdict is FindingLevel.BAD
 
 
-def test_a_host_without_a_network(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_host_without_network_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(channel, "own_address", lambda: None)
     assert [f.verdict for f in channel.channels()] == [FindingLevel.OK, FindingLevel.WARN]
 
 
-def test_an_address_that_is_not_ours_is_bad(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_foreign_own_address_is_bad(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(channel, "own_address", lambda: "203.0.113.7")
     found = list(channel.channels())
     assert [f.verdict for f in found] == [FindingLevel.OK, FindingLevel.BAD]

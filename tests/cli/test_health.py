@@ -1,4 +1,4 @@
-"""``kvferry health``, as a probe calls it."""
+"""``kvferry health`` as a probe calls it."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ KEYS = keys_of("env:PROBE", ENGINE.public.hex(), {"PROBE": PROBE.secret.hex()})
 
 
 @pytest.fixture(params=["open", "encrypted"])
-def serving(request: pytest.FixtureRequest) -> Iterator[tuple[HandshakeServer, Keys]]:
-    """A side channel, and what the probe must say to be answered."""
+def server_and_keys(request: pytest.FixtureRequest) -> Iterator[tuple[HandshakeServer, Keys]]:
+    """A side channel, and the keys with which it answers a probe."""
     encrypted = request.param == "encrypted"
     access = Access(own=ENGINE, peers=frozenset({PROBE.public})) if encrypted else Access()
     with HandshakeServer(
@@ -38,33 +38,33 @@ def serving(request: pytest.FixtureRequest) -> Iterator[tuple[HandshakeServer, K
 
 
 PROBLEMS: list[str] = []
-WELL = (
+HEALTHY = (
     "engine prefill is well: its driver and its side channel are up, and nothing is quarantined\n"
 )
 
 
-def test_the_exit_status_says_it(
-    serving: tuple[HandshakeServer, Keys], capsys: pytest.CaptureFixture[str]
+def test_exit_status_is_the_health(
+    server_and_keys: tuple[HandshakeServer, Keys], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    server, keys = serving
+    server, keys = server_and_keys
     probe = partial(run, server.host, server.port, timeout=20.0, keys=keys)
     assert probe() == 0
-    assert capsys.readouterr().out == WELL
+    assert capsys.readouterr().out == HEALTHY
     PROBLEMS.append("rank 1: it burns")
     assert probe() == 1
     assert capsys.readouterr().out == "engine prefill: rank 1: it burns\n"
 
 
-def test_a_probe_without_an_answer_says_why(
-    serving: tuple[HandshakeServer, Keys],
+def test_missing_answer_is_reported_with_reason(
+    server_and_keys: tuple[HandshakeServer, Keys],
 ) -> None:
-    server, _ = serving
+    server, _ = server_and_keys
     server.close()
     with pytest.raises(HandshakeError, match="nobody listens there"):
         run(server.host, server.port, timeout=20.0)
 
 
-def test_an_engine_with_keys_answers_nobody_without() -> None:
+def test_encrypted_engine_refuses_probe_without_keys() -> None:
     access = Access(own=ENGINE, peers=frozenset({PROBE.public}))
     with (
         HandshakeServer(
@@ -94,7 +94,7 @@ OTHER = generate()
         ),
     ],
 )
-def test_what_is_wrong_with_keys_names_the_flags(access: Access, peer: KeyPair, words: str) -> None:
+def test_wrong_keys_are_reported_with_options(access: Access, peer: KeyPair, words: str) -> None:
     keys = keys_of("env:PROBE", peer.public.hex(), {"PROBE": PROBE.secret.hex()})
     with (
         HandshakeServer(
@@ -106,7 +106,7 @@ def test_what_is_wrong_with_keys_names_the_flags(access: Access, peer: KeyPair, 
     assert words in str(caught.value)
 
 
-def test_the_options_are_called_as_an_engine_s_settings(
+def test_options_have_the_names_of_the_settings(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("PROBE", PROBE.secret.hex())
@@ -117,4 +117,4 @@ def test_the_options_are_called_as_an_engine_s_settings(
         keys = ["--curve-secret-key", "env:PROBE", "--curve-peer", ENGINE.public.hex()]
         asked = ["health", server.host, str(server.port), "--timeout", "20", *keys]
         result = CliRunner().invoke(app, asked)
-    assert (result.exit_code, result.output) == (0, WELL)
+    assert (result.exit_code, result.output) == (0, HEALTHY)

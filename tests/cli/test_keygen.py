@@ -1,4 +1,4 @@
-"""``kvferry keygen``: files that only their owner can read, and settings that work as printed."""
+"""``kvferry keygen`` writes private files and prints settings that work."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ def keygen(folder: Path, *engines: str) -> str:
     return str(result.output)
 
 
-def printed(output: str) -> dict[str, dict[str, Any]]:
-    """Engine to the settings that it is to be given."""
+def printed_settings(output: str) -> dict[str, dict[str, Any]]:
+    """Return the printed settings of each engine."""
     found = re.findall(r"Into kv_connector_extra_config of (\S+):\n(\{.*?\n\})", output, re.DOTALL)
     return {engine: json.loads(text) for engine, text in found}
 
 
-def admission(settings: dict[str, Any]) -> SecuritySettings:
+def security_settings(settings: dict[str, Any]) -> SecuritySettings:
     return read_security_settings(parse(settings), {})
 
 
-def test_settings_work_as_printed(tmp_path: Path) -> None:
-    settings = printed(keygen(tmp_path / "keys"))
+def test_printed_settings_work(tmp_path: Path) -> None:
+    settings = printed_settings(keygen(tmp_path / "keys"))
     assert list(settings) == ["prefill", "decode"]
-    prefill, decode = (admission(each) for each in settings.values())
+    prefill, decode = (security_settings(each) for each in settings.values())
     assert prefill.exposed == decode.exposed == ()
     assert prefill.secrets == decode.secrets is not None
     with HandshakeServer(
@@ -58,7 +58,7 @@ def test_settings_work_as_printed(tmp_path: Path) -> None:
     assert answer == 7
 
 
-def test_files_are_for_their_owner_only(tmp_path: Path) -> None:
+def test_files_are_private_to_their_owner(tmp_path: Path) -> None:
     folder = tmp_path / "new" / "keys"
     keygen(folder)
     modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()}
@@ -69,14 +69,14 @@ def test_files_are_for_their_owner_only(tmp_path: Path) -> None:
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
 
 
-def test_no_secret_is_printed(tmp_path: Path) -> None:
+def test_secrets_are_not_printed(tmp_path: Path) -> None:
     output = keygen(tmp_path)
     secrets = [path.read_text().strip() for path in tmp_path.glob("*.secret")]
     assert len(secrets) == 3
     assert [secret for secret in secrets if secret in output] == []
 
 
-def test_nothing_is_overwritten(tmp_path: Path) -> None:
+def test_existing_files_are_not_overwritten(tmp_path: Path) -> None:
     keygen(tmp_path)
     before = {path: path.read_text() for path in tmp_path.iterdir()}
     for engines in ((), ("decode",), ("other", "prefill")):
@@ -85,38 +85,37 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
     assert {path: path.read_text() for path in tmp_path.iterdir()} == before
 
 
-def test_a_dangling_link_is_not_followed(tmp_path: Path) -> None:
+def test_dangling_link_is_not_followed(tmp_path: Path) -> None:
     (tmp_path / "prefill.secret").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(SecretError, match=r"has prefill\.secret already"):
         keygen(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["prefill.secret"]
 
 
-def test_an_engine_more(tmp_path: Path) -> None:
-    """It has the others for peers, and their ticket secret."""
+def test_added_engine_knows_the_others(tmp_path: Path) -> None:
     keygen(tmp_path)
     secret = (tmp_path / "ticket.secret").read_text()
     output = keygen(tmp_path, "decode-2")
     assert "Kept ticket.secret" in output
     assert (tmp_path / "ticket.secret").read_text() == secret
-    settings = printed(output)
+    settings = printed_settings(output)
     assert list(settings) == ["decode-2"]
-    assert len(admission(settings["decode-2"]).access.peers) == 2
+    assert len(security_settings(settings["decode-2"]).access.peers) == 2
 
 
 @pytest.mark.parametrize("name", ["", "../x", "a/b", "ticket", ".hidden", "a" * 65, "a b"])
-def test_a_name_that_is_no_file_is_refused(tmp_path: Path, name: str) -> None:
+def test_name_that_cannot_be_a_file_is_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(SecretError, match="cannot be the name of an engine's files"):
         keygen(tmp_path / "keys", name)
     assert not (tmp_path / "keys").exists()
 
 
-def test_a_name_twice_is_refused(tmp_path: Path) -> None:
+def test_repeated_name_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SecretError, match="named twice"):
         keygen(tmp_path, "a", "a")
 
 
-def test_a_folder_that_is_none_is_named(tmp_path: Path) -> None:
+def test_file_in_place_of_the_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(SecretError, match="file cannot be written"):
         keygen(tmp_path / "file")

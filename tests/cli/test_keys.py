@@ -1,4 +1,4 @@
-"""Keys that a command asks with, as options name them."""
+"""The keys of a command, as its options name them."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ OWN, ENGINE = generate(), generate()
 ENVIRONMENT = {"OWN": OWN.secret.hex(), "NONE": "abc", "TWO": f"{'ab' * 32}\n{'cd' * 32}\n"}
 
 
-def test_without_options_there_are_none() -> None:
+def test_no_options_give_no_keys() -> None:
     assert keys_of("", "") is NONE
 
 
-def test_a_key_as_text_and_one_by_its_place() -> None:
+def test_keys_from_environment_and_text() -> None:
     keys = keys_of("env:OWN", ENGINE.public.hex(), ENVIRONMENT)
     assert (keys.access.own, keys.server) == (OWN, ENGINE.public)
     keys.access.check_server(ENGINE.public)
 
 
-def test_the_files_that_keygen_writes(tmp_path: Path) -> None:
+def test_keys_from_files_of_keygen(tmp_path: Path) -> None:
     keygen(tmp_path, ["prefill", "probe"])
     keys = keys_of(f"file:{tmp_path}/probe.secret", f"file:{tmp_path}/prefill.public")
     assert keys.server.hex() in (tmp_path / "prefill.public").read_text()
@@ -44,7 +44,7 @@ def test_the_files_that_keygen_writes(tmp_path: Path) -> None:
     ],
     ids=["no peer", "no key", "short", "unset", "peer is no key", "two peers", "the key itself"],
 )
-def test_what_is_no_key_is_refused(secret_key: str, peer: str, why: str) -> None:
+def test_invalid_keys_are_refused(secret_key: str, peer: str, why: str) -> None:
     with pytest.raises(SecretError, match=why) as caught:
         keys_of(secret_key, peer, ENVIRONMENT)
     assert OWN.secret.hex() not in str(caught.value)

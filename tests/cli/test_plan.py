@@ -1,4 +1,4 @@
-"""``kvferry plan`` as a user runs it; the figures were computed by hand."""
+"""``kvferry plan`` as a user runs it. The expected figures were computed by hand."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from tests.cli.plans import LATENT, TINY, WINDOWS, config, kvferry, planned
+from tests.cli.plan_command import LATENT, TINY, WINDOWS, make_plan, run_kvferry, write_config
 
 Capture = pytest.CaptureFixture[str]
 
-FIGURES = [
+COPY_SIZES = [
     # model, prefill, decode, tokens: copies, bytes of each
     pytest.param(TINY, "tp=1", "tp=1", 64, 4 * 4, 16 * 4 * 32, id="one copy per page and layer"),
     pytest.param(TINY, "tp=1", "tp=1", 50, 4 * 4, 16 * 4 * 32, id="partial last page"),
@@ -51,8 +51,8 @@ FIGURES = [
 ]
 
 
-@pytest.mark.parametrize(("model", "prefill", "decode", "tokens", "copies", "each"), FIGURES)
-def test_copies_and_their_size(
+@pytest.mark.parametrize(("model", "prefill", "decode", "tokens", "copies", "each"), COPY_SIZES)
+def test_count_and_size_of_copies(
     tmp_path: Path,
     capsys: Capture,
     model: dict[str, Any],
@@ -62,30 +62,30 @@ def test_copies_and_their_size(
     copies: int,
     each: int,
 ) -> None:
-    total = planned(capsys, [config(tmp_path, model)], prefill, decode, f"--tokens={tokens}")
+    total = make_plan(
+        capsys, [write_config(tmp_path, model)], prefill, decode, f"--tokens={tokens}"
+    )
     sizes = {"smallest": each, "median": each, "largest": each}
     assert total["total"] == {"copies": copies, "bytes": copies * each} | sizes
 
 
-def test_pages_that_do_not_divide_share_runs_of_two_lengths(
-    tmp_path: Path, capsys: Capture
-) -> None:
+def test_indivisible_page_sizes_give_two_copy_sizes(tmp_path: Path, capsys: Capture) -> None:
     sides = "layout=HND", "layout=HND,block_size=24"
-    total = planned(capsys, [config(tmp_path, TINY)], *sides, "--tokens=96")["total"]
-    # Of 48 tokens, pages of 16 and of 24 have in common: 16, 8, 8 and 16; per layer and head.
+    total = make_plan(capsys, [write_config(tmp_path, TINY)], *sides, "--tokens=96")["total"]
+    # Pages of 16 and of 24 tokens cut 48 tokens into runs of 16, 8, 8 and 16, per layer and head.
     sizes = {"smallest": 8 * 32, "median": 8 * 32, "largest": 16 * 32}
     assert total == {"copies": 4 * 4 * 8, "bytes": 96 * 4 * 4 * 32} | sizes
 
 
-def test_every_stretch_of_a_long_request_counts(tmp_path: Path, capsys: Capture) -> None:
-    model = [config(tmp_path, TINY)]
+def test_all_copies_of_a_long_request_are_counted(tmp_path: Path, capsys: Capture) -> None:
+    model = [write_config(tmp_path, TINY)]
     sides = "layout=HND", "layout=NHD,block_size=24"
-    total = planned(capsys, model, *sides, "--tokens=1000000")["total"]
+    total = make_plan(capsys, model, *sides, "--tokens=1000000")["total"]
     assert (total["copies"], total["bytes"]) == (16_000_000, 16_000_000 * 32)
 
 
-def test_who_reads_what_across_unlike_ranks(tmp_path: Path, capsys: Capture) -> None:
-    found = planned(capsys, [config(tmp_path, TINY)], "tp=4", "tp=2,pp=2", "--tokens=16")
+def test_reads_between_different_parallel_sizes(tmp_path: Path, capsys: Capture) -> None:
+    found = make_plan(capsys, [write_config(tmp_path, TINY)], "tp=4", "tp=2,pp=2", "--tokens=16")
     pairs = {(read["decode"], read["prefill"]) for read in found["reads"]}
     assert pairs == {(0, 0), (0, 1), (1, 2), (1, 3), (2, 0), (2, 1), (3, 2), (3, 3)}
     last = found["reads"][-1]
@@ -96,36 +96,38 @@ def test_who_reads_what_across_unlike_ranks(tmp_path: Path, capsys: Capture) -> 
     assert found["decode"][3]["coordinates"] == {"pp": 1, "tp": 1, "pcp": 0, "dcp": 0}
 
 
-def test_replicas_that_nobody_reads_are_told(tmp_path: Path, capsys: Capture) -> None:
-    found = planned(capsys, [config(tmp_path, LATENT)], "tp=4", "tp=2", "--tokens=16")
+def test_unread_replicas_are_notified(tmp_path: Path, capsys: Capture) -> None:
+    found = make_plan(capsys, [write_config(tmp_path, LATENT)], "tp=4", "tp=2", "--tokens=16")
     assert [read["prefill"] for read in found["reads"]] == [0, 2]
     assert [rank["told_by"] for rank in found["prefill"]] == [None, 0, None, 1]
     assert [rank["tells"] for rank in found["decode"]] == [[1], [3]]
-    ran = kvferry(capsys, "plan", config(tmp_path, LATENT), "--prefill", "tp=4", "--decode", "tp=2")
+    ran = run_kvferry(
+        capsys, "plan", write_config(tmp_path, LATENT), "--prefill", "tp=4", "--decode", "tp=2"
+    )
     assert "none; 0 tells it so" in ran.words
 
 
-def test_ranks_without_a_cache_take_part(tmp_path: Path, capsys: Capture) -> None:
-    model = config(tmp_path, TINY | {"num_hidden_layers": 6, "num_kv_shared_layers": 4})
-    found = planned(capsys, [model], "tp=1,pp=2", "tp=1,pp=3")
+def test_ranks_without_cache_take_part(tmp_path: Path, capsys: Capture) -> None:
+    model = write_config(tmp_path, TINY | {"num_hidden_layers": 6, "num_kv_shared_layers": 4})
+    found = make_plan(capsys, [model], "tp=1,pp=2", "tp=1,pp=3")
     assert [(read["decode"], read["prefill"]) for read in found["reads"]] == [(0, 0)]
     assert [rank["told_by"] for rank in found["prefill"]] == [None, 1]
-    ran = kvferry(capsys, "plan", model, "--prefill", "tp=1,pp=2", "--decode", "tp=1,pp=3")
+    ran = run_kvferry(capsys, "plan", model, "--prefill", "tp=1,pp=2", "--decode", "tp=1,pp=3")
     assert "1 (pp 1) 1 nothing, and tells it so 2 (pp 2) none nothing" in ran.words
 
 
-def test_tokens_spread_over_ranks(tmp_path: Path, capsys: Capture) -> None:
+def test_tokens_interleaved_over_ranks(tmp_path: Path, capsys: Capture) -> None:
     sides = "tp=2,dcp=2,interleave=4", "tp=4,dcp=4,interleave=8"
-    found = planned(capsys, [config(tmp_path, LATENT)], *sides, "--tokens=64")
+    found = make_plan(capsys, [write_config(tmp_path, LATENT)], *sides, "--tokens=64")
     # Each decode rank has 16 tokens in runs of 8, which lie in runs of 4 on two ranks.
     assert {(read["bytes"], read["median"]) for read in found["reads"]} == {(4 * 8 * 64, 4 * 64)}
     assert len(found["reads"]) == 8
 
 
-def test_the_table_says_it_in_words(tmp_path: Path, capsys: Capture) -> None:
-    model = config(tmp_path, TINY)
+def test_table_and_advice_as_text(tmp_path: Path, capsys: Capture) -> None:
+    model = write_config(tmp_path, TINY)
     sides = "--prefill", "tp=2,layout=HND", "--decode", "pp=2,block_size=32"
-    ran = kvferry(capsys, "plan", model, *sides, "--tokens=64")
+    ran = run_kvferry(capsys, "plan", model, *sides, "--tokens=64")
     for part in (
         "4 layers, 4 KV heads (k 8 + v 8, bfloat16): 512 B per token",
         "prefill 2 ranks tp=2,pp=1,block_size=16,layout=LBHNC",
@@ -141,11 +143,11 @@ def test_the_table_says_it_in_words(tmp_path: Path, capsys: Capture) -> None:
         assert part in ran.words
 
 
-def test_large_copies_need_no_advice(tmp_path: Path, capsys: Capture) -> None:
-    model = config(tmp_path, TINY | {"head_dim": 256})
+def test_large_copies_get_no_advice(tmp_path: Path, capsys: Capture) -> None:
+    model = write_config(tmp_path, TINY | {"head_dim": 256})
     sides = "--prefill", "layout=HND", "--decode", "layout=HND"
-    assert planned(capsys, [model], *(sides[1], sides[3]))["advice"] is None
-    assert "Small" not in kvferry(capsys, "plan", model, *sides).out
+    assert make_plan(capsys, [model], *(sides[1], sides[3]))["advice"] is None
+    assert "Small" not in run_kvferry(capsys, "plan", model, *sides).out
 
 
 @pytest.mark.parametrize(
@@ -157,72 +159,74 @@ def test_large_copies_need_no_advice(tmp_path: Path, capsys: Capture) -> None:
         ("layout=HND,block_size=64,kernel_block=16", "layout=HND,block_size=64"),
     ],
 )
-def test_what_is_advised_is_what_comes_of_it(
+def test_advice_predicts_the_resulting_plan(
     tmp_path: Path, capsys: Capture, prefill: str, decode: str
 ) -> None:
-    model = [config(tmp_path, TINY)]
-    now = planned(capsys, model, prefill, decode)
+    model = [write_config(tmp_path, TINY)]
+    now = make_plan(capsys, model, prefill, decode)
     assert now["advice"]["changes"]
     for change in now["advice"]["changes"]:
-        other = planned(
+        other = make_plan(
             capsys,
             model,
-            _changed(prefill, change["prefill"]),
-            _changed(decode, change["decode"]),
+            _apply(prefill, change["prefill"]),
+            _apply(decode, change["decode"]),
         )
         assert other["total"]["copies"] == change["copies"] <= now["total"]["copies"] / 2
         assert other["total"]["median"] == change["median"] > now["total"]["median"]
 
 
-def _changed(old: str, new: str) -> str:
+def _apply(old: str, new: str) -> str:
     pairs = dict(pair.split("=") for pair in f"{old},{new}".strip(",").split(","))
     return ",".join(f"{key}={value}" for key, value in pairs.items())
 
 
-def test_unlike_interleaves_are_named_and_mended(tmp_path: Path, capsys: Capture) -> None:
+def test_different_interleaves_are_advised_against(tmp_path: Path, capsys: Capture) -> None:
     sides = "tp=2,dcp=2", "tp=4,dcp=4,interleave=8"
-    advice = planned(capsys, [config(tmp_path, LATENT)], *sides)["advice"]
+    advice = make_plan(capsys, [write_config(tmp_path, LATENT)], *sides)["advice"]
     assert "spread over 2 ranks by 1 on prefill and 4 ranks by 8 on decode" in advice["reasons"][0]
     assert advice["changes"][0]["prefill"] == "interleave=8"
 
 
-def test_where_nothing_helps_it_says_so(tmp_path: Path, capsys: Capture) -> None:
-    model = config(tmp_path, TINY | {"num_hidden_layers": 1})
+def test_absence_of_better_settings_is_reported(tmp_path: Path, capsys: Capture) -> None:
+    model = write_config(tmp_path, TINY | {"num_hidden_layers": 1})
     sides = "--prefill", "layout=HND", "--decode", "layout=HND"
-    ran = kvferry(capsys, "plan", model, *sides, "--tokens=16")
+    ran = run_kvferry(capsys, "plan", model, *sides, "--tokens=16")
     assert "Each copy is already all that lies in one piece" in ran.words
     assert "Nothing that was tried" in ran.words
 
 
-def test_layouts_written_can_be_read_again(tmp_path: Path, capsys: Capture) -> None:
+def test_written_layouts_give_the_same_plan(tmp_path: Path, capsys: Capture) -> None:
     sides = "tp=2,layout=HND", "pp=2,block_size=32"
     folder = tmp_path / "layouts"
-    model = [config(tmp_path, WINDOWS)]
-    drawn = planned(capsys, model, *sides, "--write-layouts", str(folder))
-    again = planned(capsys, [], str(folder / "prefill.json"), str(folder / "decode.json"))
+    model = [write_config(tmp_path, WINDOWS)]
+    drawn = make_plan(capsys, model, *sides, "--write-layouts", str(folder))
+    again = make_plan(capsys, [], str(folder / "prefill.json"), str(folder / "decode.json"))
     advice = again.pop("advice")
     assert again == {name: value for name, value in drawn.items() if name != "advice"}
-    # What other settings would give is not known here, but what equal layouts would.
+    # Without a model, the advice cannot try other settings, only equal layouts.
     assert advice["changes"][0]["prefill"] == "the ranks, order and pages of decode"
 
 
-def test_a_layout_alone_is_an_engine_of_one_rank(tmp_path: Path, capsys: Capture) -> None:
-    planned(capsys, [config(tmp_path, TINY)], "tp=1", "tp=1", "--write-layouts", str(tmp_path))
+def test_single_layout_is_an_engine_of_one_rank(tmp_path: Path, capsys: Capture) -> None:
+    make_plan(
+        capsys, [write_config(tmp_path, TINY)], "tp=1", "tp=1", "--write-layouts", str(tmp_path)
+    )
     whole = (tmp_path / "prefill.json").read_text()
     alone = whole[whole.index("[") + 1 : whole.index('],"coordinates"')]
     (tmp_path / "alone.json").write_text(alone)
-    both = planned(capsys, [], str(tmp_path / "alone.json"), str(tmp_path / "decode.json"))
+    both = make_plan(capsys, [], str(tmp_path / "alone.json"), str(tmp_path / "decode.json"))
     assert both["prefill"] == [both["prefill"][0] | {"rank": 0, "coordinates": None}]
 
 
-def test_states_cross_when_described_as_layouts(tmp_path: Path, capsys: Capture) -> None:
+def test_states_are_planned_from_layouts(tmp_path: Path, capsys: Capture) -> None:
     for name, halves in (("prefill", 2), ("decode", 1)):
-        (tmp_path / f"{name}.json").write_text(_states(halves))
+        (tmp_path / f"{name}.json").write_text(_state_engine(halves))
     sides = (str(tmp_path / f"{name}.json") for name in ("prefill", "decode"))
-    found = planned(capsys, [], *sides)
-    # A state is one page whatever the tokens: 8 channels of 4 bytes, half of them on each rank.
+    found = make_plan(capsys, [], *sides)
+    # A state is one page for any number of tokens: 8 channels of 4 bytes, half on each rank.
     assert [(read["copies"], read["bytes"]) for read in found["reads"]] == [(1, 16), (1, 16)]
-    table = kvferry(
+    table = run_kvferry(
         capsys,
         "plan",
         *(f"--{name}={tmp_path / name}.json" for name in ("prefill", "decode")),
@@ -230,7 +234,7 @@ def test_states_cross_when_described_as_layouts(tmp_path: Path, capsys: Capture)
     assert "layer 3, ssm 0-3" in table.words
 
 
-def _states(ranks: int) -> str:
+def _state_engine(ranks: int) -> str:
     held = 8 // ranks
     field = {
         "key": "model.layers.3.mixer/ssm",
@@ -254,13 +258,11 @@ def _states(ranks: int) -> str:
     return json.dumps({"ranks": layouts})
 
 
-def test_engines_of_unlike_models_are_refused_in_a_sentence(
-    tmp_path: Path, capsys: Capture
-) -> None:
+def test_engines_of_different_models_are_refused(tmp_path: Path, capsys: Capture) -> None:
     for name, layers in (("prefill", 4), ("decode", 5)):
-        model = config(tmp_path, TINY | {"num_hidden_layers": layers})
-        planned(capsys, [model], "tp=1", "tp=1", "--write-layouts", str(tmp_path / name))
-    ran = kvferry(
+        model = write_config(tmp_path, TINY | {"num_hidden_layers": layers})
+        make_plan(capsys, [model], "tp=1", "tp=1", "--write-layouts", str(tmp_path / name))
+    ran = run_kvferry(
         capsys,
         "plan",
         f"--prefill={tmp_path}/prefill/prefill.json",
@@ -272,35 +274,33 @@ def test_engines_of_unlike_models_are_refused_in_a_sentence(
     assert "Traceback" not in ran.err
 
 
-def test_a_cache_that_is_too_small_names_the_largest_request(
-    tmp_path: Path, capsys: Capture
-) -> None:
-    planned(
+def test_too_small_cache_is_reported_with_largest_request(tmp_path: Path, capsys: Capture) -> None:
+    make_plan(
         capsys,
-        [config(tmp_path, TINY)],
+        [write_config(tmp_path, TINY)],
         "tp=1",
         "tp=1",
         f"--write-layouts={tmp_path}",
         "--tokens=64",
     )
     sides = [f"--{name}={tmp_path / name}.json" for name in ("prefill", "decode")]
-    ran = kvferry(capsys, "plan", *sides, "--tokens=65")
+    ran = run_kvferry(capsys, "plan", *sides, "--tokens=65")
     assert (ran.status, "choose --tokens up to 64" in ran.err) == (1, True)
 
 
-def test_the_readme_shows_what_is_printed(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_readme_shows_the_printed_plan(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     root = Path(__file__).parents[2]
     monkeypatch.chdir(root)
     _, after = (root / "README.md").read_text().split("```\n.venv/bin/kvferry plan ", 1)
     arguments, _, shown = after.split("\n```\n", 2)[0], *after.split("```\n", 3)[1:3]
-    ran = kvferry(capsys, "plan", *shlex.split(arguments), width=100)
+    ran = run_kvferry(capsys, "plan", *shlex.split(arguments), width=100)
     printed = [line.rstrip() for line in ran.out.splitlines()]
     lines = [line for line in shown.removesuffix("```\n").splitlines() if line]
     assert [line for line in lines if line not in printed] == []
     assert len(lines) > 10
 
 
-def test_help_and_a_plan_load_no_more_than_they_need(tmp_path: Path) -> None:
+def test_help_and_plan_load_no_needless_modules(tmp_path: Path) -> None:
     code = """
 import sys
 from kvferry.cli import main
@@ -318,44 +318,44 @@ print(*(name for name in ("numpy", "rich.table", "matplotlib", "zmq") if name in
         return run.stdout.splitlines()[-1].split()
 
     assert loaded("--help") == []
-    model = config(tmp_path, TINY)
+    model = write_config(tmp_path, TINY)
     assert "matplotlib" not in loaded(model, "--prefill", "tp=1", "--decode", "tp=1")
 
 
-def test_the_picture_is_xml_that_names_every_rank(tmp_path: Path, capsys: Capture) -> None:
+def test_picture_names_every_rank(tmp_path: Path, capsys: Capture) -> None:
     pytest.importorskip("matplotlib")
-    model, file = config(tmp_path, LATENT), tmp_path / "plan.svg"
+    model, file = write_config(tmp_path, LATENT), tmp_path / "plan.svg"
     sides = "--prefill", "tp=4,pp=2", "--decode", "tp=2"
-    ran = kvferry(capsys, "plan", model, *sides, f"--svg={file}")
+    ran = run_kvferry(capsys, "plan", model, *sides, f"--svg={file}")
     assert ran.status == 0, ran.err
     texts = [element.text for element in ET.parse(file).iter() if element.tag.endswith("}text")]
     assert {f"prefill {n} (pp {n // 4}, tp {n % 4})" for n in range(8)} <= set(texts)
     assert {"decode 0 (tp 0)", "decode 1 (tp 1)"} <= set(texts)
     assert "dashed: only told that nobody reads it" in texts
     first = file.read_bytes()
-    kvferry(capsys, "plan", model, *sides, f"--svg={file}")
+    run_kvferry(capsys, "plan", model, *sides, f"--svg={file}")
     assert file.read_bytes() == first
 
 
-def test_without_matplotlib_a_picture_names_the_extra(
+def test_picture_without_matplotlib_names_the_extra(
     tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.delitem(sys.modules, "kvferry.cli.plan.picture", raising=False)
-    model = config(tmp_path, TINY)
-    ran = kvferry(
+    model = write_config(tmp_path, TINY)
+    ran = run_kvferry(
         capsys, "plan", model, "--prefill=tp=1", "--decode=tp=1", f"--svg={tmp_path / 'plan.svg'}"
     )
     assert ran.status == 1
     assert "pip install 'kvferry[plot]'" in ran.err
 
 
-def test_a_picture_that_cannot_be_written(tmp_path: Path, capsys: Capture) -> None:
+def test_unwritable_picture_is_reported(tmp_path: Path, capsys: Capture) -> None:
     pytest.importorskip("matplotlib")
-    ran = kvferry(
+    ran = run_kvferry(
         capsys,
         "plan",
-        config(tmp_path, TINY),
+        write_config(tmp_path, TINY),
         "--prefill=tp=1",
         "--decode=tp=1",
         f"--svg={tmp_path / 'none' / 'plan.svg'}",

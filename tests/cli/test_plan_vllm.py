@@ -1,4 +1,4 @@
-"""What ``kvferry plan`` draws, against the vLLM that is installed."""
+"""The engines of ``kvferry plan`` match the installed vLLM."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from kvferry.core.layout import Field, axis_length
 pytestmark = pytest.mark.vllm
 
 BLOCKS, LAYERS, HEADS, TOKENS, HEAD, KERNEL = 5, 3, 2, 16, 8, 4
-"""Those of ``vllm_facts.py``."""
+"""The same as in ``vllm_facts.py``, and the block size of kernels."""
 
-CUT = [order for order in ORDERS if order.startswith(WHOLE)]
+ORDERS_OF_WHOLE_BLOCKS = [order for order in ORDERS if order.startswith(WHOLE)]
 
 WINDOWS = [
     [20, 20, 0, 20, 20, 0, 20],
@@ -33,7 +33,7 @@ PIPELINES = [[10, 3], [61, 4], [61, 8], [80, 4], [5, 5], [7, 2], [30, 7]]
 
 @pytest.fixture(scope="module")
 def facts() -> dict[str, Any]:
-    asked = {"kernels": CUT, "windows": WINDOWS, "pipelines": PIPELINES}
+    asked = {"kernels": ORDERS_OF_WHOLE_BLOCKS, "windows": WINDOWS, "pipelines": PIPELINES}
     script = Path(__file__).with_name("vllm_facts.py")
     command = [sys.executable, str(script), json.dumps(asked)]
     run = subprocess.run(command, capture_output=True, text=True, check=False, timeout=110)
@@ -53,32 +53,32 @@ def model(windows: list[int]) -> Model:
     )
 
 
-def drawn(order: str, kernel: int = 0) -> Engine:
+def make_test_engine(order: str, kernel: int = 0) -> Engine:
     settings = PlanSettings(block_size=TOKENS, layout=order, kernel_block=kernel)
     return make_engine(model([0] * LAYERS), settings, (BLOCKS - 1) * TOKENS)
 
 
-def place(f: Field) -> list[int]:
-    """Offset, and strides of pages (the kernels', if these are smaller), heads and tokens."""
+def offset_and_strides(f: Field) -> list[int]:
+    """Return the offset, and the strides of pages (or smaller kernel blocks), heads and tokens."""
     block = f.tokens[0].stride if len(f.tokens) > 1 else f.page_stride
     return [f.offset, block, f.shard[-1].stride, f.tokens[-1].stride]
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_pages_lie_where_vllm_has_them(facts: dict[str, Any], order: str) -> None:
-    keys = [f for f in drawn(order).ranks[0].fields if f.key.endswith("/k")]
-    assert [place(f) for f in keys] == [found[:4] for found in facts["places"][order]]
+def test_page_strides_match_vllm(facts: dict[str, Any], order: str) -> None:
+    keys = [f for f in make_test_engine(order).ranks[0].fields if f.key.endswith("/k")]
+    assert [offset_and_strides(f) for f in keys] == [found[:4] for found in facts["places"][order]]
 
 
-@pytest.mark.parametrize("order", CUT)
-def test_kernels_cut_pages_as_in_vllm(facts: dict[str, Any], order: str) -> None:
-    keys = [f for f in drawn(order, KERNEL).ranks[0].fields if f.key.endswith("/k")]
-    assert [place(f) for f in keys] == [found[:4] for found in facts["kernels"][order]]
+@pytest.mark.parametrize("order", ORDERS_OF_WHOLE_BLOCKS)
+def test_kernel_block_strides_match_vllm(facts: dict[str, Any], order: str) -> None:
+    keys = [f for f in make_test_engine(order, KERNEL).ranks[0].fields if f.key.endswith("/k")]
+    assert [offset_and_strides(f) for f in keys] == [found[:4] for found in facts["kernels"][order]]
     assert {axis_length(f.tokens) for f in keys} == {TOKENS}
 
 
 @pytest.mark.parametrize("case", range(len(WINDOWS)))
-def test_layers_share_block_ids_as_in_vllm(facts: dict[str, Any], case: int) -> None:
+def test_cache_groups_match_vllm(facts: dict[str, Any], case: int) -> None:
     [layout] = make_engine(model(WINDOWS[case]), PlanSettings(), 16).ranks
     groups: dict[int, list[int]] = {}
     for f in layout.fields:
@@ -88,7 +88,7 @@ def test_layers_share_block_ids_as_in_vllm(facts: dict[str, Any], case: int) -> 
 
 
 @pytest.mark.parametrize("case", range(len(PIPELINES)))
-def test_pipelines_have_the_layers_that_vllm_gives_them(facts: dict[str, Any], case: int) -> None:
+def test_pipeline_stages_match_vllm(facts: dict[str, Any], case: int) -> None:
     layers, pp = PIPELINES[case]
     ranks = make_engine(model([0] * layers), PlanSettings(pp=pp), 16).ranks
     found = [sorted({int(f.key.split(".")[1]) for f in layout.fields}) for layout in ranks]

@@ -1,5 +1,7 @@
-"""Asks the installed vLLM how it lays out, groups and spreads; prints JSON. A process of its own,
-because importing vLLM changes the one that does it."""
+"""Print, as JSON, how the installed vLLM lays out caches, groups layers and forms pipelines.
+
+It runs in a process of its own, because importing vLLM changes the process.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,7 @@ def windowed() -> SlidingWindowSpec:
 
 
 def places(layout: KVCacheLayout, kernel: int | None) -> list[list[int]]:
-    """Per layer: the offset of its view in bytes, and the view's strides in bytes."""
+    """Return the offset and the strides of the view of each layer, in bytes."""
     spec = full()
     layer, block, *_ = compute_layout_strides(spec, BLOCKS, LAYERS, layout)
     size = BLOCKS * LAYERS * spec.page_size_bytes
@@ -60,7 +62,7 @@ def places(layout: KVCacheLayout, kernel: int | None) -> list[list[int]]:
 
 
 def groups(windows: list[int]) -> list[list[int]]:
-    """The layers of each group, for layers with these windows."""
+    """Return the layers of each cache group, for layers with these windows."""
     specs: dict[str, KVCacheSpec] = {
         str(n): windowed() if window else full() for n, window in enumerate(windows)
     }

@@ -1,4 +1,4 @@
-"""Links between pages, as ``make lint`` checks them and as the site rewrites them."""
+"""Links between pages: the checks of ``make lint``, and how the site rewrites links."""
 
 from __future__ import annotations
 
@@ -17,14 +17,17 @@ PAGES = {
 FILES = {*PAGES, "src/a.py"}
 
 
-def found(text: str) -> list[str]:
-    """The problems of one more page in ``docs``."""
+def problems_of(text: str) -> list[str]:
+    """Return the problems of one more page in ``docs``."""
     return list(problems({**PAGES, "docs/new.md": text}, FILES | {"docs/new.md"}))
 
 
-def test_links_that_lead_somewhere_are_no_problem() -> None:
+def test_valid_links_have_no_problem() -> None:
     assert list(problems(PAGES, FILES)) == []
-    assert found("[a](../src) [b](guide.md) <https://example.org> [c](mailto:a@example.org)") == []
+    assert (
+        problems_of("[a](../src) [b](guide.md) <https://example.org> [c](mailto:a@example.org)")
+        == []
+    )
 
 
 @pytest.mark.parametrize(
@@ -40,8 +43,8 @@ def test_links_that_lead_somewhere_are_no_problem() -> None:
         ("[`code` and [brackets]](none.md)", "none.md"),
     ],
 )
-def test_a_link_that_leads_nowhere_is_found(text: str, problem: str) -> None:
-    [said] = found(text)
+def test_broken_link_is_reported(text: str, problem: str) -> None:
+    [said] = problems_of(text)
     assert problem in said
 
 
@@ -55,33 +58,33 @@ def test_a_link_that_leads_nowhere_is_found(text: str, problem: str) -> None:
         "a list:\n\n  ~~~\n  [a](none.md)\n  ~~~",
     ],
 )
-def test_code_has_no_links(text: str) -> None:
+def test_links_in_code_are_ignored(text: str) -> None:
     assert list(links(text)) == []
 
 
-def test_headings_are_named_as_github_names_them() -> None:
+def test_anchors_are_those_of_github() -> None:
     page = '# A `b`: c (d)\n## Twice\n## Twice\n### [Linked](x.md) & more\n<a id="own"></a>\n'
     assert anchors(page) == {"a-b-c-d", "twice", "twice-1", "linked--more", "own"}
 
 
-def test_a_mention_of_a_page_that_is_gone_is_found() -> None:
+def test_mention_of_missing_page_is_reported() -> None:
     texts = {"a.py": '"""See docs/guide.md, and docs/old/page.md."""'}
     assert list(mentions(texts, FILES)) == [
         "a.py:1: mentions docs/old/page.md, which does not exist"
     ]
 
 
-def test_nothing_in_this_repository_leads_nowhere() -> None:
+def test_repository_has_no_broken_links() -> None:
     if not (ROOT / ".git").exists():
         pytest.skip("not a git checkout")
     assert main() == 0
 
 
-# As the site has them.
+# Links on the site.
 
 
-def on_site(markdown: str, page: str = "drivers.md", repository: str = "") -> str:
-    """What the hook makes of a page."""
+def rewritten(markdown: str, page: str = "drivers.md", repository: str = "") -> str:
+    """Return a page as the hook of the site rewrites it."""
     config = SimpleNamespace(repo_url=repository, docs_dir=str(ROOT / "docs"))
     asked = SimpleNamespace(file=SimpleNamespace(src_uri=page))
     return hooks.on_page_markdown(markdown, asked, config, SimpleNamespace())
@@ -103,26 +106,26 @@ def on_site(markdown: str, page: str = "drivers.md", repository: str = "") -> st
         ("drivers.md", "no-such-page.md", "no-such-page.md"),
     ],
 )
-def test_a_link_of_the_repository_becomes_one_of_the_site(page: str, link: str, moved: str) -> None:
-    assert on_site(f"see [it]({link}).", page) == f"see [it]({moved})."
+def test_repository_links_become_site_links(page: str, link: str, moved: str) -> None:
+    assert rewritten(f"see [it]({link}).", page) == f"see [it]({moved})."
 
 
-def test_a_link_to_code_leads_to_the_repository_if_that_has_an_address() -> None:
+def test_links_to_code_lead_to_the_repository_url() -> None:
     text = "see [the `code`](../kvferry/core/errors.py)."
-    assert on_site(text) == "see the `code`."
-    assert on_site(text, repository="https://example.org/kvferry/") == (
+    assert rewritten(text) == "see the `code`."
+    assert rewritten(text, repository="https://example.org/kvferry/") == (
         "see [the `code`](https://example.org/kvferry/blob/main/kvferry/core/errors.py)."
     )
 
 
-def test_code_stays_as_it_is_on_the_site() -> None:
+def test_code_is_not_rewritten() -> None:
     text = (
         "`[a](../README.md)` and ![a picture](pictures/load.svg)\n\n```\n[a](../README.md)\n```\n"
     )
-    assert on_site(text) == text
+    assert rewritten(text) == text
 
 
-def test_the_navigation_lists_the_pages_of_a_folder() -> None:
+def test_navigation_lists_the_pages_of_a_folder() -> None:
     config = SimpleNamespace(
         nav=["index.md", {"Why": [{"Decisions": ["adr/"]}]}], docs_dir=str(ROOT / "docs")
     )
@@ -137,5 +140,5 @@ def test_the_navigation_lists_the_pages_of_a_folder() -> None:
     assert len(decisions) == len(list(Path(ROOT / "docs/adr").glob("*.md")))
 
 
-def test_every_page_from_elsewhere_exists() -> None:
+def test_pages_from_outside_docs_exist() -> None:
     assert [file for file in hooks.SHOWN if not (ROOT / file).exists()] == []

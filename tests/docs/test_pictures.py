@@ -1,4 +1,4 @@
-"""The pictures of the documentation say what the code does, and are the ones that are drawn."""
+"""The pictures of the documentation match the code, and are up to date."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ from kvferry.core.planner.build_copies import Pages, ReadRequest, build_copies, 
 from kvferry.core.planner.plan import make_plan
 from tests.core.layouts import DIM, heads, layout, paged
 
-REQUEST, THIS = RequestId("a"), Hold(slot=0, generation=7)
-LATE, ERROR = 100.0, TransportError("it failed")
+REQUEST, HOLD_OF_REQUEST = RequestId("a"), Hold(slot=0, generation=7)
+DEADLINE, ERROR = 100.0, TransportError("it failed")
 DEPTH = 7
-"""As many events lead into every state of either machine, and out of it again."""
+"""The most events that it takes to reach every state and to leave it again."""
 
 
 @pytest.mark.parametrize("name", PICTURES)
-def test_a_picture_is_what_the_script_draws(name: str) -> None:
+def test_pictures_are_up_to_date(name: str) -> None:
     drawn = PICTURES[name]()
     assert (FOLDER / name).read_text() == drawn, "run: python -m docs.tools.pictures"
     assert ElementTree.fromstring(drawn).tag.endswith("svg")
@@ -57,20 +57,20 @@ STAGES = {
     Stage.TRANSFER: "read",
     Stage.FENCE: "fence",
 }
-"""What the code calls a stage to what the picture calls it."""
+"""The name of each stage in the picture."""
 
 
-class OneLoad:
-    """A load that reads from one rank, and where it stands in the picture's words."""
+class PicturedLoad:
+    """A load that reads from one rank, with its state as the picture names it."""
 
     def __init__(self, *, computed: bool) -> None:
         self.loads = Loads()
         self.id: LoadId = self.loads.begin(
-            REQUEST, THIS, computed=computed, reads=True, deadline=LATE
+            REQUEST, HOLD_OF_REQUEST, computed=computed, reads=True, deadline=DEADLINE
         )
         self.outcome = ""
 
-    def look(self) -> str:
+    def state(self) -> str:
         """Return the state."""
         for action in self.loads.take_actions():
             if action.op is LoadAction.REPORT:
@@ -86,17 +86,17 @@ class OneLoad:
 LOAD_EVENTS: tuple[Callable[[Loads, LoadId], None], ...] = (
     lambda loads, load: loads.handshake_succeeded(load, (RemoteRank(rank=0, reads=True),)),
     lambda loads, load: loads.handshake_failed(load, ERROR),
-    lambda loads, load: loads.checked(load, 0, THIS.ready),
-    lambda loads, load: loads.checked(load, 0, THIS.computing),
+    lambda loads, load: loads.checked(load, 0, HOLD_OF_REQUEST.ready),
+    lambda loads, load: loads.checked(load, 0, HOLD_OF_REQUEST.computing),
     lambda loads, load: loads.checked(load, 0, NOTHING),
     lambda loads, load: loads.read(load, 0),
-    lambda loads, load: loads.fenced(load, 0, THIS.ready),
+    lambda loads, load: loads.fenced(load, 0, HOLD_OF_REQUEST.ready),
     lambda loads, load: loads.fenced(load, 0, NOTHING),
     lambda loads, load: loads.lost(load, 0, ERROR),
     lambda loads, load: loads.failing(load, 0, ERROR),
     lambda loads, load: loads.abort(load, ERROR),
     lambda loads, load: loads.tick(0.0),
-    lambda loads, load: loads.tick(LATE),
+    lambda loads, load: loads.tick(DEADLINE),
 )
 
 
@@ -107,13 +107,13 @@ def load_steps(computed: bool) -> Iterator[tuple[str, str]]:
     while paths:
         path = paths.pop()
         for number in range(len(LOAD_EVENTS)):
-            load = OneLoad(computed=computed)
+            load = PicturedLoad(computed=computed)
             for event in path:
                 LOAD_EVENTS[event](load.loads, load.id)
-                load.look()
-            before = load.look()
+                load.state()
+            before = load.state()
             LOAD_EVENTS[number](load.loads, load.id)
-            after = load.look()
+            after = load.state()
             if before != after:
                 yield before, after
             if after not in seen and len(path) < DEPTH:
@@ -121,9 +121,9 @@ def load_steps(computed: bool) -> Iterator[tuple[str, str]]:
                 paths.append((*path, number))
 
 
-def test_a_load_takes_the_steps_that_its_picture_has() -> None:
+def test_load_transitions_match_the_picture() -> None:
     taken = {*load_steps(computed=True), *load_steps(computed=False)}
-    # With one rank, what fails may be quiet at once: "winding down" is passed without a stop.
+    # With one rank, a failed load may be quiet at once and so skip the state "winding down".
     at_once = {(before, "winding down") for before, after in taken if after == "failed"}
     inside = {"check", "wait", "read", "fence"}
     straight = {(before, after) for before, after in taken if after != "failed"}
@@ -135,91 +135,95 @@ def test_a_load_takes_the_steps_that_its_picture_has() -> None:
 # The states of a hold.
 
 
-class Keeper:
-    """A hold on one rank, and where it stands in the picture's words."""
+class PicturedHold:
+    """A hold on one rank, with its state as the picture names it."""
 
     def __init__(self) -> None:
         self.words = [NOTHING]
         self.incarnation = random_incarnation()
-        self.keeper = WorkerHolds(self.words, self.incarnation)
+        self.holds = WorkerHolds(self.words, self.incarnation)
         self.now = 0.0
 
-    def look(self) -> str:
+    def state(self) -> str:
         """Return the state."""
         if self.words[0] == NOTHING:
-            assert THIS not in self.keeper
+            assert HOLD_OF_REQUEST not in self.holds
             return "free"
-        if self.words[0] == THIS.ready:
+        if self.words[0] == HOLD_OF_REQUEST.ready:
             return "ready"
-        return "computing" if self.keeper.age(THIS, self.now) is None else "ticketed"
+        return "computing" if self.holds.age(HOLD_OF_REQUEST, self.now) is None else "ticketed"
 
     def release(self, *, abandoned: bool) -> None:
-        """The only rank of a decode engine says "done" or "abandon"."""
+        """Receive "done" or "abandon" from the only rank of a decode engine."""
         message = Release(
             incarnation=self.incarnation,
-            slot=THIS.slot,
-            generation=THIS.generation,
+            slot=HOLD_OF_REQUEST.slot,
+            generation=HOLD_OF_REQUEST.generation,
             engine="decode",
             rank=0,
             expected=1,
             abandoned=abandoned,
         )
-        self.keeper.release(message)
+        self.holds.release(message)
 
     def renew(self) -> None:
-        """A decode rank renews."""
-        message = Renewal(incarnation=self.incarnation, slot=THIS.slot, generation=THIS.generation)
-        self.keeper.renew(message, self.now)
+        """Receive a renewal from a decode rank."""
+        message = Renewal(
+            incarnation=self.incarnation,
+            slot=HOLD_OF_REQUEST.slot,
+            generation=HOLD_OF_REQUEST.generation,
+        )
+        self.holds.renew(message, self.now)
 
     def expire(self) -> None:
-        """Much time passes."""
+        """Let the lease end."""
         self.now += 1000.0
-        self.keeper.expire(self.now)
+        self.holds.expire(self.now)
 
 
-HOLD_EVENTS: dict[str, Callable[[Keeper], object]] = {
-    "take on": lambda k: k.keeper.apply(HoldOrders(take_ons=((REQUEST, THIS),)), k.now),
-    "drop": lambda k: k.keeper.apply(HoldOrders(drops=(THIS,)), k.now),
-    "ticket": lambda k: k.keeper.apply(HoldOrders(ready=((THIS, 30.0),)), k.now),
-    "passed": lambda k: k.keeper.ready(THIS, k.now),
+HOLD_EVENTS: dict[str, Callable[[PicturedHold], object]] = {
+    "take on": lambda k: k.holds.apply(HoldOrders(take_ons=((REQUEST, HOLD_OF_REQUEST),)), k.now),
+    "drop": lambda k: k.holds.apply(HoldOrders(drops=(HOLD_OF_REQUEST,)), k.now),
+    "ticket": lambda k: k.holds.apply(HoldOrders(ready=((HOLD_OF_REQUEST, 30.0),)), k.now),
+    "passed": lambda k: k.holds.ready(HOLD_OF_REQUEST, k.now),
     "renew": lambda k: k.renew(),
     "expire": lambda k: k.expire(),
     "done": lambda k: k.release(abandoned=False),
     "abandon": lambda k: k.release(abandoned=True),
-    "give up": lambda k: k.keeper.apply(HoldOrders(ends=(THIS,)), k.now),
+    "give up": lambda k: k.holds.apply(HoldOrders(ends=(HOLD_OF_REQUEST,)), k.now),
 }
-ORDERED = {
+POSSIBLE_EVENTS = {
     "free": {"take on"},
     "computing": {"drop", "ticket", "passed", "renew", "expire", "done", "abandon"},
     "ticketed": {"passed", "renew", "expire", "done", "abandon", "give up"},
     "ready": {"passed", "renew", "expire", "done", "abandon", "give up"},
 }
-"""State to what can happen there: a scheduler orders, and a consumer says, nothing else then."""
+"""The events that are possible in each state."""
 
 
 def hold_steps() -> Iterator[tuple[str, str, str, list[RequestId]]]:
-    """Yield every step of a hold: from, event, to, and what is reported sent."""
+    """Yield every step of a hold: old state, event, new state, and requests reported as sent."""
     paths: list[tuple[str, ...]] = [()]
     seen = {"free"}
     while paths:
         path = paths.pop()
         before = ""
         for event in sorted(HOLD_EVENTS):
-            keeper = Keeper()
+            hold = PicturedHold()
             for earlier in path:
-                HOLD_EVENTS[earlier](keeper)
-            before = keeper.look()
-            if event not in ORDERED[before]:
+                HOLD_EVENTS[earlier](hold)
+            before = hold.state()
+            if event not in POSSIBLE_EVENTS[before]:
                 continue
-            HOLD_EVENTS[event](keeper)
-            after = keeper.look()
-            yield before, event, after, keeper.keeper.take_sent()
+            HOLD_EVENTS[event](hold)
+            after = hold.state()
+            yield before, event, after, hold.holds.take_sent()
             if after not in seen:
                 seen.add(after)
                 paths.append((*path, event))
 
 
-def test_a_hold_takes_the_steps_that_its_picture_has() -> None:
+def test_hold_transitions_match_the_picture() -> None:
     causes: dict[tuple[str, str], set[str]] = defaultdict(set)
     reported = set()
     for before, event, after, sent in hold_steps():
@@ -238,21 +242,21 @@ def test_a_hold_takes_the_steps_that_its_picture_has() -> None:
     }
 
 
-def test_a_renewal_of_a_hold_that_is_ready_makes_its_lease_start_anew() -> None:
-    keeper = Keeper()
+def test_renewal_of_a_ready_hold_restarts_its_lease() -> None:
+    hold = PicturedHold()
     for event in ("take on", "ticket", "passed"):
-        HOLD_EVENTS[event](keeper)
-    keeper.now = 20.0
-    keeper.renew()
-    assert keeper.keeper.expire(45.0) == []
-    assert keeper.keeper.expire(50.0) == [REQUEST]
+        HOLD_EVENTS[event](hold)
+    hold.now = 20.0
+    hold.renew()
+    assert hold.holds.expire(45.0) == []
+    assert hold.holds.expire(50.0) == [REQUEST]
 
 
 # The planner.
 
 
 def engine(shards: tuple[tuple[int, int], ...], block: int, order: str = "NHD") -> list[Layout]:
-    """One rank for each range of heads."""
+    """Return the layouts of an engine with one rank for each range of heads."""
     return [
         layout(heads(shard=shard, block=block, order=order), groups=[paged(block)])
         for shard in shards
@@ -267,7 +271,7 @@ def decode(order: str = "NHD") -> list[Layout]:
     return engine(EXAMPLE.decode, EXAMPLE.decode_block, order)
 
 
-def asked(tokens: tuple[int, int]) -> ReadRequest:
+def read_request(tokens: tuple[int, int]) -> ReadRequest:
     local, remote = (
         Pages(ids=np.array(ids, dtype=np.int64))
         for ids in (EXAMPLE.decode_pages, EXAMPLE.prefill_pages)
@@ -275,7 +279,7 @@ def asked(tokens: tuple[int, int]) -> ReadRequest:
     return ReadRequest(ranges=(tokens,), local=(local,), remote=(remote,))
 
 
-def test_who_reads_which_heads_from_whom_is_as_drawn() -> None:
+def test_reads_match_the_picture() -> None:
     plans = [make_plan(decode(), prefill(), rank) for rank in range(len(EXAMPLE.decode))]
     found = {
         (reader, source.remote): source.matches[0].overlaps[0].shard
@@ -287,28 +291,30 @@ def test_who_reads_which_heads_from_whom_is_as_drawn() -> None:
     assert sum(last - first for first, last in READS.values()) == EXAMPLE.heads
 
 
-def test_the_sub_blocks_are_as_drawn() -> None:
+def test_sub_blocks_match_the_picture() -> None:
     [pairing] = [match.pairing for match in make_plan(decode(), prefill(), 0).sources[0].matches]
     assert pairing.granularity == EXAMPLE.sub_block
     assert pairing.round_outwards(0, EXAMPLE.tokens) == (0, EXAMPLE.read)
 
 
-def test_what_is_not_read_is_zeroed_as_drawn() -> None:
+def test_zeroed_span_matches_the_picture() -> None:
     ours = decode()
-    left = unwritten_spans(ours[0], make_plan(ours, prefill(), 0), asked((0, EXAMPLE.tokens)))
+    left = unwritten_spans(
+        ours[0], make_plan(ours, prefill(), 0), read_request((0, EXAMPLE.tokens))
+    )
     _, last_page = EXAMPLE.decode_pages
-    rows = 2 * EXAMPLE.decode_block - EXAMPLE.read  # of the last page, by its tokens
-    row = 2 * DIM  # two heads of one token
+    rows = 2 * EXAMPLE.decode_block - EXAMPLE.read  # tokens of the last page that are not read
+    row = 2 * DIM  # bytes of two heads of one token
     [address], [nbytes] = left.address.tolist(), left.nbytes.tolist()
     page = ours[0].regions[0].address + last_page * EXAMPLE.decode_block * row
     assert (address - page, nbytes) == ((EXAMPLE.decode_block - rows) * row, rows * row)
 
 
 @pytest.mark.parametrize(("far", "near"), COPIES)
-def test_the_copies_of_a_sub_block_are_as_drawn(far: str, near: str) -> None:
+def test_copies_of_a_sub_block_match_the_picture(far: str, near: str) -> None:
     ours, theirs = decode(near), prefill(far)
     source, *_ = make_plan(ours, theirs, 0).sources
-    found = build_copies(source, asked((0, EXAMPLE.sub_block)))
+    found = build_copies(source, read_request((0, EXAMPLE.sub_block)))
     cells = [nbytes // DIM for nbytes in found.nbytes.tolist()]
     assert (len(cells), *set(cells)) == COPIES[far, near]
     assert found.nbytes.sum() == EXAMPLE.sub_block * 2 * DIM

@@ -1,4 +1,4 @@
-"""``docs/protocol.md``: its tables give an overview, and its sections have the rules."""
+"""The tables of ``docs/protocol.md`` are short, and its time line has all sections."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ MAX_WORDS = 40
 
 
 def rows() -> list[list[str]]:
-    """The cells of every table row, those of the heads included."""
+    """Return the cells of every table row, headings included."""
     return [
         [cell.strip() for cell in line.strip("|").split("|")]
         for line in re.findall(r"^\|.*$", PAGE, re.MULTILINE)
@@ -18,13 +18,13 @@ def rows() -> list[list[str]]:
     ]
 
 
-def test_no_cell_of_a_table_has_more_than_forty_words() -> None:
+def test_table_cells_have_at_most_forty_words() -> None:
     long = [cell for row in rows() for cell in row if len(cell.split()) > MAX_WORDS]
     assert long == []
     assert len(rows()) > 20
 
 
-def test_each_moment_of_the_time_line_has_a_section_in_the_same_order() -> None:
+def test_time_line_has_a_section_for_each_row_in_order() -> None:
     moments = re.findall(r"^\| \[([^]]+)\]\(#", PAGE, re.MULTILINE)
     _, after = PAGE.split("## Time line\n")
     time_line, _ = after.split("\n## ", 1)

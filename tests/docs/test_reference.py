@@ -1,4 +1,4 @@
-"""The generated parts of the reference name all that the code has, and what lacks a docstring."""
+"""The generated reference lists all settings and commands; undocumented names are reported."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Sample:
 
 
 @dataclass
-class Silent:
+class PartlyDocumented:
     """Settings of nothing.
 
     Attributes:
@@ -47,7 +47,7 @@ class Silent:
     unsaid: int
 
 
-def test_a_setting_has_its_bounds_its_default_and_what_is_said_of_it() -> None:
+def test_setting_is_listed_with_bounds_default_and_text() -> None:
     assert settings(f"{__name__}:Sample").splitlines()[2:] == [
         "| `share` | number, above 0 to 1 | `0.5` | How much, `0.5` or a\\|b. |",
         "| `names` | list of text | none | Who. |",
@@ -55,23 +55,23 @@ def test_a_setting_has_its_bounds_its_default_and_what_is_said_of_it() -> None:
     ]
 
 
-def test_a_setting_of_which_nothing_is_said_is_an_error() -> None:
-    with pytest.raises(ValueError, match=r"Silent: no word on unsaid under Attributes"):
-        settings(f"{__name__}:Silent")
+def test_undocumented_setting_is_an_error() -> None:
+    with pytest.raises(ValueError, match=r"PartlyDocumented: no word on unsaid under Attributes"):
+        settings(f"{__name__}:PartlyDocumented")
 
 
-def test_only_the_section_of_attributes_counts() -> None:
+def test_only_the_attributes_section_counts() -> None:
     text = "Args:\n    a: one.\n\nAttributes:\n    b: two\n        lines.\n\nRaises:\n    c: three."
     assert attributes(text) == {"b": "Two lines."}
 
 
-def test_every_setting_of_the_connector_is_listed() -> None:
+def test_all_settings_of_the_connector_are_listed() -> None:
     table = settings("kvferry.integrations.vllm.config:Config")
     assert [f"`{field.name}`" in table for field in fields(Config)] == [True] * len(fields(Config))
     assert len(table.splitlines()) == 2 + len(fields(Config))
 
 
-def test_every_command_is_there_with_all_that_its_help_says() -> None:
+def test_all_commands_and_options_are_listed() -> None:
     page = commands("kvferry.cli:app")
     for command in app.registered_commands:
         assert command.callback is not None
@@ -92,25 +92,25 @@ def test_every_command_is_there_with_all_that_its_help_says() -> None:
 # Names without a docstring.
 
 
-def package(folder: Path, **modules: str) -> list[str]:
-    """What is undocumented in a package of these modules."""
+def undocumented_names(folder: Path, **modules: str) -> list[str]:
+    """Return the undocumented names of a package with these modules."""
     (folder / "kvferry").mkdir()
     for name, text in modules.items():
         (folder / "kvferry" / f"{name}.py").write_text(text)
     return list(undocumented(folder))
 
 
-def test_a_constant_that_is_exported_needs_a_docstring(tmp_path: Path) -> None:
+def test_exported_constant_needs_a_docstring(tmp_path: Path) -> None:
     one = '__all__ = ["A", "B", "C"]\nA = 1\n"""One."""\nB: int = 2\nC = 3\n'
-    found = package(tmp_path, one=one)
+    found = undocumented_names(tmp_path, one=one)
     assert found == [
         "kvferry.one: B is exported and has no docstring",
         "kvferry.one: C is exported and has no docstring",
     ]
 
 
-def test_a_name_is_looked_at_where_it_is_defined(tmp_path: Path) -> None:
-    found = package(
+def test_docstring_counts_where_the_name_is_defined(tmp_path: Path) -> None:
+    found = undocumented_names(
         tmp_path,
         __init__='from os import sep\nfrom kvferry.one import A, f\n__all__ = ["A", "f", "sep"]\n',
         one='A = 1\n\ndef f() -> None:\n    """Do nothing."""\n',
@@ -118,5 +118,5 @@ def test_a_name_is_looked_at_where_it_is_defined(tmp_path: Path) -> None:
     assert found == ["kvferry: A is exported and has no docstring"]
 
 
-def test_kvferry_exports_nothing_without_a_docstring() -> None:
+def test_all_exported_names_have_docstrings() -> None:
     assert list(undocumented(ROOT)) == []

@@ -1,4 +1,4 @@
-"""What UCX packs, as several versions of it packed it, and what it did not pack."""
+"""Checks of what UCX packs: samples of several versions pass, malformed ones are refused."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ ONE = HEADER + b"\x00\x80" + SELF + b"\x88" + bytes(8)
 
 
 @pytest.mark.parametrize("data", ADDRESSES.values(), ids=ADDRESSES)
-def test_addresses_of_all_versions_pass_and_parts_of_them_do_not(data: str) -> None:
+def test_addresses_of_all_versions_pass_and_truncated_ones_are_refused(data: str) -> None:
     good = bytes.fromhex(data)
     check_worker_address(good)
     for end in range(len(good)):
@@ -75,7 +75,7 @@ def test_addresses_of_all_versions_pass_and_parts_of_them_do_not(data: str) -> N
         check_worker_address(good + b"\0")
 
 
-def test_the_smallest_passes() -> None:
+def test_smallest_address_passes() -> None:
     check_worker_address(ONE)
     assert is_known(ONE)
 
@@ -110,13 +110,13 @@ def figures(overhead: float, bandwidth: float, latency: float) -> bytes:
         (HEADER + b"\x00\x80" + figures(0, 1e9, 2) + ONE[-9:], "2 s"),
     ],
 )
-def test_what_ucx_did_not_pack_is_refused(wrong: bytes, why: str) -> None:
+def test_malformed_address_is_refused(wrong: bytes, why: str) -> None:
     with pytest.raises(FormatError, match=why):
         check_worker_address(wrong)
 
 
-def test_many_transports_are_no_mistake() -> None:
-    """Nor are domains that an older version numbered otherwise, and several paths."""
+def test_unusual_but_valid_addresses_pass() -> None:
+    """Many transports, the memory domain numbers of an older version, and several paths pass."""
     more = SELF + b"\x08" + bytes(8)
     check_worker_address(HEADER + b"\x00\x80" + more * (MAX_ENTRIES - 1) + ONE[11:])
     check_worker_address(HEADER + b"\x7f\x00" + ONE[11:] + b"\x82\x80")
@@ -124,7 +124,7 @@ def test_many_transports_are_no_mistake() -> None:
 
 
 @pytest.mark.parametrize("at", [0, 1, 2])
-def test_small_figures_are_numbers(at: int) -> None:
+def test_figures_of_version_2_must_be_numbers(at: int) -> None:
     good = bytearray.fromhex(ADDRESSES["1.21.0, version 2"])
     figure = 2 + 8 + 2 + 2 + at
     good[figure] = 0x0F
@@ -132,12 +132,12 @@ def test_small_figures_are_numbers(at: int) -> None:
         check_worker_address(bytes(good))
 
 
-def test_where_another_format_is_used_nothing_is_known_of_it() -> None:
+def test_unified_format_is_not_known() -> None:
     assert not is_known(UNIFIED)
 
 
 @pytest.mark.parametrize("data", KEYS.values(), ids=KEYS)
-def test_keys_of_all_versions_pass_and_parts_of_them_do_not(data: str) -> None:
+def test_keys_of_all_versions_pass_and_truncated_ones_are_refused(data: str) -> None:
     good = bytes.fromhex(data)
     check_key(good)
     check_key(good, frozenset({0}))
@@ -156,12 +156,12 @@ def test_keys_of_all_versions_pass_and_parts_of_them_do_not(data: str) -> None:
         (bytes(9 + MAX_KEY_TAIL + 1), "195 bytes follow"),
     ],
 )
-def test_what_is_no_key_is_refused(wrong: bytes, why: str) -> None:
+def test_malformed_key_is_refused(wrong: bytes, why: str) -> None:
     with pytest.raises(FormatError, match=why):
         check_key(wrong)
 
 
-def test_a_key_is_to_memory_of_the_kind_that_was_said() -> None:
+def test_key_must_have_the_stated_memory_kind() -> None:
     cuda = bytes(8) + b"\x01"
     check_key(cuda, frozenset({1}))
     with pytest.raises(FormatError, match="kind 1"):
@@ -169,7 +169,7 @@ def test_a_key_is_to_memory_of_the_kind_that_was_said() -> None:
 
 
 @given(st.sampled_from([b"", HEADER, ONE, *map(bytes.fromhex, ADDRESSES.values())]), st.binary())
-def test_whatever_it_is_it_passes_or_is_refused(begin: bytes, rest: bytes) -> None:
+def test_arbitrary_bytes_pass_or_are_refused(begin: bytes, rest: bytes) -> None:
     for check in (check_worker_address, check_key):
         try:
             check(begin[: len(begin) - len(rest)] + rest)

@@ -1,4 +1,4 @@
-"""Between two engines: a driver to which things happen at a stage, and a cable that fails."""
+"""Faults between two engines: drivers that call a function at a stage, and links that fail."""
 
 from __future__ import annotations
 
@@ -19,29 +19,30 @@ from kvferry.core.transport.copies import Copies
 from kvferry.core.transport.registry import load
 from kvferry.drivers.loopback import LoopbackTransport
 
-Way = Literal["questions", "answers"]
-WAYS: frozenset[Way] = frozenset({"questions", "answers"})
+Direction = Literal["requests", "replies"]
+DIRECTIONS: frozenset[Direction] = frozenset({"requests", "replies"})
 PENDING = Status(state=State.PENDING)
 
 
-def is_words(copies: Copies) -> bool:
-    """Whether a read is of slot words."""
+def is_slot_read(copies: Copies) -> bool:
+    """Return whether a read is of slot words."""
     return copies.total == 8 * len(copies)
 
 
 def is_fence(notify: bytes | None) -> bool:
-    """Whether a read says that something is done."""
+    """Return whether a read has a release bound to it, and so is a fence."""
     return notify is not None and isinstance(decode_notes(notify)[0], Release)
 
 
-class Staged(Transport):
-    """Does what it is told, once, at a stage of a load; for drivers to inherit first."""
+class StagedTransport(Transport):
+    """A mixin for drivers: calls a function, once, when a load reaches a stage."""
 
     def __init__(self, **settings: object) -> None:
         super().__init__(**settings)
         self.at: dict[str, Callable[[], None]] = {}
-        self.words = 0
-        """Reads of slot words so far."""
+        """What to call, by stage."""
+        self.slot_reads = 0
+        """The number of reads of slot words so far."""
         self._fences: set[TransferId] = set()
 
     def connect(self, address: bytes) -> PeerId:
@@ -49,9 +50,9 @@ class Staged(Transport):
         return super().connect(address)  # type: ignore[safe-super]
 
     def read(self, peer: PeerId, copies: Copies, notify: bytes | None = None) -> TransferId:
-        self.words += is_words(copies)
+        self.slot_reads += is_slot_read(copies)
         fences = is_fence(notify)
-        if fences or not is_words(copies):
+        if fences or not is_slot_read(copies):
             self._act("fencing" if fences else "reading")
         transfer = super().read(peer, copies, notify)
         if fences:
@@ -71,8 +72,8 @@ class Staged(Transport):
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class _Late:
-    """A read that waits, or that has ended without anybody hearing of it."""
+class _DelayedRead:
+    """A read that may wait before it starts, or before its end is reported."""
 
     peer: PeerId
     stage: str
@@ -82,24 +83,24 @@ class _Late:
     ended: Status | None = None
 
 
-class Wire(LoopbackTransport):
-    """Loopback over a cable: what cannot go now waits, and goes when it can."""
+class CableTransport(LoopbackTransport):
+    """Loopback over a simulated cable: reads wait while the cable is cut or slow."""
 
     def __init__(self) -> None:
         super().__init__()
         self.is_cut = False
-        """Nothing moves."""
+        """Whether reads wait, connections fail, and notifications are lost."""
         self.is_noisy = False
-        """What it says to peers is noise."""
+        """Whether notifications carry random bytes."""
         self.delay = 0.0
-        """Seconds until a read goes."""
+        """Seconds until a read starts."""
         self.held: frozenset[str] = frozenset()
-        """Stages at which reads wait."""
-        self._late: dict[TransferId, _Late] = {}
+        """Stages whose reads wait."""
+        self._reads: dict[TransferId, _DelayedRead] = {}
         self._random = random.Random(1)
 
     def mend(self) -> None:
-        """All is well again."""
+        """End all faults."""
         self.is_cut, self.is_noisy, self.delay, self.held = False, False, 0.0, frozenset()
 
     def connect(self, address: bytes) -> PeerId:
@@ -109,112 +110,112 @@ class Wire(LoopbackTransport):
 
     def notify(self, peer: PeerId, payload: bytes) -> None:
         if not self.is_cut:
-            super().notify(peer, self._said(payload) or b"")
+            super().notify(peer, self._payload(payload) or b"")
 
     def read(self, peer: PeerId, copies: Copies, notify: bytes | None = None) -> TransferId:
-        stage = "fencing" if is_fence(notify) else "words" if is_words(copies) else "reading"
-        said = self._said(notify)
+        stage = "fencing" if is_fence(notify) else "words" if is_slot_read(copies) else "reading"
+        said = self._payload(notify)
         kept = replace(
             copies,
             local=copies.local.copy(),
             remote=copies.remote.copy(),
             nbytes=copies.nbytes.copy(),
         )
-        transfer = TransferId(-1 - len(self._late))
-        self._late[transfer] = _Late(
+        transfer = TransferId(-1 - len(self._reads))
+        self._reads[transfer] = _DelayedRead(
             peer=peer,
             stage=stage,
             due=time.monotonic() + self.delay,
-            begin=lambda: super(Wire, self).read(peer, kept, said),
+            begin=lambda: super(CableTransport, self).read(peer, kept, said),
         )
-        self._begin(self._late[transfer])
+        self._begin(self._reads[transfer])
         return transfer
 
     def poll(self, transfers: Sequence[TransferId]) -> list[Status]:
         for transfer in transfers:
-            self._begin(self._late[transfer])
-        return [self._status(self._late[transfer]) for transfer in transfers]
+            self._begin(self._reads[transfer])
+        return [self._status(self._reads[transfer]) for transfer in transfers]
 
     def cancel(self, transfer: TransferId) -> None:
-        late = self._late[transfer]
-        if late.inner is not None:
-            super().cancel(late.inner)
-        elif late.ended is None:
-            late.ended = Status(state=State.FAILED, error=TransferCancelledError("cancelled"))
+        delayed = self._reads[transfer]
+        if delayed.inner is not None:
+            super().cancel(delayed.inner)
+        elif delayed.ended is None:
+            delayed.ended = Status(state=State.FAILED, error=TransferCancelledError("cancelled"))
 
     def disconnect(self, peer: PeerId) -> None:
-        for late in self._late.values():
-            if late.peer == peer and late.inner is None and late.ended is None:
-                late.ended = Status(state=State.FAILED, error=PeerLostError("disconnected"))
+        for delayed in self._reads.values():
+            if delayed.peer == peer and delayed.inner is None and delayed.ended is None:
+                delayed.ended = Status(state=State.FAILED, error=PeerLostError("disconnected"))
         super().disconnect(peer)
 
     def forget(self, transfer: TransferId) -> None:
-        """The record stays, so that no number is used twice."""
-        late = self._late[transfer]
-        if late.inner is not None:
-            super().forget(late.inner)
+        """Forget a transfer, but keep its record, so that no id is used twice."""
+        delayed = self._reads[transfer]
+        if delayed.inner is not None:
+            super().forget(delayed.inner)
 
-    def _begin(self, late: _Late) -> None:
-        waits = self.is_cut or late.stage in self.held or time.monotonic() < late.due
-        if late.inner is None and late.ended is None and not waits:
-            late.inner = late.begin()
+    def _begin(self, delayed: _DelayedRead) -> None:
+        waits = self.is_cut or delayed.stage in self.held or time.monotonic() < delayed.due
+        if delayed.inner is None and delayed.ended is None and not waits:
+            delayed.inner = delayed.begin()
 
-    def _status(self, late: _Late) -> Status:
-        if late.ended is not None:
-            return late.ended
-        if late.inner is None or (late.stage == "fencing" and "finishing" in self.held):
+    def _status(self, delayed: _DelayedRead) -> Status:
+        if delayed.ended is not None:
+            return delayed.ended
+        if delayed.inner is None or (delayed.stage == "fencing" and "finishing" in self.held):
             return PENDING
-        return super().poll([late.inner])[0]
+        return super().poll([delayed.inner])[0]
 
-    def _said(self, payload: bytes | None) -> bytes | None:
+    def _payload(self, payload: bytes | None) -> bytes | None:
         noisy = self.is_noisy and payload is not None
         return self._random.randbytes(len(payload or b"")) if noisy else payload
 
 
-class Cable(Staged, Wire):
-    """Both."""
+class StagedCable(StagedTransport, CableTransport):
+    """Loopback over a simulated cable that also calls functions at stages."""
 
 
-def staged(
+def staged_transport(
     driver: str = "loopback", settings: Mapping[str, object] = MappingProxyType({})
-) -> Staged:
-    """A driver to which things happen at a stage; ``settings`` are its own."""
+) -> StagedTransport:
+    """Make a driver, with these settings of its own, that calls functions at stages."""
     kind = load(driver)
-    made: Staged = type(f"Staged{kind.__name__}", (Staged, kind), {})(**settings)
+    made: StagedTransport = type(f"Staged{kind.__name__}", (StagedTransport, kind), {})(**settings)
     return made
 
 
 class Channel:
-    """A side channel as seen over a cable: a proxy, which can be cut, slow or noisy either way."""
+    """A proxy in front of a side channel that can be cut, slow or noisy in either direction."""
 
     def __init__(self, port: int, host: str = "127.0.0.1") -> None:
         self.delay = 0.0
-        """Seconds for which each piece of an answer is under way."""
-        self.noisy: frozenset[Way] = frozenset()
+        """Seconds by which every piece of a reply is delayed."""
+        self.noisy: frozenset[Direction] = frozenset()
         self._closed = threading.Event()
         self._changed = threading.Condition()
-        self._cut: frozenset[Way] = frozenset()
+        self._cut: frozenset[Direction] = frozenset()
         self._target = host, port
         self._random = random.Random(port)
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port: int = self._listener.getsockname()[1]
         threading.Thread(target=self._accept, daemon=True).start()
 
-    def cut(self, ways: frozenset[Way] = WAYS) -> None:
-        """What is said waits from now on, as it does in a kernel that gets no acknowledgement."""
+    def cut(self, directions: frozenset[Direction] = DIRECTIONS) -> None:
+        """Hold data back from now on, as a kernel does that gets no acknowledgement."""
         with self._changed:
-            self._cut = ways
+            self._cut = directions
             self._changed.notify_all()
 
     def mend(self) -> None:
-        """All is well again, and what has waited goes on."""
+        """End all faults; data that was held back goes on."""
         self.delay, self.noisy = 0.0, frozenset()
         self.cut(frozenset())
 
     def close(self) -> None:
         self._closed.set()
         with suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)  # closing alone does not wake `accept`
+            self._listener.shutdown(socket.SHUT_RDWR)  # close alone does not wake `accept`
         self._listener.close()
         self.mend()
 
@@ -222,32 +223,36 @@ class Channel:
         with suppress(OSError):  # closed
             while not self._closed.is_set():
                 near, _ = self._listener.accept()
-                threading.Thread(target=self._serve, args=(near,), daemon=True).start()
+                threading.Thread(target=self._forward, args=(near,), daemon=True).start()
 
-    def _serve(self, near: socket.socket) -> None:
+    def _forward(self, near: socket.socket) -> None:
         with near, suppress(OSError), socket.create_connection(self._target) as far:
-            ends = ((near, far, "questions"), (far, near, "answers"))
-            threads = [threading.Thread(target=self._pump, args=end, daemon=True) for end in ends]
+            ends = ((near, far, "requests"), (far, near, "replies"))
+            threads = [
+                threading.Thread(target=self._copy_stream, args=end, daemon=True) for end in ends
+            ]
             for thread in threads:
                 thread.start()
             for thread in threads:
                 thread.join()
 
-    def _pump(self, source: socket.socket, sink: socket.socket, way: Way) -> None:
-        with suppress(OSError):  # one of the two hung up
+    def _copy_stream(
+        self, source: socket.socket, sink: socket.socket, direction: Direction
+    ) -> None:
+        with suppress(OSError):  # one end has closed the connection
             while data := source.recv(1 << 16):
-                if way == "answers" and self.delay:
+                if direction == "replies" and self.delay:
                     self._closed.wait(self.delay)
                 with self._changed:
-                    self._changed.wait_for(lambda: way not in self._cut)
-                sink.sendall(self._random.randbytes(len(data)) if way in self.noisy else data)
+                    self._changed.wait_for(lambda: direction not in self._cut)
+                sink.sendall(self._random.randbytes(len(data)) if direction in self.noisy else data)
         with suppress(OSError):
             sink.shutdown(socket.SHUT_RDWR)
             source.shutdown(socket.SHUT_RDWR)
 
 
 def pester(port: int) -> None:
-    """Strangers at the side channel."""
+    """Connect to a side channel many times and send random bytes."""
     noise = random.Random(port)
     for _ in range(20):
         with socket.create_connection(("127.0.0.1", port)) as stranger:

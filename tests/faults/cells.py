@@ -1,7 +1,7 @@
-"""The table of faults: which cells it has, and what its tests report of themselves.
+"""The cells of the tables of faults in docs/reliability.md, and the reports of their tests.
 
-``KVFERRY_FAULTS_REPORT`` names a file that gets a line of JSON for each cell and each figure;
-``tests.faults.report`` makes the page of such files.
+``KVFERRY_FAULTS_REPORT`` names a file to which each test adds a line of JSON for its cell or
+figure; ``tests.faults.report`` makes the tables from such files.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ FAULTS = (
     "out of blocks",
 )
 STAGES = ("before the handshake", "during the handshake", "reading", "fencing", "finishing")
-"""Finishing: the fence is final, and nobody has heard of it yet."""
+"""The stages of a load. Finishing: the fence is final, and not yet reported to the engine."""
 
 
 class Key(NamedTuple):
-    """A place in the table. ``where``: a driver, or what else a table of its own is about."""
+    """A cell. ``where`` names its table: a driver, a quiescence, or a deployment."""
 
     side: str
     fault: str
@@ -44,25 +44,25 @@ class Key(NamedTuple):
 
 MATRIX = [Key(side, fault, stage) for side in SIDES for fault in FAULTS for stage in STAGES]
 DRIVERS = ("nixl", "ucx")
-"""The other ones that need no special hardware."""
-ELSEWHERE = {
+"""The drivers, other than loopback, that need no special hardware."""
+DRIVER_FAULTS = {
     "producer": ("killed", "stopped", "restarted", "aborted", "out of blocks"),
     "consumer": ("killed", "stopped", "restarted", "aborted"),
 }
-"""What is tried over each of them, too."""
-OVER = [
+"""The faults that are also tried over each of ``DRIVERS``."""
+OVER_DRIVERS = [
     Key(side, fault, stage, driver)
     for driver in DRIVERS
-    for side, faults in ELSEWHERE.items()
+    for side, faults in DRIVER_FAULTS.items()
     for fault in faults
     for stage in STAGES
 ]
 WAITING = [Key("consumer", fault, "waiting") for fault in ("killed", "stopped", "slow", "aborted")]
-"""For pages, with a ticket, while somebody else has them."""
+"""Faults of a consumer that has a ticket and waits for free pages."""
 COMPUTING = [Key("producer", fault, "computing") for fault in ("killed", "stopped", "restarted")]
 PESTERED = [Key("producer", "pestered", stage) for stage in STAGES]
-"""By strangers who send random bytes to its side channel."""
-DRIVER = [
+"""Other clients connect to the producer's side channel and send random bytes."""
+FAULTY_DRIVER = [
     Key("driver", fault.value, stage, quiescence.value)
     for fault in Fault
     if fault is not Fault.LIE
@@ -71,7 +71,7 @@ DRIVER = [
 ]
 CABLE = "ucx over a cable"
 NETWORKS = [Key("producer", "cut off", stage, CABLE) for stage in STAGES]
-"""By a cable between two networks that is pulled."""
+"""The link between two network namespaces is cut."""
 VLLM = [
     Key("producer", "killed", "before the read", "vllm"),
     *[
@@ -95,12 +95,14 @@ VLLM = [
     Key("consumer", "aborted", "before the handshake", "vllm"),
     Key("consumer", "aborted", "reading", "vllm"),
 ]
-CELLS = frozenset([*MATRIX, *OVER, *WAITING, *COMPUTING, *PESTERED, *DRIVER, *NETWORKS, *VLLM])
+CELLS = frozenset(
+    [*MATRIX, *OVER_DRIVERS, *WAITING, *COMPUTING, *PESTERED, *FAULTY_DRIVER, *NETWORKS, *VLLM]
+)
 
 
 @dataclass(kw_only=True)
 class Cell:
-    """One place in the table, while it is tried."""
+    """A cell while its test runs."""
 
     side: str
     fault: str
@@ -115,18 +117,18 @@ class Cell:
     def key(self) -> Key:
         return Key(self.side, self.fault, self.stage, self.driver)
 
-    def strikes(self) -> None:
-        """The fault happens now: time runs from here."""
+    def start_clock(self) -> None:
+        """Start the clock of the cell; called when the fault happens."""
         self.begun = time.monotonic()
 
     def write(self, outcome: str, seconds: float | None = None) -> None:
-        """Add a line to the report, if somebody wants one; as of now, unless ``seconds`` says."""
+        """Add the outcome to the report, if one is wanted; ``seconds`` is the time until now."""
         took = time.monotonic() - self.begun if seconds is None else seconds
         _add(self.key._asdict() | {"outcome": outcome, "seconds": round(took, 2)})
 
 
 def figure(name: str, seconds: float, **values: str | float) -> None:
-    """Add what a long test has counted to the report, if somebody wants one."""
+    """Add the figures of a long test to the report, if one is wanted."""
     _add({"figure": name, **values, "seconds": round(seconds, 1)})
 
 

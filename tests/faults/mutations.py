@@ -1,4 +1,4 @@
-"""Inputs that nobody should send: what is sent, changed here and there. Seeds repeat them."""
+"""Make malformed inputs by changing valid ones; the same seed gives the same inputs."""
 
 from __future__ import annotations
 
@@ -25,38 +25,38 @@ BOMBS = (
     b"\xc7\xff\x01" + bytes(255),
     b"\xd9\x01\xff",
 )
-"""Deep, or said to be longer than they are."""
+"""msgpack that is deeply nested, or claims to be longer than it is."""
 
 
 class Mutator:
-    """Makes wrong inputs out of right ones."""
+    """Makes malformed inputs from valid ones."""
 
     def __init__(self, seed: int) -> None:
         self.random = Random(seed)
 
     def raw(self, right: bytes) -> bytes:
-        """Bytes that differ from the right ones in a few places, or in length, or altogether."""
+        """Return bytes that differ from the valid ones in places, in length, or altogether."""
         change: Callable[[bytearray], bytes] = self.random.choice(
             [self._flipped, self._flipped, self._cut, self._grown, self._moved, self._noise]
         )
         return change(bytearray(right))
 
     def tree(self, right: Any) -> Any:
-        """The same tree with some of its nodes replaced, removed, repeated or added."""
+        """Return a copy of a tree with some nodes replaced, removed, repeated or added."""
         wrong = copy.deepcopy(right)
         for _ in range(self.random.choice([1, 1, 1, 2, 5])):
             wrong = self._changed(wrong)
         return wrong
 
     def packed(self, right: bytes) -> bytes:
-        """msgpack of the right form with wrong values, or with a few wrong bytes on top."""
+        """Return msgpack with some values changed, some bytes changed, or both."""
         if self.random.random() < 0.3:
             return self.raw(right)
         wrong = msgspec.msgpack.encode(self.tree(msgspec.msgpack.decode(right)))
         return self.raw(wrong) if self.random.random() < 0.1 else wrong
 
     def value(self) -> Any:
-        """Anything that msgpack has a word for."""
+        """Return a value of any type that msgpack can encode."""
         pick = self.random.choice
         plain = [pick(NUMBERS), pick(TEXTS), pick(FLOATS), None, True, False, b"\xff" * 9]
         kind = self.random.random()
@@ -67,7 +67,7 @@ class Mutator:
         return pick(plain)
 
     def _changed(self, tree: Any) -> Any:
-        """One change, at a random depth."""
+        """Return the tree with one change at a random depth."""
         node = tree
         while True:
             keys = _keys(node)

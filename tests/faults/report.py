@@ -1,7 +1,7 @@
-"""Makes the tables of docs/reliability.md: ``python -m tests.faults.report RUN.jsonl...``
+"""Make the tables of docs/reliability.md: ``python -m tests.faults.report RUN.jsonl...``
 
-What the given runs say goes into benchmarks/results/faults.jsonl, in which later lines replace
-earlier ones about the same, and the page shows what stands there then.
+The lines of the given runs are merged into benchmarks/results/faults.jsonl, where a later line
+replaces an earlier one of the same cell or figure. The tables show that file.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from kvferry.testing import Fault
 from tests.faults.cells import (
     CELLS,
     COMPUTING,
-    DRIVER,
+    DRIVER_FAULTS,
     DRIVERS,
-    ELSEWHERE,
     FAULTS,
+    FAULTY_DRIVER,
     NETWORKS,
     SIDES,
     STAGES,
@@ -34,7 +34,7 @@ RESULTS = ROOT / "benchmarks/results/faults.jsonl"
 PAGE = ROOT / "docs/reliability.md"
 BEGIN, END = "<!-- made by tests.faults.report -->\n", "<!-- to here -->\n"
 
-WORDS = {
+ERROR_WORDS = {
     "StaleError": "stale",
     "PeerLostError": "peer lost",
     "TicketError": "refused",
@@ -43,13 +43,13 @@ WORDS = {
     "TransportError": "transport error",
     "TransferCancelledError": "cancelled",
 }
-"""For people, what the errors of loads mean."""
+"""The words for the errors of loads in the tables."""
 
 Line = dict[str, Any]
 
 
 class Run(NamedTuple):
-    """What is known: cells, and figures by what they are about."""
+    """The lines of cells, and those of figures by their texts."""
 
     cells: dict[Key, Line]
     figures: dict[tuple[str, ...], Line]
@@ -62,7 +62,7 @@ class Run(NamedTuple):
             self.figures[tuple(about)] = line
 
     def lines(self) -> Iterator[Line]:
-        """In an order that does not depend on the runs'."""
+        """Yield all lines in a fixed order."""
         yield from (self.cells[key] for key in sorted(CELLS & self.cells.keys()))
         yield from (self.figures[key] for key in sorted(self.figures))
 
@@ -71,7 +71,7 @@ class Run(NamedTuple):
             return ""
         line = self.cells[key]
         error, comma, more = line["outcome"].partition(",")
-        return f"{WORDS.get(error, error)}{comma}{more}, {line['seconds']:.2f} s"
+        return f"{ERROR_WORDS.get(error, error)}{comma}{more}, {line['seconds']:.2f} s"
 
 
 def read(paths: Iterable[Path]) -> Run:
@@ -83,16 +83,16 @@ def read(paths: Iterable[Path]) -> Run:
 
 
 def tables(run: Run) -> str:
-    """What stands between the page's two marks."""
-    return "\n".join(part for make in PARTS for part in make(run))
+    """Return the tables, which stand between the two marks of the page."""
+    return "\n".join(part for make in SECTIONS for part in make(run))
 
 
-def marked(page: str) -> str:
-    """What stands there now."""
+def current_tables(page: str) -> str:
+    """Return what stands between the two marks of a page."""
     return page.split(BEGIN)[1].split(END)[0]
 
 
-# The parts of the page.
+# The sections of the page.
 
 
 def _sides(run: Run) -> Iterator[str]:
@@ -108,12 +108,12 @@ def _sides(run: Run) -> Iterator[str]:
         )
 
 
-def _over(run: Run) -> Iterator[str]:
+def _over_drivers(run: Run) -> Iterator[str]:
     for driver in DRIVERS:
         yield f"### Over {driver}\n"
         rows = [
             [f"{side} {fault}", *(run.cell(Key(side, fault, stage, driver)) for stage in STAGES)]
-            for side, faults in ELSEWHERE.items()
+            for side, faults in DRIVER_FAULTS.items()
             for fault in faults
         ]
         yield _table(["what", *STAGES], rows)
@@ -125,7 +125,7 @@ def _networks(run: Run) -> Iterator[str]:
     yield _table(["producer", *STAGES], rows)
 
 
-def _waits(run: Run) -> Iterator[str]:
+def _waiting(run: Run) -> Iterator[str]:
     yield "### While a request waits\n"
     rows = [[f"{key.side} {key.fault}", key.stage, run.cell(key)] for key in [*COMPUTING, *WAITING]]
     yield _table(["what", "the request is", "outcome"], rows)
@@ -134,7 +134,9 @@ def _waits(run: Run) -> Iterator[str]:
 def _driver(run: Run) -> Iterator[str]:
     yield "### The driver\n"
     columns = [(stage, kind) for stage in ("reading", "fencing") for kind in Quiescence]
-    faults = [fault.value for fault in Fault if Key("driver", fault.value, *_first()) in DRIVER]
+    faults = [
+        fault.value for fault in Fault if Key("driver", fault.value, *_first()) in FAULTY_DRIVER
+    ]
     yield _table(
         ["driver", *(f"{stage}, quiet {kind.value.replace('_', ' ')}" for stage, kind in columns)],
         [
@@ -168,12 +170,12 @@ def _figures(run: Run) -> Iterator[str]:
     rows = [
         [line["figure"], shown(line), f"{line['seconds']:,.0f}"]
         for line in run.figures.values()
-        for shown in [SHOWN[line["figure"]]]
+        for shown in [FIGURE_TEXTS[line["figure"]]]
     ]
     yield _table(["test", "what", "seconds"], sorted(rows))
 
 
-SHOWN: dict[str, Callable[[Line], str]] = {
+FIGURE_TEXTS: dict[str, Callable[[Line], str]] = {
     "fuzz": lambda line: f"{line['what']}: {line['inputs']:,} inputs",
     "model": lambda line: f"{line['steps']:,} steps in {line['examples']:,} examples",
     "reuse": lambda line: (
@@ -186,7 +188,7 @@ SHOWN: dict[str, Callable[[Line], str]] = {
         f"{line['memory']:+} MiB, {line['files']:+} files, {line['threads']:+} threads"
     ),
 }
-PARTS = (_sides, _over, _networks, _waits, _driver, _vllm, _figures)
+SECTIONS = (_sides, _over_drivers, _networks, _waiting, _driver, _vllm, _figures)
 
 
 def _table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -1,7 +1,7 @@
-"""Wrong inputs, many: no crash, no hang, no growth of memory; and then a right one, which works.
+"""Many malformed inputs cause no crash, no hang and no growth of memory; a valid one still works.
 
-``KVFERRY_FUZZ`` is how many in all (20,000 unless set; a million takes some minutes), and
-``KVFERRY_FUZZ_SEED`` where they start.
+``KVFERRY_FUZZ`` is the number of inputs (20,000 by default; a million takes some minutes), and
+``KVFERRY_FUZZ_SEED`` their seed.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from tests.faults.mutations import Mutator
 
 INPUTS = int(os.environ.get("KVFERRY_FUZZ", "20000"))
 SEED = int(os.environ.get("KVFERRY_FUZZ_SEED", "1"))
-LONG = 60.0
-"""Seconds; far more than any answer takes, however busy the machine."""
-MEMORY = 32 << 20
-"""By how much a process may grow: allocators keep some of what they had."""
+TIMEOUT = 60.0
+"""Seconds; far longer than any answer takes on a busy machine."""
+MAX_GROWTH = 32 << 20
+"""Bytes by which a process may grow: allocators keep some freed memory."""
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(120 + INPUTS // 100)]
 
@@ -68,17 +68,17 @@ ASK, PING = wire.PayloadRequest(oldest=1, newest=1, engine="prefill"), wire.Ping
 REQUESTS = [wire.encode(each) for each in (ASK, PING, wire.Health(), wire.Health(engine="prefill"))]
 
 
-# What is decoded.
+# Decoders.
 
 
 def decode_ticket(data: bytes) -> None:
-    """As a router's JSON, signed or not."""
+    """Decode a ticket as JSON from a router, with and without ticket secrets."""
     params = json.loads(data)
     tickets.read_ticket(params)
     tickets.read_ticket(params, SECRETS)
 
 
-def wrong_ticket(mutator: Mutator) -> bytes:
+def mutated_ticket(mutator: Mutator) -> bytes:
     right = TICKET.params(SECRETS if mutator.random.random() < 0.2 else None, TICKET_KEY)
     wrong = {key: mutator.tree(value) for key, value in right.items()}
     which = mutator.random.choice(list(right))
@@ -106,12 +106,12 @@ DECODERS: dict[str, tuple[Callable[[Mutator], bytes], Callable[[bytes], object]]
         wire.decode_notes,
     ),
     "engine": (packed(*RANKS), lambda data: engine_info([RANKS[0], data])),
-    "ticket": (wrong_ticket, decode_ticket),
+    "ticket": (mutated_ticket, decode_ticket),
 }
 
 
 @pytest.mark.parametrize("kind", DECODERS)
-def test_what_is_decoded(kind: str) -> None:
+def test_decoders_accept_or_refuse_mutated_input(kind: str) -> None:
     make, decode = DECODERS[kind]
     mutator = Mutator(SEED)
     share = INPUTS * 6 // 10 // len(DECODERS)
@@ -127,30 +127,30 @@ def test_what_is_decoded(kind: str) -> None:
         if count == share // 4:
             before = resident("self")
     assert refused > share // 2
-    assert resident("self") - before < MEMORY
+    assert resident("self") - before < MAX_GROWTH
     figure("fuzz", time.monotonic() - begun, what=kind, inputs=share)
 
 
-# What a side channel is sent.
+# Side channel.
 
 
 @dataclass(frozen=True, kw_only=True)
-class Served:
-    """A side channel in a process of its own, which a crash would end."""
+class SideChannel:
+    """A side channel in a process of its own, which would end in a crash."""
 
     pid: int
     port: int
     access: Access
-    """Of those who may ask."""
+    """The access settings of an admitted client."""
     key: bytes
 
-    def works(self) -> None:
-        options: Any = {"timeout": LONG, "access": self.access, "key": self.key}
+    def expect_answers(self) -> None:
+        options: Any = {"timeout": TIMEOUT, "access": self.access, "key": self.key}
         assert ping("127.0.0.1", self.port, "prefill", **options) == 7
         assert len(fetch("127.0.0.1", self.port, "prefill", **options).ranks) == 2
 
 
-PROGRAM = """
+SERVER_SCRIPT = """
 import logging, os, sys
 from kvferry.core.handshake import HandshakeServer
 from kvferry.core.security import OPEN, Access, KeyPair
@@ -168,11 +168,11 @@ with HandshakeServer(ranks, engine="prefill", incarnation=7, access=access) as s
 
 
 @contextmanager
-def serving(keyed: bool) -> Iterator[Served]:
+def serve_side_channel(keyed: bool) -> Iterator[SideChannel]:
     secret = SERVER.secret if keyed else b""
     arguments = [data.hex() for data in (secret, CLIENT.public, *RANKS)]
     with subprocess.Popen(
-        [sys.executable, "-W", "error", "-c", PROGRAM, *arguments],
+        [sys.executable, "-W", "error", "-c", SERVER_SCRIPT, *arguments],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
@@ -181,7 +181,7 @@ def serving(keyed: bool) -> Iterator[Served]:
         assert process.stdout is not None
         try:
             access = Access(own=CLIENT, peers=frozenset({SERVER.public})) if keyed else OPEN
-            yield Served(
+            yield SideChannel(
                 pid=process.pid,
                 port=int(process.stdout.readline()),
                 access=access,
@@ -195,15 +195,15 @@ def serving(keyed: bool) -> Iterator[Served]:
 
 
 @contextmanager
-def flat(served: Served) -> Iterator[Callable[[], None]]:
-    """Compares what the process has when the given function is called with what it has at last."""
+def expect_constant_resources(side_channel: SideChannel) -> Iterator[Callable[[], None]]:
+    """Check that resources have not grown since the yielded function was called first."""
     before: list[tuple[int, int, int]] = []
-    yield lambda: before.append(footprint(served.pid))
-    served.works()
-    after = footprint(served.pid)
-    assert after[0] - before[0][0] < MEMORY
-    assert after[1] - before[0][1] < 20  # descriptors: connections are reaped a little later
-    assert after[2] == before[0][2]  # threads
+    yield lambda: before.append(footprint(side_channel.pid))
+    side_channel.expect_answers()
+    after = footprint(side_channel.pid)
+    assert after[0] - before[0][0] < MAX_GROWTH
+    assert after[1] - before[0][1] < 20, "descriptors"  # connections are closed a little later
+    assert after[2] == before[0][2], "threads"
 
 
 def footprint(pid: int) -> tuple[int, int, int]:
@@ -217,7 +217,7 @@ def resident(pid: str) -> int:
 
 
 def message(mutator: Mutator) -> list[bytes]:
-    """Some frames, none of them longer than a request may be: that ends the connection."""
+    """Return some frames, none of which is so long that the server closes the connection."""
     pick = mutator.random.choice
     ahead = [pick([b"", b"", mutator.raw(b"abc")]) for _ in range(pick([0, 0, 0, 1, 1, 2, 9]))]
     request = mutator.packed(pick(REQUESTS))
@@ -225,22 +225,26 @@ def message(mutator: Mutator) -> list[bytes]:
 
 
 @pytest.mark.parametrize("keyed", [False, True], ids=["open", "keyed"])
-def test_messages_at_a_side_channel(keyed: bool) -> None:
-    """From a peer that is admitted; each is answered, or dropped where it is not even one."""
+def test_side_channel_answers_mutated_messages(keyed: bool) -> None:
+    """An admitted peer sends the messages; each gets an answer."""
     mutator, share, begun = Mutator(SEED), INPUTS * 35 // 100 // 2, time.monotonic()
-    with serving(keyed) as served, zmq.Context() as context, flat(served) as remember:
+    with (
+        serve_side_channel(keyed) as side_channel,
+        zmq.Context() as context,
+        expect_constant_resources(side_channel) as remember,
+    ):
         for start in range(0, share, 1000):
             with context.socket(zmq.DEALER) as channel:
-                channel.linger, channel.rcvtimeo = 0, int(LONG * 1e3)
-                if served.access.own is not None:
-                    encrypt(channel, served.access.own)
-                    channel.curve_serverkey = zmq.utils.z85.encode(served.key)
-                channel.connect(f"tcp://127.0.0.1:{served.port}")
+                channel.linger, channel.rcvtimeo = 0, int(TIMEOUT * 1e3)
+                if side_channel.access.own is not None:
+                    encrypt(channel, side_channel.access.own)
+                    channel.curve_serverkey = zmq.utils.z85.encode(side_channel.key)
+                channel.connect(f"tcp://127.0.0.1:{side_channel.port}")
                 for _ in range(min(1000, share - start)):
                     channel.send_multipart(message(mutator))
                     reply = wire.decode_reply(channel.recv_multipart()[-1])
                     assert isinstance(reply, wire.Reply)
-            served.works()
+            side_channel.expect_answers()
             if start <= share // 4:
                 remember()
     what = f"messages, {'keyed' if keyed else 'open'}"
@@ -253,7 +257,7 @@ HELLO = b"\x04\xc8\x05HELLO\x01\x00" + bytes(72) + bytes(range(32)) + bytes(8 + 
 
 
 def session(mutator: Mutator) -> bytes:
-    """What a client says on the bare connection, wrong in one place or in many."""
+    """Return the bytes of a client's TCP connection, changed in one or more places."""
     mechanism = mutator.random.choice([b"NULL", b"CURVE", b"PLAIN", b"GSSAPI"])
     frame = wire.encode(PING)
     parts = [
@@ -268,14 +272,17 @@ def session(mutator: Mutator) -> bytes:
 
 
 @pytest.mark.parametrize("keyed", [False, True], ids=["open", "keyed"])
-def test_bytes_at_a_side_channel(keyed: bool) -> None:
-    """From anybody: on the bare connection, also in the middle of ZMQ's own handshake."""
+def test_side_channel_survives_arbitrary_bytes(keyed: bool) -> None:
+    """Any client may send the bytes, also in the middle of ZMQ's own handshake."""
     mutator, share, begun = Mutator(SEED), max(INPUTS * 5 // 100 // 2, 1), time.monotonic()
-    with serving(keyed) as served, flat(served) as remember:
+    with (
+        serve_side_channel(keyed) as side_channel,
+        expect_constant_resources(side_channel) as remember,
+    ):
         for count in range(share):
             with (
                 suppress(ConnectionError),
-                socket.create_connection(("127.0.0.1", served.port), LONG) as raw,
+                socket.create_connection(("127.0.0.1", side_channel.port), TIMEOUT) as raw,
             ):
                 raw.sendall(session(mutator))
                 if mutator.random.random() < 0.2:
@@ -283,7 +290,7 @@ def test_bytes_at_a_side_channel(keyed: bool) -> None:
                     with suppress(TimeoutError):
                         raw.recv(1 << 16)
             if count % 500 == 0:
-                served.works()
+                side_channel.expect_answers()
             if count == share // 4:
                 remember()
     what = f"bytes, {'keyed' if keyed else 'open'}"

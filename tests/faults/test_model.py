@@ -1,7 +1,7 @@
-"""The model test for as long as it takes to do a lot: elsewhere each time.
+"""The model test of the protocol with many steps, on other examples in each run.
 
-``KVFERRY_MODEL_STEPS`` is how many steps (100,000 unless set), each of which is a rule of the
-machine with all that it makes happen.
+``KVFERRY_MODEL_STEPS`` is the number of steps (100,000 by default), each of which applies one rule
+of the state machine with all its consequences.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tests.faults.cells import figure
 STEPS = int(os.environ.get("KVFERRY_MODEL_STEPS", "100000"))
 SEARCH = settings(
     max_examples=200,
-    derandomize=False,  # which Hypothesis has otherwise where the environment says CI
+    derandomize=False,  # Hypothesis would derandomize where the environment says CI
     database=None,
     stateful_step_count=25,
     deadline=None,
@@ -30,20 +30,20 @@ SEARCH = settings(
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(600 + STEPS // 20)]
 
 
-class Counted(Protocol):
-    """Counts."""
+class CountedProtocol(Protocol):
+    """The state machine of the protocol, with its steps counted."""
 
     steps: ClassVar[int] = 0
 
     @invariant()
     def count(self) -> None:
-        Counted.steps += 1
+        CountedProtocol.steps += 1
 
 
-def test_protocol_holds_for_long() -> None:
+def test_protocol_holds_for_many_steps() -> None:
     begun, examples = time.monotonic(), 0
-    while Counted.steps < STEPS:
-        run_state_machine_as_test(Counted, settings=SEARCH)
+    while CountedProtocol.steps < STEPS:
+        run_state_machine_as_test(CountedProtocol, settings=SEARCH)
         examples += SEARCH.max_examples
     seconds = time.monotonic() - begun
-    figure("model", seconds, steps=Counted.steps, examples=examples)
+    figure("model", seconds, steps=CountedProtocol.steps, examples=examples)

@@ -1,7 +1,7 @@
-"""A producer's pages are reused, on purpose, while a consumer reads them: it finds out every time.
+"""A producer reuses pages while a consumer reads them, and the consumer always notices.
 
-On each driver that needs no special hardware. ``KVFERRY_REUSE`` is how often, in each test (300
-unless set).
+This is tried on each driver that needs no special hardware. ``KVFERRY_REUSE`` is the number of
+loads in each test (300 by default).
 """
 
 from __future__ import annotations
@@ -19,11 +19,17 @@ from kvferry.core.endpoint import EndpointOptions
 from kvferry.core.lifecycle.holds import RequestId
 from kvferry.core.lifecycle.ticket import Ticket
 from tests.core.endpoint.engines import Engine, engine, until
-from tests.faults.cable import Staged, staged
+from tests.faults.cable import StagedTransport, staged_transport
 from tests.faults.cells import figure
-from tests.faults.stages import SHAPE, Remote, produce, remote, right
+from tests.faults.engine_processes import (
+    SHAPE,
+    EngineProcess,
+    engine_process,
+    has_expected_tokens,
+    run_producer,
+)
 
-TRIES = int(os.environ.get("KVFERRY_REUSE", "300"))
+LOADS = int(os.environ.get("KVFERRY_REUSE", "300"))
 LOCAL = [3, 4]
 LEASE = 600.0
 OPTIONS = EndpointOptions(liveness_interval=0, lease=LEASE)
@@ -33,70 +39,72 @@ DRIVERS = [
     pytest.param("ucx", marks=pytest.mark.ucx),
 ]
 RACE_SECONDS = 0.001
-"""More than a load of these takes from its first read to its fence."""
+"""Longer than one of these loads takes from its first read to its fence."""
 
-pytestmark = [pytest.mark.faults, pytest.mark.timeout(120 + TRIES // 5)]
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(120 + LOADS // 5)]
 
 
-class World:
-    """A producer in a process of its own, and a consumer here."""
+class ReuseBench:
+    """A producer in a process of its own and a consumer in this process."""
 
-    def __init__(self, decode: Engine, driver: Staged, far: Remote) -> None:
-        self.decode, self.driver, self.far = decode, driver, far
+    def __init__(self, decode: Engine, driver: StagedTransport, producer: EngineProcess) -> None:
+        self.decode, self.driver, self.producer = decode, driver, producer
 
     def serve(self, request: str) -> Ticket:
-        ticket: Ticket = self.far.ask("serve", request, LEASE)
+        ticket: Ticket = self.producer.ask("serve", request, LEASE)
         return ticket
 
     def load(self, request: str, ticket: Ticket) -> str:
-        """How it ended; bytes of another request are no success."""
+        """Run a load and return its outcome; check the bytes of loaded pages."""
         self.decode.ranks[0].cache[:, LOCAL] = -1.0
         self.decode.pull(request, ticket, LOCAL)
         name = RequestId(request)
         results = until(self.decode.ranks[0].endpoint, lambda results: name in results.received)
         error = results.failed.get(name)
-        assert error is not None or right(self.decode, LOCAL), "another request's bytes"
+        assert error is not None or has_expected_tokens(self.decode, LOCAL), (
+            "another request's bytes"
+        )
         return "loaded" if error is None else type(error).__name__
 
 
 @contextmanager
-def world(driver: str) -> Iterator[World]:
-    near = staged(driver)
+def reuse_bench(driver: str) -> Iterator[ReuseBench]:
+    near = staged_transport(driver)
     with (
-        remote(produce, 0, "prefill", driver) as far,
+        engine_process(run_producer, 0, "prefill", driver) as producer,
         engine("decode", SHAPE, options=OPTIONS, transport=lambda: near) as decode,
     ):
-        far.answer()
-        yield World(decode, near, far)
+        producer.answer()
+        yield ReuseBench(decode, near, producer)
 
 
 @pytest.mark.parametrize("stage", ["reading", "fencing"])
 @pytest.mark.parametrize("driver", DRIVERS)
-def test_pages_that_were_reused_are_never_taken(driver: str, stage: str) -> None:
+def test_pages_reused_before_the_fence_are_stale(driver: str, stage: str) -> None:
     begun = time.monotonic()
-    with world(driver) as bench:
-        for number in range(TRIES):
+    with reuse_bench(driver) as bench:
+        for number in range(LOADS):
             ticket = bench.serve(f"r-{number}")
-            bench.driver.at[stage] = lambda: bench.far.ask("reuse")
+            bench.driver.at[stage] = lambda: bench.producer.ask("reuse_pages")
             assert bench.load(f"r-{number}", ticket) == "StaleError", number
-        counts = bench.far.ask("count")
-        assert len(counts) == TRIES
+        counts = bench.producer.ask("count")
+        assert len(counts) == LOADS
         assert set(counts.values()) == {1}
     seconds = time.monotonic() - begun
-    figure("reuse", seconds, driver=driver, how=stage, tries=TRIES, stale=TRIES)
+    figure("reuse", seconds, driver=driver, how=stage, tries=LOADS, stale=LOADS)
 
 
 @pytest.mark.parametrize("driver", DRIVERS)
-def test_pages_that_are_reused_at_any_moment(driver: str) -> None:
-    """While both go on: a load has its own bytes, or says that it has not."""
+def test_pages_reused_at_any_moment_are_never_accepted(driver: str) -> None:
+    """With producer and consumer both running, a load has its own bytes or is stale."""
     begun, outcomes, chance = time.monotonic(), Counter[str](), random.Random(1)
-    with world(driver) as bench:
-        for number in range(TRIES):
+    with reuse_bench(driver) as bench:
+        for number in range(LOADS):
             ticket = bench.serve(f"r-{number}")
             wait = chance.random() * RACE_SECONDS
-            bench.driver.at["reading"] = lambda: bench.far.pipe.send(("reuse", wait))  # noqa: B023
+            bench.driver.at["reading"] = lambda: bench.producer.pipe.send(("reuse_pages", wait))  # noqa: B023
             outcomes[bench.load(f"r-{number}", ticket)] += 1
-            bench.far.answer()
+            bench.producer.answer()
     assert set(outcomes) <= {"loaded", "StaleError"}
     stale, seconds = outcomes["StaleError"], time.monotonic() - begun
-    figure("reuse", seconds, driver=driver, how="any moment", tries=TRIES, stale=stale)
+    figure("reuse", seconds, driver=driver, how="any moment", tries=LOADS, stale=stale)

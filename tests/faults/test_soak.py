@@ -1,7 +1,7 @@
-"""Many requests through two endpoints whose driver fails now and then: nothing grows.
+"""Many requests between two endpoints whose driver fails at times use constant resources.
 
-``KVFERRY_SOAK`` is how many (1,500 unless set; 200,000 take a quarter of an hour), and
-``KVFERRY_SOAK_SEED`` where the faults start.
+``KVFERRY_SOAK`` is the number of requests (1,500 by default; 200,000 take a quarter of an hour),
+and ``KVFERRY_SOAK_SEED`` the seed of the faults.
 """
 
 from __future__ import annotations
@@ -27,27 +27,27 @@ from kvferry.drivers.loopback import LoopbackTransport
 from kvferry.testing import Fault, FaultyTransport, Schedule
 from tests.core.endpoint.engines import Clock, Engine, Shape, engine, eventually
 from tests.faults.cells import figure
-from tests.faults.stages import TOKENS, right
+from tests.faults.engine_processes import TOKENS, has_expected_tokens
 
 REQUESTS = int(os.environ.get("KVFERRY_SOAK", "1500"))
 SEED = int(os.environ.get("KVFERRY_SOAK_SEED", "1"))
 FAULTS = (Fault.DELAY, Fault.FAIL, Fault.TRUNCATE, Fault.DOOM, Fault.DROP)
 RATE = 0.03
-AT_ONCE = 8
-WARM = 500
-"""Requests before the first look: what is made once is there by then."""
-LOOKS = 20
+BATCH_SIZE = 8
+WARM_UP_REQUESTS = 500
+"""Requests before the first sample, by which everything that is made once exists."""
+SAMPLES = 20
 MEMORY = 16 << 20
 LEASE = 100.0
-PATIENCE = 240.0
-"""Seconds, on a machine that has much else to do."""
+WAIT_SECONDS = 240.0
+"""Seconds; long enough for a busy machine."""
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(600 + REQUESTS // 20)]
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What this process has."""
+    """The resources that this process uses."""
 
     memory: int
     files: int
@@ -64,14 +64,16 @@ def usage() -> Usage:
     )
 
 
-def most(looks: Iterable[Usage]) -> Usage:
-    """The most of each that was seen."""
-    return Usage(*map(max, zip(*map(astuple, looks), strict=True)))
+def maximum(samples: Iterable[Usage]) -> Usage:
+    """Return the maximum of each resource over some samples."""
+    return Usage(*map(max, zip(*map(astuple, samples), strict=True)))
 
 
 class Soak:
-    """Batches of requests, each of which waits, loads, is aborted or needs nothing; and with each
-    batch one that is given up before its handshake fails."""
+    """Runs batches of requests, each of which waits, loads, is aborted or needs nothing.
+
+    With each batch, one more request is aborted before its handshake fails.
+    """
 
     def __init__(self, prefill: Engine, decode: Engine, clock: Clock) -> None:
         self.prefill, self.decode, self.clock = prefill, decode, clock
@@ -80,22 +82,22 @@ class Soak:
         self._number = 0
 
     def run(self, requests: int) -> None:
-        for _ in range(0, requests, AT_ONCE):
+        for _ in range(0, requests, BATCH_SIZE):
             self._batch()
 
-    def looks(self, batches: int) -> list[Usage]:
-        """What is in use after each of so many batches."""
-        looks = []
+    def samples(self, batches: int) -> list[Usage]:
+        """Run some batches and return the resources in use after each."""
+        samples = []
         for _ in range(batches):
             self._batch()
-            looks.append(usage())
-        return looks
+            samples.append(usage())
+        return samples
 
     def _batch(self) -> None:
         waiting: set[RequestId] = set()
         held: set[RequestId] = set()
         tickets: list[Ticket] = []
-        for place in range(AT_ONCE):
+        for place in range(BATCH_SIZE):
             name, pages = f"r-{self._number}", [1 + 2 * place, 2 + 2 * place]
             self._number += 1
             ticket = self.prefill.serve(name, pages, TOKENS)
@@ -109,12 +111,12 @@ class Soak:
                 waiting.add(RequestId(name))
             if 0.85 < how <= 0.95:
                 self.decode.ranks[0].endpoint.abort(RequestId(name))
-        self._give_up_early(tickets[0])
+        self._abort_before_handshake(tickets[0])
         self._receive(waiting)
         self._release(held)
 
-    def _give_up_early(self, ticket: Ticket) -> None:
-        """It is told of nothing that is reported; nobody listens where its ticket says."""
+    def _abort_before_handshake(self, ticket: Ticket) -> None:
+        """Abort a load at once whose ticket names an address where no engine listens."""
         name = f"early-{self._number}"
         nowhere = replace(ticket, engine="nobody", port=1)
         self.decode.pull(name, nowhere, [], nothing=True)
@@ -128,26 +130,26 @@ class Soak:
             assert results.received <= waiting, "reported twice, or never asked for"
             waiting.difference_update(results.received)
             for request in results.received:
-                self._judge(request, request in results.failed)
+                self._check(request, request in results.failed)
             return not waiting
 
-        eventually(received, f"all loads are reported: {waiting}", seconds=PATIENCE)
+        eventually(received, f"all loads are reported: {waiting}", seconds=WAIT_SECONDS)
 
-    def _judge(self, request: RequestId, failed: bool) -> None:
-        place = int(request.split("-")[1]) % AT_ONCE
+    def _check(self, request: RequestId, failed: bool) -> None:
+        place = int(request.split("-")[1]) % BATCH_SIZE
         pages = [1 + 2 * place, 2 + 2 * place]
-        assert failed or right(self.decode, pages), "bytes of something else"
+        assert failed or has_expected_tokens(self.decode, pages), "bytes of something else"
         self.outcomes["failed" if failed else "loaded"] += 1
         self.decode.ranks[0].cache[:, pages] = -1.0
 
     def _release(self, held: set[RequestId]) -> None:
         endpoint = self.prefill.ranks[0].endpoint
-        looks = 0
+        polls = 0
 
         def released() -> bool:
-            nonlocal looks
-            looks += 1
-            if looks % 20 == 0:  # who was not told of the end waits for the lease
+            nonlocal polls
+            polls += 1
+            if polls % 20 == 0:  # a hold whose release was lost ends with its lease
                 self.clock.skip(LEASE)
             sent = endpoint.results().sent
             assert sent <= held, "given back twice"
@@ -156,20 +158,20 @@ class Soak:
                 self.prefill.scheduler_holds.sent(request)
             return not held
 
-        eventually(released, f"all pages are given back: {held}", seconds=PATIENCE)
+        eventually(released, f"all pages are given back: {held}", seconds=WAIT_SECONDS)
 
 
 @pytest.fixture(autouse=True)
-def silent() -> Iterator[None]:
-    """Every failure is logged, and pytest keeps all that is: that would grow."""
+def disable_logging() -> Iterator[None]:
+    """Disable logging: pytest would keep the log record of every failure in memory."""
     logging.disable(logging.CRITICAL)
     yield
     logging.disable(logging.NOTSET)
 
 
 @pytest.mark.parametrize("quiescence", Quiescence)
-def test_nothing_grows(quiescence: Quiescence) -> None:
-    clock, shape = Clock(), Shape(pages=2 * AT_ONCE + 1)
+def test_resource_use_stays_constant(quiescence: Quiescence) -> None:
+    clock, shape = Clock(), Shape(pages=2 * BATCH_SIZE + 1)
     options = EndpointOptions(lease=LEASE, load_timeout=1e6, engine_ttl=1e6)
     schedule = Schedule(seed=SEED, rate=RATE, faults=FAULTS)
     driver = FaultyTransport(LoopbackTransport(), schedule, quiescence=quiescence)
@@ -178,9 +180,9 @@ def test_nothing_grows(quiescence: Quiescence) -> None:
         engine("decode", shape, options=options, transport=lambda: driver, clock=clock) as decode,
     ):
         soak = Soak(prefill, decode, clock)
-        soak.run(min(WARM, REQUESTS // 2))
-        # A look may find a connection up, down, or down and up at once while an old one parts.
-        before = most(soak.looks(LOOKS))
+        soak.run(min(WARM_UP_REQUESTS, REQUESTS // 2))
+        # A sample may see a connection that is open, closed, or replaced while the old one closes.
+        before = maximum(soak.samples(SAMPLES))
         begun = time.monotonic()
         soak.run(REQUESTS)
         eventually(lambda: usage().threads <= before.threads, "no thread is left over")
@@ -191,7 +193,7 @@ def test_nothing_grows(quiescence: Quiescence) -> None:
         assert prefill.ranks[0].endpoint.held == 0
         assert decode.ranks[0].endpoint.pending == 0
         assert decode.ranks[0].endpoint.healthy
-        clock.skip(LEASE)  # the last handshakes with nobody are due
+        clock.skip(LEASE)  # the last handshakes that nobody answers time out
         states = decode.ranks[0].endpoint._load_manager._states
         eventually(lambda: not states, "nothing is left of any load")
         figure(

@@ -1,4 +1,4 @@
-"""FaultyTransport: each fault does what it says, the same for the same seed, and no more."""
+"""FaultyTransport: each fault has its stated effect and no other, and is repeated by its seed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ HALF = 1024
 
 @dataclass
 class Pair:
-    """A reader with faults, and a plain transport that it reads: two copies of HALF bytes."""
+    """A faulty transport and a plain one that it reads from, in two copies of HALF bytes."""
 
     reader: FaultyTransport
     source: Transport
@@ -47,16 +47,16 @@ class Pair:
         same = self.target.get() == self.content.get()
         return [bool(same[:HALF].all()), bool(same[HALF:].all())]
 
-    def heard(self, count: int = 0) -> list[bytes]:
-        """What the source was told; at least so many, which may be a moment on their way."""
-        until, heard = time.monotonic() + 30, self.source.notifications()
-        while len(heard) < count and time.monotonic() < until:
+    def received(self, count: int = 0) -> list[bytes]:
+        """Return the notifications that the source got, after waiting for at least ``count``."""
+        until, received = time.monotonic() + 30, self.source.notifications()
+        while len(received) < count and time.monotonic() < until:
             time.sleep(0.001)
-            heard += self.source.notifications()
-        return [one.payload for one in heard]
+            received += self.source.notifications()
+        return [one.payload for one in received]
 
 
-def pair_of(schedule: Schedule, quiescence: Quiescence | None = None) -> Pair:
+def make_pair(schedule: Schedule, quiescence: Quiescence | None = None) -> Pair:
     reader = FaultyTransport(LoopbackTransport(), schedule, quiescence=quiescence)
     source = LoopbackTransport()
     target, content = allocate("cpu", 2 * HALF), allocate("cpu", 2 * HALF)
@@ -68,8 +68,8 @@ def pair_of(schedule: Schedule, quiescence: Quiescence | None = None) -> Pair:
 
 @pytest.fixture
 def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
-    """With the fault that the test is parametrized with, in its first call."""
-    made = pair_of(Schedule(at={0: request.param}, polls=3))
+    """A pair whose first call has the fault that the test is parametrized with."""
+    made = make_pair(Schedule(at={0: request.param}, polls=3))
     yield made
     made.reader.close()
     made.source.close()
@@ -83,7 +83,7 @@ P, D, DONE, FAILED = State.PENDING, State.FAILING, State.DONE, State.FAILED
 
 
 @with_fault(Fault.DELAY)
-def test_a_delay_ends_as_it_would_have(pair: Pair) -> None:
+def test_delayed_transfer_ends_as_usual(pair: Pair) -> None:
     transfer = pair.read()
     with pytest.raises(TransportUsageError, match="not final"):
         pair.reader.forget(transfer)
@@ -91,37 +91,37 @@ def test_a_delay_ends_as_it_would_have(pair: Pair) -> None:
         pair.reader.deregister(pair.target.region)
     assert pair.states(transfer, 5) == [P, P, P, DONE, DONE]
     assert pair.moved() == [True, True]
-    assert pair.heard(1) == [b"done"]
+    assert pair.received(1) == [b"done"]
     pair.reader.forget(transfer)
     pair.reader.deregister(pair.target.region)
 
 
 @with_fault(Fault.FAIL)
-def test_a_failure_moves_nothing(pair: Pair) -> None:
+def test_failed_transfer_moves_nothing(pair: Pair) -> None:
     assert pair.states(pair.read(), 2) == [FAILED, FAILED]
     assert pair.moved() == [False, False]
-    assert pair.heard() == []
+    assert pair.received() == []
     assert pair.states(pair.read(), 1) == [DONE]
 
 
 @with_fault(Fault.TRUNCATE)
-def test_truncated_means_half_of_the_copies_and_failed(pair: Pair) -> None:
+def test_truncated_transfer_moves_half_of_the_copies_and_fails(pair: Pair) -> None:
     (status,) = pair.reader.poll([pair.read()])
     assert status.state is FAILED
     assert str(status.error) == "injected: truncate"
     assert pair.moved() == [True, False]
-    assert pair.heard() == []
+    assert pair.received() == []
 
 
 @with_fault(Fault.DOOM)
-def test_failing_for_a_while_and_then_failed(pair: Pair) -> None:
+def test_failing_transfer_fails_after_some_polls(pair: Pair) -> None:
     transfer = pair.read()
     assert pair.states(transfer, 5) == [D, D, D, FAILED, FAILED]
-    assert pair.heard() == []
+    assert pair.received() == []
 
 
-def test_failing_until_the_peer_is_disconnected() -> None:
-    pair = pair_of(Schedule(at={0: Fault.DOOM}), Quiescence.AFTER_DISCONNECT)
+def test_failing_transfer_fails_after_disconnect() -> None:
+    pair = make_pair(Schedule(at={0: Fault.DOOM}), Quiescence.AFTER_DISCONNECT)
     assert pair.reader.capabilities.quiescence is Quiescence.AFTER_DISCONNECT
     transfer = pair.read()
     assert set(pair.states(transfer, 20)) == {D}
@@ -132,28 +132,28 @@ def test_failing_until_the_peer_is_disconnected() -> None:
 
 
 @with_fault(Fault.DROP)
-def test_a_dropped_notification_is_not_seen(pair: Pair) -> None:
+def test_dropped_notification_does_not_arrive(pair: Pair) -> None:
     assert pair.states(pair.read(), 1) == [DONE]
     assert pair.moved() == [True, True]
     pair.reader.notify(pair.peer, b"next")
-    assert pair.heard(1) == [b"next"]
+    assert pair.received(1) == [b"next"]
 
 
 @with_fault(Fault.LIE)
-def test_a_lie_is_done_with_half_of_the_bytes(pair: Pair) -> None:
+def test_lie_reports_done_with_half_of_the_bytes(pair: Pair) -> None:
     assert pair.states(pair.read(), 1) == [DONE]
     assert pair.moved() == [True, False]
-    assert pair.heard(1) == [b"done"]
+    assert pair.received(1) == [b"done"]
 
 
 @with_fault(Fault.DIE)
-def test_death_is_seen_from_both_sides(pair: Pair) -> None:
+def test_dead_transport_is_lost_to_both_sides(pair: Pair) -> None:
     address = pair.reader.address()
     transfer = pair.read()
     (status,) = pair.reader.poll([transfer])
     assert isinstance(status.error, PeerLostError)
     pair.reader.notify(pair.peer, b"not sent")
-    assert pair.heard() == []
+    assert pair.received() == []
     assert pair.reader.address() == address
     for side, to in ((pair.reader, pair.source.address()), (pair.source, address)):
         with pytest.raises(ConnectError):
@@ -165,8 +165,8 @@ def test_death_is_seen_from_both_sides(pair: Pair) -> None:
         pair.reader.address()
 
 
-def test_death_fails_what_was_unfinished_and_keeps_what_was_done() -> None:
-    pair = pair_of(Schedule(at={1: Fault.DELAY}))
+def test_death_fails_unfinished_transfers_only() -> None:
+    pair = make_pair(Schedule(at={1: Fault.DELAY}))
     done = pair.read()
     assert pair.states(done, 1) == [DONE]
     unfinished = pair.read()
@@ -176,9 +176,9 @@ def test_death_fails_what_was_unfinished_and_keeps_what_was_done() -> None:
     pair.source.close()
 
 
-def test_mistakes_are_still_mistakes() -> None:
+def test_usage_errors_are_raised_despite_faults() -> None:
     for fault in (Fault.DELAY, Fault.FAIL, Fault.DOOM, Fault.DROP):
-        pair = pair_of(Schedule(at={0: fault}))
+        pair = make_pair(Schedule(at={0: fault}))
         with pytest.raises(TransportUsageError):
             pair.read(notify=b"")
         pair.reader.deregister(pair.target.region)
@@ -189,14 +189,14 @@ def test_mistakes_are_still_mistakes() -> None:
 
 
 @given(seed=st.integers(), rate=st.floats(0, 1))
-def test_one_seed_is_one_schedule(seed: int, rate: float) -> None:
+def test_same_seed_gives_same_faults(seed: int, rate: float) -> None:
     one, other = Schedule(seed=seed, rate=rate), Schedule(seed=seed, rate=rate)
     faults = [one.fault(call) for call in range(50)]
     assert faults == [other.fault(call) for call in reversed(range(50))][::-1]
     assert {fault for fault in faults if fault} <= set(one.faults)
 
 
-def test_the_rate_is_the_rate() -> None:
+def test_rate_is_the_share_of_faulty_calls() -> None:
     assert not any(Schedule(seed=1, rate=0.0).fault(call) for call in range(100))
     assert all(Schedule(seed=1, rate=1.0).fault(call) for call in range(100))
     hits = sum(Schedule(seed=1, rate=0.3).fault(call) is not None for call in range(1000))
@@ -205,9 +205,8 @@ def test_the_rate_is_the_rate() -> None:
     assert [named.fault(call) for call in (2, 3)] == [Fault.DROP, Fault.DIE]
 
 
-def test_faults_by_seed_end_and_are_never_wrong() -> None:
-    """What is DONE has its bytes; what is not has failed, and is final in the end."""
-    pair = pair_of(Schedule(seed=5, rate=0.5))
+def test_every_faulty_transfer_is_right_or_fails() -> None:
+    pair = make_pair(Schedule(seed=5, rate=0.5))
     outcomes = set()
     for _ in range(60):
         pair.target.put(np.zeros(2 * HALF, np.uint8))

@@ -1,4 +1,4 @@
-"""Memory that tests fill and inspect themselves; and what is said where there is none of a kind."""
+"""Buffers that tests fill and inspect, and the error for a memory kind that the machine lacks."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import pytest
 from kvferry.testing.memory import SharedBuffer, allocate, available, pattern
 
 
-def torch(devices: int) -> SimpleNamespace:
-    """As much of torch as is asked whether there is a GPU."""
+def fake_torch(devices: int) -> SimpleNamespace:
+    """Return the part of torch that tells how many GPUs there are."""
     cuda = SimpleNamespace(is_available=lambda: devices > 0, device_count=lambda: devices)
     return SimpleNamespace(__version__="0.0", cuda=cuda)
 
@@ -21,11 +21,11 @@ def torch(devices: int) -> SimpleNamespace:
     ("installed", "memory", "why"),
     [
         (None, "cuda", "torch is not installed"),
-        (torch(0), "cuda", "torch 0.0 sees no CUDA device"),
-        (torch(2), "cuda:2", "there are 2 CUDA devices, from 0 on"),
+        (fake_torch(0), "cuda", "torch 0.0 sees no CUDA device"),
+        (fake_torch(2), "cuda:2", "there are 2 CUDA devices, from 0 on"),
     ],
 )
-def test_a_device_that_is_not_there_is_named_with_the_remedy(
+def test_missing_device_is_reported_with_remedy(
     monkeypatch: pytest.MonkeyPatch, installed: object, memory: str, why: str
 ) -> None:
     monkeypatch.setitem(sys.modules, "torch", installed)
@@ -33,13 +33,13 @@ def test_a_device_that_is_not_there_is_named_with_the_remedy(
         allocate(memory, 4096)
 
 
-def test_what_is_available_can_be_mixed_into_one_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_available_memory_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
     for devices in (0, 1):
-        monkeypatch.setitem(sys.modules, "torch", torch(devices))
+        monkeypatch.setitem(sys.modules, "torch", fake_torch(devices))
         assert [available(kind) for kind in ("cpu", "cuda", "xpu")] == [True, devices > 0, False]
 
 
-def test_a_buffer_gives_back_what_was_put_into_it() -> None:
+def test_buffer_returns_what_was_put() -> None:
     buffer = allocate("cpu", 4096)
     assert not buffer.get().any()
     buffer.put(pattern(100, 1), 7)
@@ -47,13 +47,13 @@ def test_a_buffer_gives_back_what_was_put_into_it() -> None:
     assert buffer.part(7, 100).address == buffer.region.address + 7
 
 
-def test_memory_of_ones_own_is_made_by_a_function() -> None:
-    assert allocate("tests.testing.factories:OddBuffer", 64).region.kind == "odd"
+def test_memory_may_be_made_by_a_named_function() -> None:
+    assert allocate("tests.testing.correct_drivers:OddBuffer", 64).region.kind == "odd"
     with pytest.raises(ImportError, match="has no 'NoBuffer'"):
-        allocate("tests.testing.factories:NoBuffer", 64)
+        allocate("tests.testing.correct_drivers:NoBuffer", 64)
 
 
-def test_what_one_writes_into_shared_memory_another_that_maps_it_sees() -> None:
+def test_shared_buffer_is_seen_by_all_that_map_it() -> None:
     one = SharedBuffer.create(4096)
     other = allocate(f"shared:{one.path}", 4096)
     one.put(pattern(100, 1), 7)

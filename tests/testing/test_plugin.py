@@ -1,4 +1,4 @@
-"""What installing kvferry does to everybody's pytest: a marker, and nothing that takes time."""
+"""The pytest plugin adds a marker to every pytest and imports nothing that takes time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 import kvferry.testing
 
-LIGHT = """
+IMPORT_CHECK = """
 import sys
 import pytest
 import kvferry.testing.plugin
@@ -19,8 +19,8 @@ heavy = {"hypothesis", "numpy", "kvferry.core.transport"} & set(sys.modules)
 sys.exit(f"imports {heavy}" if heavy else 0)
 """
 
-# A driver that moves nothing: what the suite says of it must show the values.
-MODULE = """
+# A driver that moves nothing: the failures of the suite must show the values that differ.
+MODULE_CODE = """
 from kvferry.drivers.loopback import LoopbackTransport
 from kvferry.testing import TransferTests
 
@@ -48,20 +48,20 @@ def run(*command: str, cwd: Path | None = None) -> subprocess.CompletedProcess[s
     )
 
 
-def test_the_plugin_imports_nothing_heavy() -> None:
-    result = run("-c", LIGHT)
+def test_plugin_imports_nothing_heavy() -> None:
+    result = run("-c", IMPORT_CHECK)
     assert result.returncode == 0, result.stderr
 
 
-def test_everything_that_is_named_is_there() -> None:
+def test_every_exported_name_exists() -> None:
     for name in kvferry.testing.__all__:
         assert getattr(kvferry.testing, name).__name__ == name
     with pytest.raises(AttributeError, match="nothing_of_this_name"):
         _ = kvferry.testing.nothing_of_this_name
 
 
-def test_it_works_in_a_folder_of_somebody_elses(tmp_path: Path) -> None:
-    (tmp_path / "test_idle.py").write_text(MODULE)
+def test_suite_works_outside_this_repository(tmp_path: Path) -> None:
+    (tmp_path / "test_idle.py").write_text(MODULE_CODE)
     options = ["-q", "-p", "no:asyncio", "-p", "no:cacheprovider", "--strict-markers"]
     tests = "test_idle.py::TestIdle"
     result = run("-m", "pytest", *options, f"{tests}::test_one_byte", cwd=tmp_path)

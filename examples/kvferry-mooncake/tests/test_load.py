@@ -1,4 +1,4 @@
-"""More at once than the engine's own queue takes."""
+"""More transfers at once than the queue of the engine holds."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from kvferry.core.transport.copies import Copies, Segment
 TRANSFERS, COPIES, SIZE = 100, 50, 8
 
 
-def _made() -> MooncakeTransport:
+def _make_transport() -> MooncakeTransport:
     try:
         return MooncakeTransport()
     except DriverError as exc:
         pytest.skip(str(exc))
 
 
-def test_a_hundred_transfers_of_scattered_copies_end_well() -> None:
-    here, there = _made(), _made()
+def test_hundred_transfers_at_once_are_done() -> None:
+    here, there = _make_transport(), _make_transport()
     data = np.arange(TRANSFERS * COPIES * SIZE, dtype=np.uint32).astype(np.uint8)
     into = np.zeros_like(data)
     here.register(region_of(into))

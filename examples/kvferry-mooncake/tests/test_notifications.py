@@ -1,4 +1,4 @@
-"""Who may send notifications, and what becomes of everybody else."""
+"""Notifications from peers arrive, and other connections are closed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _frame(message: bytes) -> bytes:
     return struct.pack("<I", len(message)) + message
 
 
-def _received(mailbox: Mailbox, count: int) -> list[Notification]:
+def _receive(mailbox: Mailbox, count: int) -> list[Notification]:
     found: list[Notification] = []
     for _ in range(100_000):
         found += mailbox.take()
@@ -35,7 +35,7 @@ def _received(mailbox: Mailbox, count: int) -> list[Notification]:
     return found
 
 
-def test_whole_and_in_order_from_whoever_has_the_address() -> None:
+def test_notifications_arrive_whole_and_in_order() -> None:
     mailbox = Mailbox("127.0.0.1", SECRET)
     channel = Channel(_address(mailbox.port), "sender")
     payloads = [b"x" * size for size in (1, MAX_NOTIFICATION, 7)] * 50
@@ -43,7 +43,7 @@ def test_whole_and_in_order_from_whoever_has_the_address() -> None:
         channel.send(payload)
         mailbox.progress()
         channel.progress()
-    found = _received(mailbox, len(payloads))
+    found = _receive(mailbox, len(payloads))
     assert [(one.sender, one.payload) for one in found] == [("sender", one) for one in payloads]
     channel.close()
     mailbox.close()
@@ -61,15 +61,15 @@ def test_whole_and_in_order_from_whoever_has_the_address() -> None:
     ],
     ids=["wrong secret", "garbage", "long name", "long hello", "empty hello", "long message"],
 )
-def test_a_stranger_is_cut_off(said: bytes) -> None:
+def test_invalid_connection_is_closed(said: bytes) -> None:
     mailbox = Mailbox("127.0.0.1", SECRET)
     with socket.create_connection(("127.0.0.1", mailbox.port), 10) as stranger:
         stranger.sendall(said + _frame(b"payload"))
-        assert _received_until_end(mailbox, stranger) == []
+        assert _receive_until_closed(mailbox, stranger) == []
     mailbox.close()
 
 
-def _received_until_end(mailbox: Mailbox, stranger: socket.socket) -> list[Notification]:
+def _receive_until_closed(mailbox: Mailbox, stranger: socket.socket) -> list[Notification]:
     stranger.settimeout(0)
     for _ in range(100_000):
         found = mailbox.take()
@@ -80,10 +80,10 @@ def _received_until_end(mailbox: Mailbox, stranger: socket.socket) -> list[Notif
             continue
         except ConnectionResetError:
             return found
-    raise TimeoutError("the stranger was not cut off")
+    raise TimeoutError("the connection was not closed")
 
 
-def test_the_receivers_end_is_known() -> None:
+def test_closed_receiver_is_lost() -> None:
     mailbox = Mailbox("127.0.0.1", SECRET)
     channel = Channel(_address(mailbox.port), "sender")
     mailbox.close()
@@ -93,7 +93,7 @@ def test_the_receivers_end_is_known() -> None:
             break
     assert channel.lost
     assert isinstance(channel.error(), PeerLostError)
-    channel.send(b"nobody hears this, which is no error")
+    channel.send(b"the receiver is gone, which is no error")
     with pytest.raises(ConnectError, match="cannot reach receiver"):
         Channel(_address(mailbox.port), "sender")
     channel.close()

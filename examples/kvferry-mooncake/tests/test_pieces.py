@@ -1,4 +1,4 @@
-"""Batches become pieces: joined, cut, and with every byte in exactly one of them."""
+"""Batches become pieces: copies are joined or split, and every byte is in exactly one piece."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ def _offsets(copies: Copies) -> list[tuple[int, int, int]]:
     return [(a - HERE.address, b - THERE.address, size) for a, b, size in pieces_of(copies)]
 
 
-def test_neighbours_on_both_sides_are_one_piece() -> None:
+def test_copies_adjacent_on_both_sides_are_joined() -> None:
     assert _offsets(_copies((0, 64, 8), (8, 72, 8), (16, 80, 1))) == [(0, 64, 17)]
 
 
-def test_neighbours_on_one_side_only_are_not() -> None:
+def test_copies_adjacent_on_one_side_only_are_not_joined() -> None:
     apart = [(0, 64, 8), (8, 73, 8), (32, 81, 8)]
     assert _offsets(_copies(*apart)) == apart
 
 
-def test_copies_of_nothing_are_left_out() -> None:
+def test_empty_copies_are_left_out() -> None:
     assert _offsets(_copies((0, 0, 0), (5, 6, 7), (12, 13, 0))) == [(5, 6, 7)]
     assert pieces_of(_copies()) == []
 
 
-def test_long_copies_are_cut() -> None:
+def test_long_copies_are_split() -> None:
     cut = [(5, 9, PIECE_BYTES), (5 + PIECE_BYTES, 9 + PIECE_BYTES, 3)]
     assert _offsets(_copies((5, 9, PIECE_BYTES + 3))) == cut
     assert _offsets(_copies((0, 0, PIECE_BYTES))) == [(0, 0, PIECE_BYTES)]

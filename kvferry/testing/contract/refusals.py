@@ -22,7 +22,7 @@ from kvferry.testing.peers import Process, TransportPeer
 TOP = 1 << 64
 KINDS = frozenset({"cpu", "cuda", "xpu", "hpu", "disk"})
 
-# Offset into the region and length, neither of which fits into it together.
+# Offset into the region and length of ranges that do not lie in the region.
 OUTSIDE = {
     "one byte too long": (0, MIB + 1),
     "across the end": (MIB - 4, 8),
@@ -30,7 +30,7 @@ OUTSIDE = {
     "far behind": (1 << 40, 8),
     "one byte before": (TOP - 1, 8),
     "longer than memory": (8, 1 << 63),
-    "its end wraps around": (8, TOP - 16),
+    "end wraps around": (8, TOP - 16),
 }
 
 
@@ -39,7 +39,7 @@ class RefusalTests(ContractSettings):
 
     # Memory.
 
-    def test_a_kind_that_is_not_among_the_capabilities_is_refused(self, lab: Workbench) -> None:
+    def test_unsupported_memory_kind_is_refused(self, lab: Workbench) -> None:
         for kind in sorted(KINDS - lab.capabilities.memory):
             region = Region(address=lab.mine.region.address, nbytes=4096, kind=kind)
             with pytest.raises(TransportUnsupportedError):
@@ -56,7 +56,7 @@ class RefusalTests(ContractSettings):
         lab.transport.deregister(whole)
         refused(lab.transport.deregister, whole)
 
-    def test_what_is_not_registered_is_not_deregistered(self, lab: Workbench) -> None:
+    def test_deregistering_unregistered_memory_is_refused(self, lab: Workbench) -> None:
         refused(lab.transport.deregister, lab.mine.part(0, 4096))
         refused(lab.transport.deregister, lab.buffer(4096).region)
 
@@ -102,30 +102,30 @@ class RefusalTests(ContractSettings):
                 refused(lab.start, op, peer, copies)
         lab.stays(lab.mine, mine)
         lab.stays(remote, theirs, 0)
-        # What was refused uses nothing.
+        # A refused transfer keeps no region in use.
         lab.transport.deregister(lab.mine.region)
 
-    def test_what_another_peer_registered_is_refused(
+    def test_regions_of_another_peer_are_refused(
         self, lab: Workbench, shared_process: Process, op: str
     ) -> None:
-        """Memory that this side has registered does not count: each peer has its own."""
-        neighbour = LocalPeer(lab, lab.make())
+        """Each peer has its own regions; those of this side or of another peer do not count."""
+        local_peer = LocalPeer(lab, lab.make())
         other = LocalPeer(lab, lab.make(), seed=2)
         lab.transport.connect(lab.transport.address())
-        lab.transport.connect(neighbour.address())
-        content = neighbour.get()
+        lab.transport.connect(local_peer.address())
+        content = local_peer.get()
         for remote in (other, shared_process):
             peer = lab.transport.connect(remote.address())
             spare = lab.buffer(MIB, lab.transport)
-            for region in (neighbour.region, spare.region):
+            for region in (local_peer.region, spare.region):
                 copies = batch(lab.mine.region, region, [0], [0], [8])
                 if not lab.refuses(op, peer, copies):
                     refused(lab.start, op, peer, copies)
-            # Nor is a peer's memory local, in one process or not.
-            copies = batch(neighbour.region, remote.region, [0], [0], [8])
+            # A peer's region is not a local region, even in one process.
+            copies = batch(local_peer.region, remote.region, [0], [0], [8])
             if not lab.refuses(op, peer, copies):
                 refused(lab.start, op, peer, copies)
-        lab.stays(neighbour, content)
+        lab.stays(local_peer, content)
 
     def test_segments_without_copies_must_name_known_regions_too(
         self, lab: Workbench, remote: TransportPeer, op: str
@@ -140,7 +140,7 @@ class RefusalTests(ContractSettings):
             if not lab.refuses(op, peer, copies):
                 refused(lab.start, op, peer, copies)
 
-    def test_what_a_peer_registers_later_is_known_after_connecting_again(
+    def test_later_regions_are_known_after_connecting_again(
         self, lab: Workbench, process: Process, op: str
     ) -> None:
         peer = lab.transport.connect(process.address())
@@ -154,7 +154,7 @@ class RefusalTests(ContractSettings):
         lab.finish(lab.start(op, peer, copies))
         assert (lab.mine.get()[:4096] == process.get()[8192:12_288]).all()
 
-    def test_what_a_peer_deregistered_is_refused_after_connecting_again(
+    def test_deregistered_regions_are_refused_after_connecting_again(
         self, lab: Workbench, process: Process, op: str
     ) -> None:
         peer = lab.transport.connect(process.address())
@@ -171,12 +171,12 @@ class RefusalTests(ContractSettings):
         lab.stays(process, theirs, 0)
         lab.finish(lab.start(op, peer, batch(lab.mine.region, kept, [0], [0], [4096])))
 
-    def test_what_a_peer_deregistered_meanwhile_ends_the_transfer_somehow(
+    def test_transfer_of_memory_deregistered_by_the_peer_ends(
         self, lab: Workbench, process: Process, op: str
     ) -> None:
-        """Whether it fails is more than every network can tell; that it ends is not.
+        """Not every network can tell whether the transfer fails, but it must end.
 
-        One that fails says nothing to the peer.
+        A failed transfer sends no notification.
         """
         peer = lab.transport.connect(process.address())
         copies = lab.whole(process)
@@ -185,13 +185,15 @@ class RefusalTests(ContractSettings):
         process.deregister(process.region)
         transfer = lab.start(op, peer, copies, lab.bound())
         if lab.settled(transfer, peer).state is State.FAILED and lab.notifies:
-            assert process.notifications(1, 0.05) == [], "of a transfer that failed"
+            assert process.notifications(1, 0.05) == [], (
+                "a failed transfer has sent its notification"
+            )
         lab.transport.forget(transfer)
 
     def test_a_region_in_use_is_not_deregistered(
         self, lab: Workbench, shared_process: Process, op: str
     ) -> None:
-        """Memory of any of its segments is in use; other memory can be deregistered."""
+        """The regions of all segments are in use; other regions can be deregistered."""
         peer = lab.transport.connect(shared_process.address())
         other, spare = (lab.buffer(MIB, lab.transport) for _ in range(2))
         small = batch(other.region, shared_process.region, [0], [0], [8])
@@ -241,7 +243,7 @@ class RefusalTests(ContractSettings):
         offset, nbytes = OUTSIDE[where]
         here, there = (offset, 0) if side == "local" else (0, offset)
         if nbytes > MIB:
-            # The other side's region is as large as this one: it would be left as well.
+            # The other side's region is equally large, so the copy leaves it as well.
             here, there = (offset, offset)
         with np.errstate(over="ignore"):
             copies = batch(
@@ -251,7 +253,7 @@ class RefusalTests(ContractSettings):
                 np.array([100, there, 200], np.uint64),
                 np.array([8, nbytes, 8], np.uint64),
             )
-        _refused_whole(lab, remote, op, copies)
+        _assert_batch_is_refused(lab, remote, op, copies)
 
     @pytest.mark.parametrize("at", [0, 500, 999])
     @pytest.mark.parametrize("side", ["local", "remote"])
@@ -261,7 +263,7 @@ class RefusalTests(ContractSettings):
         here, there = 512 * np.arange(1000), 512 * np.arange(1000)
         (here if side == "local" else there)[at] = MIB - 100
         copies = batch(lab.mine.region, shared_process.region, here, there, np.full(1000, 101))
-        _refused_whole(lab, shared_process, op, copies)
+        _assert_batch_is_refused(lab, shared_process, op, copies)
 
     @pytest.mark.parametrize("start", [0, 4096])
     @pytest.mark.parametrize("side", ["local", "remote"])
@@ -281,7 +283,7 @@ class RefusalTests(ContractSettings):
             [8],
         )
         try:
-            _refused_whole(lab, shared_process, op, joined([inside, beside]))
+            _assert_batch_is_refused(lab, shared_process, op, joined([inside, beside]))
         finally:
             shared_process.deregister(there)
 
@@ -299,7 +301,7 @@ class RefusalTests(ContractSettings):
             for start, stop in cuts
         )
         copies = Copies(local=good.local, remote=good.remote, nbytes=good.nbytes, segments=segments)
-        _refused_whole(lab, remote, op, copies)
+        _assert_batch_is_refused(lab, remote, op, copies)
 
     @pytest.mark.parametrize("name", ["local", "remote", "nbytes"])
     def test_arrays_of_unequal_length_are_refused(
@@ -308,11 +310,11 @@ class RefusalTests(ContractSettings):
         good = batch(lab.mine.region, remote.region, [0, 64], [0, 64], [8, 8])
         arrays = {"local": good.local, "remote": good.remote, "nbytes": good.nbytes}
         arrays[name] = arrays[name][:1]
-        _refused_whole(lab, remote, op, Copies(segments=good.segments, **arrays))
+        _assert_batch_is_refused(lab, remote, op, Copies(segments=good.segments, **arrays))
 
     # Ids.
 
-    def test_peers_that_mean_nothing_are_refused(
+    def test_unknown_peers_are_refused(
         self, lab: Workbench, remote: TransportPeer, op: str
     ) -> None:
         peer = lab.transport.connect(remote.address())
@@ -323,9 +325,7 @@ class RefusalTests(ContractSettings):
             refused(lab.start, op, unknown, copies)
             refused(lab.transport.disconnect, unknown)
 
-    def test_transfers_that_mean_nothing_are_refused(
-        self, lab: Workbench, remote: TransportPeer
-    ) -> None:
+    def test_unknown_transfers_are_refused(self, lab: Workbench, remote: TransportPeer) -> None:
         peer = lab.transport.connect(remote.address())
         transfer = lab.start(lab.an_op, peer, lab.whole(remote))
         unknown = TransferId(transfer + 1000)
@@ -347,7 +347,9 @@ class RefusalTests(ContractSettings):
         lab.transport.forget(transfer)
 
 
-def _refused_whole(lab: Workbench, remote: TransportPeer, op: str, copies: Copies) -> None:
+def _assert_batch_is_refused(
+    lab: Workbench, remote: TransportPeer, op: str, copies: Copies
+) -> None:
     """Assert that a batch is refused, and that no byte of either side changes."""
     peer = lab.transport.connect(remote.address())
     lab.mine.put(pattern(MIB, 77))

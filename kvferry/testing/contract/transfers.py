@@ -156,12 +156,15 @@ class TransferTests(ContractSettings):
         np.testing.assert_array_equal(remote.get(), theirs)
 
     def test_two_memory_kinds_in_one_transfer(self, lab: Workbench, op: str) -> None:
-        """The kinds that driver and machine have, or two regions of the only one."""
+        """The memory kinds of driver and machine, or two regions if there is only one kind."""
         others = lab.capabilities.memory - {lab.mine.region.kind}
         kinds = [lab.settings.memory, *sorted(filter(available, others)), lab.settings.memory]
         other = lab.make()
-        here = [_held(lab, lab.transport, kind, 10 + i) for i, kind in enumerate(kinds)]
-        there = [_held(lab, other, kind, 20 + i) for i, kind in enumerate([*kinds[1:], kinds[0]])]
+        here = [_filled_buffer(lab, lab.transport, kind, 10 + i) for i, kind in enumerate(kinds)]
+        there = [
+            _filled_buffer(lab, other, kind, 20 + i)
+            for i, kind in enumerate([*kinds[1:], kinds[0]])
+        ]
         pairs = list(zip(here, there, strict=True))
         copies = joined([batch(one.region, far.region, [0], [0], [MIB]) for one, far in pairs])
         peer = lab.transport.connect(other.address())
@@ -199,7 +202,7 @@ class TransferTests(ContractSettings):
                 np.testing.assert_array_equal(target.get(at + shift, CHUNK), source.get(at, CHUNK))
 
     def test_large_transfers(self, lab: Workbench, op: str) -> None:
-        """64 MiB, the last copy first: every byte is there when it is DONE, not soon after."""
+        """64 MiB, the last copy first: every byte has arrived when the transfer is DONE."""
         other = lab.make()
         mine, theirs = lab.buffer(_LARGE, lab.transport), lab.buffer(_LARGE, other)
         target, source = (mine, theirs) if op == "read" else (theirs, mine)
@@ -213,14 +216,14 @@ class TransferTests(ContractSettings):
         if lab.refuses(op, peer, copies):
             return
         transfer = lab.start(op, peer, copies)
-        # The caller's own again, while the driver may be at work.
+        # The caller may reuse the arrays while the driver is at work.
         for array in (copies.local, copies.remote, copies.nbytes):
             array[:] = 0
         lab.finish(transfer)
         wrong = (target.get().reshape(-1, 1 << 16) != content.reshape(-1, 1 << 16)[::-1]).any(1)
         assert not wrong.any(), f"{wrong.sum()} copies of {len(wrong)} have not arrived"
 
-    def test_the_callers_arrays_are_free_after_the_call(
+    def test_arrays_of_copies_may_be_reused_after_the_call(
         self, lab: Workbench, shared_process: Process, op: str
     ) -> None:
         mine, theirs = pattern(MIB, 77), shared_process.get()
@@ -242,7 +245,7 @@ class TransferTests(ContractSettings):
         )
 
     @pytest.mark.parametrize("size", [100, 1 << 16])
-    def test_the_arrays_of_a_few_copies_are_free_after_the_call(
+    def test_arrays_of_few_copies_may_be_reused_after_the_call(
         self, lab: Workbench, shared_process: Process, op: str, size: int
     ) -> None:
         """The caller may reuse the arrays for its next transfer at once."""
@@ -264,7 +267,7 @@ class TransferTests(ContractSettings):
             expected = moved(before, starts, content, starts, sizes)
             np.testing.assert_array_equal(target.get(), expected)
 
-    def test_the_arrays_may_be_views_with_gaps_and_read_only(
+    def test_arrays_of_copies_may_be_strided_and_read_only(
         self, lab: Workbench, shared_process: Process, op: str
     ) -> None:
         theirs, mine = shared_process.get(), pattern(MIB, 77)
@@ -273,9 +276,9 @@ class TransferTests(ContractSettings):
         starts = 3000 * np.arange(100)
         plain = batch(lab.mine.region, shared_process.region, starts, starts + 1, np.full(100, 999))
         copies = Copies(
-            local=_gappy(plain.local),
-            remote=_gappy(plain.remote),
-            nbytes=_gappy(plain.nbytes),
+            local=_strided(plain.local),
+            remote=_strided(plain.remote),
+            nbytes=_strided(plain.nbytes),
             segments=plain.segments,
         )
         if lab.refuses(op, peer, copies):
@@ -343,13 +346,13 @@ class TransferTests(ContractSettings):
             lab.finish(transfer)
 
 
-def _held(lab: Workbench, transport: Transport, memory: str, seed: int) -> Buffer:
+def _filled_buffer(lab: Workbench, transport: Transport, memory: str, seed: int) -> Buffer:
     buffer = lab.buffer(MIB, transport, memory)
     buffer.put(pattern(MIB, seed))
     return buffer
 
 
-def _gappy(array: U64Array) -> U64Array:
+def _strided(array: U64Array) -> U64Array:
     """Return the numbers as a strided, read-only view of a larger array."""
     wide = np.full(2 * len(array), 1 << 62, np.uint64)
     wide[::2] = array

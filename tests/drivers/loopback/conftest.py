@@ -1,4 +1,4 @@
-"""Transports and peers that are gone when the test is."""
+"""Fixtures for transports and peers, closed at the end of the test."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.drivers.loopback.peer import Bytes, Peer, pattern
 
 
 class MakeTransport(Protocol):
-    """Makes a transport that is closed at the end of the test."""
+    """Make a transport that is closed at the end of the test."""
 
     def __call__(self, **options: object) -> LoopbackTransport: ...
 
@@ -23,11 +23,11 @@ class MakeTransport(Protocol):
 def make() -> Iterator[MakeTransport]:
     made: list[LoopbackTransport] = []
 
-    def make_one(**options: object) -> LoopbackTransport:
+    def make_transport(**options: object) -> LoopbackTransport:
         made.append(LoopbackTransport(**options))
         return made[-1]
 
-    yield make_one
+    yield make_transport
     for transport in made:
         transport.close()
 
@@ -53,7 +53,7 @@ def local(transport: LoopbackTransport, buffer: Bytes) -> Region:
 
 @pytest.fixture
 def peer() -> Iterator[Peer]:
-    """A process of this test's own, which the test may kill."""
+    """A peer process that only this test uses, and may kill."""
     with Peer() as started:
         yield started
 
@@ -66,13 +66,13 @@ def lasting_peer() -> Iterator[Peer]:
 
 @pytest.fixture
 def shared_peer(lasting_peer: Peer) -> Peer:
-    """A process that all tests share which do no more than write to its memory."""
+    """A peer process that is shared by all tests that only read and write its memory."""
     lasting_peer.reset()
     return lasting_peer
 
 
-class Neighbour:
-    """What ``Peer`` offers, in this process; its transport may be the test's own."""
+class LocalPeer:
+    """A peer in this process, with the methods of ``Peer``; it may use the test's own transport."""
 
     def __init__(self, transport: LoopbackTransport, seed: int = 1) -> None:
         self.transport = transport
@@ -89,12 +89,12 @@ class Neighbour:
         return self.buffer.copy()
 
 
-@pytest.fixture(params=["itself", "neighbour", "other process"])
+@pytest.fixture(params=["itself", "same process", "other process"])
 def remote(
     request: pytest.FixtureRequest, transport: LoopbackTransport, make: MakeTransport
-) -> Neighbour | Peer:
-    """A peer in each of the places where one can be, with 1 MiB registered."""
+) -> LocalPeer | Peer:
+    """A peer with 1 MiB registered: the transport itself, in this process, or in another one."""
     if request.param == "other process":
         shared: Peer = request.getfixturevalue("shared_peer")
         return shared
-    return Neighbour(transport if request.param == "itself" else make())
+    return LocalPeer(transport if request.param == "itself" else make())

@@ -1,4 +1,4 @@
-"""Batches by offset, and waiting for an outcome."""
+"""Start transfers and wait for their outcome."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvferry.testing.contract.copy_batches import batch
 
 
 def wait(transport: LoopbackTransport, transfer: TransferId, seconds: float = 20.0) -> Status:
-    """Poll until final; a transfer that never is fails the test."""
+    """Poll until the transfer is final, and return its status."""
     deadline = time.monotonic() + seconds
     while True:
         (status,) = transport.poll([transfer])
@@ -22,22 +22,22 @@ def wait(transport: LoopbackTransport, transfer: TransferId, seconds: float = 20
             return status
         if time.monotonic() > deadline:
             raise TimeoutError(f"transfer {transfer} is still {status}")
-        time.sleep(0.0005)  # or this loop starves the threads
+        time.sleep(0.0005)  # without it, this loop starves the driver's threads
 
 
 def endless(local: Region, remote: Region) -> Copies:
-    """A transfer that is still running when the test has done what it wants to."""
+    """Return copies of a transfer that outlasts any test."""
     n = 200_000
     return batch(local, remote, np.zeros(n), np.zeros(n), np.full(n, 1 << 20))
 
 
 def run(transport: LoopbackTransport, transfer: TransferId) -> Status:
-    """Wait, and forget."""
+    """Wait until the transfer is final, forget it, and return its status."""
     status = wait(transport, transfer)
     transport.forget(transfer)
     return status
 
 
 def done(transport: LoopbackTransport, transfer: TransferId) -> bool:
-    """Wait, and forget; whether it is DONE."""
+    """Wait until the transfer is final, forget it, and return whether it was DONE."""
     return run(transport, transfer) == Status(state=State.DONE)

@@ -1,4 +1,4 @@
-"""A loopback peer in a process of its own, that can also lose its memory and its program."""
+"""A loopback peer process that can also unmap its memory and execute another program."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from kvferry.testing.memory import Bytes, pattern
 from kvferry.testing.peer_process import PeerServer
 from kvferry.testing.peers import Process
 
-__all__ = ["Bytes", "Peer", "Served", "pattern"]
+__all__ = ["Bytes", "Peer", "PeerCommands", "pattern"]
 
 MIB = 1 << 20
 
 
 class Peer(Process):
-    """With 1 MiB registered."""
+    """A loopback peer process with 1 MiB registered."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -24,22 +24,22 @@ class Peer(Process):
             {},
             "cpu",
             MIB,
-            server="tests.drivers.loopback.peer:Served",
+            server="tests.drivers.loopback.peer:PeerCommands",
         )
 
     def part(self, offset: int, nbytes: int) -> Region:
-        """A part of its memory."""
+        """Return a part of the peer's region."""
         return Region(address=self.region.address + offset, nbytes=nbytes)
 
 
-class Served(PeerServer):
-    """The child's end."""
+class PeerCommands(PeerServer):
+    """Commands of the peer process: each public method is one."""
 
     def unmap(self, offset: int, nbytes: int) -> int:
-        """Give a part of the buffer back to the kernel."""
+        """Unmap a part of the registered buffer."""
         address = ctypes.c_void_p(self.region.address + offset)
         return int(ctypes.CDLL(None).munmap(address, ctypes.c_size_t(nbytes)))
 
     def become(self, *command: str) -> None:
-        """exec: another program in the same process."""
+        """Execute another program in this process."""
         os.execv(command[0], command)

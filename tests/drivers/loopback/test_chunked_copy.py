@@ -1,4 +1,4 @@
-"""Merged runs and chunks move exactly the bytes that the copies say, in this process's memory."""
+"""Copies are merged into runs and moved in chunks, within the memory of this process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SIZE = 4096
 
 
 def move(runs: CopyRuns, limit: int, *, write: bool) -> list[int]:
-    """Move all chunks; how many iovecs each had."""
+    """Move all chunks and return the number of iovecs of each."""
     sizes, position = [], 0
     while position < runs.total:
         stop = runs.next_stop(position, limit)
@@ -28,8 +28,8 @@ def move(runs: CopyRuns, limit: int, *, write: bool) -> list[int]:
     return sizes
 
 
-def places(n: int) -> st.SearchStrategy[list[int]]:
-    """Offsets of n slots of 64 bytes in random order, so that destinations do not overlap."""
+def random_offsets(n: int) -> st.SearchStrategy[list[int]]:
+    """Draw offsets of n slots of 64 bytes in random order, so that destinations do not overlap."""
     return st.permutations(range(SIZE // 64)).map(lambda order: [64 * slot for slot in order[:n]])
 
 
@@ -37,13 +37,13 @@ def places(n: int) -> st.SearchStrategy[list[int]]:
 def batches(draw: st.DrawFn) -> tuple[list[int], list[int], list[int]]:
     n = draw(st.integers(0, SIZE // 64))
     sizes = draw(st.lists(st.sampled_from([0, 1, 63, 64]), min_size=n, max_size=n))
-    source = draw(st.one_of(places(n), st.just([64 * slot for slot in range(n)])))
-    target = draw(st.one_of(places(n), st.just([64 * slot for slot in range(n)])))
+    source = draw(st.one_of(random_offsets(n), st.just([64 * slot for slot in range(n)])))
+    target = draw(st.one_of(random_offsets(n), st.just([64 * slot for slot in range(n)])))
     return target, source, sizes
 
 
 @given(table=batches(), limit=st.integers(1, 3 * SIZE), write=st.booleans(), cut=st.integers(0, 64))
-def test_moves_the_bytes_that_the_copies_say(
+def test_chunks_move_exactly_the_bytes_of_the_copies(
     table: tuple[list[int], list[int], list[int]], limit: int, write: bool, cut: int
 ) -> None:
     targets, sources, sizes = table
@@ -69,7 +69,7 @@ def test_moves_the_bytes_that_the_copies_say(
     np.testing.assert_array_equal(target, expected)
 
 
-def test_neighbours_become_one_run_whatever_their_order() -> None:
+def test_adjacent_copies_are_merged_in_any_order() -> None:
     source, target = pattern(SIZE, 4), np.zeros(SIZE, np.uint8)
     order = np.random.default_rng(5).permutation(SIZE // 32) * 32
     runs = CopyRuns(SIZE)
@@ -82,7 +82,7 @@ def test_neighbours_become_one_run_whatever_their_order() -> None:
     np.testing.assert_array_equal(target, source)
 
 
-def test_neighbours_on_one_side_only_stay_apart() -> None:
+def test_copies_adjacent_on_one_side_only_are_not_merged() -> None:
     memory = np.zeros(SIZE, np.uint8)
     runs = CopyRuns(SIZE)
     region = region_of(memory)
@@ -90,7 +90,7 @@ def test_neighbours_on_one_side_only_stay_apart() -> None:
     assert runs.count == 2
 
 
-def test_a_chunk_has_at_most_1024_iovecs() -> None:
+def test_chunk_has_at_most_1024_iovecs() -> None:
     source, target = pattern(SIZE, 6), np.zeros(SIZE, np.uint8)
     odd = np.arange(1, SIZE, 2)
     runs = CopyRuns(SIZE)
@@ -101,7 +101,7 @@ def test_a_chunk_has_at_most_1024_iovecs() -> None:
     np.testing.assert_array_equal(target[::2], source[1::2])
 
 
-def test_the_arrays_are_free_after_fill() -> None:
+def test_arrays_of_copies_may_be_reused_after_fill() -> None:
     source, target = pattern(SIZE, 7), np.zeros(SIZE, np.uint8)
     copies = batch(region_of(target), region_of(source), [0, 64], [128, 0], [64, 64])
     runs = CopyRuns(SIZE)
@@ -112,7 +112,7 @@ def test_the_arrays_are_free_after_fill() -> None:
     np.testing.assert_array_equal(target[:128], np.r_[source[128:192], source[:64]])
 
 
-def test_what_an_earlier_batch_left_behind_does_not_count() -> None:
+def test_refilled_runs_contain_only_the_last_batch() -> None:
     buffer = np.zeros(SIZE, np.uint8)
     region, runs = region_of(buffer), CopyRuns(64)
     runs.fill(batch(region, region, [0, 128], [0, 128], [64, 64]), write=False)

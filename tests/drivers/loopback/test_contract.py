@@ -1,4 +1,4 @@
-"""The conformance suite on loopback: as it comes, and with all work on threads, in small chunks."""
+"""The conformance suite on loopback: by default, and with all copies on threads in small chunks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class TestLoopback(TransportContract):
     lasting_bytes = LASTING
 
 
-class TestOnThreads(
+class TestLoopbackOnThreads(
     TransferTests, NotificationTests, InFlightTests, ConcurrentConnectTests, StateMachineTests
 ):
     factory = "kvferry.drivers.loopback:LoopbackTransport"

@@ -1,4 +1,4 @@
-"""Notifications: order, limits, after the data, and strangers at the socket."""
+"""Notifications: order, limits, delivery after the data, and invalid senders at the socket."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvferry.core.transport import Notification
 from kvferry.drivers.loopback import LoopbackTransport
 from kvferry.drivers.loopback.notifications import MAX_NOTIFICATION, ChannelHello, _may_send
 from kvferry.testing.contract.copy_batches import batch
-from tests.drivers.loopback.conftest import MakeTransport, Neighbour
+from tests.drivers.loopback.conftest import LocalPeer, MakeTransport
 from tests.drivers.loopback.helpers import done, run
 from tests.drivers.loopback.peer import Peer
 
@@ -24,7 +24,7 @@ MIB = 1 << 20
 
 
 def receive(transport: LoopbackTransport, count: int) -> list[Notification]:
-    """Wait until so many have arrived; more are an error."""
+    """Wait for exactly this many notifications and return them."""
     deadline = time.monotonic() + 20
     found: list[Notification] = []
     while len(found) < count:
@@ -36,25 +36,25 @@ def receive(transport: LoopbackTransport, count: int) -> list[Notification]:
     return found
 
 
-def test_a_peer_that_is_gone_is_no_error_for_a_free_one_and_a_failure_for_a_bound_one(
+def test_closed_peer_fails_bound_notification_but_not_free_one(
     transport: LoopbackTransport, local: Region, make: MakeTransport
 ) -> None:
-    neighbour = Neighbour(make())
-    peer = transport.connect(neighbour.address())
-    neighbour.transport.close()
+    local_peer = LocalPeer(make())
+    peer = transport.connect(local_peer.address())
+    local_peer.transport.close()
     for _ in range(3):
         transport.notify(peer, b"hello?")
-    copies = batch(local, neighbour.region, [], [], [])
+    copies = batch(local, local_peer.region, [], [], [])
     assert isinstance(run(transport, transport.read(peer, copies, b"x")).error, PeerLostError)
 
 
-def test_one_that_does_not_listen_fills_a_queue_that_is_bounded(
+def test_queue_for_stopped_peer_is_bounded(
     transport: LoopbackTransport, local: Region, peer: Peer
 ) -> None:
     known = transport.connect(peer.address())
     peer.stop()
     sent = 0
-    # The socket takes some, the queue 16 MiB.
+    # The socket's buffer holds some, the queue 16 MiB.
     for sent in range(1000):
         try:
             transport.notify(known, b"%d" % sent + bytes(MAX_NOTIFICATION - 4))
@@ -64,7 +64,7 @@ def test_one_that_does_not_listen_fills_a_queue_that_is_bounded(
     copies = batch(local, peer.region, [0], [0], [8])
     assert "is it stopped" in str(run(transport, transport.read(known, copies, b"x")).error)
     peer.go_on()
-    # What was taken is delivered without another call to the sender.
+    # Accepted notifications are delivered without another call to the sender.
     found = peer.notifications(sent)
     assert [int(one.payload.rstrip(b"\0")) for one in found] == list(range(sent))
     assert done(transport, transport.read(known, copies, b"and on"))
@@ -72,7 +72,7 @@ def test_one_that_does_not_listen_fills_a_queue_that_is_bounded(
 
 
 @pytest.mark.parametrize("closing", [False, True])
-def test_what_was_sent_before_the_end_arrives(
+def test_notifications_sent_before_disconnect_or_close_arrive(
     transport: LoopbackTransport, make: MakeTransport, closing: bool
 ) -> None:
     sender = make()
@@ -87,10 +87,10 @@ def test_what_was_sent_before_the_end_arrives(
 
 
 @pytest.mark.parametrize("how", ["disconnect", "close"])
-def test_what_a_stopped_peer_has_not_taken_holds_nobody_up(
+def test_disconnect_and_close_do_not_wait_for_stopped_peer(
     transport: LoopbackTransport, peer: Peer, how: str
 ) -> None:
-    """Twelve megabytes, of which its socket takes a part."""
+    """The socket takes only a part of the 12 MB that are sent."""
     known = transport.connect(peer.address())
     peer.stop()
     for index in range(200):
@@ -102,7 +102,7 @@ def test_what_a_stopped_peer_has_not_taken_holds_nobody_up(
         found = peer.notifications(1)
         while found[-1].payload != b"and on":
             found += peer.notifications(1)
-        # Of what waited, what was sent came first, in order.
+        # The first of the queued notifications were delivered, in order.
         numbers = [int(one.payload.rstrip(b"\0")) for one in found[:-1]]
         assert numbers == list(range(len(numbers)))
         assert len(numbers) < 200
@@ -110,10 +110,10 @@ def test_what_a_stopped_peer_has_not_taken_holds_nobody_up(
         transport.close()
 
 
-# Strangers.
+# Senders that are no peers.
 
 
-def knock(transport: LoopbackTransport) -> socket.socket:
+def connect_stranger(transport: LoopbackTransport) -> socket.socket:
     fields = msgspec.msgpack.decode(transport.address())
     stranger = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     stranger.settimeout(20)
@@ -121,31 +121,31 @@ def knock(transport: LoopbackTransport) -> socket.socket:
     return stranger
 
 
-def hello_to(transport: LoopbackTransport, sender: str) -> bytes:
+def hello(transport: LoopbackTransport, sender: str) -> bytes:
     fields = msgspec.msgpack.decode(transport.address())
     return msgspec.msgpack.encode(ChannelHello(to=fields["instance"], sender=sender))
 
 
-def test_strangers_and_garbage_are_dropped_and_the_next_is_heard(
+def test_invalid_connections_are_closed_and_valid_ones_served(
     transport: LoopbackTransport, make: MakeTransport
 ) -> None:
-    good = hello_to(transport, "somebody")
+    good = hello(transport, "somebody")
     firsts = [
         b"garbage",
         b"\xc1" * 1000,
         bytes(MAX_NOTIFICATION + 1),
         good[:-1],
         msgspec.msgpack.encode(ChannelHello(to=bytes(16), sender="who does not know the address")),
-        hello_to(transport, ""),
-        hello_to(transport, "x" * 1000),
-        good.replace(b"somebody", b"\xff\xfesome-"),  # no UTF-8
-        b"\x91" * 10_000,  # lists in lists
+        hello(transport, ""),
+        hello(transport, "x" * 1000),
+        good.replace(b"somebody", b"\xff\xfesome-"),  # not UTF-8
+        b"\x91" * 10_000,  # deeply nested lists
     ]
     for first in firsts:
-        with knock(transport) as stranger:
+        with connect_stranger(transport) as stranger:
             stranger.send(first)
             assert stranger.recv(1) == b"", "the connection must be closed"
-    with knock(transport) as stranger:
+    with connect_stranger(transport) as stranger:
         stranger.send(good)
         stranger.send(b"heard")
         stranger.send(bytes(MAX_NOTIFICATION + 1))
@@ -159,32 +159,32 @@ def test_strangers_and_garbage_are_dropped_and_the_next_is_heard(
 @pytest.mark.parametrize(
     ("uid", "may"), [(1000, True), (0, True), (1001, False), (65534, False), (1 << 31, False)]
 )
-def test_only_the_same_user_and_root_may_send(
+def test_only_same_user_and_root_may_send(
     uid: int, may: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Connected:
-        """A socket whose peer the kernel knows."""
+    class ConnectedSocket:
+        """A socket with the peer credentials that the kernel reports."""
 
         def getsockopt(self, level: int, option: int, size: int) -> bytes:
             assert (level, option) == (socket.SOL_SOCKET, socket.SO_PEERCRED)
             return struct.pack("iII", 0, uid, 1000)[:size]
 
     monkeypatch.setattr("os.geteuid", lambda: 1000)
-    assert _may_send(cast(socket.socket, Connected())) is may
+    assert _may_send(cast(socket.socket, ConnectedSocket())) is may
 
 
-def test_who_may_not_send_is_not_heard(
+def test_connection_of_another_user_is_closed(
     transport: LoopbackTransport, make: MakeTransport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[socket.socket] = []
 
-    def nobody(sock: socket.socket) -> bool:
+    def refuse_sender(sock: socket.socket) -> bool:
         asked.append(sock)
         return False
 
     with monkeypatch.context() as patched:
-        patched.setattr("kvferry.drivers.loopback.notifications._may_send", nobody)
-        with knock(transport) as stranger:
+        patched.setattr("kvferry.drivers.loopback.notifications._may_send", refuse_sender)
+        with connect_stranger(transport) as stranger:
             assert stranger.recv(1) == b"", "the connection must be closed"
     assert len(asked) == 1
     sender = make()
@@ -192,7 +192,7 @@ def test_who_may_not_send_is_not_heard(
     assert [note.payload for note in receive(transport, 1)] == [b"heard"]
 
 
-def test_silent_strangers_make_room_for_peers(
+def test_silent_connections_are_evicted_for_peers(
     transport: LoopbackTransport, make: MakeTransport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvferry.drivers.loopback.notifications._MAX_SENDERS", 8)
@@ -200,7 +200,7 @@ def test_silent_strangers_make_room_for_peers(
     peer = sender.connect(transport.address())
     sender.notify(peer, b"first")
     receive(transport, 1)
-    strangers = [knock(transport) for _ in range(20)]
+    strangers = [connect_stranger(transport) for _ in range(20)]
     assert strangers[0].recv(1) == b""
     sender.notify(peer, b"second")
     assert [note.payload for note in receive(transport, 1)] == [b"second"]
@@ -211,7 +211,7 @@ def test_silent_strangers_make_room_for_peers(
         stranger.close()
 
 
-def test_a_full_inbox_pushes_back_and_loses_nothing(
+def test_full_inbox_applies_backpressure_and_loses_nothing(
     transport: LoopbackTransport, make: MakeTransport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvferry.drivers.loopback.notifications._MAX_INBOX", 10_000)

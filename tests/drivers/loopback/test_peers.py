@@ -1,4 +1,4 @@
-"""Peers that die, restart, stop, pretend or close; forks; and the end of a transport."""
+"""Peers that die, restart, stop, close or forge an address; forks; and closing a transport."""
 
 from __future__ import annotations
 
@@ -25,59 +25,59 @@ from kvferry.core.memory import Region
 from kvferry.core.transport import State, procfs
 from kvferry.drivers.loopback import LoopbackTransport
 from kvferry.testing.contract.copy_batches import batch
-from tests.drivers.loopback.conftest import MakeTransport, Neighbour
+from tests.drivers.loopback.conftest import LocalPeer, MakeTransport
 from tests.drivers.loopback.helpers import done, endless, run, wait
 from tests.drivers.loopback.peer import Bytes, Peer
 
 MIB = 1 << 20
 
 
-def lost(transport: LoopbackTransport, copies: Any, peer: Any) -> bool:
-    """Whether a read now fails as it should for a peer that is gone."""
+def read_reports_lost_peer(transport: LoopbackTransport, copies: Any, peer: Any) -> bool:
+    """Return whether a read fails with ``PeerLostError``."""
     status = run(transport, transport.read(peer, copies))
     return status.state is State.FAILED and isinstance(status.error, PeerLostError)
 
 
-def test_it_says_how_a_peer_is_reached(transport: LoopbackTransport, shared_peer: Peer) -> None:
+def test_path_names_how_peer_is_reached(transport: LoopbackTransport, shared_peer: Peer) -> None:
     itself, other = (transport.connect(a) for a in (transport.address(), shared_peer.address()))
     assert [transport.path(peer) for peer in (itself, other)] == ["memcpy", "process_vm"]
 
 
-# Death.
+# Killed and stopped peers.
 
 
-def test_killed_before_connecting(transport: LoopbackTransport, peer: Peer) -> None:
+def test_connect_to_killed_peer_is_refused(transport: LoopbackTransport, peer: Peer) -> None:
     address = peer.address()
     peer.kill()
     with pytest.raises(ConnectError, match="has ended or restarted"):
         transport.connect(address)
 
 
-def test_a_zombie_is_dead(transport: LoopbackTransport, peer: Peer) -> None:
+def test_connect_to_zombie_is_refused(transport: LoopbackTransport, peer: Peer) -> None:
     address = peer.address()
     peer.process.kill()
-    # Wait for its death, and leave it unreaped.
+    # Wait until it has ended, without reaping it.
     os.waitid(os.P_PID, peer.process.pid, os.WEXITED | os.WNOWAIT)
     with pytest.raises(ConnectError, match="has ended or restarted"):
         transport.connect(address)
 
 
-def test_killed_with_nothing_in_flight(
+def test_peer_killed_while_idle_is_lost(
     transport: LoopbackTransport, local: Region, peer: Peer
 ) -> None:
     address = peer.address()
     known = transport.connect(address)
     peer.kill()
     transport.notify(known, b"nobody hears this, which is no error")
-    assert lost(transport, batch(local, peer.region, [0], [0], [8]), known)
-    assert lost(transport, batch(local, peer.region, [0], [0], [MIB]), known)
-    assert lost(transport, batch(local, peer.region, [], [], []), known)
+    assert read_reports_lost_peer(transport, batch(local, peer.region, [0], [0], [8]), known)
+    assert read_reports_lost_peer(transport, batch(local, peer.region, [0], [0], [MIB]), known)
+    assert read_reports_lost_peer(transport, batch(local, peer.region, [], [], []), known)
     with pytest.raises(ConnectError, match="has ended or restarted"):
         transport.connect(address)
     transport.disconnect(known)
 
 
-def test_stopped_peers_can_be_read_and_connected_to(
+def test_stopped_peer_can_be_connected_to_and_read(
     transport: LoopbackTransport, buffer: Bytes, local: Region, peer: Peer
 ) -> None:
     address = peer.address()
@@ -91,7 +91,7 @@ def test_stopped_peers_can_be_read_and_connected_to(
     assert (seen.sender, seen.payload) == (transport.name, b"done")
 
 
-# Pids that mean another process.
+# Addresses of another process.
 
 
 @pytest.fixture
@@ -101,7 +101,7 @@ def forge(shared_peer: Peer) -> Callable[..., bytes]:
     return lambda **changes: msgspec.msgpack.encode(fields | changes)
 
 
-def test_a_pid_that_was_reused_is_refused(
+def test_reused_pid_is_refused(
     transport: LoopbackTransport, shared_peer: Peer, forge: Callable[..., bytes]
 ) -> None:
     started = procfs.start_time(shared_peer.process.pid)
@@ -112,14 +112,14 @@ def test_a_pid_that_was_reused_is_refused(
         transport.connect(forge(pid=1))
 
 
-def test_a_process_that_is_not_the_peer_is_never_read(
+def test_address_with_another_instance_is_refused(
     transport: LoopbackTransport, forge: Callable[..., bytes]
 ) -> None:
     with pytest.raises(ConnectError, match="closed, or its process has restarted"):
         transport.connect(forge(instance=bytes(16)))
 
 
-def test_a_board_that_is_not_there(
+def test_address_with_unmapped_registry_is_refused(
     transport: LoopbackTransport, forge: Callable[..., bytes]
 ) -> None:
     for board in (0, 8, 1 << 47, (1 << 63) - 1):
@@ -127,20 +127,20 @@ def test_a_board_that_is_not_there(
             transport.connect(forge(board=board))
 
 
-def test_a_peer_that_became_another_program_is_lost(
+def test_peer_that_executed_another_program_is_lost(
     transport: LoopbackTransport, local: Region, peer: Peer
 ) -> None:
-    """exec keeps pid, start time and open descriptors: only the board tells."""
+    """exec keeps pid, start time and open descriptors: only the registry in memory is gone."""
     known = transport.connect(peer.address())
     peer.tell("become", "/bin/sleep", "60")
     command = Path(f"/proc/{peer.process.pid}/cmdline")
     while not command.read_bytes().startswith(b"/bin/sleep"):
         time.sleep(0.001)
     assert procfs.start_time(peer.process.pid) is not None
-    assert lost(transport, batch(local, peer.region, [0], [0], [8]), known)
+    assert read_reports_lost_peer(transport, batch(local, peer.region, [0], [0], [8]), known)
 
 
-def test_other_hosts_and_containers_are_refused_with_the_reason(
+def test_peers_of_other_hosts_and_containers_are_refused_with_reason(
     transport: LoopbackTransport, forge: Callable[..., bytes]
 ) -> None:
     with pytest.raises(ConnectError, match="another host"):
@@ -161,7 +161,7 @@ def test_other_hosts_and_containers_are_refused_with_the_reason(
         ("ENOMEM", 0, "Cannot allocate memory"),
     ],
 )
-def test_a_kernel_that_forbids_it_is_named_with_the_setting(
+def test_forbidden_memory_access_is_reported_with_setting_to_change(
     transport: LoopbackTransport,
     shared_peer: Peer,
     monkeypatch: pytest.MonkeyPatch,
@@ -180,7 +180,7 @@ def test_a_kernel_that_forbids_it_is_named_with_the_setting(
         transport.connect(shared_peer.address())
 
 
-def test_another_user_is_named(
+def test_memory_access_forbidden_across_users_is_reported_with_uids(
     transport: LoopbackTransport, shared_peer: Peer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object, **__: object) -> int:
@@ -192,10 +192,10 @@ def test_another_user_is_named(
         transport.connect(shared_peer.address())
 
 
-# Bytes that are no address.
+# Malformed and forged addresses.
 
 
-def test_garbage_is_no_address(transport: LoopbackTransport, local: Region) -> None:
+def test_malformed_addresses_are_refused(transport: LoopbackTransport, local: Region) -> None:
     good = transport.address()
     fields = msgspec.msgpack.decode(good)
     rows = fields["regions"]
@@ -219,17 +219,18 @@ def test_garbage_is_no_address(transport: LoopbackTransport, local: Region) -> N
         {"regions": None},
     ]
     forged = [msgspec.msgpack.encode(fields | change) for change in bad_fields]
-    forged += [good.replace(b"loopback-", b"\xff\xfeopback-"), b"\x91" * 10_000]  # no UTF-8; nested
+    forged.append(good.replace(b"loopback-", b"\xff\xfeopback-"))  # not UTF-8
+    forged.append(b"\x91" * 10_000)  # deeply nested lists
     for garbage in (b"", b"\0", b"garbage", good[:-1], good + b"\0", bytes(1 << 23), *forged):
         with pytest.raises(ConnectError):
             transport.connect(garbage)
     assert transport.connect(good) == transport.connect(good)
 
 
-def test_forged_regions_are_refused_although_their_key_is_right(
-    transport: LoopbackTransport, buffer: Bytes, local: Region, remote: Neighbour | Peer
+def test_forged_range_with_valid_key_is_refused(
+    transport: LoopbackTransport, buffer: Bytes, local: Region, remote: LocalPeer | Peer
 ) -> None:
-    """A wrong range in this process would otherwise be a crash."""
+    """Without the check, a wrong range in this process would crash it."""
     fields = msgspec.msgpack.decode(remote.address())
     for row in fields["regions"]:
         row[0] = row[0] + MIB if row[0] == remote.region.address else row[0]
@@ -242,55 +243,50 @@ def test_forged_regions_are_refused_although_their_key_is_right(
     assert not buffer.any()
 
 
-# Connections.
+# Closing and forking.
 
 
-# Closing.
-
-
-def test_a_peer_that_closed_is_lost(
+def test_closed_peer_is_lost(
     transport: LoopbackTransport, local: Region, make: MakeTransport, peer: Peer
 ) -> None:
-    neighbour = Neighbour(make())
-    here, there = transport.connect(neighbour.address()), transport.connect(peer.address())
-    stale = neighbour.address()
-    neighbour.transport.close()
+    local_peer = LocalPeer(make())
+    here, there = transport.connect(local_peer.address()), transport.connect(peer.address())
+    stale = local_peer.address()
+    local_peer.transport.close()
     peer.close()
-    assert lost(transport, batch(local, neighbour.region, [0], [0], [8]), here)
-    assert lost(transport, batch(local, peer.region, [0], [0], [8]), there)
+    assert read_reports_lost_peer(transport, batch(local, local_peer.region, [0], [0], [8]), here)
+    assert read_reports_lost_peer(transport, batch(local, peer.region, [0], [0], [8]), there)
     with pytest.raises(ConnectError, match="is gone: this process has closed it"):
         transport.connect(stale)
 
 
-def test_a_neighbour_may_close_while_it_is_read(
+def test_local_peer_may_close_during_a_read(
     transport: LoopbackTransport, local: Region, make: MakeTransport
 ) -> None:
-    neighbour = Neighbour(make())
-    peer = transport.connect(neighbour.address())
-    transfer = transport.read(peer, endless(local, neighbour.region))
-    neighbour.transport.close()
-    del neighbour
+    local_peer = LocalPeer(make())
+    peer = transport.connect(local_peer.address())
+    transfer = transport.read(peer, endless(local, local_peer.region))
+    local_peer.transport.close()
+    del local_peer
     status = wait(transport, transfer)
     assert isinstance(status.error, PeerLostError)
 
 
-def test_closing_leaves_neither_threads_nor_descriptors(make: MakeTransport) -> None:
-    def held() -> tuple[int, int]:
+def test_close_releases_threads_and_descriptors(make: MakeTransport) -> None:
+    def threads_and_descriptors() -> tuple[int, int]:
         return threading.active_count(), len(os.listdir("/proc/self/fd"))
 
-    before = held()
+    before = threads_and_descriptors()
     transport = LoopbackTransport(inline_bytes=0)
-    neighbour = Neighbour(transport)
-    peer = transport.connect(neighbour.address())
-    whole = batch(neighbour.region, neighbour.region, [0], [1], [MIB - 1])
+    local_peer = LocalPeer(transport)
+    peer = transport.connect(local_peer.address())
+    whole = batch(local_peer.region, local_peer.region, [0], [1], [MIB - 1])
     assert done(transport, transport.read(peer, whole, b"x"))
     transport.close()
-    assert held() == before
+    assert threads_and_descriptors() == before
 
 
-def test_a_peer_that_was_disconnected_costs_nothing(
-    transport: LoopbackTransport, shared_peer: Peer
-) -> None:
+def test_disconnect_releases_descriptors(transport: LoopbackTransport, shared_peer: Peer) -> None:
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(3):
         transport.disconnect(transport.connect(shared_peer.address()))
@@ -335,7 +331,7 @@ transport.close()
 """
 
 
-def test_a_forked_child_is_refused_and_harms_nothing() -> None:
+def test_forked_child_is_refused_and_parent_goes_on() -> None:
     result = subprocess.run(
         [sys.executable, "-W", "ignore::DeprecationWarning", "-c", FORK],
         timeout=60,
@@ -346,7 +342,7 @@ def test_a_forked_child_is_refused_and_harms_nothing() -> None:
     assert (result.returncode, result.stderr) == (0, "")
 
 
-def test_a_killed_process_leaves_no_socket_behind(peer: Peer) -> None:
+def test_killed_process_leaves_no_socket_behind(peer: Peer) -> None:
     socket = "@" + msgspec.msgpack.decode(peer.address())["socket"]
     assert socket in unix_sockets()
     peer.kill()

@@ -1,4 +1,4 @@
-"""What is registered, what is mapped, and what a peer may still reach."""
+"""Registration of memory, transfers of deregistered or unmapped memory, and driver options."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvferry.core.memory import Region, region_of
 from kvferry.core.transport import INTERFACE_VERSION, Quiescence, State
 from kvferry.drivers.loopback import LoopbackTransport
 from kvferry.testing.contract.copy_batches import batch
-from tests.drivers.loopback.conftest import MakeTransport, Neighbour
+from tests.drivers.loopback.conftest import LocalPeer, MakeTransport
 from tests.drivers.loopback.helpers import done, endless, run
 from tests.drivers.loopback.peer import Bytes, Peer
 
@@ -25,7 +25,7 @@ MIB = 1 << 20
 PAGE = mmap.PAGESIZE
 
 
-def test_registers_cpu_memory_only(transport: LoopbackTransport, buffer: Bytes) -> None:
+def test_only_cpu_memory_is_registered(transport: LoopbackTransport, buffer: Bytes) -> None:
     region = region_of(buffer)
     cuda = Region(address=region.address, nbytes=region.nbytes, kind="cuda")
     with pytest.raises(TransportUnsupportedError, match="reaches cpu memory, not cuda"):
@@ -38,7 +38,7 @@ def test_registers_cpu_memory_only(transport: LoopbackTransport, buffer: Bytes) 
             transport.deregister(unknown)
 
 
-def test_memory_that_is_not_there_is_not_registered(transport: LoopbackTransport) -> None:
+def test_unmapped_memory_is_not_registered(transport: LoopbackTransport) -> None:
     with mmap.mmap(-1, 4 * PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
         base = np.frombuffer(memory, np.uint8).ctypes.data
         transport.register(Region(address=base + 1, nbytes=4 * PAGE - 1))
@@ -50,7 +50,7 @@ def test_memory_that_is_not_there_is_not_registered(transport: LoopbackTransport
             transport.register(gone)
 
 
-def test_a_region_in_use_is_not_deregistered(
+def test_region_in_use_is_not_deregistered(
     transport: LoopbackTransport, local: Region, shared_peer: Peer
 ) -> None:
     peer = transport.connect(shared_peer.address())
@@ -62,7 +62,7 @@ def test_a_region_in_use_is_not_deregistered(
     transport.deregister(local)
 
 
-def test_what_a_peer_deregistered_is_refused_at_once(
+def test_transfers_of_region_deregistered_by_peer_fail(
     transport: LoopbackTransport, buffer: Bytes, local: Region, peer: Peer
 ) -> None:
     known = transport.connect(peer.address())
@@ -75,13 +75,13 @@ def test_what_a_peer_deregistered_is_refused_at_once(
             assert status.state is State.FAILED
             assert "no longer has" in str(status.error)
     assert not buffer.any()
-    # Known after a refresh, and then a mistake of the caller's.
+    # After a refresh the region is known to be gone, and using it is an error of the caller.
     transport.connect(peer.address())
     with pytest.raises(TransportUsageError, match="is not among"):
         transport.read(known, batch(local, peer.region, [0], [0], [8]))
 
 
-def test_a_region_that_came_back_has_another_key(
+def test_region_registered_again_has_another_key(
     transport: LoopbackTransport, buffer: Bytes, local: Region, peer: Peer
 ) -> None:
     known = transport.connect(peer.address())
@@ -94,21 +94,21 @@ def test_a_region_that_came_back_has_another_key(
     np.testing.assert_array_equal(buffer, peer.content)
 
 
-def test_deregistering_ends_the_transfers_of_a_neighbour(
+def test_deregistering_fails_transfers_of_local_peer(
     transport: LoopbackTransport, local: Region, make: MakeTransport
 ) -> None:
-    neighbour = Neighbour(make())
-    peer = transport.connect(neighbour.address())
-    transfer = transport.write(peer, endless(local, neighbour.region))
-    neighbour.transport.deregister(neighbour.region)
-    neighbour.buffer[:] = 7
+    local_peer = LocalPeer(make())
+    peer = transport.connect(local_peer.address())
+    transfer = transport.write(peer, endless(local, local_peer.region))
+    local_peer.transport.deregister(local_peer.region)
+    local_peer.buffer[:] = 7
     status = run(transport, transfer)
     assert status.state is State.FAILED
     assert "no longer has" in str(status.error)
-    assert (neighbour.buffer == 7).all()
+    assert (local_peer.buffer == 7).all()
 
 
-def test_deregistering_ends_the_transfers_of_another_process(
+def test_deregistering_fails_transfers_of_another_process(
     transport: LoopbackTransport, local: Region, peer: Peer
 ) -> None:
     known = transport.connect(peer.address())
@@ -120,10 +120,10 @@ def test_deregistering_ends_the_transfers_of_another_process(
 
 
 @pytest.mark.parametrize("inline_bytes", [0, MIB])
-def test_a_hole_in_the_peers_memory_is_a_failure(
+def test_unmapped_memory_of_peer_fails_the_transfer(
     make: MakeTransport, peer: Peer, inline_bytes: int
 ) -> None:
-    """The kernel gives a short count, and no error."""
+    """The kernel reports a short count and no error."""
     transport = make(inline_bytes=inline_bytes)
     target = np.zeros(MIB, np.uint8)
     transport.register(region_of(target))
@@ -143,7 +143,7 @@ def test_a_hole_in_the_peers_memory_is_a_failure(
     assert peer.notifications(1)[0].payload == b"good"
 
 
-def test_a_hole_in_ones_own_memory_is_a_failure(make: MakeTransport, shared_peer: Peer) -> None:
+def test_unmapped_local_memory_fails_the_transfer(make: MakeTransport, shared_peer: Peer) -> None:
     transport = make()
     memory = mmap.mmap(-1, 4 * PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     region = Region(address=np.frombuffer(memory, np.uint8).ctypes.data, nbytes=4 * PAGE)
@@ -157,30 +157,32 @@ def test_a_hole_in_ones_own_memory_is_a_failure(make: MakeTransport, shared_peer
     assert "not mapped any more" in str(status.error)
 
 
-def test_many_regions(transport: LoopbackTransport, make: MakeTransport) -> None:
-    neighbour = make()
+def test_at_most_65536_regions_are_registered(
+    transport: LoopbackTransport, make: MakeTransport
+) -> None:
+    local_peer = make()
     memory = np.zeros(70_000, np.uint8)
     base = memory.ctypes.data
     regions = [Region(address=base + i, nbytes=1) for i in range(1 << 16)]
     for region in regions:
-        neighbour.register(region)
+        local_peer.register(region)
     with pytest.raises(TransportError, match="65536 regions are registered"):
-        neighbour.register(Region(address=base, nbytes=2))
-    peer = transport.connect(neighbour.address())
+        local_peer.register(Region(address=base, nbytes=2))
+    peer = transport.connect(local_peer.address())
     target = np.zeros(1, np.uint8)
     transport.register(region_of(target))
     memory[65_535] = 5
     last = batch(region_of(target), regions[-1], [0], [0], [1])
     assert done(transport, transport.read(peer, last))
     assert target[0] == 5
-    neighbour.deregister(regions[0])
-    neighbour.register(Region(address=base, nbytes=2))
+    local_peer.deregister(regions[0])
+    local_peer.register(Region(address=base, nbytes=2))
 
 
-# What it says of itself, and its options.
+# Capabilities and options.
 
 
-def test_says_what_it_can_do(transport: LoopbackTransport) -> None:
+def test_capabilities(transport: LoopbackTransport) -> None:
     can = transport.capabilities
     assert can.ops == {"read", "write"}
     assert can.memory == {"cpu"}
@@ -201,6 +203,6 @@ def test_says_what_it_can_do(transport: LoopbackTransport) -> None:
         ({"inline_bytes": -1}, r"inline_bytes"),
     ],
 )
-def test_refuses_options(options: dict[str, object], said: str) -> None:
+def test_invalid_options_are_refused(options: dict[str, object], said: str) -> None:
     with pytest.raises(DriverError, match=said):
         LoopbackTransport(**options)

@@ -1,4 +1,4 @@
-"""Reads and writes: within one transport, between two of this process, and across processes."""
+"""Reads and writes within one transport, within one process, and across processes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvferry.core.memory import Region, region_of
 from kvferry.core.transport import PeerId, State, Status, TransferId
 from kvferry.drivers.loopback import LoopbackTransport
 from kvferry.testing.contract.copy_batches import batch
-from tests.drivers.loopback.conftest import MakeTransport, Neighbour
+from tests.drivers.loopback.conftest import LocalPeer, MakeTransport
 from tests.drivers.loopback.helpers import done, endless, run, wait
 from tests.drivers.loopback.peer import Bytes, Peer, pattern
 
@@ -25,7 +25,7 @@ MIB = 1 << 20
 
 @pytest.mark.parametrize("chunk_bytes", [4096, 1 << 25])
 @pytest.mark.parametrize("threads", [1, 3])
-def test_moves_100_000_copies_on_threads(
+def test_threads_move_100_000_copies(
     make: MakeTransport, shared_peer: Peer, chunk_bytes: int, threads: int
 ) -> None:
     transport = make(chunk_bytes=chunk_bytes, threads=threads, inline_bytes=0)
@@ -43,7 +43,7 @@ def test_moves_100_000_copies_on_threads(
     np.testing.assert_array_equal(target.reshape(-1, 10), expected)
 
 
-def test_one_copy_may_be_larger_than_a_chunk(make: MakeTransport, remote: Neighbour | Peer) -> None:
+def test_copy_may_be_larger_than_a_chunk(make: MakeTransport, remote: LocalPeer | Peer) -> None:
     transport = make(chunk_bytes=4096, inline_bytes=1 << 30)
     target = np.zeros(MIB, np.uint8)
     transport.register(region_of(target))
@@ -53,7 +53,7 @@ def test_one_copy_may_be_larger_than_a_chunk(make: MakeTransport, remote: Neighb
     np.testing.assert_array_equal(target, remote.content)
 
 
-def test_overlapping_source_and_target_within_one_buffer(
+def test_source_and_target_may_overlap_in_one_buffer(
     transport: LoopbackTransport, buffer: Bytes, local: Region
 ) -> None:
     buffer[:] = content = pattern(MIB, 3)
@@ -62,8 +62,8 @@ def test_overlapping_source_and_target_within_one_buffer(
     np.testing.assert_array_equal(buffer[100:500_100], content[:500_000])
 
 
-def in_flight(
-    make: MakeTransport, remote: Neighbour | Peer, notify: bytes | None = None
+def start_endless_read(
+    make: MakeTransport, remote: LocalPeer | Peer, notify: bytes | None = None
 ) -> tuple[LoopbackTransport, PeerId, TransferId, Region]:
     transport = make()
     target = np.zeros(MIB, np.uint8)
@@ -72,21 +72,23 @@ def in_flight(
     peer = transport.connect(remote.address())
     transfer = transport.read(peer, endless(region, remote.region), notify)
     assert transport.poll([transfer]) == [Status(state=State.PENDING)]
-    # The region keeps no memory alive; the transport's attribute does, for this test.
+    # A region does not keep its memory alive, so an attribute of the transport does for the test.
     transport.kept = target  # type: ignore[attr-defined]
     return transport, peer, transfer, region
 
 
-def moved(transport: LoopbackTransport) -> None:
-    """Return when the transfer that is in flight has moved something."""
+def wait_until_bytes_moved(transport: LoopbackTransport) -> None:
+    """Wait until the transfer has moved some bytes."""
     deadline = time.monotonic() + 20.0
     while not transport.kept.any():  # type: ignore[attr-defined]
         assert time.monotonic() < deadline, "nothing moves"
-        time.sleep(0.0005)  # or this loop starves the threads
+        time.sleep(0.0005)  # without it, this loop starves the driver's threads
 
 
-def test_cancel_ends_one_that_has_not_begun(make: MakeTransport, remote: Neighbour | Peer) -> None:
-    transport, peer, running, region = in_flight(make, remote)
+def test_cancel_ends_transfer_that_has_not_begun(
+    make: MakeTransport, remote: LocalPeer | Peer
+) -> None:
+    transport, peer, running, region = start_endless_read(make, remote)
     waiting = transport.read(peer, endless(region, remote.region))
     transport.cancel(waiting)
     (first, second) = transport.poll([running, waiting])
@@ -95,10 +97,10 @@ def test_cancel_ends_one_that_has_not_begun(make: MakeTransport, remote: Neighbo
     transport.cancel(running)
 
 
-def test_cancel_ends_one_that_is_running(make: MakeTransport, remote: Neighbour | Peer) -> None:
-    """It was cancelled, and is not done, although no copy of it failed."""
-    transport, _, running, _ = in_flight(make, remote)
-    moved(transport)
+def test_cancel_ends_running_transfer(make: MakeTransport, remote: LocalPeer | Peer) -> None:
+    """A cancelled transfer fails although none of its copies failed."""
+    transport, _, running, _ = start_endless_read(make, remote)
+    wait_until_bytes_moved(transport)
     transport.cancel(running)
     status = wait(transport, running)
     assert status.state is State.FAILED
@@ -106,9 +108,9 @@ def test_cancel_ends_one_that_is_running(make: MakeTransport, remote: Neighbour 
 
 
 def test_small_transfers_do_not_wait_for_large_ones(
-    make: MakeTransport, remote: Neighbour | Peer
+    make: MakeTransport, remote: LocalPeer | Peer
 ) -> None:
-    transport, peer, large, region = in_flight(make, remote)
+    transport, peer, large, region = start_endless_read(make, remote)
     small = transport.read(peer, batch(region, remote.region, [0], [0], [8]))
     assert transport.poll([small, large]) == [
         Status(state=State.DONE),
@@ -117,9 +119,7 @@ def test_small_transfers_do_not_wait_for_large_ones(
     transport.cancel(large)
 
 
-def test_ids_are_refused_when_they_mean_nothing(
-    transport: LoopbackTransport, local: Region
-) -> None:
+def test_unknown_ids_are_refused(transport: LoopbackTransport, local: Region) -> None:
     peer = transport.connect(transport.address())
     transfer = transport.read(peer, batch(local, local, [0], [8], [8]))
     transport.forget(transfer)
@@ -133,11 +133,11 @@ def test_ids_are_refused_when_they_mean_nothing(
 
 
 @pytest.mark.parametrize("side", ["local", "remote"])
-def test_refuses_a_range_outside_its_region_and_moves_nothing(
+def test_copy_outside_its_region_is_refused_and_moves_nothing(
     transport: LoopbackTransport,
     buffer: Bytes,
     local: Region,
-    remote: Neighbour | Peer,
+    remote: LocalPeer | Peer,
     side: str,
 ) -> None:
     peer = transport.connect(remote.address())
@@ -152,8 +152,8 @@ def test_refuses_a_range_outside_its_region_and_moves_nothing(
 
 
 @pytest.mark.parametrize("nbytes", [MIB - 1, MIB + 4096])
-def test_refuses_regions_that_were_never_registered(
-    transport: LoopbackTransport, local: Region, remote: Neighbour | Peer, nbytes: int
+def test_unregistered_regions_are_refused(
+    transport: LoopbackTransport, local: Region, remote: LocalPeer | Peer, nbytes: int
 ) -> None:
     peer = transport.connect(remote.address())
     no_local = Region(address=local.address, nbytes=nbytes)
@@ -164,7 +164,7 @@ def test_refuses_regions_that_were_never_registered(
         transport.read(peer, batch(local, no_remote, [0], [0], [8]))
 
 
-def test_a_bug_in_a_thread_is_a_failed_transfer(
+def test_unexpected_exception_in_thread_fails_the_transfer(
     make: MakeTransport, shared_peer: Peer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     transport = make(inline_bytes=0)

@@ -1,4 +1,4 @@
-"""Metadata as NIXL writes it, and what it did not write."""
+"""Metadata that NIXL writes is parsed, and malformed metadata is refused."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ KEY = bytes.fromhex(KEYS["1.22.0"])
 DESCRIPTOR = bytes(24)
 
 
-def said(tag: bytes, value: bytes) -> bytes:
-    """As ``nixlSerDes`` has it."""
+def tagged(tag: bytes, value: bytes) -> bytes:
+    """Return a tagged value as ``nixlSerDes`` writes it."""
     return tag + struct.pack("<Q", len(value)) + value + b"|"
 
 
 def number(tag: bytes, value: int) -> bytes:
-    return said(tag, struct.pack("<Q", value))
+    return tagged(tag, struct.pack("<Q", value))
 
 
 def section(*descriptors: bytes, backend: bytes = b"UCX", count: int | None = None) -> bytes:
     return (
-        said(b"bknd", backend)
-        + said(b"nixlDList", b"nixlSDList")
-        + said(b"t", bytes(4))
+        tagged(b"bknd", backend)
+        + tagged(b"nixlDList", b"nixlSDList")
+        + tagged(b"t", bytes(4))
         + number(b"n", len(descriptors) if count is None else count)
-        + b"".join(said(b"", one) for one in descriptors)
+        + b"".join(tagged(b"", one) for one in descriptors)
     )
 
 
-def written(
+def agent_metadata(
     agent: bytes = b"one",
     backend: bytes = b"UCX",
     connection: bytes = ONE,
@@ -44,27 +44,27 @@ def written(
 ) -> bytes:
     return (
         b"nixlSerDes|"
-        + said(b"Agent", agent)
+        + tagged(b"Agent", agent)
         + number(b"Conns", 1)
-        + said(b"t", backend)
-        + said(b"c", connection)
-        + said(b"", b"MemSection")
+        + tagged(b"t", backend)
+        + tagged(b"c", connection)
+        + tagged(b"", b"MemSection")
         + number(b"nixlSecElms", count)
         + sections
     )
 
 
-GOOD = written(sections=section(DESCRIPTOR + KEY, DESCRIPTOR + KEY), count=1)
+GOOD = agent_metadata(sections=section(DESCRIPTOR + KEY, DESCRIPTOR + KEY), count=1)
 
 
-def test_what_was_written_is_read() -> None:
+def test_valid_metadata_is_parsed() -> None:
     found = parsed(GOOD)
     assert found.agent == "one"
     assert found.connections == {"UCX": ONE}
-    assert parsed(written()).connections == {"UCX": ONE}
+    assert parsed(agent_metadata()).connections == {"UCX": ONE}
 
 
-def test_parts_of_it_are_refused() -> None:
+def test_truncated_metadata_is_refused() -> None:
     for end in range(len(GOOD)):
         with pytest.raises(FormatError):
             parsed(GOOD[:end])
@@ -76,43 +76,43 @@ def test_parts_of_it_are_refused() -> None:
     ("wrong", "why"),
     [
         (b"nixlSerDes:" + GOOD[11:], "does not begin with b'nixlSerDes"),
-        (written(agent=b""), "b'Agent' is empty"),
-        (written(agent=b"\xff"), "b'Agent' is no text"),
+        (agent_metadata(agent=b""), "b'Agent' is empty"),
+        (agent_metadata(agent=b"\xff"), "b'Agent' is no text"),
         (GOOD.replace(number(b"Conns", 1), number(b"Conns", 0)), "b'Conns' is 0"),
         (GOOD.replace(number(b"Conns", 1), number(b"Conns", 1 << 63)), "1 to 64 can be"),
-        (GOOD.replace(number(b"Conns", 1), said(b"Conns", b"\1")), "b'Conns' is 1"),
+        (GOOD.replace(number(b"Conns", 1), tagged(b"Conns", b"\1")), "b'Conns' is 1"),
         (GOOD.replace(number(b"Conns", 1), number(b"Conns", 2)), "does not begin with b't'"),
-        (written(connection=b""), "within a value"),
-        (written(backend=b"OBJ", connection=b""), "has no connection"),
-        (written(connection=b"UCX's own"), "its version is 5"),
+        (agent_metadata(connection=b""), "within a value"),
+        (agent_metadata(backend=b"OBJ", connection=b""), "has no connection"),
+        (agent_metadata(connection=b"UCX's own"), "its version is 5"),
         (GOOD.replace(b"MemSection", b"NoSections"), "no section of memory"),
-        (written(count=1 << 40), "b'nixlSecElms' is 1099511627776"),
-        (written(count=1), "does not begin with b'bknd'"),
-        (written(sections=section(), count=1), "b'n' is 0"),
-        (written(sections=section(DESCRIPTOR, count=1 << 62), count=1), "b'n' is"),
-        (written(sections=section(bytes(23)), count=1), "has 23 bytes"),
-        (written(sections=section(DESCRIPTOR + KEY, bytes(8)), count=1), "has 8 bytes"),
-        (written(sections=section(DESCRIPTOR + b"x"), count=1), "within a value"),
+        (agent_metadata(count=1 << 40), "b'nixlSecElms' is 1099511627776"),
+        (agent_metadata(count=1), "does not begin with b'bknd'"),
+        (agent_metadata(sections=section(), count=1), "b'n' is 0"),
+        (agent_metadata(sections=section(DESCRIPTOR, count=1 << 62), count=1), "b'n' is"),
+        (agent_metadata(sections=section(bytes(23)), count=1), "has 23 bytes"),
+        (agent_metadata(sections=section(DESCRIPTOR + KEY, bytes(8)), count=1), "has 8 bytes"),
+        (agent_metadata(sections=section(DESCRIPTOR + b"x"), count=1), "within a value"),
         (GOOD.replace(b"nixlSDList", b"nixlBDList"), "no list of descriptors"),
-        (GOOD.replace(said(b"t", bytes(4)), said(b"t", b"\x09\0\0\0")), "no kind of memory"),
-        (GOOD.replace(said(b"t", bytes(4)), said(b"t", bytes(8))), "no kind of memory"),
+        (GOOD.replace(tagged(b"t", bytes(4)), tagged(b"t", b"\x09\0\0\0")), "no kind of memory"),
+        (GOOD.replace(tagged(b"t", bytes(4)), tagged(b"t", bytes(8))), "no kind of memory"),
     ],
 )
-def test_what_nixl_did_not_write_is_refused(wrong: bytes, why: str) -> None:
+def test_malformed_metadata_is_refused(wrong: bytes, why: str) -> None:
     with pytest.raises(FormatError, match=why):
         parsed(wrong)
 
 
-def test_a_backend_is_connected_to_in_one_way() -> None:
-    twice = said(b"t", b"UCX") + said(b"c", ONE)
+def test_two_connections_of_one_backend_are_refused() -> None:
+    twice = tagged(b"t", b"UCX") + tagged(b"c", ONE)
     wrong = GOOD.replace(number(b"Conns", 1), number(b"Conns", 2)).replace(twice, twice * 2)
     with pytest.raises(FormatError, match="or two"):
         parsed(wrong)
     assert MAX_CONNECTIONS >= 2
 
 
-def test_what_other_backends_say_is_theirs() -> None:
-    other = written(
+def test_sections_of_other_backends_are_not_checked() -> None:
+    other = agent_metadata(
         backend=b"Libfabric",
         connection=b"its own",
         sections=section(DESCRIPTOR + b"its own", backend=b"Libfabric"),
@@ -121,12 +121,12 @@ def test_what_other_backends_say_is_theirs() -> None:
     assert parsed(other).connections == {"Libfabric": b"its own"}
 
 
-def test_where_ucx_packs_in_another_way_its_part_is_not_looked_at() -> None:
-    assert parsed(written(connection=b"UCX's own"), ucx=False).agent == "one"
+def test_ucx_format_is_not_checked_unless_known() -> None:
+    assert parsed(agent_metadata(connection=b"UCX's own"), ucx=False).agent == "one"
 
 
 @given(st.integers(0, len(GOOD)), st.binary())
-def test_whatever_it_is_it_is_read_or_refused(at: int, rest: bytes) -> None:
+def test_arbitrary_metadata_is_parsed_or_refused(at: int, rest: bytes) -> None:
     try:
         parsed(GOOD[:at] + rest + GOOD[at + len(rest) :])
     except FormatError:

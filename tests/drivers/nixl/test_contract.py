@@ -14,7 +14,7 @@ FACTORY = "kvferry.drivers.nixl:NixlTransport"
 
 class TestNixl(TransportContract):
     factory = FACTORY
-    # A transfer cannot be cancelled, so the suite waits for the ends of those that last.
+    # NIXL cannot cancel a transfer, so the suite waits for the end of every long one.
     lasting_bytes = 4 << 30
 
     @pytest.mark.xfail(
@@ -26,8 +26,8 @@ class TestNixl(TransportContract):
         super().test_close_gives_threads_and_descriptors_back(lab)
 
 
-class TestWithoutThreads(ClosingTests):
-    """Where UCX has none but its progress thread, everything is given back."""
+class TestNixlWithoutThreads(ClosingTests):
+    """Without worker threads of UCX, close releases every thread and descriptor."""
 
     factory = FACTORY
     options = {"backend_options": {"num_threads": 0}}  # noqa: RUF012 - as the base class has it

@@ -1,4 +1,4 @@
-"""Batches become arrays for NIXL, one pair for each pair of memory kinds."""
+"""Batches of copies become pairs of descriptor arrays, one for each pair of memory kinds."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def batches(draw: st.DrawFn) -> Copies:
 
 
 @given(batches())
-def test_every_copy_of_some_bytes_is_in_the_part_of_its_kinds(copies: Copies) -> None:
+def test_every_nonempty_copy_is_in_the_chunk_of_its_memory_kinds(copies: Copies) -> None:
     expected: dict[tuple[str, str], list[tuple[int, ...]]] = {}
     for cut in copies.segments:
         for i in range(cut.start, cut.stop):
@@ -66,7 +66,7 @@ def test_every_copy_of_some_bytes_is_in_the_part_of_its_kinds(copies: Copies) ->
     assert found == expected
 
 
-def test_a_table_grows_and_is_used_again() -> None:
+def test_arrays_grow_and_are_reused() -> None:
     table = DescriptorLists()
     for n in (10_000, 3, 20_000):
         copies = Copies(
@@ -82,7 +82,7 @@ def test_a_table_grows_and_is_used_again() -> None:
 
 
 @given(batches(), st.integers(1, 5))
-def test_parts_of_few_rows_are_the_same_rows(copies: Copies, most: int) -> None:
+def test_limited_chunks_have_the_same_rows(copies: Copies, most: int) -> None:
     whole: list[tuple[object, ...]] = []
     few: list[tuple[object, ...]] = []
     for found, limit in ((whole, None), (few, most)):

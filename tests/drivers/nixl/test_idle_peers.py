@@ -1,4 +1,4 @@
-"""Peers that NIXL goes on knowing after they were disconnected."""
+"""Peers whose metadata NIXL keeps after they were disconnected."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ import pytest
 from kvferry.core.errors import ConnectError, TransportError
 from kvferry.drivers.nixl.idle_peers import MAX_IDLE, IdlePeers
 from kvferry.drivers.nixl.peer import NixlPeer
-from tests.drivers.nixl.fake import FakeAgent
+from tests.drivers.nixl.fake_agent import FakeAgent
 
 
 def peer(name: str, *keys: int) -> NixlPeer:
-    """One with some spans."""
+    """Return a peer with these keys of registrations."""
     return NixlPeer(name=name, itself=False, metadata=name.encode(), keys=frozenset(keys))
 
 
-def visit(idle: IdlePeers, agent: FakeAgent, some: NixlPeer) -> None:
-    """Meet it and part from it."""
+def connect_and_disconnect(idle: IdlePeers, agent: FakeAgent, some: NixlPeer) -> None:
+    """Connect a peer and make it idle."""
     idle.connect(some, agent)
     idle.add(some)
 
 
-def test_one_that_comes_back_is_told_again_and_not_forgotten_before() -> None:
+def test_returning_peer_with_same_memory_is_loaded_without_removal() -> None:
     idle, agent = IdlePeers(), FakeAgent()
-    visit(idle, agent, peer("a", 1))
+    connect_and_disconnect(idle, agent, peer("a", 1))
     again = peer("a", 1, 2)
     idle.connect(again, agent)
     assert agent.known == [b"a", b"a"]
@@ -33,14 +33,14 @@ def test_one_that_comes_back_is_told_again_and_not_forgotten_before() -> None:
     assert agent.known == []
 
 
-def test_one_that_comes_back_without_some_of_its_memory_is_forgotten_before() -> None:
+def test_returning_peer_with_less_memory_is_removed_first() -> None:
     idle, agent = IdlePeers(), FakeAgent()
-    visit(idle, agent, peer("a", 1, 2))
+    connect_and_disconnect(idle, agent, peer("a", 1, 2))
     idle.connect(peer("a", 2, 3), agent)
     assert agent.known == [b"a"]
 
 
-def test_another_agent_that_knows_it_forgets_it_with_the_first() -> None:
+def test_removal_applies_to_both_agents() -> None:
     idle, agent, second = IdlePeers(), FakeAgent(), FakeAgent()
     first = peer("a", 1)
     idle.connect(first, agent)
@@ -52,17 +52,17 @@ def test_another_agent_that_knows_it_forgets_it_with_the_first() -> None:
     assert (agent.known, second.known) == ([], [])
 
 
-def test_only_the_last_few_are_kept() -> None:
+def test_only_most_recent_idle_peers_are_kept() -> None:
     idle, agent = IdlePeers(), FakeAgent()
     for number in range(MAX_IDLE + 2):
-        visit(idle, agent, peer(str(number), 1))
+        connect_and_disconnect(idle, agent, peer(str(number), 1))
     assert len(agent.known) == MAX_IDLE
     assert agent.known[0] == b"2"
     idle.clear()
     assert agent.known == []
 
 
-def test_one_that_nixl_does_not_take_is_known_to_nobody() -> None:
+def test_returning_peer_refused_by_nixl_is_removed() -> None:
     class Refusing(FakeAgent):
         refuses = False
 
@@ -72,18 +72,18 @@ def test_one_that_nixl_does_not_take_is_known_to_nobody() -> None:
             return super().add(metadata)
 
     idle, agent = IdlePeers(), Refusing()
-    visit(idle, agent, peer("a", 1))
+    connect_and_disconnect(idle, agent, peer("a", 1))
     agent.refuses = True
     with pytest.raises(ConnectError, match="no"):
         idle.connect(peer("a", 1), agent)
     assert agent.known == []
 
 
-def test_whoever_is_met_is_known_though_others_are_forgotten_meanwhile() -> None:
-    """From many threads, of more peers than are kept."""
+def test_concurrently_connected_peer_is_never_removed() -> None:
+    """Many threads connect more peers than are kept idle."""
     idle, agent = IdlePeers(), FakeAgent()
 
-    def visits(seed: int) -> bool:
+    def connect_repeatedly(seed: int) -> bool:
         known = True
         for turn in range(200):
             some = peer(f"{seed}-{(seed * turn) % 20}", 1)
@@ -93,4 +93,4 @@ def test_whoever_is_met_is_known_though_others_are_forgotten_meanwhile() -> None
         return known
 
     with ThreadPoolExecutor(8) as pool:
-        assert all(pool.map(visits, range(1, 9)))
+        assert all(pool.map(connect_repeatedly, range(1, 9)))

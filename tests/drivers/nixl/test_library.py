@@ -1,4 +1,4 @@
-"""Where NIXL is missing or broken, it is said what to do."""
+"""A missing or broken NIXL is reported with its remedy."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from kvferry.core.errors import DriverError
 from kvferry.drivers.nixl import library
 
 
-def importing(monkeypatch: pytest.MonkeyPatch, errors: dict[str, Exception]) -> None:
-    """Let the import of each package raise."""
+def fail_imports(monkeypatch: pytest.MonkeyPatch, errors: dict[str, Exception]) -> None:
+    """Make the import of each package raise its error."""
 
     def raised(name: str) -> ModuleType:
         raise errors[name.partition(".")[0]]
@@ -24,15 +24,17 @@ def missing(package: str, needed: str = "") -> ModuleNotFoundError:
     return ModuleNotFoundError(f"No module named {needed or package!r}", name=needed or package)
 
 
-def test_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    importing(monkeypatch, {package: missing(package) for package in library.PACKAGES})
+def test_missing_library_is_reported_with_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    fail_imports(monkeypatch, {package: missing(package) for package in library.PACKAGES})
     with pytest.raises(DriverError, match=r"not installed: pip install 'kvferry\[nixl\]'"):
         library.load()
 
 
-def test_does_not_load(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The reason is that of the library, not that other packages are missing, too."""
-    importing(
+def test_library_that_does_not_load_is_reported_with_its_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The message does not suggest an installation, although other packages are missing."""
+    fail_imports(
         monkeypatch,
         {
             "nixl": missing("nixl"),
@@ -47,13 +49,13 @@ def test_does_not_load(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "pip install" not in str(caught.value)
 
 
-class Config:
-    """NIXL's, which its Python API makes and fills in."""
+class FakeAgentConfig:
+    """The configuration that NIXL's Python API passes to a native agent."""
 
     pthrDelay = 0
 
 
-def test_a_progress_thread_that_sleeps_is_asked_for_and_nothing_else_is_changed() -> None:
+def test_progress_delay_applies_only_to_agents_made_within() -> None:
     made: list[tuple[str, int]] = []
     native = SimpleNamespace(
         nixlAgent=lambda name, config: made.append((name, config.pthrDelay)), other="as it is"
@@ -64,7 +66,7 @@ def test_a_progress_thread_that_sleeps_is_asked_for_and_nothing_else_is_changed(
     )
     with found.patient(3):
         assert api.nixlBind.other == "as it is"
-        api.nixlBind.nixlAgent("ours", Config())
-    api.nixlBind.nixlAgent("another's", Config())
+        api.nixlBind.nixlAgent("ours", FakeAgentConfig())
+    api.nixlBind.nixlAgent("another's", FakeAgentConfig())
     assert made == [("ours", 3000), ("another's", 0)]
     assert api.nixlBind is native

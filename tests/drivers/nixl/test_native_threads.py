@@ -1,4 +1,4 @@
-"""Threads that may still be within a copy, and ones that are not."""
+"""Which native threads may still be within a copy, and which are idle."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from kvferry.drivers.nixl.native_threads import NativeThreads
 
 
 @contextmanager
-def running(work: threading.Event) -> Iterator[threading.Thread]:
-    """A thread that sleeps until there is work, and then keeps a processor to the end."""
+def running_thread(work: threading.Event) -> Iterator[threading.Thread]:
+    """Yield a thread that sleeps until the event is set, and then uses a CPU until the end."""
     over = threading.Event()
 
     def run() -> None:
         work.wait()
         while not over.is_set():
-            hashlib.pbkdf2_hmac("sha256", b"", b"", 300_000)  # without the interpreter's lock
+            hashlib.pbkdf2_hmac("sha256", b"", b"", 300_000)  # this releases the GIL
 
     thread = threading.Thread(target=run)
     thread.start()
@@ -31,50 +31,50 @@ def running(work: threading.Event) -> Iterator[threading.Thread]:
         thread.join()
 
 
-def used(thread: threading.Thread) -> float:
-    """Seconds that it has had a processor."""
+def cpu_seconds(thread: threading.Thread) -> float:
+    """Return the CPU time of a thread in seconds."""
     return time.clock_gettime(time.pthread_getcpuclockid(thread.ident or 0))
 
 
-def soon() -> float:
-    """A deadline that no test reaches."""
+def distant_deadline() -> float:
+    """Return a deadline that no test reaches."""
     return time.monotonic() + 60.0
 
 
 @contextmanager
-def at_work() -> Iterator[tuple[NativeThreads, threading.Thread]]:
-    """A thread that keeps a processor, and those that are watched: it alone."""
+def busy_thread() -> Iterator[tuple[NativeThreads, threading.Thread]]:
+    """Yield a thread that uses a CPU, and a ``NativeThreads`` that watches only this thread."""
     threads, work = NativeThreads(), threading.Event()
     with ExitStack() as stack:
         with threads.starting():
-            thread = stack.enter_context(running(work))
+            thread = stack.enter_context(running_thread(work))
         work.set()
-        before = used(thread)
-        while used(thread) - before < 0.01:
+        before = cpu_seconds(thread)
+        while cpu_seconds(thread) - before < 0.01:
             time.sleep(0.001)
         yield threads, thread
 
 
-def test_a_thread_that_sleeps_rests_also_if_there_is_no_time() -> None:
+def test_sleeping_thread_is_idle_without_waiting() -> None:
     threads = NativeThreads()
     with ExitStack() as stack:
         with threads.starting():
-            thread = stack.enter_context(running(threading.Event()))
-        while used(thread) == 0.0:
+            thread = stack.enter_context(running_thread(threading.Event()))
+        while cpu_seconds(thread) == 0.0:
             time.sleep(0.001)
-        while not threads.wait_idle(0.0):  # it may not have come to sleep yet
+        while not threads.wait_idle(0.0):  # the thread may not sleep yet
             time.sleep(0.001)
         assert thread.is_alive()
 
 
-def test_one_that_has_ended_rests() -> None:
-    with at_work() as (threads, _):
+def test_ended_thread_is_idle() -> None:
+    with busy_thread() as (threads, _):
         assert not threads.wait_idle(0.0)
-    assert threads.wait_idle(soon())
+    assert threads.wait_idle(distant_deadline())
 
 
-def test_one_that_runs_is_waited_for_until_it_has_left_any_copy() -> None:
-    with at_work() as (threads, thread):
-        before = used(thread)
-        assert threads.wait_idle(soon())
-        assert used(thread) - before > 0.01
+def test_busy_thread_is_idle_after_enough_cpu_time() -> None:
+    with busy_thread() as (threads, thread):
+        before = cpu_seconds(thread)
+        assert threads.wait_idle(distant_deadline())
+        assert cpu_seconds(thread) - before > 0.01

@@ -1,4 +1,4 @@
-"""Registrations with NIXL never overlap, whatever regions do."""
+"""Registrations with NIXL never overlap, although regions may."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from kvferry.core.errors import TransportError
 from kvferry.core.memory import Region
 from kvferry.drivers.nixl.registrations import Registrations
-from tests.drivers.nixl.fake import FakeAgent
+from tests.drivers.nixl.fake_agent import FakeAgent
 
 
 def region(start: int, stop: int, kind: str = "cpu", device: int = 0) -> Region:
@@ -26,12 +26,12 @@ def test_registrations_cover_all_regions_and_never_overlap(
     regions: list[Region], order: object
 ) -> None:
     agent = FakeAgent()
-    spans = Registrations(agent)
+    registrations = Registrations(agent)
     for index, one in enumerate(regions):
-        spans.add(one, ())
+        registrations.add(one, ())
         _check(agent, regions[: index + 1])
     while regions:
-        spans.remove(regions.pop(len(regions) // 2))
+        registrations.remove(regions.pop(len(regions) // 2))
         _check(agent, regions)
     assert not agent.registered
 
@@ -47,45 +47,45 @@ def _check(agent: FakeAgent, regions: list[Region]) -> None:
             assert apart or whole is other or whole.kind != other.kind
 
 
-def test_a_region_within_another_costs_nothing() -> None:
+def test_region_within_another_needs_no_registration() -> None:
     agent = FakeAgent()
-    spans = Registrations(agent)
-    spans.add(region(0, 100), ())
-    keys = [span.key for span in spans]
-    spans.add(region(10, 20), {region(0, 100)})
-    spans.remove(region(0, 100))
-    assert [span.key for span in spans] == keys
+    registrations = Registrations(agent)
+    registrations.add(region(0, 100), ())
+    keys = [span.key for span in registrations]
+    registrations.add(region(10, 20), {region(0, 100)})
+    registrations.remove(region(0, 100))
+    assert [span.key for span in registrations] == keys
     assert list(agent.registered.values()) == [region(0, 100)]
-    assert set(spans.regions) == {region(10, 20)}
+    assert set(registrations.regions) == {region(10, 20)}
 
 
-def test_registering_anew_is_seen_by_peers() -> None:
-    """The key is another one, because the old access rights are void."""
-    spans = Registrations(FakeAgent())
-    spans.add(region(0, 100), ())
-    [first] = [span.key for span in spans]
-    spans.remove(region(0, 100))
-    spans.add(region(0, 100), ())
-    assert [span.key for span in spans] != [first]
+def test_registering_again_gives_another_key() -> None:
+    """Peers see by the key that their old access rights are void."""
+    registrations = Registrations(FakeAgent())
+    registrations.add(region(0, 100), ())
+    [first] = [span.key for span in registrations]
+    registrations.remove(region(0, 100))
+    registrations.add(region(0, 100), ())
+    assert [span.key for span in registrations] != [first]
 
 
-def test_memory_in_use_is_not_registered_anew() -> None:
+def test_registration_in_use_is_not_extended() -> None:
     agent = FakeAgent()
-    spans = Registrations(agent)
-    spans.add(region(0, 100), ())
+    registrations = Registrations(agent)
+    registrations.add(region(0, 100), ())
     with pytest.raises(TransportError, match="register the larger region first"):
-        spans.add(region(50, 150), {region(0, 100)})
+        registrations.add(region(50, 150), {region(0, 100)})
     assert list(agent.registered.values()) == [region(0, 100)]
 
 
-def test_what_was_registered_stays_so_if_its_growth_is_refused() -> None:
+def test_registration_stays_when_its_extension_is_refused() -> None:
     agent = FakeAgent()
-    spans = Registrations(agent)
-    spans.add(region(0, 100), ())
+    registrations = Registrations(agent)
+    registrations.add(region(0, 100), ())
     agent.refused.add(region(0, 150))
     with pytest.raises(TransportError, match="told to refuse"):
-        spans.add(region(50, 150), ())
+        registrations.add(region(50, 150), ())
     assert list(agent.registered.values()) == [region(0, 100)]
-    assert region(50, 150) not in spans
-    spans.remove(region(0, 100))
+    assert region(50, 150) not in registrations
+    registrations.remove(region(0, 100))
     assert not agent.registered

@@ -1,4 +1,4 @@
-"""A transfer of several parts: one outcome, one notification, and every handle given back."""
+"""A transfer of several chunks: one outcome, one notification, and every handle given back."""
 
 from __future__ import annotations
 
@@ -9,137 +9,137 @@ from kvferry.core.transport import State
 from kvferry.drivers.nixl.agent import TransferChunk
 from kvferry.drivers.nixl.peer import NixlPeer
 from kvferry.drivers.nixl.transfer import NixlTransfer
-from tests.drivers.nixl.fake import FakeAgent
+from tests.drivers.nixl.fake_agent import FakeAgent
 
 
-def make(
-    agent: FakeAgent, parts: int, notify: bytes | None = None
+def make_transfer(
+    agent: FakeAgent, chunks: int, notify: bytes | None = None
 ) -> tuple[NixlTransfer, list[TransferChunk]]:
-    job = NixlTransfer(
+    transfer = NixlTransfer(
         peer=NixlPeer(name="peer", itself=False),
         prepare=agent.prepare,
         send=None if notify is None else partial(agent.notify, "peer", notify),
     )
-    return job, [TransferChunk(write=False, local=None, remote=None) for _ in range(parts)]
+    return transfer, [TransferChunk(write=False, local=None, remote=None) for _ in range(chunks)]
 
 
-def test_done_when_all_parts_are_and_notified_then_only() -> None:
+def test_notification_is_sent_when_all_chunks_are_done() -> None:
     agent = FakeAgent()
-    job, parts = make(agent, 3, b"all of it")
-    agent.answers = {parts[0]: [True], parts[1]: [False, False, True], parts[2]: [False]}
-    job.post(parts)
-    assert job.status.state is State.PENDING
-    job.advance()
-    assert (job.status.state, agent.sent) == (State.PENDING, [])
-    job.advance()
-    assert (job.status.state, agent.sent) == (State.DONE, [("peer", b"all of it")])
+    transfer, chunks = make_transfer(agent, 3, b"all of it")
+    agent.answers = {chunks[0]: [True], chunks[1]: [False, False, True], chunks[2]: [False]}
+    transfer.post(chunks)
+    assert transfer.status.state is State.PENDING
+    transfer.advance()
+    assert (transfer.status.state, agent.sent) == (State.PENDING, [])
+    transfer.advance()
+    assert (transfer.status.state, agent.sent) == (State.DONE, [("peer", b"all of it")])
     assert not agent.held
 
 
-def test_a_failed_part_dooms_until_it_is_settled() -> None:
+def test_failed_chunk_leaves_transfer_failing_until_settled() -> None:
     agent = FakeAgent()
-    job, parts = make(agent, 2, b"never")
-    agent.answers = {parts[0]: [False, PeerLostError("gone")], parts[1]: [False, False, True]}
-    job.post(parts)
-    job.advance()
-    assert (job.status.state, str(job.status.error)) == (State.FAILING, "gone")
-    job.advance()
-    assert job.status.state is State.FAILING
-    assert job.running == []
-    assert job.release() == []
-    assert job.status.state is State.FAILING
+    transfer, chunks = make_transfer(agent, 2, b"never")
+    agent.answers = {chunks[0]: [False, PeerLostError("gone")], chunks[1]: [False, False, True]}
+    transfer.post(chunks)
+    transfer.advance()
+    assert (transfer.status.state, str(transfer.status.error)) == (State.FAILING, "gone")
+    transfer.advance()
+    assert transfer.status.state is State.FAILING
+    assert transfer.running == []
+    assert transfer.release() == []
+    assert transfer.status.state is State.FAILING
     assert not agent.held
-    job.settle()
-    assert (job.status.state, str(job.status.error)) == (State.FAILED, "gone")
+    transfer.settle()
+    assert (transfer.status.state, str(transfer.status.error)) == (State.FAILED, "gone")
     assert agent.sent == []
 
 
-def test_after_a_part_that_fails_at_once_no_other_is_posted() -> None:
+def test_no_chunk_is_posted_after_one_that_fails_at_once() -> None:
     agent = FakeAgent()
-    job, parts = make(agent, 3)
-    agent.answers = {parts[0]: [False, True], parts[1]: [TransportError("refused")]}
-    job.post(parts)
-    assert agent.posted == parts[:2]
-    assert job.status.state is State.FAILING
+    transfer, chunks = make_transfer(agent, 3)
+    agent.answers = {chunks[0]: [False, True], chunks[1]: [TransportError("refused")]}
+    transfer.post(chunks)
+    assert agent.posted == chunks[:2]
+    assert transfer.status.state is State.FAILING
     assert len(agent.held) == 2
-    job.release()
+    transfer.release()
     assert not agent.held
 
 
-def test_a_part_is_prepared_when_its_turn_has_come() -> None:
-    """By whoever posts by then."""
+def test_chunk_is_prepared_when_it_is_posted() -> None:
+    """A chunk is prepared by the agent that posts transfers by then."""
     first, second = FakeAgent(), FakeAgent()
-    job, parts = make(first, 3)
-    first.answers = {parts[0]: [False, True], parts[1]: [False, True]}
-    job.post(parts)
-    job.prepare = second.prepare
-    job.advance()
-    assert (first.posted, second.posted) == (parts[:2], parts[2:])
-    assert job.status.state is State.DONE
+    transfer, chunks = make_transfer(first, 3)
+    first.answers = {chunks[0]: [False, True], chunks[1]: [False, True]}
+    transfer.post(chunks)
+    transfer.prepare = second.prepare
+    transfer.advance()
+    assert (first.posted, second.posted) == (chunks[:2], chunks[2:])
+    assert transfer.status.state is State.DONE
     assert not first.held
     assert not second.held
 
 
-def test_where_no_part_is_to_be_had_it_is_quiet() -> None:
+def test_transfer_without_any_prepared_chunk_fails_at_once() -> None:
     agent = FakeAgent()
     agent.gone = PeerLostError("gone")
-    job, parts = make(agent, 2, b"never")
-    job.post(parts)
-    assert (job.status.state, str(job.status.error)) == (State.FAILED, "gone")
-    assert job.drained
+    transfer, chunks = make_transfer(agent, 2, b"never")
+    transfer.post(chunks)
+    assert (transfer.status.state, str(transfer.status.error)) == (State.FAILED, "gone")
+    assert transfer.drained
     assert (agent.posted, agent.sent) == ([], [])
 
 
-def test_where_the_next_part_is_not_to_be_had_the_one_that_moves_must_be_settled() -> None:
+def test_running_chunk_must_be_settled_when_the_next_cannot_be_prepared() -> None:
     agent = FakeAgent()
-    job, parts = make(agent, 3)
-    agent.answers = {parts[0]: [False, True], parts[1]: [False, False, True]}
-    job.post(parts)
+    transfer, chunks = make_transfer(agent, 3)
+    agent.answers = {chunks[0]: [False, True], chunks[1]: [False, False, True]}
+    transfer.post(chunks)
     agent.gone = PeerLostError("gone")
-    job.advance()
-    job.advance()
-    assert (job.drained, job.status.state) == (True, State.FAILING)
-    job.release()
-    job.settle()
-    assert (job.drained, job.status.state) == (True, State.FAILED)
+    transfer.advance()
+    transfer.advance()
+    assert (transfer.drained, transfer.status.state) == (True, State.FAILING)
+    transfer.release()
+    transfer.settle()
+    assert (transfer.drained, transfer.status.state) == (True, State.FAILED)
     assert not agent.held
 
 
-def test_all_bytes_there_and_no_notification_is_a_failure_that_is_quiet() -> None:
+def test_lost_notification_fails_a_finished_transfer() -> None:
     agent = FakeAgent()
-    job, parts = make(agent, 1)
+    transfer, chunks = make_transfer(agent, 1)
 
-    def lost() -> None:
+    def raise_peer_lost() -> None:
         raise PeerLostError("gone")
 
-    job.send = lost
-    job.post(parts)
-    assert job.status.state is State.FAILED
+    transfer.send = raise_peer_lost
+    transfer.post(chunks)
+    assert transfer.status.state is State.FAILED
     assert not agent.held
 
 
-def test_of_no_parts_it_is_done_at_once() -> None:
+def test_transfer_without_chunks_is_done_at_once() -> None:
     agent = FakeAgent()
-    job, parts = make(agent, 0, b"still said")
-    job.post(parts)
-    assert (job.status.state, agent.sent) == (State.DONE, [("peer", b"still said")])
+    transfer, chunks = make_transfer(agent, 0, b"still said")
+    transfer.post(chunks)
+    assert (transfer.status.state, agent.sent) == (State.DONE, [("peer", b"still said")])
 
 
-def test_a_disconnect_in_flight_is_not_undone_by_a_good_end() -> None:
+def test_transfer_failed_by_disconnect_stays_failed() -> None:
     agent = FakeAgent()
-    job, parts = make(agent, 1, b"too late")
-    agent.answers = {parts[0]: [False, True]}
-    job.post(parts)
-    job.fail(PeerLostError("disconnected"))
-    job.advance()
-    job.settle()
-    assert (job.status.state, agent.sent) == (State.FAILED, [])
+    transfer, chunks = make_transfer(agent, 1, b"too late")
+    agent.answers = {chunks[0]: [False, True]}
+    transfer.post(chunks)
+    transfer.fail(PeerLostError("disconnected"))
+    transfer.advance()
+    transfer.settle()
+    assert (transfer.status.state, agent.sent) == (State.FAILED, [])
 
 
-def test_an_error_is_kept_without_the_frames_that_hold_the_agent() -> None:
+def test_error_is_kept_without_traceback() -> None:
     agent = FakeAgent()
-    job, parts = make(agent, 2)
-    agent.answers = {parts[0]: [PeerLostError("gone")]}
-    job.post(parts)
-    assert job.status.error is not None
-    assert job.status.error.__traceback__ is None
+    transfer, chunks = make_transfer(agent, 2)
+    agent.answers = {chunks[0]: [PeerLostError("gone")]}
+    transfer.post(chunks)
+    assert transfer.status.error is not None
+    assert transfer.status.error.__traceback__ is None

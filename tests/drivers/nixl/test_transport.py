@@ -1,4 +1,4 @@
-"""What is NIXL's own: options, telemetry, what it prints, and how its process ends."""
+"""The nixl driver on NIXL: options, telemetry, dead peers, output, and the end of the process."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def make() -> Iterator[Make]:
         one.close()
 
 
-def test_the_registry_finds_it() -> None:
+def test_registry_finds_driver() -> None:
     [info] = [one for one in registry.installed() if one.name == "nixl"]
     report = registry.describe(info)
     assert report.reason is None
@@ -50,7 +50,7 @@ def test_the_registry_finds_it() -> None:
 
 
 @pytest.mark.parametrize("name", ["x" * 100, "x" * 200])
-def test_what_is_said_of_forty_holds_fits_its_notifications(make: Make, name: str) -> None:
+def test_releases_of_forty_holds_fit_its_notifications(make: Make, name: str) -> None:
     notes = [
         Release(incarnation=1, slot=slot, generation=1, engine=name, rank=0, expected=1)
         for slot in range(40)
@@ -77,7 +77,7 @@ def test_what_is_said_of_forty_holds_fits_its_notifications(make: Make, name: st
         ({"threads": 2}, "unknown field `threads`; it has, with their defaults: backend"),
     ],
 )
-def test_options_that_it_does_not_have_are_refused_with_those_that_it_has(
+def test_invalid_options_are_refused_with_valid_ones_named(
     options: dict[str, object], said: str
 ) -> None:
     with pytest.raises(DriverError, match=said):
@@ -85,13 +85,13 @@ def test_options_that_it_does_not_have_are_refused_with_those_that_it_has(
 
 
 @pytest.mark.parametrize("threads", [0, "1"])
-def test_a_backend_takes_its_parameters(make: Make, threads: object) -> None:
-    _moved(make(backend_options={"num_threads": threads, "num_workers": 2}), make())
+def test_backend_options_are_accepted(make: Make, threads: object) -> None:
+    _move_bytes(make(backend_options={"num_threads": threads, "num_workers": 2}), make())
 
 
-def test_telemetry_of_what_is_done(make: Make) -> None:
+def test_telemetry_of_finished_transfer(make: Make) -> None:
     transport = make(telemetry=True)
-    transfer = _moved(transport, make())
+    transfer = _move_bytes(transport, make())
     [found] = transport.telemetry(transfer)
     assert found.nbytes == 1 << 16
     assert found.descriptors >= 1
@@ -101,14 +101,14 @@ def test_telemetry_of_what_is_done(make: Make) -> None:
         transport.telemetry(transfer)
 
 
-def test_no_telemetry_unless_asked(make: Make) -> None:
+def test_telemetry_is_refused_unless_enabled(make: Make) -> None:
     transport = make()
     with pytest.raises(TransportUsageError, match="set driver_options: telemetry"):
-        transport.telemetry(_moved(transport, make()))
+        transport.telemetry(_move_bytes(transport, make()))
 
 
-def test_a_part_whose_memory_is_gone_costs_no_connection_with_itself(make: Make) -> None:
-    """It can't be lost, so nothing would bring it back."""
+def test_deregistered_memory_does_not_break_connection_to_itself(make: Make) -> None:
+    """A transport never loses the connection to itself, so it could not connect again either."""
     transport, rows = make(), 3 * 4096
     here, there, other = (np.full(rows * 64, value, np.uint8) for value in (0, 1, 7))
     local, gone, stays = map(region_of, (here, there, other))
@@ -118,83 +118,77 @@ def test_a_part_whose_memory_is_gone_costs_no_connection_with_itself(make: Make)
     places = [(local.address + 64 * i, gone.address + 64 * i, 32) for i in range(rows)]
     begun = transport.read(peer, copies_between(places, local=local, remote=gone))
     transport.deregister(gone)
-    _ended(transport, begun)
+    _wait_until_known(transport, begun)
     place = [(local.address, stays.address, 4096)]
     after = transport.read(peer, copies_between(place, local=local, remote=stays))
-    assert _ended(transport, after) is State.DONE
+    assert _wait_until_known(transport, after) is State.DONE
     assert (here[:4096] == 7).all()
 
 
-def test_a_peer_that_comes_back_again_and_again_takes_no_more_descriptors(make: Make) -> None:
+def test_reconnecting_peer_leaks_no_descriptors(make: Make) -> None:
     transport, other = make(), make()
 
-    def visited() -> int:
-        """How many there are; a connection has five on either side."""
-        _moved(transport, other)
+    def connect_and_count() -> int:
+        """Return the number of open descriptors; a connection has five on either side."""
+        _move_bytes(transport, other)
         transport.disconnect(transport.connect(other.address()))
         return _descriptors()
 
-    first = [visited() for _ in range(3)][-1]
-    assert max(visited() for _ in range(10)) < first + 3 * AN_AGENT
+    first = [connect_and_count() for _ in range(3)][-1]
+    assert max(connect_and_count() for _ in range(10)) < first + 3 * DESCRIPTORS_PER_AGENT
 
 
-def test_a_peer_that_comes_back_with_other_memory(make: Make) -> None:
-    """Some of what NIXL knows of it is gone by then, and some is new."""
+def test_reconnecting_peer_with_other_memory_can_be_read(make: Make) -> None:
+    """Some regions in the metadata that NIXL keeps are gone by then, and others are new."""
     transport, other = make(), make()
     for _ in range(3):
         gone = np.full(4096, 1, np.uint8)
         other.register(region_of(gone))
-        _moved(transport, other)
+        _move_bytes(transport, other)
         transport.disconnect(transport.connect(other.address()))
         other.deregister(region_of(gone))
-    _moved(transport, other)
-
-
-def _ended(transport: NixlTransport, transfer: TransferId) -> State:
-    while (state := transport.poll([transfer])[0].state) is State.PENDING:
-        time.sleep(0.001)
-    return state
+    _move_bytes(transport, other)
 
 
 def _threads() -> int:
     return len(os.listdir("/proc/self/task"))
 
 
-AN_AGENT = 10
-"""More file descriptors than this come with each; UCX opens and closes a few in between."""
+DESCRIPTORS_PER_AGENT = 10
+"""Every agent opens more file descriptors than this; UCX opens and closes a few in between."""
 
 
 def _descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-def _fall_to(threads: int) -> bool:
-    """Wait until so many are left: the kernel lists one that was joined for a moment."""
+def _threads_fall_to(threads: int) -> bool:
+    """Wait until so few threads are left: the kernel lists a joined thread for a moment."""
     deadline = time.monotonic() + 10
     while _threads() > threads and time.monotonic() < deadline:
         pass
     return _threads() <= threads
 
 
-def test_its_threads_end_when_it_is_closed_whoever_still_holds_it(make: Make) -> None:
-    make().close()  # some threads come with the library, and stay
+def test_close_ends_threads_while_transport_is_still_referenced(make: Make) -> None:
+    make().close()  # the library starts some threads that stay
     before = _threads()
     transport, other = make(), make()
-    transfer = _moved(transport, other)
+    transfer = _move_bytes(transport, other)
     with pytest.raises(TransportUsageError) as kept:
         transport.telemetry(transfer)
     gc.disable()
     try:
         transport.close()
         other.close()
-        assert _fall_to(before)
+        assert _threads_fall_to(before)
     finally:
         gc.enable()
     assert kept.traceback
 
 
-class Pages:
-    """Blocks of 4 KiB, each with its own number in it, registered with two transports."""
+class NumberedBlocks:
+    """Blocks of 4 KiB, each filled with its number, registered with two transports."""
 
     n, size = 5000, 4096
 
@@ -207,7 +201,7 @@ class Pages:
         other.register(self.remote)
 
     def read(self) -> TransferId:
-        """Read all of them in any order; see that they are right."""
+        """Read all blocks in random order and check their contents."""
         self.mine[:] = 0
         offsets = np.random.default_rng(0).permutation(self.n).astype(np.uint64) * np.uint64(
             self.size
@@ -216,19 +210,19 @@ class Pages:
         copies = _blocks(self.local, offsets, self.remote, far, self.size)
         peer = self.transport.connect(self.other.address())
         transfer = self.transport.read(peer, copies)
-        assert _known(self.transport, transfer) is State.DONE
+        assert _wait_until_known(self.transport, transfer) is State.DONE
         np.testing.assert_array_equal(self.mine, self.theirs)
         return transfer
 
     def leave(self) -> None:
-        """Undo what was done for them."""
+        """Disconnect and deregister the memory."""
         self.transport.disconnect(self.transport.connect(self.other.address()))
         self.transport.deregister(self.local)
         self.other.deregister(self.remote)
 
 
-def _bereave(transport: NixlTransport, local: Region) -> None:
-    """Kill a peer in the middle of a read that is large enough for UCX's threads."""
+def _kill_peer_during_read(transport: NixlTransport, local: Region) -> None:
+    """Kill a peer during a read that is large enough for UCX's threads."""
     with Process("kvferry.drivers.nixl:NixlTransport", {}, "cpu", 1 << 20) as process:
         dead = transport.connect(process.address())
         same = np.zeros(4096, np.uint64)
@@ -236,67 +230,70 @@ def _bereave(transport: NixlTransport, local: Region) -> None:
         copies = _blocks(local, same, far, same + np.uint64(far.address), 1 << 20)
         with killed_soon(process):
             transfer = transport.read(dead, copies)
-        assert _known(transport, transfer) is State.FAILING
+        assert _wait_until_known(transport, transfer) is State.FAILING
         transport.disconnect(dead)
     assert transport.poll([transfer])[0].state is State.FAILED
 
 
-def test_large_transfers_work_after_a_peer_died_during_one(make: Make) -> None:
-    """Those after it go another way, as large as before: what the dead one's left behind is never
-    touched again. That other way is made once, however many die."""
+def test_large_transfers_work_after_peer_died_during_one(make: Make) -> None:
+    """Later transfers use a second agent, in as many chunks as before.
+
+    What the transfer to the dead peer left behind is never touched again. The second agent is made
+    once, however many peers die.
+    """
     transport = make(telemetry=True)
-    pages = Pages(transport, make())
-    parts = len(transport.telemetry(pages.read()))
+    blocks = NumberedBlocks(transport, make())
+    parts = len(transport.telemetry(blocks.read()))
     more = []
     for _ in range(2):
-        _bereave(transport, pages.local)
+        _kill_peer_during_read(transport, blocks.local)
         before = _descriptors()
-        assert len(transport.telemetry(pages.read())) == parts
+        assert len(transport.telemetry(blocks.read())) == parts
         more.append(_descriptors() - before)
-    assert more[0] >= AN_AGENT > more[1]
-    # Who comes back does so at another address.
+    assert more[0] >= DESCRIPTORS_PER_AGENT > more[1]
+    # A peer that comes back has another address.
     with Process("kvferry.drivers.nixl:NixlTransport", {}, "cpu", 1 << 20) as process:
         peer, far = transport.connect(process.address()), process.region
-        span = (pages.local.address, far.address, 1 << 20)
-        copies = copies_between([span], local=pages.local, remote=far)
-        assert _known(transport, transport.read(peer, copies)) is State.DONE
-        np.testing.assert_array_equal(pages.mine.ravel()[: 1 << 20], process.get())
+        span = (blocks.local.address, far.address, 1 << 20)
+        copies = copies_between([span], local=blocks.local, remote=far)
+        assert _wait_until_known(transport, transport.read(peer, copies)) is State.DONE
+        np.testing.assert_array_equal(blocks.mine.ravel()[: 1 << 20], process.get())
 
 
-def test_memory_and_peers_come_and_go_after_a_peer_died(make: Make) -> None:
+def test_regions_and_peers_change_after_peer_died(make: Make) -> None:
     transport, other = make(), make()
-    pages = Pages(transport, other)
-    pages.read()
-    _bereave(transport, pages.local)
-    more, itself = Pages(transport, other), Pages(transport, transport)
+    blocks = NumberedBlocks(transport, other)
+    blocks.read()
+    _kill_peer_during_read(transport, blocks.local)
+    more, itself = NumberedBlocks(transport, other), NumberedBlocks(transport, transport)
     for _ in range(2):
         more.read()
-        pages.read()
+        blocks.read()
         itself.read()
     more.leave()
-    pages.read()
-    pages.leave()
-    Pages(transport, other).read()
-    Pages(transport, make()).read()
+    blocks.read()
+    blocks.leave()
+    NumberedBlocks(transport, other).read()
+    NumberedBlocks(transport, make()).read()
 
 
-def test_what_is_bound_to_a_transfer_comes_from_the_same_sender_after_a_peer_died(
+def test_bound_notifications_keep_their_sender_after_peer_died(
     make: Make,
 ) -> None:
     transport, other = make(), make()
-    pages = Pages(transport, other)
-    _bereave(transport, pages.local)
+    blocks = NumberedBlocks(transport, other)
+    _kill_peer_during_read(transport, blocks.local)
     peer = transport.connect(other.address())
     copies = copies_between(
-        [(pages.local.address, pages.remote.address, pages.local.nbytes)],
-        local=pages.local,
-        remote=pages.remote,
+        [(blocks.local.address, blocks.remote.address, blocks.local.nbytes)],
+        local=blocks.local,
+        remote=blocks.remote,
     )
-    pages.mine[:] = 7
-    assert _known(transport, transport.write(peer, copies, b"written")) is State.DONE
+    blocks.mine[:] = 7
+    assert _wait_until_known(transport, transport.write(peer, copies, b"written")) is State.DONE
     while not (found := other.notifications()):
         pass
-    assert (pages.theirs == 7).all()
+    assert (blocks.theirs == 7).all()
     assert [(one.sender, one.payload) for one in found] == [(transport.name, b"written")]
 
 
@@ -319,10 +316,10 @@ print("the end")
 """
 
 
-def test_the_process_survives_the_peers_that_died_and_ends_well() -> None:
-    """UCX aborts the process in which what a broken connection has left behind is destroyed."""
+def test_process_survives_dead_peers_and_exits_cleanly() -> None:
+    """UCX would abort a process that destroys what a broken connection left behind."""
     run = _run(ENDING)
-    # UCX writes there, too.
+    # UCX writes to stdout, too.
     assert run.stdout.endswith("the end\n"), run.stderr
     assert run.returncode == 0, run.stderr
 
@@ -357,15 +354,15 @@ def _run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("closed", [True, False])
-def test_it_prints_nothing_and_its_process_ends_well(closed: bool) -> None:
-    """Although NIXL brings libraries that many machines have, too, in another version."""
+def test_transport_prints_nothing_and_process_exits_cleanly(closed: bool) -> None:
+    """NIXL brings libraries that many machines also have in another version."""
     run = _run(CODE.replace("{closed}", str(closed)))
     assert run.stdout == "the end True\n"
     assert "INFO" not in run.stderr
     assert run.returncode == 0, run.stderr
 
 
-def test_it_says_more_when_asked() -> None:
+def test_nixl_log_level_is_respected() -> None:
     run = _run(CODE.replace("{closed}", "True"), NIXL_LOG_LEVEL="INFO")
     assert "Initialized NIXL agent" in run.stdout + run.stderr
 
@@ -373,7 +370,7 @@ def test_it_says_more_when_asked() -> None:
 def _blocks(
     local: Region, here: np.ndarray, remote: Region, there: np.ndarray, size: int
 ) -> Copies:
-    """Copies of one size, by offsets here and by addresses there."""
+    """Return copies of one size from remote addresses to local offsets."""
     n = len(here)
     return Copies(
         local=here + np.uint64(local.address),
@@ -383,14 +380,14 @@ def _blocks(
     )
 
 
-def _known(transport: NixlTransport, transfer: TransferId) -> State:
+def _wait_until_known(transport: NixlTransport, transfer: TransferId) -> State:
     while (state := transport.poll([transfer])[0].state) is State.PENDING:
-        pass
+        time.sleep(0.001)
     return state
 
 
-def _moved(transport: NixlTransport, other: NixlTransport) -> TransferId:
-    """A transfer of 64 KiB that is done."""
+def _move_bytes(transport: NixlTransport, other: NixlTransport) -> TransferId:
+    """Read 64 KiB and return the finished transfer."""
     mine, theirs = np.zeros(1 << 16, np.uint8), np.full(1 << 16, 7, np.uint8)
     local, remote = region_of(mine), region_of(theirs)
     transport.register(local)

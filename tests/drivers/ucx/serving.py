@@ -1,4 +1,4 @@
-"""A peer's process with memory that it can give back to the kernel."""
+"""Commands of a peer process that can unmap registered memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvferry.testing.peer_process import PeerServer, PeerSetup
 
 
 class Mapped(PeerServer):
-    """Each public method is a command."""
+    """Commands of the peer process: each public method is one."""
 
     def __init__(self, orders: PeerSetup) -> None:
         super().__init__(orders)
@@ -20,7 +20,7 @@ class Mapped(PeerServer):
         self._begun: TransferId | None = None
 
     def map(self, nbytes: int) -> Region:
-        """Register fresh memory."""
+        """Map and register new memory."""
         self._memory = mmap.mmap(-1, nbytes)
         array = np.frombuffer(self._memory, np.uint8)
         region = Region(address=array.ctypes.data, nbytes=nbytes)
@@ -29,17 +29,17 @@ class Mapped(PeerServer):
         return region
 
     def unmap(self, region: Region) -> None:
-        """Deregister it, and let it go: whoever touches it crashes."""
+        """Deregister the memory and unmap it, so that any access crashes."""
         self.transport.deregister(region)
         if self._memory is not None:
             self._memory.close()
 
     def start_only(self, op: str, peer: PeerId, copies: object) -> None:
-        """Begin a transfer."""
+        """Start a transfer without waiting for its end."""
         self._begun = getattr(self.transport, op)(peer, copies)
 
     def state(self) -> str:
-        """Of the transfer that was begun."""
+        """Return the state of the transfer that was started."""
         if self._begun is None:
             return ""
         (status,) = self.transport.poll([self._begun])

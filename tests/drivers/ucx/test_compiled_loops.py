@@ -1,4 +1,4 @@
-"""When the loops are compiled, and what runs where they cannot be."""
+"""When loops are compiled, and what runs until then or where they cannot be compiled."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ from kvferry.drivers.ucx.ucp import Endpoint, Ucp
 PLAIN, COMPILED = 0, 4096
 
 
-class Answering:
-    """A libucp whose calls end at once."""
+class ImmediateUcp:
+    """A libucp whose calls complete at once."""
 
     def function(self, name: str) -> Any:
         del name
         return lambda *_: PLAIN
 
 
-LIBRARY = cast(Ucp, Answering())
+LIBRARY = cast(Ucp, ImmediateUcp())
 
 
 def loops(ucp: Ucp) -> Loops:
-    """Loops that leave a mark in every answer."""
+    """Make loops that write ``COMPILED`` into every answer."""
     del ucp
 
     def post(*arguments: Any) -> None:
         arguments[-1][:] = COMPILED
 
-    return Loops(get=post, put=post, sweep=none, progress=none, copy=none)
+    return Loops(get=post, put=post, sweep=not_called, progress=not_called, copy=not_called)
 
 
-def none(*_: Any) -> Any:
+def not_called(*_: Any) -> Any:
     raise AssertionError("not called")
 
 
@@ -48,7 +48,7 @@ def answers(poster: CompiledPoster, n: int) -> set[int]:
     return set(poster.post(Endpoint(1), batch, write=False).tolist())
 
 
-def test_compiled_loops_run_once_they_are_there_and_for_enough_runs() -> None:
+def test_compiled_loops_run_once_ready_and_for_enough_runs() -> None:
     allowed = threading.Event()
 
     def compile_when_allowed(library: Ucp) -> Loops:
@@ -66,7 +66,7 @@ def test_compiled_loops_run_once_they_are_there_and_for_enough_runs() -> None:
     assert answers(poster, WORTH_CALLING - 1) == {PLAIN}
 
 
-def test_they_are_compiled_once() -> None:
+def test_loops_are_compiled_once() -> None:
     compiled: list[Ucp] = []
 
     def count(library: Ucp) -> Loops:
@@ -80,7 +80,7 @@ def test_they_are_compiled_once() -> None:
     assert compiled == [LIBRARY]
 
 
-def test_without_numba_the_loop_in_python_runs_and_one_warning_says_so(
+def test_without_numba_python_loop_runs_and_warns_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     poster = CompiledPoster(LIBRARY, None)
@@ -93,7 +93,7 @@ def test_without_numba_the_loop_in_python_runs_and_one_warning_says_so(
     assert "pip install numba" in record.getMessage()
 
 
-def test_a_numba_that_does_not_work_is_reported(caplog: pytest.LogCaptureFixture) -> None:
+def test_broken_numba_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     def fail(library: Ucp) -> Loops:
         raise ImportError("numba needs NumPy 2.4 or less")
 

@@ -1,4 +1,4 @@
-"""Which libucp is taken, and what is said of it and of those that are not."""
+"""Which libucp is found, and how a missing or unusable one is reported."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ from pathlib import Path
 import pytest
 
 from kvferry.core.errors import DriverError
-from kvferry.drivers.ucx import dlopen as opening
-from kvferry.drivers.ucx import library
+from kvferry.drivers.ucx import dlopen, library
 from kvferry.drivers.ucx.library import find
 from kvferry.drivers.ucx.ucp import Ucp
-from tests.drivers.ucx import fakes
+from tests.drivers.ucx import fake_libraries
 
-LOADS = """
+LOAD_SCRIPT = """
 import ctypes, sys
 from kvferry.core.errors import DriverError
 from kvferry.drivers.ucx.library import find, load
@@ -31,29 +30,29 @@ for path in sys.argv[1:]:
 
 @pytest.fixture(autouse=True)
 def nothing_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither the system nor the environment of these tests has any, whatever it has."""
+    """Hide any libucp of the system and of the environment from the tests."""
     monkeypatch.setattr(library, "SYSTEMS_OWN", "libucp_of_these_tests.so.0")
     monkeypatch.setattr(library, "WHEEL", "libucx_of_nobody")
 
 
 @pytest.fixture
 def wheel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """The wheel is installed."""
+    """The library of an installed wheel."""
     monkeypatch.setattr(library, "WHEEL", "libucx")
     monkeypatch.setattr(library, "SYSTEMS_OWN", "libucp.so.0")
     monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path / "no system"))
     monkeypatch.syspath_prepend(tmp_path)
-    return fakes.wheel(tmp_path)
+    return fake_libraries.wheel(tmp_path)
 
 
-def systems(monkeypatch: pytest.MonkeyPatch, path: Path) -> Path:
-    """Let this be the system's."""
+def install_system_library(monkeypatch: pytest.MonkeyPatch, path: Path) -> Path:
+    """Make this the libucp of the system."""
     monkeypatch.setattr(library, "SYSTEMS_OWN", "libucp.so.0")
     monkeypatch.setenv("LD_LIBRARY_PATH", str(path.parent))
     return path
 
 
-def test_none() -> None:
+def test_no_library_is_reported_with_remedies() -> None:
     with pytest.raises(DriverError) as caught:
         find()
     said = str(caught.value)
@@ -63,41 +62,41 @@ def test_none() -> None:
     assert "driver_options: library" in said
 
 
-def test_one_that_is_not_there(tmp_path: Path) -> None:
-    """The one that was named, or none: not another one instead."""
+def test_named_library_that_is_missing_is_refused(tmp_path: Path) -> None:
+    """No other library is used in place of the named one."""
     path = str(tmp_path / "libucp.so.0")
     with pytest.raises(DriverError, match="driver_options of ucx: library: ") as caught:
         find(path)
     assert f"{path}: cannot open" in str(caught.value)
 
 
-def test_one_that_is_no_library(tmp_path: Path) -> None:
+def test_file_that_is_no_library_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "libucp.so.0"
     path.write_text("a text")
     with pytest.raises(DriverError, match=r"file too short|invalid ELF header"):
         find(str(path))
 
 
-def test_one_that_is_another_library() -> None:
+def test_another_library_is_refused() -> None:
     with pytest.raises(DriverError, match="undefined symbol: ucp_get_version"):
         find("libc.so.6")
 
 
-def test_an_environment_without_python(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_python_executable_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
     with pytest.raises(DriverError, match=r"could not be tried: .*/nowhere/python"):
         find("libc.so.6")
 
 
-@fakes.NEEDS_COMPILER
-def test_one_that_crashes(tmp_path: Path) -> None:
-    """It does so in a process of its own."""
-    path = fakes.ucp(tmp_path, (1, 22, 0), fakes.CRASHES)
+@fake_libraries.NEEDS_COMPILER
+def test_library_that_crashes_is_refused(tmp_path: Path) -> None:
+    """The library is tried in a process of its own."""
+    path = fake_libraries.ucp(tmp_path, (1, 22, 0), fake_libraries.CRASHING_CODE)
     with pytest.raises(DriverError, match=r"the process that opened .* ended with status -"):
         find(str(path))
 
 
-@fakes.NEEDS_COMPILER
+@fake_libraries.NEEDS_COMPILER
 @pytest.mark.parametrize(
     ("version", "why"),
     [
@@ -107,8 +106,8 @@ def test_one_that_crashes(tmp_path: Path) -> None:
         ((0, 99, 0), "another"),
     ],
 )
-def test_one_of_another_version(tmp_path: Path, version: library.Version, why: str) -> None:
-    path = fakes.ucp(tmp_path, version)
+def test_unsupported_version_is_refused(tmp_path: Path, version: library.Version, why: str) -> None:
+    path = fake_libraries.ucp(tmp_path, version)
     with pytest.raises(DriverError) as caught:
         find(str(path))
     assert why in str(caught.value)
@@ -116,9 +115,9 @@ def test_one_of_another_version(tmp_path: Path, version: library.Version, why: s
     assert str(path) in str(caught.value)
 
 
-@fakes.NEEDS_COMPILER
-def test_one_that_is_named(tmp_path: Path, wheel: Path) -> None:
-    path = fakes.ucp(tmp_path / "mine", (1, 99, 3))
+@fake_libraries.NEEDS_COMPILER
+def test_named_library_is_found(tmp_path: Path, wheel: Path) -> None:
+    path = fake_libraries.ucp(tmp_path / "mine", (1, 99, 3))
     found = find(str(path))
     assert (found.path, found.version, found.source) == (str(path), (1, 99, 3), "option")
     assert not found.rdma
@@ -127,24 +126,24 @@ def test_one_that_is_named(tmp_path: Path, wheel: Path) -> None:
     assert str(found) == f"UCX 1.99.3, without RDMA (option library: {path})"
 
 
-@fakes.NEEDS_COMPILER
-def test_rdma(tmp_path: Path) -> None:
-    found = find(str(fakes.with_rdma(fakes.ucp(tmp_path, (1, 22, 0)))))
+@fake_libraries.NEEDS_COMPILER
+def test_library_with_rdma_module_has_rdma(tmp_path: Path) -> None:
+    found = find(str(fake_libraries.with_rdma(fake_libraries.ucp(tmp_path, (1, 22, 0)))))
     assert found.rdma
     assert found.transports[-1] == "ib"
     assert "1.22.0, with RDMA" in str(found)
 
 
-@fakes.NEEDS_COMPILER
-def test_rdma_that_does_not_load(tmp_path: Path) -> None:
-    """Where libibverbs is not installed, say."""
-    path = fakes.with_rdma(fakes.ucp(tmp_path, (1, 22, 0)))
+@fake_libraries.NEEDS_COMPILER
+def test_rdma_module_that_does_not_load_does_not_count(tmp_path: Path) -> None:
+    """The module does not load where libibverbs is not installed, for example."""
+    path = fake_libraries.with_rdma(fake_libraries.ucp(tmp_path, (1, 22, 0)))
     (tmp_path / "ucx" / "libuct_ib.so.0").write_text("damaged")
     assert not find(str(path)).rdma
 
 
-def test_the_wheel(wheel: Path) -> None:
-    """Its files say what it is: it is neither imported nor opened."""
+def test_wheel_is_found_by_its_files(wheel: Path) -> None:
+    """The wheel is neither imported nor opened."""
     found = find()
     assert (found.path, found.version, found.source) == (str(wheel), (1, 22, 0), "wheel")
     assert not found.rdma
@@ -152,45 +151,47 @@ def test_the_wheel(wheel: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["1.9.0", "2.1.0"])
-def test_a_wheel_of_another_version(wheel: Path, text: str) -> None:
+def test_wheel_of_unsupported_version_is_refused(wheel: Path, text: str) -> None:
     (wheel.parents[1] / "UCX_WHEEL_VERSION.txt").write_text(text)
     with pytest.raises(DriverError, match=text):
         find()
 
 
-@fakes.NEEDS_COMPILER
-def test_a_wheel_that_does_not_say_its_version(wheel: Path) -> None:
+@fake_libraries.NEEDS_COMPILER
+def test_wheel_without_version_file_is_opened_for_its_version(wheel: Path) -> None:
     (wheel.parents[1] / "UCX_WHEEL_VERSION.txt").unlink()
-    fakes.ucp(wheel.parent, (1, 98, 0))
+    fake_libraries.ucp(wheel.parent, (1, 98, 0))
     assert find().version == (1, 98, 0)
 
 
-def test_a_wheel_without_its_library(wheel: Path) -> None:
+def test_wheel_without_its_library_is_refused(wheel: Path) -> None:
     wheel.unlink()
     with pytest.raises(DriverError, match=r"libucp.so.0: cannot open"):
         find()
 
 
-@fakes.NEEDS_COMPILER
-def test_the_systems_before_the_wheels(
+@fake_libraries.NEEDS_COMPILER
+def test_system_library_is_preferred_to_wheel(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, wheel: Path
 ) -> None:
-    path = systems(monkeypatch, fakes.ucp(tmp_path / "system", (1, 23, 0)))
+    path = install_system_library(monkeypatch, fake_libraries.ucp(tmp_path / "system", (1, 23, 0)))
     found = find()
     assert (found.path, found.source) == (str(path), "system")
 
 
-@fakes.NEEDS_COMPILER
+@fake_libraries.NEEDS_COMPILER
 @pytest.mark.parametrize("version", [(1, 9, 0), (1, 18, 0), (1, 20, 9)])
-def test_a_systems_that_is_too_old(
+def test_wheel_is_found_when_system_library_is_too_old(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     wheel: Path,
     caplog: pytest.LogCaptureFixture,
     version: library.Version,
 ) -> None:
-    """The wheel's is taken; what is lost by that is said."""
-    path = systems(monkeypatch, fakes.with_rdma(fakes.ucp(tmp_path / "system", version)))
+    """A warning names the library of the system and the RDMA that it would give."""
+    path = install_system_library(
+        monkeypatch, fake_libraries.with_rdma(fake_libraries.ucp(tmp_path / "system", version))
+    )
     found = find()
     assert (found.path, found.source) == (str(wheel), "wheel")
     assert str(path) in found.advice
@@ -198,13 +199,15 @@ def test_a_systems_that_is_too_old(
     assert [record.message for record in caplog.records] == [found.advice]
 
 
-@fakes.NEEDS_COMPILER
+@fake_libraries.NEEDS_COMPILER
 @pytest.mark.parametrize(
     "version", [(0, 99, 0), (1, 20, 9), library.LOWEST, (1, 22, 0), (1, 99, 9), (2, 0, 0)]
 )
-def test_what_is_found_is_what_the_binding_takes(tmp_path: Path, version: library.Version) -> None:
+def test_find_and_the_binding_accept_the_same_versions(
+    tmp_path: Path, version: library.Version
+) -> None:
     """A version that ``find`` takes must not be refused once it is loaded."""
-    path = fakes.ucp(tmp_path, version)
+    path = fake_libraries.ucp(tmp_path, version)
     try:
         find(str(path))
         reason = "its build is not complete"  # it has no function but the one for its version
@@ -214,26 +217,28 @@ def test_what_is_found_is_what_the_binding_takes(tmp_path: Path, version: librar
         Ucp(ctypes.CDLL(str(path)))
 
 
-@fakes.NEEDS_COMPILER
-def test_another_one_can_do_rdma(
+@fake_libraries.NEEDS_COMPILER
+def test_advice_names_another_library_with_rdma(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    able = systems(monkeypatch, fakes.with_rdma(fakes.ucp(tmp_path / "system", (1, 23, 0))))
-    found = find(str(fakes.ucp(tmp_path / "mine", (1, 22, 0))))
+    able = install_system_library(
+        monkeypatch, fake_libraries.with_rdma(fake_libraries.ucp(tmp_path / "system", (1, 23, 0)))
+    )
+    found = find(str(fake_libraries.ucp(tmp_path / "mine", (1, 22, 0))))
     assert found.source == "option"
     assert found.advice.endswith(f"driver_options: library: {able}")
     assert [record.message for record in caplog.records] == [found.advice]
 
 
-@fakes.NEEDS_COMPILER
-def test_loads_with_its_neighbours_and_for_itself(tmp_path: Path) -> None:
-    """Nobody else sees its symbols; and no library gets the neighbours of another one."""
-    first = fakes.in_halves(tmp_path / "first", (1, 22, 0))
-    second = fakes.in_halves(tmp_path / "second", (1, 22, 0))
+@fake_libraries.NEEDS_COMPILER
+def test_library_loads_its_own_dependencies_and_hides_its_symbols(tmp_path: Path) -> None:
+    """No library is loaded with the dependencies of another one."""
+    first = fake_libraries.with_dependency(tmp_path / "first", (1, 22, 0))
+    second = fake_libraries.with_dependency(tmp_path / "second", (1, 22, 0))
     said = subprocess.run(
-        [sys.executable, "-W", "error", "-c", LOADS, first, first, second],
+        [sys.executable, "-W", "error", "-c", LOAD_SCRIPT, first, first, second],
         capture_output=True,
         text=True,
         check=True,
@@ -244,18 +249,20 @@ def test_loads_with_its_neighbours_and_for_itself(tmp_path: Path) -> None:
     assert "driver_options: library" in said[2]
 
 
-def test_one_that_has_vanished_meanwhile(wheel: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(opening, "loaded_elsewhere", lambda _: None)
+def test_library_removed_since_it_was_found_is_refused(
+    wheel: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dlopen, "loaded_elsewhere", lambda _: None)
     with pytest.raises(DriverError, match="does not load"):
         library.load(find())
 
 
 @pytest.mark.ucx
-def test_the_real_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_installed_library_loads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     found = find()
     ran = subprocess.run(
-        [sys.executable, "-W", "error", "-c", LOADS, found.path],
+        [sys.executable, "-W", "error", "-c", LOAD_SCRIPT, found.path],
         capture_output=True,
         text=True,
         check=True,

@@ -1,4 +1,4 @@
-"""Batches become runs: the same bytes, in fewer and in no longer pieces than may be."""
+"""Copies are merged into fewer runs, each no longer than the limit."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from kvferry.drivers.ucx.merged_copies import MAX_RUN_BYTES, MergedCopies, merge
 HERE = [Region(address=1 << 20, nbytes=4096), Region(address=(1 << 20) + 4096, nbytes=4096)]
 THERE = [Region(address=1 << 30, nbytes=4096), Region(address=(1 << 30) + 4096, nbytes=4096)]
 
-pieces = st.lists(
+copy_rows = st.lists(
     st.tuples(st.integers(0, 40), st.integers(0, 40), st.sampled_from([0, 1, 8, 8, 8])),
     max_size=30,
 )
 
 
 def batch(segments: list[tuple[int, list[tuple[int, int, int]]]]) -> Copies:
-    """Segments of copies, each in one of the pairs of regions; the places count in eights."""
+    """Make segments of copies, each in one pair of regions; offsets are in units of 8 bytes."""
     rows: list[tuple[int, int, int]] = []
     cuts: list[Segment] = []
     for which, copies in segments:
@@ -35,8 +35,8 @@ def batch(segments: list[tuple[int, list[tuple[int, int, int]]]]) -> Copies:
     return Copies(local=local, remote=remote, nbytes=nbytes, segments=tuple(cuts))
 
 
-def moved(local: list[int], remote: list[int], nbytes: list[int]) -> list[tuple[int, int]]:
-    """Every byte's way, in order."""
+def byte_moves(local: list[int], remote: list[int], nbytes: list[int]) -> list[tuple[int, int]]:
+    """Return the local and the remote address of every byte, in order."""
     return [
         (near + i, far + i)
         for near, far, size in zip(local, remote, nbytes, strict=True)
@@ -44,17 +44,17 @@ def moved(local: list[int], remote: list[int], nbytes: list[int]) -> list[tuple[
     ]
 
 
-def bytes_of(runs: MergedCopies) -> list[tuple[int, int]]:
-    return moved(runs.local.tolist(), runs.remote.tolist(), runs.nbytes.tolist())
+def byte_moves_of(runs: MergedCopies) -> list[tuple[int, int]]:
+    return byte_moves(runs.local.tolist(), runs.remote.tolist(), runs.nbytes.tolist())
 
 
-@given(st.lists(st.tuples(st.integers(0, 1), pieces), max_size=4))
-def test_every_byte_goes_where_it_went(
+@given(st.lists(st.tuples(st.integers(0, 1), copy_rows), max_size=4))
+def test_merged_copies_move_the_same_bytes(
     segments: list[tuple[int, list[tuple[int, int, int]]]],
 ) -> None:
     copies = batch(segments)
     runs = merge_copies(copies)
-    assert bytes_of(runs) == moved(
+    assert byte_moves_of(runs) == byte_moves(
         copies.local.tolist(), copies.remote.tolist(), copies.nbytes.tolist()
     )
     assert runs.nbytes.all()
@@ -65,14 +65,14 @@ def test_every_byte_goes_where_it_went(
         assert start + nbytes <= region.end
 
 
-def test_neighbours_are_one_but_not_across_segments() -> None:
+def test_adjacent_copies_are_merged_but_not_across_segments() -> None:
     row = [(index, index, 8) for index in range(512)]
     assert len(merge_copies(batch([(0, row)]))) == 1
-    # Both sides go on where they were, in regions that have other keys.
+    # Adjacent on both sides, but in regions with other keys.
     assert len(merge_copies(batch([(0, row), (1, row)]))) == 2
 
 
-def test_long_ones_are_cut() -> None:
+def test_long_copies_are_split() -> None:
     near = Region(address=1 << 20, nbytes=3 * MAX_RUN_BYTES)
     far = Region(address=1 << 40, nbytes=3 * MAX_RUN_BYTES)
     size = 2 * MAX_RUN_BYTES + 5
@@ -98,7 +98,7 @@ def test_long_ones_are_cut() -> None:
     ]
 
 
-def test_windows_take_at_least_one_run_and_at_most_all() -> None:
+def test_window_has_at_least_one_run_and_at_most_all() -> None:
     runs = merge_copies(batch([(0, [(0, 1, 8), (2, 4, 8), (5, 8, 8), (7, 20, 8)])]))
     assert runs.window_end(0, 10, 1) == 1
     assert runs.window_end(0, 2, 1000) == 2

@@ -1,4 +1,4 @@
-"""By messages: a stranger's bytes are stored whole and where they may be, or not at all."""
+"""Transfers by messages: a store is checked whole, and then stored whole or refused."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Row = tuple[int, int, int]
 
 
 def copy(targets: U64Array, sources: U64Array, nbytes: U64Array) -> None:
-    """As the driver does without numba."""
+    """Copy as the driver does without numba."""
     PlainPoster.copy(None, targets, sources, nbytes)  # type: ignore[arg-type]
 
 
@@ -31,30 +31,30 @@ def table(rows: list[Row]) -> U64Array:
     return build_rows(keys, addresses, nbytes)
 
 
-def stored(rows: list[Row], data: bytes, regions: dict[KeyId, Region]) -> str:
-    """What comes of a message."""
+def store(rows: list[Row], data: bytes, regions: dict[KeyId, Region]) -> str:
+    """Apply a store message and return the refusal, empty if it was stored."""
     body = np.frombuffer(table(rows).tobytes() + data + b"?", np.uint8)
     return apply_store(len(rows), body.ctypes.data, len(body) - 1, regions, copy)
 
 
 def test_bytes_are_gathered_and_stored_in_order() -> None:
     source, target = np.arange(64, dtype=np.uint8), np.zeros(64, np.uint8)
-    region, line = region_of(target), np.zeros(7, np.uint8)
+    region, packed = region_of(target), np.zeros(7, np.uint8)
     at = np.uint64(source.ctypes.data)
     lengths: U64Array = np.array([3, 0, 4], np.uint64)
-    copy(consecutive(line.ctypes.data, lengths), at + np.array([5, 0, 40], np.uint64), lengths)
+    copy(consecutive(packed.ctypes.data, lengths), at + np.array([5, 0, 40], np.uint64), lengths)
     rows: list[Row] = [
         (KEY, region.address + 60, 3),
         (KEY, region.end, 0),
         (KEY, region.address, 4),
     ]
-    assert stored(rows, line.tobytes(), {KEY: region}) == ""
+    assert store(rows, packed.tobytes(), {KEY: region}) == ""
     expected = np.zeros(64, np.uint8)
     expected[60:63], expected[:4] = source[5:8], source[40:44]
     np.testing.assert_array_equal(target, expected)
 
 
-def test_what_is_asked_for_is_where_it_is_registered() -> None:
+def test_fetch_rows_must_lie_in_registered_memory() -> None:
     target = np.zeros(64, np.uint8)
     region = region_of(target)
     rows = table([(KEY, region.address + 8, 3), (KEY, region.address, 2)])
@@ -68,8 +68,8 @@ def test_what_is_asked_for_is_where_it_is_registered() -> None:
 
 
 @pytest.mark.parametrize("nbytes", [MAX_RELAY_BYTES, MAX_RELAY_BYTES + 1, (1 << 64) - 1])
-def test_more_at_once_than_fits_into_a_message_is_not_fetched(nbytes: int) -> None:
-    """Though a small question asks for it."""
+def test_fetch_of_more_than_one_message_holds_is_refused(nbytes: int) -> None:
+    """A small request could otherwise ask for a large reply."""
     target = np.zeros(MAX_RELAY_BYTES, np.uint8)
     region = region_of(target)
     rows: list[Row] = [(KEY, region.address, nbytes), (KEY, region.address, 1)]
@@ -78,8 +78,8 @@ def test_more_at_once_than_fits_into_a_message_is_not_fetched(nbytes: int) -> No
     assert not len(addresses)
 
 
-def test_nothing_at_all_is_stored() -> None:
-    assert stored([], b"", {}) == ""
+def test_empty_store_is_accepted() -> None:
+    assert store([], b"", {}) == ""
 
 
 @pytest.mark.parametrize(
@@ -93,25 +93,25 @@ def test_nothing_at_all_is_stored() -> None:
         ((KEY, 0, 3), "a store of 8 bytes for 7"),
     ],
 )
-def test_one_bad_row_and_nothing_is_stored(second: Row, why: str) -> None:
+def test_store_with_one_bad_row_changes_nothing(second: Row, why: str) -> None:
     target = np.zeros(64, np.uint8)
     region = region_of(target)
     key, offset, nbytes = second
     rows = [(KEY, region.address, 4), (key, (region.address + offset) % (1 << 64), nbytes)]
-    assert why in stored(rows, b"12345678", {KEY: region})
+    assert why in store(rows, b"12345678", {KEY: region})
     assert not target.any()
 
 
-def test_rows_that_are_none_are_refused() -> None:
+def test_malformed_rows_are_refused() -> None:
     assert "bytes" in check_rows(bytes(23), {})[0]
     assert "bytes" in check_rows(bytes(24 * MAX_RELAY_ROWS + 24), {})[0]
     assert "rows" in apply_store(2, np.zeros(47, np.uint8).ctypes.data, 47, {}, copy)
 
 
-def test_device_memory_is_not_stored_to() -> None:
+def test_store_to_device_memory_is_refused() -> None:
     target = np.zeros(64, np.uint8)
     region = Region(address=target.ctypes.data, nbytes=64, kind="cuda")
-    assert "leave" in stored([(KEY, region.address, 4)], b"1234", {KEY: region})
+    assert "leave" in store([(KEY, region.address, 4)], b"1234", {KEY: region})
     assert not target.any()
 
 
@@ -128,7 +128,7 @@ def test_device_memory_is_not_stored_to() -> None:
         ({"tcp"}, set(), True),
     ],
 )
-def test_which_transports_need_no_help(
+def test_reached_natively_by_transports_and_memory_kinds(
     transports: set[str], kinds: set[str], natively: bool
 ) -> None:
     assert reached_natively(frozenset(transports), frozenset(kinds)) == natively

@@ -1,11 +1,11 @@
-"""UCX over TCP between two hosts: the conformance suite, and a link that is cut and comes back.
+"""UCX over TCP between two hosts: the conformance suite, and a link that is cut and restored.
 
-All of it, which takes minutes:  pytest -m ucx tests/drivers/ucx/test_namespaces.py
+Run all of it, which takes minutes, with  pytest -m ucx tests/drivers/ucx/test_namespaces.py
 
-With ``not slow``, of the suite only what another host may do otherwise than another process of this
-one: how its death is noticed, and how notifications follow bytes. What else there is to show about
-bytes between hosts is in the tests that cut the link; the rest has been shown over tcp on one host
-(``test_contract.py``), by the same code.
+``not slow`` leaves only the parts of the suite in which another host may differ from another
+process of the same host: how the death of a peer is noticed, and that notifications follow bytes.
+Transfers between hosts are also covered by the tests that cut the link, and the rest of the suite
+runs over TCP on one host (``test_contract.py``).
 """
 
 from __future__ import annotations
@@ -13,33 +13,33 @@ from __future__ import annotations
 import pytest
 
 from kvferry.testing import NotificationTests, ProcessTests, TransportContract
-from tests.drivers.between_networks import CutLinkTests, FarAway
-from tests.drivers.networks import DEVICE
+from tests.drivers.network_namespaces import DEVICE
+from tests.drivers.two_hosts import CutLinkTests, PeersOnOtherHost
 
 pytestmark = pytest.mark.ucx
 
-# One kernel serves both hosts: UCX would take their loopback devices for one and the same, and
-# their memory, too.
-OVER_THE_CABLE = {"transports": ["tcp"], "devices": [DEVICE]}
-# On a machine with much else to do, an answer may take longer than one would wait for it.
-PATIENT = OVER_THE_CABLE | {"connect_seconds": 60.0}
+# Both hosts share one kernel: UCX would take their loopback devices for the same one, and likewise
+# their memory.
+ACROSS_LINK = {"transports": ["tcp"], "devices": [DEVICE]}
+# A busy machine may answer later than a deployment would wait.
+LONG_TIMEOUT = ACROSS_LINK | {"connect_seconds": 60.0}
 
 
-class TestBetweenHosts(FarAway, NotificationTests, ProcessTests):
+class TestTwoHosts(PeersOnOtherHost, NotificationTests, ProcessTests):
     factory = "kvferry.drivers.ucx:UcxTransport"
-    options = PATIENT
+    options = LONG_TIMEOUT
     lasting_bytes = 32 << 30
 
 
 @pytest.mark.slow
-class TestAllBetweenHosts(FarAway, TransportContract):
+class TestTwoHostsWholeSuite(PeersOnOtherHost, TransportContract):
     factory = "kvferry.drivers.ucx:UcxTransport"
-    options = PATIENT
+    options = LONG_TIMEOUT
     lasting_bytes = 32 << 30
 
 
-class TestCutLinks(CutLinkTests):
+class TestCutLink(CutLinkTests):
     factory = "kvferry.drivers.ucx:UcxTransport"
-    options = OVER_THE_CABLE | {"deadline_seconds": 2.0, "connect_seconds": 15.0}
+    options = ACROSS_LINK | {"deadline_seconds": 2.0, "connect_seconds": 15.0}
     lasting_bytes = 32 << 30
     noticed_within = 15.0

@@ -1,4 +1,4 @@
-"""Who gets the lock of what is driven, and that the thread that drives comes back for it."""
+"""The fair lock of a progress target, and the progress thread that retries a target in use."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from kvferry.drivers.ucx.worker import Worker
 SECONDS = 60.0
 
 
-class Watched(FairLock):
-    """Says when somebody could not take it."""
+class ObservedLock(FairLock):
+    """A lock that reports when ``try_acquire`` failed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -25,11 +25,11 @@ class Watched(FairLock):
         return taken
 
 
-class Quiet:
-    """A side on which nothing ever happens."""
+class IdleTarget:
+    """A progress target that never has work."""
 
     def __init__(self) -> None:
-        self.lock: FairLock = Watched()
+        self.lock: FairLock = ObservedLock()
         self.workers: list[Worker] = []
         self.needs_timer = self.driven_elsewhere = False
         self.driven = threading.Event()
@@ -39,13 +39,13 @@ class Quiet:
         return False
 
 
-def elsewhere(call: Callable[[], object]) -> threading.Thread:
+def run_in_thread(call: Callable[[], object]) -> threading.Thread:
     thread = threading.Thread(target=call)
     thread.start()
     return thread
 
 
-def test_it_is_one_at_a_time() -> None:
+def test_lock_has_one_holder() -> None:
     lock = FairLock()
     with lock:
         assert not lock.try_acquire()
@@ -55,30 +55,30 @@ def test_it_is_one_at_a_time() -> None:
     assert lock.try_acquire()
 
 
-def test_who_waits_has_it_however_soon_the_next_turn_comes() -> None:
+def test_waiting_thread_gets_the_lock_before_try_acquire() -> None:
     lock, had = FairLock(), threading.Event()
 
-    def waits() -> None:
+    def acquire() -> None:
         with lock:
             had.set()
 
     lock.try_acquire()
-    thread = elsewhere(waits)
+    thread = run_in_thread(acquire)
     while not had.is_set():
         lock.release()
-        while not lock.try_acquire():  # it is refused to this thread as long as the other one waits
+        while not lock.try_acquire():  # this fails as long as the other thread waits
             had.wait(0.001)
     lock.release()
     thread.join(SECONDS)
     assert not thread.is_alive()
 
 
-def test_a_side_that_was_in_use_is_driven_later_without_being_told() -> None:
-    side = Quiet()
-    with side.lock:
-        progress = ProgressThread("test", [side])
-        assert isinstance(side.lock, Watched)
-        assert side.lock.refused.wait(SECONDS)
-        assert not side.driven.is_set()
-    assert side.driven.wait(SECONDS)
+def test_target_in_use_is_driven_once_its_lock_is_free() -> None:
+    target = IdleTarget()
+    with target.lock:
+        progress = ProgressThread("test", [target])
+        assert isinstance(target.lock, ObservedLock)
+        assert target.lock.refused.wait(SECONDS)
+        assert not target.driven.is_set()
+    assert target.driven.wait(SECONDS)
     progress.stop()

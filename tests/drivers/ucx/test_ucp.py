@@ -1,4 +1,4 @@
-"""The binding: which libraries it takes, its structures, and what statuses come to."""
+"""The binding to libucp: accepted libraries, structures, and statuses."""
 
 from __future__ import annotations
 
@@ -13,24 +13,22 @@ from kvferry.core.errors import DriverError, PeerLostError
 from kvferry.drivers.ucx import ucp
 from kvferry.drivers.ucx import ucp_structs as structs
 from kvferry.drivers.ucx.ucp import Ucp, status_of
-from tests.drivers.ucx import fakes
+from tests.drivers.ucx import fake_libraries
 
 PEERS_GONE = (-3, -6, -20, -23, -24, -25, -80)
 
 
-@fakes.NEEDS_COMPILER
+@fake_libraries.NEEDS_COMPILER
 @pytest.mark.parametrize("version", [(0, 9, 0), (1, 17, 3), (1, 20, 9), (2, 0, 0)])
-def test_a_version_that_is_not_known_is_refused(
-    tmp_path: Path, version: tuple[int, int, int]
-) -> None:
-    library = ctypes.CDLL(str(fakes.ucp(tmp_path, version)))
+def test_unsupported_version_is_refused(tmp_path: Path, version: tuple[int, int, int]) -> None:
+    library = ctypes.CDLL(str(fake_libraries.ucp(tmp_path, version)))
     with pytest.raises(DriverError, match=r"is not one that is known.*library names another"):
         Ucp(library)
 
 
-@fakes.NEEDS_COMPILER
-def test_a_library_that_lacks_a_function_is_refused(tmp_path: Path) -> None:
-    library = ctypes.CDLL(str(fakes.ucp(tmp_path, (1, 22, 0))))
+@fake_libraries.NEEDS_COMPILER
+def test_library_without_a_needed_function_is_refused(tmp_path: Path) -> None:
+    library = ctypes.CDLL(str(fake_libraries.ucp(tmp_path, (1, 22, 0))))
     with pytest.raises(DriverError, match="undefined symbol: ucp_"):
         Ucp(library)
 
@@ -39,11 +37,11 @@ def test_a_library_that_lacks_a_function_is_refused(tmp_path: Path) -> None:
     ("answer", "status"),
     [(0, 0), (4096, 1), ((1 << 64) - 25, -25), ((1 << 64) - 100, -100), ((1 << 64) - 101, 1)],
 )
-def test_an_answer_is_done_an_error_or_a_request(answer: int, status: int) -> None:
+def test_status_of_done_error_and_request(answer: int, status: int) -> None:
     assert status_of(answer) == status
 
 
-def test_statuses_that_mean_that_the_peer_is_gone() -> None:
+def test_statuses_of_a_lost_peer_become_peer_lost_error() -> None:
     for code in range(-100, 0):
         lost = isinstance(ucp.error(code, "trouble"), PeerLostError)
         assert lost == (code in PEERS_GONE), code
@@ -101,9 +99,9 @@ CONSTANTS = {
 
 
 @pytest.mark.ucx
-@fakes.NEEDS_COMPILER
-def test_the_structures_are_those_of_the_headers(tmp_path: Path) -> None:
-    """Every field where C has it, every number as C has it."""
+@fake_libraries.NEEDS_COMPILER
+def test_structures_and_constants_match_the_headers(tmp_path: Path) -> None:
+    """Compare every offset, size and constant with those of a C program."""
     spec = find_spec("libucx")
     if spec is None or spec.origin is None:
         pytest.skip("the headers are in the wheel libucx, which is not installed")

@@ -1,4 +1,4 @@
-"""A worker: when it closes endpoints, over a UCX that does as it is told."""
+"""When a worker closes endpoints, over a fake libucp."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from kvferry.drivers.ucx.worker import Worker
 
 ENDPOINT = Endpoint(7)
 FLUSH = 1 << 20
-"""A request."""
+"""The handle of a flush that is still under way."""
 
 
-class Told:
-    """What a worker calls of UCP.
+class FakeUcp:
+    """The calls of libucp that a worker makes.
 
     Attributes:
-        way: what carries the endpoint, joined by "+".
-        flushed: what comes of a flush, at once.
-        status: of the flush, where that is a request.
-        closed: the endpoints, by force.
-        destroyed: the workers, each with the endpoints that were closed before.
+        names: the transports of the endpoint, joined by "+".
+        flushed: what a flush returns.
+        status: the status of a flush that returned a request.
+        closed: the endpoints that were closed by force.
+        destroyed: for each destroyed worker, the endpoints that were closed before.
     """
 
     def __init__(self) -> None:
-        self.way = "tcp/eth0"
+        self.names = "tcp/eth0"
         self.flushed = FLUSH
         self.status: int = Code.IN_PROGRESS
         self.closed: list[Endpoint] = []
@@ -55,7 +55,7 @@ class Told:
         return 0 * worker
 
     def transports(self, endpoint: Endpoint) -> list[str]:
-        return [*self.way.split("+"), "cma/memory"] if endpoint == ENDPOINT else []
+        return [*self.names.split("+"), "cma/memory"] if endpoint == ENDPOINT else []
 
     def flush(self, endpoint: Endpoint) -> int:
         return self.flushed if endpoint == ENDPOINT else Code.OK
@@ -76,34 +76,34 @@ class Told:
 
 
 @pytest.fixture
-def told() -> Told:
-    return Told()
+def ucp() -> FakeUcp:
+    return FakeUcp()
 
 
 @pytest.fixture
-def worker(told: Told) -> Worker:
-    library = cast("Ucp", told)
+def worker(ucp: FakeUcp) -> Worker:
+    library = cast("Ucp", ucp)
     return Worker(library, Context(1), PlainPoster(library))
 
 
 @pytest.mark.parametrize("status", [Code.OK, Code.ENDPOINT_TIMEOUT])
-def test_over_tcp_an_endpoint_is_closed_when_all_has_left_or_it_has_failed(
-    told: Told, worker: Worker, status: Code
+def test_tcp_endpoint_is_closed_when_flushed_or_failed(
+    ucp: FakeUcp, worker: Worker, status: Code
 ) -> None:
-    """Before, UCX crashes if the peer closes it, too."""
+    """Closed earlier, UCX crashes if the peer closes the endpoint, too."""
     worker.close_endpoint(ENDPOINT)
     worker.run_once()
     assert worker.is_lingering(ENDPOINT)
-    assert not told.closed
-    assert not worker.closing, "nobody waits for a peer that is stopped"
-    told.status = status
+    assert not ucp.closed
+    assert not worker.closing, "closing waits for a peer that may be stopped"
+    ucp.status = status
     worker.run_once()
-    assert told.closed == [ENDPOINT]
+    assert ucp.closed == [ENDPOINT]
     assert not worker.is_lingering(ENDPOINT)
 
 
 @pytest.mark.parametrize(
-    ("way", "flushed"),
+    ("transports", "flushed"),
     [
         ("rc_mlx5/mlx5_0:1", FLUSH),
         # A NIC could go on writing.
@@ -112,16 +112,18 @@ def test_over_tcp_an_endpoint_is_closed_when_all_has_left_or_it_has_failed(
         ("tcp/eth0", (1 << 64) + Code.NOT_CONNECTED),
     ],
 )
-def test_elsewhere_and_where_nothing_is_on_its_way_it_is_closed_at_once(
-    told: Told, worker: Worker, way: str, flushed: int
+def test_endpoint_without_tcp_or_pending_data_is_closed_at_once(
+    ucp: FakeUcp, worker: Worker, transports: str, flushed: int
 ) -> None:
-    told.way, told.flushed = way, flushed
+    ucp.names, ucp.flushed = transports, flushed
     worker.close_endpoint(ENDPOINT)
-    assert told.closed == [ENDPOINT]
+    assert ucp.closed == [ENDPOINT]
     assert not worker.lingering
 
 
-def test_one_that_lingers_is_closed_before_its_worker_goes(told: Told, worker: Worker) -> None:
+def test_lingering_endpoint_is_closed_before_its_worker_is_destroyed(
+    ucp: FakeUcp, worker: Worker
+) -> None:
     worker.close_endpoint(ENDPOINT)
     worker.destroy()
-    assert told.destroyed == [[ENDPOINT]]
+    assert ucp.destroyed == [[ENDPOINT]]

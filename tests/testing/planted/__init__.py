@@ -1,35 +1,36 @@
-"""Drivers with one fault each: loopback, and what somebody might well get wrong.
+"""Drivers with one fault each: loopback, with a mistake that an author of a driver might make.
 
-The docstring of each is the fault; ``CAUGHT_BY`` says which test of the suite has to find it.
+The docstring of each class states its fault; ``CAUGHT_BY`` names the test of the conformance suite
+that has to find the fault. The modules are named as those of ``kvferry.testing.contract``.
 """
 
 from tests.testing.planted import (
-    ending,
-    flight,
-    landing,
-    memory,
-    moving,
-    notes,
+    closing,
+    in_flight,
+    notifications,
     outcomes,
     peers,
     processes,
-    rare,
-    stopped,
+    quiescence,
+    refusals,
+    state_machine,
+    stopped_peers,
+    transfers,
 )
 from tests.testing.planted.base import CAUGHT_BY, FACTORIES
 
 TOPICS = (
-    ending,
-    flight,
-    landing,
-    memory,
-    moving,
-    notes,
+    closing,
+    in_flight,
+    notifications,
     outcomes,
     peers,
     processes,
-    rare,
-    stopped,
+    quiescence,
+    refusals,
+    state_machine,
+    stopped_peers,
+    transfers,
 )
 
 __all__ = ["CAUGHT_BY", "FACTORIES", "TOPICS"]

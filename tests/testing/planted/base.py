@@ -1,4 +1,4 @@
-"""What the faults are made with."""
+"""Base classes and helpers of the planted faults."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PENDING = Status(state=State.PENDING)
 
 
 def caught_by(test: str) -> Callable[[type[T]], type[T]]:
-    """Say which test finds the fault."""
+    """Register a driver with the test that has to find its fault."""
 
     def named(driver: type[T]) -> type[T]:
         CAUGHT_BY[driver.__name__] = test
@@ -40,16 +40,16 @@ def caught_by(test: str) -> Callable[[type[T]], type[T]]:
     return named
 
 
-class Altered(LoopbackTransport):
-    """Base: does to a transfer what a subclass says, and then the right thing."""
+class AlteredTransfers(LoopbackTransport):
+    """Base class: a subclass alters the arguments of ``read`` and ``write``."""
 
     def read(self, peer: PeerId, copies: Copies, notify: bytes | None = None) -> TransferId:
-        return super().read(*self.altered(peer, copies, notify))
+        return super().read(*self.alter(peer, copies, notify))
 
     def write(self, peer: PeerId, copies: Copies, notify: bytes | None = None) -> TransferId:
-        return super().write(*self.altered(peer, copies, notify))
+        return super().write(*self.alter(peer, copies, notify))
 
-    def altered(
+    def alter(
         self, peer: PeerId, copies: Copies, notify: bytes | None
     ) -> tuple[PeerId, Copies, bytes | None]:
         return peer, self.copies(copies), notify
@@ -59,7 +59,7 @@ class Altered(LoopbackTransport):
 
 
 class Watched(LoopbackTransport):
-    """Base: what ``poll`` says goes through ``seen``."""
+    """Base class: a subclass alters every status that ``poll`` returns, in ``seen``."""
 
     def poll(self, transfers: Sequence[TransferId]) -> list[Status]:
         statuses = super().poll(transfers)
@@ -70,17 +70,17 @@ class Watched(LoopbackTransport):
 
 
 def transfer_of(driver: LoopbackTransport, transfer: TransferId) -> LoopbackTransfer:
-    """The driver's own object; an id that means nothing is refused."""
+    """Return the driver's own object of a transfer; refuse an unknown id."""
     return driver._find_transfer(transfer)
 
 
 def connection_of(driver: LoopbackTransport, peer: PeerId) -> LoopbackConnection:
-    """The driver's own object; an id that means nothing is refused."""
+    """Return the driver's own object of a peer; refuse an unknown id."""
     return driver._find_peer(peer)
 
 
 def cut(copies: Copies, part: slice) -> Copies:
-    """Some copies of a batch from its start, and segments that still cover them."""
+    """Return some of the first copies of a batch, with segments that cover them."""
     local = copies.local[part]
     n = len(local)
     segments = (
@@ -96,11 +96,11 @@ def cut(copies: Copies, part: slice) -> Copies:
 
 
 def first_of(copies: Copies, side: str) -> np.uint64:
-    """The first address of the first segment's region of this side."""
+    """Return the start of the first segment's region on a side."""
     region: Region = getattr(copies.segments[0], side)
     return np.uint64(region.address)
 
 
 def failed(why: str) -> Status:
-    """FAILED, with a reason."""
+    """Return the status FAILED with an error."""
     return Status(state=State.FAILED, error=TransportError(why))

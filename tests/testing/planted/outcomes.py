@@ -1,4 +1,4 @@
-"""What is said of a transfer is not so."""
+"""Faults of ``poll``, ``forget`` and the outcomes of transfers."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from kvferry.core.transport import (
 from kvferry.core.transport.copies import Copies
 from kvferry.drivers.loopback import LoopbackTransport
 from tests.testing.planted.base import PENDING, Watched, caught_by, failed, transfer_of
-from tests.testing.planted.moving import KeepsTheCallersArrays
+from tests.testing.planted.transfers import KeepsArraysUntilPoll
 
 
 @caught_by("test_poll_answers_in_the_order_of_the_ids")
-class AnswersPollInItsOwnOrder(LoopbackTransport):
-    """The statuses come in the order in which the transfers were begun, each once."""
+class PollIgnoresOrderOfIds(LoopbackTransport):
+    """``poll`` returns statuses in the order in which transfers began, each once."""
 
     def poll(self, transfers: Sequence[TransferId]) -> list[Status]:
         return super().poll(sorted(transfers, reverse=True))
 
 
 @caught_by("test_ids_are_not_used_again")
-class UsesIdsAgain(LoopbackTransport):
-    """A forgotten transfer's id is given to the next one."""
+class ReusesTransferIds(LoopbackTransport):
+    """The id of a forgotten transfer is given to the next one."""
 
     def forget(self, transfer: TransferId) -> None:
         super().forget(transfer)
@@ -40,8 +40,8 @@ class UsesIdsAgain(LoopbackTransport):
 
 
 @caught_by("test_done_stays_until_it_is_forgotten")
-class DisconnectUndoesWhatWasDone(Watched):
-    """A transfer of a peer that has been disconnected is FAILED, whatever it was."""
+class DisconnectFailsDoneTransfers(Watched):
+    """A transfer that was DONE is FAILED once its peer is disconnected."""
 
     def seen(self, transfer: TransferId, status: Status) -> Status:
         peer = self._transfers[transfer].peer
@@ -49,8 +49,8 @@ class DisconnectUndoesWhatWasDone(Watched):
 
 
 @caught_by("test_done_stays_until_it_is_forgotten")
-class ForgetsWhatIsDone(LoopbackTransport):
-    """The record of a transfer goes when its end has been seen."""
+class ForgetsDoneTransfers(LoopbackTransport):
+    """A transfer is forgotten once ``poll`` has reported its end."""
 
     def poll(self, transfers: Sequence[TransferId]) -> list[Status]:
         statuses = super().poll(transfers)
@@ -61,8 +61,8 @@ class ForgetsWhatIsDone(LoopbackTransport):
 
 
 @caught_by("test_only_final_transfers_can_be_forgotten")
-class ForgetsWhatRuns(LoopbackTransport):
-    """``forget`` of a transfer in flight is taken."""
+class ForgetsRunningTransfers(LoopbackTransport):
+    """A transfer in flight can be forgotten."""
 
     def forget(self, transfer: TransferId) -> None:
         if transfer_of(self, transfer).final:
@@ -70,8 +70,8 @@ class ForgetsWhatRuns(LoopbackTransport):
 
 
 @caught_by("test_poll_does_not_block")
-class BlocksInPoll(LoopbackTransport):
-    """``poll`` waits a little for an end."""
+class PollBlocks(LoopbackTransport):
+    """``poll`` waits a while for the end of a transfer."""
 
     def poll(self, transfers: Sequence[TransferId]) -> list[Status]:
         self._workers.wait_final(
@@ -81,8 +81,8 @@ class BlocksInPoll(LoopbackTransport):
 
 
 @caught_by("test_calls_may_come_from_different_threads")
-class IsBoundToOneThread(LoopbackTransport):
-    """Only the thread that made it may call."""
+class RefusesOtherThreads(LoopbackTransport):
+    """Only the thread that made the transport may call it."""
 
     def __init__(self, **options: object) -> None:
         self._thread = threading.get_ident()
@@ -95,8 +95,8 @@ class IsBoundToOneThread(LoopbackTransport):
 
 
 @caught_by("test_transfers_go_on_without_calls")
-class BeginsWhenItIsPolled(KeepsTheCallersArrays):
-    """It says that transfers go on by themselves, and moves nothing unless it is polled."""
+class ProgressesOnlyInPoll(KeepsArraysUntilPoll):
+    """It declares background progress, but transfers begin only in ``poll``."""
 
     def read(self, peer: PeerId, copies: Copies, notify: bytes | None = None) -> TransferId:
         own = (getattr(copies, name).copy() for name in ("local", "remote", "nbytes"))
@@ -107,8 +107,8 @@ class BeginsWhenItIsPolled(KeepsTheCallersArrays):
 
 
 @caught_by("test_long_calls_release_the_interpreter")
-class KeepsTheInterpreter(LoopbackTransport):
-    """What a library does in ``read`` takes a while, and nobody else may run."""
+class HoldsTheInterpreterLock(LoopbackTransport):
+    """``read`` holds the interpreter lock for long."""
 
     def read(self, peer: PeerId, copies: Copies, notify: bytes | None = None) -> TransferId:
         transfer = super().read(peer, copies, notify)
@@ -118,8 +118,8 @@ class KeepsTheInterpreter(LoopbackTransport):
 
 
 @caught_by("test_notifications_does_not_block")
-class WaitsForNotifications(LoopbackTransport):
-    """``notifications`` waits a little for one to come."""
+class NotificationsBlocks(LoopbackTransport):
+    """``notifications`` waits a while for a notification."""
 
     def notifications(self) -> list[Notification]:
         found = super().notifications()
@@ -129,8 +129,8 @@ class WaitsForNotifications(LoopbackTransport):
 
 
 @caught_by("test_poll_answers_in_the_order_of_the_ids")
-class PollsListsOnly(LoopbackTransport):
-    """A sequence of ids that is no list is refused."""
+class PollAcceptsListsOnly(LoopbackTransport):
+    """``poll`` refuses a sequence of ids that is not a list."""
 
     def poll(self, transfers: Sequence[TransferId]) -> list[Status]:
         if not isinstance(transfers, list):
@@ -139,8 +139,8 @@ class PollsListsOnly(LoopbackTransport):
 
 
 @caught_by("test_done_stays_until_it_is_forgotten")
-class CancelUndoesWhatWasDone(Watched):
-    """A transfer that is cancelled after its end is FAILED, whatever it was."""
+class CancelFailsDoneTransfers(Watched):
+    """A transfer that is cancelled after it was DONE is FAILED."""
 
     def __init__(self, **options: object) -> None:
         super().__init__(**options)
@@ -156,8 +156,8 @@ class CancelUndoesWhatWasDone(Watched):
 
 
 @caught_by("test_one_copy")
-class GoesBack(Watched):
-    """What was DONE once is PENDING when it is looked at again."""
+class DoneBecomesPending(Watched):
+    """A transfer that was DONE is PENDING at the next poll."""
 
     def __init__(self, **options: object) -> None:
         super().__init__(**options)

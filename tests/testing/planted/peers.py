@@ -1,4 +1,4 @@
-"""Who a peer is, and what a transport says of itself."""
+"""Faults of connections, of the identity of peers, and of capabilities."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from kvferry.core.transport import (
 from kvferry.core.transport.copies import Copies
 from kvferry.drivers.loopback import LoopbackTransport
 from kvferry.drivers.loopback import address as wire
-from tests.testing.factories import Delegating
+from tests.testing.correct_drivers import Delegating
 from tests.testing.planted.base import (
     caught_by,
 )
 
 
-@caught_by("test_what_a_peer_registers_later_is_known_after_connecting_again")
+@caught_by("test_later_regions_are_known_after_connecting_again")
 class KeepsTheFirstAddress(LoopbackTransport):
-    """Connecting again refreshes nothing."""
+    """Connecting again does not refresh the regions of the peer."""
 
     def connect(self, address: bytes) -> PeerId:
         before = {peer: found.regions for peer, found in self._peers.items()}
@@ -32,9 +32,9 @@ class KeepsTheFirstAddress(LoopbackTransport):
         return peer
 
 
-@caught_by("test_what_a_peer_deregistered_is_refused_after_connecting_again")
-class OnlyAddsRegions(LoopbackTransport):
-    """What a peer has deregistered stays known."""
+@caught_by("test_deregistered_regions_are_refused_after_connecting_again")
+class KeepsDeregisteredRegions(LoopbackTransport):
+    """Regions that a peer has deregistered stay known."""
 
     def connect(self, address: bytes) -> PeerId:
         before = {peer: found.regions for peer, found in self._peers.items()}
@@ -44,8 +44,8 @@ class OnlyAddsRegions(LoopbackTransport):
 
 
 @caught_by("test_connecting_again_is_the_same_peer")
-class ConnectsAgainAsSomebodyElse(LoopbackTransport):
-    """Each ``connect`` gives another id."""
+class ConnectAgainGivesAnotherId(LoopbackTransport):
+    """Each ``connect`` to the same peer returns another id."""
 
     def connect(self, address: bytes) -> PeerId:
         peer = super().connect(address)
@@ -55,8 +55,8 @@ class ConnectsAgainAsSomebodyElse(LoopbackTransport):
 
 
 @caught_by("test_after_disconnect_it_is_another_peer")
-class UsesPeerIdsAgain(LoopbackTransport):
-    """The first id that is free is given to the next peer."""
+class ReusesPeerIds(LoopbackTransport):
+    """The id of a disconnected peer is given to the next one."""
 
     def connect(self, address: bytes) -> PeerId:
         peer = super().connect(address)
@@ -66,8 +66,8 @@ class UsesPeerIdsAgain(LoopbackTransport):
 
 
 @caught_by("test_bytes_that_are_no_address_are_refused")
-class RaisesWhateverItsParserRaises(LoopbackTransport):
-    """Bytes that are no address raise ValueError."""
+class RaisesValueErrorForBadAddress(LoopbackTransport):
+    """``connect`` raises ``ValueError`` for bytes that are no address."""
 
     def connect(self, address: bytes) -> PeerId:
         if not address.startswith(b"\x89"):
@@ -76,8 +76,8 @@ class RaisesWhateverItsParserRaises(LoopbackTransport):
 
 
 @caught_by("test_an_address_that_was_changed_on_its_way_harms_nobody")
-class RaisesWhateverAWrongValueMeans(LoopbackTransport):
-    """An address with a wrong value in it raises what using the value raises."""
+class RaisesOtherErrorsForWrongValues(LoopbackTransport):
+    """``connect`` raises other errors for an address with a wrong value."""
 
     def connect(self, address: bytes) -> PeerId:
         try:
@@ -89,8 +89,8 @@ class RaisesWhateverAWrongValueMeans(LoopbackTransport):
 
 
 @caught_by("test_an_address_that_was_changed_on_its_way_harms_nobody")
-class StartsOverAfterAWrongAddress(LoopbackTransport):
-    """An address that it cannot use ends what is under way with others."""
+class BadAddressEndsOtherTransfers(LoopbackTransport):
+    """A refused address ends the transfers with other peers."""
 
     def connect(self, address: bytes) -> PeerId:
         try:
@@ -102,8 +102,8 @@ class StartsOverAfterAWrongAddress(LoopbackTransport):
 
 
 @caught_by("test_an_address_under_another_name_takes_no_connection_away")
-class DropsWhomAnotherNameLeadsTo(LoopbackTransport):
-    """A peer that is published under a second name is disconnected."""
+class DisconnectsPeerWithSecondName(LoopbackTransport):
+    """An address of a connected peer with another name disconnects that peer."""
 
     def connect(self, address: bytes) -> PeerId:
         theirs = wire.decode(address)
@@ -116,7 +116,7 @@ class DropsWhomAnotherNameLeadsTo(LoopbackTransport):
 
 @caught_by("test_names_are_unique")
 class IsNamedAfterItsProcess(LoopbackTransport):
-    """Two transports of one process have one name."""
+    """Two transports of one process have the same name."""
 
     @property
     def name(self) -> str:
@@ -124,8 +124,8 @@ class IsNamedAfterItsProcess(LoopbackTransport):
 
 
 @caught_by("test_its_capabilities_make_sense_and_stay")
-class LearnsWhatItCan(LoopbackTransport):
-    """The capabilities depend on who is connected."""
+class CapabilitiesChange(LoopbackTransport):
+    """The capabilities depend on the connected peers."""
 
     @property
     def capabilities(self) -> Capabilities:
@@ -134,15 +134,15 @@ class LearnsWhatItCan(LoopbackTransport):
 
 @caught_by("test_an_option_that_it_does_not_have_is_refused")
 class IgnoresUnknownOptions(LoopbackTransport):
-    """A misspelt option has no effect."""
+    """An unknown option is ignored, not refused."""
 
     def __init__(self, **options: object) -> None:
         super().__init__()
 
 
 @caught_by("test_one_copy")
-class CanDoMoreThanItSays(LoopbackTransport):
-    """What the capabilities deny works all the same."""
+class ExceedsCapabilities(LoopbackTransport):
+    """It can do what its capabilities deny."""
 
     @property
     def capabilities(self) -> Capabilities:
@@ -150,8 +150,8 @@ class CanDoMoreThanItSays(LoopbackTransport):
 
 
 @caught_by("test_a_limit_of_unfinished_transfers_is_kept")
-class HasALimitThatIsNone(LoopbackTransport):
-    """More transfers than ``max_outstanding`` are taken."""
+class ExceedsMaxOutstanding(LoopbackTransport):
+    """More transfers than ``max_outstanding`` are accepted."""
 
     @property
     def capabilities(self) -> Capabilities:
@@ -159,8 +159,8 @@ class HasALimitThatIsNone(LoopbackTransport):
 
 
 @caught_by("test_bytes_that_are_no_address_are_refused")
-class CannotReadHalfAnAddress(LoopbackTransport):
-    """An address that ends too early raises whatever the parser raises."""
+class RaisesForTruncatedAddress(LoopbackTransport):
+    """``connect`` raises other errors for a truncated address."""
 
     def connect(self, address: bytes) -> PeerId:
         if 20 < len(address) < 200 and address.startswith(LoopbackTransport.address(self)[:10]):
@@ -169,8 +169,8 @@ class CannotReadHalfAnAddress(LoopbackTransport):
 
 
 @caught_by("test_a_transport_may_connect_to_itself")
-class KnowsItself(LoopbackTransport):
-    """Its own address is refused."""
+class RefusesItsOwnAddress(LoopbackTransport):
+    """A transport refuses its own address."""
 
     def connect(self, address: bytes) -> PeerId:
         if self.name.encode() in address:
@@ -179,12 +179,12 @@ class KnowsItself(LoopbackTransport):
 
 
 @caught_by("test_it_says_itself_for_which_version_it_was_written")
-class InheritsItsVersion(Delegating):
-    """It claims whatever version is installed: neither it nor its base says one."""
+class InheritsInterfaceVersion(Delegating):
+    """The driver does not state the interface version for which it was written."""
 
 
-class Limited(LoopbackTransport):
-    """Base: at most two unfinished transfers, as ``counted`` counts."""
+class AtMostTwo(LoopbackTransport):
+    """Base class: at most two unfinished transfers, as ``counted`` counts them."""
 
     @property
     def capabilities(self) -> Capabilities:
@@ -200,7 +200,7 @@ class Limited(LoopbackTransport):
 
 
 @caught_by("test_a_limit_of_unfinished_transfers_is_kept")
-class CountsWhatHasEnded(Limited):
+class CountsEndedTransfers(AtMostTwo):
     """A transfer counts as unfinished until it is forgotten."""
 
     def counted(self) -> int:
@@ -208,8 +208,8 @@ class CountsWhatHasEnded(Limited):
 
 
 @caught_by("test_a_limit_of_unfinished_transfers_is_kept")
-class CountsWhatWasRefused(Limited):
-    """A transfer that was refused is never counted off again."""
+class CountsRefusedTransfers(AtMostTwo):
+    """A refused transfer counts as unfinished for ever."""
 
     refused = 0
 
@@ -224,8 +224,8 @@ class CountsWhatWasRefused(Limited):
 
 
 @caught_by("test_many_transfers_at_once")
-class HasASecretLimit(LoopbackTransport):
-    """It names no limit, and has one: 100 records of transfers."""
+class HasUndeclaredLimit(LoopbackTransport):
+    """It refuses the 101st transfer that was not forgotten, without declaring a limit."""
 
     def read(self, peer: PeerId, copies: Copies, notify: bytes | None = None) -> TransferId:
         if len(self._transfers) >= 100:
@@ -234,8 +234,8 @@ class HasASecretLimit(LoopbackTransport):
 
 
 @caught_by("test_other_calls_change_nothing_for_a_transfer")
-class ConnectsAnew(LoopbackTransport):
-    """Connecting again ends what was under way."""
+class ConnectAgainEndsTransfers(LoopbackTransport):
+    """Connecting again ends the transfers of that peer."""
 
     def connect(self, address: bytes) -> PeerId:
         peer = super().connect(address)
@@ -246,8 +246,8 @@ class ConnectsAnew(LoopbackTransport):
 
 
 @caught_by("test_other_calls_change_nothing_for_a_transfer")
-class RegistersAnew(LoopbackTransport):
-    """Registering ends what was under way, in the table that is written anew."""
+class RegisterEndsTransfers(LoopbackTransport):
+    """Registering a region ends all transfers."""
 
     def register(self, region: Region) -> None:
         super().register(region)

@@ -1,4 +1,4 @@
-"""Peers that die."""
+"""Faults when peers die."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.testing.planted.base import (
 
 @caught_by("test_killed_before_a_transfer")
 class RaisesFromPoll(LoopbackTransport):
-    """A failure is an exception."""
+    """``poll`` raises for a failed transfer."""
 
     def poll(self, transfers: Sequence[TransferId]) -> list[Status]:
         statuses = super().poll(transfers)
@@ -41,8 +41,8 @@ class RaisesFromPoll(LoopbackTransport):
 
 
 @caught_by("test_killed_before_a_transfer")
-class RaisesWhereTheTransferBegins(LoopbackTransport):
-    """That the peer is gone is an exception of ``read``."""
+class ReadRaisesForALostPeer(LoopbackTransport):
+    """``read`` raises if the peer is gone."""
 
     def read(self, peer: PeerId, copies: Copies, notify: bytes | None = None) -> TransferId:
         transfer = super().read(peer, copies, notify)
@@ -53,8 +53,8 @@ class RaisesWhereTheTransferBegins(LoopbackTransport):
 
 
 @caught_by("test_killed_before_a_transfer")
-class ExpectsToBeHeard(LoopbackTransport):
-    """A free notification to a peer that is gone is an error."""
+class NotifyRaisesForALostPeer(LoopbackTransport):
+    """``notify`` raises if the peer is gone."""
 
     def notify(self, peer: PeerId, payload: bytes) -> None:
         super().notify(peer, payload)
@@ -63,8 +63,8 @@ class ExpectsToBeHeard(LoopbackTransport):
 
 
 @caught_by("test_killed_before_a_transfer")
-class WillNotNotifyTheDead(LoopbackTransport):
-    """A free notification is refused once it is known that the peer is gone."""
+class NotifyRefusesAKnownDeadPeer(LoopbackTransport):
+    """``notify`` raises once it is known that the peer is gone."""
 
     def notify(self, peer: PeerId, payload: bytes) -> None:
         jobs = [job for owner, _, job in self._transfers.values() if owner == peer]
@@ -74,32 +74,32 @@ class WillNotNotifyTheDead(LoopbackTransport):
 
 
 @caught_by("test_killed_before_a_transfer")
-class FailsWithoutAnError(Watched):
-    """A failure does not say why."""
+class FailedWithoutError(Watched):
+    """A failed transfer has no error."""
 
     def seen(self, transfer: TransferId, status: Status) -> Status:
         return replace(status, error=None)
 
 
 @caught_by("test_killed_during_a_transfer")
-class NeverLearnsOfADeath(Watched):
-    """A transfer of a dead peer is PENDING for ever."""
+class IgnoresDeath(Watched):
+    """A transfer with a dead peer is PENDING for ever."""
 
     def seen(self, transfer: TransferId, status: Status) -> Status:
         return PENDING if status.state is State.FAILED else status
 
 
 @caught_by("test_killed_during_a_transfer")
-class TakesDeathForTheEnd(Watched):
-    """A transfer of which nothing more comes is DONE."""
+class DeathMeansDone(Watched):
+    """A transfer with a dead peer is DONE."""
 
     def seen(self, transfer: TransferId, status: Status) -> Status:
         return DONE if status.state is State.FAILED else status
 
 
 @caught_by("test_killed_with_many_transfers_in_flight")
-class LearnsOfOneDeathAtATime(Watched):
-    """Only the first transfer of a dead peer fails."""
+class DeathFailsOnlyOneTransfer(Watched):
+    """Only the first transfer with a dead peer fails."""
 
     def seen(self, transfer: TransferId, status: Status) -> Status:
         others = [
@@ -109,16 +109,16 @@ class LearnsOfOneDeathAtATime(Watched):
 
 
 @caught_by("test_killed_during_a_transfer")
-class IsFailingForEver(Watched):
-    """It promises to become quiet by itself, and never says that it is."""
+class FailingForEver(Watched):
+    """A failing transfer never becomes FAILED, although quiescence is promised."""
 
     def seen(self, transfer: TransferId, status: Status) -> Status:
         return replace(status, state=State.FAILING) if status.error is not None else status
 
 
 @caught_by("test_killed_during_a_transfer")
-class IsFailingAfterDisconnect(IsFailingForEver):
-    """It promises to be quiet after ``disconnect``, and does not say so either."""
+class FailingAfterDisconnect(FailingForEver):
+    """A failing transfer does not become FAILED after ``disconnect``, as promised."""
 
     @property
     def capabilities(self) -> Capabilities:
@@ -126,8 +126,8 @@ class IsFailingAfterDisconnect(IsFailingForEver):
 
 
 @caught_by("test_gone_and_back_is_another_peer")
-class KnowsPeersByTheirPlace(LoopbackTransport):
-    """Whoever comes back is taken for who was there before."""
+class MistakesARestartedPeerForTheFormer(LoopbackTransport):
+    """A restarted peer is taken for the former one."""
 
     def connect(self, address: bytes) -> PeerId:
         peer = super().connect(address)
@@ -137,16 +137,16 @@ class KnowsPeersByTheirPlace(LoopbackTransport):
 
 
 @caught_by("test_killed_before_a_transfer")
-class SaysNothingOfWhy(Watched):
-    """A failure has an error without a word."""
+class FailedWithEmptyError(Watched):
+    """A failed transfer has an error without text."""
 
     def seen(self, transfer: TransferId, status: Status) -> Status:
         return replace(status, error=TransportError()) if status.error is not None else status
 
 
 @caught_by("test_killed_while_a_fork_lives_on")
-class KnowsDeathByItsSockets(Watched):
-    """A peer is gone when its socket has ended: a fork that inherited it keeps the dead alive."""
+class DetectsDeathBySocketOnly(Watched):
+    """Death is detected by the end of a socket, which a fork of the peer keeps open."""
 
     def seen(self, transfer: TransferId, status: Status) -> Status:
         peer = self._peers.get(self._transfers[transfer].peer)
@@ -162,8 +162,8 @@ class KnowsDeathByItsSockets(Watched):
 
 
 @caught_by("test_a_stopped_peer_ends_by_the_deadline")
-class WaitsForAStoppedPeer(LoopbackTransport):
-    """``poll`` asks the peer, and waits for its answer."""
+class PollWaitsForThePeer(LoopbackTransport):
+    """``poll`` waits for an answer of the peer."""
 
     def poll(self, transfers: Sequence[TransferId]) -> list[Status]:
         for peer in self._peers.values():

@@ -1,0 +1,74 @@
+"""Transfers by NIXL's own Python API, with which the drivers are compared."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from kvferry.core.memory import CPU, Region
+from kvferry.core.transport.copies import Copies
+from kvferry.drivers.nixl import address, library
+from kvferry.drivers.nixl.options import NixlOptions
+
+
+def agent(region: Region, peer: bytes, threads: int) -> tuple[Any, str]:
+    """Return an agent over UCX that has registered a region, and the name of its peer.
+
+    Args:
+        region: of this process.
+        peer: the address of a ``NixlTransport``.
+        threads: of UCX.
+    """
+    made = bare(threads)
+    made.register_memory([(region.address, region.nbytes, region.device, "")], _kind(region))
+    theirs = address.decode(peer)
+    made.add_remote_agent(theirs.metadata)
+    return made, theirs.name
+
+
+def bare(threads: int) -> Any:
+    """Return an agent over UCX without memory and peers."""
+    found = library.load()
+    sync = found.api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
+    config = found.api.nixl_agent_config(backends=[], sync_mode=sync)
+    # As in the driver: a thread that spins would take a core from both sides.
+    with found.patient(NixlOptions().progress_milliseconds):
+        made = found.api.nixl_agent(f"direct-{secrets.token_hex(8)}", config)
+    made.create_backend("UCX", {"num_threads": str(threads)})
+    return made
+
+
+def mover(
+    agent: Any, name: str, op: str, copies: Copies, notify: bytes = b""
+) -> Callable[[], float]:
+    """Return a function that transfers as ``common.mover`` does, by NIXL's own calls."""
+    local, remote = np.zeros((2, len(copies), 3), np.uint64)
+    [segment] = copies.segments
+    local[:, 2], remote[:, 2] = segment.local.device, segment.remote.device
+    near, far = _kind(segment.local), _kind(segment.remote)
+
+    def move() -> float:
+        # Filling these arrays, which have NIXL's form, counts.
+        local[:, 0], remote[:, 0] = copies.local, copies.remote
+        local[:, 1] = remote[:, 1] = copies.nbytes
+        here, there = agent.get_xfer_descs(local, near), agent.get_xfer_descs(remote, far)
+        handle = agent.initialize_xfer(op.upper(), here, there, name, notify)
+        state = agent.transfer(handle)
+        submitted = time.perf_counter()
+        while state == "PROC":
+            state = agent.check_xfer_state(handle)
+        handle.release()
+        if state != "DONE":
+            raise SystemExit(f"NIXL's transfer ended as {state}")
+        return submitted
+
+    return move
+
+
+def _kind(region: Region) -> str:
+    """Return NIXL's name of the region's memory kind."""
+    return "DRAM" if region.kind == CPU else "VRAM"

@@ -1,0 +1,249 @@
+"""The inputs of ``kvferry plan``: valid and invalid config files, settings and layouts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cli.plan_command import LATENT, TINY, WINDOWS, make_plan, run_kvferry, write_config
+
+Capture = pytest.CaptureFixture[str]
+
+EQUAL_ENGINES = "--prefill=tp=1", "--decode=tp=1"
+BYTES_PER_TOKEN = 4 * 4 * 32
+
+
+def test_folder_stands_for_its_config_file(tmp_path: Path, capsys: Capture) -> None:
+    write_config(tmp_path, TINY)
+    found = make_plan(capsys, [str(tmp_path)], "tp=1", "tp=1", "--tokens=16")
+    assert found["total"]["bytes"] == 16 * BYTES_PER_TOKEN
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        pytest.param(TINY | {"head_dim": 8, "hidden_size": 999}, id="a size of heads"),
+        pytest.param({"text_config": TINY, "vision_config": {"hidden_size": 5}}, id="nested"),
+        pytest.param({"thinker_config": {"text_config": TINY}}, id="nested twice"),
+        pytest.param(
+            {"n_layer": 4, "n_head": 8, "n_head_kv": 4, "n_embd": 64, "dtype": "float16"},
+            id="other names",
+        ),
+        pytest.param(
+            TINY
+            | {"torch_dtype": "float32", "num_key_value_heads": 8, "multi_query": True}
+            | {"num_hidden_layers": 8},
+            id="one head for all",
+        ),
+        pytest.param(TINY | {"num_hidden_layers": 6, "num_kv_shared_layers": 2}, id="shared"),
+        pytest.param(TINY | {"sliding_window": 8, "use_sliding_window": False}, id="no window"),
+        pytest.param(TINY | {"layer_types": ["chunked_attention"] * 4}, id="chunks"),
+        pytest.param(
+            TINY | {"layers_block_type": ["attention"] * 4, "mamba_d_state": 4}, id="types"
+        ),
+        pytest.param(
+            TINY | {"num_key_value_heads": None, "num_attention_heads": 4, "head_dim": 8},
+            id="as many heads",
+        ),
+    ],
+)
+def test_equivalent_config_files_give_the_same_bytes(
+    tmp_path: Path, capsys: Capture, content: dict[str, Any]
+) -> None:
+    found = make_plan(capsys, [write_config(tmp_path, content)], "tp=1", "tp=1", "--tokens=16")
+    assert found["total"]["bytes"] == 16 * BYTES_PER_TOKEN
+
+
+@pytest.mark.parametrize(
+    ("content", "copies"),
+    [
+        pytest.param({"sliding_window": 20}, 4 * 2, id="all layers"),
+        pytest.param({"sliding_window": 20, "sliding_window_pattern": 4}, 3 * 2 + 4, id="pattern"),
+        pytest.param(
+            {"sliding_window": 20, "use_sliding_window": True, "max_window_layers": 3},
+            3 * 4 + 2,
+            id="from a layer on",
+        ),
+    ],
+)
+def test_windows_read_only_their_pages(
+    tmp_path: Path, capsys: Capture, content: dict[str, Any], copies: int
+) -> None:
+    model = write_config(tmp_path, TINY | content)
+    # A window of 20 tokens before token 64 has tokens 45 to 63, in 2 of the 4 pages.
+    assert make_plan(capsys, [model], "tp=1", "tp=1", "--tokens=64")["total"]["copies"] == copies
+
+
+def test_assumed_windows_are_reported(tmp_path: Path, capsys: Capture) -> None:
+    model = write_config(tmp_path, TINY | {"sliding_window": 20})
+    ran = run_kvferry(capsys, "plan", model, *EQUAL_ENGINES)
+    assert (
+        "Layers from 0 on keep a window of 20 tokens: the file says 'sliding_window'" in ran.words
+    )
+    assert "layers 0-3 look back 20 tokens" in ran.words
+
+
+def test_element_types_set_the_bytes(tmp_path: Path, capsys: Capture) -> None:
+    model = [write_config(tmp_path, TINY)]
+    for name, nbytes in (("fp8", 1), ("auto", 2), ("torch.float32", 4)):
+        found = make_plan(capsys, model, "tp=1", "tp=1", "--tokens=16", f"--dtype={name}")
+        assert found["total"]["bytes"] == 16 * BYTES_PER_TOKEN * nbytes // 2
+
+
+WRONG_MODELS = [
+    ({"num_hidden_layers": None}, "num_hidden_layers"),
+    ({"num_hidden_layers": "4"}, "num_hidden_layers"),
+    ({"num_attention_heads": 0}, "num_attention_heads"),
+    ({"hidden_size": None}, "neither 'head_dim' nor 'hidden_size'"),
+    ({"torch_dtype": "int4"}, "unknown element type 'int4'"),
+    ({"layer_types": ["full_attention"]}, "'layer_types' has 1 entries for 4 layers"),
+    (
+        {"layer_types": ["full_attention", "linear_attention"] * 2},
+        "layers 1, 3 are 'linear_attention'",
+    ),
+    ({"layer_types": ["sliding_attention"] * 4}, "'sliding_window' does not say how long"),
+    ({"hybrid_override_pattern": "M*M*"}, "has 'hybrid_override_pattern', so the model has states"),
+    ({"mamba_d_conv": 4}, "has 'mamba_d_conv', so the model has states"),
+    ({"index_topk": 2048}, "has 'index_topk', a second cache in every layer"),
+    ({"is_encoder_decoder": True}, "only decoders are drawn"),
+    ({"num_kv_shared_layers": 4}, "no layer has a cache of its own"),
+]
+
+
+@pytest.mark.parametrize(("content", "said"), WRONG_MODELS, ids=[said for _, said in WRONG_MODELS])
+def test_unsupported_models_are_refused(
+    tmp_path: Path, capsys: Capture, content: dict[str, Any], said: str
+) -> None:
+    ran = run_kvferry(capsys, "plan", write_config(tmp_path, TINY | content), *EQUAL_ENGINES)
+    assert ran.status == 1
+    assert said in ran.err
+    assert ran.err.startswith("kvferry: ")
+
+
+def test_hybrids_are_referred_to_layouts(tmp_path: Path, capsys: Capture) -> None:
+    ran = run_kvferry(
+        capsys, "plan", write_config(tmp_path, TINY | {"ssm_cfg": {"layer": 1}}), *EQUAL_ENGINES
+    )
+    assert "describe both engines as JSON layouts instead" in ran.err
+
+
+WRONG_SETTINGS = [
+    (TINY, "tq=2", "unknown setting 'tq': did you mean 'tp'?"),
+    (TINY, "blocksize=2", "did you mean 'block_size'?"),
+    (TINY, "layout=HNDD", "unknown layout 'HNDD': did you mean 'HND'?"),
+    (TINY, "layout=XYZ", "unknown layout 'XYZ'; allowed are LBHNC, LBNHC, LHBNC"),
+    (TINY, "tp=0", "tp=0 must be a number in 1 to 1024"),
+    (TINY, "tp=two", "tp=two must be a number"),
+    (TINY, "tp=", "'tp' has no value"),
+    (TINY, "tp=1,tp=2", "'tp' stands twice"),
+    (TINY, "tp=3", "tp=3 does not divide the 8 attention heads"),
+    (
+        TINY | {"num_attention_heads": 18, "num_key_value_heads": 9, "head_dim": 8},
+        "tp=6",
+        "9 KV heads",
+    ),
+    (TINY, "pp=5", "pp=5 is more than the 4 layers"),
+    (TINY, "tp=4,dcp=2", "there are 1"),
+    (TINY, "tp=2,dcp=4", "dcp=4 does not divide tp=2"),
+    (LATENT, "tp=2,dcp=2,interleave=3", "interleave=3 does not divide block_size=16"),
+    (TINY, "kernel_block=5", "kernel_block=5 does not divide block_size=16"),
+    (TINY, "kernel_block=8,layout=BLHNC", "so kernels cannot cut them: use block_size=8 or"),
+    (TINY, "tp=1024,pp=1024", "more than 4096 ranks"),
+    (TINY, "nowhere.json", "nowhere.json cannot be read: No such file"),
+]
+
+
+@pytest.mark.parametrize(
+    ("content", "settings", "said"), WRONG_SETTINGS, ids=[said for *_, said in WRONG_SETTINGS]
+)
+def test_invalid_settings_are_refused(
+    tmp_path: Path, capsys: Capture, content: dict[str, Any], settings: str, said: str
+) -> None:
+    model = write_config(tmp_path, content)
+    ran = run_kvferry(capsys, "plan", model, "--prefill=tp=1", f"--decode={settings}")
+    assert ran.status == 1
+    assert said in ran.err
+    assert "Traceback" not in ran.err
+
+
+def test_settings_without_model_are_refused(tmp_path: Path, capsys: Capture) -> None:
+    ran = run_kvferry(capsys, "plan", *EQUAL_ENGINES)
+    assert (ran.status, "name the model's config.json first" in ran.err) == (1, True)
+
+
+def test_settings_accept_dashes_and_lower_case(tmp_path: Path, capsys: Capture) -> None:
+    model = write_config(tmp_path, TINY)
+    ran = run_kvferry(capsys, "plan", model, "--prefill=block-size=32,layout=nhd", "--decode=tp=1")
+    assert "block_size=32,layout=LBNHC" in ran.words
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"", "is not the config of a model"),
+        (b"[1]", "is not the config of a model"),
+        (b"\xff\xfe{}", "is not the config of a model"),
+        (b"[" * 100_000, "is not the config of a model"),
+        (b"{}", "does not say what a KV cache is made of"),
+    ],
+)
+def test_malformed_config_files_are_refused(
+    tmp_path: Path, capsys: Capture, content: bytes, said: str
+) -> None:
+    (tmp_path / "config.json").write_bytes(content)
+    ran = run_kvferry(capsys, "plan", str(tmp_path), *EQUAL_ENGINES)
+    assert (ran.status, said in ran.err) == (1, True)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"ranks": []}, "length >= 1"),
+        ({"coordinates": [{}, {}]}, "2 coordinates for 1 ranks"),
+        ({"windows": [1, 2]}, "2 windows for 1 groups"),
+        ({"windows": [-1]}, "windows"),
+        ({"ranks": 5}, "ranks"),
+    ],
+)
+def test_malformed_engine_files_are_refused(
+    tmp_path: Path, capsys: Capture, change: dict[str, Any], said: str
+) -> None:
+    make_plan(capsys, [write_config(tmp_path, TINY)], "tp=1", "tp=1", f"--write-layouts={tmp_path}")
+    file = tmp_path / "prefill.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    ran = run_kvferry(capsys, "plan", f"--prefill={file}", f"--decode={tmp_path / 'decode.json'}")
+    assert (ran.status, said in ran.err) == (1, True)
+
+
+def test_layout_outside_its_region_is_refused(tmp_path: Path, capsys: Capture) -> None:
+    make_plan(
+        capsys, [write_config(tmp_path, WINDOWS)], "tp=1", "tp=1", f"--write-layouts={tmp_path}"
+    )
+    file = tmp_path / "prefill.json"
+    content = json.loads(file.read_text())
+    content["ranks"][0]["regions"][0]["nbytes"] = 100
+    file.write_text(json.dumps(content))
+    ran = run_kvferry(capsys, "plan", f"--prefill={file}", f"--decode={tmp_path / 'decode.json'}")
+    assert ran.status == 1
+    assert "of region 0, which has 100" in ran.err
+
+
+def test_unwritable_layouts_are_reported(tmp_path: Path, capsys: Capture) -> None:
+    (tmp_path / "taken").write_text("")
+    model = write_config(tmp_path, TINY)
+    ran = run_kvferry(
+        capsys, "plan", model, *EQUAL_ENGINES, f"--write-layouts={tmp_path / 'taken'}"
+    )
+    assert (ran.status, "cannot be written" in ran.err) == (1, True)
+
+
+def test_names_from_files_are_not_parsed_as_markup(tmp_path: Path, capsys: Capture) -> None:
+    make_plan(capsys, [write_config(tmp_path, TINY)], "tp=1", "tp=1", f"--write-layouts={tmp_path}")
+    for name in ("prefill", "decode"):
+        file = tmp_path / f"{name}.json"
+        file.write_text(file.read_text().replace("layers.3.attn", "draft[/red][3]$x$"))
+    sides = [f"--{name}={tmp_path / name}.json" for name in ("prefill", "decode")]
+    assert "draft[/red][3]$x$" in run_kvferry(capsys, "plan", *sides).words

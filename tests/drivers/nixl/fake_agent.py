@@ -1,0 +1,95 @@
+"""An agent without NIXL that records calls and fails on request."""
+
+from __future__ import annotations
+
+import itertools
+
+from kvferry.core.errors import TransportError
+from kvferry.core.memory import Region
+from kvferry.drivers.nixl.agent import Agent, Handle, Registration, Telemetry, TransferChunk
+
+
+class FakeAgent(Agent):
+    """An agent that records calls and fails on request.
+
+    Attributes:
+        registered: the registered ranges, by registration.
+        refused: ranges that ``register`` refuses.
+        answers: for each chunk, what ``post`` and then each ``check`` returns (whether the chunk
+            has ended) or raises. By default, a chunk ends when it is posted.
+        posted: the chunks that were posted.
+        gone: what ``prepare`` raises.
+        held: the handles that were not released.
+        sent: the notifications, each with the name of its recipient.
+        must_not_post: see ``Agent``.
+        known: the metadata that was added and not removed.
+        closed: whether ``close`` was called.
+    """
+
+    must_not_post = False
+
+    def __init__(self, name: str = "fake") -> None:
+        self.name = name
+        self.known: list[bytes] = []
+        self.closed = False
+        self.memory = frozenset({"cpu", "cuda"})
+        self.notifies = True
+        self.registered: dict[Registration, Region] = {}
+        self.refused: set[Region] = set()
+        self.answers: dict[object, list[bool | TransportError]] = {}
+        self.posted: list[object] = []
+        self.gone: TransportError | None = None
+        self.held: set[Handle] = set()
+        self.sent: list[tuple[str, bytes]] = []
+        self._ids = itertools.count(1)
+
+    def register(self, region: Region) -> Registration:
+        if region in self.refused:
+            raise TransportError(f"told to refuse {region}")
+        registration = Registration(next(self._ids))
+        self.registered[registration] = region
+        return registration
+
+    def deregister(self, registration: Registration) -> None:
+        del self.registered[registration]
+
+    def add(self, metadata: bytes) -> str:
+        self.known.append(metadata)
+        return metadata.decode()
+
+    def remove(self, name: str) -> bool:
+        self.known = [one for one in self.known if one != name.encode()]
+        return True
+
+    def close(self, *, quiet: bool) -> None:
+        self.closed = True
+
+    def prepare(self, part: TransferChunk, name: str = "peer") -> Handle:
+        if self.gone is not None:
+            raise self.gone
+        made = Handle(agent=self, native=part, name=name)
+        self.held.add(made)
+        return made
+
+    def post(self, handle: Handle) -> bool:
+        self.posted.append(handle.native)
+        return self._answer(handle)
+
+    def check(self, handle: Handle) -> bool:
+        return self._answer(handle)
+
+    def release(self, handle: Handle) -> None:
+        self.held.remove(handle)
+
+    def telemetry(self, handle: Handle) -> Telemetry:
+        return Telemetry(nbytes=1, descriptors=1, post_seconds=0.0, seconds=0.0)
+
+    def notify(self, name: str, payload: bytes) -> None:
+        self.sent.append((name, payload))
+
+    def _answer(self, handle: Handle) -> bool:
+        answers = self.answers.get(handle.native, [])
+        answer = answers.pop(0) if answers else True
+        if isinstance(answer, TransportError):
+            raise answer
+        return answer

@@ -1,0 +1,197 @@
+"""Tests of a driver between two hosts, and of its behaviour when the link between them is cut.
+
+As with ``TransportContract``, a test module subclasses them. ``PeersOnOtherHost`` has the fixtures
+that run the peer processes of the conformance suite on the other host.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import ClassVar
+
+import numpy as np
+import pytest
+
+from kvferry.core.errors import ConnectError, TransportError
+from kvferry.core.transport import PeerId, State, TransferId
+from kvferry.testing.contract.settings import ContractSettings
+from kvferry.testing.contract.workbench import MIB, Workbench, settings_of
+from kvferry.testing.memory import pattern
+from kvferry.testing.peers import Process, Spares, TransportPeer
+from tests.drivers.network_namespaces import Networks, Side, two_networks
+
+
+class PeersOnOtherHost(ContractSettings):
+    """Run every peer process on another host than the test."""
+
+    @pytest.fixture(scope="class", autouse=True)
+    @classmethod
+    def networks(cls) -> Iterator[Networks]:
+        with two_networks() as networks:
+            yield networks
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def lasting_process(cls, networks: Networks) -> Iterator[Process]:
+        with _process_on_other_host(cls, networks) as process:
+            yield process
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def spares(cls, networks: Networks) -> Iterator[Spares]:
+        spares = Spares(lambda: _process_on_other_host(cls, networks, wait=False))
+        yield spares
+        spares.end()
+
+    @pytest.fixture
+    def remote(self, shared_process: Process) -> TransportPeer:
+        """Only the peer on the other host: peers on this host do not use the link."""
+        return shared_process
+
+
+def _process_on_other_host(
+    tests: type[ContractSettings], networks: Networks, *, wait: bool = True
+) -> Process:
+    made = settings_of(tests)
+    return networks.far(Process, made.factory, made.options, made.memory, MIB, wait=wait)
+
+
+class CutLinkTests(PeersOnOtherHost):
+    """A cut link is noticed in time, final transfers are quiet, and a restored link works again.
+
+    Attributes:
+        noticed_within: seconds after a cut within which a transfer has to be reported as failing.
+    """
+
+    noticed_within: ClassVar[float]
+
+    @pytest.fixture
+    def process(self, lab: Workbench, networks: Networks) -> Iterator[Process]:
+        """Start the process now, not ahead of time: it cannot start while the link is down."""
+        with _process_on_other_host(type(self), networks) as process:
+            process.meanwhile = lab.turn
+            process.patience = lab.settings.patience
+            yield process
+
+    @pytest.fixture(params=["near", "far"])
+    def side(self, request: pytest.FixtureRequest, networks: Networks) -> Iterator[Side]:
+        """The side whose link the test cuts; the link is restored afterwards."""
+        side: Side = request.param
+        yield side
+        networks.restore()
+
+    def test_reads_and_writes_arrive_with_their_notifications(
+        self, lab: Workbench, process: Process
+    ) -> None:
+        lab.works(process)
+        peer = lab.transport.connect(process.address())
+        for op in lab.ops:
+            transfer = lab.start(op, peer, lab.whole(process), b"arrived")
+            lab.finish(transfer)
+            assert [seen.payload for seen in process.notifications(1)] == [b"arrived"]
+        np.testing.assert_array_equal(lab.mine.get(), process.get())
+
+    def test_transfer_fails_when_link_is_cut_during_it(
+        self, lab: Workbench, process: Process, networks: Networks, op: str, side: Side
+    ) -> None:
+        peer = lab.transport.connect(process.address())
+        copies = lab.lasting(process)
+        if lab.refuses(op, peer, copies):
+            return
+        transfer = lab.start(op, peer, copies)
+        assert lab.until(lambda: self._has_moved_bytes(lab, process, op)), "no byte has arrived"
+        assert lab.state(transfer) is State.PENDING, "the transfer ended before the link was cut"
+        networks.cut(side)
+        self._expect_failure(lab, peer, transfer)
+        self._expect_recovery(lab, process, networks, peer, transfer)
+
+    def test_transfer_fails_when_link_was_cut_before_it(
+        self, lab: Workbench, process: Process, networks: Networks, op: str, side: Side
+    ) -> None:
+        peer = lab.transport.connect(process.address())
+        if lab.refuses(op, peer, lab.whole(process)):
+            return
+        lab.works(process)
+        networks.cut(side)
+        transfer = lab.start(op, peer, lab.whole(process), b"x" if lab.notifies else None)
+        self._expect_failure(lab, peer, transfer)
+        self._expect_recovery(lab, process, networks, peer, transfer)
+        assert process.notifications(1, 0.2) == []
+
+    def test_calls_while_link_is_cut_raise_nothing(
+        self, lab: Workbench, process: Process, networks: Networks, side: Side
+    ) -> None:
+        """Transfers that start after the failure is known fail by their state, too."""
+        peer = lab.transport.connect(process.address())
+        lab.works(process)
+        networks.cut(side)
+        transfers = []
+        for _ in range(3):
+            transfers.append(lab.start(lab.an_op, peer, lab.whole(process)))
+            status = lab.known(transfers[-1], seconds=self.noticed_within)
+            assert status.state in (State.FAILING, State.FAILED), status
+            if lab.notifies:
+                lab.transport.notify(peer, b"may be lost")
+        networks.restore()
+        lab.transport.disconnect(peer)
+        assert {lab.state(transfer) for transfer in transfers} == {State.FAILED}
+        lab.works(process)
+
+    def test_link_cut_before_connecting_fails_connect_or_first_transfer(
+        self, lab: Workbench, process: Process, networks: Networks, side: Side
+    ) -> None:
+        address = process.address()
+        networks.cut(side)
+        with contextlib.suppress(ConnectError):
+            peer = lab.transport.connect(address)
+            transfer = lab.start(lab.an_op, peer, lab.whole(process))
+            self._expect_failure(lab, peer, transfer)
+            self._expect_recovery(lab, process, networks, peer, transfer)
+        networks.restore()
+        lab.works(process)
+
+    def test_link_cut_and_restored_between_transfers_is_harmless(
+        self, lab: Workbench, process: Process, networks: Networks, side: Side
+    ) -> None:
+        lab.works(process)
+        networks.cut(side)
+        networks.restore()
+        lab.works(process)
+
+    @staticmethod
+    def _has_moved_bytes(lab: Workbench, process: Process, op: str) -> bool:
+        if op == "read":
+            return bool(lab.mine.get(0, 8).any())
+        return not process.get()[:8].any()  # this side's memory holds zeros
+
+    def _expect_failure(self, lab: Workbench, peer: PeerId, transfer: TransferId) -> None:
+        status = lab.known(transfer, seconds=self.noticed_within)
+        assert status.state in (State.FAILING, State.FAILED), status
+        # While the link is down, disconnect may raise: it cannot prove that the transfer is quiet.
+        with contextlib.suppress(TransportError):
+            lab.settled(transfer, peer)
+
+    def _expect_recovery(
+        self,
+        lab: Workbench,
+        process: Process,
+        networks: Networks,
+        peer: PeerId,
+        transfer: TransferId,
+    ) -> None:
+        """A final transfer changes nothing once the link is back, any other becomes final."""
+        quiet = lab.state(transfer) is State.FAILED
+        theirs, mine = process.get(), pattern(MIB, 12)
+        if quiet:
+            lab.mine.put(mine)
+        networks.restore()
+        if not quiet:
+            assert lab.settled(transfer, peer).state is State.FAILED
+            theirs = process.get()
+            lab.mine.put(mine)
+        lab.stays(lab.mine, mine, 0.5)
+        lab.stays(process, theirs)
+        lab.transport.forget(transfer)
+        process.reset()
+        lab.works(process)

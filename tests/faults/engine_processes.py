@@ -1,0 +1,234 @@
+"""Producers and consumers in processes of their own, which take commands."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import multiprocessing
+import os
+import random
+import signal
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+
+from kvferry.core.endpoint import EndpointOptions
+from kvferry.core.lifecycle.holds import RequestId
+from kvferry.core.lifecycle.scheduler_holds import SchedulerHolds
+from kvferry.core.lifecycle.ticket import Ticket
+from kvferry.core.transport import Transport
+from kvferry.core.transport.registry import create
+from tests.core.endpoint.engines import LAYERS, Engine, Shape, engine, eventually, expected
+from tests.faults.cable import staged_transport
+
+TOKENS = 8
+HELD_PAGES = [1, 2]
+"""The producer's pages of the request under test."""
+OTHER_PAGES = [5, 6]
+"""The producer's pages of another request."""
+LEASE = 3.0
+"""Seconds; short, because tests wait until the lease of a hold that is not released ends."""
+LONG_LEASE = 60.0
+"""Seconds; no test lasts as long, so only a release gives the pages back."""
+OPTIONS = EndpointOptions(
+    lease=LEASE, handshake_timeout=5.0, load_timeout=15.0, liveness_interval=1.0, liveness_misses=3
+)
+LONG_TIMEOUTS = replace(OPTIONS, handshake_timeout=60.0, load_timeout=120.0, liveness_interval=60.0)
+"""Timeouts that no test reaches: only a fault ends a load."""
+SHAPE = Shape(pages=16)
+
+_processes = multiprocessing.get_context("forkserver")
+_processes.set_forkserver_preload([__name__])
+
+
+@dataclass(kw_only=True)
+class EngineProcess:
+    """An engine in a process of its own, and the pipe for its commands."""
+
+    process: BaseProcess
+    pipe: Connection
+
+    def ask(self, *order: object) -> Any:
+        """Send a command with its arguments and return the answer."""
+        self.pipe.send(order)
+        return self.answer()
+
+    def answer(self, seconds: float = 60.0) -> Any:
+        assert self.pipe.poll(seconds), "the other process does not answer"
+        return self.pipe.recv()
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.join()
+
+    def signal(self, number: signal.Signals) -> None:
+        assert self.process.pid is not None
+        os.kill(self.process.pid, number)
+
+
+@contextlib.contextmanager
+def engine_process(
+    target: Callable[..., None], *arguments: object, networked: bool = False
+) -> Iterator[EngineProcess]:
+    """Run ``target(pipe, *arguments)`` in a process, and kill it at the end.
+
+    If ``networked``, the process runs in the network namespace of this thread, which takes a second
+    longer; otherwise, in the namespace in which the fork server was started.
+    """
+    processes = multiprocessing.get_context("spawn") if networked else _processes
+    ours, theirs = processes.Pipe()
+    process = processes.Process(target=target, args=(theirs, *arguments), daemon=True)
+    process.start()
+    theirs.close()
+    made = EngineProcess(process=process, pipe=ours)
+    try:
+        yield made
+    finally:
+        made.kill()
+        ours.close()
+
+
+class ProducerCommands:
+    """Commands of a producer process: each public method is one."""
+
+    def __init__(self, prefill: Engine) -> None:
+        self.prefill = prefill
+        prefill.scheduler_holds = SchedulerHolds(SHAPE.pages, max_pages=len(HELD_PAGES))
+        self._sent: Counter[str] = Counter()
+
+    def serve(self, request: str, lease: float) -> Ticket:
+        self.count()
+        return serve_request(self.prefill, request, lease)
+
+    def serve_uncomputed(self, request: str, lease: float) -> Ticket:
+        """Return a ticket whose pages never become ready, as if a draft model never finished."""
+        self.count()
+        self.prefill.compute(request, HELD_PAGES, TOKENS)
+        return self.prefill.finish(
+            request, HELD_PAGES, TOKENS, computed=False, lease=lease, order=False
+        )
+
+    def held(self) -> int:
+        return sum(rank.endpoint.held for rank in self.prefill.ranks)
+
+    def count(self) -> dict[str, int]:
+        """Return how often each request was reported as sent so far."""
+        for rank in self.prefill.ranks:
+            sent = rank.endpoint.results().sent
+            self._sent.update(sent)
+            for request in sent:
+                self.prefill.scheduler_holds.sent(request)
+        return dict(self._sent)
+
+    def reset(self) -> None:
+        """Give up the holds of all pages."""
+        self.prefill.scheduler_holds.reset()
+        self.prefill.step()
+
+    def reuse_pages(self, spin: float = 0.0) -> None:
+        """Give up all holds, and overwrite the pages as soon as they are released.
+
+        For ``spin`` seconds before, keep the other threads of this process from running.
+        """
+        until = time.perf_counter() + spin
+        while time.perf_counter() < until:
+            pass
+        self.reset()
+        self.overwrite_pages()
+
+    def hold_other_pages(self, request: str) -> None:
+        """Take on another request with other pages, which exceeds the limit of held pages."""
+        self.prefill.compute(request, OTHER_PAGES, TOKENS)
+        self.prefill.finish(request, OTHER_PAGES, TOKENS, lease=LEASE)
+        self.overwrite_pages(without=request)
+
+    def overwrite_pages(self, without: str = "") -> None:
+        """Overwrite the pages as another request would, once only ``without`` is held."""
+        eventually(lambda: self.held() == bool(without), "the pages are released")
+        self.count()
+        for rank in self.prefill.ranks:
+            rank.cache[:, HELD_PAGES] += 1.0
+
+    def corrupt_slot_table(self) -> None:
+        """Fill the slot table with random bytes."""
+        table = self.prefill.ranks[0].endpoint.payload.slots
+        noise = random.Random(1).randbytes(table.nbytes)
+        ctypes.memmove(table.address, noise, table.nbytes)
+
+
+def run_producer(
+    pipe: Connection,
+    port: int = 0,
+    name: str = "prefill",
+    driver: str = "loopback",
+    settings: Mapping[str, object] = MappingProxyType({}),
+    host: str = "127.0.0.1",
+) -> None:
+    """Run a producer that takes commands; ``settings`` are those of its driver."""
+
+    def transport() -> Transport:
+        return create(driver, settings)
+
+    with engine(name, SHAPE, options=OPTIONS, host=host, port=port, transport=transport) as prefill:
+        commands = ProducerCommands(prefill)
+        pipe.send(prefill.server.port)
+        while (order := pipe.recv()) is not None:
+            name, *rest = order
+            pipe.send(getattr(commands, name)(*rest))
+
+
+def serve_request(prefill: Engine, request: str, lease: float = LEASE) -> Ticket:
+    """Compute a request and return its ticket, by default with a short lease."""
+    prefill.compute(request, HELD_PAGES, TOKENS)
+    return prefill.finish(request, HELD_PAGES, TOKENS, lease=lease)
+
+
+def run_consumer(
+    pipe: Connection,
+    stage: str,
+    driver: str = "loopback",
+    settings: Mapping[str, object] = MappingProxyType({}),
+) -> None:
+    """Run a consumer that stops once at a stage until it gets a message to go on."""
+    made = staged_transport(driver, settings)
+
+    def stop() -> None:
+        pipe.send("here")
+        pipe.recv()
+
+    made.at = {stage: stop}
+    with engine("decode", SHAPE, options=OPTIONS, transport=lambda: made) as decode:
+        pipe.send("ready")
+        ticket, pages = pipe.recv()
+        if stage == "waiting":
+            decode.prepare(ticket)
+        if stage in ("waiting", "before the handshake"):
+            stop()
+        decode.pull("d-1", ticket, pages)
+        failed = decode.outcome("d-1").failed.get(RequestId("d-1"))
+        pipe.send(
+            (type(failed).__name__ if failed else "loaded", has_expected_tokens(decode, pages))
+        )
+        pipe.recv()
+
+
+def has_expected_tokens(decode: Engine, pages: list[int]) -> bool:
+    """Return whether these pages hold what a producer computed for its first request."""
+    (rank,) = decode.ranks
+    return all(
+        np.array_equal(rank.tokens(pages, layer)[:TOKENS], expected(decode.shape, TOKENS, layer, 0))
+        for layer in range(LAYERS)
+    )
+
+
+def handshake_in_progress() -> bool:
+    """Return whether a handshake of this process is under way."""
+    return any(thread.name.startswith("kvferry-handshake") for thread in threading.enumerate())

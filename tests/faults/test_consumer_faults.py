@@ -1,0 +1,259 @@
+"""Held pages are released once when their consumer or the link to it fails at any stage.
+
+A consumer that reads too late never accepts the bytes of another request.
+"""
+
+from __future__ import annotations
+
+import signal
+from contextlib import AbstractContextManager
+
+import pytest
+
+from kvferry.core.lifecycle.holds import RequestId
+from kvferry.core.lifecycle.ticket import Ticket
+from kvferry.core.transport.registry import create
+from tests.core.endpoint.engines import Engine, engine, eventually, until
+from tests.faults.cable import DIRECTIONS, Direction, staged_transport
+from tests.faults.cells import DRIVERS, STAGES, Cell
+from tests.faults.engine_pair import LOCAL, engine_pair
+from tests.faults.engine_processes import (
+    HELD_PAGES,
+    LEASE,
+    LONG_LEASE,
+    LONG_TIMEOUTS,
+    OPTIONS,
+    SHAPE,
+    EngineProcess,
+    engine_process,
+    has_expected_tokens,
+    run_consumer,
+    serve_request,
+)
+
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(180)]
+
+WITH_WAITING = ["waiting", *STAGES]
+DRIVERS_AND_STAGES = [
+    *(("loopback", stage) for stage in WITH_WAITING),
+    *(
+        pytest.param(driver, stage, marks=getattr(pytest.mark, driver))
+        for driver in DRIVERS
+        for stage in STAGES
+    ),
+]
+CUT_DIRECTIONS = {
+    "before the handshake": DIRECTIONS,
+    "during the handshake": frozenset[Direction]({"replies"}),
+}
+"""The directions of a side channel that are cut so that a load stops at a stage."""
+
+
+def local_producer(driver: str) -> AbstractContextManager[Engine]:
+    """Return a producer in this process, over a driver."""
+    return engine("prefill", SHAPE, options=OPTIONS, transport=lambda: create(driver))
+
+
+def load_until_stage(decode: EngineProcess, prefill: Engine, lease: float = LEASE) -> Ticket:
+    """Let a consumer load a request until it stops at its stage, and return the ticket."""
+    assert decode.answer() == "ready"
+    ticket = serve_request(prefill, "p-1", lease)
+    decode.pipe.send((ticket, LOCAL))
+    assert decode.answer() == "here"
+    return ticket
+
+
+def overwrite_pages(prefill: Engine) -> None:
+    """Overwrite the pages as another request would."""
+    for rank in prefill.ranks:
+        rank.cache[:, HELD_PAGES] += 1.0
+
+
+def expect_next_load(prefill: Engine, request: str, driver: str = "loopback") -> None:
+    """Check that another consumer is served, no page is held, and nothing was reported twice."""
+    with engine("other", SHAPE, options=OPTIONS, transport=lambda: create(driver)) as other:
+        other.pull("o-1", serve_request(prefill, request), LOCAL)
+        assert not other.outcome("o-1").failed
+        assert has_expected_tokens(other, LOCAL)
+    (rank,) = prefill.ranks
+    sent = until(rank.endpoint, lambda results: RequestId(request) in results.sent).sent
+    assert sent == {RequestId(request)}
+    assert rank.endpoint.held == 0
+    assert rank.endpoint.results().sent == frozenset()
+
+
+@pytest.mark.parametrize(("driver", "stage"), DRIVERS_AND_STAGES)
+def test_pages_of_killed_consumer_are_released(driver: str, stage: str) -> None:
+    cell = Cell(side="consumer", fault="killed", stage=stage, driver=driver)
+    with (
+        local_producer(driver) as prefill,
+        engine_process(run_consumer, stage, driver) as decode,
+    ):
+        load_until_stage(decode, prefill, LONG_LEASE if stage == "finishing" else LEASE)
+        cell.start_clock()
+        decode.kill()
+        prefill.released("p-1")
+        cell.write("released" if stage == "finishing" else "released by the lease")
+        expect_next_load(prefill, "p-2", driver)
+
+
+@pytest.mark.parametrize(("driver", "stage"), DRIVERS_AND_STAGES[1:])
+def test_restarted_consumer_loads_or_is_refused(driver: str, stage: str) -> None:
+    """The restarted consumer gets the same request with the same ticket."""
+    cell = Cell(side="consumer", fault="restarted", stage=stage, driver=driver)
+    with (
+        local_producer(driver) as prefill,
+        engine_process(run_consumer, stage, driver) as first,
+    ):
+        ticket = load_until_stage(first, prefill, LONG_LEASE)
+        cell.start_clock()
+        first.kill()
+        with engine_process(run_consumer, "never", driver) as second:
+            assert second.answer() == "ready"
+            second.pipe.send((ticket, LOCAL))
+            outcome, is_right = second.answer()
+            prefill.released("p-1")
+        assert outcome == ("StaleError" if stage == "finishing" else "loaded")
+        assert is_right or outcome == "StaleError"
+        cell.write(outcome)
+        expect_next_load(prefill, "p-2", driver)
+
+
+@pytest.mark.parametrize(("driver", "stage"), DRIVERS_AND_STAGES)
+def test_consumer_stopped_beyond_its_lease_accepts_no_stale_pages(driver: str, stage: str) -> None:
+    cell = Cell(side="consumer", fault="stopped", stage=stage, driver=driver)
+    with (
+        local_producer(driver) as prefill,
+        engine_process(run_consumer, stage, driver) as decode,
+    ):
+        load_until_stage(decode, prefill)
+        cell.start_clock()
+        decode.signal(signal.SIGSTOP)
+        prefill.released("p-1")
+        overwrite_pages(prefill)
+        decode.signal(signal.SIGCONT)
+        decode.pipe.send("go on")
+        outcome, is_right = decode.answer()
+        assert outcome == ("loaded" if stage == "finishing" else "StaleError")
+        assert is_right or outcome == "StaleError"
+        cell.write(outcome)
+        expect_next_load(prefill, "p-2", driver)
+
+
+@pytest.mark.parametrize("stage", WITH_WAITING)
+def test_slow_consumer_renews_or_accepts_no_stale_pages(stage: str) -> None:
+    """A consumer that waits for pages renews the lease; one that is stuck in a read cannot."""
+    cell = Cell(side="consumer", fault="slow", stage=stage)
+    with (
+        engine("prefill", SHAPE, options=OPTIONS) as prefill,
+        engine_process(run_consumer, stage) as decode,
+    ):
+        load_until_stage(decode, prefill)
+        cell.start_clock()
+        endpoint = prefill.ranks[0].endpoint
+        if stage == "waiting":
+            assert not endpoint.wait(2.5 * LEASE)
+        else:
+            prefill.released("p-1")
+            overwrite_pages(prefill)
+        decode.pipe.send("go on")
+        outcome, is_right = decode.answer()
+        assert outcome == ("loaded" if stage in ("waiting", "finishing") else "StaleError")
+        assert is_right or outcome == "StaleError"
+        cell.write(outcome)
+        if stage == "waiting":
+            prefill.released("p-1")
+        expect_next_load(prefill, "p-2")
+
+
+@pytest.mark.parametrize(("driver", "stage"), DRIVERS_AND_STAGES)
+def test_pages_of_aborted_load_are_released(driver: str, stage: str) -> None:
+    cell = Cell(side="consumer", fault="aborted", stage=stage, driver=driver)
+    near = staged_transport(driver)
+    with (
+        local_producer(driver) as prefill,
+        engine("decode", SHAPE, options=OPTIONS, transport=lambda: near) as decode,
+    ):
+        endpoint = decode.ranks[0].endpoint
+
+        def abort() -> None:
+            cell.start_clock()
+            endpoint.abort(RequestId("d-1"))
+
+        near.at = {stage: abort}
+        ticket = serve_request(prefill, "p-1", LONG_LEASE)
+        if stage == "waiting":
+            decode.prepare(ticket)
+        decode.pull("d-1", ticket, LOCAL, nothing=stage == "waiting")
+        if stage == "before the handshake":
+            abort()
+        if stage != "waiting":
+            until(endpoint, lambda results: RequestId("d-1") in results.received)
+        prefill.released("p-1")
+        assert endpoint.results().received == frozenset()
+        assert endpoint.pending == 0
+        cell.write("released")
+        expect_next_load(prefill, "p-2", driver)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_consumer_cut_off_beyond_its_lease_accepts_no_stale_pages(stage: str) -> None:
+    """When the link is mended and the load goes on, the pages belong to another request."""
+    cell = Cell(side="consumer", fault="cut off", stage=stage)
+
+    def cut() -> None:
+        cell.start_clock()
+        pair.cut()
+
+    with engine_pair(LONG_TIMEOUTS) as pair:
+        pair.begin_load_until(stage, cut)
+        eventually(lambda: pair.is_cut, "the link is cut")
+        eventually(lambda: pair.producer.process.ask("held") == 0, "the pages are released")
+        pair.producer.process.ask("overwrite_pages")
+        pair.mend()
+        outcome = pair.outcome("d-1")
+        assert outcome == ("loaded" if stage == "finishing" else "StaleError")
+        cell.write(outcome)
+        pair.expect_recovery()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_pages_are_released_despite_garbage_from_consumer(stage: str) -> None:
+    """The consumer's requests to the side channel and its notifications are random bytes."""
+    cell = Cell(side="consumer", fault="garbage", stage=stage)
+
+    def send_noise() -> None:
+        cell.start_clock()
+        pair.cable.is_noisy = True
+        pair.producer.channel.noisy = frozenset({"requests"})
+
+    with engine_pair() as pair:
+        pair.producer.lease = LONG_LEASE if stage == "finishing" else LEASE
+        outcome = pair.load_until(stage, send_noise)
+        assert outcome == ("HandshakeError" if "handshake" in stage else "loaded")
+        pair.producer.expect_released()
+        cell.write(f"{outcome}, released" + " by the lease" * (stage != "finishing"))
+        pair.expect_recovery()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_consumer_without_free_pages_renews_until_it_loads(stage: str) -> None:
+    """Another load has the pages, and is stuck at a stage for longer than this load's lease."""
+    cell = Cell(side="consumer", fault="out of blocks", stage=stage)
+    with engine_pair(LONG_TIMEOUTS) as pair:
+        first = pair.start_producer("prefill-2") if "handshake" in stage else pair.producer
+        first.channel.cut(CUT_DIRECTIONS.get(stage, frozenset()))
+        pair.cable.held = frozenset({stage})
+        pair.begin_load("d-0", first.serve("p-0"))
+        waiting = pair.producer.serve("p-1")
+        pair.decode.prepare(waiting)
+        cell.start_clock()
+        assert not pair.endpoint.wait(1.5 * LEASE)
+        pair.mend()
+        first.channel.mend()
+        assert pair.outcome("d-0") in ("loaded", "StaleError")
+        outcome = pair.load("d-1", waiting)
+        assert outcome == "loaded"
+        cell.write(outcome)
+        first.expect_released()
+        pair.expect_recovery()

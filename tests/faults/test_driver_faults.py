@@ -1,0 +1,53 @@
+"""Loads over a driver that fails in every way that its contract allows."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvferry.core.lifecycle.holds import RequestId
+from kvferry.core.transport import Quiescence
+from kvferry.drivers.loopback import LoopbackTransport
+from kvferry.testing import Fault, FaultyTransport, Schedule
+from tests.core.endpoint.engines import engine, until
+from tests.faults.cells import Cell
+from tests.faults.engine_processes import OPTIONS, SHAPE, has_expected_tokens, serve_request
+
+pytestmark = pytest.mark.faults
+
+LOCAL = [3, 4]
+CALL_INDEX = {"reading": 0, "fencing": 1}
+"""The index of the driver's read in a load, by stage."""
+HARMLESS = {Fault.DELAY}
+HARMLESS_TO_LOAD = {Fault.DROP}
+"""The load succeeds, but the producer gets no release, so the hold ends with its lease."""
+
+
+@pytest.mark.parametrize("quiescence", Quiescence)
+@pytest.mark.parametrize("stage", CALL_INDEX)
+@pytest.mark.parametrize("fault", [fault for fault in Fault if fault is not Fault.LIE])
+def test_load_survives_or_fails_with_faulty_driver(
+    fault: Fault, stage: str, quiescence: Quiescence
+) -> None:
+    cell = Cell(side="driver", fault=fault.value, stage=stage, driver=quiescence.value)
+    schedule = Schedule(at={CALL_INDEX[stage]: fault})
+    driver = FaultyTransport(LoopbackTransport(), schedule, quiescence=quiescence)
+    with (
+        engine("prefill", SHAPE, options=OPTIONS) as prefill,
+        engine("decode", SHAPE, options=OPTIONS, transport=lambda: driver) as decode,
+    ):
+        ticket = serve_request(prefill, "p-1")
+        cell.start_clock()
+        decode.pull("d-1", ticket, LOCAL)
+        failed = decode.outcome("d-1").failed.get(RequestId("d-1"))
+        assert (failed is None) is (fault in HARMLESS | HARMLESS_TO_LOAD)
+        assert failed is not None or has_expected_tokens(decode, LOCAL)
+        cell.write("loaded" if failed is None else type(failed).__name__)
+        prefill.released("p-1")
+        assert prefill.ranks[0].endpoint.held == 0
+        assert decode.ranks[0].endpoint.results().received == frozenset()
+        if fault is not Fault.DIE:
+            decode.pull("d-2", serve_request(prefill, "p-2"), LOCAL)
+            assert not decode.outcome("d-2").failed
+            assert has_expected_tokens(decode, LOCAL)
+            until(prefill.ranks[0].endpoint, lambda results: RequestId("p-2") in results.sent)
+        assert decode.ranks[0].endpoint.healthy

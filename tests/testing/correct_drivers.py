@@ -1,0 +1,343 @@
+"""Correct drivers that can do less than loopback, or do it otherwise; the suite must pass them."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import ClassVar
+
+from kvferry.core.errors import (
+    PeerLostError,
+    TransportError,
+    TransportUnsupportedError,
+    TransportUsageError,
+)
+from kvferry.core.memory import CPU, Region
+from kvferry.core.transport import (
+    Capabilities,
+    Notification,
+    PeerId,
+    Quiescence,
+    State,
+    Status,
+    TransferId,
+    Transport,
+)
+from kvferry.core.transport.base import TransferRequest
+from kvferry.core.transport.copies import Copies, Segment
+from kvferry.drivers.loopback import LoopbackTransport
+from kvferry.drivers.loopback.transport import LoopbackConnection
+from kvferry.drivers.loopback.worker_pool import LoopbackTransfer
+from kvferry.testing import Buffer, Fault, FaultyTransport, Schedule
+from kvferry.testing.memory import Bytes, CpuBuffer
+
+ODD = "odd"
+_ODD_DEVICE = 7
+_DELAY_SECONDS = 3600.0
+
+
+class LimitedTransport(LoopbackTransport):
+    """Base class: a driver with the capabilities that its attributes name."""
+
+    ops: ClassVar[frozenset[str]] = frozenset({"read", "write"})
+    max_notification: ClassVar[int] = 1 << 16
+    cancels: ClassVar[bool] = True
+    max_outstanding: ClassVar[int | None] = None
+
+    def __init__(self, **options: object) -> None:
+        super().__init__(**options)
+        self._capabilities = replace(
+            self._capabilities,
+            ops=self.ops,
+            max_notification=self.max_notification,
+            cancel=self.cancels,
+            max_outstanding=self.max_outstanding,
+        )
+
+
+class ReadOnly(LimitedTransport):
+    """Only reads, two at once, and can neither notify nor cancel."""
+
+    ops = frozenset({"read"})
+    max_notification = 0
+    cancels = False
+    max_outstanding = 2
+
+
+class WriteOnly(LimitedTransport):
+    """Only writes, one at once, and carries notifications of at most 8 bytes."""
+
+    ops = frozenset({"write"})
+    max_notification = 8
+    max_outstanding = 1
+
+
+class ProgressOnlyInPoll(LimitedTransport):
+    """Transfers and notifications, of single bytes, make progress only within ``poll``."""
+
+    max_notification = 1
+
+    def __init__(self, **options: object) -> None:
+        super().__init__(**options)
+        self._capabilities = replace(
+            self._capabilities, background_progress=False, concurrent_connect=False
+        )
+        self._arrived: list[Notification] = []
+        self._unsent: list[tuple[LoopbackConnection, bytes]] = []
+        self._not_begun: list[LoopbackTransfer] = []
+
+    def _start(self, request: TransferRequest[LoopbackConnection]) -> LoopbackTransfer:
+        self._not_begun.append(self._make_transfer(request))
+        return self._not_begun[-1]
+
+    def _notify(self, connection: LoopbackConnection, payload: bytes) -> None:
+        self._unsent.append((connection, payload))
+
+    def _progress(self, transfers: Sequence[LoopbackTransfer]) -> None:
+        begin, self._not_begun = self._not_begun, []
+        for transfer in begin:
+            if not transfer.final:
+                start = self._workers.submit if transfer.runs.total else self._workers.run_here
+                start(transfer)
+        unsent, self._unsent = self._unsent, []
+        for connection, payload in unsent:
+            if connection in self._peers.values():
+                with contextlib.suppress(PeerLostError):
+                    super()._notify(connection, payload)
+        self._arrived += super()._receive()
+
+    def _receive(self) -> list[Notification]:
+        arrived, self._arrived = self._arrived, []
+        return arrived
+
+
+class Blocking(LoopbackTransport):
+    """``read`` and ``write`` return when all bytes have been moved."""
+
+    def _start(self, request: TransferRequest[LoopbackConnection]) -> LoopbackTransfer:
+        transfer = super()._start(request)
+        self._workers.wait_final([transfer], time.monotonic() + _DELAY_SECONDS)
+        return transfer
+
+
+class FailingUntilDisconnect(LoopbackTransport):
+    """A failed transfer is proven quiet only by disconnecting."""
+
+    def __init__(self, **options: object) -> None:
+        super().__init__(**options)
+        self._capabilities = replace(self._capabilities, quiescence=Quiescence.AFTER_DISCONNECT)
+
+    def poll(self, transfers: Sequence[TransferId]) -> list[Status]:
+        statuses = super().poll(transfers)
+        return [
+            replace(status, state=State.FAILING)
+            if status.state is State.FAILED and self._transfers[transfer].peer in self._peers
+            else status
+            for transfer, status in zip(transfers, statuses, strict=True)
+        ]
+
+    def _unfinished(self, peer: PeerId | None = None) -> list[LoopbackTransfer]:
+        return [
+            record.transfer
+            for record in list(self._transfers.values())
+            if (peer is None or record.peer == peer)
+            and (
+                not record.final
+                or (record.transfer.status.error is not None and record.peer in self._peers)
+            )
+        ]
+
+    def deregister(self, region: Region) -> None:
+        self._check_usable()
+        for transfer, record in self._transfers.items():
+            failing = self.poll([transfer])[0].state is State.FAILING
+            if failing and region in record.local:
+                raise TransportUsageError(f"an unfinished transfer uses {region}")
+        super().deregister(region)
+
+    def forget(self, transfer: TransferId) -> None:
+        if not self.poll([transfer])[0].state.final:
+            raise TransportUsageError(f"transfer {transfer} is not final")
+        super().forget(transfer)
+
+
+class Minimal(FailingUntilDisconnect, ReadOnly):
+    """The fewest abilities: one read at once, failing until disconnected."""
+
+    max_outstanding = 1
+
+
+class Delegating(Transport):
+    """Implements ``Transport`` without ``BaseTransport``, by delegating to loopback."""
+
+    def __init__(self, **options: object) -> None:
+        self._inner = LoopbackTransport(**options)
+
+    @property
+    def name(self) -> str:
+        return self._inner.name
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return self._inner.capabilities
+
+    def register(self, region: Region) -> None:
+        self._inner.register(region)
+
+    def deregister(self, region: Region) -> None:
+        self._inner.deregister(region)
+
+    def address(self) -> bytes:
+        return self._inner.address()
+
+    def connect(self, address: bytes) -> PeerId:
+        return self._inner.connect(address)
+
+    def disconnect(self, peer: PeerId) -> None:
+        self._inner.disconnect(peer)
+
+    def read(self, peer: PeerId, copies: Copies, notify: bytes | None = None) -> TransferId:
+        return self._inner.read(peer, copies, notify)
+
+    def write(self, peer: PeerId, copies: Copies, notify: bytes | None = None) -> TransferId:
+        return self._inner.write(peer, copies, notify)
+
+    def poll(self, transfers: Sequence[TransferId]) -> list[Status]:
+        return self._inner.poll(transfers)
+
+    def forget(self, transfer: TransferId) -> None:
+        self._inner.forget(transfer)
+
+    def notify(self, peer: PeerId, payload: bytes) -> None:
+        self._inner.notify(peer, payload)
+
+    def notifications(self) -> list[Notification]:
+        return self._inner.notifications()
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+class WithoutBase(Delegating):
+    """The smallest driver without ``BaseTransport``: one read at a time, and nothing else.
+
+    It does its own bookkeeping, limits and refusals, and inherits only defaults of ``Transport``.
+    """
+
+    interface_version: ClassVar[tuple[int, int]] = (1, 0)
+    write = Transport.write
+    cancel = Transport.cancel
+
+    def __init__(self, **options: object) -> None:
+        super().__init__(**options)
+        self._ids = itertools.count(1)
+        self._own: dict[TransferId, TransferId] = {}
+        self._connected: set[PeerId] = set()
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return replace(
+            super().capabilities,
+            ops=frozenset({"read"}),
+            cancel=False,
+            max_notification=0,
+            max_outstanding=1,
+        )
+
+    def read(self, peer: PeerId, copies: Copies, notify: bytes | None = None) -> TransferId:
+        if notify is not None:
+            raise TransportUnsupportedError("it carries no notifications")
+        unfinished = self.poll(list(self._own))
+        if any(not status.state.final for status in unfinished):
+            raise TransportError("a transfer is unfinished")
+        inner = super().read(peer, copies)
+        transfer = TransferId(next(self._ids))
+        self._own[transfer] = inner
+        return transfer
+
+    def poll(self, transfers: Sequence[TransferId]) -> list[Status]:
+        return super().poll([self._known(transfer) for transfer in transfers])
+
+    def forget(self, transfer: TransferId) -> None:
+        super().forget(self._known(transfer))
+        del self._own[transfer]
+
+    def connect(self, address: bytes) -> PeerId:
+        peer = super().connect(address)
+        self._connected.add(peer)
+        return peer
+
+    def disconnect(self, peer: PeerId) -> None:
+        super().disconnect(peer)
+        self._connected.discard(peer)
+
+    def notify(self, peer: PeerId, payload: bytes) -> None:
+        self._inner.notifications()  # refuses after close
+        if peer not in self._connected:
+            raise TransportUsageError(f"no peer {peer}")
+        raise TransportUnsupportedError("it carries no notifications")
+
+    def _known(self, transfer: TransferId) -> TransferId:
+        if transfer not in self._own:
+            raise TransportUsageError(f"no transfer {transfer}")
+        return self._own[transfer]
+
+
+class TwoMemoryKinds(LoopbackTransport):
+    """Has a memory kind of its own beside ``cpu``."""
+
+    def __init__(self, **options: object) -> None:
+        super().__init__(**options)
+        self._capabilities = replace(self._capabilities, memory=frozenset({CPU, ODD}))
+
+    def register(self, region: Region) -> None:
+        super().register(_plain(region))
+
+    def deregister(self, region: Region) -> None:
+        super().deregister(_plain(region))
+
+    def read(self, peer: PeerId, copies: Copies, notify: bytes | None = None) -> TransferId:
+        return super().read(peer, _plain_copies(copies), notify)
+
+    def write(self, peer: PeerId, copies: Copies, notify: bytes | None = None) -> TransferId:
+        return super().write(peer, _plain_copies(copies), notify)
+
+
+def _plain(region: Region) -> Region:
+    if region.kind != ODD:
+        return region
+    return replace(region, kind=CPU, device=_ODD_DEVICE + region.device)
+
+
+def _plain_copies(copies: Copies) -> Copies:
+    segments = (
+        Segment(start=one.start, stop=one.stop, local=_plain(one.local), remote=_plain(one.remote))
+        for one in copies.segments
+    )
+    return replace(copies, segments=tuple(segments))
+
+
+class OddBuffer(Buffer):
+    """CPU memory under the name of another memory kind."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._inner = CpuBuffer(nbytes)
+
+    @property
+    def region(self) -> Region:
+        return replace(self._inner.region, kind=ODD)
+
+    def get(self, offset: int = 0, nbytes: int | None = None) -> Bytes:
+        return self._inner.get(offset, nbytes)
+
+    def put(self, data: Bytes, offset: int = 0) -> None:
+        self._inner.put(data, offset)
+
+
+def delayed(**options: object) -> FaultyTransport:
+    """Return a driver whose every transfer ends some polls late."""
+    every = Schedule(seed=1, rate=1.0, faults=(Fault.DELAY,), polls=5)
+    return FaultyTransport(LoopbackTransport(**options), every)
