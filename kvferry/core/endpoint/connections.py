@@ -1,8 +1,9 @@
-"""Connections to producers' transports, from connecting to closing; peers may share them.
+"""Connections to producers' transports; engines with the same transport share a connection.
 
 ``Transport.connect`` returns the same ``PeerId`` for the same transport, however many engines
-publish its address. So the users of each connection are counted here, and the connection is closed
-when its last user releases it. ``BlockingCalls`` makes the driver's calls, which may take seconds.
+publish its address. So ``Connections`` counts the users of each connection, and closes it when its
+last user releases it. ``BlockingCalls`` makes the driver's calls that connect and disconnect, which
+may take seconds.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from kvferry.core.transport import PeerId, Transport
 logger = logging.getLogger(__name__)
 
 LONGEST_SECONDS = 60.0
-"""The longest pause between two tries to close a connection whose bytes may still land."""
+"""The longest pause between two tries to close a connection that the driver could not close."""
 
 STUCK_SECONDS = 30.0
 """A driver's call that has not returned after this time is reported as a health problem: drivers
@@ -34,11 +35,11 @@ promise to return sooner."""
 T = TypeVar("T")
 
 Acquired = Callable[[dict[int, PeerId] | KVFerryError], None]
-"""Called with producer rank index to connection, or with the error."""
+"""Called with a dictionary of producer rank index to connection, or with the error."""
 
 
 class _State(enum.Enum):
-    """The state of a connection."""
+    """The state of a connection; while it is dialling, the driver's ``connect`` runs."""
 
     DIALLING = enum.auto()
     OPEN = enum.auto()
@@ -47,13 +48,13 @@ class _State(enum.Enum):
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Acquisition:
-    """A call of ``Connections.acquire``, which connects the ranks of an engine one by one.
+    """A call of ``Connections.acquire`` that is under way; it connects an engine's ranks in turn.
 
     Attributes:
         engine: id of the engine, for errors.
         left: (rank index, transport address) of each rank that is not connected yet; the first is
             the rank that is being connected.
-        over: called with the outcome.
+        over: called once, with the connections of all ranks or with the error.
         ids: rank index to connection, for the ranks that are connected.
         error: why the acquisition fails; ``None`` while it has not failed.
     """
@@ -65,7 +66,11 @@ class _Acquisition:
     error: KVFerryError | None = None
 
     def fail(self, error: Exception) -> None:
-        """Set the acquisition's error, because its rank that is being connected has failed."""
+        """Make the acquisition fail: its rank that is being connected cannot be connected.
+
+        Args:
+            error: why the rank cannot be connected.
+        """
         rank, _ = self.left[0]
         self.error = ConnectError(f"cannot connect to rank {rank} of engine {self.engine}: {error}")
 
@@ -80,9 +85,9 @@ class _Connection:
         state: dialling, open, or closing.
         peer: the driver's id; ``None`` while the connection is being dialled.
         users: number of acquisitions that use the connection and have not released it.
-        waiting: acquisitions that go on when dialling, or closing, is over.
+        waiting: acquisitions that wait until dialling, or closing, is over.
         due: when to try again to close the connection, if the driver's ``disconnect`` has failed.
-        tries: how often the driver's ``disconnect`` has failed.
+        tries: how many times the driver's ``disconnect`` has failed.
         is_in_call: whether the driver's ``disconnect`` is under way.
     """
 
@@ -104,7 +109,8 @@ class Connections:
 
     Args:
         transport: the transport that makes the connections.
-        transfers: the reads of ``transport``; the reads over a connection fail when it is closed.
+        transfers: makes the reads over the connections; told when the closing of a connection
+            begins and when it is over.
         blocking_calls: makes the driver's calls that open and close connections.
         clock: seconds, monotonic.
     """
@@ -138,7 +144,7 @@ class Connections:
 
     @property
     def not_quiesced(self) -> int:
-        """Return the number of connections whose closing has failed, so that bytes may still land.
+        """Return how many connections could not be closed yet; their reads may still write bytes.
 
         May be read from any thread.
         """
@@ -146,7 +152,7 @@ class Connections:
 
     @property
     def problems(self) -> tuple[str, ...]:
-        """Return the problems of connections to report in a health check. Thread-safe."""
+        """Return a text for a health check if connections could not be closed. Thread-safe."""
         if not (count := self._not_quiesced):
             return ()
         return (
@@ -155,7 +161,7 @@ class Connections:
         )
 
     def has_not_quiesced(self, peer: PeerId) -> bool:
-        """Return whether the driver has failed to close a connection, so that bytes may land."""
+        """Return whether a connection could not be closed yet; its reads may still write bytes."""
         connection = self._by_peer.get(peer)
         return connection is not None and connection.tries > 0
 
@@ -168,14 +174,15 @@ class Connections:
         """Connect to the ranks of an engine; connections that are open already are shared.
 
         The ranks are connected one after the other, so that an address that hangs delays only the
-        engines that publish it. If the connection to a rank's address is being closed, the rank is
-        connected anew when it is closed.
+        engines that publish it. If an earlier connection to a rank's address is still being closed,
+        the rank is connected after that.
 
         Args:
-            addresses: rank index to transport address, as the engine publishes them.
+            addresses: rank index to transport address, for each rank to connect to.
             engine: id of the engine, for errors and log lines.
-            over: called once: with rank index to connection, and then the caller must release each
-                connection once; or with an error, and then there is nothing to release.
+            over: called once, with a dictionary of rank index to connection, or with an error. The
+                caller must release each connection in the dictionary once; after an error, there
+                is nothing to release.
         """
         left = deque(sorted(addresses.items()))
         self._go_on([_Acquisition(engine=engine, left=left, over=over)])
@@ -190,13 +197,13 @@ class Connections:
             self._close(connection)
 
     def close(self, peer: PeerId) -> None:
-        """Close a connection although it may have users; that ends its transfers."""
+        """Close a connection even if it has users; that ends its transfers."""
         connection = self._by_peer.get(peer)
         if connection is not None and connection.state is _State.OPEN:
             self._close(connection)
 
     def progress(self, now: float) -> None:
-        """Try again to close the connections whose next try is due.
+        """Try again to close those connections that could not be closed before, if a try is due.
 
         Args:
             now: seconds, on this object's clock.
@@ -212,9 +219,10 @@ class Connections:
     # Opening.
 
     def _go_on(self, acquisitions: Iterable[_Acquisition]) -> None:
-        """Advance acquisitions, each until it is over or has to wait.
+        """Continue acquisitions, each until it is over or must wait for a connection.
 
-        A loop and not a recursion, because an engine may have a thousand ranks.
+        If a callback calls this method again, the loop of the first call handles the acquisitions:
+        a recursion would become too deep, because an engine may have a thousand ranks.
         """
         self._resumed.extend(acquisitions)
         if self._is_advancing:
@@ -227,7 +235,7 @@ class Connections:
             self._is_advancing = False
 
     def _advance(self, one: _Acquisition) -> None:
-        """Connect the ranks of an acquisition one by one, until it is over or has to wait."""
+        """Connect the ranks of an acquisition in turn, until it is over or must wait."""
         while one.left and one.error is None:
             rank, address = one.left[0]
             connection = self._by_address.get(address)
@@ -243,18 +251,21 @@ class Connections:
         self._end(one)
 
     def _wait(self, one: _Acquisition, connection: _Connection) -> None:
-        """Let an acquisition wait for a dial or a closing; fail it if closing has failed before."""
+        """Have an acquisition wait until dialling, or closing, a connection is over.
+
+        If the driver has already failed to close the connection, the acquisition fails instead.
+        """
         if connection.tries:
             one.error = ConnectError(f"the last connection to {one.engine} does not fall silent")
         else:
             connection.waiting.append(one)
 
     def _use(self, one: _Acquisition, rank: int, connection: _Connection) -> None:
-        """Give an acquisition the open connection of its first rank in ``left``.
+        """Use an open connection for a rank of an acquisition.
 
         Args:
             one: the acquisition; it fails if another of its ranks has the same connection.
-            rank: index of its first rank in ``left``.
+            rank: index of the rank, the first in ``one.left``.
             connection: the connection to the rank's address.
         """
         if connection.peer is None:
@@ -269,7 +280,11 @@ class Connections:
         connection.users += 1
 
     def _end(self, one: _Acquisition) -> None:
-        """Report the outcome of an acquisition; if it failed, release its connections before."""
+        """Pass the outcome of an acquisition to its ``over``.
+
+        The acquisition also fails if one of its connections was closed meanwhile. If it fails, its
+        connections are released first.
+        """
         if one.error is None and not all(map(self.is_open, one.ids.values())):
             one.error = ConnectError(
                 f"a connection to engine {one.engine} was lost while the next was made"
@@ -280,7 +295,7 @@ class Connections:
         one.over(one.ids if one.error is None else one.error)
 
     def _dial(self, one: _Acquisition, address: bytes) -> None:
-        """Have the driver connect to a transport address, and let an acquisition wait for that."""
+        """Have the driver connect to a transport address, and an acquisition wait for that."""
         made = _Connection(address=address, engine=one.engine, waiting=[one])
         self._by_address[address] = made
         self._dialling += 1
@@ -289,7 +304,7 @@ class Connections:
         )
 
     def _dialled(self, made: _Connection, outcome: object) -> None:
-        """Advance the acquisitions that waited for a dial, because it is over.
+        """Continue the acquisitions that waited for the driver's ``connect``, which is over.
 
         Args:
             made: the connection that was being dialled.
@@ -329,7 +344,7 @@ class Connections:
 
         Raises:
             Exception: what the driver raised.
-            TypeError: the driver returned no id.
+            TypeError: the driver returned something other than an id.
             ConnectError: the connection was closed while ``connect`` ran.
         """
         if isinstance(outcome, Exception):
@@ -365,7 +380,7 @@ class Connections:
         )
 
     def _closed(self, connection: _Connection, peer: PeerId, error: Exception | None) -> None:
-        """Process the end of the driver's ``disconnect``, and advance the acquisitions that waited.
+        """Process the outcome of ``disconnect``, and continue the acquisitions that waited for it.
 
         Args:
             connection: the connection.
@@ -390,7 +405,13 @@ class Connections:
         self._go_on(waiting)
 
     def _on_not_quiesced(self, connection: _Connection, peer: PeerId, error: Exception) -> None:
-        """Schedule the next try to close a connection, because the driver raised ``error``."""
+        """Schedule the next try to close a connection; log the failure if it is the first.
+
+        Args:
+            connection: the connection.
+            peer: the driver's id of the connection.
+            error: what the driver's ``disconnect`` raised.
+        """
         if not connection.tries:
             self._not_quiesced += 1
             ours = as_ours(error)
@@ -408,7 +429,7 @@ class Connections:
 
 
 class BlockingCalls:
-    """Make a driver's calls that may take seconds, on threads of their own where that is allowed.
+    """Make calls of a driver that may take seconds, on threads of their own if ``threads`` is set.
 
     Used by the endpoint's thread only, except for ``stuck``, ``problems`` and ``wait``.
 
@@ -441,7 +462,7 @@ class BlockingCalls:
 
     @property
     def problems(self) -> tuple[str, ...]:
-        """Return the problems of stuck calls to report in a health check. Thread-safe."""
+        """Return a text for a health check if calls are stuck. Thread-safe."""
         if not (count := self.stuck):
             return ()
         return (
@@ -450,12 +471,13 @@ class BlockingCalls:
         )
 
     def run(self, call: Callable[[], T], over: Callable[[T | Exception], None]) -> None:
-        """Make a call of the driver.
+        """Make a call of the driver, and pass the outcome to ``over``.
 
         Args:
-            call: makes the call; runs on a thread of its own if these are allowed.
-            over: called on the endpoint's thread with what ``call`` returned or raised. Without
-                threads, it is called before ``run`` returns.
+            call: makes the call; runs on a thread of its own if ``threads`` is set and the thread
+                can be started.
+            over: called on the endpoint's thread with what ``call`` returned or raised; before
+                ``run`` returns if the call was made without a thread of its own.
         """
         if not self._threads:
             over(_outcome(call))
@@ -502,7 +524,7 @@ class BlockingCalls:
 
 
 def _outcome(call: Callable[[], T]) -> T | Exception:
-    """Make a call, and return what it returned or raised."""
+    """Make a call, and return its result, or the exception that it raised."""
     try:
         return call()
     except Exception as exc:  # noqa: BLE001  whatever a driver raises concerns only this call

@@ -1,8 +1,8 @@
-"""The consumer half of an endpoint: performs the actions that the state machine ``Loads`` returns.
+"""The consumer half of an endpoint: loads requests' pages from producers.
 
-``Loads`` decides, ``LoadManager`` acts: it reads slot words and pages, tells producers which holds
-it no longer needs, and disconnects from a producer where nothing less ends a read. It passes every
-outcome back to ``Loads``.
+The state machine ``Loads`` decides what to do next for each load, and ``LoadManager`` does it: it
+reads slot words and pages, tells producers which holds it no longer needs, and disconnects from a
+producer if a read cannot be ended otherwise. It passes every outcome back to ``Loads``.
 """
 
 from __future__ import annotations
@@ -58,21 +58,21 @@ Reported = Callable[[Load, KVFerryError | None, LoadRecord], None]
 
 
 class LoadManager:
-    """Perform the loads of one rank. Used by the endpoint's thread only.
+    """Load requests' pages into the memory of one rank. Used by the endpoint's thread only.
 
     Args:
-        own: what this rank publishes.
+        own: what this rank publishes to peers.
         transport: sends the notifications "done" and "abandon", and says what the driver can do.
         transfers: makes the reads over ``transport``.
         connections: the connections of ``transport``.
         containment: logs unexpected exceptions; the loads that they concern fail.
-        scratch: memory that slot words are read into.
-        zero: zeroes the bytes of pages that a load may leave unwritten.
-        options: times, and the networks that may be connected to.
+        scratch: local memory that producers' slot words are read into.
+        zero: zeroes the bytes of a load's pages that its reads may leave unwritten.
+        options: the endpoint's options.
         post: runs a callable on the endpoint's thread, soon.
         clock: seconds, monotonic.
         metrics: counts handshakes, peers, quarantined pages and failed notifications.
-        reported: called once for each load that is over.
+        reported: called once for each load that is over, with its error and its figures.
     """
 
     def __init__(
@@ -146,13 +146,18 @@ class LoadManager:
     # What the integration asks for.
 
     def join(self, own: Sequence[RankPayload]) -> None:
-        """Set what all ranks of this engine publish, in rank order. Call it before any load."""
+        """Set what all ranks of this engine publish. Call it before any load.
+
+        Args:
+            own: the payload of every rank, in rank order.
+        """
         self._peers.join(own, self._own.rank)
 
     def prepare(self, ticket: Ticket) -> None:
-        """Connect to a ticket's producer and renew its hold while the request waits for pages.
+        """Connect to a ticket's producer, and renew the ticket's hold until the load begins.
 
-        A failure is not reported; if it lasts, the load that follows fails.
+        Called while a request with this ticket still waits for free pages of this engine. A failure
+        is not reported; if it lasts, the load that follows fails.
         """
         if ticket.engine != self._own.engine:
             self._pending_tickets.add(ticket)
@@ -162,8 +167,8 @@ class LoadManager:
 
         Args:
             load: what to read, and the pages to fill.
-            error: why the load has failed before it began, so that no page is touched; ``None`` if
-                it has not failed.
+            error: the error with which the load is to fail, without touching a page; ``None`` to
+                load the pages.
         """
         if load.shared and not load.reads and not load.report:
             self._pending_tickets.take(load.ticket)
@@ -203,7 +208,7 @@ class LoadManager:
             self._abort(state)
 
     def abort_all(self) -> None:
-        """Give up all loads, because the endpoint closes."""
+        """Give up all loads. Called when the endpoint closes."""
         for state in self._states.values():
             self._abort(state)
 
@@ -249,9 +254,9 @@ class LoadManager:
             self._containment.run(activity, partial(step, now), None, serves_all=True)
 
     def _end_lingering(self, state: LoadState, reads: Sequence[Read]) -> bool:
-        """Close the connections of cancelled reads that go on, because nothing less ends them.
+        """End cancelled reads that go on, by closing their connections.
 
-        Closing a connection also ends the other loads that read over it, even from other engines.
+        Closing a connection also fails the other loads that read over it, even from other engines.
         So while there are such loads, the cancelled reads may go on until the deadline of their own
         load.
 
@@ -279,9 +284,10 @@ class LoadManager:
         )
 
     def _count_quarantined(self, now: float) -> None:
-        """Update the number of quarantined pages.
+        """Update the metric of quarantined pages.
 
-        These are the pages of loads that are not over and have a connection that failed to close.
+        These are the pages of loads that are not over and have a connection to their producer that
+        could not be closed: the reads over it may still write them.
         """
         del now
         if not self._connections.not_quiesced and not self._quarantined:
@@ -314,13 +320,13 @@ class LoadManager:
     def _do(
         self, action: Action, state: LoadState, releases: dict[tuple[Peer, int], list[Release]]
     ) -> None:
-        """Perform an action other than a report; "done" and "abandon" are only collected.
+        """Perform one action of a load, but do not send its "done" or "abandon" message yet.
 
         Args:
-            action: the action; reports are ignored.
+            action: the action; a report is ignored, because reports come last.
             state: the load that the action is for.
-            releases: (producer, index of its rank) to the "done" and "abandon" messages to send
-                there; added to.
+            releases: (producer, index of its rank) to the messages to send there; a "done" or
+                "abandon" message is added here.
         """
         if action.op is LoadAction.READ:
             self._read(action, state)
@@ -334,10 +340,10 @@ class LoadManager:
             releases[state.peer, action.rank].append(self._release(action, state))
 
     def _fail(self, action: Action, error: KVFerryError) -> None:
-        """Tell ``Loads`` that an action could not be performed.
+        """Fail a load whose action could not be performed, if the action was a read.
 
-        If the action was a read (check, data or fence), the read was never posted, so the load is
-        over on that rank. If it was a cancel, ``Loads`` is told nothing: the read goes on until it
+        A read (check, data or fence) that could not be performed was never posted, so the load is
+        over on that producer rank. If a cancel could not be performed, the read goes on until it
         ends or its connection is closed.
 
         Args:
@@ -356,7 +362,10 @@ class LoadManager:
         self._touched.add(load_id)
 
     def _on_connected(self, load_id: LoadId, peer: Peer) -> None:
-        """Check a load's ticket against its producer, zero what no read will fill, and read.
+        """Start the reads of a load whose producer is connected.
+
+        Before, check the load's ticket against what the producer publishes, and zero the bytes of
+        the load's pages that no read will fill. If either fails, the load fails.
 
         Args:
             load_id: the load.
@@ -378,7 +387,7 @@ class LoadManager:
             self._loads.handshake_succeeded(load_id, peer.parties)
 
     def _renew(self, load_id: LoadId, state: LoadState, peer: Peer) -> None:
-        """Begin to renew the lease of a load's hold, if the load reads anything."""
+        """Begin to renew the lease of a load's hold, if the load has anything to read."""
         if state.load.reads and self._loads.wanted(load_id):
             state.renewal = self._lease_renewal.begin(
                 peer,
@@ -425,7 +434,10 @@ class LoadManager:
             self._on_lost(action, outcome.error)
 
     def _slot_read(self, action: Action, state: LoadState) -> SlotRead:
-        """Return the slot read of a check or a fence; to a fence, "done" is bound if it is due."""
+        """Return the read of the hold's slot word for a check or a fence.
+
+        "done" is bound to the read of a fence, unless the load is shared.
+        """
         tells = action.op is LoadAction.FENCE and not state.load.shared
         return SlotRead(
             tag=(action.load, action.rank),
@@ -439,17 +451,20 @@ class LoadManager:
         )
 
     def _on_lost(self, action: Action, error: KVFerryError) -> None:
-        """Fail the load of a read that has failed, of which no more bytes will land."""
+        """Fail the load of a read that has failed and will write no more bytes."""
         self._loads.lost(action.load, action.rank, error)
         self._on_peer_error(self._states[action.load].known_peer, action.rank, error)
 
     def _on_peer_error(self, peer: Peer, rank: int, error: KVFerryError) -> None:
-        """Close the connection to a rank that is lost; for other failures, suspect the peer.
+        """Close the connection if a failed read shows that the producer rank is lost.
+
+        After any other error of the transport, the peer becomes suspect (see ``Peer``). After a
+        cancelled read, nothing changes.
 
         Args:
             peer: the producer.
             rank: index of the producer rank that was read from.
-            error: why the read failed. A read that was cancelled changes nothing.
+            error: why the read failed.
         """
         if not peer.connected:
             return
@@ -459,10 +474,10 @@ class LoadManager:
             peer.suspect = True
 
     def _on_failing(self, action: Action, error: KVFerryError) -> None:
-        """Fail the load of a read that will fail but whose bytes may still land.
+        """Fail the load of a read that will fail but may still write bytes.
 
         ``Loads`` then cancels the load's reads. A read that was cancelled, or whose state the
-        driver cannot tell, is given time to end by itself (see ``Grace``); for any other error its
+        driver cannot tell, is given time to end by itself (see ``Grace``). For any other error, its
         connection may be closed at once.
 
         Args:
@@ -474,10 +489,10 @@ class LoadManager:
             self._on_peer_failing(self._states[action.load].known_peer, action.rank, error)
 
     def _on_peer_failing(self, peer: Peer, rank: int, error: KVFerryError) -> None:
-        """Close the connection of a failing read if nothing less proves that no more bytes land.
+        """Close the connection of a failing read if only that keeps the read from writing more.
 
-        The connection is closed also if the peer was given up, because other peers may have kept it
-        open.
+        The connection is closed even if the peer was given up before, because other peers that
+        share the connection may have kept it open.
 
         Args:
             peer: the producer.
@@ -492,12 +507,12 @@ class LoadManager:
     def _close_connection(self, connection: PeerId, error: KVFerryError) -> None:
         """Close a connection that is lost, or that must be closed to end a read.
 
-        All peers that use the connection are given up, because closing it also ends the reads of
-        those without a failure. The next ticket of such a peer connects to it anew.
+        All peers that use the connection are given up, because closing it also ends the reads from
+        those that have not failed. The next ticket of such a peer connects to it anew.
 
         Args:
             connection: the connection.
-            error: why it is closed, with which all loads from these peers fail.
+            error: why it is closed; all loads from these peers fail with this error.
         """
         for peer in self._peers.using(connection):
             self._give_up_peer(peer, error)
@@ -505,13 +520,13 @@ class LoadManager:
         self._connections.close(connection)
 
     def _give_up_peer(self, peer: Peer, error: KVFerryError) -> None:
-        """Give a peer up, and fail all loads from it.
+        """Disconnect from a peer, and fail all loads from it.
 
-        The loads are reported when none of their reads goes on.
+        Each load is reported when all its reads have ended.
 
         Args:
             peer: the producer; ignored if it was given up before.
-            error: why.
+            error: why it is given up; the loads fail with this error.
         """
         if not peer.connected:
             return
@@ -547,7 +562,7 @@ class LoadManager:
     # "done" and "abandon".
 
     def _release(self, action: Action, state: LoadState) -> Release:
-        """Return the "abandon" message if the action is ``ABANDON``; otherwise "done"."""
+        """Return a load's "abandon" message if the action is ``ABANDON``, otherwise its "done"."""
         ticket = state.load.ticket
         return Release(
             incarnation=ticket.incarnation,
@@ -562,7 +577,7 @@ class LoadManager:
     def _notify(self, peer: Peer, rank: int, releases: list[Release]) -> None:
         """Send "done" and "abandon" messages to a producer rank.
 
-        If that fails, the holds end when their leases expire.
+        A failure is logged and counted; the holds then end when their leases expire.
 
         Args:
             peer: the producer.

@@ -1,4 +1,4 @@
-"""Loads that wait until the device has finished earlier work on their pages."""
+"""Loads that wait until the device (such as a GPU) has finished earlier work on their pages."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _WaitingLoad:
-    """A load that has not begun.
+    """A load that has not begun, because the device may still work on its pages.
 
     Attributes:
         load: the load.
@@ -30,10 +30,10 @@ class _WaitingLoad:
 
 
 class DeviceSync:
-    """Begin each load when the device has finished the work that was enqueued before it.
+    """Begin each load when the device has finished the earlier work on the load's pages.
 
-    Work that the engine enqueued on the load's pages (zeroing them, for example) would otherwise
-    overwrite what the load reads. Loads begin in the order in which they were added. Used by the
+    Work that the engine enqueued before (zeroing the pages, for example) would otherwise overwrite
+    what the load has read into them. Loads begin in the order in which they were added. Used by the
     endpoint's thread only.
 
     Args:
@@ -78,7 +78,7 @@ class DeviceSync:
         later loads.
 
         Returns:
-            Whether any load was begun, also as failed.
+            Whether any load was begun or has failed.
         """
         begun = False
         while self._waiting:

@@ -68,12 +68,12 @@ class Endpoint:
         driver: name of the transport's driver; peers must use the same driver.
         transport: the transport; the endpoint owns it from now on and closes it.
         layout: this rank's memory. The caller keeps the memory alive until ``close`` has returned.
-        slots: the most requests whose pages can be held for other engines at once: as many as the
-            engine has blocks.
+        slots: number of requests whose pages can be held for other engines at once; pass the number
+            of the engine's blocks.
         options: times, keys, and which differences from peers are accepted.
-        zero: zeroes those bytes of a load's pages that its reads may leave unwritten, which are
-            passed as address ranges. It is called before the load's first read, and must return
-            only when the bytes are zero. The default handles CPU memory only.
+        zero: called before a load's first read, with the address ranges in the load's pages that
+            its reads may leave unwritten. It must return only when these bytes are zero. The
+            default handles CPU memory only.
         clock: seconds, monotonic.
 
     Attributes:
@@ -139,7 +139,7 @@ class Endpoint:
         self._thread.start()
 
     def __enter__(self) -> Endpoint:
-        """Return the endpoint, which is closed at the end of the block."""
+        """Return the endpoint, which is closed when the ``with`` statement ends."""
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -154,11 +154,11 @@ class Endpoint:
         return self._hold_server.held
 
     def apply(self, orders: HoldOrders, passed: Callable[[], bool] | None = None) -> None:
-        """Carry out the scheduler half's hold orders for this step.
+        """Begin, mark as ready, and end holds, as the engine's scheduler has decided in this step.
 
         Args:
-            orders: ``drops``, ``take_ons`` and ``ends`` take effect before this method returns,
-                ``ready`` when ``passed`` has returned ``True``.
+            orders: the scheduler's decisions. All take effect before this method returns, except
+                ``ready``, which takes effect when ``passed`` has returned ``True``.
             passed: returns whether the device has finished the work that fills the pages of
                 ``orders.ready``; polled on the endpoint's thread. ``None`` if the device has
                 finished already.
@@ -172,11 +172,11 @@ class Endpoint:
             self._wake.set()
 
     def silent(self) -> list[Silence]:
-        """Return the ticketed holds whose consumers gave no sign of life for ``GONE_SECONDS``.
+        """Return the holds whose consumers gave no sign of life for ``GONE_SECONDS``.
 
-        A ticketed hold keeps a request's pages for the consumer that has the ticket. When requests
-        wait for pages, the scheduler may give up the holds that every rank returns. This method
-        visits every hold, so do not call it in every step.
+        Only holds with a ticket count: their pages are kept for the consumer that has the ticket.
+        When other requests of this engine wait for free pages, its scheduler may give up the holds
+        that every rank returns. This method visits every hold, so do not call it in every step.
 
         Returns:
             At most ``MAX_SILENT`` holds, the longest silent first.
@@ -208,9 +208,10 @@ class Endpoint:
         self._command(lambda: self._load_manager.join(payloads))
 
     def prepare(self, ticket: Ticket) -> None:
-        """Connect to a ticket's producer and renew its hold while the request waits for pages.
+        """Connect to a ticket's producer, and renew the ticket's hold until the load begins.
 
-        For each call, one ``load`` with the ticket must follow, even if that load reads nothing.
+        Call this method for a request that waits for free pages of this engine. For each call, one
+        ``load`` with the ticket must follow, even if that load reads nothing.
 
         Args:
             ticket: the ticket of the request that waits.
@@ -224,8 +225,8 @@ class Endpoint:
         """Start a load of a request's pages; ``results`` returns its outcome.
 
         Args:
-            load: what to read, and the pages to fill. The pages belong to the load until it is
-                reported.
+            load: what to read, and the pages to fill. Nothing else may use the pages until the
+                load is reported.
             passed: returns whether the device has finished all work on the load's pages that was
                 enqueued before this call; polled on the endpoint's thread, and nothing is read
                 before it has returned ``True``. ``None`` if the device has finished already.
@@ -288,7 +289,7 @@ class Endpoint:
 
     @property
     def pending(self) -> int:
-        """Return the number of loads with ``Load.report`` that are not over."""
+        """Return the number of loads to report (see ``Load.report``) that are not over."""
         return self._results.expected
 
     def results(self) -> Results:
@@ -328,8 +329,8 @@ class Endpoint:
         """End all loads and holds, and close the transport. A second call does nothing.
 
         Args:
-            drain: the most seconds to wait, before anything is ended, until no pages are held for
-                other engines any more.
+            drain: the longest wait, in seconds, until no pages are held for other engines any more.
+                Loads and holds are ended only after this wait.
 
         Raises:
             TransportError: a call of the driver does not return, or the transport cannot end its
@@ -355,19 +356,19 @@ class Endpoint:
     # On the caller's thread.
 
     def _end_calls(self, until: float) -> bool:
-        """Stop the liveness checks, and wait for the driver's calls that are under way.
+        """Stop the liveness checks, and wait for the driver's ``connect`` and ``disconnect`` calls.
 
         Args:
             until: when to stop waiting, by ``time.monotonic``.
 
         Returns:
-            Whether all these calls have returned: only then may the transport be closed.
+            Whether all these calls have returned; only then may the transport be closed.
         """
         self._load_manager.close()
         return self._blocking_calls.wait(until)
 
     def _publish(self, driver: str, layout: Layout) -> RankPayload:
-        """Register all memory with the transport, and return the payload that peers need.
+        """Register this rank's memory with the transport, and return what peers need to read it.
 
         If that fails, the transport is closed.
 
@@ -404,12 +405,12 @@ class Endpoint:
         )
 
     def _post(self, command: Callable[[], None]) -> None:
-        """Run a command on the endpoint's thread, soon."""
+        """Have the endpoint's thread run a command soon."""
         self._commands.append(command)
         self._wake.set()
 
     def _command(self, command: Callable[[], None]) -> None:
-        """Run a command on the endpoint's thread, soon; raise if the endpoint is closed."""
+        """Have the endpoint's thread run a command soon; raise if the endpoint is closed."""
         self._check_open()
         self._post(command)
 
@@ -445,7 +446,7 @@ class Endpoint:
                 time.sleep(BUSY_SECONDS)
 
     def _round(self) -> bool:
-        """Do one round of the thread's work.
+        """Do one round of the work of the endpoint's thread.
 
         Each step of the round handles the errors of a single load, peer or message itself. Any
         other error is logged here and does not end the thread, because deadlines are kept only
@@ -480,7 +481,7 @@ class Endpoint:
         return busy
 
     def _listen(self) -> None:
-        """Process the notifications from peers, update the holds, and collect the sent requests."""
+        """Process notifications from peers, update the holds, and report requests as sent."""
         run, now = self._containment.run, self._clock()
         notifications = run(
             "the driver's notifications", self._take_notifications, None, serves_all=True
@@ -507,7 +508,7 @@ class Endpoint:
         self._load_manager.abort_all()
 
     def _on_load_over(self, load: Load, error: KVFerryError | None, record: LoadRecord) -> None:
-        """Count and log a load that is over, and queue its result for the engine."""
+        """Log a load that is over, count it in the metrics, and queue its result for the engine."""
         count = partial(self._count, load, error, record)
         self._containment.run("counting a load", count, None)
         self._results.add_load(load, error, record)
@@ -519,7 +520,7 @@ class Endpoint:
             self._metrics.add(REFUSED, reason=error.reason.value)
 
     def _pause(self, busy: bool) -> float:
-        """Return the seconds until the next round, if no command comes before."""
+        """Return how many seconds to wait for a command before the next round begins."""
         if busy:
             return 0.0
         if len(self._transfers) or len(self._device_sync):
@@ -544,17 +545,17 @@ class _ResultQueue:
 
     @property
     def expected(self) -> int:
-        """Return how many loads with ``Load.report`` are not over."""
+        """Return how many loads to report (see ``Load.report``) are not over."""
         with self._changed:
             return self._expected
 
     def expect(self) -> None:
-        """Count one more load with ``Load.report`` that is not over."""
+        """Count one more load to report (see ``Load.report``)."""
         with self._changed:
             self._expected += 1
 
     def add_load(self, load: Load, error: KVFerryError | None, record: LoadRecord) -> None:
-        """Add the record of a load that is over; with ``Load.report``, add its request, too.
+        """Add the figures of a load that is over, and its request if ``Load.report`` is set.
 
         Args:
             load: the load.
@@ -569,7 +570,7 @@ class _ResultQueue:
                 self._changed.notify_all()
 
     def add_received(self, request: RequestId, error: KVFerryError) -> None:
-        """Add a request that has failed without a load, with the reason."""
+        """Add a request that has failed before it had a load, with the reason."""
         with self._changed:
             self._received[request] = error
             self._changed.notify_all()
@@ -582,7 +583,7 @@ class _ResultQueue:
                 self._changed.notify_all()
 
     def fail(self) -> None:
-        """Wake all threads that wait, because the endpoint has failed and adds nothing more."""
+        """Wake all waiting threads. Called when the endpoint has failed and adds nothing more."""
         with self._changed:
             self._has_failed = True
             self._changed.notify_all()

@@ -18,7 +18,7 @@ REPEATED = 3
 
 
 def as_ours(exc: Exception) -> KVFerryError:
-    """Return an exception unchanged if it is a ``KVFerryError``; otherwise as the cause of one."""
+    """Return a ``KVFerryError`` unchanged, and any other exception wrapped in one."""
     if isinstance(exc, KVFerryError):
         return exc
     error = TransportError(f"unexpected {type(exc).__name__}: {exc}")
@@ -81,7 +81,7 @@ class ErrorContainment:
         return as_ours(error)
 
     def succeeded(self, activity: str) -> None:
-        """Count an activity's failures from 0 again, because it has succeeded."""
+        """Record that an activity has succeeded: its failures are counted from 0 again."""
         count, _ = self._streaks.pop(activity, (0, None))
         if count >= REPEATED:
             self._publish()
@@ -95,7 +95,7 @@ class ErrorContainment:
             activity: the name of the activity, as for ``caught``.
             call: the call to make.
             otherwise: what to return if the call raises.
-            serves_all: as for ``caught``.
+            serves_all: as for ``caught``. If so, a call that returns counts as a success.
 
         Returns:
             What the call returned, or ``otherwise``.

@@ -51,8 +51,8 @@ class PeerKey(NamedTuple):
 
     Attributes:
         engine: the producer's id.
-        host, port: the producer's side channel.
-        key: public key of the side channel; empty without encryption.
+        host, port: address of the producer's side channel.
+        key: public key that encrypts the side channel; empty without encryption.
         routed: a second address, (host, port), to ask if the first does not answer; ``None`` if
             there is none.
         ticket_key: the public key that proves the ticket; empty if the ticket has no proof.
@@ -86,8 +86,9 @@ class HandshakeResult:
         place: the address that answered, one of ``PeerKey.places``; ``None`` if not recorded.
         ticket_key: the public key that the producer publishes for the proofs of its tickets; empty
             if it publishes none.
-        numeric: the numeric address of the side channel.
-        memory: ``id`` of each object to keep, to its estimated bytes; see ``memory_of``.
+        numeric: the IP address of the side channel.
+        memory: the objects to keep for the producer: ``id(object)`` to estimated bytes; see
+            ``memory_of``.
     """
 
     payloads: tuple[RankPayload, ...]
@@ -112,10 +113,11 @@ Heard = Callable[[HandshakeResult | KVFerryError], None]
 
 @dataclass(slots=True, kw_only=True)
 class _Backoff:
-    """The failures in a row of handshakes with one producer.
+    """The pause before the next handshake with a producer, after handshakes that failed.
 
     Attributes:
-        failures: how many times the pause was set, each time to a longer one.
+        failures: how many pauses the producer has had since it was last connected. Each is longer
+            than the last, up to ``LONGEST_BACKOFF_SECONDS``.
         until: when the next handshake may begin.
     """
 
@@ -162,7 +164,7 @@ class Handshakes:
         return len(self._asked)
 
     def ask(self, key: PeerKey, heard: Heard) -> None:
-        """Ask for a handshake with a producer, unless one is waiting or under way already.
+        """Ask for a handshake with a producer, or share one that is waiting or under way already.
 
         Args:
             key: the producer.
@@ -220,12 +222,12 @@ class Handshakes:
         return key
 
     def _failures(self, key: PeerKey) -> int:
-        """Return how often a producer has failed since it was last connected."""
+        """Return how many pauses a producer has had since it was last connected."""
         backoff = self._backoffs.get(key)
         return backoff.failures if backoff is not None else 0
 
     def _start(self, key: PeerKey) -> None:
-        """Start a handshake's thread."""
+        """Start a handshake on a thread of its own; if no thread can be started, it fails."""
         self._running += 1
         name = f"kvferry-handshake-{key.engine[:16]}"
         try:
@@ -266,7 +268,7 @@ def _forget_frames(error: BaseException | None) -> None:
 
 
 class HandshakeWorker:
-    """Make handshakes for one rank of an engine.
+    """Perform handshakes with producers for one rank of an engine.
 
     ``perform`` may run on many threads at once; the endpoint's thread calls the other methods.
 
@@ -283,7 +285,7 @@ class HandshakeWorker:
         self._reply_limits = ReplyLimits()
 
     def join(self, own: Sequence[RankPayload], rank: int) -> None:
-        """Set what this engine publishes, without which ``perform`` refuses every handshake.
+        """Set what this engine publishes. Before this call, ``perform`` refuses every handshake.
 
         Args:
             own: the payloads of all ranks of this engine, in rank order.
@@ -293,17 +295,17 @@ class HandshakeWorker:
         self._own = tuple(own)  # set last: other threads use the rest once it is set
 
     def used(self, result: HandshakeResult) -> None:
-        """Stop counting the memory of a result as waiting, as the endpoint's thread has it now.
+        """Stop counting the memory of a result. Called when the endpoint's thread receives it.
 
-        While too much memory of results waits for the endpoint's thread, no further reply is
-        decoded; see ``ReplyLimits``.
+        While results that wait for that thread take too much memory, no further reply is decoded;
+        see ``ReplyLimits``.
         """
         self._reply_limits.used(sum(result.memory.values()))
 
     def perform(self, key: PeerKey) -> HandshakeResult:
         """Perform one handshake: fetch what a producer publishes, check it, and plan the reads.
 
-        Blocks. Nothing is connected with the transport.
+        Blocks. The transport is not used; the caller connects to the producer afterwards.
 
         Args:
             key: the producer.
@@ -346,8 +348,8 @@ class HandshakeWorker:
 
         Args:
             key: the producer.
-            turn: receives the turn to have a decoded reply in memory (see ``ReplyLimits.turn``).
-                The turn ends when the caller closes this stack.
+            turn: receives this handshake's turn to decode a reply (see ``ReplyLimits.turn``). Other
+                handshakes wait for their turn until the caller closes this stack.
 
         Returns:
             The address that answered, and its answer.
@@ -398,8 +400,8 @@ def memory_of(
         plan: the plan of reading from the producer.
 
     Returns:
-        ``id`` of each object to its estimated bytes; valid while the objects live. Objects that
-        several producers share have the same ``id``.
+        ``id(object)`` to the estimated bytes of the object; valid while the objects live. An object
+        that several producers share has the same ``id`` for all, so that it can be counted once.
     """
     memory = {id(plan): sum(map(_own_bytes, payloads))}
     for payload, size in zip(payloads, sizes, strict=True):

@@ -58,17 +58,18 @@ class LeaseRenewal:
     endpoint's thread only.
 
     Args:
-        engine: id of this engine, for which the producer records the claims.
-        life: incarnation of this engine, recorded with ``engine``.
+        engine: id of this engine, which is sent with every renewal and heartbeat.
+        life: incarnation of this engine (a random number that it made when it started), which is
+            sent with ``engine``.
         notify: sends a notification with these bytes over a connection; used for heartbeats. Its
             exceptions are ignored.
         slot_reads: makes the reads of slot words.
         transfers: cancels reads that take too long.
         lost: called with the producer, the index of its rank and the error when the read of a
             renewal has failed and no more of its bytes will land.
-        failing: called likewise when the driver knows that the read of a renewal will fail, but
-            bytes may still land; for a read that was cancelled, only if it goes on for longer than
-            its grace.
+        failing: called with the same arguments when the driver knows that the read of a renewal
+            will fail, but bytes may still land. After a cancel, it is called only if the read goes
+            on for longer than its grace.
     """
 
     def __init__(
@@ -108,7 +109,7 @@ class LeaseRenewal:
         at_once: bool,
         ended: Callable[[KVFerryError], None],
     ) -> RenewalId | None:
-        """Renew a hold from now on.
+        """Begin to renew a hold, again and again until ``end`` is called or the hold is gone.
 
         Args:
             peer: the producer.
@@ -119,8 +120,8 @@ class LeaseRenewal:
             ended: called at most once, with the error, when a renewal finds the hold gone.
 
         Returns:
-            The id of the hold's renewals, for ``settle`` and ``end``; ``None`` if the build of some
-            producer rank does not know renewals, and then nothing is renewed.
+            An id to pass to ``settle`` and ``end``. ``None`` if the build of some producer rank
+            does not know renewals; then nothing is renewed.
         """
         if peer.lease is None:
             return None
@@ -140,7 +141,7 @@ class LeaseRenewal:
                 self._forget(target.peer)
 
     def settle(self, renewal: RenewalId | None, rank: int) -> None:
-        """Stop renewing a hold with one producer rank, where its fence is about to be posted.
+        """Stop renewing a hold at one producer rank. Called before the rank's fence is posted.
 
         The fence is the read of the slot word after the data.
 
@@ -152,7 +153,7 @@ class LeaseRenewal:
             self._renewals.settle(renewal, rank)
 
     def progress(self, now: float) -> None:
-        """Make the renewals that are due, cancel those without an answer, and send heartbeats.
+        """Make the renewals that are due, cancel those not answered in time, and send heartbeats.
 
         Args:
             now: seconds, on the clock of ``begin``.
@@ -170,7 +171,7 @@ class LeaseRenewal:
                 self._say_alive(peer)
 
     def _end_lingering(self, peer: Peer, rank: int, reads: Sequence[Read]) -> bool:
-        """Call ``failing`` if the driver says that a cancelled read that goes on will fail.
+        """Call ``failing`` if the driver knows that a cancelled read will fail.
 
         Otherwise the read is left alone: a renewal has no deadline and may still be answered.
 
@@ -188,13 +189,13 @@ class LeaseRenewal:
         return not failures
 
     def _forget(self, peer: Peer) -> None:
-        """Subtract one from the number of renewed holds of a producer."""
+        """Count one renewed hold less for a producer."""
         self._peers[peer] -= 1
         if not self._peers[peer]:
             del self._peers[peer]
 
     def _say_alive(self, peer: Peer) -> None:
-        """Send a heartbeat to each rank of a producer; it counts for all holds claimed there."""
+        """Send a heartbeat to each connected rank of a producer, for all holds claimed there."""
         note = Heartbeat(incarnation=peer.incarnation, engine=self._engine, life=self._life)
         payload = encode([note])
         for peer_id in peer.heartbeats.values():
@@ -241,14 +242,14 @@ class LeaseRenewal:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _PendingTicket:
-    """A ticket with requests that wait for pages.
+    """A ticket whose requests wait for free pages of this engine.
 
     Attributes:
         ticket: the ticket that the first of the requests brought.
         begun: when the first request came, by ``time.perf_counter``.
         requests: number of requests that wait.
         peer: the producer; ``None`` while it is not connected.
-        renewal: identifies the renewals of the hold; ``None`` while it is not renewed.
+        renewal: id of the hold's renewals in ``LeaseRenewal``; ``None`` while it is not renewed.
         is_reaching: whether ``Peers`` is connecting to the producer.
         is_over: whether nothing is renewed any more: the hold is gone, or the ticket was refused.
         gone: the error with which loads will fail if the hold is gone; otherwise ``None``.
@@ -265,9 +266,9 @@ class _PendingTicket:
 
 
 class PendingTickets:
-    """Connect to the producers of tickets whose requests wait for pages, and renew the holds.
+    """Renew the holds of tickets whose requests wait for free pages of this engine.
 
-    Used by the endpoint's thread only.
+    The producers of the tickets are connected for that. Used by the endpoint's thread only.
 
     Args:
         peers: connects to the producers.
@@ -285,7 +286,7 @@ class PendingTickets:
         self._next_search = 0.0
 
     def add(self, ticket: Ticket) -> None:
-        """Add a request that waits for pages with this ticket; ``take`` ends its wait."""
+        """Add a request with this ticket that waits for pages, until ``take`` is called for it."""
         begun = time.perf_counter()
         pending = self._tickets.setdefault(_key(ticket), _PendingTicket(ticket=ticket, begun=begun))
         pending.requests += 1
@@ -296,8 +297,8 @@ class PendingTickets:
         """End the wait of one request with this ticket.
 
         Returns:
-            Seconds since the first request began to wait with the ticket (0 if no request waits
-            with it), and the error if the hold is gone, or ``None``.
+            Seconds since the first request with the ticket began to wait (0 if none waits), and the
+            error if the hold is gone, or ``None``.
         """
         pending = self._tickets.get(_key(ticket))
         if pending is None:
@@ -309,7 +310,7 @@ class PendingTickets:
         return time.perf_counter() - pending.begun, pending.gone
 
     def progress(self, now: float) -> None:
-        """Connect to the producers of pending tickets that are not connected.
+        """Connect to those producers of pending tickets that are not connected.
 
         Args:
             now: seconds, on this object's clock.
@@ -360,12 +361,12 @@ class PendingTickets:
         )
 
     def _gone(self, pending: _PendingTicket, error: KVFerryError) -> None:
-        """Keep the error for the loads with a ticket whose hold is gone."""
+        """Stop renewing a hold that is gone, and keep the error for the loads with its ticket."""
         pending.gone, pending.is_over = error, True
         self._stop(pending)
 
     def _stop(self, pending: _PendingTicket) -> None:
-        """Stop renewing a ticket's hold, and stop counting as a user of its producer."""
+        """Stop renewing a ticket's hold; the ticket no longer keeps its producer connected."""
         self._lease_renewal.end(pending.renewal)
         pending.renewal = None
         if pending.peer is not None:

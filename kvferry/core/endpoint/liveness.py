@@ -50,9 +50,9 @@ class LivenessCheck:
 
     Args:
         key: the producer.
-        numeric: the numeric address of its side channel, found by the handshake.
-        incarnation: the random number that identifies the start of the engine; if another start
-            answers, the producer is lost.
+        numeric: the IP address of its side channel, found by the handshake.
+        incarnation: the random number that the engine made when it started; an answer with another
+            number means that it was restarted, so the producer is lost.
         options: how often to ping, and how many misses in a row mean that the producer is dead.
         polled: the epoll object of the thread; the check registers its descriptor there.
     """
@@ -108,7 +108,7 @@ class LivenessCheck:
         return self._descriptor
 
     def turn(self, now: float) -> None:
-        """Take the next step, because the descriptor is ready or ``due`` has come.
+        """Take the next step. Called when the descriptor is ready, or when ``due`` has come.
 
         Args:
             now: seconds, by ``time.monotonic``.
@@ -141,7 +141,13 @@ class LivenessCheck:
             self._channel = None
 
     def _try(self, now: float) -> None:
-        """Begin to make a plain TCP connection; libzmq would retry for ever without an error."""
+        """Begin a plain TCP connection, to see whether somebody listens.
+
+        libzmq alone would try for ever and report no error.
+
+        Raises:
+            HandshakeError: nobody can be reached.
+        """
         family = socket.AF_INET6 if ":" in self._numeric else socket.AF_INET
         self._attempt = socket.socket(family, socket.SOCK_STREAM)
         self._attempt.setblocking(False)
@@ -152,7 +158,11 @@ class LivenessCheck:
         self._poll(self._attempt.fileno(), select.EPOLLOUT)
 
     def _reach(self, attempt: socket.socket, now: float) -> None:
-        """If the plain connection is made, open a channel instead and ping; raise if it failed."""
+        """Once the plain connection is made, replace it by a ZMQ channel and send a ping.
+
+        Raises:
+            HandshakeError: the plain connection failed, or was not made in time.
+        """
         status = attempt.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         if not status and not _is_writable(attempt):
             if now < self.due:
@@ -210,7 +220,12 @@ class LivenessCheck:
             raise HandshakeError("the connection was closed: the engine has ended, or refuses this")
 
     def _check(self, reply: Reply) -> None:
-        """Refuse an answer that is not the ``Pong`` of this start of the engine."""
+        """Refuse an answer that is not a ``Pong`` with the incarnation of the handshake.
+
+        Raises:
+            PeerLostError: the engine refuses pings, or was restarted.
+            HandshakeError: the answer is of another type.
+        """
         if isinstance(reply, Refusal):
             raise PeerLostError(f"{self._name} is not at its address any more: {reply.reason}")
         if not isinstance(reply, Pong):
@@ -260,13 +275,14 @@ class LivenessChecks:
 
         Args:
             key: the producer.
-            numeric: the numeric address of its side channel, found by the handshake.
-            incarnation: the random number that identifies the start of the engine.
+            numeric: the IP address of its side channel, found by the handshake.
+            incarnation: the random number that the engine made when it started.
             lost: called at most once, on the pinging thread, when the producer is dead or was
                 restarted, or refuses pings.
 
         Returns:
-            A function that ends the check. It returns at once, and a second call does nothing.
+            A function that ends the check. The function returns at once, and a second call does
+            nothing.
 
         Raises:
             OSError: no file descriptor is left for the thread.
@@ -367,15 +383,15 @@ class _Poller:
 
     def _pause(self) -> float | None:
         """Return the seconds until the next check is due; ``None`` if no check is queued."""
-        while self._due and not self._is_meant(self._due[0]):
+        while self._due and not self._is_current(self._due[0]):
             heapq.heappop(self._due)
         if not self._due:
             return None
         # Rounded up: otherwise the thread would spin during the last millisecond.
         return max(math.ceil((self._due[0][0] - time.monotonic()) * 1e3), 0) / 1e3
 
-    def _is_meant(self, entry: tuple[float, int, LivenessCheck]) -> bool:
-        """Return whether an entry of ``_due`` is current: its check goes on with this due time."""
+    def _is_current(self, entry: tuple[float, int, LivenessCheck]) -> bool:
+        """Return whether an entry of ``_due`` is current: its check goes on and is due then."""
         due, _, check = entry
         return check in self._checks and check.queued == due == check.due
 
@@ -391,7 +407,7 @@ class _Poller:
         """Let all checks that are due take their next step."""
         while self._due and self._due[0][0] <= now:
             entry = heapq.heappop(self._due)
-            if self._is_meant(entry):
+            if self._is_current(entry):
                 entry[2].queued = None
                 self._turn(entry[2], now)
 

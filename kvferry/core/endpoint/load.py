@@ -27,17 +27,18 @@ class Load:
         request: this engine's id of the request.
         ticket: the ticket that the producer made for the request. Its hold stands for the pages on
             the producer.
-        ranges: per local group, ``(first, last)``: indices in the prompt of the first token to pull
-            and of the token after the last one. ``None`` to pull nothing for the group; for a
-            state, ``(0, ticket.tokens)``.
-        local: per local group, the pages to fill, with their block indices. They belong to the load
-            until it is reported.
-        report: whether the outcome is reported. A load that pulls nothing, because the prompt was
-            cached here, needs no report: it only tells the producer "done".
+        ranges: per cache group of this engine, ``(first, last)``: indices in the prompt of the
+            first token to pull and of the token after the last one. ``None`` to pull nothing for
+            the group. For a group of recurrent states, ``(0, ticket.tokens)``.
+        local: per cache group of this engine, the pages to fill. Nothing else may use them until
+            the load is reported.
+        report: whether ``Endpoint.results`` reports the request when the load is over. A load that
+            pulls nothing, because the prompt was cached here, needs no report: it only tells the
+            producer "done".
         shared: whether other requests of this engine may still load under the same hold. If so,
             this load sends the producer neither "done" nor "abandon"; a later load that is not
             shared must. A shared load that pulls nothing and is not reported contacts nobody: it
-            only ends one ``prepare`` of the ticket.
+            only ends the wait that one ``Endpoint.prepare`` with the ticket began.
     """
 
     request: RequestId
@@ -65,10 +66,11 @@ class LoadState:
         begun: when the load began, by ``time.perf_counter``.
         grace: the time that its cancelled reads have to end; ``None`` if no read was cancelled.
         peer: the producer; ``None`` until the load's handshake has succeeded.
-        renewal: identifies the renewals of its hold; ``None`` if the hold is not renewed for it.
+        renewal: id of its hold's renewals in ``LeaseRenewal``; ``None`` if it renews nothing.
         handshake_succeeded: when the handshake succeeded, by ``time.perf_counter``; 0 before.
         copies, nbytes: number of copies and bytes in the reads that have ended.
-        failed_at: ``Stage.WAIT`` if the load had failed before it began; else ``Loads`` knows.
+        failed_at: ``Stage.WAIT`` if the load had failed before it began; otherwise ``None``, as
+            ``Loads`` knows the stage.
         wait_seconds: how long the request had waited for pages.
         check_seconds, post_seconds, transfer_seconds, fence_seconds: see ``LoadRecord``.
     """
@@ -92,7 +94,7 @@ class LoadState:
 
     @property
     def request(self) -> ReadRequest:
-        """Return what the planner needs to know of the load. The caller has checked the ticket."""
+        """Return the load as ``build_copies`` needs it. The ticket must have been checked."""
         if self._request is None:
             ticket = self.load.ticket
             remote = tuple(
@@ -105,10 +107,10 @@ class LoadState:
 
     @property
     def known_peer(self) -> Peer:
-        """Return the producer.
+        """Return the producer, which must have been connected.
 
         Raises:
-            EndpointClosedError: the handshake is not over.
+            EndpointClosedError: the load's handshake has not succeeded.
         """
         if self.peer is None:
             raise EndpointClosedError("a load has no peer: its handshake is not over")
@@ -116,13 +118,13 @@ class LoadState:
 
     @property
     def pages(self) -> int:
-        """Return the number of local pages that belong to the load, without holes."""
+        """Return the number of this rank's pages that the load may fill."""
         return sum(int(np.count_nonzero(pages.ids != HOLE)) for pages in self.load.local)
 
     def add(self, outcome: Outcome) -> None:
-        """Count the outcome of the read of the load's pages on one producer rank.
+        """Add the outcome of the read from one producer rank to the load's figures.
 
-        The numbers of copies and bytes of all producer ranks are added up. Of their times, the
+        The numbers of copies and bytes of all producer ranks are added up. Of the ranks' times, the
         longest counts for each stage.
         """
         self.copies += outcome.copies

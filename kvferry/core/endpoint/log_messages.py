@@ -1,4 +1,4 @@
-"""The log messages of an endpoint about its loads and peers.
+"""Log messages of an endpoint about its loads and the producers that they read from.
 
 Every failure is logged in one line, with the request, the peer, the stage, the cause, and what an
 operator can do about it.
@@ -78,7 +78,7 @@ def untold(peer: Peer, rank: int, count: int, error: KVFerryError) -> None:
     Args:
         peer: the producer.
         rank: index of the producer rank.
-        count: number of requests that the message was about.
+        count: number of requests that the rank was to be told about.
         error: why it could not be sent.
     """
     logger.warning(

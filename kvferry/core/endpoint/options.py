@@ -22,7 +22,7 @@ class Identity:
         incarnation: the random number that identifies this start of the engine; the same on all
             ranks.
         rank: index of this rank among the engine's ranks.
-        coordinates: position of this rank in the parallel layout of the engine.
+        coordinates: position of this rank in the engine's pipeline, tensor and context parallelism.
         agreement: name to value, for everything that must be equal on two engines that exchange
             pages (model, cache dtype, ...).
     """
@@ -40,8 +40,8 @@ class EndpointOptions:
 
     Attributes:
         handshake_timeout: time within which a producer must have answered a handshake.
-        lease: time for which this rank keeps a hold (a request's pages, for a consumer) after a
-            renewal. The time before the first renewal is in ``HoldOrders``.
+        lease: time for which this rank, as a producer, keeps a request's pages after the consumer
+            has renewed their hold. The time before the first renewal is in ``HoldOrders``.
         load_timeout: time after which a load that is not over fails.
         liveness_interval: time between two pings of a producer; 0 for no pings.
         liveness_misses: number of pings in a row without an answer after which a producer counts
@@ -49,7 +49,7 @@ class EndpointOptions:
         engine_ttl: time after which a producer that no load and no waiting request uses is
             disconnected.
         judgements: which differences between two engines an operator may allow, and whether the
-            operator does.
+            operator allows them.
         access: this engine's keys, and the networks that it may connect to.
     """
 

@@ -62,7 +62,7 @@ claims an engine's id would be taken for that engine."""
 
 
 class PeerUse(enum.Enum):
-    """What keeps a producer from being released when it is idle or its room is needed."""
+    """A use of a producer, which keeps it from being disconnected as idle or to make room."""
 
     LOAD = enum.auto()
     """A load from the producer that is not over."""
@@ -83,16 +83,16 @@ class Peer:
         links: what ``ids`` was before the peer was given up; kept, because reads may still be under
             way on these connections.
         sources: index of a producer rank to the part of the plan that reads from the rank.
-        page_limits: per group of the producer, the number that page ids must stay below.
+        page_limits: per cache group of the producer, the number that page ids must stay below.
         last_used: when the peer was last used, on the endpoint's clock.
         connected: ``False`` once the peer was given up.
         suspect: whether a read from the peer has failed. A suspect peer is connected anew as soon
             as it has no loads, and new loads wait until then.
-        numeric: the numeric address of the producer's side channel.
-        memory: ``id`` of each object that is kept for the peer, to its estimated bytes; peers may
+        numeric: the IP address of the producer's side channel.
+        memory: the objects that are kept for the peer: ``id(object)`` to estimated bytes. Peers may
             share objects.
-        path: what carries the peer's bytes, in the driver's words; ``None`` until ``Peers.path``
-            has asked the driver.
+        path: the driver's name for what carries the peer's bytes, such as ``rc_mlx5``; ``None``
+            until ``Peers.path`` has asked the driver.
         ticket_key: the public key that the producer publishes for the proofs of its tickets; empty
             if it publishes none.
     """
@@ -119,11 +119,11 @@ class Peer:
         self.page_limits = page_limits(self.payloads)
 
     def acquire(self, use: PeerUse) -> None:
-        """Count one more use, which keeps the peer from being released until ``release``."""
+        """Count one more use of the peer, which keeps it connected until ``release``."""
         self._uses[use] += 1
 
     def release(self, use: PeerUse) -> None:
-        """End one use that ``acquire`` has counted."""
+        """End one use of the peer that ``acquire`` has counted."""
         self._uses[use] -= 1
 
     @property
@@ -133,7 +133,7 @@ class Peer:
 
     @property
     def is_used(self) -> bool:
-        """Return whether a load or a ticket keeps the peer from being released."""
+        """Return whether any load or ticket uses the peer (see ``PeerUse``)."""
         return any(self._uses.values())
 
     @property
@@ -156,10 +156,10 @@ class Peer:
 
     @property
     def lease(self) -> float | None:
-        """Return the shortest lease of any producer rank, in seconds.
+        """Return the shortest lease that any rank of the producer publishes, in seconds.
 
         Returns:
-            The lease; ``None`` if the build of some rank does not know renewals.
+            The lease; ``None`` if the build of some producer rank does not know renewals.
         """
         leases = [payload.lease for payload in self.payloads if payload.lease is not None]
         return min(leases) if len(leases) == len(self.payloads) else None
@@ -170,7 +170,7 @@ class Peer:
 
     @property
     def heartbeats(self) -> dict[int, PeerId]:
-        """Return the connections of the producer ranks that know heartbeats, by rank index."""
+        """Return the connections of the producer ranks that accept heartbeats, by rank index."""
         return {rank: peer for rank, peer in self.ids.items() if self.payloads[rank].heartbeats}
 
     @property
@@ -192,13 +192,13 @@ class Peers:
     and so do connecting and disconnecting where the driver allows it.
 
     Args:
-        transport: asked what carries a peer's bytes (``Transport.path``).
+        transport: the transport, asked for ``Transport.path`` only.
         fingerprints: checks the fingerprints of producers that prove their tickets.
         connections: the connections of ``transport``.
         containment: logs unexpected exceptions; the tickets that they concern fail.
         post: runs a callable on the endpoint's thread, soon.
         clock: seconds, monotonic.
-        options: times, and the networks that may be connected to.
+        options: the endpoint's options.
         metrics: counts handshakes, and peers that are up, down and lost.
         lost: called with a peer and the error when its liveness check says that the peer is dead,
             was restarted, or refuses pings; it must give the peer up.
@@ -255,16 +255,16 @@ class Peers:
     def reach(self, ticket: Ticket, ready: Ready, failed: Failed, *, loads: bool = False) -> None:
         """Connect to a ticket's producer unless it is connected; call ``ready`` or ``failed``.
 
-        If no producer with the ticket's incarnation is connected, the engine may be new or
-        restarted, or the ticket old. Only a handshake with the engine can tell.
+        If the ticket's incarnation of the producer is not connected, the engine may be new or
+        restarted, or the ticket may be old. Only a handshake with the engine can tell.
 
         Args:
             ticket: names the producer and its address.
             ready: called with the producer, at once or when the producer is connected.
             failed: called if the producer cannot be connected, or if ``ready`` raises.
-            loads: whether the call is for a load. If so, and the producer is suspect, the call
-                waits until the other loads from the producer are over; otherwise loads that overlap
-                would keep the producer from being connected anew.
+            loads: whether the call is for a load. If so, and the producer is suspect (see
+                ``Peer``), the call waits until the other loads from the producer are over:
+                otherwise loads that overlap would keep the producer from being connected anew.
         """
         peer = self._by_name.get((ticket.engine, ticket.incarnation, ticket.ticket_key))
         if peer is not None and peer.suspect and not peer.loads:
@@ -301,7 +301,7 @@ class Peers:
 
         Args:
             key: the producer that the handshake was with.
-            ticket: the ticket for which it was made.
+            ticket: the ticket for which the handshake was made.
             result: the outcome of the handshake.
             ready: from ``reach``.
             failed: from ``reach``.
@@ -323,7 +323,7 @@ class Peers:
             failed(self._containment.caught("a ticket whose producer is reached", exc))
 
     def _forget_with_idle(self, peer: Peer) -> None:
-        """Give up a suspect peer, and all peers without loads that share its connections.
+        """Disconnect a suspect peer, and all peers without loads that share its connections.
 
         That closes the connections, except those that are shared with a peer that has loads.
         """
@@ -333,7 +333,7 @@ class Peers:
                     self.forget(other)
 
     def forget(self, peer: Peer) -> None:
-        """Give a peer up, so that its next ticket leads to a new handshake.
+        """Give a peer up (disconnect it), so that its next ticket leads to a new handshake.
 
         The peer's connections that no other peer uses are closed, which ends their transfers.
         """
@@ -357,15 +357,15 @@ class Peers:
         self.forget(peer)
 
     def using(self, connection: PeerId) -> list[Peer]:
-        """Return the peers that use a connection, which engines may share."""
+        """Return the peers that use a connection; several engines may share it."""
         return [peer for peer in self._by_name.values() if connection in peer.ids.values()]
 
     def path(self, peer: Peer) -> str:
-        """Return what carries a peer's bytes, in the driver's words.
+        """Return the driver's name for what carries a peer's bytes, such as ``rc_mlx5``.
 
         Returns:
-            The text, cut to ``MAX_NAME``; empty if the driver cannot tell. It is kept in
-            ``Peer.path``.
+            The names of all connections, joined and cut to ``MAX_NAME``; empty if the driver cannot
+            tell. Kept in ``Peer.path``.
         """
         if peer.path is None:
             try:
@@ -376,7 +376,7 @@ class Peers:
         return peer.path
 
     def progress(self, now: float) -> None:
-        """Do what is due: start handshakes, fail slow fingerprint checks, release idle peers.
+        """Do what is due: start handshakes, fail slow fingerprint checks, disconnect idle peers.
 
         Args:
             now: seconds, on this object's clock.
@@ -447,8 +447,8 @@ class Peers:
         """Give up idle peers, the least recently used first, until there is room for a producer.
 
         Args:
-            result: the result of the handshake with the producer, whose memory is counted from now
-                on unless there is an error.
+            result: the result of the handshake with the producer. Its memory counts from now on,
+                unless an error is returned.
 
         Returns:
             ``None`` if there is room; the error if too many other peers are in use.
@@ -478,7 +478,10 @@ class Peers:
     def _on_acquired(
         self, key: PeerKey, result: HandshakeResult, acquired: dict[int, PeerId] | KVFerryError
     ) -> None:
-        """Make a peer of a connected producer, and check its fingerprint if it has a ticket key.
+        """Continue when a producer's ranks have been connected, or could not be.
+
+        If they are connected, make a ``Peer``. If the producer publishes a ticket key, the peer is
+        used only after its fingerprint was checked.
 
         Args:
             key: the producer.
@@ -517,7 +520,7 @@ class Peers:
     def _on_outcome(
         self, key: PeerKey, result: HandshakeResult, outcome: Peer | KVFerryError
     ) -> None:
-        """Call ``ready`` or ``failed`` of all calls of ``reach`` that wait for a producer.
+        """Call ``ready`` or ``failed`` for every call of ``reach`` that waits for a producer.
 
         Args:
             key: the producer.
@@ -615,10 +618,10 @@ class Peers:
     def _warn(self, name: Name, result: HandshakeResult) -> None:
         """Log the differences between a producer and this engine that the operator allows.
 
-        They are logged once per start of a producer, and on rank 0 of this engine only.
+        They are logged once for each incarnation of a producer, on rank 0 of this engine only.
 
         Args:
-            name: the producer.
+            name: the producer, with its incarnation.
             result: the result of the handshake with it.
         """
         if result.overridden and self._rank == 0 and name not in self._warned:
@@ -631,7 +634,7 @@ class Peers:
             )
 
     def _forget_earlier(self, engine: str) -> None:
-        """Give up peers that are earlier starts of an engine, except those with loads."""
+        """Disconnect earlier incarnations of an engine, except those with loads."""
         for (name, *_), peer in list(self._by_name.items()):
             if name == engine and not peer.loads:
                 self.forget(peer)
@@ -642,7 +645,9 @@ def _name(key: PeerKey, result: HandshakeResult) -> Name:
 
 
 class PeerStatus:
-    """Count the engines that are up and down, for the metrics. Used by the endpoint's thread only.
+    """Count the producers that are up and down, for the metrics.
+
+    Used by the endpoint's thread only.
 
     Args:
         metrics: receives the counts after every change.
@@ -658,23 +663,23 @@ class PeerStatus:
         self._down: dict[str, float] = {}
 
     def connected(self, engine: str, start: Hashable) -> None:
-        """Count a start of an engine as up, and the engine not as down any more.
+        """Count an incarnation of an engine as up, and the engine no longer as down.
 
         Args:
             engine: the engine's id.
-            start: identifies this start of the engine.
+            start: identifies the incarnation.
         """
         self._up.add(start)
         self._down.pop(engine, None)
         self._tell()
 
     def released(self, start: Hashable) -> None:
-        """Stop counting a start of an engine as up."""
+        """Stop counting an incarnation of an engine as up, given its ``start``."""
         self._up.discard(start)
         self._tell()
 
     def lost(self, engine: str) -> None:
-        """Count an engine as down for ``keep`` seconds: it could not be reached, or failed."""
+        """Count an engine that could not be reached, or failed, as down for ``keep`` seconds."""
         self._down.pop(engine, None)
         if len(self._down) >= MAX_DOWN:
             del self._down[next(iter(self._down))]
@@ -718,7 +723,7 @@ class PeerMemoryBudget:
         """Count the objects of one more peer.
 
         Args:
-            memory: ``id`` of each object to its estimated bytes, from ``memory_of``.
+            memory: ``id(object)`` to estimated bytes, from ``memory_of``.
         """
         for key, nbytes in memory.items():
             self._users[key] += 1

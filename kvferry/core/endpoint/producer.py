@@ -69,7 +69,7 @@ class SlotTable:
 
 @dataclass(slots=True, kw_only=True)
 class _ComputingHold:
-    """A hold whose pages the device has yet to compute.
+    """A hold whose pages the device has not finished computing.
 
     Attributes:
         hold: the hold, which becomes ready when ``passed`` returns ``True``.
@@ -102,8 +102,8 @@ class _ComputingHold:
 class HoldServer:
     """Keep the holds of one rank, and let consumers renew and end them.
 
-    May be used from any thread, under a lock: the engine's thread brings orders, the endpoint's
-    thread everything else.
+    Thread-safe: the engine's threads pass the scheduler's decisions and ask for results, and the
+    endpoint's thread does everything else.
 
     Args:
         table: the slot table, which peers read.
@@ -134,10 +134,12 @@ class HoldServer:
             return self._holds.held
 
     def apply(self, orders: HoldOrders, passed: Callable[[], bool] | None) -> None:
-        """Carry out orders. The slot words of holds that end or begin are written on return.
+        """Begin, mark as ready, and end holds, as the engine's scheduler has decided.
+
+        When this method returns, the slot words of all holds that begin or end are written.
 
         Args:
-            orders: from the scheduler half.
+            orders: the scheduler's decisions.
             passed: returns whether the device has finished all work that fills the pages of
                 ``orders.ready``; polled by ``tick``. ``None`` if the device has finished already.
         """
@@ -150,7 +152,7 @@ class HoldServer:
                     self._computing.append(_ComputingHold(hold=hold, passed=passed))
 
     def hear(self, notifications: Iterable[Notification]) -> None:
-        """Process messages from consumers; malformed ones are logged and dropped."""
+        """Process messages from consumers; malformed messages are logged and dropped."""
         for notification in notifications:
             try:
                 notes = decode_notes(notification.payload)
@@ -167,11 +169,12 @@ class HoldServer:
                     self._take(note)
 
     def listened(self, until: float) -> None:
-        """Record up to when all messages were processed, so that ``silent`` counts no later time.
+        """Record that all messages which had arrived by some time are processed.
+
+        ``silent`` counts no time after that.
 
         Args:
-            until: all messages that had arrived by then were processed; seconds, on this object's
-                clock.
+            until: that time, in seconds, on this object's clock.
         """
         with self._lock:
             self._listened = until
@@ -200,10 +203,10 @@ class HoldServer:
             )
 
     def silent(self) -> list[Silence]:
-        """Return the ticketed holds without a sign of life for ``GONE_SECONDS``.
+        """Return the holds whose consumers gave no sign of life for ``GONE_SECONDS``.
 
-        Time counts only up to when this rank last processed messages, so that a rank that hangs
-        does not take its consumers for gone.
+        Only holds with a ticket are returned. Time counts only up to when this rank last processed
+        messages, so that a rank that hangs does not take its consumers for gone.
 
         Returns:
             At most ``MAX_SILENT`` holds, the longest silent first.
@@ -212,7 +215,7 @@ class HoldServer:
             return self._holds.silent(self._listened, GONE_SECONDS, MAX_SILENT)
 
     def take_sent(self) -> list[RequestId]:
-        """Return the requests whose ticketed holds have ended since the last call."""
+        """Return the requests whose holds have ended since the last call, if they had a ticket."""
         with self._lock:
             return self._holds.take_sent()
 
@@ -222,7 +225,7 @@ class HoldServer:
             self._holds.end_all()
 
     def _take(self, note: Note) -> None:
-        """Process a consumer's message, and count it if it came too late or fits no hold."""
+        """Process a consumer's message; a metric counts it if it is late or fits no hold."""
         if isinstance(note, Renewal):
             self._holds.renew(note, self._clock())  # the consumer sees the outcome in the slot word
             return

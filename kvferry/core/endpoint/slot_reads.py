@@ -189,7 +189,10 @@ class SlotReads:
         return [list(islice(iterator, size)) for size in sizes]
 
     def _post_batch(self, batch: list[SlotRead], transfers: Transfers) -> None:
-        """Post a batch; keep it if the scratch memory is full, fail it if the peer was given up."""
+        """Post a batch now, or later if the scratch memory is full.
+
+        The reads fail if the peer was given up.
+        """
         first = batch[0]
         if first.rank not in first.peer.ids:
             for read in batch:
@@ -320,9 +323,10 @@ class FingerprintReads:
         """Compare the fingerprints in a connected producer's memory with its ticket key.
 
         Args:
-            peer: the producer, all of whose ranks publish where their fingerprint is.
-            checked: called once: with ``None`` if every connected rank has the fingerprint of the
-                ticket key; otherwise with the error. With an error, the caller must give the peer
+            peer: the producer. Its handshake has ensured that every rank publishes where its
+                fingerprint is.
+            checked: called once, with ``None`` if every connected rank has the fingerprint of the
+                ticket key, otherwise with the error. After an error, the caller must give the peer
                 up, and reads of the check may still be under way.
         """
         check = _Check(peer=peer, checked=checked, deadline=self._clock() + self._patience)
@@ -375,7 +379,7 @@ class FingerprintReads:
         )
 
     def _landed(self, check: _Check, rank: int, index: int, word: int) -> None:
-        """Store a word of a fingerprint, and end its check if it was the last.
+        """Store a word of a fingerprint, and end the check if this was the last word.
 
         Args:
             check: the check that the word is for.
@@ -388,10 +392,10 @@ class FingerprintReads:
             self._end(check, _problem(check.peer, check.words))
 
     def _end(self, check: _Check, error: KVFerryError | None) -> None:
-        """End a check, unless it is over, and drop its reads that have not been posted.
+        """End a check: drop its reads that have not been posted, and call ``checked``.
 
         Args:
-            check: the check.
+            check: the check; nothing happens if it is over.
             error: why it has failed; ``None`` if the fingerprint is right.
         """
         if check in self._checks:

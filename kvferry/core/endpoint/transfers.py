@@ -36,7 +36,7 @@ class Outcome:
     Attributes:
         error: why the read failed; ``None`` if all bytes arrived.
         copies: number of copies in the read; 0 if they were never built.
-        nbytes: bytes of all copies in total.
+        nbytes: bytes of all copies together.
         begun: when posting began, by ``time.perf_counter``; 0 if the read ended before that.
         seconds: time from ``begun`` to the end; 0 if posting never began.
         post_seconds: the part of ``seconds`` until the driver had accepted the read; all of
@@ -204,7 +204,7 @@ class Transfers:
                 self._graces.pop(grace, None)
 
     def begin_disconnect(self, peer: PeerId) -> None:
-        """Fail the reads queued for a connection, because the driver is about to close it.
+        """Fail the reads queued for a connection. Called before the driver closes it.
 
         The connection's posted reads are neither polled nor cancelled until ``end_disconnect`` is
         called, because the driver allows no calls about them while its ``disconnect`` runs.
@@ -214,7 +214,7 @@ class Transfers:
         self._end(gone, PeerLostError("its peer was disconnected"))
 
     def end_disconnect(self, peer: PeerId, *, closed: bool) -> None:
-        """Resume polling a connection's posted reads, because the driver's ``disconnect`` is over.
+        """Resume polling a connection's posted reads. Called when ``disconnect`` is over.
 
         Args:
             peer: the connection.
@@ -226,7 +226,7 @@ class Transfers:
             self._closed.add(peer)
 
     def _begin_grace(self, grace: Grace, read: Read) -> None:
-        """Give a read a grace, whose time starts now unless it has started before."""
+        """Add a read to a grace, whose time starts with its first read."""
         if grace not in self._graces:
             grace.until = self._clock() + CANCEL_SECONDS
             self._graces[grace] = None
@@ -272,7 +272,7 @@ class Transfers:
             del self._queued[read.peer]
 
     def _next(self) -> Read | None:
-        """Remove the next read to post from its queue: urgent reads first, then peers in turn.
+        """Remove the next read to post from its queue: urgent reads first, then each peer in turn.
 
         Returns:
             The read; ``None`` if no read may be posted now.
@@ -330,7 +330,7 @@ class Transfers:
         """Return what the driver's ``poll`` returns, one ``Status`` per transfer, in order.
 
         Raises:
-            TypeError: it returned anything else.
+            TypeError: ``poll`` returned anything else.
             Exception: what the driver raised.
         """
         statuses = self._transport.poll(ids)
@@ -359,7 +359,7 @@ class Transfers:
             status: its status.
 
         Returns:
-            Whether the read has ended, or was not known before to fail.
+            Whether the read has ended, or is now known to fail and was not before.
         """
         read = self._posted[transfer]
         error = status.error or TransportError("the transfer failed and the driver gave no reason")
