@@ -83,7 +83,7 @@ class ContextParallel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """What fields that share block ids have in common, as in one of vLLM's KV-cache groups.
+    """A KV-cache group, as in vLLM: what fields that share block ids have in common.
 
     Attributes:
         kind: what a page holds.

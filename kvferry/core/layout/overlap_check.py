@@ -189,8 +189,8 @@ class _Sweep:
     def _find_within(self, cluster: _Cluster) -> tuple[int, int] | None:
         """Return what ``find`` returns, for sets whose ranges from first to last byte meet.
 
-        As long as all sets have the same coarsest dim, it is dropped, and the rest is searched. If
-        no dim can be dropped, the runs of all sets are enumerated.
+        The coarsest dim is dropped, again and again, as long as that cannot change the result; then
+        the rest is searched. If no dim can be dropped, the runs of all sets are enumerated.
         """
         peeled = cluster
         while (fewer := self._without_coarsest_dim(peeled)) is not None:

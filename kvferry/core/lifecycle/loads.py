@@ -117,7 +117,7 @@ class _Load:
     Attributes:
         parties: the producer ranks that the load reads from or notifies; ``None`` until its
             handshake is over, empty if the handshake failed.
-        at: for each producer rank that is read from, its index to how far the load is there.
+        at: how far the load is on each producer rank that it reads from, by the rank's index.
         failure: the first error; ``None`` while the load has not failed.
         failed_at: the stage in which the load failed.
         reported: whether the load's ``REPORT`` was returned or is queued.
@@ -448,7 +448,7 @@ class Loads:
         """If a load is over on every producer rank that it reads from, report it.
 
         Before the report, the producer's ranks are notified. A load that fails during its handshake
-        is reported at once, and they are notified after the handshake.
+        is reported at once; the ranks are notified if the handshake succeeds later.
         """
         if load.reported or any(at is not _At.OVER for at in load.at.values()):
             return

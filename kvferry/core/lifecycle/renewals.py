@@ -48,8 +48,8 @@ class _Renewed:
     """A hold that is being renewed.
 
     Attributes:
-        ranks: for each producer rank to send renewals to, its index to whether this consumer rank
-            reads pages from it; if not, it is only notified.
+        ranks: index of each producer rank to renew the hold on, with ``True`` if this consumer rank
+            reads pages from it, and ``False`` if it is only notified.
         interval: seconds between two renewals.
         due: when the next renewals are due.
         asked: indices of the producer ranks whose last renewal is still unanswered.

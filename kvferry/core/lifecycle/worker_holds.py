@@ -174,7 +174,7 @@ class WorkerHolds:
 
         Args:
             hold: the hold; ignored if it has ended.
-            lease: seconds.
+            lease: the length of the lease, in seconds.
             now: seconds, on this rank's clock.
         """
         held = self._find(hold)
@@ -256,11 +256,10 @@ class WorkerHolds:
         return None if held is None or held.lease is None else self._age(held, held.lease, now)
 
     def silent(self, now: float, beyond: float, limit: int) -> list[Silence]:
-        """Return the holds for which no consumer gave a recent sign of life, by age, oldest first.
+        """Return the holds without a recent sign of life of a consumer, the longest silent first.
 
-        Holds whose ticket was not made yet are left out.
-
-        Visits every hold, so do not call it in every engine step.
+        Holds whose ticket was not made yet are left out. Visits every hold, so do not call it in
+        every engine step.
 
         Args:
             now: seconds, on this rank's clock.
@@ -402,7 +401,7 @@ class WorkerHolds:
                 del self._claims[claimant], self._heard[claimant]
 
     def _is_late(self, message: Release) -> bool:
-        """Return whether a message is a "done" for a hold that has ended by its lease."""
+        """Return whether a message is a "done" for a hold that ended when its lease expired."""
         if message.abandoned or message.incarnation != self._incarnation:
             return False
         return self._expired.get(message.slot) == message.generation

@@ -278,7 +278,7 @@ def _check_room(match: Match, stop: int, pages: Pages) -> None:
 def _locate(
     match: Match, request: ReadRequest, start: int, stop: int, granularity: int
 ) -> tuple[_Places, _Places]:
-    """Return where those sub-blocks of a range of tokens lie that both ranks hold.
+    """Return where the sub-blocks that both ranks hold lie, within a range of tokens.
 
     Args:
         match: the groups that are read.

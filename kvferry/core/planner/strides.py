@@ -107,7 +107,7 @@ def coarsen(dims: Dims, entries: int) -> Dims:
 def uniform_run(dims: Dims, entries: int) -> int:
     """Return the greatest length of runs that an axis can be cut into so that all are alike.
 
-    Runs are alike if entry *k* of a run has the same offset from the run's first entry in every run.
+    Runs are alike if entry *k* lies at the same offset from entry 0 in each of them.
 
     Args:
         dims: the dims of the axis, as ``merge_dims`` returns them.

@@ -4,7 +4,7 @@ Strips are found in one sub-block (a run of tokens that lies in one page on both
 other sub-block, they lie at a known distance. The part of a sub-block that the two fields share is
 walked along three axes: the tokens, the shard axis (KV heads, for example), and the bytes that a
 field has for one token and one head. Fields that differ only in where they start share one walk, so
-a model of many equal layers takes no longer than one layer.
+a model of many equal layers needs no more walks than one layer.
 """
 
 from __future__ import annotations
@@ -242,7 +242,7 @@ def find_strips(
 
 
 def _geometry(o: Overlap) -> object:
-    """Return a hashable value. Overlaps for which it is equal have the same ``_Shape``."""
+    """Return a hashable key. Overlaps with equal keys have the same ``_Shape``."""
     near, far = o.local, o.remote
     start, stop = o.shard
     return (

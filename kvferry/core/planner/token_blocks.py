@@ -134,8 +134,7 @@ class Pairing:
         return math.gcd(self._run(self.local), self._run(self.remote))
 
     def _run(self, group: Group) -> int:
-        """Return how many consecutive tokens of the pairing's numbering are together in a page.
-        """
+        """Return how many consecutive tokens of the pairing's numbering are together in a page."""
         has_gaps = group.context.size > 1 and not self.holds_same_tokens
         return group.context.interleave if has_gaps else group.block_tokens
 
