@@ -1,8 +1,8 @@
-"""The metrics of an endpoint, and the figures of each load.
+"""The metrics of an endpoint, and a record of each load.
 
 ``FIGURES`` lists the metrics. An endpoint counts into a ``Metrics`` object, which returns the
 changes since the last call as ``Data``: plain dictionaries, which can be sent to another process
-and added up there with ``merge``. ``LoadRecord`` has the figures of one load.
+and added up there with ``merge``. ``LoadRecord`` has the sizes, times and outcome of one load.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ number, or, for a histogram, the list of the observed values."""
 
 
 class Stage(enum.StrEnum):
-    """The stages of a load, in which it spends its time or fails."""
+    """The stages that a load goes through."""
 
     WAIT = "wait"
     """Before the load begins: the request waits for pages to load into."""
     HANDSHAKE = "handshake"
     """From the start of the load until its producer is connected."""
     CHECK = "check"
-    """Until the read is posted: the load waits for the producer to compute the pages, and the read
-    for its turn."""
+    """Until the read is posted: the load waits until the producer has computed the pages, and then
+    until it is the load's turn to read."""
     POST = "post"
     """The copies are computed and passed to the driver."""
     TRANSFER = "transfer"
@@ -51,7 +51,7 @@ class MetricKind(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Metric:
-    """The definition of a metric.
+    """The definition of one metric, such as a counter.
 
     Attributes:
         name: unique name, without a prefix.
@@ -60,7 +60,7 @@ class Metric:
         text: the description for people.
         labels: names of the labels, in the order of the keys in ``Data``. The label ``driver`` is
             the name of the transport's driver, ``rank`` the index of the rank that counts, and
-            ``peer`` the id of a producer engine.
+            ``peer`` the id of the producer engine.
     """
 
     name: str
@@ -205,25 +205,25 @@ MAX_NAME = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadRecord:
-    """The figures of one load on one rank.
+    """Sizes, times and outcome of one load on one consumer rank.
 
     Attributes:
         request: the consumer's id of the request.
-        engine: the producer's id, as the ticket names it.
+        engine: the producer engine's id, from the ticket.
         reached: whether the load's handshake succeeded, so that the producer was connected.
         path: what carried the bytes, in the driver's words; empty if the driver cannot tell.
         error: why the load failed; ``None`` if it succeeded.
         stage: the stage in which the load failed; ``None`` if it succeeded.
         reads: whether there was anything to pull; if not, the producer was only notified.
-        tokens: number of tokens to pull, in the group with the most.
+        tokens: number of tokens to pull, in the KV-cache group where most are pulled.
         copies, nbytes: number of copies that this rank read, and their bytes in total.
         seconds: time from the start of the load to its report.
         wait_seconds: time that the request waited for pages before the load began; 0 if
             ``Endpoint.prepare`` was not called for it.
         handshake_seconds: the part of ``seconds`` until the producer was connected.
         check_seconds, post_seconds, transfer_seconds, fence_seconds: the parts of ``seconds`` in
-            the other stages; where several producer ranks are read from, the longest such part of
-            any of them.
+            the other stages. If several producer ranks are read from, each is the longest time in
+            this stage on any of them.
     """
 
     request: str
@@ -246,7 +246,7 @@ class LoadRecord:
 
     @property
     def peer(self) -> str:
-        """The producer's ``peer`` label: ``engine`` cut to ``MAX_NAME``, or ``UNREACHED``."""
+        """The ``peer`` label: ``engine`` (its first ``MAX_NAME`` characters), or ``UNREACHED``."""
         return self.engine[:MAX_NAME] if self.reached else UNREACHED
 
     @property
@@ -262,11 +262,11 @@ class LoadRecord:
 
 
 class Metrics:
-    """Count what happens, and return what has changed since the last ``take``. Thread-safe.
+    """Collect values of metrics, until ``take`` returns them. Thread-safe.
 
     Args:
-        common: label name to value, for the labels whose value is always the same here: ``driver``
-            and ``rank``. The methods' ``labels`` give the metric's other labels.
+        common: label name to value, for labels that have one value in all metrics of this object:
+            ``driver`` and ``rank``. The ``labels`` of the methods are the metric's other labels.
     """
 
     def __init__(self, **common: str) -> None:
@@ -280,7 +280,7 @@ class Metrics:
 
         Args:
             figure: the counter.
-            value: in the metric's unit.
+            value: what to add, in the metric's unit.
             labels: label name to value.
         """
         if value:
@@ -292,7 +292,7 @@ class Metrics:
 
         Args:
             figure: the histogram.
-            value: in the metric's unit.
+            value: the observed value, in the metric's unit.
             labels: label name to value.
         """
         with self._lock:
@@ -303,7 +303,7 @@ class Metrics:
 
         Args:
             figure: the gauge.
-            value: in the metric's unit.
+            value: the new value, in the metric's unit.
             labels: label name to value, in the same order in each call.
         """
         key = (figure.name, *labels.values())
@@ -313,17 +313,17 @@ class Metrics:
                 self._put(figure, value, labels)
 
     def take(self) -> Data | None:
-        """Return the values that were added or set since the last call.
+        """Return the values that were added, observed or set since the last call.
 
         Returns:
-            A dictionary that belongs to the caller; ``None`` if nothing has changed.
+            A dictionary, which the caller may change; ``None`` if there are no such values.
         """
         with self._lock:
             taken, self._new = self._new, {}
         return taken or None
 
     def count_load(self, record: LoadRecord) -> None:
-        """Count a load that is over; a load that pulls nothing is not counted."""
+        """Count a load that is over, unless it had nothing to pull."""
         if not record.reads:
             return
         if record.error is not None:
@@ -336,12 +336,12 @@ class Metrics:
             self.count_stage(stage, seconds, record.peer)
 
     def count_stage(self, stage: Stage, seconds: float, peer: str) -> None:
-        """Add the time that a stage took.
+        """Count the time that a load spent in a stage.
 
         Args:
             stage: the stage.
-            seconds: its time.
-            peer: id of the producer engine, or its label; cut to ``MAX_NAME``.
+            seconds: the time.
+            peer: the producer engine's id, or its label; cut to ``MAX_NAME`` characters.
         """
         self.observe(STAGE_SECONDS, seconds, stage=stage.value)
         self.add(PEER_SECONDS, seconds, peer=peer[:MAX_NAME], stage=stage.value)
@@ -353,7 +353,7 @@ class Metrics:
             self.add(STALE, peer=record.peer)
 
     def _put(self, figure: Metric, value: Any, labels: Mapping[str, str]) -> None:  # noqa: ANN401
-        """Add a value to those that ``take`` returns next; the caller has the lock.
+        """Add a value to those that ``take`` returns next. The caller must hold the lock.
 
         Args:
             figure: the metric.
@@ -368,7 +368,9 @@ class Metrics:
 
 
 class PeerNames:
-    """Limit the number of ``peer`` labels: producers after the first ``limit`` share one label.
+    """Limit the number of ``peer`` labels: the first ``limit`` producers get one each.
+
+    All further producers share the label ``OTHER``.
 
     Args:
         limit: how many producers get a label of their own.
@@ -379,10 +381,10 @@ class PeerNames:
         self._known: set[str] = {UNREACHED}
 
     def __call__(self, peer: str) -> str:
-        """Return the label of a producer: its own, or ``OTHER``.
+        """Return the label to publish for a producer: its own, or ``OTHER``.
 
         Args:
-            peer: the producer's label as it was counted.
+            peer: the producer's label in an endpoint's ``Data``.
         """
         if peer in self._known:
             return peer
@@ -393,13 +395,12 @@ class PeerNames:
 
 
 def merge(figures: Mapping[str, Metric], into: Data, other: Data) -> None:
-    """Add the values of ``other``, which were counted elsewhere or later, to those of ``into``.
+    """Add values of metrics to others, which were counted earlier or in another process.
 
     Args:
         figures: metric name to metric. Values in ``other`` with another name are left out.
         into: the values to add to, which are changed.
-        other: the values to add, which are not changed. The gauges in them replace those of
-            ``into``.
+        other: the values to add, which are not changed. Their gauges replace those of ``into``.
     """
     for name, values in other.items():
         if name in figures:
@@ -408,11 +409,11 @@ def merge(figures: Mapping[str, Metric], into: Data, other: Data) -> None:
 
 
 def flat(figure: Metric, data: Data) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yield the values of a metric one by one.
+    """Yield the values of one metric, one for each combination of labels.
 
     Args:
         figure: the metric.
-        data: the values of any metrics.
+        data: values of metrics, also of others.
 
     Yields:
         The values of the metric's labels, in the order of ``Metric.labels``; and the metric's
@@ -422,7 +423,7 @@ def flat(figure: Metric, data: Data) -> Iterator[tuple[tuple[str, ...], Any]]:
 
 
 def _leaves(values: Any, depth: int) -> Iterator[tuple[tuple[str, ...], Any]]:  # noqa: ANN401
-    """Yield (label values, value) from ``depth`` levels of nested dictionaries; see ``Data``."""
+    """Yield (label values, metric value) from ``depth`` levels of the dictionaries in ``Data``."""
     if depth == 0:
         yield (), values
         return
@@ -432,7 +433,7 @@ def _leaves(values: Any, depth: int) -> Iterator[tuple[tuple[str, ...], Any]]:  
 
 
 def _added(kind: MetricKind, mine: Any, theirs: Any, depth: int) -> Any:  # noqa: ANN401
-    """Add the values of ``theirs`` to those of ``mine``, and return ``mine``.
+    """Add the values in ``theirs`` to those in ``mine``, and return ``mine``.
 
     Args:
         kind: the kind of the metric.
@@ -450,10 +451,10 @@ def _added(kind: MetricKind, mine: Any, theirs: Any, depth: int) -> Any:  # noqa
 
 
 def _add_to(values: Data, kind: MetricKind, label: str, value: Any) -> None:  # noqa: ANN401
-    """Add a value in an innermost dictionary.
+    """Add a value to an innermost dictionary of ``Data``.
 
     Args:
-        values: value of the last label to the metric's value; changed.
+        values: the dictionary: value of the last label to the metric's value; changed.
         kind: the kind of the metric.
         label: value of the last label.
         value: what to add; for a histogram, a list of observed values.

@@ -1,4 +1,4 @@
-"""An engine of one rank: an endpoint, its requests' holds, and a side channel, in one object."""
+"""An engine of one rank, in one object: an endpoint, the holds of its requests, a side channel."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class SingleRankEngine:
     on must be trusted (docs/security.md).
 
     Args:
-        name: the engine's id, which no other engine has.
+        name: the engine's id, which must be unique among all engines.
         layout: the rank's cache: one group of pages in CPU memory, as ``paged_layout`` describes
             it. The caller keeps that memory alive until ``close`` has returned.
         driver: the name of an installed driver; engines that exchange pages use the same driver.
@@ -121,8 +121,8 @@ class SingleRankEngine:
 
         Args:
             request: a request for which ``begin_prefill`` returned ``True``.
-            prompt: its token ids; the pages have the finished cache of all of them.
-            pages: the ids of its pages, in the order of the prompt.
+            prompt: the request's token ids. The cache of all of them must be in the pages.
+            pages: the ids of the request's pages, in the order of the prompt.
 
         Raises:
             TicketError: the request was not begun, or has its ticket already; or no ticket can
@@ -151,7 +151,7 @@ class SingleRankEngine:
         )
 
     def cancel_prefill(self, request: str) -> None:
-        """End the hold of a request that was passed to ``begin_prefill`` and gets no ticket."""
+        """Cancel a request that was passed to ``begin_prefill``: no ticket will be made for it."""
         self._holds.drop(RequestId(request))
         self._endpoint.apply(self._holds.drain())
 
@@ -195,7 +195,7 @@ class SingleRankEngine:
 
         Returns:
             The requests whose pages may be reused because nobody reads them any more; the requests
-            whose loads are over, with the error of each that failed; and the figures of each load.
+            whose loads are over, with the error of each that failed; and a record of each load.
         """
         self._endpoint.wait(timeout)
         results = self._endpoint.results()
@@ -214,7 +214,7 @@ class SingleRankEngine:
         self._endpoint.close()
 
     def _serve(self, host: str, port: int) -> HandshakeServer:
-        """Start the side channel, which serves the endpoint's payload, at this address."""
+        """Start the side channel, which answers handshakes, at this address."""
         payload = self._endpoint.payload
         return HandshakeServer(
             [encode(payload)],
@@ -228,7 +228,7 @@ class SingleRankEngine:
 
 
 def _check_layout(layout: Layout) -> None:
-    """Refuse a layout other than one group of pages in CPU memory."""
+    """Refuse a layout that is not one group of pages in CPU memory."""
     kinds = [group.kind.value for group in layout.groups]
     if kinds != [GroupKind.PAGED]:
         raise LayoutError(

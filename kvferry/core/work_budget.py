@@ -6,8 +6,8 @@ Steps are counted and not seconds, so that every machine refuses the same data.
 
 All costs stand in this module. Linear work that a limit on sizes already bounds is not counted. For
 instance, splitting a field set (fields of a rank that differ only in a few numbers) by memory
-device takes at most one pass over its fields for each device, and is not counted; comparing each
-resulting set is (``OVERLAP_SET_STEPS``).
+device takes at most one pass over its fields for each device, and is not counted. Comparing each
+resulting set with others is counted (``OVERLAP_SET_STEPS``).
 """
 
 from __future__ import annotations
@@ -74,14 +74,14 @@ BATCH_STEPS = 1000
 
 
 class WorkBudget:
-    """Count the steps that one task takes, and raise an error when they exceed ``MAX_STEPS``.
+    """Count the steps of work that one task takes, and refuse more than ``MAX_STEPS``.
 
     Args:
         error: type of the error to raise.
         task: the task, as the subject of the error's message: "checking a layout".
 
     Attributes:
-        steps: number of steps that were spent.
+        steps: number of steps counted so far.
     """
 
     __slots__ = ("_error", "_task", "steps")
@@ -92,15 +92,15 @@ class WorkBudget:
         self.steps = 0
 
     def spend(self, steps: int, where: str) -> None:
-        """Count steps, in general before the work that they stand for is done.
+        """Add steps to the count. In most places, call this before the work itself.
 
         Args:
-            steps: number of steps.
-            where: the work that the steps stand for, for the error's message.
+            steps: number of steps that the work takes.
+            where: what makes the work large, for the error's message.
 
         Raises:
-            KVFerryError: more than ``MAX_STEPS`` steps were spent in all. It has the type that was
-                passed to the constructor.
+            KVFerryError: the count is above ``MAX_STEPS``. The error has the type that was passed
+                to the constructor.
         """
         self.steps += steps
         if self.steps > MAX_STEPS:

@@ -66,7 +66,7 @@ class Dim(Struct, frozen=True, kw_only=True, gc=False):
     row-major order.
 
     Attributes:
-        extent: number of positions along the dim; the field is called ``count`` on the wire.
+        extent: number of positions along the dim; named ``count`` on the wire.
         stride: bytes from one position to the next.
     """
 
@@ -112,8 +112,9 @@ class Field(Struct, frozen=True, kw_only=True, gc=False):
         shard: the shard axis (KV heads, channels), ``shard_range[1] - shard_range[0]`` entries.
         shard_range: the part that this rank holds, as a range ``[start, stop)`` of the whole
             tensor's shard axis.
-        inner: axes that every rank holds whole, in an order that both engines share; together with
-            the unit they give the bytes of one (token entry, shard index) in one logical order.
+        inner: axes that every rank holds whole, such as the elements of a head. Stepping through
+            them in row-major order, with the unit innermost, gives the bytes of one (token entry,
+            shard index) in the same sequence on every engine.
         tokens_per_state: number of tokens that one entry of the token axis stands for: 1, or more
             in a compressed cache.
         packing: in an opaque group, the name of the format of a page, equal on both engines; such a
@@ -143,7 +144,7 @@ class Field(Struct, frozen=True, kw_only=True, gc=False):
 
     @property
     def entry_bytes(self) -> int:
-        """Number of bytes of one (token entry, shard index): the inner axes times the unit."""
+        """Number of bytes of the field for one token entry and one shard index."""
         return self.unit * math.prod(axis_length(a) for a in self.inner)
 
     @property
@@ -159,10 +160,10 @@ class Field(Struct, frozen=True, kw_only=True, gc=False):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class FieldSet:
-    """n fields of one kind, at least one: they differ only in key, encoding, region and offset.
+    """One or more fields that differ only in key, encoding, region and offset.
 
     Attributes:
-        fields: the n fields.
+        fields: the fields; n is their number.
         keys: the key of each field.
         encodings: the encoding of each field; with static scales each layer has its own.
         regions: (n,) int64, index into ``Layout.regions`` of each field's region.
@@ -177,7 +178,11 @@ class FieldSet:
 
     @classmethod
     def of(cls, fields: Sequence[Field]) -> FieldSet:
-        """Return a set of the given fields, which the caller knows to be of one kind."""
+        """Return a set of the given fields.
+
+        The caller must make sure that they differ only in key, encoding, region and offset; this is
+        not checked.
+        """
         return cls(
             fields=tuple(fields),
             keys=tuple([f.key for f in fields]),
@@ -188,7 +193,7 @@ class FieldSet:
 
     @property
     def first(self) -> Field:
-        """The first field, which stands for all fields in what they have in common."""
+        """The first field; the others differ from it only in key, encoding, region and offset."""
         return self.fields[0]
 
     def select(self, indices: Sequence[int]) -> FieldSet:
@@ -201,11 +206,16 @@ _kind = attrgetter(*(name for name in Field.__struct_fields__ if name not in _DI
 
 
 def group_by_kind(fields: Sequence[Field], budget: WorkBudget) -> tuple[FieldSet, ...]:
-    """Return one set of fields for each kind, in the order in which the kinds first appear.
+    """Put fields into sets: one set for each kind of field.
+
+    Fields are of one kind if they differ only in key, encoding, region and offset.
 
     Args:
         fields: the fields of one layout; untrusted.
         budget: counts the work of comparing fields with kinds.
+
+    Returns:
+        The sets, in the order in which their first fields stand in ``fields``.
 
     Raises:
         LayoutError: there are more than ``MAX_KINDS`` kinds, or comparing so many fields with so
@@ -231,7 +241,7 @@ def group_by_kind(fields: Sequence[Field], budget: WorkBudget) -> tuple[FieldSet
 
 
 def field_problems(f: Field) -> Iterator[str]:
-    """Yield a text for each problem of a field that does not depend on its layout or its region."""
+    """Yield a text for each problem of a field that can be found without its layout and region."""
     if f.dtype not in ELEMENT_BYTES:
         yield f"unknown element type {f.dtype[:32]!r}; known are {', '.join(ELEMENT_BYTES)}"
     elif not 1 <= f.unit <= MAX_COUNT or f.unit % ELEMENT_BYTES[f.dtype]:

@@ -83,7 +83,7 @@ class ContextParallel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """What fields that share block ids have in common; vLLM calls it a KV-cache group.
+    """A KV-cache group, as in vLLM: what fields that share block ids have in common.
 
     Attributes:
         kind: what a page holds.
@@ -157,7 +157,7 @@ class Layout(_Derived):
 
     @property
     def field_sets(self) -> tuple[FieldSet, ...]:
-        """All fields, as one set for each kind of field."""
+        """All fields, in sets of fields that differ only in key, encoding, region and offset."""
         # A copy made by ``pickle`` or ``copy`` has only the three public attributes.
         if not hasattr(self, "_field_sets"):
             object.__setattr__(self, "_field_sets", group_by_kind(self.fields, _check_budget()))
@@ -165,9 +165,9 @@ class Layout(_Derived):
 
     @property
     def steps(self) -> int:
-        """How much work it was to check the layout, in steps of ``work_budget``.
+        """Number of steps of work that the check of the layout took; see ``work_budget``.
 
-        0 for a copy that ``pickle`` or ``copy`` made.
+        0 for a copy that ``pickle`` or ``copy`` made, because it was not checked again.
         """
         return getattr(self, "_steps", 0)
 
@@ -192,13 +192,13 @@ class Layout(_Derived):
         return layout
 
     def pages(self, group: int) -> int:
-        """Return the number of pages of a group on this rank; page ids are below it.
+        """Return the number of pages of a group on this rank; page ids are below this number.
 
         Args:
             group: index of the group.
 
         Returns:
-            The least number of pages of the group's fields; 0 if the rank has no field of the
+            The lowest ``Field.pages`` of the group's fields; 0 if the rank has no field of the
             group.
         """
         return min(
@@ -233,13 +233,14 @@ def _field_error(key: str, problem: str) -> LayoutError:
 
 
 def _check_kind(layout: Layout, f: Field) -> None:
-    """Check the values of a field that are equal for all fields of its kind.
-
-    Fields of one kind differ only in key, encoding, region and offset.
+    """Check all values of a field except key, encoding, region and offset.
 
     Args:
         layout: the layout that contains the field.
-        f: a field, which stands for all of its kind.
+        f: a field. Fields that differ from it only in those four values need no such check.
+
+    Raises:
+        LayoutError: a value is invalid.
     """
     for problem in field_problems(f):
         raise _field_error(f.key, problem)
@@ -249,11 +250,14 @@ def _check_kind(layout: Layout, f: Field) -> None:
 
 
 def _check_places(layout: Layout, field_set: FieldSet) -> None:
-    """Check the values in which fields of a kind differ: region, offset and encoding.
+    """Check region, offset and encoding of every field in a set.
 
     Args:
         layout: the layout that contains the fields.
-        field_set: the fields, whose common values ``_check_kind`` has accepted.
+        field_set: the fields. ``_check_kind`` has accepted the first of them.
+
+    Raises:
+        LayoutError: a value is invalid, or a field leaves its region.
     """
     first = field_set.first
     byte_span = (first.pages - 1) * first.page_stride + first.byte_span
@@ -339,7 +343,10 @@ def _check_no_overlap(layout: Layout, budget: WorkBudget) -> None:
 
 
 def _region_geometry(regions: Sequence[Region]) -> object:
-    """Return what the checks of a layout depend on in its regions, to compare it.
+    """Return the properties of regions that decide whether a layout is valid.
+
+    If they are equal for the old and the new regions of a checked layout, the layout with the new
+    regions needs no check.
 
     Returns:
         The length of each region, and where it lies relative to regions that share memory with it.
@@ -352,13 +359,13 @@ def _region_geometry(regions: Sequence[Region]) -> object:
 
 
 def _places(regions: Sequence[Region]) -> list[tuple[int, int]]:
-    """Return which regions share memory.
+    """Return in which stretch of memory each region lies, to show which regions share memory.
 
-    Regions of one device that share bytes, directly or through others, form one stretch of memory.
+    Regions of one device that share bytes, directly or through others, form one stretch.
 
     Returns:
-        For each region, in order: the index of its stretch, and the number of bytes from the start
-        of the stretch to the region.
+        For each region, in the given sequence: the index of its stretch, and the number of bytes
+        from the start of the stretch to the region.
     """
     places = [(0, 0)] * len(regions)
     stretch, first, end, device = -1, 0, 0, ("", -1)

@@ -1,9 +1,10 @@
-"""Find out whether sets of strided bytes overlap.
+"""Find fields of a layout that share bytes.
 
-Every layout is checked, also a peer's, so the check must be cheap for hundreds of fields with tens
-of thousands of pages. The check compares strides, and enumerates runs of bytes only where strides
-do not decide. Strides nest if each is at least as long as all that the finer dims cover; a set
-whose strides do not nest counts as overlapping itself. The work is charged to a budget.
+Here, each field is a set of bytes: contiguous runs of one length, repeated at strides. Every layout
+is checked, also a peer's, so the check must be cheap for hundreds of fields with tens of thousands
+of pages. The check compares strides, and enumerates the runs only where strides do not decide.
+Strides nest if each is at least as long as all that the finer dims cover; a set whose strides do
+not nest counts as overlapping itself. The work is charged to a budget.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class ByteSets(NamedTuple):
     ``offsets[k] + sum(i * stride) + [0, run)`` for all ``0 <= i < extent`` of each dim.
 
     Attributes:
-        labels: the name of each set.
+        labels: the name of each set, such as the field's key.
         offsets: (n,) int64, first byte of each set.
         run: number of bytes in a run.
         dims: (extent, stride in bytes) pairs, in any order.
@@ -48,12 +49,14 @@ class ByteSets(NamedTuple):
 
 
 class _Form(NamedTuple):
-    """A set of bytes without its start: a run of bytes, repeated along nested dims.
+    """The bytes of a set relative to its first byte: a run, repeated along dims.
+
+    The strides nest: each is at least as long as all that the finer dims cover.
 
     Attributes:
         run: number of bytes in a run.
-        dims: (extent, stride in bytes) pairs, coarse to fine; neighbours that could be one dim are
-            merged.
+        dims: (extent, stride in bytes) pairs, coarse to fine; neighbouring dims that could be one
+            are merged.
     """
 
     run: int
@@ -61,13 +64,13 @@ class _Form(NamedTuple):
 
 
 class _Cluster(NamedTuple):
-    """n sets of bytes that are compared with each other.
+    """n sets of bytes that are to be compared with each other.
 
     Attributes:
-        number: (n,) int64, index of each set among all sets that are checked.
+        number: (n,) int64, index of each set among all sets of the check.
         start: (n,) int64, first byte of each set.
         span: (n,) int64, number of bytes from the first byte of each set to just after its last.
-        form: (n,) int64, index of each set's form in the ``_Sweep``.
+        form: (n,) int64, index of each set's ``_Form``, as ``_Sweep.index_of`` returns it.
     """
 
     number: I64Array
@@ -81,7 +84,7 @@ class _Cluster(NamedTuple):
 
 
 def find_overlap(byte_sets: Sequence[ByteSets], budget: WorkBudget) -> tuple[str, str] | None:
-    """Return the labels of two sets of bytes that overlap.
+    """Return the labels of two sets of bytes that overlap, if there are any.
 
     Args:
         byte_sets: the sets, which are all compared with each other.
@@ -114,14 +117,11 @@ def _span(form: _Form) -> int:
 
 
 def _nested(run: int, dims: Dims) -> _Form | None:
-    """Return the form of a set of bytes.
+    """Return the ``_Form`` of a set of bytes, or ``None`` if its strides do not nest.
 
     Args:
         run: number of bytes in a run.
-        dims: the dims that the run is repeated along, in any order.
-
-    Returns:
-        The form, or ``None`` if a stride is shorter than what the run and the finer dims cover.
+        dims: (extent, stride in bytes) pairs that the run is repeated along, in any order.
     """
     merged: list[tuple[int, int]] = []
     span = run
@@ -144,10 +144,10 @@ _ROW_BYTES = 2 * np.dtype(np.int64).itemsize
 
 
 class _Sweep:
-    """One search for two sets of bytes that overlap.
+    """One search for two sets of bytes (each those of a field) that overlap.
 
-    It remembers which arrangements of sets have no overlap, because a model repeats them in every
-    layer.
+    The fields of a layer lie relative to each other as those of every other layer do. So fields
+    that lie like some that were found not to overlap are not compared again.
     """
 
     def __init__(self, budget: WorkBudget) -> None:
@@ -157,7 +157,7 @@ class _Sweep:
         self._disjoint: set[object] = set()
 
     def index_of(self, form: _Form) -> int:
-        """Return the index of a form, which is added if it is new."""
+        """Return the index of a ``_Form``, which gets the next index if it is new."""
         index = self._indices.setdefault(form, len(self._forms))
         if index == len(self._forms):
             self._forms.append(form)
@@ -166,8 +166,8 @@ class _Sweep:
     def find(self, sets: _Cluster) -> tuple[int, int] | None:
         """Return the indices (``_Cluster.number``) of two sets that overlap; ``None`` if none do.
 
-        Sweeps over the sets by their first byte, and compares only sets whose ranges from first to
-        last byte meet.
+        Sorts the sets by their first bytes, and compares only sets whose ranges from first to last
+        byte meet.
         """
         self._budget.spend(OVERLAP_CLUSTER_STEPS + OVERLAP_MEMBER_STEPS * len(sets.start), WHERE)
         sets = sets.select(np.argsort(sets.start, kind="stable"))
@@ -187,10 +187,10 @@ class _Sweep:
         return None
 
     def _find_within(self, cluster: _Cluster) -> tuple[int, int] | None:
-        """Search sets whose ranges meet, and return what ``find`` returns.
+        """Return what ``find`` returns, for sets whose ranges from first to last byte meet.
 
-        The coarsest dim is dropped while all sets have it in common, and the rest is searched. If
-        no dim can be dropped, the runs of all sets are enumerated.
+        The coarsest dim is dropped, again and again, as long as that cannot change the result; then
+        the rest is searched. If no dim can be dropped, the runs of all sets are enumerated.
         """
         peeled = cluster
         while (fewer := self._without_coarsest_dim(peeled)) is not None:
@@ -198,13 +198,13 @@ class _Sweep:
         return self._enumerate(cluster) if peeled is cluster else self.find(peeled)
 
     def _without_coarsest_dim(self, cluster: _Cluster) -> _Cluster | None:
-        """Return the sets without their coarsest dim, if the answer stays the same.
+        """Return the sets without their coarsest dim, if that cannot change which sets overlap.
 
-        The answer stays the same if all sets have this dim in common, and what the dim repeats, of
-        all sets together, is no longer than its stride.
+        It cannot if all sets have the same coarsest dim, and if the bytes that the dim repeats, of
+        all sets together, span no more than the dim's stride.
 
         Returns:
-            The sets; ``None`` if the answer might change.
+            The sets; ``None`` if the dim cannot be dropped.
         """
         self._budget.spend(OVERLAP_CLUSTER_STEPS + OVERLAP_MEMBER_STEPS * len(cluster.form), WHERE)
         forms = {index: self._forms[index] for index in set(cluster.form.tolist())}

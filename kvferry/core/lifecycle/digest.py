@@ -1,4 +1,7 @@
-"""The digest of all that a request's pages depend on (docs/protocol.md, "Identities")."""
+"""A hash of all that the content of a request's pages depends on.
+
+See docs/protocol.md, "Identities".
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ DIGEST_BYTES = 16
 
 
 def digest(token_ids: Sequence[int] | np.ndarray, *extra: object) -> bytes:
-    """Return the BLAKE2b digest of token ids (little-endian int64) and of ``extra`` as msgpack.
+    """Return one BLAKE2b digest of token ids (as little-endian int64) and ``extra`` (as msgpack).
 
     Args:
         token_ids: ids of the prompt's tokens that the pages cover, in order.

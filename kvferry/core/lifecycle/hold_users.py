@@ -1,10 +1,12 @@
 """Count the requests of a consumer engine that use a hold, and decide which of them ends the hold.
 
-A hold stands for one request's pages on the producer. Used by the consumer's scheduler half, which
-alone knows all requests. Several requests may come with one ticket: the samples of one prompt, or
-requests of a client that asks more than once. The first "done" that all ranks of this engine have
-sent ends the hold for all of these requests, so "done" must wait for the last of them. No I/O
-happens here, and no clock is read.
+A hold stands for one request's pages on the producer. Several requests of this engine may come with
+the same ticket, and so read the same hold: the samples of one prompt, or requests of a client that
+asks more than once. The producer ends the hold when every rank of this engine has sent "done", for
+whichever request. So "done" must not be sent before the last of these requests is over.
+
+Used by the part of the consumer that runs in its scheduler process, which alone knows all requests.
+No I/O happens here, and no clock is read.
 """
 
 from __future__ import annotations
@@ -20,20 +22,22 @@ _Key = tuple[str, int, Hold]
 
 @dataclass(slots=True, kw_only=True)
 class _Use:
-    """The users of one hold."""
+    """The requests that use one hold."""
 
     ticket: Ticket
-    """The ticket with which "done" will be ordered."""
+    """The ticket that ``take_unused`` will return."""
     requests: dict[RequestId, Ticket] = field(default_factory=dict)
-    """Each request that uses the hold, to the ticket that it came with."""
+    """Each request that uses the hold, to the ticket that came with the request."""
     is_done_bound: bool = False
-    """Whether a load was ordered that sends "done" or "abandon" itself."""
+    """Whether the workers were told to start a load that sends "done" or "abandon" itself."""
 
 
 class HoldUsers:
     """Count the users of each hold: the requests that have a ticket for it and are not over.
 
-    The message "done" tells the producer that nobody needs the hold any more.
+    The message "done" tells the producer that this engine needs the hold no longer. A load sends
+    "done" by itself, unless it shares its hold with other requests; for a shared hold, the caller
+    has the workers send "done" (see ``take_unused``).
 
     Not thread-safe: the caller serialises. A request has at most one ticket at a time.
     """
@@ -44,7 +48,7 @@ class HoldUsers:
         self._unused: dict[_Key, None] = {}
 
     def __len__(self) -> int:
-        """Return the number of holds that have users or for which "done" must still be ordered."""
+        """Return the number of holds that have users or that ``take_unused`` has yet to return."""
         return len(self._uses)
 
     @property
@@ -55,8 +59,8 @@ class HoldUsers:
     def add(self, request: RequestId, ticket: Ticket) -> None:
         """Count a request as a user of the hold that its ticket names.
 
-        If the hold has no users left but its "done" has not been ordered yet, "done" now waits for
-        this request.
+        If all earlier users of the hold are over and ``take_unused`` has not returned it yet,
+        ``take_unused`` now waits for this request.
 
         Args:
             request: the request, which is not counted yet.
@@ -68,16 +72,15 @@ class HoldUsers:
         self._unused.pop(key, None)
 
     def order(self, request: RequestId, *, siblings: bool = False) -> bool:
-        """Record that a request's load is being ordered, and decide whether it shares its hold.
+        """Record that the workers are told to load a request; return whether its hold is shared.
 
         Args:
             request: the request, which was passed to ``add`` before.
-            siblings: whether more requests with the same ticket are to come.
+            siblings: whether more requests with the same ticket may come.
 
         Returns:
-            Whether the load shares the hold with other requests. A load that shares its hold must
-            not notify the producer. Any other load sends "done" or "abandon" itself, because its
-            request is the hold's only user.
+            Whether other requests use the hold, too. If so, this load must not notify the producer.
+            If not, the load sends "done" or "abandon" itself.
         """
         use = self._uses[self._keys[request]]
         shared = siblings or len(use.requests) > 1
@@ -85,13 +88,15 @@ class HoldUsers:
         return shared
 
     def over(self, request: RequestId, *, loaded: bool) -> None:
-        """Stop counting a request whose load all ranks have reported, or that is not to be loaded.
+        """Stop counting a request as a user of its hold.
+
+        Called when all ranks have reported the request's load, or when the request will not be
+        loaded.
 
         Args:
             request: the request; ignored if it is not counted.
-            loaded: whether its load succeeded. If so, its ticket is genuine, and "done" will be
-                ordered with that ticket; the tickets of other users may have been altered by
-                clients.
+            loaded: whether its load succeeded. If so, its ticket is genuine, and ``take_unused``
+                will return this ticket; clients may have altered the tickets of other users.
         """
         key = self._keys.pop(request, None)
         if key is None:
@@ -108,9 +113,10 @@ class HoldUsers:
             self._unused[key] = None
 
     def take_unused(self) -> list[Ticket]:
-        """Return a ticket of each hold that has no users left and for which nobody sends "done".
+        """Return a ticket for each shared hold whose users are all over.
 
-        Each such hold is returned once; the caller must order its "done".
+        No load has sent "done" for these holds, so the caller must now have the workers send "done"
+        with the returned tickets. Each hold is returned once.
         """
         tickets = [self._uses.pop(key).ticket for key in self._unused]
         self._unused.clear()

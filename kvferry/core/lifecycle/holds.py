@@ -51,24 +51,30 @@ class Hold:
 
     @property
     def computing(self) -> int:
-        """The slot's word while the pages are being computed."""
+        """The value of the slot word while the pages are being computed."""
         return self.generation << 1
 
     @property
     def ready(self) -> int:
-        """The slot's word when the pages may be read."""
+        """The value of the slot word when the pages may be read."""
         return self.computing | _READY
 
     def stands(self, word: int) -> bool:
-        """Return whether a slot word, computing or ready, has the generation of this hold."""
+        """Return whether a slot word says that this hold has not ended.
+
+        True for both of its values, ``computing`` and ``ready``.
+        """
         return word >> 1 == self.generation
 
 
 def random_generation() -> int:
-    """Return a random generation, so that a restarted engine does not repeat earlier ones."""
+    """Return a new generation for a hold.
+
+    Generations are random, so that a restarted engine does not use those of its last run again.
+    """
     return 1 + secrets.randbelow(GENERATION_LIMIT - 1)
 
 
 def random_incarnation() -> Incarnation:
-    """Return a new incarnation: the random number that identifies one start of an engine."""
+    """Return a new incarnation, which identifies one start of an engine."""
     return Incarnation(random_generation())

@@ -26,22 +26,22 @@ LoadId = NewType("LoadId", int)
 
 
 class LoadAction(enum.Enum):
-    """The kinds of actions that the endpoint performs."""
+    """What the endpoint has to do for a load."""
 
     CHECK = "check"
-    """Read the slot word before the pages, without a notification."""
+    """Read the slot word before the pages are read. No notification is bound to this read."""
     READ = "read"
-    """Read the pages, without a notification."""
+    """Read the pages. No notification is bound to this read."""
     FENCE = "fence"
-    """Read the slot word after the pages, and bind "done" to this read unless the load shares its
-    hold."""
+    """Read the slot word after the pages were read. "done" is bound to this read, unless the load
+    shares its hold with other requests."""
     CANCEL = "cancel"
-    """Try to end the read from the rank that is under way (check, data or fence). Its outcome must
-    still be passed to ``Loads``."""
+    """Try to end the read (check, data or fence) that is under way from this producer rank. Its
+    outcome must still be passed to ``Loads``."""
     DONE = "done"
-    """Send "done" to a rank from which nothing was read."""
+    """Send "done" to a producer rank from which nothing was read."""
     ABANDON = "abandon"
-    """Send "abandon" to a rank, because the load failed."""
+    """Send "abandon" to a producer rank, because the load failed."""
     REPORT = "report"
     """Report the load as over: as failed if ``Action.error`` is set, otherwise as received."""
 
@@ -92,12 +92,12 @@ class _At(enum.Enum):
 
     @property
     def waits(self) -> bool:
-        """Return whether a read (check, data or fence) is under way."""
+        """Return whether a read (check, data or fence) from the rank is under way."""
         return self in (_At.CHECKING, _At.READING, _At.FENCING)
 
     @property
     def stage(self) -> Stage | None:
-        """Return the stage as the metrics name it; ``None`` if the load is over on the rank."""
+        """Return the stage that the metrics count; ``None`` if the load is over on the rank."""
         return _STAGES[self]
 
 
@@ -115,9 +115,9 @@ class _Load:
     """One load; see ``Loads.begin`` for the first six fields.
 
     Attributes:
-        parties: the producer ranks that concern the load; ``None`` until its handshake is over,
-            empty if the handshake failed.
-        at: producer rank index to how far the load is there, for the ranks that are read from.
+        parties: the producer ranks that the load reads from or notifies; ``None`` until its
+            handshake is over, empty if the handshake failed.
+        at: how far the load is on each producer rank that it reads from, by the rank's index.
         failure: the first error; ``None`` while the load has not failed.
         failed_at: the stage in which the load failed.
         reported: whether the load's ``REPORT`` was returned or is queued.
@@ -149,16 +149,16 @@ class _Load:
 
     @property
     def is_computing(self) -> bool:
-        """Return whether some rank's last check found that the pages are still being computed."""
+        """Return whether a producer rank still computed the pages when they were last checked."""
         return _At.RECHECK in self.at.values()
 
 
 class Loads:
     """Keep the states of all loads of one consumer rank.
 
-    The methods after ``begin`` pass in what happened to a load, which is named by the id that
-    ``begin`` returned. Their calls are ignored if the load is over. Not thread-safe: the caller
-    serialises.
+    ``begin`` returns the id of a new load. Each method from ``handshake_succeeded`` to ``abort`` is
+    called for one event in a load's life, such as the end of a read. The call is ignored if the
+    load is over or does not wait for that event. Not thread-safe: the caller serialises.
     """
 
     def __init__(self) -> None:
@@ -171,11 +171,11 @@ class Loads:
         return sum(not load.reported for load in self._loads.values())
 
     def __contains__(self, load_id: LoadId) -> bool:
-        """Return whether a load is kept: it is not reported, or its handshake still goes on."""
+        """Return whether a load is kept: until it is reported and its handshake is over."""
         return load_id in self._loads
 
     def take_actions(self) -> list[Action]:
-        """Return the actions since the last call, in the order in which to perform them."""
+        """Return the actions that were queued since the last call, in the order to perform them."""
         actions, self._actions = self._actions, []
         return actions
 
@@ -185,12 +185,12 @@ class Loads:
         return None if load is None or load.reported else load.stage
 
     def is_computing(self, load_id: LoadId) -> bool:
-        """Return whether some rank's last check found that the pages are still being computed."""
+        """Return whether a producer rank still computed the pages when they were last checked."""
         load = self._loads.get(load_id)
         return load is not None and load.is_computing
 
     def wanted(self, load_id: LoadId) -> bool:
-        """Return whether a load's data is wanted: it has neither failed nor been reported."""
+        """Return whether a load's data is still wanted: it has not failed and is not reported."""
         load = self._loads.get(load_id)
         return load is not None and load.failure is None and not load.reported
 
@@ -219,12 +219,12 @@ class Loads:
         Args:
             request: the request for which the load is reported.
             hold: the ticket's hold.
-            computed: the ticket's ``computed``: whether the pages were complete when it was made,
-                so that no check precedes the read.
+            computed: whether the ticket says that the pages were complete when it was made. If so,
+                no check precedes the read.
             reads: whether the load reads anything; if not, it only notifies the producer.
             deadline: when the load fails if it is not over, in seconds on the clock of ``tick``.
-            shared: whether other requests of this engine use the hold. If so, no rank is notified,
-                whatever the outcome of this load.
+            shared: whether other requests of this engine use the hold. If so, no producer rank is
+                notified, whatever the outcome of this load.
 
         Returns:
             The id of the load, for all other methods.
@@ -249,10 +249,10 @@ class Loads:
         return self._loads[load_id].request
 
     def handshake_succeeded(self, load_id: LoadId, parties: tuple[RemoteRank, ...]) -> None:
-        """Start the checks or reads of a load whose handshake has succeeded.
+        """Queue the checks or reads of a load whose handshake has succeeded.
 
         A load that reads nothing is over at once. If the load was reported as failed during the
-        handshake, its producer ranks are told "abandon" instead.
+        handshake, "abandon" is queued for its producer ranks instead.
 
         Args:
             load_id: the load.
@@ -292,12 +292,12 @@ class Loads:
         self._finish_if_over(load_id, load)
 
     def checked(self, load_id: LoadId, rank: int, word: int) -> None:
-        """Process the slot word that a check has read: read the pages, check again later, or fail.
+        """Act on the slot word that a check has read: read the pages, check again later, or fail.
 
         Args:
             load_id: the load.
             rank: index of the producer rank.
-            word: the slot word.
+            word: the slot word that was read.
         """
         load = self._at(load_id, rank, _At.CHECKING)
         if load is None:
@@ -310,11 +310,13 @@ class Loads:
             load.at[rank] = _At.RECHECK
 
     def read(self, load_id: LoadId, rank: int) -> None:
-        """Start the fence on a rank whose data has arrived; if the load has failed, end it there.
+        """Queue the fence on a producer rank from which all data has arrived.
+
+        If the load has failed meanwhile, it ends on this rank without a fence.
 
         Args:
             load_id: the load.
-            rank: index of the producer rank, of whose data no more bytes will arrive.
+            rank: index of the producer rank.
         """
         load = self._at(load_id, rank, _At.READING)
         if load is None:
@@ -325,12 +327,12 @@ class Loads:
             self._do(load_id, load, rank, _At.FENCING, LoadAction.FENCE)
 
     def fenced(self, load_id: LoadId, rank: int, word: int) -> None:
-        """Process the slot word that a fence has read: the data is valid, or the load fails.
+        """Act on the slot word that a fence has read: the data is valid, or the load fails.
 
         Args:
             load_id: the load.
             rank: index of the producer rank.
-            word: the slot word.
+            word: the slot word that was read.
         """
         load = self._at(load_id, rank, _At.FENCING)
         if load is None:
@@ -339,7 +341,9 @@ class Loads:
         self._over(load_id, load, rank, None if held else _stale("when the read ended"))
 
     def lost(self, load_id: LoadId, rank: int, error: KVFerryError) -> None:
-        """Fail a load because a read (check, data or fence) failed; no more of its bytes arrive.
+        """Fail a load after one of its reads (check, data or fence) has failed.
+
+        No more bytes of that read can arrive.
 
         Args:
             load_id: the load.
@@ -351,7 +355,9 @@ class Loads:
             self._over(load_id, load, rank, error)
 
     def failing(self, load_id: LoadId, rank: int, error: KVFerryError) -> None:
-        """Fail a load because a read will fail; until ``lost``, bytes of the read may still arrive.
+        """Fail a load when one of its reads is about to fail, but has not ended yet.
+
+        Bytes of that read may still arrive until its outcome is passed in.
 
         Args:
             load_id: the load.
@@ -363,11 +369,13 @@ class Loads:
             self._fail(load_id, load, error)
 
     def abort(self, load_id: LoadId, error: KVFerryError) -> None:
-        """Fail a load, and cancel its reads; it is reported when no more bytes can arrive.
+        """Fail a load on request, and cancel its reads.
+
+        The load is reported when no more bytes can arrive.
 
         Args:
             load_id: the load.
-            error: why it is given up.
+            error: why the load is aborted.
         """
         load = self._loads.get(load_id)
         if load is not None and not load.reported:
@@ -389,18 +397,18 @@ class Loads:
                 self._do(load_id, load, rank, _At.CHECKING, LoadAction.CHECK)
 
     def _at(self, load_id: LoadId, rank: int, at: _At) -> _Load | None:
-        """Return a load if its state on a producer rank is ``at``; otherwise ``None``."""
+        """Return the load if its state on a producer rank is ``at``; otherwise ``None``."""
         load = self._loads.get(load_id)
         return load if load is not None and load.at.get(rank) is at else None
 
     def _step(self, load_id: LoadId, load: _Load, rank: int, *, first: bool = False) -> None:
-        """Queue the read of a rank's pages, or the check before it.
+        """Queue the read of a producer rank's pages, or the check that precedes the read.
 
         Args:
             load_id: the id of ``load``.
             load: the load.
             rank: index of the producer rank.
-            first: whether nothing was done on the rank yet, so that a check may have to come first.
+            first: whether the rank was not checked yet.
         """
         if first and not load.computed:
             self._do(load_id, load, rank, _At.CHECKING, LoadAction.CHECK)
@@ -423,7 +431,10 @@ class Loads:
             self._finish_if_over(load_id, load)
 
     def _fail(self, load_id: LoadId, load: _Load, error: KVFerryError) -> None:
-        """Fail a load, unless it has failed before, and cancel its reads on all ranks."""
+        """Fail a load and cancel its reads, unless it has failed before.
+
+        In either case, report the load if none of its reads is under way any more.
+        """
         if load.failure is None:
             load.failure, load.failed_at = error, load.failed_at or load.stage
             for rank, at in load.at.items():
@@ -434,7 +445,11 @@ class Loads:
         self._finish_if_over(load_id, load)
 
     def _finish_if_over(self, load_id: LoadId, load: _Load) -> None:
-        """Notify the producer and report a load if it is over on every rank."""
+        """If a load is over on every producer rank that it reads from, report it.
+
+        Before the report, the producer's ranks are notified. A load that fails during its handshake
+        is reported at once; the ranks are notified if the handshake succeeds later.
+        """
         if load.reported or any(at is not _At.OVER for at in load.at.values()):
             return
         if load.parties is None and load.failure is None:
@@ -455,14 +470,14 @@ class Loads:
             self._actions.append(Action(op=LoadAction.ABANDON, load=load_id, rank=party.rank))
 
     def _tell_done(self, load_id: LoadId, load: _Load) -> None:
-        """Queue "done" for the ranks that were not read from; others got it with the fence."""
+        """Queue "done" for the ranks that were not read from; the others got it with the fence."""
         for party in () if load.shared else load.parties or ():
             if not (load.reads and party.reads):
                 self._actions.append(Action(op=LoadAction.DONE, load=load_id, rank=party.rank))
 
 
 def gone() -> StaleError:
-    """Return the error for a request when a renewal finds that its hold has ended."""
+    """Return the error for a request whose hold had ended when its lease was to be renewed."""
     return _stale("when their lease was to be renewed")
 
 

@@ -1,9 +1,9 @@
-"""Find ticketed holds whose consumer is gone, to give them up when requests wait for blocks.
+"""Find holds whose consumer is gone, to free their pages when requests wait for blocks.
 
-A ticketed hold is one whose ticket was made: its pages are kept for a consumer. Each rank of the
+Once the ticket of a hold is made, the producer keeps the pages for a consumer. Each rank of the
 producer reports the holds for which it has had no sign of life of a consumer for a while
-(``WorkerHolds.silent``). The scheduler half takes a hold's consumer for gone if all ranks report
-the hold. No I/O happens here.
+(``WorkerHolds.silent``). If all ranks report a hold, its consumer counts as gone. The producer's
+scheduler process decides this. No I/O happens here.
 """
 
 from __future__ import annotations
@@ -17,10 +17,9 @@ from kvferry.core.lifecycle.holds import Hold, RequestId
 HEARTBEAT_SECONDS = 1.0
 """Time between two heartbeats of a consumer engine."""
 GONE_SECONDS = 3.0
-"""A consumer is taken for gone after this time without a sign of life, so two heartbeats may be
-lost."""
+"""A consumer counts as gone after this time without a sign of life: two heartbeats may be lost."""
 ASK_SECONDS = 0.25
-"""While requests wait for blocks, the ranks are asked for silent holds at most this often."""
+"""Time between two questions to the ranks for silent holds, while requests wait for blocks."""
 MAX_SILENT = 1024
 """The most silent holds that one rank reports; those that have been silent longest are reported."""
 BATCH_PART = 16
@@ -30,11 +29,13 @@ round makes room for more than one of the requests that wait."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Silence:
-    """A ticketed hold for which a rank has had no sign of life for some time.
+    """A hold for which a producer rank has had no sign of life of a consumer for some time.
+
+    The ticket of the hold was made.
 
     Attributes:
-        request, hold: the hold, and the producer's id of its request.
-        age: seconds since the last sign of life on that rank.
+        request, hold: the producer's id of the request, and its hold.
+        age: seconds since that rank had the last sign of life.
         engines: ids of the consumer engines that claim the hold, which means that they have said
             in a renewal that they wait for it; empty if none has.
     """
@@ -46,15 +47,16 @@ class Silence:
 
 
 def silent_everywhere(reports: Mapping[int, Iterable[Silence]], ranks: int) -> list[Silence]:
-    """Return the holds that every rank reports as silent, the longest silent first.
+    """Return the holds for which no producer rank has had a recent sign of life of a consumer.
 
     Args:
-        reports: rank index to the silent holds that the rank has reported, all in the same step.
-        ranks: number of ranks that must report. If fewer have, no hold counts as silent.
+        reports: rank index to the holds that the rank has reported as silent, all in the same
+            engine step.
+        ranks: number of ranks that must report. If fewer have, the result is empty.
 
     Returns:
-        Each hold with the lowest age that any rank reports, and with all engines that claim it on
-        any rank.
+        The holds that every rank has reported, the longest silent first. ``age`` is the lowest that
+        any rank reports; ``engines`` has every engine that claims the hold on any rank.
     """
     if not reports or len(reports) < ranks:
         return []
@@ -68,7 +70,7 @@ def silent_everywhere(reports: Mapping[int, Iterable[Silence]], ranks: int) -> l
 
 
 def _together(silences: list[Silence]) -> Silence:
-    """Merge the reports of all ranks about one hold."""
+    """Merge what the ranks report about one hold."""
     engines = sorted({engine for each in silences for engine in each.engines})
     return replace(silences[0], age=min(each.age for each in silences), engines=tuple(engines))
 
@@ -76,16 +78,16 @@ def _together(silences: list[Silence]) -> Silence:
 class BlockPressure:
     """Decide when to ask the ranks for silent holds, and how many pages to free.
 
-    A silent hold is a ticketed hold without a sign of life of its consumer for ``GONE_SECONDS``.
-    Used by the producer's scheduler half.
+    A hold is silent if its ticket was made and no consumer has given a sign of life for it for
+    ``GONE_SECONDS``. Used in the producer's scheduler process.
 
     Args:
         pages: number of pages of the cache.
-        ranks: see the attribute.
+        ranks: the initial value of the attribute.
 
     Attributes:
-        ranks: number of ranks that report; ranks that only replicate others' pages do not. May be
-            set at any time; while it is 0, no rank is asked.
+        ranks: number of ranks that answer. Ranks whose pages are only replicas of another rank's
+            do not answer. May be set at any time; while it is 0, no rank is asked.
     """
 
     def __init__(self, pages: int, ranks: int = 0) -> None:
@@ -95,16 +97,17 @@ class BlockPressure:
         self._silent: list[Silence] = []
 
     def ask(self, now: float, *, held: int) -> bool:
-        """Decide whether to ask the ranks for silent holds in this step.
+        """Return whether to ask the ranks for silent holds in this engine step.
 
         Call it in each step in which a request waits for blocks.
 
         Args:
             now: seconds, monotonic.
-            held: number of holds with a ticket.
+            held: number of holds whose ticket was made.
 
         Returns:
-            Whether to ask. If so, the caller asks, and the next ``ASK_SECONDS`` return ``False``.
+            Whether the caller must ask the ranks now. After ``True``, the result is ``False`` for
+            ``ASK_SECONDS``.
         """
         if not held or not self.ranks or now < self._next_ask:
             return False
@@ -115,15 +118,15 @@ class BlockPressure:
         """Store the silent holds that the ranks have reported, for ``take_silent``.
 
         Args:
-            reports: rank index to the rank's silent holds, all from the same step.
+            reports: rank index to the rank's silent holds, all from the same engine step.
         """
         self._silent = silent_everywhere(reports, self.ranks)
 
     def take_silent(self) -> list[Silence]:
-        """Return the holds that all ranks last reported as silent, the longest silent first.
+        """Return the holds that all ranks reported as silent, the longest silent first.
 
-        They are returned once: the next call returns an empty list until ``answered`` is called
-        again. Some of the holds may have ended since the ranks reported them.
+        They are those of the last call of ``answered``, and are returned once. Some of them may
+        have ended since the ranks reported them.
         """
         silent, self._silent = self._silent, []
         return silent

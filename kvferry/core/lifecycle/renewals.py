@@ -1,8 +1,12 @@
-"""The consumer's side of leases: decide when each hold that a rank waits for is renewed.
+"""Decide when a consumer rank renews the leases of the holds that it waits for.
 
-A hold is renewed from when its producer is connected until the fence is posted, which is the read
-of the slot word after the data. After that, the slot word may have changed because this engine
-itself sent "done". No I/O happens here.
+A lease is the producer's promise to keep a hold (a request's pages) for a number of seconds. To
+renew a lease, the rank reads the hold's slot word with a notification bound to the read. The slot
+word says whether the hold still stands.
+
+Renewals start when the producer is connected. They end when the fence is posted, which is the read
+of the slot word after the data. After that, the slot word may be cleared just because this engine
+sent "done". No I/O happens here.
 """
 
 from __future__ import annotations
@@ -16,10 +20,10 @@ from typing import NewType
 from kvferry.core.lifecycle.loads import RemoteRank
 
 RenewalId = NewType("RenewalId", int)
-"""Identifies the series of renewals of one hold, for one request or ticket of this rank."""
+"""Identifies all renewals of one hold for one request or ticket of this rank."""
 
 LEASE_PART = 3
-"""A hold is renewed each time a third of its lease is over, so that two renewals may be lost."""
+"""A hold is renewed after each third of its lease, so that two renewals in a row may be lost."""
 FIRST_SECONDS = 1.0
 """A load's first renewal is due after this time, or after a third of the lease if that is shorter.
 Most loads are over by then. Waiting longer could be too late for a ticket that was long on its
@@ -28,11 +32,11 @@ way."""
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class RenewalRequest:
-    """A renewal that is due.
+    """One renewal of a hold on one producer rank.
 
     Attributes:
-        renewal: identifies the hold to renew.
-        rank: index of the producer rank with which to renew it.
+        renewal: the id that ``Renewals.begin`` returned for the hold.
+        rank: index of the producer rank.
     """
 
     renewal: RenewalId
@@ -44,11 +48,11 @@ class _Renewed:
     """A hold that is being renewed.
 
     Attributes:
-        ranks: producer rank index to whether pages of that rank are read; those of a replica are
-            not.
+        ranks: index of each producer rank to renew the hold on, with ``True`` if this consumer rank
+            reads pages from it, and ``False`` if it is only notified.
         interval: seconds between two renewals.
-        due: when the next renewal is due.
-        asked: indices of the producer ranks that have not answered the last renewal.
+        due: when the next renewals are due.
+        asked: indices of the producer ranks whose last renewal is still unanswered.
     """
 
     ranks: dict[int, bool]
@@ -58,9 +62,9 @@ class _Renewed:
 
 
 class Renewals:
-    """Schedule the renewals of one consumer rank.
+    """Schedule the renewals that one consumer rank makes.
 
-    Not thread-safe: the caller serialises. Calls with the id of an ended renewal are ignored.
+    Not thread-safe: the caller serialises. Calls with an id that was passed to ``end`` are ignored.
     """
 
     def __init__(self) -> None:
@@ -85,7 +89,7 @@ class Renewals:
             at_once: whether the first renewal is due now; otherwise see ``FIRST_SECONDS``.
 
         Returns:
-            The id for ``settle`` and ``end``.
+            An id to pass to ``settle`` and ``end``.
         """
         renewal, interval = RenewalId(next(self._ids)), lease / LEASE_PART
         due = now if at_once else now + min(interval, FIRST_SECONDS)
@@ -100,10 +104,12 @@ class Renewals:
         self._renewed.pop(renewal, None)
 
     def settle(self, renewal: RenewalId, rank: int) -> None:
-        """Stop renewing a hold with one producer rank, because the fence there is being posted.
+        """Stop renewing a hold on one producer rank.
+
+        Called when the fence is posted to that rank.
 
         Args:
-            renewal: identifies the hold.
+            renewal: the id that ``begin`` returned.
             rank: index of the producer rank.
         """
         found = self._renewed.get(renewal)
@@ -117,9 +123,9 @@ class Renewals:
             now: seconds, on the clock of ``begin``.
 
         Returns:
-            Two lists: the renewals to make now; and the renewals of which the previous one, with
-            the same hold and rank, has had no answer. For the latter, cancel that previous one, and
-            make no new one.
+            Two lists: the renewals to make now; and those that the caller must not make, because
+            the previous renewal of the same hold on the same rank is still unanswered. The caller
+            must cancel that previous renewal.
         """
         due: list[RenewalRequest] = []
         overdue: list[RenewalRequest] = []
@@ -137,14 +143,15 @@ class Renewals:
         return due, overdue
 
     def answered(self, ask: RenewalRequest, *, stands: bool) -> bool:
-        """Record that a rank has answered a renewal, so that the next one can be made.
+        """Record that the read of a renewal has ended, so that the next renewal can be made.
 
         Args:
-            ask: the renewal that was answered.
-            stands: whether the slot word says that the hold still stands.
+            ask: the renewal.
+            stands: whether the slot word that was read says that the hold still stands.
 
         Returns:
-            Whether pages that this rank still has to read are lost.
+            Whether the pages are lost: the hold has ended before this consumer rank could read them
+            from that producer rank.
         """
         found = self._renewed.get(ask.renewal)
         if found is None:
@@ -153,7 +160,7 @@ class Renewals:
         return found.ranks.get(ask.rank, False) and not stands
 
     def unanswered(self, ask: RenewalRequest) -> None:
-        """Record that a renewal has failed, so that another one is made when it is due."""
+        """Record that a renewal has failed, so that the next renewal can be made when it is due."""
         found = self._renewed.get(ask.renewal)
         if found is not None:
             found.asked.discard(ask.rank)

@@ -1,9 +1,10 @@
-"""The holds of a producer as its scheduler half keeps them.
+"""The holds of a producer, as its scheduler process keeps them.
 
-A hold stands for the pages of one request that another engine will decode. It occupies a slot of
-every worker's slot table, whose word there tells consumers whether the hold still stands. The
-scheduler half shares no memory with the workers: it sends them ``HoldOrders``, one batch per engine
-step.
+A hold stands for the pages of one request that another engine will decode. It occupies one slot, at
+the same index in the slot table of every worker; the word in that slot tells consumers whether the
+hold still stands. The scheduler process shares no memory with the workers: once per engine step, it
+sends them ``HoldOrders``, which say what to do with which holds. The workers report a request as
+sent when its hold has ended; then its pages may be freed.
 """
 
 from __future__ import annotations
@@ -18,17 +19,18 @@ from kvferry.core.lifecycle.reclamation import Silence
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HoldOrders:
-    """The orders of the scheduler half to every worker in one step.
+    """What the scheduler process tells every worker to do with holds in one engine step.
 
-    A worker carries them out in the order of the attributes.
+    A worker goes through the attributes in the sequence below.
 
     Attributes:
-        drops: holds to end although their request has no ticket; nothing is reported for them.
-        take_ons: (request, hold) of each request computed for another engine from this step on.
-        ready: (hold, lease in seconds) of each hold whose ticket was made, and whose pages may be
-            read once the device has finished all work enqueued before this step.
-        ends: ticketed holds to end now (after a reset, because too many pages are held, or because
-            the consumer is gone); their requests are still reported as sent.
+        drops: holds to end that never got a ticket. Their requests are not reported as sent.
+        take_ons: holds to start, as (request, hold): another engine will decode the request, and it
+            is computed from this step on.
+        ready: holds whose ticket was made, as (hold, lease in seconds). Their pages may be read
+            once the device has finished all work enqueued before this step.
+        ends: holds with a ticket that are to end now (after a reset, because too many pages are
+            held, or because the consumer is gone). Their requests are reported as sent.
     """
 
     drops: tuple[Hold, ...] = ()
@@ -42,23 +44,25 @@ class HoldOrders:
 
 @dataclass(slots=True, kw_only=True)
 class _Entry:
-    """The hold of a request, and whether the request has its ticket."""
+    """The hold of a request, and whether its ticket was made."""
 
     hold: Hold
     ticketed: bool = False
     pages: frozenset[int] = frozenset()
-    """Ids of the pages that count against ``max_pages``; empty before the request has its ticket,
-    and after the ticket was given up."""
+    """Ids of the pages that count against ``max_pages``; empty before the ticket is made, and after
+    the ticket was given up."""
 
 
 class SchedulerHolds:
-    """Give holds to requests, limit the pages of tickets, and collect orders for the workers.
+    """Give holds to requests, limit the pages that tickets hold, and collect ``HoldOrders``.
+
+    To give up a ticket means to end its hold early, so that consumers cannot load from it any more.
 
     Args:
         slots: number of slots in each worker's table; as many as the engine has blocks.
         draw: returns a random generation for a new hold.
-        max_pages: how many pages all tickets together may hold; ``None`` for no limit. The limit
-            keeps clients, whose requests lead to tickets, from using up the engine's pages.
+        max_pages: how many pages all tickets together may hold; ``None`` for no limit. Without a
+            limit, clients could use up the engine's pages by requests that end with a ticket.
     """
 
     def __init__(
@@ -83,26 +87,26 @@ class SchedulerHolds:
         self._ready: list[tuple[Hold, float]] = []
         self._ends: list[Hold] = []
         self._ending: set[RequestId] = set()
-        """Requests whose holds were ordered to end and that are not reported as sent yet."""
+        """Requests whose tickets were given up and that are not reported as sent yet."""
 
     @property
     def held(self) -> int:
-        """Number of requests that have a hold, with or without a ticket."""
+        """Number of requests that have a hold, whether or not their ticket was made."""
         return len(self._entries)
 
     @property
     def held_pages(self) -> int:
-        """Number of pages that tickets hold, each counted once."""
+        """Number of pages that tickets hold; a page that several tickets hold counts once."""
         return len(self._pages)
 
     @property
     def ticketed(self) -> int:
-        """Number of requests with a ticket that was not given up."""
+        """Number of requests whose ticket was made and not given up."""
         return len(self._oldest)
 
     @property
     def ending(self) -> bool:
-        """Whether any request whose hold was ordered to end is not reported as sent yet."""
+        """Whether some request whose ticket was given up is not reported as sent yet."""
         return bool(self._ending)
 
     def take_on(self, request: RequestId) -> Hold | None:
@@ -128,10 +132,11 @@ class SchedulerHolds:
     def ticket(
         self, request: RequestId, lease: float, pages: frozenset[int] = frozenset()
     ) -> Hold | None:
-        """Return the hold to put into the ticket of a computed request, and order its lease.
+        """Return the hold to put into the ticket of a computed request.
 
-        The request's pages must stay until ``sent`` is called for it. If all tickets together then
-        hold more than ``max_pages``, the oldest are given up.
+        The workers will be told to start the lease. The caller must not free the request's pages
+        until ``sent`` is called for it. If all tickets together then hold more than ``max_pages``,
+        the oldest tickets are given up.
 
         Args:
             request: the request.
@@ -157,9 +162,9 @@ class SchedulerHolds:
         return self._max_pages is None or pages <= self._max_pages
 
     def take_evicted(self) -> list[RequestId]:
-        """Return the requests whose tickets were given up since the last call.
+        """Return the requests whose tickets were given up to keep to ``max_pages``.
 
-        Only those that were given up to keep to ``max_pages`` are returned.
+        Each is returned once.
         """
         evicted, self._evicted = self._evicted, []
         return evicted
@@ -182,7 +187,10 @@ class SchedulerHolds:
         return True
 
     def sent(self, request: RequestId) -> None:
-        """Free the slot of a request that every worker has reported as sent."""
+        """Free the slot of a request.
+
+        Called when every worker has reported the request as sent.
+        """
         entry = self._entries.get(request)
         if entry is not None and entry.ticketed:
             del self._entries[request]
@@ -192,9 +200,9 @@ class SchedulerHolds:
             self._ending.discard(request)
 
     def reset(self) -> None:
-        """Give up every ticketed hold: all tickets become stale.
+        """Give up all tickets.
 
-        The pages may be freed as each request is reported as sent.
+        The pages of each request may be freed once the request is reported as sent.
         """
         ticketed = {r: entry for r, entry in self._entries.items() if entry.ticketed}
         self._ends.extend(sorted({entry.hold for entry in ticketed.values()} - set(self._ends)))
@@ -204,11 +212,11 @@ class SchedulerHolds:
             self._let_go(entry)
 
     def give_up(self, silent: Iterable[Silence], pages: int) -> list[Silence]:
-        """Give up silent holds until enough pages are freed.
+        """Give up tickets whose consumer is gone, until enough pages can be freed.
 
         Args:
-            silent: the holds to give up, in this order; holds that have ended or were given up
-                before are skipped.
+            silent: the holds of these tickets, in the sequence in which to give them up; holds that
+                have ended or were given up before are skipped.
             pages: number of pages to free.
 
         Returns:
@@ -225,9 +233,10 @@ class SchedulerHolds:
         return given
 
     def drain(self) -> HoldOrders:
-        """Return the orders since the last call, which the caller sends to every worker.
+        """Return what the workers must do since the last call.
 
-        From now on, the slots of the dropped holds are free for new holds.
+        The caller sends the result to every worker. The slots of dropped holds are free from now
+        on.
         """
         orders = HoldOrders(
             drops=tuple(self._drops),
@@ -241,9 +250,9 @@ class SchedulerHolds:
         return orders
 
     def _make_room(self) -> None:
-        """Give up the oldest tickets until all together hold at most ``max_pages`` pages.
+        """Give up the oldest tickets until the others hold at most ``max_pages`` pages.
 
-        The newest ticket alone never holds more, because ``ticket`` has checked that it ``fits``.
+        The newest ticket is never given up: ``ticket`` has checked that it ``fits``.
         """
         while self._max_pages is not None and len(self._pages) > self._max_pages:
             oldest = next(iter(self._oldest))
@@ -251,7 +260,7 @@ class SchedulerHolds:
             self._evicted.append(oldest)
 
     def _give_up(self, request: RequestId) -> None:
-        """Give up a request's ticket, and order its hold to end.
+        """Give up a request's ticket: the workers will be told to end its hold.
 
         The request's pages no longer count against ``max_pages``, but may be freed only once the
         request is reported as sent.
@@ -263,7 +272,7 @@ class SchedulerHolds:
         self._ending.add(request)
 
     def _let_go(self, entry: _Entry) -> None:
-        """Stop counting an entry's pages against ``max_pages``."""
+        """Stop counting the pages of a hold against ``max_pages``."""
         self._pages.subtract(entry.pages)
         for page in entry.pages:
             if not self._pages[page]:

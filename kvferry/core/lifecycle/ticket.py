@@ -40,9 +40,9 @@ class Ticket:
         host, port: the address of the producer's side channel; if there is a proof, as the producer
             itself stated it.
         hold: the slot and generation that stand for the pages in the producer's slot tables.
-        pages: per group of the producer, the ids of the request's pages, in block order; 0 is a
-            hole, a block without a page.
-        first_index: per group, the block index within the request of the first entry in ``pages``.
+        pages: for each group of the producer, the ids of the request's pages, in the sequence of
+            the request's blocks; 0 is a hole, a block without a page.
+        first_index: for each group, which block of the request the first entry in ``pages`` is for.
         tokens: number of tokens that the pages cover; a state page holds the state after all of
             them.
         digest: digest of everything that the content of the pages depends on; see
@@ -51,9 +51,9 @@ class Ticket:
             check before it.
         tp_size: the producer's tensor-parallel size, which is compared with the handshake.
         key: the public key of the side channel, 32 bytes; empty if the channel is not encrypted.
-        routed: (host, port) of the side channel as a router gave it, which is asked if the first
-            address does not answer; ``None`` if the router gave no address or the same.
-        proof: proves that the producer made the ticket; ``None`` from builds without proofs.
+        routed: (host, port) of the side channel as a router gave it, which is tried if ``host`` and
+            ``port`` do not answer; ``None`` if the router gave no address or the same.
+        proof: proves that the producer made the ticket; ``None`` if the producer makes no proofs.
 
     Raises:
         TicketError: a value is out of bounds, or a page occurs twice in a group.
@@ -77,7 +77,7 @@ class Ticket:
 
     @property
     def ticket_key(self) -> bytes:
-        """The public key that proves the ticket; empty if it has no proof."""
+        """The public key that verifies the ticket's proof; empty if the ticket has no proof."""
         return self.proof.key if self.proof is not None else b""
 
     def __post_init__(self) -> None:
@@ -86,7 +86,7 @@ class Ticket:
 
 
 def _identity_problems(ticket: Ticket) -> Iterator[str]:
-    """Yield a text for each value but the pages that is out of bounds."""
+    """Yield a text for each value that is out of bounds, except ``pages`` and ``first_index``."""
     for name in ("engine", "request", "host"):
         text = getattr(ticket, name)
         if not 1 <= len(text) <= MAX_TEXT:
@@ -134,12 +134,12 @@ def _page_problems(ticket: Ticket) -> Iterator[str]:
 
 
 def page_limits(payloads: Sequence[RankPayload]) -> tuple[int, ...]:
-    """Return the number that page ids must stay below, for each group of an engine.
+    """Return, for each group of an engine, the number that page ids must stay below.
 
-    Visits every set of equal fields of every rank, so call it once per handshake, not per ticket.
+    Visits many fields of every rank, so call it once per handshake, not per ticket.
 
     Args:
-        payloads: the payload of every rank of the engine.
+        payloads: what every rank of the engine publishes in the handshake.
 
     Returns:
         Per group, the smallest number of pages among the ranks that have a field of the group; 0
@@ -159,19 +159,20 @@ def check_against(
     *,
     ticket_key: bytes = b"",
 ) -> None:
-    """Check a ticket against the handshake of its producer.
+    """Check a ticket against what its producer published in the handshake.
 
     Args:
         ticket: untrusted, from a client.
-        payloads: what every rank of the producer publishes.
+        payloads: what every rank of the producer publishes in the handshake.
         limits: ``page_limits(payloads)``.
-        ticket_key: the public key that the producer publishes for the proofs of its tickets; empty
-            if it publishes none.
+        ticket_key: the public key that the producer publishes to verify the proofs of its tickets;
+            empty if it publishes none.
 
     Raises:
-        TicketError: the incarnation, the number of groups or the tensor-parallel size differ; the
-            proof is missing, does not fit, or is there although the producer publishes no key; or
-            the ticket names a slot or a block that the producer does not have.
+        TicketError: the incarnation, the number of groups or the tensor-parallel size differ from
+            what was published; the proof is missing, invalid, or made with another key, or is there
+            although the producer publishes no key; or the ticket names a slot or a block that the
+            producer does not have.
     """
     check_maker(ticket, payloads, ticket_key)
     for problem in _handshake_problems(ticket, payloads, limits):
@@ -185,13 +186,13 @@ def check_maker(ticket: Ticket, payloads: Sequence[RankPayload], ticket_key: byt
 
     Args:
         ticket: untrusted, from a client.
-        payloads: what every rank of the producer publishes.
-        ticket_key: the public key that the producer publishes for the proofs of its tickets; empty
-            if it publishes none.
+        payloads: what every rank of the producer publishes in the handshake.
+        ticket_key: the public key that the producer publishes to verify the proofs of its tickets;
+            empty if it publishes none.
 
     Raises:
-        TicketError: the incarnation differs; or the proof is missing, does not fit, or is there
-            although the producer publishes no key.
+        TicketError: the incarnation differs from the published one; or the proof is missing,
+            invalid, or made with another key, or is there although the producer publishes no key.
     """
     for incarnation in {payload.incarnation for payload in payloads} - {ticket.incarnation}:
         raise TicketError(

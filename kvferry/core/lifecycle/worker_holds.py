@@ -2,8 +2,11 @@
 
 A hold stands for the pages of one request that another engine will decode; its word in the slot
 table tells consumers whether the hold still stands. Each rank keeps its own holds, timed by its own
-clock. When a hold ends, its slot word is always cleared before its request is reported as sent, so
-that no late reader takes stale pages for valid.
+clock.
+
+When a hold ends, its request is reported to the scheduler process as sent; then the pages may be
+freed. The slot word is always cleared before this report, so that no late reader takes stale pages
+for valid.
 """
 
 from __future__ import annotations
@@ -74,18 +77,23 @@ class _Held:
     is_ready: bool = False
     """Whether the slot word says that the pages may be read."""
     readers: dict[str, set[int]] = field(default_factory=dict)
-    """Consumer engine id to the indices of its ranks that have sent "done" or "abandon"."""
+    """Consumer engine id to the indices of those of its ranks that sent "done" or "abandon"."""
     alive: float = -math.inf
-    """The later of the times at which the ticket was ordered and the pages became ready."""
+    """When ``order`` or ``ready`` was called for the hold, whichever was later."""
     renewed: float = -math.inf
-    """When the hold was last renewed without a claim; often before this rank heard of its
-    ticket."""
+    """When the hold was last renewed without a claim. This may be before ``order`` was called."""
     claimants: set[_Claimant] = field(default_factory=set)
     """The consumer engines that have said in a renewal that they wait for the hold."""
 
 
 class WorkerHolds:
     """Keep the holds of one producer rank.
+
+    ``take_on`` starts a hold before its request is computed. ``order`` is called when its ticket
+    was made, and ``ready`` when the device has computed all of its pages. The hold ends when the
+    ranks of a consumer engine have sent "done" or "abandon", when its lease expires, or when the
+    scheduler process says so. An engine claims a hold by a renewal that has the engine's id; the
+    engine's heartbeats then count as signs of life for the hold.
 
     Not thread-safe: the caller serialises.
 
@@ -123,13 +131,13 @@ class WorkerHolds:
         return self._find(hold) is not None
 
     def apply(self, orders: HoldOrders, now: float) -> None:
-        """Carry out the orders of a step.
+        """Carry out what the scheduler process has ordered in an engine step.
 
-        For each hold in ``orders.ready``, the caller calls ``ready`` when the device has finished
-        the request's work.
+        For each hold in ``orders.ready``, the caller must call ``ready`` when the device has
+        finished the request's work.
 
         Args:
-            orders: from the scheduler half.
+            orders: what the scheduler process has sent.
             now: seconds, on this rank's clock.
         """
         for hold in orders.drops:
@@ -142,28 +150,31 @@ class WorkerHolds:
             self.end(hold)
 
     def take_on(self, request: RequestId, hold: Hold) -> None:
-        """Start a hold for a request that is computed from this step on.
+        """Start a hold for a request that is computed from this engine step on.
 
-        Its slot word says from now on that the pages are being computed. The caller calls this
-        before the step's work ends.
+        Its slot word says from now on that the pages are being computed. Call this before the
+        step's work ends.
         """
         self._held[hold.slot] = _Held(request=request, hold=hold)
         self._words[hold.slot] = hold.computing
 
     def drop(self, hold: Hold) -> None:
-        """End a hold without a ticket; nothing is reported. Ignored if the hold has ended."""
+        """End a hold that never got a ticket. Ignored if the hold has ended.
+
+        Its request is not reported as sent.
+        """
         if self._find(hold):
             self._clear(hold)
 
     def order(self, hold: Hold, lease: float, now: float) -> None:
-        """Start the lease of a hold, because the scheduler half has made a ticket for it.
+        """Start the lease of a hold whose ticket was made.
 
-        The caller calls ``ready`` when the device has finished the request's work. If it never does
-        so (because the device failed), the hold ends when its lease expires.
+        The caller must call ``ready`` when the device has finished the request's work. If that
+        never happens (because the device failed), the hold ends when its lease expires.
 
         Args:
             hold: the hold; ignored if it has ended.
-            lease: seconds.
+            lease: the length of the lease, in seconds.
             now: seconds, on this rank's clock.
         """
         held = self._find(hold)
@@ -172,9 +183,10 @@ class WorkerHolds:
             self._set_deadline(held, now + lease)
 
     def ready(self, hold: Hold, now: float) -> None:
-        """Let consumers read the pages of a hold, all of whose work the device has finished.
+        """Write into the slot word of a hold that its pages may be read, and restart its lease.
 
-        Its lease starts anew. Ignored if the hold has ended, or was not passed to ``order``.
+        Called when the device has finished all work of the request. Ignored if the hold has ended,
+        or was not passed to ``order``.
 
         Args:
             hold: the hold.
@@ -187,17 +199,17 @@ class WorkerHolds:
             self._words[hold.slot] = hold.ready
 
     def renew(self, message: Renewal, now: float) -> NoteOutcome:
-        """Start the lease of a hold anew, because a consumer rank still waits for the pages.
+        """Restart the lease of a hold, and record a sign of life of the consumer.
 
-        Only the lease of a hold that is ready starts anew. A renewal that names its engine also
-        claims the hold for that engine, whose heartbeats then count as signs of life.
+        The lease restarts only if ``ready`` was called for the hold. A renewal that has the id of
+        its engine also claims the hold for that engine.
 
         Args:
-            message: the renewal.
+            message: the renewal that a consumer rank has sent.
             now: seconds, on this rank's clock.
 
         Returns:
-            ``RENEWED``, or ``UNKNOWN`` if the renewal names no hold of this rank.
+            ``RENEWED``, or ``UNKNOWN`` if this rank has no such hold.
         """
         held = self._named(message)
         if held is None:
@@ -227,7 +239,7 @@ class WorkerHolds:
         return NoteOutcome.RENEWED
 
     def age(self, hold: Hold, now: float) -> float | None:
-        """Return the time since the last sign of life for a ticketed hold.
+        """Return the time since the last sign of life of a consumer for a hold with a ticket.
 
         The latest of these times counts: the last sign of life of any engine that claims the hold;
         the time of ``order`` and of ``ready``; and, after a renewal without a claim, the time of
@@ -238,15 +250,16 @@ class WorkerHolds:
             now: seconds, on this rank's clock.
 
         Returns:
-            Seconds, at least 0; ``None`` if the hold has ended or has no ticket yet.
+            Seconds, at least 0; ``None`` if the hold has ended or its ticket was not made yet.
         """
         held = self._find(hold)
         return None if held is None or held.lease is None else self._age(held, held.lease, now)
 
     def silent(self, now: float, beyond: float, limit: int) -> list[Silence]:
-        """Return the ticketed holds without a recent sign of life, the longest silent first.
+        """Return the holds without a recent sign of life of a consumer, the longest silent first.
 
-        Visits every hold, so do not call it in every step.
+        Holds whose ticket was not made yet are left out. Visits every hold, so do not call it in
+        every engine step.
 
         Args:
             now: seconds, on this rank's clock.
@@ -270,13 +283,19 @@ class WorkerHolds:
         ]
 
     def end(self, hold: Hold) -> None:
-        """End a ticketed hold and report its request as sent. Ignored if the hold has ended."""
+        """End a hold whose ticket was made. Ignored if the hold has ended.
+
+        ``take_sent`` will return its request.
+        """
         held = self._find(hold)
         if held:
             self._over(held)
 
     def end_all(self) -> None:
-        """End all holds, at shutdown; requests with a ticket are reported as sent."""
+        """End all holds. Called at shutdown.
+
+        ``take_sent`` will return the requests whose ticket was made.
+        """
         for held in list(self._held.values()):
             if held.lease is None:
                 self._clear(held.hold)
@@ -284,14 +303,15 @@ class WorkerHolds:
                 self._over(held)
 
     def release(self, message: Release) -> NoteOutcome:
-        """Count a consumer rank that no longer needs a hold ("done" and "abandon" alike).
+        """Process a "done" or "abandon": a consumer rank no longer needs a hold.
 
-        Distinct ranks are counted per consumer engine. The hold ends when as many ranks of one
-        engine have sent the message as ``message.expected`` says. Messages also count before
-        ``ready`` is called, because a consumer is often faster than the scheduler's order.
+        The hold ends when ``message.expected`` ranks of one consumer engine have sent one of these
+        messages. A message also counts if it arrives before ``order`` or ``ready`` is called: the
+        consumer may be faster than the scheduler process's next message to this worker.
 
         Returns:
-            ``COUNTED``, ``ENDED`` or ``REPEATED``; ``LATE`` or ``UNKNOWN`` if nothing was counted.
+            ``COUNTED``, or ``ENDED`` if the hold has ended with this message; ``REPEATED``,
+            ``LATE`` or ``UNKNOWN`` if the message was not counted.
         """
         held = self._named(message)
         if held is None:
@@ -308,13 +328,13 @@ class WorkerHolds:
         return NoteOutcome.ENDED
 
     def expire(self, now: float) -> list[RequestId]:
-        """End the holds whose lease has expired, and report their requests as sent.
+        """End the holds whose lease has expired.
 
         Args:
             now: seconds, on this rank's clock.
 
         Returns:
-            The requests of the holds that have ended.
+            The requests of these holds, for logs and metrics; ``take_sent`` will return them, too.
         """
         if now < self._soonest:
             return []
@@ -327,9 +347,9 @@ class WorkerHolds:
         return [held.request for held in over]
 
     def take_sent(self) -> list[RequestId]:
-        """Return the requests to report as sent: those of ticketed holds that have ended.
+        """Return the requests whose holds have ended, for the report to the scheduler process.
 
-        Each is returned once.
+        Each request is returned once. Requests of dropped holds are left out.
         """
         sent, self._sent = self._sent, []
         return sent
@@ -339,18 +359,18 @@ class WorkerHolds:
         self._soonest = min(self._soonest, deadline)
 
     def _named(self, message: Release | Renewal) -> _Held | None:
-        """Return the hold that a message names; ``None`` if this start of the engine has none."""
+        """Return the hold that a message names, or ``None`` if this rank has no such hold."""
         held = self._held.get(message.slot)
         known = held is not None and held.hold.generation == message.generation
         return held if known and message.incarnation == self._incarnation else None
 
     def _age(self, held: _Held, lease: float, now: float) -> float:
-        """Return ``age`` of a hold that has a ticket; ``lease`` is ``held.lease``."""
+        """Return what ``age`` returns for a hold with a ticket; ``lease`` is ``held.lease``."""
         signs = max((self._heard[claimant] for claimant in held.claimants), default=-math.inf)
         return max(0.0, now - max(signs, held.alive, held.renewed + lease / ANONYMOUS_PART))
 
     def _claim(self, held: _Held, message: Renewal, now: float) -> bool:
-        """Claim a hold for the engine of a renewal.
+        """Record that the engine that sent a renewal claims the hold.
 
         Args:
             held: the hold that the renewal names.
@@ -358,7 +378,7 @@ class WorkerHolds:
             now: seconds, on this rank's clock.
 
         Returns:
-            Whether the engine now claims the hold. It does not if the renewal names no engine, or
+            Whether the engine now claims the hold. It does not if the renewal has no engine id, or
             if too many engines have claims.
         """
         claimant = message.engine, message.life
@@ -381,7 +401,7 @@ class WorkerHolds:
                 del self._claims[claimant], self._heard[claimant]
 
     def _is_late(self, message: Release) -> bool:
-        """Return whether a message is a "done" for a hold whose lease has expired."""
+        """Return whether a message is a "done" for a hold that ended when its lease expired."""
         if message.abandoned or message.incarnation != self._incarnation:
             return False
         return self._expired.get(message.slot) == message.generation
@@ -396,6 +416,6 @@ class WorkerHolds:
         self._disclaim(self._held.pop(hold.slot))
 
     def _over(self, held: _Held) -> None:
-        """Clear the slot word of a hold, and only then report its request as sent."""
+        """End a hold: clear its slot word, then keep its request for ``take_sent``."""
         self._clear(held.hold)
         self._sent.append(held.request)

@@ -33,8 +33,8 @@ class Pages:
     """The pages that one group of one engine has for consecutive blocks of a request.
 
     A list of remote pages may begin after the request's first block and have holes, as long as it
-    has every page that is read. A list of local pages names those that belong to the load: their
-    bytes that are not read are zeroed.
+    has every page that is read. A list of local pages has all pages that belong to the load: the
+    bytes of these pages that are not read are zeroed.
 
     Attributes:
         ids: (n,) int64, page ids; ``layout.HOLE`` stands for a block without a page. Belongs to the
@@ -63,7 +63,7 @@ class Pages:
             )
 
     def entries(self, start: int, stop: int) -> slice:
-        """Return the slice of ``ids`` that has the pages of a range of blocks.
+        """Return the slice of ``ids`` with the pages of a range of blocks.
 
         Args:
             start: block index within the request of the range's first block.
@@ -77,7 +77,7 @@ class Pages:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ReadRequest:
-    """What one request reads.
+    """Which tokens are read for one request, and its pages on both sides.
 
     Attributes:
         ranges: per local group, the range ``[first, last)`` of tokens to read, as indices in the
@@ -278,7 +278,7 @@ def _check_room(match: Match, stop: int, pages: Pages) -> None:
 def _locate(
     match: Match, request: ReadRequest, start: int, stop: int, granularity: int
 ) -> tuple[_Places, _Places]:
-    """Return where the sub-blocks of a range of tokens lie that both ranks hold.
+    """Return where the sub-blocks that both ranks hold lie, within a range of tokens.
 
     Args:
         match: the groups that are read.
@@ -304,11 +304,11 @@ def _locate(
 def _locate_on_side(
     name: str, pages: Pages, limit: int, block_map: BlockMap, index: I64Array
 ) -> _Places:
-    """Look up in which pages of one side sub-blocks lie; the list of pages is untrusted.
+    """Return where sub-blocks lie in the pages of one side, and check the list of these pages.
 
     Args:
         name: the group, for error messages.
-        pages: the request's pages of the group.
+        pages: the request's pages of the group; untrusted.
         limit: upper bound of page ids, exclusive.
         block_map: which sub-blocks this side holds, and where.
         index: (s,) int64, ascending: the indices in the request of sub-blocks that this side holds.
@@ -519,8 +519,8 @@ def _spread(batch: StripBatch, ids: I64Array, regions: dict[Region, int]) -> Coa
     Args:
         batch: strips of local memory.
         ids: (n,) int64, the ids of the pages.
-        regions: the index of each region, which stands in ``CoalescedRuns.pair``; regions that are
-            missing are added.
+        regions: region to its number in ``CoalescedRuns.pair``; regions that have no number yet are
+            added.
     """
     pages = ids * batch.strides.local.page
     pairs = [regions.setdefault(region, len(regions)) for _, region, _ in batch.cuts]

@@ -1,10 +1,11 @@
-"""Join runs of bytes that are neighbours on both sides, so that as few copies as possible remain.
+"""Join runs of bytes that are neighbours in local and in remote memory, to leave fewer copies.
 
 A run is a number of bytes that are contiguous in local memory and also in remote memory. A box is a
-run that is repeated along dims, each of which has a stride on each side. A dim whose two strides
-both equal the length of the run lengthens the run. Boxes with equal dims whose runs touch on both
-sides become one box. Both steps are repeated until nothing changes, and then the remaining dims are
-enumerated. So equal pages end as one run, and so do neighbouring tensors.
+run that is repeated along dims, each with an extent (the number of repetitions), a local stride and
+a remote stride. If both strides of a dim equal the length of the run, the dim is dropped and the
+run becomes longer. Boxes with equal dims whose runs touch on both sides become one box. Both steps
+are repeated until nothing changes, and then the remaining dims are enumerated. So a contiguous page
+that both sides lay out alike ends as one run, and so do tensors that are neighbours on both sides.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ class CoalescedRuns:
     """n runs of bytes, each contiguous in local and in remote memory.
 
     Attributes:
-        pair: (n,) int64, index of the pair of a local and a remote region that each run lies in;
-            the caller numbers the pairs.
+        pair: (n,) int64, a number for the local and the remote region that each run lies in; the
+            caller chooses the numbers.
         local: (n,) int64, local address of the first byte of each run.
         remote: (n,) int64, remote address of the first byte of each run.
         nbytes: (n,) int64, length of each run.
@@ -56,7 +57,7 @@ class CoalescedRuns:
         )
 
     def with_length(self, nbytes: int) -> CoalescedRuns:
-        """Return runs with the same first bytes, each ``nbytes`` long."""
+        """Return runs that start where these start, each ``nbytes`` long."""
         return replace(self, nbytes=np.full(len(self), nbytes))
 
 
@@ -80,16 +81,14 @@ def outer_sums(parts: Sequence[I64Array]) -> I64Array:
 
 
 def absorb_dims(nbytes: int, dims: JointDims) -> tuple[int, JointDims]:
-    """Return the longest run and the fewest dims that make the same box.
-
-    A box is a run of bytes that is repeated along dims.
+    """Describe a box (a run of bytes repeated along dims) by a longer run and fewer dims.
 
     Args:
         nbytes: length of the box's run.
         dims: the dims that the run is repeated along, in any order.
 
     Returns:
-        The length of the new run, and its dims, coarse to fine.
+        The length of the longest run that is possible, and its dims, coarse to fine.
     """
     kept: list[tuple[int, int, int]] = []
     for extent, near, far in sorted(dims, key=lambda dim: dim[1:]):
@@ -103,9 +102,7 @@ def absorb_dims(nbytes: int, dims: JointDims) -> tuple[int, JointDims]:
 
 
 def merge_boxes(boxes: list[Boxes], budget: WorkBudget) -> list[Boxes]:
-    """Return the same bytes in as few boxes as can be found.
-
-    A box is a run of bytes that is repeated along dims.
+    """Merge boxes (runs of bytes repeated along dims) into as few as can be found.
 
     Args:
         boxes: the boxes, grouped by dims; the runs of a group may differ in length.
@@ -159,12 +156,12 @@ def coalesce(runs: CoalescedRuns) -> CoalescedRuns:
 
 
 def count_runs(boxes: Sequence[Boxes]) -> int:
-    """Return the number of runs in boxes before neighbours are joined, as ``unfold`` joins them."""
+    """Return the number of runs that ``unfold`` enumerates before it joins neighbours."""
     return sum(len(runs) * math.prod(dim[0] for dim in dims) for dims, runs in boxes)
 
 
 def unfold(boxes: Sequence[Boxes]) -> CoalescedRuns:
-    """Enumerate the dims of every box, and return the runs as ``coalesce`` sorts and joins them."""
+    """Enumerate the runs of all boxes, and return them sorted and joined by ``coalesce``."""
     return coalesce(concatenate([_unfold(dims, runs) for dims, runs in boxes]))
 
 

@@ -55,8 +55,9 @@ class Piece(NamedTuple):
 class EngineHoldings:
     """The layouts of one engine, and which part of each tensor its ranks hold.
 
-    Tensors whose fields are together in one field set on every rank of both engines (the K and V of
-    equal layers, for example) are treated as one tensor, under the key of the first.
+    A field set has the fields of one rank that differ only in key, encoding, region and offset. If
+    tensors are together in one field set on every rank of both engines (the K and V of equal
+    layers, for example), they are treated as one tensor, under the key of the first.
 
     Attributes:
         name: ``local`` or ``remote``, for error messages.
@@ -79,11 +80,11 @@ class EngineHoldings:
         self.drafts: set[str] = set()
 
     def add(self, rank: int, field_set: FieldSet) -> None:
-        """Add what a rank holds of tensors that are treated as one.
+        """Record that a rank holds a part of some tensors that are treated as one.
 
         Args:
             rank: index of the rank.
-            field_set: the rank's fields of these tensors.
+            field_set: the rank's fields for these tensors.
         """
         key, first = field_set.keys[0], field_set.first
         holding = Holding(
@@ -103,12 +104,12 @@ class EngineHoldings:
             self.drafts.add(key)
 
     def exclude(self, keys: Iterable[str]) -> None:
-        """Exclude the tensors with these keys from being read; ``fields`` keeps their fields."""
+        """Remove the tensors with these keys from ``holdings``, so that they are not read."""
         for key in keys:
             del self.holdings[key]
 
     def held(self, key: str) -> str:
-        """Return a text for error messages: the ranks that hold a tensor, and which parts of it.
+        """Return a text for error messages: which ranks hold which parts of a tensor.
 
         Args:
             key: key of the tensor.
@@ -121,10 +122,10 @@ class EngineHoldings:
         return self.layouts[holding.rank].groups[holding.group].context
 
     def tensor_facts(self, holding: Holding) -> dict[str, object]:
-        """Return the facts of a holding that must be equal on all ranks of both engines.
+        """Return the properties of a holding that must be equal on all ranks of both engines.
 
         Returns:
-            The value of each fact, under the name that error messages give the fact.
+            Name of each property, as error messages give it, to its value.
         """
         group = self.layouts[holding.rank].groups[holding.group]
         facts: dict[str, object] = {
@@ -140,10 +141,10 @@ class EngineHoldings:
         return facts | {"bytes of one entry": entry}
 
     def context_facts(self, holding: Holding) -> dict[str, object]:
-        """Return the facts of a holding that must be equal on all ranks of one engine.
+        """Return the properties of a holding that must be equal on all ranks of its engine.
 
         Returns:
-            The value of each fact, under the name that error messages give the fact.
+            Name of each property, as error messages give it, to its value.
         """
         context = self.context(holding)
         interleave = context.interleave if context.size > 1 else 0
@@ -183,7 +184,7 @@ def engine_holdings(
 
 
 def _have_equal_sets(parts: Iterable[_RankFields]) -> bool:
-    """Return whether every field is in an equal set on all ranks that have it.
+    """Return whether any two field sets are either equal or have no key in common.
 
     Sets are equal if they have the same keys with the same encodings.
 
@@ -196,9 +197,10 @@ def _have_equal_sets(parts: Iterable[_RankFields]) -> bool:
 
 
 def _split(parts: Sequence[_RankFields]) -> Iterator[_RankFields]:
-    """Split field sets so that every field is in an equal set on all ranks that have it.
+    """Split field sets until any two have either the same keys or no key in common.
 
-    A field whose encoding differs between ranks gets a set of its own, so that the error names it.
+    A field whose encoding differs between ranks gets a set of its own, so that the error about the
+    encoding names this field.
 
     Args:
         parts: the field sets of all ranks of both engines.
@@ -243,8 +245,8 @@ def assign_pieces(key: str, local: EngineHoldings, remote: EngineHoldings) -> li
         an index into ``remote.holdings[key]``.
 
     Raises:
-        PlanError: the holdings do not describe one tensor, or one engine holds what the other
-            lacks.
+        PlanError: two holdings differ in a property that must be equal, such as the element type;
+            or one engine holds a part of the tensor that the other engine lacks.
     """
     _check_equal(key, local, remote)
     pieces = _read(key, local, remote)
@@ -286,14 +288,14 @@ def _check_equal(key: str, local: EngineHoldings, remote: EngineHoldings) -> Non
 def _compare(
     key: str, here: str, one: dict[str, object], there: str, other: dict[str, object]
 ) -> None:
-    """Refuse two holdings of one tensor whose facts differ.
+    """Refuse two holdings of one tensor whose properties differ.
 
     Args:
         key: key of the tensor.
         here: the rank of the first holding, for the error message.
-        one: the facts of the first holding, by name.
+        one: the properties of the first holding, by name.
         there: the rank of the second holding, for the error message.
-        other: the facts of the second holding, by name.
+        other: the properties of the second holding, by name.
     """
     for name in {**one, **other}:
         if one.get(name) != other.get(name):
@@ -317,11 +319,11 @@ def _pieces(
 
     Args:
         key: key of the tensor.
-        position: index of the holding among ``reader.holdings[key]``.
+        position: index of the holding in ``reader.holdings[key]``.
         reader: the engine that reads.
         holder: the engine that is read.
-        turns: for each context-parallel rank of ``holder``, its holdings of the tensor, as pairs of
-            the index among ``holder.holdings[key]`` and the holding.
+        turns: for each context-parallel rank of ``holder``, its holdings of the tensor, as pairs
+            (index in ``holder.holdings[key]``, holding).
     """
     wanted = reader.holdings[key][position]
     context = reader.context(wanted)
@@ -346,10 +348,10 @@ def _covered(
     share: ContextParallel,
     holders: list[tuple[int, Holding]],
 ) -> Iterator[Piece]:
-    """Yield pieces that cover the range of one holding.
+    """Yield pieces that together cover one holding's range of the shard axis.
 
-    Each piece begins where the one before ended, and is read from the first of ``holders`` whose
-    range has the piece's start.
+    Each piece begins where the piece before ended. It is read from the first of ``holders`` whose
+    range contains the start of the piece.
 
     Args:
         key: key of the tensor.
@@ -357,12 +359,12 @@ def _covered(
         holder: the engine that is read.
         wanted: the holding whose range is covered.
         share: the context-parallel share of the tokens that ``holders`` have.
-        holders: the holdings to read from, in order of preference, as pairs of the index among
-            ``holder.holdings[key]`` and the holding.
+        holders: the holdings to read from, the preferred ones first, as pairs (index in
+            ``holder.holdings[key]``, holding).
 
     Raises:
-        PlanError: no holder has some part of the range, or the field only moves whole and is held
-            in different parts.
+        PlanError: none of the holders has some part of the range; or the tensor is packed, so that
+            it can only be read whole, and the holder has another part or page size.
     """
     names = reader.name, holder.name
     cursor, stop = wanted.shard

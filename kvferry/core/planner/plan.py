@@ -32,12 +32,13 @@ class Match:
     Attributes:
         local_group: index of the local group.
         remote_group: index of the remote group.
-        pairing: cuts the tokens of the two groups into common sub-blocks.
+        pairing: cuts the request's tokens into sub-blocks, each of which lies in one page of each
+            group.
         local_pages: upper bound of local page ids, exclusive.
         remote_pages: upper bound of remote page ids, exclusive.
-        parts: the overlapping fields, grouped by kind.
-        batches: the strips of the overlapping fields: runs of bytes that are contiguous on both
-            sides.
+        parts: the overlaps (pairs of a local and a remote field, and the part of the tensor that
+            both hold), in sets of fields that lie alike.
+        batches: the strips of these fields: runs of bytes that are contiguous on both sides.
     """
 
     local_group: int
@@ -50,7 +51,7 @@ class Match:
 
     @property
     def overlaps(self) -> tuple[Overlap, ...]:
-        """The overlaps of ``parts``, ungrouped."""
+        """The overlaps in ``parts``, one by one."""
         return tuple(overlap for part in self.parts for overlap in part)
 
 
@@ -80,8 +81,8 @@ class LocalGroup:
         fields: under ``True`` the fields that are read from the remote engine, under ``False``
             those that are not: the fields of draft layers that only this engine has.
         pages: upper bound of page ids, exclusive; 0 if the rank has no field of the group.
-        entry: the least number of tokens that makes whole entries in every field that is read; 1 if
-            the group is not paged.
+        entry: the least number of tokens that is a whole number of entries in every field that is
+            read (an entry has several tokens in a compressed cache); 1 if the group is not paged.
     """
 
     fields: dict[bool, tuple[FieldSet, ...]] = field(repr=False)
@@ -97,13 +98,13 @@ class Plan:
 
     Attributes:
         rank: index of the local rank.
-        sources: one per remote rank that this rank reads from, ascending.
-        readers: per remote rank, the number of local ranks that notify it when they are done: all
-            that read from it, or 1 if no local rank does.
-        notified_ranks: remote ranks that no local rank reads from, and that this rank notifies,
-            ascending.
-        local_groups: per local group, the part that this rank holds.
-        steps: how much work it was to make the plan, in steps of ``work_budget``.
+        sources: what is read, for each remote rank that this rank reads from, by ascending rank.
+        readers: for each remote rank, how many local ranks notify it when they are done: all that
+            read from it, or 1 if none does.
+        notified_ranks: the remote ranks that this rank only notifies, because no local rank reads
+            from them, ascending.
+        local_groups: for each local group, the part that this rank holds.
+        steps: number of steps of work that making the plan took; see ``work_budget``.
     """
 
     rank: int
@@ -128,8 +129,8 @@ class Plan:
                 for all fields.
 
         Returns:
-            The strips, in batches that have the same addresses on both sides; empty if the rank has
-            no such field.
+            The strips, in batches whose remote addresses equal the local ones; empty if the rank
+            has no such field.
 
         Raises:
             PlanError: there are too many strips.
@@ -155,9 +156,8 @@ class Plan:
 def make_plan(local: Sequence[Layout], remote: Sequence[Layout], rank: int) -> Plan:
     """Plan what one local rank reads from the ranks of the other engine.
 
-    If several remote ranks hold the same bytes, each local rank begins with the one at its own
-    relative position, so that replicas share the load. Draft layers that only one engine has are
-    left out.
+    If several remote ranks hold the same bytes, the local ranks are spread over them, so that these
+    remote ranks share the load. Draft layers that only one engine has are left out.
 
     Args:
         local: the layouts of all ranks of this engine, by rank.
@@ -223,10 +223,10 @@ def _entry_tokens(group: Group, fields: Iterable[FieldSet]) -> int:
 
 
 def _check_drafts(local: EngineHoldings, remote: EngineHoldings) -> None:
-    """Refuse a field that belongs to draft layers on one rank and not on another.
+    """Refuse a tensor that some ranks mark as one of draft layers and others do not.
 
-    Draft layers are the layers of a speculative model; only fields of these may be missing on one
-    of the two engines.
+    Draft layers are the layers of a speculative model; only these layers may be missing on one of
+    the two engines.
 
     Args:
         local: the fields of this engine's ranks.
@@ -261,7 +261,7 @@ def _check_keys(local: EngineHoldings, remote: EngineHoldings) -> None:
 def _assigned(
     local: EngineHoldings, remote: EngineHoldings, rank: int
 ) -> tuple[set[tuple[int, int]], dict[int, list[Overlaps]]]:
-    """Assign the parts of all tensors to the remote ranks that they are read from.
+    """Decide from which remote rank each part of every tensor is read.
 
     Args:
         local: what the ranks of this engine hold.

@@ -27,7 +27,7 @@ MAX_ALL_PLAN_STEPS = 2 * MAX_PLAN_STEPS
 
 
 class PlanCache:
-    """Make the plans of one local rank, and keep those used last. Safe to use from any thread.
+    """Make the plans of one local rank, and keep the most recently used. Thread-safe.
 
     Args:
         local: the layouts of all ranks of this engine, by rank.
@@ -44,14 +44,14 @@ class PlanCache:
     def plan(self, remote: Sequence[Layout]) -> Plan:
         """Return the plan for reading from another engine.
 
-        If a plan is kept that was made for the same groups and fields, it is moved to the addresses
-        of the other engine. Otherwise ``make_plan`` is called.
+        If a plan for the same groups and fields was kept, the result is that plan with the
+        addresses of the other engine. Otherwise ``make_plan`` is called.
 
         Args:
             remote: the layouts of all ranks of the other engine, by rank.
 
         Raises:
-            PlanError: as ``make_plan``.
+            PlanError: the layouts do not match, or planning would take too long; see ``make_plan``.
         """
         # Decoding makes layouts of equal content share the objects ``groups`` and ``fields`` (see
         # ``messages``), so that their ids can be compared in place of their content.
@@ -68,10 +68,10 @@ class PlanCache:
 
 
 def _differs_in_addresses_only(one: Layout, other: Layout) -> bool:
-    """Return whether a plan for layout ``one`` can be moved to layout ``other``.
+    """Return whether a plan for layout ``one`` can be changed into one for ``other``.
 
-    It can if both have the same objects as groups and as fields, equally many regions, and no
-    region occurs twice in ``one``: the plan names regions, not their indices.
+    It can if ``groups`` and ``fields`` are the same objects in both, both have equally many
+    regions, and no region occurs twice in ``one``: the plan has regions, not their indices.
     """
     return (
         one.fields is other.fields
@@ -81,10 +81,10 @@ def _differs_in_addresses_only(one: Layout, other: Layout) -> bool:
 
 
 def with_remote_layouts(plan: Plan, remote: Sequence[Layout]) -> Plan:
-    """Return a plan moved to remote layouts that differ only in addresses from those it is for.
+    """Return a plan for remote layouts that differ only in addresses from those of a given plan.
 
     Args:
-        plan: the plan, which is not changed.
+        plan: the given plan, which is not changed.
         remote: the new layouts of the other engine's ranks, by rank; their regions replace those of
             the old layouts in order.
     """

@@ -1,9 +1,8 @@
-"""Arithmetic of axes: windows into an axis, and the dims that two axes have in common.
+"""Compute where the entries of an axis lie, and walk a local and a remote axis together.
 
-An axis says at which byte each of its entries lies. It is a list of dims, coarse to fine, each with
-an extent and a stride in bytes. An entry's index is written as a mixed-radix number that has a
-digit for each dim, with the extents as radices; the entry's offset in bytes is the sum of digit
-times stride.
+An axis (the tokens of a page, for example) says at which byte each of its entries lies. It is a
+list of dims, coarse to fine, each with an extent and a stride in bytes, like the shape and strides
+of a numpy array. Entry *i* of the axis is element *i* of that array, in row-major order.
 
 A local and a remote axis with equally many entries are walked together: where the dims of one
 subdivide the dims of the other, the walk is a list of dims that have a stride on each side. Where
@@ -28,7 +27,8 @@ JointDims = tuple[tuple[int, int, int], ...]
 class StrideWalk:
     """Where the same entries lie on a local and on a remote axis.
 
-    The entries are n starts, each repeated along all dims.
+    The entries are n starts, each repeated along all dims: at a start plus index times stride,
+    summed over the dims, for every combination of indices.
 
     Attributes:
         local: (n,) int64, bytes from entry 0 of the local axis to each start.
@@ -47,13 +47,13 @@ def axis_dims(axis: Axis) -> Dims:
 
 
 def merge_dims(dims: Dims) -> Dims:
-    """Return the fewest dims that put every entry at the same offset as the given dims.
+    """Merge neighbouring dims as far as every entry keeps its offset.
 
     Args:
         dims: the dims of an axis, coarse to fine.
 
     Returns:
-        Dims, coarse to fine. No extent is 1, and no two neighbouring dims could be one.
+        The merged dims, coarse to fine. No extent is 1.
     """
     merged: list[tuple[int, int]] = []
     for extent, stride in dims:
@@ -66,10 +66,10 @@ def merge_dims(dims: Dims) -> Dims:
 
 
 def entry_offsets(dims: Dims, index: I64Array) -> I64Array:
-    """Return where entries of an axis lie.
+    """Return the offsets in bytes of some entries of an axis.
 
     Args:
-        dims: the dims of the axis, merged.
+        dims: the dims of the axis, as ``merge_dims`` returns them.
         index: (n,) int64, index of each entry.
 
     Returns:
@@ -85,11 +85,14 @@ def entry_offsets(dims: Dims, index: I64Array) -> I64Array:
 
 
 def coarsen(dims: Dims, entries: int) -> Dims:
-    """Return the dims that lead from run to run of an axis which is cut into runs of entries.
+    """Cut an axis into runs of consecutive entries, and return the dims from run to run.
 
     Args:
-        dims: the dims of the axis, merged.
-        entries: number of entries in a run; a result of ``uniform_run`` for these dims.
+        dims: the dims of the axis, as ``merge_dims`` returns them.
+        entries: number of entries in a run, which ``uniform_run`` has returned for these dims.
+
+    Returns:
+        The dims of an axis whose entries are the first entries of the runs, coarse to fine.
     """
     kept: list[tuple[int, int]] = []
     for extent, stride in reversed(dims):
@@ -102,13 +105,16 @@ def coarsen(dims: Dims, entries: int) -> Dims:
 
 
 def uniform_run(dims: Dims, entries: int) -> int:
-    """Return the length of the longest runs of entries that look alike all along an axis.
+    """Return the greatest length of runs that an axis can be cut into so that all are alike.
 
-    Runs look alike if each entry has the same offset from the first entry of its run, in every run.
+    Runs are alike if entry *k* lies at the same offset from entry 0 in each of them.
 
     Args:
-        dims: the dims of the axis, merged.
-        entries: an upper bound, in entries; the result divides it.
+        dims: the dims of the axis, as ``merge_dims`` returns them.
+        entries: the longest run that is wanted, in entries.
+
+    Returns:
+        The number of entries in a run, a divisor of ``entries``.
     """
     product = 1
     for extent, _ in reversed(dims):
@@ -121,14 +127,15 @@ def uniform_run(dims: Dims, entries: int) -> int:
 def walk_together(
     local: Dims, remote: Dims, starts: tuple[int, int], entries: int, limit: int
 ) -> StrideWalk:
-    """Return where the same range of entries lies on a local and on a remote axis.
+    """Return where the entries of a range lie on a local and on a remote axis.
 
     Args:
-        local: dims of the local axis, merged.
-        remote: dims of the remote axis, merged.
-        starts: index of the range's first entry on the local axis, and that on the remote axis.
+        local: dims of the local axis, as ``merge_dims`` returns them.
+        remote: dims of the remote axis, as ``merge_dims`` returns them.
+        starts: index of the range's first entry on the local axis, and its index on the remote
+            axis.
         entries: number of entries in the range.
-        limit: the most entries that are enumerated where the axes have no dims in common.
+        limit: the most entries to enumerate if the axes have no dims in common.
 
     Raises:
         OverflowError: the axes have no dims in common and ``entries`` is above ``limit``.
@@ -153,10 +160,10 @@ def _single(offset: int) -> I64Array:
 
 
 def _window(dims: Dims, start: int, entries: int) -> tuple[int, Dims] | None:
-    """Describe a range of entries of an axis by the offset of its first entry, and dims.
+    """Return the offset of the first entry of a range, and the dims of the range.
 
     Args:
-        dims: the dims of the axis, merged.
+        dims: the dims of the axis, as ``merge_dims`` returns them.
         start: index of the range's first entry.
         entries: number of entries in the range.
 
@@ -182,14 +189,14 @@ def _window(dims: Dims, start: int, entries: int) -> tuple[int, Dims] | None:
 
 
 def _common_dims(local: Dims, remote: Dims) -> JointDims | None:
-    """Return the fewest dims with which both axes can be walked.
+    """Return dims, each with a local and a remote stride, that give the entries of both axes.
 
     Args:
         local: dims of the local axis, coarse to fine.
         remote: dims of the remote axis, coarse to fine, with equally many entries.
 
     Returns:
-        Dims, fine to coarse; ``None`` if there are no such dims.
+        The dims, fine to coarse; ``None`` if no dims fit both axes.
     """
     near, far = list(local), list(remote)
     joint: list[tuple[int, int, int]] = []

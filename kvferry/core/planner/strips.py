@@ -1,9 +1,10 @@
 """Find strips: the longest runs of bytes that are contiguous in a local and in a remote field.
 
-A strip is found in one sub-block (a run of tokens that lies in one page on both sides), and lies in
-every other sub-block at a known distance. The part of a sub-block that the two fields share is
-walked along three axes: its tokens, the shard axis and the bytes of an entry. Fields that differ
-only in where they start have the same shape, so for a model of many equal layers this is done once.
+Strips are found in one sub-block (a run of tokens that lies in one page on both sides); in every
+other sub-block, they lie at a known distance. The part of a sub-block that the two fields share is
+walked along three axes: the tokens, the shard axis (KV heads, for example), and the bytes that a
+field has for one token and one head. Fields that differ only in where they start share one walk, so
+a model of many equal layers needs no more walks than one layer.
 """
 
 from __future__ import annotations
@@ -71,15 +72,16 @@ class Overlap:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Overlaps:
-    """n overlaps: n local fields of one kind, each with one of n remote fields of one kind.
+    """One or more overlaps whose fields lie alike.
 
-    There is at least one overlap.
+    Their local fields differ from each other only in key, encoding, region and offset; so do their
+    remote fields.
 
     Attributes:
         local: the fields that are filled.
         remote: the fields that are read, in the same order.
-        shard: the part of each tensor, as a range ``[start, stop)`` of the whole tensor's shard
-            axis; equal for all overlaps.
+        shard: the part of every tensor, as a range ``[start, stop)`` of the whole tensor's shard
+            axis.
     """
 
     local: FieldSet
@@ -107,8 +109,8 @@ class Strides:
 
     Attributes:
         page: bytes from one page to the next.
-        within: dims that lead from one sub-block of a page to the next; empty if a page has only
-            one sub-block.
+        within: the dims of the page's sub-blocks, as (number, stride in bytes) pairs, coarse to
+            fine; empty if a page has only one sub-block.
     """
 
     page: int
@@ -144,9 +146,9 @@ class StripBatch:
         nbytes: length of each strip in one sub-block.
         local: (n,) int64, local address of each strip in sub-block 0 of page 0.
         remote: (n,) int64, remote address of each strip in sub-block 0 of page 0.
-        cuts: the strips cut where the region pair changes: (stop, local region, remote region) for
-            each part. ``stop`` is the index after the part's last strip; the next part begins
-            there.
+        cuts: (stop, local region, remote region) for each part of the strips that lies in one
+            local and one remote region. ``stop`` is the index after the part's last strip; the next
+            part begins there.
     """
 
     strides: BlockStrides
@@ -160,8 +162,8 @@ class StripBatch:
 class _Shape:
     """The bytes of one sub-block of an overlap, relative to where its two fields start.
 
-    The bytes are n boxes: runs of bytes that are repeated along dims. Equal layers of a model have
-    equal shapes.
+    The bytes are n boxes: runs of bytes, each repeated along the same dims. Equal layers of a model
+    have equal shapes.
 
     Attributes:
         strides: the distances from a box to the same box in other sub-blocks.
@@ -187,7 +189,7 @@ def find_strips(
     *,
     budget: WorkBudget | None = None,
 ) -> tuple[StripBatch, ...]:
-    """Return the strips of the overlapping fields of one local and one remote group.
+    """Return the strips of fields of one local group that are read from one remote group.
 
     A strip is a run of bytes that is contiguous on both sides, in each sub-block (a run of tokens
     that lies within one page on both sides).
@@ -206,7 +208,8 @@ def find_strips(
         ``strides.granularity`` is a divisor of ``granularity``.
 
     Raises:
-        PlanError: there are too many strips, or finding them is too much work; names a field.
+        PlanError: there are too many strips, or finding them is too much work. The message names a
+            field.
     """
     first = parts[0].first
     budget = budget or WorkBudget(PlanError, "finding strips")
@@ -239,7 +242,7 @@ def find_strips(
 
 
 def _geometry(o: Overlap) -> object:
-    """Return a hashable value that is equal for overlaps of the same shape."""
+    """Return a hashable key. Overlaps with equal keys have the same ``_Shape``."""
     near, far = o.local, o.remote
     start, stop = o.shard
     return (
@@ -292,15 +295,15 @@ def _shape(o: Overlap, granularity: int, window: tuple[int, int] | None) -> _Sha
 
 
 def _uniform_entries(near: Dims, far: Dims, entries: int) -> int:
-    """Return the greatest length of sub-blocks that are all laid out alike, on both sides.
+    """Return how long sub-blocks may be so that all are laid out alike, on both sides.
 
     Args:
         near: dims of the local field's token axis, merged.
         far: dims of the remote field's token axis, merged.
-        entries: an upper bound, as a number of token entries; the result divides it.
+        entries: the longest sub-block that is wanted, in token entries.
 
     Returns:
-        The length of the sub-blocks, as a number of token entries.
+        The number of token entries in a sub-block, a divisor of ``entries``.
     """
     while (fewer := uniform_run(far, uniform_run(near, entries))) != entries:
         entries = fewer
@@ -308,9 +311,10 @@ def _uniform_entries(near: Dims, far: Dims, entries: int) -> int:
 
 
 def _entry_walks(o: Overlap) -> tuple[StrideWalk, StrideWalk]:
-    """Return where the shared shard range lies in both fields, and where one entry's bytes lie.
+    """Return the walk along the shard axis, and the walk along the bytes of one entry.
 
-    An entry is what a field has for one token entry and one shard index.
+    The first covers the part of the shard axis that is read. An entry is the bytes that a field has
+    for one token entry and one shard index.
     """
     near, far = o.local, o.remote
     start, stop = o.shard
@@ -331,7 +335,7 @@ def _entry_walks(o: Overlap) -> tuple[StrideWalk, StrideWalk]:
 
 
 def _inner_dims(f: Field, unit: int) -> Dims:
-    """Return the dims along which the bytes of one token entry and one shard index lie.
+    """Return the dims of the bytes that a field has for one token entry and one shard index.
 
     Args:
         f: the field.
@@ -342,11 +346,12 @@ def _inner_dims(f: Field, unit: int) -> Dims:
 
 
 class _RegionPairs:
-    """The pairs of a local and a remote region, numbered from 0.
+    """Every pair of a region of the local layout and a region of the remote layout, numbered.
+
+    With n remote regions, pair *i* is local region ``i // n`` and remote region ``i % n``.
 
     Attributes:
-        starts: the addresses of the local regions and those of the remote regions, int64 arrays in
-            the order of the layouts' regions.
+        starts: two int64 arrays: the address of each local region, and of each remote region.
     """
 
     def __init__(self, local: Layout, remote: Layout) -> None:
@@ -358,7 +363,7 @@ class _RegionPairs:
         ]
 
     def numbers(self, part: Overlaps) -> I64Array:
-        """Return the index of the region pair of each overlap, (n,) int64."""
+        """Return the number of the region pair that each overlap lies in, (n,) int64."""
         return part.local.regions * len(self._remote) + part.remote.regions
 
     def __getitem__(self, number: int) -> tuple[Region, Region]:
@@ -367,10 +372,10 @@ class _RegionPairs:
 
 
 def _runs(shape: _Shape, part: Overlaps, pairs: _RegionPairs) -> CoalescedRuns:
-    """Return the run of every box of overlaps, in sub-block 0 of page 0.
+    """Return the addresses of the runs in sub-block 0 of page 0, for every box of every overlap.
 
     Args:
-        shape: the shape of the overlaps.
+        shape: the shape that all the overlaps have.
         part: the overlaps.
         pairs: numbers the region pairs.
     """
@@ -395,7 +400,7 @@ def _strips(boxes: list[Boxes], o: Overlap, budget: WorkBudget) -> CoalescedRuns
 def _batches(
     strides: BlockStrides, runs: CoalescedRuns, pairs: _RegionPairs, budget: WorkBudget
 ) -> Iterator[StripBatch]:
-    """Yield one batch of strips for each length of runs.
+    """Yield the runs as batches of strips, one batch for each length that occurs.
 
     Args:
         strides: the strides of all runs.
@@ -423,11 +428,11 @@ def _batches(
 def _check_count(o: Overlap, strips: Iterable[int]) -> None:
     """Refuse more than ``MAX_STRIPS`` strips, before an array of that length is allocated.
 
-    Layouts are untrusted, so a peer can ask for any number.
+    A peer's layout is untrusted, and can cause any number of strips.
 
     Args:
         o: one of the overlaps that have the strips, for the error message.
-        strips: numbers of strips; their sum is checked.
+        strips: numbers of strips, whose sum is checked.
     """
     if sum(strips) > MAX_STRIPS:
         raise _too_many(o)

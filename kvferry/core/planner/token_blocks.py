@@ -124,20 +124,17 @@ class Pairing:
 
     @property
     def granularity(self) -> int:
-        """Number of tokens in a sub-block.
+        """Number of tokens in a sub-block (a run of tokens that lies in one page on both sides).
 
-        It is a multiple of the number of tokens that one entry of a field stands for. A state is
-        one sub-block, which counts as one token.
+        This number is a multiple of ``Field.tokens_per_state``, so a sub-block has whole entries. A
+        state is one sub-block, which counts as one token.
         """
         if self.local.kind is GroupKind.STATE:
             return 1
         return math.gcd(self._run(self.local), self._run(self.remote))
 
     def _run(self, group: Group) -> int:
-        """Return how many consecutive tokens a rank stores one after another in a page.
-
-        Tokens are consecutive in the pairing's numbering.
-        """
+        """Return how many consecutive tokens of the pairing's numbering are together in a page."""
         has_gaps = group.context.size > 1 and not self.holds_same_tokens
         return group.context.interleave if has_gaps else group.block_tokens
 
@@ -164,8 +161,8 @@ class Pairing:
     def round_outwards(self, first: int, last: int) -> tuple[int, int]:
         """Return the smallest range of whole sub-blocks that contains a range of tokens.
 
-        A sub-block lies within one page on both sides, so the result touches no page that the given
-        range does not touch.
+        A sub-block lies within one page on both sides, so the result is in the same pages as the
+        given range.
 
         Args:
             first: index in the request of the range's first token.

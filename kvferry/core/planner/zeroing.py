@@ -58,7 +58,7 @@ def _bytes_of(region: Region) -> npt.NDArray[np.uint8]:
 def _zero_short(
     memory: npt.NDArray[np.uint8], offsets: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]
 ) -> None:
-    """Zero short spans, many of them with each indexed assignment.
+    """Zero short spans by indexed assignments, each of which zeroes many spans.
 
     Args:
         memory: the bytes of a region.
