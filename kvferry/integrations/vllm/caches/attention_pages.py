@@ -129,7 +129,7 @@ def unknown(page: Page) -> Fields:
 def halves(page: Page) -> Fields:
     """Return the fields of a page that holds K, then V, in the cell of each head and token.
 
-    The cells may be in any order, which the strides tell. ``None`` if the page is not filled in
+    The strides say in which order the cells are. ``None`` if the page is not filled in
     this way.
 
     See ``kv_cache.transpose(1, 2).split(head_size, dim=-1)`` in ``flash_attn.py``,
@@ -321,7 +321,7 @@ def indexer(page: Page) -> Fields:
 
 
 def sparse_rows(page: Page) -> Fields:
-    """Return the fields of a page of sparse attention (DeepSeek V4).
+    """Return the fields of a page of DeepSeek's sparse attention.
 
     In the format ``fp8_ds_mla``, the page holds the values of all rows, then the scales of all
     rows; in other formats, the page is filled as in ``rows``. ``None`` if the page is filled in
