@@ -44,8 +44,8 @@ class CacheGroup:
             together; for a state, the number of tokens after which vLLM stores the state in the
             request's next page.
         is_state: Whether a page holds a recurrent state instead of tokens.
-        window: Sliding window: how many tokens a token attends to, including itself, plus the
-            earlier tokens whose blocks vLLM keeps, too (``extra_retained_tokens``); 0 for no
+        window: Sliding window: how many tokens a token attends to, including itself, plus
+            earlier tokens whose blocks vLLM also keeps (``extra_retained_tokens``); 0 for no
             window.
         chunk: Size in tokens of the chunks to which attention is limited; 0 for no chunks.
     """
@@ -104,8 +104,8 @@ class CacheGroup:
 
         Args:
             blocks: vLLM's blocks of the request in this group, in the order of its tokens. The
-                load leaves out the first blocks if they are cached already or holes, and fills all
-                others.
+                load leaves out the leading blocks that are cached already or are holes, and fills
+                all others.
             tokens: How many of the request's first tokens are cached or loaded once the load has
                 ended.
 
@@ -133,7 +133,7 @@ class CacheGroup:
 
         Args:
             blocks: The request's blocks in this group, or their ids, in the order of its tokens.
-            tokens: After how many tokens the state is wanted.
+            tokens: How many tokens the state covers.
 
         Returns:
             A sequence of that one block; empty if the request has too few blocks.

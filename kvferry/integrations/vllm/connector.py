@@ -133,7 +133,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         return True
 
     def on_new_request(self, request: Request) -> None:
-        """Check the ticket of a request to decode, or truncate the prompt of one to prefill."""
+        """Check a decode request's ticket, or truncate the prompt of a request to prefill."""
         self._scheduler_half().on_new_request(request)
 
     def get_num_new_matched_tokens(

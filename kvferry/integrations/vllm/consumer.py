@@ -177,7 +177,7 @@ class Consumer:
             self._aborted.append(request.request_id)
 
     def loads_finished(self, request_ids: Iterable[str], failed: Collection[str] = ()) -> None:
-        """Count the loads that all workers have reported as ended, as succeeded or failed.
+        """Count loads that have ended on all workers, as succeeded or failed.
 
         Args:
             request_ids: vLLM's ids of the requests; those of other connectors are ignored.

@@ -22,7 +22,8 @@ class RankHandshake(KVConnectorHandshakeMetadata):
     """What a rank sends to the scheduler half at start, to be published on the side channel.
 
     Attributes:
-        payload: The rank's encoded ``messages.RankPayload``: its layout, and how to reach it.
+        payload: The rank's encoded ``messages.RankPayload``: its layout, and what peers need to
+            connect.
     """
 
     payload: bytes

@@ -131,7 +131,7 @@ class Producer:
     def take_on(self, request: Request) -> None:
         """Pick a hold for a request that is prefilled here for another engine.
 
-        Called when vLLM has allocated blocks for the request, and again if it does so after a
+        Called when vLLM has allocated blocks for the request, and again when it does so after a
         preemption; the request then keeps its hold. If no hold can be given, the request is counted
         and logged as one without a ticket.
 
@@ -245,8 +245,8 @@ class Producer:
     def _ticket_tokens(self, request: Request) -> int:
         """Return how many tokens the ticket of a request covers, or 0 if it gets no ticket.
 
-        A request gets no ticket if its prompt was not computed to the end. Nor does it if the model
-        has recurrent states or attention windows, and these are past the token from which decode
+        The result is 0 if the prompt was not computed to the end. It is also 0 if the model has
+        recurrent states or attention windows, and these are past the token from which decode
         continues; the request is then counted and logged.
         """
         if request.status.name not in COMPLETE:
@@ -280,7 +280,7 @@ class Producer:
         return tokens
 
     def _was_left_whole(self, request: Request) -> bool:
-        """Return whether a prompt was not truncated because of ``prompt_logprobs``."""
+        """Return whether ``prompt_logprobs`` kept a prompt from being truncated."""
         scored: bool = request.skip_reading_prefix_cache
         return scored and request.num_prompt_tokens > self._backoff
 
@@ -317,7 +317,7 @@ class Producer:
             )
 
     def drain(self) -> HoldOrders:
-        """Return the orders to the workers about holds that were queued since the last call."""
+        """Return the orders about holds that were queued for the workers since the last call."""
         return self._holds.drain()
 
     # The methods below free held blocks when requests of this engine wait for blocks.
@@ -363,7 +363,7 @@ class Producer:
         return self._holds.ending
 
     def relieve_block_pressure(self) -> bool:
-        """Give up holds whose consumer is gone, if requests wait for blocks.
+        """If requests wait for blocks, give up holds whose consumer seems to be gone.
 
         Must be called once, at the end of each scheduling pass.
 

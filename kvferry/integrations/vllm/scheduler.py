@@ -136,7 +136,7 @@ class FerryScheduler:
         )
 
     def on_new_request(self, request: Request) -> None:
-        """Check the ticket of a request to decode, or truncate the prompt of one to prefill.
+        """Check a decode request's ticket, or truncate the prompt of a request to prefill.
 
         Args:
             request: vLLM's request.
@@ -227,7 +227,7 @@ class FerryScheduler:
         self._consumer.loads_finished(output.finished_recving or (), output.failed_recving or ())
 
     def take_stats(self) -> FerryStats | None:
-        """Return what the scheduler half counted since the last call, or ``None`` if nothing."""
+        """Return the scheduler half's metrics since the last call; ``None`` if there are none."""
         self._producer.update_metrics()
         data = self._metrics.take()
         return FerryStats(data=data) if data else None

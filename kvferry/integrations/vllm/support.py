@@ -101,7 +101,7 @@ def _refuse(reason: str, problems: Iterable[str]) -> None:
 
 
 def _unsupported(vllm_config: VllmConfig) -> Iterator[str]:
-    """Yield a text for each setting with which the connector cannot work, with the remedy."""
+    """Yield each setting with which the connector cannot work, and the remedy."""
     model = vllm_config.model_config
     if model.enable_sleep_mode:
         yield (
@@ -124,7 +124,7 @@ def _unsupported(vllm_config: VllmConfig) -> Iterator[str]:
 
 
 def _unsupported_transfer(vllm_config: VllmConfig) -> Iterator[str]:
-    """Yield a text for each setting of transfer or parallelism that cannot work, with the remedy."""
+    """Yield each transfer or parallelism setting with which the connector cannot work."""
     transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
     prefill_ranks = parallel.prefill_context_parallel_size
     if prefill_ranks > 1 and parallel.decode_context_parallel_size == 1 and transfer.is_kv_consumer:

@@ -211,7 +211,7 @@ class UnreadRankWorker:
         self._refused: set[str] = set()
 
     def apply(self, step: StepMetadata) -> None:
-        """Record the requests of this step that become readable or are refused, for ``results``.
+        """Record the requests that got a ticket, or whose ticket was refused, for ``results``.
 
         Args:
             step: The scheduler's messages.
@@ -220,7 +220,7 @@ class UnreadRankWorker:
         self._refused.update(request for request, _ in step.refused)
 
     def _apply_orders(self, orders: HoldOrders) -> None:
-        """Record the requests of ready holds as sent, and forget holds that ended without a ticket.
+        """Record as sent the requests that got a ticket; forget holds that ended without one.
 
         Args:
             orders: The scheduler's orders of this step.

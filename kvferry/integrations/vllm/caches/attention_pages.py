@@ -5,7 +5,8 @@ function that returns the fields of a page: the tensors inside it, such as K and
 strides. Backends that store the same values in different orders have fields with the same keys, so
 pages can move between them. The functions were written from the source of vLLM 0.32, whose files
 their docstrings name. A function returns ``None`` for a page that is not filled as it expects. Such
-a page is opaque: it moves whole, and only between engines with equal pages.
+a page is opaque: it moves whole, and only between engines with the same backend, element type,
+shape, strides and processor.
 
 vLLM gives a page the axes (head slots, entries, elements). An entry is what is stored for one
 token, or for several that the cache compresses together. A head slot is usually one KV head. The
@@ -80,9 +81,9 @@ def _described(page: Page) -> Fields:
 def opaque(page: Page) -> Field:
     """Return a single field that covers a whole page, whose content is not known.
 
-    Two engines can exchange the field only if ``Field.packing`` is equal on both. It names all that
-    may decide where kernels put a value: the backend, the element type, shape and strides, and the
-    processor.
+    Two engines can exchange the field only if ``Field.packing`` is equal on both. That text names
+    everything that may decide where kernels put a value: the backend, the element type, shape and
+    strides, and the processor.
 
     Args:
         page: The layer's pages.
@@ -127,10 +128,10 @@ def unknown(page: Page) -> Fields:
 
 
 def halves(page: Page) -> Fields:
-    """Return the fields of a page that holds K, then V, in the cell of each head and token.
+    """Return the fields of a page that holds, for each head and token, K and right after it V.
 
-    The strides say in which order the cells are. ``None`` if the page is not filled in
-    this way.
+    The strides say in which order heads and tokens are. ``None`` if the page is not filled in this
+    way.
 
     See ``kv_cache.transpose(1, 2).split(head_size, dim=-1)`` in ``flash_attn.py``,
     ``flash_attn_diffkv.py``, ``flashinfer.py``, ``flex_attention.py``, ``hpc_attn.py``,
@@ -345,7 +346,7 @@ def _plain(page: Page) -> bool:
 
 
 def _halves(page: Page) -> tuple[int, int] | None:
-    """Return how many bytes of K and of V one head and token has in a page; ``None`` if unknown."""
+    """Return the bytes of K and of V for one head and token; ``None`` if not as in ``halves``."""
     spec, content = page.spec, page.shape[2] * page.itemsize
     if spec.num_head_slots is not None or page.strides[2] != page.itemsize:
         return None
@@ -364,7 +365,7 @@ def _is_planes(page: Page) -> bool:
 
 
 def _in_vectors(page: Page) -> bool:
-    """Return whether a page's K and V are contiguous each, and heads consist of whole vectors."""
+    """Return whether K and V are each contiguous, and a head consists of whole vectors."""
     head = page.spec.head_size * page.itemsize
     return page.strides[1] == page.shape[2] * page.itemsize and head % VECTOR_BYTES == 0
 

@@ -2,8 +2,8 @@
 
 The shape of a cache tensor does not say what its bytes mean: only the kernels that read it do. What
 they read is in two tables, ``attention_pages.PACKINGS`` and ``state_pages.STATE_PACKINGS``. A page
-of a backend in neither table is opaque: it moves whole, between two engines whose pages are equal.
-The handshake refuses all other pairs of engines.
+of a backend in neither table is opaque: it moves whole, and only between two engines with the same
+backend, element types and shapes. The handshake refuses other pairs of engines.
 """
 
 from __future__ import annotations

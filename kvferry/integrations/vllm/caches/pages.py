@@ -20,7 +20,7 @@ Pairs = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardPosition:
-    """Which part of its layers' caches a rank stores.
+    """The position of a rank, which decides what part of its layers' caches the rank stores.
 
     Attributes:
         tp: The rank's tensor-parallel index.
@@ -148,7 +148,7 @@ class Page:
         dtype: str | None = None,
         packing: str = "",
     ) -> Field:
-        """Return a field, which is one tensor inside each of these pages.
+        """Return a field: a tensor that each of these pages contains.
 
         Args:
             name: Name of the field within its layer, such as ``k``.

@@ -3,9 +3,9 @@
 A page holds a layer's state tensors one after the other, without gaps: usually the last inputs of
 the layer's convolution (a column for each token, with an element for each channel), then the
 recurrent state. vLLM's specs give the shape of each tensor on this rank. Which part of the model's
-state a tensor holds follows from the way in which vLLM splits states among ranks. Where the numbers
-do not add up, the state is opaque: one field covers the whole page, and only engines that split
-the state in the same way can exchange it.
+state a tensor holds follows from the way in which vLLM splits states among ranks. If the numbers of
+channels, heads or columns contradict each other, the state is opaque: one field covers the whole
+page, and only engines that split the state in the same way can exchange it.
 
 If the convolution's kernel has the width K (``LayerFacts.kernel``), only K - 1 columns are state:
 the inputs that the next token needs. Speculative decoding widens the tensor, but prefill kernels
@@ -114,7 +114,7 @@ class StatePacking:
 
     Attributes:
         inside: What a page holds, as text for docs/coverage.md.
-        fields: Returns the fields of a page; one opaque field if the numbers do not add up.
+        fields: Returns the fields of a page; one opaque field if the tensors' shapes do not fit.
     """
 
     inside: str
@@ -316,7 +316,8 @@ def _convolution(page: Page, tensor: _Tensor, parts: Sequence[Part]) -> tuple[Fi
         parts: The parts of the channels, in their order in memory.
 
     Returns:
-        The fields; empty if the numbers of channels or columns do not add up.
+        The fields; empty if the parts have more or fewer channels than the tensor, or if it is not
+        known which columns are state.
     """
     channels = _channels(page)
     item, width = tensor.itemsize, math.prod(tensor.shape) // channels
