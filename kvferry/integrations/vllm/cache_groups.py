@@ -1,9 +1,10 @@
-"""vLLM's cache groups: which blocks of a request each group hands over.
+"""vLLM's cache groups: which blocks of a request a producer hands over and a consumer fills.
 
 A cache group is a set of layers whose pages have the same block ids. In each group, vLLM lists a
-request's blocks in the order of the request's tokens. With a sliding window, the blocks before the
-window are holes (``HOLE``). In a group of recurrent states, only the block with the state after the
-last token is handed over; the blocks after it are scratch slots of speculative decoding.
+request's blocks in the order of the request's tokens. With a sliding window, the ids of the blocks
+before the window are ``HOLE``, which names no page. In a group of recurrent states, only the block
+with the state after the last token is handed over; the blocks after it are scratch memory of
+speculative decoding.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 TokenRange = tuple[int, int]
 """A range of a request's tokens, by index: the first token, and the token after the last one."""
 
-Slot = TypeVar("Slot")
+Block = TypeVar("Block")
 
 NO_PAGES = Pages(ids=np.empty(0, dtype=np.int64))
 """The page list of a group into which nothing is loaded."""
@@ -34,17 +35,18 @@ NO_PAGES = Pages(ids=np.empty(0, dtype=np.int64))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheGroup:
-    """One cache group that is transferred.
+    """One of vLLM's cache groups whose pages are handed over.
 
     Attributes:
-        index: The group's index among all of vLLM's groups, including those that are not
-            transferred.
+        index: The group's index among all of vLLM's groups, including those that are not handed
+            over.
         tokens: How many tokens of a request one page covers, on all context-parallel ranks
             together; for a state, the number of tokens after which vLLM stores the state in the
             request's next page.
         is_state: Whether a page holds a recurrent state instead of tokens.
-        window: Sliding window: how many tokens a token attends to, including itself, plus the
-            tokens that vLLM keeps in addition; 0 for no window.
+        window: Sliding window: how many tokens a token attends to, including itself, plus
+            earlier tokens whose blocks vLLM also keeps (``extra_retained_tokens``); 0 for no
+            window.
         chunk: Size in tokens of the chunks to which attention is limited; 0 for no chunks.
     """
 
@@ -63,13 +65,16 @@ class CacheGroup:
         return self.is_state or bool(self.window or self.chunk)
 
     def num_skipped_tokens(self, tokens: int) -> int:
-        """Return how many of a request's first tokens its next token does not attend to.
+        """Return how many of a request's first tokens lie before its next token's window or chunk.
 
         The formulas are those of ``get_num_skipped_tokens`` in vLLM's
         ``single_type_kv_cache_manager.py``, by which vLLM frees a request's first blocks.
 
         Args:
             tokens: How many tokens the request has, without that next token.
+
+        Returns:
+            The number of tokens; 0 if the group has neither a window nor a chunk.
         """
         if self.window:
             return max(0, tokens - self.window + 1)
@@ -83,11 +88,11 @@ class CacheGroup:
             tokens: How many of the request's tokens were computed.
 
         Returns:
-            The index of the first listed page among the request's blocks, and the ids of the pages
-            from there on; holes before it are left out. For a state, 0 and the id of one page.
+            The index of the first block that is not a hole, and the ids of the pages from that
+            block on. For a state, 0 and a list of one page id.
         """
         if self.is_state:
-            return 0, list(self._state_slot(ids, tokens))
+            return 0, list(self._state_block(ids, tokens))
         ids = ids[: -(-tokens // self.tokens)]
         first = sum(1 for _ in takewhile(lambda page: page == HOLE, ids))
         return first, list(ids[first:])
@@ -98,18 +103,18 @@ class CacheGroup:
         """Return the tokens that a consumer loads for a request, and the pages it loads them into.
 
         Args:
-            blocks: vLLM's blocks of the request in this group, in the order of its tokens. Blocks
-                at the start that are cached already, or holes, are left alone; the load fills all
-                others.
-            tokens: Length in tokens of the prefix of the request that is here once the load is
-                over.
+            blocks: vLLM's blocks of the request in this group, in the order of its tokens. The
+                load leaves out the leading blocks that are cached already or are holes, and fills
+                all others.
+            tokens: How many of the request's first tokens are cached or loaded once the load has
+                ended.
 
         Returns:
             The range of tokens to load, and the pages that the load fills. For a state, the range
             is always ``(0, tokens)``. ``None`` and ``NO_PAGES`` if all tokens are cached.
         """
         if self.is_state:
-            page = [block.block_id for block in self._state_slot(blocks, tokens)]
+            page = [block.block_id for block in self._state_block(blocks, tokens)]
             return (0, tokens), Pages(ids=np.array(page, dtype=np.int64))
         cached = sum(1 for _ in takewhile(lambda b: b.is_null or b.block_hash is not None, blocks))
         if cached * self.tokens >= tokens:
@@ -120,30 +125,30 @@ class CacheGroup:
         ids = [block.block_id for block in blocks[cached:]]
         return (first, tokens), Pages(ids=np.array(ids, dtype=np.int64), first_index=cached)
 
-    def _state_slot(self, slots: Sequence[Slot], tokens: int) -> Sequence[Slot]:
-        """Return the slot that holds the state after ``tokens`` tokens.
+    def _state_block(self, blocks: Sequence[Block], tokens: int) -> Sequence[Block]:
+        """Return the block with a request's state after ``tokens`` tokens.
 
-        vLLM's kernels find the slot in the same way (``mamba_get_block_table_tensor`` in
+        vLLM's kernels find the block in the same way (``mamba_get_block_table_tensor`` in
         ``v1/attention/backends/utils.py``).
 
         Args:
-            slots: The request's blocks in this group, or their ids, in the order of its tokens.
+            blocks: The request's blocks in this group, or their ids, in the order of its tokens.
             tokens: How many tokens the state covers.
 
         Returns:
-            A sequence of that one slot; empty if the request has too few slots.
+            A sequence of that one block; empty if the request has too few blocks.
         """
         index = (tokens - 1) // self.tokens
-        return slots[index : index + 1]
+        return blocks[index : index + 1]
 
 
 def cache_groups(config: KVCacheConfig, context_size: int) -> tuple[CacheGroup, ...]:
-    """Return the cache groups that are transferred, in vLLM's order.
+    """Return the cache groups that vLLM offers for transfer, in vLLM's order.
 
     Args:
         config: The engine's cache configuration.
-        context_size: Number of decode context-parallel ranks, over which the tokens of a group are
-            distributed if its cache is sharded.
+        context_size: Number of decode context-parallel ranks. They share the tokens of each group
+            whose spec is ``dcp_sharded``.
     """
     ids, groups = config.transfer_group_ids, config.transfer_groups
     return tuple(

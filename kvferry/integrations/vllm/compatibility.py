@@ -40,7 +40,7 @@ def rank_identity(
     Args:
         vllm_config: The engine's configuration.
         incarnation: The random number of this start of the engine.
-        position: The rank's position.
+        position: The rank's position among those of its engine.
     """
     return Identity(
         engine=vllm_config.kv_transfer_config.engine_id,
@@ -52,7 +52,9 @@ def rank_identity(
 
 
 def compatibility_facts(vllm_config: VllmConfig) -> dict[str, str]:
-    """Return this engine's facts and judgements by name, without those that do not apply.
+    """Return the values of this engine's facts and judgements, by name.
+
+    Facts and judgements that do not apply to the engine are left out.
 
     Args:
         vllm_config: The engine's configuration.
@@ -71,7 +73,10 @@ def judgements(config: Config) -> Judgements:
 
 
 def _cache_dtype(config: VllmConfig) -> str:
-    """Return the cache's element type; the fields of a layer with another type name that type."""
+    """Return the configured element type, or quantised format, of the cache.
+
+    Layers may differ from it; their fields say which type they have.
+    """
     cache_dtype = config.cache_config.cache_dtype
     if cache_dtype == "auto":
         return _dtype_name(config.model_config.dtype)
@@ -79,9 +84,9 @@ def _cache_dtype(config: VllmConfig) -> str:
 
 
 def _quantization(config: VllmConfig) -> str:
-    """Return the quantization that the checkpoint declares, or else vLLM's name for the method.
+    """Return the model's quantization method, as the checkpoint names it, or else as vLLM does.
 
-    vLLM's name depends on the kernels that the machine has.
+    vLLM's name is the second choice because it depends on the kernels that the machine has.
     """
     model = config.model_config
     declared = getattr(model.hf_config, "quantization_config", None)
@@ -105,7 +110,7 @@ def _rotary(config: VllmConfig) -> str:
 
 
 def _original_length(model: ModelConfig, parameters: Mapping[str, Any]) -> int | None:
-    """Return the model's context length in tokens without LongRoPE, or ``None`` if not stated.
+    """Return the context length in tokens that LongRoPE extends, or ``None`` if not stated.
 
     Args:
         model: vLLM's configuration of the model.
@@ -117,7 +122,7 @@ def _original_length(model: ModelConfig, parameters: Mapping[str, Any]) -> int |
 
 
 def _overrides(config: VllmConfig) -> str | None:
-    """Return the user's changes to the model's configuration as JSON.
+    """Return the user's changes to the model's configuration (``hf_overrides``) as JSON.
 
     ``None`` if a function makes the changes, since functions cannot be compared.
     """
@@ -126,7 +131,7 @@ def _overrides(config: VllmConfig) -> str | None:
 
 
 def _draft_method(config: VllmConfig) -> str | None:
-    """Return the speculative method, or ``None`` if there is none or its drafts use no KV cache."""
+    """Return the method of speculative decoding, or ``None`` if no drafts use a KV cache."""
     speculative = config.speculative_config
     if speculative is None or not speculative.uses_draft_kv_cache():
         return None
@@ -139,7 +144,7 @@ def _draft(name: str) -> Callable[[VllmConfig], str | None]:
     The function returns ``None`` if there is no draft model with a KV cache.
 
     Args:
-        name: The attribute.
+        name: The attribute's name.
     """
 
     def value_of(config: VllmConfig) -> str | None:
@@ -156,7 +161,7 @@ def _dtype_name(dtype: object) -> str:
 
 
 def _truncated(value: str) -> str:
-    """Return a value, cut to ``MAX_CHARACTERS`` and with a digest of the whole if it is longer."""
+    """Return a value as it is or, beyond ``MAX_CHARACTERS``, its beginning and a digest."""
     if len(value) <= MAX_CHARACTERS:
         return value
     digest = hashlib.blake2b(value.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()

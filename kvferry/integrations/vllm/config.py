@@ -72,8 +72,8 @@ class Config:
             which renews the lease while the request waits. While requests on prefill wait for
             blocks, pages for which no decode engine gave a sign of life for 3 s are given up early.
         max_held_fraction: How much of the cache may be kept for decode, as a fraction of its
-            blocks. Beyond this limit, the oldest pages are given up first, and their requests
-            prefill again. Set a lower limit where clients could pin the cache.
+            blocks. Beyond this limit, the pages of the oldest tickets are given up, and their
+            requests prefill again. Set a lower limit where clients could pin the cache.
         drain_timeout: For how many seconds a worker that is told to stop waits for decode to fetch
             what is held. ``vllm serve`` itself ends engines at once; give it
             ``--shutdown-timeout`` (seconds), so that held pages are still served after SIGTERM
@@ -91,11 +91,11 @@ class Config:
         ticket_secrets: Where secrets are, ``file:PATH`` or ``env:NAME`` each. The first secret
             signs tickets; tickets signed with any of the secrets are accepted, and unsigned tickets
             are refused. Without secrets, a ticket needs a proof. A proof shows that the engine
-            which the ticket names made the ticket, and not that this engine is one of yours.
+            which the ticket names made the ticket, but not that the named engine is one of yours.
         curve_secret_key: Where this engine's secret key is, ``file:PATH`` or ``env:NAME``. With it,
             the side channel is encrypted.
-        curve_peers: Public keys of the engines to exchange pages with, or places of files with one
-            key a line.
+        curve_peers: Public keys of the engines to exchange pages with. Each entry is a key, or the
+            place of a text with one key per line, ``file:PATH`` or ``env:NAME``.
         allowed_peers: Networks in CIDR notation, such as ``["10.0.0.0/8"]``, in which peers must
             be: those that connect to this engine, and those to which this engine connects.
             ``"anywhere"`` allows all addresses. By default, this host and private networks.
@@ -197,10 +197,10 @@ def warn(config: Config, environment: Mapping[str, str] = os.environ) -> None:
 
 
 def _check_key(key: str) -> None:
-    """Refuse a key that is no setting, and name the nearest one.
+    """Refuse a key of ``kv_connector_extra_config`` that is not a setting.
 
     Raises:
-        ConfigError: The key is unknown, or NixlConnector's.
+        ConfigError: The key is unknown, or NixlConnector's; the message says what to use instead.
     """
     if key in KEYS:
         return

@@ -1,7 +1,8 @@
-"""``KVFerryConnector``: vLLM's connector hooks.
+"""``KVFerryConnector``: the class whose methods vLLM calls to transfer KV cache.
 
-vLLM builds one connector in the scheduler's process and one in each worker's. Each hook passes its
-arguments on to ``FerryScheduler`` or to ``FerryWorker``; nothing is decided here.
+vLLM builds one connector in the scheduler's process and one in each worker's. Each method passes
+its arguments on to ``FerryScheduler`` (the scheduler half) or to ``FerryWorker`` (the worker half);
+nothing is decided here.
 """
 
 from __future__ import annotations
@@ -47,10 +48,10 @@ user sets takes precedence, and works as well.
 
 
 class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
-    """Load the KV cache of requests from the vLLM engine that prefilled them.
+    """Hand over requests' KV cache from the vLLM engine that prefills to the one that decodes.
 
-    vLLM builds one per engine with the scheduler's role, and one per rank with the worker's role;
-    the two share no memory. Select it with ``"kv_connector": "KVFerryConnector"``.
+    vLLM builds one connector per engine with the scheduler's role, and one per rank with the
+    worker's role; they share no memory. Select it with ``"kv_connector": "KVFerryConnector"``.
 
     Args:
         vllm_config: The engine's configuration.
@@ -87,14 +88,14 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
-        """Return the memory order to ask for; ``None`` for MLA, which has no heads to order."""
+        """Return the memory order to request; ``None`` for MLA, which has no heads to order."""
         if vllm_config.model_config is None or vllm_config.model_config.use_mla:
             return None
         return PREFERRED_LAYOUT
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> FerryStats:
-        """Return metrics from the plain ``data`` that another process sent."""
+        """Return the metrics that another process sent as plain ``data``."""
         return FerryStats(data=data or {})
 
     @classmethod
@@ -112,7 +113,10 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         return FerryPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def shutdown(self) -> None:
-        """Close the side channel or the endpoint. Calling it again has no effect."""
+        """Close the side channel (scheduler's role) or the rank's endpoint (worker's role).
+
+        Calling it again has no effect.
+        """
         if self._scheduler is not None:
             self._scheduler.close()
         if self._worker is not None:
@@ -122,33 +126,46 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def supports_divergent_local_hybrid_hits(self) -> bool:
-        """True: cache groups may have different local hits, since a load has a range per group."""
+        """``True``: prefix-cache hits may differ between cache groups.
+
+        A load has a range of tokens for each group.
+        """
         return True
 
     def on_new_request(self, request: Request) -> None:
-        """Check the ticket of a request to decode, or truncate the prompt of a prefill request."""
+        """Check a decode request's ticket, or truncate the prompt of a request to prefill."""
         self._scheduler_half().on_new_request(request)
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int, bool]:
-        """Return how many tokens after the cached ones will be loaded, and whether asynchronously.
+        """Return how many tokens will be loaded beyond those that are cached here.
 
         Args:
             request: vLLM's request.
             num_computed_tokens: How many of the request's tokens are cached here already.
+
+        Returns:
+            The number of tokens, and whether they are loaded asynchronously: ``True`` unless the
+            number is 0.
         """
         return self._scheduler_half().num_matched_tokens(request, num_computed_tokens)
 
     def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
-        """Return the ids of the groups whose blocks a load fills: with data, or else zeros."""
+        """Return the ids of the cache groups whose blocks a load fills.
+
+        A load writes zeros where it reads nothing.
+        """
         ids: tuple[int, ...] = self._kv_cache_config.transfer_group_ids
         return ids
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
-        """Order the load of a decode request that got blocks, or reserve a prefill request's hold.
+        """Start the load of a request to decode, or pick the hold of a request to prefill.
+
+        Called when vLLM has allocated blocks for the request. Workers start the load in the next
+        step.
 
         Args:
             request: vLLM's request.
@@ -158,17 +175,17 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler_half().blocks_allocated(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        """Return the messages for the workers of this step."""
+        """Return the scheduler half's messages to the workers for this step."""
         return self._scheduler_half().build_step(scheduler_output)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        """Apply the workers' reports of a step, such as the sends and loads that ended."""
+        """Process the workers' reports of a step, such as the sends and loads that ended."""
         self._scheduler_half().worker_output(connector_output)
 
     def request_finished(
         self, request: Request, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Return whether a request's blocks are held, and its ticket if they are.
+        """Make the ticket of a request that ended; see ``request_finished_all_groups``.
 
         vLLM calls this for models with one cache group.
         """
@@ -177,33 +194,39 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished_all_groups(
         self, request: Request, block_ids: Sequence[list[int]]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Return whether a request's blocks are held, and its ticket if they are.
+        """Make the ticket of a request that ended, or abort its load if one is under way.
 
         Args:
             request: vLLM's request.
             block_ids: The ids of the request's blocks, one list per cache group of vLLM.
+
+        Returns:
+            Whether vLLM must keep the blocks until the request is reported as sent, and the ticket
+            (``kv_transfer_params``); ``False`` and ``None`` if the request gets no ticket.
         """
         return self._scheduler_half().request_finished(request, block_ids)
 
     def has_pending_block_frees(self) -> bool:
-        """Return whether held blocks will be free soon.
+        """Return whether blocks that are held for other engines will be free soon.
 
-        vLLM asks when a running request lacks a block. If blocks will be free soon, vLLM waits
-        instead of preempting a request.
+        Called when a running request lacks a block. If the result is ``True``, vLLM waits instead
+        of preempting a request.
         """
         return self._scheduler_half().has_pending_block_frees()
 
     def has_pending_push_work(self) -> bool:
-        """Return whether the engine must step even if it has nothing to run.
+        """Return whether vLLM must run a step even if there is no token to compute.
 
-        Workers get the scheduler's messages, and report problems, only in steps.
+        Workers get the scheduler half's messages, and report problems, only in steps.
         """
         return self._scheduler is not None and self._scheduler.pending
 
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
-        """Open the side channel, and serve what the ranks publish; vLLM calls this once, at start.
+        """Open the side channel, where other engines fetch what this engine's ranks publish.
+
+        vLLM calls this once, at start.
 
         Args:
             metadata: What each rank publishes, by (pipeline rank, tensor rank).
@@ -222,7 +245,11 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
     # Hooks of the worker's role. Before the caches are registered they do nothing.
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """Describe the allocated caches and make them readable by other engines."""
+        """Start the worker half, and make this rank's caches readable by other engines.
+
+        Args:
+            kv_caches: vLLM's cache tensors by layer.
+        """
         self._worker = start_worker(self._vllm_config, self._kv_cache_config, kv_caches)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
@@ -232,8 +259,8 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """Apply the scheduler's messages of this step.
 
-        vLLM calls this before it runs the model, and ``start_load_kv`` only inside the run. Loads
-        start here, since they would start later there for no reason.
+        Loads start here and not in ``start_load_kv``, because vLLM calls this method earlier:
+        before it runs the model.
         """
         super().bind_connector_metadata(connector_metadata)
         if self._worker is not None and isinstance(connector_metadata, StepMetadata):
@@ -254,9 +281,10 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         """Do nothing: the consumer reads the pages."""
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """Return the requests whose sends or loads ended since the last call.
+        """Return the requests that were sent, and those whose load ended, since the last call.
 
-        A failed load is among ``finished_recving`` and among ``failed_recving``.
+        A request is sent when its hold has ended on this rank. A request whose load failed is in
+        ``finished_recving`` and in ``failed_recving``.
 
         Args:
             finished_req_ids: The requests that vLLM finished in this step; ignored.
@@ -264,11 +292,11 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         return self._worker.results() if self._worker is not None else KVConnectorTransferResults()
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        """Return this rank's report to the scheduler half, or ``None`` if there is none."""
+        """Return what this rank reports to the scheduler half, or ``None`` if nothing."""
         return self._worker.take_report() if self._worker is not None else None
 
     def get_kv_connector_stats(self) -> FerryStats | None:
-        """Return the metrics since the last call, or ``None`` if there are none.
+        """Return the metrics counted since the last call, or ``None`` if there are none.
 
         vLLM asks the connectors of both roles, and adds their metrics up.
         """
@@ -276,10 +304,10 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         return half.take_stats() if half is not None else None
 
     def _scheduler_half(self) -> FerryScheduler:
-        """Return the scheduler half.
+        """Return the scheduler half of the connector.
 
         Raises:
-            KVFerryError: This is a worker's connector, which has none.
+            KVFerryError: This connector has the worker's role, so it has no scheduler half.
         """
         if self._scheduler is None:
             raise KVFerryError("a scheduler's hook was called on a worker's connector")

@@ -56,14 +56,14 @@ class Consumer:
 
     Args:
         groups: The engine's cache groups that are transferred.
-        metrics: Counts loads and refused tickets.
+        metrics: Where loads and refused tickets are counted.
         engine: This engine's id.
         may_load: Whether the engine's ``kv_role`` lets it load; only then does vLLM free blocks in
             an order that is safe for loads.
         verify_prompt: Whether tickets that were made for another prompt are refused.
         backoff: How many tokens at a prompt's end a producer leaves to this engine; see
             ``prefill_backoff``.
-        security: The secrets, keys and networks by which tickets are accepted.
+        security: The secrets, keys and networks that decide which tickets are accepted.
     """
 
     def __init__(
@@ -125,8 +125,8 @@ class Consumer:
     def num_matched_tokens(self, request: Request, computed: int) -> int:
         """Return how many tokens of a request, beyond the cached ones, are to be loaded.
 
-        Tokens of a refused ticket count, too: their load is then reported as failed. vLLM may ask
-        several times, so the call changes nothing.
+        Tokens of a refused ticket count, too: their load is then reported as failed. vLLM may call
+        this several times for a request; a call changes nothing.
 
         Args:
             request: vLLM's request.
@@ -139,7 +139,9 @@ class Consumer:
         return max(0, self._tokens_to_have(request, entry) - computed) if entry is not None else 0
 
     def blocks_allocated(self, request: Request, blocks: KVCacheBlocks, external: int) -> None:
-        """Order the load of a request that got blocks; release its hold if it loads nothing.
+        """Queue the load of a request, or the release of its hold if nothing is to be loaded.
+
+        Called when vLLM has allocated blocks for the request. ``drain`` returns what is queued.
 
         Args:
             request: vLLM's request; ignored if it has no ticket.
@@ -161,7 +163,9 @@ class Consumer:
             self._refused.append((request.request_id, str(entry)))
 
     def request_finished(self, request: Request) -> None:
-        """Abort the load of a request that ended, or release its hold if no load was ordered.
+        """Abort the load of a request that ended, or release its hold if it never had a load.
+
+        Called when vLLM has finished or aborted the request. Loads that are over are left alone.
 
         Args:
             request: vLLM's request.
@@ -173,7 +177,7 @@ class Consumer:
             self._aborted.append(request.request_id)
 
     def loads_finished(self, request_ids: Iterable[str], failed: Collection[str] = ()) -> None:
-        """Count the loads that all workers have reported as over.
+        """Count loads that have ended on all workers, as succeeded or failed.
 
         Args:
             request_ids: vLLM's ids of the requests; those of other connectors are ignored.
@@ -194,7 +198,7 @@ class Consumer:
                 self._metrics.add(TOKENS, tokens)
 
     def drain(self) -> LoadMessages:
-        """Return the messages for the workers of this step, each once."""
+        """Return the messages to the workers that were queued since the last call."""
         for ticket in self._users.take_unused():
             self._loads.append(self._release_only(ticket.request, ticket, shared=False))
         messages = LoadMessages(
@@ -209,15 +213,16 @@ class Consumer:
 
     @property
     def pending(self) -> bool:
-        """Whether there are messages that the workers have not got yet."""
+        """Whether ``drain`` has messages to return."""
         messages = self._prepare or self._loads or self._refused or self._aborted
         return bool(messages) or self._users.pending
 
     def _admit(self, request: Request) -> Ticket:
-        """Check a request's ticket, and return it.
+        """Check the ticket in a request's ``kv_transfer_params``, and return it.
 
         Raises:
-            TicketError: The ticket is malformed, not for this engine, or not for this prompt.
+            TicketError: This engine may not load, or the ticket is malformed, of an engine to which
+                this engine may not connect, or made for another prompt.
         """
         if not self._may_load:
             raise TicketError(
@@ -243,10 +248,10 @@ class Consumer:
         return ticket
 
     def _check_server(self, ticket: Ticket) -> None:
-        """Refuse a ticket whose side channel this engine is not allowed to ask.
+        """Refuse a ticket of an engine to whose side channel this engine may not connect.
 
         Raises:
-            TicketError: The ticket's public key is not among the accepted ones.
+            TicketError: The side channel's public key, which the ticket names, is not accepted.
         """
         try:
             self._security.access.check_server(ticket.key)
@@ -256,14 +261,18 @@ class Consumer:
             ) from exc
 
     def _check_tokens(self, request: Request, tokens: int) -> None:
-        """Refuse a ticket whose states and windows end at another token than this engine needs.
+        """Refuse a ticket that covers another number of tokens than this engine needs.
+
+        The number matters only if the model has recurrent states or attention windows: these can be
+        used only after exactly the tokens that they were computed for. It does not matter for a
+        request with ``skip_reading_prefix_cache`` either, for which vLLM loads nothing.
 
         Args:
             request: vLLM's request.
             tokens: How many of the prompt's tokens the ticket covers.
 
         Raises:
-            TicketError: The ticket covers more or fewer tokens than are handed over to this engine.
+            TicketError: The number matters, and it is not ``handed_over_tokens``.
         """
         expected = handed_over_tokens(request, self._backoff)
         if (
@@ -278,7 +287,7 @@ class Consumer:
             )
 
     def _tokens_to_have(self, request: Request, entry: Ticket | TicketError) -> int:
-        """Return how many of a prompt's first tokens are cached or loaded, not computed here.
+        """Return how many of a prompt's first tokens are cached or loaded instead of computed here.
 
         Args:
             request: vLLM's request.
@@ -292,7 +301,7 @@ class Consumer:
         return 0 if self._needs_exact_length and total >= request.num_prompt_tokens else total
 
     def _load(self, request: Request, ticket: Ticket, blocks: KVCacheBlocks) -> Load:
-        """Return the order to load a request into its blocks.
+        """Return the load that fills a request's blocks.
 
         Args:
             request: vLLM's request.
@@ -310,17 +319,17 @@ class Consumer:
         )
 
     def _shares(self, request_id: str) -> bool:
-        """Record that the load of a request is ordered.
+        """Record that a request's load is being queued, and return whether others share its hold.
 
         Returns:
-            Whether other requests may still load from the same hold. Then this load must not tell
-            the producer "done"; a later load does.
+            Whether other requests may still load from the same hold. If so, this load must not tell
+            the producer "done"; a later load will.
         """
         siblings = SAMPLE.match(request_id) is not None
         return self._users.order(RequestId(request_id), siblings=siblings)
 
     def _release_unused(self, request_id: str, ticket: Ticket) -> None:
-        """Release the hold of a request that loads nothing, unless other requests load from it."""
+        """Release the hold of a request that loads nothing, unless other requests may use it."""
         shared = self._shares(request_id)
         self._loads.append(self._release_only(request_id, ticket, shared=shared))
         self._users.over(RequestId(request_id), loaded=False)

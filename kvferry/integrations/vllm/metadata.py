@@ -19,10 +19,11 @@ from kvferry.core.lifecycle.ticket import Ticket
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankHandshake(KVConnectorHandshakeMetadata):
-    """What a rank sends to the scheduler half at start.
+    """What a rank sends to the scheduler half at start, to be published on the side channel.
 
     Attributes:
-        payload: The rank's encoded ``messages.RankPayload``.
+        payload: The rank's encoded ``messages.RankPayload``: its layout, and what peers need to
+            connect.
     """
 
     payload: bytes
@@ -34,10 +35,10 @@ class RankReport(KVConnectorWorkerMetadata):
 
     Attributes:
         problems: The current problems of each rank whose problems have changed, by rank; an empty
-            tuple if they have ended.
+            tuple if the rank has none any more.
         silent: The holds with a ticket whose consumer seems to be gone, by rank; those whose
-            consumer has been silent for longest come first. Only for ranks that were asked in this
-            step.
+            consumer has been silent for longest come first. Empty unless ``asks_silent`` was set
+            for this step.
     """
 
     problems: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
@@ -66,9 +67,9 @@ class StepMetadata(KVConnectorMetadata):
         ranks: The encoded payloads of all ranks of this engine; sent once, before the first load.
         ticket_key: The public key with which peers verify this engine's tickets; sent with
             ``ranks``.
-        orders: Orders for the holds of requests that this engine computes for others.
-        prepare: Tickets of new requests, so that workers connect early to the engines that made
-            them.
+        orders: Changes to the holds of requests that this engine prefills for others: which holds
+            begin, may be read, or end.
+        prepare: Tickets of new requests. Workers connect early to the engines that made them.
         loads: Loads to start; a load that reads nothing only releases its hold.
         refused: Ids of requests whose ticket was refused, each with the reason.
         aborted: Ids of requests that ended while their load was under way.

@@ -64,7 +64,7 @@ LABEL_VALUES = {
 """All values of the second label, for metrics whose label values are known in advance.
 
 These metrics, and those with the label ``driver`` alone, are exported as 0 from the start: a
-counter that appears only with its first failure hides that failure from a rate.
+counter that appears only with its first failure hides that failure from Prometheus's ``rate``.
 """
 
 LOGGED_PROBLEMS = {
@@ -124,13 +124,16 @@ class FerryStats(KVConnectorStats):
         return not self.data
 
     def _total(self, metric: Metric) -> float:
-        """Return the sum over all labels; of ``PEERS_DOWN``, which ranks share, the maximum."""
+        """Return a metric's sum over all labels.
+
+        For ``PEERS_DOWN``, return the maximum instead: several ranks may count the same peer.
+        """
         values = [value for _, value in flat(metric, self.data)]
         return float(max(values, default=0) if metric is PEERS_DOWN else sum(values))
 
 
 class FerryPromMetrics(KVConnectorPromMetrics):
-    """The metrics as Prometheus metrics.
+    """Export the metrics to Prometheus.
 
     Args:
         vllm_config: The engines' configuration.
@@ -171,7 +174,7 @@ class FerryPromMetrics(KVConnectorPromMetrics):
         value: Any,  # noqa: ANN401
         engine: int,
     ) -> None:
-        """Add a value to a metric; a gauge takes the value instead.
+        """Add a value to a counter or histogram, or set a gauge to it.
 
         Args:
             metric: The metric.
@@ -189,12 +192,12 @@ class FerryPromMetrics(KVConnectorPromMetrics):
             child.set(value)
 
     def _child(self, metric: Metric, labels: tuple[str, ...], engine: int) -> Any:  # noqa: ANN401
-        """Return Prometheus's object for a metric with some values of its labels.
+        """Return the Prometheus metric for given values of a metric's labels.
 
         Args:
             metric: The metric.
-            labels: The values of the metric's own labels, in the order of ``Metric.labels``. Names
-                of peers beyond a bound share one value.
+            labels: The values of the metric's own labels, in the order of ``Metric.labels``. To
+                bound their number, peers beyond the first ones share one label value.
             engine: The engine's index, for the values of vLLM's labels.
         """
         bounded = [
@@ -204,7 +207,11 @@ class FerryPromMetrics(KVConnectorPromMetrics):
         return self._metrics[metric].labels(*self.per_engine_labelvalues[engine], *bounded)
 
     def _start_at_zero(self, driver: str) -> None:
-        """Export as 0 the metrics whose label values are known in advance; see ``LABEL_VALUES``."""
+        """Export as 0 the metrics whose label values are known in advance; see ``LABEL_VALUES``.
+
+        Args:
+            driver: The name of the configured driver, the value of the label ``driver``.
+        """
         driver_only = {(metric, (driver,)) for metric in METRICS if metric.labels == ("driver",)}
         enumerated = {
             (metric, (driver, str(value)))

@@ -2,8 +2,8 @@
 
 A request that asks for ``do_remote_decode`` is prefilled here. When the request finishes, its
 blocks are held and its ``kv_transfer_params`` become a ticket, with which another engine reads the
-blocks. The hold ends when that engine has read, when the lease runs out, or when this engine needs
-the blocks. A hold is silent if its consumer has given no sign of life for some time.
+blocks. The hold ends when that engine has read them, when the lease runs out, or when this engine
+needs the blocks. A hold is silent if its consumer has given no sign of life for some time.
 """
 
 from __future__ import annotations
@@ -61,7 +61,8 @@ class Producer:
         lease: Seconds for which a ticket's pages are held unless the consumer renews the lease.
         backoff: How many tokens at a prompt's end are left to the consumer; see
             ``prefill_backoff``.
-        computed: Whether nothing writes to a request's pages after its last token was sampled.
+        computed: Whether nothing writes to a request's pages after its last token was sampled, so
+            that the pages are complete when the ticket is made.
         sizes: The engine's parallelism, for the ticket.
         max_held: How many blocks may be held at once; ``None`` for no limit.
         secrets: The secrets that sign tickets; ``None`` leaves tickets unsigned.
@@ -109,9 +110,9 @@ class Producer:
     def on_new_request(self, request: Request) -> None:
         """Remove the last ``backoff`` tokens of a prompt that is prefilled for another engine.
 
-        A prompt stays as it is if it was truncated before, is not longer than ``backoff``, or its
-        logprobs are asked for. A request that this engine's ``kv_role`` does not let it hand over
-        is counted and logged.
+        A prompt stays as it is if it was truncated before, if it is not longer than ``backoff``, or
+        if the request asks for ``prompt_logprobs``. If this engine's ``kv_role`` forbids handing
+        requests over, the request is counted and logged as one without a ticket.
 
         Args:
             request: vLLM's request, changed in place.
@@ -128,9 +129,11 @@ class Producer:
         request.kv_transfer_params = {**params, TRUNCATED: True}
 
     def take_on(self, request: Request) -> None:
-        """Reserve a hold for a request that the coming step computes.
+        """Pick a hold for a request that is prefilled here for another engine.
 
-        vLLM calls this again when the request is scheduled again after a preemption.
+        Called when vLLM has allocated blocks for the request, and again when it does so after a
+        preemption; the request then keeps its hold. If no hold can be given, the request is counted
+        and logged as one without a ticket.
 
         Args:
             request: vLLM's request; ignored unless it asks for ``do_remote_decode``.
@@ -148,7 +151,7 @@ class Producer:
     def request_finished(
         self, request: Request, block_ids: Sequence[Sequence[int]], serving: EngineSideChannel
     ) -> dict[str, Any] | None:
-        """Make the ticket of a request that ended, or drop its hold.
+        """Make the ticket of a request that ended, or end its hold if it gets no ticket.
 
         Args:
             request: vLLM's request.
@@ -156,8 +159,8 @@ class Producer:
             serving: This engine and the address of its side channel.
 
         Returns:
-            The ``kv_transfer_params`` for the decoding engine, or ``None`` if no ticket is made and
-            vLLM may free the blocks at once.
+            The ticket as ``kv_transfer_params`` for the decoding engine, or ``None`` if no ticket
+            is made and vLLM may free the blocks at once.
         """
         request_id = RequestId(request.request_id)
         tokens = self._ticket_tokens(request)
@@ -187,7 +190,7 @@ class Producer:
         ).params(self._secrets, self._ticket_key)
 
     def _ticket_hold(self, request: Request, block_ids: Sequence[Sequence[int]]) -> Hold | None:
-        """Keep the blocks of a request that ended under its hold, and return the hold.
+        """Return the hold for the ticket of a request that ended, and count its blocks as held.
 
         Args:
             request: vLLM's request.
@@ -242,8 +245,9 @@ class Producer:
     def _ticket_tokens(self, request: Request) -> int:
         """Return how many tokens the ticket of a request covers, or 0 if it gets no ticket.
 
-        After a request has generated tokens, its recurrent states and attention windows include
-        the generated tokens, and decode could not continue from them.
+        The result is 0 if the prompt was not computed to the end. It is also 0 if the model has
+        recurrent states or attention windows, and these are past the token from which decode
+        continues; the request is then counted and logged.
         """
         if request.status.name not in COMPLETE:
             return 0
@@ -276,12 +280,12 @@ class Producer:
         return tokens
 
     def _was_left_whole(self, request: Request) -> bool:
-        """Return whether prompt_logprobs kept a prompt from being truncated."""
+        """Return whether ``prompt_logprobs`` kept a prompt from being truncated."""
         scored: bool = request.skip_reading_prefix_cache
         return scored and request.num_prompt_tokens > self._backoff
 
     def sends_finished(self, request_ids: Sequence[str]) -> None:
-        """End the holds of requests that all workers have reported as sent.
+        """Remove the holds of requests that all workers have reported as sent.
 
         Args:
             request_ids: vLLM's ids of the requests.
@@ -290,11 +294,17 @@ class Producer:
             self._holds.sent(RequestId(request_id))
 
     def reset(self) -> None:
-        """Give up every hold with a ticket: tickets become stale, and vLLM gets the blocks back."""
+        """Give up every hold that has a ticket: the tickets become stale.
+
+        vLLM gets each request's blocks back when the workers have reported the request as sent.
+        """
         self._holds.reset()
 
     def update_metrics(self) -> None:
-        """Record how many blocks are held now, and which holds were evicted since the last call."""
+        """Set the metric of held blocks, and count and log the holds evicted since the last call.
+
+        A hold is evicted if more than ``max_held`` blocks are held.
+        """
         self._metrics.set(HELD, self._holds.held_pages)
         for request_id in self._holds.take_evicted():
             self._metrics.add(EVICTED)
@@ -307,7 +317,7 @@ class Producer:
             )
 
     def drain(self) -> HoldOrders:
-        """Return the orders for the workers of this step, each once."""
+        """Return the orders about holds that were queued for the workers since the last call."""
         return self._holds.drain()
 
     # The methods below free held blocks when requests of this engine wait for blocks.
@@ -323,8 +333,8 @@ class Producer:
     def allocation_attempted(self, request: Request, computed: int) -> None:
         """Record that vLLM tries to allocate blocks for a request, and how many it needs.
 
-        The request waits for blocks unless ``blocks_allocated`` follows in the same scheduling
-        pass.
+        If ``blocks_allocated`` does not follow in the same scheduling pass, the request counts as
+        one that waits for blocks.
 
         Args:
             request: vLLM's request.
@@ -336,7 +346,7 @@ class Producer:
         )
 
     def blocks_allocated(self, request: Request) -> None:
-        """Record that vLLM allocated blocks for a request, which therefore waits for none.
+        """Record that vLLM allocated blocks for a request, so that it no longer waits for blocks.
 
         Args:
             request: vLLM's request.
@@ -353,13 +363,13 @@ class Producer:
         return self._holds.ending
 
     def relieve_block_pressure(self) -> bool:
-        """Give up holds whose consumer is gone, if requests wait for blocks.
+        """If requests wait for blocks, give up holds whose consumer seems to be gone.
 
         Must be called once, at the end of each scheduling pass.
 
         Returns:
-            Whether the ranks are to report, in the coming step, the holds whose consumers give no
-            sign of life.
+            Whether the scheduler half must ask the ranks, in the coming step, for their silent
+            holds.
         """
         request_waits = bool(self._blocks_needed) or self._running_request_waits
         needed = sum(self._blocks_needed.values())
@@ -375,8 +385,7 @@ class Producer:
         """Store the ranks' reports of silent holds, for ``relieve_block_pressure``.
 
         Args:
-            reports: The holds whose consumers give no sign of life, by rank; empty if the ranks
-                were not asked.
+            reports: The silent holds by rank; empty if the ranks were not asked.
         """
         if reports:
             self._pressure.answered(reports)
@@ -400,13 +409,13 @@ class Producer:
 
 
 def _describe_claims(holds: Sequence[Silence], engines: Sequence[str]) -> str:
-    """Return as text which engines had claimed the holds, for the log.
+    """Return a text for the log with the engines that claimed holds.
 
     An engine claims a hold when it renews the lease.
 
     Args:
         holds: The holds, each with the engines that claimed it.
-        engines: All these engines, each once.
+        engines: The engines that claimed any of the holds, each once.
     """
     unclaimed = sum(not each.engines for each in holds)
     names = ", ".join(on_one_line(engine, 64) for engine in engines[:MAX_ENGINES_LOGGED])

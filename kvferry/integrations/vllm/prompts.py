@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def prompt_digest(request: Request, tokens: int) -> bytes:
     """Return a digest of everything that the pages of a prompt's first tokens depend on.
 
-    vLLM's block hashes do not serve, since they depend on settings of the process.
+    vLLM's block hashes cannot be used for this, because they depend on settings of the process.
 
     Args:
         request: vLLM's request.
@@ -49,7 +49,7 @@ def _token_id_mask(request: Request, tokens: int) -> tuple[bytes, ...]:
 
     Returns:
         The mask, with one byte per position: 1 for a token id, 0 for an embedding. An empty tuple
-        if vLLM gives no mask, so that the digests of such prompts stay as they were.
+        if the request has no mask, which then adds nothing to the digest.
     """
     mask = request.prompt_is_token_ids
     return () if mask is None else (bytes(map(bool, mask[:tokens])),)
@@ -112,8 +112,8 @@ def handed_over_tokens(request: Request, tail: int) -> int:
 
     Args:
         request: vLLM's request, its prompt not truncated.
-        tail: The producer's ``prefill_backoff``, in tokens. A prompt that is not longer is handed
-            over whole.
+        tail: The producer's ``prefill_backoff``, in tokens. If the prompt is not longer, the
+            producer computes all of it.
     """
     tokens: int = request.num_prompt_tokens
     return tokens - tail if tokens > tail else tokens

@@ -23,8 +23,8 @@ class RankPosition:
         coordinates: The worker's rank in each kind of parallelism, as published in the handshake.
         rank: The worker's index among the ranks that publish a layout. It ascends in the order in
             which vLLM lists handshakes: by pipeline rank, then by tensor rank.
-        replica: Whether another rank publishes everything that this worker stores, because several
-            prefill context-parallel ranks each store all tokens.
+        replica: Whether another rank stores and publishes the same as this worker: several prefill
+            context-parallel ranks may each store all tokens, and only the first publishes.
     """
 
     shard: ShardPosition
@@ -85,7 +85,7 @@ def shared_incarnation() -> Incarnation:
 
 
 def parallel_sizes(parallel: ParallelConfig) -> ParallelSizes:
-    """Return an engine's parallel sizes, for its tickets.
+    """Return an engine's numbers of parallel ranks, for its tickets.
 
     Args:
         parallel: The engine's parallel configuration.

@@ -102,12 +102,14 @@ class FerryScheduler:
         self._unsent_ranks: tuple[bytes, ...] = ()
 
     def serve(self, metadata: Mapping[tuple[int, int], object]) -> None:
-        """Open the side channel, on which other engines fetch what the ranks published.
+        """Open the side channel, on which other engines fetch what this engine's ranks published.
+
+        If no rank published anything, log a warning and open nothing.
 
         Args:
             metadata: What the ranks published, by (pipeline rank, tensor rank). Under
-                MultiConnector every child gets the first child's metadata; that of other
-                connectors is ignored.
+                MultiConnector, every connector gets the metadata of the first; what other
+                connectors published is ignored.
 
         Raises:
             HandshakeError: The address cannot be bound; names the setting to change.
@@ -134,7 +136,7 @@ class FerryScheduler:
         )
 
     def on_new_request(self, request: Request) -> None:
-        """Check the ticket of a request to decode, or truncate the prompt of a prefill request.
+        """Check a decode request's ticket, or truncate the prompt of a request to prefill.
 
         Args:
             request: vLLM's request.
@@ -143,18 +145,24 @@ class FerryScheduler:
         self._consumer.on_new_request(request)
 
     def num_matched_tokens(self, request: Request, computed: int) -> tuple[int, bool]:
-        """Return how many tokens after the cached ones will be loaded, and whether asynchronously.
+        """Return how many tokens will be loaded beyond those that are cached here.
 
         Args:
             request: vLLM's request.
             computed: How many of the request's tokens are cached here already.
+
+        Returns:
+            The number of tokens, and whether they are loaded asynchronously: ``True`` unless the
+            number is 0.
         """
         self._producer.allocation_attempted(request, computed)
         tokens = self._consumer.num_matched_tokens(request, computed)
         return tokens, tokens > 0
 
     def blocks_allocated(self, request: Request, blocks: KVCacheBlocks, external: int) -> None:
-        """Reserve the hold of a prefill request that got blocks, or order a decode request's load.
+        """Pick the hold of a request to prefill, or queue the load of a request to decode.
+
+        Called when vLLM has allocated blocks for the request.
 
         Args:
             request: vLLM's request.
@@ -168,22 +176,22 @@ class FerryScheduler:
     def request_finished(
         self, request: Request, block_ids: Sequence[Sequence[int]]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Return whether a finished request's blocks are held, and its ticket.
+        """Make the ticket of a request that ended, or abort its load if one is under way.
 
         Args:
             request: vLLM's request.
             block_ids: The ids of the request's blocks, one list per cache group of vLLM.
 
         Returns:
-            Whether vLLM must keep the blocks until the request is reported as sent, and the
-            ``kv_transfer_params`` for the decoding engine, or ``None``.
+            Whether vLLM must keep the blocks until the request is reported as sent, and the ticket
+            (``kv_transfer_params``); ``False`` and ``None`` if the request gets no ticket.
         """
         self._consumer.request_finished(request)
         params = self._producer.request_finished(request, block_ids, self._serving)
         return params is not None, params
 
     def build_step(self, scheduler_output: SchedulerOutput) -> StepMetadata:
-        """Return the messages for the workers of this step.
+        """Return the messages to the workers for this step.
 
         Args:
             scheduler_output: vLLM's plan of the step.
@@ -204,10 +212,10 @@ class FerryScheduler:
         )
 
     def worker_output(self, output: KVConnectorOutput) -> None:
-        """Apply what the workers have reported in a step.
+        """Process what the workers have reported in a step.
 
         Args:
-            output: vLLM's sum of the workers' reports.
+            output: The reports of all workers, merged by vLLM.
         """
         self._producer.sends_finished(output.finished_sending or ())
         report = output.kv_connector_worker_meta
@@ -219,31 +227,31 @@ class FerryScheduler:
         self._consumer.loads_finished(output.finished_recving or (), output.failed_recving or ())
 
     def take_stats(self) -> FerryStats | None:
-        """Return this half's metrics since the last call, or ``None`` if there are none."""
+        """Return the scheduler half's metrics since the last call; ``None`` if there are none."""
         self._producer.update_metrics()
         data = self._metrics.take()
         return FerryStats(data=data) if data else None
 
     def has_pending_block_frees(self) -> bool:
-        """Return whether held blocks will be free soon.
+        """Return whether blocks that are held for other engines will be free soon.
 
-        vLLM asks when a running request lacks a block.
+        Called when a running request lacks a block.
         """
         return self._producer.has_pending_block_frees()
 
     @property
     def pending(self) -> bool:
-        """Whether the engine must step although it may have nothing to run.
+        """Whether vLLM must run a step even if there is no token to compute.
 
-        True while load messages wait for the workers. True also for a while after a worker reported
-        a problem, because it needs a step to report that the problem has ended.
+        True while messages about loads wait for the workers. True also for a while after a worker
+        reported a problem, because the worker needs a step to report that the problem has ended.
         """
         has_problems = any(self._problems.values())
         changed_lately = time.monotonic() < self._problems_changed + PROBLEM_STEPS_SECONDS
         return self._consumer.pending or (has_problems and changed_lately)
 
     def reset(self) -> None:
-        """Give up every hold with a ticket, so that vLLM's next prefix-cache reset succeeds."""
+        """Give up every hold that has a ticket, so that vLLM's next prefix-cache reset succeeds."""
         self._producer.reset()
 
     def _current_problems(self) -> list[str]:

@@ -74,7 +74,7 @@ def read_security_settings(
 
 
 def warn_of_open_access(security: SecuritySettings, host: str) -> None:
-    """Log at start what others can read or do.
+    """Log a warning for each setting that leaves access to this engine open.
 
     Args:
         security: This engine's settings.
@@ -107,9 +107,9 @@ def _is_loopback_host(host: str) -> bool:
 
 
 def _warnings(security: SecuritySettings, host: str) -> Iterator[str]:
-    """Yield a warning for each way in which others can read or do something.
+    """Yield a warning for each setting that leaves access open, or excludes this host's network.
 
-    Each warning names the setting that prevents it.
+    Each warning says what to set instead.
 
     Args:
         security: This engine's settings.
@@ -140,10 +140,10 @@ def _warnings(security: SecuritySettings, host: str) -> Iterator[str]:
 
 
 def _excludes_its_own_network(access: Access, host: str) -> bool:
-    """Return whether the default networks exclude engines of other hosts in this host's network.
+    """Return whether the default networks exclude the engines of other hosts in this network.
 
-    That is so if the side channel's host has a public address. ``False`` if ``allowed_peers`` is
-    set, so that the default networks do not apply.
+    They do if the side channel's host has a public address. ``False`` if ``allowed_peers`` is set,
+    because the default networks then do not apply.
 
     Args:
         access: This engine's access settings.

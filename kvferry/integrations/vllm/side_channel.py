@@ -45,7 +45,7 @@ def serve(
     Args:
         ranks: The encoded payloads of all ranks, in rank order.
         config: The settings, with the host and port to listen on.
-        access: Which peers are admitted.
+        access: Which engines may connect.
         problems: Returns the engine's current problems; called from the server's thread.
         ticket_key: The public key with which peers verify this engine's tickets.
 

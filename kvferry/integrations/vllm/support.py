@@ -72,7 +72,7 @@ def check_groups(kv_cache_config: KVCacheConfig) -> None:
 
 
 def check_buffer_device(configured: str, actual: str) -> None:
-    """Refuse a ``kv_buffer_device`` other than the caches' device: transfers are not staged.
+    """Refuse a ``kv_buffer_device`` other than the caches' device: there are no staging buffers.
 
     Args:
         configured: The value of ``kv_buffer_device``.
@@ -101,7 +101,7 @@ def _refuse(reason: str, problems: Iterable[str]) -> None:
 
 
 def _unsupported(vllm_config: VllmConfig) -> Iterator[str]:
-    """Yield the settings with which the connector cannot work."""
+    """Yield each setting with which the connector cannot work, and the remedy."""
     model = vllm_config.model_config
     if model.enable_sleep_mode:
         yield (
@@ -124,7 +124,7 @@ def _unsupported(vllm_config: VllmConfig) -> Iterator[str]:
 
 
 def _unsupported_transfer(vllm_config: VllmConfig) -> Iterator[str]:
-    """Yield the settings of transfer and parallelism with which the connector cannot work."""
+    """Yield each transfer or parallelism setting with which the connector cannot work."""
     transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
     prefill_ranks = parallel.prefill_context_parallel_size
     if prefill_ranks > 1 and parallel.decode_context_parallel_size == 1 and transfer.is_kv_consumer:
@@ -141,7 +141,7 @@ def _unsupported_transfer(vllm_config: VllmConfig) -> Iterator[str]:
 
 
 def _unsupported_siblings(own: KVTransferConfig, engine: KVTransferConfig) -> Iterator[str]:
-    """Yield why this connector cannot run with the other connectors under a MultiConnector.
+    """Yield each reason why this connector cannot run with the others under a MultiConnector.
 
     Args:
         own: The configuration of this connector.
@@ -164,7 +164,7 @@ def _unsupported_siblings(own: KVTransferConfig, engine: KVTransferConfig) -> It
 
 
 def _untested(vllm_config: VllmConfig) -> Iterator[str]:
-    """Yield the features in use that should work, and were not tested."""
+    """Yield the features in use that should work but were not tested."""
     model = vllm_config.model_config
     if model.is_multimodal_model:
         yield f"multimodal models such as {model.model!r}"
@@ -173,7 +173,7 @@ def _untested(vllm_config: VllmConfig) -> Iterator[str]:
 
 
 def _unsupported_groups(kv_cache_config: KVCacheConfig) -> Iterator[str]:
-    """Yield the cache groups that cannot be handed over."""
+    """Yield a text for each cache group that cannot be handed over, or if there are no groups."""
     if not kv_cache_config.transfer_groups:
         yield (
             "a model without a cache to hand over: every request would be computed twice; start "

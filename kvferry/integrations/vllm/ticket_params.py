@@ -228,7 +228,7 @@ def _addresses(
     """Return the side channel's address to ask first, and the address to ask if nobody answers.
 
     Args:
-        ferry: Has the producer's own address, unless an older version made the ticket.
+        ferry: Has the address that the producer states, unless an older build made the ticket.
         nixl: Has the address that routers may rewrite.
         signed: Whether the ticket is signed; then only the signed address is asked.
 
@@ -308,8 +308,8 @@ def _signed_content(params: Mapping[str, Any]) -> dict[str, Any]:
 
     A signature covers every key that is read, and everything under ``kvferry``, also keys of newer
     versions. It does not cover what routers may change: keys that are not read
-    (``do_remote_prefill``, for example) and, if the ticket has the producer's own address, the
-    routers' address.
+    (``do_remote_prefill``, for example) and, if the producer's own address is under ``kvferry``,
+    ``remote_host`` and ``remote_port``.
     """
     content = {name: params[name] for name in _NixlParams.__struct_fields__}
     own = {name: value for name, value in params[KEY].items() if name != SIGNATURE}
@@ -321,8 +321,8 @@ def _signed_content(params: Mapping[str, Any]) -> dict[str, Any]:
 def _proven_content(params: Mapping[str, Any]) -> dict[str, Any]:
     """Return the part of the params that a proof covers.
 
-    A proof covers what a signature covers, except the proof itself. The producer's own address is
-    under ``kvferry``; the address that routers may rewrite is left out.
+    A proof covers what a signature covers, except the proof itself and the address that routers may
+    rewrite. The producer's own address is covered; it is under ``kvferry``.
     """
     content = {name: params[name] for name in _NixlParams.__struct_fields__ if name not in ROUTED}
     own = {name: params[KEY][name] for name in params[KEY] if name not in (SIGNATURE, PROOF)}

@@ -85,7 +85,7 @@ class FerryWorker:
         position: RankPosition,
         incarnation: Incarnation,
     ) -> FerryWorker:
-        """Describe a rank's caches and start its endpoint.
+        """Describe a rank's caches, start its endpoint, and return its worker half.
 
         Args:
             vllm_config: The engine's configuration.
@@ -152,10 +152,11 @@ class FerryWorker:
         self._idle = step.idle
 
     def results(self) -> KVConnectorTransferResults:
-        """Return the requests whose sends or loads ended since the last call, each once.
+        """Return the requests that were sent, and those whose load ended, since the last call.
 
-        A failed load is among ``finished_recving`` and among ``failed_recving``. In a step that
-        runs no token, the call may wait for up to ``IDLE_SECONDS``.
+        A request is sent when its hold has ended on this rank. A request whose load failed is in
+        ``finished_recving`` and in ``failed_recving``. In a step without tokens to compute, the
+        call may wait for up to ``IDLE_SECONDS``.
         """
         if self._idle and (self._endpoint.pending or self._problems):
             self._endpoint.wait(IDLE_SECONDS)
@@ -167,14 +168,15 @@ class FerryWorker:
         )
 
     def take_stats(self) -> FerryStats | None:
-        """Return the metrics since the last call, or ``None`` if there are none."""
+        """Return the metrics counted since the last call, or ``None`` if there are none."""
         data = self._endpoint.take_figures()
         return FerryStats(data=data) if data else None
 
     def take_report(self) -> RankReport | None:
-        """Return this rank's problems if they changed, and silent holds if they were asked for.
+        """Return this rank's problems if they changed, and its silent holds if asked for.
 
-        A silent hold is one whose consumer seems to be gone. ``None`` if there is neither.
+        A silent hold is one whose consumer seems to be gone. The scheduler half asks for them in
+        ``apply``. ``None`` if the problems are the same and the holds were not asked for.
         """
         rank, problems = self._endpoint.payload.rank, self._endpoint.problems
         changed, asked = problems != self._problems, self._asks_silent
@@ -209,7 +211,7 @@ class UnreadRankWorker:
         self._refused: set[str] = set()
 
     def apply(self, step: StepMetadata) -> None:
-        """Record the requests of this step that become readable or are refused, for ``results``.
+        """Record the requests that got a ticket, or whose ticket was refused, for ``results``.
 
         Args:
             step: The scheduler's messages.
@@ -218,7 +220,7 @@ class UnreadRankWorker:
         self._refused.update(request for request, _ in step.refused)
 
     def _apply_orders(self, orders: HoldOrders) -> None:
-        """Record the requests of ready holds as sent, and forget holds that ended without a ticket.
+        """Record as sent the requests that got a ticket; forget holds that ended without one.
 
         Args:
             orders: The scheduler's orders of this step.
@@ -251,10 +253,10 @@ class UnreadRankWorker:
 def start_worker(
     vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, caches: Mapping[str, torch.Tensor]
 ) -> FerryWorker | UnreadRankWorker:
-    """Return the worker half of this process.
+    """Return the worker half of the connector for this process's rank.
 
-    Every worker of the engine must call it at the same point of its start, since the ranks exchange
-    a random number in it.
+    Every worker of the engine must call this at the same point of its start, because the ranks
+    exchange a random number during the call.
 
     Args:
         vllm_config: The engine's configuration.

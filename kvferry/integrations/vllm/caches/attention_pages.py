@@ -1,10 +1,16 @@
 """How attention backends fill a page: the table ``PACKINGS``.
 
-Each packing has a function that returns the fields of a page. The functions were written from the
-source of vLLM 0.32, whose files their docstrings name. A function returns ``None`` for a page that
-this source does not fill, so nothing uncertain is described: such a page is opaque, which means
-that it moves whole, between engines with equal pages only. Backends that store the same values have
-fields with the same keys, in whatever order they store the values.
+A packing is the order in which a backend's kernels store values in a page. Each packing has a
+function that returns the fields of a page: the tensors inside it, such as K and V, and their
+strides. Backends that store the same values in different orders have fields with the same keys, so
+pages can move between them. The functions were written from the source of vLLM 0.32, whose files
+their docstrings name. A function returns ``None`` for a page that is not filled as it expects. Such
+a page is opaque: it moves whole, and only between engines with the same backend, element type,
+shape, strides and processor.
+
+vLLM gives a page the axes (head slots, entries, elements). An entry is what is stored for one
+token, or for several that the cache compresses together. A head slot is usually one KV head. The
+elements of one head slot and entry are a cell.
 """
 
 from __future__ import annotations
@@ -48,7 +54,7 @@ From ``get_supported_kernel_block_sizes`` in ``deepseek_v4/sparse_mla.py`` and `
 
 
 def pack(pages: Sequence[Page]) -> tuple[GroupKind, tuple[Field, ...]]:
-    """Return the kind and the fields of a group's pages.
+    """Return what the pages of a cache group hold, and their fields.
 
     If the content of one layer's pages is not known, the pages of the whole group are opaque.
 
@@ -56,7 +62,8 @@ def pack(pages: Sequence[Page]) -> tuple[GroupKind, tuple[Field, ...]]:
         pages: The pages of each layer of the group.
 
     Raises:
-        LayoutError: An opaque page has gaps, which another layer may fill.
+        LayoutError: A page is opaque and has gaps. It cannot move whole, since the gaps may belong
+            to another layer.
     """
     by_layer = [_described(page) for page in pages]
     described = [fields for fields in by_layer if fields is not None]
@@ -72,17 +79,18 @@ def _described(page: Page) -> Fields:
 
 
 def opaque(page: Page) -> Field:
-    """Return one field for a whole page whose content is not known.
+    """Return a single field that covers a whole page, whose content is not known.
 
-    Only engines with an equal ``Field.packing`` can exchange the field. Where kernels put a value
-    may depend on anything, so that text names the backend, the element type, shape and strides, and
-    the processor.
+    Two engines can exchange the field only if ``Field.packing`` is equal on both. That text names
+    everything that may decide where kernels put a value: the backend, the element type, shape and
+    strides, and the processor.
 
     Args:
         page: The layer's pages.
 
     Raises:
-        LayoutError: The page has gaps, which another layer may fill.
+        LayoutError: The page has gaps. It cannot move whole, since the gaps may belong to another
+            layer.
     """
     if not _is_contiguous(page):
         raise LayoutError(
@@ -96,7 +104,7 @@ def opaque(page: Page) -> Field:
 
 
 def processor() -> str:
-    """Return the name of the processor that kernels run on, and any compute capability it has."""
+    """Return the name of the processor that kernels run on, with a GPU's compute capability."""
     from vllm.platforms import current_platform
 
     capability = current_platform.get_device_capability()
@@ -105,7 +113,7 @@ def processor() -> str:
 
 
 def _is_contiguous(page: Page) -> bool:
-    """Return whether a page has no gaps, in whatever order its axes are."""
+    """Return whether a page has no gaps, whatever the order of its axes."""
     extent = page.itemsize
     for stride, count in sorted(zip(page.strides, page.shape, strict=True)):
         if count > 1 and stride != extent:
@@ -120,9 +128,10 @@ def unknown(page: Page) -> Fields:
 
 
 def halves(page: Page) -> Fields:
-    """Return the fields of pages whose cells, one per head and token, hold K and then V.
+    """Return the fields of a page that holds, for each head and token, K and right after it V.
 
-    The strides say where the cells are. ``None`` if a page is not filled in this way.
+    The strides say in which order heads and tokens are. ``None`` if the page is not filled in this
+    way.
 
     See ``kv_cache.transpose(1, 2).split(head_size, dim=-1)`` in ``flash_attn.py``,
     ``flash_attn_diffkv.py``, ``flashinfer.py``, ``flex_attention.py``, ``hpc_attn.py``,
@@ -163,9 +172,9 @@ def planes(page: Page) -> Fields:
 def vectors(page: Page) -> Fields:
     """Return the fields of a page that holds first all of K in vectors, then all of V in columns.
 
-    K is ``[heads, size/x, tokens, x]`` and V is ``[heads, size, tokens]``: size is the number of
-    elements of a head, x that of a vector of ``VECTOR_BYTES``. ``None`` if the page is not filled
-    in this way.
+    The shape of K is ``[heads, size/x, tokens, x]``, and that of V ``[heads, size, tokens]``. size
+    is the number of elements of a head, x the number of elements in ``VECTOR_BYTES``. ``None`` if
+    the page is not filled in this way.
 
     See ``PagedAttention.split_kv_cache`` in ``ops/paged_attn.py``, for ``rocm_attn.py``.
     """
@@ -184,12 +193,12 @@ def vectors(page: Page) -> Fields:
 
 
 def flash_or_shuffled(page: Page) -> Fields:
-    """Return the fields of a page as ``halves`` describes it, or as AITER shuffles it.
+    """Return the fields of a page that is filled as in ``halves``, or shuffled by AITER.
 
-    In a shuffled page, K is as in ``vectors``, and V is ``[heads, tokens/x, size, x]``
+    In a shuffled page, K is as in ``vectors``, and the shape of V is ``[heads, tokens/x, size, x]``
     (``reshape_and_cache_shuffle_kernel`` in ``rocm_aiter_fa.py``, whose backend has
-    FlashAttention's name). Shuffled fp8 pages ignore the layer's scales, so their bytes mean
-    something else than in other backends: for these pages, the result is ``None``.
+    FlashAttention's name). AITER's kernels ignore the layer's scales in shuffled fp8 pages, so the
+    same bytes mean other values in other backends: for these pages, the result is ``None``.
     """
     if page.spec.num_head_slots is None:
         return halves(page)
@@ -243,10 +252,10 @@ def columns(page: Page) -> Fields:
 def tiles(page: Page) -> Fields:
     """Return the fields of a page that holds, for each head, K and then V in tiles for AMX.
 
-    The tiles are laid out as AMX takes its second operand, B. The row of a tile has 16 pairs. In K,
-    a pair is two neighbouring elements of one token, and there is a pair for each of 16 tokens. In
-    V, a pair is one element of two neighbouring tokens, and there is a pair for each of 16
-    elements. ``None`` if the page is not filled in this way.
+    A tile is a part of the second matrix that AMX multiplies. Each row of a tile has 16 pairs of
+    elements. In K, a row has one pair for each of 16 tokens: two neighbouring elements of the
+    token. In V, a row has one pair for each of 16 element indices: the elements at this index of
+    two neighbouring tokens. ``None`` if the page is not filled in this way.
 
     See ``reshape_and_cache`` in csrc/cpu/cpu_attn_amx.hpp.
     """
@@ -278,10 +287,10 @@ def tiles(page: Page) -> Fields:
 
 
 def rows(page: Page) -> Fields:
-    """Return the field of a page that holds one row per entry: a token, or several compressed ones.
+    """Return the field of a page that holds one row per entry, with any scales in the row.
 
-    A row includes any scales, and every rank stores the same rows. ``None`` if the page is not
-    filled in this way.
+    An entry is one token, or several that the cache compresses together. Every tensor-parallel rank
+    stores the same rows. ``None`` if the page is not filled in this way.
 
     See ``concat_and_cache_mla``; for ``fp8_ds_mla`` the head of ``mla/flashmla_sparse.py``; for
     per-token-head scales ``MLACommonBackend``; for side caches
@@ -301,10 +310,10 @@ def rows(page: Page) -> Fields:
 
 
 def indexer(page: Page) -> Fields:
-    """Return the fields of an indexer's page: the values of all rows, then the scales of all rows.
+    """Return the fields of a page of an indexer: the values of all rows, then all scales.
 
-    ``None`` if the page is not filled in this way. Pages are described on CUDA only, since ROCm's
-    kernels tile the values on some paths.
+    An indexer selects the tokens that sparse attention reads. ``None`` if the page is not filled in
+    this way, or not on CUDA: on ROCm, some kernels store the values in tiles.
 
     See ``_fp8_quant_and_cache_write`` in ``deepseek_v32/common/kernels.py`` and
     ``deepseek_v4/common/ops/fused_compress_quant_cache.py``.
@@ -313,10 +322,11 @@ def indexer(page: Page) -> Fields:
 
 
 def sparse_rows(page: Page) -> Fields:
-    """Return the fields of a page of sparse attention: values and scales apart, or as in ``rows``.
+    """Return the fields of a page of DeepSeek's sparse attention.
 
-    In ``fp8_ds_mla``, the page holds the values of all rows, then the scales of all rows. ``None``
-    if the page is not filled in either way, or not on CUDA.
+    In the format ``fp8_ds_mla``, the page holds the values of all rows, then the scales of all
+    rows; in other formats, the page is filled as in ``rows``. ``None`` if the page is filled in
+    neither way, or not on CUDA.
 
     See the head of ``mla/flashmla_sparse.py``, and ``_fused_compress`` in
     ``deepseek_v4/common/ops/fused_compress_quant_cache.py``.
@@ -329,14 +339,14 @@ def sparse_rows(page: Page) -> Fields:
 
 
 def _plain(page: Page) -> bool:
-    """Return whether a cell holds plain values, without scales and not packed."""
+    """Return whether a page holds plain values: not packed, and without scales among them."""
     from vllm.v1.kv_cache_interface import KVQuantMode
 
     return page.spec.kv_quant_mode in (KVQuantMode.NONE, KVQuantMode.FP8_PER_TENSOR)
 
 
 def _halves(page: Page) -> tuple[int, int] | None:
-    """Return how many bytes K and V have in the cell of one head and token; ``None`` if unknown."""
+    """Return the bytes of K and of V for one head and token; ``None`` if not as in ``halves``."""
     spec, content = page.spec, page.shape[2] * page.itemsize
     if spec.num_head_slots is not None or page.strides[2] != page.itemsize:
         return None
@@ -348,25 +358,25 @@ def _halves(page: Page) -> tuple[int, int] | None:
 
 
 def _is_planes(page: Page) -> bool:
-    """Return whether the page has two head slots, K and V, with all heads of a token in a row."""
+    """Return whether a page has two head slots, one for K and one for V of all heads."""
     spec = page.spec
     sizes = spec.num_kv_heads * spec.head_size, page.itemsize
     return (spec.num_head_slots, page.shape[2], page.strides[2]) == (2, *sizes)
 
 
 def _in_vectors(page: Page) -> bool:
-    """Return whether K and V are each contiguous and a head is a whole number of vectors."""
+    """Return whether K and V are each contiguous, and a head consists of whole vectors."""
     head = page.spec.head_size * page.itemsize
     return page.strides[1] == page.shape[2] * page.itemsize and head % VECTOR_BYTES == 0
 
 
 def _per_head(page: Page) -> Pairs:
-    """Return the axis over heads where all of K, or of V, is stored one head after the other."""
+    """Return the axis over heads of a page that holds K, and likewise V, one head after another."""
     return ((page.spec.num_kv_heads, page.spec.head_size * page.itemsize * page.shape[1]),)
 
 
 def _vector_keys(page: Page) -> Field:
-    """Return the field of keys that are stored in vectors of ``VECTOR_BYTES``."""
+    """Return the field of a page's K, which is stored in vectors of ``VECTOR_BYTES``."""
     tokens, count = page.shape[1], page.spec.head_size * page.itemsize // VECTOR_BYTES
     return page.field(
         "k",
@@ -385,8 +395,8 @@ def _rows_then_scales(page: Page, row_bytes: dict[int, tuple[int, int]]) -> Fiel
         row_bytes: Maps the size of a row to the sizes of its values and of its scales, in bytes.
 
     Returns:
-        The fields; ``None`` if not on CUDA, if kernels may split the tensor's blocks, or if the
-        size of a row is not in ``row_bytes``.
+        The fields; ``None`` if not on CUDA, if kernels may split the tensor's blocks, if the page
+        has several heads or gaps, or if the size of a row is not in ``row_bytes``.
     """
     from vllm.platforms import current_platform
 
@@ -404,12 +414,13 @@ def _rows_then_scales(page: Page, row_bytes: dict[int, tuple[int, int]]) -> Fiel
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Packing:
-    """What is known about the pages of one backend.
+    """How the kernels of one backend fill a page.
 
     Attributes:
-        inside: What a page holds, or why that is not known, for people (docs/coverage.md).
-        fields: Returns the fields of a page, or ``None`` if the page is not as described.
-        unless: For which pages ``fields`` returns ``None``, for people.
+        inside: What a page holds, or why that is not known, as text for docs/coverage.md.
+        fields: Returns the fields of a page, or ``None`` if the page is not filled as ``inside``
+            says.
+        unless: For which pages ``fields`` returns ``None``, as text for docs/coverage.md.
     """
 
     inside: str

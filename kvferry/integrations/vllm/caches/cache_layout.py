@@ -2,8 +2,8 @@
 
 The shape of a cache tensor does not say what its bytes mean: only the kernels that read it do. What
 they read is in two tables, ``attention_pages.PACKINGS`` and ``state_pages.STATE_PACKINGS``. A page
-of a backend in neither table is opaque: it moves whole between equal engines, and the handshake
-refuses other pairs of engines.
+of a backend in neither table is opaque: it moves whole, and only between two engines with the same
+backend, element types and shapes. The handshake refuses other pairs of engines.
 """
 
 from __future__ import annotations
@@ -41,14 +41,16 @@ def describe(
 
     Args:
         caches: vLLM's cache tensors by layer, of shape (kernel blocks, head slots, entries,
-            elements). vLLM owns them; the layout only names their addresses.
-        config: Which layers form which group. Groups that are not transferred are left out, and a
-            group may have no layer on this rank.
-        facts: What else is known about each layer, by layer.
+            elements); ``Page`` explains the axes. vLLM owns them; the layout only names their
+            addresses.
+        config: Which layers form which group. Groups that vLLM does not offer for transfer are left
+            out, and a group may have no layer on this rank.
+        facts: What is known about each layer beyond its tensor and its spec, by layer.
         position: The rank's position.
 
     Raises:
-        LayoutError: A tensor is missing, or its shape is not that of its spec.
+        LayoutError: A tensor is missing, its shape is not that of its spec, or pages can be
+            described neither by fields nor as opaque.
     """
     rank = _Rank(
         caches=caches, blocks=config.num_blocks, facts=facts, position=position, regions=[]
@@ -63,14 +65,14 @@ def describe(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Rank:
-    """Describe the groups of one rank, one after the other.
+    """Describe the cache groups of one rank, one after the other.
 
     Attributes:
         caches: vLLM's cache tensors by layer.
         blocks: Number of the scheduler's block ids.
-        facts: What else is known about each layer, by layer.
+        facts: What is known about each layer beyond its tensor and its spec, by layer.
         position: The rank's position.
-        regions: The memory of all groups that were described; each method adds to it.
+        regions: The memory of the groups described so far; ``group`` adds that of each group.
     """
 
     caches: Mapping[str, torch.Tensor]
@@ -88,6 +90,9 @@ class _Rank:
 
         Returns:
             The group and its fields, for the layout.
+
+        Raises:
+            LayoutError: See ``describe``.
         """
         pages = [
             self._page(layer, tensor, spec_of(layer, group), index)
@@ -179,7 +184,9 @@ def _distinct(
 
 
 def _kernels(layer: str, tensor: torch.Tensor, spec: KVCacheSpec, blocks: int) -> int:
-    """Return into how many kernel blocks the kernels split one of the scheduler's blocks.
+    """Return how many kernel blocks one of the scheduler's blocks consists of.
+
+    Attention kernels may use smaller blocks than the scheduler.
 
     Args:
         layer: vLLM's name of the layer, for errors.

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class Handling(enum.StrEnum):
-    """What is done with a kind of cache."""
+    """How caches of one class of ``KVCacheSpec`` are handled."""
 
     PAGED = "paged"
     """A page holds consecutive tokens."""
@@ -26,11 +26,11 @@ class Handling(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheSupport:
-    """Whether a kind of cache is supported, and why.
+    """Whether caches of one class of ``KVCacheSpec`` are supported, and why.
 
     Attributes:
-        handling: What is done with caches of this kind.
-        why: The reason, for people (docs/coverage.md and errors).
+        handling: How caches of this class are handled.
+        why: The reason, as text for docs/coverage.md and errors.
     """
 
     handling: Handling
@@ -38,12 +38,12 @@ class CacheSupport:
 
 
 def _paged(why: str) -> CacheSupport:
-    """Return the support of a kind whose pages hold tokens."""
+    """Return the entry of ``SPECS`` for a class whose pages hold tokens."""
     return CacheSupport(handling=Handling.PAGED, why=why)
 
 
 def _refused(why: str) -> CacheSupport:
-    """Return the entry of a kind that is refused."""
+    """Return the entry of ``SPECS`` for a class that is refused."""
     return CacheSupport(handling=Handling.REFUSED, why=why)
 
 
@@ -76,7 +76,7 @@ SPECS: Mapping[str, CacheSupport] = {
 
 
 def refusals(config: KVCacheConfig) -> Iterator[str]:
-    """Yield a text for each group whose caches cannot be handed over, with the reason.
+    """Yield a text for each cache group that cannot be handed over, with the reason.
 
     Groups that vLLM itself does not offer for transfer are ignored.
 
@@ -118,6 +118,6 @@ def _spec_refusal(spec: KVCacheSpec) -> str:
 
 
 def _names_of(names: list[str]) -> str:
-    """Return as text the first two names, and how many more there are."""
+    """Return a text with the first two layer names, and how many more there are."""
     rest = f" and {len(names) - 2} more layers" if len(names) > 2 else ""
     return ", ".join(names[:2]) + rest

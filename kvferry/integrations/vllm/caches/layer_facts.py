@@ -1,4 +1,4 @@
-"""Gather what vLLM's modules and configuration say about layers beyond their cache tensors."""
+"""Collect what vLLM's modules and configuration say about layers beyond their cache tensors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ def layer_facts(
 ) -> dict[str, LayerFacts]:
     """Return the facts of every layer whose cache is transferred, by vLLM's name of the layer.
 
-    All ranks of a tensor-parallel group must call this together, since they may exchange scales.
+    All ranks of a tensor-parallel group must call this together, since they may exchange the scales
+    of quantised caches.
 
     Args:
         vllm_config: The engine's configuration.
@@ -51,7 +52,9 @@ def layer_facts(
 
 
 def is_draft(layer: str, vllm_config: VllmConfig) -> bool:
-    """Return whether a layer belongs to the draft model, whose layers vLLM numbers last.
+    """Return whether a layer belongs to the draft model of speculative decoding.
+
+    In a layer's name, vLLM numbers the draft model's layers after those of the main model.
 
     Args:
         layer: vLLM's name of the layer.
@@ -67,14 +70,17 @@ def is_draft(layer: str, vllm_config: VllmConfig) -> bool:
 
 
 def _model_of(vllm_config: VllmConfig, draft: bool) -> ModelConfig:
-    """Return the configuration of the draft model if ``draft``, otherwise of the model."""
+    """Return the configuration of the draft model if ``draft``, otherwise of the main model."""
     if draft:
         return vllm_config.speculative_config.draft_model_config
     return vllm_config.model_config
 
 
 def _heads(layer: str, spec: KVCacheSpec, model: ModelConfig, position: ShardPosition) -> int:
-    """Return how many KV heads a layer has on all ranks together; its spec counts this rank's only.
+    """Return how many KV heads a layer has on all tensor-parallel ranks together.
+
+    The layer's spec counts only the heads of this rank. A cache that every rank stores whole, such
+    as MLA's, counts as one head.
 
     Args:
         layer: vLLM's name of the layer, for errors.
@@ -83,8 +89,8 @@ def _heads(layer: str, spec: KVCacheSpec, model: ModelConfig, position: ShardPos
         position: This rank's position.
 
     Raises:
-        LayoutError: The number of heads on this rank follows neither from that of the model nor
-            from an even split among ranks.
+        LayoutError: The number of heads on this rank agrees neither with the model's number of KV
+            heads nor with an even split among ranks.
     """
     here = getattr(spec, "num_kv_heads", 1)
     if getattr(spec, "max_tp_shards", None) == 1 or not hasattr(spec, "num_kv_heads"):
@@ -132,11 +138,12 @@ def _state_facts(layer: object, draft: bool, position: ShardPosition) -> LayerFa
 
 
 def _groups(layer: object, position: ShardPosition) -> int:
-    """Return into how many groups the model divides B and C of a Mamba 2 layer, or 0 if unknown.
+    """Return how many groups the B and C of a Mamba 2 layer have in the model; 0 if unknown.
 
-    The mixer's ``n_groups`` also counts the replicas that vLLM makes if the groups do not divide
-    among ranks; the ``n_groups`` of its norm does not. If the norm has none and the mixer's equals
-    the number of ranks, there may be one group and its replicas, so the number is unknown.
+    If the groups cannot be divided evenly among the tensor-parallel ranks, vLLM copies groups. The
+    mixer's ``n_groups`` includes the copies; the ``n_groups`` of its norm does not. If the norm has
+    no ``n_groups`` and the mixer's is the number of ranks, all may be copies of one group, so the
+    number is unknown.
 
     Args:
         layer: vLLM's module of the layer, the mixer.
@@ -150,7 +157,7 @@ def _groups(layer: object, position: ShardPosition) -> int:
 
 
 def _kernel(layer: object) -> int:
-    """Return the width of the convolution's kernel, or 0 if unknown."""
+    """Return the width of the kernel of a recurrent layer's convolution, or 0 if unknown."""
     history = getattr(layer, "conv_state_len", None)  # longer than the kernel if it is dilated
     if history is not None:
         return int(history) + 1

@@ -20,14 +20,15 @@ Pairs = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardPosition:
-    """Which part of its layers' caches a rank stores.
+    """The position of a rank, which decides what part of its layers' caches the rank stores.
 
     Attributes:
         tp: The rank's tensor-parallel index.
         tp_size: Number of tensor-parallel ranks.
         dcp: The rank's decode context-parallel index.
         dcp_size: Number of decode context-parallel ranks.
-        interleave: How many consecutive tokens one context-parallel rank stores.
+        interleave: How many consecutive tokens one context-parallel rank stores before the next
+            rank's tokens follow.
     """
 
     tp: int = 0
@@ -43,18 +44,18 @@ SINGLE_RANK = ShardPosition()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerFacts:
-    """What neither a cache's tensor nor its spec says about a layer.
+    """What is known about a layer beyond its cache tensor and its ``KVCacheSpec``.
 
     Attributes:
-        backend: Name of the attention backend whose kernels read the pages. Where a backend has
-            several kinds of kernels, with their kind (``CPU_ATTN/vec``); for a state on another
-            device than a GPU, with the device's type (``GDN_ATTN/cpu``).
+        backend: Name of the attention backend whose kernels read the pages. The name ends with the
+            kind of kernels if the backend has several (``CPU_ATTN/vec``), and with the type of the
+            device if a recurrent layer does not run on a GPU (``GDN_ATTN/cpu``).
         heads: Number of KV heads of the layer on all ranks together; 1 for a latent.
         draft: Whether the layer belongs to a draft model.
         encoding: Format and static scales of a quantised cache, equal on all ranks; empty where the
             element type says all.
         groups: Only for a Mamba 2 state: number of groups of B and C in the model, without the
-            replicas that vLLM makes if the groups do not divide among ranks; 0 if unknown.
+            copies that vLLM makes if the groups cannot be divided among ranks; 0 if unknown.
         kernel: Only for a state: width of the convolution's kernel; 0 if unknown.
         channels_first: Only for a state: whether the convolution's tensor is (channels, columns);
             otherwise it is (columns, channels).
@@ -73,15 +74,18 @@ class LayerFacts:
 class Page:
     """The pages of one layer. Each of the scheduler's block ids names one page.
 
-    Kernels may split a scheduler's block into smaller ones. Then a page is ``kernels`` such blocks,
-    one every ``kernel_stride`` bytes, and ``shape`` and ``strides`` are those of one kernel block.
+    Kernels may use smaller blocks than the scheduler. Then a page consists of ``kernels`` kernel
+    blocks, one every ``kernel_stride`` bytes, and ``shape`` and ``strides`` are those of one kernel
+    block. An entry of a kernel block is what is stored for one token, or for several that the cache
+    compresses together. A head slot is usually one KV head; some backends have one head slot for K
+    and one for V, each with all heads.
 
     Attributes:
         layer: vLLM's name of the layer.
         facts: What else is known about the layer.
         spec: vLLM's spec of the layer's cache.
         position: This rank's position.
-        shape: Shape of a kernel block: (head slots, entries, elements of one head of one entry).
+        shape: Shape of a kernel block: (head slots, entries, elements of one head slot and entry).
         strides: Strides of a kernel block's three axes, in bytes.
         dtype: Element type, by torch's name.
         itemsize: Bytes of an element.
@@ -112,13 +116,13 @@ class Page:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of a kernel block, not counting gaps."""
+        """Size of a kernel block in bytes, without gaps."""
         heads, entries, content = self.shape
         return heads * entries * content * self.itemsize
 
     @property
     def dense(self) -> bool:
-        """Whether a kernel block is contiguous in the order heads, entries, elements."""
+        """Whether a kernel block is contiguous in the order head slots, entries, elements."""
         _, entries, content = self.shape
         return self.strides == (
             entries * content * self.itemsize,
@@ -144,18 +148,19 @@ class Page:
         dtype: str | None = None,
         packing: str = "",
     ) -> Field:
-        """Return a field of these pages.
+        """Return a field: a tensor that each of these pages contains.
 
         Args:
             name: Name of the field within its layer, such as ``k``.
             unit: Number of contiguous bytes at each position of the axes.
             offset: Bytes from a kernel block's start to the field.
-            tokens: The token axis within a kernel block; the axis over kernel blocks is added.
+            tokens: The token axis within a kernel block; this method adds the axis over kernel
+                blocks.
             heads: The axis over heads or channels (``Field.shard``).
-            inner: Further axes, each of one dimension.
+            inner: Further axes, each given by one (count, stride).
             shard: The range [first, last) of the model's heads or channels that ``heads`` covers;
                 by default this rank's KV heads.
-            dtype: Element type; by default the tensor's.
+            dtype: Element type; by default that of the cache tensor.
             packing: For an opaque page, a text that must be equal on both engines.
         """
         kernels = ((self.kernels, self.kernel_stride),) if tokens and self.kernels > 1 else ()
@@ -199,9 +204,9 @@ def share(total: int, position: ShardPosition) -> tuple[int, int]:
 
 
 def spec_of(layer: str, group: KVCacheGroupSpec) -> KVCacheSpec:
-    """Return the spec of one layer of a group.
+    """Return the spec of one layer of a cache group.
 
-    The layers of a group may differ in all but their block size; then each has a spec of its own.
+    Layers of one group may differ in all but their block size; then each has a spec of its own.
 
     Args:
         layer: vLLM's name of the layer.

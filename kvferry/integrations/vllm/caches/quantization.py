@@ -1,4 +1,4 @@
-"""Formats and static scales of quantised caches, as each field's ``encoding``.
+"""Describe the formats and static scales of quantised caches as text, for ``Field.encoding``.
 
 A page that is read with other scales than it was written with gives other numbers, so two engines
 must have equal encodings. Scales that are stored in the pages move with the pages, and are not part
@@ -26,10 +26,11 @@ def with_encodings(
     position: ShardPosition,
     gather: Gather | None = None,
 ) -> dict[str, LayerFacts]:
-    """Return the facts with each quantised layer's encoding.
+    """Return the layers' facts, with the encoding added for each layer whose cache is quantised.
 
     Scales may differ between heads, and each rank has those of its own heads only. Since all ranks
-    must publish the same encoding, all ranks of a tensor-parallel group must call this together.
+    must publish the same encoding, they exchange their scales: all ranks of a tensor-parallel group
+    must call this together.
 
     Args:
         facts: The facts of each layer, by vLLM's name.
@@ -55,8 +56,8 @@ def cache_format(cache_dtype: str) -> str:
     """Return the format of a quantised cache, or an empty text if elements are plain numbers.
 
     Args:
-        cache_dtype: A value of vLLM's ``CacheConfig.cache_dtype``, which has several names for one
-            format.
+        cache_dtype: A value of vLLM's ``CacheConfig.cache_dtype``, which has several names for some
+            formats.
     """
     from vllm.platforms import current_platform
     from vllm.v1.kv_cache_interface import is_quantized_kv_cache
@@ -69,7 +70,7 @@ def cache_format(cache_dtype: str) -> str:
 
 
 def _scales(layer: object) -> Scales:
-    """Return the static scales of a layer's module; 1 where it has none."""
+    """Return the static scales of a layer's module; 1.0 for K or V where it has none."""
     key, value = (getattr(layer, name, None) for name in ("_k_scale", "_v_scale"))
     return _numbers(key), _numbers(value)
 
@@ -88,12 +89,12 @@ def _encoding(
     position: ShardPosition,
     ranks: Sequence[Mapping[str, Scales]],
 ) -> str:
-    """Return a layer's encoding: its format, and the scales of K and V on all ranks.
+    """Return a layer's encoding: its format, and the scales of K and V of all heads.
 
     Args:
         cache_dtype: The format that ``cache_format`` returned.
         layer: vLLM's name of the layer.
-        heads: Number of KV heads of the layer on all ranks together.
+        heads: Number of KV heads of the layer on all tensor-parallel ranks together.
         position: This rank's position.
         ranks: The scales by layer of each tensor-parallel rank, in rank order.
     """
@@ -110,7 +111,7 @@ def _encoding(
 
 
 def _short(scales: list[float]) -> str:
-    """Return as text the scale that all heads have, or a digest of all scales if they differ."""
+    """Return a text with the scale that all heads have, or with a digest if their scales differ."""
     if len(set(scales)) == 1:
         return repr(scales[0])
     digest = hashlib.blake2b(repr(scales).encode(), digest_size=8).hexdigest()
@@ -118,7 +119,14 @@ def _short(scales: list[float]) -> str:
 
 
 def _gather(own: dict[str, Scales]) -> list[Mapping[str, Scales]]:
-    """Exchange scales through vLLM's tensor-parallel process group; see ``Gather``."""
+    """Return the scales of all ranks, exchanged through vLLM's tensor-parallel process group.
+
+    Args:
+        own: This rank's scales by layer.
+
+    Returns:
+        The scales by layer of each tensor-parallel rank, in rank order.
+    """
     import torch
     from vllm.distributed.parallel_state import get_tp_group
 

@@ -1,14 +1,16 @@
 """How recurrent layers store their state in a page: the table ``STATE_PACKINGS``.
 
-A page holds a layer's state tensors one after the other, without gaps: usually the convolution's
-last inputs (channels by columns), then the recurrent state. vLLM's specs give the shape of each
-tensor on this rank. Which part of the model's state a tensor holds is computed as vLLM splits
-states among ranks. Where the numbers do not add up, the state is opaque and moves whole.
+A page holds a layer's state tensors one after the other, without gaps: usually the last inputs of
+the layer's convolution (a column for each token, with an element for each channel), then the
+recurrent state. vLLM's specs give the shape of each tensor on this rank. Which part of the model's
+state a tensor holds follows from the way in which vLLM splits states among ranks. If the numbers of
+channels, heads or columns contradict each other, the state is opaque: one field covers the whole
+page, and only engines that split the state in the same way can exchange it.
 
-Of a convolution with a kernel of width K only K - 1 columns are state: the inputs that the next
-token needs. Speculative decoding widens the tensor, but prefill kernels still write and read the
-first K - 1 columns. Kernels start at a later column only after a step that verified drafts, and
-such a state is never handed over. ``LayerFacts.kernel`` is K.
+If the convolution's kernel has the width K (``LayerFacts.kernel``), only K - 1 columns are state:
+the inputs that the next token needs. Speculative decoding widens the tensor, but prefill kernels
+still write and read the first K - 1 columns. Kernels start at a later column only after a step that
+verified drafts, and such a state is never handed over.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ Its name, and the range [first, last) of the model's channels of this part that 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Tensor:
-    """One of the contiguous tensors in a page.
+    """One of the tensors of a state, contiguous in the page.
 
     Attributes:
         shape: The tensor's shape on this rank.
@@ -46,7 +48,7 @@ class _Tensor:
 
 
 def mamba1(page: Page) -> tuple[Field, ...]:
-    """Return the fields of a Mamba 1 state: the convolution's channels, a row of state for each."""
+    """Return the fields of a Mamba 1 state: the convolution's input, and a row for each channel."""
     tensors = _tensors(page, 2)
     match page.spec.shapes:
         case ((_, _), (channels, _)):
@@ -58,9 +60,10 @@ def mamba1(page: Page) -> tuple[Field, ...]:
 
 
 def mamba2(page: Page) -> tuple[Field, ...]:
-    """Return the fields of a Mamba 2 state: the convolution's x, B and C, and a matrix per head.
+    """Return the fields of a Mamba 2 state: the convolution's input, and a matrix for each head.
 
-    Ranks divide x by heads, and B and C by groups.
+    The input's channels have the parts x, B and C. x is split among ranks by heads, B and C by
+    groups.
     """
     tensors = _tensors(page, 2)
     match page.spec.shapes:
@@ -78,15 +81,15 @@ def mamba2(page: Page) -> tuple[Field, ...]:
 
 
 def delta(page: Page) -> tuple[Field, ...]:
-    """Return the fields of a delta rule's state: q, k and v channels, a (v, k) matrix per head.
+    """Return the fields of a delta rule's state: the convolution's input, and a matrix per head.
 
-    The channels are those of the convolution's input.
+    The input's channels have the parts q, k and v. The matrices are stored as (v, k).
     """
     return _delta(page, rows_first=True)
 
 
 def delta_transposed(page: Page) -> tuple[Field, ...]:
-    """Return the fields of a delta rule's state whose matrices are stored as (k, v)."""
+    """Return the fields of a state as in ``delta``, but with the matrices stored as (k, v)."""
     return _delta(page, rows_first=False)
 
 
@@ -107,11 +110,11 @@ def linear(page: Page) -> tuple[Field, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StatePacking:
-    """What is known about the states of one backend.
+    """How one backend stores its states in a page.
 
     Attributes:
-        inside: What a page holds, for people (docs/coverage.md).
-        fields: Returns the fields of a page.
+        inside: What a page holds, as text for docs/coverage.md.
+        fields: Returns the fields of a page; one opaque field if the tensors' shapes do not fit.
     """
 
     inside: str
@@ -157,24 +160,24 @@ STATE_PACKINGS: Mapping[str, StatePacking] = {
 
 
 def state_fields(page: Page) -> tuple[Field, ...]:
-    """Return the fields of a layer's states; one opaque field if their content is not known.
+    """Return the fields of a recurrent layer's pages; one opaque field if they are not known.
 
     Args:
         page: The layer's pages.
 
     Raises:
-        LayoutError: The state has more tensors than its backend is known to need.
+        LayoutError: A page has more tensors than ``STATE_PACKINGS`` describes for the backend.
     """
     packing = STATE_PACKINGS.get(page.facts.backend)
     return packing.fields(page) if packing else opaque_state(page)
 
 
 def opaque_state(page: Page) -> tuple[Field, ...]:
-    """Return one field for a whole state whose content is not known.
+    """Return a single field that covers a whole state, whose content is not known.
 
-    Only engines that split states in the same way can exchange the field. Its key contains the
-    backend and the tensors' types and shapes, so that engines that order a state differently are
-    never matched.
+    Only engines that split the state among ranks in the same way can exchange the field. Its key
+    contains the backend and the tensors' types and shapes, so engines that store the state in other
+    ways have no field with this key.
 
     Args:
         page: The layer's pages.
@@ -219,9 +222,9 @@ def _tensors(page: Page, count: int) -> list[_Tensor]:
     """Return the tensors of a state, and refuse a state of more than ``count`` tensors.
 
     Raises:
-        LayoutError: There are more tensors. In vLLM, the others keep recent inputs from which the
-            state has yet to be computed (ReplaySSM, RecoverSSM), with cursors that no page
-            contains.
+        LayoutError: There are more tensors. The further ones hold recent inputs from which vLLM has
+            yet to compute the state (ReplaySSM, RecoverSSM); the positions in them are not in the
+            page.
     """
     tensors = _every_tensor(page)
     if len(tensors) > count:
@@ -245,12 +248,17 @@ def _every_tensor(page: Page) -> list[_Tensor]:
 
 
 def _sharing(page: Page) -> ShardPosition:
-    """Return the rank's position, or that of a single rank if every rank stores the whole state."""
+    """Return this rank's position, or ``ShardPosition()`` if every rank stores the whole state."""
     return ShardPosition() if page.spec.tp_replicated else page.position
 
 
 def _even_range(page: Page, here: int) -> tuple[int, int]:
-    """Return this rank's range [first, last) if every rank stores ``here`` heads or channels."""
+    """Return this rank's range [first, last) of heads or channels that are split evenly.
+
+    Args:
+        page: The layer's pages.
+        here: How many of them each rank stores.
+    """
     rank = _sharing(page).tp
     return rank * here, (rank + 1) * here
 
@@ -262,7 +270,7 @@ def _channels(page: Page) -> int:
 
 
 def _groups(page: Page, channels: int, size: int) -> tuple[int, int] | None:
-    """Return the range of the model's channels of B, and equally of C, that this rank stores.
+    """Return the range of the model's B channels that this rank stores; C's range is the same.
 
     vLLM distributes groups evenly or, if there is only one, copies it to every rank. The specs do
     not show whether a rank's group is such a copy.
@@ -286,7 +294,12 @@ def _groups(page: Page, channels: int, size: int) -> tuple[int, int] | None:
 
 
 def _columns(page: Page, width: int) -> int | None:
-    """Return how many of the convolution's ``width`` columns are state; ``None`` if unknown."""
+    """Return how many of the convolution's columns are state; ``None`` if unknown.
+
+    Args:
+        page: The layer's pages.
+        width: How many columns the tensor has.
+    """
     scratch = page.spec.num_speculative_blocks
     if not page.facts.kernel:
         return None if scratch or width < 1 else width
@@ -303,7 +316,8 @@ def _convolution(page: Page, tensor: _Tensor, parts: Sequence[Part]) -> tuple[Fi
         parts: The parts of the channels, in their order in memory.
 
     Returns:
-        The fields; empty if the numbers of channels or columns do not add up.
+        The fields; empty if the parts have more or fewer channels than the tensor, or if it is not
+        known which columns are state.
     """
     channels = _channels(page)
     item, width = tensor.itemsize, math.prod(tensor.shape) // channels
@@ -330,7 +344,7 @@ def _convolution(page: Page, tensor: _Tensor, parts: Sequence[Part]) -> tuple[Fi
 
 
 def _recurrence(page: Page, tensor: _Tensor, *, rows_first: bool = True) -> Field:
-    """Return the field of the recurrent state: a matrix, or a row, for each head or channel.
+    """Return the field of the recurrent state: a matrix for each head, or a row for each channel.
 
     Args:
         page: The layer's pages.
