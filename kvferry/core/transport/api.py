@@ -8,7 +8,7 @@ from ``kvferry.core.transport.base.BaseTransport``, which implements most of it.
 and ``disconnect`` may block; a driver then releases the interpreter's lock (GIL). If
 ``Capabilities.concurrent_connect`` is set, calls of ``connect`` and ``disconnect`` may also overlap
 with each other and with any other call but ``close``, and must not delay the other calls. While
-``connect`` or ``disconnect`` of a peer runs, no other call names this peer or one of its transfers.
+``connect`` or ``disconnect`` of a peer runs, no other call names this peer or a transfer with it.
 
 **Memory** belongs to the caller, who keeps it alive from ``register`` until ``deregister`` has
 returned. The arrays of ``Copies`` belong to the caller, too, who reuses them as soon as ``read`` or
@@ -29,8 +29,9 @@ the transfer's buffers again, neither local nor remote ones. A transfer that is 
 its bytes may still land is ``FAILING`` until it is quiet. ``DONE`` also means that the bytes are
 visible to device work that is enqueued afterwards.
 
-**Death.** A driver notices the death of a peer's process within a second: the peer's transfers are
-FAILING or FAILED by then, even if a fork of that process lives on and keeps its sockets open.
+**Death.** A driver notices the death of a peer's process within a second: this side's unfinished
+transfers with the peer are FAILING or FAILED by then, even if a forked child of that process lives
+on and keeps its sockets open.
 
 **Order.** Transfers are not ordered. Notifications sent with ``notify`` from one sender to one peer
 arrive in the order of the calls. Notifications bound to transfers arrive in order if each transfer
@@ -74,7 +75,7 @@ class State(enum.Enum):
 
     @property
     def final(self) -> bool:
-        """Whether the state is final: the buffers are quiet."""
+        """Whether the state is DONE or FAILED: the transfer touches no memory any more."""
         return self in (State.DONE, State.FAILED)
 
 
@@ -103,7 +104,7 @@ class Quiescence(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capabilities:
-    """What a transport can do on this machine, with its options.
+    """What a transport can do on this machine, with the options that it was made with.
 
     Attributes:
         ops: which of ``"read"`` and ``"write"`` the transport has.
@@ -173,7 +174,7 @@ class Transport(ABC):
 
     @abstractmethod
     def register(self, region: Region) -> None:
-        """Register a region, so that transfers of this side and of peers can name it.
+        """Register a region, so that transfers of this side and of its peers can use it.
 
         Does nothing if an equal region is registered already. Regions may overlap. Peers that are
         connected see the region once they ``connect`` again, with new bytes from ``address``.
@@ -188,11 +189,11 @@ class Transport(ABC):
 
     @abstractmethod
     def deregister(self, region: Region) -> None:
-        """End a region's registration, so that this side's transfers which name it are refused.
+        """End a region's registration: this side refuses later transfers that name the region.
 
-        A connected peer may still know the region. The peer's transfers may then be refused, fail,
-        or be carried out: over shared memory this side takes no part in them. So before this call,
-        the caller makes sure that no peer accesses the region any more.
+        A connected peer may still know the region. Transfers that the peer starts may then be
+        refused, fail, or be carried out: over shared memory this side takes no part in them.
+        So before this call, the caller makes sure that no peer accesses the region any more.
 
         Args:
             region: a region equal to the registered one.
@@ -233,8 +234,8 @@ class Transport(ABC):
     def disconnect(self, peer: PeerId) -> None:
         """End the connection to a peer.
 
-        The peer's unfinished transfers become FAILED with ``PeerLostError``. The call waits until
-        all of them are, for some seconds at most.
+        This side's unfinished transfers with the peer become FAILED with ``PeerLostError``. The
+        call waits until all of them are FAILED, for some seconds at most.
 
         Raises:
             TransportUsageError: no such peer.
@@ -246,7 +247,8 @@ class Transport(ABC):
     def poll(self, transfers: Sequence[TransferId]) -> list[Status]:
         """Return the status of each transfer, in the order of the ids. Never block.
 
-        Moves transfers on if the driver has no threads for that. An id may occur twice.
+        A driver without threads of its own makes progress with its transfers in this call. An id
+        may occur twice.
 
         Raises:
             TransportUsageError: an id is unknown or was forgotten.
@@ -274,6 +276,8 @@ class Transport(ABC):
 
         Raises:
             TransportUsageError: no such peer, or the length is out of bounds.
+            TransportUnsupportedError: the transport carries no notifications. A driver may raise
+                ``TransportUsageError`` instead.
             TransportError: the peer lives but takes no messages, and its queue is full.
         """
 
@@ -300,7 +304,7 @@ class Transport(ABC):
         return ""
 
     def path(self, peer: PeerId) -> str:
-        """Return a short text for metrics and people: what carries a connected peer's bytes.
+        """Return a name for what carries a connected peer's bytes, for metrics and for people.
 
         Returns:
             For example ``rc_mlx5``; the text does not change while the peer is connected. Empty if
@@ -328,9 +332,11 @@ class Transport(ABC):
 
         Raises:
             TransportUsageError: there is no such peer; a segment's local region is not registered,
-                or its remote region is not among the peer's; a copy leaves its segment's regions;
-                the notification is empty or too long. Nothing was read.
-            TransportUnsupportedError: ``read`` is not among the capabilities.
+                or its remote region is not among the peer's; a copy is not within its segment's
+                regions; the notification is empty or too long. Nothing was read.
+            TransportUnsupportedError: ``read`` is not among the capabilities, or ``notify`` is
+                given to a transport that carries no notifications. For the latter, a driver may
+                raise ``TransportUsageError`` instead.
             TransportError: ``capabilities.max_outstanding`` transfers are unfinished already.
         """
         del peer, copies, notify

@@ -14,9 +14,9 @@ The hooks work on objects of the driver's own, of four types, which the subclass
 - the connection: a connected peer, see ``DriverConnection``;
 - the transfer: see ``DriverTransfer``.
 
-The base keeps these objects and passes them to the hooks; it reads only the attributes that the two
-protocols name. Hooks get arguments that have been checked, and are never called after ``close`` or
-in a forked child.
+The base class keeps these objects and passes them to the hooks. Of a connection and of a transfer,
+it reads only the attributes in ``DriverConnection`` and ``DriverTransfer``. Hooks get checked
+arguments, and are never called after ``close`` or in a forked child.
 
 **Threads.** Hooks run on the thread that called the transport, one at a time. Only where the
 capabilities have ``concurrent_connect`` may hooks that run within ``connect`` (``_decode_address``,
@@ -65,7 +65,7 @@ _SCRATCH_COPIES = 4096
 
 
 class DriverConnection(Protocol):
-    """What the base reads of a driver's connection."""
+    """The attributes of a driver's connection that ``BaseTransport`` reads."""
 
     @property
     def name(self) -> str:
@@ -79,12 +79,13 @@ class DriverConnection(Protocol):
     def regions(self) -> Collection[Region]:
         """The regions that the peer has registered, as far as this side knows.
 
-        Use a set, or a dict keyed by region: those are looked up fastest. ``_refresh`` replaces it.
+        Use a set, or a dict keyed by region: a region is found fastest in these. ``_refresh``
+        replaces the collection.
         """
 
 
 class DriverTransfer(Protocol):
-    """What the base reads of a driver's transfer."""
+    """The attributes of a driver's transfer that ``BaseTransport`` reads."""
 
     @property
     def status(self) -> Status:
@@ -102,8 +103,9 @@ class TransferRequest(NamedTuple, Generic[ConnectionT]):
 
     Attributes:
         connection: the connection to the peer.
-        copies: n >= 0 copies, each within its segment's regions. The arrays belong to the caller,
-            who reuses them as soon as the call returns: copy what is needed longer.
+        copies: n >= 0 copies, each within its segment's regions. The arrays belong to the caller of
+            ``read`` or ``write``, who reuses them as soon as ``_start`` has returned: copy what is
+            needed longer.
         local: the distinct local regions of the segments; all are registered.
         remote: the distinct remote regions of the segments; all are among ``connection.regions``.
         notify: the payload to send to the peer when all bytes have arrived, or ``None``.
@@ -131,14 +133,14 @@ class _Record(NamedTuple, Generic[TransferT]):
 
 
 class BaseTransport(Transport, Generic[RegistrationT, AddressT, ConnectionT, TransferT]):
-    """Implements ``Transport`` with hooks that a driver fills in.
+    """Implements ``Transport`` by calling hooks, which a driver overrides.
 
     A driver sets ``interface_version`` itself, overrides ``library`` if it uses one, and calls
     ``super().__init__`` as soon as it knows its capabilities.
 
     Args:
-        name: the transport's name, unique among all transports anywhere.
-        capabilities: what the transport can do; constant over its life.
+        name: the transport's name, unique among the transports of all hosts.
+        capabilities: what the transport can do; they never change.
     """
 
     grace_seconds: ClassVar[float] = 5.0
@@ -161,10 +163,10 @@ class BaseTransport(Transport, Generic[RegistrationT, AddressT, ConnectionT, Tra
 
     @abstractmethod
     def _register(self, region: Region) -> RegistrationT:
-        """Make a region reachable, and return what ``_deregister`` needs to undo that.
+        """Register a region with the driver's library, and return what ``_deregister`` needs.
 
-        The region's memory kind is among the capabilities, and no equal region is registered; but
-        it may overlap registered regions.
+        The base class has checked that the region's memory kind is among the capabilities, and that
+        no equal region is registered. The region may overlap registered regions.
 
         Raises:
             TransportError: the library or the kernel refused; the message says what to do.
@@ -172,10 +174,12 @@ class BaseTransport(Transport, Generic[RegistrationT, AddressT, ConnectionT, Tra
 
     @abstractmethod
     def _deregister(self, region: Region, registration: RegistrationT) -> None:
-        """Make a region unreachable. No unfinished transfer of this side uses it.
+        """Deregister a region from the driver's library.
+
+        The base class has checked that no unfinished transfer of this side uses the region.
 
         Args:
-            region: no longer in ``self._registered``.
+            region: the region, which the base class has removed from ``self._registered``.
             registration: what ``_register`` returned.
         """
 
@@ -183,7 +187,10 @@ class BaseTransport(Transport, Generic[RegistrationT, AddressT, ConnectionT, Tra
 
     @abstractmethod
     def _address(self) -> bytes:
-        """Return the bytes with which a peer connects; they name ``self._registered``'s regions."""
+        """Return the bytes that a peer passes to ``connect``.
+
+        They say how to reach this transport, and name the regions in ``self._registered``.
+        """
 
     @abstractmethod
     def _decode_address(self, address: bytes) -> AddressT:
@@ -197,8 +204,9 @@ class BaseTransport(Transport, Generic[RegistrationT, AddressT, ConnectionT, Tra
     def _identity(self, address: AddressT) -> Hashable:
         """Return the identity of the peer at an address: equal values mean the same peer.
 
-        An address that was tampered with must not count as that of a connected peer. So the
-        identity includes everything that leads to the peer, or ``_refresh`` compares the rest.
+        An address that was tampered with must not be taken for that of a connected peer. So the
+        identity includes everything by which the peer is reached, or else ``_refresh`` compares
+        what the identity leaves out.
         """
 
     @abstractmethod
@@ -214,7 +222,7 @@ class BaseTransport(Transport, Generic[RegistrationT, AddressT, ConnectionT, Tra
     def _refresh(self, connection: ConnectionT, address: AddressT) -> None:
         """Update a connection from a newer address of its peer, above all the peer's regions.
 
-        Transfers under way go on.
+        Called when ``connect`` gets an address of a connected peer. Transfers under way go on.
 
         Raises:
             ConnectError: the address does not lead to this peer, or the peer is gone. The
@@ -223,17 +231,17 @@ class BaseTransport(Transport, Generic[RegistrationT, AddressT, ConnectionT, Tra
 
     @abstractmethod
     def _disconnect(self, connection: ConnectionT, transfers: Sequence[TransferT]) -> None:
-        """Release a connection, after ``_end_transfers`` has returned ``True``.
+        """Release a connection. Called after ``_end_transfers`` has returned ``True``.
 
         Args:
-            connection: the connection; the base forgets it when all ``transfers`` are final.
-            transfers: those that were unfinished and were passed to ``_end_transfers``. In a driver
-                where only closing the connection proves that no byte lands, they become FAILED
-                here. If one does not, the connection stays, and ``disconnect`` may be called again.
+            connection: the connection. The base class forgets it if all ``transfers`` are final
+                when this returns; if not, ``disconnect`` may be called again.
+            transfers: the transfers that were passed to ``_end_transfers``. In a driver where only
+                closing the connection proves that no further byte lands, they become FAILED here.
         """
 
     def _path(self, connection: ConnectionT) -> str:
-        """Return what carries the peer's bytes, in a few words; see ``Transport.path``."""
+        """Return a short name for what carries the peer's bytes; see ``Transport.path``."""
         del connection
         return ""
 
@@ -247,7 +255,7 @@ class BaseTransport(Transport, Generic[RegistrationT, AddressT, ConnectionT, Tra
         """
 
     def _progress(self, transfers: Sequence[TransferT]) -> None:
-        """Make progress within ``poll``, and update the transfers' statuses. Never block.
+        """Make progress, and update the transfers' statuses; called by ``poll``. Never block.
 
         A driver without threads drives all of its transfers here, not only ``transfers``.
 
@@ -258,18 +266,20 @@ class BaseTransport(Transport, Generic[RegistrationT, AddressT, ConnectionT, Tra
 
     @abstractmethod
     def _fail(self, transfer: TransferT, error: TransportError) -> None:
-        """Begin to end a transfer as FAILED with ``error``; do not wait for it.
+        """Make a transfer fail with ``error``, without waiting for its end.
 
-        It is FAILING until its bytes can no longer land. A transfer that is FAILING keeps its first
-        error; one that is final, or that can no longer be stopped, is left alone.
+        The transfer is FAILING until its bytes can no longer land, then FAILED. A transfer that is
+        FAILING already keeps its first error. A transfer that is final, or that can no longer be
+        stopped, is left as it is.
         """
 
     def _end_transfers(self, transfers: Sequence[TransferT], error: TransportError) -> bool:
-        """Fail transfers, and wait until they are final, ``grace_seconds`` at most.
+        """Make transfers fail, and wait up to ``grace_seconds`` until they are final.
 
         This default suits transfers that become final by themselves after ``_fail``. A driver
-        overrides it if it can wait without polling, or if its transfers become final only with
-        ``_disconnect``: then it waits for what must have ended before the connection is released.
+        overrides it if the driver can wait without polling, or if its transfers become final only
+        in ``_disconnect``. In the latter case the override waits only until the connection may be
+        released.
 
         Args:
             transfers: transfers of this transport.
@@ -295,7 +305,7 @@ class BaseTransport(Transport, Generic[RegistrationT, AddressT, ConnectionT, Tra
         """Send or queue a notification; do not wait for the peer.
 
         Raises:
-            PeerLostError: the peer is gone. The base drops this error.
+            PeerLostError: the peer is gone. The base class ignores this error.
             TransportError: the peer lives, and its queue is full.
         """
         raise NotImplementedError(f"{type(self).__name__} has max_notification, and no _notify")
@@ -311,17 +321,17 @@ class BaseTransport(Transport, Generic[RegistrationT, AddressT, ConnectionT, Tra
         """Release everything: connections, registered memory, threads.
 
         Called once, after ``_end_transfers``. ``_disconnect`` is not called for the peers that are
-        still connected. The base clears its records of peers and regions afterwards.
+        still connected. The base class clears its records of peers and regions afterwards.
 
         Args:
-            transfers: those that were unfinished and were passed to ``_end_transfers``. If one is
-                not final when this returns, ``close`` raises.
+            transfers: the transfers that were passed to ``_end_transfers``. If one of them is not
+                final when this returns, ``close`` raises.
         """
 
     # What the base gives to hooks.
 
     def _unfinished(self, peer: PeerId | None = None) -> list[TransferT]:
-        """Return the transfers that are not final, of one peer or of all."""
+        """Return the transfers that are not final: with one peer, or with all if ``None``."""
         # A copy: where connects are concurrent, others start transfers meanwhile.
         return [
             record.transfer
@@ -330,10 +340,11 @@ class BaseTransport(Transport, Generic[RegistrationT, AddressT, ConnectionT, Tra
         ]
 
     def _check_usable(self) -> None:
-        """Refuse a call after ``close`` or in a fork.
+        """Refuse a call after ``close`` or in a forked child.
 
         Raises:
-            TransportUsageError: the transport is closed, or this process is a fork.
+            TransportUsageError: the transport is closed, or this process is a forked child of the
+                one that made it.
         """
         if self._closed:
             raise TransportUsageError(f"{self.name} is closed")
@@ -347,9 +358,9 @@ class BaseTransport(Transport, Generic[RegistrationT, AddressT, ConnectionT, Tra
         """Mark the transport as closed.
 
         Returns:
-            Whether ``close`` has anything to do: ``True`` for the first call, and never in a fork.
-            A fork has none of the transport's threads, and its sockets and handles belong to the
-            parent, so it must not even release them.
+            Whether ``close`` has to release anything: ``True`` for the first call, but never in a
+            forked child. A child has none of the transport's threads, and must not release its
+            sockets and handles, since they belong to the parent.
         """
         if self._closed or os.getpid() != self._pid:
             return False
@@ -389,12 +400,12 @@ class BaseTransport(Transport, Generic[RegistrationT, AddressT, ConnectionT, Tra
         return self._capabilities
 
     def path(self, peer: PeerId) -> str:
-        """As ``Transport.path``, by ``_path``."""
+        """Implement ``Transport.path`` by ``_path``."""
         connection = self._peers.get(peer)
         return "" if connection is None else self._path(connection)
 
     def register(self, region: Region) -> None:
-        """As ``Transport.register``, by ``_register``."""
+        """Implement ``Transport.register`` by ``_register``."""
         self._check_usable()
         kinds = self._capabilities.memory
         if region.kind not in kinds:
@@ -406,7 +417,7 @@ class BaseTransport(Transport, Generic[RegistrationT, AddressT, ConnectionT, Tra
             self._registered[region] = self._register(region)
 
     def deregister(self, region: Region) -> None:
-        """As ``Transport.deregister``, by ``_deregister``."""
+        """Implement ``Transport.deregister`` by ``_deregister``."""
         self._check_usable()
         if region not in self._registered:
             raise TransportUsageError(f"{region} is not registered")
@@ -417,12 +428,12 @@ class BaseTransport(Transport, Generic[RegistrationT, AddressT, ConnectionT, Tra
         self._deregister(region, self._registered.pop(region))
 
     def address(self) -> bytes:
-        """As ``Transport.address``, by ``_address``."""
+        """Implement ``Transport.address`` by ``_address``."""
         self._check_usable()
         return self._address()
 
     def connect(self, address: bytes) -> PeerId:
-        """As ``Transport.connect``, by ``_connect`` or, for a connected peer, ``_refresh``."""
+        """Implement ``Transport.connect`` by ``_connect``, or ``_refresh`` for a connected peer."""
         self._check_usable()
         theirs = self._decode_address(address)
         identity = self._identity(theirs)
@@ -437,7 +448,7 @@ class BaseTransport(Transport, Generic[RegistrationT, AddressT, ConnectionT, Tra
             return peer
 
     def disconnect(self, peer: PeerId) -> None:
-        """As ``Transport.disconnect``, by ``_disconnect``."""
+        """Implement ``Transport.disconnect`` by ``_end_transfers`` and ``_disconnect``."""
         self._check_usable()
         connection = self._find_peer(peer)
         transfers = self._unfinished(peer)
@@ -453,15 +464,15 @@ class BaseTransport(Transport, Generic[RegistrationT, AddressT, ConnectionT, Tra
         del self._peers[peer]
 
     def read(self, peer: PeerId, copies: Copies, notify: bytes | None = None) -> TransferId:
-        """As ``Transport.read``, by ``_start``."""
+        """Implement ``Transport.read`` by ``_start``."""
         return self._start_checked("read", peer, copies, notify)
 
     def write(self, peer: PeerId, copies: Copies, notify: bytes | None = None) -> TransferId:
-        """As ``Transport.write``, by ``_start``."""
+        """Implement ``Transport.write`` by ``_start``."""
         return self._start_checked("write", peer, copies, notify)
 
     def poll(self, transfers: Sequence[TransferId]) -> list[Status]:
-        """As ``Transport.poll``, by ``_progress`` and the transfers' ``status``."""
+        """Implement ``Transport.poll`` by ``_progress`` and the transfers' ``status``."""
         self._check_usable()
         books = self._transfers
         try:
@@ -472,14 +483,14 @@ class BaseTransport(Transport, Generic[RegistrationT, AddressT, ConnectionT, Tra
         return [transfer.status for transfer in found]
 
     def cancel(self, transfer: TransferId) -> None:
-        """As ``Transport.cancel``, by ``_fail`` if the capabilities have ``cancel``."""
+        """Implement ``Transport.cancel`` by ``_fail`` if the capabilities have ``cancel``."""
         self._check_usable()
         cancelled = self._find_transfer(transfer)
         if self._capabilities.cancel and not cancelled.status.state.final:
             self._fail(cancelled, TransferCancelledError(f"transfer {transfer} was cancelled"))
 
     def forget(self, transfer: TransferId) -> None:
-        """As ``Transport.forget``."""
+        """Implement ``Transport.forget``."""
         self._check_usable()
         if not self._find_transfer(transfer).status.state.final:
             raise TransportUsageError(
@@ -489,7 +500,7 @@ class BaseTransport(Transport, Generic[RegistrationT, AddressT, ConnectionT, Tra
         del self._transfers[transfer]
 
     def notify(self, peer: PeerId, payload: bytes) -> None:
-        """As ``Transport.notify``, by ``_notify``."""
+        """Implement ``Transport.notify`` by ``_notify``."""
         self._check_usable()
         connection = self._find_peer(peer)
         self._check_payload(payload)
@@ -497,12 +508,12 @@ class BaseTransport(Transport, Generic[RegistrationT, AddressT, ConnectionT, Tra
             self._notify(connection, payload)
 
     def notifications(self) -> list[Notification]:
-        """As ``Transport.notifications``, by ``_receive``."""
+        """Implement ``Transport.notifications`` by ``_receive``."""
         self._check_usable()
         return self._receive() if self._capabilities.max_notification else []
 
     def close(self) -> None:
-        """As ``Transport.close``, by ``_close``."""
+        """Implement ``Transport.close`` by ``_end_transfers`` and ``_close``."""
         if not self._end():
             return
         transfers = self._unfinished()
@@ -550,7 +561,7 @@ class BaseTransport(Transport, Generic[RegistrationT, AddressT, ConnectionT, Tra
             raise TransportUsageError(f"a notification is 1 to {limit} bytes; this one: {size}")
 
     def _local_regions(self, copies: Copies) -> frozenset[Region]:
-        """Return the distinct local regions of a batch, all of which must be registered."""
+        """Return the distinct local regions of a batch; refuse one that is not registered."""
         regions = frozenset([segment.local for segment in copies.segments])
         for region in _missing(regions, self._registered):
             raise TransportUsageError(
@@ -573,7 +584,7 @@ class BaseTransport(Transport, Generic[RegistrationT, AddressT, ConnectionT, Tra
 
 
 def _remote_regions(copies: Copies, connection: DriverConnection) -> frozenset[Region]:
-    """Return the distinct remote regions of a batch, all of which the peer must have registered."""
+    """Return the distinct remote regions of a batch; refuse one that is not among the peer's."""
     regions, known = frozenset([segment.remote for segment in copies.segments]), connection.regions
     for region in _missing(regions, known):
         raise TransportUsageError(
@@ -596,7 +607,7 @@ def _all_final(transfers: Sequence[DriverTransfer]) -> bool:
 
 
 class _IdentityLocks:
-    """One lock per identity, so that concurrent ``connect`` calls connect a peer only once."""
+    """One lock for each peer's identity, so that concurrent calls connect a peer only once."""
 
     def __init__(self) -> None:
         self._held: set[Hashable] = set()
@@ -604,7 +615,7 @@ class _IdentityLocks:
 
     @contextlib.contextmanager
     def locked(self, identity: Hashable) -> Iterator[None]:
-        """Hold the lock of one identity; calls for other identities do not wait."""
+        """Within the context, hold the lock of one identity."""
         with self._changed:
             self._changed.wait_for(lambda: identity not in self._held)
             self._held.add(identity)

@@ -1,7 +1,7 @@
 """Merging a batch of copies into runs, cutting the runs into chunks, and moving chunks.
 
 A *run* is a range of bytes that is contiguous on both sides. A *chunk* is the part of a batch that
-one system call moves: parts of at most 1024 runs.
+one system call moves: up to 1024 runs, of which the first and the last may be cut.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class CopyRuns:
     def next_stop(self, start: int, limit: int) -> int:
         """Return the position after the last byte of the largest chunk that starts at ``start``.
 
-        Such a chunk has at most ``limit`` bytes, and parts of at most 1024 runs.
+        A chunk has at most ``limit`` bytes, and has bytes of at most 1024 runs.
 
         Args:
             start: the position of the chunk's first byte.
@@ -131,7 +131,7 @@ class CopyRuns:
                 ``next_stop`` returns for ``start``.
 
         Returns:
-            A chunk whose arrays are its own: the next ``fill`` leaves them alone.
+            A chunk with arrays of its own, which the next ``fill`` does not change.
         """
         first, last = self._run_at(start), self._run_at(stop - 1) + 1
         edges = self._starts[first : last + 1].copy()

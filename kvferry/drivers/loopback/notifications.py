@@ -59,7 +59,7 @@ class ChannelHello(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         magic: the format of the message.
-        to: the instance of the receiving transport.
+        to: the instance (16 random bytes, see ``LoopbackAddress``) of the receiving transport.
         sender: the name of the sending transport.
     """
 
@@ -106,7 +106,7 @@ class NotificationChannel:
                     f"{self.peer} has not taken {len(self._queue)} notifications, which are "
                     f"more than {_MAX_QUEUED} bytes: is it stopped?"
                 )
-            if self._queue or not self._sent(payload):
+            if self._queue or not self._try_send(payload):
                 self._queue.append(payload)
                 self._queued_bytes += len(payload) + _PER_MESSAGE
                 self._wake_when_writable()
@@ -116,7 +116,7 @@ class NotificationChannel:
     def flush(self) -> None:
         """Send queued notifications until the socket takes no more. Never block."""
         with self._lock:
-            while self._queue and self._sent(self._queue[0]):
+            while self._queue and self._try_send(self._queue[0]):
                 self._queued_bytes -= len(self._queue.popleft()) + _PER_MESSAGE
             if self._queue:
                 self._wake_when_writable()
@@ -133,11 +133,12 @@ class NotificationChannel:
             self._queue.clear()
             self.socket.close()
 
-    def _sent(self, payload: bytes) -> bool:
-        """Send a notification, or drop it and set ``lost`` if the receiver is gone.
+    def _try_send(self, payload: bytes) -> bool:
+        """Try to send a notification. If the receiver is gone, set ``lost`` and drop it.
 
         Returns:
-            False if the socket's buffer is full: the notification has to be sent later.
+            True if the notification was sent or dropped; False if the socket's buffer is full, so
+            that it has to be sent later.
         """
         if self.lost:
             return True
@@ -173,7 +174,8 @@ class Mailbox:
     queued.
 
     Args:
-        instance: 16 bytes that identify the transport; a sender must put them into its hello.
+        instance: 16 random bytes that identify the transport; a sender must put them into its
+            hello.
         name: the transport's name, which receivers see as the sender.
 
     Attributes:
@@ -284,13 +286,14 @@ class Mailbox:
                 self._room.wait(_BACK_OFF_SECONDS)
 
     def _handle(self, events: list[tuple[int, int]]) -> bool:
-        """Send queued notifications, receive others, and accept connections, as events demand.
+        """Handle events: send queued notifications, receive notifications, accept connections.
 
         Args:
             events: what the epoll object's ``poll`` returned: (file descriptor, event mask).
 
         Returns:
-            False if the inbox is full, or no file descriptor is left for a new connection.
+            False if something could not be handled now, because the inbox is full or no file
+            descriptor is left for a new connection; else True.
         """
         settled = True
         for fd, _ in events:
@@ -303,7 +306,7 @@ class Mailbox:
         return settled
 
     def _accept(self) -> bool:
-        """Accept all waiting connections. Return false if no file descriptor is left for one."""
+        """Accept all waiting connections; return False if no file descriptor is left for one."""
         try:
             while True:
                 sock, _ = self._listener.accept()
@@ -325,7 +328,7 @@ class Mailbox:
             return False
 
     def _receive(self, incoming: _Incoming) -> bool:
-        """Receive what has arrived on a connection. Return false if the inbox is full."""
+        """Receive messages that have arrived on a connection; return False if the inbox is full."""
         for _ in range(_MESSAGES_AT_ONCE):
             if self._inbox_bytes > _MAX_INBOX:
                 self._room.clear()
@@ -336,13 +339,13 @@ class Mailbox:
                 return True
             except OSError:
                 message = b""
-            if not self._accepted(incoming, message):
+            if not self._on_message(incoming, message):
                 self._drop(incoming)
                 return True
         return True
 
-    def _accepted(self, incoming: _Incoming, message: bytes) -> bool:
-        """Put a notification into the inbox, or take the sender's name from its hello.
+    def _on_message(self, incoming: _Incoming, message: bytes) -> bool:
+        """Handle a message: put a notification into the inbox, or record the sender of a hello.
 
         Args:
             incoming: the connection on which the message arrived.

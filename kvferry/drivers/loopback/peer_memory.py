@@ -78,7 +78,8 @@ def open_memory(address: LoopbackAddress) -> PeerMemory:
 
     Raises:
         ConnectError: the process is on another host or in another pid namespace, has ended or
-            closed its transport, or may not be read by this process. The text says what to change.
+            closed its transport, or may not be read by this process. The message says what to
+            change.
     """
     if address.boot != boot_id():
         raise ConnectError(

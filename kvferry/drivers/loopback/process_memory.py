@@ -94,8 +94,9 @@ def vm_peek(pid: int, address: int, out: U64Array) -> None:
 def allow_readers() -> None:
     """Allow every process of the same user to read this process's memory.
 
-    Linux's security module Yama otherwise allows it to ancestors of this process only. A kernel
-    without Yama refuses the call; such a kernel does not restrict readers to ancestors.
+    Without this call, Linux's security module Yama allows only ancestors of this process to read
+    its memory. A kernel without Yama refuses the call, and needs none: it does not restrict readers
+    to ancestors.
     """
     _libc().prctl(_PR_SET_PTRACER, _PR_SET_PTRACER_ANY, 0, 0, 0)
 

@@ -48,15 +48,15 @@ class Entry:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Claims:
-    """What a transfer expects to find in its peer's registry.
+    """The rows that a transfer expects to find in its peer's registry.
 
     Attributes:
         regions: the n remote regions that the transfer uses.
         slots: (n,) int64, the index of each region's row.
         rows: the bytes of an (n, 3) uint64 array: the row that is expected for each region, (key,
             address, length).
-        words: how many 8-byte words of the registry a check reads: all up to the end of the last
-            of these rows.
+        words: how many 8-byte words a check reads: the registry from its beginning to the end of
+            the last of these rows.
     """
 
     regions: tuple[Region, ...]
@@ -185,5 +185,5 @@ _registries: dict[bytes, RegionRegistry] = {}
 
 
 def registry_in_this_process(instance: bytes) -> RegionRegistry | None:
-    """Return the registry of this process that has this instance, or ``None`` if there is none."""
+    """Return the registry with this instance if it is one of this process, else ``None``."""
     return _registries.get(instance)

@@ -75,8 +75,8 @@ class LoopbackTransport(
 
     Other processes' memory is reached with ``process_vm_readv`` and ``process_vm_writev``, this
     process's without system calls. Making a transport allows every process of the same user to read
-    this process's memory (``prctl(PR_SET_PTRACER)``); a kernel with Yama otherwise allows it to
-    ancestors only.
+    this process's memory (``prctl(PR_SET_PTRACER)``); a kernel with Yama otherwise allows only
+    ancestors of this process to read it.
 
     Small transfers run within ``read`` and ``write``, larger ones on threads, in chunks. Before
     each chunk, and once more after the last, the transport checks that the peer lives and still has

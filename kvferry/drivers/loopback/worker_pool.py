@@ -43,7 +43,8 @@ class LoopbackTransfer:
         send: sends the notification that is bound to the transfer; ``None`` if there is none.
         release: gives ``runs`` back to the pool.
         status: the status that ``poll`` returns.
-        position: how many bytes of ``runs`` were handed out as chunks so far, from the start on.
+        position: how many bytes were handed out as chunks so far: those of ``runs`` before this
+            position.
         running: how many chunks threads are moving now.
         concluding: whether all bytes were moved, but the last check or the notification is left.
         stop: the error that the transfer fails with; ``None`` if it was not stopped.
@@ -74,7 +75,7 @@ class LoopbackTransfer:
         return self.stop is not None or self.position == self.runs.total
 
     def next_span(self) -> tuple[int, int]:
-        """Count the next chunk as running, and return its span, for ``move``.
+        """Take the next chunk to move: count it as running, and return its span, for ``move``.
 
         The caller has made sure that a chunk is left: ``handed_out`` is false.
 
@@ -114,7 +115,7 @@ class LoopbackTransfer:
 
 
 class WorkerPool:
-    """The threads that move large transfers. They start when the first transfer is submitted.
+    """The threads that move large transfers. They start when the first such transfer is submitted.
 
     Args:
         name: the name of the threads.
@@ -186,7 +187,7 @@ class WorkerPool:
             )
 
     def close(self, deadline: float) -> None:
-        """End the threads; leave a thread running that is still in a system call at the deadline.
+        """End the threads. A thread that is still in a system call at the deadline is left running.
 
         Args:
             deadline: when to stop waiting for the threads, by ``time.monotonic``.
@@ -243,7 +244,7 @@ class WorkerPool:
             return transfer.concluding
 
     def _fail(self, transfer: LoopbackTransfer, error: TransportError | None) -> None:
-        """Stop an unfinished transfer: FAILING while a chunk runs, else FAILED.
+        """Make an unfinished transfer FAILING if one of its chunks is running, else FAILED.
 
         The caller holds ``_changed``.
         """

@@ -43,10 +43,12 @@ Rows = npt.NDArray[np.uint64]
 class TransferChunk:
     """The copies that one NIXL transfer moves, as descriptors that any agent of this side can use.
 
+    The descriptors own their data: they do not refer to the arrays that they were made from.
+
     Attributes:
         write: whether the local side is the source.
-        local: NIXL's descriptors of the local side; they own their data.
-        remote: NIXL's descriptors of the remote side; they own their data.
+        local: NIXL's descriptors of the local side.
+        remote: NIXL's descriptors of the remote side.
     """
 
     write: bool
@@ -71,7 +73,7 @@ class Handle:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Telemetry:
-    """What NIXL measured of one of its transfers, which has ended well.
+    """What NIXL measured of one of its transfers, which has succeeded.
 
     Attributes:
         nbytes: how many bytes the transfer moved.
@@ -139,7 +141,7 @@ class Agent:
         destroyed: it and its threads stay until the process ends.
 
         Args:
-            quiet: whether all transfers of the agent have ended.
+            quiet: whether no byte of the agent's transfers can land any more.
         """
         agent, self._agent = self._agent, None
         if quiet and not self._failed:
@@ -208,7 +210,7 @@ class Agent:
     def add(self, metadata: bytes) -> str:
         """Load the metadata of another agent, so that transfers with that agent can be prepared.
 
-        If NIXL knows the other agent already, by older metadata, it adds what is new.
+        If older metadata of the other agent are loaded already, NIXL adds what is new.
 
         Returns:
             The name of the other agent, according to the metadata.
@@ -284,7 +286,7 @@ class Agent:
         """Start a transfer. The call may take as long as the whole transfer.
 
         Returns:
-            True if the transfer has already ended well, False if it is under way.
+            True if the transfer has already succeeded, False if it is under way.
 
         Raises:
             TransportError: the transfer failed; ``PeerLostError`` if NIXL has lost the peer.
@@ -293,13 +295,13 @@ class Agent:
             state = self._agent.transfer(handle.native)
         except self._library.errors as exc:
             raise self._failing(exc, handle.name) from exc
-        return state == "DONE" or self._running(state, handle.name)
+        return state == "DONE" or self._check_running(state, handle.name)
 
     def check(self, handle: Handle) -> bool:
-        """Make progress with a posted transfer, and return whether it has ended.
+        """Make progress with a posted transfer, and return whether it has succeeded.
 
         Returns:
-            True if the transfer has ended well, False if it is under way.
+            True if the transfer has succeeded, False if it is under way.
 
         Raises:
             TransportError: the transfer failed; ``PeerLostError`` if NIXL has lost the peer.
@@ -308,7 +310,7 @@ class Agent:
             state = self._agent.check_xfer_state(handle.native)
         except self._library.errors as exc:
             raise self._failing(exc, handle.name) from exc
-        return state == "DONE" or self._running(state, handle.name)
+        return state == "DONE" or self._check_running(state, handle.name)
 
     def release(self, handle: Handle) -> None:
         """Release a handle. NIXL tries to cancel a running transfer, but does not wait for its end.
@@ -322,7 +324,7 @@ class Agent:
             raise self._error(exc, "cannot release a transfer") from exc
 
     def telemetry(self, handle: Handle) -> Telemetry:
-        """Return what NIXL measured of a transfer that has ended well.
+        """Return what NIXL measured of a transfer that has succeeded.
 
         Raises:
             TransportError: NIXL has no telemetry of the transfer.
@@ -384,8 +386,9 @@ class Agent:
         Args:
             error: what NIXL raised.
             trouble: what failed, for the exception's text.
-            known: whether NIXL knew the peer and its memory before. If so, NIXL's "not found" error
-                means that NIXL has dropped the peer, as it does when a connection breaks.
+            known: whether this agent knew the peer and its memory before the call. If so, NIXL's
+                "not found" error means that NIXL has dropped the peer, as it does when a connection
+                breaks.
 
         Returns:
             A ``PeerLostError`` if the connection to the peer is gone, else a ``TransportError``.
@@ -411,15 +414,19 @@ class Agent:
         self._failed = True
         return self._error(error, f"a transfer with {name} failed", known=True)
 
-    def _running(self, state: str, name: str) -> bool:
-        """Return False if a transfer is under way; raise if it has failed.
+    def _check_running(self, state: str, name: str) -> bool:
+        """Raise if a transfer that is not "DONE" has failed; otherwise return False.
 
         Args:
-            state: NIXL's word for the transfer's state, which is not "DONE".
+            state: NIXL's word for the transfer's state: "PROC" while the transfer is under way, any
+                other word if it has failed.
             name: the name of the remote agent.
 
+        Returns:
+            False, as the result of ``post`` and ``check`` for a transfer that is under way.
+
         Raises:
-            TransportError: ``state`` is not "PROC", so the transfer has failed.
+            TransportError: the transfer has failed.
         """
         if state == "PROC":
             return False

@@ -128,7 +128,7 @@ class AgentPair:
         The caller has deregistered all memory and released all handles.
 
         Args:
-            quiet: whether all transfers have ended.
+            quiet: whether no byte of the transport's transfers can land any more.
         """
         for agent in self._all:
             agent.close(quiet=quiet)

@@ -1,4 +1,8 @@
-"""Turn a batch of copies into arrays for NIXL: two (``Rows``) for each pair of memory kinds."""
+"""Turn a batch of copies into arrays for NIXL.
+
+There are two arrays (``Rows``), of the local and of the remote ranges, for each pair of a local and
+a remote memory kind.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +33,7 @@ class DescriptorLists:
         self._reserve(_SMALLEST)
 
     def chunks(self, copies: Copies, most: int | None = None) -> Iterator[tuple[Kinds, Rows, Rows]]:
-        """Cut a batch into chunks, each of which has one pair of memory kinds.
+        """Cut a batch into chunks, each of which goes between one local and one remote memory kind.
 
         Copies of 0 bytes are left out, so there may be no chunk at all.
 
@@ -38,8 +42,8 @@ class DescriptorLists:
             most: the most copies of a chunk; ``None`` for any number.
 
         Returns:
-            For each chunk its memory kinds, and the rows (see ``agent.Rows``) of its local and of
-            its remote side. The rows are valid until the next call.
+            For each chunk its memory kinds (local, remote), and the rows (see ``agent.Rows``) of
+            its local and of its remote side. The rows are valid until the next call.
         """
         n = len(copies)
         if n == 0:
@@ -70,7 +74,7 @@ class DescriptorLists:
 
         Args:
             copies: the batch.
-            devices: the pairs of devices of the batch's segments.
+            devices: the pairs of local and remote device index of the batch's segments.
         """
         if len(devices) == 1:
             (self._devices,) = devices

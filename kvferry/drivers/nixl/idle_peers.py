@@ -24,14 +24,14 @@ class IdlePeers:
         self._lock = threading.Lock()
 
     def add(self, peer: NixlPeer) -> None:
-        """Keep a disconnected peer, all of whose transfers ended well.
+        """Keep a disconnected peer, all transfers with which have succeeded.
 
-        If there are more than ``MAX_IDLE`` idle peers then, NIXL forgets the one that was added
+        If there are more than ``MAX_IDLE`` idle peers then, have NIXL forget the one that was added
         first.
 
-        NIXL does not forget each peer when it is disconnected, because that would leak sockets:
-        NIXL closes a connection's sockets only when one of the two processes ends, and opens new
-        ones when it loads the peer again.
+        The driver does not have NIXL forget every peer that is disconnected, because that would
+        leak sockets: NIXL closes a connection's sockets only when one of the two processes ends,
+        and opens new sockets when it loads the peer's metadata again.
         """
         with self._lock:
             self._peers[peer.name] = peer
@@ -39,7 +39,7 @@ class IdlePeers:
                 self._peers.popitem(last=False)[1].remove_remote()
 
     def connect(self, peer: NixlPeer, agent: Agent) -> None:
-        """Have an agent load a peer's metadata, and no longer count the peer as idle.
+        """Have an agent load a peer's metadata, and remove the peer from the idle ones.
 
         Args:
             peer: the peer, as its address describes it.

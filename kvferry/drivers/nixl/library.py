@@ -74,7 +74,7 @@ class NixlLibrary:
 
 
 class _Patient:
-    """NIXL's bindings, except that new agents get a progress thread that sleeps while it is idle.
+    """NIXL's bindings, with one change: a new agent's progress thread sleeps while it is idle.
 
     Args:
         native: NIXL's bindings.

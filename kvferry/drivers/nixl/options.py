@@ -46,7 +46,8 @@ class NixlOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     Attributes:
         backend: NIXL's name of the backend, such as "UCX".
-        backend_options: parameters of the backend, by NIXL's names; they override ``defaults``.
+        backend_options: parameters of the backend, by NIXL's names; they override those that the
+            function ``defaults`` returns.
         telemetry: whether NIXL measures transfers, for ``NixlTransport.telemetry``.
         progress_milliseconds: how long NIXL's progress thread sleeps at most when nothing arrives.
             At 0 it never sleeps, and takes a core.
@@ -63,7 +64,8 @@ def defaults(backend: str, root: Path = Path("/")) -> dict[str, str]:
 
     Args:
         backend: NIXL's name of the backend.
-        root: the folder that contains ``sys``, in which RDMA devices are looked up.
+        root: the folder that contains ``sys``, in which RDMA devices are looked up; only tests
+            change it.
     """
     if backend != "UCX":
         return {}
@@ -124,10 +126,10 @@ def parameters(options: NixlOptions, library: NixlLibrary, native: Plugins) -> d
 
 
 def threads(started: Mapping[str, str]) -> int:
-    """Return how many threads the backend has besides its progress thread.
+    """Return how many threads a backend has besides its progress thread.
 
     Args:
-        started: the parameters that the backend is started with, by NIXL's names.
+        started: the parameters that the backend was or will be started with, by NIXL's names.
 
     Raises:
         DriverError: ``num_threads`` is not a number.

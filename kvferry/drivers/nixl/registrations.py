@@ -72,10 +72,10 @@ class Registrations:
         return self._spans.keys()
 
     def add(self, region: Region, used: Collection[Region]) -> None:
-        """Register a region that is not registered yet.
+        """Register a region: in an existing span, in a new one, or in a larger, merged one.
 
         Args:
-            region: the region to register.
+            region: the region to register; the caller has made sure that it is not registered.
             used: the local regions of this side's unfinished transfers.
 
         Raises:
@@ -150,7 +150,7 @@ def _overlap(one: Region, other: Region) -> bool:
 
 
 def _hull(regions: list[Region]) -> Region:
-    """Return the smallest range that contains these regions, which are all on one device."""
+    """Return the smallest range that contains these regions of one device."""
     first = min(region.address for region in regions)
     return Region(
         address=first,

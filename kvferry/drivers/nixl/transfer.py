@@ -22,7 +22,9 @@ _DONE = Status(state=State.DONE)
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class NixlTransfer:
-    """A transfer, cut into chunks. All copies of a chunk have the same pair of memory kinds.
+    """A transfer, cut into chunks, each of which is one transfer of NIXL.
+
+    All copies of a chunk go between the same two memory kinds.
 
     The transfer is FAILING from its first error on. When a chunk fails, NIXL does not report when
     the copies that it had begun have ended, so the transfer becomes FAILED only by ``settle``. It
@@ -33,14 +35,14 @@ class NixlTransfer:
         peer: the connection to the peer.
         prepare: makes the NIXL transfer of a chunk. It is called just before the chunk is posted,
             because the agent that posts may change until then.
-        send: sends the notification that is bound to the transfer, once all chunks have ended;
-            ``None`` if there is none. NIXL's own bound notifications are not used: NIXL sends them
-            even if the peer has been disconnected meanwhile.
+        send: sends the notification that is bound to the transfer; called once all chunks have
+            succeeded. ``None`` if there is no notification. NIXL's own bound notifications are not
+            used: NIXL sends them even if the peer has been disconnected meanwhile.
         status: the status that ``poll`` returns.
         waiting: the chunks that are not posted yet; empty once the transfer has failed.
         running: the handles of the chunks that are posted and have not ended.
         ended: the handles of the chunks that failed; kept until ``release``.
-        telemetry: what NIXL measured of each chunk that ended well; ``None`` if NIXL does not
+        telemetry: what NIXL measured of each chunk that succeeded; ``None`` if NIXL does not
             measure.
     """
 
@@ -70,7 +72,7 @@ class NixlTransfer:
         self._conclude()
 
     def advance(self) -> None:
-        """Make progress with the running chunks, and post a waiting one for each that has ended."""
+        """Make progress with the running chunks, and post a waiting chunk for each that ended."""
         for handle in list(self.running):
             try:
                 ended = handle.agent.check(handle)
@@ -89,7 +91,7 @@ class NixlTransfer:
             self.waiting.clear()
 
     def settle(self) -> None:
-        """Make the transfer FAILED with the error that it has, unless it is final.
+        """Make a FAILING transfer FAILED, with the same error. A final transfer is left as it is.
 
         The caller has made sure that no byte of the transfer can land any more.
         """
@@ -152,7 +154,7 @@ class NixlTransfer:
         self.fail(error)
 
     def _conclude(self) -> None:
-        """Send the notification and become DONE, if all chunks have ended well."""
+        """If all chunks have succeeded, send the notification and become DONE."""
         if not self.drained or self.status.state is not State.PENDING:
             return
         try:

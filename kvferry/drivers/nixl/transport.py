@@ -98,7 +98,9 @@ class NixlTransport(BaseTransport[None, NixlPeer, NixlPeer, NixlTransfer]):
         return f"{self._agent.library}, {self._options.backend}"
 
     def telemetry(self, transfer: TransferId) -> list[Telemetry]:
-        """Return what NIXL measured of a transfer: one ``Telemetry`` for each chunk.
+        """Return what NIXL measured of a transfer: one ``Telemetry`` for each of its chunks.
+
+        A chunk is a part of a transfer that is one transfer for NIXL.
 
         Raises:
             TransportUsageError: the id is unknown, the transfer is not DONE, or the option
@@ -219,7 +221,7 @@ class NixlTransport(BaseTransport[None, NixlPeer, NixlPeer, NixlTransfer]):
         transfer.fail(error)
 
     def _end_transfers(self, transfers: Sequence[NixlTransfer], error: TransportError) -> bool:
-        """As ``BaseTransport._end_transfers``, but wait only until no chunk is posted any more.
+        """As ``BaseTransport._end_transfers``, but wait only until all posted chunks have ended.
 
         The transfers become FAILED in ``_disconnect`` or ``_close``.
         """
@@ -261,7 +263,7 @@ class NixlTransport(BaseTransport[None, NixlPeer, NixlPeer, NixlTransfer]):
     # How transfers and connections end.
 
     def _drained(self, transfers: Sequence[NixlTransfer]) -> bool:
-        """Make progress until NIXL reports every chunk of these transfers as ended.
+        """Make progress until NIXL reports for every chunk of these transfers that it has ended.
 
         Returns:
             Whether all chunks ended within ``grace_seconds``.
@@ -282,7 +284,8 @@ class NixlTransport(BaseTransport[None, NixlPeer, NixlPeer, NixlTransfer]):
 
         Args:
             connection: the connection to close.
-            transfers: the connection's transfers that were unfinished when its end began.
+            transfers: the transfers over this connection that were unfinished when ``disconnect``
+                or ``close`` was called.
 
         Returns:
             NIXL's errors for what it did not release or close; empty if there were none.
@@ -311,7 +314,7 @@ class NixlTransport(BaseTransport[None, NixlPeer, NixlPeer, NixlTransfer]):
 
         NIXL can add spans (ranges of memory, see ``registrations``) to a peer that it knows, but
         not remove any. So if a span is gone, or the connection is lost, NIXL has to forget the peer
-        first. Before that, this method waits until the peer's transfers have ended.
+        first. Before that, this method waits until this side's transfers with the peer have ended.
 
         Args:
             connection: the connected peer, which is updated.
@@ -352,8 +355,8 @@ class NixlTransport(BaseTransport[None, NixlPeer, NixlPeer, NixlTransfer]):
             not checked.
 
         Raises:
-            ConnectError: NIXL does not write such metadata; the metadata is that of another agent;
-                or the address has this side's name, but other data for connecting.
+            ConnectError: the metadata has a format that NIXL does not write, or is that of another
+                agent; or the address has this side's name, but other data for connecting.
         """
         if self._own_metadata is None:
             return {}
@@ -373,7 +376,7 @@ class NixlTransport(BaseTransport[None, NixlPeer, NixlPeer, NixlTransfer]):
 
     @functools.cached_property
     def _own_metadata(self) -> AgentMetadata | None:
-        """This side's metadata; ``None`` if its format is not the one of ``agent_metadata``."""
+        """This side's metadata; ``None`` if ``agent_metadata`` does not know its format."""
         try:
             return agent_metadata.parsed(self._agent.metadata())
         except FormatError:

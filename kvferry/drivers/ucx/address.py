@@ -28,13 +28,22 @@ Name = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
 Instance = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
 WorkerAddress = Annotated[bytes, msgspec.Meta(min_length=1, max_length=MAX_WORKER_ADDRESS)]
 Identity = tuple[Instance, WorkerAddress]
-"""What tells a transport from all others: its instance, and the worker that serves peers."""
+"""What distinguishes a transport from others: its instance, and the worker that serves peers."""
 
 Word = Annotated[int, msgspec.Meta(ge=0, le=ADDRESS_LIMIT - 1)]
 
 
 class UcxRegion(msgspec.Struct, frozen=True, array_like=True):
-    """A registered region: ``key`` is its ``KeyId``, ``packed`` the key by which UCX reaches it."""
+    """A registered region of the address's transport.
+
+    Attributes:
+        address: the region's first byte, in the process of the transport.
+        nbytes: the region's length in bytes.
+        kind: the memory kind, by kvferry's name.
+        device: the device index within the kind.
+        key: the ``KeyId`` of the registration.
+        packed: the key that UCX packed, with which the UCX of a peer reaches the region.
+    """
 
     address: Word
     nbytes: Word
@@ -45,7 +54,7 @@ class UcxRegion(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ProcessIdentity(msgspec.Struct, frozen=True, array_like=True):
-    """What identifies a process, so that others on its host can see whether it lives.
+    """The identity of a process, by which others on its host can check whether it still runs.
 
     Attributes:
         boot: the host's boot id, which the kernel makes at random when it starts.
@@ -67,7 +76,11 @@ class ProcessIdentity(msgspec.Struct, frozen=True, array_like=True):
         return cls(procfs.boot_id(), procfs.pid_namespace(), pid, procfs.start_time(pid) or 0)
 
     def has_ended(self) -> bool:
-        """Return whether the process has ended; False for another host or pid namespace."""
+        """Return whether the process has ended.
+
+        False also if the process is on another host or in another pid namespace: this process
+        cannot check it there.
+        """
         if (self.boot, self.namespace) != (procfs.boot_id(), procfs.pid_namespace()):
             return False
         return procfs.start_time(self.pid) != self.start_time
@@ -107,8 +120,8 @@ class UcxAddress(msgspec.Struct, frozen=True, kw_only=True):
     def identity(self) -> Identity:
         """The identity of the transport.
 
-        The worker is a part of it: an address with a transport's instance and another worker leads
-        elsewhere, and must not count as that transport's.
+        The worker's address is a part of the identity: an address with a transport's instance but
+        another worker leads elsewhere, and must not be taken for that transport's.
         """
         return self.instance, self.worker
 
@@ -165,7 +178,7 @@ def decode(data: bytes) -> UcxAddress:
 
 
 def regions_of(address: UcxAddress) -> dict[Region, UcxRegion]:
-    """Return a peer's registered regions.
+    """Return the regions that a peer's address names, each with its ``UcxRegion``.
 
     Raises:
         ConnectError: the address names a region that cannot exist.
@@ -180,10 +193,10 @@ def regions_of(address: UcxAddress) -> dict[Region, UcxRegion]:
 
 
 def check_packed(address: UcxAddress) -> None:
-    """Refuse an address whose worker address or keys UCX cannot have packed.
+    """Refuse an address whose worker address or keys do not have UCX's format.
 
     Raises:
-        ConnectError: the worker address or a key has another format.
+        ConnectError: the worker address or a key is not in the format in which UCX packs them.
     """
     try:
         check_worker_address(address.worker)

@@ -49,7 +49,7 @@ class Client:
     The caller of a method must hold ``lock``, except for ``stop``; properties need no lock.
 
     Args:
-        ucp: the library.
+        ucp: the loaded libucp.
         make_worker: makes a worker.
         name: this transport's name.
         idle_timeout: seconds without progress after which a transfer fails.
@@ -57,8 +57,8 @@ class Client:
 
     Attributes:
         lock: protects this object, its workers, connections and transfers.
-        last_driven: when a call of the transport, not the progress thread, last drove the client,
-            by ``time.monotonic``.
+        last_driven: when a call of the transport last called ``run_once``, by ``time.monotonic``.
+            Calls by the progress thread do not count.
     """
 
     def __init__(
@@ -85,17 +85,17 @@ class Client:
 
     @property
     def workers(self) -> list[Worker]:
-        """The workers that have to be driven."""
+        """The workers in which UCP has to make progress."""
         return [client_worker.worker for client_worker in self._client_workers]
 
     @property
     def driven_elsewhere(self) -> bool:
-        """Whether a call of the transport drove the client within the last 0.3 ms."""
+        """Whether a call of the transport called ``run_once`` within the last 0.3 ms."""
         return time.monotonic() - self.last_driven < _POLLED_SECONDS
 
     @property
     def needs_timer(self) -> bool:
-        """Whether a timeout may end something without an event of UCX."""
+        """Whether a transfer or a connection may time out, for which UCX has no event."""
         # A copy, since this is also read without the lock, while other threads connect.
         connections = list(self._connections.values())
         return bool(self._transfers) or any(
@@ -103,7 +103,7 @@ class Client:
         )
 
     def run_once(self) -> bool:
-        """Let UCP work, handle messages and errors, and advance connections and transfers.
+        """Let UCP work, handle messages and errors, and update connections and transfers.
 
         Returns:
             Whether there may be more to do at once.
@@ -133,10 +133,10 @@ class Client:
         return busy
 
     def _progress_transfers(self) -> list[ClientWorker]:
-        """Let UCP move bytes for ``PROGRESS_SECONDS`` in workers that have posted windows.
+        """Let UCP move bytes for ``PROGRESS_SECONDS`` in workers with unfinished reads or writes.
 
         Returns:
-            The workers that were driven: two at most.
+            The workers in which UCP has worked: two at most.
         """
         moving = [
             window.connection.client_worker
@@ -166,7 +166,8 @@ class Client:
             index: 0 for this client's first connection to the server, 1 for its second.
 
         Returns:
-            The connection. It is broken if no worker can be made for it, or UCX refuses.
+            The connection, which is not ready yet: the server has to answer. It is broken if no
+                worker can be made for it, or UCX cannot connect.
         """
         now = time.monotonic()
         try:
@@ -179,10 +180,10 @@ class Client:
         return connection
 
     def _worker_for(self, address: UcxAddress) -> ClientWorker:
-        """Return a worker that has not connected to this server.
+        """Return a worker that has not connected to this server; make one if there is none.
 
         Raises:
-            TransportError: all have, and UCX cannot make another: a network device may be down.
+            TransportError: UCX cannot make a worker: a network device may be down.
         """
         unused = (
             client_worker
@@ -199,16 +200,18 @@ class Client:
         return client_worker
 
     def connection_to(self, peer: UcxPeer) -> UcxConnection:
-        """Return the connection to a peer, or open another one if it is broken."""
+        """Return the connection to a peer. If it is broken, open another one and return that."""
         if peer.connection.state is ConnectionState.BROKEN:
             peer.connection = self.open_connection(peer.address)
         return peer.connection
 
     def second_connection_to(self, peer: UcxPeer) -> UcxConnection | None:
-        """Return the second connection to a peer, which may not be ready yet, or ``None``.
+        """Return the second connection to a peer, for large reads; ``None`` if it would not help.
 
-        There is one only if this process copies the bytes itself, has more than one core, and the
-        loops are compiled: otherwise two threads would wait for each other's interpreter lock.
+        The connection is opened when it is first needed, and may not be ready yet. It helps only if
+        this process copies the bytes itself and has more than one core, and if the loops of
+        ``compiled_loops`` are ready: otherwise two threads would wait for each other to release the
+        interpreter's lock.
         """
         compiled = self._client_workers[0].worker.poster.compiled
         transports = peer.connection.transports
@@ -223,7 +226,7 @@ class Client:
         return peer.second_connection
 
     def disconnect(self, peer: UcxPeer) -> None:
-        """Break the connections to a peer, and tell the peer with ``Bye``."""
+        """Close the connections to a peer, and tell the peer so with ``Bye``."""
         error = PeerLostError(f"{peer.name} was disconnected")
         for connection in filter(None, (peer.connection, peer.second_connection)):
             connection.close(error, say_bye=True)
@@ -231,9 +234,10 @@ class Client:
     # Transfers.
 
     def start(self, transfer: UcxTransfer) -> None:
-        """Start a transfer, and drive it for 5 ms at most.
+        """Start a transfer, and let UCP work on it for 5 ms at most.
 
-        A short transfer whose bytes this process moves itself then ends without waking the thread.
+        So a short transfer whose bytes this process copies itself ends before the progress thread
+        has to be woken.
         """
         self._transfers.append(transfer)
         now = time.monotonic()
@@ -249,7 +253,7 @@ class Client:
             self._copy_thread = None
 
     def close(self) -> None:
-        """Break all connections, and destroy the workers."""
+        """Close all connections, and destroy the workers."""
         self.stop()
         for connection in self._connections.values():
             connection.close(PeerLostError(f"{self._name} was closed"), say_bye=True)
@@ -298,7 +302,15 @@ class Client:
                 connection.on_fetched(message, body, nbytes)
 
     def _check(self, connection: UcxConnection, now: float, *, check_liveness: bool) -> None:
-        """Break a connection whose server is gone or does not answer; forget a released one."""
+        """Close a connection if its server does not answer or its process has ended.
+
+        Forget the connection once it is broken and nothing is under way on it any more.
+
+        Args:
+            connection: the connection.
+            now: the time, by ``time.monotonic``.
+            check_liveness: whether to check that the server's process runs.
+        """
         server = connection.server
         broken = connection.state is ConnectionState.BROKEN
         if check_liveness and not broken and server.process.has_ended():
@@ -324,7 +336,7 @@ class Client:
             client_worker.worker.destroy()
 
     def _is_dropped(self, transfer: UcxTransfer) -> bool:
-        """Return whether it is certain that no byte of a failed write arrives any more."""
+        """Return whether it is certain that no further byte of a failed write will be written."""
         if transfer.windows:
             return False
         connection = transfer.connection

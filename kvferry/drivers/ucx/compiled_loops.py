@@ -62,7 +62,7 @@ class CompiledPoster:
     """A ``Poster`` that runs compiled loops once they are ready, and Python loops until then.
 
     Args:
-        ucp: the library.
+        ucp: the loaded libucp.
         compile_with: compiles the loops; ``None`` if numba is not installed.
     """
 

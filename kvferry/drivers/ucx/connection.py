@@ -53,7 +53,7 @@ class ClientWorker:
     Attributes:
         worker: the worker.
         servers: the instances of the servers that the worker has connected to.
-        connections: the connections that are not yet released, by their endpoints' numbers.
+        connections: the worker's connections by ``endpoint_number``, each until it is forgotten.
     """
 
     worker: Worker
@@ -82,17 +82,18 @@ class UcxConnection:
         id: the random id of the connection, which every message names.
         server: the address of the server.
         client_worker: the worker that the endpoint belongs to.
-        ucp: the library.
+        ucp: the loaded libucp.
         opened: when the connection was opened, by ``time.monotonic``.
         endpoint: UCP's endpoint; 0 if there is none.
         endpoint_number: the number under which the worker reports the endpoint's error.
         state: the state of the connection.
         error: why the connection is broken; ``None`` if it is not.
-        closed_by_server: whether the server has said that it drops what still arrives.
-        withdrawn: the keys of the server's registrations that are undone or about to be.
-        unconfirmed: the number and the key of each withdrawal that has not been confirmed.
+        closed_by_server: whether the server has said that it has closed the connection and drops
+            what still arrives on it.
+        withdrawn: the keys of the registrations that the server has undone or is about to undo.
+        unconfirmed: the number and the key of each withdrawal that this side has not confirmed.
         queued_notifications: notifications to send once the connection is ready.
-        open_windows: how many windows of transfers are under way on the connection.
+        open_windows: how many windows (see ``Window``) are under way on the connection.
         transports: UCX's names of the transports that the connection uses, such as ``tcp``; empty
             until it is ready.
         refusals: the server's answers to stores and fetches, by their numbers: the reason for a
@@ -135,7 +136,7 @@ class UcxConnection:
         Args:
             server: the address of the server.
             client_worker: a worker that has not connected to this server.
-            ucp: the library.
+            ucp: the loaded libucp.
             client: the name of this transport.
             now: the time, by ``time.monotonic``.
             index: 0 for the client's first connection to the server, 1 for its second.
@@ -177,7 +178,7 @@ class UcxConnection:
         Args:
             server: the address of the server.
             client_worker: any worker.
-            ucp: the library.
+            ucp: the loaded libucp.
             now: the time, by ``time.monotonic``.
             error: why there is no worker.
         """
@@ -192,7 +193,7 @@ class UcxConnection:
         )
 
     def on_welcome(self, withdrawn: Iterable[int]) -> None:
-        """Become ready, and send queued notifications: the server has answered.
+        """Become ready, and send queued notifications. Called when the server has answered.
 
         Args:
             withdrawn: the keys of the registrations that the server has undone since it made
@@ -271,17 +272,19 @@ class UcxConnection:
             self.refusals[message.number] = f"it has sent {nbytes} bytes of {wanted}"
 
     def on_withdrawn(self, number: int, key: KeyId) -> None:
-        """Note that the server is about to undo a registration, and waits for ``Released``.
+        """Record a withdrawal: the server is about to undo a registration, and waits for an answer.
 
         Args:
             number: the number of the withdrawal.
-            key: the registration.
+            key: the key of the registration.
         """
         self.withdrawn.add(key)
         self.unconfirmed.append((number, key))
 
     def confirm_withdrawals(self, used: frozenset[KeyId]) -> None:
-        """Confirm the withdrawals, in order, up to the first whose registration is still used.
+        """Tell the server which withdrawn registrations this connection no longer uses.
+
+        Withdrawals are confirmed in order, up to the first whose registration is still used.
 
         Args:
             used: the keys of the registrations that transfers under way on this connection use.
@@ -295,7 +298,7 @@ class UcxConnection:
             self._send(Released(self.id, number))
 
     def remote_key(self, region: UcxRegion) -> RemoteKey:
-        """Return UCP's key to a region of the server, which the connection owns.
+        """Return UCP's key to a region of the server. The key belongs to the connection.
 
         The key is unpacked when it is first needed.
 
@@ -308,10 +311,12 @@ class UcxConnection:
         return self._keys[key]
 
     def close(self, error: TransportError, *, say_bye: bool = False) -> None:
-        """Break the connection. UCX completes what is posted on it as the worker makes progress.
+        """Close the connection, which is then BROKEN.
+
+        UCX completes what is posted on the connection while the worker makes progress.
 
         Args:
-            error: the reason, which the connection's transfers report.
+            error: the reason, which the transfers on the connection report.
             say_bye: whether to tell the server with ``Bye``.
         """
         if say_bye and self.state is ConnectionState.READY:
@@ -329,7 +334,7 @@ class UcxConnection:
         close_endpoint(self.endpoint)
 
     def try_release(self) -> bool:
-        """Free the remote keys of a broken connection once nothing is under way on it.
+        """Free the remote keys if the connection is broken and nothing is under way on it.
 
         Returns:
             Whether they have been freed, so that the connection can be forgotten.
@@ -379,7 +384,7 @@ class UcxPeer:
 
 
 def _unreachable(error: TransportError) -> PeerLostError:
-    """Return the error for a server that UCX cannot connect to, with the remedy."""
+    """Return the error for a server that UCX cannot connect to; it says what to do."""
     return PeerLostError(
         f"{error}; both sides need a way in common that notices when a peer dies: tcp or RDMA, "
         "beside which shared memory is used (driver_options: transports)"

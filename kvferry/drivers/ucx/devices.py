@@ -13,7 +13,9 @@ Devices = dict[str, list[str]]
 
 
 def devices(library: Any, context: int) -> Devices:  # noqa: ANN401 - a C library
-    """Return the transports and devices that a context can use. UCX only prints them.
+    """Return the transports and devices that a context can use.
+
+    UCX has no function that returns them, so they are read from what UCX prints.
 
     Args:
         library: a loaded libucp.
@@ -27,7 +29,7 @@ def devices(library: Any, context: int) -> Devices:  # noqa: ANN401 - a C librar
 
 
 def listed(found: Devices) -> str:
-    """Return transports and devices as text. "memory" is left out, since it is no device."""
+    """Return transports and devices as text, without the entry "memory", which is no device."""
     return ", ".join(
         transport if names == ["memory"] else f"{transport} ({', '.join(names)})"
         for transport, names in found.items()

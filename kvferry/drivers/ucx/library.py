@@ -143,7 +143,7 @@ def _named(path: str) -> UcxLibrary:
 
 
 def _there() -> tuple[list[UcxLibrary], list[str]]:
-    """Return the system's and the wheel's library, in this order, and why any is missing."""
+    """Return the system's library, then the wheel's; and the reasons for those that are missing."""
     found, reasons = [], []
     for look in (_systems, _wheels):
         try:
@@ -158,10 +158,10 @@ def _systems() -> UcxLibrary:
 
 
 def _wheels() -> UcxLibrary:
-    """Return the wheel's library.
+    """Return the description of the wheel's library.
 
-    If its version can be read from a file of the wheel, and it has no RDMA module to try, no
-    process is needed to describe it.
+    No other process has to open the library if its version can be read from a file of the wheel,
+    and the wheel has no RDMA module to try.
     """
     spec = find_spec(WHEEL)
     if spec is None or spec.origin is None:
@@ -220,7 +220,7 @@ def _library(path: Path, version: Version, source: Source, *, rdma: bool) -> Ucx
 
 
 def _unfit(library: UcxLibrary) -> str:
-    """Return why a library cannot be used, or an empty string."""
+    """Return why a library cannot be used, or an empty string if it can."""
     if is_usable(library.version):
         return ""
     if library.version[0] != LOWEST[0]:

@@ -21,8 +21,8 @@ class MergedCopies:
     runs.
 
     Attributes:
-        local: (n,) the local address of each run.
-        remote: (n,) the remote address of each run.
+        local: (n,) the first local byte of each run.
+        remote: (n,) the first remote byte of each run.
         nbytes: (n,) the length of each run in bytes, from 1 to ``MAX_RUN_BYTES``.
         segment: (n,) the index, in the batch's ``segments``, of the segment of each run.
         end_bytes: (n,) the sum of the lengths up to and including each run.

@@ -58,9 +58,10 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag=1):
             another instance drops this message.
         client: the client's name.
         worker: UCX's address of the client's worker, to which the server sends its answers.
-        known_withdrawals: ``UcxAddress.withdrawn`` of the address that the client connects with.
-        index: which of the client's connections to this server this is. The server closes an
-            earlier connection with the same client and index.
+        known_withdrawals: ``UcxAddress.withdrawn`` of the address with which the client connects:
+            how many registrations the server had withdrawn when it made the address.
+        index: 0 for the client's first connection to this server, 1 for its second. The server
+            closes an earlier connection with the same client and index.
     """
 
     connection: ConnectionId

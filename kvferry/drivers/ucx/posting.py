@@ -62,12 +62,12 @@ class Poster(Protocol):
 
         Args:
             requests: (n,) uint64, the array that ``post`` returned.
-            start: how many of its elements earlier calls have swept: what the last of them
-                returned, 0 for the first call.
+            start: the index of the first element to look at: 0 in the first call, then the number
+                that the previous call returned.
 
         Returns:
-            How many elements are swept now, counted from the beginning of the array, and the status
-            of the first error among those that this call swept, or 0.
+            How many elements, counted from the beginning of the array, have completed by now, and
+            the status of the first error among those that this call found completed, or 0.
         """
 
     def progress(self, worker: WorkerHandle, seconds: float) -> bool:
@@ -95,7 +95,7 @@ class PlainPoster:
     """The loops of ``Poster`` in Python.
 
     Args:
-        ucp: the library.
+        ucp: the loaded libucp.
     """
 
     compiled = False

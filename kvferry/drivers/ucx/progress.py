@@ -1,9 +1,10 @@
 """Let UCX work: in a thread that sleeps while there is nothing to do, and within calls.
 
 UCX moves bytes and delivers messages only while ``ucp_worker_progress`` is called. The transport's
-client side and its server side each have workers, and a lock for them. A ``ProgressThread`` drives
-one side or both; with a ``ProgressDriver``, calls of the transport drive the client side, which
-saves waking the thread.
+client side and its server side each have workers, and a lock for them. To *drive* a side is to call
+its ``run_once``, which calls that function and handles what has arrived. A ``ProgressThread``
+drives one side or both. With a ``ProgressDriver``, calls of the transport also drive the client
+side, so that the thread need not be woken.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ raises no event."""
 class FairLock:
     """A lock whose ``try_acquire`` fails while another thread waits for it in a ``with`` statement.
 
-    A thread that releases and acquires a ``threading.Lock`` in a loop has it again before a waiting
-    thread wakes up, and a progress loop may run as long as bytes move.
+    If a thread releases and acquires a ``threading.Lock`` in a loop, it has the lock again before a
+    waiting thread wakes up. A progress loop would do so for as long as bytes move.
     """
 
     def __init__(self) -> None:
@@ -71,7 +72,7 @@ class FairLock:
 
 
 class ProgressTarget(Protocol):
-    """The client or the server side of a transport, with its workers.
+    """A side of a transport, client or server, with its workers.
 
     Attributes:
         lock: held while a thread uses the side.
@@ -81,18 +82,18 @@ class ProgressTarget(Protocol):
 
     @property
     def workers(self) -> list[Worker]:
-        """The side's workers; a worker's descriptor becomes readable when it has work."""
+        """The side's workers. A worker's file descriptor becomes readable when there is work."""
 
     @property
     def needs_timer(self) -> bool:
-        """Whether a timeout may end something without an event of UCX."""
+        """Whether ``run_once`` must be called from time to time even if UCX has no event."""
 
     @property
     def driven_elsewhere(self) -> bool:
-        """Whether calls of the transport drive this side often enough without the thread."""
+        """Whether calls of the transport drive this side now, so that the thread need not."""
 
     def run_once(self) -> bool:
-        """Do the work that there is. The caller holds the lock.
+        """Let UCP work in the side's workers, and handle the results. The caller holds the lock.
 
         Returns:
             Whether there may be more to do at once.
@@ -116,7 +117,7 @@ class ProgressThread:
         self._thread.start()
 
     def wake(self) -> None:
-        """Wake the thread, because a side was used and may have work."""
+        """Wake the thread. Called after a side was used, since it may then have work."""
         # A thread that sleeps for 2 ms at most wakes soon enough without a system call.
         if not self._wakes_soon:
             os.eventfd_write(self._wake, 1)
@@ -146,10 +147,11 @@ class ProgressThread:
                 self._sleep(elsewhere + held, soon=soon)
 
     def _sleep(self, unarmed: list[ProgressTarget], *, soon: bool) -> None:
-        """Sleep until an event, or for as long as the sides allow.
+        """Sleep until UCX has an event, ``wake`` is called, or a side has to be driven again.
 
         Args:
-            unarmed: sides whose descriptors are not armed, and so are not waited for.
+            unarmed: sides whose workers are not armed: they raise no event, so they are not waited
+                for, and the sleep is short.
             soon: whether to sleep for ``_HELD_MILLISECONDS`` at most.
         """
         poll = select.poll()
@@ -170,7 +172,7 @@ class ProgressDriver:
 
     Args:
         client: the client side.
-        threads: the threads that drive the sides otherwise.
+        threads: the threads that drive both sides outside such calls.
     """
 
     def __init__(self, client: Client, threads: Sequence[ProgressThread]) -> None:
@@ -225,7 +227,7 @@ class ProgressDriver:
 
 
 def _run_and_release(target: ProgressTarget) -> bool:
-    """Run a side whose lock was acquired, and release the lock.
+    """Call ``run_once`` of a side whose lock the caller has acquired, and release the lock.
 
     Returns:
         Whether there may be more to do at once.

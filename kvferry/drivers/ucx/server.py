@@ -118,17 +118,17 @@ class Server:
 
     @property
     def workers(self) -> list[Worker]:
-        """The workers that have to be driven."""
+        """The workers in which UCP has to make progress."""
         return [self.worker]
 
     @property
     def driven_elsewhere(self) -> bool:
-        """Whether calls of the transport drive this side just now: they never do."""
+        """Whether calls of the transport drive this side now: always False, since none does."""
         return False
 
     @property
     def needs_timer(self) -> bool:
-        """Whether hellos wait, which may have to be answered without an event of UCX."""
+        """Whether hellos wait for an answer, which may become possible without an event of UCX."""
         return bool(self._waiting_hellos)
 
     def run_once(self) -> bool:
@@ -173,14 +173,15 @@ class Server:
         return self.withdrawals
 
     def is_confirmed(self, number: int) -> bool:
-        """Return whether each client has confirmed a withdrawal or its connection is closed.
+        """Return whether each client has confirmed a withdrawal or has been disconnected.
 
-        The endpoint of a closed connection may still linger: see ``_answer_hellos``.
+        False while the worker is closing an endpoint. An endpoint that lingers (see
+        ``Worker.close_endpoint``) does not matter: see ``_answer_hellos``.
         """
         return not (self._unconfirmed(number) or self.worker.closing)
 
     def disconnect_unconfirmed(self, number: int) -> None:
-        """Close the connections that have not confirmed a withdrawal."""
+        """Close the connections of the clients that have not confirmed a withdrawal."""
         for connection in self._unconfirmed(number):
             self._close(connection)
 
@@ -197,7 +198,7 @@ class Server:
         """Tell clients, on new endpoints, that the server drops what still arrives from them.
 
         Args:
-            served: the closed connections of the clients.
+            served: the closed connections of clients that were not refused.
         """
         for connection in served:
             with contextlib.suppress(TransportError):
@@ -249,7 +250,7 @@ class Server:
             self.worker.send(connection.endpoint, answer, buffer, int(lengths.sum()))
 
     def _on_notification(self, connection: ClientConnection, payload: bytes) -> None:
-        """Keep a notification, or disconnect the client if too many bytes wait to be fetched."""
+        """Keep a notification until ``take_notifications``. If too many are kept, disconnect."""
         self._notification_bytes += len(payload) + _NOTIFICATION_BYTES
         if self._notification_bytes > MAX_BACKLOG:
             self._close(connection)
@@ -257,9 +258,9 @@ class Server:
             self._notifications.append(Notification(sender=connection.client, payload=payload))
 
     def _on_hello(self, hello: Hello) -> None:
-        """Close the client's earlier connection of the same index, and queue the hello.
+        """Close the client's earlier connection with the same index, and queue the hello.
 
-        A hello with another instance is dropped unread: only a client that was admitted to a
+        A hello that names another instance is dropped: only a client that was admitted to a
         handshake knows this transport's instance.
         """
         if hello.server != self._instance or not self._may_wait(hello):
@@ -275,8 +276,8 @@ class Server:
     def _may_wait(self, hello: Hello) -> bool:
         """Return whether a hello may be queued.
 
-        There must be room, its connection id must not be another client's, and its worker address
-        must have a valid format.
+        There must be room in the queue, no other client may have the connection id, and the worker
+        address must have a valid format.
         """
         if len(self._waiting_hellos) >= MAX_WAITING_HELLOS or self._has_anothers_id(hello):
             return False
@@ -297,14 +298,15 @@ class Server:
         return any(waiting.connection == hello.connection for waiting in self._waiting_hellos)
 
     def _answer_hellos(self) -> bool:
-        """Answer the waiting hellos, unless a connection is still being closed.
+        """Answer the waiting hellos, unless an endpoint is being closed (``Worker.closing``).
 
         A ``Welcome`` promises that no byte of the client's earlier connection is written any more.
-        This holds while the earlier endpoint still lingers: what arrives on it is messages, and
-        those of a connection that is not in ``_connections`` are dropped. An endpoint by which a
-        NIC could write does not linger, and ``closing`` is true until it is closed; shared memory
-        is written by the client itself, which knows when it has ended. So no client waits for an
-        endpoint to another client, which may be stopped and linger for long.
+        An endpoint that lingers (see ``Worker.close_endpoint``) does not break the promise: only
+        messages arrive on it, and messages of a connection that is not in ``_connections`` are
+        dropped. An endpoint by which a NIC could write does not linger: ``closing`` is true until
+        that endpoint is closed. Shared memory is written by the client itself, which knows when it
+        has ended. So hellos need not wait for endpoints that linger, which may take long if their
+        client is stopped.
 
         Returns:
             Whether any was answered.

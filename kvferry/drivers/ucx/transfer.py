@@ -46,11 +46,12 @@ class Window:
 
     Attributes:
         connection: the connection on which they were posted.
-        requests: (n,) uint64, what UCP returned for each run; empty if they went by message.
+        requests: (n,) uint64, what UCP returned for each run (see ``Poster.post``); empty if they
+            went by message.
         flush: what ``Ucp.flush`` returned after a write was posted; 0 once it has completed.
         message_number: the number of the store or fetch if the runs went by message, else 0.
         swept: how many of ``requests`` have completed.
-        code: the status of the first error of the window, or 0.
+        code: UCX's status of the first error in the window, or 0.
     """
 
     connection: UcxConnection
@@ -63,7 +64,7 @@ class Window:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class UcxTransfer:
-    """A transfer.
+    """One transfer, whose runs are posted in windows (see ``Window``).
 
     It is DONE when all runs have been posted and have completed without an error. Once ``fail`` was
     called, nothing more is posted and it is FAILING; it is FAILED when no window is under way any
@@ -74,14 +75,14 @@ class UcxTransfer:
         peer: the peer.
         connection: the connection on which it is posted.
         write: True for a write, False for a read.
-        runs: what to move.
+        runs: the copies to make, merged into contiguous runs.
         segments: for each segment of the batch, the address of the local registration's request
             parameters, and the remote region.
         memory_kinds: the memory kinds of the regions on both sides.
         remote_keys: the keys of the remote registrations that the transfer uses.
         send_notification: sends the bound notification; ``None`` if there is none.
         poster: the loops that post the runs.
-        last_progress: when a run of it last completed, by ``time.monotonic``.
+        last_progress: when one of its runs last completed, by ``time.monotonic``.
         second_connection: a second connection on which to post, too, once it is ready.
         status: the status that ``poll`` returns.
         position: how many runs have been posted.
@@ -146,7 +147,10 @@ class UcxTransfer:
             window.connection.fetch_targets.pop(window.message_number, None)
 
     def confirm_dropped(self) -> None:
-        """Note that no byte that has not arrived yet will still be written to the peer's memory."""
+        """Record that bytes of a failed write that have not arrived will never be written.
+
+        The peer's process has ended, or the peer drops these bytes when they arrive.
+        """
         self.unconfirmed = False
         if not self.windows:
             self._conclude()
@@ -163,7 +167,7 @@ class UcxTransfer:
         )
 
     def _free_connection(self) -> UcxConnection | None:
-        """Return the connection with the fewest windows, or ``None`` if each has the most."""
+        """Return the connection with the fewest windows, or ``None`` if none may have another."""
         if self._by_messages:
             return self.connection if len(self.windows) < MAX_MESSAGE_WINDOWS else None
         posted = [window.connection for window in self.windows]
@@ -183,7 +187,7 @@ class UcxTransfer:
 
     @property
     def _by_messages(self) -> bool:
-        """Whether UCX cannot move the bytes without the peer's help."""
+        """Whether the bytes go by messages, since UCX cannot move them without the peer's help."""
         return not self._natively(self.connection)
 
     def _natively(self, connection: UcxConnection) -> bool:
@@ -222,7 +226,7 @@ class UcxTransfer:
         )
 
     def _post_message(self) -> None:
-        """Send a window as a message: a fetch or a store."""
+        """Send the next window as a message: a ``Fetch`` for a read, a ``Store`` for a write."""
         if self.memory_kinds - {CPU}:
             over = ", ".join(sorted(self.connection.transports))
             self.fail(

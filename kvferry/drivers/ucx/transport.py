@@ -65,7 +65,7 @@ class Registration:
     """One registration of a region with UCX.
 
     Attributes:
-        key: the number of the registration, which this transport uses only once.
+        key: the number of the registration, which this transport gives to no other one.
         memory: UCX's handle of the registered memory.
         packed: UCX's packed key, with which peers reach the region.
         params: UCX's request parameters for reads into the region and writes from it. UCX gets the
@@ -177,17 +177,17 @@ class UcxTransport(BaseTransport[Registration, UcxAddress, UcxPeer, UcxTransfer]
         return registration
 
     def _deregister(self, region: Region, registration: Registration) -> None:
-        """As ``BaseTransport._deregister``.
+        """As ``BaseTransport._deregister``, but first wait until no peer uses the region any more.
 
-        Waits up to 2 s until no peer uses the region any more, then disconnects the peers that have
-        not confirmed this, and waits up to 2 s for the end of their connections.
+        After 2 s, peers that have not confirmed this are disconnected; the end of their connections
+        is waited for, up to 2 s more.
         """
         self._withdraw(registration.key)
         with self._server.lock, self._client.lock:
             self._ucp.unmap(self._context, registration.memory)
 
     def _withdraw(self, key: KeyId) -> None:
-        """Wait until no peer uses a registration; disconnect peers that do not confirm in time."""
+        """Wait until no peer uses a registration; disconnect peers that do not confirm in 2 s."""
         with self._server.lock:
             number = self._server.withdraw(key)
         confirmed = partial(self._server.is_confirmed, number)
@@ -286,7 +286,10 @@ class UcxTransport(BaseTransport[Registration, UcxAddress, UcxPeer, UcxTransfer]
         self._progress_driver.wake()
 
     def _path(self, connection: UcxPeer) -> str:
-        """Return UCX's names of the transports, such as "cma+tcp"; empty before it is ready."""
+        """Return UCX's names of the connection's transports, such as "cma+tcp".
+
+        Empty while the connection is not ready.
+        """
         return "+".join(sorted(connection.connection.transports))
 
     # Transfers.
@@ -300,10 +303,11 @@ class UcxTransport(BaseTransport[Registration, UcxAddress, UcxPeer, UcxTransfer]
         return transfer
 
     def _make_transfer(self, request: TransferRequest[UcxPeer], runs: MergedCopies) -> UcxTransfer:
-        """Return a transfer that has not been started. The caller holds the client's lock.
+        """Return a transfer that has not been started.
 
-        ``_refresh`` may replace a peer's regions and connection, both under this lock: a key must
-        not be used on a connection that was opened with a newer address.
+        The caller holds the client's lock, so that ``_refresh`` cannot replace the peer's regions
+        and connection meanwhile: a key of an address must not be used on a connection that was
+        opened with a newer address.
         """
         peer = request.connection
         try:
@@ -345,8 +349,8 @@ class UcxTransport(BaseTransport[Registration, UcxAddress, UcxPeer, UcxTransfer]
     def _end_transfers(self, transfers: Sequence[UcxTransfer], error: TransportError) -> bool:
         """Make transfers fail, and wait until they are final.
 
-        First waits for the transfers to end by themselves, then breaks their connections, then
-        opens new ones, on which the peers confirm that they drop what is left of writes.
+        First waits for the transfers to end by themselves, then closes their connections, then
+        opens new ones, on which the peers confirm that they drop what still arrives of writes.
         """
         with self._client.lock:
             for transfer in transfers:
@@ -407,7 +411,7 @@ class UcxTransport(BaseTransport[Registration, UcxAddress, UcxPeer, UcxTransfer]
             self._ucp.destroy_context(self._context)
 
     def _stop_threads(self) -> None:
-        """End the threads at the end of the process, during which UCX must not be at work."""
+        """End the threads. Called when the process ends: UCX must not be at work during that."""
         if self._end():
             self._progress_driver.stop()
 

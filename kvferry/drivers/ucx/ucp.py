@@ -313,7 +313,7 @@ class Ucp:
             number: a positive number, chosen by the caller, that identifies the endpoint.
 
         Raises:
-            PeerLostError: UCX knows already that it cannot reach the worker.
+            PeerLostError: UCX finds at once that it cannot reach the worker.
             TransportError: UCX refuses for another reason.
         """
         params = structs.EndpointParams.of(
@@ -442,7 +442,7 @@ class Ucp:
 
 
 def status_of(answer: int) -> int:
-    """Return the status that a ``ucs_status_ptr_t`` stands for.
+    """Return the status that a ``ucs_status_ptr_t`` (a result of UCP) stands for.
 
     Args:
         answer: what a function of UCP returned: 0, an error status as an unsigned number, or the

@@ -60,7 +60,7 @@ class MessageBufferPool:
         return MessageBuffer(array=array, address=array.ctypes.data)
 
     def give_back(self, buffer: MessageBuffer) -> None:
-        """Put a buffer that nothing uses any more back into the pool."""
+        """Put a buffer back into the pool. The caller has made sure that it is no longer in use."""
         if len(self._free) < _MAX_FREE_BUFFERS:
             self._free.append(buffer)
 
@@ -69,7 +69,7 @@ class Worker:
     """A UCP worker. Two threads must not use it at once: its owner has a lock.
 
     Args:
-        ucp: the library.
+        ucp: the loaded libucp.
         context: the transport's context.
         poster: the loops that post operations.
 
@@ -85,7 +85,7 @@ class Worker:
 
     Raises:
         TransportError: UCX cannot make a worker.
-        DriverError: UCX describes the worker by structures that are not known.
+        DriverError: UCX's structures are not those in ``ucp_structs``.
     """
 
     def __init__(self, ucp: Ucp, context: Context, poster: Poster) -> None:
@@ -112,16 +112,16 @@ class Worker:
         self.descriptor = ucp.descriptor(self.handle)
 
     def connect(self, address: bytes) -> tuple[Endpoint, int]:
-        """Connect to a worker.
+        """Connect to a worker of another transport, or of this one.
 
         Args:
-            address: UCX's address of the worker.
+            address: UCX's address of that worker.
 
         Returns:
             The endpoint, and the number under which ``failures`` reports its error.
 
         Raises:
-            TransportError: UCX knows already that it cannot reach the worker, or refuses.
+            TransportError: UCX refuses, or finds at once that it cannot reach the worker.
         """
         number = next(self._numbers)
         endpoint = self._ucp.create_endpoint(self.handle, address, self._error_callback, number)
@@ -174,11 +174,12 @@ class Worker:
             self.buffer_pool.give_back(kept)
 
     def close_endpoint(self, endpoint: Endpoint) -> None:
-        """Close an endpoint without its peer's help.
+        """Begin to close an endpoint. The peer need not take part.
 
-        An endpoint whose messages go by tcp first lingers (``lingering``) until everything sent on
-        it has left, or the endpoint has failed: UCX crashes if the peer closes it, too, while a
-        part of a message is unsent. After that ``closing`` is true until it is closed.
+        An endpoint whose messages go by tcp first *lingers* (``lingering``) until everything that
+        was sent on it has left, or the endpoint has failed: UCX crashes if the peer closes the
+        connection, too, while a part of a message is unsent. Then ``closing`` is true until the
+        endpoint is closed.
 
         An endpoint by which a NIC may still write does not linger. Its messages go by the NIC, too,
         even if UCX has chosen tcp for another purpose.
@@ -193,7 +194,7 @@ class Worker:
         self.close_endpoint_at_once(endpoint)
 
     def close_endpoint_at_once(self, endpoint: Endpoint) -> None:
-        """Close an endpoint without lingering: for one on which next to nothing was sent."""
+        """Begin to close an endpoint without lingering, after little or nothing was sent on it."""
         answer = self._ucp.close_endpoint(endpoint)
         if status_of(answer) == Code.IN_PROGRESS:
             self._closing.append(answer)
@@ -243,7 +244,7 @@ class Worker:
             yield self._arrived.popleft()
 
     def failures(self) -> Iterator[tuple[int, int]]:
-        """Yield the number and the error status of each endpoint that has newly failed."""
+        """Yield the number and error status of each endpoint that failed since the last call."""
         while self._failed:
             yield self._failed.popleft()
 
@@ -299,7 +300,7 @@ class Worker:
 
 
 def _ignore_body(message: Message, body: int, nbytes: int) -> None:
-    """Drop a message with a body, when the worker's owner expects no such messages."""
+    """Drop a message with a body: the default of ``on_body``."""
     del message, body, nbytes
 
 
