@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -45,16 +46,8 @@ def checkpoints(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> d
     return {"llama": checkpoint} | {path.name: path for path in folder.iterdir()}
 
 
-@pytest.fixture(scope="session")
-def start_engine(
-    checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[StartEngine]:
-    """Starts engines, which live to the end of the session unless a test closes them.
-
-    ``role`` makes it a kvferry engine; ``extra`` is its ``kv_connector_extra_config``, ``transfer``
-    the rest of its ``kv_transfer_config``.
-    """
-    folder = tmp_path_factory.mktemp("engines")
+@contextmanager
+def _engines(checkpoint: Path, folder: Path) -> Iterator[StartEngine]:
     started: list[Engine] = []
 
     def start(
@@ -83,22 +76,46 @@ def start_engine(
         engine.close()
 
 
+@pytest.fixture(scope="module")
+def start_engine(
+    checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[StartEngine]:
+    """Starts engines, which live to the end of the module unless a test closes them.
+
+    An idle engine still steps: several that outlive their tests keep a core from the others.
+
+    ``role`` makes it a kvferry engine; ``extra`` is its ``kv_connector_extra_config``, ``transfer``
+    the rest of its ``kv_transfer_config``.
+    """
+    with _engines(checkpoint, tmp_path_factory.mktemp("engines")) as start:
+        yield start
+
+
 @pytest.fixture(scope="session")
-def reference(start_engine: StartEngine) -> Engine:
+def start_shared_engine(
+    checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[StartEngine]:
+    """As ``start_engine``, for engines that all modules share."""
+    with _engines(checkpoint, tmp_path_factory.mktemp("shared_engines")) as start:
+        yield start
+
+
+@pytest.fixture(scope="session")
+def reference(start_shared_engine: StartEngine) -> Engine:
     """An ordinary engine: what all others must agree with."""
-    return start_engine("reference")
+    return start_shared_engine("reference")
 
 
 @pytest.fixture(scope="session")
-def prefill(start_engine: StartEngine) -> Engine:
+def prefill(start_shared_engine: StartEngine) -> Engine:
     """Prefills for others."""
-    return start_engine("prefill", "kv_producer")
+    return start_shared_engine("prefill", "kv_producer")
 
 
 @pytest.fixture(scope="session")
-def decode(start_engine: StartEngine) -> Engine:
+def decode(start_shared_engine: StartEngine) -> Engine:
     """Decodes what others prefilled, and fails what it cannot load."""
-    return start_engine("decode", "kv_consumer")
+    return start_shared_engine("decode", "kv_consumer")
 
 
 def _build(folder: Path) -> None:

@@ -43,7 +43,7 @@ gc.freeze()  # what has been imported is not walked again by each engine that is
 class Server:
     """Answers the parent's calls and steps the engine in between, idle or not."""
 
-    IDLE_SECONDS = 0.02
+    IDLE_SECONDS = 0.05
     """Pause of an engine without requests, which may still hold pages for others."""
     WAITING_SECONDS = 0.001
     """Pause after a step that gave nothing, as vLLM's own loop has, for the connector's thread."""
