@@ -93,7 +93,7 @@ class Caught:
         return self.lab.state(self.transfer, self.transport).final
 
     def keeps(self, region: Region) -> None:
-        """Assert that a region that the transfer uses is not deregistered until it is final."""
+        """Assert that a region of the transfer is deregistered only once the transfer is final."""
         if self.final:
             return
         with contextlib.suppress(TransportUsageError):
