@@ -292,7 +292,7 @@ def _kernel_reasons(sides: Mapping[str, Field]) -> Iterator[str]:
 
 
 def _token_reasons(match: Match) -> Iterator[str]:
-    """Yield a sentence on why no more tokens are contiguous on both engines, or nothing."""
+    """Yield why no more tokens are contiguous on both engines: a sentence, or nothing."""
     local, remote = match.pairing.local, match.pairing.remote
     most = counted(match.pairing.granularity, "token")
     if not match.pairing.holds_same_tokens:

@@ -218,7 +218,7 @@ class _Connection:
 
 
 def _most() -> int:
-    """Return how many connections this process's limit of open files allows a side channel."""
+    """Return the limit on connections: ``MAX_CONNECTIONS``, or less if few files may be open."""
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return MAX_CONNECTIONS if files == resource.RLIM_INFINITY else min(MAX_CONNECTIONS, files // 4)
 

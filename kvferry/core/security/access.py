@@ -48,7 +48,7 @@ class Access:
         return self.own.public if self.own is not None else b""
 
     def check_server(self, key: bytes) -> None:
-        """Refuse to connect to a side channel because of its public key, or because it has none.
+        """Check that this engine may connect to a side channel that has this public key.
 
         Args:
             key: the public key of the side channel, as a ticket names it; empty if it names none.
