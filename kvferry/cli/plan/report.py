@@ -335,7 +335,8 @@ def of_fields(fields: Iterable[tuple[str, tuple[int, int]]]) -> str:
     """Return text that names parts of fields, such as ``layers 0-39, heads 0-1``.
 
     Args:
-        fields: The key of each field, and the range [first, last) of its heads to name.
+        fields: The key of each field, and the range [first, last) of its shard axis (for K and V
+            the heads) to name.
     """
     layers_by_part: dict[tuple[str, tuple[int, int]], list[FieldLayer]] = {}
     for key, shard in fields:

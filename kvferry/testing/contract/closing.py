@@ -69,7 +69,7 @@ class ClosingTests(ContractSettings):
         assert isinstance(transport.library, str)
 
     def test_close_gives_threads_and_descriptors_back(self, lab: Workbench) -> None:
-        """No threads or file descriptors are added by each transport that is made and closed.
+        """The numbers of threads and descriptors do not grow with each transport made and closed.
 
         The first transports may add some that the driver's library keeps for ever.
         """
