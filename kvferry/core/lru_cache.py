@@ -30,7 +30,7 @@ class LRUCache(Generic[V]):
         return len(self._entries)
 
     def get(self, key: Hashable) -> V | None:
-        """Return the value of a key, which counts as used now; ``None`` if there is no value."""
+        """Return the value of a key, and mark it as the last used; ``None`` if there is none."""
         with self._lock:
             if key in self._entries:
                 self._entries.move_to_end(key)

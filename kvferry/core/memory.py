@@ -90,7 +90,8 @@ def region_of(tensor: object) -> Region:
         numpy array the memory of the array.
 
     Raises:
-        LayoutError: the object is neither, or is empty, or is an array that is not contiguous.
+        LayoutError: the object is neither a tensor nor an array, or is empty, or is an array that
+            is not contiguous.
     """
     if isinstance(tensor, np.ndarray):
         return _region_of_array(tensor)

@@ -258,7 +258,7 @@ class FaultyTransport(Transport):
         return self._start("write", peer, copies, notify)
 
     def poll(self, transfers: Sequence[TransferId]) -> list[Status]:
-        """Return the statuses of transfers, as their faults make them look."""
+        """Return the statuses of transfers, changed by the transfers' faults."""
         records = [self._record(transfer) for transfer in transfers]
         if self._alive():
             self._inner.poll([])
@@ -358,7 +358,7 @@ class FaultyTransport(Transport):
 
 
 def _remaining_copies(copies: Copies, fault: Fault | None) -> Copies:
-    """Return the part of a batch of copies that moves if a transfer has this fault."""
+    """Return the copies of a batch that a transfer with this fault still makes."""
     if fault is Fault.FAIL:
         return replace(copies, nbytes=np.zeros_like(copies.nbytes))
     if fault not in (Fault.TRUNCATE, Fault.LIE):

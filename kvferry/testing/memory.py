@@ -24,7 +24,7 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class Buffer(ABC):
-    """A piece of memory, which the buffer owns and frees when nothing refers to it any more."""
+    """A piece of memory, which is freed when nothing refers to the buffer any more."""
 
     @property
     @abstractmethod

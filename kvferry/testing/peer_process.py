@@ -88,7 +88,7 @@ class PeerServer:
         return self.transport.address()
 
     def reset(self) -> None:
-        """Restore the buffer's first content, and drop the notifications that have arrived."""
+        """Restore the buffer's initial content, and drop the notifications that have arrived."""
         self.buffer.put(self._content)
         self.turn()
         while self.transport.notifications():

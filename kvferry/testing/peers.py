@@ -81,8 +81,8 @@ class Process:
         wait: Whether to wait until the process has started; if not, call ``started``.
 
     Attributes:
-        process: The process.
-        content: The buffer's first content.
+        process: The ``subprocess.Popen`` of the process.
+        content: The buffer's initial content.
         name: The name of the peer's transport; set once the process has started.
         region: The whole buffer, as a region; set once the process has started.
         meanwhile: If set, called repeatedly while a command runs: for transports of this process
@@ -180,7 +180,7 @@ class Process:
         return address
 
     def reset(self) -> None:
-        """Restore the buffer's first content, and drop the notifications that have arrived."""
+        """Restore the buffer's initial content, and drop the notifications that have arrived."""
         self.ask("reset")
 
     def get(self) -> Bytes:
@@ -205,7 +205,7 @@ class Process:
         return self.expected()
 
     def expect(self, count: int, seconds: float | None = None) -> None:
-        """Let the peer start to wait for notifications, which ``expected`` returns.
+        """Let the peer start to wait for notifications; ``expected`` returns them.
 
         Args:
             count: For how many notifications to wait.
@@ -217,7 +217,7 @@ class Process:
     def expected(self) -> list[Seen]:
         """Wait until the peer has what ``expect`` asked for, and return those notifications.
 
-        There are fewer than the expected count if its time was up.
+        There are fewer than ``expect`` asked for if its ``seconds`` were over before.
         """
         seen: list[Seen] = self._answer("notifications", 60.0)
         return seen
@@ -237,7 +237,7 @@ class Process:
         self.ask("notify", peer, list(payloads))
 
     def begin(self, op: str, peer: PeerId, copies: Copies, seconds: float = 20.0) -> None:
-        """Let this peer's transport start a transfer, for whose outcome ``ended`` waits.
+        """Let this peer's transport start a transfer; ``ended`` waits for the outcome.
 
         Args:
             op: ``read`` or ``write``.

@@ -56,7 +56,7 @@ class Case:
 
     @property
     def order(self) -> str:
-        """The order of the blocks, for people."""
+        """The order of the blocks in memory, as text for people."""
         return "scattered" if self.scattered else "in a row"
 
     def block_indices(self) -> tuple[I64Array, I64Array]:
@@ -95,7 +95,7 @@ class Case:
 
 
 def cases(sizes: Sequence[int], blocks: Sequence[int], ops: Sequence[str]) -> list[Case]:
-    """Return the cases of all combinations of op, size, block and order.
+    """Return the cases of all combinations of operation, size, block size and order of blocks.
 
     Sizes are rounded down to whole blocks. Combinations whose block is larger than the size are
     left out. A size of a single block has one case, in a row, since nothing can be scattered.

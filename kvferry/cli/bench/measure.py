@@ -298,7 +298,7 @@ def memcpy_of(memory: str, nbytes: int) -> Memcpy:
 
 
 def _pages(nbytes: int) -> Bytes:
-    """Return ``nbytes`` of memory in pages of ordinary size, which are mapped already.
+    """Return ``nbytes`` of memory, not in huge pages, whose pages have all been written once.
 
     numpy would ask the kernel for huge pages.
     """

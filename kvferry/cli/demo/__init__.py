@@ -108,7 +108,8 @@ def _cross(console: Console, pipe: Connection, spec: Spec, consumer: Decode, dec
         decode: The shape of the decode engine.
 
     Returns:
-        The exit status: 1 if a byte is wrong or the used ticket was not refused as stale, else 0.
+        The exit status: 1 if a byte is wrong, or if the second use of a ticket was not refused as
+        stale; else 0.
     """
     count, tokens = len(spec.requests), sum(request.tokens for request in spec.requests)
     title = f"prefill engine computed {tokens:,} tokens of {count} requests"

@@ -40,7 +40,7 @@ class Pulled:
 
     Attributes:
         records: The record of each load, by request id.
-        seconds: Seconds from the first order to load to the last report of a load.
+        seconds: Seconds from the start of the first load until the last load was reported.
     """
 
     records: dict[str, LoadRecord]
@@ -48,12 +48,12 @@ class Pulled:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that were read."""
+        """Number of bytes that all loads read."""
         return sum(record.nbytes for record in self.records.values())
 
     @property
     def copies(self) -> int:
-        """Number of copies."""
+        """Number of copies of all loads."""
         return sum(record.copies for record in self.records.values())
 
     @property
@@ -165,7 +165,7 @@ class Decode:
         return len(source) / best
 
     def _load(self, request: Request, ticket: Ticket) -> None:
-        """Order the load of a request, after a check that the ticket is for its prompt.
+        """Check that a ticket is for a request's prompt, and start to load the request.
 
         Raises:
             DemoError: The ticket is for another prompt.

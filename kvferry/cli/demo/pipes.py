@@ -72,7 +72,7 @@ class Started:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoStep:
-    """One engine step: orders for every rank, and the request to compute, if any."""
+    """One engine step: the scheduler's commands to all ranks, and a request to compute, or none."""
 
     orders: HoldOrders
     compute: Request | None = None

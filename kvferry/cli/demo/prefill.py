@@ -43,7 +43,7 @@ PACE_SECONDS = 0.02
 
 
 class Rank:
-    """The worker half of a rank: a cache and its endpoint.
+    """The worker of a rank: a cache and its endpoint.
 
     Args:
         spec: The setup of the engine.
@@ -74,7 +74,7 @@ class Rank:
         )
 
     def step(self, step: DemoStep) -> Stepped:
-        """Apply the orders of an engine step, then compute the step's request, if there is one."""
+        """Apply the scheduler's commands of a step, then compute the step's request, if any."""
         self.endpoint.apply(step.orders)
         if step.compute is not None:
             pages = self.pages[step.compute]
@@ -83,7 +83,7 @@ class Rank:
 
 
 class Lead:
-    """The scheduler half: hold requests, make tickets, and free requests that all ranks sent.
+    """The engine's scheduler: hold requests, make tickets, release what all ranks report as sent.
 
     Args:
         spec: The setup of the engine.

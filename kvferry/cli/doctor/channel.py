@@ -53,7 +53,7 @@ def own_address() -> str | None:
 
 
 def _served(host: str) -> Finding:
-    """Open a side channel on a host, ping the side channel, and return the finding."""
+    """Open a side channel at an address of this host, ping it, and return the finding."""
     name = f"side channel at {host}"
     payload = _payload()
     try:

@@ -22,7 +22,9 @@ SHARED_ENOUGH = 1 << 30
 
 
 def reading() -> Finding:
-    """Return the finding about reading the memory of a process that is no child, as engines do.
+    """Return the finding about reading the memory of a process that is not the reader's child.
+
+    The driver ``loopback`` reads another engine's memory in this way.
 
     The check starts a child process that reads this process's memory. Yama, if it restricts reads
     at all, forbids a process to read its parent, unless the parent allows readers, as engines do

@@ -60,7 +60,7 @@ class Change:
 
     @property
     def effort(self) -> int:
-        """Class of effort: 1 for one changed setting, 2 for several of one engine, 3 for both."""
+        """How much changes: 1 for one setting, 2 for several of one engine, 3 for both engines."""
         return 3 if self.prefill and self.decode else 1 + ("," in self.prefill + self.decode)
 
 
@@ -71,8 +71,8 @@ class Advice:
     Attributes:
         reasons: Why copies are not larger, a sentence each.
         changes: Up to three changes: the best change of one setting, of several settings of one
-            engine, and of both engines. Each change at least halves the number of copies of the
-            change before it; the first change, that of the present settings.
+            engine, and of both engines. The first change at least halves the number of copies with
+            the present settings; each further change, that of the change before it.
     """
 
     reasons: tuple[str, ...]
@@ -125,7 +125,7 @@ def advise(model: Model, prefill: PlanSettings, decode: PlanSettings, estimate: 
 
 
 def advise_alike(prefill: Engine, decode: Engine, estimate: Estimate) -> Advice:
-    """Return advice for engines of which only the layouts are known: to make them equal.
+    """Return advice to make two engines equal, for engines whose settings are not known.
 
     Args:
         prefill: The prefill engine.
@@ -180,7 +180,7 @@ def _change(settings: tuple[str, str], sizes: ByteCounts) -> Change:
 def _candidates(prefill: PlanSettings, decode: PlanSettings) -> Iterator[tuple[Other, Other]]:
     """Yield the changes to try, as changed settings of prefill and of decode.
 
-    Some of them no engine can have, and some change nothing.
+    No engine can have some of these settings, and some equal the present settings.
 
     Args:
         prefill: The present settings of prefill.
@@ -292,7 +292,7 @@ def _kernel_reasons(sides: Mapping[str, Field]) -> Iterator[str]:
 
 
 def _token_reasons(match: Match) -> Iterator[str]:
-    """Yield a sentence that says why no more tokens are contiguous on both engines, if any does."""
+    """Yield why no more tokens are contiguous on both engines: a sentence, or nothing."""
     local, remote = match.pairing.local, match.pairing.remote
     most = counted(match.pairing.granularity, "token")
     if not match.pairing.holds_same_tokens:
@@ -310,13 +310,13 @@ def _token_reasons(match: Match) -> Iterator[str]:
 
 
 def _distribution(context: ContextParallel) -> str:
-    """Return as text over how many ranks tokens are distributed, and in runs of how many tokens."""
+    """Return text on how many ranks share a request's tokens, and in runs of how many tokens."""
     by = f" by {context.interleave}" if context.size > 1 else ""
     return counted(context.size, "rank") + by
 
 
 def _shards_inside(f: Field) -> bool | None:
-    """Return whether the heads of a token are closer together than the tokens of a head.
+    """Return whether the heads of a token are closer together in memory than the tokens of a head.
 
     ``None`` if there is only one head or one token.
     """

@@ -225,7 +225,7 @@ the smaller groups instead of splitting the larger ones
 
 
 class EngineError(KVFerryError):
-    """A model cannot be distributed as set, or a file does not describe an engine."""
+    """A model does not fit the ranks that were set, or a file does not describe an engine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -77,7 +77,7 @@ class ModelError(KVFerryError):
 
 
 class _Config(Struct):
-    """The keys that describe the cache."""
+    """The keys of a config file that describe the cache."""
 
     num_hidden_layers: Size
     num_attention_heads: Size

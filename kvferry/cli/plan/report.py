@@ -335,7 +335,8 @@ def of_fields(fields: Iterable[tuple[str, tuple[int, int]]]) -> str:
     """Return text that names parts of fields, such as ``layers 0-39, heads 0-1``.
 
     Args:
-        fields: The key of each field, and the range [first, last) of the shard axis to name.
+        fields: The key of each field, and the range [first, last) of its shard axis (for K and V
+            the heads) to name.
     """
     layers_by_part: dict[tuple[str, tuple[int, int]], list[FieldLayer]] = {}
     for key, shard in fields:
@@ -352,29 +353,29 @@ def of_fields(fields: Iterable[tuple[str, tuple[int, int]]]) -> str:
 
 
 def _layer_of(prefix: str) -> FieldLayer:
-    """Return a layer's name, such as ``model.layers.3.attn``, as a ``FieldLayer``."""
+    """Return the ``FieldLayer`` of a layer's name, such as ``model.layers.3.attn``."""
     words = prefix.split(".")
     at = next((n for n, word in enumerate(words) if word.isdecimal()), None)
     return (prefix, None) if at is None else (".".join(words[:at]), int(words[at]))
 
 
-def _layers(layers_by_part: Sequence[FieldLayer], *, several: bool) -> str:
+def _layers(layers: Sequence[FieldLayer], *, several: bool) -> str:
     """Return text that names layers by index, or by name if they have no index.
 
     Args:
-        layers_by_part: The layers.
-        several: Whether to add the part of the key before the index, such as ``model.layers``,
-            because the fields have several of these parts.
+        layers: The layers.
+        several: Whether to add the prefix of the layers' names, such as ``model.layers``; needed
+            if the layers have more than one prefix.
     """
     numbered: dict[str, list[int]] = {}
-    for owner, number in layers_by_part:
+    for owner, number in layers:
         if number is not None:
             numbered.setdefault(owner, []).append(number)
     said = [
         f"layer{'s' if len(known) > 1 else ''} {numbers(known)}{f' of {owner}' if several else ''}"
         for owner, known in numbered.items()
     ]
-    others = [owner for owner, number in layers_by_part if number is None]
+    others = [owner for owner, number in layers if number is None]
     return ", ".join(
         [*said, *others[:MAX_NAMED_LAYERS], *(["..."] if others[MAX_NAMED_LAYERS:] else [])]
     )

@@ -1,7 +1,9 @@
-"""The handshake: one engine serves what its ranks publish, another fetches it and compares.
+"""The handshake: one engine serves the payloads of its ranks, another fetches and compares them.
 
-The handshake goes over the side channel, the ZMQ socket of an engine; no transport is used. Either
-side may be hostile or broken: a server survives every request, and a client every answer.
+A rank's payload describes the rank to other engines: the layout of its memory, its driver and its
+transport's address, and values such as the model's name that must agree. The handshake goes over
+the side channel, a ZMQ socket of the engine that is read from; no transport is used. Either side
+may be hostile or broken: a server survives every request, and a client every answer.
 """
 
 from kvferry.core.handshake.client import fetch, health, ping

@@ -41,7 +41,7 @@ def fetch(
     access: Access = OPEN,
     key: bytes = b"",
 ) -> EngineInfo:
-    """Fetch what the ranks of an engine publish from its side channel.
+    """Ask an engine's side channel for what the engine's ranks publish, and return the answer.
 
     Args:
         host: host of the side channel, as in the engine's tickets.
@@ -49,8 +49,9 @@ def fetch(
         engine: id of the engine.
         timeout: seconds for the whole call.
         context: ZMQ context of the socket; ``None`` for the context that the process shares.
-        access: this engine's keys, and the side channels that it may ask.
-        key: the public key that the engine's ticket names; empty if the ticket names none.
+        access: this engine's keys, and which side channels it may connect to.
+        key: the public key of the side channel, as the engine's tickets name it; empty if they
+            name none.
 
     Raises:
         IncompatibleError: the two builds have no protocol version in common.
@@ -65,7 +66,7 @@ def fetch(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineReply:
-    """What an engine's ranks publish, as the side channel answered.
+    """The answer of an engine's side channel: what the engine's ranks publish.
 
     Attributes:
         info: what the ranks publish, decoded and checked.
@@ -82,8 +83,8 @@ class EngineReply:
 def fetching(call: Dialer, engine: str, reading: ReplyLimits) -> Iterator[EngineReply]:
     """Fetch what an engine's ranks publish, and keep other replies from being decoded meanwhile.
 
-    Handshakes that share ``reading`` decode one reply at a time. The turn of this reply lasts until
-    the ``with`` block ends; the caller plans inside the block, so that planning is bounded, too.
+    Until the ``with`` block ends, no other handshake that shares ``reading`` decodes a reply. The
+    caller computes its plan inside the block, so that plans are computed one at a time, too.
 
     Args:
         call: how to reach the side channel.
@@ -94,7 +95,7 @@ def fetching(call: Dialer, engine: str, reading: ReplyLimits) -> Iterator[Engine
         The decoded reply.
 
     Raises:
-        HandshakeError: as ``fetch``, or the turn did not come in time.
+        HandshakeError: as ``fetch``, or other replies were being decoded until the timeout.
     """
     deadline = time.monotonic() + call.timeout
     with ExitStack() as turn:
@@ -121,7 +122,8 @@ def _published(
         call: how to reach the side channel; its ``longest`` is raised for a long answer.
         engine: id of the engine.
         reading: the limits that all handshakes of the process share.
-        long: keeps the room of a long answer until the caller closes it.
+        long: for a long answer, ``ReplyLimits.room`` is entered on this stack; the caller closes
+            the stack once the answer is decoded.
         deadline: by ``time.monotonic``, in seconds.
 
     Raises:
@@ -186,9 +188,10 @@ def health(
     access: Access = OPEN,
     key: bytes = b"",
 ) -> Condition:
-    """Return the health of an engine, or of any engine that listens there if ``engine`` is empty.
+    """Return the health that an engine reports on its side channel.
 
-    The function takes the other arguments of ``fetch`` and raises the same errors.
+    If ``engine`` is empty, the id of the engine at the address is not checked. The function takes
+    the other arguments of ``fetch`` and raises the same errors.
     """
     call = Dialer(host=host, port=port, timeout=timeout, context=context, access=access, key=key)
     with _explained(engine, call):
@@ -207,7 +210,7 @@ def _asked(call: Dialer, request: Request, deadline: float | None = None) -> Rep
 
 @contextmanager
 def _explained(engine: str, call: Dialer) -> Iterator[None]:
-    """Add engine and address to every ``HandshakeError`` that the block raises.
+    """Add engine and address to the text of each ``HandshakeError`` that the ``with`` block raises.
 
     Also adds a hint if the address is a loopback address.
 

@@ -46,9 +46,8 @@ class Judgements:
     """Which differences between two engines an operator may allow, and whether they are allowed.
 
     Attributes:
-        keys: keys of ``RankPayload.agreement`` (model, cache dtype and more) whose values may
-            differ without harm. All other differences are always refused, because they would
-            corrupt data.
+        keys: those keys of ``RankPayload.agreement`` (model, cache dtype and more) whose values
+            can differ without corrupting data. All other differences are always refused.
         overridden: whether the operator allows differences in ``keys``: ``Compatibility`` then
             reports them, and they are not refused.
     """
@@ -81,8 +80,8 @@ def engine_info(payloads: Sequence[bytes], ticket_key: bytes = b"") -> EngineInf
     Raises:
         IncompatibleError: a rank speaks no protocol version of this build.
         HandshakeError: a payload cannot be decoded, the payloads are not those of all ranks of one
-            start of one engine, they take too much work, or there is a ticket key and a rank does
-            not publish where its fingerprint is. The message names ranks and values.
+            start of one engine, checking them takes too much work, or there is a ticket key and
+            a rank does not publish where its fingerprint is. The message names ranks and values.
     """
     if not 1 <= len(payloads) <= MAX_RANKS:
         raise HandshakeError(f"payloads of {len(payloads)} ranks; 1 to {MAX_RANKS} are allowed")
@@ -118,7 +117,7 @@ def agree(
     theirs: RankPayload,
     judgements: Judgements = Judgements(),
 ) -> Compatibility:
-    """Compare a rank with a rank of another engine that it wants to read from.
+    """Check that a rank may read from a rank of another engine.
 
     Both ranks must speak a common protocol version, have the same driver, and have equal values for
     every key of ``RankPayload.agreement`` that *both* have. A key that only one of them has is
@@ -181,7 +180,7 @@ def _decode(rank: int, data: bytes, budget: WorkBudget) -> RankPayload:
     Args:
         rank: index of the rank, for error messages.
         data: the encoded ``RankPayload``; untrusted.
-        budget: counts the work.
+        budget: the work of decoding is deducted from this budget.
 
     Raises:
         IncompatibleError: the rank speaks no protocol version of this build.

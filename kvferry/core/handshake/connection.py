@@ -21,7 +21,9 @@ when the other goes to sleep, both sleep until the next message."""
 
 
 class SideChannelConnection:
-    """A connection to one side channel, for any number of requests. Used by one thread.
+    """A client's connection to one side channel, for any number of requests, one after another.
+
+    Must be used by one thread only.
 
     Args:
         dialer: where to connect, and with which keys and timeout.
@@ -88,10 +90,12 @@ class SideChannelConnection:
             raise HandshakeError(f"its answer is {exc}") from exc
 
     def _drop_late_answer(self) -> None:
-        """Drop the second answer to a request that was sent twice.
+        """Receive and drop the second answer to a request that was sent twice.
+
+        Called when a message has arrived although no request waits for an answer.
 
         Raises:
-            HandshakeError: the message answers no request.
+            HandshakeError: the message is malformed, or every request has had its answer already.
         """
         self._receive()
         if self._unanswered < 0:
@@ -121,7 +125,7 @@ class SideChannelConnection:
 
 
 def _connect(dialer: Dialer, numeric: str) -> tuple[Socket, Socket]:
-    """Begin to connect.
+    """Make a socket that begins to connect to a side channel, and a monitor of the socket.
 
     Args:
         dialer: has the port, and the keys of the socket.

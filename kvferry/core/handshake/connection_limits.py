@@ -1,10 +1,10 @@
-"""Limits on the connections of a side channel that libzmq does not have.
+"""Limits that libzmq lacks, on the connections of a side channel.
 
 libzmq delivers a message of many frames when its last frame has come. Until then it keeps the
 others, and it limits the size of a frame and the number of messages, but not the number of frames:
-a peer that never ends its message fills the memory, at twenty times the bytes that it sends (frames
-of one byte or none). So the bytes that a connection may send without completing a message are
-limited here, by asking the kernel how many it sent. A request of kvferry has one frame.
+a peer that never ends its message fills the memory, with twenty times as many bytes as it sends
+(if its frames have one byte or none). So this module limits the bytes that a connection may send
+without completing a message; the kernel says how many it sent. A request of kvferry has one frame.
 
 Peers keep connections for days, so a connection is checked only while bytes arrive: an idle side
 channel costs nothing.
@@ -74,16 +74,19 @@ class ConnectionLimits:
 
     @property
     def sources(self) -> tuple[Socket, int]:
-        """A socket and a descriptor that the server polls for reading; ``hear`` handles both."""
+        """A socket and a file descriptor for the server to poll; ``hear`` reads from both."""
         return self.socket, self._arrivals.fileno()
 
     @property
     def pause(self) -> int | None:
-        """Milliseconds until the next check is due; ``None`` while no bytes arrive."""
+        """The most milliseconds until ``look`` must be called; ``None`` while no bytes arrive."""
         return LOOK_MS if self._busy else None
 
     def hear(self) -> None:
-        """Handle libzmq's events about connections and the kernel's about arriving bytes."""
+        """Find out which connections were opened or closed, and on which bytes have arrived.
+
+        Also logs why a ZMQ handshake has failed.
+        """
         while self.socket.poll(0):
             event, value = struct.unpack("=hi", self.socket.recv_multipart()[0])
             if event == zmq.EVENT_ACCEPTED:
@@ -215,13 +218,17 @@ class _Connection:
 
 
 def _most() -> int:
-    """Return the most connections that the side channel may have in this process."""
+    """Return the limit on connections: ``MAX_CONNECTIONS``, or less if few files may be open."""
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return MAX_CONNECTIONS if files == resource.RLIM_INFINITY else min(MAX_CONNECTIONS, files // 4)
 
 
 def _second(fd: int) -> socket.socket | None:
-    """Return a second descriptor of the socket with descriptor ``fd``; ``None`` if it is closed."""
+    """Return a duplicate of a socket's descriptor, as a Python socket; ``None`` if it is closed.
+
+    Args:
+        fd: the socket's descriptor.
+    """
     try:
         copied = os.dup(fd)
     except OSError:

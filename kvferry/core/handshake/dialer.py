@@ -51,7 +51,7 @@ class Dialer:
         port: port of the side channel.
         timeout: seconds for connecting, and for each answer.
         context: ZMQ context of the socket; ``None`` for the context that the process shares.
-        access: this engine's keys, and the side channels that it may ask.
+        access: this engine's keys, and which side channels it may connect to.
         key: the public key that the side channel must have; empty if it must have none.
         longest: the most bytes in an answer; a longer answer ends the connection.
         numeric: the numeric addresses of ``host``; empty until the host has been resolved.
@@ -69,7 +69,7 @@ class Dialer:
     found: str = field(default="", init=False)
 
     def channel(self, numeric: str) -> Socket:
-        """Return an unconnected socket that fits a numeric address and has this engine's keys.
+        """Return a new, unconnected ZMQ socket for a numeric address, with this engine's keys.
 
         The socket keeps only the last frame that arrived, so that the other side cannot fill the
         memory with a message of many frames: libzmq limits the size of a frame, but not the number
@@ -160,7 +160,9 @@ class Dialer:
         )
 
     def _why_unlike(self, mechanism: bytes, mismatch: bool) -> str:
-        """Return in which way the security of the two ends differs; empty if that is not known.
+        """Return an error text that says how the security of the two ends differs.
+
+        The text is empty if that is not known.
 
         Args:
             mechanism: the security mechanism of the side channel; empty if it is not known.

@@ -92,7 +92,7 @@ class ReplyLimits:
             self._unused += nbytes
 
     def used(self, nbytes: int) -> None:
-        """Subtract the bytes of a decoded reply from ``unused``: it was used, or dropped.
+        """Subtract the bytes of a decoded reply from ``unused``, once it was used or dropped.
 
         Args:
             nbytes: the bytes that were given to ``made`` for the reply.

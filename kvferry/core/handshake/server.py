@@ -1,4 +1,4 @@
-"""The server of a side channel: one thread per engine, which no request can end."""
+"""The server of a side channel: one thread per engine, which survives every request."""
 
 from __future__ import annotations
 
@@ -75,8 +75,8 @@ class HandshakeServer:
         ticket_key: the public key that proves the engine's tickets; empty if they have no proofs.
 
     Raises:
-        HandshakeError: the payloads are not those of this engine, or the address cannot be bound;
-            names the setting to change.
+        HandshakeError: a client would refuse the payloads, or the address cannot be bound; the
+            message says why.
     """
 
     def __init__(

@@ -44,8 +44,9 @@ def numeric_hosts(host: str, port: int, timeout: float | None = None) -> list[st
         timeout: seconds that resolving a name may take; ``None`` for no limit.
 
     Raises:
-        HandshakeError: the name does not resolve, or means every address, the port is invalid, or
-            no thread can be started to resolve it.
+        HandshakeError: the name does not resolve in time, the host is empty or an address that
+            stands for all addresses (``0.0.0.0``), the port is invalid, or no thread can be
+            started to resolve the name.
     """
     if not 0 <= port <= 65535:
         raise HandshakeError(f"port {port} is not in 0 to 65535: correct side_channel_port")
@@ -71,7 +72,7 @@ def _resolved(host: str | None, port: int, timeout: float | None) -> list[str]:
 
     Args:
         host: a name or a numeric address, without brackets; ``None`` if the host is empty.
-        port: a port.
+        port: port of the side channel.
         timeout: seconds that resolving a name may take; ``None`` for no limit.
 
     Raises:
@@ -89,7 +90,7 @@ def _looked_up(host: str | None, port: int, flags: int = 0) -> list[str]:
 
     Args:
         host: a name or a numeric address, without brackets; ``None`` if the host is empty.
-        port: a port.
+        port: port of the side channel.
         flags: flags of ``socket.getaddrinfo``.
 
     Raises:
@@ -101,11 +102,11 @@ def _looked_up(host: str | None, port: int, flags: int = 0) -> list[str]:
 
 
 def _within(host: str | None, port: int, timeout: float) -> list[str]:
-    """Resolve a name on a thread of its own, because the C library's resolver takes no deadline.
+    """Resolve a name within a time limit, on another thread: the C library's resolver has no limit.
 
     Args:
-        host: a name.
-        port: a port.
+        host: the name.
+        port: port of the side channel.
         timeout: seconds to wait; a resolver that takes longer is left running.
 
     Raises:
@@ -174,9 +175,10 @@ def make_socket(context: Context, kind: int, numeric: str, **options: int) -> So
 
 
 def encrypt(made: Socket, own: KeyPair) -> None:
-    """Give a socket an engine's own keys. The caller makes the socket a CURVE client or server.
+    """Set an engine's CURVE keys on a socket.
 
-    If the socket limits the bytes of a frame, the limit is raised by what encryption adds.
+    The caller sets the option that makes the socket a CURVE client or server. If the socket limits
+    the bytes of a frame, the limit is raised by the bytes that encryption adds.
 
     Args:
         made: the socket, neither bound nor connected.

@@ -45,7 +45,9 @@ class ZapHandler:
         self.socket.bind(ADDRESS)
 
     def guard(self, channel: Socket) -> None:
-        """Let libzmq ask this handler about the clients of a socket; encrypt it if there are keys.
+        """Make libzmq ask this handler about each client of a socket.
+
+        Also encrypts the socket if the engine has keys.
 
         Args:
             channel: the side channel's socket, not bound yet.

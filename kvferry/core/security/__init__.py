@@ -1,7 +1,7 @@
-"""Access control: secrets and proofs of tickets, keys that admit peers, and their addresses.
+"""Access control: which tickets are genuine, and which peers are admitted by key and address.
 
-These are values and checks; the side channel's sockets are in ``kvferry.core.handshake``. Only the
-standard library and msgspec are imported, except for key pairs (ZMQ) and proofs (``cryptography``).
+The package has values and checks; the sockets that use them are in ``kvferry.core.handshake``. It
+imports only the standard library, msgspec, ZMQ (for key pairs) and ``cryptography`` (for proofs).
 """
 
 from kvferry.core.security.access import NEARBY, OPEN, Access

@@ -22,7 +22,7 @@ class Access:
             then name the command's flags instead of settings.
 
     Raises:
-        SecretError: there are keys of this engine and no ``peers``, or ``peers`` and no keys.
+        SecretError: only one of ``own`` and ``peers`` is given.
     """
 
     own: KeyPair | None = None
@@ -48,7 +48,7 @@ class Access:
         return self.own.public if self.own is not None else b""
 
     def check_server(self, key: bytes) -> None:
-        """Refuse a side channel that this engine must not connect to, because of its key.
+        """Check that this engine may connect to a side channel that has this public key.
 
         Args:
             key: the public key of the side channel, as a ticket names it; empty if it names none.

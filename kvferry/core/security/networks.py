@@ -61,7 +61,7 @@ class Networks:
 
     @classmethod
     def nearby(cls) -> Networks:
-        """Return this host and all private networks: the default."""
+        """Return the default: this host and all private networks."""
         return cls(tuple(map(_network, PRIVATE)), this_host=True)
 
     def __contains__(self, numeric: str) -> bool:

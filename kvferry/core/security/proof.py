@@ -156,7 +156,7 @@ def check(proof: Proof | None, published: bytes) -> None:
 
 @lru_cache(MAX_VERIFIED)
 def verify(proof: Proof) -> bool:
-    """Return whether the signature in a proof is that of its key over its content."""
+    """Return whether the signature in a proof fits the proof's key and content."""
     from cryptography.exceptions import InvalidSignature
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 

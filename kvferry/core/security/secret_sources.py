@@ -67,7 +67,7 @@ def read_secret(place: str, environment: Mapping[str, str] = os.environ) -> Secr
 def listed_keys(
     listed: Sequence[str], name: str, environment: Mapping[str, str] = os.environ
 ) -> frozenset[bytes]:
-    """Return public keys that are listed as text or as places to read them from.
+    """Return the public keys of a list that has keys, and places to read more keys from.
 
     Args:
         listed: keys in hexadecimal, and places (``file:PATH`` or ``env:NAME``) of texts with one

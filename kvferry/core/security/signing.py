@@ -1,7 +1,7 @@
 """Signatures of tickets: HMAC-SHA256 with a secret that producers and consumers share.
 
-A ticket passes through a router and often a client. The signature covers all its content, also what
-only newer versions know, so that nothing can be altered or added on the way.
+A ticket passes through a router and often a client. The signature covers all its content, also
+entries that only newer versions of kvferry know, so that nothing can be altered or added there.
 """
 
 from __future__ import annotations

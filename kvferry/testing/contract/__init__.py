@@ -45,7 +45,7 @@ class TransportContract(
     StoppedPeerTests,
     StateMachineTests,
 ):
-    """The tests of every rule for a driver.
+    """All tests of the conformance suite for drivers.
 
     Inherit this class, set ``factory`` (see ``ContractSettings``), and run pytest.
     """

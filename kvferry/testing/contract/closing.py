@@ -1,4 +1,4 @@
-"""Close, use after close, and use in a forked child."""
+"""Tests of ``close``, of calls after ``close``, and of calls in a forked child."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _FIRST, _MORE = 2, 6
 
 
 class ClosingTests(ContractSettings):
-    """Close, and calls after it."""
+    """Tests of ``close``, of calls after ``close``, and of calls in a forked child."""
 
     def test_close_twice(self, lab: Workbench) -> None:
         transport = lab.make()
@@ -69,9 +69,9 @@ class ClosingTests(ContractSettings):
         assert isinstance(transport.library, str)
 
     def test_close_gives_threads_and_descriptors_back(self, lab: Workbench) -> None:
-        """Threads and file descriptors do not grow with each transport that is made and closed.
+        """The numbers of threads and descriptors do not grow with each transport made and closed.
 
-        A library may keep some of them for ever.
+        The first transports may add some that the driver's library keeps for ever.
         """
         counts: list[int] = []
         for index in range(_FIRST + _MORE):
@@ -156,7 +156,7 @@ class ClosingTests(ContractSettings):
     def test_a_forked_child_is_refused_and_harms_nothing(
         self, lab: Workbench, process: Process
     ) -> None:
-        """In a forked child, every method but ``close`` refuses, and ``close`` does nothing.
+        """In a forked child, every method but ``close`` raises, and ``close`` does nothing.
 
         The parent's transfers and notifications still work afterwards, in both directions.
         """

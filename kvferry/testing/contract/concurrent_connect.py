@@ -1,4 +1,4 @@
-"""Connect and disconnect during other calls, if the driver's capabilities allow it."""
+"""Tests that connect and disconnect during other calls, if the driver's capabilities allow it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _LONG_SECONDS = 1.0
 
 @dataclass(slots=True, eq=False)
 class OtherThread:
-    """A call that runs on a thread of its own, from when this object is made.
+    """Call a function on a new thread, which starts when this object is made.
 
     Attributes:
         call: The function to call.
@@ -59,7 +59,7 @@ class OtherThread:
 
     @property
     def runs(self) -> bool:
-        """Whether the call has not ended yet."""
+        """Whether the call is still running."""
         return self._thread.is_alive()
 
 
@@ -130,7 +130,8 @@ class ConcurrentConnectTests(ContractSettings):
             others: Runs one transfer with another peer.
 
         Returns:
-            How long the longest transfer with another peer and the disconnect took, in seconds.
+            Two times in seconds: the longest during which no transfer with another peer ended, and
+            the time that ``disconnect`` took.
         """
         peer = lab.transport.connect(process.address())
         lab.start(op, peer, lab.lasting(process))

@@ -31,7 +31,7 @@ def part_of(region: Region, offset: int, nbytes: int) -> Region:
 def batch(
     local: Region, remote: Region, offsets: Offsets, remote_offsets: Offsets, nbytes: Offsets
 ) -> Copies:
-    """Return a batch of copies between two regions, as one segment.
+    """Return a batch of copies between two regions, in one segment (``Copies.segments``).
 
     Args:
         local: The local region.

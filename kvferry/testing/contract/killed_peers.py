@@ -15,9 +15,7 @@ _DURING_SECONDS = 0.1
 
 
 class KillTime:
-    """When a process was killed.
-
-    Call the object to get the time.
+    """The time at which a process was killed; call the object to get the time.
 
     Attributes:
         at: The time, by ``time.monotonic``; set when the block of ``killed_soon`` has ended.
@@ -52,7 +50,9 @@ def killed_soon(process: Process) -> Iterator[KillTime]:
 
 
 def known_in_time(lab: Workbench, transfer: TransferId, since: float) -> Status:
-    """Assert that a transfer is FAILING or final ``known_within`` seconds after its peer's death.
+    """Wait until a transfer is no longer PENDING; fail the test if that takes too long.
+
+    The test fails if the transfer is still PENDING ``known_within`` seconds after ``since``.
 
     Args:
         lab: The workbench of the test.
@@ -68,9 +68,9 @@ def known_in_time(lab: Workbench, transfer: TransferId, since: float) -> Status:
 
 
 def fails_in_time(lab: Workbench, peer: PeerId, transfer: TransferId) -> None:
-    """Assert that a transfer with a dead peer fails, and that this is known in time.
+    """Assert that a transfer with a dead peer becomes FAILED.
 
-    The time that is allowed, ``known_within``, counts from now.
+    It must no longer be PENDING ``known_within`` seconds after this call.
 
     Args:
         lab: The workbench of the test.

@@ -1,4 +1,4 @@
-"""A peer of the transport under test in this process."""
+"""A peer, in this process, of the transport under test."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvferry.testing.peer_process import Seen
 
 @dataclass(slots=True, eq=False)
 class LocalPeer:
-    """A peer in this process: a transport with a registered buffer of 1 MiB of a pattern.
+    """A peer in this process: a transport with a registered buffer of 1 MiB, filled with a pattern.
 
     The transport may be the one under test, which then connects to itself.
 

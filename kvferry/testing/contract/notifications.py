@@ -22,7 +22,7 @@ from kvferry.testing.peers import Process, TransportPeer
 
 
 class NotificationTests(ContractSettings):
-    """Free and bound notifications.
+    """Tests of free and bound notifications.
 
     A driver that has no notifications (``max_notification`` is 0) must refuse to send them.
     """

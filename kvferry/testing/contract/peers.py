@@ -36,12 +36,12 @@ def flipped(address: bytes, count: int) -> Iterator[bytes]:
 
 
 def renamed(address: bytes, name: str) -> Iterator[bytes]:
-    """Yield copies of an address in which a name is replaced by another name.
+    """Yield copies of a transport's address, each with another name instead of the transport's.
 
     Args:
         address: The address.
-        name: The name of the address's transport. Each copy has another name of the same length
-            instead, at one of the places where the address contains ``name``.
+        name: The transport's name. Each copy has a name of the same length instead, at one of the
+            places where the address contains ``name``.
     """
     own = name.encode()
     other = own[:-1] + (b"0" if own[-1:] != b"0" else b"1")
@@ -168,7 +168,7 @@ class PeerTests(ContractSettings):
 
     @staticmethod
     def _goes_on(lab: Workbench, transfer: TransferId, peer: PeerId) -> None:
-        """Assert that a transfer has not failed, and disconnect its peer.
+        """Assert that a transfer has not failed, and then disconnect the transfer's peer.
 
         Args:
             lab: The workbench of the test.
@@ -254,7 +254,7 @@ class PeerTests(ContractSettings):
     def test_several_transports_have_one_peer(
         self, lab: Workbench, shared_process: Process, op: str
     ) -> None:
-        """Four transports each move a quarter of one peer's buffer, and all bytes arrive."""
+        """Four transports each read or write a quarter of a peer's buffer, and all bytes arrive."""
         size, theirs = MIB // 4, shared_process.get()
         started = []
         for index in range(4):

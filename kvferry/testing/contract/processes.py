@@ -265,10 +265,11 @@ class ProcessTests(ContractSettings):
 
 
 def _in_use_until_final(lab: Workbench, transfer: TransferId) -> None:
-    """Assert that a transfer that is FAILING until ``disconnect`` keeps its memory and record.
+    """Assert that memory of a transfer that stays FAILING until ``disconnect`` is in use.
 
-    The transport must refuse to deregister ``mine`` and to forget the transfer. If the transfer is
-    in another state, or becomes final by itself, nothing is asserted.
+    The transport must refuse to deregister ``Workbench.mine``, the transfer's local buffer, and to
+    forget the transfer. If the transfer is not FAILING, or becomes final without ``disconnect``,
+    nothing is asserted.
     """
     failing = lab.state(transfer) is State.FAILING
     if failing and lab.capabilities.quiescence is Quiescence.AFTER_DISCONNECT:

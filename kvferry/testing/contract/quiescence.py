@@ -31,7 +31,7 @@ class QuiescenceTests(ContractSettings):
     def test_quiet_after_done(
         self, lab: Workbench, everywhere: list[TransportPeer], op: str
     ) -> None:
-        """After DONE, new bytes of the source do not arrive, and new bytes of the target stay."""
+        """After DONE, new bytes in the source do not arrive, and new bytes in the target stay."""
         watch = MemoryWatch(lab)
         for remote in everywhere:
             mine = _mine(lab)
@@ -174,7 +174,7 @@ class QuiescenceTests(ContractSettings):
 
 
 def _mine(lab: Workbench) -> Buffer:
-    """Return a new buffer of 1 MiB of a pattern, registered with the transport under test."""
+    """Return a new buffer of 1 MiB with a pattern, registered with the transport under test."""
     buffer = lab.buffer(MIB, lab.transport)
     buffer.put(lab.fresh())
     return buffer

@@ -62,7 +62,7 @@ class ContractSettings:
     def shared_process(self, lab: Workbench, lasting_process: Process) -> Iterator[Process]:
         """A peer in a process of its own, for tests that neither kill nor stop the process.
 
-        The tests of a class share the process; each begins with the buffer's first content.
+        The tests of a class share the process; the buffer is filled anew before each test.
         """
         lasting_process.meanwhile = lab.turn
         lasting_process.patience = lab.settings.patience
@@ -73,7 +73,7 @@ class ContractSettings:
     @pytest.fixture(scope="class")
     @classmethod
     def spares(cls) -> Iterator[Spares]:
-        """The supply of processes for ``process``; they start before a test needs them."""
+        """The supply of processes for the fixture ``process``, started before a test needs them."""
         parameters = settings_of(cls)
         spares = Spares(
             lambda: Process(
@@ -93,7 +93,7 @@ class ContractSettings:
 
     @pytest.fixture(params=PEER_KINDS)
     def remote(self, request: pytest.FixtureRequest, lab: Workbench) -> TransportPeer:
-        """A peer with a buffer of 1 MiB of a pattern. A test runs once for each kind of peer.
+        """A peer with a buffer of 1 MiB, filled with a pattern. A test runs once per kind of peer.
 
         The kinds are the transport under test itself, another transport of this process, and a
         transport of another process.

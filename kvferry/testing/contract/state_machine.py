@@ -135,14 +135,15 @@ class DriverMachine(RuleBasedStateMachine):
         here: The transport under test, which starts all transfers.
         there: The other transport.
         peer: The id of ``there`` at ``here``; ``None`` while it is not connected.
-        gone: The ids of earlier connections.
-        known: The indices of the regions of ``there`` that ``here`` has been told of.
+        gone: The ids that ``there`` had at ``here`` in earlier connections.
+        known: The indices of the regions of ``there`` that ``here`` may access: those that were
+            registered at the last ``connect``, and were not deregistered since.
         moving: The transfers that have not ended in the model.
         ended: The final states of the transfers that have ended and are not forgotten.
         forgotten: The ids of the forgotten transfers.
         free: The payloads of the notifications that were sent with ``notify``, in order.
         bound: The payloads bound to transfers that are DONE.
-        perhaps: Payloads that may or may not arrive.
+        perhaps: The payloads of notifications that may or may not arrive.
         received: All payloads that ``there`` has received, in order.
     """
 
@@ -360,10 +361,10 @@ class DriverMachine(RuleBasedStateMachine):
         self.here.transport.notify(self.peer, self.free[-1])
 
     def _payload(self, sort: int) -> bytes:
-        """Return a new payload for a sort of notification, whose last bit tells the sort.
+        """Return a payload that was not used before; its last bit says which sort it is.
 
         Args:
-            sort: ``FREE`` or ``BOUND``.
+            sort: ``FREE`` (sent with ``notify``) or ``BOUND`` (bound to a transfer).
         """
         return self.lab.payload(2 * next(self.seeds) + sort)
 

@@ -93,7 +93,7 @@ class Caught:
         return self.lab.state(self.transfer, self.transport).final
 
     def keeps(self, region: Region) -> None:
-        """Assert that a region of the transfer cannot be deregistered before it is final."""
+        """Assert that a region of the transfer is deregistered only once the transfer is final."""
         if self.final:
             return
         with contextlib.suppress(TransportUsageError):
@@ -101,7 +101,7 @@ class Caught:
             assert self.final, "memory that an unfinished transfer uses was deregistered"
 
     def quiet(self) -> None:
-        """Overwrite both buffers, let the peer continue, and assert that the buffers stay so."""
+        """Overwrite both buffers, let the peer continue, and assert that the new bytes stay."""
         watch = MemoryWatch(self.lab)
         watch.overwrite(self.mine, self.there.memory)
         self.there.process.go_on()

@@ -69,7 +69,7 @@ class Contract(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContractParameters:
-    """The values of ``ContractSettings``."""
+    """A copy of the attributes of a ``ContractSettings`` subclass, which has their descriptions."""
 
     factory: str
     options: dict[str, object]
@@ -222,7 +222,7 @@ class Workbench:
     def known(
         self, transfer: TransferId, transport: Transport | None = None, seconds: float | None = None
     ) -> Status:
-        """Wait until a transfer is not PENDING, and return its status.
+        """Wait until a transfer is no longer PENDING, and return its status.
 
         Fails the test if the transfer stays PENDING.
 
@@ -384,7 +384,7 @@ class Workbench:
         return batch(self.mine.region, remote.region, [0], [0], [MIB])
 
     def lasting(self, remote: TransportPeer, local: Region | None = None) -> Copies:
-        """Return a batch that takes long: it copies the same MiB often, ``lasting_bytes`` in all.
+        """Return a batch that takes long: the same MiB again and again, ``lasting_bytes`` in total.
 
         Args:
             remote: The peer.
@@ -434,7 +434,7 @@ class Workbench:
         np.testing.assert_array_equal(buffer.get(), content, "memory has changed")
 
     def quiet(self, *sides: Buffer | TransportPeer) -> None:
-        """Assert that no byte of a final transfer lands any more.
+        """Assert that a final transfer changes no byte of memory any more.
 
         Overwrites memory with new bytes, and compares it after ``quiet_seconds``.
 
@@ -460,9 +460,9 @@ class Workbench:
 
 @dataclass(slots=True, eq=False)
 class MemoryWatch:
-    """Watches memory of several final transfers, which must not change any more.
+    """Check that memory of final transfers does not change any more.
 
-    One period of ``quiet_seconds`` serves for all of the memory.
+    Call ``overwrite`` or ``expect`` for all of the memory, then ``see``, which waits only once.
 
     Attributes:
         lab: The workbench of the test.
@@ -472,7 +472,7 @@ class MemoryWatch:
     _wanted: list[tuple[Buffer | TransportPeer, Bytes]] = field(default_factory=list)
 
     def overwrite(self, *sides: Buffer | TransportPeer) -> None:
-        """Overwrite memory with new bytes, and expect them at the end.
+        """Overwrite memory with new bytes, which ``see`` will expect there.
 
         Bytes that arrive late differ from the new bytes.
         """
@@ -482,11 +482,11 @@ class MemoryWatch:
             self.expect(side, content)
 
     def expect(self, side: Buffer | TransportPeer, content: Bytes) -> None:
-        """Expect that memory has this content at the end."""
+        """Set the content that ``see`` will expect in memory."""
         self._wanted.append((side, content))
 
     def see(self) -> None:
-        """Poll for ``quiet_seconds``, then assert that all memory is as expected."""
+        """Poll for ``quiet_seconds``, then assert that all memory has its expected content."""
         deadline = time.monotonic() + self.lab.settings.quiet_seconds
         while time.monotonic() < deadline:
             self.lab.poll_all()
