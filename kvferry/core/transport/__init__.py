@@ -11,19 +11,30 @@ from kvferry.core.transport.api import (
     TransferId,
     Transport,
 )
-from kvferry.core.transport.base import BaseTransport
+from kvferry.core.transport.base import (
+    BaseTransport,
+    DriverConnection,
+    DriverTransfer,
+    TransferRequest,
+)
+from kvferry.core.transport.copies import Copies, Segment
 from kvferry.core.transport.options import parse_options
 
 __all__ = [
     "INTERFACE_VERSION",
     "BaseTransport",
     "Capabilities",
+    "Copies",
+    "DriverConnection",
+    "DriverTransfer",
     "Notification",
     "PeerId",
     "Quiescence",
+    "Segment",
     "State",
     "Status",
     "TransferId",
+    "TransferRequest",
     "Transport",
     "parse_options",
 ]

@@ -19,10 +19,10 @@ from kvferry.core.transport import (
     Capabilities,
     Notification,
     Quiescence,
+    TransferRequest,
     parse_options,
     procfs,
 )
-from kvferry.core.transport.base import TransferRequest
 from kvferry.drivers.loopback import address as wire
 from kvferry.drivers.loopback import process_memory
 from kvferry.drivers.loopback.address import LoopbackAddress, LoopbackRegion

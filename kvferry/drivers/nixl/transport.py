@@ -24,9 +24,9 @@ from kvferry.core.transport import (
     Quiescence,
     State,
     TransferId,
+    TransferRequest,
     parse_options,
 )
-from kvferry.core.transport.base import TransferRequest
 from kvferry.drivers.nixl import address as wire
 from kvferry.drivers.nixl import agent_metadata, library
 from kvferry.drivers.nixl.address import NixlAddress

@@ -24,9 +24,9 @@ from kvferry.core.transport import (
     Capabilities,
     Notification,
     Quiescence,
+    TransferRequest,
     parse_options,
 )
-from kvferry.core.transport.base import TransferRequest
 from kvferry.drivers.ucx import address as wire
 from kvferry.drivers.ucx import library
 from kvferry.drivers.ucx import ucp_structs as structs
