@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import _thread
 import hashlib
+import os
+import queue
 import threading
 import time
 from collections.abc import Iterator
@@ -78,3 +81,22 @@ def test_busy_thread_is_idle_after_enough_cpu_time() -> None:
         before = cpu_seconds(thread)
         assert threads.wait_idle(distant_deadline())
         assert cpu_seconds(thread) - before > 0.01
+
+
+def test_only_native_threads_yield_to_all_others() -> None:
+    """A thread that ``threading`` does not know stands for one of NIXL's."""
+    threads, native, over = NativeThreads(), queue.SimpleQueue[int](), threading.Event()
+
+    def run() -> None:
+        native.put(threading.get_native_id())
+        over.wait()
+
+    with ExitStack() as stack:
+        stack.callback(over.set)
+        with threads.starting():
+            ours = stack.enter_context(running_thread(threading.Event()))
+            _thread.start_new_thread(run, ())
+            theirs = native.get()
+        threads.run_last()
+        assert os.sched_getscheduler(theirs) == os.SCHED_IDLE
+        assert os.sched_getscheduler(ours.native_id or 0) == os.SCHED_OTHER
