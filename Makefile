@@ -69,7 +69,7 @@ pythons: ## The quick tests on other versions of Python, in environments under .
 # other. Each has a process (SUITES in tests/conftest.py). Only NIXL's come after the others: agents
 # that a killed peer has left spinning take processor time until their process ends.
 integration: $(STAMP) ## The four suites that follow, most of them side by side
-	$(BIN)/pytest -n 5 --dist loadgroup -m '(faults or vllm or ucx) and not nixl and not slow'
+	$(BIN)/pytest -n 6 --dist loadgroup -m '(faults or vllm or ucx) and not nixl and not slow'
 	$(BIN)/pytest -m 'nixl and not slow'
 
 faults: $(STAMP) ## Peers that fail at any stage, and drivers with planted faults

@@ -20,6 +20,7 @@ SUITES = {
     "tests/drivers/nixl/": "nixl",
     "tests/integrations/vllm/geometry/": "geometry",
     "tests/integrations/vllm/": "vllm",
+    "tests/testing/": "planted faults",
     "tests/": "others",
 }
 """The suites that ``make integration`` runs side by side, by the beginning of their tests' paths.
