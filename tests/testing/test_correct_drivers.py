@@ -58,7 +58,7 @@ class TestWithoutBase(NotificationTests, InFlightTests, StoppedPeerTests, StateM
 
 
 class TestDelayed(StateMachineTests):
-    factory = "tests.testing.correct_drivers:late"
+    factory = "tests.testing.correct_drivers:delayed"
     lasting_bytes = LASTING
 
 
