@@ -182,9 +182,9 @@ class Connections:
     def acquire(self, addresses: Mapping[int, bytes], engine: str, over: Acquired) -> None:
         """Connect to the ranks of an engine; connections that are open already are shared.
 
-        The ranks are connected one after the other, so that an address that hangs delays only the
-        engines that publish it. If an earlier connection to a rank's address is still being closed,
-        the rank is connected after that.
+        The ranks are connected one after the other, so that an address to which ``connect`` hangs
+        delays only the engines that publish it. If an earlier connection to a rank's address is
+        still being closed, the rank is connected after that.
 
         Args:
             addresses: rank index to transport address, for each rank to connect to.
@@ -264,9 +264,9 @@ class Connections:
         self._end(one)
 
     def _wait(self, one: _Acquisition, connection: _Connection) -> None:
-        """Let an acquisition wait for a connection that is being dialled or closed.
+        """Let a call of ``acquire`` wait for a connection that is being dialled or closed.
 
-        If the driver has already failed to close the connection, the acquisition fails instead.
+        If the driver has already failed to close the connection, the call fails instead.
         """
         if connection.tries:
             one.error = ConnectError(f"the last connection to {one.engine} does not fall silent")
@@ -274,10 +274,10 @@ class Connections:
             connection.waiting.append(one)
 
     def _use(self, one: _Acquisition, rank: int, connection: _Connection) -> None:
-        """Use an open connection for a rank of an acquisition.
+        """Use an open connection for the next rank that a call of ``acquire`` is to connect.
 
         Args:
-            one: the acquisition; it fails if another of its ranks has the same connection.
+            one: the call; it fails if another of its ranks has the same connection.
             rank: index of the rank, the first in ``one.left``.
             connection: the connection to the rank's address.
         """
@@ -293,9 +293,9 @@ class Connections:
         connection.users += 1
 
     def _end(self, one: _Acquisition) -> None:
-        """Pass the outcome of an acquisition to its ``over``.
+        """Pass the outcome of a call of ``acquire`` to the ``over`` of that call.
 
-        The acquisition also fails if one of its connections was closed meanwhile. If it fails, its
+        The call also fails if one of its connections was closed meanwhile. If it fails, its
         connections are released first.
         """
         if one.error is None and not all(map(self.is_open, one.ids.values())):
@@ -308,7 +308,7 @@ class Connections:
         one.over(one.ids if one.error is None else one.error)
 
     def _dial(self, one: _Acquisition, address: bytes) -> None:
-        """Start the driver's ``connect`` to an address; the acquisition waits until it is over."""
+        """Start the driver's ``connect`` to an address; ``one`` waits until ``connect`` is over."""
         made = _Connection(address=address, engine=one.engine, waiting=[one])
         self._by_address[address] = made
         self._dialling += 1
@@ -317,7 +317,7 @@ class Connections:
         )
 
     def _dialled(self, made: _Connection, outcome: object) -> None:
-        """Process the outcome of ``connect``, and continue the acquisitions that waited for it.
+        """Process the outcome of ``connect``; continue the calls of ``acquire`` that waited for it.
 
         Args:
             made: the connection that was being dialled.
@@ -393,7 +393,7 @@ class Connections:
         )
 
     def _closed(self, connection: _Connection, peer: PeerId, error: Exception | None) -> None:
-        """Process the outcome of ``disconnect``, and continue the acquisitions that waited for it.
+        """Process the outcome of ``disconnect``; continue calls of ``acquire`` that waited for it.
 
         Args:
             connection: the connection.

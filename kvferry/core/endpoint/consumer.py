@@ -263,8 +263,8 @@ class LoadManager:
         """End cancelled reads that go on, by closing their connections.
 
         Closing a connection also fails all other loads that read over it, even from other engines.
-        So while there are such loads, nothing is closed until the deadline of the cancelled load
-        has passed.
+        So while any load that has not failed uses one of the connections, nothing is closed until
+        the deadline of the cancelled load has passed.
 
         Args:
             state: the load that was cancelled.
@@ -326,13 +326,13 @@ class LoadManager:
     def _do(
         self, action: Action, state: LoadState, releases: dict[tuple[Peer, int], list[Release]]
     ) -> None:
-        """Perform one action of a load, but do not send its "done" or "abandon" message yet.
+        """Perform one action of a load; a ``DONE`` or ``ABANDON`` only adds to ``releases``.
 
         Args:
             action: the action; a report is ignored, because reports come last.
             state: the load that the action is for.
-            releases: (producer, index of its rank) to the messages to send there; a "done" or
-                "abandon" message is added here.
+            releases: (producer, index of its rank) to the "done" and "abandon" messages that the
+                caller is to send there.
         """
         if action.op is LoadAction.READ:
             self._read(action, state)
@@ -464,8 +464,8 @@ class LoadManager:
     def _on_peer_error(self, peer: Peer, rank: int, error: KVFerryError) -> None:
         """Close the connection to a producer rank if a failed read shows that the rank is lost.
 
-        Any other error of the transport makes the peer suspect (see ``Peer``), except that a read
-        was cancelled: that changes nothing.
+        Any other error of the transport makes the peer suspect (see ``Peer``). The end of a
+        cancelled read changes nothing.
 
         Args:
             peer: the producer.

@@ -294,7 +294,7 @@ class Endpoint:
         return self._results.expected
 
     def results(self) -> Results:
-        """Return the requests and loads that have ended since the last call.
+        """Return the loads, and the holds of requests' pages, that have ended since the last call.
 
         Raises:
             EndpointClosedError: the endpoint is closed, or has failed.
@@ -435,7 +435,7 @@ class Endpoint:
             self._results.fail()
 
     def _wind_down(self) -> None:
-        """Give up all loads, and wait up to ``WIND_DOWN_SECONDS`` for their reads to end."""
+        """Fail all loads, and wait up to ``WIND_DOWN_SECONDS`` for their reads to end."""
         until = time.monotonic() + WIND_DOWN_SECONDS
         while time.monotonic() < until:
             self._run_commands()
@@ -537,7 +537,7 @@ class Endpoint:
 
 
 class _ResultQueue:
-    """Keep the requests and loads that have ended until the engine takes them. Thread-safe."""
+    """Keep the loads and holds that have ended until ``results`` returns them. Thread-safe."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()

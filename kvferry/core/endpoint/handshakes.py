@@ -342,7 +342,7 @@ class HandshakeWorker:
         )
 
     def _fetch(self, key: PeerKey, turn: ExitStack) -> tuple[PeerKey, EngineReply]:
-        """Ask at the addresses of a producer in turn, until one answers with the ticket's key.
+        """Ask at the addresses of a producer in turn, until one answers with ``key.ticket_key``.
 
         The last address's answer is returned whatever its key is. The addresses share the
         handshake's timeout, so that an address that does not answer leaves time for the next.
@@ -356,7 +356,7 @@ class HandshakeWorker:
             The address that answered, and its answer.
 
         Raises:
-            HandshakeError: no address answered with the ticket's key, and the last did not answer.
+            HandshakeError: no address answered with that key, and the last one did not answer.
                 The message says why, for each address that did not answer.
         """
         deadline = time.monotonic() + self._options.handshake_timeout

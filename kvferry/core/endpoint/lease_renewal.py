@@ -153,7 +153,7 @@ class LeaseRenewal:
             self._renewals.settle(renewal, rank)
 
     def progress(self, now: float) -> None:
-        """Make the renewals that are due, cancel those not answered in time, and send heartbeats.
+        """Make the renewals that are due, cancel overdue reads of earlier ones, send heartbeats.
 
         Args:
             now: seconds, on the clock of ``begin``.
@@ -195,7 +195,7 @@ class LeaseRenewal:
             del self._peers[peer]
 
     def _say_alive(self, peer: Peer) -> None:
-        """Send a heartbeat to each connected rank of a producer that accepts heartbeats.
+        """Send a heartbeat to those connected ranks of a producer that accept heartbeats.
 
         One heartbeat counts for all holds of the rank that this engine waits for.
         """

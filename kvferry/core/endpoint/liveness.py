@@ -183,7 +183,8 @@ class LivenessCheck:
     def _listen(self, channel: Socket, now: float) -> None:
         """Process the answers that have arrived, and send a ping if one is due.
 
-        If a new channel has brought no answer by then, close it and connect once more.
+        If the ping is to be sent again, and this channel has never brought an answer, connect once
+        more instead.
 
         Raises:
             HandshakeError: a ping was not answered in time, the connection was closed, or an answer
@@ -213,7 +214,12 @@ class LivenessCheck:
         self._hear(channel, now)  # sending may consume the event of an arrival
 
     def _hear(self, channel: Socket, now: float) -> None:
-        """Process the answers that have arrived; raise if the connection was closed."""
+        """Process the answers that have arrived.
+
+        Raises:
+            HandshakeError: an answer is not valid, or the connection was closed.
+            PeerLostError: see ``_check``.
+        """
         while (events := int(channel.getsockopt(zmq.EVENTS))) & zmq.POLLIN:
             try:
                 reply = answer(channel)

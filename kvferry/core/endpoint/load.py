@@ -56,7 +56,7 @@ class Load:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class LoadState:
-    """The endpoint's record of one load, until it is over and all its actions are performed.
+    """The endpoint's record of one load, kept until no action for the load is left to perform.
 
     How far the load is on each producer rank is kept by the state machine ``Loads``.
 

@@ -69,7 +69,7 @@ DEFAULTS = EndpointOptions()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Results:
-    """The requests and loads that have ended since the last ``Endpoint.results``.
+    """What ``Endpoint.results`` returns: the loads and holds that have ended since its last call.
 
     Over all calls, a request for which this engine made a ticket is in ``sent`` exactly once, and
     a request that this engine loads with ``Load.report`` set is in ``received`` exactly once.

@@ -449,12 +449,12 @@ class Peers:
         """Give up idle peers, the least recently used first, until there is room for a producer.
 
         Args:
-            result: the result of the handshake with the producer. Its memory counts from now on,
-                unless an error is returned.
+            result: the result of the handshake with the producer. ``result.memory`` counts as kept
+                from now on, unless an error is returned.
 
         Returns:
-            ``None`` if there is room; the error if the peers in use are too many or take too much
-            memory, so that there is none.
+            ``None`` if there is room; the error if the other peers in use are too many, or take too
+            much memory.
         """
         self._memory.add(result.memory)
         idle = (peer for peer in list(self._by_name.values()) if not peer.is_used)
