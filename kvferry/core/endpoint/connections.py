@@ -1,9 +1,9 @@
-"""Connections to producers' transports; engines with the same transport share a connection.
+"""Connections to the transports of producer ranks, with a count of the users of each.
 
-``Transport.connect`` returns the same ``PeerId`` for the same transport, however many engines
-publish its address. So ``Connections`` counts the users of each connection, and closes it when its
-last user releases it. ``BlockingCalls`` makes the driver's calls that connect and disconnect, which
-may take seconds.
+``Transport.connect`` returns the same ``PeerId`` for the same remote transport, even if several
+engines publish the address of that transport. So ``Connections`` counts the users of each
+connection, and closes a connection when its last user releases it. ``BlockingCalls`` makes the
+driver's calls ``connect`` and ``disconnect``, which may take seconds.
 """
 
 from __future__ import annotations
@@ -35,11 +35,16 @@ promise to return sooner."""
 T = TypeVar("T")
 
 Acquired = Callable[[dict[int, PeerId] | KVFerryError], None]
-"""Called with a dictionary of producer rank index to connection, or with the error."""
+"""Called with (producer rank index to connection) for all ranks to connect to, or with the error
+if any of them cannot be connected."""
 
 
 class _State(enum.Enum):
-    """The state of a connection; while it is dialling, the driver's ``connect`` runs."""
+    """The state of a connection.
+
+    ``DIALLING``: the driver's ``connect`` runs. ``CLOSING``: from the first call of the driver's
+    ``disconnect`` until one such call has succeeded.
+    """
 
     DIALLING = enum.auto()
     OPEN = enum.auto()
@@ -48,7 +53,7 @@ class _State(enum.Enum):
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Acquisition:
-    """A call of ``Connections.acquire`` that is under way; it connects an engine's ranks in turn.
+    """A call of ``Connections.acquire`` that is not over: it connects an engine's ranks in turn.
 
     Attributes:
         engine: id of the engine, for errors.
@@ -66,7 +71,7 @@ class _Acquisition:
     error: KVFerryError | None = None
 
     def fail(self, error: Exception) -> None:
-        """Make the acquisition fail: its rank that is being connected cannot be connected.
+        """Fail the acquisition, because the first rank in ``left`` cannot be connected.
 
         Args:
             error: why the rank cannot be connected.
@@ -84,8 +89,9 @@ class _Connection:
         engine: id of the engine for which the connection was dialled first, for log lines.
         state: dialling, open, or closing.
         peer: the driver's id; ``None`` while the connection is being dialled.
-        users: number of acquisitions that use the connection and have not released it.
-        waiting: acquisitions that wait until dialling, or closing, is over.
+        users: number of uses of the connection that have not been released.
+        waiting: calls of ``Connections.acquire`` (acquisitions) that wait until the connection is
+            open, or is closed so that its address can be dialled again.
         due: when to try again to close the connection, if the driver's ``disconnect`` has failed.
         tries: how many times the driver's ``disconnect`` has failed.
         is_in_call: whether the driver's ``disconnect`` is under way.
@@ -132,8 +138,8 @@ class Connections:
         # Other threads read this without a lock.
         self._not_quiesced = 0
         self._closed_meanwhile: set[PeerId] = set()
-        """The connections that were closed while any dial has been under way. A dial may return the
-        id of one of them, which must not be used."""
+        """Connections that were closed while some ``connect`` ran that may still run. It may return
+        the id of one of these connections, and that id must not be used."""
         self._resumed: deque[_Acquisition] = deque()
         self._is_advancing = False
 
@@ -144,15 +150,15 @@ class Connections:
 
     @property
     def not_quiesced(self) -> int:
-        """Return how many connections could not be closed yet; their reads may still write bytes.
+        """Return how many connections the driver has tried to close, so far without success.
 
-        May be read from any thread.
+        Reads over these connections may still write bytes. May be read from any thread.
         """
         return self._not_quiesced
 
     @property
     def problems(self) -> tuple[str, ...]:
-        """Return a text for a health check if connections could not be closed. Thread-safe."""
+        """Return a text for a health check if ``not_quiesced`` is not 0. Thread-safe."""
         if not (count := self._not_quiesced):
             return ()
         return (
@@ -161,7 +167,10 @@ class Connections:
         )
 
     def has_not_quiesced(self, peer: PeerId) -> bool:
-        """Return whether a connection could not be closed yet; its reads may still write bytes."""
+        """Return whether the driver has failed to close a connection, and not succeeded since.
+
+        Reads over the connection may still write bytes.
+        """
         connection = self._by_peer.get(peer)
         return connection is not None and connection.tries > 0
 
@@ -173,9 +182,9 @@ class Connections:
     def acquire(self, addresses: Mapping[int, bytes], engine: str, over: Acquired) -> None:
         """Connect to the ranks of an engine; connections that are open already are shared.
 
-        The ranks are connected one after the other, so that an address that hangs delays only the
-        engines that publish it. If an earlier connection to a rank's address is still being closed,
-        the rank is connected after that.
+        The ranks are connected one after the other, so that an address to which ``connect`` hangs
+        delays only the engines that publish it. If an earlier connection to a rank's address is
+        still being closed, the rank is connected after that.
 
         Args:
             addresses: rank index to transport address, for each rank to connect to.
@@ -203,7 +212,7 @@ class Connections:
             self._close(connection)
 
     def progress(self, now: float) -> None:
-        """Try again to close those connections that could not be closed before, if a try is due.
+        """Try again to close the connections that the driver has failed to close, if a try is due.
 
         Args:
             now: seconds, on this object's clock.
@@ -219,10 +228,10 @@ class Connections:
     # Opening.
 
     def _go_on(self, acquisitions: Iterable[_Acquisition]) -> None:
-        """Continue acquisitions, each until it is over or must wait for a connection.
+        """Continue calls of ``acquire`` (acquisitions) that have begun; see ``_advance``.
 
-        If a callback calls this method again, the loop of the first call handles the acquisitions:
-        a recursion would become too deep, because an engine may have a thousand ranks.
+        If a callback calls this method again, the loop of the first call continues the new
+        acquisitions: a recursion would become too deep, as an engine may have a thousand ranks.
         """
         self._resumed.extend(acquisitions)
         if self._is_advancing:
@@ -235,7 +244,11 @@ class Connections:
             self._is_advancing = False
 
     def _advance(self, one: _Acquisition) -> None:
-        """Connect the ranks of an acquisition in turn, until it is over or must wait."""
+        """Connect the ranks that a call of ``acquire`` has asked for, one after the other.
+
+        Returns when all are connected, when one has failed, or when the next rank needs a
+        connection that is being dialled or closed. In the last case the acquisition goes on later.
+        """
         while one.left and one.error is None:
             rank, address = one.left[0]
             connection = self._by_address.get(address)
@@ -251,9 +264,9 @@ class Connections:
         self._end(one)
 
     def _wait(self, one: _Acquisition, connection: _Connection) -> None:
-        """Have an acquisition wait until dialling, or closing, a connection is over.
+        """Let a call of ``acquire`` wait for a connection that is being dialled or closed.
 
-        If the driver has already failed to close the connection, the acquisition fails instead.
+        If the driver has already failed to close the connection, the call fails instead.
         """
         if connection.tries:
             one.error = ConnectError(f"the last connection to {one.engine} does not fall silent")
@@ -261,10 +274,10 @@ class Connections:
             connection.waiting.append(one)
 
     def _use(self, one: _Acquisition, rank: int, connection: _Connection) -> None:
-        """Use an open connection for a rank of an acquisition.
+        """Use an open connection for the next rank that a call of ``acquire`` is to connect.
 
         Args:
-            one: the acquisition; it fails if another of its ranks has the same connection.
+            one: the call; it fails if another of its ranks has the same connection.
             rank: index of the rank, the first in ``one.left``.
             connection: the connection to the rank's address.
         """
@@ -280,9 +293,9 @@ class Connections:
         connection.users += 1
 
     def _end(self, one: _Acquisition) -> None:
-        """Pass the outcome of an acquisition to its ``over``.
+        """Pass the outcome of a call of ``acquire`` to the ``over`` of that call.
 
-        The acquisition also fails if one of its connections was closed meanwhile. If it fails, its
+        The call also fails if one of its connections was closed meanwhile. If it fails, its
         connections are released first.
         """
         if one.error is None and not all(map(self.is_open, one.ids.values())):
@@ -295,7 +308,7 @@ class Connections:
         one.over(one.ids if one.error is None else one.error)
 
     def _dial(self, one: _Acquisition, address: bytes) -> None:
-        """Have the driver connect to a transport address, and an acquisition wait for that."""
+        """Start the driver's ``connect`` to an address; ``one`` waits until ``connect`` is over."""
         made = _Connection(address=address, engine=one.engine, waiting=[one])
         self._by_address[address] = made
         self._dialling += 1
@@ -304,7 +317,7 @@ class Connections:
         )
 
     def _dialled(self, made: _Connection, outcome: object) -> None:
-        """Continue the acquisitions that waited for the driver's ``connect``, which is over.
+        """Process the outcome of ``connect``; continue the calls of ``acquire`` that waited for it.
 
         Args:
             made: the connection that was being dialled.
@@ -380,7 +393,7 @@ class Connections:
         )
 
     def _closed(self, connection: _Connection, peer: PeerId, error: Exception | None) -> None:
-        """Process the outcome of ``disconnect``, and continue the acquisitions that waited for it.
+        """Process the outcome of ``disconnect``; continue calls of ``acquire`` that waited for it.
 
         Args:
             connection: the connection.
@@ -476,8 +489,8 @@ class BlockingCalls:
         Args:
             call: makes the call; runs on a thread of its own if ``threads`` is set and the thread
                 can be started.
-            over: called on the endpoint's thread with what ``call`` returned or raised; before
-                ``run`` returns if the call was made without a thread of its own.
+            over: called on the endpoint's thread with what ``call`` returned or raised. If ``call``
+                has no thread of its own, ``over`` is called before ``run`` returns.
         """
         if not self._threads:
             over(_outcome(call))
@@ -510,7 +523,7 @@ class BlockingCalls:
     def _run(
         self, thread: threading.Thread, call: Callable[[], T], over: Callable[[T | Exception], None]
     ) -> None:
-        """Make a call on ``thread``, and post its outcome to the endpoint's thread."""
+        """Make a call on ``thread``; have the endpoint's thread pass its outcome to ``over``."""
         outcome = _outcome(call)
 
         def back() -> None:

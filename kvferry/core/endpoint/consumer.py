@@ -165,6 +165,9 @@ class LoadManager:
     def begin(self, load: Load, error: KVFerryError | None = None) -> None:
         """Start a load.
 
+        A shared load that reads nothing and is not reported only ends the wait that one
+        ``prepare`` with its ticket began.
+
         Args:
             load: what to read, and the pages to fill.
             error: the error with which the load is to fail, without touching a page; ``None`` to
@@ -201,14 +204,14 @@ class LoadManager:
         )
 
     def abort(self, request: RequestId) -> None:
-        """Give up the latest load of a request, if there is one that is not over."""
+        """Fail the latest load of a request, if any of its loads is not over."""
         latest_first = reversed(self._states.values())
         states = (state for state in latest_first if state.load.request == request)
         if (state := next(states, None)) is not None:
             self._abort(state)
 
     def abort_all(self) -> None:
-        """Give up all loads. Called when the endpoint closes."""
+        """Fail all loads that are not over. Called when the endpoint closes."""
         for state in self._states.values():
             self._abort(state)
 
@@ -216,16 +219,19 @@ class LoadManager:
         self._loads.abort(state.load_id, EndpointClosedError("given up by this engine"))
 
     def close(self) -> None:
-        """Stop handshakes and liveness checks. Call it when the endpoint's thread has ended."""
+        """Start no more handshakes, and end the liveness checks.
+
+        Call this method when the endpoint's thread has ended.
+        """
         self._peers.close()
 
     # What the thread drives.
 
     def progress(self) -> bool:
-        """Do the periodic work that is due, and perform the actions that ``Loads`` returns.
+        """Do the periodic work that is due, and what the state machine ``Loads`` has asked for.
 
         Returns:
-            Whether ``Loads`` returned any action.
+            Whether ``Loads`` has asked for anything.
         """
         now = self._clock()
         if now >= self._next_tick:
@@ -256,9 +262,9 @@ class LoadManager:
     def _end_lingering(self, state: LoadState, reads: Sequence[Read]) -> bool:
         """End cancelled reads that go on, by closing their connections.
 
-        Closing a connection also fails the other loads that read over it, even from other engines.
-        So while there are such loads, the cancelled reads may go on until the deadline of their own
-        load.
+        Closing a connection also fails all other loads that read over it, even from other engines.
+        So while any load that has not failed uses one of the connections, nothing is closed until
+        the deadline of the cancelled load has passed.
 
         Args:
             state: the load that was cancelled.
@@ -276,7 +282,7 @@ class LoadManager:
         return True
 
     def _are_wanted(self, connections: Collection[PeerId]) -> bool:
-        """Return whether any load that has not failed uses one of these connections."""
+        """Return whether any load that has not failed has a peer with one of these connections."""
         peers = {peer for each in connections for peer in self._peers.using(each)}
         return any(
             state.peer in peers and self._loads.wanted(load_id)
@@ -320,13 +326,13 @@ class LoadManager:
     def _do(
         self, action: Action, state: LoadState, releases: dict[tuple[Peer, int], list[Release]]
     ) -> None:
-        """Perform one action of a load, but do not send its "done" or "abandon" message yet.
+        """Perform one action of a load; a ``DONE`` or ``ABANDON`` only adds to ``releases``.
 
         Args:
             action: the action; a report is ignored, because reports come last.
             state: the load that the action is for.
-            releases: (producer, index of its rank) to the messages to send there; a "done" or
-                "abandon" message is added here.
+            releases: (producer, index of its rank) to the "done" and "abandon" messages that the
+                caller is to send there.
         """
         if action.op is LoadAction.READ:
             self._read(action, state)
@@ -362,10 +368,10 @@ class LoadManager:
         self._touched.add(load_id)
 
     def _on_connected(self, load_id: LoadId, peer: Peer) -> None:
-        """Start the reads of a load whose producer is connected.
+        """Continue a load whose producer has been connected.
 
-        Before, check the load's ticket against what the producer publishes, and zero the bytes of
-        the load's pages that no read will fill. If either fails, the load fails.
+        First check the load's ticket against what the producer publishes, and zero the bytes of the
+        load's pages that no read will fill. If either fails, the load fails.
 
         Args:
             load_id: the load.
@@ -434,9 +440,9 @@ class LoadManager:
             self._on_lost(action, outcome.error)
 
     def _slot_read(self, action: Action, state: LoadState) -> SlotRead:
-        """Return the read of the hold's slot word for a check or a fence.
+        """Return the read of a hold's slot word: before the pages (a check) or after (the fence).
 
-        "done" is bound to the read of a fence, unless the load is shared.
+        "done" is bound to the fence, unless the load shares its hold with other requests.
         """
         tells = action.op is LoadAction.FENCE and not state.load.shared
         return SlotRead(
@@ -451,15 +457,15 @@ class LoadManager:
         )
 
     def _on_lost(self, action: Action, error: KVFerryError) -> None:
-        """Fail the load of a read that has failed and will write no more bytes."""
+        """Fail a load because one of its reads has failed; the read writes no more bytes."""
         self._loads.lost(action.load, action.rank, error)
         self._on_peer_error(self._states[action.load].known_peer, action.rank, error)
 
     def _on_peer_error(self, peer: Peer, rank: int, error: KVFerryError) -> None:
-        """Close the connection if a failed read shows that the producer rank is lost.
+        """Close the connection to a producer rank if a failed read shows that the rank is lost.
 
-        After any other error of the transport, the peer becomes suspect (see ``Peer``). After a
-        cancelled read, nothing changes.
+        Any other error of the transport makes the peer suspect (see ``Peer``). The end of a
+        cancelled read changes nothing.
 
         Args:
             peer: the producer.
@@ -474,11 +480,11 @@ class LoadManager:
             peer.suspect = True
 
     def _on_failing(self, action: Action, error: KVFerryError) -> None:
-        """Fail the load of a read that will fail but may still write bytes.
+        """Fail a load because one of its reads will fail; the read may still write bytes.
 
         ``Loads`` then cancels the load's reads. A read that was cancelled, or whose state the
-        driver cannot tell, is given time to end by itself (see ``Grace``). For any other error, its
-        connection may be closed at once.
+        driver cannot tell, is given time to end by itself (see ``Grace``). After any other error,
+        the read's connection is closed at once if the driver ends the read in no other way.
 
         Args:
             action: the action that the read is for.
@@ -489,10 +495,11 @@ class LoadManager:
             self._on_peer_failing(self._states[action.load].known_peer, action.rank, error)
 
     def _on_peer_failing(self, peer: Peer, rank: int, error: KVFerryError) -> None:
-        """Close the connection of a failing read if only that keeps the read from writing more.
+        """Close the connection of a failing read, if the driver ends the read in no other way.
 
-        The connection is closed even if the peer was given up before, because other peers that
-        share the connection may have kept it open.
+        That is so if the driver's quiescence is ``AFTER_DISCONNECT``, or if the driver cannot tell
+        the read's state. The connection is closed even if the peer was given up before, because
+        other peers that share the connection may have kept it open.
 
         Args:
             peer: the producer.
@@ -507,8 +514,8 @@ class LoadManager:
     def _close_connection(self, connection: PeerId, error: KVFerryError) -> None:
         """Close a connection that is lost, or that must be closed to end a read.
 
-        All peers that use the connection are given up, because closing it also ends the reads from
-        those that have not failed. The next ticket of such a peer connects to it anew.
+        All peers that use the connection are given up, because closing the connection ends the
+        reads from all of them. The next ticket of such a peer connects to the peer anew.
 
         Args:
             connection: the connection.
@@ -595,7 +602,7 @@ class LoadManager:
     # The end.
 
     def _report(self, action: Action, state: LoadState) -> None:
-        """Report a load as over, with the error and the stage of the action."""
+        """Report a load as over, with the error and the stage that its ``REPORT`` action has."""
         load = state.load
         self._lease_renewal.end(state.renewal)
         if action.error is None and state.peer is not None and load.reads:

@@ -56,7 +56,7 @@ class DeviceSync:
         self._waiting: deque[_WaitingLoad] = deque()
 
     def __len__(self) -> int:
-        """Return how many loads have not begun."""
+        """Return how many loads wait for the device."""
         return len(self._waiting)
 
     def add(self, load: Load, passed: Callable[[], bool]) -> None:
@@ -100,7 +100,7 @@ class DeviceSync:
             self._begin(one.load, EndpointClosedError("given up by this engine"))
 
     def _check(self, one: _WaitingLoad) -> tuple[bool, KVFerryError | None]:
-        """Return whether a load's wait is over, and the error to fail it with, or ``None``."""
+        """Return whether a load's wait is over, and with which error it fails (``None``: begin)."""
         try:
             if one.passed():
                 return True, None

@@ -61,7 +61,7 @@ class Endpoint:
     """Serve one rank's pages to other engines, and load pages from them.
 
     Methods and properties may be used from any thread; only ``wait`` and ``close`` block. Callbacks
-    (``zero``, ``passed``) run on the endpoint's own thread.
+    (``zero`` here, ``passed`` of ``apply`` and of ``load``) run on the endpoint's own thread.
 
     Args:
         identity: which rank of which engine this is.
@@ -77,7 +77,8 @@ class Endpoint:
         clock: seconds, monotonic.
 
     Attributes:
-        payload: what this rank publishes to peers.
+        payload: what the engine's handshake tells peers about this rank: its layout, the address of
+            its transport, and more.
 
     Raises:
         TransportError: a region cannot be registered; the transport has been closed.
@@ -184,7 +185,7 @@ class Endpoint:
         return self._hold_server.silent()
 
     def prove(self, ticket_key: bytes) -> None:
-        """Publish the fingerprint of the key that proves this engine's tickets.
+        """Publish the fingerprint (a hash) of the key that verifies this engine's tickets.
 
         The fingerprint is written in front of the slot table, where peers read it. Call this method
         on every rank, before the first ticket is made.
@@ -243,16 +244,16 @@ class Endpoint:
             self._post(lambda: self._device_sync.add(load, passed))
 
     def refuse(self, request: RequestId, error: KVFerryError) -> None:
-        """Report a request as received and failed, without reading anything.
+        """Report a request as failed, without starting a load.
 
         Args:
-            request: the request, which the next ``results`` reports.
+            request: the request; the next ``results`` has it in ``received`` and in ``failed``.
             error: why it failed.
         """
         self._results.add_received(request, error)
 
     def abort(self, request: RequestId) -> None:
-        """Give a request's load up.
+        """Stop a request's load, and have it fail.
 
         The load is reported as failed once no byte can land in its pages any more.
 
@@ -289,11 +290,11 @@ class Endpoint:
 
     @property
     def pending(self) -> int:
-        """Return the number of loads to report (see ``Load.report``) that are not over."""
+        """Return the number of loads with ``Load.report`` set that are not over."""
         return self._results.expected
 
     def results(self) -> Results:
-        """Return the requests and loads that have ended since the last call.
+        """Return the loads, and the holds of requests' pages, that have ended since the last call.
 
         Raises:
             EndpointClosedError: the endpoint is closed, or has failed.
@@ -434,7 +435,7 @@ class Endpoint:
             self._results.fail()
 
     def _wind_down(self) -> None:
-        """Give up all loads, and wait up to ``WIND_DOWN_SECONDS`` for their reads to end."""
+        """Fail all loads, and wait up to ``WIND_DOWN_SECONDS`` for their reads to end."""
         until = time.monotonic() + WIND_DOWN_SECONDS
         while time.monotonic() < until:
             self._run_commands()
@@ -466,9 +467,9 @@ class Endpoint:
         return busy
 
     def _step(self, activity: str, step: Callable[[], bool]) -> bool:
-        """Do one step of a round, named ``activity`` in log messages; return what it returns.
+        """Call ``step``, one part of a round, and return its result.
 
-        If the step raises an exception, log it and return ``False``.
+        If it raises an exception, log that ``activity`` has failed, and return ``False``.
         """
         return self._containment.run(activity, step, False, serves_all=True)
 
@@ -481,7 +482,10 @@ class Endpoint:
         return busy
 
     def _listen(self) -> None:
-        """Process notifications from peers, update the holds, and report requests as sent."""
+        """Process notifications from peers, make holds ready, and end expired holds.
+
+        Requests whose pages nobody reads any more are queued for ``results``.
+        """
         run, now = self._containment.run, self._clock()
         notifications = run(
             "the driver's notifications", self._take_notifications, None, serves_all=True
@@ -533,7 +537,7 @@ class Endpoint:
 
 
 class _ResultQueue:
-    """Keep the requests and loads that have ended until the engine takes them. Thread-safe."""
+    """Keep the loads and holds that have ended until ``results`` returns them. Thread-safe."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -545,12 +549,12 @@ class _ResultQueue:
 
     @property
     def expected(self) -> int:
-        """Return how many loads to report (see ``Load.report``) are not over."""
+        """Return how many loads with ``Load.report`` set are not over."""
         with self._changed:
             return self._expected
 
     def expect(self) -> None:
-        """Count one more load to report (see ``Load.report``)."""
+        """Count one more load with ``Load.report`` set, which has just been asked for."""
         with self._changed:
             self._expected += 1
 
@@ -576,7 +580,7 @@ class _ResultQueue:
             self._changed.notify_all()
 
     def add_sent(self, requests: Collection[RequestId]) -> None:
-        """Add requests whose pages nobody reads any more."""
+        """Add requests whose pages this rank had held for other engines, and holds no longer."""
         if requests:
             with self._changed:
                 self._sent.update(requests)

@@ -52,14 +52,14 @@ class ErrorContainment:
         return self._problems
 
     def caught(self, activity: str, error: Exception, *, serves_all: bool = False) -> KVFerryError:
-        """Log an exception with its traceback, once for each activity and exception type.
+        """Log an exception with its traceback, but only the first of its type in each activity.
 
         Args:
             activity: the name of the activity that failed.
             error: the exception.
-            serves_all: whether more than one load, peer or message depends on the activity. If so,
-                the failure counts for ``problems``. Other failures do not, so that no single peer
-                can make this engine unhealthy.
+            serves_all: whether the activity serves many loads, peers or messages. If so, the
+                failure counts for ``problems``. A failure that concerns a single load, peer or
+                message does not, so that no single peer can make this engine unhealthy.
 
         Returns:
             The exception as a ``KVFerryError``; see ``as_ours``.
@@ -95,7 +95,8 @@ class ErrorContainment:
             activity: the name of the activity, as for ``caught``.
             call: the call to make.
             otherwise: what to return if the call raises.
-            serves_all: as for ``caught``. If so, a call that returns counts as a success.
+            serves_all: as for ``caught``. If set, a call that raises nothing is recorded with
+                ``succeeded``.
 
         Returns:
             What the call returned, or ``otherwise``.

@@ -46,8 +46,8 @@ MAX_REMEMBERED = 1 << 12
 class PeerKey(NamedTuple):
     """The producer that a ticket names, and its address; identifies a handshake.
 
-    It contains both keys, so that failed handshakes for a forged ticket do not delay the handshake
-    for a genuine one.
+    ``key`` and ``ticket_key`` belong to it, so that failed handshakes for a forged ticket, whose
+    keys differ, do not delay the handshake for a genuine one.
 
     Attributes:
         engine: the producer's id.
@@ -104,8 +104,8 @@ class HandshakeResult:
 DECODED = 5
 """The fields of a decoded payload take at most this many times the bytes of the encoded payload."""
 RANK_BYTES, REGION_BYTES, FACT_BYTES, CUT_BYTES = 2000, 200, 200, 100
-"""Estimated bytes of memory of a payload without its parts, of a region, of an entry of
-``agreement``, and of a cut of a batch of strips."""
+"""Estimated bytes of memory of, in this order: a payload without its regions, entries of
+``agreement`` and fields; a region; an entry; and an entry of a plan's ``StripBatch.cuts``."""
 
 Heard = Callable[[HandshakeResult | KVFerryError], None]
 """Called with the outcome of a handshake: its result, or the error."""
@@ -227,7 +227,7 @@ class Handshakes:
         return backoff.failures if backoff is not None else 0
 
     def _start(self, key: PeerKey) -> None:
-        """Start a handshake on a thread of its own; if no thread can be started, it fails."""
+        """Start a handshake on a new thread; if the thread cannot start, the handshake fails."""
         self._running += 1
         name = f"kvferry-handshake-{key.engine[:16]}"
         try:
@@ -258,9 +258,10 @@ class Handshakes:
 
 
 def _forget_frames(error: BaseException | None) -> None:
-    """Drop the tracebacks of an error and its causes, whose frames would keep decoded replies.
+    """Remove the tracebacks from an error and its causes.
 
-    The error itself is kept until the requests that it fails are reported.
+    The error is kept until the requests that it fails are reported. With the tracebacks, it would
+    keep the decoded replies in memory that are local variables of their frames.
     """
     while error is not None:
         error.__traceback__ = None
@@ -341,10 +342,10 @@ class HandshakeWorker:
         )
 
     def _fetch(self, key: PeerKey, turn: ExitStack) -> tuple[PeerKey, EngineReply]:
-        """Ask at each address of a producer until one answers as the engine of the ticket.
+        """Ask at the addresses of a producer in turn, until one answers with ``key.ticket_key``.
 
-        The addresses share the handshake's timeout, so that an address that does not answer leaves
-        time for the next.
+        The last address's answer is returned whatever its key is. The addresses share the
+        handshake's timeout, so that an address that does not answer leaves time for the next.
 
         Args:
             key: the producer.
@@ -355,7 +356,8 @@ class HandshakeWorker:
             The address that answered, and its answer.
 
         Raises:
-            HandshakeError: no address answered; the message says why, for each address.
+            HandshakeError: no address answered with that key, and the last one did not answer.
+                The message says why, for each address that did not answer.
         """
         deadline = time.monotonic() + self._options.handshake_timeout
         places, failures = list(key.places), list[HandshakeError]()

@@ -1,10 +1,10 @@
-"""Renewal of the leases of holds that a rank waits for, before its loads and during them.
+"""Renewal of leases, while requests wait for pages of this engine and while they are loaded.
 
 A hold stands for a request's pages on the producer, which keeps them until the lease expires. To
 renew a hold, a rank reads its slot word with a ``Renewal`` message bound to the read. The slot word
-is the answer: the hold is gone, or it stands for another lease. Answering costs the producer
-nothing. A renewal also claims the hold for this engine: it tells the producer that this engine
-waits for the pages, and will send a heartbeat every second. ``Renewals`` decides when to renew,
+is the answer: the pages are held, and the lease begins anew; or the hold is gone. Answering costs
+the producer nothing. A renewal also tells the producer that this engine waits for the pages (it
+claims the hold), and will send a heartbeat every second. ``Renewals`` decides when to renew,
 ``LeaseRenewal`` makes the reads, and ``PendingTickets`` starts renewals for tickets whose requests
 wait for pages.
 """
@@ -44,7 +44,7 @@ genuine one that names the same hold."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Target:
-    """A hold that is renewed, its producer, and the callback for when the hold is gone."""
+    """A hold that is renewed, its producer, and ``ended``, which is called if the hold is gone."""
 
     peer: Peer
     hold: Hold
@@ -52,7 +52,7 @@ class _Target:
 
 
 class LeaseRenewal:
-    """Renew the leases of the holds that this rank waits for or reads; send heartbeats.
+    """Renew the leases of holds whose pages this rank waits for or is reading; send heartbeats.
 
     A renewal is a read of the hold's slot word with a notification bound to it. Used by the
     endpoint's thread only.
@@ -68,8 +68,8 @@ class LeaseRenewal:
         lost: called with the producer, the index of its rank and the error when the read of a
             renewal has failed and no more of its bytes will land.
         failing: called with the same arguments when the driver knows that the read of a renewal
-            will fail, but bytes may still land. After a cancel, it is called only if the read goes
-            on for longer than its grace.
+            will fail, but bytes may still land. For a cancelled read, ``failing`` is called only if
+            the read does not end in the time that it is given (its grace).
     """
 
     def __init__(
@@ -153,7 +153,7 @@ class LeaseRenewal:
             self._renewals.settle(renewal, rank)
 
     def progress(self, now: float) -> None:
-        """Make the renewals that are due, cancel those not answered in time, and send heartbeats.
+        """Make the renewals that are due, cancel overdue reads of earlier ones, send heartbeats.
 
         Args:
             now: seconds, on the clock of ``begin``.
@@ -171,7 +171,7 @@ class LeaseRenewal:
                 self._say_alive(peer)
 
     def _end_lingering(self, peer: Peer, rank: int, reads: Sequence[Read]) -> bool:
-        """Call ``failing`` if the driver knows that a cancelled read will fail.
+        """Call ``failing`` if the driver knows that a renewal's cancelled read will fail.
 
         Otherwise the read is left alone: a renewal has no deadline and may still be answered.
 
@@ -189,13 +189,16 @@ class LeaseRenewal:
         return not failures
 
     def _forget(self, peer: Peer) -> None:
-        """Count one renewed hold less for a producer."""
+        """Subtract 1 from the number of a producer's holds that are renewed."""
         self._peers[peer] -= 1
         if not self._peers[peer]:
             del self._peers[peer]
 
     def _say_alive(self, peer: Peer) -> None:
-        """Send a heartbeat to each connected rank of a producer, for all holds claimed there."""
+        """Send a heartbeat to those connected ranks of a producer that accept heartbeats.
+
+        One heartbeat counts for all holds of the rank that this engine waits for.
+        """
         note = Heartbeat(incarnation=peer.incarnation, engine=self._engine, life=self._life)
         payload = encode([note])
         for peer_id in peer.heartbeats.values():
@@ -286,7 +289,7 @@ class PendingTickets:
         self._next_search = 0.0
 
     def add(self, ticket: Ticket) -> None:
-        """Add a request with this ticket that waits for pages, until ``take`` is called for it."""
+        """Count one more request with this ticket that waits for pages; ``take`` ends its wait."""
         begun = time.perf_counter()
         pending = self._tickets.setdefault(_key(ticket), _PendingTicket(ticket=ticket, begun=begun))
         pending.requests += 1

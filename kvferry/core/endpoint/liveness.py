@@ -44,9 +44,9 @@ Lost = Callable[[KVFerryError], None]
 
 
 class LivenessCheck:
-    """Ping one producer. Used by the thread of its ``LivenessChecks`` only.
+    """Ping one producer. Used by the pinging thread only.
 
-    A check has no thread of its own: ``turn`` takes the next step, without blocking.
+    All checks share that thread: ``turn`` takes the check's next step, without blocking.
 
     Args:
         key: the producer.
@@ -97,10 +97,11 @@ class LivenessCheck:
         self._deadline: float | None = None
         """When the ping that is under way counts as missed; ``None`` if no ping is under way."""
         self.due = 0.0
-        """When the next turn is due, by ``time.monotonic``. A turn also follows as soon as the
+        """When to call ``turn`` next, by ``time.monotonic``. ``turn`` is also called as soon as the
         descriptor is ready."""
         self.queued: float | None = None
-        """The time under which the check is in the thread's queue; ``None`` if it is not queued."""
+        """The ``due`` with which the check was last put into the thread's queue; ``None`` if it is
+        not queued."""
 
     @property
     def descriptor(self) -> int:
@@ -108,7 +109,9 @@ class LivenessCheck:
         return self._descriptor
 
     def turn(self, now: float) -> None:
-        """Take the next step. Called when the descriptor is ready, or when ``due`` has come.
+        """Take the check's next step: connect, send a ping, process an answer, or count a miss.
+
+        Called when the descriptor is ready, or when ``due`` has come. Does not block.
 
         Args:
             now: seconds, by ``time.monotonic``.
@@ -146,7 +149,7 @@ class LivenessCheck:
         libzmq alone would try for ever and report no error.
 
         Raises:
-            HandshakeError: nobody can be reached.
+            HandshakeError: the connection failed at once.
         """
         family = socket.AF_INET6 if ":" in self._numeric else socket.AF_INET
         self._attempt = socket.socket(family, socket.SOCK_STREAM)
@@ -178,7 +181,16 @@ class LivenessCheck:
         self._listen(self._channel, now)
 
     def _listen(self, channel: Socket, now: float) -> None:
-        """Process the answers that have arrived, and send a ping if one is due."""
+        """Process the answers that have arrived, and send a ping if one is due.
+
+        If the ping is to be sent again, and this channel has never brought an answer, connect once
+        more instead.
+
+        Raises:
+            HandshakeError: a ping was not answered in time, the connection was closed, or an answer
+                is not valid.
+            PeerLostError: see ``_check``.
+        """
         self._hear(channel, now)
         if now < self.due:
             return
@@ -202,7 +214,12 @@ class LivenessCheck:
         self._hear(channel, now)  # sending may consume the event of an arrival
 
     def _hear(self, channel: Socket, now: float) -> None:
-        """Process the answers that have arrived; raise if the connection was closed."""
+        """Process the answers that have arrived.
+
+        Raises:
+            HandshakeError: an answer is not valid, or the connection was closed.
+            PeerLostError: see ``_check``.
+        """
         while (events := int(channel.getsockopt(zmq.EVENTS))) & zmq.POLLIN:
             try:
                 reply = answer(channel)
@@ -258,7 +275,7 @@ class LivenessCheck:
 
 
 class LivenessChecks:
-    """Ping producers on one thread, which is started for the first of them.
+    """Ping producers, all on one thread, which is started with the first producer.
 
     Args:
         options: how often to ping, and how many misses in a row mean that a producer is dead.
@@ -322,7 +339,7 @@ class _Poller:
         self._lock = threading.Lock()
         self._checks: dict[LivenessCheck, Lost] = {}
         self._polling: dict[int, LivenessCheck] = {}
-        """File descriptor that is polled to its check."""
+        """Each file descriptor that is polled, with the check that it belongs to."""
         self._due: list[tuple[float, int, LivenessCheck]] = []
         """Heap of (time by ``time.monotonic``, number that orders equal times, check)."""
         self._numbers = itertools.count()
@@ -391,7 +408,10 @@ class _Poller:
         return max(math.ceil((self._due[0][0] - time.monotonic()) * 1e3), 0) / 1e3
 
     def _is_current(self, entry: tuple[float, int, LivenessCheck]) -> bool:
-        """Return whether an entry of ``_due`` is current: its check goes on and is due then."""
+        """Return whether an entry of ``_due`` still holds.
+
+        It does not if its check has ended, or is due at another time by now.
+        """
         due, _, check = entry
         return check in self._checks and check.queued == due == check.due
 

@@ -56,22 +56,24 @@ class Load:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class LoadState:
-    """The endpoint's record of one load, until it is over and all its actions are performed.
+    """The endpoint's record of one load, kept until no action for the load is left to perform.
 
     How far the load is on each producer rank is kept by the state machine ``Loads``.
 
     Attributes:
-        load_id: its id in ``Loads``.
-        load: what was asked for.
+        load_id: the load's id in ``Loads``.
+        load: what the engine has asked for.
         begun: when the load began, by ``time.perf_counter``.
-        grace: the time that its cancelled reads have to end; ``None`` if no read was cancelled.
+        grace: the time that the load's cancelled reads are given to end; ``None`` if no read was
+            cancelled.
         peer: the producer; ``None`` until the load's handshake has succeeded.
-        renewal: id of its hold's renewals in ``LeaseRenewal``; ``None`` if it renews nothing.
+        renewal: id of the renewals of the load's hold in ``LeaseRenewal``; ``None`` if the hold is
+            not renewed.
         handshake_succeeded: when the handshake succeeded, by ``time.perf_counter``; 0 before.
         copies, nbytes: number of copies and bytes in the reads that have ended.
-        failed_at: ``Stage.WAIT`` if the load had failed before it began; otherwise ``None``, as
-            ``Loads`` knows the stage.
-        wait_seconds: how long the request had waited for pages.
+        failed_at: ``Stage.WAIT`` if the load had failed before it began; otherwise ``None``, even
+            if the load fails later: ``Loads`` knows that stage.
+        wait_seconds: how long requests with the ticket had waited for pages before the load.
         check_seconds, post_seconds, transfer_seconds, fence_seconds: see ``LoadRecord``.
     """
 
@@ -94,7 +96,10 @@ class LoadState:
 
     @property
     def request(self) -> ReadRequest:
-        """Return the load as ``build_copies`` needs it. The ticket must have been checked."""
+        """Return the token ranges and pages to read, as ``build_copies`` needs them.
+
+        The ticket must have been checked.
+        """
         if self._request is None:
             ticket = self.load.ticket
             remote = tuple(

@@ -58,7 +58,7 @@ def _not_loaded(load: Load, error: KVFerryError, record: LoadRecord) -> None:
 
 
 def given_up(peer: Peer, error: KVFerryError) -> None:
-    """Log that a producer is given up, with the error that led to it.
+    """Log that a producer is disconnected because of an error (given up), with the error.
 
     The loads from the producer are not logged here: each is logged when it is over.
     """
@@ -78,7 +78,7 @@ def untold(peer: Peer, rank: int, count: int, error: KVFerryError) -> None:
     Args:
         peer: the producer.
         rank: index of the producer rank.
-        count: number of requests that the rank was to be told about.
+        count: number of "done" and "abandon" messages; each is about one request.
         error: why it could not be sent.
     """
     logger.warning(

@@ -69,15 +69,16 @@ DEFAULTS = EndpointOptions()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Results:
-    """The requests and loads that have ended since the last ``Endpoint.results``.
+    """What ``Endpoint.results`` returns: the loads and holds that have ended since its last call.
 
-    Over all calls, a request whose pages were held for other engines is in ``sent`` exactly once,
-    and a request whose pages were loaded from another engine is in ``received`` exactly once.
+    Over all calls, a request for which this engine made a ticket is in ``sent`` exactly once, and
+    a request that this engine loads with ``Load.report`` set is in ``received`` exactly once.
 
     Attributes:
-        sent: requests whose pages nobody reads any more, so that the engine may free them.
-        received: requests whose load is over, successfully or not: no byte lands in their pages any
-            more.
+        sent: requests whose pages this rank no longer holds for other engines. The engine may free
+            the pages once all its ranks have returned the request here.
+        received: requests whose load is over, successfully or not, or that ``Endpoint.refuse`` was
+            called for: no byte lands in their pages any more.
         failed: request to the reason, for the requests of ``received`` whose load failed: their
             pages must not be used.
         loads: figures of every load that is over, also of loads without ``Load.report``.

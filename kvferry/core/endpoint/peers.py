@@ -1,8 +1,8 @@
 """The producer engines of a rank (its peers): how they are connected, used and given up.
 
 A ticket names a producer. ``Peers`` makes a handshake with it, connects to its ranks, checks its
-fingerprint, and from then on pings it. A peer is given up when it fails, when it was idle for long,
-or when another producer needs its room.
+fingerprint (a hash of its ticket key, read from its memory), and from then on pings it. A peer is
+disconnected (given up) when it fails, when it was idle for long, or to make room for another.
 """
 
 from __future__ import annotations
@@ -82,7 +82,8 @@ class Peer:
             notifies; empty once the peer is given up.
         links: what ``ids`` was before the peer was given up; kept, because reads may still be under
             way on these connections.
-        sources: index of a producer rank to the part of the plan that reads from the rank.
+        sources: index of a producer rank to the part of ``plan`` for that rank; only for ranks that
+            this rank reads from.
         page_limits: per cache group of the producer, the number that page ids must stay below.
         last_used: when the peer was last used, on the endpoint's clock.
         connected: ``False`` once the peer was given up.
@@ -193,7 +194,7 @@ class Peers:
 
     Args:
         transport: the transport, asked for ``Transport.path`` only.
-        fingerprints: checks the fingerprints of producers that prove their tickets.
+        fingerprints: checks the fingerprint of each producer that publishes a ticket key.
         connections: the connections of ``transport``.
         containment: logs unexpected exceptions; the tickets that they concern fail.
         post: runs a callable on the endpoint's thread, soon.
@@ -240,7 +241,8 @@ class Peers:
         self._connections = connections
         self._connecting: dict[Name, list[tuple[Ready, Failed]]] = {}
         self._deferred: dict[Peer, list[Callable[[], None]]] = {}
-        """Suspect peer to the calls of ``reach`` that wait until the peer has no loads."""
+        """Peer that is suspect (see ``Peer``) to the calls of ``reach`` that wait until it has no
+        loads."""
 
     def join(self, own: Sequence[RankPayload], rank: int) -> None:
         """Set what this engine publishes, before the first call of ``reach``.
@@ -255,7 +257,7 @@ class Peers:
     def reach(self, ticket: Ticket, ready: Ready, failed: Failed, *, loads: bool = False) -> None:
         """Connect to a ticket's producer unless it is connected; call ``ready`` or ``failed``.
 
-        If the ticket's incarnation of the producer is not connected, the engine may be new or
+        If no producer with the ticket's incarnation is connected, the engine may be new or
         restarted, or the ticket may be old. Only a handshake with the engine can tell.
 
         Args:
@@ -422,7 +424,7 @@ class Peers:
             self._connect(key, result, ready, failed)
 
     def _connect(self, key: PeerKey, result: HandshakeResult, ready: Ready, failed: Failed) -> None:
-        """Connect to a producer, unless that is under way for another ticket already.
+        """Connect to a producer, or wait for the connections that another ticket has asked for.
 
         Args:
             key: the producer.
@@ -447,11 +449,12 @@ class Peers:
         """Give up idle peers, the least recently used first, until there is room for a producer.
 
         Args:
-            result: the result of the handshake with the producer. Its memory counts from now on,
-                unless an error is returned.
+            result: the result of the handshake with the producer. ``result.memory`` counts as kept
+                from now on, unless an error is returned.
 
         Returns:
-            ``None`` if there is room; the error if too many other peers are in use.
+            ``None`` if there is room; the error if the other peers in use are too many, or take too
+            much memory.
         """
         self._memory.add(result.memory)
         idle = (peer for peer in list(self._by_name.values()) if not peer.is_used)
@@ -478,7 +481,7 @@ class Peers:
     def _on_acquired(
         self, key: PeerKey, result: HandshakeResult, acquired: dict[int, PeerId] | KVFerryError
     ) -> None:
-        """Continue when a producer's ranks have been connected, or could not be.
+        """Process the outcome of connecting to a producer's ranks.
 
         If they are connected, make a ``Peer``. If the producer publishes a ticket key, the peer is
         used only after its fingerprint was checked.
@@ -551,8 +554,8 @@ class Peers:
             ids: producer rank index to connection.
 
         Returns:
-            The peer; or the error if what the producer publishes cannot be used. With an error, its
-            connections and its memory have been released.
+            The peer; or the error if what the producer publishes cannot be used. With an error, the
+            connections were released, and ``result.memory`` does not count as kept any more.
         """
         try:
             return Peer(
@@ -634,7 +637,10 @@ class Peers:
             )
 
     def _forget_earlier(self, engine: str) -> None:
-        """Disconnect earlier incarnations of an engine, except those with loads."""
+        """Disconnect all peers with this engine id that have no loads.
+
+        Called before the peer of a new incarnation of the engine is added.
+        """
         for (name, *_), peer in list(self._by_name.items()):
             if name == engine and not peer.loads:
                 self.forget(peer)
@@ -674,7 +680,7 @@ class PeerStatus:
         self._tell()
 
     def released(self, start: Hashable) -> None:
-        """Stop counting an incarnation of an engine as up, given its ``start``."""
+        """Stop counting an incarnation as up; ``start`` is what was passed to ``connected``."""
         self._up.discard(start)
         self._tell()
 

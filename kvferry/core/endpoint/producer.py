@@ -1,8 +1,8 @@
 """The producer half of an endpoint: the slot table, and the messages that renew and end holds.
 
-A hold stands for a request's pages that another engine will read; its word in the slot table says
-whether it still stands. ``HoldServer`` passes the engine's orders and the consumers' messages to
-``WorkerHolds``, which decides when each hold ends.
+A hold stands for a request's pages that another engine will read; a word in the slot table says
+whether the pages are still held. ``HoldServer`` passes the scheduler's decisions and the consumers'
+messages to ``WorkerHolds``, which decides when each hold ends.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class HoldServer:
         self._metrics = metrics
         self._computing: list[_ComputingHold] = []
         self._listened = clock()
-        """The time up to which all messages that had arrived from consumers were processed."""
+        """All messages that had arrived from consumers by this time have been processed."""
         self._lock = threading.Lock()
 
     @property
@@ -169,9 +169,9 @@ class HoldServer:
                     self._take(note)
 
     def listened(self, until: float) -> None:
-        """Record that all messages which had arrived by some time are processed.
+        """Record that all consumers' messages that had arrived by some time are processed.
 
-        ``silent`` counts no time after that.
+        ``silent`` does not count the time after that as silence.
 
         Args:
             until: that time, in seconds, on this object's clock.
@@ -180,7 +180,7 @@ class HoldServer:
             self._listened = until
 
     def tick(self) -> None:
-        """Make holds ready whose pages are computed, and end holds whose lease has expired."""
+        """Mark holds as ready whose pages are computed, and end holds whose lease has expired."""
         with self._lock:
             now = self._clock()
             computing = []
@@ -205,8 +205,8 @@ class HoldServer:
     def silent(self) -> list[Silence]:
         """Return the holds whose consumers gave no sign of life for ``GONE_SECONDS``.
 
-        Only holds with a ticket are returned. Time counts only up to when this rank last processed
-        messages, so that a rank that hangs does not take its consumers for gone.
+        Only holds with a ticket are returned. The time since this rank last processed messages is
+        not counted, so that a rank that hangs does not take its consumers for gone.
 
         Returns:
             At most ``MAX_SILENT`` holds, the longest silent first.
@@ -215,17 +215,26 @@ class HoldServer:
             return self._holds.silent(self._listened, GONE_SECONDS, MAX_SILENT)
 
     def take_sent(self) -> list[RequestId]:
-        """Return the requests whose holds have ended since the last call, if they had a ticket."""
+        """Return the requests whose holds have ended since the last call.
+
+        Only holds for which a ticket was made count.
+        """
         with self._lock:
             return self._holds.take_sent()
 
     def close(self) -> None:
-        """End all holds. Every slot word is cleared, so that consumers refuse what they read."""
+        """End all holds, and clear their slot words.
+
+        A consumer that reads such a word after the pages (its fence) does not use the pages.
+        """
         with self._lock:
             self._holds.end_all()
 
     def _take(self, note: Note) -> None:
-        """Process a consumer's message; a metric counts it if it is late or fits no hold."""
+        """Process a consumer's message.
+
+        Metrics count "done" and "abandon" messages that come too late or fit no hold.
+        """
         if isinstance(note, Renewal):
             self._holds.renew(note, self._clock())  # the consumer sees the outcome in the slot word
             return

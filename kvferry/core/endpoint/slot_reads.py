@@ -1,4 +1,4 @@
-"""Reads of producers' slot words: checks before the data, fences after it, renewals meanwhile.
+"""Reads of producers' slot words: before the pages (check), after them (fence), to renew leases.
 
 A slot word says whether the producer still holds a request's pages. The slot words of several
 requests on one producer rank are read in one batch, and the notes about these requests ("done", or
@@ -42,15 +42,16 @@ FINGERPRINT_WORDS = FINGERPRINT_BYTES // WORD_BYTES
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SlotRead:
-    """A read of one slot word, or of one word of a fingerprint.
+    """A read of one 8-byte word: a slot word, or a part of a producer's fingerprint.
 
     Attributes:
         tag: identifies what the word is read for, so that the read can be dropped by
             ``SlotReads.remove`` or cancelled by ``Transfers.cancel``.
         peer, rank, slot: where the word is: the producer, the index of its rank, and the index of
             the slot.
-        note: the note sent with the read: "done" with a fence, a renewal with a renewal's read,
-            ``None`` with a check.
+        note: the message to the producer that is bound to the read: a ``Renewal`` if the read is
+            made to renew a lease; "done" if it follows the pages (the fence), unless the load
+            shares its hold with other requests; otherwise ``None``.
         landed: called with the word and the seconds that the read took.
         lost: called with the error instead of ``landed`` if the read failed; no more bytes land.
         failing: called with the error before ``lost`` if the driver knows earlier that the read
@@ -189,9 +190,9 @@ class SlotReads:
         return [list(islice(iterator, size)) for size in sizes]
 
     def _post_batch(self, batch: list[SlotRead], transfers: Transfers) -> None:
-        """Post a batch now, or later if the scratch memory is full.
+        """Post a batch, or keep it for the next ``post`` if the scratch memory has no room for it.
 
-        The reads fail if the peer was given up.
+        If the peer was given up, the reads fail instead.
         """
         first = batch[0]
         if first.rank not in first.peer.ids:
@@ -203,7 +204,7 @@ class SlotReads:
             transfers.add(self._batch_read(batch))
 
     def _lose(self, read: SlotRead, error: KVFerryError) -> None:
-        """Call a read's ``lost``; what it raises is logged."""
+        """Call a read's ``lost``; if that raises an exception, log it."""
         self._containment.run("a slot word that was not read", lambda: read.lost(error), None)
 
     def _land(self, read: SlotRead, value: int, seconds: float) -> None:
@@ -214,7 +215,7 @@ class SlotReads:
             self._lose(read, self._containment.caught("a slot word that was read", exc))
 
     def _batch_read(self, batch: Sequence[SlotRead]) -> Read:
-        """Return one read of the words of a batch into scratch words, with the batch's notes."""
+        """Return one ``Read`` that reads all words of a batch and carries the batch's notes."""
         first = batch[0]
         words = [self._scratch.take() for _ in batch]
         notes = [read.note for read in batch if read.note is not None]
@@ -253,14 +254,14 @@ class SlotReads:
 
 
 def fitting(notes: Sequence[Note], max_notification: int) -> Iterator[list[Note]]:
-    """Yield the notes in lists, each of which fits into one notification.
+    """Split messages (notes) into lists, each of which fits into one notification.
 
     Args:
-        notes: the notes to send, in order.
+        notes: the messages to send, in order.
         max_notification: the most bytes in a notification of the driver.
 
     Yields:
-        Up to ``MAX_BATCH`` notes, at least one.
+        A list of 1 to ``MAX_BATCH`` messages.
     """
     if notes:
         one = max(len(encode([note])) for note in notes)
@@ -278,7 +279,7 @@ def _chunks(items: Sequence[T], size: int) -> Iterator[list[T]]:
 class _Check:
     """A check of a producer's fingerprint that is not over.
 
-    ``deadline`` is when the check fails, on the clock of ``FingerprintReads``.
+    At ``deadline``, on the clock of ``FingerprintReads``, a check that is not over fails.
     """
 
     peer: Peer
@@ -292,17 +293,17 @@ class FingerprintReads:
     """Check that the memory which a producer's payloads name belongs to that producer.
 
     A hostile process may serve the payloads of another engine together with a ticket key of its
-    own. But every engine writes the fingerprint of its ticket key in front of its slot table. So
-    the fingerprint is read once per connected peer, before any other read, and compared with the
-    key that was served. Used by the endpoint's thread only.
+    own. But every engine writes the fingerprint (a hash) of its ticket key in front of its slot
+    table. So the fingerprint is read once per connected peer, before any other read, and compared
+    with the key that the handshake returned. Used by the endpoint's thread only.
 
     Args:
         slot_reads: makes the reads.
         clock: seconds, monotonic.
         patience: seconds after which a check fails.
         failing: called with the producer, the index of its rank and the error when the driver knows
-            that a read of a check will fail, but bytes may still land. The check has failed by
-            then.
+            that one of a check's reads will fail, but bytes may still land. The check has failed
+            before this call.
     """
 
     def __init__(
@@ -392,10 +393,10 @@ class FingerprintReads:
             self._end(check, _problem(check.peer, check.words))
 
     def _end(self, check: _Check, error: KVFerryError | None) -> None:
-        """End a check: drop its reads that have not been posted, and call ``checked``.
+        """End a check: drop those of its reads that have not been posted, and call ``checked``.
 
         Args:
-            check: the check; nothing happens if it is over.
+            check: the check; nothing happens if it has ended before.
             error: why it has failed; ``None`` if the fingerprint is right.
         """
         if check in self._checks:

@@ -24,9 +24,9 @@ CANCEL_SECONDS = 1.0
 LONG_SECONDS = 0.001
 """After a post that took longer than this, the driver is polled before the next post."""
 UNDER_WAY_BYTES = 32 << 20
-"""While at least this many bytes are under way over a connection, its next read waits. This many
-keep the link busy. If more shared the link, all reads would end late, instead of one after the
-other."""
+"""While at least this many bytes are under way over a connection, its next read waits. So many
+bytes keep the link busy. With more reads at once, all of them would end late, instead of one after
+the other."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,8 +56,9 @@ class Grace:
     """The time that cancelled reads are given to end before ``escalate`` is called.
 
     Attributes:
-        escalate: called with the posted reads that have not ended when the time is over, and again
-            every ``CANCEL_SECONDS`` until all of them have ended or it returns ``False``.
+        escalate: called when the time is over, with those reads that were posted and have not
+            ended; then again every ``CANCEL_SECONDS``, until all have ended or a call returns
+            ``False``.
         until: when the time is over, on the clock of ``Transfers``, which sets it.
         reads: the cancelled reads that have not ended, in the order in which they were cancelled;
             kept by ``Transfers``.
@@ -70,7 +71,7 @@ class Grace:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Read:
-    """A read from one peer. ``Transfers`` keeps it from ``add`` until it has ended.
+    """A read over one connection. ``Transfers`` keeps it from ``add`` until the read has ended.
 
     Attributes:
         peer: the connection to read over.
@@ -85,7 +86,8 @@ class Read:
             reads of a few bytes.
         tags: what the read is for. ``Transfers.cancel`` removes a tag, and cancels the read when no
             tag is left.
-        graces: the graces that the read was given when it was cancelled; empty once it has ended.
+        graces: what was passed to ``Transfers.cancel`` as ``grace`` with one of the read's tags;
+            empty once the read has ended.
         started: when posting began, by ``time.perf_counter``; 0 before that.
         posted: when the driver had accepted the read, by ``time.perf_counter``; 0 before that.
         copies: number of copies; 0 until they are built.
@@ -133,7 +135,8 @@ class Transfers:
         self._under_way: Counter[PeerId] = Counter()
         self._disconnecting: set[PeerId] = set()
         self._closed: set[PeerId] = set()
-        """Closed connections that have reads whose outcome the driver has not reported yet."""
+        """Connections that are closed, but whose posted reads the driver has not all reported as
+        ended."""
         self._graces: dict[Grace, None] = {}
         """The graces with reads that have not ended, as keys, the earliest first."""
 
@@ -170,8 +173,8 @@ class Transfers:
     def cancel(self, tag: Hashable, grace: Grace | None = None) -> None:
         """Remove a tag from all reads, and cancel the reads that have no tag left.
 
-        A queued read ends at once. A posted read is cancelled by the driver, after which it may end
-        soon, late, or as if it had not been cancelled.
+        A queued read ends at once. For a posted read, the driver's ``cancel`` is called; the read
+        may then end soon or late, and may even succeed.
 
         Args:
             tag: the tag to remove.
@@ -192,7 +195,7 @@ class Transfers:
                 self._cancel(transfer)
 
     def escalate(self, now: float) -> None:
-        """Call ``Grace.escalate`` of each grace whose time is over and that has posted reads.
+        """Call ``Grace.escalate`` for cancelled reads that were posted and did not end in time.
 
         Args:
             now: seconds, on this object's clock.
@@ -226,7 +229,7 @@ class Transfers:
             self._closed.add(peer)
 
     def _begin_grace(self, grace: Grace, read: Read) -> None:
-        """Add a read to a grace, whose time starts with its first read."""
+        """Add a cancelled read to a grace; the first read that is added starts the grace's time."""
         if grace not in self._graces:
             grace.until = self._clock() + CANCEL_SECONDS
             self._graces[grace] = None
@@ -330,7 +333,8 @@ class Transfers:
         """Return what the driver's ``poll`` returns, one ``Status`` per transfer, in order.
 
         Raises:
-            TypeError: ``poll`` returned anything else.
+            TypeError: ``poll`` returned another number of results, or something other than
+                ``Status``.
             Exception: what the driver raised.
         """
         statuses = self._transport.poll(ids)
@@ -339,10 +343,10 @@ class Transfers:
         return statuses
 
     def _status(self, transfer: TransferId) -> Status:
-        """Return the status of one transfer.
+        """Return the status of one transfer, also if the driver's ``poll`` raises.
 
-        If the driver's ``poll`` raises, the status is ``FAILED`` if the connection is closed;
-        otherwise ``FAILING``, because bytes may still land.
+        If it raises, the status is ``FAILED`` if the connection is closed, so that no byte can land
+        any more; otherwise ``FAILING``.
         """
         try:
             return self._ask([transfer])[0]
