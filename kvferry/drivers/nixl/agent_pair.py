@@ -40,16 +40,17 @@ class _Shared:
 
 
 class AgentPair:
-    """The agents of one transport, at most two.
+    """The agents of one transport: one, or two after a failed transfer.
 
     Args:
         library: the imported NIXL.
-        name: the transport's name, which becomes that of the first agent.
+        name: the transport's name, which the first agent gets, too.
         options: the backend and its parameters.
 
     Attributes:
-        first: the agent with the transport's name. Peers reach memory through it, it carries all
-            notifications, and it posts transfers until ``Agent.must_not_post``.
+        first: the agent with the transport's name. Peers reach memory through it, and it carries
+            all notifications. It posts all transfers until its ``must_not_post`` is true; then the
+            second agent does.
 
     Raises:
         DriverError: as ``Agent``.
@@ -65,14 +66,14 @@ class AgentPair:
         self._lock = threading.Lock()
 
     def prepare(self, peer: NixlPeer, chunk: TransferChunk) -> Handle:
-        """Make a NIXL transfer of a chunk, by the agent that currently posts transfers.
+        """Make a NIXL transfer for the copies of a chunk, in the agent that posts transfers now.
 
         Args:
             peer: the peer to read from or write to.
-            chunk: the copies to move.
+            chunk: the copies to make.
 
         Raises:
-            PeerLostError: NIXL has dropped the peer, or does not load its metadata.
+            PeerLostError: NIXL has dropped the peer, or the agent cannot load the peer's metadata.
             TransportError: NIXL refuses, or the second agent cannot be made.
         """
         if peer.lost:
@@ -106,7 +107,7 @@ class AgentPair:
         """Deregister memory from every agent.
 
         Raises:
-            TransportError: an agent refuses; the other agent has deregistered the memory.
+            TransportError: an agent refuses; the call has been made to the other agent all the same.
         """
         with self._lock:
             self._deregister(registration)
