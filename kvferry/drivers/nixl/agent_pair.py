@@ -107,7 +107,7 @@ class AgentPair:
         """Deregister memory from every agent.
 
         Raises:
-            TransportError: an agent refuses; the call has been made to the other agent all the same.
+            TransportError: an agent refuses; the other agent has been asked all the same.
         """
         with self._lock:
             self._deregister(registration)
