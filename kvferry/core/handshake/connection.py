@@ -95,7 +95,8 @@ class SideChannelConnection:
         Called when a message has arrived although no request waits for an answer.
 
         Raises:
-            HandshakeError: the message is malformed, or every request has had its answer already.
+            HandshakeError: the message is malformed, or each request that was sent has already had
+                its answer.
         """
         self._receive()
         if self._unanswered < 0:
