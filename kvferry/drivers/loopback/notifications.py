@@ -256,7 +256,7 @@ class Mailbox:
         return taken
 
     def close(self, deadline_seconds: float) -> None:
-        """End the thread and close every socket, after waiting up to 0.5 s until queues are sent.
+        """Wait up to 0.5 s until queues are sent, then end the thread and close every socket.
 
         Args:
             deadline_seconds: how many seconds to wait for the end of the thread.

@@ -2,7 +2,8 @@
 
 Once a transfer has failed, an agent whose backend has threads of its own must not post any more
 (docs/adr/0018). From then on a second agent, without such threads, posts all transfers. It is made
-when it is first needed, registers the same memory and loads the same peers; no peer knows of it.
+when it is first needed. It registers the same memory, and loads the metadata of the peers that it
+transfers with; no peer knows of it.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from kvferry.drivers.nixl.peer import NixlPeer
 _FAILED_BEFORE = "a transfer has failed before"
 
 _FILES = 64
-"""How many file descriptors must be free to make the second agent: three times what it takes."""
+"""How many file descriptors must be free to make the second agent: three times what it needs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
