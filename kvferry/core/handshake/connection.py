@@ -50,7 +50,9 @@ class SideChannelConnection:
             self._poller.register(socket, zmq.POLLIN)
 
     def ask(self, request: Request, deadline: float | None = None) -> Reply:
-        """Send a request, and return the answer; repeat the request while no answer comes.
+        """Send a request, and return the answer.
+
+        The request is sent again after every ``AGAIN_SECONDS`` without an answer.
 
         Args:
             request: the request.

@@ -2,8 +2,8 @@
 
 libzmq keeps the frames of a message in memory until the last frame has come. It limits the size of
 a frame and the number of messages, but not the number of frames. So a peer that never ends its
-message can fill the memory, which takes twenty times as many bytes as the peer sends, if the frames
-have one byte or none. This module limits the bytes that a peer may send on a connection without
+message can fill the memory; if its frames have one byte or none, each byte that it sends takes
+twenty bytes of memory. This module limits the bytes that a peer may send on a connection without
 completing a message; the kernel counts the bytes. A request of kvferry has one frame.
 
 Peers keep connections for days, so a connection is checked only while bytes arrive: an idle side

@@ -48,7 +48,7 @@ class ReplyLimits:
             deadline: by ``time.monotonic``, in seconds.
 
         Raises:
-            HandshakeError: no long reply might be received before the deadline.
+            HandshakeError: the deadline passed before the reply might be received.
         """
         if not self._rooms.acquire(timeout=_left(deadline)):
             raise HandshakeError(
@@ -70,7 +70,7 @@ class ReplyLimits:
             deadline: by ``time.monotonic``, in seconds.
 
         Raises:
-            HandshakeError: this thread had to wait until the deadline.
+            HandshakeError: the deadline passed before this thread might decode the reply.
         """
         with self._changed:
             if not self._changed.wait_for(self._is_free, _left(deadline)):
