@@ -126,9 +126,9 @@ takes many times as long for long lists of blocks."""
 
 
 def check(proof: Proof | None, published: bytes) -> None:
-    """Refuse a ticket that was not made by the engine that published a key in its handshake.
+    """Refuse a ticket whose proof does not fit the key in its engine's handshake.
 
-    If no key is published, a ticket without a proof is accepted.
+    If the handshake has no key, only a ticket without a proof is accepted.
 
     Args:
         proof: the ticket's proof; ``None`` if the ticket has no proof.
@@ -136,8 +136,8 @@ def check(proof: Proof | None, published: bytes) -> None:
             tickets.
 
     Raises:
-        TicketError: the ticket has no proof although a key is published, or has a proof although no
-            key is, or names another key than the published one, or was altered.
+        TicketError: the ticket has no proof although its engine publishes a key, or has a proof
+            although the engine publishes none, or names another key, or was altered.
     """
     if proof is None and not published:
         return
