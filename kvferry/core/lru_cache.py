@@ -42,8 +42,8 @@ class LRUCache(Generic[V]):
         Args:
             key: the key; a value that the key had before is replaced.
             value: the value.
-            weight: what the value counts against ``max_weight``, in the same unit. A value whose
-                own weight exceeds ``max_weight`` is dropped, too, after all others.
+            weight: what the value counts against ``max_weight``, in any unit. A value that alone
+                weighs more than ``max_weight`` is dropped, too, after all others.
         """
         with self._lock:
             self._weight += weight - self._entries.get(key, (None, 0))[1]

@@ -90,8 +90,8 @@ def region_of(tensor: object) -> Region:
         numpy array the memory of the array.
 
     Raises:
-        LayoutError: the object is neither a torch tensor nor a numpy array, its memory is empty, or
-            it is an array that is not contiguous.
+        LayoutError: the object is neither of these, its memory is empty, or it is an array that is
+            not contiguous.
     """
     if isinstance(tensor, np.ndarray):
         return _region_of_array(tensor)

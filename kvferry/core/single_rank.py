@@ -129,8 +129,8 @@ class SingleRankEngine:
             pages: the ids of the request's pages, in the order of the prompt.
 
         Raises:
-            TicketError: the request was not begun, or has its ticket already; or no ticket can
-                name these pages.
+            TicketError: the request was not begun, or has its ticket already; or a page is listed
+                twice, or a page id or the number of pages or tokens is out of bounds.
         """
         hold = self._holds.ticket(RequestId(request), self._options.lease, frozenset(pages))
         if hold is None:
@@ -155,7 +155,10 @@ class SingleRankEngine:
         )
 
     def cancel_prefill(self, request: str) -> None:
-        """Cancel a request that was passed to ``begin_prefill``: no ticket will be made for it."""
+        """Cancel a request that was passed to ``begin_prefill``: no ticket will be made for it.
+
+        Does nothing if the request has its ticket already.
+        """
         self._holds.drop(RequestId(request))
         self._endpoint.apply(self._holds.drain())
 
