@@ -103,7 +103,7 @@ class CopyRuns:
     def small(self, limit: int) -> bool:
         """Return whether one system call may move the batch.
 
-        It may if the batch has at most ``limit`` bytes and, after merging, at most 1024 runs.
+        It may if the batch has at most ``limit`` bytes, in at most 1024 runs (see ``CopyRuns``).
         """
         return self.total == 0 or (self.total <= limit and self.count <= MAX_IOVECS)
 

@@ -43,8 +43,8 @@ Rows = npt.NDArray[np.uint64]
 class TransferChunk:
     """The copies that one NIXL transfer makes, as NIXL's descriptors.
 
-    The descriptors do not refer to the arrays or the agent that they were made from: each agent of
-    this transport (see ``AgentPair``) can use them.
+    The descriptors do not refer to the arrays that they were made from. Each agent of this
+    transport (see ``AgentPair``) can use them.
 
     Attributes:
         write: whether the local side is the source.

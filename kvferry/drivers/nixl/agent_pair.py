@@ -50,8 +50,8 @@ class AgentPair:
 
     Attributes:
         first: the agent with the transport's name. Peers reach memory through it, and it carries
-            all notifications. It posts all transfers until its ``must_not_post`` is true; then the
-            second agent does.
+            all notifications. It posts all transfers until its ``must_not_post`` is true; from then
+            on the second agent posts them.
 
     Raises:
         DriverError: as ``Agent``.

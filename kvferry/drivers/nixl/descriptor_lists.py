@@ -1,7 +1,7 @@
 """Turn a batch of copies into arrays for NIXL.
 
-Copies between a different pair of memory kinds (local and remote) go into arrays of their own: one
-array (``Rows``) of the local ranges, and one of the remote ranges.
+The copies with the same memory kinds (local and remote) are described by two arrays (``Rows``): one
+of their local ranges, and one of their remote ranges.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _SMALLEST = 4096
 class DescriptorLists:
     """Describe batches of copies to NIXL, one batch after another, in the same two arrays.
 
-    The arrays can be reused because NIXL copies them, and are reused because touching fresh memory
-    is slow.
+    The arrays are reused because touching fresh memory is slow. NIXL copies them, so it does not
+    see the reuse.
     """
 
     def __init__(self) -> None:

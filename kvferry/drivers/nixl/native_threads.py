@@ -22,9 +22,9 @@ _TICK = 1 / os.sysconf("SC_CLK_TCK")
 
 
 class NativeThreads:
-    """The threads that a library has started, as far as they started within ``starting``.
+    """The threads that a library starts: all that start within the context of ``starting``.
 
-    Other threads of this process that started in that time are among them.
+    Threads that other parts of the process start in that time are among them.
     """
 
     def __init__(self) -> None:

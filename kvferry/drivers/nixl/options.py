@@ -144,11 +144,7 @@ def threads(started: Mapping[str, str]) -> int:
 
 
 def without_threads(options: NixlOptions) -> NixlOptions:
-    """Return options with which a backend has no threads besides its progress thread.
-
-    Args:
-        options: the user's options; all others are kept.
-    """
+    """Return the options, changed so that the backend has only its progress thread."""
     return msgspec.structs.replace(
         options, backend_options={**options.backend_options, "num_threads": 0}
     )

@@ -115,7 +115,7 @@ class NixlTransfer:
         return failed
 
     def _post_some(self) -> None:
-        """Post as many waiting chunks as may run besides those that run now; stop at an error."""
+        """Post waiting chunks so that at most ``AT_ONCE`` are running; stop at the first error."""
         for _ in range(AT_ONCE - len(self.running)):
             if not self.waiting:
                 break
