@@ -30,7 +30,7 @@ class LRUCache(Generic[V]):
         return len(self._entries)
 
     def get(self, key: Hashable) -> V | None:
-        """Return the value of a key, and mark it as the last used; ``None`` if there is none."""
+        """Return a key's value, now the most recently used; ``None`` if the key is not cached."""
         with self._lock:
             if key in self._entries:
                 self._entries.move_to_end(key)
@@ -40,10 +40,10 @@ class LRUCache(Generic[V]):
         """Store a value, and drop the least recently used values while a limit is exceeded.
 
         Args:
-            key: the key; a value that it had before is replaced.
+            key: the key; a value that the key had before is replaced.
             value: the value.
-            weight: what the value counts against ``max_weight``, in any unit. If it exceeds
-                ``max_weight`` alone, all values are dropped, this one included.
+            weight: what the value counts against ``max_weight``, in any unit. A value that alone
+                weighs more than ``max_weight`` is dropped, too, after all others.
         """
         with self._lock:
             self._weight += weight - self._entries.get(key, (None, 0))[1]

@@ -33,8 +33,8 @@ class Region:
         device: device index within the kind; 0 for CPU memory.
 
     Raises:
-        LayoutError: the range is empty or leaves the address space, or kind or device index is out
-            of bounds.
+        LayoutError: the range is empty or leaves the address space, the kind is empty or longer
+            than 16 characters, or the device index is not in 0 to 65535.
     """
 
     address: int
@@ -79,7 +79,7 @@ class _TorchLike(Protocol):
 
 
 def region_of(tensor: object) -> Region:
-    """Return the region that a tensor's memory lies in.
+    """Return the memory of a tensor or array as a region.
 
     Args:
         tensor: a torch tensor (any object with ``untyped_storage()``), or a contiguous numpy array.
@@ -90,8 +90,8 @@ def region_of(tensor: object) -> Region:
         numpy array the memory of the array.
 
     Raises:
-        LayoutError: the object is neither a tensor nor an array, or is empty, or is an array that
-            is not contiguous.
+        LayoutError: the object is neither of these, its memory is empty, or it is an array that is
+            not contiguous.
     """
     if isinstance(tensor, np.ndarray):
         return _region_of_array(tensor)

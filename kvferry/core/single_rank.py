@@ -1,4 +1,7 @@
-"""An engine of one rank, in one object: an endpoint, the holds of its requests, a side channel."""
+"""An engine of one rank, in one object: an endpoint, a side channel, and the requests' holds.
+
+A hold keeps a request's pages unchanged until another engine has read them or the lease expires.
+"""
 
 from __future__ import annotations
 
@@ -104,9 +107,10 @@ class SingleRankEngine:
             request: this engine's id of the request.
 
         Returns:
-            Whether there can be a ticket for the request. There cannot if as many requests are held
-            as the engine has pages, or if an earlier request with this id is still held; serve the
-            request without a hand-over then.
+            Whether there can be a ticket for the request. There cannot while as many requests as
+            the engine has pages were begun and are neither cancelled nor in ``Results.sent``, or
+            while an earlier request with this id has a ticket and is not in ``Results.sent``. Then
+            decode the request here, too.
         """
         hold = self._holds.take_on(RequestId(request))
         self._endpoint.apply(self._holds.drain())
@@ -115,9 +119,9 @@ class SingleRankEngine:
     def finish_prefill(self, request: str, prompt: Sequence[int], pages: Sequence[int]) -> Ticket:
         """Make the ticket with which another engine loads a request's pages.
 
-        Do not write to the pages until ``results`` returns the request as sent. It does so when
-        another engine has read the pages, or when the lease (``EndpointOptions.lease``) has expired
-        without a renewal.
+        Do not write to the pages until ``results`` returns the request in ``sent``, because
+        another engine has read the pages, or because the lease (``EndpointOptions.lease``) has
+        expired without a renewal.
 
         Args:
             request: a request for which ``begin_prefill`` returned ``True``.
@@ -125,8 +129,8 @@ class SingleRankEngine:
             pages: the ids of the request's pages, in the order of the prompt.
 
         Raises:
-            TicketError: the request was not begun, or has its ticket already; or no ticket can
-                name these pages.
+            TicketError: the request was not begun, or has its ticket already; or a page is listed
+                twice, or a page id or the number of pages or tokens is out of bounds.
         """
         hold = self._holds.ticket(RequestId(request), self._options.lease, frozenset(pages))
         if hold is None:
@@ -151,7 +155,10 @@ class SingleRankEngine:
         )
 
     def cancel_prefill(self, request: str) -> None:
-        """Cancel a request that was passed to ``begin_prefill``: no ticket will be made for it."""
+        """Cancel a request that was passed to ``begin_prefill``: no ticket will be made for it.
+
+        Does nothing if the request has its ticket already.
+        """
         self._holds.drop(RequestId(request))
         self._endpoint.apply(self._holds.drain())
 
@@ -160,7 +167,8 @@ class SingleRankEngine:
     ) -> None:
         """Start to load a request's pages from the engine that made the ticket.
 
-        Do not use the pages until ``results`` returns the request as received.
+        Do not use the pages until ``results`` returns the request in ``received``, and only if the
+        request is not in ``failed``.
 
         Args:
             request: this engine's id of the request.
@@ -194,8 +202,9 @@ class SingleRankEngine:
             timeout: the most seconds to wait if no request has ended yet.
 
         Returns:
-            The requests whose pages may be reused because nobody reads them any more; the requests
-            whose loads are over, with the error of each that failed; and a record of each load.
+            The requests of ``finish_prefill`` whose pages may be reused, because no other engine
+            reads them any more; the requests of ``load`` whose load has ended, with the error of
+            each that failed; and a record of each load that has ended.
         """
         self._endpoint.wait(timeout)
         results = self._endpoint.results()

@@ -81,15 +81,16 @@ class EngineReply:
 
 @contextmanager
 def fetching(call: Dialer, engine: str, reading: ReplyLimits) -> Iterator[EngineReply]:
-    """Fetch what an engine's ranks publish, and keep other replies from being decoded meanwhile.
+    """Fetch what an engine's ranks publish; other handshakes wait until the ``with`` block ends.
 
-    Until the ``with`` block ends, no other handshake that shares ``reading`` decodes a reply. The
-    caller computes its plan inside the block, so that plans are computed one at a time, too.
+    From the decoding of the reply to the end of the block, no other handshake with the same
+    ``reading`` decodes a reply. The caller computes its plan (which bytes to read from whom) inside
+    the block, so plans are computed one at a time, too.
 
     Args:
         call: how to reach the side channel.
         engine: id of the engine.
-        reading: the limits that all handshakes of the process share.
+        reading: the limits on replies, shared by the handshakes that must wait for each other.
 
     Yields:
         The decoded reply.
@@ -115,8 +116,9 @@ def _published(
 ) -> Payloads:
     """Return every rank's encoded payload and the engine's ticket key.
 
-    The first connection takes short answers only, and a long answer ends it. Then the request is
-    sent again on a second connection, once there is room for a long answer.
+    The first connection accepts a short answer only, and is closed if the answer is long. Then the
+    request is sent again on a second connection, once there is room for a long answer
+    (``ReplyLimits.room``).
 
     Args:
         call: how to reach the side channel; its ``longest`` is raised for a long answer.
@@ -231,7 +233,7 @@ def _explained(engine: str, call: Dialer) -> Iterator[None]:
 def _loopback_hint(call: Dialer) -> str:
     """Return a hint for an error if the host is a loopback address; empty otherwise.
 
-    A loopback address in a ticket of another host does not lead to that host.
+    A loopback address in a ticket leads to the host that reads the ticket, not to the engine's.
     """
     if not call.numeric or not all(map(is_loopback, call.numeric)):
         return ""

@@ -62,7 +62,8 @@ class Compatibility:
 
     Attributes:
         version: the newest protocol version that both ranks speak.
-        overridden: a text with both values, for each difference that the operator allows.
+        overridden: for each difference between the ranks that the operator allows, a text with
+            both values; empty if there is no such difference.
     """
 
     version: int
@@ -79,9 +80,10 @@ def engine_info(payloads: Sequence[bytes], ticket_key: bytes = b"") -> EngineInf
 
     Raises:
         IncompatibleError: a rank speaks no protocol version of this build.
-        HandshakeError: a payload cannot be decoded, the payloads are not those of all ranks of one
-            start of one engine, checking them takes too much work, or there is a ticket key and
-            a rank does not publish where its fingerprint is. The message names ranks and values.
+        HandshakeError: a payload cannot be decoded; the payloads contradict each other, such as two
+            for one rank, or from two starts of the engine; checking them takes too much work; or
+            there is a ticket key, and a rank does not say where its memory has the key's
+            fingerprint (a hash). The message names ranks and values.
     """
     if not 1 <= len(payloads) <= MAX_RANKS:
         raise HandshakeError(f"payloads of {len(payloads)} ranks; 1 to {MAX_RANKS} are allowed")
@@ -174,8 +176,8 @@ def unspoken(theirs: Versions) -> str:
 def _decode(rank: int, data: bytes, budget: WorkBudget) -> RankPayload:
     """Decode the payload of one rank.
 
-    Its protocol versions are decoded and checked first: if none is known, the rest of the payload
-    can have any form.
+    The protocol versions in the payload are decoded and checked first: if this build knows none of
+    them, it cannot know the form of the rest.
 
     Args:
         rank: index of the rank, for error messages.

@@ -50,7 +50,9 @@ class SideChannelConnection:
             self._poller.register(socket, zmq.POLLIN)
 
     def ask(self, request: Request, deadline: float | None = None) -> Reply:
-        """Send a request, and return the answer; repeat the request while no answer comes.
+        """Send a request, and return the answer.
+
+        The request is sent again after every ``AGAIN_SECONDS`` without an answer.
 
         Args:
             request: the request.
@@ -95,7 +97,8 @@ class SideChannelConnection:
         Called when a message has arrived although no request waits for an answer.
 
         Raises:
-            HandshakeError: the message is malformed, or every request has had its answer already.
+            HandshakeError: the message is malformed, or each request that was sent has already had
+                its answer.
         """
         self._receive()
         if self._unanswered < 0:

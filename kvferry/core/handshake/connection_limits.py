@@ -1,10 +1,10 @@
 """Limits that libzmq lacks, on the connections of a side channel.
 
-libzmq delivers a message of many frames when its last frame has come. Until then it keeps the
-others, and it limits the size of a frame and the number of messages, but not the number of frames:
-a peer that never ends its message fills the memory, with twenty times as many bytes as it sends
-(if its frames have one byte or none). So this module limits the bytes that a connection may send
-without completing a message; the kernel says how many it sent. A request of kvferry has one frame.
+libzmq keeps the frames of a message in memory until the last frame has come. It limits the size of
+a frame and the number of messages, but not the number of frames. So a peer that never ends its
+message can fill the memory; if its frames have one byte or none, each byte that it sends takes
+twenty bytes of memory. This module limits the bytes that a peer may send on a connection without
+completing a message; the kernel counts the bytes. A request of kvferry has one frame.
 
 Peers keep connections for days, so a connection is checked only while bytes arrive: an idle side
 channel costs nothing.
@@ -83,7 +83,7 @@ class ConnectionLimits:
         return LOOK_MS if self._busy else None
 
     def hear(self) -> None:
-        """Find out which connections were opened or closed, and on which bytes have arrived.
+        """Find out which connections were opened, were closed, or have received bytes.
 
         Also logs why a ZMQ handshake has failed.
         """
@@ -100,7 +100,7 @@ class ConnectionLimits:
             self._busy[fd] = self._open[fd]
 
     def heard(self, fd: int) -> None:
-        """Record that a complete message was received, so that its bytes no longer count.
+        """Record that a complete message was received: its bytes no longer count for the limits.
 
         Args:
             fd: libzmq's descriptor of the connection that sent the message.
@@ -137,10 +137,10 @@ class ConnectionLimits:
         self.socket.close(0)
 
     def _accepted(self, fd: int) -> None:
-        """Begin to watch a connection that libzmq has accepted, through a second descriptor.
+        """Begin to watch a connection that libzmq has accepted, through a duplicate descriptor.
 
         libzmq may close its own descriptor at any time, and the same number then means another
-        file. If there are too many connections, one is closed.
+        file. If there are too many connections, the oldest that sent no complete request is closed.
 
         Args:
             fd: libzmq's descriptor of the connection.
@@ -199,9 +199,10 @@ class _Connection:
     """An open connection.
 
     Attributes:
-        socket: a second descriptor of the connection, beside libzmq's.
-        received: number of bytes that the peer had sent at the last check.
-        settled: number of bytes that the peer had sent when its last complete message was received.
+        socket: a duplicate of libzmq's descriptor of the connection.
+        received: number of bytes that had arrived from the peer at the last check.
+        settled: number of bytes that had arrived when the peer's last complete message was
+            received; ``received`` less ``settled`` counts for the limits.
     """
 
     socket: socket.socket

@@ -91,9 +91,9 @@ class Dialer:
     def listening(self, deadline: float) -> str:
         """Return the first address in ``numeric`` that accepts a TCP connection; sets ``found``.
 
-        ZMQ is not given the host name, because it would use only the name's first address (``::1``
-        for ``localhost``), retry for ever and report no error. ZMQ gets the address that was
-        checked here, so that the name cannot resolve to another address in between.
+        ZMQ is given this address and not the host name: it would use only the name's first address
+        (``::1`` for ``localhost``), retry for ever and report no error, and the name could resolve
+        to an address that was not checked against ``access``.
 
         Args:
             deadline: by ``time.monotonic``, in seconds.
@@ -160,9 +160,9 @@ class Dialer:
         )
 
     def _why_unlike(self, mechanism: bytes, mismatch: bool) -> str:
-        """Return an error text that says how the security of the two ends differs.
+        """Return an error text that says how the security of the two ends (mechanism, key) differs.
 
-        The text is empty if that is not known.
+        The text is empty if no difference is known.
 
         Args:
             mechanism: the security mechanism of the side channel; empty if it is not known.

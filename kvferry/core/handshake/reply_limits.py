@@ -35,18 +35,20 @@ class ReplyLimits:
 
     @property
     def unused(self) -> int:
-        """Estimated bytes of the decoded replies that wait to be used."""
+        """Estimated bytes of the decoded replies that were not used or dropped yet."""
         return self._unused
 
     @contextmanager
     def room(self, deadline: float) -> Iterator[None]:
-        """Wait for room to receive a long reply, and keep it until the ``with`` block ends.
+        """Wait until a long reply may be received, one of at most ``MAX_LONG_REPLIES`` at a time.
+
+        The reply counts as one of these until the ``with`` block ends.
 
         Args:
             deadline: by ``time.monotonic``, in seconds.
 
         Raises:
-            HandshakeError: ``MAX_LONG_REPLIES`` other replies kept their room until the deadline.
+            HandshakeError: the deadline passed before the reply might be received.
         """
         if not self._rooms.acquire(timeout=_left(deadline)):
             raise HandshakeError(
@@ -60,13 +62,15 @@ class ReplyLimits:
 
     @contextmanager
     def turn(self, deadline: float) -> Iterator[None]:
-        """Wait for the turn to decode a reply, and keep it until the ``with`` block ends.
+        """Wait until this thread may decode a reply; no other may until the ``with`` block ends.
+
+        A thread may decode while no other does, and at most ``MAX_UNUSED_BYTES`` are ``unused``.
 
         Args:
             deadline: by ``time.monotonic``, in seconds.
 
         Raises:
-            HandshakeError: the turn did not come before the deadline.
+            HandshakeError: the deadline passed before this thread might decode the reply.
         """
         with self._changed:
             if not self._changed.wait_for(self._is_free, _left(deadline)):
@@ -83,7 +87,7 @@ class ReplyLimits:
                 self._changed.notify_all()
 
     def made(self, nbytes: int) -> None:
-        """Add the bytes of a decoded reply to ``unused``; called while the caller has the ``turn``.
+        """Add the bytes of a decoded reply to ``unused``; called within a ``turn`` block.
 
         Args:
             nbytes: the estimated bytes of the decoded reply.

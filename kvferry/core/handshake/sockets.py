@@ -102,12 +102,14 @@ def _looked_up(host: str | None, port: int, flags: int = 0) -> list[str]:
 
 
 def _within(host: str | None, port: int, timeout: float) -> list[str]:
-    """Resolve a name within a time limit, on another thread: the C library's resolver has no limit.
+    """Return the numeric addresses of a name, or raise an error after a time limit.
+
+    The name is resolved on another thread, because the C library's resolver has no time limit.
 
     Args:
-        host: the name.
+        host: the name; ``None`` if the host is empty.
         port: port of the side channel.
-        timeout: seconds to wait; a resolver that takes longer is left running.
+        timeout: seconds to wait; a thread that takes longer is left running.
 
     Raises:
         OSError: the name does not resolve in time, or ``MAX_RESOLVERS`` names are being resolved.

@@ -11,13 +11,13 @@ from kvferry.core.security.networks import Networks
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Access:
-    """What an engine demands of peers: of those that connect to it, and of those it connects to.
+    """Which peers an engine accepts, both as clients and as servers of a side channel.
 
     Attributes:
         own: this engine's keys; ``None`` if it has none. Without keys its side channel is
             unencrypted, and it connects only to side channels that are unencrypted, too.
-        peers: public keys of the peers that are admitted.
-        networks: networks in which peers are admitted; ``None`` for any address.
+        peers: public keys of the peers that are accepted; empty if this engine has no keys.
+        networks: networks in which a peer's address must lie; ``None`` for any address.
         is_command: whether a ``kvferry`` command connects, rather than an engine: error messages
             then name the command's flags instead of settings.
 

@@ -74,7 +74,7 @@ def public_keys(texts: Iterable[str], place: str) -> frozenset[bytes]:
 
     Raises:
         SecretError: a line is not a key, or there are more than ``MAX_KEYS`` keys. The message
-            names ``place``, and the line.
+            names ``place``, and the number of a line that is not a key.
     """
     found: set[bytes] = set()
     for number, text in enumerate(texts, 1):

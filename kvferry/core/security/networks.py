@@ -54,14 +54,14 @@ class Networks:
             texts: networks in CIDR notation, such as ``10.0.0.0/8``, or single addresses.
 
         Raises:
-            SecretError: a text is not a network, or has bits set behind its prefix; the message
-                names the text. Or there are no texts.
+            SecretError: there are no texts, or a text is not a network or has bits set behind its
+                prefix; the message names the text.
         """
         return cls(tuple(map(_network, texts)))
 
     @classmethod
     def nearby(cls) -> Networks:
-        """Return the default: this host and all private networks."""
+        """Return the networks that are allowed by default: this host and all private networks."""
         return cls(tuple(map(_network, PRIVATE)), this_host=True)
 
     def __contains__(self, numeric: str) -> bool:
@@ -100,8 +100,8 @@ def _network(text: str) -> Network:
 def _is_here(address: Address) -> bool:
     """Return whether an address is one of this host's own addresses.
 
-    The kernel's route to such an address, and to no other, begins at the address itself. Asking the
-    kernel for a route sends nothing.
+    If it is one, and only then, the kernel's source address for packets to the address is the
+    address itself. Asking the kernel for a source address sends no packet.
     """
     family = socket.AF_INET if address.version == 4 else socket.AF_INET6
     try:

@@ -36,7 +36,7 @@ MAX_VERIFIED = 1 << 10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proof:
-    """The proof that a ticket was made by its engine: a key, a content and a signature.
+    """The proof that a ticket was made by the engine that the ticket names.
 
     Attributes:
         key: the public key that the ticket names, 32 bytes.
@@ -126,9 +126,9 @@ takes many times as long for long lists of blocks."""
 
 
 def check(proof: Proof | None, published: bytes) -> None:
-    """Refuse a ticket that was not made by the engine that published a key in its handshake.
+    """Refuse a ticket whose proof does not fit the key in its engine's handshake.
 
-    If no key is published, a ticket without a proof is accepted.
+    If the handshake has no key, only a ticket without a proof is accepted.
 
     Args:
         proof: the ticket's proof; ``None`` if the ticket has no proof.
@@ -136,8 +136,8 @@ def check(proof: Proof | None, published: bytes) -> None:
             tickets.
 
     Raises:
-        TicketError: the ticket has no proof although a key is published, or has a proof although no
-            key is, or names another key than the published one, or was altered.
+        TicketError: the ticket has no proof although its engine publishes a key, or has a proof
+            although the engine publishes none, or names another key, or was altered.
     """
     if proof is None and not published:
         return
@@ -169,14 +169,14 @@ def verify(proof: Proof) -> bool:
 
 
 def load_library() -> None:
-    """Import ``cryptography`` early, because that takes a while."""
+    """Import ``cryptography`` now, so that the first ticket does not wait for the import."""
     import cryptography.hazmat.primitives.asymmetric.ed25519  # noqa: F401
 
 
 def fingerprint(public: bytes) -> bytes:
     """Return the hash of an engine's public key, 16 bytes.
 
-    Each rank keeps this fingerprint in registered memory, so that a peer can check by a read that
-    the memory is that of the engine with the key.
+    Each rank of the engine keeps this fingerprint in registered memory. A peer reads it there to
+    check that it has reached the memory of the engine that published the key.
     """
     return hashlib.blake2b(public, digest_size=FINGERPRINT_BYTES, person=b"kvferry ticket").digest()

@@ -67,7 +67,7 @@ def read_secret(place: str, environment: Mapping[str, str] = os.environ) -> Secr
 def listed_keys(
     listed: Sequence[str], name: str, environment: Mapping[str, str] = os.environ
 ) -> frozenset[bytes]:
-    """Return the public keys of a list that has keys, and places to read more keys from.
+    """Return the public keys of a setting that lists keys, and files or variables with more keys.
 
     Args:
         listed: keys in hexadecimal, and places (``file:PATH`` or ``env:NAME``) of texts with one

@@ -51,10 +51,10 @@ class TicketSecrets:
 
     @classmethod
     def of(cls, texts: Sequence[str]) -> TicketSecrets:
-        """Return the secrets whose texts were read from files and the environment.
+        """Return the ticket secrets of an engine, from the texts in files or the environment.
 
         Args:
-            texts: the secrets as text; the first signs.
+            texts: the secrets as text; the engine signs with the first.
 
         Raises:
             SecretError: as the class.
@@ -62,7 +62,7 @@ class TicketSecrets:
         return cls(tuple(text.encode("utf-8", "surrogateescape") for text in texts))
 
     def sign(self, said: Mapping[str, object]) -> bytes:
-        """Return the signature of a ticket's content, 32 bytes.
+        """Return the signature of a ticket's content by the first secret, 32 bytes.
 
         Args:
             said: the content: text, integers, booleans, and lists and mappings of them.

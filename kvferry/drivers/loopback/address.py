@@ -23,7 +23,7 @@ _Slot = Annotated[int, msgspec.Meta(ge=0, lt=MAX_REGIONS)]
 
 
 class LoopbackRegion(msgspec.Struct, frozen=True, array_like=True):
-    """A region and its entry in the owner's registry (see ``registry.Entry``).
+    """A registered region, and its row in the registry (the owner's table of registered regions).
 
     Attributes:
         address: the region's first byte, in the owner's process.
@@ -76,7 +76,7 @@ _decoder = msgspec.msgpack.Decoder(LoopbackAddress)
 
 
 def encode(address: LoopbackAddress) -> bytes:
-    """Return an address as the bytes that peers get."""
+    """Return the address of a transport, encoded for its peers."""
     return msgspec.msgpack.encode(address)
 
 
@@ -100,10 +100,10 @@ def decode(data: bytes) -> LoopbackAddress:
 
 
 def entries(address: LoopbackAddress) -> dict[Region, Entry]:
-    """Return the regions that a peer's address names, each with its entry in the peer's registry.
+    """Return the regions that a peer's address names, each with its row in the peer's registry.
 
     Raises:
-        ConnectError: the address names a region that cannot exist.
+        ConnectError: a region in the address has values that no ``Region`` can have.
     """
     try:
         return {

@@ -101,32 +101,32 @@ class CopyRuns:
         self._merge(copies, n)
 
     def small(self, limit: int) -> bool:
-        """Return whether the batch has at most ``limit`` bytes and at most 1024 runs.
+        """Return whether one system call may move the batch.
 
-        One system call can move such a batch.
+        It may if the batch has at most ``limit`` bytes, in at most 1024 runs (see ``CopyRuns``).
         """
         return self.total == 0 or (self.total <= limit and self.count <= MAX_IOVECS)
 
     def next_stop(self, start: int, limit: int) -> int:
-        """Return the position after the last byte of the largest chunk that starts at ``start``.
+        """Return where the largest chunk that starts at ``start`` ends.
 
         A chunk has at most ``limit`` bytes, and has bytes of at most 1024 runs.
 
         Args:
-            start: the position of the chunk's first byte.
+            start: the position in the batch (see ``CopyRuns``) of the chunk's first byte.
             limit: the most bytes of the chunk.
 
         Returns:
-            ``total`` if the rest of the batch fits into the chunk.
+            The position after the chunk's last byte; ``total`` if the chunk is the last.
         """
         first = self._run_at(start)
         return min(start + limit, int(self._starts[min(first + MAX_IOVECS, self.count)]))
 
     def chunk(self, start: int, stop: int) -> Chunk:
-        """Return the chunk of the bytes at the positions ``[start, stop)``.
+        """Return the local and remote ranges of the bytes at the positions ``[start, stop)``.
 
         Args:
-            start: the position of the first byte.
+            start: the position in the batch (see ``CopyRuns``) of the first byte.
             stop: the position after the last byte; more than ``start``, and at most what
                 ``next_stop`` returns for ``start``.
 
@@ -189,7 +189,7 @@ class CopyRunsPool:
         return CopyRuns(max(_SMALLEST_CAPACITY, 1 << (n - 1).bit_length()))
 
     def give(self, runs: CopyRuns) -> None:
-        """Put a ``CopyRuns`` back into the pool, which keeps the largest four."""
+        """Put a ``CopyRuns`` back into the pool, which keeps the four with the largest capacity."""
         with self._lock:
             self._idle.append(runs)
             self._idle.sort(key=lambda idle: idle.capacity)

@@ -75,12 +75,13 @@ _hello = msgspec.msgpack.Decoder(ChannelHello)
 class NotificationChannel:
     """The sending end of one connection, to a peer's mailbox.
 
-    It queues, in order, the notifications that the socket does not take at once.
+    Notifications that the socket does not take at once are queued, in order.
 
     Attributes:
         peer: the name of the receiving transport.
         socket: the connected, non-blocking socket; owned by this channel.
-        epoll: the mailbox's epoll object, which reports when the socket takes data again.
+        epoll: the epoll object of this side's own mailbox; it reports when ``socket`` takes data
+            again.
         lost: whether the receiver has closed its end, or this channel is closed.
     """
 
@@ -123,7 +124,7 @@ class NotificationChannel:
 
     @property
     def waiting(self) -> bool:
-        """Whether notifications are queued, and ``lost`` is false."""
+        """Whether notifications are queued that can still be sent: ``lost`` is false."""
         return bool(self._queue) and not self.lost
 
     def close(self) -> None:
@@ -134,11 +135,11 @@ class NotificationChannel:
             self.socket.close()
 
     def _try_send(self, payload: bytes) -> bool:
-        """Try to send a notification. If the receiver is gone, set ``lost`` and drop it.
+        """Try to send a notification. If the receiver is gone, drop the notification, set ``lost``.
 
         Returns:
             True if the notification was sent or dropped; False if the socket's buffer is full, so
-            that it has to be sent later.
+            that the notification has to be sent later.
         """
         if self.lost:
             return True
@@ -216,8 +217,8 @@ class Mailbox:
             A channel that the mailbox owns until ``close_channel`` or ``close``.
 
         Raises:
-            ConnectError: no socket of that name listens, or too many connections wait for it to
-                accept them.
+            ConnectError: no socket of that name listens, or too many connections wait to be
+                accepted by the peer.
         """
         hello = msgspec.msgpack.encode(ChannelHello(to=instance, sender=self._name))
         try:
@@ -255,7 +256,7 @@ class Mailbox:
         return taken
 
     def close(self, deadline_seconds: float) -> None:
-        """End the thread and close every socket, after waiting up to 0.5 s until queues are sent.
+        """Wait up to 0.5 s until queues are sent, then end the thread and close every socket.
 
         Args:
             deadline_seconds: how many seconds to wait for the end of the thread.

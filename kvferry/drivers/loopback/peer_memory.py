@@ -35,8 +35,9 @@ _BRIEF_RUNS = 16
 class PeerMemory(ABC):
     """Access to the memory of one peer. Several threads may use one object at once.
 
-    A transfer's *claims* are the peer's regions that the transfer uses, with the rows that the
-    peer's registry must have for them.
+    The peer's *registry* is a table, in its memory, of the regions that the peer has registered.
+    A transfer's *claims* are the regions of the peer that the transfer uses, with the rows that
+    this table must have for them.
     """
 
     path: ClassVar[str]
@@ -44,14 +45,14 @@ class PeerMemory(ABC):
 
     @abstractmethod
     def check(self, claims: Claims) -> None:
-        """Check that the peer lives and still has the claimed regions registered.
+        """Check that the peer lives and still has the regions registered that a transfer uses.
 
         Args:
-            claims: what the peer's registry must contain.
+            claims: these regions, with the rows that the peer's registry must have for them.
 
         Raises:
             PeerLostError: the peer has died, restarted or closed.
-            TransportError: the peer has deregistered a claimed region, or the kernel refuses to
+            TransportError: the peer has deregistered one of the regions, or the kernel refuses to
                 read the peer's memory.
         """
 
@@ -61,12 +62,13 @@ class PeerMemory(ABC):
 
         Args:
             chunk: the local and remote ranges to copy between.
-            claims: what the peer's registry must contain.
+            claims: the peer's regions that the transfer uses, with the rows that the peer's
+                registry must have for them.
             write: whether the local side is the source.
 
         Raises:
             PeerLostError: the peer has died, restarted or closed.
-            TransportError: the peer has deregistered a claimed region, the kernel refuses to
+            TransportError: the peer has deregistered one of these regions, the kernel refuses to
                 access the peer's memory, or memory of either side is not mapped.
         """
 

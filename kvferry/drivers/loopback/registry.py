@@ -34,11 +34,11 @@ _MADV_WIPEONFORK = 18
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """Where a region is in its owner's registry, which has a row for each registered region.
+    """Which row a region has in the registry, its owner's table of registered regions.
 
     Attributes:
         slot: the index of the region's row.
-        key: the key in that row, which its owner never uses for another registration. A row
+        key: the key in that row, which the owner never uses for another registration. A row
             without a region has the key 0.
     """
 
@@ -48,15 +48,15 @@ class Entry:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Claims:
-    """The rows that a transfer expects to find in its peer's registry.
+    """The rows that a transfer expects in the registry, the peer's table of registered regions.
 
     Attributes:
         regions: the n remote regions that the transfer uses.
         slots: (n,) int64, the index of each region's row.
         rows: the bytes of an (n, 3) uint64 array: the row that is expected for each region, (key,
             address, length).
-        words: how many 8-byte words a check reads: the registry from its beginning to the end of
-            the last of these rows.
+        words: how many 8-byte words of the registry a check reads: from its beginning to the end of
+            the last row that is expected.
     """
 
     regions: tuple[Region, ...]
@@ -66,7 +66,7 @@ class Claims:
 
 
 def claims_of(entries: Iterable[tuple[Region, Entry]]) -> Claims:
-    """Return the claims of a transfer.
+    """Return the rows that a transfer expects in its peer's registry.
 
     Args:
         entries: the peer's regions that the transfer uses, each with its entry in the peer's
@@ -84,7 +84,7 @@ def claims_of(entries: Iterable[tuple[Region, Entry]]) -> Claims:
 
 
 def check_claims(words: U64Array, instance: bytes, claims: Claims, owner: str) -> None:
-    """Compare a registry with what a transfer expects in it.
+    """Check that a peer's registry still has the rows that a transfer expects.
 
     Args:
         words: (n,) uint64, the first n words of the registry, n at least ``claims.words``.
@@ -95,7 +95,7 @@ def check_claims(words: U64Array, instance: bytes, claims: Claims, owner: str) -
     Raises:
         PeerLostError: ``words`` does not begin with ``instance``: the owner has closed, or its
             process has restarted.
-        TransportError: the owner has deregistered a claimed region.
+        TransportError: the owner has deregistered one of the regions in ``claims``.
     """
     if words[:INSTANCE_WORDS].tobytes() != instance:
         raise PeerLostError(f"{owner} has been closed, or its process has restarted")
@@ -150,7 +150,7 @@ class RegionRegistry:
         """Write a row with a new key for a region, and return the region's entry.
 
         Raises:
-            TransportError: all slots are taken.
+            TransportError: no row is free.
         """
         slot = self._erased.pop() if self._erased else next(self._free, None)
         if slot is None:
@@ -171,7 +171,7 @@ class RegionRegistry:
         self._erased.append(entry.slot)
 
     def close(self) -> None:
-        """Erase the instance, so that every check that a peer makes fails from now on."""
+        """Erase the instance (the first 16 bytes), so that every later check of a peer fails."""
         _registries.pop(self.instance, None)
         with self.lock:
             self._words[:INSTANCE_WORDS] = 0
@@ -185,5 +185,5 @@ _registries: dict[bytes, RegionRegistry] = {}
 
 
 def registry_in_this_process(instance: bytes) -> RegionRegistry | None:
-    """Return the registry with this instance if it is one of this process, else ``None``."""
+    """Return this process's registry that begins with these 16 bytes; ``None`` if none does."""
     return _registries.get(instance)

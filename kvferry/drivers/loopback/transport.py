@@ -37,11 +37,12 @@ class LoopbackOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """``driver_options`` of loopback.
 
     Attributes:
-        inline_bytes: a transfer of at most this many bytes and 1024 runs (see ``CopyRuns``) is
-            moved within ``read`` or ``write``; a larger transfer is moved by threads.
+        inline_bytes: a transfer of at most this many bytes is moved within ``read`` or ``write``,
+            unless its copies, after merging adjacent ones, are more than 1024; threads move all
+            other transfers.
         chunk_bytes: the most bytes that one system call moves. Such a chunk is not interrupted: a
             transfer that is cancelled or disconnected ends when its running chunks have ended.
-        threads: how many threads move the larger transfers.
+        threads: how many threads move these other transfers.
     """
 
     inline_bytes: Annotated[int, msgspec.Meta(ge=0, le=1 << 30)] = 1 << 20
@@ -57,7 +58,8 @@ class LoopbackConnection:
         name: the name of the peer's transport.
         identity: what ``LoopbackTransport._identity`` returned for the peer's address.
         memory: access to the peer's memory.
-        regions: the regions that the peer's last address names, with their registry entries.
+        regions: the regions that the peer's last address names, each with its row in the registry,
+            the peer's table of registered regions.
         channel: the channel for notifications to the peer.
     """
 

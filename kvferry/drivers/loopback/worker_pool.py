@@ -39,12 +39,12 @@ class LoopbackTransfer:
         write: whether the local side is the source.
         runs: the copies to make, merged into contiguous runs; owned by the transport's pool, which
             lends it until the transfer is final.
-        claims: what the peer's registry must contain.
+        claims: the peer's regions that the transfer uses, as the peer's registry must list them.
         send: sends the notification that is bound to the transfer; ``None`` if there is none.
         release: gives ``runs`` back to the pool.
         status: the status that ``poll`` returns.
-        position: how many bytes were handed out as chunks so far: those of ``runs`` before this
-            position.
+        position: how many bytes of ``runs`` were handed out as chunks so far; the next chunk starts
+            at this position.
         running: how many chunks threads are moving now.
         concluding: whether all bytes were moved, but the last check or the notification is left.
         stop: the error that the transfer fails with; ``None`` if it was not stopped.
@@ -71,11 +71,11 @@ class LoopbackTransfer:
 
     @property
     def handed_out(self) -> bool:
-        """Whether no further chunk starts: all are handed out, or the transfer was stopped."""
+        """Whether no further chunk will start: all have started, or the transfer was stopped."""
         return self.stop is not None or self.position == self.runs.total
 
     def next_span(self) -> tuple[int, int]:
-        """Take the next chunk to move: count it as running, and return its span, for ``move``.
+        """Count the next chunk as running, and return its span: where it begins and ends.
 
         The caller has made sure that a chunk is left: ``handed_out`` is false.
 
@@ -158,7 +158,7 @@ class WorkerPool:
     def stop(self, transfer: LoopbackTransfer, error: TransportError) -> None:
         """Make a transfer fail, at once or when its running chunks have ended.
 
-        A transfer that is final, concluding or already stopped is left as it is.
+        A transfer is left as it is if all its bytes were moved, or if it has failed or was stopped.
 
         Args:
             transfer: a transfer of this pool's transport.
@@ -233,7 +233,7 @@ class WorkerPool:
             error: why the chunk failed; ``None`` if it was moved.
 
         Returns:
-            Whether all bytes of the transfer have been moved: the caller then concludes it.
+            Whether all bytes of the transfer have been moved; the caller then calls ``conclude``.
         """
         with self._changed:
             transfer.running -= 1
@@ -244,7 +244,7 @@ class WorkerPool:
             return transfer.concluding
 
     def _fail(self, transfer: LoopbackTransfer, error: TransportError | None) -> None:
-        """Make an unfinished transfer FAILING if one of its chunks is running, else FAILED.
+        """Stop an unfinished transfer: FAILING while one of its chunks is running, else FAILED.
 
         The caller holds ``_changed``.
         """
@@ -261,7 +261,7 @@ class WorkerPool:
 def _error_of(step: Callable[[], None]) -> TransportError | None:
     """Run a function, and return the error that it raises, or ``None`` if it raises none.
 
-    An exception that is no ``TransportError`` is returned as one.
+    In place of any other exception, a ``TransportError`` with its text is returned.
     """
     try:
         step()

@@ -22,14 +22,17 @@ _Word = Annotated[int, msgspec.Meta(ge=0, le=ADDRESS_LIMIT - 1)]
 
 
 class Range(msgspec.Struct, frozen=True, array_like=True):
-    """A region of the peer, or a span of its memory that is registered with NIXL.
+    """A range of the peer's memory: a registered region, or a span.
+
+    A *span* is a range that is registered with NIXL for one or more regions.
 
     Attributes:
         address: the first byte, in the peer's process.
         nbytes: the length in bytes.
         kind: the memory kind, by kvferry's name.
         device: the device index within the kind.
-        key: ``RegisteredSpan.key`` of a span; 0 for a region.
+        key: ``RegisteredSpan.key`` of a span, by which peers notice that the span was registered
+            anew; 0 for a region.
     """
 
     address: _Word
@@ -47,13 +50,13 @@ class NixlAddress(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         magic: the format of the address.
-        name: the name of the transport, which is also its agent's.
+        name: the name of the transport, and of its NIXL agent.
         backend: the agent's NIXL backend; both sides must have the same.
         metadata: the agent's metadata, as NIXL writes it.
-        digest: ``digest_of(metadata)``, by which damaged metadata is refused before NIXL gets it:
-            NIXL drops a known peer when it is given metadata of that peer that it cannot read.
-        spans: the spans that are registered with NIXL (see ``registrations``).
-        regions: the regions that the transport's user has registered.
+        digest: ``digest_of(metadata)``. Metadata with another digest is refused before NIXL reads
+            it: NIXL drops a connected peer if it cannot read new metadata of that peer.
+        spans: the ranges that are registered with NIXL for the regions (see ``registrations``).
+        regions: the regions that the transport's user has registered; each lies in one span.
     """
 
     magic: Literal["kvferry-nixl-1"] = "kvferry-nixl-1"
@@ -76,13 +79,13 @@ def encode(
     spans: Iterable[RegisteredSpan],
     regions: Iterable[Region],
 ) -> bytes:
-    """Return an address as the bytes that peers get.
+    """Return the address of a transport, encoded for its peers.
 
     Args:
         name: the name of the transport.
         backend: the agent's NIXL backend.
         metadata: the agent's metadata.
-        spans: the spans that are registered with NIXL.
+        spans: the ranges that are registered with NIXL for the regions.
         regions: the regions that the transport's user has registered.
     """
     return msgspec.msgpack.encode(
@@ -125,7 +128,7 @@ def regions_of(address: NixlAddress) -> frozenset[Region]:
     """Return the regions that a peer's address names.
 
     Raises:
-        ConnectError: the address names a region that cannot exist.
+        ConnectError: a region in the address has values that no ``Region`` can have.
     """
     try:
         return frozenset(

@@ -41,9 +41,10 @@ Rows = npt.NDArray[np.uint64]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TransferChunk:
-    """The copies that one NIXL transfer moves, as descriptors that any agent of this side can use.
+    """The copies that one NIXL transfer makes, as NIXL's descriptors.
 
-    The descriptors own their data: they do not refer to the arrays that they were made from.
+    The descriptors do not refer to the arrays that they were made from. Each agent of this
+    transport (see ``AgentPair``) can use them.
 
     Attributes:
         write: whether the local side is the source.
@@ -77,7 +78,7 @@ class Telemetry:
 
     Attributes:
         nbytes: how many bytes the transfer moved.
-        descriptors: in how many pieces it moved them, after NIXL had merged adjacent copies.
+        descriptors: how many pieces these bytes were in, after NIXL had merged adjacent copies.
         post_seconds: how many seconds posting took.
         seconds: how many seconds the whole transfer took, posting included.
     """
@@ -157,9 +158,9 @@ class Agent:
     def must_not_post(self) -> bool:
         """Whether the agent must not post any further transfer; its other calls stay allowed.
 
-        After a transfer has failed, the threads that the backend has besides its progress thread
-        may still hold a part of that transfer, which they would run together with the next transfer
-        (docs/adr/0018).
+        True once a transfer has failed, if the backend has threads besides its progress thread.
+        These threads may still hold a part of the failed transfer, and would run that part together
+        with the next transfer (docs/adr/0018).
         """
         return self._failed and self._threads > 0
 
@@ -243,14 +244,14 @@ class Agent:
     def make_chunk(
         self, *, write: bool, kinds: tuple[str, str], local: Rows, remote: Rows
     ) -> TransferChunk:
-        """Return a chunk for ``prepare``. NIXL copies the rows, so the caller may reuse them.
+        """Return a chunk for ``prepare``. NIXL copies the arrays, so the caller may reuse them.
 
         Args:
             write: whether the local side is the source.
             kinds: the memory kinds of the local and of the remote side.
             local: (n, 3) uint64, C-contiguous, n at least 1: address, length in bytes and device
                 index of each local range.
-            remote: (n, 3) uint64, C-contiguous: the same of each remote range.
+            remote: (n, 3) uint64, C-contiguous: the same for each remote range.
 
         Raises:
             TransportError: NIXL refuses.
@@ -265,10 +266,10 @@ class Agent:
             raise self._error(exc, "cannot describe a transfer") from exc
 
     def prepare(self, chunk: TransferChunk, name: str) -> Handle:
-        """Make a NIXL transfer of a chunk, which ``post`` starts.
+        """Make a NIXL transfer for the copies of a chunk. ``post`` starts the transfer.
 
         Args:
-            chunk: the copies to move.
+            chunk: the copies to make.
             name: the name of the remote agent, whose metadata this agent has loaded.
 
         Raises:
@@ -373,7 +374,7 @@ class Agent:
 
         Args:
             trouble: what failed, for the error's text.
-            known: as in ``_error``.
+            known: whether this agent knew the peer and its memory before the call (see ``_error``).
         """
         try:
             yield
@@ -415,11 +416,11 @@ class Agent:
         return self._error(error, f"a transfer with {name} failed", known=True)
 
     def _check_running(self, state: str, name: str) -> bool:
-        """Raise if a transfer that is not "DONE" has failed; otherwise return False.
+        """Raise an error for a transfer that has failed, and return False for one under way.
 
         Args:
-            state: NIXL's word for the transfer's state: "PROC" while the transfer is under way, any
-                other word if it has failed.
+            state: NIXL's word for the transfer's state, which the caller has found not to be
+                "DONE": "PROC" if the transfer is under way, any other word if it has failed.
             name: the name of the remote agent.
 
         Returns:

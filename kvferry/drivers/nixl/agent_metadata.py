@@ -3,7 +3,7 @@
 The format is that of ai-dynamo/nixl, ``src/utils/serdes/serdes.cpp``, ``getLocalMD`` of
 ``src/core/nixl_agent.cpp``, ``serializeSections`` of ``src/infra/nixl_memory_section.cpp`` and
 ``nixlDescList`` of ``src/infra/nixl_descriptors.cpp``, the same from 1.0 to 1.5: a sequence of
-fields, each with a tag, the length of the value, the value, and a bar. The values of NIXL's UCX
+fields, each with a tag, the length of the value, the value, and ``|``. The values of NIXL's UCX
 backend are addresses and keys that UCX packed; ``ucx_format`` checks those.
 """
 
@@ -36,8 +36,8 @@ class AgentMetadata:
 
     Attributes:
         agent: the name of the agent.
-        connections: for each backend of the agent, by its name, the data with which another agent
-            connects to it. These data stay the same as long as the agent lives.
+        connections: backend name to the data with which another agent connects to that backend of
+            this agent. These data stay the same as long as the agent lives.
     """
 
     agent: str

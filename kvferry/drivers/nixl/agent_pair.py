@@ -2,7 +2,8 @@
 
 Once a transfer has failed, an agent whose backend has threads of its own must not post any more
 (docs/adr/0018). From then on a second agent, without such threads, posts all transfers. It is made
-when it is first needed, registers the same memory and loads the same peers; no peer knows of it.
+when it is first needed. It registers the same memory, and loads the metadata of the peers that it
+transfers with; no peer knows of it.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from kvferry.drivers.nixl.peer import NixlPeer
 _FAILED_BEFORE = "a transfer has failed before"
 
 _FILES = 64
-"""How many file descriptors must be free to make the second agent: three times what it takes."""
+"""How many file descriptors must be free to make the second agent: three times what it needs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -40,16 +41,17 @@ class _Shared:
 
 
 class AgentPair:
-    """The agents of one transport, at most two.
+    """The agents of one transport: one, or two after a failed transfer.
 
     Args:
         library: the imported NIXL.
-        name: the transport's name, which becomes that of the first agent.
+        name: the transport's name, which the first agent gets, too.
         options: the backend and its parameters.
 
     Attributes:
-        first: the agent with the transport's name. Peers reach memory through it, it carries all
-            notifications, and it posts transfers until ``Agent.must_not_post``.
+        first: the agent with the transport's name. Peers reach memory through it, and it carries
+            all notifications. It posts all transfers until its ``must_not_post`` is true; from then
+            on the second agent posts them.
 
     Raises:
         DriverError: as ``Agent``.
@@ -65,14 +67,14 @@ class AgentPair:
         self._lock = threading.Lock()
 
     def prepare(self, peer: NixlPeer, chunk: TransferChunk) -> Handle:
-        """Make a NIXL transfer of a chunk, by the agent that currently posts transfers.
+        """Make a NIXL transfer for the copies of a chunk, in the agent that posts transfers now.
 
         Args:
             peer: the peer to read from or write to.
-            chunk: the copies to move.
+            chunk: the copies to make.
 
         Raises:
-            PeerLostError: NIXL has dropped the peer, or does not load its metadata.
+            PeerLostError: NIXL has dropped the peer, or the agent cannot load the peer's metadata.
             TransportError: NIXL refuses, or the second agent cannot be made.
         """
         if peer.lost:
@@ -106,7 +108,7 @@ class AgentPair:
         """Deregister memory from every agent.
 
         Raises:
-            TransportError: an agent refuses; the other agent has deregistered the memory.
+            TransportError: an agent refuses; the other agent has been asked all the same.
         """
         with self._lock:
             self._deregister(registration)

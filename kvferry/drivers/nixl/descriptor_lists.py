@@ -1,7 +1,7 @@
 """Turn a batch of copies into arrays for NIXL.
 
-There are two arrays (``Rows``), of the local and of the remote ranges, for each pair of a local and
-a remote memory kind.
+The copies with the same memory kinds (local and remote) are described by two arrays (``Rows``): one
+of their local ranges, and one of their remote ranges.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ _SMALLEST = 4096
 
 
 class DescriptorLists:
-    """The arrays that describe a batch to NIXL.
+    """Describe batches of copies to NIXL, one batch after another, in the same two arrays.
 
-    The arrays are reused for batch after batch: NIXL copies them, and fresh memory is slow to
-    touch.
+    The arrays are reused because touching fresh memory is slow. NIXL copies them, so it does not
+    see the reuse.
     """
 
     def __init__(self) -> None:
         self._reserve(_SMALLEST)
 
     def chunks(self, copies: Copies, most: int | None = None) -> Iterator[tuple[Kinds, Rows, Rows]]:
-        """Cut a batch into chunks, each of which goes between one local and one remote memory kind.
+        """Cut a batch into chunks, each with one memory kind locally and one at the peer.
 
         Copies of 0 bytes are left out, so there may be no chunk at all.
 
@@ -74,7 +74,7 @@ class DescriptorLists:
 
         Args:
             copies: the batch.
-            devices: the pairs of local and remote device index of the batch's segments.
+            devices: the pairs of local and remote device index that occur in the batch.
         """
         if len(devices) == 1:
             (self._devices,) = devices

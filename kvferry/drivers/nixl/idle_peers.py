@@ -14,7 +14,7 @@ MAX_IDLE = 64
 
 
 class IdlePeers:
-    """The last ``MAX_IDLE`` peers that were disconnected without a failure.
+    """The last ``MAX_IDLE`` peers that were disconnected without a failure; NIXL still knows them.
 
     Several threads may use one object at once.
     """
@@ -24,14 +24,14 @@ class IdlePeers:
         self._lock = threading.Lock()
 
     def add(self, peer: NixlPeer) -> None:
-        """Keep a disconnected peer, all transfers with which have succeeded.
+        """Keep a peer that was disconnected without a failure, so that NIXL still knows it.
 
-        If there are more than ``MAX_IDLE`` idle peers then, have NIXL forget the one that was added
+        If there are now more than ``MAX_IDLE`` idle peers, NIXL forgets the one that was added
         first.
 
-        The driver does not have NIXL forget every peer that is disconnected, because that would
-        leak sockets: NIXL closes a connection's sockets only when one of the two processes ends,
-        and opens new sockets when it loads the peer's metadata again.
+        If NIXL forgot every disconnected peer, sockets would leak: NIXL closes a connection's
+        sockets only when one of the two processes ends, and opens new sockets when it loads the
+        metadata of a forgotten peer again.
         """
         with self._lock:
             self._peers[peer.name] = peer
@@ -39,15 +39,14 @@ class IdlePeers:
                 self._peers.popitem(last=False)[1].remove_remote()
 
     def connect(self, peer: NixlPeer, agent: Agent) -> None:
-        """Have an agent load a peer's metadata, and remove the peer from the idle ones.
+        """Have an agent load a peer's metadata. If the peer was idle, it is idle no longer.
 
         Args:
             peer: the peer, as its address describes it.
             agent: the agent of this side that loads the metadata.
 
         Raises:
-            ConnectError: NIXL refuses the metadata. All agents of this side have forgotten the
-                peer.
+            ConnectError: NIXL refuses the metadata. No agent of this side knows the peer any more.
         """
         with self._lock:
             known = self._peers.pop(peer.name, None)

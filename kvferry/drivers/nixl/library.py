@@ -32,12 +32,12 @@ _patience = threading.Lock()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NixlLibrary:
-    """An imported NIXL.
+    """The imported Python package of NIXL.
 
     Attributes:
-        package: the name of the imported package.
-        version: the version of its distribution.
-        api: its module ``_api``, which has the agent class.
+        package: the package's name.
+        version: the version of the package's distribution.
+        api: the package's module ``_api``, which has the agent class.
         errors: the exceptions that NIXL's calls can raise.
         lost: the exception that means that the peer is gone.
         unknown: the exception that means that NIXL does not know, or no longer knows, an agent or

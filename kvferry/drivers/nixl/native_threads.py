@@ -22,9 +22,9 @@ _TICK = 1 / os.sysconf("SC_CLK_TCK")
 
 
 class NativeThreads:
-    """The threads that a library has started.
+    """The threads that a library starts: all that start within the context of ``starting``.
 
-    Other threads of the process that started at the same time are among them.
+    Threads that other parts of the process start in that time are among them.
     """
 
     def __init__(self) -> None:
@@ -32,7 +32,7 @@ class NativeThreads:
 
     @contextmanager
     def starting(self) -> Iterator[None]:
-        """Watch the threads of this process that start within the context."""
+        """Add to this object the threads of this process that start within the context."""
         before = set(os.listdir(_TASKS))
         yield
         self._ids |= set(os.listdir(_TASKS)) - before
@@ -50,8 +50,8 @@ class NativeThreads:
     def wait_idle(self, deadline: float) -> bool:
         """Wait until the copies that the threads are making now have ended.
 
-        A thread's copy has ended when the thread sleeps, has ended, or has run for longer than a
-        copy takes; time in which it waits for a processor does not count.
+        A thread's copy has ended once the thread sleeps or has ended, or has used more processor
+        time since this call than any copy takes.
 
         Args:
             deadline: when to give up, by ``time.monotonic``.

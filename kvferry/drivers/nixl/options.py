@@ -93,7 +93,7 @@ class Plugins(Protocol):
 
 
 def parameters(options: NixlOptions, library: NixlLibrary, native: Plugins) -> dict[str, str]:
-    """Return the parameters to start the user's backend with: the user's and ``defaults``.
+    """Return the parameters to start a backend with: the user's, and ``defaults`` for the others.
 
     Args:
         options: the user's options.
@@ -144,7 +144,7 @@ def threads(started: Mapping[str, str]) -> int:
 
 
 def without_threads(options: NixlOptions) -> NixlOptions:
-    """Return the options for an agent that has no threads besides its progress thread."""
+    """Return the options, changed so that the backend has only its progress thread."""
     return msgspec.structs.replace(
         options, backend_options={**options.backend_options, "num_threads": 0}
     )

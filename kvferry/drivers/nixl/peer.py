@@ -20,7 +20,7 @@ class NixlPeer:
     that changes when the range is registered anew (see ``registrations``).
 
     Attributes:
-        name: the name of the peer's transport, which is also its agent's.
+        name: the name of the peer's transport, and of its NIXL agent.
         itself: whether the peer is this transport; NIXL then needs no metadata.
         regions: the regions that the peer has registered, according to its last address.
         metadata: the metadata of the peer's agent, which NIXL reads.
@@ -29,7 +29,7 @@ class NixlPeer:
         keys: the keys of the spans in ``metadata``.
         loaded: for each agent of this side that has loaded metadata of the peer, the keys of the
             spans that were in the metadata it loaded last.
-        lost: whether NIXL has dropped the peer.
+        lost: whether NIXL has dropped the peer, as it does when the connection breaks.
         failed: whether a transfer with the peer has failed.
     """
 
@@ -51,7 +51,8 @@ class NixlPeer:
     def load_metadata(self, agent: Agent) -> None:
         """Have an agent of this side load ``metadata``.
 
-        Does nothing if the agent has loaded metadata with the same spans before.
+        Does nothing if the metadata that the agent loaded last has the same spans, or if the peer
+        is this transport.
 
         Raises:
             ConnectError: NIXL refuses the metadata, or it is the metadata of another agent.

@@ -34,8 +34,8 @@ class RegisteredSpan:
 
     Attributes:
         whole: the range of memory.
-        key: a number that this transport gives to no other span and to no later registration of
-            this one, so that peers notice when memory was registered anew.
+        key: a number of this registration, which the transport never uses again: if the span is
+            registered anew, it gets another key, by which peers notice.
         registration: the registrar's handle.
         users: the registered regions that lie in the span.
     """
@@ -47,9 +47,10 @@ class RegisteredSpan:
 
 
 class Registrations:
-    """The spans of one transport, and the regions that lie in them.
+    """The regions that one transport has registered, and the spans in which they lie.
 
-    Iterating yields the spans; ``in`` tells whether a region is registered.
+    A *span* is a range that is registered with NIXL; spans do not overlap. Iterating yields the
+    spans; ``in`` tells whether a region is registered.
 
     Args:
         registrar: registers and deregisters the spans with NIXL.
@@ -72,15 +73,17 @@ class Registrations:
         return self._spans.keys()
 
     def add(self, region: Region, used: Collection[Region]) -> None:
-        """Register a region: in an existing span, in a new one, or in a larger, merged one.
+        """Register a region, and with NIXL a new span if no span contains the region.
+
+        If the region overlaps spans and reaches beyond them, the new span replaces these spans.
 
         Args:
             region: the region to register; the caller has made sure that it is not registered.
             used: the local regions of this side's unfinished transfers.
 
         Raises:
-            TransportError: NIXL refuses, or a span would have to be merged into a larger one while
-                one of its regions is in ``used``.
+            TransportError: NIXL refuses, or a span would have to be replaced while one of its
+                regions is in ``used``.
         """
         touched = [span for span in self if _overlap(span.whole, region)]
         within = next((span for span in touched if span.whole.contains(region)), None)

@@ -26,10 +26,10 @@ class NixlTransfer:
 
     All copies of a chunk go between the same two memory kinds.
 
-    The transfer is FAILING from its first error on. When a chunk fails, NIXL does not report when
-    the copies that it had begun have ended, so the transfer becomes FAILED only by ``settle``. It
-    is FAILED at once if none of its chunks runs: if a chunk could not be prepared, or only the
-    notification failed.
+    The transfer is FAILING from its first error on. NIXL does not report when the copies of a
+    failed chunk have ended, so the transfer becomes FAILED only by ``settle``. It is FAILED at once
+    only if no copy can be under way: if a chunk could not be prepared while no other chunk was
+    running, or if only the notification failed.
 
     Attributes:
         peer: the connection to the peer.
@@ -99,7 +99,7 @@ class NixlTransfer:
             self.status = Status(state=State.FAILED, error=self.status.error)
 
     def release(self) -> list[TransportError]:
-        """Release the handles of all chunks that are posted or failed.
+        """Release the handles of all chunks that are running or have failed.
 
         Returns:
             The errors of the handles that NIXL did not release; empty if it released all.
@@ -115,7 +115,7 @@ class NixlTransfer:
         return failed
 
     def _post_some(self) -> None:
-        """Post chunks until ``AT_ONCE`` are running, one fails, or none waits."""
+        """Post waiting chunks so that at most ``AT_ONCE`` are running; stop at the first error."""
         for _ in range(AT_ONCE - len(self.running)):
             if not self.waiting:
                 break

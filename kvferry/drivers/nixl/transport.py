@@ -58,9 +58,9 @@ class NixlTransport(BaseTransport[None, NixlPeer, NixlPeer, NixlTransfer]):
     chunk's bytes while it posts the chunk. NIXL's threads go on with posted chunks and serve peers;
     ``poll`` posts the other chunks, and the ``poll`` that finds that all bytes have landed sends
     the notification. A transfer of which a chunk failed stays FAILING until ``disconnect``, because
-    NIXL does not report when the rest of that chunk has ended. Transfers cannot be cancelled,
-    because NIXL does not wait until what it cancels has ended; ``disconnect`` waits until posted
-    chunks have ended.
+    NIXL does not report when the other copies of that chunk have ended. Transfers cannot be
+    cancelled, because NIXL does not wait for the end of a transfer that it cancels; ``disconnect``
+    waits until posted chunks have ended.
 
     Not usable in a forked child.
 
@@ -263,7 +263,7 @@ class NixlTransport(BaseTransport[None, NixlPeer, NixlPeer, NixlTransfer]):
     # How transfers and connections end.
 
     def _drained(self, transfers: Sequence[NixlTransfer]) -> bool:
-        """Make progress until NIXL reports for every chunk of these transfers that it has ended.
+        """Make progress until every chunk of these transfers has ended, according to NIXL.
 
         Returns:
             Whether all chunks ended within ``grace_seconds``.
@@ -350,9 +350,9 @@ class NixlTransport(BaseTransport[None, NixlPeer, NixlPeer, NixlTransfer]):
             theirs: the peer's address.
 
         Returns:
-            The data for connecting to the agent, by NIXL's names of backends; empty if this side's
-            NIXL writes metadata in a format that ``agent_metadata`` does not know, which is then
-            not checked.
+            The data for connecting to the agent, by NIXL's names of backends. If this side's NIXL
+            writes metadata in a format that ``agent_metadata`` does not know, the peer's metadata
+            is not checked, and the result is empty.
 
         Raises:
             ConnectError: the metadata has a format that NIXL does not write, or is that of another
@@ -384,9 +384,9 @@ class NixlTransport(BaseTransport[None, NixlPeer, NixlPeer, NixlTransfer]):
 
 
 def _note_failure(transfer: NixlTransfer) -> None:
-    """Mark a transfer's peer as failed if the transfer has an error, and as lost if NIXL lost it.
+    """If a transfer has an error, mark its peer as failed; if NIXL lost the peer, as lost, too.
 
-    A peer that is marked is not kept as an idle peer when it is disconnected.
+    A marked peer does not become an idle peer (see ``IdlePeers``) when it is disconnected.
     """
     error = transfer.status.error
     if error is not None:
