@@ -51,7 +51,7 @@ def main() -> None:
 
 
 def _refused(error: KVFerryError) -> int:
-    """Print an error on stderr, and return the exit status."""
+    """Print an error on stderr, and return 1, the exit status of a failed command."""
     typer.echo(f"kvferry: {error}", err=True)
     return 1
 
@@ -59,8 +59,8 @@ def _refused(error: KVFerryError) -> int:
 def _leave_after(run: Callable[[], int | None]) -> NoReturn:
     """Run a command that loads drivers, and end the process with its exit status.
 
-    Exit handlers are not run: those of some transport libraries crash, long after all work, and the
-    exit status would be that of the crash.
+    Exit handlers are not run: some transport libraries crash in theirs, after the command has done
+    its work, and the process would then end with the status of the crash.
 
     Args:
         run: The command; returns its exit status, or ``None`` for 0.
@@ -211,11 +211,11 @@ def keygen(
         ),
     ] = None,
 ) -> None:
-    """Make the keys and the secret that keep strangers out.
+    """Make the keys that encrypt side channels, and the secret that signs tickets.
 
-    Writes a pair of keys for each engine, with which side channels are encrypted and engines
-    recognise each other, and one secret for all engines, with which tickets are signed. Prints what
-    to configure on each engine. All files are for their owner only, and no file is overwritten.
+    Writes a pair of keys for each engine, by which engines also recognise each other, and one
+    secret for all engines. Prints what to configure on each engine. Only the owner can read the
+    files, and no file is overwritten.
     """
     from kvferry.cli.keygen import run
 
