@@ -33,7 +33,7 @@ class OtherThread:
 
     Attributes:
         call: The function to call.
-        wrong: The exception that the function raised, if it raised one.
+        wrong: A list of the exception that the function raised; empty if it raised none.
         began: When the call began, by ``time.monotonic``.
         ended: When the call ended, by ``time.monotonic``; 0 until then.
     """
@@ -66,7 +66,7 @@ class OtherThread:
 class ConcurrentConnectTests(ContractSettings):
     """One thread connects and disconnects while another makes all other calls.
 
-    The tests pass at once if the capabilities lack ``concurrent_connect``.
+    The tests pass without a check if the capabilities lack ``concurrent_connect``.
     """
 
     def test_peers_come_and_go_beside_transfers(
