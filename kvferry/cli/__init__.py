@@ -132,7 +132,7 @@ def demo(
     """Move a KV cache between engines of different shape, and check every byte.
 
     A prefill engine of two processes computes requests, and a decode engine (this process) pulls
-    them: with real side channel, tickets, holds and fences, but without a model. Prints what was
+    them. Side channel, protocol and driver are real; only the model is missing. Prints what was
     moved, and how fast compared with a plain memcpy. Exit status 0 only if every byte is right.
 
     A cache of any shape can be moved into any other: try --prefill 3/HND/16 --decode NHD/48.
@@ -160,7 +160,7 @@ def doctor(
     curve_peer: CurvePeer = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
-    """Say what this machine can do for a hand-over, and what to change.
+    """Check whether this machine can move KV cache, and say what to change.
 
     Tries what can be tried: loads every driver, lets one process read another's memory, binds a
     side channel and reaches it. Looks up the rest: limits, NICs, GPUs, what UCX found. With --host
@@ -187,7 +187,8 @@ def health(
     """Ask a running engine for its problems: exit status 0 if it has none.
 
     For a readiness probe. The engine answers if its side channel is up, and lists the problems that
-    its ranks find: a transport that failed, or pages that are quarantined.
+    its ranks find: a transport that failed, or pages that are quarantined (not reused while bytes
+    of a failed read may still arrive in them).
     """
     from kvferry.cli.health import run
     from kvferry.cli.keys import keys_of

@@ -48,7 +48,7 @@ class Fault(enum.Enum):
     """What goes wrong with one transfer, or one notification."""
 
     DELAY = "delay"
-    """The transfer stays PENDING for ``Schedule.polls`` polls after it has ended."""
+    """The transfer stays PENDING for ``Schedule.polls`` polls after the wrapped one has ended."""
     FAIL = "fail"
     """No byte moves, and the transfer is FAILED."""
     TRUNCATE = "truncate"
@@ -61,10 +61,10 @@ class Fault(enum.Enum):
     contract lets notifications get lost.)"""
     LIE = "lie"
     """The first half of the copies moves, the notification is sent, and the transfer is DONE. No
-    driver may do that; the fault is for tests of what has to detect it."""
+    driver may do that; the fault is for tests of code that must detect such a driver."""
     DIE = "die"
-    """The wrapped transport is closed: its peers lose it, its own transfers fail, and ``connect``
-    refuses."""
+    """The wrapped transport is closed: its peers lose the connection, its own transfers fail, and
+    ``connect`` refuses."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

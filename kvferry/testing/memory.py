@@ -93,7 +93,7 @@ class CpuBuffer(Buffer):
 class SharedBuffer(CpuBuffer):
     """The memory of a file, which several processes can map.
 
-    So a test can inspect memory that another process has registered while that process is stopped.
+    So a test can inspect the memory of another process even while that process is stopped.
 
     Args:
         path: The file, which must have at least ``nbytes`` bytes.

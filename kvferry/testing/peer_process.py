@@ -26,9 +26,9 @@ from kvferry.core.transport.copies import Copies
 from kvferry.testing.memory import Bytes, allocate, imported, pattern
 
 _TURN_SECONDS = 0.002
-"""How often a transport without ``background_progress`` is polled."""
+"""Seconds between two polls of a transport without ``background_progress``."""
 _STAY_SECONDS = 300
-"""After how many seconds a forked child ends that the test has not killed."""
+"""Seconds after which a forked child ends by itself, if the test has not killed it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

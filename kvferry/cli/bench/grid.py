@@ -15,7 +15,7 @@ from kvferry.core.memory import I64Array, Region
 from kvferry.core.transport.copies import Copies, Segment
 
 SIZES, BLOCKS = "1M,16M,64M", "4K,64K,1M"
-"""The defaults of ``--size`` and ``--block``."""
+"""The default values of ``--size`` and ``--block``."""
 
 LARGEST = 1 << 36
 """Largest size of a transfer or block, in bytes."""

@@ -25,7 +25,7 @@ ROUNDS = (3, 1000)
 DEADLINE_SECONDS = 120.0
 """Seconds after which a transfer counts as hanging."""
 BUSY_SECONDS = 0.001
-"""Seconds for which a transfer is polled without pause."""
+"""Seconds after a transfer's start in which the transfer is polled without pause."""
 
 FAR, NEAR = 1, 2
 """Seeds of the content of the two buffers."""

@@ -142,7 +142,7 @@ def _ticket(pipe: Connection, advance: report.Advance) -> Ticket:
 
 
 def _transport(driver: str) -> Transport:
-    """Return a transport of a driver, which must be able to read CPU memory.
+    """Return a new transport of a driver; the driver must be able to read CPU memory.
 
     Raises:
         DemoError: The driver cannot read CPU memory.

@@ -43,7 +43,7 @@ PACE_SECONDS = 0.02
 
 
 class Rank:
-    """The worker of a rank: a cache and its endpoint.
+    """The worker of a rank: a cache, and the endpoint that serves the cache's pages.
 
     Args:
         spec: The setup of the engine.
@@ -152,7 +152,7 @@ class Lead:
 
 
 def lead(control: Connection, others: Sequence[Connection]) -> None:
-    """Run rank 0: start the engine, compute all requests, and hold them until they are read.
+    """Run rank 0: start the engine, compute all requests, and keep their pages until they are read.
 
     Args:
         control: The pipe to the command's process.

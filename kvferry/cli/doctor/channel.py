@@ -22,7 +22,7 @@ from kvferry.core.messages import (
 
 LOOPBACK = "127.0.0.1"
 ELSEWHERE = "192.0.2.1"
-"""An unused address (RFC 5737), to ask the kernel which local address a route there starts from."""
+"""An unused address (RFC 5737); the kernel is asked for the local address of the route to it."""
 SECONDS = 5.0
 ENGINE = "kvferry-doctor"
 
@@ -109,7 +109,7 @@ def running(host: str, port: int, engine: str | None, keys: Keys = NONE) -> Find
 
 
 def _why(error: HandshakeError) -> str:
-    """Return an error's text without the side channel's address, which is the finding's name."""
+    """Return an error's text without the side channel's address: the finding's name has it."""
     return str(error.__cause__ or error)
 
 

@@ -22,7 +22,7 @@ SHARED_ENOUGH = 1 << 30
 
 
 def reading() -> Finding:
-    """Return the finding about reading another process, as the driver ``loopback`` does.
+    """Return the finding about reading another process's memory, as the driver ``loopback`` does.
 
     The check starts a child process that reads this process's memory. Where the kernel's Yama
     module restricts such reads, a child cannot read its parent unless the parent allows readers. So

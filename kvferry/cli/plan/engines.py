@@ -369,8 +369,9 @@ def check_spread(model: Model, settings: PlanSettings) -> None:
 def _groups(model: Model) -> list[list[int]]:
     """Return the layer indices of each cache group.
 
-    The layers of a group share block ids and have the same sliding window. If many more layers have
-    one window than another, the more frequent window has several groups, as in vLLM.
+    The layers of a group share block ids and have the same sliding window. If the most frequent
+    window has at least ``UNEVEN`` times as many layers as the rarest, vLLM splits its layers, and
+    those of other frequent windows, into several groups.
 
     Raises:
         EngineError: No layer of the model has a cache.

@@ -49,7 +49,7 @@ DTYPES: Mapping[str, str] = {
 }
 
 EVERY_TOKEN = frozenset({"full_attention", "attention", "chunked_attention"})
-"""Types of layers that keep every token; vLLM's layers with chunked attention do by default."""
+"""Types of layers that keep every token, as vLLM's chunked attention does by default."""
 WINDOWED = frozenset({"sliding_attention"})
 
 STATES = re.compile(

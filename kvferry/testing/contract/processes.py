@@ -36,7 +36,7 @@ class ProcessTests(ContractSettings):
         fails_in_time(lab, peer, lab.start(lab.an_op, peer, lab.whole(process)))
 
     def test_killed_before_a_transfer(self, lab: Workbench, process: Process, op: str) -> None:
-        """Transfers that start after the peer's death fail within ``known_within``; no byte moves.
+        """Transfers that start after the peer's death fail in ``known_within`` s; no byte moves.
 
         The test starts a small transfer, and a large one with a notification. An empty transfer
         may be DONE instead.

@@ -22,7 +22,7 @@ _NOTICED_SECONDS = 3.0
 
 
 class QuiescenceTests(ContractSettings):
-    """After every way in which a transfer can end, no byte of its memory changes any more.
+    """However a transfer ends, no byte of its memory changes after the end.
 
     When the transfer has ended, a test overwrites the memory of both sides with new bytes, polls
     for ``quiet_seconds``, and compares the memory with those bytes.

@@ -194,7 +194,7 @@ class RefusalTests(ContractSettings):
     def test_a_region_in_use_is_not_deregistered(
         self, lab: Workbench, shared_process: Process, op: str
     ) -> None:
-        """Until a transfer ends, the local regions of all its segments cannot be deregistered."""
+        """During a transfer, the regions of all its segments cannot be deregistered; others can."""
         peer = lab.transport.connect(shared_process.address())
         other, spare = (lab.buffer(MIB, lab.transport) for _ in range(2))
         small = batch(other.region, shared_process.region, [0], [0], [8])

@@ -105,7 +105,7 @@ class ContractSettings:
 
     @pytest.fixture
     def everywhere(self, lab: Workbench, shared_process: Process) -> list[TransportPeer]:
-        """A list with a peer of each kind that ``remote`` has."""
+        """A list with one peer of each kind that the fixture ``remote`` has."""
         return [LocalPeer(lab, lab.transport), LocalPeer(lab, lab.make()), shared_process]
 
     @pytest.fixture(params=["read", "write"])

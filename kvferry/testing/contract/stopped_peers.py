@@ -25,9 +25,9 @@ from kvferry.testing.peers import Process
 _UNDER_WAY_SECONDS = 0.5
 """How long to wait until some bytes of a transfer have arrived."""
 _PILES_UP_SECONDS = 0.1
-"""How long a transfer goes on after its peer was stopped."""
+"""How long a transfer sends to its stopped peer before the test continues."""
 _SOON_SECONDS = 1.0
-"""How long a cancelled transfer may take to be final without its peer."""
+"""How long to wait for a cancelled transfer's end before the stopped peer continues."""
 _MOST_BYTES = 64 << 20
 """About how many bytes of notifications are sent to a stopped peer at most."""
 _MOST_MESSAGES = 5000
