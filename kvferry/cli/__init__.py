@@ -51,7 +51,7 @@ def main() -> None:
 
 
 def _refused(error: KVFerryError) -> int:
-    """Print an error on stderr, and return the exit status."""
+    """Print an error on stderr, and return 1, the exit status of a failed command."""
     typer.echo(f"kvferry: {error}", err=True)
     return 1
 
@@ -59,8 +59,8 @@ def _refused(error: KVFerryError) -> int:
 def _leave_after(run: Callable[[], int | None]) -> NoReturn:
     """Run a command that loads drivers, and end the process with its exit status.
 
-    Exit handlers are not run: those of some transport libraries crash, long after all work, and the
-    exit status would be that of the crash.
+    Exit handlers are not run: some transport libraries crash in theirs, after the command has done
+    its work, and the process would then end with the status of the crash.
 
     Args:
         run: The command; returns its exit status, or ``None`` for 0.
@@ -132,7 +132,7 @@ def demo(
     """Move a KV cache between engines of different shape, and check every byte.
 
     A prefill engine of two processes computes requests, and a decode engine (this process) pulls
-    them: with real side channel, tickets, holds and fences, but without a model. Prints what was
+    them. Side channel, protocol and driver are real; only the model is missing. Prints what was
     moved, and how fast compared with a plain memcpy. Exit status 0 only if every byte is right.
 
     A cache of any shape can be moved into any other: try --prefill 3/HND/16 --decode NHD/48.
@@ -160,7 +160,7 @@ def doctor(
     curve_peer: CurvePeer = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
-    """Say what this machine can do for a hand-over, and what to change.
+    """Check whether this machine can move KV cache, and say what to change.
 
     Tries what can be tried: loads every driver, lets one process read another's memory, binds a
     side channel and reaches it. Looks up the rest: limits, NICs, GPUs, what UCX found. With --host
@@ -187,7 +187,8 @@ def health(
     """Ask a running engine for its problems: exit status 0 if it has none.
 
     For a readiness probe. The engine answers if its side channel is up, and lists the problems that
-    its ranks find: a transport that failed, or pages that are quarantined.
+    its ranks find: a transport that failed, or pages that are quarantined (not reused while bytes
+    of a failed read may still arrive in them).
     """
     from kvferry.cli.health import run
     from kvferry.cli.keys import keys_of
@@ -211,11 +212,11 @@ def keygen(
         ),
     ] = None,
 ) -> None:
-    """Make the keys and the secret that keep strangers out.
+    """Make the keys that encrypt side channels, and the secret that signs tickets.
 
-    Writes a pair of keys for each engine, with which side channels are encrypted and engines
-    recognise each other, and one secret for all engines, with which tickets are signed. Prints what
-    to configure on each engine. All files are for their owner only, and no file is overwritten.
+    Writes a pair of keys for each engine, by which engines also recognise each other, and one
+    secret for all engines. Prints what to configure on each engine. Only the owner can read the
+    files, and no file is overwritten.
     """
     from kvferry.cli.keygen import run
 

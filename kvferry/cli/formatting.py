@@ -28,7 +28,7 @@ def _three_digits(value: float) -> str:
 
 
 def numbers(values: Iterable[int]) -> str:
-    """Return numbers as text, runs of them as ranges, such as ``0-4, 6``.
+    """Return numbers as text, consecutive numbers as a range, such as ``0-4, 6``.
 
     Args:
         values: The numbers, in any order.

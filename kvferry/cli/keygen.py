@@ -24,10 +24,10 @@ def run(folder: Path, engines: Sequence[str]) -> None:
     """Write the keys of engines, and print the settings of each.
 
     Args:
-        folder: Where to write; created if it does not exist. Engines whose public keys are in the
-            folder already become peers of the new engines. A ticket secret that is in the folder
-            already is kept.
-        engines: Names of the engines, which are the names of their files without suffix.
+        folder: Where to write; created if it does not exist. If it has public keys of other
+            engines, the printed settings list those engines as peers. If it has a ticket secret,
+            that secret is kept.
+        engines: Names of the engines; the files of an engine have its name, with a suffix.
 
     Raises:
         SecretError: A name is refused, or a file exists already or cannot be written. No file was
@@ -71,7 +71,7 @@ def _check_names(engines: Sequence[str]) -> None:
 
 
 def _contents(folder: Path, engines: Sequence[str]) -> dict[Path, str]:
-    """Return the content of each file to write, by path.
+    """Make the keys, and a ticket secret if there is none; return each file's content by path.
 
     Args:
         folder: Where the files will be.
@@ -98,7 +98,7 @@ def _contents(folder: Path, engines: Sequence[str]) -> dict[Path, str]:
 
 
 def _write_all(contents: Mapping[Path, str]) -> None:
-    """Write all files; if one cannot be written, remove those that were.
+    """Write all files; if one cannot be written, remove those that were written before.
 
     Args:
         contents: The text of each file, by path.
@@ -121,7 +121,7 @@ def _write_all(contents: Mapping[Path, str]) -> None:
 
 
 def _instructions(folder: Path, engine: str) -> str:
-    """Return as text the settings to configure an engine with, for people.
+    """Return text that shows the settings with which to configure an engine.
 
     Args:
         folder: Absolute path of the folder with the keys.

@@ -35,7 +35,7 @@ def keys_of(secret_key: str, peer: str, environment: Mapping[str, str] = os.envi
         environment: The environment variables.
 
     Raises:
-        SecretError: Only one of the two keys is given, or one of the two is no key.
+        SecretError: Only one of the two keys is given, or one of them is not a valid key.
     """
     if not secret_key and not peer:
         return NONE

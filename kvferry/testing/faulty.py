@@ -2,8 +2,9 @@
 
     transport = FaultyTransport(LoopbackTransport(), Schedule(at={2: Fault.DOOM, 5: Fault.DIE}))
 
-The calls of ``read``, ``write`` and ``notify`` are counted together, from 0. So the third of them
-begins a transfer that is FAILING for a while and then FAILED, and at the sixth the transport dies.
+The calls of ``read``, ``write`` and ``notify`` are counted together, from 0. So the third call, if
+it starts a transfer, starts one that is FAILING for a while and then FAILED; at the sixth call the
+transport dies.
 Faults can also be random, by seed:
 
     Schedule(seed=7, rate=0.1, faults=(Fault.DELAY, Fault.FAIL))
@@ -47,7 +48,7 @@ class Fault(enum.Enum):
     """What goes wrong with one transfer, or one notification."""
 
     DELAY = "delay"
-    """The transfer stays PENDING for ``Schedule.polls`` polls after it has ended."""
+    """The transfer stays PENDING for ``Schedule.polls`` polls after the wrapped one has ended."""
     FAIL = "fail"
     """No byte moves, and the transfer is FAILED."""
     TRUNCATE = "truncate"
@@ -60,15 +61,15 @@ class Fault(enum.Enum):
     contract lets notifications get lost.)"""
     LIE = "lie"
     """The first half of the copies moves, the notification is sent, and the transfer is DONE. No
-    driver may do that; the fault is for tests of what has to detect it."""
+    driver may do that; the fault is for tests of code that must detect such a driver."""
     DIE = "die"
-    """The wrapped transport is closed: its peers lose it, its own transfers fail, and ``connect``
-    refuses."""
+    """The wrapped transport is closed: its peers lose the connection, its own transfers fail, and
+    ``connect`` refuses."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """Which calls get a fault.
+    """Which calls of a ``FaultyTransport`` get which fault.
 
     The calls of ``read``, ``write`` and ``notify`` are counted together, from 0.
 
@@ -77,7 +78,8 @@ class Schedule:
         seed: The seed of the random faults of all other calls.
         rate: The fraction of the other calls that get a random fault, 0 to 1.
         faults: The faults to choose from at random.
-        polls: For how many polls DELAY and DOOM hide that the wrapped transfer has ended.
+        polls: After the wrapped transfer has ended, for how many polls a transfer with DELAY stays
+            PENDING, and one with DOOM stays FAILING.
     """
 
     at: Mapping[int, Fault] = field(default_factory=dict)
@@ -109,7 +111,7 @@ class _Transfer:
     """A transfer and its fault.
 
     Attributes:
-        inner: The wrapped driver's id of the transfer; 0 if the transport was dead when it started.
+        inner: The id of the transfer in the wrapped transport; 0 if that had died before.
         peer: The id of the transfer's peer.
         regions: The local regions that the transfer uses.
         fault: The transfer's fault, or ``None``.
@@ -131,8 +133,8 @@ class FaultyTransport(Transport):
     Args:
         inner: The wrapped transport. This transport owns and closes it.
         schedule: Which calls get a fault; none by default.
-        quiescence: The quiescence in ``capabilities``; by default that of ``inner``. With
-            AFTER_DISCONNECT, a transfer with DOOM stays FAILING until ``disconnect``.
+        quiescence: The ``quiescence`` that ``capabilities`` report; by default that of ``inner``.
+            With AFTER_DISCONNECT, a transfer with DOOM stays FAILING until ``disconnect``.
     """
 
     interface_version: ClassVar[tuple[int, int]] = (1, 0)
@@ -193,8 +195,8 @@ class FaultyTransport(Transport):
         """Deregister memory, unless the transport has died.
 
         Raises:
-            TransportUsageError: An unfinished transfer uses the region, perhaps only because of its
-                fault; or the wrapped transport refuses.
+            TransportUsageError: An unfinished transfer uses the region (a fault may keep a transfer
+                unfinished longer than in the wrapped transport), or the wrapped transport refuses.
         """
         for transfer, one in self._transfers.items():
             if not one.status.state.final and region in one.regions and self._alive():
@@ -205,7 +207,7 @@ class FaultyTransport(Transport):
             self._inner.deregister(region)
 
     def address(self) -> bytes:
-        """Return the wrapped transport's address; after its death, the last that it had."""
+        """Return the wrapped transport's address; if it has died, its address before its death."""
         if self._alive() or self._last_address is None:
             return self._inner.address()
         return self._last_address
@@ -217,7 +219,7 @@ class FaultyTransport(Transport):
         return self._inner.connect(address)
 
     def disconnect(self, peer: PeerId) -> None:
-        """Disconnect from a peer, and make its transfers final, also those with a fault."""
+        """Disconnect from a peer, and end all transfers with the peer, also those with a fault."""
         if not self._alive():
             return
         self._inner.disconnect(peer)
@@ -231,13 +233,13 @@ class FaultyTransport(Transport):
         return self._inner.notifications() if self._alive() else []
 
     def notify(self, peer: PeerId, payload: bytes) -> None:
-        """Send a notification, unless the call's fault is DROP or the transport has died."""
+        """Send a notification, unless the schedule drops it or the transport has died."""
         fault = self._next_fault()
         if self._alive() and fault is not Fault.DROP:
             self._inner.notify(peer, payload)
 
     def cancel(self, transfer: TransferId) -> None:
-        """Cancel the wrapped transport's transfer, unless the transport has died."""
+        """Cancel the transfer in the wrapped transport, unless that has died."""
         record = self._record(transfer)
         if self._alive():
             self._inner.cancel(record.inner)
@@ -250,15 +252,15 @@ class FaultyTransport(Transport):
     # Transfers.
 
     def read(self, peer: PeerId, copies: Copies, notify: bytes | None = None) -> TransferId:
-        """Start a read with the call's fault, if it has one; see ``Transport.read``."""
+        """Start a read with the fault that the schedule has for it; see ``Transport.read``."""
         return self._start("read", peer, copies, notify)
 
     def write(self, peer: PeerId, copies: Copies, notify: bytes | None = None) -> TransferId:
-        """Start a write with the call's fault, if it has one; see ``Transport.write``."""
+        """Start a write with the fault that the schedule has for it; see ``Transport.write``."""
         return self._start("write", peer, copies, notify)
 
     def poll(self, transfers: Sequence[TransferId]) -> list[Status]:
-        """Return the statuses of transfers, changed by the transfers' faults."""
+        """Return the statuses of transfers as their faults change them."""
         records = [self._record(transfer) for transfer in transfers]
         if self._alive():
             self._inner.poll([])
@@ -267,11 +269,11 @@ class FaultyTransport(Transport):
         return [transfer.status for transfer in records]
 
     def forget(self, transfer: TransferId) -> None:
-        """Forget a final transfer.
+        """Forget a transfer that is DONE or FAILED.
 
         Raises:
-            TransportUsageError: The transfer is not final, perhaps only because of its fault; or
-                the transport has no transfer of this id.
+            TransportUsageError: The transfer is neither (its fault may be the only reason), or the
+                transport has no transfer of this id.
         """
         record = self._record(transfer)
         if self._alive():
@@ -305,11 +307,11 @@ class FaultyTransport(Transport):
         return number
 
     def _update(self, transfer: _Transfer, *, count: bool, disconnected: bool = False) -> None:
-        """Update the status of a transfer from that of the wrapped transfer and from its fault.
+        """Update a transfer's status from the wrapped transfer's status and the transfer's fault.
 
         Args:
             transfer: The transfer.
-            count: Whether this update counts as one of the ``Schedule.polls``.
+            count: Whether this update counts as a poll (see ``Schedule.polls``).
             disconnected: Whether the transfer's peer has just been disconnected.
         """
         if transfer.status.state.final:
@@ -338,9 +340,9 @@ class FaultyTransport(Transport):
         return fault
 
     def _alive(self) -> bool:
-        """Return whether to pass calls on to ``inner``: unless the transport has died.
+        """Return whether to pass a call on to ``inner``: False if the transport has died.
 
-        After ``close`` all calls are passed on, and ``inner`` refuses them.
+        After ``close`` all calls are passed on, so that ``inner`` refuses them.
         """
         return not self._dead or self._closed
 
@@ -358,7 +360,7 @@ class FaultyTransport(Transport):
 
 
 def _remaining_copies(copies: Copies, fault: Fault | None) -> Copies:
-    """Return the copies of a batch that a transfer with this fault still makes."""
+    """Return the copies that the wrapped transfer makes if the transfer has this fault."""
     if fault is Fault.FAIL:
         return replace(copies, nbytes=np.zeros_like(copies.nbytes))
     if fault not in (Fault.TRUNCATE, Fault.LIE):

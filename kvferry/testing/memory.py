@@ -93,7 +93,7 @@ class CpuBuffer(Buffer):
 class SharedBuffer(CpuBuffer):
     """The memory of a file, which several processes can map.
 
-    So a test can inspect the memory while the process that registered it is stopped.
+    So a test can inspect the memory of another process even while that process is stopped.
 
     Args:
         path: The file, which must have at least ``nbytes`` bytes.
@@ -163,7 +163,7 @@ class CudaBuffer(Buffer):
 
 
 def allocate(memory: str, nbytes: int) -> Buffer:
-    """Return a new buffer of zeros.
+    """Return a new buffer: of zeros, or of a file's bytes for ``shared:PATH``.
 
     Args:
         memory: ``cpu``, ``shared:PATH`` (a ``SharedBuffer`` of that file), ``cuda``,
@@ -214,7 +214,7 @@ def imported(name: str) -> Any:  # noqa: ANN401 - the caller knows its type
         name: A module and an attribute of it, joined by a colon.
 
     Raises:
-        ImportError: The module does not exist, or does not have the attribute.
+        ImportError: The module cannot be imported, or does not have the attribute.
     """
     module, _, attribute = name.partition(":")
     try:

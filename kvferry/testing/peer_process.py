@@ -1,7 +1,7 @@
-"""The child process of ``peers.Process``: it has a transport and a buffer, and obeys its parent.
+"""The child process of ``peers.Process``: has a transport and a buffer, and executes commands.
 
-Between commands it polls the transport, unless the driver serves peers without calls
-(``background_progress``).
+The parent process sends the commands. Between commands the child polls the transport, unless the
+driver makes progress without calls (``background_progress``).
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from kvferry.core.transport.copies import Copies
 from kvferry.testing.memory import Bytes, allocate, imported, pattern
 
 _TURN_SECONDS = 0.002
-"""How often a transport without ``background_progress`` is polled."""
+"""Seconds between two polls of a transport without ``background_progress``."""
 _STAY_SECONDS = 300
-"""After how many seconds a forked child ends that the test has not killed."""
+"""Seconds after which a forked child ends by itself, if the test has not killed it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +59,7 @@ class Seen:
     Attributes:
         sender: The name of the transport that sent it.
         payload: The notification's payload.
-        first: The first byte of the receiver's buffer, read when the receiver had just got the
+        first: The first byte of the receiver's buffer just after ``notifications`` returned this
             notification.
     """
 
@@ -143,11 +143,11 @@ class PeerServer:
             self.transport.notify(peer, payload)
 
     def start(self, op: str, peer: PeerId, copies: Copies, seconds: float) -> Status:
-        """Start a transfer, and return its status once it is not PENDING or the time is up.
+        """Start a transfer, and return its status when it is no longer PENDING, or time is up.
 
         Args:
             op: ``read`` or ``write``.
-            peer: The id of the transport to read from or write to.
+            peer: The id of the peer to read from or write to.
             copies: The copies to make.
             seconds: How long to wait at most.
         """
@@ -242,9 +242,9 @@ class PeerServer:
 def calls(
     transport: Transport, region: Region, peer: PeerId, copies: Copies
 ) -> dict[str, Callable[[], object]]:
-    """Return one call for each method that must refuse after ``close`` and in a forked child.
+    """Return functions that call methods which must raise after ``close`` and in a forked child.
 
-    Operations that the transport's capabilities lack are left out.
+    ``read``, ``write`` and ``notify`` are left out if the transport's capabilities lack them.
 
     Args:
         transport: The transport to call.
@@ -276,7 +276,7 @@ def calls(
 def serve(connection: Connection) -> None:
     """Execute the parent's commands until the parent closes the connection.
 
-    Each answer is a pair: True and the command's result, or False and its error.
+    Each answer is a pair: True and the command's result, or False and the exception.
 
     Args:
         connection: The connection to the parent. A ``PeerSetup`` arrives on it first.

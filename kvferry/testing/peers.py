@@ -1,4 +1,4 @@
-"""Peers of the transport under test, in processes of their own that tests kill and stop."""
+"""Peers of the transport under test, each in its own process, which tests can kill and stop."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _MAIN = "from kvferry.testing.peer_process import main; main()"
 
 
 class TransportPeer(Protocol):
-    """A peer: a transport with one buffer, which is registered."""
+    """A peer of the transport under test: a transport with one registered buffer."""
 
     @property
     def name(self) -> str:
@@ -58,7 +58,8 @@ class TransportPeer(Protocol):
 
         Args:
             count: For how many notifications to wait.
-            seconds: How long to wait at most; by default as long as the tests wait for anything.
+            seconds: How long to wait at most; by default the peer's own limit, which is
+                ``ContractSettings.patience`` in the conformance suite.
 
         Returns:
             At least ``count`` notifications, or fewer if the time is up before they arrive.
@@ -85,8 +86,8 @@ class Process:
         content: The buffer's initial content.
         name: The name of the peer's transport; set once the process has started.
         region: The whole buffer, as a region; set once the process has started.
-        meanwhile: If set, called repeatedly while a command runs: for transports of this process
-            that move nothing unless they are polled.
+        meanwhile: If set, called repeatedly while a command runs, to poll the transports of this
+            process that make progress only when polled.
         patience: How many seconds to wait for notifications by default.
 
     Raises:
@@ -166,7 +167,7 @@ class Process:
         self.process.wait()
 
     def stop(self) -> None:
-        """Send SIGSTOP and wait until the process has stopped or ended."""
+        """Send SIGSTOP, and wait until the process is stopped (suspended) or has ended."""
         self.process.send_signal(signal.SIGSTOP)
         os.waitid(os.P_PID, self.process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
 
@@ -215,15 +216,15 @@ class Process:
         self._connection.send(("notifications", (count, limit)))
 
     def expected(self) -> list[Seen]:
-        """Wait until the peer has what ``expect`` asked for, and return those notifications.
+        """Wait for the notifications that the last ``expect`` asked for, and return them.
 
-        There are fewer than ``expect`` asked for if its ``seconds`` were over before.
+        There may be fewer than ``count``, if ``expect``'s time was up before they arrived.
         """
         seen: list[Seen] = self._answer("notifications", 60.0)
         return seen
 
     def connect(self, address: bytes) -> PeerId:
-        """Let this peer's transport connect to an address, and return what ``connect`` returned."""
+        """Let this peer's transport connect to an address, and return the new peer's id there."""
         peer: PeerId = self.ask("connect", address)
         return peer
 
@@ -237,30 +238,32 @@ class Process:
         self.ask("notify", peer, list(payloads))
 
     def begin(self, op: str, peer: PeerId, copies: Copies, seconds: float = 20.0) -> None:
-        """Let this peer's transport start a transfer; ``ended`` waits for the outcome.
+        """Let this peer's transport start a transfer; call ``ended`` to wait for its status.
 
         Args:
             op: ``read`` or ``write``.
             peer: The id of the transport to read from or write to, which ``connect`` returned.
             copies: The copies to make; their local addresses are those of the peer's process.
-            seconds: How long the peer waits for the transfer's end.
+            seconds: How long the peer's process waits until the transfer is no longer PENDING.
         """
         self._connection.send(("start", (op, peer, copies, seconds)))
 
     def answered(self) -> bool:
-        """Return whether the command that ``begin``, ``expect`` or ``tell`` sent has ended."""
+        """Return whether the answer to ``begin``, ``expect`` or ``tell`` has arrived."""
         return self._connection.poll(0)
 
     def ended(self) -> Status:
-        """Wait for the transfer that ``begin`` started, and return its last status.
+        """Wait until the transfer of ``begin`` is no longer PENDING, and return its status.
 
-        The status is PENDING if the transfer took longer than ``seconds`` of ``begin``.
+        The status is PENDING if the ``seconds`` given to ``begin`` were over before.
         """
         status: Status = self._answer("start", 60.0)
         return status
 
     def fork(self, peer: PeerId, copies: Copies) -> list[str]:
-        """Let this peer's process fork, and call every method of its transport in the child.
+        """Let this peer's process fork; the child checks that the transport refuses its calls.
+
+        Only ``close`` must not be refused there, and must do nothing.
 
         Args:
             peer: The id of a connected transport, which ``connect`` returned.
@@ -287,7 +290,7 @@ class Process:
 
     # The answers are what the methods of ``PeerServer`` return, so their types differ.
     def ask(self, command: str, *args: object) -> Any:  # noqa: ANN401
-        """Execute a method of the ``PeerServer`` in the peer's process, and return its answer.
+        """Execute a method of the ``PeerServer`` in the peer's process, and return its result.
 
         Args:
             command: The method's name.
@@ -297,7 +300,7 @@ class Process:
         return self._answer(command, 60.0)
 
     def tell(self, command: str, *args: object) -> None:
-        """Start to execute a method of the ``PeerServer``, without waiting for its answer.
+        """Let the peer's process execute a method of ``PeerServer``; do not wait for the result.
 
         Args:
             command: The method's name.
@@ -332,10 +335,10 @@ class Process:
 
 
 class Spares:
-    """A supply of processes, each for one test.
+    """A supply of peers' processes, each for one test.
 
-    When the second process is taken, and each time after that, the supply starts the next process,
-    so that the next test need not wait for it.
+    From the second ``take`` on, each ``take`` also starts the process for the next one, so that the
+    next test need not wait for its start.
 
     Args:
         make: Starts a process without waiting until it has started.

@@ -1,8 +1,8 @@
 """``kvferry bench``: measure how fast a driver is here, compared with memcpy.
 
 There are two processes with a buffer each: this process reads or writes the buffer of the other
-one, in blocks of several sizes, in a row and scattered. Before a case is timed, it runs once and
-every byte that it moved is compared.
+one, in blocks of several sizes, in ascending order ("in a row") and in random order ("scattered").
+Before a case is timed, it runs once and every byte that it moved is compared.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def run(
         memory: Kind of both buffers, as ``kvferry.testing.memory.allocate`` takes it.
         seconds: For about how long to measure in total.
         as_json: Whether to print JSON instead of a table.
-        plot: File for a picture.
+        plot: File for a picture of the results; ``None`` for no picture.
 
     Returns:
         The exit status: 0, or 130 after Ctrl-C.
@@ -78,7 +78,7 @@ def _measured(
     Args:
         driver: Name of an installed driver.
         options: The driver's ``driver_options``.
-        grid: The cases.
+        grid: The cases to measure.
         memory: Kind of both buffers.
         seconds: For about how long to measure in total.
 
@@ -101,7 +101,7 @@ def _measured(
 
 
 def _one(bench: Bench, case: Case, seconds: float, show: report.Show) -> Result:
-    """Show that a case begins, and measure it for about ``seconds``."""
+    """Show the case's name with ``show``, and measure the case for about ``seconds``."""
     show(str(case))
     return bench.measure(case, seconds)
 

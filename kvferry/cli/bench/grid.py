@@ -15,7 +15,7 @@ from kvferry.core.memory import I64Array, Region
 from kvferry.core.transport.copies import Copies, Segment
 
 SIZES, BLOCKS = "1M,16M,64M", "4K,64K,1M"
-"""The defaults of ``--size`` and ``--block``."""
+"""The default values of ``--size`` and ``--block``."""
 
 LARGEST = 1 << 36
 """Largest size of a transfer or block, in bytes."""
@@ -38,7 +38,8 @@ class Case:
         op: ``read`` or ``write``.
         size: Bytes of the transfer, a multiple of ``block``.
         block: Bytes of each copy.
-        scattered: Whether the blocks are in random order on both sides; otherwise in a row.
+        scattered: Whether the copies take the blocks of each buffer in a random order of its own;
+            otherwise in ascending order on both sides.
     """
 
     op: str
@@ -51,18 +52,18 @@ class Case:
 
     @property
     def copies(self) -> int:
-        """The number of copies."""
+        """The number of copies in the transfer, one per block."""
         return self.size // self.block
 
     @property
     def order(self) -> str:
-        """The order of the blocks in memory, as text for people."""
+        """The order of the blocks as text: ``scattered`` (random) or ``in a row`` (ascending)."""
         return "scattered" if self.scattered else "in a row"
 
     def block_indices(self) -> tuple[I64Array, I64Array]:
-        """Return the block index of each copy on the local and on the remote side.
+        """Return for each copy the index of its block in the local and in the remote buffer.
 
-        A case always returns the same indices.
+        The random order of a scattered case is the same in every call.
 
         Returns:
             Two int64 arrays of shape (copies,): the local indices, and the remote ones.
@@ -76,8 +77,8 @@ class Case:
     def batch(self, local: Region, remote: Region) -> Copies:
         """Return the copies of this case, one per block, between two regions.
 
-        The blocks fill each region from its first byte; in a scattered case they are paired in
-        random order.
+        The blocks lie without gaps from the first byte of each region on. Each copy is between one
+        local and one remote block: those of equal index, or random pairs in a scattered case.
 
         Args:
             local: This process's region.
@@ -98,7 +99,7 @@ def cases(sizes: Sequence[int], blocks: Sequence[int], ops: Sequence[str]) -> li
     """Return the cases of all combinations of operation, size, block size and order of blocks.
 
     Sizes are rounded down to whole blocks. Combinations whose block is larger than the size are
-    left out. A size of a single block has one case, in a row, since nothing can be scattered.
+    left out. A size of a single block has no scattered case.
 
     Args:
         sizes: Bytes of the transfers.
@@ -138,7 +139,7 @@ def sizes_of(text: str, option: str) -> list[int]:
         option: The name of the command's option, for errors.
 
     Raises:
-        BenchError: A part is no size, or too large.
+        BenchError: A size in the text is malformed or too large.
     """
     return sorted({_size_of(part.strip(), option) for part in text.split(",")})
 

@@ -25,7 +25,7 @@ ROUNDS = (3, 1000)
 DEADLINE_SECONDS = 120.0
 """Seconds after which a transfer counts as hanging."""
 BUSY_SECONDS = 0.001
-"""Seconds for which a transfer is polled without pause."""
+"""Seconds after a transfer's start in which the transfer is polled without pause."""
 
 FAR, NEAR = 1, 2
 """Seeds of the content of the two buffers."""
@@ -36,7 +36,7 @@ Memcpy = Callable[[int], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """The result of a case.
+    """The measured times of a case.
 
     Attributes:
         case: The case that was measured.
@@ -62,7 +62,7 @@ class Result:
 
     @property
     def us_per_copy(self) -> float:
-        """Microseconds per copy."""
+        """The time of the transfer divided by its number of copies, in microseconds."""
         return self.seconds / self.case.copies * 1e6
 
     @property
@@ -91,11 +91,11 @@ class Bench:
             self._peer = transport.connect(far.address())
 
     def measure(self, case: Case, seconds: float) -> Result:
-        """Run a case once and compare every byte, and then measure the time of the case.
+        """Run a case once and compare every byte, then run it repeatedly and measure its time.
 
         Args:
             case: The case.
-            seconds: For about how long to repeat the case.
+            seconds: For about how long to repeat the case, within the limits of ``ROUNDS``.
 
         Raises:
             BenchError: A transfer failed, or a byte is wrong.
@@ -115,7 +115,7 @@ class Bench:
         )
 
     def _check(self, case: Case, copies: Copies) -> None:
-        """Run a case once, and compare every byte of the target with what it must be.
+        """Run a case once, and compare every byte of the target buffer with its expected value.
 
         Args:
             case: The case.
@@ -183,19 +183,21 @@ def _refuse(case: Case, status: Status, elapsed: float) -> None:
 
 
 def _pause(elapsed: float) -> None:
-    """Sleep briefly between two polls of a transfer, so that the driver can move the bytes.
+    """Sleep between two polls of a transfer, so that the driver's threads can use the CPU.
+
+    The sleep is 2 % of ``elapsed``, or none before ``BUSY_SECONDS``.
 
     Args:
-        elapsed: Seconds since the transfer began. The sleep is 2 % of that time, or none at first.
+        elapsed: Seconds since the transfer began.
     """
     time.sleep(0 if elapsed < BUSY_SECONDS else elapsed / 50)
 
 
 def _moved(source: Bytes, case: Case, taken: Any, put: Any) -> Bytes:  # noqa: ANN401 - indices
-    """Return the bytes that the target must contain after a case.
+    """Return the bytes that the target buffer must contain after a case.
 
     Args:
-        source: The source's bytes.
+        source: The bytes of the source buffer.
         case: The case.
         taken: (copies,) int64, the index of the source block of each copy.
         put: (copies,) int64, the index of the target block of each copy.

@@ -22,7 +22,7 @@ WIDTH, HEIGHT = 5.2, 4.0
 
 
 def draw(path: Path, title: str, results: Sequence[Result]) -> None:
-    """Write the picture, with a panel for each operation and order of blocks.
+    """Write the picture, with a panel for each combination of operation and order of blocks.
 
     Args:
         path: The file; its suffix says the format.
@@ -51,7 +51,7 @@ def draw(path: Path, title: str, results: Sequence[Result]) -> None:
 
 
 def _panel(axes: Axes, title: str, results: Sequence[Result]) -> None:
-    """Draw one panel: a line for each size of transfer, dotted for memcpy.
+    """Draw one panel: for each size of transfer a solid line, and a dotted one for memcpy.
 
     Args:
         axes: Where to draw.

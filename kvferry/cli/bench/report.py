@@ -88,7 +88,7 @@ def setup(driver: str, options: Mapping[str, object], memory: str, transport: Tr
 def progress(total: int) -> Iterator[Show]:
     """Show a progress bar while the ``with`` block runs, if stderr is a terminal.
 
-    Yields a function to call before each case.
+    Yields a function to call with the name of each case before the case is measured.
 
     Args:
         total: Number of cases.
@@ -160,7 +160,7 @@ def _digits(value: float) -> float:
 
 
 def _table(results: Sequence[Result]) -> Table:
-    """Return the results as a table, with an empty row between different transfers."""
+    """Return a table of the results, with an empty row where the operation or size changes."""
     table = Table(box=None, pad_edge=False)
     for heading in ("op", "order"):
         table.add_column(heading, no_wrap=True)
@@ -192,13 +192,13 @@ def _short(value: float) -> str:
 
 
 def check_plot(path: Path) -> None:
-    """Refuse a picture that cannot be drawn, before anything is measured.
+    """Refuse a file into which no picture can be drawn; called before anything is measured.
 
     Args:
         path: The file to draw.
 
     Raises:
-        BenchError: The picture cannot be drawn; says why.
+        BenchError: The picture cannot be drawn; the message says why.
     """
     if path.suffix.lower() not in FORMATS:
         raise BenchError(f"--plot {path}: the name must end in {', '.join(FORMATS)}")

@@ -43,8 +43,8 @@ def run(
     Args:
         megabytes: How much KV cache is transferred, in units of 10^6 bytes.
         driver: Name of an installed driver that reaches CPU memory.
-        prefill: Ranks, order and tokens per page of the prefill engine; see ``shape_of``.
-        decode: Order and tokens per page of the decode engine, which has one rank.
+        prefill: The prefill engine: ranks, order (HND or NHD), tokens per page; see ``shape_of``.
+        decode: The decode engine, which has one rank: order and tokens per page.
 
     Returns:
         The exit status: 0 if every byte was right, 1 if not, 130 after Ctrl-C.
@@ -142,7 +142,7 @@ def _ticket(pipe: Connection, advance: report.Advance) -> Ticket:
 
 
 def _transport(driver: str) -> Transport:
-    """Return a transport of a driver, which must be able to read CPU memory.
+    """Return a new transport of a driver; the driver must be able to read CPU memory.
 
     Raises:
         DemoError: The driver cannot read CPU memory.

@@ -63,14 +63,14 @@ class Pulled:
 
 
 class Decode:
-    """The decode engine: a cache filled with ``POISON``, and an endpoint.
+    """The decode engine: a cache in which every word is ``POISON`` at first, and an endpoint.
 
     Args:
         transport: The engine's transport; the endpoint closes it.
         driver: Name of the transport's driver.
         shape: How the engine stores the cache.
         requests: The requests that will be loaded.
-        lease: Lease of the holds in seconds; a load that takes longer fails.
+        lease: For how many seconds prefill holds a request's pages; a longer load fails.
 
     Attributes:
         pages: The ids of each request's pages.
@@ -124,7 +124,7 @@ class Decode:
         return Pulled(records=records, seconds=time.perf_counter() - begun)
 
     def pull_again(self, request: Request, ticket: Ticket) -> KVFerryError | None:
-        """Load with a used ticket, and return the error; ``None`` if the load succeeded."""
+        """Load a request again with its used ticket; return the error, ``None`` without one."""
         self._load(request, ticket)
         while True:
             self.endpoint.wait(WAIT_SECONDS)

@@ -55,7 +55,8 @@ class Shape:
 
     Attributes:
         tp: Number of tensor-parallel ranks, which share the heads.
-        order: ``HND`` (heads outside tokens) or ``NHD`` (tokens outside heads).
+        order: Order within a page: ``HND`` (all tokens of a head, then those of the next head) or
+            ``NHD`` (all heads of a token, then those of the next token).
         block: Tokens per page.
 
     Raises:
@@ -92,7 +93,7 @@ class Request:
     """A request of the demo.
 
     Attributes:
-        number: The request's number, which is also the seed of its prompt.
+        number: The request's number, which is also the seed of the random tokens of its prompt.
         tokens: Number of tokens in the prompt.
     """
 
@@ -129,7 +130,7 @@ def shape_of(text: str, tp: int | None = None) -> Shape:
 
 
 def requests_of(nbytes: int, count: int = 8) -> list[Request]:
-    """Return requests of increasing length that together fill a cache.
+    """Return requests of increasing length whose prompts together fill a cache.
 
     Args:
         nbytes: Size of the cache in bytes, rounded up to whole tokens.
@@ -159,7 +160,8 @@ def scattered_pages(shape: Shape, requests: Sequence[Request], seed: int) -> lis
 def make_cache(shape: Shape, rank: int, requests: Sequence[Request], fill: np.uint64) -> Words:
     """Return a rank's cache, an array of shape (layers, 2 for K and V, pages, ..., ``WORDS``).
 
-    The axes after the pages are (heads, tokens) if the order is HND, otherwise (tokens, heads).
+    The dots stand for (heads, tokens) if the order is HND, otherwise for (tokens, heads).
+    ``WORDS`` is the number of 8-byte words in one head of one token.
 
     Args:
         shape: How the engine stores the cache.
@@ -178,7 +180,7 @@ def layout_of(shape: Shape, rank: int, cache: Words) -> Layout:
     Args:
         shape: How the engine stores the cache.
         rank: The rank's index.
-        cache: The cache that ``make_cache`` returned; the layout only names its address.
+        cache: The cache that ``make_cache`` returned; the layout has only its address.
     """
     heads, page = shape.heads(rank), shape.page_bytes(rank)
     token, head = ROW_BYTES, shape.block * ROW_BYTES
@@ -288,7 +290,7 @@ def wrong_spare_bytes(cache: Words, used: Sequence[int]) -> int:
 
 
 def _differing(found: Words, right: Words) -> int:
-    """Return in how many bytes two arrays of one shape differ."""
+    """Return the number of bytes in which two arrays of equal shape differ."""
     if np.array_equal(found, right):
         return 0
     there = np.ascontiguousarray(found).view(np.uint8)

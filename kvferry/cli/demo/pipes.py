@@ -27,7 +27,7 @@ class Spec:
 
     Attributes:
         engine: The engine's id.
-        incarnation: The random number of this start of the engine.
+        incarnation: A random number that tells this start of the engine from other starts.
         driver: Name of an installed driver.
         shape: How the engine stores the cache.
         requests: The requests, in the order in which they are computed.
@@ -44,7 +44,7 @@ class Spec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Joined:
-    """A rank has started.
+    """The message that a rank has started.
 
     Attributes:
         pid: The id of the rank's process.
@@ -57,7 +57,7 @@ class Joined:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Started:
-    """The prefill engine has started.
+    """The message that the prefill engine has started.
 
     Attributes:
         pids: The ids of the ranks' processes, in rank order.
@@ -80,7 +80,7 @@ class DemoStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stepped:
-    """A rank's answer to a step: the requests that it reports as sent."""
+    """A rank's answer to a step: the requests whose pages it no longer holds ("sent")."""
 
     sent: frozenset[RequestId]
 

@@ -43,7 +43,7 @@ PACE_SECONDS = 0.02
 
 
 class Rank:
-    """The worker of a rank: a cache and its endpoint.
+    """The worker of a rank: a cache, and the endpoint that serves the cache's pages.
 
     Args:
         spec: The setup of the engine.
@@ -83,7 +83,9 @@ class Rank:
 
 
 class Lead:
-    """The engine's scheduler: hold requests, make tickets, release what all ranks report as sent.
+    """The engine's scheduler: picks holds, makes tickets, and counts the ends of holds.
+
+    A hold keeps a request's pages for decode; it is released when it has ended on every rank.
 
     Args:
         spec: The setup of the engine.
@@ -109,7 +111,7 @@ class Lead:
             server: The engine's side channel, which the ticket names.
 
         Raises:
-            DemoError: The request cannot be held.
+            DemoError: There is no hold for the request.
         """
         name = RequestId(request.name)
         self._holds.take_on(name)
@@ -134,7 +136,7 @@ class Lead:
         )
 
     def step(self, request: Request | None = None) -> None:
-        """Run one engine step on all ranks at once.
+        """Run one engine step on all ranks at once, and release holds that all ranks have ended.
 
         Args:
             request: The request to compute, if any.
@@ -150,7 +152,7 @@ class Lead:
 
 
 def lead(control: Connection, others: Sequence[Connection]) -> None:
-    """Run rank 0: start the engine, compute all requests, and hold them until they are read.
+    """Run rank 0: start the engine, compute all requests, and keep their pages until they are read.
 
     Args:
         control: The pipe to the command's process.

@@ -138,7 +138,7 @@ def rates(console: Console, pulled: Pulled, memcpy: float, prefill: Shape, decod
 
 
 def _rank(shape: Shape, rank: int, pid: int) -> tuple[str, ...]:
-    """Return the table cells of a rank, after the engine's name.
+    """Return the cells of a rank's table row, without the first cell, the engine's name.
 
     Args:
         shape: The shape of the rank's engine.

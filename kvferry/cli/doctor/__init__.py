@@ -1,4 +1,4 @@
-"""``kvferry doctor``: check what this machine can do for a hand-over, and what to change."""
+"""``kvferry doctor``: check whether this machine can move KV cache, and say what to change."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def run(
         The exit status: 1 if something is bad, 130 after Ctrl-C, otherwise 0.
 
     Raises:
-        DoctorError: Only one of host and port is given; or engine or keys without host and port.
+        DoctorError: Host and port are not given together, or engine or keys without them.
     """
     about = engine is not None or keys != NONE
     if (host is None) != (port is None) or (about and host is None):

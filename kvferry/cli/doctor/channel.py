@@ -1,4 +1,4 @@
-"""Check side channels: whether one can be bound and reached, and whether a running one answers."""
+"""Check side channels (TCP, for handshakes): one opened here, and that of a running engine."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from kvferry.core.messages import (
 
 LOOPBACK = "127.0.0.1"
 ELSEWHERE = "192.0.2.1"
-"""An unused address (RFC 5737), to ask the kernel which local address a route there starts from."""
+"""An unused address (RFC 5737); the kernel is asked for the local address of the route to it."""
 SECONDS = 5.0
 ENGINE = "kvferry-doctor"
 
@@ -42,7 +42,7 @@ def channels() -> Iterator[Finding]:
 
 
 def own_address() -> str | None:
-    """Return this host's address for other hosts, or ``None`` if it has none. Sends nothing."""
+    """Return the local address of the route to other hosts, ``None`` without one. Sends nothing."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((ELSEWHERE, 9))
@@ -109,15 +109,12 @@ def running(host: str, port: int, engine: str | None, keys: Keys = NONE) -> Find
 
 
 def _why(error: HandshakeError) -> str:
-    """Return the cause of an error as text.
-
-    The cause is without the side channel's address, which is in the finding's name.
-    """
+    """Return an error's text without the side channel's address: the finding's name has it."""
     return str(error.__cause__ or error)
 
 
 def _payload() -> RankPayload:
-    """Return the payload that a rank without a cache would publish."""
+    """Return a rank's handshake payload, with an empty layout, for the side channel to serve."""
     return RankPayload(
         oldest=OLDEST_PROTOCOL,
         newest=NEWEST_PROTOCOL,

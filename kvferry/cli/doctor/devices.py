@@ -92,7 +92,7 @@ def gpu(found: list[str], *, library: str = "libcuda.so.1") -> Finding:
 
 
 def direct(root: Path = Path("/")) -> Finding:
-    """Return the finding about whether a NIC can read GPU memory, for machines with both.
+    """Return the finding about the kernel modules with which NICs can read GPU memory.
 
     Args:
         root: The file system's root; another one in tests.

@@ -22,13 +22,11 @@ SHARED_ENOUGH = 1 << 30
 
 
 def reading() -> Finding:
-    """Return the finding about reading the memory of a process that is not the reader's child.
+    """Return the finding about reading another process's memory, as the driver ``loopback`` does.
 
-    The driver ``loopback`` reads another engine's memory in this way.
-
-    The check starts a child process that reads this process's memory. Yama, if it restricts reads
-    at all, forbids a process to read its parent, unless the parent allows readers, as engines do
-    and as this check does.
+    The check starts a child process that reads this process's memory. Where the kernel's Yama
+    module restricts such reads, a child cannot read its parent unless the parent allows readers. So
+    this process allows readers first, as engines do.
     """
     word = np.random.default_rng().integers(1, 1 << 62, 1, np.uint64)
     try:
@@ -59,7 +57,9 @@ def reading() -> Finding:
 
 
 def _read(pid: int, address: int) -> str:
-    """Return the child process's report: the word that it read, or why it could not read.
+    """Read a word of another process; return the word as text, or why it cannot be read.
+
+    The child process of ``reading`` calls this.
 
     Args:
         pid: The id of the process to read.
@@ -74,7 +74,7 @@ def _read(pid: int, address: int) -> str:
 
 
 def ptrace_scope(proc: Path = Path("/proc")) -> Finding:
-    """Return the finding about Yama's setting, which restricts reading other processes.
+    """Return the finding about Yama's ``ptrace_scope``, which restricts reading other processes.
 
     Args:
         proc: Where procfs is mounted; another folder in tests.

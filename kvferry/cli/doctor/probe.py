@@ -52,7 +52,7 @@ class Driver(Struct, frozen=True, kw_only=True):
 
 
 class Ucx(Struct, frozen=True, kw_only=True):
-    """A UCX that a driver has loaded, and the devices of each of its transports.
+    """A UCX library that a driver has loaded, and the devices of each of its transports.
 
     Attributes:
         driver: Name of the driver that loaded the library.
@@ -76,8 +76,8 @@ class Probed(Struct, frozen=True, kw_only=True):
 
     Attributes:
         drivers: The installed drivers.
-        ucx: The UCX libraries that the drivers loaded; some may be missing, because asking a
-            library for its devices can crash the process.
+        ucx: The UCX libraries that the drivers loaded. Some are missing if the process crashed
+            when it asked a library for its devices.
         trouble: Why there is no report (then both lists are empty); empty if there is a report.
     """
 
@@ -117,8 +117,8 @@ def probe() -> Probed:
 def main() -> None:
     """Write the report on every driver and UCX, and end without running exit handlers.
 
-    The report is written once with all drivers, and again after each UCX: the last complete line is
-    the report, even if a library crashes the process.
+    The first line has all drivers. After each UCX the whole report is written again, as a new line
+    with this UCX: if a UCX crashes the process, the last complete line is the report.
     """
     sys.stdout.flush()
     answer = os.dup(1)
@@ -191,7 +191,7 @@ def _loaded(name: str) -> Iterator[str]:
 
 
 def _transports(library: Any) -> Devices:  # noqa: ANN401 - a C library
-    """Return UCX's devices by transport, for one-sided transfers; empty if UCX does not start.
+    """Return the devices of each UCX transport for one-sided access; empty if UCX does not start.
 
     Args:
         library: The loaded libucp.

@@ -24,12 +24,12 @@ from kvferry.cli.plan.model import Model, read_model
 
 
 class _Side(NamedTuple):
-    """One of the two engines.
+    """One of the two engines, and the text that described it.
 
     Attributes:
         name: ``prefill`` or ``decode``.
         engine: The layouts of the engine's ranks.
-        source: The settings from which the layouts were computed, or the file that has them.
+        source: The settings from which the layouts were computed, or the JSON file that has them.
     """
 
     name: str
@@ -115,7 +115,7 @@ def _advice(model: Model | None, prefill: _Side, decode: _Side, estimate: Estima
         model: The model of both engines; ``None`` if no config file was named.
         prefill: The prefill engine.
         decode: The decode engine.
-        estimate: The estimate with these engines.
+        estimate: The reads and copies that a request takes between these engines.
     """
     one, other = prefill.source, decode.source
     if model is not None and isinstance(one, PlanSettings) and isinstance(other, PlanSettings):

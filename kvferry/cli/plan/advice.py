@@ -39,7 +39,7 @@ Other = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """Changed settings, and the copies that a request would then take.
+    """Settings to change, and the copies that a request would take with the changed settings.
 
     Attributes:
         prefill: The settings to change on the prefill engine, such as ``layout=LBHNC``; empty if
@@ -60,7 +60,7 @@ class Change:
 
     @property
     def effort(self) -> int:
-        """How much changes: 1 for one setting, 2 for several of one engine, 3 for both engines."""
+        """How much is changed: 1 for one setting, 2 for several of one engine, 3 for both."""
         return 3 if self.prefill and self.decode else 1 + ("," in self.prefill + self.decode)
 
 
@@ -71,8 +71,9 @@ class Advice:
     Attributes:
         reasons: Why copies are not larger, a sentence each.
         changes: Up to three changes: the best change of one setting, of several settings of one
-            engine, and of both engines. The first change at least halves the number of copies with
-            the present settings; each further change, that of the change before it.
+            engine, and of both engines. The first change at least halves the number of copies that
+            the present settings take. Each further change at least halves the number that the
+            change before it takes.
     """
 
     reasons: tuple[str, ...]
@@ -80,7 +81,7 @@ class Advice:
 
 
 def is_small(estimate: Estimate) -> bool:
-    """Return whether at least half of the copies are smaller than ``SMALL``.
+    """Return whether at least half of the copies are smaller than ``SMALL`` bytes.
 
     Args:
         estimate: The estimate of a request.
@@ -92,20 +93,20 @@ def is_small(estimate: Estimate) -> bool:
 def advise(model: Model, prefill: PlanSettings, decode: PlanSettings, estimate: Estimate) -> Advice:
     """Return advice for engines that were computed from a model and settings.
 
-    Other settings are tried with decode rank 0 only. For the changes that are advised, the copies
-    of all ranks are then counted.
+    For each change that is tried, only the copies of decode rank 0 are counted; for the changes
+    that are returned, those of all decode ranks.
 
     Args:
         model: The model of both engines.
         prefill: The settings of the prefill engine.
         decode: The settings of the decode engine.
-        estimate: The estimate with these settings.
+        estimate: The reads and copies that a request takes with these settings.
     """
     old, tokens = (prefill, decode), estimate.tokens
     engine = functools.cache(lambda settings: make_engine(model, settings, tokens))
 
     def counted(pair: Pair, ranks: Sequence[int] | None) -> ByteCounts:
-        """Count the copies with a pair of settings, on some decode ranks or (``None``) on all."""
+        """Count the copies with two engines' settings, on some decode ranks (``None``: on all)."""
         return estimate_reads(engine(pair[0]), engine(pair[1]), tokens, ranks).sizes
 
     changes: dict[Change, Pair] = {}
@@ -125,12 +126,12 @@ def advise(model: Model, prefill: PlanSettings, decode: PlanSettings, estimate: 
 
 
 def advise_alike(prefill: Engine, decode: Engine, estimate: Estimate) -> Advice:
-    """Return advice to make two engines equal, for engines whose settings are not known.
+    """Return advice for engines whose settings are not known: to make one equal to the other.
 
     Args:
         prefill: The prefill engine.
         decode: The decode engine.
-        estimate: The estimate with these engines.
+        estimate: The reads and copies that a request takes between these engines.
     """
     own = "the ranks, order and pages of {}"
     changes = [
@@ -143,7 +144,9 @@ def advise_alike(prefill: Engine, decode: Engine, estimate: Estimate) -> Advice:
 
 
 def _best(changes: Sequence[Change], now: ByteCounts) -> tuple[Change, ...]:
-    """Return the best change of each effort, without those that ``Advice.changes`` leaves out.
+    """Return the changes for ``Advice.changes``: of each effort the one with the fewest copies.
+
+    A change that does not halve the number of copies, as ``Advice.changes`` demands, is left out.
 
     Args:
         changes: All changes that were tried.
@@ -180,7 +183,7 @@ def _change(settings: tuple[str, str], sizes: ByteCounts) -> Change:
 def _candidates(prefill: PlanSettings, decode: PlanSettings) -> Iterator[tuple[Other, Other]]:
     """Yield the changes to try, as changed settings of prefill and of decode.
 
-    No engine can have some of these settings, and some equal the present settings.
+    Some yielded changes are impossible for any engine, and some equal the present settings.
 
     Args:
         prefill: The present settings of prefill.
@@ -204,9 +207,10 @@ def _candidates(prefill: PlanSettings, decode: PlanSettings) -> Iterator[tuple[O
 
 
 def _ordered(settings: PlanSettings, order: str) -> Other:
-    """Return the changed settings of an engine that is to store its cache in another order.
+    """Return the settings to change so that an engine stores its cache in another order of axes.
 
-    In orders in which kernels cannot split pages, the block size becomes that of the kernels.
+    If kernels split the engine's pages, and cannot do so in the new order, ``block_size`` becomes
+    ``kernel_block``.
 
     Args:
         settings: The present settings of the engine.
@@ -316,7 +320,7 @@ def _distribution(context: ContextParallel) -> str:
 
 
 def _shards_inside(f: Field) -> bool | None:
-    """Return whether the heads of a token are closer together in memory than the tokens of a head.
+    """Return whether a field's neighbouring heads are closer in memory than neighbouring tokens.
 
     ``None`` if there is only one head or one token.
     """

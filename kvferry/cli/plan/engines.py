@@ -1,9 +1,9 @@
 """Engines for ``kvferry plan``: their settings as text, and their layouts, computed or from JSON.
 
 Layouts are computed as vLLM 0.32 lays out memory (``v1/kv_cache_layout.py``,
-``create_kv_cache_views``). Each rank has one buffer, at whose start all groups begin. Its axes are
-(layers, blocks, heads, tokens, content), nested as the layout's name says. K of an entry is before
-its V.
+``create_kv_cache_views``). Each rank has one buffer, which all cache groups share from its start.
+The axes are (layers, blocks, heads, tokens, content), nested as the layout's name says. An entry,
+which is one head of one token, has its K before its V.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ class PlanSettings:
         pp: Number of pipeline-parallel ranks, which share the layers.
         dcp: Number of decode context-parallel ranks: tensor-parallel ranks that store the same
             heads, and over which a request's tokens are distributed.
-        interleave: How many consecutive tokens go to one of the ``dcp`` ranks.
-        block_size: Number of tokens in a page on one rank.
+        interleave: How many consecutive tokens one of the ``dcp`` ranks stores before the next.
+        block_size: Number of tokens in a page of one rank.
         layout: Order of memory, one of ``ORDERS``.
         kernel_block: Number of tokens in the blocks into which kernels split a page; 0 if kernels
             do not split pages.
@@ -164,7 +164,7 @@ def _order(option: str, value: str) -> str:
 
     Args:
         option: The name of the command's option, for errors.
-        value: The name or alias, in any case of letters.
+        value: The name or alias, in upper or lower case.
 
     Raises:
         SettingsError: There is no such order.
@@ -234,7 +234,7 @@ class Engine:
 
     Attributes:
         ranks: The layout of each rank.
-        coordinates: The coordinates of each rank; empty if unknown.
+        coordinates: The parallel indices (``pp``, ``tp``, ...) of each rank; empty if unknown.
         windows: The sliding window in tokens of each cache group, 0 for no window; may be empty if
             no group has a window.
 
@@ -264,9 +264,9 @@ class Engine:
         return self.windows[group] if self.windows else 0
 
     def first_token(self, group: int, tokens: int) -> int:
-        """Return the index of the first token that must be read for a request.
+        """Return the index of the first token to read for a request.
 
-        That is the first token to which the request's next token attends.
+        With a sliding window, that is the first token to which the request's next token attends.
 
         Args:
             group: The cache group's index.
@@ -325,7 +325,7 @@ def make_engine(model: Model, settings: PlanSettings, tokens: int) -> Engine:
     Args:
         model: The model.
         settings: The engine's settings.
-        tokens: Number of tokens of a request that must fit into the engine's cache.
+        tokens: Number of tokens of the largest request that the cache must have room for.
 
     Raises:
         EngineError: The model cannot be distributed over these ranks.
@@ -350,7 +350,7 @@ def check_spread(model: Model, settings: PlanSettings) -> None:
         settings: The engine's settings.
 
     Raises:
-        EngineError: Names the setting and the limit.
+        EngineError: There are too many ranks; the message names the setting and the limit.
     """
     tp, heads = settings.tp, model.kv_heads
     if model.attention_heads % tp:
@@ -369,8 +369,9 @@ def check_spread(model: Model, settings: PlanSettings) -> None:
 def _groups(model: Model) -> list[list[int]]:
     """Return the layer indices of each cache group.
 
-    The layers of a group share block ids and have the same window. If many more layers have one
-    window than another, vLLM splits them into several groups.
+    The layers of a group share block ids and have the same sliding window. If the most frequent
+    window has at least ``UNEVEN`` times as many layers as the rarest, vLLM splits its layers, and
+    those of other frequent windows, into several groups.
 
     Raises:
         EngineError: No layer of the model has a cache.
@@ -393,7 +394,7 @@ def _groups(model: Model) -> list[list[int]]:
 def _stage(layers: int, pp: int, rank: int) -> range:
     """Return the layer indices of a pipeline rank.
 
-    If the layers do not divide evenly, the ranks just before the last one get one layer more.
+    If n layers remain after an even division, the n ranks before the last one get one more each.
 
     Args:
         layers: Number of layers in the model.
@@ -407,7 +408,7 @@ def _stage(layers: int, pp: int, rank: int) -> range:
 
 
 class _Strides(NamedTuple):
-    """Strides of the logical axes, in bytes."""
+    """For each axis of a cache group's memory, the bytes from one index to the next."""
 
     layer: int
     block: int
@@ -417,13 +418,13 @@ class _Strides(NamedTuple):
 
 
 def _strides(settings: PlanSettings, shape: Sequence[int], block: int) -> _Strides:
-    """Return the strides of a cache group's memory.
+    """Return the strides in bytes of a cache group's memory.
 
     Args:
         settings: The engine's settings, with the order of the axes.
         shape: Numbers of layers, blocks, heads, tokens per block, and bytes per entry.
-        block: Bytes from one block to the next, used if blocks are outermost: then the blocks of
-            all groups are equally far apart.
+        block: Bytes from one block to the next, the same for all groups; used only if blocks are
+            the outermost axis.
     """
     stride, strides = 1, {}
     for name in reversed(settings.layout):
@@ -502,7 +503,7 @@ def _fields(
         layers: The indices of the group's layers on this rank.
         pages: Number of pages.
         heads: The range [first, last) of the KV heads on this rank.
-        block: Bytes from one page to the next if blocks are outermost in memory.
+        block: Bytes from one page to the next; used only if blocks are the outermost axis.
     """
     kernels, held = settings.kernels, heads[1] - heads[0]
     tokens = settings.block_size // kernels

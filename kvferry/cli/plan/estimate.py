@@ -64,10 +64,10 @@ class ByteCounts:
 
 
 def merged(all_sizes: Iterable[ByteCounts]) -> ByteCounts:
-    """Return the counts of several reads together.
+    """Return the sum of several counts of copies.
 
     Args:
-        all_sizes: The counts of each read.
+        all_sizes: The counts, such as those of several reads.
     """
     sizes = list(all_sizes)
     nbytes = np.concatenate([np.empty(0, np.int64), *(s.nbytes for s in sizes)])
@@ -84,7 +84,7 @@ class ReadEstimate:
 
     Attributes:
         decode: The index of the decode rank.
-        source: What the decode rank reads, and from which prefill rank.
+        source: The part of the decode rank's plan for the prefill rank.
         sizes: How many copies of which size one request takes.
     """
 
@@ -105,14 +105,15 @@ class ReadEstimate:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Estimate:
-    """The reads of one request.
+    """The reads that one request takes, and their copies.
 
     Attributes:
         tokens: Number of tokens in the request.
         reads: The reads, ordered by decode rank, then by prefill rank.
-        readers: For each prefill rank, how many decode ranks send it "done" when they have read.
-        told: For each prefill rank that no decode rank reads, the decode rank that sends it "done";
-            both by index.
+        readers: For each prefill rank, how many decode ranks send it "done": those that read it, or
+            the one in ``told``.
+        told: For the index of each prefill rank that no decode rank reads, the index of the decode
+            rank that sends it "done" nevertheless.
     """
 
     tokens: int
@@ -138,7 +139,7 @@ class Estimate:
         return tuple(read for read in self.reads if read.decode == rank)
 
     def told_by(self, rank: int) -> list[int]:
-        """Return the prefill ranks that nobody reads and to which a decode rank sends "done".
+        """Return the prefill ranks that no rank reads, and to which this decode rank sends "done".
 
         Args:
             rank: The index of the decode rank.
@@ -225,7 +226,7 @@ def _counted(
 
 
 def _pages(side: str, layout: Layout, tokens: int) -> tuple[Pages, ...]:
-    """Return the page list of each group, with descending ids so that no two copies are merged.
+    """Return a page list for each cache group, with descending ids: no two pages share a copy.
 
     Args:
         side: ``prefill`` or ``decode``, for errors.
@@ -250,15 +251,15 @@ def _pages(side: str, layout: Layout, tokens: int) -> tuple[Pages, ...]:
 
 
 def _span(group: Group) -> int:
-    """Return how many tokens of a request lie between the starts of consecutive pages."""
+    """Return how many tokens of a request lie between the first tokens of consecutive pages."""
     return max(1, group.block_tokens) * group.context.size
 
 
 def _stretches(source: Source, group: int, first: int, last: int) -> Iterator[tuple[int, int, int]]:
-    """Yield ranges of tokens whose copies, added up, are those of the tokens ``[first, last)``.
+    """Split the tokens ``[first, last)`` into ranges whose copies are to be counted.
 
-    Pages of both engines start at the same token once per period. Every whole period has the same
-    copies, so one whole period stands for all whole periods.
+    After every period of tokens, pages of both engines start at the same token. All whole periods
+    take equal copies, so the copies of one of them are counted, times the number of periods.
 
     Args:
         source: The part of a plan for one prefill rank.
@@ -267,7 +268,7 @@ def _stretches(source: Source, group: int, first: int, last: int) -> Iterator[tu
         last: The index after the last token to read.
 
     Yields:
-        (start, stop, times): the copies of the tokens ``[start, stop)`` count ``times`` times.
+        (start, stop, times): a range ``[start, stop)``, and how many times to count its copies.
     """
     kinds = [m.pairing for m in source.matches if m.local_group == group]
     if kinds[0].local.kind is GroupKind.STATE:

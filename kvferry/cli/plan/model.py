@@ -49,7 +49,7 @@ DTYPES: Mapping[str, str] = {
 }
 
 EVERY_TOKEN = frozenset({"full_attention", "attention", "chunked_attention"})
-"""Types of layers that keep every token; vLLM's layers with chunked attention do by default."""
+"""Types of layers that keep every token, as vLLM's chunked attention does by default."""
 WINDOWED = frozenset({"sliding_attention"})
 
 STATES = re.compile(
@@ -104,10 +104,10 @@ class Model:
 
     Attributes:
         layers: Number of layers, which pipeline ranks share.
-        windows: Sliding window in tokens by layer index, 0 for no window. Layers that share the
-            cache of another layer are left out.
+        windows: Sliding window in tokens by layer index, 0 for no window. It has no layer that
+            uses the cache of another layer.
         attention_heads: Number of query heads.
-        kv_heads: Number of KV heads; 1 for a latent, which every rank stores.
+        kv_heads: Number of KV heads; 1 if an entry is a latent (MLA), which every rank stores.
         parts: Parts of an entry (one head of one token) in order: name to number of elements.
         dtype: Element type, a key of ``ELEMENT_BYTES``.
         notes: Assumptions about what the file does not say, a sentence each.
@@ -194,9 +194,9 @@ def _parsed(file: Path) -> dict[str, Any]:
 
 
 def _flat(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the keys of a model, with those of a multimodal model's text model among them.
+    """Return a config file's keys, with the nested keys of a text model moved to the top level.
 
-    Where the whole model and its text model have the same key, the text model's value counts.
+    A multimodal model has such a text model. Its value counts if both levels have a key.
     """
     inner = next((config[name] for name in NESTED if isinstance(config.get(name), dict)), None)
     return config if inner is None else _flat({**config, **dict.fromkeys(NESTED), **inner})
@@ -261,7 +261,7 @@ def _head_dim(file: Path, config: _Config) -> int:
         config: The file's keys.
 
     Raises:
-        ModelError: The file does not say it, or the model has an encoder.
+        ModelError: The file does not say the number, or the model has an encoder.
     """
     if config.is_encoder_decoder:
         raise ModelError(f"{file} is of an encoder and a decoder: only decoders are drawn")

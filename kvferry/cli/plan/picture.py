@@ -50,7 +50,7 @@ class _Ribbon(NamedTuple):
 def draw_svg(
     path: Path, estimate: Estimate, prefill: tuple[Engine, str], decode: tuple[Engine, str]
 ) -> None:
-    """Draw an estimate, with ribbons as wide as their number of bytes.
+    """Draw which rank reads from which, as ribbons whose width is the number of bytes.
 
     Args:
         path: The SVG file.
@@ -95,14 +95,15 @@ def _centres(count: int, rows: int) -> list[float]:
 
     Args:
         count: Number of boxes.
-        rows: Number of boxes of the engine that has more, which fill the same height.
+        rows: Number of boxes of the engine that has more. The boxes of both engines fill the
+            height of this number.
     """
     each = rows * STEP / count
     return [rows * STEP - each * (rank + 0.5) for rank in range(count)]
 
 
 def _ribbons(estimate: Estimate, lefts: Sequence[float], rights: Sequence[float]) -> list[_Ribbon]:
-    """Return a ribbon for each read, as wide as its number of bytes.
+    """Return a ribbon for each read, whose width is proportional to the read's bytes.
 
     Args:
         estimate: The reads of one request.
@@ -135,7 +136,7 @@ def _stacked(
         scale: Height of a ribbon in inches per byte.
 
     Returns:
-        Bottom and top of each end, by the ``id`` of the read.
+        Bottom and top of each ribbon's end, by Python's ``id`` of its ``ReadEstimate``.
     """
     heights = [read.sizes.total * scale for read in reads]
     tops = [centre + sum(heights) / 2]
@@ -170,7 +171,7 @@ def _draw_ribbon(axes: Axes, ribbon: _Ribbon, colours: int) -> None:
 def _draw_told(
     axes: Axes, estimate: Estimate, lefts: Sequence[float], rights: Sequence[float]
 ) -> None:
-    """Draw a dashed line to each prefill rank that nobody reads, from the rank that sends "done".
+    """Draw a dashed line between each unread prefill rank and the decode rank that tells it "done".
 
     Args:
         axes: Where to draw.

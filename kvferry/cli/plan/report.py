@@ -112,7 +112,7 @@ def _reading(
 
 
 def print_served(console: Console, estimate: Estimate, prefill: Engine) -> None:
-    """Print for each prefill rank the decode ranks that read it, or that only send it "done"."""
+    """Print for each prefill rank which decode ranks read it, or only send it "done"."""
     table = Table(box=None, pad_edge=False)
     for heading in ("prefill rank", "holds", "to decode"):
         table.add_column(heading, overflow="fold")
@@ -163,12 +163,12 @@ def _outcome(estimate: Estimate, change: Change) -> str:
 
 
 def _copy_cells(sizes: ByteCounts) -> tuple[str, str, str]:
-    """Return the cells of a read: copies, bytes and sizes."""
+    """Return the table cells of some copies: number, total bytes, and sizes of a copy."""
     return f"{sizes.copies:,}", size(sizes.total), _sizes(sizes)
 
 
 def _sizes(sizes: ByteCounts | Change) -> str:
-    """Return as text the range of the sizes of copies, and the median."""
+    """Return as text the smallest, the largest and the median size of copies."""
     if sizes.smallest == sizes.largest:
         return size(sizes.median)
     return f"{size(sizes.smallest)} to {size(sizes.largest)}, median {size(sizes.median)}"
@@ -183,7 +183,7 @@ def _wording(change: Change) -> str:
 
 
 def _for_vllm(change: Change) -> list[str]:
-    """Return vLLM's options for a change: a line for each engine, or one if both need the same."""
+    """Return lines with vLLM's options for a change: per engine, or one if both need the same."""
     told = {side: _flags(said) for side, said in asdict(change).items() if side in SIDES and said}
     if len(told) > 1 and len(set(told.values())) == 1:
         return [f"vLLM: {told['decode']}"]
@@ -256,7 +256,7 @@ def _coordinates(where: Coordinates) -> Record:
 
 
 def _prefill_reads(estimate: Estimate, rank: int) -> Record:
-    """Return for JSON the decode ranks that read a prefill rank, or that only send it "done".
+    """Return for JSON which decode ranks read a prefill rank, or only send it "done".
 
     Args:
         estimate: The estimate of the request.
@@ -271,7 +271,7 @@ def _prefill_reads(estimate: Estimate, rank: int) -> Record:
 
 
 def _decode_reads(estimate: Estimate, rank: int) -> Record:
-    """Return for JSON the prefill ranks that a decode rank reads, or only sends "done" to.
+    """Return for JSON which prefill ranks a decode rank reads, or only sends "done" to.
 
     Args:
         estimate: The estimate of the request.
@@ -353,7 +353,7 @@ def of_fields(fields: Iterable[tuple[str, tuple[int, int]]]) -> str:
 
 
 def _layer_of(prefix: str) -> FieldLayer:
-    """Return the ``FieldLayer`` of a layer's name, such as ``model.layers.3.attn``."""
+    """Split a layer's name: ``model.layers.3.attn`` becomes ``("model.layers", 3)``."""
     words = prefix.split(".")
     at = next((n for n, word in enumerate(words) if word.isdecimal()), None)
     return (prefix, None) if at is None else (".".join(words[:at]), int(words[at]))

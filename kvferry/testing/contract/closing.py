@@ -61,7 +61,7 @@ class ClosingTests(ContractSettings):
         transport.close()
 
     def test_after_close_the_properties_go_on_answering(self, lab: Workbench) -> None:
-        """``name`` and ``capabilities`` are the same after ``close``; ``library`` is some text."""
+        """After ``close``, ``name`` and ``capabilities`` are unchanged; ``library`` is a string."""
         transport = lab.make()
         before = (transport.name, transport.capabilities)
         transport.close()
@@ -71,7 +71,7 @@ class ClosingTests(ContractSettings):
     def test_close_gives_threads_and_descriptors_back(self, lab: Workbench) -> None:
         """The numbers of threads and descriptors do not grow with each transport made and closed.
 
-        The first transports may add some that the driver's library keeps for ever.
+        The first transports may add some that the driver's library keeps until the process ends.
         """
         counts: list[int] = []
         for index in range(_FIRST + _MORE):

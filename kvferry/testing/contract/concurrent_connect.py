@@ -21,10 +21,10 @@ from kvferry.testing.peers import Process
 _ATTEMPTS = 3
 _ROUNDS = 20
 _KEPT = 4
-"""How many ended transfers are kept before they are forgotten."""
+"""How many DONE transfers are kept before the oldest of them is forgotten."""
 _BYTES = 4096
 _LONG_SECONDS = 1.0
-"""A disconnect that takes less than this is too short to show whether it holds up other calls."""
+"""A ``disconnect`` that takes fewer seconds cannot show whether it blocks other calls."""
 
 
 @dataclass(slots=True, eq=False)
@@ -33,7 +33,7 @@ class OtherThread:
 
     Attributes:
         call: The function to call.
-        wrong: The exception that the function raised, if it raised one.
+        wrong: A list with the exception that the function raised; empty if it raised none.
         began: When the call began, by ``time.monotonic``.
         ended: When the call ended, by ``time.monotonic``; 0 until then.
     """
@@ -66,7 +66,7 @@ class OtherThread:
 class ConcurrentConnectTests(ContractSettings):
     """One thread connects and disconnects while another makes all other calls.
 
-    The tests pass at once if the capabilities lack ``concurrent_connect``.
+    The tests pass without a check if the capabilities lack ``concurrent_connect``.
     """
 
     def test_peers_come_and_go_beside_transfers(
@@ -130,8 +130,8 @@ class ConcurrentConnectTests(ContractSettings):
             others: Runs one transfer with another peer.
 
         Returns:
-            Two times in seconds: the longest during which no transfer with another peer ended, and
-            the time that ``disconnect`` took.
+            Two times in seconds: the longest in which no transfer with another peer ended, and the
+            time that ``disconnect`` took.
         """
         peer = lab.transport.connect(process.address())
         lab.start(op, peer, lab.lasting(process))

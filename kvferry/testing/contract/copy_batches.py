@@ -72,7 +72,7 @@ def joined(batches: Sequence[Copies]) -> Copies:
 
 
 def moved(target: Bytes, to: Offsets, source: Bytes, start: Offsets, sizes: Offsets) -> Bytes:
-    """Return what a target contains after copies that do not overlap in it.
+    """Return the bytes of a target after copies from a source; no two copies overlap in the target.
 
     Args:
         target: The target's bytes before the copies; not changed.

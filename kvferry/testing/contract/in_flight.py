@@ -20,7 +20,7 @@ _A_WHILE = 0.25
 
 
 class InFlightTests(ContractSettings):
-    """Tests that begin with a transfer that takes seconds; see ``lasting_bytes``."""
+    """Tests of calls during a transfer that takes seconds (``ContractSettings.lasting_bytes``)."""
 
     def test_cancel_ends_a_transfer_early(
         self, lab: Workbench, remote: TransportPeer, op: str
@@ -187,7 +187,7 @@ class InFlightTests(ContractSettings):
     def test_calls_may_come_from_different_threads(
         self, lab: Workbench, remote: TransportPeer
     ) -> None:
-        """``connect`` and a transfer work on three threads, one after the other."""
+        """Three threads, one after the other, connect to the same peer and run a transfer."""
         wrong: list[BaseException] = []
         peers: list[PeerId] = []
 
@@ -311,8 +311,8 @@ def _longest_gap(beats: list[float], began: float, ended: float) -> float:
         ended: When the call ended, by ``time.monotonic``.
 
     Returns:
-        The longest time in seconds in which the other thread did not run; 0 if that is at most
-        three quarters of the call.
+        The longest time in seconds in which the other thread did not run; 0 if this is at most
+        three quarters of the call's duration.
     """
     inside = [began, *(one for one in beats if began < one < ended), ended]
     longest = float(np.diff(inside).max())

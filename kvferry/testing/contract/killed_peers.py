@@ -32,7 +32,7 @@ def killed_soon(process: Process) -> Iterator[KillTime]:
     """Kill a peer's process 0.1 s after the ``with`` block has begun.
 
     So the process dies while a call in the block lasts. When the block has ended, the process is
-    dead.
+    dead, and the yielded ``KillTime`` has the time of the kill.
     """
     killed = KillTime()
 
@@ -50,7 +50,7 @@ def killed_soon(process: Process) -> Iterator[KillTime]:
 
 
 def known_in_time(lab: Workbench, transfer: TransferId, since: float) -> Status:
-    """Wait until a transfer is no longer PENDING; fail the test if that takes too long.
+    """Wait until a transfer is no longer PENDING.
 
     The test fails if the transfer is still PENDING ``known_within`` seconds after ``since``.
 

@@ -142,7 +142,7 @@ class NotificationTests(ContractSettings):
     def test_a_bound_one_does_not_overtake_a_long_transfer(self, lab: Workbench, op: str) -> None:
         """A notification does not arrive before the long transfer that it is bound to is DONE.
 
-        It never arrives if the transfer fails.
+        The notification never arrives if the transfer fails.
         """
         neighbour = LocalPeer(lab, lab.make())
         peer = lab.transport.connect(neighbour.address())
@@ -184,7 +184,7 @@ class NotificationTests(ContractSettings):
     ) -> None:
         """Free notifications arrive in the order of their calls, and so do bound notifications.
 
-        There is no order between the two sorts.
+        A free notification may arrive before or after any bound notification.
         """
         peer = lab.transport.connect(remote.address())
         if not lab.notifies:
@@ -258,8 +258,8 @@ def _refuses(lab: Workbench, peer: PeerId, remote: TransportPeer) -> bool:
 
     Args:
         lab: The workbench of the test.
-        peer: The id of a connected peer.
-        remote: The same peer.
+        peer: The id that ``connect`` returned for ``remote``.
+        remote: The connected peer.
     """
     if lab.notifies:
         return False

@@ -27,7 +27,7 @@ _FLIPS = 24
 
 
 def flipped(address: bytes, count: int) -> Iterator[bytes]:
-    """Yield ``count`` copies of an address, each with one bit changed, each at another place."""
+    """Yield ``count`` copies of an address, in each of which another bit is changed."""
     for index in range(count):
         at = len(address) * index // count
         wrong = bytearray(address)
@@ -36,11 +36,11 @@ def flipped(address: bytes, count: int) -> Iterator[bytes]:
 
 
 def renamed(address: bytes, name: str) -> Iterator[bytes]:
-    """Yield copies of a transport's address, each with another name instead of the transport's.
+    """Yield copies of a transport's address in which the transport's name is changed.
 
     Args:
         address: The address.
-        name: The transport's name. Each copy has a name of the same length instead, at one of the
+        name: The transport's name. Each copy has another name of the same length at one of the
             places where the address contains ``name``.
     """
     own = name.encode()
@@ -52,12 +52,12 @@ def renamed(address: bytes, name: str) -> Iterator[bytes]:
 
 
 def connect_and_part(lab: Workbench, address: bytes, kept: Container[PeerId]) -> None:
-    """Connect to an address that may be invalid, and disconnect again if the peer is a new one.
+    """Connect to an address that may be invalid, and disconnect unless the peer is in ``kept``.
 
     Args:
         lab: The workbench of the test.
         address: The address; ``connect`` may refuse it.
-        kept: The ids of peers that stay connected, should the address lead to one of them.
+        kept: The ids of peers that were connected before, and stay connected.
     """
     try:
         found = lab.transport.connect(address)
@@ -139,7 +139,7 @@ class PeerTests(ContractSettings):
     ) -> None:
         """With a damaged address, ``connect`` succeeds or raises ``ConnectError``.
 
-        Transfers with other peers continue, and new transfers work.
+        In both cases transfers with other peers continue, and new transfers work.
         """
         neighbour = LocalPeer(lab, lab.make())
         peer = lab.transport.connect(shared_process.address())
@@ -153,9 +153,9 @@ class PeerTests(ContractSettings):
     def test_an_address_under_another_name_takes_no_connection_away(
         self, lab: Workbench, shared_process: Process
     ) -> None:
-        """``connect`` with a changed name in a connected peer's address does not harm that peer.
+        """``connect`` with a changed name in a connected peer's address does not affect that peer.
 
-        Its transfers continue, and its own address still leads to the same id.
+        Transfers with the peer continue, and ``connect`` to its own address returns the same id.
         """
         address = shared_process.address()
         peer = lab.transport.connect(address)

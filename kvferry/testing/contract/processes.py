@@ -36,10 +36,10 @@ class ProcessTests(ContractSettings):
         fails_in_time(lab, peer, lab.start(lab.an_op, peer, lab.whole(process)))
 
     def test_killed_before_a_transfer(self, lab: Workbench, process: Process, op: str) -> None:
-        """Transfers that start after the peer's death fail within ``known_within``; no byte moves.
+        """Transfers that start after the peer's death fail in ``known_within`` s; no byte moves.
 
-        They are a small transfer, and a large one with a notification. An empty transfer may be
-        DONE instead.
+        The test starts a small transfer, and a large one with a notification. An empty transfer
+        may be DONE instead.
         """
         peer = lab.transport.connect(process.address())
         copies = lab.whole(process)
@@ -93,9 +93,9 @@ class ProcessTests(ContractSettings):
             lab.transport.forget(transfer)
 
     def test_killed_while_a_fork_lives_on(self, lab: Workbench, process: Process, op: str) -> None:
-        """The death of a peer's process is known in time although a fork of it lives on.
+        """The death of a peer's process is reported in time although a forked child of it lives on.
 
-        The forked child keeps the inherited sockets open, so no connection is closed.
+        The child keeps the inherited sockets open, so the kernel closes no connection of the peer.
         """
         peer = lab.transport.connect(process.address())
         copies = lab.lasting(process)
@@ -186,7 +186,8 @@ class ProcessTests(ContractSettings):
         """A transfer with a stopped peer is DONE, or ``disconnect`` ends within ``patience``.
 
         DONE is possible because one-sided access may reach the memory of a stopped process.
-        ``disconnect`` may raise if the transfer has not ended. ``poll`` does not block meanwhile.
+        ``disconnect`` may raise if the transfer has not ended. ``poll`` does not block while the
+        peer is stopped.
         """
         content = process.get()
         peer = lab.transport.connect(process.address())
@@ -244,9 +245,9 @@ class ProcessTests(ContractSettings):
     def test_a_stopped_peer_does_not_keep_notify_waiting(
         self, lab: Workbench, process: Process
     ) -> None:
-        """``notify`` to a stopped peer does not block; it may raise once its queue is full.
+        """``notify`` to a stopped peer does not block; it may raise once a queue is full.
 
-        The notifications that it has accepted arrive in order when the peer continues.
+        The notifications that ``notify`` accepted arrive in order when the peer continues.
         """
         if not lab.notifies:
             return
@@ -265,10 +266,10 @@ class ProcessTests(ContractSettings):
 
 
 def _in_use_until_final(lab: Workbench, transfer: TransferId) -> None:
-    """Assert that memory of a transfer that stays FAILING until ``disconnect`` is in use.
+    """Assert that a FAILING transfer keeps its memory in use, if only ``disconnect`` can end it.
 
-    The transport must refuse to deregister ``Workbench.mine``, the transfer's local buffer, and to
-    forget the transfer. If the transfer is not FAILING, or becomes final without ``disconnect``,
+    That is so if the driver's ``quiescence`` is AFTER_DISCONNECT. The transport must then refuse to
+    forget the transfer, and to deregister its local buffer, ``Workbench.mine``. In all other cases
     nothing is asserted.
     """
     failing = lab.state(transfer) is State.FAILING

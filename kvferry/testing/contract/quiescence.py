@@ -1,4 +1,4 @@
-"""After a transfer is final, the driver neither reads nor writes the transfer's memory any more."""
+"""After a transfer is DONE or FAILED, the driver does not access the transfer's memory any more."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _NOTICED_SECONDS = 3.0
 
 
 class QuiescenceTests(ContractSettings):
-    """After every way in which a transfer can end, no byte of its memory changes any more.
+    """However a transfer ends, no byte of its memory changes after the end.
 
-    A test ends a transfer with each kind of peer, overwrites the memory of both sides with new
-    bytes, polls for ``quiet_seconds``, and compares the memory with those bytes.
+    When the transfer has ended, a test overwrites the memory of both sides with new bytes, polls
+    for ``quiet_seconds``, and compares the memory with those bytes.
     """
 
     def test_quiet_after_done(
@@ -52,7 +52,7 @@ class QuiescenceTests(ContractSettings):
     def test_quiet_after_a_cancel(
         self, lab: Workbench, everywhere: list[TransportPeer], op: str
     ) -> None:
-        """After ``cancel`` and a final state, no byte changes any more.
+        """When a cancelled transfer is DONE or FAILED, no byte changes any more.
 
         One transfer is cancelled at once, another when some of its bytes have arrived.
         """
@@ -104,9 +104,9 @@ class QuiescenceTests(ContractSettings):
         watch.see()
 
     def test_quiet_after_a_failure(self, lab: Workbench, process: Process, op: str) -> None:
-        """After a transfer whose peer deregistered memory meanwhile, no byte changes any more.
+        """If a peer deregisters memory during a transfer, no byte changes after the transfer's end.
 
-        With some drivers the transfer fails because of that; with others it is cancelled here.
+        With some drivers the transfer fails at the deregistration; with others the test cancels it.
         """
         mine = _mine(lab)
         peer = lab.transport.connect(process.address())
@@ -151,7 +151,7 @@ class QuiescenceTests(ContractSettings):
     def test_quiet_after_a_stopped_peer_was_disconnected(
         self, lab: Workbench, process: Process, op: str
     ) -> None:
-        """Once a stopped peer is disconnected, no byte changes even when the peer continues."""
+        """After ``disconnect`` of a stopped peer no byte changes, even when the peer continues."""
         mine = _mine(lab)
         peer = lab.transport.connect(process.address())
         copies = lab.lasting(process, mine.region)
@@ -187,12 +187,12 @@ def _again(mine: Buffer, remote: TransportPeer, times: int) -> Copies:
 
 
 def _await_some(lab: Workbench, transfer: TransferId, target: Buffer | TransportPeer) -> None:
-    """Wait until a transfer has moved some bytes or is final, but not longer than half a second.
+    """Wait until a transfer has moved some bytes or has ended, at most half a second.
 
     Args:
         lab: The workbench of the test.
         transfer: The id of the transfer.
-        target: The memory that the bytes arrive in.
+        target: The memory in which the bytes arrive.
     """
     before = target.get()
     lab.until(

@@ -35,7 +35,7 @@ OUTSIDE = {
 
 
 class RefusalTests(ContractSettings):
-    """Registration, bounds, and the form of batches."""
+    """Refusals of memory, of ranges outside regions, and of malformed batches."""
 
     # Memory.
 
@@ -108,7 +108,7 @@ class RefusalTests(ContractSettings):
     def test_regions_of_another_peer_are_refused(
         self, lab: Workbench, shared_process: Process, op: str
     ) -> None:
-        """Each peer has its own regions; those of this side or of another peer do not count."""
+        """A remote range must lie in a region of that peer, a local range in one of this side."""
         local_peer = LocalPeer(lab, lab.make())
         other = LocalPeer(lab, lab.make(), seed=2)
         lab.transport.connect(lab.transport.address())
@@ -174,9 +174,10 @@ class RefusalTests(ContractSettings):
     def test_transfer_of_memory_deregistered_by_the_peer_ends(
         self, lab: Workbench, process: Process, op: str
     ) -> None:
-        """Not every network can tell whether the transfer fails, but it must end.
+        """A transfer of memory that the peer has deregistered ends, DONE or FAILED.
 
-        A failed transfer sends no notification.
+        Not every network reports the access as an error. If the transfer is FAILED, its
+        notification is not sent.
         """
         peer = lab.transport.connect(process.address())
         copies = lab.whole(process)
@@ -193,7 +194,7 @@ class RefusalTests(ContractSettings):
     def test_a_region_in_use_is_not_deregistered(
         self, lab: Workbench, shared_process: Process, op: str
     ) -> None:
-        """The regions of all segments are in use; other regions can be deregistered."""
+        """During a transfer, the regions of all its segments cannot be deregistered; others can."""
         peer = lab.transport.connect(shared_process.address())
         other, spare = (lab.buffer(MIB, lab.transport) for _ in range(2))
         small = batch(other.region, shared_process.region, [0], [0], [8])
@@ -270,7 +271,7 @@ class RefusalTests(ContractSettings):
     def test_each_copy_must_lie_in_its_own_segments_regions(
         self, lab: Workbench, shared_process: Process, op: str, side: str, start: int
     ) -> None:
-        """A range in another region, which may begin at the same address, is refused as well."""
+        """A copy is refused if its range lies in a registered region, but not in its segment's."""
         here, there = lab.mine.part(start, 4096), part_of(shared_process.region, start, 4096)
         lab.transport.register(here)
         shared_process.register(there)

@@ -24,13 +24,13 @@ class ContractSettings:
         memory: Which memory is tested: ``cpu``, ``cuda``, ``cuda:INDEX``, or
             ``package.module:function``, a function that takes a number of bytes and returns a
             ``kvferry.testing.Buffer``.
-        lasting_bytes: How many bytes a transfer has to move to take some seconds. It does not slow
-            down the suite if the driver can cancel. If such a transfer ends sooner, the tests of
-            transfers in flight still pass, but show less.
+        lasting_bytes: How many bytes a transfer has to move to take some seconds. A large number
+            does not slow down the suite if the driver can cancel. With a number that is too small,
+            the tests of transfers in flight still pass, but show less.
         known_within: Within how many seconds the death of a peer's process has to be reported.
         patience: After how many seconds a transfer counts as hanging.
-        quiet_seconds: For how many seconds memory is watched after a final state. Bytes that
-            arrive later are not noticed.
+        quiet_seconds: For how many seconds memory is watched after a transfer is DONE or FAILED.
+            Bytes that arrive later are not noticed.
     """
 
     factory: ClassVar[str]
@@ -105,14 +105,14 @@ class ContractSettings:
 
     @pytest.fixture
     def everywhere(self, lab: Workbench, shared_process: Process) -> list[TransportPeer]:
-        """A list with a peer of each kind that ``remote`` has."""
+        """A list with one peer of each kind that the fixture ``remote`` has."""
         return [LocalPeer(lab, lab.transport), LocalPeer(lab, lab.make()), shared_process]
 
     @pytest.fixture(params=["read", "write"])
     def op(self, request: pytest.FixtureRequest) -> str:
         """The operation: a test runs once with ``read`` and once with ``write``.
 
-        A driver that lacks one of them must refuse it, which the tests check with
+        A driver that lacks one of the two operations must refuse it, which the tests check with
         ``Workbench.refuses``.
         """
         direction: str = request.param

@@ -102,7 +102,7 @@ class ModelledTransport:
 
 @dataclass(slots=True, eq=False)
 class ModelledTransfer:
-    """A transfer that has not ended in the model.
+    """A transfer that is unfinished in the model: no poll has shown a final status yet.
 
     Attributes:
         op: ``read`` or ``write``.
@@ -110,8 +110,9 @@ class ModelledTransfer:
         shift: The offset in bytes of each copy within its local slot; in its remote slot the offset
             is 64 minus ``shift``.
         nbytes: The length of each copy in bytes.
-        notify: The payload that is bound to the transfer, or ``None``.
-        cancelled: Whether the transfer was cancelled, or its peer disconnected: it may then fail.
+        notify: The payload of the notification that is bound to the transfer, or ``None``.
+        cancelled: Whether the transfer was cancelled or its peer disconnected, so that the transfer
+            may be FAILED.
     """
 
     op: str
@@ -122,12 +123,12 @@ class ModelledTransfer:
     cancelled: bool = False
 
     def touches(self, local: set[Slot], remote: set[Slot]) -> bool:
-        """Return whether the transfer uses one of these local or remote slots."""
+        """Return whether the transfer uses one of the ``local`` or one of the ``remote`` slots."""
         return any(one in local or other in remote for one, other in self.pairs)
 
 
 class DriverMachine(RuleBasedStateMachine):
-    """The calls that Hypothesis chooses from, and the outcome that each must have.
+    """The calls from which Hypothesis chooses, each with the check of its outcome.
 
     Attributes:
         lab: The workbench.
@@ -138,12 +139,13 @@ class DriverMachine(RuleBasedStateMachine):
         gone: The ids that ``there`` had at ``here`` in earlier connections.
         known: The indices of the regions of ``there`` that ``here`` may access: those that were
             registered at the last ``connect``, and were not deregistered since.
-        moving: The transfers that have not ended in the model.
-        ended: The final states of the transfers that have ended and are not forgotten.
+        moving: The transfers that are unfinished in the model, by id.
+        ended: The final states (DONE or FAILED) of the transfers that are not forgotten, by id.
         forgotten: The ids of the forgotten transfers.
         free: The payloads of the notifications that were sent with ``notify``, in order.
         bound: The payloads bound to transfers that are DONE.
-        perhaps: The payloads of notifications that may or may not arrive.
+        perhaps: The payloads bound to transfers that ``disconnect`` ended: the notifications of
+            these may arrive or not.
         received: All payloads that ``there`` has received, in order.
     """
 
@@ -226,7 +228,7 @@ class DriverMachine(RuleBasedStateMachine):
 
         Args:
             slot: The slot.
-            here: Whether the slot is one of ``here``, not of ``there``.
+            here: Whether the slot belongs to the transport ``here``; otherwise to ``there``.
         """
         self._end_those({slot} if here else set(), set() if here else {slot})
         (self.here if here else self.there).put(slot, pattern(SLOT, next(self.seeds)))
@@ -361,10 +363,10 @@ class DriverMachine(RuleBasedStateMachine):
         self.here.transport.notify(self.peer, self.free[-1])
 
     def _payload(self, sort: int) -> bytes:
-        """Return a payload that was not used before; its last bit says which sort it is.
+        """Return a payload that was not used before, with ``sort`` as its last bit.
 
         Args:
-            sort: ``FREE`` (sent with ``notify``) or ``BOUND`` (bound to a transfer).
+            sort: Of the notification: ``FREE`` (sent with ``notify``) or ``BOUND`` (to a transfer).
         """
         return self.lab.payload(2 * next(self.seeds) + sort)
 

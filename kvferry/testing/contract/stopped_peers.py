@@ -1,8 +1,8 @@
 """Transfers with a peer whose process is stopped, and how they end.
 
-Bytes that have reached the sockets of a stopped process land when the process continues. So the
-tests map the peer's buffer themselves, overwrite it while the process is stopped, and look for
-bytes that land after a transfer was final.
+Bytes that have reached the sockets of a stopped process are written to its memory when the process
+continues. So the tests map the peer's buffer into their own process, overwrite the buffer while the
+peer is stopped, and look for bytes that arrive after the transfer was DONE or FAILED.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from kvferry.testing.peers import Process
 _UNDER_WAY_SECONDS = 0.5
 """How long to wait until some bytes of a transfer have arrived."""
 _PILES_UP_SECONDS = 0.1
-"""How long a transfer goes on after its peer was stopped."""
+"""How long a transfer sends to its stopped peer before the test continues."""
 _SOON_SECONDS = 1.0
-"""How long a cancelled transfer may take to be final without its peer."""
+"""How long to wait for a cancelled transfer's end before the stopped peer continues."""
 _MOST_BYTES = 64 << 20
 """About how many bytes of notifications are sent to a stopped peer at most."""
 _MOST_MESSAGES = 5000
@@ -89,11 +89,11 @@ class Caught:
 
     @property
     def final(self) -> bool:
-        """Whether the transfer is final."""
+        """Whether the transfer has ended: its status is DONE or FAILED, and changes no more."""
         return self.lab.state(self.transfer, self.transport).final
 
     def keeps(self, region: Region) -> None:
-        """Assert that a region of the transfer is deregistered only once the transfer is final."""
+        """Assert that ``deregister`` refuses a region of the transfer until the transfer ends."""
         if self.final:
             return
         with contextlib.suppress(TransportUsageError):
@@ -101,7 +101,7 @@ class Caught:
             assert self.final, "memory that an unfinished transfer uses was deregistered"
 
     def quiet(self) -> None:
-        """Overwrite both buffers, let the peer continue, and assert that the new bytes stay."""
+        """Overwrite both buffers, let the stopped peer go on, and assert that no byte changes."""
         watch = MemoryWatch(self.lab)
         watch.overwrite(self.mine, self.there.memory)
         self.there.process.go_on()
@@ -126,9 +126,10 @@ class StoppedPeerTests(ContractSettings):
     def test_a_stopped_peer_keeps_what_was_cancelled_in_use(
         self, lab: Workbench, stoppable: StoppablePeer, op: str
     ) -> None:
-        """A cancelled transfer with a stopped peer keeps its memory in use until it is final.
+        """A cancelled transfer with a stopped peer keeps its memory in use until it has ended.
 
-        Until then the memory cannot be deregistered; afterwards no byte of it changes any more.
+        Until the transfer is DONE or FAILED, its memory cannot be deregistered; afterwards no byte
+        of the memory changes any more.
         """
         if not lab.capabilities.cancel or op not in lab.ops:
             return  # what is refused is tested elsewhere
@@ -144,10 +145,10 @@ class StoppedPeerTests(ContractSettings):
     def test_a_stopped_peer_is_disconnected_and_then_quiet_or_failing(
         self, lab: Workbench, stoppable: StoppablePeer, op: str
     ) -> None:
-        """``disconnect`` of a stopped peer makes the transfer final and quiet, or raises.
+        """``disconnect`` of a stopped peer ends the transfer, or raises if it cannot do so in time.
 
-        If it raises, because the transfer has not ended in time, the transfer stays FAILING and its
-        memory stays in use.
+        In the first case no byte of the transfer's memory changes any more. In the second the
+        transfer stays FAILING, and its memory stays in use.
         """
         if op not in lab.ops:
             return

@@ -22,7 +22,7 @@ _TIMES = 6
 
 
 class TransferTests(ContractSettings):
-    """Patterns of copies, in both directions, with each kind of peer."""
+    """Reads and writes of many kinds of batches, with each kind of peer."""
 
     def test_one_copy(self, lab: Workbench, remote: TransportPeer, op: str) -> None:
         lab.moves(op, remote, [8192], [4096], [65_536])
@@ -53,7 +53,7 @@ class TransferTests(ContractSettings):
     def test_adjacent_copies(
         self, lab: Workbench, remote: TransportPeer, op: str, order: str
     ) -> None:
-        """Copies that are adjacent on both sides, which a driver may merge."""
+        """All bytes arrive if copies are adjacent on both sides; a driver may merge them."""
         starts = np.arange(0, MIB // 2, 512)
         if order == "descending":
             starts = starts[::-1]
@@ -65,7 +65,7 @@ class TransferTests(ContractSettings):
     def test_copies_adjacent_on_one_side_only(
         self, lab: Workbench, remote: TransportPeer, op: str, side: str
     ) -> None:
-        """Adjacent copies that must not be merged."""
+        """All bytes arrive if copies are adjacent on one side only; no driver may merge them."""
         near, far = 1000 * np.arange(300), 3000 * np.arange(300)
         here, there = (near, far) if side == "here" else (far, near)
         lab.moves(op, remote, here, there, np.full(300, 1000))
@@ -156,7 +156,10 @@ class TransferTests(ContractSettings):
         np.testing.assert_array_equal(remote.get(), theirs)
 
     def test_two_memory_kinds_in_one_transfer(self, lab: Workbench, op: str) -> None:
-        """The memory kinds of driver and machine, or two regions if there is only one kind."""
+        """One transfer moves bytes of every memory kind that driver and machine have.
+
+        If that is only one kind, the transfer has two regions of this kind on each side.
+        """
         others = lab.capabilities.memory - {lab.mine.region.kind}
         kinds = [lab.settings.memory, *sorted(filter(available, others)), lab.settings.memory]
         other = lab.make()
@@ -180,7 +183,7 @@ class TransferTests(ContractSettings):
 
     @pytest.mark.slow
     def test_1_gib(self, lab: Workbench, op: str) -> None:
-        """In copies of 64 KiB, and in one large copy; the total exceeds 32 bits."""
+        """1 GiB arrives, once in copies of 64 KiB in random order, and once in a single copy."""
         other = lab.make()
         mine, theirs = lab.buffer(GIB + 1, lab.transport), lab.buffer(GIB + 1, other)
         target, source = (mine, theirs) if op == "read" else (theirs, mine)
@@ -202,7 +205,7 @@ class TransferTests(ContractSettings):
                 np.testing.assert_array_equal(target.get(at + shift, CHUNK), source.get(at, CHUNK))
 
     def test_large_transfers(self, lab: Workbench, op: str) -> None:
-        """64 MiB, the last copy first: every byte has arrived when the transfer is DONE."""
+        """When a transfer of 64 MiB in reversed blocks is DONE, every byte has arrived."""
         other = lab.make()
         mine, theirs = lab.buffer(_LARGE, lab.transport), lab.buffer(_LARGE, other)
         target, source = (mine, theirs) if op == "read" else (theirs, mine)
@@ -248,7 +251,7 @@ class TransferTests(ContractSettings):
     def test_arrays_of_few_copies_may_be_reused_after_the_call(
         self, lab: Workbench, shared_process: Process, op: str, size: int
     ) -> None:
-        """The caller may reuse the arrays for its next transfer at once."""
+        """The caller may change the arrays of a batch once ``read`` or ``write`` has returned."""
         peer = lab.transport.connect(shared_process.address())
         if lab.refuses(op, peer, lab.whole(shared_process)):
             return

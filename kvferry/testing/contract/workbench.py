@@ -69,7 +69,7 @@ class Contract(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContractParameters:
-    """A copy of the attributes of a ``ContractSettings`` subclass, which has their descriptions."""
+    """A copy of the settings of a subclass of ``ContractSettings``, which describes them."""
 
     factory: str
     options: dict[str, object]
@@ -189,11 +189,11 @@ class Workbench:
     def poll(
         self, transfers: Sequence[TransferId], transport: Transport | None = None
     ) -> list[Status]:
-        """Poll transfers, and assert the rules that hold for every poll.
+        """Poll transfers, assert that each status may follow its last one, and return the statuses.
 
         Args:
             transfers: The ids of the transfers.
-            transport: Their transport; by default the transport under test.
+            transport: The transport that started the transfers; by default the one under test.
         """
         transport = transport or self.transport
         statuses = transport.poll(transfers)
@@ -203,11 +203,11 @@ class Workbench:
         return statuses
 
     def state(self, transfer: TransferId, transport: Transport | None = None) -> State:
-        """Poll one transfer, as ``poll``, and return its state."""
+        """Poll one transfer with the checks of ``poll``, and return the transfer's state."""
         return self.poll([transfer], transport)[0].state
 
     def _check(self, transport: Transport, transfer: TransferId, status: Status) -> None:
-        """Assert that a status is consistent, and may follow the transfer's last known status."""
+        """Assert that a status is consistent, and may follow the status of the last poll."""
         bad = status.state in (State.FAILING, State.FAILED)
         assert isinstance(status.error, TransportError) == bad, f"error does not fit: {status}"
         assert bad or status.error is None, f"error does not fit: {status}"
@@ -228,7 +228,7 @@ class Workbench:
 
         Args:
             transfer: The id of the transfer.
-            transport: Its transport; by default the transport under test.
+            transport: The transport that started it; by default the transport under test.
             seconds: How long to wait at most; by default ``patience``.
         """
         found = self.until(
@@ -240,14 +240,14 @@ class Workbench:
         return status
 
     def settled(self, transfer: TransferId, peer: PeerId) -> Status:
-        """Wait until a transfer of the transport under test is final, and return its status.
+        """Wait until a transfer is DONE or FAILED, and return its status.
 
         If the transfer is FAILING and the driver's ``quiescence`` is AFTER_DISCONNECT, this
-        disconnects its peer. Fails the test if the transfer does not become final.
+        disconnects the peer. Fails the test if the transfer becomes neither DONE nor FAILED.
 
         Args:
-            transfer: The id of the transfer.
-            peer: The id of its peer.
+            transfer: The id of a transfer of the transport under test.
+            peer: The id of the transfer's peer.
         """
         status = self.known(transfer)
         if status.state is State.FAILING:
@@ -264,23 +264,25 @@ class Workbench:
         return status
 
     def settled_or_gone(self, transfer: TransferId, peer: PeerId) -> Status:
-        """As ``settled``, for a peer that an earlier call may have disconnected already.
+        """Return the status of a transfer that is DONE or FAILED, or call ``settled`` for another.
 
-        So a test that has several transfers with one peer can call this for each of them.
+        A test with several transfers with one peer can call this for each of them: the first call
+        may disconnect the peer, which also ends the other transfers.
 
         Args:
-            transfer: The id of the transfer.
-            peer: The id of its peer, which may be connected no longer if the transfer is final.
+            transfer: The id of a transfer of the transport under test.
+            peer: The id of the transfer's peer, which must be connected unless the transfer has
+                ended.
         """
         (status,) = self.poll([transfer])
         return status if status.state.final else self.settled(transfer, peer)
 
     def finish(self, transfer: TransferId, transport: Transport | None = None) -> None:
-        """Wait until a transfer is DONE, and forget it; fail the test if it is not DONE.
+        """Wait until a transfer is DONE, and forget it; fail the test if the transfer fails.
 
         Args:
             transfer: The id of the transfer.
-            transport: Its transport; by default the transport under test.
+            transport: The transport that started it; by default the transport under test.
         """
         status = self.known(transfer, transport)
         assert status.state is State.DONE, f"it failed: {status}"
@@ -336,9 +338,9 @@ class Workbench:
         return self.capabilities.max_notification > 0
 
     def payload(self, number: int) -> bytes:
-        """Return ``number`` as a payload for a notification: 4 bytes, or the limit if it is less.
+        """Return ``number`` as a notification's payload of 4 bytes, or fewer if more do not fit.
 
-        With fewer bytes, several numbers may have the same payload.
+        ``max_notification`` is the limit. With fewer bytes, several numbers have the same payload.
         """
         size = min(4, self.capabilities.max_notification)
         return (number % (1 << 8 * size)).to_bytes(size, "big")
@@ -354,7 +356,7 @@ class Workbench:
     def moves(
         self, op: str, remote: TransportPeer, here: Offsets, there: Offsets, sizes: Offsets
     ) -> None:
-        """Assert that a transfer between ``mine`` and a peer moves the right bytes and no others.
+        """Assert that a transfer between ``mine`` and a peer changes the right bytes and no others.
 
         If the driver lacks the operation, assert that the driver refuses it.
 
@@ -402,7 +404,7 @@ class Workbench:
         np.testing.assert_array_equal(self.mine.get(), remote.get())
 
     def receive(self, transport: Transport, count: int) -> list[Notification]:
-        """Wait for notifications, assert that there are ``count`` and no more, and return them.
+        """Wait for notifications, assert that exactly ``count`` arrive, and return them.
 
         Args:
             transport: A transport of this process, which receives the notifications.
@@ -423,20 +425,20 @@ class Workbench:
     # Watching memory.
 
     def stays(self, buffer: Buffer | TransportPeer, content: Bytes, seconds: float = 0.05) -> None:
-        """Assert that memory has a certain content after a while.
+        """Poll for ``seconds``, then assert that memory has a certain content.
 
         Args:
             buffer: The memory.
-            content: Its expected content.
-            seconds: How long to wait before looking.
+            content: The bytes that the memory must contain.
+            seconds: How long to poll before the memory is compared.
         """
         self.until(lambda: False, seconds)
         np.testing.assert_array_equal(buffer.get(), content, "memory has changed")
 
     def quiet(self, *sides: Buffer | TransportPeer) -> None:
-        """Assert that a final transfer changes no byte of memory any more.
+        """Assert that no byte of memory changes after the end of the transfer that used it.
 
-        Overwrites memory with new bytes, and compares it after ``quiet_seconds``.
+        Overwrites the memory with new bytes, polls for ``quiet_seconds``, and compares.
 
         Args:
             sides: The memory that the transfer could still change.
@@ -460,9 +462,9 @@ class Workbench:
 
 @dataclass(slots=True, eq=False)
 class MemoryWatch:
-    """Check that memory of final transfers does not change any more.
+    """Check that memory of transfers that are DONE or FAILED does not change any more.
 
-    Call ``overwrite`` or ``expect`` for all of the memory, then ``see``, which waits only once.
+    Call ``overwrite`` or ``expect`` for each buffer, then ``see``, which watches all at once.
 
     Attributes:
         lab: The workbench of the test.
@@ -474,7 +476,7 @@ class MemoryWatch:
     def overwrite(self, *sides: Buffer | TransportPeer) -> None:
         """Overwrite memory with new bytes, which ``see`` will expect there.
 
-        Bytes that arrive late differ from the new bytes.
+        Bytes of a transfer that arrive later differ from the new bytes.
         """
         for side in sides:
             content = self.lab.fresh()
