@@ -2,9 +2,9 @@
 
 A cache group is a set of layers whose pages have the same block ids. In each group, vLLM lists a
 request's blocks in the order of the request's tokens. With a sliding window, the ids of the blocks
-before the window are ``HOLE``, which names no page. In a group of recurrent states, only the block
-with the state after the last token is handed over; the blocks after it are scratch memory of
-speculative decoding.
+before the window are ``HOLE`` (vLLM's null block), which names no page. In a group of recurrent
+states, one block is handed over: that with the state after the last token to transfer. Later blocks
+are scratch memory of speculative decoding.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class CacheGroup:
         window: Sliding window: how many tokens a token attends to, including itself, plus
             earlier tokens whose blocks vLLM also keeps (``extra_retained_tokens``); 0 for no
             window.
-        chunk: Size in tokens of the chunks to which attention is limited; 0 for no chunks.
+        chunk: Size in tokens of the chunks of chunked local attention; 0 for other attention.
     """
 
     index: int
@@ -65,13 +65,15 @@ class CacheGroup:
         return self.is_state or bool(self.window or self.chunk)
 
     def num_skipped_tokens(self, tokens: int) -> int:
-        """Return how many of a request's first tokens lie before its next token's window or chunk.
+        """Return how many of a request's first tokens are not kept for its next token.
+
+        These are the tokens before the window or chunk in which the next token lies.
 
         The formulas are those of ``get_num_skipped_tokens`` in vLLM's
         ``single_type_kv_cache_manager.py``, by which vLLM frees a request's first blocks.
 
         Args:
-            tokens: How many tokens the request has, without that next token.
+            tokens: How many tokens the request has, the next token not counted.
 
         Returns:
             The number of tokens; 0 if the group has neither a window nor a chunk.
@@ -88,8 +90,8 @@ class CacheGroup:
             tokens: How many of the request's tokens were computed.
 
         Returns:
-            The index of the first block that is not a hole, and the ids of the pages from that
-            block on. For a state, 0 and a list of one page id.
+            The index in ``ids`` of the first block that vLLM has not freed (that is not ``HOLE``),
+            and the ids from there on. For a state, 0 and a list with the id of its page.
         """
         if self.is_state:
             return 0, list(self._state_block(ids, tokens))
@@ -104,14 +106,15 @@ class CacheGroup:
 
         Args:
             blocks: vLLM's blocks of the request in this group, in the order of its tokens. The
-                load leaves out the leading blocks that are cached already or are holes, and fills
-                all others.
+                load leaves out the leading blocks that are cached already or are vLLM's null
+                block, and fills all others.
             tokens: How many of the request's first tokens are cached or loaded once the load has
                 ended.
 
         Returns:
-            The range of tokens to load, and the pages that the load fills. For a state, the range
-            is always ``(0, tokens)``. ``None`` and ``NO_PAGES`` if all tokens are cached.
+            The range of tokens to load, and the pages that the load fills: it zeroes what it does
+            not read. For a state, the range is always ``(0, tokens)``. ``None`` and ``NO_PAGES`` if
+            all tokens are cached.
         """
         if self.is_state:
             page = [block.block_id for block in self._state_block(blocks, tokens)]
@@ -147,8 +150,8 @@ def cache_groups(config: KVCacheConfig, context_size: int) -> tuple[CacheGroup, 
 
     Args:
         config: The engine's cache configuration.
-        context_size: Number of decode context-parallel ranks. They share the tokens of each group
-            whose spec is ``dcp_sharded``.
+        context_size: Number of decode context-parallel ranks. Where a group's spec is
+            ``dcp_sharded``, each of these ranks stores a part of the tokens.
     """
     ids, groups = config.transfer_group_ids, config.transfer_groups
     return tuple(

@@ -52,9 +52,9 @@ def rank_identity(
 
 
 def compatibility_facts(vllm_config: VllmConfig) -> dict[str, str]:
-    """Return the values of this engine's facts and judgements, by name.
+    """Return the values, by name, that peers compare with theirs in the handshake.
 
-    Facts and judgements that do not apply to the engine are left out.
+    These are the entries of ``FACTS`` and ``JUDGEMENTS`` that apply to this engine.
 
     Args:
         vllm_config: The engine's configuration.
@@ -64,7 +64,9 @@ def compatibility_facts(vllm_config: VllmConfig) -> dict[str, str]:
 
 
 def judgements(config: Config) -> Judgements:
-    """Return the names of the judgements, and whether the settings allow engines to differ in them.
+    """Return in which values (``JUDGEMENTS``) engines may differ if the settings allow it.
+
+    The result also has whether the settings allow it (``enforce_handshake_compat`` is false).
 
     Args:
         config: The connector's settings.
@@ -75,7 +77,7 @@ def judgements(config: Config) -> Judgements:
 def _cache_dtype(config: VllmConfig) -> str:
     """Return the configured element type, or quantised format, of the cache.
 
-    Layers may differ from it; their fields say which type they have.
+    A layer may have another type, which its fields in the layout state.
     """
     cache_dtype = config.cache_config.cache_dtype
     if cache_dtype == "auto":
@@ -84,9 +86,9 @@ def _cache_dtype(config: VllmConfig) -> str:
 
 
 def _quantization(config: VllmConfig) -> str:
-    """Return the model's quantization method, as the checkpoint names it, or else as vLLM does.
+    """Return the model's quantization method as the checkpoint names it, or else as vLLM names it.
 
-    vLLM's name is the second choice because it depends on the kernels that the machine has.
+    vLLM's name comes second because it depends on the kernels that are available on the machine.
     """
     model = config.model_config
     declared = getattr(model.hf_config, "quantization_config", None)
@@ -98,7 +100,8 @@ def _rotary(config: VllmConfig) -> str:
     """Return the parameters of the rotary embedding, which rotates keys by their positions.
 
     LongRoPE has two sets of factors. The kernels use one of them for all prompts, depending on the
-    longest prompt that the engine accepts (``phi3_long_rope_scaled_rope.py``).
+    longest prompt that the engine accepts (``phi3_long_rope_scaled_rope.py``). The result says
+    which.
     """
     model = config.model_config
     parameters = getattr(model.hf_text_config, "rope_parameters", None) or {}
@@ -131,7 +134,7 @@ def _overrides(config: VllmConfig) -> str | None:
 
 
 def _draft_method(config: VllmConfig) -> str | None:
-    """Return the method of speculative decoding, or ``None`` if no drafts use a KV cache."""
+    """Return the method of speculative decoding; ``None`` if there is none with a KV cache."""
     speculative = config.speculative_config
     if speculative is None or not speculative.uses_draft_kv_cache():
         return None
@@ -161,7 +164,7 @@ def _dtype_name(dtype: object) -> str:
 
 
 def _truncated(value: str) -> str:
-    """Return a value as it is or, beyond ``MAX_CHARACTERS``, its beginning and a digest."""
+    """Return a value, cut and with a digest added if it is longer than ``MAX_CHARACTERS``."""
     if len(value) <= MAX_CHARACTERS:
         return value
     digest = hashlib.blake2b(value.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
@@ -175,9 +178,9 @@ FACTS: Mapping[str, Callable[[VllmConfig], str | None]] = {
     "rotary embedding": _rotary,
     "draft method": _draft_method,
 }
-"""Maps each fact's name to the function that returns its value, or ``None`` if it has none.
+"""Maps each fact's name to the function that returns its value, ``None`` if it does not apply.
 
-Engines that differ in a fact would corrupt the cache, so they are always refused.
+A difference in a fact would corrupt the cache, so engines that differ are always refused.
 """
 
 JUDGEMENTS: Mapping[str, Callable[[VllmConfig], str | None]] = {
@@ -187,7 +190,8 @@ JUDGEMENTS: Mapping[str, Callable[[VllmConfig], str | None]] = {
     "draft model": _draft("model"),
     "draft revision": _draft("revision"),
 }
-"""Maps each judgement's name to the function that returns its value, or ``None`` if it has none.
+"""Maps each judgement's name to the function that returns its value, ``None`` if it does not apply.
 
-A difference may be harmless, but is refused unless ``enforce_handshake_compat`` is false.
+A difference may be harmless, but engines that differ are refused unless
+``enforce_handshake_compat`` is false.
 """

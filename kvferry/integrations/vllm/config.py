@@ -27,9 +27,9 @@ ANYWHERE = "anywhere"
 """The value of ``allowed_peers`` that accepts every address."""
 
 Source = Annotated[str, Meta(min_length=1, max_length=4096)]
-"""Text of a list's entry: a network, or where a key or secret is.
+"""An entry of a setting that is a list: a network, or the place of a key or secret.
 
-A key or secret is at ``file:PATH`` or ``env:NAME``; a public key may also be the text itself.
+Such a place is ``file:PATH`` or ``env:NAME``. An entry of ``curve_peers`` may also be the key.
 """
 
 NIXL_KEYS = {
@@ -74,17 +74,17 @@ class Config:
         max_held_fraction: How much of the cache may be kept for decode, as a fraction of its
             blocks. Beyond this limit, the pages of the oldest tickets are given up, and their
             requests prefill again. Set a lower limit where clients could pin the cache.
-        drain_timeout: For how many seconds a worker that is told to stop waits for decode to fetch
-            what is held. ``vllm serve`` itself ends engines at once; give it
+        drain_timeout: For how many seconds a worker that is told to stop waits for decode to read
+            the pages that are kept for it. ``vllm serve`` itself ends engines at once; give it
             ``--shutdown-timeout`` (seconds), so that held pages are still served after SIGTERM
             (docs/protocol.md, Shutting down).
         handshake_timeout: After how many seconds a handshake fails.
-        load_timeout: After how many seconds a load fails, from when it has pages to load into.
+        load_timeout: After how many seconds a load fails, counted from when it has blocks to fill.
         liveness_interval: Seconds between two pings of a producer; 0 sends none.
         liveness_misses: After how many pings without an answer a producer counts as dead.
-        engine_ttl: After how many idle seconds a producer is disconnected.
+        engine_ttl: After how many seconds a producer that no request uses is disconnected.
         enforce_handshake_compat: Refuse a producer whose model's name or revision differs;
-            ``false`` only warns of that. Differences that would corrupt data (types, scales,
+            with ``false``, only log a warning. Differences that would corrupt data (types, scales,
             layouts) are refused either way.
         verify_prompt: Refuse a ticket that was made for another prompt. Turn it off only in tests
             that swap caches on purpose.
@@ -95,7 +95,7 @@ class Config:
         curve_secret_key: Where this engine's secret key is, ``file:PATH`` or ``env:NAME``. With it,
             the side channel is encrypted.
         curve_peers: Public keys of the engines to exchange pages with. Each entry is a key, or the
-            place of a text with one key per line, ``file:PATH`` or ``env:NAME``.
+            place (``file:PATH`` or ``env:NAME``) of a text with one key per line.
         allowed_peers: Networks in CIDR notation, such as ``["10.0.0.0/8"]``, in which peers must
             be: those that connect to this engine, and those to which this engine connects.
             ``"anywhere"`` allows all addresses. By default, this host and private networks.
@@ -126,11 +126,12 @@ KEYS = tuple(f.name for f in fields(Config))
 
 
 def parse(extra: Mapping[str, Any], *, data_parallel_index: int = 0) -> Config:
-    """Validate ``kv_connector_extra_config``.
+    """Return the settings in ``kv_connector_extra_config``, validated.
 
     Args:
         extra: The keys and values that the user set.
-        data_parallel_index: The engine's data-parallel index, which is added to a fixed port.
+        data_parallel_index: The engine's data-parallel index, which is added to
+            ``side_channel_port`` unless that port is 0.
 
     Returns:
         The settings, with the side-channel port that this engine uses.

@@ -88,14 +88,14 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
-        """Return the memory order to request; ``None`` for MLA, which has no heads to order."""
+        """Return the order of the cache's axes in memory to request from vLLM; ``None`` for MLA."""
         if vllm_config.model_config is None or vllm_config.model_config.use_mla:
             return None
         return PREFERRED_LAYOUT
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> FerryStats:
-        """Return the metrics that another process sent as plain ``data``."""
+        """Return metrics with this ``data``, which another process sent; empty by default."""
         return FerryStats(data=data or {})
 
     @classmethod
@@ -128,33 +128,37 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
     def supports_divergent_local_hybrid_hits(self) -> bool:
         """``True``: prefix-cache hits may differ between cache groups.
 
-        A load has a range of tokens for each group.
+        Each load has a range of tokens of its own for each group.
         """
         return True
 
     def on_new_request(self, request: Request) -> None:
-        """Check a decode request's ticket, or truncate the prompt of a request to prefill."""
+        """Check the ticket of a request that was prefilled elsewhere, or truncate a prompt.
+
+        The prompt of a request that is prefilled here for another engine loses the tokens that
+        this other engine must compute itself (``prefill_backoff``).
+        """
         self._scheduler_half().on_new_request(request)
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int, bool]:
-        """Return how many tokens will be loaded beyond those that are cached here.
+        """Return how many of a request's tokens will be loaded from another engine.
 
         Args:
             request: vLLM's request.
             num_computed_tokens: How many of the request's tokens are cached here already.
 
         Returns:
-            The number of tokens, and whether they are loaded asynchronously: ``True`` unless the
-            number is 0.
+            The number of tokens beyond the cached ones, and whether they are loaded asynchronously:
+            ``True`` unless the number is 0.
         """
         return self._scheduler_half().num_matched_tokens(request, num_computed_tokens)
 
     def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
-        """Return the ids of the cache groups whose blocks a load fills.
+        """Return the ids of the cache groups whose blocks a load fills: all that are transferred.
 
-        A load writes zeros where it reads nothing.
+        Where a load reads nothing into a block, it writes zeros.
         """
         ids: tuple[int, ...] = self._kv_cache_config.transfer_group_ids
         return ids
@@ -162,10 +166,10 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
-        """Start the load of a request to decode, or pick the hold of a request to prefill.
+        """Queue the load of a request, or give a hold to a request that another engine will decode.
 
-        Called when vLLM has allocated blocks for the request. Workers start the load in the next
-        step.
+        Called when vLLM has allocated blocks for the request. A hold is a slot and random bits that
+        stand for the request's pages. Workers start the load, or the hold, in the next step.
 
         Args:
             request: vLLM's request.
@@ -179,7 +183,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduler_half().build_step(scheduler_output)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        """Process the workers' reports of a step, such as the sends and loads that ended."""
+        """Process the workers' reports of a step, such as the requests whose load has ended."""
         self._scheduler_half().worker_output(connector_output)
 
     def request_finished(
@@ -217,7 +221,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
     def has_pending_push_work(self) -> bool:
         """Return whether vLLM must run a step even if there is no token to compute.
 
-        Workers get the scheduler half's messages, and report problems, only in steps.
+        Workers get messages of the scheduler half, and report their problems, only in steps.
         """
         return self._scheduler is not None and self._scheduler.pending
 
@@ -229,12 +233,15 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         vLLM calls this once, at start.
 
         Args:
-            metadata: What each rank publishes, by (pipeline rank, tensor rank).
+            metadata: What each rank publishes (its layout, and what peers need to connect), by
+                (pipeline rank, tensor rank).
         """
         self._scheduler_half().serve(metadata)
 
     def reset_cache(self) -> bool:
-        """Give up every hold that has a ticket, so that vLLM can reset its prefix cache.
+        """End every hold that a ticket names, so that vLLM can reset its prefix cache.
+
+        Pages of these tickets can no longer be loaded.
 
         Returns:
             ``True``: the connector's part of the reset always succeeds.
@@ -275,15 +282,16 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: object, **kwargs: object
     ) -> None:
-        """Do nothing: the consumer reads the pages."""
+        """Do nothing: pages are not sent; the consumer reads them."""
 
     def wait_for_save(self) -> None:
-        """Do nothing: the consumer reads the pages."""
+        """Do nothing: pages are not sent; the consumer reads them."""
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """Return the requests that were sent, and those whose load ended, since the last call.
 
-        A request is sent when its hold has ended on this rank. A request whose load failed is in
+        A request with a ticket counts as sent when this rank no longer keeps its pages for another
+        engine: they were read, or their hold ended otherwise. A request whose load failed is in
         ``finished_recving`` and in ``failed_recving``.
 
         Args:
@@ -292,7 +300,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         return self._worker.results() if self._worker is not None else KVConnectorTransferResults()
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        """Return what this rank reports to the scheduler half, or ``None`` if nothing."""
+        """Return this rank's ``RankReport`` to the scheduler half, or ``None`` if there is none."""
         return self._worker.take_report() if self._worker is not None else None
 
     def get_kv_connector_stats(self) -> FerryStats | None:

@@ -98,8 +98,8 @@ class Consumer:
     def on_new_request(self, request: Request) -> None:
         """Check the ticket of a request that was prefilled by another engine.
 
-        If the ticket is accepted, the workers connect to that engine early. If it is refused, the
-        request's load will be reported as failed.
+        If the ticket is accepted, the workers connect to that engine before the request has
+        blocks. If the ticket is refused, the request's load will be reported as failed.
 
         Args:
             request: vLLM's request; ignored unless it asks for ``do_remote_prefill``.
@@ -125,8 +125,8 @@ class Consumer:
     def num_matched_tokens(self, request: Request, computed: int) -> int:
         """Return how many tokens of a request, beyond the cached ones, are to be loaded.
 
-        Tokens of a refused ticket count, too: their load is then reported as failed. vLLM may call
-        this several times for a request; a call changes nothing.
+        The tokens of a refused ticket count, too, so that vLLM waits for a load, which is then
+        reported as failed. vLLM may call this several times for a request; a call changes nothing.
 
         Args:
             request: vLLM's request.
@@ -139,9 +139,11 @@ class Consumer:
         return max(0, self._tokens_to_have(request, entry) - computed) if entry is not None else 0
 
     def blocks_allocated(self, request: Request, blocks: KVCacheBlocks, external: int) -> None:
-        """Queue the load of a request, or the release of its hold if nothing is to be loaded.
+        """Queue the load of a request, or only a "done" to the producer if nothing is to be loaded.
 
-        Called when vLLM has allocated blocks for the request. ``drain`` returns what is queued.
+        After "done", the producer frees the pages that it has kept for the request. If the ticket
+        was refused, the failure of the load is queued instead. Called when vLLM has allocated
+        blocks for the request. ``drain`` returns what is queued.
 
         Args:
             request: vLLM's request; ignored if it has no ticket.
@@ -163,9 +165,11 @@ class Consumer:
             self._refused.append((request.request_id, str(entry)))
 
     def request_finished(self, request: Request) -> None:
-        """Abort the load of a request that ended, or release its hold if it never had a load.
+        """Abort the load of a request that ended, or tell the producer that none will come.
 
-        Called when vLLM has finished or aborted the request. Loads that are over are left alone.
+        Called when vLLM has finished or aborted the request. If the request never had a load, the
+        producer is told "done", so that it frees the pages, unless other requests may load them.
+        Nothing happens if the load is over.
 
         Args:
             request: vLLM's request.
@@ -181,7 +185,7 @@ class Consumer:
 
         Args:
             request_ids: vLLM's ids of the requests; those of other connectors are ignored.
-            failed: The ids of those requests whose load failed.
+            failed: Those of ``request_ids`` whose load failed.
         """
         for request_id in request_ids:
             tokens = self._loading.pop(request_id, None)
@@ -221,8 +225,9 @@ class Consumer:
         """Check the ticket in a request's ``kv_transfer_params``, and return it.
 
         Raises:
-            TicketError: This engine may not load, or the ticket is malformed, of an engine to which
-                this engine may not connect, or made for another prompt.
+            TicketError: This engine may not load; or the ticket is malformed, is not signed as
+                required, is of this engine itself or of one to which this engine may not connect,
+                or was made for another prompt or number of tokens.
         """
         if not self._may_load:
             raise TicketError(
@@ -264,15 +269,15 @@ class Consumer:
         """Refuse a ticket that covers another number of tokens than this engine needs.
 
         The number matters only if the model has recurrent states or attention windows: these can be
-        used only after exactly the tokens that they were computed for. It does not matter for a
-        request with ``skip_reading_prefix_cache`` either, for which vLLM loads nothing.
+        used only after exactly the tokens that they were computed for. For a request with
+        ``skip_reading_prefix_cache``, the number never matters, because vLLM loads nothing.
 
         Args:
             request: vLLM's request.
             tokens: How many of the prompt's tokens the ticket covers.
 
         Raises:
-            TicketError: The number matters, and it is not ``handed_over_tokens``.
+            TicketError: The number matters, and ``tokens`` is not ``handed_over_tokens``.
         """
         expected = handed_over_tokens(request, self._backoff)
         if (
@@ -287,7 +292,7 @@ class Consumer:
             )
 
     def _tokens_to_have(self, request: Request, entry: Ticket | TicketError) -> int:
-        """Return how many of a prompt's first tokens are cached or loaded instead of computed here.
+        """Return how many of a prompt's first tokens are not computed here, but cached or loaded.
 
         Args:
             request: vLLM's request.
@@ -319,29 +324,32 @@ class Consumer:
         )
 
     def _shares(self, request_id: str) -> bool:
-        """Record that a request's load is being queued, and return whether others share its hold.
+        """Record that a request's load is queued, and return whether others may load from its hold.
 
         Returns:
-            Whether other requests may still load from the same hold. If so, this load must not tell
-            the producer "done"; a later load will.
+            Whether other requests may still load from the same hold (the pages that the producer
+            keeps). If so, this load must not tell the producer "done"; a later load will.
         """
         siblings = SAMPLE.match(request_id) is not None
         return self._users.order(RequestId(request_id), siblings=siblings)
 
     def _release_unused(self, request_id: str, ticket: Ticket) -> None:
-        """Release the hold of a request that loads nothing, unless other requests may use it."""
+        """Queue a "done" to the producer for a request that loads nothing (``_release_only``).
+
+        The producer keeps the pages if other requests may still load them.
+        """
         shared = self._shares(request_id)
         self._loads.append(self._release_only(request_id, ticket, shared=shared))
         self._users.over(RequestId(request_id), loaded=False)
 
     def _release_only(self, request_id: str, ticket: Ticket, *, shared: bool) -> Load:
-        """Return a load that reads nothing, and makes the producer release the ticket's hold.
+        """Return a load that reads nothing, and only tells the producer that it may free the pages.
 
         Args:
             request_id: vLLM's id of the request.
             ticket: The request's ticket.
-            shared: Whether other requests may still load from the hold. Then the producer keeps the
-                hold.
+            shared: Whether other requests may still load these pages. Then the load does not let
+                the producer free them.
         """
         groups = len(self._groups)
         return Load(

@@ -31,14 +31,14 @@ class RankHandshake(KVConnectorHandshakeMetadata):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankReport(KVConnectorWorkerMetadata):
-    """What ranks report to the scheduler half in a step, apart from sends and loads that ended.
+    """What ranks report to the scheduler half in a step, apart from requests sent and loads ended.
 
     Attributes:
-        problems: The current problems of each rank whose problems have changed, by rank; an empty
-            tuple if the rank has none any more.
-        silent: The holds with a ticket whose consumer seems to be gone, by rank; those whose
-            consumer has been silent for longest come first. Empty unless ``asks_silent`` was set
-            for this step.
+        problems: Maps each rank whose problems have changed to its current problems: an empty tuple
+            if none are left.
+        silent: Maps each rank to its holds, among those that tickets name, whose consumer seems to
+            be gone; the holds without a sign of life for longest come first. Empty unless
+            ``StepMetadata.asks_silent`` was set for this step.
     """
 
     problems: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
@@ -69,8 +69,10 @@ class StepMetadata(KVConnectorMetadata):
             ``ranks``.
         orders: Changes to the holds of requests that this engine prefills for others: which holds
             begin, may be read, or end.
-        prepare: Tickets of new requests. Workers connect early to the engines that made them.
-        loads: Loads to start; a load that reads nothing only releases its hold.
+        prepare: Tickets of new requests. Workers connect to the engines that made the tickets
+            before the requests have blocks.
+        loads: Loads to start. A load that reads nothing only tells the producer that it may free
+            the pages.
         refused: Ids of requests whose ticket was refused, each with the reason.
         aborted: Ids of requests that ended while their load was under way.
         asks_silent: Whether every rank is to report the holds whose consumer seems to be gone,

@@ -1,4 +1,4 @@
-"""The metrics: the scheduler half's, defined here, and the endpoint's, of ``core.metrics``.
+"""The metrics of the scheduler half, and a list of them with the endpoint's (``core.metrics``).
 
 ``kvferry.integrations.vllm.metrics`` exports them to vLLM's log line and to Prometheus.
 """

@@ -82,7 +82,7 @@ LOGGED_PROBLEMS = {
 
 
 class FerryStats(KVConnectorStats):
-    """The metrics of an interval; ``data`` is ``kvferry.core.metrics.Data``.
+    """The metrics counted in an interval; ``data`` is a ``kvferry.core.metrics.Data``.
 
     The scheduler counts loads and their tokens, because a load succeeds or fails as a whole,
     however many ranks take part. The ranks count what each of them did.
@@ -93,7 +93,7 @@ class FerryStats(KVConnectorStats):
         self.data: Data = {}
 
     def aggregate(self, other: KVConnectorStats) -> FerryStats:
-        """Add other metrics to these; a gauge takes the other's value.
+        """Add other metrics to these; of a gauge, keep the value in ``other``.
 
         Args:
             other: Metrics of another process or a later interval.
@@ -196,8 +196,8 @@ class FerryPromMetrics(KVConnectorPromMetrics):
 
         Args:
             metric: The metric.
-            labels: The values of the metric's own labels, in the order of ``Metric.labels``. To
-                bound their number, peers beyond the first ones share one label value.
+            labels: The values of the metric's own labels, in the order of ``Metric.labels``. The
+                label ``peer`` has a limited number of values: further peers share one value.
             engine: The engine's index, for the values of vLLM's labels.
         """
         bounded = [

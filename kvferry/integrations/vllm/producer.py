@@ -3,7 +3,7 @@
 A request that asks for ``do_remote_decode`` is prefilled here. When the request finishes, its
 blocks are held and its ``kv_transfer_params`` become a ticket, with which another engine reads the
 blocks. The hold ends when that engine has read them, when the lease runs out, or when this engine
-needs the blocks. A hold is silent if its consumer has given no sign of life for some time.
+needs the blocks. A hold is silent if no consumer has given a sign of life for it for some time.
 """
 
 from __future__ import annotations
@@ -111,8 +111,8 @@ class Producer:
         """Remove the last ``backoff`` tokens of a prompt that is prefilled for another engine.
 
         A prompt stays as it is if it was truncated before, if it is not longer than ``backoff``, or
-        if the request asks for ``prompt_logprobs``. If this engine's ``kv_role`` forbids handing
-        requests over, the request is counted and logged as one without a ticket.
+        if the request asks for ``prompt_logprobs``. If this engine's ``kv_role`` forbids that other
+        engines load from it, the request is counted and logged as one without a ticket.
 
         Args:
             request: vLLM's request, changed in place.
@@ -129,11 +129,11 @@ class Producer:
         request.kv_transfer_params = {**params, TRUNCATED: True}
 
     def take_on(self, request: Request) -> None:
-        """Pick a hold for a request that is prefilled here for another engine.
+        """Give a hold (a slot and random bits) to a request that another engine will decode.
 
-        Called when vLLM has allocated blocks for the request, and again when it does so after a
-        preemption; the request then keeps its hold. If no hold can be given, the request is counted
-        and logged as one without a ticket.
+        Called when vLLM has allocated blocks for the request. After a preemption, vLLM allocates
+        blocks again, and the request keeps its hold. If there is no hold to give, the request is
+        counted and logged as one without a ticket.
 
         Args:
             request: vLLM's request; ignored unless it asks for ``do_remote_decode``.
@@ -190,7 +190,9 @@ class Producer:
         ).params(self._secrets, self._ticket_key)
 
     def _ticket_hold(self, request: Request, block_ids: Sequence[Sequence[int]]) -> Hold | None:
-        """Return the hold for the ticket of a request that ended, and count its blocks as held.
+        """Return the hold for the ticket of a request that ended, and count the request's blocks.
+
+        They count against ``max_held``; if that is exceeded, the oldest holds are ended.
 
         Args:
             request: vLLM's request.
@@ -239,15 +241,15 @@ class Producer:
         )
 
     def _is_handed_over(self, request: Request) -> bool:
-        """Return whether a request is prefilled here for another engine."""
+        """Return whether a request is prefilled here for another engine, as ``kv_role`` allows."""
         return self._hands_over and _asks_for_remote_decode(request)
 
     def _ticket_tokens(self, request: Request) -> int:
         """Return how many tokens the ticket of a request covers, or 0 if it gets no ticket.
 
-        The result is 0 if the prompt was not computed to the end. It is also 0 if the model has
-        recurrent states or attention windows, and these are past the token from which decode
-        continues; the request is then counted and logged.
+        The result is 0 if the prompt was not computed to the end. The result is also 0 if the model
+        has recurrent states or attention windows, and more tokens were computed than decode needs:
+        the states and windows are then those of a later token. This is counted and logged.
         """
         if request.status.name not in COMPLETE:
             return 0
@@ -285,7 +287,7 @@ class Producer:
         return scored and request.num_prompt_tokens > self._backoff
 
     def sends_finished(self, request_ids: Sequence[str]) -> None:
-        """Remove the holds of requests that all workers have reported as sent.
+        """Free the hold's slot of each request that all workers have reported as sent.
 
         Args:
             request_ids: vLLM's ids of the requests.
@@ -294,16 +296,16 @@ class Producer:
             self._holds.sent(RequestId(request_id))
 
     def reset(self) -> None:
-        """Give up every hold that has a ticket: the tickets become stale.
+        """End every hold that a ticket names: pages of these tickets can no longer be loaded.
 
-        vLLM gets each request's blocks back when the workers have reported the request as sent.
+        vLLM gets each request's blocks back when all workers have reported the request as sent.
         """
         self._holds.reset()
 
     def update_metrics(self) -> None:
         """Set the metric of held blocks, and count and log the holds evicted since the last call.
 
-        A hold is evicted if more than ``max_held`` blocks are held.
+        While more than ``max_held`` blocks are held, the oldest hold is ended (evicted).
         """
         self._metrics.set(HELD, self._holds.held_pages)
         for request_id in self._holds.take_evicted():
@@ -317,21 +319,21 @@ class Producer:
             )
 
     def drain(self) -> HoldOrders:
-        """Return the orders about holds that were queued for the workers since the last call."""
+        """Return the queued orders to workers: which holds to begin, make readable or end."""
         return self._holds.drain()
 
     # The methods below free held blocks when requests of this engine wait for blocks.
 
     def set_rank_count(self, ranks: int) -> None:
-        """Set how many ranks hold pages for other engines.
+        """Set how many ranks report silent holds (``silence_reported``).
 
         Args:
-            ranks: The number of ranks that published a layout.
+            ranks: The number of ranks that published a layout; other ranks report nothing.
         """
         self._pressure.ranks = ranks
 
     def allocation_attempted(self, request: Request, computed: int) -> None:
-        """Record that vLLM tries to allocate blocks for a request, and how many it needs.
+        """Record that vLLM tries to allocate blocks for a request, and how many blocks it needs.
 
         If ``blocks_allocated`` does not follow in the same scheduling pass, the request counts as
         one that waits for blocks.
@@ -363,13 +365,13 @@ class Producer:
         return self._holds.ending
 
     def relieve_block_pressure(self) -> bool:
-        """If requests wait for blocks, give up holds whose consumer seems to be gone.
+        """If requests wait for blocks, end silent holds: those whose consumer seems to be gone.
 
         Must be called once, at the end of each scheduling pass.
 
         Returns:
-            Whether the scheduler half must ask the ranks, in the coming step, for their silent
-            holds.
+            Whether the scheduler half must ask the ranks, in the coming step, for the holds that
+            are silent now.
         """
         request_waits = bool(self._blocks_needed) or self._running_request_waits
         needed = sum(self._blocks_needed.values())
@@ -382,7 +384,9 @@ class Producer:
         return self._pressure.ask(self._clock(), held=self._holds.ticketed)
 
     def silence_reported(self, reports: Mapping[int, Sequence[Silence]]) -> None:
-        """Store the ranks' reports of silent holds, for ``relieve_block_pressure``.
+        """Store which holds the ranks report as silent, for ``relieve_block_pressure``.
+
+        The consumer of a silent hold seems to be gone.
 
         Args:
             reports: The silent holds by rank; empty if the ranks were not asked.
@@ -409,13 +413,13 @@ class Producer:
 
 
 def _describe_claims(holds: Sequence[Silence], engines: Sequence[str]) -> str:
-    """Return a text for the log with the engines that claimed holds.
+    """Return a text for the log: which engines claimed holds, and for how many none did.
 
-    An engine claims a hold when it renews the lease.
+    An engine claims a hold by saying, in a renewal of its lease, that it waits for the hold.
 
     Args:
-        holds: The holds, each with the engines that claimed it.
-        engines: The engines that claimed any of the holds, each once.
+        holds: The holds, each with the ids of the engines that claimed the hold.
+        engines: The ids of all engines that claimed any of the holds, each once.
     """
     unclaimed = sum(not each.engines for each in holds)
     names = ", ".join(on_one_line(engine, 64) for engine in engines[:MAX_ENGINES_LOGGED])

@@ -44,12 +44,12 @@ def prompt_digest(request: Request, tokens: int) -> bytes:
 def _token_id_mask(request: Request, tokens: int) -> tuple[bytes, ...]:
     """Return which of a prompt's first ``tokens`` positions are token ids, and which embeddings.
 
-    A mask that is all true or all false is returned, too: without a mask, vLLM reads the same ids
-    and embeddings differently.
+    A mask with equal values at all positions is returned, too, because vLLM reads the same ids and
+    embeddings differently if the request has no mask.
 
     Returns:
-        The mask, with one byte per position: 1 for a token id, 0 for an embedding. An empty tuple
-        if the request has no mask, which then adds nothing to the digest.
+        A tuple of the mask, with one byte per position: 1 for a token id, 0 for an embedding. If
+        the request has no mask, an empty tuple, which adds nothing to the digest.
     """
     mask = request.prompt_is_token_ids
     return () if mask is None else (bytes(map(bool, mask[:tokens])),)
@@ -73,7 +73,7 @@ def _embeddings(request: Request, tokens: int) -> bytes | None:
 
 
 def prefill_backoff(vllm_config: VllmConfig, groups: Sequence[CacheGroup]) -> int:
-    """Return how many tokens at a prompt's end the producer leaves to the consumer.
+    """Return how many tokens at a prompt's end the producer leaves for the consumer to compute.
 
     The consumer always computes the last token itself. A recurrent state cannot be rewound, so the
     state that is handed over must end before the last token. A sliding window must end there, too:
@@ -112,8 +112,8 @@ def handed_over_tokens(request: Request, tail: int) -> int:
 
     Args:
         request: vLLM's request, its prompt not truncated.
-        tail: The producer's ``prefill_backoff``, in tokens. If the prompt is not longer, the
-            producer computes all of it.
+        tail: The producer's ``prefill_backoff``, in tokens. If the prompt has no more tokens than
+            that, the producer computes the whole prompt.
     """
     tokens: int = request.num_prompt_tokens
     return tokens - tail if tokens > tail else tokens

@@ -37,10 +37,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 PROBLEM_STEPS_SECONDS = 60.0
-"""For how many seconds after its problems last changed an engine steps even without requests.
+"""For how many seconds an engine with problems runs steps even if it has no requests.
 
-Workers report only in steps, so without steps a problem that has ended would stay reported. Some
-problems never end, and vLLM neither shuts down nor sleeps while the connector makes it step.
+The time begins when the problems last changed. Workers report only in steps, so without steps a
+problem that has ended would stay reported. The time is limited because some problems never end, and
+vLLM neither shuts down nor sleeps while the connector makes it run steps.
 """
 
 
@@ -136,7 +137,10 @@ class FerryScheduler:
         )
 
     def on_new_request(self, request: Request) -> None:
-        """Check a decode request's ticket, or truncate the prompt of a request to prefill.
+        """Check the ticket of a request that was prefilled elsewhere, or truncate a prompt.
+
+        The prompt of a request that is prefilled here for another engine loses the tokens that
+        this other engine must compute itself (``prefill_backoff``).
 
         Args:
             request: vLLM's request.
@@ -145,24 +149,25 @@ class FerryScheduler:
         self._consumer.on_new_request(request)
 
     def num_matched_tokens(self, request: Request, computed: int) -> tuple[int, bool]:
-        """Return how many tokens will be loaded beyond those that are cached here.
+        """Return how many of a request's tokens will be loaded from another engine.
 
         Args:
             request: vLLM's request.
             computed: How many of the request's tokens are cached here already.
 
         Returns:
-            The number of tokens, and whether they are loaded asynchronously: ``True`` unless the
-            number is 0.
+            The number of tokens beyond the cached ones, and whether they are loaded asynchronously:
+            ``True`` unless the number is 0.
         """
         self._producer.allocation_attempted(request, computed)
         tokens = self._consumer.num_matched_tokens(request, computed)
         return tokens, tokens > 0
 
     def blocks_allocated(self, request: Request, blocks: KVCacheBlocks, external: int) -> None:
-        """Pick the hold of a request to prefill, or queue the load of a request to decode.
+        """Queue the load of a request, or give a hold to a request that another engine will decode.
 
-        Called when vLLM has allocated blocks for the request.
+        Called when vLLM has allocated blocks for the request. A hold is a slot and random bits that
+        stand for the request's pages.
 
         Args:
             request: vLLM's request.
@@ -243,15 +248,16 @@ class FerryScheduler:
     def pending(self) -> bool:
         """Whether vLLM must run a step even if there is no token to compute.
 
-        True while messages about loads wait for the workers. True also for a while after a worker
-        reported a problem, because the worker needs a step to report that the problem has ended.
+        ``True`` while messages about loads are to be sent to the workers. Also ``True`` for a while
+        after a worker reported a problem, because the worker can report only in a step that the
+        problem has ended.
         """
         has_problems = any(self._problems.values())
         changed_lately = time.monotonic() < self._problems_changed + PROBLEM_STEPS_SECONDS
         return self._consumer.pending or (has_problems and changed_lately)
 
     def reset(self) -> None:
-        """Give up every hold that has a ticket, so that vLLM's next prefix-cache reset succeeds."""
+        """End every hold that a ticket names, so that vLLM's next prefix-cache reset succeeds."""
         self._producer.reset()
 
     def _current_problems(self) -> list[str]:

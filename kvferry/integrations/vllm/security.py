@@ -29,7 +29,8 @@ class SecuritySettings:
     """The peers and tickets that an engine accepts, and its own keys and secrets.
 
     Attributes:
-        access: Which peers the side channel admits, and to which this engine connects.
+        access: This engine's keys, which peers its side channel admits, and to which peers this
+            engine connects.
         secrets: The secrets that sign and check tickets; ``None`` if tickets are not signed.
         exposed: A warning for each secret that other users of this host can read.
     """
@@ -49,8 +50,8 @@ def read_security_settings(
         environment: The environment variables.
 
     Raises:
-        ConfigError: A key or secret cannot be read or is malformed, or one of two settings that
-            belong together is missing. The message never shows a secret.
+        ConfigError: A key or secret cannot be read or is malformed, or only one of
+            ``curve_secret_key`` and ``curve_peers`` is set. The message never shows a secret.
     """
     secrets_read: list[Secret] = []
 
@@ -107,7 +108,7 @@ def _is_loopback_host(host: str) -> bool:
 
 
 def _warnings(security: SecuritySettings, host: str) -> Iterator[str]:
-    """Yield a warning for each setting that leaves access open, or excludes this host's network.
+    """Yield a warning for each setting that leaves access open or excludes this host's network.
 
     Each warning says what to set instead.
 
@@ -140,10 +141,10 @@ def _warnings(security: SecuritySettings, host: str) -> Iterator[str]:
 
 
 def _excludes_its_own_network(access: Access, host: str) -> bool:
-    """Return whether the default networks exclude the engines of other hosts in this network.
+    """Return whether the default ``allowed_peers`` excludes other hosts of this host's network.
 
-    They do if the side channel's host has a public address. ``False`` if ``allowed_peers`` is set,
-    because the default networks then do not apply.
+    The default is this host and private networks, so it excludes them if the side channel's host
+    has a public address. ``False`` if ``allowed_peers`` is set.
 
     Args:
         access: This engine's access settings.

@@ -1,4 +1,4 @@
-"""Refuse at start the settings and caches with which the connector cannot work or is untested."""
+"""Refuse at start settings and caches that cannot work with the connector or were not tested."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def check_engine(vllm_config: VllmConfig) -> None:
         vllm_config: The engine's configuration.
 
     Raises:
-        ConfigError: Names every such setting, and the remedy.
+        ConfigError: There are such settings; the message names each, and the remedy.
     """
     _refuse("KVFerryConnector cannot work with", _unsupported(vllm_config))
     _refuse(
@@ -173,7 +173,7 @@ def _untested(vllm_config: VllmConfig) -> Iterator[str]:
 
 
 def _unsupported_groups(kv_cache_config: KVCacheConfig) -> Iterator[str]:
-    """Yield a text for each cache group that cannot be handed over, or if there are no groups."""
+    """Yield a text for each cache group that cannot be handed over; one if there is no group."""
     if not kv_cache_config.transfer_groups:
         yield (
             "a model without a cache to hand over: every request would be computed twice; start "

@@ -90,8 +90,8 @@ class ParallelSizes:
 class TicketParams:
     """A producer's ticket for one request; ``Ticket`` explains the attributes.
 
-    Unlike a ``Ticket`` it is not validated: an engine whose side channel is not open yet, as in a
-    test of the scheduler alone, hands out params with port 0, which every reader refuses.
+    Unlike ``Ticket``, this class validates nothing: an engine whose side channel is not open yet,
+    as in a test of the scheduler alone, hands out params with port 0, which every reader refuses.
     """
 
     engine: str
@@ -173,10 +173,10 @@ def read_ticket(
             bounds how many pages a client can make this engine check.
 
     Raises:
-        TicketError: Another connector made the ticket; its version is another; it is malformed, or
-            longer than the prompt; its signature is missing, wrong or not expected; or it has
-            neither a signature nor a proof. The proof itself can be verified only after the
-            handshake (``check_against``).
+        TicketError: The ticket is refused: another connector made it; its format has another
+            version; it is malformed or lists more pages than the prompt has tokens; its signature
+            is missing, wrong or not expected; or it has neither signature nor proof. A proof can be
+            verified only after the handshake (``core.lifecycle.ticket.check_against``).
     """
     if KEY not in params:
         raise TicketError(
@@ -225,15 +225,15 @@ def read_ticket(
 def _addresses(
     ferry: _FerryParams, nixl: _NixlParams, *, signed: bool
 ) -> tuple[str, int, tuple[str, int] | None]:
-    """Return the side channel's address to ask first, and the address to ask if nobody answers.
+    """Return the addresses at which to try the producer's side channel, in order.
 
     Args:
         ferry: Has the address that the producer states, unless an older build made the ticket.
         nixl: Has the address that routers may rewrite.
-        signed: Whether the ticket is signed; then only the signed address is asked.
+        signed: Whether the ticket is signed; then only the signed address is tried.
 
     Returns:
-        Host, port, and a second host and port or ``None``.
+        Host and port to try first, and a host and port to try if nobody answers there, or ``None``.
     """
     routed = nixl.remote_host, nixl.remote_port
     if not ferry.host:
@@ -306,9 +306,9 @@ def _check_signature(
 def _signed_content(params: Mapping[str, Any]) -> dict[str, Any]:
     """Return the part of the params that a signature covers.
 
-    A signature covers every key that is read, and everything under ``kvferry``, also keys of newer
-    versions. It does not cover what routers may change: keys that are not read
-    (``do_remote_prefill``, for example) and, if the producer's own address is under ``kvferry``,
+    A signature covers every key of ``_NixlParams`` and everything under ``kvferry``, also keys of
+    newer versions. A signature does not cover what routers may change: all other keys, such as
+    ``do_remote_prefill``, and, if the producer's own address is under ``kvferry``,
     ``remote_host`` and ``remote_port``.
     """
     content = {name: params[name] for name in _NixlParams.__struct_fields__}

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 IDLE_SECONDS = 0.005
-"""Seconds that a step without tokens waits for a result, while loads or problems are pending.
+"""Longest wait for a result, in seconds, in a step without tokens while loads or problems exist.
 
 The wait releases the interpreter's lock; an engine that spins would starve the endpoint's thread. A
 request that arrives during the wait is delayed by no more than this.
@@ -56,10 +56,10 @@ class FerryWorker:
 
     Args:
         endpoint: The endpoint of this rank.
-        mark_work: Marks the device work enqueued so far, and returns a function that tells whether
-            the device has done it; returns ``None`` where there is nothing to wait for. Called in
-            steps in which requests become readable or loads start.
-        drain: Seconds that ``close`` waits for held pages to be read.
+        mark_work: Marks the work enqueued on the device so far, and returns a function that tells
+            whether the device has done this work; returns ``None`` if there is nothing to wait for.
+            Called in steps in which tickets are made or loads start.
+        drain: Seconds that ``close`` waits at most for other engines to read the held pages.
     """
 
     def __init__(
@@ -154,7 +154,8 @@ class FerryWorker:
     def results(self) -> KVConnectorTransferResults:
         """Return the requests that were sent, and those whose load ended, since the last call.
 
-        A request is sent when its hold has ended on this rank. A request whose load failed is in
+        A request with a ticket counts as sent when this rank no longer keeps its pages for another
+        engine: they were read, or their hold ended otherwise. A request whose load failed is in
         ``finished_recving`` and in ``failed_recving``. In a step without tokens to compute, the
         call may wait for up to ``IDLE_SECONDS``.
         """
@@ -175,8 +176,9 @@ class FerryWorker:
     def take_report(self) -> RankReport | None:
         """Return this rank's problems if they changed, and its silent holds if asked for.
 
-        A silent hold is one whose consumer seems to be gone. The scheduler half asks for them in
-        ``apply``. ``None`` if the problems are the same and the holds were not asked for.
+        A silent hold is one whose consumer seems to be gone. The scheduler half asks for silent
+        holds by ``StepMetadata.asks_silent``. ``None`` if the problems are the same as at the last
+        call, and silent holds were not asked for.
         """
         rank, problems = self._endpoint.payload.rank, self._endpoint.problems
         changed, asked = problems != self._problems, self._asks_silent
@@ -220,7 +222,7 @@ class UnreadRankWorker:
         self._refused.update(request for request, _ in step.refused)
 
     def _apply_orders(self, orders: HoldOrders) -> None:
-        """Record as sent the requests that got a ticket; forget holds that ended without one.
+        """Record as sent the requests that got a ticket; forget holds that ended without a ticket.
 
         Args:
             orders: The scheduler's orders of this step.
@@ -233,7 +235,10 @@ class UnreadRankWorker:
                 self._sent.add(self._held.pop(hold))
 
     def results(self) -> KVConnectorTransferResults:
-        """Return the requests that were sent or refused since the last call, each once."""
+        """Return the requests that got a ticket, or whose ticket was refused, since the last call.
+
+        The former are reported to vLLM as sent, the latter as failed loads.
+        """
         sent, self._sent = self._sent, set()
         refused, self._refused = self._refused, set()
         return KVConnectorTransferResults(
@@ -267,7 +272,7 @@ def start_worker(
     Raises:
         ConfigError: A kind of cache, its memory, or another setting is refused.
         DriverError: The driver cannot be used.
-        LayoutError: The caches are not what their attention backend should have.
+        LayoutError: A cache tensor is missing, or the caches cannot be described as a ``Layout``.
     """
     incarnation, position = shared_incarnation(), current_rank_position(vllm_config)
     if position.replica:
@@ -282,8 +287,8 @@ def _work_marker(device: str) -> Callable[[], Callable[[], bool] | None]:
         device: The device's type, as torch names it.
 
     Returns:
-        A function that returns a query, which tells whether the marked work is done; for CPUs a
-        function that returns ``None``, since a CPU's work is done when the call that does it ends.
+        A function that marks the work and returns a second function, which tells whether that work
+        is done. On CPUs it returns ``None`` instead: work is done when the call that does it ends.
     """
     if device == "cpu":
         return lambda: None

@@ -61,10 +61,10 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _zero(memory: torch.Tensor, offsets: I64Array, lengths: I64Array) -> None:
-    """Zero spans of a storage.
+    """Zero spans (ranges of bytes) of a tensor's storage.
 
-    The storage is viewed as rows of the largest size that divides all offsets and lengths, so that
-    few row indices are needed.
+    The storage is viewed as rows, each as long as the greatest common divisor of all offsets and
+    lengths, so that few row indices are needed.
 
     Args:
         memory: The storage's bytes.

@@ -4,9 +4,9 @@ A packing is the order in which a backend's kernels store values in a page. Each
 function that returns the fields of a page: the tensors inside it, such as K and V, and their
 strides. Backends that store the same values in different orders have fields with the same keys, so
 pages can move between them. The functions were written from the source of vLLM 0.32, whose files
-their docstrings name. A function returns ``None`` for a page that is not filled as it expects. Such
-a page is opaque: it moves whole, and only between engines with the same backend, element type,
-shape, strides and processor.
+their docstrings name. A function returns ``None`` for a page that is not filled as the function
+expects. Such a page is opaque: it moves whole, and only between engines with the same backend,
+element type, shape, strides and processor.
 
 vLLM gives a page the axes (head slots, entries, elements). An entry is what is stored for one
 token, or for several that the cache compresses together. A head slot is usually one KV head. The
@@ -47,16 +47,17 @@ For rows in ``fp8_ds_mla`` of DeepSeek V4 and V4.1.
 """
 
 SPLIT_TOKENS = 256
-"""Size in tokens of the blocks of compressed entries that kernels never split.
+"""Block size in tokens at which kernels never split a block of compressed entries.
 
 From ``get_supported_kernel_block_sizes`` in ``deepseek_v4/sparse_mla.py`` and ``mla/indexer.py``.
 """
 
 
 def pack(pages: Sequence[Page]) -> tuple[GroupKind, tuple[Field, ...]]:
-    """Return what the pages of a cache group hold, and their fields.
+    """Return the kind of a cache group, and the fields of its layers' pages.
 
-    If the content of one layer's pages is not known, the pages of the whole group are opaque.
+    If the content of one layer's pages is not known, all pages of the group are opaque: each has a
+    single field, and moves whole.
 
     Args:
         pages: The pages of each layer of the group.
@@ -223,8 +224,8 @@ def flash_or_shuffled(page: Page) -> Fields:
 def columns(page: Page) -> Fields:
     """Return the fields of a page that holds, for each head, K in columns, then V in rows.
 
-    A token is a column of K and a row of V: its element d is at ``d * tokens + t`` in K and at
-    ``t * size + d`` in V, where t is the token's index and size the number of elements of a head.
+    A token is a column of K and a row of V. Counted in elements, element d of token t is at
+    ``d * tokens + t`` in K and at ``t * size + d`` in V; size is the number of elements of a head.
     ``None`` if the page is not filled in this way.
 
     See ``cpu_attn.py``, which splits the page, and its ``vec`` kernels, which fill it
@@ -252,10 +253,10 @@ def columns(page: Page) -> Fields:
 def tiles(page: Page) -> Fields:
     """Return the fields of a page that holds, for each head, K and then V in tiles for AMX.
 
-    A tile is a part of the second matrix that AMX multiplies. Each row of a tile has 16 pairs of
-    elements. In K, a row has one pair for each of 16 tokens: two neighbouring elements of the
-    token. In V, a row has one pair for each of 16 element indices: the elements at this index of
-    two neighbouring tokens. ``None`` if the page is not filled in this way.
+    AMX multiplies two matrices; a tile is a part of the right-hand one. Each row of a tile has 16
+    pairs of elements. In K, a row has a pair for each of 16 tokens: two neighbouring elements of
+    that token. In V, a row has a pair for each of 16 element indices d: element d of one token, and
+    element d of the next token. ``None`` if the page is not filled in this way.
 
     See ``reshape_and_cache`` in csrc/cpu/cpu_attn_amx.hpp.
     """
@@ -293,7 +294,7 @@ def rows(page: Page) -> Fields:
     stores the same rows. ``None`` if the page is not filled in this way.
 
     See ``concat_and_cache_mla``; for ``fp8_ds_mla`` the head of ``mla/flashmla_sparse.py``; for
-    per-token-head scales ``MLACommonBackend``; for side caches
+    per-token-head scales ``MLACommonBackend``; for caches other than MLA's
     ``minimax_m3/common/indexer.py``, ``qwen4_exp/common/qsa_cache.py``, and
     ``deepseek_v4/common/ops/save_partial_states.py``.
     """
@@ -310,9 +311,10 @@ def rows(page: Page) -> Fields:
 
 
 def indexer(page: Page) -> Fields:
-    """Return the fields of a page of an indexer: the values of all rows, then all scales.
+    """Return the fields of a page of an indexer: first all rows' values, then all rows' scales.
 
-    An indexer selects the tokens that sparse attention reads. ``None`` if the page is not filled in
+    An indexer selects the tokens that sparse attention reads; a row is what it stores per token, or
+    per several tokens that the cache compresses together. ``None`` if the page is not filled in
     this way, or not on CUDA: on ROCm, some kernels store the values in tiles.
 
     See ``_fp8_quant_and_cache_write`` in ``deepseek_v32/common/kernels.py`` and
@@ -339,14 +341,17 @@ def sparse_rows(page: Page) -> Fields:
 
 
 def _plain(page: Page) -> bool:
-    """Return whether a page holds plain values: not packed, and without scales among them."""
+    """Return whether a page holds plain values: no packed values, and no scales in the page."""
     from vllm.v1.kv_cache_interface import KVQuantMode
 
     return page.spec.kv_quant_mode in (KVQuantMode.NONE, KVQuantMode.FP8_PER_TENSOR)
 
 
 def _halves(page: Page) -> tuple[int, int] | None:
-    """Return the bytes of K and of V for one head and token; ``None`` if not as in ``halves``."""
+    """Return the sizes in bytes of K and of V for one head and one token.
+
+    ``None`` if the page's spec and shape are not those that ``halves`` expects.
+    """
     spec, content = page.spec, page.shape[2] * page.itemsize
     if spec.num_head_slots is not None or page.strides[2] != page.itemsize:
         return None
@@ -358,20 +363,20 @@ def _halves(page: Page) -> tuple[int, int] | None:
 
 
 def _is_planes(page: Page) -> bool:
-    """Return whether a page has two head slots, one for K and one for V of all heads."""
+    """Return whether a page has two head slots: one for all heads' K, one for all heads' V."""
     spec = page.spec
     sizes = spec.num_kv_heads * spec.head_size, page.itemsize
     return (spec.num_head_slots, page.shape[2], page.strides[2]) == (2, *sizes)
 
 
 def _in_vectors(page: Page) -> bool:
-    """Return whether K and V are each contiguous, and a head consists of whole vectors."""
+    """Return whether K and V are each contiguous, and heads are multiples of ``VECTOR_BYTES``."""
     head = page.spec.head_size * page.itemsize
     return page.strides[1] == page.shape[2] * page.itemsize and head % VECTOR_BYTES == 0
 
 
 def _per_head(page: Page) -> Pairs:
-    """Return the axis over heads of a page that holds K, and likewise V, one head after another."""
+    """Return the axis over heads, the same for K and V, where each is stored head after head."""
     return ((page.spec.num_kv_heads, page.spec.head_size * page.itemsize * page.shape[1]),)
 
 
@@ -395,8 +400,8 @@ def _rows_then_scales(page: Page, row_bytes: dict[int, tuple[int, int]]) -> Fiel
         row_bytes: Maps the size of a row to the sizes of its values and of its scales, in bytes.
 
     Returns:
-        The fields; ``None`` if not on CUDA, if kernels may split the tensor's blocks, if the page
-        has several heads or gaps, or if the size of a row is not in ``row_bytes``.
+        The fields; ``None`` if the device is not CUDA, if kernels may split a block into smaller
+        ones, if the page has several heads or gaps, or if a row's size is not in ``row_bytes``.
     """
     from vllm.platforms import current_platform
 

@@ -49,8 +49,8 @@ def describe(
         position: The rank's position.
 
     Raises:
-        LayoutError: A tensor is missing, its shape is not that of its spec, or pages can be
-            described neither by fields nor as opaque.
+        LayoutError: A tensor is missing, a tensor's shape is not that of the layer's spec, or the
+            content of pages is not known and they cannot move whole (see ``opaque``).
     """
     rank = _Rank(
         caches=caches, blocks=config.num_blocks, facts=facts, position=position, regions=[]
@@ -72,7 +72,7 @@ class _Rank:
         blocks: Number of the scheduler's block ids.
         facts: What is known about each layer beyond its tensor and its spec, by layer.
         position: The rank's position.
-        regions: The memory of the groups described so far; ``group`` adds that of each group.
+        regions: The memory of the groups described so far; each call of ``group`` appends to it.
     """
 
     caches: Mapping[str, torch.Tensor]

@@ -90,7 +90,7 @@ def refusals(config: KVCacheConfig) -> Iterator[str]:
 
 
 def _refusal(group: KVCacheGroupSpec) -> str:
-    """Return why a group is refused; an empty text if it is not."""
+    """Return why a cache group cannot be handed over; an empty text if it can."""
     from vllm.v1.kv_cache_interface import iter_layer_specs
 
     if group.host_resident:
@@ -100,7 +100,7 @@ def _refusal(group: KVCacheGroupSpec) -> str:
 
 
 def _spec_refusal(spec: KVCacheSpec) -> str:
-    """Return why a spec is refused; an empty text if it is not."""
+    """Return why caches with this spec cannot be handed over; an empty text if they can."""
     name = type(spec).__name__
     support = SPECS.get(name)
     if support is None:

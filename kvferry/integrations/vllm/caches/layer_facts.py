@@ -28,7 +28,7 @@ def layer_facts(
         position: This rank's position.
 
     Raises:
-        LayoutError: It cannot be determined how many KV heads a layer has on all ranks.
+        LayoutError: It cannot be determined how many KV heads a layer has on all ranks together.
     """
     from vllm.config import get_layers_from_vllm_config
     from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
@@ -54,7 +54,8 @@ def layer_facts(
 def is_draft(layer: str, vllm_config: VllmConfig) -> bool:
     """Return whether a layer belongs to the draft model of speculative decoding.
 
-    In a layer's name, vLLM numbers the draft model's layers after those of the main model.
+    The name of such a layer begins with ``draft_model.``, or contains a layer number beyond those
+    of the main model.
 
     Args:
         layer: vLLM's name of the layer.

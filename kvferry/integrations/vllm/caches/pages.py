@@ -52,8 +52,8 @@ class LayerFacts:
             device if a recurrent layer does not run on a GPU (``GDN_ATTN/cpu``).
         heads: Number of KV heads of the layer on all ranks together; 1 for a latent.
         draft: Whether the layer belongs to a draft model.
-        encoding: Format and static scales of a quantised cache, equal on all ranks; empty where the
-            element type says all.
+        encoding: Format and static scales of a quantised cache, equal on all ranks; empty if the
+            cache is not quantised.
         groups: Only for a Mamba 2 state: number of groups of B and C in the model, without the
             copies that vLLM makes if the groups cannot be divided among ranks; 0 if unknown.
         kernel: Only for a state: width of the convolution's kernel; 0 if unknown.
@@ -72,13 +72,13 @@ class LayerFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Page:
-    """The pages of one layer. Each of the scheduler's block ids names one page.
+    """The pages of one layer: where each is in memory, and the shape of its content.
 
-    Kernels may use smaller blocks than the scheduler. Then a page consists of ``kernels`` kernel
-    blocks, one every ``kernel_stride`` bytes, and ``shape`` and ``strides`` are those of one kernel
-    block. An entry of a kernel block is what is stored for one token, or for several that the cache
-    compresses together. A head slot is usually one KV head; some backends have one head slot for K
-    and one for V, each with all heads.
+    Each of the scheduler's block ids names one page. If kernels use smaller blocks, a page consists
+    of ``kernels`` kernel blocks, one every ``kernel_stride`` bytes, and ``shape`` and ``strides``
+    are those of one kernel block. An entry of a kernel block is what is stored for one token, or
+    for several that the cache compresses together. A head slot is usually one KV head; some
+    backends have one head slot for K and one for V, each with all heads.
 
     Attributes:
         layer: vLLM's name of the layer.
@@ -152,7 +152,7 @@ class Page:
 
         Args:
             name: Name of the field within its layer, such as ``k``.
-            unit: Number of contiguous bytes at each position of the axes.
+            unit: Number of contiguous bytes at each position that the axes below give.
             offset: Bytes from a kernel block's start to the field.
             tokens: The token axis within a kernel block; this method adds the axis over kernel
                 blocks.
@@ -161,7 +161,7 @@ class Page:
             shard: The range [first, last) of the model's heads or channels that ``heads`` covers;
                 by default this rank's KV heads.
             dtype: Element type; by default that of the cache tensor.
-            packing: For an opaque page, a text that must be equal on both engines.
+            packing: If the page's content is not known, a text that must be equal on both engines.
         """
         kernels = ((self.kernels, self.kernel_stride),) if tokens and self.kernels > 1 else ()
         entries = getattr(self.spec, "tokens_per_state", 1)

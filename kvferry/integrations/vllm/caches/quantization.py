@@ -29,8 +29,8 @@ def with_encodings(
     """Return the layers' facts, with the encoding added for each layer whose cache is quantised.
 
     Scales may differ between heads, and each rank has those of its own heads only. Since all ranks
-    must publish the same encoding, they exchange their scales: all ranks of a tensor-parallel group
-    must call this together.
+    must publish the same encoding, the ranks exchange their scales here. So all ranks of a
+    tensor-parallel group must call this together.
 
     Args:
         facts: The facts of each layer, by vLLM's name.
@@ -53,7 +53,7 @@ def with_encodings(
 
 
 def cache_format(cache_dtype: str) -> str:
-    """Return the format of a quantised cache, or an empty text if elements are plain numbers.
+    """Return the format of a quantised cache, or an empty text if the cache is not quantised.
 
     Args:
         cache_dtype: A value of vLLM's ``CacheConfig.cache_dtype``, which has several names for some
@@ -70,7 +70,7 @@ def cache_format(cache_dtype: str) -> str:
 
 
 def _scales(layer: object) -> Scales:
-    """Return the static scales of a layer's module; 1.0 for K or V where it has none."""
+    """Return the static scales of K and V in a layer's module; 1.0 for a missing scale."""
     key, value = (getattr(layer, name, None) for name in ("_k_scale", "_v_scale"))
     return _numbers(key), _numbers(value)
 
@@ -111,7 +111,7 @@ def _encoding(
 
 
 def _short(scales: list[float]) -> str:
-    """Return a text with the scale that all heads have, or with a digest if their scales differ."""
+    """Return the scale as text if it is the same for all heads, otherwise a digest of all."""
     if len(set(scales)) == 1:
         return repr(scales[0])
     digest = hashlib.blake2b(repr(scales).encode(), digest_size=8).hexdigest()

@@ -48,7 +48,7 @@ class _Tensor:
 
 
 def mamba1(page: Page) -> tuple[Field, ...]:
-    """Return the fields of a Mamba 1 state: the convolution's input, and a row for each channel."""
+    """Return the fields of a Mamba 1 state: the convolution's input, and a state per channel."""
     tensors = _tensors(page, 2)
     match page.spec.shapes:
         case ((_, _), (channels, _)):
@@ -83,7 +83,8 @@ def mamba2(page: Page) -> tuple[Field, ...]:
 def delta(page: Page) -> tuple[Field, ...]:
     """Return the fields of a delta rule's state: the convolution's input, and a matrix per head.
 
-    The input's channels have the parts q, k and v. The matrices are stored as (v, k).
+    The input's channels have the parts q, k and v. Each matrix is stored with the axes (v, k).
+    Delta rules are those of gated delta net and KDA.
     """
     return _delta(page, rows_first=True)
 
@@ -114,7 +115,8 @@ class StatePacking:
 
     Attributes:
         inside: What a page holds, as text for docs/coverage.md.
-        fields: Returns the fields of a page; one opaque field if the tensors' shapes do not fit.
+        fields: Returns the fields of a page; one field for the whole page (opaque) if the shapes of
+            the tensors are not as expected.
     """
 
     inside: str
@@ -160,7 +162,9 @@ STATE_PACKINGS: Mapping[str, StatePacking] = {
 
 
 def state_fields(page: Page) -> tuple[Field, ...]:
-    """Return the fields of a recurrent layer's pages; one opaque field if they are not known.
+    """Return the fields of a recurrent layer's pages.
+
+    If the content of the pages is not known, a single field covers a whole page (opaque).
 
     Args:
         page: The layer's pages.
@@ -223,8 +227,8 @@ def _tensors(page: Page, count: int) -> list[_Tensor]:
 
     Raises:
         LayoutError: There are more tensors. The further ones hold recent inputs from which vLLM has
-            yet to compute the state (ReplaySSM, RecoverSSM); the positions in them are not in the
-            page.
+            yet to compute the state (ReplaySSM, RecoverSSM). Such a state cannot be handed over,
+            because the page does not contain the current positions in these tensors.
     """
     tensors = _every_tensor(page)
     if len(tensors) > count:
@@ -253,11 +257,11 @@ def _sharing(page: Page) -> ShardPosition:
 
 
 def _even_range(page: Page, here: int) -> tuple[int, int]:
-    """Return this rank's range [first, last) of heads or channels that are split evenly.
+    """Return this rank's range [first, last) of heads or channels that ranks split evenly.
 
     Args:
         page: The layer's pages.
-        here: How many of them each rank stores.
+        here: How many of these heads or channels each rank stores.
     """
     rank = _sharing(page).tp
     return rank * here, (rank + 1) * here
@@ -281,7 +285,7 @@ def _groups(page: Page, channels: int, size: int) -> tuple[int, int] | None:
         size: Channels per group.
 
     Returns:
-        The first channel and the one after the last, or ``None`` if it cannot be determined.
+        The first channel and the one after the last; ``None`` if the range cannot be determined.
     """
     here, rest = divmod(channels, 2 * size)
     if rest or here < 1:
@@ -294,7 +298,9 @@ def _groups(page: Page, channels: int, size: int) -> tuple[int, int] | None:
 
 
 def _columns(page: Page, width: int) -> int | None:
-    """Return how many of the convolution's columns are state; ``None`` if unknown.
+    """Return how many columns of the convolution's input must be handed over; ``None`` if unknown.
+
+    The tensor's further columns are scratch memory of speculative decoding.
 
     Args:
         page: The layer's pages.
