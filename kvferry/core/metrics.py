@@ -211,7 +211,7 @@ class LoadRecord:
         request: the consumer's id of the request.
         engine: the producer engine's id, from the ticket.
         reached: whether the load's handshake succeeded, so that the producer was connected.
-        path: what carried the bytes, in the driver's words; empty if the driver cannot tell.
+        path: what carried the bytes, as the driver names it; empty if the driver cannot tell.
         error: why the load failed; ``None`` if it succeeded.
         stage: the stage in which the load failed; ``None`` if it succeeded.
         reads: whether there was anything to pull; if not, the producer was only notified.
@@ -395,7 +395,7 @@ class PeerNames:
 
 
 def merge(figures: Mapping[str, Metric], into: Data, other: Data) -> None:
-    """Add the values in ``other`` to those in ``into``, from an earlier time or another process.
+    """Add the values in ``other`` to those in ``into``, which may be of another process.
 
     Args:
         figures: metric name to metric. Values of further metrics in ``other`` are left out.

@@ -205,9 +205,9 @@ class _Sweep:
     def _without_coarsest_dim(self, cluster: _Cluster) -> _Cluster | None:
         """Return the sets without their coarsest dim, if that cannot change which sets overlap.
 
-        Dropping the dim is safe if all sets have the same coarsest dim, and if its stride is at
-        least as long as the bytes from the first to the last that one repetition of all sets
-        covers: repetitions then do not overlap each other.
+        The result stays the same if all sets have the same coarsest dim, and if one repetition of
+        all sets together spans no more bytes than the stride of this dim: repetitions then do not
+        overlap each other.
 
         Returns:
             The sets; ``None`` if the dim cannot be dropped.

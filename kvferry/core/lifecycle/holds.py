@@ -1,8 +1,8 @@
 """Holds and their slot words (docs/protocol.md, "Identities").
 
-A hold is the producer's promise to keep one request's pages. While it stands, it occupies a slot:
-on every producer rank, one 8-byte word in registered memory. Consumers read this slot word with
-one-sided reads, as they read the pages, and so find out whether the pages were still held.
+A hold is the producer's promise to keep one request's pages. Until the hold ends, it occupies a
+slot: on every producer rank, one 8-byte word in registered memory. Consumers read this slot word
+with one-sided reads, as they read the pages, and so find out whether the pages were still held.
 """
 
 from __future__ import annotations

@@ -363,8 +363,8 @@ class Loads:
     def failing(self, load_id: LoadId, rank: int, error: KVFerryError) -> None:
         """Fail a load when one of its reads is about to fail, but has not ended yet.
 
-        Bytes of that read may still arrive until its end is passed in, by ``lost`` or ``read`` for
-        example.
+        Bytes of that read may still arrive until its end is passed to ``lost``, ``read`` or another
+        method.
 
         Args:
             load_id: the load.

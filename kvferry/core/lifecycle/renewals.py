@@ -144,7 +144,7 @@ class Renewals:
         return due, overdue
 
     def answered(self, ask: RenewalRequest, *, stands: bool) -> bool:
-        """Record that the read of a renewal has ended, so that the next renewal can be made.
+        """Record that a renewal's read of the slot word has ended, so that the next can be made.
 
         Args:
             ask: the renewal.

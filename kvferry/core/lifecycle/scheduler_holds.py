@@ -25,8 +25,8 @@ class HoldOrders:
 
     Attributes:
         drops: holds to end that never got a ticket. Their requests are not reported as sent.
-        take_ons: holds to start, as (request, hold): another engine will decode the request, and it
-            is computed from this step on.
+        take_ons: holds to start, as (request, hold), for requests that another engine will decode
+            and that are computed from this step on.
         ready: holds whose ticket was made, as (hold, lease in seconds). Their pages may be read
             once the device has finished all work enqueued before this step.
         ends: holds with a ticket that are to end now (because of ``SchedulerHolds.reset``, because

@@ -376,7 +376,7 @@ class WorkerHolds:
         return max(0.0, now - max(signs, held.alive, held.renewed + lease / ANONYMOUS_PART))
 
     def _claim(self, held: _Held, message: Renewal, now: float) -> bool:
-        """Record that the engine that sent a renewal waits for the hold: that it claims the hold.
+        """Record that the engine that sent a renewal waits for a hold (claims the hold).
 
         Args:
             held: the hold that the renewal names.

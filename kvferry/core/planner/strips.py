@@ -257,9 +257,9 @@ def _shape(o: Overlap, granularity: int, window: tuple[int, int] | None) -> _Sha
 
     Args:
         o: the overlap.
-        granularity: the most tokens that a sub-block may have. A window keeps this number. Without
-            one, all sub-blocks must be laid out alike, and have the most tokens for which they are:
-            see ``strides.granularity`` of the result.
+        granularity: with a window, the number of tokens in a sub-block. Without one, the most
+            tokens that a sub-block may have: if such sub-blocks are not all laid out alike, they
+            get fewer (``strides.granularity`` of the result), as many as possible.
         window: limits the shape to a range of token positions in each sub-block, as in
             ``find_strips``; ``None`` for the whole sub-block.
 
