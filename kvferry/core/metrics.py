@@ -55,8 +55,8 @@ class Metric:
 
     Attributes:
         name: unique name, without a prefix.
-        kind: how the metric changes, and so how ``merge`` adds two of its values: counters are
-            summed, lists of observed values are joined, and of two gauges the later one counts.
+        kind: how the metric changes, and so how ``merge`` adds a value to an earlier one: counters
+            are summed, lists of observed values are joined, and a gauge is replaced.
         text: the description for people.
         labels: names of the labels, in the order of the keys in ``Data``. The label ``driver`` is
             the name of the transport's driver, ``rank`` the index of the rank that counts, and
@@ -211,7 +211,7 @@ class LoadRecord:
         request: the consumer's id of the request.
         engine: the producer engine's id, from the ticket.
         reached: whether the load's handshake succeeded, so that the producer was connected.
-        path: what carried the bytes, in the driver's words; empty if the driver cannot tell.
+        path: what carried the bytes, as the driver names it; empty if the driver cannot tell.
         error: why the load failed; ``None`` if it succeeded.
         stage: the stage in which the load failed; ``None`` if it succeeded.
         reads: whether there was anything to pull; if not, the producer was only notified.
@@ -222,8 +222,8 @@ class LoadRecord:
             ``Endpoint.prepare`` was not called for it.
         handshake_seconds: the part of ``seconds`` until the producer was connected.
         check_seconds, post_seconds, transfer_seconds, fence_seconds: the parts of ``seconds`` in
-            the other stages. If several producer ranks are read from, each is the longest time in
-            this stage on any of them.
+            the other stages (see ``Stage``). If the load reads from several producer ranks, each
+            value is the longest time that the stage took on any of them.
     """
 
     request: str
@@ -251,7 +251,7 @@ class LoadRecord:
 
     @property
     def stages(self) -> dict[Stage, float]:
-        """Seconds spent in each stage except the handshake, which several loads may share."""
+        """Seconds spent in each stage, without the handshake: several loads may share one."""
         return {
             Stage.WAIT: self.wait_seconds,
             Stage.CHECK: self.check_seconds,
@@ -323,7 +323,7 @@ class Metrics:
         return taken or None
 
     def count_load(self, record: LoadRecord) -> None:
-        """Count a load that is over, unless it had nothing to pull."""
+        """Add a load that is over to the metrics of loads, unless it had nothing to pull."""
         if not record.reads:
             return
         if record.error is not None:
@@ -395,12 +395,12 @@ class PeerNames:
 
 
 def merge(figures: Mapping[str, Metric], into: Data, other: Data) -> None:
-    """Add values of metrics to others, which were counted earlier or in another process.
+    """Add the values in ``other`` to those in ``into``, which may be of another process.
 
     Args:
-        figures: metric name to metric. Values in ``other`` with another name are left out.
-        into: the values to add to, which are changed.
-        other: the values to add, which are not changed. Their gauges replace those of ``into``.
+        figures: metric name to metric. Values of further metrics in ``other`` are left out.
+        into: the values to add to; changed.
+        other: the values to add; not changed. Gauges in ``other`` replace those in ``into``.
     """
     for name, values in other.items():
         if name in figures:
@@ -413,7 +413,7 @@ def flat(figure: Metric, data: Data) -> Iterator[tuple[tuple[str, ...], Any]]:
 
     Args:
         figure: the metric.
-        data: values of metrics, also of others.
+        data: values of metrics; those of other metrics are skipped.
 
     Yields:
         The values of the metric's labels, in the order of ``Metric.labels``; and the metric's
@@ -423,7 +423,7 @@ def flat(figure: Metric, data: Data) -> Iterator[tuple[tuple[str, ...], Any]]:
 
 
 def _leaves(values: Any, depth: int) -> Iterator[tuple[tuple[str, ...], Any]]:  # noqa: ANN401
-    """Yield (label values, metric value) from ``depth`` levels of the dictionaries in ``Data``."""
+    """Yield (label values, metric value) for each value in dictionaries nested ``depth`` deep."""
     if depth == 0:
         yield (), values
         return
@@ -439,7 +439,8 @@ def _added(kind: MetricKind, mine: Any, theirs: Any, depth: int) -> Any:  # noqa
         kind: the kind of the metric.
         mine: nested dictionaries, as in ``Data`` below the metric's name; changed.
         theirs: likewise; not changed, and no part of it becomes a part of ``mine``.
-        depth: number of labels that are still to come, at least 1.
+        depth: how deep the dictionaries are nested: one level for each label that is left, at least
+            1.
     """
     if depth > 1:
         for label, inner in theirs.items():

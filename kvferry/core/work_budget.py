@@ -4,10 +4,11 @@ A few megabytes from an untrusted peer can describe layouts whose checks, or who
 hours. So work is counted in steps, in most places before it is done, and refused beyond a limit.
 Steps are counted and not seconds, so that every machine refuses the same data.
 
-All costs stand in this module. Linear work that a limit on sizes already bounds is not counted. For
-instance, splitting a field set (fields of a rank that differ only in a few numbers) by memory
-device takes at most one pass over its fields for each device, and is not counted. Comparing each
-resulting set with others is counted (``OVERLAP_SET_STEPS``).
+All costs stand in this module. Work is not counted if it is linear in the size of the data and a
+limit on that size bounds it already. For instance, splitting a field set (fields of a rank that
+differ only in a few numbers) by memory device takes at most one pass over its fields for each
+device, and is not counted. Comparing each resulting set with others is counted
+(``OVERLAP_SET_STEPS``).
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ hashes of untrusted data may all collide."""
 OVERLAP_SET_STEPS = 500
 """Preparing one set of strided bytes for an overlap check."""
 OVERLAP_CLUSTER_STEPS = 100
-"""Comparing one cluster of sets of bytes whose address ranges meet."""
+"""Comparing one cluster: sets of bytes whose address ranges overlap."""
 OVERLAP_MEMBER_STEPS = 5
 """One set of bytes in such a cluster."""
 OVERLAP_RUN_STEPS = 8
@@ -60,9 +61,10 @@ SPLIT_STEPS = 50
 # Finding strips (planner.strips, planner.coalesce).
 
 SHAPE_STEPS = 500
-"""Finding the strips of overlapping fields whose combination of shapes was not met before."""
+"""Finding the strips (runs of bytes contiguous on both sides) of a local and a remote field whose
+combination of shapes was not met before."""
 MERGE_BOXES_STEPS = 500
-"""Merging one list of boxes once."""
+"""Merging one list of boxes (runs of bytes repeated at strides) once."""
 MERGE_RUN_STEPS = 3
 """One run in a list of boxes that is merged."""
 SELECTED_RUNS_PER_STEP = 20
@@ -92,7 +94,7 @@ class WorkBudget:
         self.steps = 0
 
     def spend(self, steps: int, where: str) -> None:
-        """Add steps to the count. In most places, call this before the work itself.
+        """Add steps to the count; where possible, before the work itself is done.
 
         Args:
             steps: number of steps that the work takes.

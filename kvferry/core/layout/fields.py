@@ -60,10 +60,11 @@ Dims = tuple[tuple[int, int], ...]
 
 
 class Dim(Struct, frozen=True, kw_only=True, gc=False):
-    """One dimension of an axis. Its values are checked by the layout that contains it.
+    """One evenly spaced level of an axis: ``extent`` positions, ``stride`` bytes apart.
 
-    The entries of an axis with several dims are numbered like the elements of a tensor, in
-    row-major order.
+    An axis (tokens, heads) whose entries are not evenly spaced has several dims, coarse to fine.
+    Its entries are numbered like the elements of a tensor, in row-major order. The layout that
+    contains a dim checks its values.
 
     Attributes:
         extent: number of positions along the dim; named ``count`` on the wire.
@@ -89,7 +90,9 @@ def axis_length(dims: Axis) -> int:
 
 
 class Field(Struct, frozen=True, kw_only=True, gc=False):
-    """One logical tensor inside every page. Its values are checked by the layout that contains it.
+    """One logical tensor inside every page, such as the K of a layer.
+
+    The layout that contains the field checks its values.
 
     The garbage collector does not track fields, because peers publish thousands of them and a
     collection stops the whole process; a field refers to nothing that could refer back to it.
@@ -106,8 +109,8 @@ class Field(Struct, frozen=True, kw_only=True, gc=False):
         page_stride: bytes from one page to the next.
         pages: number of pages; page ids are below this number.
         dtype: element type, a key of ``ELEMENT_BYTES``.
-        unit: number of contiguous bytes at each index of all axes, a multiple of the element's
-            size.
+        unit: number of contiguous bytes at each combination of indices of the axes, a multiple of
+            the element's size.
         tokens: the token axis, ``block_tokens / tokens_per_state`` entries; empty in a state.
         shard: the shard axis (KV heads, channels), ``shard_range[1] - shard_range[0]`` entries.
         shard_range: the part that this rank holds, as a range ``[start, stop)`` of the whole

@@ -165,17 +165,17 @@ class Layout(_Derived):
 
     @property
     def steps(self) -> int:
-        """Number of steps of work that the check of the layout took; see ``work_budget``.
+        """Amount of work that checking the layout took, in steps as ``work_budget`` counts them.
 
-        0 for a copy that ``pickle`` or ``copy`` made, because it was not checked again.
+        0 for a copy that ``pickle`` or ``copy`` made, because such a copy is not checked.
         """
         return getattr(self, "_steps", 0)
 
     def with_regions(self, regions: tuple[Region, ...]) -> Layout:
         """Return a layout with the same groups and fields in other regions.
 
-        The new layout is checked again only if the new regions differ from the old ones in length,
-        or in which of them share memory and where.
+        The new layout is checked again only if the new regions differ from the old ones in their
+        lengths, or in how they overlap each other.
 
         Args:
             regions: the new regions, in the order of the old ones.
@@ -345,8 +345,8 @@ def _check_no_overlap(layout: Layout, budget: WorkBudget) -> None:
 def _region_geometry(regions: Sequence[Region]) -> object:
     """Return the properties of regions that decide whether a layout is valid.
 
-    If they are equal for the old and the new regions of a checked layout, the layout with the new
-    regions needs no check.
+    A layout whose regions are replaced by others needs no new check if this function returns equal
+    values for the old and the new regions.
 
     Returns:
         The length of each region, and where it lies relative to regions that share memory with it.
@@ -359,9 +359,10 @@ def _region_geometry(regions: Sequence[Region]) -> object:
 
 
 def _places(regions: Sequence[Region]) -> list[tuple[int, int]]:
-    """Return in which stretch of memory each region lies, to show which regions share memory.
+    """Return how regions overlap each other: the stretch of memory that each region lies in.
 
-    Regions of one device that share bytes, directly or through others, form one stretch.
+    A stretch is the memory of all regions of one device that share bytes, directly or by way of
+    other regions.
 
     Returns:
         For each region, in the given sequence: the index of its stretch, and the number of bytes

@@ -1,10 +1,11 @@
 """Find fields of a layout that share bytes.
 
-Here, each field is a set of bytes: contiguous runs of one length, repeated at strides. Every layout
-is checked, also a peer's, so the check must be cheap for hundreds of fields with tens of thousands
-of pages. The check compares strides, and enumerates the runs only where strides do not decide.
-Strides nest if each is at least as long as all that the finer dims cover; a set whose strides do
-not nest counts as overlapping itself. The work is charged to a budget.
+Here, each field is a set of bytes: contiguous runs of one length, repeated along dims (each a
+number of positions and a stride). Every layout is checked, also a peer's, so the check must be
+cheap for hundreds of fields with tens of thousands of pages. The check compares strides, and
+enumerates the runs only where strides do not decide. The strides of a set nest if each is at least
+as long as all that the dims with shorter strides cover. A set whose strides do not nest is treated
+as if it overlapped itself. The work is charged to a budget.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class ByteSets(NamedTuple):
 class _Form(NamedTuple):
     """The bytes of a set relative to its first byte: a run, repeated along dims.
 
-    The strides nest: each is at least as long as all that the finer dims cover.
+    The strides nest: each is at least as long as all that the dims with shorter strides cover.
 
     Attributes:
         run: number of bytes in a run.
@@ -67,7 +68,7 @@ class _Cluster(NamedTuple):
     """n sets of bytes that are to be compared with each other.
 
     Attributes:
-        number: (n,) int64, index of each set among all sets of the check.
+        number: (n,) int64, index of each set among all sets that ``find_overlap`` was given.
         start: (n,) int64, first byte of each set.
         span: (n,) int64, number of bytes from the first byte of each set to just after its last.
         form: (n,) int64, index of each set's ``_Form``, as ``_Sweep.index_of`` returns it.
@@ -91,8 +92,8 @@ def find_overlap(byte_sets: Sequence[ByteSets], budget: WorkBudget) -> tuple[str
         budget: counts the work.
 
     Returns:
-        Two labels; the same label twice if the strides of a set do not nest. ``None`` if no two
-        sets overlap.
+        Two labels; the same label twice if the strides of a set do not nest, so that it may overlap
+        itself. ``None`` if no two sets overlap.
     """
     budget.spend(OVERLAP_SET_STEPS * len(byte_sets), WHERE)
     sweep = _Sweep(budget)
@@ -118,6 +119,8 @@ def _span(form: _Form) -> int:
 
 def _nested(run: int, dims: Dims) -> _Form | None:
     """Return the ``_Form`` of a set of bytes, or ``None`` if its strides do not nest.
+
+    Strides nest if each is at least as long as all that the dims with shorter strides cover.
 
     Args:
         run: number of bytes in a run.
@@ -146,8 +149,9 @@ _ROW_BYTES = 2 * np.dtype(np.int64).itemsize
 class _Sweep:
     """One search for two sets of bytes (each those of a field) that overlap.
 
-    The fields of a layer lie relative to each other as those of every other layer do. So fields
-    that lie like some that were found not to overlap are not compared again.
+    A model repeats the same arrangement of fields layer after layer. An arrangement is the starts
+    of some sets, relative to the first of them, and their forms. If no sets of an arrangement
+    overlap, this is remembered, so that each arrangement is searched only once.
     """
 
     def __init__(self, budget: WorkBudget) -> None:
@@ -166,8 +170,8 @@ class _Sweep:
     def find(self, sets: _Cluster) -> tuple[int, int] | None:
         """Return the indices (``_Cluster.number``) of two sets that overlap; ``None`` if none do.
 
-        Sorts the sets by their first bytes, and compares only sets whose ranges from first to last
-        byte meet.
+        Sorts the sets by their first bytes, and compares only sets whose ranges, from the first to
+        the last byte of a set, overlap.
         """
         self._budget.spend(OVERLAP_CLUSTER_STEPS + OVERLAP_MEMBER_STEPS * len(sets.start), WHERE)
         sets = sets.select(np.argsort(sets.start, kind="stable"))
@@ -187,10 +191,11 @@ class _Sweep:
         return None
 
     def _find_within(self, cluster: _Cluster) -> tuple[int, int] | None:
-        """Return what ``find`` returns, for sets whose ranges from first to last byte meet.
+        """Return two sets that overlap, as ``find`` does, among sets whose ranges overlap.
 
-        The coarsest dim is dropped, again and again, as long as that cannot change the result; then
-        the rest is searched. If no dim can be dropped, the runs of all sets are enumerated.
+        The range of a set goes from its first to its last byte. The coarsest dim is dropped from
+        all sets, again and again, as long as that cannot change the result; then the rest is
+        searched. If no dim can be dropped, the runs of all sets are enumerated.
         """
         peeled = cluster
         while (fewer := self._without_coarsest_dim(peeled)) is not None:
@@ -200,8 +205,9 @@ class _Sweep:
     def _without_coarsest_dim(self, cluster: _Cluster) -> _Cluster | None:
         """Return the sets without their coarsest dim, if that cannot change which sets overlap.
 
-        It cannot if all sets have the same coarsest dim, and if the bytes that the dim repeats, of
-        all sets together, span no more than the dim's stride.
+        The result stays the same if all sets have the same coarsest dim, and if one repetition of
+        all sets together spans no more bytes than the stride of this dim: repetitions then do not
+        overlap each other.
 
         Returns:
             The sets; ``None`` if the dim cannot be dropped.

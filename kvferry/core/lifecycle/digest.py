@@ -1,4 +1,4 @@
-"""A hash of all that the content of a request's pages depends on.
+"""A hash of all that decides the content of a request's pages: tokens, LoRA, cache salt.
 
 See docs/protocol.md, "Identities".
 """

@@ -1,9 +1,10 @@
-"""Count the requests of a consumer engine that use a hold, and decide which of them ends the hold.
+"""Track which requests of a consumer engine read the same hold, to know when to end the hold.
 
-A hold stands for one request's pages on the producer. Several requests of this engine may come with
-the same ticket, and so read the same hold: the samples of one prompt, or requests of a client that
-asks more than once. The producer ends the hold when every rank of this engine has sent "done", for
-whichever request. So "done" must not be sent before the last of these requests is over.
+A hold is the producer's promise to keep one request's pages. Several requests of the consumer
+engine may come with the same ticket, and so read the same hold: the samples of one prompt, or
+requests of a client that asks more than once. The producer ends the hold as soon as every rank of
+the consumer engine has sent "done", even if other requests still read the pages. So "done" must not
+be sent before the last of these requests is over.
 
 Used by the part of the consumer that runs in its scheduler process, which alone knows all requests.
 No I/O happens here, and no clock is read.
@@ -22,22 +23,23 @@ _Key = tuple[str, int, Hold]
 
 @dataclass(slots=True, kw_only=True)
 class _Use:
-    """The requests that use one hold."""
+    """The requests of this engine that came with a ticket for the same hold and are not over."""
 
     ticket: Ticket
     """The ticket that ``take_unused`` will return."""
     requests: dict[RequestId, Ticket] = field(default_factory=dict)
     """Each request that uses the hold, to the ticket that came with the request."""
     is_done_bound: bool = False
-    """Whether the workers were told to start a load that sends "done" or "abandon" itself."""
+    """Whether the workers were told to start a load that itself sends "done" or "abandon"."""
 
 
 class HoldUsers:
     """Count the users of each hold: the requests that have a ticket for it and are not over.
 
-    The message "done" tells the producer that this engine needs the hold no longer. A load sends
-    "done" by itself, unless it shares its hold with other requests; for a shared hold, the caller
-    has the workers send "done" (see ``take_unused``).
+    A hold is the producer's promise to keep one request's pages; the message "done" ends it. A load
+    that starts while its request is the only user sends "done" itself. If a hold has several users,
+    their loads do not send it; after the last user is over, the caller has the workers send it (see
+    ``take_unused``).
 
     Not thread-safe: the caller serialises. A request has at most one ticket at a time.
     """
@@ -59,8 +61,8 @@ class HoldUsers:
     def add(self, request: RequestId, ticket: Ticket) -> None:
         """Count a request as a user of the hold that its ticket names.
 
-        If all earlier users of the hold are over and ``take_unused`` has not returned it yet,
-        ``take_unused`` now waits for this request.
+        If all earlier users of the hold are over and ``take_unused`` has not returned the hold yet,
+        it will be returned only after this request is over, too.
 
         Args:
             request: the request, which is not counted yet.
@@ -79,8 +81,8 @@ class HoldUsers:
             siblings: whether more requests with the same ticket may come.
 
         Returns:
-            Whether other requests use the hold, too. If so, this load must not notify the producer.
-            If not, the load sends "done" or "abandon" itself.
+            Whether other requests use the hold or may come to use it. If so, this load must not
+            notify the producer. If not, the load sends "done" or "abandon" itself.
         """
         use = self._uses[self._keys[request]]
         shared = siblings or len(use.requests) > 1
@@ -95,8 +97,9 @@ class HoldUsers:
 
         Args:
             request: the request; ignored if it is not counted.
-            loaded: whether its load succeeded. If so, its ticket is genuine, and ``take_unused``
-                will return this ticket; clients may have altered the tickets of other users.
+            loaded: whether the request's load succeeded. If so, the request's ticket is genuine,
+                and ``take_unused`` will return this ticket, not that of another user, which a
+                client may have altered.
         """
         key = self._keys.pop(request, None)
         if key is None:

@@ -1,8 +1,8 @@
 """Holds and their slot words (docs/protocol.md, "Identities").
 
-A hold is the producer's promise to keep one request's pages. While it stands, it occupies a slot:
-on every producer rank, one 8-byte word in registered memory. Consumers read this slot word with
-one-sided reads, as they read the pages, and so find out whether the pages were still held.
+A hold is the producer's promise to keep one request's pages. Until the hold ends, it occupies a
+slot: on every producer rank, one 8-byte word in registered memory. Consumers read this slot word
+with one-sided reads, as they read the pages, and so find out whether the pages were still held.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _READY = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class Hold:
-    """One request's pages on the producer, identified by a slot and a random generation.
+    """The producer's promise to keep one request's pages, identified by a slot and a generation.
 
     Attributes:
         slot: index of the slot in the slot table of every producer rank.
@@ -62,7 +62,7 @@ class Hold:
     def stands(self, word: int) -> bool:
         """Return whether a slot word says that this hold has not ended.
 
-        True for both of its values, ``computing`` and ``ready``.
+        True if the word equals ``computing`` or ``ready`` of this hold.
         """
         return word >> 1 == self.generation
 
@@ -76,5 +76,5 @@ def random_generation() -> int:
 
 
 def random_incarnation() -> Incarnation:
-    """Return a new incarnation, which identifies one start of an engine."""
+    """Return a new incarnation: a random number that identifies one start of an engine."""
     return Incarnation(random_generation())

@@ -41,7 +41,7 @@ class LoadAction(enum.Enum):
     DONE = "done"
     """Send "done" to a producer rank from which nothing was read."""
     ABANDON = "abandon"
-    """Send "abandon" to a producer rank, because the load failed."""
+    """Tell a producer rank by "abandon" that the pages are not needed any more: the load failed."""
     REPORT = "report"
     """Report the load as over: as failed if ``Action.error`` is set, otherwise as received."""
 
@@ -54,8 +54,8 @@ class Action:
         op: the kind of action.
         load: the load.
         rank: index of the producer rank that the action concerns; -1 for a report.
-        error: in a report, why the load failed; ``None`` otherwise.
-        stage: in a report, the stage in which the load failed; ``None`` otherwise.
+        error: with ``REPORT``, why the load failed; ``None`` in all other cases.
+        stage: with ``REPORT``, the stage in which the load failed; ``None`` in all other cases.
     """
 
     op: LoadAction
@@ -67,7 +67,7 @@ class Action:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemoteRank:
-    """A producer rank that this consumer rank reads from, or only notifies.
+    """A producer rank that this consumer rank reads from, or only notifies ("done", "abandon").
 
     Attributes:
         rank: index of the producer rank.
@@ -81,7 +81,8 @@ class RemoteRank:
 class _At(enum.Enum):
     """How far a load is on one producer rank.
 
-    RECHECK: a check found the pages still being computed; the next ``tick`` checks again.
+    RECHECK: the slot word said that the pages are still being computed; the next ``tick`` has it
+    read again. OVER: nothing more is read from the rank.
     """
 
     CHECKING = enum.auto()
@@ -97,7 +98,7 @@ class _At(enum.Enum):
 
     @property
     def stage(self) -> Stage | None:
-        """Return the stage that the metrics count; ``None`` if the load is over on the rank."""
+        """Return the stage under which metrics count this state; ``None`` for ``OVER``."""
         return _STAGES[self]
 
 
@@ -120,7 +121,8 @@ class _Load:
         at: how far the load is on each producer rank that it reads from, by the rank's index.
         failure: the first error; ``None`` while the load has not failed.
         failed_at: the stage in which the load failed.
-        reported: whether the load's ``REPORT`` was returned or is queued.
+        reported: whether a ``REPORT`` was queued for the load, even if ``take_actions`` has
+            returned it since.
     """
 
     request: RequestId
@@ -137,7 +139,7 @@ class _Load:
 
     @property
     def stage(self) -> Stage | None:
-        """Return the stage of the load on the first producer rank where it is not over.
+        """Return the stage of the load on the first rank in ``at`` where the load is not over.
 
         Returns:
             The stage; ``Stage.HANDSHAKE`` before the handshake is over; ``None`` if the load is
@@ -149,7 +151,7 @@ class _Load:
 
     @property
     def is_computing(self) -> bool:
-        """Return whether a producer rank still computed the pages when they were last checked."""
+        """Return whether some rank's slot word said "computing", and is yet to be read again."""
         return _At.RECHECK in self.at.values()
 
 
@@ -171,7 +173,7 @@ class Loads:
         return sum(not load.reported for load in self._loads.values())
 
     def __contains__(self, load_id: LoadId) -> bool:
-        """Return whether a load is kept: until it is reported and its handshake is over."""
+        """Return whether a load is not yet reported, or its handshake has not ended."""
         return load_id in self._loads
 
     def take_actions(self) -> list[Action]:
@@ -185,7 +187,7 @@ class Loads:
         return None if load is None or load.reported else load.stage
 
     def is_computing(self, load_id: LoadId) -> bool:
-        """Return whether a producer rank still computed the pages when they were last checked."""
+        """Return whether some rank's slot word said "computing", and is yet to be read again."""
         load = self._loads.get(load_id)
         return load is not None and load.is_computing
 
@@ -195,7 +197,9 @@ class Loads:
         return load is not None and load.failure is None and not load.reported
 
     def is_late(self, load_id: LoadId, now: float) -> bool:
-        """Return whether a load is still kept although its deadline has passed.
+        """Return whether the deadline of a load has passed, and the load is still kept.
+
+        A load is kept until it is reported and its handshake has ended.
 
         Args:
             load_id: the load.
@@ -218,13 +222,13 @@ class Loads:
 
         Args:
             request: the request for which the load is reported.
-            hold: the ticket's hold.
+            hold: the hold (slot and generation) that the ticket names.
             computed: whether the ticket says that the pages were complete when it was made. If so,
-                no check precedes the read.
-            reads: whether the load reads anything; if not, it only notifies the producer.
+                the slot word is not read before the pages.
+            reads: whether the load reads anything; if not, it only sends "done" to the producer.
             deadline: when the load fails if it is not over, in seconds on the clock of ``tick``.
-            shared: whether other requests of this engine use the hold. If so, no producer rank is
-                notified, whatever the outcome of this load.
+            shared: whether other requests of this engine use the hold. If so, neither "done" nor
+                "abandon" is sent to the producer, whatever the outcome of this load.
 
         Returns:
             The id of the load, for all other methods.
@@ -249,10 +253,12 @@ class Loads:
         return self._loads[load_id].request
 
     def handshake_succeeded(self, load_id: LoadId, parties: tuple[RemoteRank, ...]) -> None:
-        """Queue the checks or reads of a load whose handshake has succeeded.
+        """Queue the first read from each producer rank of a load whose handshake has succeeded.
 
-        A load that reads nothing is over at once. If the load was reported as failed during the
-        handshake, "abandon" is queued for its producer ranks instead.
+        This is the read of the pages, or a read of the slot word before them (a check) if the
+        ticket did not say that the pages are complete. A load that reads nothing is over at once.
+        If the load was reported as failed during the handshake, "abandon" is queued for its
+        producer ranks instead.
 
         Args:
             load_id: the load.
@@ -278,7 +284,7 @@ class Loads:
 
         Args:
             load_id: the load.
-            error: why the load fails, unless it has failed before.
+            error: why the load fails; ignored if it has failed before.
         """
         load = self._loads.get(load_id)
         if load is None or load.parties is not None:
@@ -292,7 +298,7 @@ class Loads:
         self._finish_if_over(load_id, load)
 
     def checked(self, load_id: LoadId, rank: int, word: int) -> None:
-        """Act on the slot word that a check has read: read the pages, check again later, or fail.
+        """Act on the slot word read before the pages: read the pages, check again later, or fail.
 
         Args:
             load_id: the load.
@@ -310,9 +316,9 @@ class Loads:
             load.at[rank] = _At.RECHECK
 
     def read(self, load_id: LoadId, rank: int) -> None:
-        """Queue the fence on a producer rank from which all data has arrived.
+        """Queue the read of a slot word (the fence), after all pages from its rank have arrived.
 
-        If the load has failed meanwhile, it ends on this rank without a fence.
+        If the load has failed meanwhile, the load ends on this rank without a fence.
 
         Args:
             load_id: the load.
@@ -327,7 +333,7 @@ class Loads:
             self._do(load_id, load, rank, _At.FENCING, LoadAction.FENCE)
 
     def fenced(self, load_id: LoadId, rank: int, word: int) -> None:
-        """Act on the slot word that a fence has read: the data is valid, or the load fails.
+        """Act on the slot word that was read after the pages (the fence): they are valid or stale.
 
         Args:
             load_id: the load.
@@ -357,7 +363,8 @@ class Loads:
     def failing(self, load_id: LoadId, rank: int, error: KVFerryError) -> None:
         """Fail a load when one of its reads is about to fail, but has not ended yet.
 
-        Bytes of that read may still arrive until its outcome is passed in.
+        Bytes of that read may still arrive until its end is passed to ``lost``, ``read`` or another
+        method.
 
         Args:
             load_id: the load.
@@ -382,7 +389,9 @@ class Loads:
             self._fail(load_id, load, error)
 
     def tick(self, now: float) -> None:
-        """Repeat checks that found pages still being computed; fail loads past their deadline.
+        """Check again where pages were still being computed; fail loads past their deadline.
+
+        To check means to read the slot word before the pages are read.
 
         Args:
             now: seconds, on the clock of the deadlines.
@@ -408,7 +417,8 @@ class Loads:
             load_id: the id of ``load``.
             load: the load.
             rank: index of the producer rank.
-            first: whether the rank was not checked yet.
+            first: whether this is the load's first read from the rank. If so, the slot word is read
+                before the pages, unless the ticket said that they are complete.
         """
         if first and not load.computed:
             self._do(load_id, load, rank, _At.CHECKING, LoadAction.CHECK)
@@ -447,8 +457,9 @@ class Loads:
     def _finish_if_over(self, load_id: LoadId, load: _Load) -> None:
         """If a load is over on every producer rank that it reads from, report it.
 
-        Before the report, the producer's ranks are notified. A load that fails during its handshake
-        is reported at once; the ranks are notified if the handshake succeeds later.
+        Before the report, "done" or "abandon" is queued for the producer's ranks that have not got
+        it yet. A load that fails during its handshake is reported at once; if the handshake
+        succeeds later, "abandon" is queued then.
         """
         if load.reported or any(at is not _At.OVER for at in load.at.values()):
             return
@@ -470,14 +481,14 @@ class Loads:
             self._actions.append(Action(op=LoadAction.ABANDON, load=load_id, rank=party.rank))
 
     def _tell_done(self, load_id: LoadId, load: _Load) -> None:
-        """Queue "done" for the ranks that were not read from; the others got it with the fence."""
+        """Queue "done" for ranks that were not read from; the others got "done" with the fence."""
         for party in () if load.shared else load.parties or ():
             if not (load.reads and party.reads):
                 self._actions.append(Action(op=LoadAction.DONE, load=load_id, rank=party.rank))
 
 
 def gone() -> StaleError:
-    """Return the error for a request whose hold had ended when its lease was to be renewed."""
+    """Return the error for a request whose hold had ended when a renewal reached the producer."""
     return _stale("when their lease was to be renewed")
 
 

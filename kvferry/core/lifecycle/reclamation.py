@@ -1,7 +1,8 @@
 """Find holds whose consumer is gone, to free their pages when requests wait for blocks.
 
-Once the ticket of a hold is made, the producer keeps the pages for a consumer. Each rank of the
-producer reports the holds for which it has had no sign of life of a consumer for a while
+A hold is a promise to keep the pages of one request; from the time when its ticket is made, the
+pages are kept for a consumer. The consumer sends renewals and heartbeats (signs of life). Each rank
+of the producer reports the holds for which no sign of life has come for a while
 (``WorkerHolds.silent``). If all ranks report a hold, its consumer counts as gone. The producer's
 scheduler process decides this. No I/O happens here.
 """
@@ -29,7 +30,7 @@ round makes room for more than one of the requests that wait."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Silence:
-    """A hold for which a producer rank has had no sign of life of a consumer for some time.
+    """A hold for which a producer rank has had no renewal and no heartbeat for some time.
 
     The ticket of the hold was made.
 
@@ -70,7 +71,7 @@ def silent_everywhere(reports: Mapping[int, Iterable[Silence]], ranks: int) -> l
 
 
 def _together(silences: list[Silence]) -> Silence:
-    """Merge what the ranks report about one hold."""
+    """Merge the reports of all ranks about one hold: the lowest ``age`` and all ``engines``."""
     engines = sorted({engine for each in silences for engine in each.engines})
     return replace(silences[0], age=min(each.age for each in silences), engines=tuple(engines))
 
@@ -97,7 +98,7 @@ class BlockPressure:
         self._silent: list[Silence] = []
 
     def ask(self, now: float, *, held: int) -> bool:
-        """Return whether to ask the ranks for silent holds in this engine step.
+        """Return whether to ask the ranks in this step for holds whose consumer seems to be gone.
 
         Call it in each step in which a request waits for blocks.
 
@@ -125,8 +126,8 @@ class BlockPressure:
     def take_silent(self) -> list[Silence]:
         """Return the holds that all ranks reported as silent, the longest silent first.
 
-        They are those of the last call of ``answered``, and are returned once. Some of them may
-        have ended since the ranks reported them.
+        Only the reports of the last call of ``answered`` count. Each hold is returned once, and may
+        have ended since the ranks reported it.
         """
         silent, self._silent = self._silent, []
         return silent

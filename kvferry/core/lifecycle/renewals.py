@@ -52,7 +52,8 @@ class _Renewed:
             reads pages from it, and ``False`` if it is only notified.
         interval: seconds between two renewals.
         due: when the next renewals are due.
-        asked: indices of the producer ranks whose last renewal is still unanswered.
+        asked: indices of the producer ranks on which the read of the last renewal has not ended
+            yet.
     """
 
     ranks: dict[int, bool]
@@ -106,7 +107,7 @@ class Renewals:
     def settle(self, renewal: RenewalId, rank: int) -> None:
         """Stop renewing a hold on one producer rank.
 
-        Called when the fence is posted to that rank.
+        Called when the read of that rank's slot word after the pages (the fence) is posted.
 
         Args:
             renewal: the id that ``begin`` returned.
@@ -143,7 +144,7 @@ class Renewals:
         return due, overdue
 
     def answered(self, ask: RenewalRequest, *, stands: bool) -> bool:
-        """Record that the read of a renewal has ended, so that the next renewal can be made.
+        """Record that a renewal's read of the slot word has ended, so that the next can be made.
 
         Args:
             ask: the renewal.

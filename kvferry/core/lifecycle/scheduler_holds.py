@@ -25,12 +25,13 @@ class HoldOrders:
 
     Attributes:
         drops: holds to end that never got a ticket. Their requests are not reported as sent.
-        take_ons: holds to start, as (request, hold): another engine will decode the request, and it
-            is computed from this step on.
+        take_ons: holds to start, as (request, hold), for requests that another engine will decode
+            and that are computed from this step on.
         ready: holds whose ticket was made, as (hold, lease in seconds). Their pages may be read
             once the device has finished all work enqueued before this step.
-        ends: holds with a ticket that are to end now (after a reset, because too many pages are
-            held, or because the consumer is gone). Their requests are reported as sent.
+        ends: holds with a ticket that are to end now (because of ``SchedulerHolds.reset``, because
+            too many pages are held, or because the consumer is gone). Their requests are reported
+            as sent.
     """
 
     drops: tuple[Hold, ...] = ()
@@ -61,8 +62,8 @@ class SchedulerHolds:
     Args:
         slots: number of slots in each worker's table; as many as the engine has blocks.
         draw: returns a random generation for a new hold.
-        max_pages: how many pages all tickets together may hold; ``None`` for no limit. Without a
-            limit, clients could use up the engine's pages by requests that end with a ticket.
+        max_pages: how many pages may be kept for all tickets together; ``None`` for no limit.
+            Without a limit, clients could use up the engine's pages by requests for tickets.
     """
 
     def __init__(
@@ -96,17 +97,20 @@ class SchedulerHolds:
 
     @property
     def held_pages(self) -> int:
-        """Number of pages that tickets hold; a page that several tickets hold counts once."""
+        """Number of pages that are kept for tickets; a page of several tickets counts once."""
         return len(self._pages)
 
     @property
     def ticketed(self) -> int:
-        """Number of requests whose ticket was made and not given up."""
+        """Number of requests whose ticket was made, and neither given up nor reported as sent.
+
+        A ticket is given up if its hold is ended early, so that consumers cannot load from it.
+        """
         return len(self._oldest)
 
     @property
     def ending(self) -> bool:
-        """Whether some request whose ticket was given up is not reported as sent yet."""
+        """Whether a request whose hold was ended early is not reported as sent yet."""
         return bool(self._ending)
 
     def take_on(self, request: RequestId) -> Hold | None:
@@ -135,8 +139,8 @@ class SchedulerHolds:
         """Return the hold to put into the ticket of a computed request.
 
         The workers will be told to start the lease. The caller must not free the request's pages
-        until ``sent`` is called for it. If all tickets together then hold more than ``max_pages``,
-        the oldest tickets are given up.
+        until ``sent`` is called for it. If more than ``max_pages`` pages are then kept for tickets,
+        the oldest tickets are given up: their holds end early.
 
         Args:
             request: the request.
@@ -144,8 +148,8 @@ class SchedulerHolds:
             pages: ids of its pages.
 
         Returns:
-            The hold; ``None`` if the request was never taken on, has its ticket already, or has
-            more than ``max_pages`` pages.
+            The hold; ``None`` if ``take_on`` gave the request no hold, if the request has its
+            ticket already, or if it has more than ``max_pages`` pages.
         """
         entry = self._entries.get(request)
         if entry is None or entry.ticketed or not self.fits(len(pages)):
@@ -162,9 +166,9 @@ class SchedulerHolds:
         return self._max_pages is None or pages <= self._max_pages
 
     def take_evicted(self) -> list[RequestId]:
-        """Return the requests whose tickets were given up to keep to ``max_pages``.
+        """Return the requests whose holds were ended early because of ``max_pages``.
 
-        Each is returned once.
+        Each request is returned once.
         """
         evicted, self._evicted = self._evicted, []
         return evicted
@@ -200,7 +204,7 @@ class SchedulerHolds:
             self._ending.discard(request)
 
     def reset(self) -> None:
-        """Give up all tickets.
+        """Give up all tickets: the workers will be told to end their holds.
 
         The pages of each request may be freed once the request is reported as sent.
         """
@@ -212,11 +216,11 @@ class SchedulerHolds:
             self._let_go(entry)
 
     def give_up(self, silent: Iterable[Silence], pages: int) -> list[Silence]:
-        """Give up tickets whose consumer is gone, until enough pages can be freed.
+        """End holds early whose consumer is gone (give up their tickets), to free enough pages.
 
         Args:
-            silent: the holds of these tickets, in the sequence in which to give them up; holds that
-                have ended or were given up before are skipped.
+            silent: the holds, in the sequence in which to end them; a hold that has ended, or whose
+                ticket was given up before, is skipped.
             pages: number of pages to free.
 
         Returns:
@@ -233,10 +237,10 @@ class SchedulerHolds:
         return given
 
     def drain(self) -> HoldOrders:
-        """Return what the workers must do since the last call.
+        """Return the orders for the workers that have been collected since the last call.
 
-        The caller sends the result to every worker. The slots of dropped holds are free from now
-        on.
+        The caller sends the result to every worker. The slots of the holds in ``drops`` are free
+        from now on.
         """
         orders = HoldOrders(
             drops=tuple(self._drops),

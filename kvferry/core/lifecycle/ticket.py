@@ -37,18 +37,19 @@ class Ticket:
         engine, incarnation: id of the producer engine, and the random number that identifies the
             start of the engine that made the ticket.
         request: the producer's id of the request; for logs only.
-        host, port: the address of the producer's side channel; if there is a proof, as the producer
-            itself stated it.
+        host, port: the address of the producer's side channel; if the ticket has a proof, the
+            address that the producer wrote into it, whatever a router says (see ``routed``).
         hold: the slot and generation that stand for the pages in the producer's slot tables.
         pages: for each group of the producer, the ids of the request's pages, in the sequence of
             the request's blocks; 0 is a hole, a block without a page.
-        first_index: for each group, which block of the request the first entry in ``pages`` is for.
+        first_index: for each group, the index in the request of the block that the first entry of
+            ``pages`` is for.
         tokens: number of tokens that the pages cover; a state page holds the state after all of
             them.
         digest: digest of everything that the content of the pages depends on; see
             ``kvferry.core.lifecycle.digest``.
-        computed: whether the pages were complete when the ticket was made, so that a read needs no
-            check before it.
+        computed: whether the pages were complete when the ticket was made, so that the slot word
+            need not be read before the pages.
         tp_size: the producer's tensor-parallel size, which is compared with the handshake.
         key: the public key of the side channel, 32 bytes; empty if the channel is not encrypted.
         routed: (host, port) of the side channel as a router gave it, which is tried if ``host`` and
@@ -171,7 +172,7 @@ def check_against(
     Raises:
         TicketError: the incarnation, the number of groups or the tensor-parallel size differ from
             what was published; the proof is missing, invalid, or made with another key, or is there
-            although the producer publishes no key; or the ticket names a slot or a block that the
+            although the producer publishes no key; or the ticket names a slot or a page that the
             producer does not have.
     """
     check_maker(ticket, payloads, ticket_key)

@@ -28,11 +28,11 @@ MAX_READERS = 64
 by a renewal that they wait for it). The first engine whose ranks have all sent "done" ends the
 hold."""
 MAX_CLAIMANTS = 1 << 12
-"""The most consumer engines that may have claims at once. Heartbeats of further engines are
-ignored; their renewals still count as signs of life."""
+"""The most consumer engines that may claim holds at once (say in a renewal that they wait for
+them). Heartbeats of further engines are ignored; their renewals still count as signs of life."""
 ANONYMOUS_PART = 3
-"""A renewal without a claim counts as a sign of life for a third of the lease, because a consumer
-that knows no heartbeats renews that often."""
+"""A renewal that claims no hold for its engine counts as a sign of life for a third of the lease,
+because a consumer that knows no heartbeats renews that often."""
 
 
 class SlotWords(Protocol):
@@ -46,7 +46,8 @@ class NoteOutcome(enum.Enum):
     """The effect of a message from a consumer: "done", "abandon", a renewal or a heartbeat."""
 
     COUNTED = "counted"
-    """A "done" or "abandon" was counted; other ranks of the consumer engine must still send it."""
+    """A "done" or "abandon" was counted; the hold ends when other ranks of the consumer engine have
+    sent theirs."""
     ENDED = "ended"
     """The last "done" or "abandon" of a consumer engine came: the hold has ended."""
     REPEATED = "repeated"
@@ -54,10 +55,12 @@ class NoteOutcome(enum.Enum):
     RENEWED = "renewed"
     """A renewal or a heartbeat was taken as a sign of life."""
     LATE = "late"
-    """A "done" came after the lease had expired; the consumer's fence has refused the read."""
+    """A "done" came after the lease had expired. The consumer found that out by its last read of
+    the slot word (the fence), and discarded the pages."""
     UNKNOWN = "unknown"
     """The message was ignored: its incarnation or generation does not match, the hold has ended, a
-    heartbeat's engine has no claim, or ``MAX_READERS`` engines have sent "done" for the hold."""
+    heartbeat came from an engine that claims no hold, or ``MAX_READERS`` engines have sent "done"
+    for the hold."""
 
 
 _Claimant = tuple[str, int]
@@ -89,11 +92,12 @@ class _Held:
 class WorkerHolds:
     """Keep the holds of one producer rank.
 
-    ``take_on`` starts a hold before its request is computed. ``order`` is called when its ticket
-    was made, and ``ready`` when the device has computed all of its pages. The hold ends when the
-    ranks of a consumer engine have sent "done" or "abandon", when its lease expires, or when the
-    scheduler process says so. An engine claims a hold by a renewal that has the engine's id; the
-    engine's heartbeats then count as signs of life for the hold.
+    ``take_on`` starts a hold before its request is computed. ``order`` is called when the hold's
+    ticket was made, and ``ready`` when the device has computed all of the request's pages. The hold
+    ends when the ranks of a consumer engine have sent "done" or "abandon", when its lease expires,
+    or when the scheduler process says so. A renewal with the id of the consumer engine says that
+    this engine waits for the hold (claims it). The engine's heartbeats then count as signs of life
+    for the hold.
 
     Not thread-safe: the caller serialises.
 
@@ -152,8 +156,8 @@ class WorkerHolds:
     def take_on(self, request: RequestId, hold: Hold) -> None:
         """Start a hold for a request that is computed from this engine step on.
 
-        Its slot word says from now on that the pages are being computed. Call this before the
-        step's work ends.
+        The hold's slot word says from now on that the pages are being computed. Call this before
+        the step's work ends.
         """
         self._held[hold.slot] = _Held(request=request, hold=hold)
         self._words[hold.slot] = hold.computing
@@ -221,16 +225,17 @@ class WorkerHolds:
         return NoteOutcome.RENEWED
 
     def heartbeat(self, message: Heartbeat, now: float) -> NoteOutcome:
-        """Record a sign of life of a consumer engine for all holds that it claims.
+        """Record a sign of life of a consumer engine, for all holds that the engine claims.
 
-        No lease is renewed.
+        An engine claims a hold by a renewal that has the id of the engine. No lease is renewed.
 
         Args:
             message: the heartbeat.
             now: seconds, on this rank's clock.
 
         Returns:
-            ``RENEWED``, or ``UNKNOWN`` if the engine claims no hold of this rank.
+            ``RENEWED``, or ``UNKNOWN`` if the engine claims no hold of this rank, or if the
+            heartbeat is meant for another start of this engine.
         """
         claimant = message.engine, message.life
         if message.incarnation != self._incarnation or claimant not in self._claims:
@@ -241,9 +246,10 @@ class WorkerHolds:
     def age(self, hold: Hold, now: float) -> float | None:
         """Return the time since the last sign of life of a consumer for a hold with a ticket.
 
-        The latest of these times counts: the last sign of life of any engine that claims the hold;
-        the time of ``order`` and of ``ready``; and, after a renewal without a claim, the time of
-        the renewal plus a third of the lease.
+        The last sign of life is the latest of these times: the last renewal or heartbeat of any
+        engine that claims the hold (has said in a renewal that it waits for the hold); the calls of
+        ``order`` and ``ready``; and the last renewal that claimed nothing, plus a third of the
+        lease.
 
         Args:
             hold: the hold.
@@ -311,7 +317,7 @@ class WorkerHolds:
 
         Returns:
             ``COUNTED``, or ``ENDED`` if the hold has ended with this message; ``REPEATED``,
-            ``LATE`` or ``UNKNOWN`` if the message was not counted.
+            ``LATE`` or ``UNKNOWN`` if the message was not counted (see ``NoteOutcome``).
         """
         held = self._named(message)
         if held is None:
@@ -349,7 +355,7 @@ class WorkerHolds:
     def take_sent(self) -> list[RequestId]:
         """Return the requests whose holds have ended, for the report to the scheduler process.
 
-        Each request is returned once. Requests of dropped holds are left out.
+        Each request is returned once. Requests of holds that never got a ticket are left out.
         """
         sent, self._sent = self._sent, []
         return sent
@@ -370,7 +376,7 @@ class WorkerHolds:
         return max(0.0, now - max(signs, held.alive, held.renewed + lease / ANONYMOUS_PART))
 
     def _claim(self, held: _Held, message: Renewal, now: float) -> bool:
-        """Record that the engine that sent a renewal claims the hold.
+        """Record that the engine that sent a renewal waits for a hold (claims the hold).
 
         Args:
             held: the hold that the renewal names.
@@ -394,7 +400,7 @@ class WorkerHolds:
         return True
 
     def _disclaim(self, held: _Held) -> None:
-        """Remove the claims on a hold, and forget the engines that claim no other hold."""
+        """Remove the claims of engines that wait for a hold; forget engines without claims."""
         for claimant in held.claimants:
             self._claims[claimant] -= 1
             if not self._claims[claimant]:

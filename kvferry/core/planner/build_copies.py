@@ -25,7 +25,7 @@ from kvferry.core.planner.token_blocks import LAST_TOKEN, BlockMap, sub_blocks
 from kvferry.core.transport.copies import Copies, Segment
 
 MAX_COPIES = 1 << 24
-"""The most copies in one batch; each copy takes 24 bytes in the arrays."""
+"""The most copies that ``build_copies`` returns; each takes 24 bytes in the arrays."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -81,8 +81,8 @@ class ReadRequest:
 
     Attributes:
         ranges: per local group, the range ``[first, last)`` of tokens to read, as indices in the
-            request; it may start and end anywhere in a page. For a state group, whose page has
-            block index 0: ``(0, number of tokens)``. ``None`` for a group of which nothing is read
+            request; it may start and end anywhere in a page. For a group of states, ``(0, number of
+            tokens)``: its one page has block index 0. ``None`` for a group of which nothing is read
             and the load owns no page.
         local: per local group, the pages to fill. Unless the group's range is ``None``, the load
             owns these pages whole: nothing else may use them meanwhile.
@@ -96,7 +96,7 @@ class ReadRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpanSegment:
-    """A part of ``Spans``: the spans ``[start, stop)``, all within one local region.
+    """Consecutive spans (ranges of bytes) of ``Spans`` that lie in one local region.
 
     Attributes:
         start: index of the first span.
@@ -111,12 +111,14 @@ class SpanSegment:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Spans:
-    """n ranges of local memory. The arrays belong to the caller that asked for the spans.
+    """n ranges of bytes in local memory, for example those to zero.
+
+    The arrays belong to the caller that asked for the spans.
 
     Attributes:
         address: (n,) uint64, first byte of each span, ascending within a segment.
         nbytes: (n,) uint64, length of each span.
-        segments: the spans cut by region; the segments cover them in order, without gaps.
+        segments: which spans lie in which region; together the segments cover all spans, in order.
     """
 
     address: U64Array
@@ -164,7 +166,10 @@ class _Places:
     within: I64Array
 
     def offsets(self, strides: Strides) -> I64Array:
-        """Return the number of bytes from sub-block 0 of page 0 to each sub-block, (s,) int64."""
+        """Return the bytes from the first sub-block of page 0 to each sub-block, (s,) int64.
+
+        ``strides`` has the distances from page to page and from sub-block to sub-block.
+        """
         pages = self.ids * strides.page
         return pages + entry_offsets(strides.within, self.within) if strides.within else pages
 
@@ -178,8 +183,8 @@ class _Part:
 
     Attributes:
         batch: the strips.
-        local: (s,) int64, bytes from a strip's local address to its copy at each place.
-        remote: (s,) int64, bytes from a strip's remote address to its copy at each place.
+        local: (s,) int64, bytes to add to the local address of any strip for each place.
+        remote: (s,) int64, bytes to add to the remote address of any strip for each place.
         nbytes: length in bytes of every copy at each place, (s,) int64, or as one integer if all
             are equal.
     """
@@ -257,13 +262,14 @@ def _parts(match: Match, request: ReadRequest) -> Iterator[_Part]:
 
 
 def _check_room(match: Match, stop: int, pages: Pages) -> None:
-    """Refuse a range of tokens far beyond the local pages, before its sub-blocks are enumerated.
+    """Refuse a range of tokens that ends far beyond the local pages.
 
-    A range that ends little beyond the pages may pass; ``_locate_on_side`` refuses it.
+    Called before the sub-blocks of the range (runs of tokens in one page on both sides) are
+    enumerated. A range that ends little beyond the pages may pass; ``_locate_on_side`` refuses it.
 
     Args:
         match: the groups that are read.
-        stop: index of the token after the range's last, in the pairing's numbering.
+        stop: index of the token after the range's last, as ``match.pairing`` numbers tokens.
         pages: the request's pages of the local group.
     """
     group = match.pairing.local
@@ -278,14 +284,14 @@ def _check_room(match: Match, stop: int, pages: Pages) -> None:
 def _locate(
     match: Match, request: ReadRequest, start: int, stop: int, granularity: int
 ) -> tuple[_Places, _Places]:
-    """Return where the sub-blocks that both ranks hold lie, within a range of tokens.
+    """Return where the sub-blocks lie that a range of tokens has and both ranks hold.
 
     Args:
         match: the groups that are read.
         request: has the pages of both groups.
-        start: index of the range's first token, in the pairing's numbering.
-        stop: index of the token after the range's last.
-        granularity: number of tokens in a sub-block.
+        start: index of the range's first token, as ``match.pairing`` numbers tokens.
+        stop: index of the token after the range's last, numbered likewise.
+        granularity: number of tokens in a sub-block, a run of tokens in one page on both sides.
 
     Returns:
         Where the sub-blocks lie in local pages, and where they lie in remote pages.
@@ -304,17 +310,18 @@ def _locate(
 def _locate_on_side(
     name: str, pages: Pages, limit: int, block_map: BlockMap, index: I64Array
 ) -> _Places:
-    """Return where sub-blocks lie in the pages of one side, and check the list of these pages.
+    """Return where sub-blocks lie in the pages of the local or of the remote rank.
 
     Args:
         name: the group, for error messages.
         pages: the request's pages of the group; untrusted.
         limit: upper bound of page ids, exclusive.
-        block_map: which sub-blocks this side holds, and where.
-        index: (s,) int64, ascending: the indices in the request of sub-blocks that this side holds.
+        block_map: which sub-blocks the rank holds, and where.
+        index: (s,) int64, ascending: the indices in the request of sub-blocks that the rank holds.
 
     Raises:
-        PageError: the list lacks a page, or a page id is a hole or out of bounds.
+        PageError: the list of pages lacks a page that has such a sub-block, or the page id is a
+            hole or out of bounds.
     """
     position, within = block_map.locate(index)
     entry = position - pages.first_index
@@ -339,8 +346,8 @@ def _locate_on_side(
 def _part(batch: StripBatch, local: _Places, remote: _Places) -> _Part:
     """Return the copies of a batch of strips in sub-blocks of a request.
 
-    Sub-blocks are joined into one place where every strip continues, on both sides, where it ended
-    in the sub-block before.
+    Consecutive sub-blocks are joined into one place if, on both sides, every strip begins in the
+    second where it ended in the first.
 
     Args:
         batch: the strips.
@@ -379,10 +386,10 @@ def unwritten_spans(layout: Layout, plan: Plan, request: ReadRequest) -> Spans:
 
     Attention kernels compute also over tokens outside the range that is read, so a page that
     belongs to a load must not keep its old content. In the local pages of every group whose range
-    is not ``None``, the spans are the bytes before the range's first sub-block and after its last,
-    and all bytes of fields that are not read. The caller zeroes them before the reads start: if a
-    group is read from remote groups with different block sizes, the reads write some of these
-    bytes.
+    in ``request`` is not ``None``, the spans are the bytes before the first sub-block that is read
+    and after the last, and all bytes of fields that are not read. The caller must zero them before
+    the reads start. If a group is read from remote groups with different block sizes, the reads
+    write some of these bytes after that.
 
     Args:
         layout: the layout of this rank.
@@ -429,7 +436,8 @@ def _written(layout: Layout, plan: Plan, request: ReadRequest) -> dict[int, tupl
 
     Returns:
         For each index of a local group whose range is not ``None``: a range ``[start, stop)`` of
-        the tokens that this rank holds, numbered without gaps; ``(0, 0)`` if no token is certain.
+        tokens, where only tokens that this rank holds are counted; ``(0, 0)`` if no token is
+        certain.
     """
     _check_local(layout, request)
     spans: dict[int, list[tuple[int, int]]] = {}
@@ -448,10 +456,10 @@ def _written(layout: Layout, plan: Plan, request: ReadRequest) -> dict[int, tupl
 
 
 def _common(entry: int, spans: list[tuple[int, int]]) -> tuple[int, int]:
-    """Return the intersection of ranges of tokens, cut to whole entries.
+    """Return the intersection of ranges of tokens, cut to whole entries of the cache.
 
     Args:
-        entry: number of tokens in an entry.
+        entry: number of tokens in an entry: 1, or more in a compressed cache.
         spans: the ranges ``[start, stop)``, at least one.
 
     Returns:
@@ -465,14 +473,14 @@ def _common(entry: int, spans: list[tuple[int, int]]) -> tuple[int, int]:
 def _unread(
     layout: Layout, plan: Plan, group: int, written: tuple[int, int], pages: Pages
 ) -> Iterator[tuple[StripBatch, I64Array]]:
-    """Yield strips that the reads may leave unwritten, each batch with the ids of its pages.
+    """Yield strips (runs of bytes) that the reads may leave unwritten, and the ids of their pages.
 
     Args:
         layout: the layout of this rank.
         plan: the plan of this rank.
         group: index of the local group.
-        written: the range ``[start, stop)`` of the tokens that are certainly written, numbered as
-            this rank holds them, without gaps.
+        written: the range ``[start, stop)`` of the tokens that are certainly written, where only
+            tokens that this rank holds are counted.
         pages: the request's pages of the group.
 
     Yields:

@@ -32,8 +32,8 @@ class CoalescedRuns:
     """n runs of bytes, each contiguous in local and in remote memory.
 
     Attributes:
-        pair: (n,) int64, a number for the local and the remote region that each run lies in; the
-            caller chooses the numbers.
+        pair: (n,) int64, number of the pair (local region, remote region) that each run lies in;
+            the caller chooses how pairs are numbered.
         local: (n,) int64, local address of the first byte of each run.
         remote: (n,) int64, remote address of the first byte of each run.
         nbytes: (n,) int64, length of each run.
@@ -62,7 +62,8 @@ class CoalescedRuns:
 
 
 Boxes = tuple[JointDims, CoalescedRuns]
-"""Boxes that have the same dims: the dims, and the run of each box."""
+"""Boxes (runs of bytes, each repeated along dims) with the same dims: the dims, and the run of each
+box."""
 
 
 def outer_sums(parts: Sequence[I64Array]) -> I64Array:
@@ -109,7 +110,7 @@ def merge_boxes(boxes: list[Boxes], budget: WorkBudget) -> list[Boxes]:
         budget: counts the work of every round.
 
     Returns:
-        The boxes, grouped by dims; each group's runs are sorted by pair and local address.
+        The boxes, grouped by dims; the runs of a group are sorted by region pair and local address.
     """
     while True:
         by_dims: dict[JointDims, list[CoalescedRuns]] = {}
@@ -142,7 +143,7 @@ def concatenate(parts: Sequence[CoalescedRuns]) -> CoalescedRuns:
 
 
 def coalesce(runs: CoalescedRuns) -> CoalescedRuns:
-    """Sort runs by region pair and local address, and join those that touch on both sides."""
+    """Sort runs by region pair and local address; join neighbours in local and remote memory."""
     runs = runs.select(np.lexsort((runs.local, runs.pair)))
     apart = (
         (np.diff(runs.pair) != 0)
@@ -156,12 +157,12 @@ def coalesce(runs: CoalescedRuns) -> CoalescedRuns:
 
 
 def count_runs(boxes: Sequence[Boxes]) -> int:
-    """Return the number of runs that ``unfold`` enumerates before it joins neighbours."""
+    """Return how many runs boxes have together, before ``unfold`` joins neighbours."""
     return sum(len(runs) * math.prod(dim[0] for dim in dims) for dims, runs in boxes)
 
 
 def unfold(boxes: Sequence[Boxes]) -> CoalescedRuns:
-    """Enumerate the runs of all boxes, and return them sorted and joined by ``coalesce``."""
+    """Return every run of boxes (runs repeated along dims), sorted and joined by ``coalesce``."""
     return coalesce(concatenate([_unfold(dims, runs) for dims, runs in boxes]))
 
 

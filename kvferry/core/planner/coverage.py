@@ -41,7 +41,7 @@ class Holding(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """A part of a tensor, and the holding that it is read from.
+    """A part of a tensor, and the holding (what a rank has of the tensor) to read it from.
 
     Attributes:
         holding: index of the holding among the other engine's holdings of the tensor.
@@ -64,7 +64,7 @@ class EngineHoldings:
         layouts: the layouts of the engine's ranks, by rank.
         budget: counts the work on both engines.
         holdings: for each key of a tensor, its holdings.
-        fields: for each key of a tensor, the fields that ranks hold of it, by rank. Keeps the
+        fields: for each key of a tensor, rank index to the rank's fields of the tensor. Keeps the
             fields of tensors that were excluded from ``holdings``.
         drafts: keys of the tensors of draft layers (of a speculative model).
     """
@@ -80,11 +80,11 @@ class EngineHoldings:
         self.drafts: set[str] = set()
 
     def add(self, rank: int, field_set: FieldSet) -> None:
-        """Record that a rank holds a part of some tensors that are treated as one.
+        """Record that a rank holds a part of a tensor, or of tensors that are treated as one.
 
         Args:
             rank: index of the rank.
-            field_set: the rank's fields for these tensors.
+            field_set: the rank's field for the tensor, or fields for the tensors.
         """
         key, first = field_set.keys[0], field_set.first
         holding = Holding(
@@ -184,7 +184,7 @@ def engine_holdings(
 
 
 def _have_equal_sets(parts: Iterable[_RankFields]) -> bool:
-    """Return whether any two field sets are either equal or have no key in common.
+    """Return whether all field sets that have a key in common are equal.
 
     Sets are equal if they have the same keys with the same encodings.
 
@@ -197,7 +197,7 @@ def _have_equal_sets(parts: Iterable[_RankFields]) -> bool:
 
 
 def _split(parts: Sequence[_RankFields]) -> Iterator[_RankFields]:
-    """Split field sets until any two have either the same keys or no key in common.
+    """Split field sets until those that have a key in common have all keys in common.
 
     A field whose encoding differs between ranks gets a set of its own, so that the error about the
     encoding names this field.
@@ -233,7 +233,7 @@ def _split(parts: Sequence[_RankFields]) -> Iterator[_RankFields]:
 
 
 def assign_pieces(key: str, local: EngineHoldings, remote: EngineHoldings) -> list[list[Piece]]:
-    """Return which pieces of a tensor each local holding reads from the remote engine.
+    """Return which parts of a tensor each local rank reads from which remote rank.
 
     Args:
         key: key of the tensor.
@@ -241,8 +241,8 @@ def assign_pieces(key: str, local: EngineHoldings, remote: EngineHoldings) -> li
         remote: what the ranks of the other engine hold.
 
     Returns:
-        A list of pieces for each of ``local.holdings[key]``, in their order; ``Piece.holding`` is
-        an index into ``remote.holdings[key]``.
+        A list of pieces for each of ``local.holdings[key]`` (what one rank has of the tensor), in
+        their order; ``Piece.holding`` is an index into ``remote.holdings[key]``.
 
     Raises:
         PlanError: two holdings differ in a property that must be equal, such as the element type;
@@ -255,7 +255,7 @@ def assign_pieces(key: str, local: EngineHoldings, remote: EngineHoldings) -> li
 
 
 def _read(key: str, reader: EngineHoldings, holder: EngineHoldings) -> list[list[Piece]]:
-    """Return which pieces of a tensor each holding of one engine reads from another engine.
+    """Return which parts of a tensor each rank of one engine reads from which of another engine.
 
     Args:
         key: key of the tensor.
@@ -263,8 +263,8 @@ def _read(key: str, reader: EngineHoldings, holder: EngineHoldings) -> list[list
         holder: the engine that is read.
 
     Returns:
-        A list of pieces for each of ``reader.holdings[key]``, in their order; ``Piece.holding`` is
-        an index into ``holder.holdings[key]``.
+        A list of pieces for each of ``reader.holdings[key]`` (what one rank has of the tensor), in
+        their order; ``Piece.holding`` is an index into ``holder.holdings[key]``.
     """
     turns: dict[int, list[tuple[int, Holding]]] = {}
     for index, holding in enumerate(holder.holdings[key]):
@@ -312,7 +312,7 @@ def _pieces(
     holder: EngineHoldings,
     turns: Mapping[int, list[tuple[int, Holding]]],
 ) -> Iterator[Piece]:
-    """Yield the pieces that one holding reads.
+    """Yield the pieces to read into one holding, which is what one rank has of a tensor.
 
     The pieces cover the holding's range of the shard axis once for each context-parallel rank of
     the other engine that has some of the holding's tokens.
@@ -348,7 +348,7 @@ def _covered(
     share: ContextParallel,
     holders: list[tuple[int, Holding]],
 ) -> Iterator[Piece]:
-    """Yield pieces that together cover one holding's range of the shard axis.
+    """Yield pieces that together cover the range of the shard axis that one rank holds.
 
     Each piece begins where the piece before ended. It is read from the first of ``holders`` whose
     range contains the start of the piece.
@@ -357,7 +357,7 @@ def _covered(
         key: key of the tensor.
         reader: the engine that reads.
         holder: the engine that is read.
-        wanted: the holding whose range is covered.
+        wanted: what this rank holds of the tensor.
         share: the context-parallel share of the tokens that ``holders`` have.
         holders: the holdings to read from, the preferred ones first, as pairs (index in
             ``holder.holdings[key]``, holding).
@@ -399,10 +399,10 @@ def _gap(
     Args:
         key: key of the tensor.
         names: name of the engine that reads, and name of the engine that is read.
-        wanted: the holding that reads.
+        wanted: the holding (what one rank has of the tensor) for which the part is missing.
         cursor: first index of the shard axis that is missing.
         share: the context-parallel share of the tokens that is missing.
-        holders: the holdings that have other parts of the same share.
+        holders: the holdings of the other engine that have other parts of the same share.
     """
     starts = [h.shard[0] for h in holders if h.shard[0] > cursor]
     missing = cursor, min([wanted.shard[1], *starts])

@@ -21,8 +21,8 @@ from kvferry.core.planner.token_blocks import Pairing
 from kvferry.core.work_budget import WorkBudget
 
 MAX_WINDOWS = 256
-"""The most results that a plan keeps of ``Plan.unread_strips``: a large page has thousands of
-windows."""
+"""The most results that a plan keeps of ``Plan.unread_strips``. Each is for one range of tokens in
+a page (a window), and a large page has thousands of these."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -36,8 +36,8 @@ class Match:
             group.
         local_pages: upper bound of local page ids, exclusive.
         remote_pages: upper bound of remote page ids, exclusive.
-        parts: the overlaps (pairs of a local and a remote field, and the part of the tensor that
-            both hold), in sets of fields that lie alike.
+        parts: the overlaps (each a local field, a remote field, and the part of the tensor that
+            both hold), in sets whose fields differ only in where they start.
         batches: the strips of these fields: runs of bytes that are contiguous on both sides.
     """
 
@@ -51,7 +51,7 @@ class Match:
 
     @property
     def overlaps(self) -> tuple[Overlap, ...]:
-        """The overlaps in ``parts``, one by one."""
+        """The overlaps in ``parts``, each with one local and one remote field."""
         return tuple(overlap for part in self.parts for overlap in part)
 
 
@@ -99,10 +99,10 @@ class Plan:
     Attributes:
         rank: index of the local rank.
         sources: what is read, for each remote rank that this rank reads from, by ascending rank.
-        readers: for each remote rank, how many local ranks notify it when they are done: all that
-            read from it, or 1 if none does.
-        notified_ranks: the remote ranks that this rank only notifies, because no local rank reads
-            from them, ascending.
+        readers: for each remote rank, the number of local ranks that notify that rank ("done" or
+            "abandon"): all that read from it, or 1 if none does.
+        notified_ranks: the remote ranks, ascending, from which no local rank reads, and which this
+            rank notifies.
         local_groups: for each local group, the part that this rank holds.
         steps: number of steps of work that making the plan took; see ``work_budget``.
     """
@@ -118,13 +118,13 @@ class Plan:
     def unread_strips(
         self, layout: Layout, group: int, window: tuple[int, int] | None, *, read: bool | None
     ) -> tuple[StripBatch, ...]:
-        """Return strips that cover a part of this rank's own pages, so that the part can be zeroed.
+        """Return strips (runs of bytes) of this rank's own pages, so that they can be zeroed.
 
         Args:
             layout: the layout of this rank.
             group: index of the local group.
-            window: the part, as a range ``[start, stop)`` of token positions in every page, in
-                whole entries; ``None`` for whole pages.
+            window: the part of every page that the strips cover, as a range ``[start, stop)`` of
+                token positions, in whole entries; ``None`` for whole pages.
             read: ``True`` for the fields that are read, ``False`` for those that are not, ``None``
                 for all fields.
 
@@ -295,7 +295,8 @@ def _source(
         local: the layout of the local rank.
         remote: the layout of the remote rank.
         rank: index of the remote rank.
-        overlaps: the fields that are read.
+        overlaps: what is read: pairs of a local and a remote field that hold the same part of a
+            tensor.
         budget: counts the work.
     """
     by_groups: dict[tuple[int, int], list[Overlaps]] = {}
@@ -322,7 +323,7 @@ def _match(
         remote: the layout of the remote rank.
         near: index of the local group.
         far: index of the remote group.
-        parts: the fields of the two groups that overlap.
+        parts: the pairs of fields of the two groups that hold the same part of a tensor.
         budget: counts the work.
     """
     pairing = Pairing(index=near, local=local.groups[near], remote=remote.groups[far])

@@ -71,7 +71,8 @@ def _differs_in_addresses_only(one: Layout, other: Layout) -> bool:
     """Return whether a plan for layout ``one`` can be changed into one for ``other``.
 
     It can if ``groups`` and ``fields`` are the same objects in both, both have equally many
-    regions, and no region occurs twice in ``one``: the plan has regions, not their indices.
+    regions, and no region occurs twice in ``one``. (A plan names the regions themselves, not their
+    indices, so a region that occurs twice cannot be replaced by two.)
     """
     return (
         one.fields is other.fields

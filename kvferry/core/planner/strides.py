@@ -20,20 +20,21 @@ from kvferry.core.layout.fields import Dims
 from kvferry.core.memory import I64Array
 
 JointDims = tuple[tuple[int, int, int], ...]
-"""Dims that both sides have: (extent, local stride, remote stride) each, strides in bytes."""
+"""Dims of a local and a remote axis: (extent, local stride, remote stride), strides in bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StrideWalk:
     """Where the same entries lie on a local and on a remote axis.
 
-    The entries are n starts, each repeated along all dims: at a start plus index times stride,
-    summed over the dims, for every combination of indices.
+    There are n starts. From each start, entries lie at all sums of index times stride over the
+    dims, one entry for every combination of indices.
 
     Attributes:
         local: (n,) int64, bytes from entry 0 of the local axis to each start.
         remote: (n,) int64, bytes from entry 0 of the remote axis to each start.
-        dims: the dims that every start is repeated along, in any order.
+        dims: the (extent, local stride, remote stride) of each dim, in any order; the same for all
+            starts.
     """
 
     local: I64Array
@@ -47,7 +48,7 @@ def axis_dims(axis: Axis) -> Dims:
 
 
 def merge_dims(dims: Dims) -> Dims:
-    """Merge neighbouring dims as far as every entry keeps its offset.
+    """Merge neighbouring dims wherever that leaves the offsets of all entries as they are.
 
     Args:
         dims: the dims of an axis, coarse to fine.
@@ -85,7 +86,7 @@ def entry_offsets(dims: Dims, index: I64Array) -> I64Array:
 
 
 def coarsen(dims: Dims, entries: int) -> Dims:
-    """Cut an axis into runs of consecutive entries, and return the dims from run to run.
+    """Cut an axis into runs of consecutive entries; return the dims along which the runs lie.
 
     Args:
         dims: the dims of the axis, as ``merge_dims`` returns them.
@@ -105,9 +106,10 @@ def coarsen(dims: Dims, entries: int) -> Dims:
 
 
 def uniform_run(dims: Dims, entries: int) -> int:
-    """Return the greatest length of runs that an axis can be cut into so that all are alike.
+    """Return the most entries per run with which an axis can be cut into runs that are alike.
 
-    Runs are alike if entry *k* lies at the same offset from entry 0 in each of them.
+    Runs are alike if the distance from the first entry of a run to its entry *k* is the same in all
+    of them.
 
     Args:
         dims: the dims of the axis, as ``merge_dims`` returns them.
@@ -135,10 +137,11 @@ def walk_together(
         starts: index of the range's first entry on the local axis, and its index on the remote
             axis.
         entries: number of entries in the range.
-        limit: the most entries to enumerate if the axes have no dims in common.
+        limit: the most entries to enumerate if no dims describe the entries on both axes.
 
     Raises:
-        OverflowError: the axes have no dims in common and ``entries`` is above ``limit``.
+        OverflowError: no dims describe the entries on both axes, and ``entries`` is above
+            ``limit``.
     """
     near = _window(local, starts[0], entries)
     far = _window(remote, starts[1], entries)
@@ -189,7 +192,7 @@ def _window(dims: Dims, start: int, entries: int) -> tuple[int, Dims] | None:
 
 
 def _common_dims(local: Dims, remote: Dims) -> JointDims | None:
-    """Return dims, each with a local and a remote stride, that give the entries of both axes.
+    """Return dims that describe two axes at once, each dim with a local and a remote stride.
 
     Args:
         local: dims of the local axis, coarse to fine.

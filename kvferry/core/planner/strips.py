@@ -1,10 +1,10 @@
 """Find strips: the longest runs of bytes that are contiguous in a local and in a remote field.
 
 Strips are found in one sub-block (a run of tokens that lies in one page on both sides); in every
-other sub-block, they lie at a known distance. The part of a sub-block that the two fields share is
-walked along three axes: the tokens, the shard axis (KV heads, for example), and the bytes that a
-field has for one token and one head. Fields that differ only in where they start share one walk, so
-a model of many equal layers needs no more walks than one layer.
+other sub-block, the same strips lie a known distance further. The part of a sub-block that the two
+fields share is walked along three axes: the tokens, the shard axis (KV heads, for example), and the
+bytes that a field has for one token and one head. Fields that differ only in where they start are
+walked once for all, so a model of many equal layers needs no more walks than one layer.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Overlap:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Overlaps:
-    """One or more overlaps whose fields lie alike.
+    """One or more overlaps whose fields differ only in where they start.
 
     Their local fields differ from each other only in key, encoding, region and offset; so do their
     remote fields.
@@ -146,9 +146,9 @@ class StripBatch:
         nbytes: length of each strip in one sub-block.
         local: (n,) int64, local address of each strip in sub-block 0 of page 0.
         remote: (n,) int64, remote address of each strip in sub-block 0 of page 0.
-        cuts: (stop, local region, remote region) for each part of the strips that lies in one
-            local and one remote region. ``stop`` is the index after the part's last strip; the next
-            part begins there.
+        cuts: (stop, local region, remote region) for each series of consecutive strips that lie in
+            the same two regions. ``stop`` is the index after the last strip of the series; the next
+            series begins there.
     """
 
     strides: BlockStrides
@@ -160,10 +160,10 @@ class StripBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Shape:
-    """The bytes of one sub-block of an overlap, relative to where its two fields start.
+    """Where the bytes of one sub-block lie in a local and in a remote field.
 
-    The bytes are n boxes: runs of bytes, each repeated along the same dims. Equal layers of a model
-    have equal shapes.
+    A sub-block is a run of tokens that lies within one page on both sides. Its bytes are n boxes:
+    runs of bytes, all repeated along the same dims. Equal layers of a model have equal shapes.
 
     Attributes:
         strides: the distances from a box to the same box in other sub-blocks.
@@ -204,8 +204,8 @@ def find_strips(
         budget: counts the work; ``None`` for a new budget.
 
     Returns:
-        The strips, in batches. Without a window, a batch may be for smaller sub-blocks:
-        ``strides.granularity`` is a divisor of ``granularity``.
+        The strips, in batches. Without a window, the sub-blocks of a batch may have fewer tokens
+        than ``granularity``: ``strides.granularity`` of the batch, a divisor of it.
 
     Raises:
         PlanError: there are too many strips, or finding them is too much work. The message names a
@@ -253,13 +253,15 @@ def _geometry(o: Overlap) -> object:
 
 
 def _shape(o: Overlap, granularity: int, window: tuple[int, int] | None) -> _Shape:
-    """Return the bytes of one sub-block of an overlap, relative to where its two fields start.
+    """Return where the bytes of a sub-block (a run of tokens) lie in the fields of an overlap.
 
     Args:
         o: the overlap.
-        granularity: number of tokens in a sub-block. Without a window, the shape may be for smaller
-            sub-blocks: the largest that are all laid out alike.
-        window: limits the shape to a part of each sub-block, as in ``find_strips``.
+        granularity: with a window, the number of tokens in a sub-block. Without one, the most
+            tokens that a sub-block may have: if such sub-blocks are not all laid out alike, they
+            get fewer (``strides.granularity`` of the result), as many as possible.
+        window: limits the shape to a range of token positions in each sub-block, as in
+            ``find_strips``; ``None`` for the whole sub-block.
 
     Raises:
         PlanError: there are too many strips.
@@ -295,15 +297,16 @@ def _shape(o: Overlap, granularity: int, window: tuple[int, int] | None) -> _Sha
 
 
 def _uniform_entries(near: Dims, far: Dims, entries: int) -> int:
-    """Return how long sub-blocks may be so that all are laid out alike, on both sides.
+    """Return the most token entries per sub-block with which all sub-blocks are laid out alike.
 
     Args:
-        near: dims of the local field's token axis, merged.
-        far: dims of the remote field's token axis, merged.
+        near: dims of the local field's token axis, as ``merge_dims`` returns them.
+        far: dims of the remote field's token axis, as ``merge_dims`` returns them.
         entries: the longest sub-block that is wanted, in token entries.
 
     Returns:
-        The number of token entries in a sub-block, a divisor of ``entries``.
+        The number of token entries, a divisor of ``entries``. On each side, all sub-blocks of this
+        size are alike.
     """
     while (fewer := uniform_run(far, uniform_run(near, entries))) != entries:
         entries = fewer
@@ -311,10 +314,9 @@ def _uniform_entries(near: Dims, far: Dims, entries: int) -> int:
 
 
 def _entry_walks(o: Overlap) -> tuple[StrideWalk, StrideWalk]:
-    """Return the walk along the shard axis, and the walk along the bytes of one entry.
+    """Return where the shard indices that are read, and the bytes of one entry, lie on both sides.
 
-    The first covers the part of the shard axis that is read. An entry is the bytes that a field has
-    for one token entry and one shard index.
+    An entry is the bytes that a field has for one token entry and one shard index.
     """
     near, far = o.local, o.remote
     start, stop = o.shard
@@ -372,7 +374,9 @@ class _RegionPairs:
 
 
 def _runs(shape: _Shape, part: Overlaps, pairs: _RegionPairs) -> CoalescedRuns:
-    """Return the addresses of the runs in sub-block 0 of page 0, for every box of every overlap.
+    """Return the run of every box of every overlap, with its addresses in sub-block 0 of page 0.
+
+    A box is a run of bytes that is repeated along dims; a shape has n boxes.
 
     Args:
         shape: the shape that all the overlaps have.
@@ -403,7 +407,7 @@ def _batches(
     """Yield the runs as batches of strips, one batch for each length that occurs.
 
     Args:
-        strides: the strides of all runs.
+        strides: the distances from a run to the same run in other sub-blocks, equal for all runs.
         runs: runs in sub-block 0 of page 0, sorted by region pair and local address.
         pairs: the numbering of the region pairs.
         budget: counts the work.

@@ -28,8 +28,9 @@ LAST_TOKEN = 1 << 40
 class BlockMap:
     """Which sub-blocks of a request one rank holds, and where they lie in its pages.
 
-    Under context parallelism the ranks take turns: one rank holds ``run`` consecutive sub-blocks,
-    the next rank the ``run`` sub-blocks after them.
+    A sub-block is a run of tokens that lies within one page on both sides. Under context
+    parallelism the ranks take turns: one rank holds ``run`` consecutive sub-blocks, the next rank
+    the ``run`` sub-blocks after them.
 
     Attributes:
         per_page: number of sub-blocks in a page.
@@ -100,7 +101,9 @@ def share_tokens(one: ContextParallel, other: ContextParallel) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pairing:
-    """A local group and the remote group that it is read from, cut into common sub-blocks.
+    """A local group and the remote group that it is read from, and how to cut both into sub-blocks.
+
+    A sub-block is a run of consecutive tokens that lies within one page of each group.
 
     Attributes:
         index: index of the local group in its layout, for error messages.
@@ -134,7 +137,7 @@ class Pairing:
         return math.gcd(self._run(self.local), self._run(self.remote))
 
     def _run(self, group: Group) -> int:
-        """Return how many consecutive tokens of the pairing's numbering are together in a page."""
+        """Return how many tokens that the pairing numbers consecutively are together in a page."""
         has_gaps = group.context.size > 1 and not self.holds_same_tokens
         return group.context.interleave if has_gaps else group.block_tokens
 
@@ -169,8 +172,9 @@ class Pairing:
             last: index in the request of the token after the range's last.
 
         Returns:
-            The range ``[start, stop)`` of token indices in the pairing's numbering; empty if the
-            given range is empty. For a state ``(0, 1)``, or ``(0, 0)`` if ``last`` is 0.
+            The range ``[start, stop)`` of token indices, as the pairing numbers tokens (see
+            ``holds_same_tokens``); empty if the given range is empty. For a state ``(0, 1)``, or
+            ``(0, 0)`` if ``last`` is 0.
 
         Raises:
             PageError: the range is reversed or out of bounds, or does not start at 0 for a state.
@@ -197,7 +201,7 @@ class Pairing:
         """Return how many tokens before ``token`` the local rank holds.
 
         Args:
-            token: index of a token in the pairing's numbering.
+            token: index of a token, as the pairing numbers tokens (see ``holds_same_tokens``).
         """
         return token if self.holds_same_tokens else tokens_before(self.local.context, token)
 

@@ -19,10 +19,11 @@ INDEX_BYTES = 1 << 20
 
 
 def zero_cpu(spans: Spans) -> None:
-    """Zero spans of CPU memory.
+    """Zero spans (ranges of bytes) of CPU memory.
 
     Args:
-        spans: the spans. The caller keeps their memory alive, and nothing else uses it meanwhile.
+        spans: the spans. During the call, the caller keeps their memory alive, and nothing else
+            uses this memory.
 
     Raises:
         LayoutError: a span lies in memory that the CPU cannot write.
