@@ -53,15 +53,15 @@ _BANDWIDTHS = (1.0, 1e18)
 
 
 class FormatError(ValueError):
-    """Bytes of a peer that UCX, or NIXL, does not write."""
+    """Bytes that came from a peer are not in the format that UCX, or NIXL, writes."""
 
 
 def check_worker_address(data: bytes) -> None:
     """Refuse bytes that are not the address of a UCX worker.
 
     Raises:
-        FormatError: the address is cut off, is longer than its own lengths say, or has a value that
-            UCX does not pack.
+        FormatError: the address is cut off, is longer than the lengths in it say, or has a value
+            that UCX never writes.
     """
     reader = _Reader(data)
     version, flags = _header(reader)
@@ -229,10 +229,10 @@ def _transports(reader: _Reader, version: int) -> int:
 
 
 def _attributes(reader: _Reader, version: int) -> None:
-    """Read the figures by which UCX chooses among transports, and refuse impossible ones.
+    """Read the performance figures of a transport, and refuse impossible ones.
 
     Args:
-        reader: reads a transport's overhead, bandwidth and latency next.
+        reader: reads the transport's overhead, bandwidth and latency next.
         version: the version of the address, as in its header.
 
     Raises:

@@ -35,14 +35,14 @@ class UcxOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """The ``driver_options`` of ucx.
 
     Attributes:
-        transports: UCX's names of the transports to use (UCX_TLS); all if the list is empty.
-        devices: the network devices to use (UCX_NET_DEVICES); all if the list is empty.
+        transports: UCX's names of the transports to use (UCX_TLS); if empty, all.
+        devices: the network devices to use (UCX_NET_DEVICES); if empty, all.
         settings: other settings of UCX, by UCX's names, with or without the prefix ``UCX_``.
         library: the path or name of the libucp to load; ``None`` for the system's, else the
             wheel's.
         threads: with 1, one thread both serves peers and drives transfers; with 2, each has its
             own.
-        deadline_seconds: for how many seconds nothing of a transfer may move before it fails.
+        deadline_seconds: how long a transfer may make no progress, in seconds, before it fails.
         connect_seconds: how many seconds a peer may take to answer ``connect``.
     """
 
