@@ -30,7 +30,7 @@ class HandshakeError(KVFerryError):
 
 
 class RefusedError(HandshakeError):
-    """A side channel refused a request, for instance because its engine is another one."""
+    """A side channel refused a request, for instance since it serves another engine."""
 
 
 class AdmissionError(HandshakeError):
@@ -38,7 +38,7 @@ class AdmissionError(HandshakeError):
 
 
 class IncompatibleError(HandshakeError):
-    """Two engines differ too much to exchange pages; the message has every pair of values."""
+    """Two engines must not exchange pages; the message names each difference, with both values."""
 
 
 class TicketReason(enum.StrEnum):
@@ -73,7 +73,7 @@ class TicketError(KVFerryError, ValueError):
     """A ticket is refused before anything is read.
 
     Attributes:
-        reason: why, as a label for metrics.
+        reason: why the ticket is refused, as a label for metrics.
     """
 
     def __init__(self, text: str = "", *, reason: TicketReason = TicketReason.MALFORMED) -> None:

@@ -23,7 +23,7 @@ from kvferry.core.security.proof import FINGERPRINT_BYTES, TICKET_KEY_BYTES
 DECODE_ERRORS = (msgspec.MsgspecError, ValueError, RecursionError, OverflowError)
 """All that a msgspec decoder raises for malformed bytes: it lets the ``UnicodeDecodeError`` (a
 ``ValueError``) of an invalid string through, and deep nesting is a ``RecursionError``. Catch all of
-them: one that escapes ends a thread that serves all peers."""
+these: an uncaught one would end a thread that serves all peers."""
 
 OLDEST_PROTOCOL = 1
 NEWEST_PROTOCOL = 1
@@ -34,11 +34,11 @@ MAX_REQUEST_BYTES = 1 << 12
 MAX_REPLY_BYTES = 1 << 23
 """The longest reply: the payloads of 64 ranks of 80 layers take 2.5 MB."""
 MAX_SHORT_REPLY_BYTES = 3 << 17
-"""The longest reply that is short: any number of these may be received at once, but only a few
-longer ones. The payloads of 8 ranks of 80 layers take 309 kB."""
+"""Up to this length, a reply is short: any number of short replies may be received at once, but
+only a few longer ones. The payloads of 8 ranks of 80 layers take 309 kB."""
 MAX_PAYLOAD_BYTES = 1 << 19
 """The longest payload of one rank: 80 layers take 39 kB. A payload is decoded in one call, which
-holds the interpreter lock: this many bytes take 20 ms."""
+keeps the interpreter's lock, for 20 ms if the payload has this length."""
 MAX_PONG_BYTES = 1 << 13
 """The longest answer to a ping, which may be a refusal."""
 MAX_NOTE_BYTES = 1 << 11
@@ -68,7 +68,8 @@ with each payload, but only those of the first are cached."""
 MAP16, FIXED_ARRAY = 0xDE, 0x9
 ARRAYS: Mapping[int, str] = {0xDC: ">H", 0xDD: ">I"}
 BINARIES: Mapping[int, str] = {0xC4: ">B", 0xC5: ">H", 0xC6: ">I"}
-"""First byte of each msgpack form of an array or binary, to the format of the length after it."""
+"""For each first byte of a msgpack array or binary, the ``struct`` format of the length that
+follows."""
 LONG_START = b"\xa4type\xa8payloads\xa5ranks"
 """The start of an encoded ``Payloads``, after the number of its fields."""
 
@@ -207,7 +208,7 @@ class Ping(Struct, frozen=True, kw_only=True, tag="ping"):
 
 
 class Health(Struct, frozen=True, kw_only=True, tag="health"):
-    """Ask about the health of the named engine, or of whichever answers if the name is empty."""
+    """Ask about an engine's health; an empty name stands for any engine that listens there."""
 
     engine: Annotated[str, Meta(max_length=256)] = ""
 
@@ -297,7 +298,7 @@ class Renewal(Struct, frozen=True, kw_only=True, tag="renewal"):
         incarnation: incarnation of the producer.
         slot, generation: the hold, by the number of its slot and its random bits.
         engine: the consumer engine; empty if its build does not send heartbeats.
-        life: incarnation of the consumer engine: claims end when that engine is restarted.
+        life: incarnation of the consumer engine, which has no claims from before a restart.
     """
 
     incarnation: RandomBits
@@ -310,11 +311,11 @@ class Renewal(Struct, frozen=True, kw_only=True, tag="renewal"):
 class Heartbeat(Struct, frozen=True, kw_only=True, tag="heartbeat"):
     """A consumer engine is alive and still wants all holds that it claimed by renewals.
 
-    Sent only to producer ranks with ``RankPayload.heartbeats``.
+    Heartbeats renew no lease. They are sent only to ranks with ``RankPayload.heartbeats``.
 
     Attributes:
         incarnation: incarnation of the producer.
-        engine, life: as in ``Renewal``.
+        engine, life: the consumer engine and its incarnation, as in ``Renewal``.
     """
 
     incarnation: RandomBits

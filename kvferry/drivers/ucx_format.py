@@ -17,8 +17,8 @@ import struct
 from dataclasses import dataclass
 
 MAX_ENTRIES = 128
-"""UCP_MAX_RESOURCES: the most devices that an address may have, and the most transports that these
-may have together."""
+"""UCP_MAX_RESOURCES: the most devices in an address, and the most transports of all of them
+together."""
 MAX_DOMAINS = 64
 """UCP_MAX_MDS: the most memory domains."""
 MAX_MEMORY_KINDS = 16
@@ -37,7 +37,7 @@ _LEGACY_RELEASE = 18
 """Up to this minor version of UCX, two of the bits that number a memory domain in an address of
 version 1 had another use."""
 _RELEASES = 16
-"""An address has the minor version of its UCX modulo this number."""
+"""An address contains the minor version of the UCX that made it, modulo this number."""
 
 _LENGTHS = {0x7563: 8, 0x19CF: 2}
 """The length in bytes of the interface addresses of the transports ``self`` (a number) and ``tcp``

@@ -52,10 +52,10 @@ from kvferry.core.memory import Region
 from kvferry.core.transport.copies import Copies
 
 PeerId = NewType("PeerId", int)
-"""The id of a connection of one transport; never used again after ``disconnect``."""
+"""The id of a connected peer within one transport; never used again after ``disconnect``."""
 
 TransferId = NewType("TransferId", int)
-"""The id of a transfer of one transport; never used again after ``forget``."""
+"""The id of a transfer within one transport; never used again after ``forget``."""
 
 INTERFACE_VERSION = (1, 0)
 """Major and minor version of this interface; see ``Transport.interface_version``."""
@@ -71,7 +71,7 @@ class State(enum.Enum):
     DONE = "done"
     """Final: all bytes have arrived."""
     FAILED = "failed"
-    """Final: some bytes may have arrived; no others will."""
+    """Final: some of the bytes may have arrived; no further byte will."""
 
     @property
     def final(self) -> bool:
@@ -154,8 +154,9 @@ class Transport(ABC):
 
     interface_version: ClassVar[tuple[int, int]] = INTERFACE_VERSION
     """Major and minor version of the interface that the driver was written for. A driver with
-    another major version than ``INTERFACE_VERSION`` is refused. A driver states its version as a
-    literal: an inherited version would change without a test of the driver."""
+    another major version than ``INTERFACE_VERSION`` is refused. A driver states the version as a
+    literal: an inherited one would change with kvferry, although the driver was never tested with
+    the new interface."""
 
     # What every driver has.
 

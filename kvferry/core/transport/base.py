@@ -156,7 +156,8 @@ class BaseTransport(Transport, Generic[RegistrationT, AddressT, ConnectionT, Tra
         self._peers: dict[PeerId, ConnectionT] = {}
         self._transfers: dict[TransferId, _Record[TransferT]] = {}
         self._connecting = _IdentityLocks()
-        # Scratch of the bounds check. One is enough: transfers are started one at a time.
+        # Scratch memory of the bounds check. One array is enough: transfers are started one at a
+        # time.
         self._ends = np.empty(_SCRATCH_COPIES, np.uint64)
 
     # Hooks: memory.
@@ -332,7 +333,7 @@ class BaseTransport(Transport, Generic[RegistrationT, AddressT, ConnectionT, Tra
 
     def _unfinished(self, peer: PeerId | None = None) -> list[TransferT]:
         """Return the transfers with ``peer`` (``None``: with any peer) that are not final."""
-        # A copy: where connects are concurrent, others start transfers meanwhile.
+        # A copy: with ``concurrent_connect``, other threads may start transfers meanwhile.
         return [
             record.transfer
             for record in list(self._transfers.values())

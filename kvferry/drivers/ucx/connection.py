@@ -329,8 +329,8 @@ class UcxConnection:
         if self.state is ConnectionState.BROKEN:
             return
         worker = self.client_worker.worker
-        # A hello that is still unsent is dropped: arriving after the hello of the next connection,
-        # it would end that connection.
+        # Drop a ``Hello`` that is still unsent: if it arrived after the ``Hello`` of the next
+        # connection, the server would close that connection.
         ready = self.state is ConnectionState.READY
         close_endpoint = worker.close_endpoint if ready else worker.close_endpoint_at_once
         self.state, self.error = ConnectionState.BROKEN, error

@@ -24,8 +24,8 @@ _NEIGHBOURS = ("libucm.so.0", "libucs.so.0", "libuct.so.0")
 """The libraries that libucp needs, by the names under which the dynamic linker looks for them."""
 
 _UNDISGUISED = re.compile(r"libuc[mpst]\.so[.\d]*")
-"""Matches the file names of UCX's libraries. Their copies in NIXL's wheels have other names, so the
-dynamic linker does not mix those with another UCX."""
+"""Matches the file names of UCX's libraries. The copies in NIXL's wheels have other file names, so
+the dynamic linker never mixes these copies with another UCX."""
 
 
 def opened(path: str) -> ctypes.CDLL:

@@ -22,8 +22,8 @@ Source = Literal["option", "system", "wheel"]
 
 LOWEST: Version = (1, 21, 0)
 """The oldest UCX that ``find`` and ``Ucp`` take, which is the oldest that was tested; the driver
-asks UCX for the interface of this version. Another major version may lay out its structures in
-another way."""
+asks UCX for the interface of this version. The structures of another major version may be laid out
+in another way."""
 
 SYSTEMS_OWN = "libucp.so.0"
 WHEEL = "libucx"

@@ -24,17 +24,17 @@ notification in one piece, so that a connection's notifications stay in order.""
 
 MAX_BACKLOG = 64 << 20
 """The most bytes that wait for a receiver that does not take them: on the client, messages that
-have not been sent; on the server, notifications that its user has not fetched."""
+have not been sent; on the server, notifications that nobody has asked for."""
 
 MAX_WITHDRAWN = 1 << 14
-"""The most withdrawn registrations that a server remembers, for clients that connect with an
-address from before the withdrawal."""
+"""The most ended registrations that a server remembers, for clients that connect with an address in
+which these registrations are still valid."""
 MAX_RELAY_BYTES = 1 << 18
-"""The most bytes of memory that one store or fetch may name."""
+"""The most bytes of memory that one ``Store`` or ``Fetch`` may name."""
 MAX_RELAY_ROWS = 1 << 12
-"""The most ranges of memory that one store or fetch may name."""
+"""The most ranges of memory that one ``Store`` or ``Fetch`` may name."""
 ROW_BYTES = 24
-"""The length of a row, which names a range of memory in a store or fetch; see ``Store``."""
+"""The length of a row, which names a range of memory in a ``Store`` or ``Fetch``."""
 MAX_BODY = MAX_RELAY_BYTES + ROW_BYTES * MAX_RELAY_ROWS
 """The most bytes of a message's body."""
 MAX_MESSAGE = MAX_BODY + (1 << 18)
@@ -42,7 +42,7 @@ MAX_MESSAGE = MAX_BODY + (1 << 18)
 are dropped."""
 
 ConnectionId = Instance
-"""16 random bytes, chosen by the client."""
+"""The id of a connection: 16 random bytes, chosen by the client."""
 
 ConnectionIndex = Annotated[int, msgspec.Meta(ge=0, le=1)]
 """0 for a client's first connection to a server, 1 for its second, which serves large reads only.

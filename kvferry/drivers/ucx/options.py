@@ -15,7 +15,7 @@ DEFAULT_SETTINGS: Mapping[str, str] = {
     "CMA_MEMORY_INVALIDATE": "y",
     # Emulated reads and writes can end the peer's process: see message_transfer.py.
     "PROTO_EMULATION_ENABLE": "n",
-    # By asking the peer, UCX notices its death even while nothing moves.
+    # UCX asks the peer from time to time, and so notices a dead peer even while nothing moves.
     "KEEPALIVE_INTERVAL": "500ms",
     # Connect without blocking the worker.
     "TCP_CONN_NB": "y",
@@ -27,8 +27,8 @@ DEFAULT_SETTINGS: Mapping[str, str] = {
     "TCP_TX_SEG_SIZE": "64k",
     "WARN_UNUSED_ENV_VARS": "n",
 }
-"""The driver's own settings of UCX. The user's override them; a UCX that does not know one ignores
-it."""
+"""The driver's own settings of UCX. The user's settings override them; those that the loaded UCX
+does not know are ignored."""
 
 
 class UcxOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

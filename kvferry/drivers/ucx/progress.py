@@ -26,12 +26,12 @@ _PAUSE_SECONDS = 0.0005
 """
 
 _TIMER_MILLISECONDS = 20
-"""How long the thread sleeps at most while something, such as a deadline, may end without an event.
-"""
+"""How long a progress thread sleeps at most while something, such as a deadline, may end without an
+event."""
 
 _HELD_MILLISECONDS = 2
-"""How long the thread sleeps at most while another thread holds the lock of a side: its release
-raises no event."""
+"""How long a progress thread sleeps at most while another thread holds the lock of a side: the
+release of a lock raises no event."""
 
 
 class FairLock:
@@ -140,8 +140,8 @@ class ProgressThread:
                     busy |= _run_and_release(target)
                 else:
                     held.append(target)
-            # The workers of a side that another thread holds are not armed and raise no event, so
-            # look again soon instead of having that thread report the release.
+            # While another thread holds a side's lock, the side's workers are not armed and raise
+            # no event. So look again soon, instead of having that thread report the release.
             if not busy:
                 soon = bool(held) or any(target.needs_timer for target in elsewhere)
                 self._sleep(elsewhere + held, soon=soon)

@@ -102,8 +102,8 @@ class Server:
         self.worker.on_body = self._on_body
         self.format_known = is_known(self.worker.address)
         self._instance = instance
-        # All connections that have an endpoint, refused ones too, by its number; then those that
-        # are served.
+        # All connections that have an endpoint (refused ones, too), by the endpoint's number; then
+        # those that are served, by connection id.
         self._by_endpoint: dict[int, ClientConnection] = {}
         self._connections: dict[ConnectionId, ClientConnection] = {}
         self._refused: deque[ClientConnection] = deque()
@@ -148,7 +148,7 @@ class Server:
                 self._send(self._connections[stored.connection], stored)
         for message in self.worker.messages():
             self._on_message(message)
-            # After each message, since more hellos may have arrived than may wait.
+            # After each message, since more hellos may have arrived than may be queued.
             busy |= self._answer_hellos()
         return self._answer_hellos() or busy
 

@@ -33,7 +33,7 @@ runs and ``WINDOW_BYTES`` bytes at most. These limits bound the memory that UCX 
 cancelled transfer waits for."""
 
 MAX_MESSAGE_WINDOWS = 16
-"""The most windows that are under way at once if a transfer goes by messages."""
+"""The most windows of a transfer that are under way at once if its bytes go by messages."""
 
 _NO_REQUESTS: U64Array = np.empty(0, np.uint64)
 _PENDING = Status(state=State.PENDING)

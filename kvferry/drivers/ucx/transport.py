@@ -47,17 +47,17 @@ from kvferry.drivers.ucx.ucp import Memory, Ucp
 from kvferry.drivers.ucx.worker import Worker
 
 _END_SECONDS = 3.0
-"""How long transfers may take to end by themselves before their connection is broken."""
+"""How long transfers may take to end by themselves before their connections are closed."""
 
 _BREAK_SECONDS = 2.0
-"""How long transfers may take to end after their connection was broken."""
+"""How long transfers may take to end after their connections were closed."""
 
 _ANSWER_SECONDS = 5.0
-"""How long a peer may then take to confirm that it drops what still arrives; ``connect_seconds`` if
-that is shorter."""
+"""How long a peer may then take to confirm that it drops what still arrives on the closed
+connections; ``connect_seconds`` if that is shorter."""
 
 _RELEASE_SECONDS = 2.0
-"""How long peers may take to stop using deregistered memory before they are disconnected."""
+"""How long peers may take to stop using memory that is to be deregistered."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -316,7 +316,7 @@ class UcxTransport(BaseTransport[Registration, UcxAddress, UcxPeer, UcxTransfer]
                 for one in request.copies.segments
             ]
         except KeyError as exc:
-            # The base found the region; ``_refresh`` has been called since.
+            # The base class found the region; ``_refresh`` has replaced the regions since.
             raise TransportUsageError(
                 f"remote {exc.args[0]} is no longer among the regions of {peer.name}"
             ) from exc

@@ -98,8 +98,8 @@ class Worker:
         self._message_arrived = False
         self._failed: deque[tuple[int, int]] = deque()
         self._numbers = itertools.count(1)
-        # The messages that are being sent, by UCP's requests: the endpoint, the bytes that must be
-        # kept until the request completes, and their number.
+        # The messages that are being sent, by UCP's requests: the endpoint, the bytes to keep until
+        # the request has completed, and how many bytes they are.
         self._sending: dict[int, tuple[Endpoint, bytes | MessageBuffer, int]] = {}
         self._closing: list[int] = []
         # Endpoints that are closed as soon as everything on them has left, by their flush requests.
