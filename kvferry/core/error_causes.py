@@ -35,7 +35,7 @@ class Cause(enum.StrEnum):
     TICKET = "ticket"
     """The handshake contradicts the ticket."""
     ADMISSION = "admission"
-    """One engine does not admit the other."""
+    """One engine does not admit the key or address of the other."""
     INCOMPATIBLE = "incompatible"
     """The two engines must not exchange pages, or their layouts do not match."""
     UNREACHABLE = "unreachable"
@@ -89,27 +89,28 @@ RAISE_LIMITS = "let this process have more files and threads (ulimit -n and -u)"
 
 
 def cause_of(error: KVFerryError) -> Cause:
-    """Return the cause of an error."""
+    """Return the cause under which metrics count an error."""
     causes = (cause for kind, cause in _CAUSES if isinstance(error, kind))
     return next(causes, Cause.OTHER)
 
 
 def with_remedy(error: KVFerryError) -> str:
-    """Return the error's text and its remedy on one line."""
+    """Return the error's text on one line, followed by what to do, if this is known."""
     remedy = _REMEDIES.get(cause_of(error), "")
     text = on_one_line(str(error))
     return f"{text} ({remedy})" if remedy else text
 
 
 def on_one_line(text: str, limit: int = 4096) -> str:
-    """Return untrusted text (of a ticket, a peer, a library) so that it cannot forge log lines.
+    """Return untrusted text (of a ticket, a peer, a library) as one line of a log.
 
     Args:
         text: text of any length.
-        limit: the number of characters that are kept.
+        limit: how many characters of the text are kept at most.
 
     Returns:
-        The text with white space collapsed and unprintable characters replaced by ``?``.
+        The text with white space (line breaks, too) collapsed and unprintable characters
+        replaced by ``?``, so that the text cannot forge further lines.
     """
     line = " ".join(text[:limit].split())
     return "".join(each if each.isprintable() else "?" for each in line)

@@ -14,11 +14,11 @@ class LayoutError(KVFerryError, ValueError):
 
 
 class PlanError(KVFerryError):
-    """The layouts of two engines do not match; names the field, the range and the ranks."""
+    """The memory layouts of two engines do not match; the message names what does not."""
 
 
 class PageError(KVFerryError, ValueError):
-    """A page list does not fit: an invalid id, a missing page, or too few pages."""
+    """A list of page ids has an invalid id, lacks a page, or has too few pages."""
 
 
 class WireError(KVFerryError, ValueError):
@@ -30,50 +30,50 @@ class HandshakeError(KVFerryError):
 
 
 class RefusedError(HandshakeError):
-    """A side channel answered with a refusal, for instance because it belongs to another engine."""
+    """A side channel refused a request, for instance since it serves another engine."""
 
 
 class AdmissionError(HandshakeError):
-    """One of two engines does not admit the key or address of the other; names the setting."""
+    """An engine does not admit the other's key or address; the message names the setting."""
 
 
 class IncompatibleError(HandshakeError):
-    """Two engines must not exchange pages; names every difference with both values."""
+    """Two engines must not exchange pages; the message names each difference, with both values."""
 
 
 class TicketReason(enum.StrEnum):
     """Why a ticket is refused."""
 
     MALFORMED = "malformed"
-    """A part of it is missing, of the wrong type, or out of bounds."""
+    """A part of the ticket is missing, of the wrong type, or out of bounds."""
     FOREIGN = "foreign"
-    """Another connector made it."""
+    """Another connector made the ticket."""
     VERSION = "version"
     SIGNATURE = "signature"
-    """Its signature is missing or wrong: it was altered, forged, or signed with other secrets."""
+    """The signature is missing or wrong: altered, forged, or made with other secrets."""
     PROOF = "proof"
-    """It does not prove that its engine made it: altered, forged, or the proof removed."""
+    """No valid proof shows which engine made the ticket: altered, forged, or proof removed."""
     ROLE = "role"
-    """The role of this engine does not allow it to load."""
+    """The role of this engine (``kv_role``) does not allow it to load pages."""
     OWN = "own"
-    """This engine made it."""
+    """This engine itself made the ticket."""
     PROMPT = "prompt"
-    """It was made for another prompt."""
+    """The ticket was made for another prompt."""
     TOKENS = "tokens"
-    """Its states and windows belong to another number of tokens."""
+    """The ticket's recurrent states and sliding windows end at another number of tokens."""
     ADMISSION = "admission"
-    """This engine does not admit the key of the engine that made it."""
+    """This engine does not admit the key of the engine that made the ticket."""
     RESTARTED = "restarted"
-    """The engine that made it has been restarted since."""
+    """The engine that made the ticket has been restarted since."""
     MISMATCH = "mismatch"
-    """It contradicts the handshake about the shape of its engine."""
+    """The ticket contradicts the handshake about the shape of the engine that made the ticket."""
 
 
 class TicketError(KVFerryError, ValueError):
     """A ticket is refused before anything is read.
 
     Attributes:
-        reason: why, as a label for metrics.
+        reason: why the ticket is refused, as a label for metrics.
     """
 
     def __init__(self, text: str = "", *, reason: TicketReason = TicketReason.MALFORMED) -> None:
@@ -82,15 +82,15 @@ class TicketError(KVFerryError, ValueError):
 
 
 class SecretError(KVFerryError, ValueError):
-    """A key, a secret or an access list is missing or invalid; never shows a secret."""
+    """A key, secret or access list is missing or invalid; the message never shows a secret."""
 
 
 class StaleError(KVFerryError):
-    """The hold ended before the read did, so the bytes that were read must not be used."""
+    """The producer stopped holding the pages before the read ended: do not use the bytes."""
 
 
 class DeadlineError(KVFerryError):
-    """A load did not end in time; names the stage that it was in."""
+    """A load did not end in time; the message names the stage that the load was in."""
 
 
 class EndpointClosedError(KVFerryError):
@@ -98,7 +98,7 @@ class EndpointClosedError(KVFerryError):
 
 
 class DriverError(KVFerryError):
-    """A driver cannot be found, loaded or used; says what to do."""
+    """A driver cannot be found, loaded or used; the message says what to do."""
 
 
 class TransportError(KVFerryError):
@@ -114,7 +114,7 @@ class TransportUnsupportedError(TransportError):
 
 
 class ConnectError(TransportError):
-    """No connection to the peer's address can be made; says why and what to change."""
+    """A connection to a peer cannot be made; the message says why and what to change."""
 
 
 class PeerLostError(TransportError):
@@ -122,8 +122,8 @@ class PeerLostError(TransportError):
 
 
 class StatusUnknownError(TransportError):
-    """The driver cannot tell the status of a transfer; only ``disconnect`` proves it quiet."""
+    """A transfer's status cannot be told: bytes may land until ``disconnect`` has returned."""
 
 
 class TransferCancelledError(TransportError):
-    """The transfer ended because its caller cancelled it."""
+    """The transfer failed because ``cancel`` was called for it."""

@@ -2,7 +2,7 @@
 
 Messages are msgpack. What a peer sends is untrusted: sizes are checked before decoding and values
 while decoding (layouts validate themselves), and a decoder raises ``WireError`` only. Unknown
-fields are skipped, so that a newer minor version can add some.
+fields are skipped, so that a newer build can add fields.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kvferry.core.security.proof import FINGERPRINT_BYTES, TICKET_KEY_BYTES
 DECODE_ERRORS = (msgspec.MsgspecError, ValueError, RecursionError, OverflowError)
 """All that a msgspec decoder raises for malformed bytes: it lets the ``UnicodeDecodeError`` (a
 ``ValueError``) of an invalid string through, and deep nesting is a ``RecursionError``. Catch all of
-them: one that escapes ends a thread that serves all peers."""
+these: an uncaught one would end a thread that serves all peers."""
 
 OLDEST_PROTOCOL = 1
 NEWEST_PROTOCOL = 1
@@ -34,11 +34,11 @@ MAX_REQUEST_BYTES = 1 << 12
 MAX_REPLY_BYTES = 1 << 23
 """The longest reply: the payloads of 64 ranks of 80 layers take 2.5 MB."""
 MAX_SHORT_REPLY_BYTES = 3 << 17
-"""The longest reply that is short: any number of these may be received at once, but only a few
-longer ones. The payloads of 8 ranks of 80 layers take 309 kB."""
+"""Up to this length, a reply is short: any number of short replies may be received at once, but
+only a few longer ones. The payloads of 8 ranks of 80 layers take 309 kB."""
 MAX_PAYLOAD_BYTES = 1 << 19
 """The longest payload of one rank: 80 layers take 39 kB. A payload is decoded in one call, which
-holds the interpreter lock: this many bytes take 20 ms."""
+keeps the interpreter's lock, for 20 ms if the payload has this length."""
 MAX_PONG_BYTES = 1 << 13
 """The longest answer to a ping, which may be a refusal."""
 MAX_NOTE_BYTES = 1 << 11
@@ -62,12 +62,14 @@ MAX_CACHED_LAYOUT_BYTES = 1 << 18
 MAX_ALL_CACHED_LAYOUT_BYTES = 1 << 22
 """The most encoded bytes of all cached layouts; decoded, they take about five times as many."""
 CACHED_REGION_BYTES = 40
-"""The bytes that a region counts there: it is decoded with each payload, and cached once."""
+"""The bytes that each region of a cached layout adds to the two limits above. Regions are decoded
+with each payload, but only those of the first are cached."""
 
 MAP16, FIXED_ARRAY = 0xDE, 0x9
 ARRAYS: Mapping[int, str] = {0xDC: ">H", 0xDD: ">I"}
 BINARIES: Mapping[int, str] = {0xC4: ">B", 0xC5: ">H", 0xC6: ">I"}
-"""First byte of each msgpack form of an array or binary, to the format of the length after it."""
+"""For each first byte of a msgpack array or binary, the ``struct`` format of the length that
+follows."""
 LONG_START = b"\xa4type\xa8payloads\xa5ranks"
 """The start of an encoded ``Payloads``, after the number of its fields."""
 
@@ -80,7 +82,12 @@ Life = Annotated[int, Meta(ge=0, le=GENERATION_LIMIT - 1)]
 
 
 class Coordinates(Struct, frozen=True, kw_only=True, order=True):
-    """The position of a rank in its engine: pipeline, tensor and context parallelism."""
+    """The position of a rank in its engine.
+
+    Attributes:
+        pp, tp: the rank in pipeline and in tensor parallelism.
+        pcp, dcp: the rank in prefill-context and in decode-context parallelism.
+    """
 
     pp: Index = 0
     tp: Index = 0
@@ -104,11 +111,11 @@ class Versions(Struct, frozen=True, kw_only=True):
 
     @property
     def spoken(self) -> str:
-        """The range as text, such as "1 to 3"."""
+        """The versions as text, such as "1 to 3"."""
         return f"{self.oldest} to {self.newest}"
 
     def common(self, other: Versions) -> int | None:
-        """Return the newest version that both speak; ``None`` if there is none."""
+        """Return the newest version that this side and the other speak, or ``None``."""
         newest = min(self.newest, other.newest)
         return newest if newest >= max(self.oldest, other.oldest) else None
 
@@ -151,32 +158,33 @@ class RankPayload(_PayloadHeader, frozen=True, kw_only=True):
     """What a rank publishes in the handshake.
 
     Attributes:
-        oldest, newest: the protocol versions that it speaks.
-        engine, incarnation: the engine of the rank.
-        rank: its index among the engine's ranks; payloads are served in this order.
-        coordinates: its position in the engine.
+        oldest, newest: the protocol versions that the rank speaks.
+        engine, incarnation: the rank's engine, and a random number for each start of the engine.
+        rank: the rank's index in its engine; payloads are served in this order.
+        coordinates: the rank's position in its engine.
         agreement: what two engines must agree on (model, cache dtype, ...), name to value.
-        layout: its memory.
-        driver: the name of its driver.
+        layout: where the rank's cache lies in its memory.
+        driver: the name of the rank's driver.
         address: what that driver needs to connect; opaque here.
-        slots: the table of slot words, 8 bytes each; registered with the transport.
-        lease: for how many seconds a renewal extends a hold; ``None`` where the rank's build does
+        slots: the memory of the table of slot words, 8 bytes each, which tell whether pages are
+            still held; registered with the transport.
+        lease: for how many seconds a renewal extends a hold; ``None`` if the rank's build does
             not know renewals and would ignore them.
-        heartbeats: whether the rank's build knows ``Heartbeat``. One that does not drops the whole
-            notification.
+        heartbeats: whether the rank's build knows ``Heartbeat``. A build that does not would drop
+            the whole notification that contains a heartbeat.
         fingerprint: the two words before the table, which hold the fingerprint of the key that
-            proves the engine's tickets; ``None`` where the rank's build proves none.
+            proves the engine's tickets; ``None`` if the rank's build does not prove tickets.
 
     Raises:
-        WireError: the range of versions is empty, ``slots`` is not a table of words, or
-            ``fingerprint`` has another size.
+        WireError: the range of versions is empty; or ``slots`` or ``fingerprint`` has a wrong
+            size or is not aligned to 8 bytes.
     """
 
     layout: Layout
 
 
 class _Unread(Struct, frozen=True, kw_only=True):
-    """A layout of which only the regions are decoded."""
+    """A layout whose regions are decoded, but whose groups and fields are still msgpack."""
 
     regions: Annotated[tuple[Region, ...], Meta(max_length=MAX_REGIONS)]
     groups: Raw
@@ -200,7 +208,7 @@ class Ping(Struct, frozen=True, kw_only=True, tag="ping"):
 
 
 class Health(Struct, frozen=True, kw_only=True, tag="health"):
-    """Ask about the health of an engine; without a name, of any engine that listens there."""
+    """Ask about an engine's health; an empty name stands for any engine that listens there."""
 
     engine: Annotated[str, Meta(max_length=256)] = ""
 
@@ -210,8 +218,8 @@ class Payloads(Struct, frozen=True, kw_only=True, tag="payloads"):
 
     Attributes:
         ranks: every rank's payload, each encoded by its own rank.
-        ticket_key: the public key that proves the engine's tickets; empty from builds that prove
-            none.
+        ticket_key: the public key that proves the engine's tickets; empty from builds that do not
+            prove tickets.
     """
 
     ranks: Annotated[list[bytes], Meta(min_length=1, max_length=MAX_RANKS)]
@@ -225,7 +233,7 @@ class Payloads(Struct, frozen=True, kw_only=True, tag="payloads"):
 
 
 class _AfterRanks(Struct, frozen=True, kw_only=True):
-    """The fields of ``Payloads`` after the ranks."""
+    """The fields of ``Payloads`` that are encoded after ``ranks``."""
 
     ticket_key: bytes = b""
 
@@ -241,7 +249,7 @@ class Condition(Struct, frozen=True, kw_only=True, tag="condition"):
 
     Attributes:
         engine, incarnation: the engine that answers.
-        problems: in words for people; empty if the engine is healthy.
+        problems: what is wrong, as text for people; empty if the engine is healthy.
     """
 
     engine: Name
@@ -250,7 +258,7 @@ class Condition(Struct, frozen=True, kw_only=True, tag="condition"):
 
 
 class Refusal(Struct, frozen=True, kw_only=True, tag="refusal"):
-    """Answer any request that cannot be served, with the reason."""
+    """Refuse any request that cannot be served, with the reason."""
 
     reason: Text
 
@@ -260,15 +268,15 @@ Reply = Payloads | Pong | Condition | Refusal
 
 
 class Release(Struct, frozen=True, kw_only=True, tag="release"):
-    """A consumer rank no longer needs a hold: "done", or "abandon" if it gave up.
+    """A consumer rank no longer needs the held pages: "done", or "abandon" if it gave up.
 
     Attributes:
         incarnation: incarnation of the producer.
-        slot, generation: the hold.
+        slot, generation: the hold, by the number of its slot and its random bits.
         engine: the consumer engine.
         rank: the consumer's rank.
-        expected: how many ranks of that engine send this to this producer rank.
-        abandoned: whether the rank gave up.
+        expected: how many ranks of the consumer engine release this hold at this producer rank.
+        abandoned: whether the consumer rank gave up.
     """
 
     incarnation: RandomBits
@@ -283,13 +291,14 @@ class Release(Struct, frozen=True, kw_only=True, tag="release"):
 class Renewal(Struct, frozen=True, kw_only=True, tag="renewal"):
     """A consumer rank still waits for a hold's pages: the lease starts anew.
 
-    A renewal that names its engine also claims the hold, and that engine sends heartbeats.
+    A renewal that names its engine also claims the hold: that engine's heartbeats then count as
+    signs of life for this hold, too.
 
     Attributes:
         incarnation: incarnation of the producer.
-        slot, generation: the hold.
-        engine: the consumer engine; empty where its build knows no heartbeats.
-        life: incarnation of that engine: a restarted engine has no claims of its former one.
+        slot, generation: the hold, by the number of its slot and its random bits.
+        engine: the consumer engine; empty if its build does not send heartbeats.
+        life: incarnation of the consumer engine, which has no claims from before a restart.
     """
 
     incarnation: RandomBits
@@ -302,11 +311,11 @@ class Renewal(Struct, frozen=True, kw_only=True, tag="renewal"):
 class Heartbeat(Struct, frozen=True, kw_only=True, tag="heartbeat"):
     """A consumer engine is alive and still wants all holds that it claimed by renewals.
 
-    It renews no lease. It is not sent to a rank whose payload lacks ``heartbeats``.
+    Heartbeats renew no lease. They are sent only to ranks with ``RankPayload.heartbeats``.
 
     Attributes:
         incarnation: incarnation of the producer.
-        engine, life: as in ``Renewal``.
+        engine, life: the consumer engine and its incarnation, as in ``Renewal``.
     """
 
     incarnation: RandomBits
@@ -333,7 +342,7 @@ def decode_request(data: bytes) -> Request:
     """Decode a request.
 
     Raises:
-        WireError: it is too long or malformed.
+        WireError: the bytes are too long or malformed.
     """
     return _decode(_request, data, MAX_REQUEST_BYTES, "request")
 
@@ -342,7 +351,7 @@ def decode_reply(data: bytes | memoryview) -> Reply:
     """Decode a reply.
 
     Raises:
-        WireError: it is too long or malformed.
+        WireError: the bytes are too long or malformed.
     """
     if len(data) <= MAX_SHORT_REPLY_BYTES:
         return _decode(_reply, data, MAX_SHORT_REPLY_BYTES, "reply")
@@ -357,7 +366,7 @@ def decode_reply(data: bytes | memoryview) -> Reply:
 
 
 def _split_long_reply(data: memoryview) -> Payloads:
-    """Return the ranks' payloads and the other fields of a long reply."""
+    """Decode a long reply, without decoding the ranks' payloads in it."""
     start = 3 if data[0] == MAP16 else 1
     fields = struct.unpack_from(">H", data, 1)[0] if data[0] == MAP16 else data[0] & 0xF
     first = start + len(LONG_START)
@@ -387,7 +396,7 @@ def _split_long_reply(data: memoryview) -> Payloads:
 
 
 def _length(data: memoryview, place: int, forms: Mapping[int, str]) -> tuple[int, int]:
-    """Return the length that a msgpack head announces, and where the head ends."""
+    """Return the length in the msgpack head at ``place``, and the index after the head."""
     if place >= len(data):
         raise struct.error
     if forms is ARRAYS and data[place] >> 4 == FIXED_ARRAY:
@@ -399,10 +408,10 @@ def _length(data: memoryview, place: int, forms: Mapping[int, str]) -> tuple[int
 
 
 def decode_versions(data: bytes) -> Versions:
-    """Return the protocol versions of a payload, and ignore everything else in it.
+    """Return the protocol versions in a payload, and ignore all other fields.
 
     Raises:
-        WireError: it is too long or malformed.
+        WireError: the payload is too long or malformed.
     """
     return _decode(_versions, data, MAX_PAYLOAD_BYTES, "payload")
 
@@ -410,11 +419,11 @@ def decode_versions(data: bytes) -> Versions:
 def decode_payload(data: bytes) -> RankPayload:
     """Decode one rank's payload and validate its layout.
 
-    The engines of a deployment publish the same, except where their memory lies. Groups and fields
-    with bytes that were decoded before are neither decoded nor validated again, and are shared.
+    Engines of a deployment often have equal layouts, except for the addresses of their regions. So
+    groups and fields are cached by their bytes: equal ones are decoded and validated only once.
 
     Raises:
-        WireError: it is too long or malformed, or its layout is invalid.
+        WireError: the payload is too long or malformed, or its layout is invalid.
     """
     unread = _decode(_payload, data, MAX_PAYLOAD_BYTES, "payload")
     header = {name: getattr(unread, name) for name in _PayloadHeader.__struct_fields__}
@@ -438,10 +447,10 @@ def _layout(unread: _Unread) -> Layout:
 
 
 def decode_notes(data: bytes) -> list[Note]:
-    """Decode the content of a notification.
+    """Decode the payload of a notification, which is a list of messages.
 
     Raises:
-        WireError: it is too long or malformed.
+        WireError: the bytes are too long or malformed.
     """
     return _decode(_notes, data, MAX_NOTES * MAX_NOTE_BYTES, "notification")
 

@@ -17,8 +17,8 @@ import struct
 from dataclasses import dataclass
 
 MAX_ENTRIES = 128
-"""UCP_MAX_RESOURCES: the most devices that an address may have, and the most transports that these
-may have together."""
+"""UCP_MAX_RESOURCES: the most devices in an address, and the most transports of all of them
+together."""
 MAX_DOMAINS = 64
 """UCP_MAX_MDS: the most memory domains."""
 MAX_MEMORY_KINDS = 16
@@ -37,7 +37,7 @@ _LEGACY_RELEASE = 18
 """Up to this minor version of UCX, two of the bits that number a memory domain in an address of
 version 1 had another use."""
 _RELEASES = 16
-"""An address has the minor version of its UCX modulo this number."""
+"""An address contains the minor version of the UCX that made it, modulo this number."""
 
 _LENGTHS = {0x7563: 8, 0x19CF: 2}
 """The length in bytes of the interface addresses of the transports ``self`` (a number) and ``tcp``
@@ -53,15 +53,15 @@ _BANDWIDTHS = (1.0, 1e18)
 
 
 class FormatError(ValueError):
-    """Bytes of a peer that UCX, or NIXL, does not write."""
+    """Bytes that came from a peer are not in the format that UCX, or NIXL, writes."""
 
 
 def check_worker_address(data: bytes) -> None:
     """Refuse bytes that are not the address of a UCX worker.
 
     Raises:
-        FormatError: the address is cut off, is longer than its own lengths say, or has a value that
-            UCX does not pack.
+        FormatError: the address is cut off, is longer than the lengths in it say, or has a value
+            that UCX never writes.
     """
     reader = _Reader(data)
     version, flags = _header(reader)
@@ -229,10 +229,10 @@ def _transports(reader: _Reader, version: int) -> int:
 
 
 def _attributes(reader: _Reader, version: int) -> None:
-    """Read the figures by which UCX chooses among transports, and refuse impossible ones.
+    """Read the performance figures of a transport, and refuse impossible ones.
 
     Args:
-        reader: reads a transport's overhead, bandwidth and latency next.
+        reader: reads the transport's overhead, bandwidth and latency next.
         version: the version of the address, as in its header.
 
     Raises:

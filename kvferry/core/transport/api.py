@@ -52,10 +52,10 @@ from kvferry.core.memory import Region
 from kvferry.core.transport.copies import Copies
 
 PeerId = NewType("PeerId", int)
-"""The id of a connection of one transport; never used again after ``disconnect``."""
+"""The id of a connected peer within one transport; never used again after ``disconnect``."""
 
 TransferId = NewType("TransferId", int)
-"""The id of a transfer of one transport; never used again after ``forget``."""
+"""The id of a transfer within one transport; never used again after ``forget``."""
 
 INTERFACE_VERSION = (1, 0)
 """Major and minor version of this interface; see ``Transport.interface_version``."""
@@ -71,7 +71,7 @@ class State(enum.Enum):
     DONE = "done"
     """Final: all bytes have arrived."""
     FAILED = "failed"
-    """Final: some bytes may have arrived; no others will."""
+    """Final: some of the bytes may have arrived; no further byte will."""
 
     @property
     def final(self) -> bool:
@@ -81,7 +81,7 @@ class State(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Status:
-    """The status of one transfer.
+    """The status of one transfer, as ``Transport.poll`` returns it.
 
     Attributes:
         state: the state of the transfer.
@@ -93,12 +93,12 @@ class Status:
 
 
 class Quiescence(enum.Enum):
-    """When a transfer that is FAILING becomes FAILED, so that no further byte lands."""
+    """When a FAILING transfer becomes FAILED: from then on, no further byte lands."""
 
     ALWAYS = "always"
     """Soon and by itself: no ``disconnect`` is needed."""
     AFTER_DISCONNECT = "after_disconnect"
-    """Once ``disconnect`` of its peer has returned. Before that, the driver cannot know that no
+    """Once ``disconnect`` of the peer has returned. Before that, the driver cannot know that no
     further byte lands."""
 
 
@@ -113,12 +113,12 @@ class Capabilities:
             carries no notifications.
         cancel: whether ``cancel`` can end a transfer early.
         background_progress: whether transfers go on, and peers are served, without calls of this
-            transport. It may still take a ``poll`` to notice that a transfer has ended, to send its
-            notification, or to begin the rest of a long transfer.
+            transport. Even then, a ``poll`` may be needed to notice that a transfer has ended, to
+            send the transfer's notification, or to begin the rest of a long transfer.
         quiescence: when a transfer that is FAILING becomes FAILED.
         max_outstanding: the most transfers that may be unfinished at once; ``None`` for no limit.
         concurrent_connect: whether ``connect`` and ``disconnect`` may be called while other calls
-            run. If not, a slow ``connect`` or ``disconnect`` delays all peers of the endpoint.
+            run. If not, a slow call of either delays the transfers with all other peers.
     """
 
     ops: frozenset[str]
@@ -145,7 +145,7 @@ class Notification:
 
 
 class Transport(ABC):
-    """A driver's transport.
+    """Moves bytes between this process's memory and its peers': the interface of every driver.
 
     A driver's entry point (group ``kvferry.drivers``) names a subclass. The subclass's constructor
     takes the user's ``driver_options`` as keyword arguments. For an unknown option it raises
@@ -154,8 +154,9 @@ class Transport(ABC):
 
     interface_version: ClassVar[tuple[int, int]] = INTERFACE_VERSION
     """Major and minor version of the interface that the driver was written for. A driver with
-    another major version than ``INTERFACE_VERSION`` is refused. A driver states its version as a
-    literal: an inherited version would change without a test of the driver."""
+    another major version than ``INTERFACE_VERSION`` is refused. A driver states the version as a
+    literal: an inherited one would change with kvferry, although the driver was never tested with
+    the new interface."""
 
     # What every driver has.
 
@@ -176,8 +177,9 @@ class Transport(ABC):
     def register(self, region: Region) -> None:
         """Register a region, so that transfers of this side and of its peers can use it.
 
-        Does nothing if an equal region is registered already. Regions may overlap. Peers that are
-        connected see the region once they ``connect`` again, with new bytes from ``address``.
+        Does nothing if an equal region is registered already. Regions may overlap. A peer that has
+        connected before knows the region only after it calls ``connect`` again, with bytes that
+        ``address`` has returned since.
 
         Args:
             region: the memory, which the caller keeps alive until ``deregister`` has returned.
@@ -207,17 +209,18 @@ class Transport(ABC):
     def address(self) -> bytes:
         """Return the bytes that a peer passes to ``connect``, to reach this transport.
 
-        They name this side's registered regions. Only a transport of the same driver can read them.
+        The bytes name this side's registered regions. Only transports of the same driver can parse
+        them.
         """
 
     @abstractmethod
     def connect(self, address: bytes) -> PeerId:
         """Connect to a peer, which may be this transport itself.
 
-        A peer stays connected until ``disconnect``. Until then, connecting again updates what is
-        known of the peer (its regions, for example) and returns the same id; transfers under way go
-        on. If the peer has died meanwhile, connecting again either raises or returns the same id,
-        and transfers then fail.
+        A peer stays connected until ``disconnect``. Until then, a further ``connect`` updates what
+        this side knows of the peer (its regions, for example) and returns the same id; transfers
+        under way go on. If the peer has died meanwhile, a further ``connect`` either raises, or
+        returns the same id and transfers fail.
 
         Args:
             address: the bytes that the peer's ``address`` returned; untrusted.
@@ -304,11 +307,11 @@ class Transport(ABC):
         return ""
 
     def path(self, peer: PeerId) -> str:
-        """Return a name for what carries a connected peer's bytes, for metrics and for people.
+        """Return the name of the low-level transport to a peer, for metrics and for people.
 
         Returns:
-            For example ``rc_mlx5``; the text does not change while the peer is connected. Empty if
-            the driver cannot tell, or if there is no such peer.
+            The name, such as ``rc_mlx5``, which stays the same while the peer is connected; empty
+            if the driver cannot tell, or if there is no such peer.
         """
         del peer
         return ""
@@ -320,12 +323,12 @@ class Transport(ABC):
 
         Args:
             peer: a connected peer.
-            copies: what to read; a batch may have no copies, and a copy may have no bytes. A
-                segment must name registered regions even if it has no copies.
+            copies: what to read; the batch may be empty, and a copy may have 0 bytes. The regions
+                of a segment must be registered even if the segment has no copies.
             notify: a message that is bound to the transfer, 1 to ``max_notification`` bytes;
                 ``None`` for no message. The peer gets it once, after all bytes of the transfer have
-                arrived, also if the driver had to split the transfer. If the transfer fails, the
-                peer never gets it.
+                arrived, even if the driver has split the transfer. If the transfer fails, the
+                peer never gets the message.
 
         Returns:
             The id of the transfer, for ``poll``, ``cancel`` and ``forget``.

@@ -73,13 +73,13 @@ class DriverConnection(Protocol):
 
     @property
     def identity(self) -> Hashable:
-        """The value that ``_identity`` returned for the address the connection was made with."""
+        """What ``BaseTransport._identity`` returned for the address that was connected to."""
 
     @property
     def regions(self) -> Collection[Region]:
         """The regions that the peer has registered, as far as this side knows.
 
-        Use a set, or a dict keyed by region: a region is found fastest in these. ``_refresh``
+        A set or a dict with regions as its keys makes the lookup of regions fast. ``_refresh``
         replaces the collection.
         """
 
@@ -89,7 +89,7 @@ class DriverTransfer(Protocol):
 
     @property
     def status(self) -> Status:
-        """The transfer's status, which ``_progress`` or the driver's threads keep up to date."""
+        """The transfer's status, kept up to date by ``_progress`` or by threads of the driver."""
 
 
 RegistrationT = TypeVar("RegistrationT")
@@ -135,8 +135,8 @@ class _Record(NamedTuple, Generic[TransferT]):
 class BaseTransport(Transport, Generic[RegistrationT, AddressT, ConnectionT, TransferT]):
     """Implements ``Transport`` by calling hooks, which a driver overrides.
 
-    A driver sets ``interface_version`` itself, overrides ``library`` if it uses one, and calls
-    ``super().__init__`` as soon as it knows its capabilities.
+    A driver sets ``interface_version``, overrides the property ``library`` if a library moves its
+    bytes, and calls ``super().__init__`` as soon as it knows its capabilities.
 
     Args:
         name: the transport's name, unique among the transports of all hosts.
@@ -156,7 +156,8 @@ class BaseTransport(Transport, Generic[RegistrationT, AddressT, ConnectionT, Tra
         self._peers: dict[PeerId, ConnectionT] = {}
         self._transfers: dict[TransferId, _Record[TransferT]] = {}
         self._connecting = _IdentityLocks()
-        # Scratch of the bounds check. One is enough: transfers are started one at a time.
+        # Scratch memory of the bounds check. One array is enough: transfers are started one at a
+        # time.
         self._ends = np.empty(_SCRATCH_COPIES, np.uint64)
 
     # Hooks: memory.
@@ -204,9 +205,9 @@ class BaseTransport(Transport, Generic[RegistrationT, AddressT, ConnectionT, Tra
     def _identity(self, address: AddressT) -> Hashable:
         """Return the identity of the peer at an address: equal values mean the same peer.
 
-        An address that was tampered with must not be taken for that of a connected peer. So the
-        identity includes everything by which the peer is reached, or else ``_refresh`` compares
-        what the identity leaves out.
+        A forged address must not be taken for a newer address of a connected peer. So the identity
+        must include everything by which the peer is reached, or ``_refresh`` must compare what the
+        identity leaves out.
         """
 
     @abstractmethod
@@ -220,7 +221,7 @@ class BaseTransport(Transport, Generic[RegistrationT, AddressT, ConnectionT, Tra
 
     @abstractmethod
     def _refresh(self, connection: ConnectionT, address: AddressT) -> None:
-        """Update a connection from a newer address of its peer, above all the peer's regions.
+        """Update a connection, above all the peer's regions, from a newer address of the peer.
 
         Called when ``connect`` gets an address of a connected peer. Transfers under way go on.
 
@@ -234,14 +235,14 @@ class BaseTransport(Transport, Generic[RegistrationT, AddressT, ConnectionT, Tra
         """Release a connection. Called after ``_end_transfers`` has returned ``True``.
 
         Args:
-            connection: the connection. The base class forgets it if all ``transfers`` are final
-                when this returns; if not, ``disconnect`` may be called again.
-            transfers: the transfers that were passed to ``_end_transfers``. In a driver where only
-                closing the connection proves that no further byte lands, they become FAILED here.
+            connection: the connection. If some of ``transfers`` are not final when this hook
+                returns, the peer stays connected, and the hook may be called again.
+            transfers: the transfers that were passed to ``_end_transfers``. If a driver knows only
+                after closing the connection that no further byte lands, they become FAILED here.
         """
 
     def _path(self, connection: ConnectionT) -> str:
-        """Return a short name for what carries the peer's bytes; see ``Transport.path``."""
+        """Return the name of the low-level transport to the peer, for ``Transport.path``."""
         del connection
         return ""
 
@@ -277,9 +278,9 @@ class BaseTransport(Transport, Generic[RegistrationT, AddressT, ConnectionT, Tra
         """Make transfers fail, and wait up to ``grace_seconds`` until they are final.
 
         This default suits transfers that become final by themselves after ``_fail``. A driver
-        overrides it if the driver can wait without polling, or if its transfers become final only
-        in ``_disconnect``. In the latter case the override waits only until the connection may be
-        released.
+        overrides this method if the driver can wait without polling, or if transfers become final
+        only in ``_disconnect``. In the latter case the override waits only until the connection
+        may be released.
 
         Args:
             transfers: transfers of this transport.
@@ -331,8 +332,8 @@ class BaseTransport(Transport, Generic[RegistrationT, AddressT, ConnectionT, Tra
     # What the base gives to hooks.
 
     def _unfinished(self, peer: PeerId | None = None) -> list[TransferT]:
-        """Return the transfers that are not final: with one peer, or with all if ``None``."""
-        # A copy: where connects are concurrent, others start transfers meanwhile.
+        """Return the transfers with ``peer`` (``None``: with any peer) that are not final."""
+        # A copy: with ``concurrent_connect``, other threads may start transfers meanwhile.
         return [
             record.transfer
             for record in list(self._transfers.values())
@@ -532,7 +533,7 @@ class BaseTransport(Transport, Generic[RegistrationT, AddressT, ConnectionT, Tra
     def _start_checked(
         self, op: str, peer: PeerId, copies: Copies, notify: bytes | None
     ) -> TransferId:
-        """Check the arguments, start the transfer, and record it."""
+        """Check the arguments of a read or write (``op``), start the transfer, and record it."""
         if op not in self._capabilities.ops:
             raise unsupported_op(self, op)
         self._check_usable()
@@ -607,7 +608,7 @@ def _all_final(transfers: Sequence[DriverTransfer]) -> bool:
 
 
 class _IdentityLocks:
-    """One lock for each peer's identity, so that concurrent calls connect a peer only once."""
+    """A lock for each peer's identity: concurrent ``connect`` calls make only one connection."""
 
     def __init__(self) -> None:
         self._held: set[Hashable] = set()

@@ -1,8 +1,8 @@
 """Checks that a batch of copies is well formed and stays within its regions.
 
-A batch is cut into segments, each of which lies in one local and one remote region. Addresses are
-compared per segment, because looking up a region for every copy would take longer than computing
-the copies.
+A batch is cut into segments, each of which lies in one local and one remote region. All copies of a
+segment are compared with its regions at once, because looking up a region for every copy would take
+longer than computing the copies.
 """
 
 from __future__ import annotations
@@ -91,11 +91,11 @@ def _smallest(values: U64Array) -> int:
 
 
 def check_bounds(copies: Copies, side: str, ends: U64Array) -> None:
-    """Refuse a copy that leaves its segment's region on one side.
+    """Refuse a batch in which a copy leaves its segment's region on one side.
 
     Args:
         copies: a batch of n copies, at least one, that ``checked_length`` has accepted.
-        side: which addresses and regions are compared: ``local`` or ``remote``.
+        side: ``local`` or ``remote``: the side whose addresses and regions are compared.
         ends: (n,) uint64 scratch memory, which is overwritten.
 
     Raises:
@@ -118,9 +118,9 @@ def check_bounds(copies: Copies, side: str, ends: U64Array) -> None:
 
 
 def _easily_within(region: Region, address: U64Array, nbytes: U64Array) -> bool:
-    """Return whether all copies certainly lie within a region, by a fast and sufficient test.
+    """Return whether a fast test shows that all copies lie within a region.
 
-    They do if no address is below the region and the longest copy would fit at the highest address.
+    The test: no address is below the region, and the longest copy would fit at the highest address.
 
     Args:
         region: the region.
@@ -128,7 +128,7 @@ def _easily_within(region: Region, address: U64Array, nbytes: U64Array) -> bool:
         nbytes: (n,) uint64, length of each copy.
 
     Returns:
-        ``False`` if a copy may leave the region: only an exact check can tell.
+        ``False`` if the test cannot tell: then each copy has to be checked.
     """
     if _smallest(address) < region.address:
         return False

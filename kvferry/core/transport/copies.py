@@ -12,11 +12,11 @@ from kvferry.core.memory import Region, U64Array
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    """Copies ``[start, stop)`` of a batch, all within one local and one remote region.
+    """A part of a batch: successive copies, all within one local and one remote region.
 
     Attributes:
-        start: index of the first copy in the batch.
-        stop: index after the last copy; equals ``start`` if the segment has no copies.
+        start: index, in the batch, of the segment's first copy.
+        stop: index after the segment's last copy; equals ``start`` if the segment has no copies.
         local: the registered region of this side.
         remote: the registered region of the peer.
     """
@@ -58,7 +58,7 @@ class Copies:
 def copies_between(
     pairs: Sequence[tuple[int, int, int]], *, local: Region, remote: Region
 ) -> Copies:
-    """Return a batch of copies between two regions, as one segment; for few copies.
+    """Return a batch of a few copies between two regions, as one segment.
 
     Args:
         pairs: (local address, remote address, nbytes) for each copy.

@@ -13,7 +13,7 @@ OptionsT = TypeVar("OptionsT", bound=msgspec.Struct)
 
 
 def parse_options(driver: str, kind: type[OptionsT], options: Mapping[str, object]) -> OptionsT:
-    """Check the options of a user, and fill in the defaults.
+    """Return a user's options as a driver's struct, with defaults for those not given.
 
     Args:
         driver: the driver's name, for the error.
@@ -21,7 +21,8 @@ def parse_options(driver: str, kind: type[OptionsT], options: Mapping[str, objec
         options: the options as the user wrote them.
 
     Raises:
-        DriverError: an option is unknown, of a wrong type or out of range; lists the options.
+        DriverError: an option is unknown, of a wrong type or out of range; the message lists the
+            driver's options.
     """
     try:
         return msgspec.convert(options, kind)

@@ -1,7 +1,7 @@
 """Facts about processes from ``/proc``, by which a driver knows whether a peer's process is alive.
 
-A pid alone does not identify a process, because the kernel reuses pids. Pid and start time do,
-within one pid namespace and one boot of a host.
+A pid alone does not identify a process, because the kernel reuses pids. Pid and start time together
+identify it within one pid namespace and one boot of a host.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def start_time(pid: int) -> int | None:
 
 @functools.cache
 def boot_id() -> str:
-    """Return the random id that the kernel chose at boot: it differs between hosts and boots."""
+    """Return the random id of this boot: other hosts and other boots have other ids."""
     return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
 
 

@@ -44,8 +44,8 @@ class DriverReport:
     Attributes:
         info: the driver.
         capabilities: the capabilities of its transport; ``None`` if the driver does not work here.
-        library: the library that its transport uses, as ``Transport.library``; empty if the driver
-            does not work here.
+        library: name and version of the library that moves the bytes (``Transport.library``); empty
+            if the driver does not work here.
         reason: why the driver does not work here; ``None`` if it works.
     """
 
@@ -90,7 +90,7 @@ def create(name: str, options: Mapping[str, object] | None = None) -> Transport:
 
 
 def load(name: str) -> type[Transport]:
-    """Import the driver with this name and check that core can use it.
+    """Import the driver with this name, check its interface version, and return its class.
 
     Raises:
         DriverError: there is no such driver, or more than one; it cannot be loaded; or it is no
@@ -139,7 +139,7 @@ def _entry(name: str) -> EntryPoint:
     """Return the only entry point with this name, without importing anything.
 
     Raises:
-        DriverError: there is none, or more than one.
+        DriverError: no driver, or more than one, has this name.
     """
     found = [entry for entry in _entries() if entry.name == name]
     if not found:

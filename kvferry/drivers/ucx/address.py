@@ -34,14 +34,14 @@ Word = Annotated[int, msgspec.Meta(ge=0, le=ADDRESS_LIMIT - 1)]
 
 
 class UcxRegion(msgspec.Struct, frozen=True, array_like=True):
-    """A registered region of the address's transport.
+    """A registered region, as the address of its transport describes it to peers.
 
     Attributes:
         address: the region's first byte, in the process of the transport.
         nbytes: the region's length in bytes.
         kind: the memory kind, by kvferry's name.
         device: the device index within the kind.
-        key: the ``KeyId`` of the registration.
+        key: the number of the region's registration (``KeyId``).
         packed: the key that UCX packed, with which the UCX of a peer reaches the region.
     """
 
@@ -54,7 +54,7 @@ class UcxRegion(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ProcessIdentity(msgspec.Struct, frozen=True, array_like=True):
-    """The identity of a process, by which others on its host can check whether it still runs.
+    """Identifies a process, so that others on the same host can check whether it still runs.
 
     Attributes:
         boot: the host's boot id, which the kernel makes at random when it starts.
@@ -78,8 +78,8 @@ class ProcessIdentity(msgspec.Struct, frozen=True, array_like=True):
     def has_ended(self) -> bool:
         """Return whether the process has ended.
 
-        False also if the process is on another host or in another pid namespace: this process
-        cannot check it there.
+        False also if the process is on another host or in another pid namespace, where it cannot
+        be checked from here.
         """
         if (self.boot, self.namespace) != (procfs.boot_id(), procfs.pid_namespace()):
             return False
@@ -87,20 +87,19 @@ class ProcessIdentity(msgspec.Struct, frozen=True, array_like=True):
 
 
 class UcxAddress(msgspec.Struct, frozen=True, kw_only=True):
-    """An address, as a msgpack map. Fields that a later version adds are ignored.
+    """What peers need to reach a transport: a msgpack map. Unknown fields are ignored.
 
     Attributes:
         magic: the format of the address.
         name: the transport's name.
-        instance: 16 random bytes that identify the transport, which drops a ``Hello`` for another
-            instance.
+        instance: 16 random bytes that identify the transport. A client repeats them in ``Hello``; a
+            transport drops a ``Hello`` with other ones.
         process: the transport's process.
         ucx: the version of the transport's UCX; the major versions of both sides must be equal.
         worker: UCX's address of the worker that serves peers.
         withdrawn: how many regions had been deregistered when the address was made.
         regions: the regions that were registered when the address was made.
-        digest: a digest of ``worker`` and of all packed keys: UCX might crash if it read these
-            after they were damaged.
+        digest: a digest of ``worker`` and of all packed keys, since damaged ones might crash UCX.
         full_digest: a digest of all other fields, so that a damaged address is refused at once;
             empty in addresses of versions of kvferry that did not have it.
     """
@@ -118,10 +117,10 @@ class UcxAddress(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def identity(self) -> Identity:
-        """The identity of the transport.
+        """The identity of the transport: its instance and its worker's address.
 
-        The worker's address is a part of the identity: an address with a transport's instance but
-        another worker leads elsewhere, and must not be taken for that transport's.
+        The instance alone does not suffice: an address with the same instance but another worker
+        leads to another transport.
         """
         return self.instance, self.worker
 
@@ -154,7 +153,7 @@ def decode(data: bytes) -> UcxAddress:
     """Parse an address from untrusted bytes.
 
     Raises:
-        ConnectError: the bytes are too many, no address of this driver, or damaged.
+        ConnectError: the bytes are too long, no address of this driver, or damaged.
     """
     if len(data) > MAX_ADDRESS_BYTES:
         raise ConnectError(
@@ -181,7 +180,7 @@ def regions_of(address: UcxAddress) -> dict[Region, UcxRegion]:
     """Return the regions that a peer's address names, each with its ``UcxRegion``.
 
     Raises:
-        ConnectError: the address names a region that cannot exist.
+        ConnectError: the address, length or kind of a region is not valid.
     """
     try:
         return {

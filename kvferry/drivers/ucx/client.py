@@ -32,15 +32,16 @@ from kvferry.drivers.ucx.ucp import Ucp
 from kvferry.drivers.ucx.worker import Worker, wait_closed
 
 _POLLED_SECONDS = 0.0003
-"""If the transport is called again within this time, the progress thread leaves the client to these
-calls: both would only hand the interpreter's lock to each other, at up to 5 ms each time."""
+"""While calls of the transport follow each other within this time, they drive the client side, and
+the progress thread does not: the two would only hand the interpreter's lock to each other, which
+takes up to 5 ms each time."""
 
 _START_SECONDS = 0.005
 """How long ``read`` and ``write`` drive the transfer that they start before they return."""
 
 _LIVENESS_SECONDS = 0.2
-"""How often to check whether the peers' processes on this host live. UCX notices a death by the
-connection, which a forked child of the dead process may hold open."""
+"""How often to check whether the peers' processes on this host run. UCX notices the death of a
+process only when its sockets close, and a forked child may hold these open."""
 
 
 class Client:
@@ -50,15 +51,15 @@ class Client:
 
     Args:
         ucp: the loaded libucp.
-        make_worker: makes a worker.
+        make_worker: makes a UCP worker.
         name: this transport's name.
         idle_timeout: seconds without progress after which a transfer fails.
         connect_timeout: seconds within which a server must answer.
 
     Attributes:
         lock: protects this object, its workers, connections and transfers.
-        last_driven: when a call of the transport last called ``run_once``, by ``time.monotonic``.
-            Calls by the progress thread do not count.
+        last_driven: when ``run_once`` last ran within a call of the transport (not in the progress
+            thread), by ``time.monotonic``.
     """
 
     def __init__(
@@ -90,12 +91,12 @@ class Client:
 
     @property
     def driven_elsewhere(self) -> bool:
-        """Whether a call of the transport called ``run_once`` within the last 0.3 ms."""
+        """Whether ``run_once`` ran within a call of the transport in the last 0.3 ms."""
         return time.monotonic() - self.last_driven < _POLLED_SECONDS
 
     @property
     def needs_timer(self) -> bool:
-        """Whether a transfer or a connection may time out, for which UCX has no event."""
+        """Whether timeouts of a transfer or connection must be checked: UCX has no event for it."""
         # A copy, since this is also read without the lock, while other threads connect.
         connections = list(self._connections.values())
         return bool(self._transfers) or any(
@@ -133,10 +134,12 @@ class Client:
         return busy
 
     def _progress_transfers(self) -> list[ClientWorker]:
-        """Let UCP move bytes for ``PROGRESS_SECONDS`` in workers with unfinished reads or writes.
+        """Let UCP move bytes for ``PROGRESS_SECONDS``, in two workers at most.
+
+        These are workers in which reads or writes are posted that have not completed.
 
         Returns:
-            The workers in which UCP has worked: two at most.
+            The workers in which UCP has worked.
         """
         moving = [
             window.connection.client_worker
@@ -166,8 +169,8 @@ class Client:
             index: 0 for this client's first connection to the server, 1 for its second.
 
         Returns:
-            The connection, which is not ready yet: the server has to answer. It is broken if no
-                worker can be made for it, or UCX cannot connect.
+            The connection. It is not ready until the server has answered; it is broken if no
+                worker can be made for it, or if UCX finds at once that it cannot connect.
         """
         now = time.monotonic()
         try:
@@ -180,7 +183,7 @@ class Client:
         return connection
 
     def _worker_for(self, address: UcxAddress) -> ClientWorker:
-        """Return a worker that has not connected to this server; make one if there is none.
+        """Return a worker that has never connected to a server; make one if there is none.
 
         Raises:
             TransportError: UCX cannot make a worker: a network device may be down.
@@ -208,10 +211,10 @@ class Client:
     def second_connection_to(self, peer: UcxPeer) -> UcxConnection | None:
         """Return the second connection to a peer, for large reads; ``None`` if it would not help.
 
-        The connection is opened when it is first needed, and may not be ready yet. It helps only if
-        this process copies the bytes itself and has more than one core, and if the loops of
-        ``compiled_loops`` are ready: otherwise two threads would wait for each other to release the
-        interpreter's lock.
+        The connection is opened when it is first needed, and may not be ready yet. It lets a second
+        thread copy. That helps only if this process copies the bytes itself (cma), has more than
+        one core, and has compiled loops: with Python loops, the two threads would wait for each
+        other to release the interpreter's lock.
         """
         compiled = self._client_workers[0].worker.poster.compiled
         transports = peer.connection.transports
@@ -236,8 +239,8 @@ class Client:
     def start(self, transfer: UcxTransfer) -> None:
         """Start a transfer, and let UCP work on it for 5 ms at most.
 
-        So a short transfer whose bytes this process copies itself ends before the progress thread
-        has to be woken.
+        If this process copies the bytes itself (cma), a short transfer then ends without the
+        progress thread.
         """
         self._transfers.append(transfer)
         now = time.monotonic()
@@ -302,9 +305,9 @@ class Client:
                 connection.on_fetched(message, body, nbytes)
 
     def _check(self, connection: UcxConnection, now: float, *, check_liveness: bool) -> None:
-        """Close a connection if its server does not answer or its process has ended.
+        """Close a connection if the server has not answered in time or its process has ended.
 
-        Forget the connection once it is broken and nothing is under way on it any more.
+        Forget the connection once it is broken and no read, write or message is under way on it.
 
         Args:
             connection: the connection.
@@ -336,7 +339,7 @@ class Client:
             client_worker.worker.destroy()
 
     def _is_dropped(self, transfer: UcxTransfer) -> bool:
-        """Return whether it is certain that no further byte of a failed write will be written."""
+        """Return whether certainly no further byte of a failed write reaches the peer's memory."""
         if transfer.windows:
             return False
         connection = transfer.connection

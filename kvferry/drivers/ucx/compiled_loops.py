@@ -40,7 +40,7 @@ _WORD = ctypes.c_uint64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loops:
-    """The compiled loops. Their arguments are plain numbers and arrays.
+    """The compiled loops, as functions that take only numbers and arrays.
 
     Attributes:
         get: posts reads, as ``Poster.post``.
@@ -59,7 +59,9 @@ class Loops:
 
 
 class CompiledPoster:
-    """A ``Poster`` that runs compiled loops once they are ready, and Python loops until then.
+    """Post to UCP by compiled loops once they are ready, and by Python loops until then.
+
+    Implements ``Poster``.
 
     Args:
         ucp: the loaded libucp.
@@ -110,7 +112,7 @@ class CompiledPoster:
         copy(targets, sources, nbytes)
 
     def wait(self) -> bool:
-        """Start compiling unless it was started before, and wait until it has ended.
+        """Wait until compiling has ended; start it unless it was started before.
 
         Returns:
             Whether the compiled loops are ready; False if numba is missing or does not work.
@@ -148,7 +150,7 @@ class CompiledPoster:
 
 @functools.cache
 def poster(ucp: Ucp) -> CompiledPoster:
-    """Return the poster of a library, which all transports of the process share."""
+    """Return the loops that post to a libucp; all transports of the process share them."""
     installed = importlib.util.find_spec("numba") is not None
     return CompiledPoster(ucp, _compile if installed else None)
 

@@ -1,4 +1,4 @@
-"""A peer, and the connections to it, as their client sees them.
+"""A connected peer and the connections to that peer, as the client sees them.
 
 A transport that reads and writes is the *client*; the one whose memory is read and written is the
 *server*. ``server.py`` has the server's view of the same connection.
@@ -32,7 +32,7 @@ from kvferry.drivers.ucx.worker import MessageBuffer, Worker
 
 
 class ConnectionState(enum.Enum):
-    """The states of a connection, in the order in which it can pass through them."""
+    """The states of a connection; they only change from an earlier to a later one."""
 
     CONNECTING = "connecting"
     """The server has not answered."""
@@ -52,8 +52,9 @@ class ClientWorker:
 
     Attributes:
         worker: the worker.
-        servers: the instances of the servers that the worker has connected to.
-        connections: the worker's connections by ``endpoint_number``, each until it is forgotten.
+        servers: the servers that the worker has connected to, by ``UcxAddress.instance``.
+        connections: the worker's connections by ``endpoint_number``; a broken one is removed when
+            nothing is under way on it any more.
     """
 
     worker: Worker
@@ -63,7 +64,7 @@ class ClientWorker:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ScatterTarget:
-    """The n local ranges that fetched bytes fill, one range after the other.
+    """The n local ranges of memory into which the answer to a ``Fetch`` is copied, in this order.
 
     Attributes:
         addresses: (n,) uint64, the address of each range.
@@ -76,7 +77,7 @@ class ScatterTarget:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class UcxConnection:
-    """A connection to a server. A broken one is not repaired, but replaced by another.
+    """A connection to a server. A broken connection is replaced by a new one, never repaired.
 
     Attributes:
         id: the random id of the connection, which every message names.
@@ -85,20 +86,22 @@ class UcxConnection:
         ucp: the loaded libucp.
         opened: when the connection was opened, by ``time.monotonic``.
         endpoint: UCP's endpoint; 0 if there is none.
-        endpoint_number: the number under which the worker reports the endpoint's error.
+        endpoint_number: the number under which ``Worker.failures`` reports the endpoint's error.
         state: the state of the connection.
         error: why the connection is broken; ``None`` if it is not.
-        closed_by_server: whether the server has said that it has closed the connection and drops
-            what still arrives on it.
-        withdrawn: the keys of the registrations that the server has undone or is about to undo.
-        unconfirmed: the number and the key of each withdrawal that this side has not confirmed.
+        closed_by_server: whether the server has said (``Ended``) that it has closed the connection
+            and drops what still arrives on it.
+        withdrawn: the registrations, by their keys, that the server has ended or has announced to
+            end (withdrawn).
+        unconfirmed: the announced ends (withdrawals) that this side has not confirmed: the number
+            of each, and the registration's key.
         queued_notifications: notifications to send once the connection is ready.
-        open_windows: how many windows (see ``Window``) are under way on the connection.
+        open_windows: how many groups of runs that were posted together (``Window``) are under way.
         transports: UCX's names of the transports that the connection uses, such as ``tcp``; empty
             until it is ready.
-        refusals: the server's answers to stores and fetches, by their numbers: the reason for a
-            refusal, or an empty string.
-        fetch_targets: where the bytes of unanswered fetches go, by the fetches' numbers.
+        refusals: the server's answers to ``Store`` and ``Fetch`` messages, by the messages'
+            numbers: the reason for a refusal, or an empty string if there was none.
+        fetch_targets: where the bytes of each unanswered ``Fetch`` go, by the message's number.
     """
 
     id: ConnectionId
@@ -131,7 +134,7 @@ class UcxConnection:
         now: float,
         index: int = 0,
     ) -> UcxConnection:
-        """Open a connection, and send ``Hello``.
+        """Open a connection, and ask the server to serve it (``Hello``).
 
         Args:
             server: the address of the server.
@@ -173,14 +176,14 @@ class UcxConnection:
         now: float,
         error: TransportError,
     ) -> UcxConnection:
-        """Return a broken connection, in place of one for which there is no worker.
+        """Return a broken connection, for when no worker can be made for a working one.
 
         Args:
             server: the address of the server.
-            client_worker: any worker.
+            client_worker: any worker; nothing is sent by it.
             ucp: the loaded libucp.
             now: the time, by ``time.monotonic``.
-            error: why there is no worker.
+            error: why no worker can be made.
         """
         return cls(
             id=secrets.token_bytes(16),
@@ -196,8 +199,8 @@ class UcxConnection:
         """Become ready, and send queued notifications. Called when the server has answered.
 
         Args:
-            withdrawn: the keys of the registrations that the server has undone since it made
-                ``server``, its address.
+            withdrawn: the registrations, by their keys, that the server has ended or announced to
+                end since it made its address (``self.server``).
         """
         if self.state is not ConnectionState.CONNECTING:
             return
@@ -209,7 +212,7 @@ class UcxConnection:
             self._send(Note(self.id, self.queued_notifications.popleft()))
 
     def notify(self, payload: bytes) -> None:
-        """Send a notification, or queue it until the connection is ready. A broken one drops it."""
+        """Send a notification, queue it until the connection is ready, or drop it if broken."""
         if self.state is ConnectionState.READY:
             self._send(Note(self.id, payload))
         elif self.state is ConnectionState.CONNECTING:
@@ -217,12 +220,12 @@ class UcxConnection:
 
     @property
     def backlog(self) -> int:
-        """How many bytes of messages are queued or being sent."""
+        """How many bytes of messages to the server are queued or being sent."""
         queued = sum(map(len, self.queued_notifications))
         return self.client_worker.worker.backlog(self.endpoint) + queued
 
     def fetch(self, rows: bytes, target: ScatterTarget) -> int:
-        """Ask the server for bytes of its memory.
+        """Ask the server to send bytes of its memory (``Fetch``).
 
         Args:
             rows: the ranges of the server's memory, as ``Fetch.rows``.
@@ -238,7 +241,7 @@ class UcxConnection:
         return self._last_request
 
     def store(self, rows: int, body: MessageBuffer, nbytes: int) -> int:
-        """Have the server write bytes into its memory.
+        """Ask the server to write bytes into its memory (``Store``).
 
         Args:
             rows: how many rows the body begins with (see ``Store``).
@@ -253,7 +256,7 @@ class UcxConnection:
         return self._last_request
 
     def on_fetched(self, message: Fetched, body: int, nbytes: int) -> None:
-        """Copy fetched bytes to their target, unless the fetch was given up.
+        """Record the answer to a ``Fetch``; copy its bytes unless the transfer has failed since.
 
         Args:
             message: the server's answer.
@@ -272,19 +275,20 @@ class UcxConnection:
             self.refusals[message.number] = f"it has sent {nbytes} bytes of {wanted}"
 
     def on_withdrawn(self, number: int, key: KeyId) -> None:
-        """Record a withdrawal: the server is about to undo a registration, and waits for an answer.
+        """Record that the server is about to end a registration, and waits for a confirmation.
 
         Args:
-            number: the number of the withdrawal.
+            number: the number of this announcement (a withdrawal).
             key: the key of the registration.
         """
         self.withdrawn.add(key)
         self.unconfirmed.append((number, key))
 
     def confirm_withdrawals(self, used: frozenset[KeyId]) -> None:
-        """Tell the server which withdrawn registrations this connection no longer uses.
+        """Tell the server that registrations which it is about to end are not used here any more.
 
-        Withdrawals are confirmed in order, up to the first whose registration is still used.
+        These withdrawals are confirmed in the order of their numbers, up to the first whose
+        registration is still used.
 
         Args:
             used: the keys of the registrations that transfers under way on this connection use.
@@ -298,9 +302,9 @@ class UcxConnection:
             self._send(Released(self.id, number))
 
     def remote_key(self, region: UcxRegion) -> RemoteKey:
-        """Return UCP's key to a region of the server. The key belongs to the connection.
+        """Return UCP's key to a region of the server, for posting on this connection only.
 
-        The key is unpacked when it is first needed.
+        The connection unpacks the key when it is first needed, and destroys it.
 
         Raises:
             TransportError: UCX cannot reach the region over this connection.
@@ -313,7 +317,8 @@ class UcxConnection:
     def close(self, error: TransportError, *, say_bye: bool = False) -> None:
         """Close the connection, which is then BROKEN.
 
-        UCX completes what is posted on the connection while the worker makes progress.
+        Reads and writes that are posted on the connection complete later, with an error, while the
+        worker makes progress.
 
         Args:
             error: the reason, which the transfers on the connection report.
@@ -324,8 +329,8 @@ class UcxConnection:
         if self.state is ConnectionState.BROKEN:
             return
         worker = self.client_worker.worker
-        # A hello that is still unsent is dropped: arriving after the hello of the next connection,
-        # it would end that connection.
+        # Drop a ``Hello`` that is still unsent: if it arrived after the ``Hello`` of the next
+        # connection, the server would close that connection.
         ready = self.state is ConnectionState.READY
         close_endpoint = worker.close_endpoint if ready else worker.close_endpoint_at_once
         self.state, self.error = ConnectionState.BROKEN, error
@@ -334,10 +339,10 @@ class UcxConnection:
         close_endpoint(self.endpoint)
 
     def try_release(self) -> bool:
-        """Free the remote keys if the connection is broken and nothing is under way on it.
+        """Destroy the remote keys if the connection is broken and nothing is under way on it.
 
         Returns:
-            Whether they have been freed, so that the connection can be forgotten.
+            Whether the keys have been destroyed, so that the connection can be forgotten.
         """
         worker = self.client_worker.worker
         if self.state is not ConnectionState.BROKEN or self.open_windows or worker.closing:
@@ -358,13 +363,13 @@ class UcxConnection:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class UcxPeer:
-    """A connected peer.
+    """A connected peer, which this side's reads and writes name.
 
     Attributes:
         address: the last address with which the user connected to the peer.
         regions: the regions that ``address`` names.
         connection: the connection to the peer, which may be broken.
-        second_connection: a second connection, used for large reads only.
+        second_connection: a second connection, for large reads only; ``None`` until one is opened.
     """
 
     address: UcxAddress

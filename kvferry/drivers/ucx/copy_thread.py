@@ -28,7 +28,7 @@ def available_cores() -> int:
 
 
 class CopyThread:
-    """A thread that makes progress in one worker while the calling thread does in another.
+    """A thread that makes progress in one worker while the calling thread does so in another.
 
     Args:
         name: the name of the thread.

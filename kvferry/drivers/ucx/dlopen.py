@@ -1,4 +1,4 @@
-"""Open a libucp together with the libraries in its folder; as a script, describe one.
+"""Open a libucp together with the libraries in its folder; as a script, describe a libucp.
 
     python -I -S dlopen.py PATH
 
@@ -24,8 +24,8 @@ _NEIGHBOURS = ("libucm.so.0", "libucs.so.0", "libuct.so.0")
 """The libraries that libucp needs, by the names under which the dynamic linker looks for them."""
 
 _UNDISGUISED = re.compile(r"libuc[mpst]\.so[.\d]*")
-"""Matches the file names of UCX's libraries. Their copies in NIXL's wheels have other names, so the
-dynamic linker does not mix those with another UCX."""
+"""Matches the file names of UCX's libraries. The copies in NIXL's wheels have other file names, so
+the dynamic linker never mixes these copies with another UCX."""
 
 
 def opened(path: str) -> ctypes.CDLL:
@@ -44,8 +44,8 @@ def opened(path: str) -> ctypes.CDLL:
 def loaded_elsewhere(folder: Path) -> str | None:
     """Return a library of UCX that this process has loaded from another folder.
 
-    Such a library would be mixed with the libucp of ``folder``: the dynamic linker looks up the
-    libraries that libucp needs by name, and takes one of that name that is loaded already.
+    Two versions of UCX would be mixed then: when the libucp of ``folder`` is opened and needs a
+    library of a certain name, the dynamic linker takes one of that name that is loaded already.
 
     Args:
         folder: the folder of the libucp that is to be opened.
@@ -65,7 +65,7 @@ def modules(path: Path) -> list[Path]:
         path: the file of the UCX's libucp.
 
     Returns:
-        One path for each module, even if its folder has several names for it.
+        One path for each module, even if several names in the folder lead to its file.
     """
     files = sorted((path.resolve().parent / "ucx").glob("libuct_*.so*"))
     return list({file.name.partition(".so")[0]: file for file in files}.values())
@@ -107,7 +107,7 @@ def _version(library: ctypes.CDLL) -> tuple[int, ...]:
 
 
 def loads(module: Path) -> bool:
-    """Return whether a module and its dependencies load. The caller has opened its libucp."""
+    """Return whether a module loads, after the caller has opened the libucp it belongs to."""
     try:
         ctypes.CDLL(str(module), os.RTLD_NOW | os.RTLD_LOCAL)
     except OSError:
@@ -125,7 +125,7 @@ class _DlInfo(ctypes.Structure):
 
 
 def _path_of(library: ctypes.CDLL) -> Path:
-    """Return the path of a library's file, as the dynamic linker found it."""
+    """Return the path of the file from which the dynamic linker loaded a library."""
     info = _DlInfo()
     if not ctypes.CDLL(None).dladdr(library.ucp_get_version, ctypes.byref(info)):
         raise OSError("the dynamic linker does not know its file")

@@ -22,8 +22,8 @@ Source = Literal["option", "system", "wheel"]
 
 LOWEST: Version = (1, 21, 0)
 """The oldest UCX that ``find`` and ``Ucp`` take, which is the oldest that was tested; the driver
-asks UCX for the interface of this version. Another major version may lay out its structures in
-another way."""
+asks UCX for the interface of this version. The structures of another major version may be laid out
+in another way."""
 
 SYSTEMS_OWN = "libucp.so.0"
 WHEEL = "libucx"
@@ -43,19 +43,18 @@ REMEDY = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UcxLibrary:
-    """A libucp that ``find`` found. It need not be loaded into this process.
+    """The description of a libucp, which need not be loaded into this process.
 
     Attributes:
-        path: the path of its file.
+        path: the path of the libucp's file.
         version: major, minor and patch number.
         source: where it was found: by the option ``library``, by the system's linker, or in the
             wheel.
-        rdma: whether it has a module for RDMA that loads here; this does not mean that there is a
-            NIC.
-        transports: the built-in transports and the names of its modules, which may fail to load
+        rdma: whether one of its modules for RDMA loads here; there need not be a NIC.
+        transports: the built-in transports and the names of its modules, some of which may not load
             here.
-        advice: how to use another library that can do RDMA where this one cannot; empty if there is
-            no such library.
+        advice: how to use another library on this machine that can do RDMA, if this one cannot;
+            else empty.
     """
 
     path: str
@@ -78,17 +77,17 @@ _SOURCES: dict[Source, str] = {
 
 
 def find(explicit: str | None = None) -> UcxLibrary:
-    """Find the libucp to use. Log a warning if it cannot do RDMA and another one here could.
+    """Find the libucp to use. Warn if it cannot do RDMA but another on this machine can.
 
-    To describe a library, another process opens it.
+    Libraries are opened in another process to learn what they can do.
 
     Args:
         explicit: the path of a libucp, or a name for the dynamic linker; ``None`` to take the
             system's, else the wheel's.
 
     Raises:
-        DriverError: no library, or not the explicit one, can be used; the text names what was
-            found, what is wrong with it, and the remedy.
+        DriverError: ``explicit`` cannot be used or, if it is ``None``, no library can; the text
+            names what was found, what is wrong with it, and the remedy.
     """
     named = [] if explicit is None else [_named(explicit)]
     if named and named[0].rdma:
@@ -105,8 +104,8 @@ def load(library: UcxLibrary) -> ctypes.CDLL:
     """Load a libucp into this process for good, with the UCX libraries in its folder.
 
     Raises:
-        DriverError: it does not load, or the process has loaded another UCX, whose libraries it
-            would get.
+        DriverError: the libucp does not load, or this process has loaded libraries of another UCX,
+            which would be mixed with those of this one.
     """
     path = Path(library.path)
     other = dlopen.loaded_elsewhere(path.parent)
@@ -143,7 +142,7 @@ def _named(path: str) -> UcxLibrary:
 
 
 def _there() -> tuple[list[UcxLibrary], list[str]]:
-    """Return the system's library, then the wheel's; and the reasons for those that are missing."""
+    """Return the libraries found, the system's before the wheel's, and why any is missing."""
     found, reasons = [], []
     for look in (_systems, _wheels):
         try:
@@ -160,8 +159,8 @@ def _systems() -> UcxLibrary:
 def _wheels() -> UcxLibrary:
     """Return the description of the wheel's library.
 
-    No other process has to open the library if its version can be read from a file of the wheel,
-    and the wheel has no RDMA module to try.
+    The library need not be opened, in another process, if the wheel has a file with the version,
+    and no RDMA module that must be tried.
     """
     spec = find_spec(WHEEL)
     if spec is None or spec.origin is None:
@@ -179,14 +178,14 @@ def _wheels() -> UcxLibrary:
 
 
 def _asked(name: str, source: Source) -> UcxLibrary:
-    """Return the description of a library, which another process opens.
+    """Describe a library, by opening it in another process.
 
     Args:
-        name: its path, or a name for the dynamic linker.
-        source: where it was found.
+        name: the library's path, or a name for the dynamic linker.
+        source: where the library was found.
 
     Raises:
-        DriverError: it cannot be opened.
+        DriverError: the library cannot be opened.
     """
     try:
         ran = subprocess.run(

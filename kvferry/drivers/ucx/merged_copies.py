@@ -1,4 +1,4 @@
-"""Merge copies that follow each other on both sides into runs."""
+"""Merge copies that are adjacent in both local and remote memory into longer copies (runs)."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ MAX_RUN_BYTES = 16 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class MergedCopies:
-    """The n runs of a batch: ranges of bytes that are contiguous on both sides.
+    """The n runs of a batch: copies that are contiguous in local and in remote memory.
 
-    Each run lies within one segment of the batch. The runs are posted in *windows* of successive
-    runs.
+    Each run lies within one segment of the batch. Successive runs that are posted together are a
+    *window*.
 
     Attributes:
         local: (n,) the first local byte of each run.
@@ -55,7 +55,7 @@ class MergedCopies:
         )
 
     def window_end(self, start: int, max_runs: int, max_bytes: int) -> int:
-        """Return the end of the longest window that begins at run ``start``.
+        """Return the end of the longest window (runs to post together) that begins at ``start``.
 
         Args:
             start: the index of the window's first run.
@@ -72,7 +72,7 @@ class MergedCopies:
 
 
 def merge_copies(copies: Copies) -> MergedCopies:
-    """Merge the copies of a batch into runs.
+    """Merge adjacent copies of a batch into longer ones (runs).
 
     Args:
         copies: a batch that ``check_copies`` has accepted. The caller may change its arrays

@@ -43,7 +43,7 @@ def reached_natively(transports: frozenset[str], kinds: frozenset[str]) -> bool:
 
     Args:
         transports: UCX's names of the connection's transports.
-        kinds: all memory kinds of the ranges to move, of this side and of the peer.
+        kinds: the memory kinds of all regions, local and remote, that take part.
     """
     return all(
         any(name.startswith(NATIVE_TRANSPORTS.get(kind, ())) for name in transports)
@@ -61,7 +61,7 @@ def copied_by_cpu(transports: frozenset[str]) -> bool:
 
 
 def consecutive(base: int, nbytes: U64Array) -> U64Array:
-    """Return the addresses of n ranges that follow each other without gaps.
+    """Return the addresses of n adjacent ranges.
 
     Args:
         base: the address of the first range.

@@ -24,17 +24,17 @@ notification in one piece, so that a connection's notifications stay in order.""
 
 MAX_BACKLOG = 64 << 20
 """The most bytes that wait for a receiver that does not take them: on the client, messages that
-have not been sent; on the server, notifications that its user has not fetched."""
+have not been sent; on the server, notifications that nobody has asked for."""
 
 MAX_WITHDRAWN = 1 << 14
-"""The most withdrawn registrations that a server remembers, for clients that connect with an
-address from before the withdrawal."""
+"""The most ended registrations that a server remembers, for clients that connect with an address in
+which these registrations are still valid."""
 MAX_RELAY_BYTES = 1 << 18
-"""The most bytes of memory that one store or fetch may name."""
+"""The most bytes of memory that one ``Store`` or ``Fetch`` may name."""
 MAX_RELAY_ROWS = 1 << 12
-"""The most ranges of memory that one store or fetch may name."""
+"""The most ranges of memory that one ``Store`` or ``Fetch`` may name."""
 ROW_BYTES = 24
-"""The length of a row, which names a range of memory in a store or fetch; see ``Store``."""
+"""The length of a row, which names a range of memory in a ``Store`` or ``Fetch``."""
 MAX_BODY = MAX_RELAY_BYTES + ROW_BYTES * MAX_RELAY_ROWS
 """The most bytes of a message's body."""
 MAX_MESSAGE = MAX_BODY + (1 << 18)
@@ -42,7 +42,7 @@ MAX_MESSAGE = MAX_BODY + (1 << 18)
 are dropped."""
 
 ConnectionId = Instance
-"""16 random bytes, chosen by the client."""
+"""The id of a connection: 16 random bytes, chosen by the client."""
 
 ConnectionIndex = Annotated[int, msgspec.Meta(ge=0, le=1)]
 """0 for a client's first connection to a server, 1 for its second, which serves large reads only.
@@ -54,12 +54,12 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag=1):
 
     Attributes:
         connection: the id of the connection.
-        server: the server's instance, which the client has from the server's address; a server with
-            another instance drops this message.
+        server: ``UcxAddress.instance`` of the address with which the client connects; a server
+            with another instance drops this message.
         client: the client's name.
         worker: UCX's address of the client's worker, to which the server sends its answers.
-        known_withdrawals: ``UcxAddress.withdrawn`` of the address with which the client connects:
-            how many registrations the server had withdrawn when it made the address.
+        known_withdrawals: ``UcxAddress.withdrawn`` of that address: how many registrations the
+            server had ended when it made the address.
         index: 0 for the client's first connection to this server, 1 for its second. The server
             closes an earlier connection with the same client and index.
     """
@@ -73,14 +73,14 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag=1):
 
 
 class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=2):
-    """Server to client: the client may read and write.
+    """Server to client: the answer to a ``Hello`` of a client that may read and write.
 
     The server has closed the client's earlier connection with the same index, if there was one.
 
     Attributes:
         connection: the id of the connection.
-        withdrawn: the keys of the registrations that were withdrawn after the server had made the
-            address with which the client connects.
+        withdrawn: the keys of the registrations that the server has ended, or is about to end, and
+            that were still valid when the server made the address with which the client connects.
     """
 
     connection: ConnectionId
@@ -88,7 +88,7 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=2):
 
 
 class Refused(msgspec.Struct, frozen=True, array_like=True, tag=3):
-    """Server to client: the client may not read and write.
+    """Server to client: the answer to a ``Hello`` of a client that may not read and write.
 
     Attributes:
         connection: the id of the connection.
@@ -116,7 +116,7 @@ class Withdrawn(msgspec.Struct, frozen=True, array_like=True, tag=5):
 
     Attributes:
         connection: the id of the connection.
-        number: the number of the withdrawal; a server counts its withdrawals from 1.
+        number: the number of this announcement (a withdrawal); a server counts them from 1.
         key: the key of the region's registration.
     """
 
@@ -126,12 +126,14 @@ class Withdrawn(msgspec.Struct, frozen=True, array_like=True, tag=5):
 
 
 class Released(msgspec.Struct, frozen=True, array_like=True, tag=6):
-    """Client to server: no transfer on the connection uses withdrawn registrations any more.
+    """Client to server: no transfer on the connection uses the withdrawn registrations.
+
+    The answer to one or more ``Withdrawn``.
 
     Attributes:
         connection: the id of the connection.
-        number: the number of the last withdrawal that this message confirms; it confirms all
-            earlier ones, too.
+        number: ``Withdrawn.number`` of the last announcement that this message confirms; all
+            earlier ones are confirmed, too.
     """
 
     connection: ConnectionId
@@ -162,8 +164,8 @@ class Store(msgspec.Struct, frozen=True, array_like=True, tag=9):
 
     Attributes:
         connection: the id of the connection.
-        number: the number of the request; a client counts a connection's stores and fetches
-            together, from 1.
+        number: the number of the request; on each connection, a client counts ``Store`` and
+            ``Fetch`` messages together, from 1.
         rows: n, how many rows the body begins with.
     """
 
@@ -177,7 +179,7 @@ class Stored(msgspec.Struct, frozen=True, array_like=True, tag=10):
 
     Attributes:
         connection: the id of the connection.
-        number: the number of the store.
+        number: ``Store.number``.
         refusal: why no byte was written; empty if all bytes were written.
     """
 
@@ -205,8 +207,8 @@ class Fetched(msgspec.Struct, frozen=True, array_like=True, tag=12):
 
     Attributes:
         connection: the id of the connection.
-        number: the number of the fetch.
-        refusal: why no bytes are sent; empty if all are.
+        number: ``Fetch.number``.
+        refusal: why no bytes are sent; empty if all bytes are sent.
     """
 
     connection: ConnectionId
@@ -238,7 +240,7 @@ def encode(message: Message) -> bytes:
 
 
 def decode(data: bytes) -> Message | None:
-    """Parse a message from untrusted bytes; return ``None`` if they are not a message."""
+    """Return the message in untrusted bytes, or ``None`` if the bytes are not a message."""
     try:
         return _decoder.decode(data)
     except DECODE_ERRORS:

@@ -15,7 +15,7 @@ DEFAULT_SETTINGS: Mapping[str, str] = {
     "CMA_MEMORY_INVALIDATE": "y",
     # Emulated reads and writes can end the peer's process: see message_transfer.py.
     "PROTO_EMULATION_ENABLE": "n",
-    # By asking the peer, UCX notices its death even while nothing moves.
+    # UCX asks the peer from time to time, and so notices a dead peer even while nothing moves.
     "KEEPALIVE_INTERVAL": "500ms",
     # Connect without blocking the worker.
     "TCP_CONN_NB": "y",
@@ -27,22 +27,22 @@ DEFAULT_SETTINGS: Mapping[str, str] = {
     "TCP_TX_SEG_SIZE": "64k",
     "WARN_UNUSED_ENV_VARS": "n",
 }
-"""The driver's own settings of UCX. The user's override them; a UCX that does not know one ignores
-it."""
+"""The driver's own settings of UCX. The user's settings override them; those that the loaded UCX
+does not know are ignored."""
 
 
 class UcxOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The ``driver_options`` of ucx.
 
     Attributes:
-        transports: UCX's names of the transports to use (UCX_TLS); all if the list is empty.
-        devices: the network devices to use (UCX_NET_DEVICES); all if the list is empty.
+        transports: UCX's names of the transports to use (UCX_TLS); if empty, all.
+        devices: the network devices to use (UCX_NET_DEVICES); if empty, all.
         settings: other settings of UCX, by UCX's names, with or without the prefix ``UCX_``.
         library: the path or name of the libucp to load; ``None`` for the system's, else the
             wheel's.
         threads: with 1, one thread both serves peers and drives transfers; with 2, each has its
             own.
-        deadline_seconds: for how many seconds nothing of a transfer may move before it fails.
+        deadline_seconds: how long a transfer may make no progress, in seconds, before it fails.
         connect_seconds: how many seconds a peer may take to answer ``connect``.
     """
 

@@ -1,4 +1,4 @@
-"""Loops over UCP's functions: post many runs, and collect the requests that have completed."""
+"""Loops over UCP's functions: post many copies (runs), and collect completed requests."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvferry.drivers.ucx.ucp_structs import Code
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PostedRuns:
-    """The arguments for posting n runs together: ranges of bytes, contiguous on both sides.
+    """The arguments for posting n runs: copies, each contiguous in local and in remote memory.
 
     Each array is (n,) uint64.
 
@@ -26,7 +26,7 @@ class PostedRuns:
         local: the local address of each run.
         nbytes: the length of each run in bytes.
         remote: the remote address of each run.
-        keys: UCP's handle of the key to the remote memory of each run.
+        keys: for each run, UCP's handle (``ucp_rkey_h``) of the key to the remote memory.
         params: the address of each run's ``RequestParams``, which name the local registration.
     """
 
@@ -38,11 +38,11 @@ class PostedRuns:
 
 
 class Poster(Protocol):
-    """The loops over many runs or requests that a transport needs, in Python or compiled."""
+    """The loops that post many reads or writes and collect them, in Python or compiled."""
 
     @property
     def compiled(self) -> bool:
-        """Whether the loops run without the interpreter's lock."""
+        """Whether the loops are compiled, and so run without the interpreter's lock."""
 
     def post(self, endpoint: Endpoint, batch: PostedRuns, *, write: bool) -> U64Array:
         """Post every run of a batch.
@@ -58,7 +58,7 @@ class Poster(Protocol):
         """
 
     def sweep(self, requests: U64Array, start: int) -> tuple[int, int]:
-        """Free completed requests, up to the first that has not completed.
+        """Free completed requests, in order, up to the first that has not completed.
 
         Args:
             requests: (n,) uint64, the array that ``post`` returned.
@@ -92,7 +92,7 @@ class Poster(Protocol):
 
 
 class PlainPoster:
-    """The loops of ``Poster`` in Python.
+    """Post to UCP by loops in Python: implements ``Poster``.
 
     Args:
         ucp: the loaded libucp.

@@ -26,19 +26,19 @@ _PAUSE_SECONDS = 0.0005
 """
 
 _TIMER_MILLISECONDS = 20
-"""How long the thread sleeps at most while something, such as a deadline, may end without an event.
-"""
+"""How long a progress thread sleeps at most while something, such as a deadline, may end without an
+event."""
 
 _HELD_MILLISECONDS = 2
-"""How long the thread sleeps at most while another thread holds the lock of a side: its release
-raises no event."""
+"""How long a progress thread sleeps at most while another thread holds the lock of a side: the
+release of a lock raises no event."""
 
 
 class FairLock:
-    """A lock whose ``try_acquire`` fails while another thread waits for it in a ``with`` statement.
+    """A lock whose ``try_acquire`` fails while another thread waits in ``with lock:``.
 
-    If a thread releases and acquires a ``threading.Lock`` in a loop, it has the lock again before a
-    waiting thread wakes up. A progress loop would do so for as long as bytes move.
+    If a loop releases and acquires a ``threading.Lock``, it has the lock again before a waiting
+    thread wakes up: a progress loop would keep other threads out for as long as bytes move.
     """
 
     def __init__(self) -> None:
@@ -62,7 +62,7 @@ class FairLock:
         """Acquire the lock if it is free and nobody waits for it.
 
         Returns:
-            Whether it was acquired.
+            Whether the lock was acquired.
         """
         return not self._waiting and self._lock.acquire(blocking=False)
 
@@ -72,7 +72,7 @@ class FairLock:
 
 
 class ProgressTarget(Protocol):
-    """A side of a transport, client or server, with its workers.
+    """The client side or the server side of a transport, as a progress thread drives it.
 
     Attributes:
         lock: held while a thread uses the side.
@@ -90,7 +90,7 @@ class ProgressTarget(Protocol):
 
     @property
     def driven_elsewhere(self) -> bool:
-        """Whether calls of the transport drive this side now, so that the thread need not."""
+        """Whether calls of the transport drive this side, so that the progress thread need not."""
 
     def run_once(self) -> bool:
         """Let UCP work in the side's workers, and handle the results. The caller holds the lock.
@@ -101,11 +101,11 @@ class ProgressTarget(Protocol):
 
 
 class ProgressThread:
-    """A thread that drives one or more sides and sleeps until UCX has something to do.
+    """A thread that calls ``run_once`` of one or both sides, and sleeps until UCX has work.
 
     Args:
         name: the name of the thread.
-        targets: the sides to drive.
+        targets: the client side, the server side, or both.
     """
 
     def __init__(self, name: str, targets: Sequence[ProgressTarget]) -> None:
@@ -117,7 +117,7 @@ class ProgressThread:
         self._thread.start()
 
     def wake(self) -> None:
-        """Wake the thread. Called after a side was used, since it may then have work."""
+        """Wake the thread, which may have work after another thread has used a side."""
         # A thread that sleeps for 2 ms at most wakes soon enough without a system call.
         if not self._wakes_soon:
             os.eventfd_write(self._wake, 1)
@@ -140,18 +140,18 @@ class ProgressThread:
                     busy |= _run_and_release(target)
                 else:
                     held.append(target)
-            # The workers of a side that another thread holds are not armed and raise no event, so
-            # look again soon instead of having that thread report the release.
+            # While another thread holds a side's lock, the side's workers are not armed and raise
+            # no event. So look again soon, instead of having that thread report the release.
             if not busy:
                 soon = bool(held) or any(target.needs_timer for target in elsewhere)
                 self._sleep(elsewhere + held, soon=soon)
 
     def _sleep(self, unarmed: list[ProgressTarget], *, soon: bool) -> None:
-        """Sleep until UCX has an event, ``wake`` is called, or a side has to be driven again.
+        """Sleep until UCX has an event, ``wake`` is called, or it is time for ``run_once`` again.
 
         Args:
-            unarmed: sides whose workers are not armed: they raise no event, so they are not waited
-                for, and the sleep is short.
+            unarmed: the sides (client, server) whose workers are not armed and so raise no event:
+                because of them the sleep is short.
             soon: whether to sleep for ``_HELD_MILLISECONDS`` at most.
         """
         poll = select.poll()
@@ -168,11 +168,11 @@ class ProgressThread:
 
 
 class ProgressDriver:
-    """Drives the client side within calls of the transport.
+    """Lets the client side make progress within calls of the transport, such as ``poll``.
 
     Args:
         client: the client side.
-        threads: the threads that drive both sides outside such calls.
+        threads: the progress threads, which drive both sides outside such calls.
     """
 
     def __init__(self, client: Client, threads: Sequence[ProgressThread]) -> None:
@@ -180,7 +180,7 @@ class ProgressDriver:
         self._threads = threads
 
     def wait_until(self, condition: Callable[[], bool], seconds: float) -> bool:
-        """Drive the client until a condition holds, or the time is up.
+        """Call the client side's ``run_once`` until a condition holds, or the time is up.
 
         Args:
             condition: checked repeatedly, without the client's lock.
@@ -198,10 +198,10 @@ class ProgressDriver:
         return True
 
     def run_once(self) -> bool:
-        """Drive the client once, unless another thread holds its lock or waits for it.
+        """Call the client side's ``run_once``, unless another thread has its lock or waits for it.
 
         Returns:
-            Whether there may be more to do at once; False if the client was not driven.
+            Whether there may be more to do at once; False if ``run_once`` was not called.
         """
         if not self._client.lock.try_acquire():
             return False
@@ -215,19 +215,19 @@ class ProgressDriver:
         return busy
 
     def wake(self) -> None:
-        """Wake the threads."""
+        """Wake the progress threads."""
         for thread in self._threads:
             thread.wake()
 
     def stop(self) -> None:
-        """End the threads, the client's copy thread included."""
+        """End the progress threads and the client side's copy thread."""
         for thread in self._threads:
             thread.stop()
         self._client.stop()
 
 
 def _run_and_release(target: ProgressTarget) -> bool:
-    """Call ``run_once`` of a side whose lock the caller has acquired, and release the lock.
+    """Call a side's ``run_once``, then release its lock, which the caller has acquired.
 
     Returns:
         Whether there may be more to do at once.

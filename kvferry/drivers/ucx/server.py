@@ -1,9 +1,9 @@
-"""The server side of a transport: its clients' connections, withdrawals, and messages.
+"""The server side of a transport: connections of clients, their messages, and withdrawals.
 
 A client's reads and writes may be carried out by the server's UCX, which checks nothing. So before
-memory is deregistered, the server tells every client that its registration is *withdrawn*, and each
-client confirms this once none of its transfers uses the memory any more. A client that does not
-confirm in time is disconnected; then the server drops what still arrives from it.
+memory is deregistered, the server tells every client that the memory's registration is *withdrawn*,
+and each client confirms this once no transfer of that client uses the memory any more. A client
+that does not confirm in time is disconnected; then the server drops what still arrives from it.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ MAX_CONNECTIONS = 4096
 """The most connections that are served at once. Each takes an endpoint of UCX and, over tcp, one or
 more file descriptors. A client has one or two, so 256 engines of eight ranks have 4096 at most."""
 MAX_WAITING_HELLOS = 256
-"""The most hellos that wait while connections are being closed."""
+"""The most ``Hello`` messages that wait for an answer while connections are being closed."""
 MAX_REFUSED = 64
 """The most refused connections that stay open, so that the refusals can arrive."""
 
@@ -58,13 +58,14 @@ class ClientConnection:
     """A client's connection, as the server sees it.
 
     Attributes:
-        id: the id that the client chose.
+        id: the id that the client chose for the connection.
         client: the client's name.
         worker_address: UCX's address of the client's worker.
         endpoint: the server's endpoint to the client's worker.
         endpoint_number: the number under which the server's worker reports the endpoint's error.
         index: 0 for the client's first connection to this server, 1 for its second.
-        confirmed: the number of the last withdrawal that the client has confirmed.
+        confirmed: announcements to end registrations (withdrawals) are numbered; this is the number
+            of the last one that the client has confirmed or need not confirm.
         welcome: True if the client may read and write, False if it was refused.
     """
 
@@ -79,19 +80,19 @@ class ClientConnection:
 
 
 class Server:
-    """The server side of a transport.
+    """The server side of a transport, whose memory peers read and write.
 
     The caller of a method must hold ``lock``, except for ``is_confirmed``; properties need no lock.
 
     Args:
-        make_worker: makes a worker.
-        instance: the instance of this transport.
+        make_worker: makes a UCP worker.
+        instance: 16 random bytes that identify this transport (``UcxAddress.instance``).
 
     Attributes:
         lock: protects this object and its worker.
         worker: the worker whose address peers get.
         format_known: whether this process's UCX uses the address format that ``ucx_format`` checks.
-        withdrawals: how many registrations have been withdrawn.
+        withdrawals: how many registrations this side has announced to end (withdrawn) so far.
         regions: the registered regions, by the keys of their registrations.
     """
 
@@ -101,8 +102,8 @@ class Server:
         self.worker.on_body = self._on_body
         self.format_known = is_known(self.worker.address)
         self._instance = instance
-        # All connections that have an endpoint, refused ones too, by its number; then those that
-        # are served.
+        # All connections that have an endpoint (refused ones, too), by the endpoint's number; then
+        # those that are served, by connection id.
         self._by_endpoint: dict[int, ClientConnection] = {}
         self._connections: dict[ConnectionId, ClientConnection] = {}
         self._refused: deque[ClientConnection] = deque()
@@ -123,12 +124,12 @@ class Server:
 
     @property
     def driven_elsewhere(self) -> bool:
-        """Whether calls of the transport drive this side now: always False, since none does."""
+        """Always False: only progress threads call this side's ``run_once``."""
         return False
 
     @property
     def needs_timer(self) -> bool:
-        """Whether hellos wait for an answer, which may become possible without an event of UCX."""
+        """Whether clients wait for an answer to ``Hello``: UCX may have no event when it is due."""
         return bool(self._waiting_hellos)
 
     def run_once(self) -> bool:
@@ -147,7 +148,7 @@ class Server:
                 self._send(self._connections[stored.connection], stored)
         for message in self.worker.messages():
             self._on_message(message)
-            # After each message, since more hellos may have arrived than may wait.
+            # After each message, since more hellos may have arrived than may be queued.
             busy |= self._answer_hellos()
         return self._answer_hellos() or busy
 
@@ -157,7 +158,7 @@ class Server:
         return taken
 
     def withdraw(self, key: KeyId) -> int:
-        """Tell every client that a registration is about to be undone.
+        """Tell every client that a registration is about to end (withdraw the registration).
 
         Args:
             key: the key of the registration.
@@ -173,15 +174,17 @@ class Server:
         return self.withdrawals
 
     def is_confirmed(self, number: int) -> bool:
-        """Return whether each client has confirmed a withdrawal or has been disconnected.
+        """Return whether all clients have confirmed the end of a registration or are disconnected.
 
-        False while the worker is closing an endpoint. An endpoint that lingers (see
-        ``Worker.close_endpoint``) does not matter: see ``_answer_hellos``.
+        The registration is named by the number that ``withdraw`` returned.
+
+        False while the worker is closing an endpoint, over which bytes may still arrive. Endpoints
+        that wait for unsent messages before they are closed do not count: see ``_answer_hellos``.
         """
         return not (self._unconfirmed(number) or self.worker.closing)
 
     def disconnect_unconfirmed(self, number: int) -> None:
-        """Close the connections of the clients that have not confirmed a withdrawal."""
+        """Close the connections of clients that have not confirmed the end of a registration."""
         for connection in self._unconfirmed(number):
             self._close(connection)
 
@@ -195,10 +198,11 @@ class Server:
         self.worker.destroy()
 
     def _announce_end(self, served: list[ClientConnection]) -> None:
-        """Tell clients, on new endpoints, that the server drops what still arrives from them.
+        """Tell clients (``Ended``) that the server drops what still arrives from them.
 
         Args:
-            served: the closed connections of clients that were not refused.
+            served: the closed connections of clients that were not refused. ``Ended`` is sent on
+                new endpoints.
         """
         for connection in served:
             with contextlib.suppress(TransportError):
@@ -250,7 +254,7 @@ class Server:
             self.worker.send(connection.endpoint, answer, buffer, int(lengths.sum()))
 
     def _on_notification(self, connection: ClientConnection, payload: bytes) -> None:
-        """Keep a notification until ``take_notifications``. If too many are kept, disconnect."""
+        """Keep a notification for ``take_notifications``; if too many are kept, disconnect."""
         self._notification_bytes += len(payload) + _NOTIFICATION_BYTES
         if self._notification_bytes > MAX_BACKLOG:
             self._close(connection)
@@ -258,10 +262,10 @@ class Server:
             self._notifications.append(Notification(sender=connection.client, payload=payload))
 
     def _on_hello(self, hello: Hello) -> None:
-        """Close the client's earlier connection with the same index, and queue the hello.
+        """Close the client's earlier connection with the same index, and queue the ``Hello``.
 
-        A hello that names another instance is dropped: only a client that was admitted to a
-        handshake knows this transport's instance.
+        A ``Hello`` that names another instance is dropped: only clients that were admitted to a
+        handshake know this transport's address, and with it ``UcxAddress.instance``.
         """
         if hello.server != self._instance or not self._may_wait(hello):
             return
@@ -274,10 +278,10 @@ class Server:
         self._waiting_hellos.append(hello)
 
     def _may_wait(self, hello: Hello) -> bool:
-        """Return whether a hello may be queued.
+        """Return whether a ``Hello`` may be queued.
 
-        There must be room in the queue, no other client may have the connection id, and the worker
-        address must have a valid format.
+        The queue must have room, the connection id must not be in use by another client, and the
+        format of the worker address must be valid.
         """
         if len(self._waiting_hellos) >= MAX_WAITING_HELLOS or self._has_anothers_id(hello):
             return False
@@ -289,7 +293,7 @@ class Server:
         return True
 
     def _has_anothers_id(self, hello: Hello) -> bool:
-        """Return whether another client, or a waiting hello, has the hello's connection id."""
+        """Return whether another client, or a queued ``Hello``, uses the same connection id."""
         connection = self._connections.get(hello.connection)
         if connection is not None and (
             (connection.client, connection.index) != (hello.client, hello.index)
@@ -298,18 +302,18 @@ class Server:
         return any(waiting.connection == hello.connection for waiting in self._waiting_hellos)
 
     def _answer_hellos(self) -> bool:
-        """Answer the waiting hellos, unless an endpoint is being closed (``Worker.closing``).
+        """Answer the queued ``Hello`` messages, unless an endpoint is being closed.
 
         A ``Welcome`` promises that no byte of the client's earlier connection is written any more.
         An endpoint that lingers (see ``Worker.close_endpoint``) does not break the promise: only
         messages arrive on it, and messages of a connection that is not in ``_connections`` are
-        dropped. An endpoint by which a NIC could write does not linger: ``closing`` is true until
-        that endpoint is closed. Shared memory is written by the client itself, which knows when it
-        has ended. So hellos need not wait for endpoints that linger, which may take long if their
-        client is stopped.
+        dropped. An endpoint by which a NIC could write does not linger: ``Worker.closing`` is true
+        until that endpoint is closed. Shared memory is written by the client itself, which knows
+        when its writes have ended. So no answer needs to wait for endpoints that linger, which may
+        take long if their client is stopped.
 
         Returns:
-            Whether any was answered.
+            Whether any ``Hello`` was answered.
         """
         before = len(self._waiting_hellos)
         while self._waiting_hellos and not self.worker.closing:

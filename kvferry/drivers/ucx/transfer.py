@@ -1,4 +1,4 @@
-"""One transfer: its status, and the windows of runs that are under way."""
+"""One transfer: its status, and which groups of its copies (windows) are under way."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from kvferry.drivers.ucx.ucp_structs import Code
 WINDOW_RUNS = 1 << 11
 WINDOW_BYTES = 8 << 20
 MAX_WINDOWS = 2
-"""How many windows of a transfer are posted on a connection at once; each has ``WINDOW_RUNS`` runs
-and ``WINDOW_BYTES`` bytes at most. These limits bound the memory that UCX takes, and what a
+"""The most windows of a transfer that are posted on a connection at once; each has ``WINDOW_RUNS``
+runs and ``WINDOW_BYTES`` bytes at most. These limits bound the memory that UCX takes, and what a
 cancelled transfer waits for."""
 
 MAX_MESSAGE_WINDOWS = 16
-"""The most windows that are under way at once if a transfer goes by messages."""
+"""The most windows of a transfer that are under way at once if its bytes go by messages."""
 
 _NO_REQUESTS: U64Array = np.empty(0, np.uint64)
 _PENDING = Status(state=State.PENDING)
@@ -42,14 +42,15 @@ _DONE = Status(state=State.DONE)
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Window:
-    """Runs that were posted together, or sent in one message.
+    """Successive runs (contiguous copies) that were posted together, or sent in one message.
 
     Attributes:
-        connection: the connection on which they were posted.
-        requests: (n,) uint64, what UCP returned for each run (see ``Poster.post``); empty if they
-            went by message.
-        flush: what ``Ucp.flush`` returned after a write was posted; 0 once it has completed.
-        message_number: the number of the store or fetch if the runs went by message, else 0.
+        connection: the connection on which the runs were posted or the message was sent.
+        requests: (n,) uint64, what UCP returned for each run (see ``Poster.post``); empty if a
+            message was sent.
+        flush: what ``Ucp.flush`` returned after a write was posted; 0 once the flush has completed,
+            and for reads and messages.
+        message_number: the number of the ``Store`` or ``Fetch`` message; 0 if none was sent.
         swept: how many of ``requests`` have completed.
         code: UCX's status of the first error in the window, or 0.
     """
@@ -66,14 +67,15 @@ class Window:
 class UcxTransfer:
     """One transfer, whose runs are posted in windows (see ``Window``).
 
-    It is DONE when all runs have been posted and have completed without an error. Once ``fail`` was
-    called, nothing more is posted and it is FAILING; it is FAILED when no window is under way any
-    more. But if UCX has completed a part of a write with an error, bytes of it may still lie in
-    queues on the way to the peer: then it is FAILED only after ``confirm_dropped``.
+    The transfer is DONE when all runs have been posted and have completed without an error. Once
+    ``fail`` was called, the transfer is FAILING and nothing more is posted; it is FAILED when no
+    window is under way any more. But if UCX has completed a part of a write with an error, bytes of
+    that part may still lie in queues on the way to the peer: then the write is FAILED only after
+    ``confirm_dropped``.
 
     Attributes:
         peer: the peer.
-        connection: the connection on which it is posted.
+        connection: the connection on which the transfer is posted.
         write: True for a write, False for a read.
         runs: the copies to make, merged into contiguous runs.
         segments: for each segment of the batch, the address of the local registration's request
@@ -82,8 +84,9 @@ class UcxTransfer:
         remote_keys: the keys of the remote registrations that the transfer uses.
         send_notification: sends the bound notification; ``None`` if there is none.
         poster: the loops that post the runs.
-        last_progress: when one of its runs last completed, by ``time.monotonic``.
-        second_connection: a second connection on which to post, too, once it is ready.
+        last_progress: when a run last completed (at first: when this object was made), by
+            ``time.monotonic``.
+        second_connection: a second connection to post on, too, when it is ready, or ``None``.
         status: the status that ``poll`` returns.
         position: how many runs have been posted.
         windows: the windows that are under way.
@@ -139,7 +142,7 @@ class UcxTransfer:
             self._conclude()
 
     def fail(self, error: TransportError) -> None:
-        """Make a PENDING transfer FAILING. If it is FAILING already, its first error stays."""
+        """Make the transfer FAILING if it is PENDING; else its status stays as it is."""
         if self.status.state is State.PENDING:
             self.status = Status(state=State.FAILING, error=error)
         # Answers to unanswered fetches are not copied any more.
@@ -147,16 +150,16 @@ class UcxTransfer:
             window.connection.fetch_targets.pop(window.message_number, None)
 
     def confirm_dropped(self) -> None:
-        """Record that bytes of a failed write that have not arrived will never be written.
+        """Record that no further byte of the failed write will reach the peer's memory.
 
-        The peer's process has ended, or the peer drops these bytes when they arrive.
+        Called once the peer's process has ended, or the peer drops such bytes when they arrive.
         """
         self.unconfirmed = False
         if not self.windows:
             self._conclude()
 
     def uses(self, connection: UcxConnection) -> bool:
-        """Return whether a window of the transfer is under way on a connection."""
+        """Return whether runs of the transfer are under way on a connection."""
         return any(window.connection is connection for window in self.windows)
 
     def _may_post(self) -> bool:
@@ -167,7 +170,7 @@ class UcxTransfer:
         )
 
     def _free_connection(self) -> UcxConnection | None:
-        """Return the connection with the fewest windows, or ``None`` if none may have another."""
+        """Return the connection to post the next window on, or ``None`` if all have enough."""
         if self._by_messages:
             return self.connection if len(self.windows) < MAX_MESSAGE_WINDOWS else None
         posted = [window.connection for window in self.windows]
@@ -291,7 +294,7 @@ class UcxTransfer:
         return True
 
     def _is_answered(self, window: Window) -> bool:
-        """Return whether a window's message was answered, or never will be."""
+        """Return whether a window's message was answered, or its connection is broken."""
         refusal = window.connection.refusals.pop(window.message_number, None)
         if refusal is None:
             window.code = Code.CANCELED

@@ -47,17 +47,17 @@ from kvferry.drivers.ucx.ucp import Memory, Ucp
 from kvferry.drivers.ucx.worker import Worker
 
 _END_SECONDS = 3.0
-"""How long transfers may take to end by themselves before their connection is broken."""
+"""How long transfers may take to end by themselves before their connections are closed."""
 
 _BREAK_SECONDS = 2.0
-"""How long transfers may take to end after their connection was broken."""
+"""How long transfers may take to end after their connections were closed."""
 
 _ANSWER_SECONDS = 5.0
-"""How long a peer may then take to confirm that it drops what still arrives; ``connect_seconds`` if
-that is shorter."""
+"""How long a peer may then take to confirm that it drops what still arrives on the closed
+connections; ``connect_seconds`` if that is shorter."""
 
 _RELEASE_SECONDS = 2.0
-"""How long peers may take to stop using deregistered memory before they are disconnected."""
+"""How long peers may take to stop using memory that is to be deregistered."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +65,7 @@ class Registration:
     """One registration of a region with UCX.
 
     Attributes:
-        key: the number of the registration, which this transport gives to no other one.
+        key: the number of the registration; this transport never uses a number twice.
         memory: UCX's handle of the registered memory.
         packed: UCX's packed key, with which peers reach the region.
         params: UCX's request parameters for reads into the region and writes from it. UCX gets the
@@ -104,8 +104,8 @@ class UcxTransport(BaseTransport[Registration, UcxAddress, UcxPeer, UcxTransfer]
         options: the ``driver_options``, as ``UcxOptions``.
 
     Raises:
-        DriverError: there is no usable UCX, or it does not start; an option is unknown, of a wrong
-            type, out of range, or not one of this UCX's.
+        DriverError: there is no usable UCX, or UCX does not start; an option is unknown, of a wrong
+            type or out of range, or UCX does not take its value.
     """
 
     interface_version: ClassVar[tuple[int, int]] = (1, 0)
@@ -179,15 +179,15 @@ class UcxTransport(BaseTransport[Registration, UcxAddress, UcxPeer, UcxTransfer]
     def _deregister(self, region: Region, registration: Registration) -> None:
         """As ``BaseTransport._deregister``, but first wait until no peer uses the region any more.
 
-        After 2 s, peers that have not confirmed this are disconnected; the end of their connections
-        is waited for, up to 2 s more.
+        Peers that have not confirmed this within 2 s are disconnected; then this method waits up to
+        2 s more for the end of their connections.
         """
         self._withdraw(registration.key)
         with self._server.lock, self._client.lock:
             self._ucp.unmap(self._context, registration.memory)
 
     def _withdraw(self, key: KeyId) -> None:
-        """Wait until no peer uses a registration; disconnect peers that do not confirm in 2 s."""
+        """Ask all peers to stop using a registration; disconnect those that do not in 2 s."""
         with self._server.lock:
             number = self._server.withdraw(key)
         confirmed = partial(self._server.is_confirmed, number)
@@ -306,8 +306,8 @@ class UcxTransport(BaseTransport[Registration, UcxAddress, UcxPeer, UcxTransfer]
         """Return a transfer that has not been started.
 
         The caller holds the client's lock, so that ``_refresh`` cannot replace the peer's regions
-        and connection meanwhile: a key of an address must not be used on a connection that was
-        opened with a newer address.
+        and connection meanwhile. A key from an older address must not be used on a connection that
+        was opened with a newer address: the server does not repeat there which keys are invalid.
         """
         peer = request.connection
         try:
@@ -316,7 +316,7 @@ class UcxTransport(BaseTransport[Registration, UcxAddress, UcxPeer, UcxTransfer]
                 for one in request.copies.segments
             ]
         except KeyError as exc:
-            # The base found the region; ``_refresh`` has been called since.
+            # The base class found the region; ``_refresh`` has replaced the regions since.
             raise TransportUsageError(
                 f"remote {exc.args[0]} is no longer among the regions of {peer.name}"
             ) from exc
@@ -349,8 +349,9 @@ class UcxTransport(BaseTransport[Registration, UcxAddress, UcxPeer, UcxTransfer]
     def _end_transfers(self, transfers: Sequence[UcxTransfer], error: TransportError) -> bool:
         """Make transfers fail, and wait until they are final.
 
-        First waits for the transfers to end by themselves, then closes their connections, then
-        opens new ones, on which the peers confirm that they drop what still arrives of writes.
+        Transfers get some time to end by themselves. Then their connections are closed. Then, for
+        failed writes, new connections are opened, on which the peers confirm that they drop the
+        bytes that still arrive.
         """
         with self._client.lock:
             for transfer in transfers:
@@ -378,10 +379,10 @@ class UcxTransport(BaseTransport[Registration, UcxAddress, UcxPeer, UcxTransfer]
     # Notifications.
 
     def _notify(self, connection: UcxPeer, payload: bytes) -> None:
-        """As ``BaseTransport._notify``.
+        """As ``BaseTransport._notify``, with room for 64 MiB of messages in the queue.
 
         Raises:
-            TransportError: also if the peer lives but has let 64 MiB of messages pile up.
+            TransportError: the peer lives, but the queue to it is full.
         """
         with self._client.lock:
             latest = self._client.connection_to(connection)
@@ -411,17 +412,17 @@ class UcxTransport(BaseTransport[Registration, UcxAddress, UcxPeer, UcxTransfer]
             self._ucp.destroy_context(self._context)
 
     def _stop_threads(self) -> None:
-        """End the threads. Called when the process ends: UCX must not be at work during that."""
+        """End the threads. Called when the process ends, during which UCX must not run."""
         if self._end():
             self._progress_driver.stop()
 
 
 @functools.cache
 def _loaded(explicit: str | None) -> tuple[UcxLibrary, Ucp]:
-    """Load the UCX to use, once per process, since a library cannot be unloaded.
+    """Find and load a UCX; once per process and option, since libraries cannot be unloaded.
 
     Args:
-        explicit: the option ``library``.
+        explicit: the user's option ``library``, or ``None``.
     """
     found = library.find(explicit)
     return found, Ucp(library.load(found))

@@ -129,10 +129,10 @@ class Ucp:
             name: the name of the context in UCX's log.
             settings: the user's settings, by UCX's names without the prefix ``UCX_``.
             defaults: the driver's settings, by UCX's names without the prefix; ``settings``
-                override them. Those that UCX does not take are ignored.
+                override them. Defaults that UCX does not take are ignored.
 
         Raises:
-            DriverError: UCX does not take one of the settings, or does not start with them.
+            DriverError: UCX does not take one of the user's settings, or does not start.
         """
         config = self._new("ucp_config_read", None, None, trouble="UCX reads no configuration")
         try:
@@ -255,8 +255,8 @@ class Ucp:
     def descriptor(self, worker: WorkerHandle) -> int:
         """Return a worker's file descriptor, which becomes readable on an event.
 
-        The worker must have been armed (``arm``) before the event. The descriptor belongs to the
-        worker.
+        Arm the worker (``arm``) before the event. The descriptor belongs to the worker: do not
+        close it.
         """
         found = _INT()
         self._try("ucp_worker_get_efd", worker, ctypes.byref(found), trouble="no event descriptor")
@@ -266,7 +266,7 @@ class Ucp:
         """Arm a worker, so that its next event makes its file descriptor readable.
 
         Returns:
-            Whether the worker is armed; False if it has something to do already, for ``progress``.
+            Whether the worker is armed; False if it has work already: call ``progress`` first.
         """
         return bool(self._calls["ucp_worker_arm"](worker) == Code.OK)
 
@@ -334,7 +334,7 @@ class Ucp:
         return self._nbx("ucp_ep_close_nbx", endpoint, ctypes.byref(self._force))
 
     def flush(self, endpoint: Endpoint) -> int:
-        """Ask UCX when everything that was posted on an endpoint has arrived at the peer.
+        """Have UCX tell when everything that was posted on an endpoint has arrived at the peer.
 
         Returns:
             0 if everything has arrived, an error status, or the address of a request that completes
@@ -363,8 +363,8 @@ class Ucp:
     def transports(self, endpoint: Endpoint) -> list[str]:
         """Return the transports and devices of an endpoint, such as ``tcp/eth0``.
 
-        A transport that UCX uses for several purposes is returned several times. The list is empty
-        if UCX does not tell them.
+        A transport that UCX uses for several purposes is listed several times. The list is empty if
+        UCX cannot name the transports.
         """
         entries = (structs.TransportEntry * 64)()
         found = structs.EndpointAttributes(
@@ -442,7 +442,7 @@ class Ucp:
 
 
 def status_of(answer: int) -> int:
-    """Return the status that a ``ucs_status_ptr_t`` (a result of UCP) stands for.
+    """Return the status that a result of UCP (``ucs_status_ptr_t``) stands for.
 
     Args:
         answer: what a function of UCP returned: 0, an error status as an unsigned number, or the
@@ -469,7 +469,7 @@ def error(code: int, trouble: str) -> TransportError:
 
     Args:
         code: the status, negative.
-        trouble: what failed, for the exception's text.
+        trouble: the beginning of the exception's text, which says what failed.
     """
     if code in structs.LOST:
         return PeerLostError(f"{trouble}: UCX says {describe(code)}")
@@ -480,7 +480,7 @@ def _declare(library: ctypes.CDLL) -> tuple[_Functions, _Functions]:
     """Return the functions of a library.
 
     Returns:
-        The functions for calls from Python, then those for compiled loops. In the first, functions
+        The functions for calls from Python, then those for compiled loops. Of the former, functions
         that only look at a request keep the interpreter's lock; all others release it.
 
     Raises:

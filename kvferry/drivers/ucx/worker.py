@@ -48,7 +48,7 @@ class MessageBuffer:
 
 @dataclass(slots=True, eq=False)
 class MessageBufferPool:
-    """A pool of buffers, since fresh memory is slow. Two threads must not use it at once."""
+    """A pool of buffers to reuse, since new memory is slow. Only one thread may use it at once."""
 
     _free: list[MessageBuffer] = field(default_factory=list)
 
@@ -66,7 +66,7 @@ class MessageBufferPool:
 
 
 class Worker:
-    """A UCP worker. Two threads must not use it at once: its owner has a lock.
+    """A UCP worker. Two threads must not use it at once: the client or server side has a lock.
 
     Args:
         ucp: the loaded libucp.
@@ -81,11 +81,11 @@ class Worker:
             body come from ``messages``.
         handle: UCP's handle of the worker.
         address: UCX's address of the worker, for peers.
-        descriptor: a file descriptor that becomes readable when the armed worker has work.
+        descriptor: a file descriptor that becomes readable when the worker is armed and has work.
 
     Raises:
         TransportError: UCX cannot make a worker.
-        DriverError: UCX's structures are not those in ``ucp_structs``.
+        DriverError: UCX's structures differ from those in ``ucp_structs``.
     """
 
     def __init__(self, ucp: Ucp, context: Context, poster: Poster) -> None:
@@ -98,8 +98,8 @@ class Worker:
         self._message_arrived = False
         self._failed: deque[tuple[int, int]] = deque()
         self._numbers = itertools.count(1)
-        # The messages that are being sent, by UCP's requests: the endpoint, the bytes that must be
-        # kept until the request completes, and their number.
+        # The messages that are being sent, by UCP's requests: the endpoint, the bytes to keep until
+        # the request has completed, and how many bytes they are.
         self._sending: dict[int, tuple[Endpoint, bytes | MessageBuffer, int]] = {}
         self._closing: list[int] = []
         # Endpoints that are closed as soon as everything on them has left, by their flush requests.
@@ -194,7 +194,7 @@ class Worker:
         self.close_endpoint_at_once(endpoint)
 
     def close_endpoint_at_once(self, endpoint: Endpoint) -> None:
-        """Begin to close an endpoint without lingering, after little or nothing was sent on it."""
+        """Begin to close an endpoint at once; messages that are still unsent are dropped."""
         answer = self._ucp.close_endpoint(endpoint)
         if status_of(answer) == Code.IN_PROGRESS:
             self._closing.append(answer)
@@ -204,10 +204,11 @@ class Worker:
         self.poster.progress(self.handle, seconds)
 
     def run_once(self, seconds: float = _RUN_SECONDS) -> bool:
-        """Let UCP work for a time, and free completed requests of messages and closed endpoints.
+        """Let UCP work for a time; free what messages and closed endpoints no longer need.
 
         Returns:
-            Whether there may be more to do at once; if not, ``descriptor`` is armed.
+            Whether there may be more to do at once; if not, the worker is armed: ``descriptor``
+            becomes readable on the next event.
         """
         self.progress(seconds)
         self._sweep()
@@ -221,7 +222,7 @@ class Worker:
 
     @property
     def sending(self) -> bool:
-        """Whether UCP has not yet sent all messages."""
+        """Whether messages are still being sent."""
         return bool(self._sending)
 
     @property
@@ -239,12 +240,12 @@ class Worker:
         return endpoint in self._lingering.values()
 
     def messages(self) -> Iterator[Message]:
-        """Yield the messages that have arrived, in order, and remove them."""
+        """Yield and remove the messages that have arrived, in order, except those with a body."""
         while self._arrived:
             yield self._arrived.popleft()
 
     def failures(self) -> Iterator[tuple[int, int]]:
-        """Yield the number and error status of each endpoint that failed since the last call."""
+        """Yield and forget the number and error status of each endpoint that has failed."""
         while self._failed:
             yield self._failed.popleft()
 
