@@ -150,7 +150,8 @@ def doctor(
         typer.Option(help="Also ask the side channel of a running engine.", show_default=False),
     ] = None,
     port: Annotated[
-        int | None, typer.Option(min=1, max=65535, help="Its port.", show_default=False)
+        int | None,
+        typer.Option(min=1, max=65535, help="The port of that side channel.", show_default=False),
     ] = None,
     engine: Annotated[
         str | None,
@@ -178,9 +179,11 @@ def doctor(
 
 @app.command()
 def health(
-    host: Annotated[str, typer.Argument(help="Of the engine's side channel.", show_default=False)],
-    port: Annotated[int, typer.Argument(help="Likewise.", show_default=False)],
-    timeout: Annotated[float, typer.Option(help="Seconds for everything.")] = 5.0,
+    host: Annotated[
+        str, typer.Argument(help="The host of the engine's side channel.", show_default=False)
+    ],
+    port: Annotated[int, typer.Argument(help="The port of the side channel.", show_default=False)],
+    timeout: Annotated[float, typer.Option(help="The most seconds to wait, in all.")] = 5.0,
     curve_secret_key: CurveSecretKey = "",
     curve_peer: CurvePeer = "",
 ) -> None:

@@ -78,7 +78,7 @@ BYTES = Metric(
 COPIES = Metric(
     name="copies",
     kind=MetricKind.COUNTER,
-    text="Copies in which they were pulled; few large ones are faster than many small ones.",
+    text="Copies that pulled those bytes; few large copies are faster than many small ones.",
     labels=("driver", "peer", "path"),
 )
 PULLS = Metric(
@@ -95,19 +95,19 @@ LOAD_SECONDS = Metric(
 STAGE_SECONDS = Metric(
     name="stage_seconds",
     kind=MetricKind.HISTOGRAM,
-    text="Time of each stage of a load, on each rank; of a handshake once, and not per load.",
+    text="Time of each stage of a load, on each rank; a handshake counts once, not per load.",
     labels=("driver", "stage"),
 )
 PEER_SECONDS = Metric(
     name="peer_seconds",
     kind=MetricKind.COUNTER,
-    text="The same time, added up by producer: which one is slow, and where.",
+    text="Total time of each stage of loads, by producer: shows which producer is slow, and where.",
     labels=("driver", "peer", "stage"),
 )
 FAILURES = Metric(
     name="load_failures",
     kind=MetricKind.COUNTER,
-    text="Loads that failed, counted on each rank that took part, by where and why.",
+    text="Loads that failed, counted on each rank that took part, by stage and cause.",
     labels=("driver", "peer", "stage", "cause"),
 )
 STALE = Metric(
@@ -125,13 +125,13 @@ REFUSED = Metric(
 LOST_PEERS = Metric(
     name="lost_peers",
     kind=MetricKind.COUNTER,
-    text="Producers that were connected and given up: dead, restarted, or failing; on each rank.",
+    text="Connected producers that a rank gave up because they died, restarted or failed.",
     labels=("driver", "peer"),
 )
 UNTOLD = Metric(
     name="untold_releases",
     kind=MetricKind.COUNTER,
-    text="Messages that end holds and could not be sent: the lease ends those holds.",
+    text="Messages that end holds and could not be sent; the lease ends those holds.",
     labels=("driver", "peer"),
 )
 PEERS_UP = Metric(
@@ -143,13 +143,13 @@ PEERS_UP = Metric(
 PEERS_DOWN = Metric(
     name="peers_down",
     kind=MetricKind.GAUGE,
-    text="Producers that a rank could not reach, or lost, when it last had to do with them.",
+    text="Producers that a rank could not reach, or lost, at its last contact with them.",
     labels=("driver", "rank"),
 )
 QUARANTINED = Metric(
     name="quarantined_pages",
     kind=MetricKind.GAUGE,
-    text="Pages of failed loads that a connection may still write, and that are not given back.",
+    text="Pages of failed loads that a connection may still write, so that they are not released.",
     labels=("driver", "rank"),
 )
 EXPIRED = Metric(
@@ -165,7 +165,7 @@ LATE = Metric(
 IGNORED = Metric(
     name="ignored_releases",
     kind=MetricKind.COUNTER,
-    text="Other messages that end holds, about holds that did not stand (any more).",
+    text="Other messages that end holds, for holds that had ended or never existed.",
 )
 
 FIGURES = (

@@ -30,12 +30,12 @@ class NoTicket(enum.StrEnum):
 LOADS = Metric(
     name="loads",
     kind=MetricKind.COUNTER,
-    text="Loads of KV cache from another engine that succeeded, each once.",
+    text="Loads of KV cache from another engine that succeeded, each counted once.",
 )
 FAILED = Metric(
     name="failed_loads",
     kind=MetricKind.COUNTER,
-    text="Loads of KV cache from another engine that failed, each once.",
+    text="Loads of KV cache from another engine that failed, each counted once.",
 )
 TOKENS = Metric(
     name="tokens",
