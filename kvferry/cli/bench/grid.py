@@ -1,4 +1,4 @@
-"""The cases that ``kvferry bench`` measures, and how its options are written."""
+"""The cases that ``kvferry bench`` measures, and the parser of the options that choose them."""
 
 from __future__ import annotations
 

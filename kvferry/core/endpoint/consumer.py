@@ -146,7 +146,9 @@ class LoadManager:
     # What the integration asks for.
 
     def join(self, own: Sequence[RankPayload]) -> None:
-        """Set what all ranks of this engine publish. Call it before any load.
+        """Tell the manager what each rank of this engine publishes, which loads are planned with.
+
+        Call it before any load.
 
         Args:
             own: the payload of every rank, in rank order.

@@ -98,13 +98,13 @@ class BlockPressure:
         self._silent: list[Silence] = []
 
     def ask(self, now: float, *, held: int) -> bool:
-        """Return whether to ask the ranks in this step for holds whose consumer seems to be gone.
+        """Return whether to ask the ranks in this step which holds have a consumer that seems gone.
 
         Call it in each step in which a request waits for blocks.
 
         Args:
             now: seconds, monotonic.
-            held: number of holds whose ticket was made.
+            held: number of holds whose ticket was made; with 0, there is nothing to ask for.
 
         Returns:
             Whether the caller must ask the ranks now. After ``True``, the result is ``False`` for

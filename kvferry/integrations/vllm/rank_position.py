@@ -1,4 +1,7 @@
-"""A worker's position among the parallel ranks of its engine, and the engine's incarnation."""
+"""A worker's position among the parallel ranks of its engine, and the engine's incarnation.
+
+The incarnation is a random number that an engine draws anew each time it starts.
+"""
 
 from __future__ import annotations
 

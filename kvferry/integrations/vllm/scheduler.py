@@ -217,7 +217,7 @@ class FerryScheduler:
         )
 
     def worker_output(self, output: KVConnectorOutput) -> None:
-        """Process what the workers have reported in a step.
+        """Update holds and loads from the workers' reports of a step: requests sent, loads ended.
 
         Args:
             output: The reports of all workers, merged by vLLM.

@@ -254,7 +254,7 @@ class NotificationTests(ContractSettings):
 def _refuses(lab: Workbench, peer: PeerId, remote: TransportPeer) -> bool:
     """Return whether the driver lacks notifications.
 
-    If so, assert that the driver refuses a free and a bound notification.
+    If so, assert that the driver refuses a notification by itself, and one bound to a transfer.
 
     Args:
         lab: The workbench of the test.

@@ -40,36 +40,39 @@ class Contract(Protocol):
 
     @property
     def factory(self) -> str:
-        """See ``ContractSettings``."""
+        """What makes a transport of the driver under test; see ``ContractSettings``."""
 
     @property
     def options(self) -> Mapping[str, object]:
-        """See ``ContractSettings``."""
+        """The keyword arguments of the factory; see ``ContractSettings``."""
 
     @property
     def memory(self) -> str:
-        """See ``ContractSettings``."""
+        """The kind of memory under test; see ``ContractSettings``."""
 
     @property
     def lasting_bytes(self) -> int:
-        """See ``ContractSettings``."""
+        """The size of a transfer that takes some seconds; see ``ContractSettings``."""
 
     @property
     def known_within(self) -> float:
-        """See ``ContractSettings``."""
+        """How soon a peer's death must be reported, in seconds; see ``ContractSettings``."""
 
     @property
     def patience(self) -> float:
-        """See ``ContractSettings``."""
+        """After how many seconds a transfer counts as hanging; see ``ContractSettings``."""
 
     @property
     def quiet_seconds(self) -> float:
-        """See ``ContractSettings``."""
+        """How long memory is watched after a transfer, in seconds; see ``ContractSettings``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContractParameters:
-    """A copy of the settings of a subclass of ``ContractSettings``, which describes them."""
+    """The settings of one driver's tests, copied from the class of the tests.
+
+    ``ContractSettings`` says what each of them means.
+    """
 
     factory: str
     options: dict[str, object]
