@@ -130,8 +130,8 @@ class AgentPair:
         The caller has deregistered all memory and released all handles.
 
         Args:
-            quiet: ``True`` if all transfers are over, so that none of their bytes can land. ``False``:
-                the agents live on, since to destroy them could end the process.
+            quiet: ``True`` if all transfers are over, so that none of their bytes can land.
+                ``False``: the agents live on, since to destroy them could end the process.
         """
         for agent in self._all:
             agent.close(quiet=quiet)
