@@ -101,6 +101,11 @@ class ProcessTests(ContractSettings):
         copies = lab.lasting(process)
         if lab.refuses(op, peer, copies):
             return
+        # The child inherits only what the peer has already accepted: use the connection first.
+        lab.finish(lab.start(op, peer, lab.whole(process)))
+        if lab.notifies:
+            lab.transport.notify(peer, lab.payload(1))
+            assert len(process.notifications(1)) == 1
         fork = process.fork_and_stay()
         try:
             with killed_soon(process) as killed:

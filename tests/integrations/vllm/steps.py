@@ -51,3 +51,10 @@ def eventually(holds: Callable[[], bool]) -> None:
     while not holds():
         assert time.monotonic() < deadline, "it never came to hold"
         time.sleep(0.005)
+
+
+def idle_blocks(engine: Engine) -> int:
+    """Wait until an engine has no request and holds no pages: how many blocks are free then."""
+    eventually(lambda: engine.run(probes.statuses) == [])
+    free: int = engine.run(probes.free_blocks)
+    return free

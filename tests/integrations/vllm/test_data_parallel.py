@@ -14,7 +14,7 @@ from tests.integrations.vllm import probes
 from tests.integrations.vllm.conftest import CONNECTOR
 from tests.integrations.vllm.deployment import Deployment
 from tests.integrations.vllm.engines import PREFILL, Engine
-from tests.integrations.vllm.steps import SAMPLES, eventually, texts
+from tests.integrations.vllm.steps import SAMPLES, eventually, idle_blocks, texts
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 
@@ -76,7 +76,7 @@ def test_one_decodes_what_the_other_prefilled(reference: Engine, deployment: Dep
 
 def test_samples_of_one_prompt(reference: Engine, prefill: Engine, deployment: Deployment) -> None:
     """They come to an engine's process in a message each."""
-    free = prefill.run(probes.free_blocks)
+    free = idle_blocks(prefill)
     for seed in range(5):
         given, before = prompt(153, seed=seed), deployment.pulled()
         [params] = prefill.prefill(given)

@@ -13,7 +13,7 @@ from examples.tiny_llama import prompt
 from tests.integrations.vllm import contents, probes
 from tests.integrations.vllm.engines import Engine
 from tests.integrations.vllm.fleet import fleet
-from tests.integrations.vllm.steps import eventually, hand_over, pulled, texts
+from tests.integrations.vllm.steps import eventually, hand_over, idle_blocks, pulled, texts
 from tests.integrations.vllm.test_states_live import N_GRAM
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
@@ -70,7 +70,7 @@ def drafters(
 def test_texts(drafters: Drafters, source: str, target: str) -> None:
     """Whoever drafts, the text is that of an engine that does not."""
     engines = prefill, decode = getattr(drafters, source), getattr(drafters, target)
-    free = [engine.run(probes.free_blocks) for engine in engines]
+    free = [idle_blocks(engine) for engine in engines]
     prompts = [*(prompt(length, seed=40) for length in LENGTHS), prompt(7, seed=41) * 30]
     got, counters = hand_over(prefill, decode, *prompts)
     assert got == texts(drafters.ordinary, *prompts)

@@ -19,7 +19,7 @@ from examples.tiny_llama import prompt
 from tests.integrations.vllm import contents, probes
 from tests.integrations.vllm.engines import Engine
 from tests.integrations.vllm.fleet import fleet
-from tests.integrations.vllm.steps import eventually, hand_over, pulled, texts
+from tests.integrations.vllm.steps import eventually, hand_over, idle_blocks, pulled, texts
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 
@@ -108,7 +108,7 @@ def hand_over_all(
 ) -> None:
     """The text is right, all came from the other engine, and all blocks come back."""
     engines = prefill, decode
-    free = [engine.run(probes.free_blocks) for engine in engines]
+    free = [idle_blocks(engine) for engine in engines]
     before = decode.run(probes.metrics)
     prompts = [prompt(length, seed) for length in lengths]
     if world.family.steady:

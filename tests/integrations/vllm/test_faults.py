@@ -15,7 +15,7 @@ from tests.faults.cells import Cell
 from tests.integrations.vllm import killing, probes
 from tests.integrations.vllm.conftest import StartEngine
 from tests.integrations.vllm.engines import Engine
-from tests.integrations.vllm.steps import eventually, hand_over, texts
+from tests.integrations.vllm.steps import eventually, hand_over, idle_blocks, texts
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 
@@ -84,8 +84,8 @@ def test_a_consumer_that_is_killed_and_started_again(
 ) -> None:
     """Pages that it was reading come back with their lease; its next start reads what still is."""
     hasty = start_engine("hasty", "kv_producer", extra={"kv_lease_duration": LEASE})
-    free = hasty.run(probes.free_blocks)
-    rest = prefill.run(probes.free_blocks)
+    free = idle_blocks(hasty)
+    rest = idle_blocks(prefill)
     first = start_engine("again", "kv_consumer", transfer={"engine_id": "again"})
     gate = tmp_path / "gate"
     first.run(probes.gate_reads, str(gate), False)

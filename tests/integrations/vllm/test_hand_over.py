@@ -8,7 +8,7 @@ from examples.tiny_llama import prompt
 from tests.integrations.vllm import probes
 from tests.integrations.vllm.conftest import StartEngine
 from tests.integrations.vllm.engines import PREFILL, Engine
-from tests.integrations.vllm.steps import eventually, hand_over, pulled, texts
+from tests.integrations.vllm.steps import eventually, hand_over, idle_blocks, pulled, texts
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 
@@ -55,7 +55,7 @@ def test_among_ordinary_requests(reference: Engine, prefill: Engine, decode: Eng
 
 def test_all_blocks_come_back(prefill: Engine, decode: Engine) -> None:
     """On both engines, and on the producer at once: long before the lease is over."""
-    free = prefill.run(probes.free_blocks), decode.run(probes.free_blocks)
+    free = idle_blocks(prefill), idle_blocks(decode)
     hand_over(prefill, decode, prompt(300), prompt(33))
     eventually(lambda: (prefill.run(probes.free_blocks), decode.run(probes.free_blocks)) == free)
     assert prefill.run(probes.statuses) == decode.run(probes.statuses) == []
@@ -82,7 +82,7 @@ def test_prompt_that_goes_on(reference: Engine, prefill: Engine, decode: Engine)
 
 def test_prompt_logprobs_read_nothing(reference: Engine, prefill: Engine, decode: Engine) -> None:
     """vLLM computes such a prompt itself; the producer is told, and lets its pages go."""
-    free = prefill.run(probes.free_blocks)
+    free = idle_blocks(prefill)
     [completion] = decode.generate(
         prompt(80), params=prefill.prefill(prompt(80)), prompt_logprobs=1
     )
@@ -127,7 +127,7 @@ def test_full_local_hit(reference: Engine, overlapping: tuple[Engine, Engine]) -
     prefill, decode = overlapping
     front, whole = prompt(96, seed=7), [*prompt(96, seed=7), *prompt(20, seed=7)]
     hand_over(*overlapping, front)
-    free, before = prefill.run(probes.free_blocks), decode.run(probes.metrics)
+    free, before = idle_blocks(prefill), decode.run(probes.metrics)
     [completion] = decode.generate(whole, params=prefill.prefill(front))
     assert completion.text == texts(reference, whole)[0]
     assert pulled(decode.run(probes.metrics)) == pulled(before)

@@ -12,7 +12,7 @@ from tests.faults.cells import Cell
 from tests.integrations.vllm import probes
 from tests.integrations.vllm.conftest import StartEngine
 from tests.integrations.vllm.engines import Engine
-from tests.integrations.vllm.steps import eventually, hand_over, texts
+from tests.integrations.vllm.steps import eventually, hand_over, idle_blocks, texts
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 
@@ -27,7 +27,7 @@ def test_a_request_that_waits_its_turn_keeps_its_pages(
     """Decode runs one request at a time, and those before it take longer than some leases."""
     prefill = start_engine("hasty", "kv_producer", extra={"kv_lease_duration": LEASE})
     decode = start_engine("narrow", "kv_consumer", max_num_seqs=1)
-    free = prefill.run(probes.free_blocks)
+    free = idle_blocks(prefill)
     [ticket] = prefill.prefill(prompt(100))
     cell = Cell(side="consumer", fault="busy", stage="waiting", driver="vllm")
     others = decode.submit(*[prompt(10)] * OTHERS, max_tokens=1000)
@@ -48,7 +48,7 @@ def test_a_request_that_waits_its_turn_keeps_its_pages(
 def test_clients_cannot_pin_the_whole_cache(decode: Engine, start_engine: StartEngine) -> None:
     """What they do not fetch goes first, and a request of its own gets no ticket."""
     prefill = start_engine("limited", "kv_producer", extra={"max_held_fraction": 0.02})
-    free = prefill.run(probes.free_blocks)
+    free = idle_blocks(prefill)
     cell = Cell(side="producer", fault="out of blocks", stage="before the read", driver="vllm")
     tickets = prefill.prefill(*(prompt(100, seed=seed) for seed in range(4)))
     eventually(lambda: free - prefill.run(probes.free_blocks) <= 0.02 * (free + 1))

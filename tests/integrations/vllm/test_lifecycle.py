@@ -13,7 +13,14 @@ from tests.faults.cells import Cell
 from tests.integrations.vllm import inside, probes
 from tests.integrations.vllm.conftest import StartEngine
 from tests.integrations.vllm.engines import PREFILL, Engine
-from tests.integrations.vllm.steps import SAMPLES, eventually, hand_over, pulled_by, texts
+from tests.integrations.vllm.steps import (
+    SAMPLES,
+    eventually,
+    hand_over,
+    idle_blocks,
+    pulled_by,
+    texts,
+)
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 
@@ -39,7 +46,7 @@ def gated(start_engine: StartEngine, tmp_path: Path) -> Iterator[tuple[Engine, P
 
 def test_lease_is_over(hasty: Engine, decode: Engine) -> None:
     """Pages that nobody reads come back, and their ticket is worth nothing any more."""
-    free = hasty.run(probes.free_blocks)
+    free = idle_blocks(hasty)
     tickets = hasty.prefill(prompt(100), prompt(101))
     assert hasty.run(probes.free_blocks) < free
     eventually(lambda: hasty.run(probes.free_blocks) == free)
@@ -50,7 +57,7 @@ def test_lease_is_over(hasty: Engine, decode: Engine) -> None:
 
 def test_pages_reused_before_a_late_read(reference: Engine, hasty: Engine, decode: Engine) -> None:
     """The fence: other prompts' pages are never taken for this one's."""
-    free = hasty.run(probes.free_blocks)
+    free = idle_blocks(hasty)
     [late] = hasty.prefill(prompt(200, seed=1))
     eventually(lambda: hasty.run(probes.free_blocks) == free)
     others = [prompt(511, seed=seed) for seed in range(2, 32)]
@@ -67,7 +74,7 @@ def test_pages_given_back_during_the_read(
 ) -> None:
     """They stood when the read began, and not when it ended."""
     decode, gate = gated
-    free = hasty.run(probes.free_blocks)
+    free = idle_blocks(hasty)
     cell = Cell(side="consumer", fault="slow", stage="reading", driver="vllm")
     [request] = decode.submit(prompt(150), params=hasty.prefill(prompt(150)))
     eventually(gate.with_suffix(".reached").exists)
@@ -82,7 +89,7 @@ def test_pages_given_back_during_the_read(
 
 def test_abort_on_decode_before_its_first_step(prefill: Engine, decode: Engine) -> None:
     """The producer hears of it, long before the lease is over."""
-    free = prefill.run(probes.free_blocks)
+    free = idle_blocks(prefill)
     [ticket] = prefill.prefill(prompt(120))
     cell = Cell(side="consumer", fault="aborted", stage="before the handshake", driver="vllm")
     with decode.paused():
@@ -98,7 +105,7 @@ def test_abort_on_decode_during_the_load(
 ) -> None:
     """Its blocks stay until no byte can land in them, then come back on both engines."""
     decode, gate = gated
-    free = prefill.run(probes.free_blocks), decode.run(probes.free_blocks)
+    free = idle_blocks(prefill), idle_blocks(decode)
     [ticket] = prefill.prefill(prompt(120))
     [request] = decode.submit(prompt(120), params=ticket)
     eventually(gate.with_suffix(".reached").exists)
@@ -116,7 +123,7 @@ def test_abort_on_decode_during_the_load(
 def test_abort_on_prefill(reference: Engine, decode: Engine, start_engine: StartEngine) -> None:
     """Before there is a ticket its blocks are free at once, and its slot serves again."""
     prefill = start_engine("chunked", "kv_producer", max_num_batched_tokens=64)
-    free = prefill.run(probes.free_blocks)
+    free = idle_blocks(prefill)
     with prefill.paused():
         [unstarted] = prefill.submit(prompt(300), params=PREFILL, max_tokens=1)
         prefill.abort(unstarted)
@@ -157,7 +164,7 @@ def test_ticket_used_at_once_by_three(
     reference: Engine, prefill: Engine, decode: Engine, aborted: bool
 ) -> None:
     """All load, also if one of them is aborted, and then nothing is held."""
-    free, before = prefill.run(probes.free_blocks), pulled_by(decode)
+    free, before = idle_blocks(prefill), pulled_by(decode)
     one = prompt(130, seed=7)
     [ticket] = prefill.prefill(one)
     with decode.paused():
@@ -173,7 +180,7 @@ def test_ticket_used_at_once_by_three(
 
 def test_samples_of_one_prompt(reference: Engine, prefill: Engine, decode: Engine) -> None:
     """Requests of their own to vLLM's scheduler, with one ticket."""
-    free, before = prefill.run(probes.free_blocks), pulled_by(decode)
+    free, before = idle_blocks(prefill), pulled_by(decode)
     one = prompt(120, seed=8)
     [completion] = decode.generate(one, params=prefill.prefill(one), **SAMPLES)
     assert completion.samples == texts(reference, one) * 2
@@ -219,7 +226,7 @@ def test_failed_load_is_recomputed_where_the_policy_says_so(
     decode = start_engine(
         "recomputing", "kv_consumer", transfer={"kv_load_failure_policy": "recompute"}
     )
-    free = hasty.run(probes.free_blocks)
+    free = idle_blocks(hasty)
     prompts = [prompt(length, seed=3) for length in (31, 150, 300)]
     tickets = hasty.prefill(*prompts)
     eventually(lambda: hasty.run(probes.free_blocks) == free)

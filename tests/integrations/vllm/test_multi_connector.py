@@ -11,7 +11,7 @@ from examples.tiny_llama import prompt
 from tests.integrations.vllm import probes
 from tests.integrations.vllm.conftest import CONNECTOR, StartEngine
 from tests.integrations.vllm.engines import Engine, EngineError
-from tests.integrations.vllm.steps import eventually, hand_over, pulled, texts
+from tests.integrations.vllm.steps import eventually, hand_over, idle_blocks, pulled, texts
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 
@@ -85,7 +85,7 @@ PAIRS = (
 def test_hand_over(reference: Engine, engines: dict[str, Engine], source: str, target: str) -> None:
     """Wherever the other connector stands, the pages are pulled, and given back afterwards."""
     prompts = [prompt(length, seed=PAIRS.index((source, target))) for length in LENGTHS]
-    free = [engines[name].run(probes.free_blocks) for name in (source, target)]
+    free = [idle_blocks(engines[name]) for name in (source, target)]
     got, counters = hand_over(engines[source], engines[target], *prompts)
     assert got == texts(reference, *prompts)
     assert pulled(counters) == counters[PULLED] == sum(LENGTHS)
@@ -117,7 +117,7 @@ def test_both_have_the_pages(
     wanted = prompt(200, seed=21)
     hand_over(prefill, decode, wanted)
     eventually(lambda: decode.run(probes.forget_prefixes))
-    free = prefill.run(probes.free_blocks)
+    free = idle_blocks(prefill)
     got, counters = hand_over(prefill, decode, wanted)
     assert got == texts(reference, wanted)
     assert counters[PULLED] == by_kvferry

@@ -13,7 +13,7 @@ from tests.integrations.vllm import probes
 from tests.integrations.vllm.engines import PREFILL, Engine
 from tests.integrations.vllm.fleet import fleet
 from tests.integrations.vllm.messages import Completion
-from tests.integrations.vllm.steps import eventually, hand_over, pulled, texts
+from tests.integrations.vllm.steps import eventually, hand_over, idle_blocks, pulled, texts
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 
@@ -176,7 +176,7 @@ def sliding(
 def test_partial_hits_of_windows(sliding: tuple[Engine, ...]) -> None:
     """What is cached here differs from group to group; the rest of each is pulled."""
     ordinary, prefill, decode = sliding
-    free = decode.run(probes.free_blocks)
+    free = idle_blocks(decode)
     common = prompt(300, seed=52)
     hand_over(prefill, decode, common, max_tokens=2)
     hits = []

@@ -13,7 +13,7 @@ from examples.tiny_llama import prompt
 from tests.integrations.vllm import contents, probes
 from tests.integrations.vllm.engines import PREFILL, Engine
 from tests.integrations.vllm.fleet import fleet
-from tests.integrations.vllm.steps import eventually, hand_over, pulled, texts
+from tests.integrations.vllm.steps import eventually, hand_over, idle_blocks, pulled, texts
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 
@@ -115,7 +115,7 @@ def test_prompt_logprobs_on_prefill(hybrid: Hybrid) -> None:
     """They need the state after the last token, and decode the one before: it computes the prompt
     itself."""
     tokens = prompt(90, seed=36)
-    free = hybrid.drafting.run(probes.free_blocks)
+    free = idle_blocks(hybrid.drafting)
     [params] = hybrid.drafting.prefill(tokens, prompt_logprobs=1)
     assert params == {}
     [completion] = hybrid.decode.generate(tokens, params=params)
@@ -127,7 +127,7 @@ def test_prompt_logprobs_on_prefill(hybrid: Hybrid) -> None:
 def test_a_state_of_other_tokens_is_refused(hybrid: Hybrid) -> None:
     """A state serves the prompt that it was computed for, and no longer one."""
     front, whole = prompt(100, seed=34), [*prompt(100, seed=34), *prompt(30, seed=35)]
-    free = hybrid.drafting.run(probes.free_blocks)
+    free = idle_blocks(hybrid.drafting)
     [completion] = hybrid.decode.generate(whole, params=hybrid.drafting.prefill(front))
     assert completion.finish_reason == "error"
     assert "states" in hybrid.decode.log()
@@ -137,7 +137,7 @@ def test_a_state_of_other_tokens_is_refused(hybrid: Hybrid) -> None:
 
 def test_prefill_ends_after_one_token(hybrid: Hybrid) -> None:
     """Whatever a router asks for: a state that went on would not be the prompt's any more."""
-    free = hybrid.drafting.run(probes.free_blocks)
+    free = idle_blocks(hybrid.drafting)
     [completion] = hybrid.drafting.generate(prompt(50, seed=36), params=PREFILL, max_tokens=5)
     assert len(completion.tokens) == 1
     [decoded] = hybrid.decode.generate(prompt(50, seed=36), params=completion.params)
