@@ -21,7 +21,7 @@ from kvferry.core.endpoint.error_containment import as_ours
 from kvferry.core.endpoint.transfers import Transfers
 from kvferry.core.error_causes import cause_of, on_one_line
 from kvferry.core.errors import ConnectError, KVFerryError, TransportUsageError
-from kvferry.core.transport import PeerId, Transport
+from kvferry.core.transport import EnterThread, PeerId, Transport, enter_nothing
 
 logger = logging.getLogger(__name__)
 
@@ -451,6 +451,7 @@ class BlockingCalls:
             the calls itself, one after the other.
         post: runs a callable on the endpoint's thread, soon.
         clock: seconds, monotonic.
+        enter: called first in each of these threads.
     """
 
     def __init__(
@@ -459,8 +460,10 @@ class BlockingCalls:
         threads: bool,
         post: Callable[[Callable[[], None]], None],
         clock: Callable[[], float],
+        enter: EnterThread = enter_nothing,
     ) -> None:
         self._threads = threads
+        self._enter = enter
         self._post = post
         self._clock = clock
         self._running: dict[threading.Thread, float] = {}
@@ -524,7 +527,12 @@ class BlockingCalls:
         self, thread: threading.Thread, call: Callable[[], T], over: Callable[[T | Exception], None]
     ) -> None:
         """Make a call on ``thread``; have the endpoint's thread pass its outcome to ``over``."""
-        outcome = _outcome(call)
+
+        def entered() -> T:
+            self._enter()
+            return call()
+
+        outcome = _outcome(entered)
 
         def back() -> None:
             self._remove(thread)

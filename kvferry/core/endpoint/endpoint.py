@@ -36,7 +36,7 @@ from kvferry.core.metrics import REFUSED, Data, LoadRecord, Metrics
 from kvferry.core.planner.build_copies import Spans
 from kvferry.core.planner.zeroing import zero_cpu
 from kvferry.core.security.proof import fingerprint
-from kvferry.core.transport import Notification, Transport
+from kvferry.core.transport import EnterThread, Notification, Transport, enter_nothing
 
 logger = logging.getLogger(__name__)
 
@@ -74,6 +74,9 @@ class Endpoint:
         zero: called before a load's first read, with the address ranges in the load's pages that
             its reads may leave unwritten. It must return only when these bytes are zero. The
             default handles CPU memory only.
+        enter: called first in every thread that uses the transport or the engine's memory: on a
+            GPU, it chooses the thread's device. Pass the same to the driver
+            (``kvferry.create_transport``), for the driver's own threads.
         clock: seconds, monotonic.
 
     Attributes:
@@ -94,6 +97,7 @@ class Endpoint:
         slots: int,
         options: EndpointOptions = DEFAULTS,
         zero: Callable[[Spans], None] = zero_cpu,
+        enter: EnterThread = enter_nothing,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._identity = identity
@@ -110,7 +114,10 @@ class Endpoint:
         self._containment = ErrorContainment()
         self._transfers = Transfers(transport, self._containment, clock)
         self._blocking_calls = BlockingCalls(
-            threads=transport.capabilities.concurrent_connect, post=self._post, clock=clock
+            threads=transport.capabilities.concurrent_connect,
+            post=self._post,
+            clock=clock,
+            enter=enter,
         )
         self._connections = Connections(transport, self._transfers, self._blocking_calls, clock)
         self._load_manager = LoadManager(
@@ -136,6 +143,7 @@ class Endpoint:
         self._last_round = time.monotonic()
         self._failure: BaseException | None = None
         self._closing = False
+        self._enter = enter
         self._thread = threading.Thread(target=self._run, name="kvferry-endpoint", daemon=True)
         self._thread.start()
 
@@ -423,6 +431,7 @@ class Endpoint:
 
     def _run(self) -> None:
         try:
+            self._enter()
             while not self._closing:
                 busy = self._round()
                 self._wake.wait(self._pause(busy))

@@ -19,6 +19,7 @@ from kvferry.core.transport.base import (
 )
 from kvferry.core.transport.copies import Copies, Segment
 from kvferry.core.transport.options import parse_options
+from kvferry.core.transport.threads import EnterThread, enter_nothing, make_thread
 
 __all__ = [
     "INTERFACE_VERSION",
@@ -27,6 +28,7 @@ __all__ = [
     "Copies",
     "DriverConnection",
     "DriverTransfer",
+    "EnterThread",
     "Notification",
     "PeerId",
     "Quiescence",
@@ -36,5 +38,7 @@ __all__ = [
     "TransferId",
     "TransferRequest",
     "Transport",
+    "enter_nothing",
+    "make_thread",
     "parse_options",
 ]

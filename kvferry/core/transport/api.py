@@ -10,6 +10,12 @@ and ``disconnect`` may block; a driver then releases the interpreter's lock (GIL
 with each other and with any other call but ``close``, and must not delay the other calls. While
 ``connect`` or ``disconnect`` of a peer runs, no other call names this peer or a transfer with it.
 
+**Threads of the driver.** A driver that makes threads in Python takes the keyword ``enter`` in its
+constructor, a function, and calls it first in every such thread: what the caller does there
+(choosing the thread's GPU, for example) counts for one thread only. kvferry passes ``enter`` to a
+driver whose constructor names this keyword and whose ``interface_version`` is 1.1 or later. The
+threads on which kvferry calls a transport have done the same.
+
 **Memory** belongs to the caller, who keeps it alive from ``register`` until ``deregister`` has
 returned. The arrays of ``Copies`` belong to the caller, too, who reuses them as soon as ``read`` or
 ``write`` has returned: a driver that needs them longer makes its own copy.
@@ -57,7 +63,7 @@ PeerId = NewType("PeerId", int)
 TransferId = NewType("TransferId", int)
 """The id of a transfer within one transport; never used again after ``forget``."""
 
-INTERFACE_VERSION = (1, 0)
+INTERFACE_VERSION = (1, 1)
 """Major and minor version of this interface; see ``Transport.interface_version``."""
 
 
@@ -148,8 +154,8 @@ class Transport(ABC):
     """Moves bytes between this process's memory and its peers': the interface of every driver.
 
     A driver's entry point (group ``kvferry.drivers``) names a subclass. The subclass's constructor
-    takes the user's ``driver_options`` as keyword arguments. For an unknown option it raises
-    ``DriverError``, which lists the options that exist.
+    takes the user's ``driver_options`` as keyword arguments, and may take ``enter`` (see above).
+    For an unknown option it raises ``DriverError``, which lists the options that exist.
     """
 
     interface_version: ClassVar[tuple[int, int]] = INTERFACE_VERSION

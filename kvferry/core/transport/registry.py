@@ -15,9 +15,18 @@ from importlib.metadata import EntryPoint, entry_points
 from stevedore import DriverManager
 
 from kvferry.core.errors import DriverError
-from kvferry.core.transport import INTERFACE_VERSION, Capabilities, Transport
+from kvferry.core.transport import (
+    INTERFACE_VERSION,
+    Capabilities,
+    EnterThread,
+    Transport,
+    enter_nothing,
+)
 
 GROUP = "kvferry.drivers"
+
+_ENTER = "enter"
+"""The constructor's keyword for an ``EnterThread``, of drivers written for interface 1.1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
@@ -60,13 +69,20 @@ def installed() -> list[DriverInfo]:
     return sorted(_info(entry) for entry in _entries())
 
 
-def create(name: str, options: Mapping[str, object] | None = None) -> Transport:
+def create(
+    name: str,
+    options: Mapping[str, object] | None = None,
+    *,
+    enter: EnterThread = enter_nothing,
+) -> Transport:
     """Return a new transport of the driver with this name; the caller closes it.
 
     Args:
         name: the name of the driver's entry point.
         options: keyword arguments for the driver's constructor, which the user configures as
             ``driver_options``; ``None`` for no options.
+        enter: what the caller does first in every thread that uses its memory; passed to a driver
+            that takes it (see ``kvferry.core.transport.api``). The calling thread has done it.
 
     Raises:
         DriverError: there is no such driver, or more than one; it cannot be loaded; it is no
@@ -77,6 +93,8 @@ def create(name: str, options: Mapping[str, object] | None = None) -> Transport:
     options = dict(options or {})
     _check_options(name, driver, options)
     try:
+        if _takes_enter(driver):
+            return driver(**options, enter=enter)  # type: ignore[call-arg]
         return driver(**options)
     except DriverError:
         raise
@@ -206,11 +224,21 @@ def _report(entry: EntryPoint) -> str:
     return f"that is a fault of {info.distribution} {info.version}: report it there"
 
 
+def _takes_enter(driver: type[Transport]) -> bool:
+    """Return whether a driver's constructor takes an ``EnterThread``, under the name ``enter``."""
+    named = _ENTER in inspect.signature(driver).parameters
+    return named and driver.interface_version >= (1, 1)
+
+
 def _check_options(name: str, driver: type[Transport], options: dict[str, object]) -> None:
+    ours = {_ENTER} if _takes_enter(driver) else set()
     try:
+        if given := ours.intersection(options):
+            raise TypeError(f"{', '.join(given)} is not an option, kvferry itself sets it")
         inspect.signature(driver).bind(**options)
     except TypeError as exc:
-        takes = ", ".join(inspect.signature(driver).parameters) or "none"
+        names = [each for each in inspect.signature(driver).parameters if each not in ours]
+        takes = ", ".join(names) or "none"
         raise DriverError(
             f"driver_options of {name!r} do not fit: {exc}; its options are: {takes}"
         ) from exc

@@ -25,7 +25,7 @@ import msgspec
 
 from kvferry.core.errors import ConnectError, PeerLostError, TransportError
 from kvferry.core.messages import DECODE_ERRORS
-from kvferry.core.transport import Notification
+from kvferry.core.transport import EnterThread, Notification, make_thread
 from kvferry.drivers.loopback.address import Instance, Name
 
 MAX_NOTIFICATION = 1 << 16
@@ -178,12 +178,13 @@ class Mailbox:
         instance: 16 random bytes that identify the transport; a sender must put them into its
             hello.
         name: the transport's name, which receivers see as the sender.
+        enter: called first in the mailbox's thread.
 
     Attributes:
         socket_name: the name of the listening socket in the abstract namespace.
     """
 
-    def __init__(self, instance: bytes, name: str) -> None:
+    def __init__(self, instance: bytes, name: str, enter: EnterThread) -> None:
         self._instance = instance
         self._name = name
         self.socket_name = f"kvferry-{secrets.token_hex(16)}"
@@ -202,7 +203,7 @@ class Mailbox:
         self._lock = threading.Lock()
         self._room = threading.Event()
         self._closing = False
-        self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
+        self._thread = make_thread(self._serve, name=name, enter=enter)
         self._thread.start()
 
     def open_channel(self, peer: str, instance: bytes, socket_name: str) -> NotificationChannel:

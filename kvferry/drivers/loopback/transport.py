@@ -17,9 +17,11 @@ from kvferry.core.memory import CPU, Region
 from kvferry.core.transport import (
     BaseTransport,
     Capabilities,
+    EnterThread,
     Notification,
     Quiescence,
     TransferRequest,
+    enter_nothing,
     parse_options,
     procfs,
 )
@@ -87,14 +89,18 @@ class LoopbackTransport(
 
     Not usable in a forked child.
 
+    Args:
+        enter: called first in every thread of the transport.
+        options: the ``driver_options``, as ``LoopbackOptions``.
+
     Raises:
         DriverError: an option is unknown or out of range, or this is not Linux.
     """
 
-    interface_version: ClassVar[tuple[int, int]] = (1, 0)
+    interface_version: ClassVar[tuple[int, int]] = (1, 1)
     grace_seconds: ClassVar[float] = 10.0
 
-    def __init__(self, **options: object) -> None:
+    def __init__(self, *, enter: EnterThread = enter_nothing, **options: object) -> None:
         self._options = parse_options("loopback", LoopbackOptions, options)
         super().__init__(
             f"loopback-{os.getpid()}-{secrets.token_hex(8)}",
@@ -111,8 +117,8 @@ class LoopbackTransport(
         process_memory.allow_readers()
         self._start_time = procfs.start_time(os.getpid()) or 0
         self._registry = RegionRegistry()
-        self._mailbox = Mailbox(self._registry.instance, self.name)
-        self._workers = WorkerPool(self.name, self._options.threads)
+        self._mailbox = Mailbox(self._registry.instance, self.name, enter)
+        self._workers = WorkerPool(self.name, self._options.threads, enter)
         self._pool = CopyRunsPool()
 
     # Memory.

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from kvferry.core.errors import TransportError
-from kvferry.core.transport import State, Status
+from kvferry.core.transport import EnterThread, State, Status, make_thread
 from kvferry.drivers.loopback.chunked_copy import CopyRuns
 from kvferry.drivers.loopback.peer_memory import PeerMemory
 from kvferry.drivers.loopback.registry import Claims
@@ -120,10 +120,12 @@ class WorkerPool:
     Args:
         name: the name of the threads.
         threads: how many threads to start.
+        enter: called first in each thread.
     """
 
-    def __init__(self, name: str, threads: int) -> None:
+    def __init__(self, name: str, threads: int, enter: EnterThread) -> None:
         self._name = name
+        self._enter = enter
         self._wanted = threads
         self._threads: list[threading.Thread] = []
         self._queue: deque[LoopbackTransfer] = deque()
@@ -148,7 +150,7 @@ class WorkerPool:
         even_share = transfer.runs.total // (2 * self._wanted)
         transfer.limit = min(transfer.limit, max(_SMALLEST_CHUNK, even_share))
         while len(self._threads) < self._wanted:
-            thread = threading.Thread(target=self._work, name=self._name, daemon=True)
+            thread = make_thread(self._work, name=self._name, enter=self._enter)
             self._threads.append(thread)
             thread.start()
         with self._changed:

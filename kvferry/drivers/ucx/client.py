@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 
 from kvferry.core.errors import ConnectError, PeerLostError, TransportError
+from kvferry.core.transport import EnterThread
 from kvferry.drivers.ucx import ucp as statuses
 from kvferry.drivers.ucx.address import KeyId, UcxAddress
 from kvferry.drivers.ucx.connection import (
@@ -55,6 +56,7 @@ class Client:
         name: this transport's name.
         idle_timeout: seconds without progress after which a transfer fails.
         connect_timeout: seconds within which a server must answer.
+        enter: called first in the copy thread.
 
     Attributes:
         lock: protects this object, its workers, connections and transfers.
@@ -69,6 +71,7 @@ class Client:
         name: str,
         idle_timeout: float,
         connect_timeout: float,
+        enter: EnterThread,
     ) -> None:
         self.lock = FairLock()
         self._ucp = ucp
@@ -76,6 +79,7 @@ class Client:
         self._name = name
         self._idle_timeout = idle_timeout
         self._connect_timeout = connect_timeout
+        self._enter = enter
         self._copy_thread: CopyThread | None = None
         self._client_workers: list[ClientWorker] = []
         self._connections: dict[ConnectionId, UcxConnection] = {}
@@ -155,7 +159,7 @@ class Client:
             first.worker.progress(PROGRESS_SECONDS)
             return [first]
         if self._copy_thread is None:
-            self._copy_thread = CopyThread(f"{self._name}-copy")
+            self._copy_thread = CopyThread(f"{self._name}-copy", self._enter)
         self._copy_thread.progress_both(first.worker, second.worker)
         return [first, second]
 

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from kvferry.core.memory import U64Array
+from kvferry.core.transport import EnterThread, enter_nothing, make_thread
 from kvferry.drivers.ucx.posting import PlainPoster, PostedRuns
 from kvferry.drivers.ucx.ucp import ERRORS_FROM, Endpoint, Ucp, WorkerHandle
 
@@ -122,10 +123,13 @@ class CompiledPoster:
             self._thread.join()
         return self._loops is not None
 
-    def start_compiling(self) -> None:
+    def start_compiling(self, enter: EnterThread = enter_nothing) -> None:
         """Start compiling the loops in a thread, or log that numba is missing.
 
         Only the first call does anything.
+
+        Args:
+            enter: called first in the thread.
         """
         # Several transports of the process may call this at once.
         with self._starting:
@@ -136,7 +140,7 @@ class CompiledPoster:
                 logger.warning(_NO_NUMBA)
                 return
             # Not a daemon, so that the process does not end while the compiler works.
-            self._thread = threading.Thread(target=self._run, name="ucx-compile")
+            self._thread = make_thread(self._run, name="ucx-compile", enter=enter, daemon=False)
             self._thread.start()
 
     def _run(self) -> None:

@@ -11,6 +11,7 @@ import os
 import threading
 from collections.abc import Callable
 
+from kvferry.core.transport import EnterThread, make_thread
 from kvferry.drivers.ucx.worker import Worker
 
 MIN_BYTES = 1 << 21
@@ -32,14 +33,15 @@ class CopyThread:
 
     Args:
         name: the name of the thread.
+        enter: called first in the thread.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, enter: EnterThread) -> None:
         self._work: Callable[[], None] | None = None
         # ``_start`` is released when there is work, ``_idle`` when the thread has done it.
         self._start, self._idle = threading.Lock(), threading.Lock()
         self._start.acquire()
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread = make_thread(self._run, name=name, enter=enter)
         self._thread.start()
 
     def progress_both(self, first: Worker, second: Worker) -> None:

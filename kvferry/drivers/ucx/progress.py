@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
+from kvferry.core.transport import EnterThread, make_thread
 from kvferry.drivers.ucx.worker import Worker
 
 if TYPE_CHECKING:
@@ -106,14 +107,15 @@ class ProgressThread:
     Args:
         name: the name of the thread.
         targets: the client side, the server side, or both.
+        enter: called first in the thread.
     """
 
-    def __init__(self, name: str, targets: Sequence[ProgressTarget]) -> None:
+    def __init__(self, name: str, targets: Sequence[ProgressTarget], enter: EnterThread) -> None:
         self._targets = targets
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._stopping = False
         self._wakes_soon = False
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread = make_thread(self._run, name=name, enter=enter)
         self._thread.start()
 
     def wake(self) -> None:

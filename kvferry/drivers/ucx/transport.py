@@ -22,9 +22,11 @@ from kvferry.core.memory import Region
 from kvferry.core.transport import (
     BaseTransport,
     Capabilities,
+    EnterThread,
     Notification,
     Quiescence,
     TransferRequest,
+    enter_nothing,
     parse_options,
 )
 from kvferry.drivers.ucx import address as wire
@@ -101,6 +103,7 @@ class UcxTransport(BaseTransport[Registration, UcxAddress, UcxPeer, UcxTransfer]
     A transport is not usable in a forked child.
 
     Args:
+        enter: called first in every thread of the transport.
         options: the ``driver_options``, as ``UcxOptions``.
 
     Raises:
@@ -108,10 +111,11 @@ class UcxTransport(BaseTransport[Registration, UcxAddress, UcxPeer, UcxTransfer]
             type or out of range, or UCX does not take its value.
     """
 
-    interface_version: ClassVar[tuple[int, int]] = (1, 0)
+    interface_version: ClassVar[tuple[int, int]] = (1, 1)
     grace_seconds: ClassVar[float] = _END_SECONDS + _BREAK_SECONDS + _ANSWER_SECONDS
 
-    def __init__(self, **options: object) -> None:
+    def __init__(self, *, enter: EnterThread = enter_nothing, **options: object) -> None:
+        self._enter = enter
         self._options = parse_options("ucx", UcxOptions, options)
         self._library, self._ucp = _loaded(self._options.library)
         name = f"ucx-{os.getpid()}-{secrets.token_hex(8)}"
@@ -141,11 +145,12 @@ class UcxTransport(BaseTransport[Registration, UcxAddress, UcxPeer, UcxTransfer]
             name,
             self._options.deadline_seconds,
             self._options.connect_seconds,
+            enter,
         )
         sides: list[ProgressTarget] = [self._server, self._client]
         shares = [sides] if self._options.threads == 1 else [[side] for side in sides]
         self._progress_driver = ProgressDriver(
-            self._client, [ProgressThread(name, share) for share in shares]
+            self._client, [ProgressThread(name, share, enter) for share in shares]
         )
         _open_transports.add(self)
 
@@ -238,7 +243,7 @@ class UcxTransport(BaseTransport[Registration, UcxAddress, UcxPeer, UcxTransfer]
 
     def _connect(self, address: UcxAddress) -> UcxPeer:
         # Compile now, since a transport that connects is about to move bytes.
-        self._poster.start_compiling()
+        self._poster.start_compiling(self._enter)
         regions = wire.regions_of(address)
         with self._client.lock:
             connection = self._client.open_connection(address)

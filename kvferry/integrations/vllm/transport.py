@@ -4,29 +4,32 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvferry.core.transport import registry
+from kvferry.core.transport import enter_nothing, registry
 from kvferry.integrations.vllm.config import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from kvferry.core.transport import Transport
+    from kvferry.core.transport import EnterThread, Transport
     from kvferry.integrations.vllm.config import Config
 
 
-def make_transport(config: Config, memory: Iterable[str]) -> Transport:
+def make_transport(
+    config: Config, memory: Iterable[str], enter: EnterThread = enter_nothing
+) -> Transport:
     """Return a transport of the configured driver; the caller closes it.
 
     Args:
         config: Names the driver and its options.
         memory: The kinds of memory in which the caches are (``Region.kind``).
+        enter: What every thread of the driver does first.
 
     Raises:
         ConfigError: The driver cannot reach one of the kinds of memory; names the installed drivers
             that can.
         DriverError: The driver cannot be used.
     """
-    transport = registry.create(config.driver, config.driver_options)
+    transport = registry.create(config.driver, config.driver_options, enter=enter)
     missing = sorted(set(memory) - transport.capabilities.memory)
     if not missing:
         return transport

@@ -23,6 +23,7 @@ from kvferry.integrations.vllm import support
 from kvferry.integrations.vllm.caches.cache_layout import describe
 from kvferry.integrations.vllm.caches.layer_facts import layer_facts
 from kvferry.integrations.vllm.compatibility import judgements, rank_identity
+from kvferry.integrations.vllm.device import current_device, thread_setup, work_marker
 from kvferry.integrations.vllm.metadata import RankHandshake, RankReport, StepMetadata
 from kvferry.integrations.vllm.metrics import FerryStats
 from kvferry.integrations.vllm.rank_position import (
@@ -101,14 +102,15 @@ class FerryWorker:
         support.check_groups(kv_cache_config)
         configured = vllm_config.kv_transfer_config.kv_buffer_device
         # A pipeline stage may have no layer with a cache: then the configured device counts.
-        device = next((cache.device.type for cache in caches.values()), configured)
-        support.check_buffer_device(configured, device)
+        device = next((each.device for each in caches.values()), current_device(configured))
+        support.check_buffer_device(configured, device.type)
+        enter = thread_setup(device)
         facts = layer_facts(vllm_config, kv_cache_config, position.shard)
         layout = describe(caches, kv_cache_config, facts=facts, position=position.shard)
         endpoint = Endpoint(
             identity=rank_identity(vllm_config, incarnation, position),
             driver=config.driver,
-            transport=make_transport(config, {region.kind for region in layout.regions}),
+            transport=make_transport(config, {region.kind for region in layout.regions}, enter),
             layout=layout,
             slots=kv_cache_config.num_blocks,
             options=EndpointOptions(
@@ -122,8 +124,9 @@ class FerryWorker:
                 access=read_security_settings(config).access,
             ),
             zero=zero_function(caches.values()),
+            enter=enter,
         )
-        return cls(endpoint, _work_marker(device), config.drain_timeout)
+        return cls(endpoint, work_marker(device), config.drain_timeout)
 
     def apply(self, step: StepMetadata) -> None:
         """Pass the scheduler's messages of this step on to the endpoint. Never blocks.
@@ -278,29 +281,3 @@ def start_worker(
     if position.replica:
         return UnreadRankWorker()
     return FerryWorker.start(vllm_config, kv_cache_config, caches, position, incarnation)
-
-
-def _work_marker(device: str) -> Callable[[], Callable[[], bool] | None]:
-    """Return a function that marks the work enqueued so far on a device's current stream.
-
-    Args:
-        device: The device's type, as torch names it.
-
-    Returns:
-        A function that marks the work and returns a second function, which tells whether that work
-        is done. On CPUs it returns ``None`` instead: work is done when the call that does it ends.
-    """
-    if device == "cpu":
-        return lambda: None
-
-    import torch
-
-    module = torch.get_device_module(device)
-
-    def mark() -> Callable[[], bool]:
-        event = module.Event()
-        event.record()
-        query: Callable[[], bool] = event.query
-        return query
-
-    return mark

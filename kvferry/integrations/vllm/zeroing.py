@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvferry.core.memory import CPU, I64Array, Region, region_of
-from kvferry.core.planner.build_copies import Spans
+from kvferry.core.memory import CPU, I64Array, region_of
+from kvferry.core.planner.build_copies import Spans, SpanSegment
 from kvferry.core.planner.zeroing import zero_cpu
 
 if TYPE_CHECKING:
@@ -42,14 +43,62 @@ def device_zero_function(caches: Iterable[torch.Tensor]) -> Callable[[Spans], No
     """
     memory = {region_of(tensor): _bytes_of(tensor) for tensor in caches}
 
+    streams = {tensor.device: _HighStream(tensor.device) for tensor in memory.values()}
+
     def zero(spans: Spans) -> None:
-        for segment in spans.segments:
-            here = slice(segment.start, segment.stop)
-            offsets = (spans.address[here] - np.uint64(segment.region.address)).astype(np.int64)
-            _zero(memory[segment.region], offsets, spans.nbytes[here].astype(np.int64))
-        _wait_for({segment.region: memory[segment.region] for segment in spans.segments})
+        for device, stream in streams.items():
+            with stream.enqueueing():
+                for segment in spans.segments:
+                    if memory[segment.region].device == device:
+                        _zero_segment(memory[segment.region], spans, segment)
+        for stream in streams.values():
+            stream.wait()
 
     return zero
+
+
+class _HighStream:
+    """A stream of a device's own for zeroing, of high priority; on the CPU, nothing.
+
+    On the calling thread's current stream, which may be the engine's, the zeroing would wait for a
+    whole step of the model, and every load behind it. The pages belong to a load that has begun, so
+    no work on other streams uses them.
+
+    Args:
+        device: the device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream: Any = None
+        self._done: Any = None
+
+    @contextmanager
+    def enqueueing(self) -> Iterator[None]:
+        """Within the context, torch enqueues work for the device on this stream."""
+        import torch
+
+        if self._device.type == CPU:
+            yield
+            return
+        module = torch.get_device_module(self._device)
+        if self._stream is None:  # made here, on a thread that has chosen the device
+            self._stream = module.Stream(device=self._device, priority=-1)
+            self._done = module.Event()
+        with module.stream(self._stream):
+            yield
+            self._done.record(self._stream)
+
+    def wait(self) -> None:
+        """Wait until what was enqueued is done, since drivers do not know torch's streams."""
+        if self._done is not None:
+            self._done.synchronize()
+
+
+def _zero_segment(memory: torch.Tensor, spans: Spans, segment: SpanSegment) -> None:
+    here = slice(segment.start, segment.stop)
+    offsets = (spans.address[here] - np.uint64(segment.region.address)).astype(np.int64)
+    _zero(memory, offsets, spans.nbytes[here].astype(np.int64))
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -81,15 +130,3 @@ def _zero(memory: torch.Tensor, offsets: I64Array, lengths: I64Array) -> None:
     for start in range(0, len(index), INDEX_ROWS):
         chunk = torch.from_numpy(index[start : start + INDEX_ROWS])
         rows.index_fill_(0, chunk.to(memory.device), 0)
-
-
-def _wait_for(memory: dict[Region, torch.Tensor]) -> None:
-    """Wait until the zeroing is done on each device, since drivers do not know torch's streams.
-
-    Args:
-        memory: The bytes of each region that was zeroed.
-    """
-    import torch
-
-    for device in {tensor.device for tensor in memory.values() if tensor.device.type != CPU}:
-        torch.get_device_module(device).current_stream(device).synchronize()

@@ -1,0 +1,218 @@
+"""CUDA's driver API, by ctypes: what a driver needs so that final means quiet, and done visible.
+
+Two things about a GPU's memory are not known to the library that moves the bytes. After a failed
+transfer, copies may still wait in the GPU's queues; only the GPU knows when they have run
+(``DeviceWait``). And bytes that a NIC has written into the memory may not be visible yet to work
+that starts on the GPU (``CudaDriver.flush``).
+
+This module needs no CUDA toolkit, and imports where there is no GPU.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from kvferry.core.errors import TransportError
+
+logger = logging.getLogger(__name__)
+
+CUDA = "cuda"
+"""kvferry's name of this memory kind."""
+
+_LIBRARY = "libcuda.so.1"
+
+# Of cuda.h.
+_WRITES_ORDERING = 118  # CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WRITES_ORDERING
+_FLUSH_OPTIONS = 117  # CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_FLUSH_WRITES_OPTIONS
+_HOST_PAGE_TABLES = 100  # CU_DEVICE_ATTRIBUTE_PAGEABLE_MEMORY_ACCESS_USES_HOST_PAGE_TABLES
+_ORDERED_FOR_OWNER = 100  # CU_GPU_DIRECT_RDMA_WRITES_ORDERING_OWNER; below it: not ordered
+_CAN_FLUSH = 1  # CU_FLUSH_GPU_DIRECT_RDMA_WRITES_OPTION_HOST
+_CURRENT_CONTEXT = 0  # CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TARGET_CURRENT_CTX
+_TO_OWNER = 100  # CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TO_OWNER
+
+_INT = ctypes.c_int
+_POINTER = ctypes.c_void_p
+_OUT = ctypes.POINTER(_INT)
+_ARGUMENTS: dict[str, list[Any]] = {
+    "cuInit": [ctypes.c_uint],
+    "cuGetErrorString": [_INT, ctypes.POINTER(ctypes.c_char_p)],
+    "cuDeviceGet": [_OUT, _INT],
+    "cuDeviceGetAttribute": [_OUT, _INT, _INT],
+    "cuDevicePrimaryCtxGetState": [_INT, ctypes.POINTER(ctypes.c_uint), _OUT],
+    "cuDevicePrimaryCtxRetain": [ctypes.POINTER(_POINTER), _INT],
+    "cuDevicePrimaryCtxRelease_v2": [_INT],
+    "cuCtxPushCurrent_v2": [_POINTER],
+    "cuCtxPopCurrent_v2": [ctypes.POINTER(_POINTER)],
+    "cuCtxSynchronize": [],
+    "cuFlushGPUDirectRDMAWrites": [_INT, _INT],
+}
+
+
+class CudaDriver:
+    """The driver API of the GPUs of this machine. Any thread may call it.
+
+    Methods raise ``TransportError`` with CUDA's text if CUDA refuses a call.
+
+    Args:
+        library: the loaded ``libcuda``, or a test's stand-in with functions of the same names.
+    """
+
+    def __init__(self, library: Any) -> None:  # noqa: ANN401 - a C library
+        self._library = library
+        self._needs_flush: dict[int, bool] = {}
+        self._call("cuInit", 0)
+
+    def wait_idle(self, device: int) -> None:
+        """Wait until a device has done all work that this process has enqueued on it.
+
+        This includes work on streams of other libraries, such as the copies of UCX and NIXL; and
+        the engine's kernels, so the wait may take as long as these.
+
+        Args:
+            device: the index of the device, as in ``Region.device``.
+        """
+        with self._context(device) as active:
+            if active:
+                self._call("cuCtxSynchronize")
+
+    def needs_flush(self, device: int) -> bool:
+        """Return whether a device may run new work before it sees what a NIC has written before.
+
+        That is so where the device does not order these writes, and where the CPU reaches the
+        device over NVLink-C2C (Grace): the completion then comes by another way than the bytes,
+        and may overtake them.
+
+        Args:
+            device: the index of the device.
+        """
+        if device not in self._needs_flush:
+            ordered = self._attribute(device, _WRITES_ORDERING) >= _ORDERED_FOR_OWNER
+            by_c2c = self._attribute(device, _HOST_PAGE_TABLES) == 1
+            self._needs_flush[device] = not ordered or by_c2c
+        return self._needs_flush[device]
+
+    def flush(self, device: int) -> None:
+        """Make all that NICs have written into a device's memory visible to new work on the device.
+
+        Args:
+            device: the index of the device.
+
+        Raises:
+            TransportError: also if the device cannot do that; the text says so.
+        """
+        if not self._attribute(device, _FLUSH_OPTIONS) & _CAN_FLUSH:
+            raise TransportError(
+                f"GPU {device} neither orders what a NIC writes, nor can be told to flush it: "
+                "bytes that have arrived may not be visible to the model. Use a driver or a way "
+                "that copies by the GPU (NVLink), or CPU memory"
+            )
+        with self._context(device):
+            self._call("cuFlushGPUDirectRDMAWrites", _CURRENT_CONTEXT, _TO_OWNER)
+
+    @contextmanager
+    def _context(self, device: int) -> Iterator[bool]:
+        """Within the context manager, this thread has the device's primary context.
+
+        Yields:
+            Whether the device's context exists; if not, this process has no work on the device,
+            and none is made.
+        """
+        handle = self._device(device)
+        flags, active = ctypes.c_uint(), _INT()
+        self._call("cuDevicePrimaryCtxGetState", handle, ctypes.byref(flags), ctypes.byref(active))
+        if not active.value:
+            yield False
+            return
+        context = _POINTER()
+        self._call("cuDevicePrimaryCtxRetain", ctypes.byref(context), handle)
+        try:
+            self._call("cuCtxPushCurrent_v2", context)
+            try:
+                yield True
+            finally:
+                self._call("cuCtxPopCurrent_v2", ctypes.byref(context))
+        finally:
+            self._call("cuDevicePrimaryCtxRelease_v2", handle)
+
+    def _device(self, device: int) -> int:
+        handle = _INT()
+        self._call("cuDeviceGet", ctypes.byref(handle), device)
+        return handle.value
+
+    def _attribute(self, device: int, attribute: int) -> int:
+        """Return an attribute of a device; 0 if the installed CUDA does not know it."""
+        value = _INT()
+        code = self._library.cuDeviceGetAttribute(
+            ctypes.byref(value), attribute, self._device(device)
+        )
+        return 0 if code else value.value
+
+    def _call(self, name: str, *arguments: object) -> None:
+        code = getattr(self._library, name)(*arguments)
+        if code:
+            text = ctypes.c_char_p()
+            self._library.cuGetErrorString(code, ctypes.byref(text))
+            reason = (text.value or b"no such error is known").decode(errors="replace")
+            raise TransportError(f"CUDA refuses {name}: {reason} ({code})")
+
+
+class DeviceWait:
+    """Waits, in a thread of its own, until devices have done what was enqueued on them until now.
+
+    Args:
+        cuda: the driver API.
+        devices: the indices of the devices.
+        enter: called first in the thread.
+    """
+
+    def __init__(self, cuda: CudaDriver, devices: Iterable[int], enter: Callable[[], None]) -> None:
+        self._cuda = cuda
+        self._devices = sorted(set(devices))
+        self._enter = enter
+        self._quiet = False
+        # A daemon: a kernel that never ends must not keep the process from ending.
+        self._thread = threading.Thread(target=self._run, name="kvferry-cuda-wait", daemon=True)
+        self._thread.start()
+
+    @property
+    def quiet(self) -> bool:
+        """Whether all devices have done it. It stays False if a device reports an error."""
+        return self._quiet
+
+    def join(self, seconds: float) -> bool:
+        """Wait for the end of the wait, for some seconds at most; return ``quiet``."""
+        self._thread.join(max(0.0, seconds))
+        return self._quiet
+
+    def _run(self) -> None:
+        try:
+            self._enter()
+            for device in self._devices:
+                self._cuda.wait_idle(device)
+        except Exception:
+            logger.exception(
+                "cannot tell whether GPUs %s have ended the copies of a failed transfer: its pages "
+                "stay in use; restart the engine",
+                self._devices,
+            )
+        else:
+            self._quiet = True
+
+
+@functools.cache
+def find_cuda() -> CudaDriver | None:
+    """Return the driver API of this machine; ``None`` if there is none, or no GPU."""
+    try:
+        library = ctypes.CDLL(_LIBRARY)
+        for name, arguments in _ARGUMENTS.items():
+            function = getattr(library, name)
+            function.argtypes, function.restype = arguments, _INT
+        return CudaDriver(library)
+    except (OSError, AttributeError, TransportError):
+        return None

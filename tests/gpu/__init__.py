@@ -1,0 +1,1 @@
+"""Stand-ins for GPUs: CUDA's driver API, and torch's module of a kind of device."""
