@@ -22,9 +22,16 @@ from kvferry.core.lifecycle.scheduler_holds import SchedulerHolds
 from kvferry.core.lifecycle.ticket import Ticket
 from kvferry.core.memory import region_of
 from kvferry.core.messages import Coordinates, Note, decode_notes, encode
-from kvferry.core.planner.build_copies import Pages
+from kvferry.core.planner.build_copies import Pages, Spans
+from kvferry.core.planner.zeroing import zero_cpu
 from kvferry.core.security import TicketKey
-from kvferry.core.transport import Notification, PeerId, Transport
+from kvferry.core.transport import (
+    EnterThread,
+    Notification,
+    PeerId,
+    Transport,
+    enter_nothing,
+)
 from kvferry.drivers.loopback import LoopbackTransport
 from tests.core.ticket_proofs import proved
 
@@ -296,6 +303,8 @@ def engine(
     port: int = 0,
     clock: Callable[[], float] = time.monotonic,
     ticket_key: TicketKey | None = None,
+    enter: EnterThread = enter_nothing,
+    zero: Callable[[Spans], None] = zero_cpu,
 ) -> Iterator[Engine]:
     """Run an engine until the block ends; without a ticket key, as older builds do."""
     shape = shape or Shape()
@@ -320,6 +329,8 @@ def engine(
                 slots=shape.pages,
                 options=options or EndpointOptions(),
                 clock=clock,
+                enter=enter,
+                zero=zero,
             )
             stack.enter_context(endpoint)
             ranks.append(
