@@ -392,6 +392,14 @@ def test_host_without_network_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> N
     assert [f.verdict for f in channel.channels()] == [FindingLevel.OK, FindingLevel.WARN]
 
 
+def test_default_host_is_said_to_be_for_one_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channel, "own_address", lambda: "127.0.0.2")
+    loopback, own = channel.channels()
+    assert "the default of side_channel_host: only engines on this host reach it" in loopback.found
+    assert own.name == "side channel at 127.0.0.2"
+    assert "for engines on several hosts, set side_channel_host to it" in own.found
+
+
 def test_foreign_own_address_is_bad(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(channel, "own_address", lambda: "203.0.113.7")
     found = list(channel.channels())
