@@ -82,6 +82,10 @@ class StandInCuda:
         handle._obj.value = index
         return SUCCESS
 
+    def cuDeviceGetCount(self, count: Any) -> int:
+        count._obj.value = self.devices
+        return SUCCESS
+
     def cuDeviceGetAttribute(self, value: Any, attribute: int, device: int) -> int:
         value._obj.value = self.attributes.get((device, attribute), 0)
         return SUCCESS
