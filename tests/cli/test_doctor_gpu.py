@@ -322,9 +322,22 @@ def test_imex_channel_that_may_not_be_opened_is_a_warning(
     assert "may not open" in finding.found
 
 
+@pytest.mark.parametrize(
+    ("environment", "words"),
+    [
+        ({}, "VLLM_KV_CACHE_LAYOUT is not set: kvferry asks for LBHNC."),
+        ({"VLLM_KV_CACHE_LAYOUT": "BLHNC"}, "VLLM_KV_CACHE_LAYOUT is BLHNC."),
+    ],
+)
+def test_order_of_the_cache_is_said(environment: dict[str, str], words: str) -> None:
+    finding = nvidia.cache_order(environment)
+    assert (finding.verdict, words in finding.found) == (FindingLevel.OK, True)
+    assert "kvferry plan" in finding.found
+
+
 # All of it.
 
-GPU_FINDINGS = {"CUDA IPC", "NVLink between hosts"}
+GPU_FINDINGS = {"CUDA IPC", "NVLink between hosts", "cache order"}
 DIRECT_FINDINGS = {"GPU memory over RDMA", "NICs near GPUs", "RDMA writes to GPU memory"}
 ALWAYS = {"GPU", "RDMA", "locked memory"}
 

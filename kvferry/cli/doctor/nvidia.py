@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from kvferry.cli.doctor.devices import OPEN, file_text, kernel_module
@@ -25,6 +25,8 @@ DMABUF_KERNEL = (5, 12)
 
 FIRST_PID_NAMESPACE = 0xEFFFFFFC
 """Number of the PID namespace of the host itself (``PROC_PID_INIT_INO`` in Linux)."""
+
+ORDER = "VLLM_KV_CACHE_LAYOUT"
 
 MULTI_NODE_GPUS = ("GB200", "GB300")
 """In the names of GPUs whose NVLink may lead to other hosts."""
@@ -169,3 +171,18 @@ def imex(gpus: Sequence[str], root: Path = Path("/")) -> Finding:
             "guide), also in the container",
         )
     return ok(MNNVL, "no IMEX channel; only GPUs of one NVLink domain of several hosts need one")
+
+
+def cache_order(environment: Mapping[str, str]) -> Finding:
+    """Return the finding about the order of vLLM's cache in memory, which decides on small copies.
+
+    Args:
+        environment: The environment variables.
+    """
+    order = environment.get(ORDER, "").strip()
+    asked = f"{ORDER} is {order}" if order else f"{ORDER} is not set: kvferry asks for LBHNC"
+    return ok(
+        "cache order",
+        f"{asked}. With layers outermost, each page of each layer is a copy of its own, and CUDA "
+        "IPC takes some 4 µs for each; kvferry plan counts them, and names a better order",
+    )
