@@ -37,6 +37,8 @@ _CAN_FLUSH = 1  # CU_FLUSH_GPU_DIRECT_RDMA_WRITES_OPTION_HOST
 _CURRENT_CONTEXT = 0  # CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TARGET_CURRENT_CTX
 _TO_OWNER = 100  # CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TO_OWNER
 
+_ADDRESS_BYTES = 32  # more than any PCI address has
+
 _INT = ctypes.c_int
 _POINTER = ctypes.c_void_p
 _OUT = ctypes.POINTER(_INT)
@@ -45,6 +47,7 @@ _ARGUMENTS: dict[str, list[Any]] = {
     "cuGetErrorString": [_INT, ctypes.POINTER(ctypes.c_char_p)],
     "cuDeviceGet": [_OUT, _INT],
     "cuDeviceGetCount": [_OUT],
+    "cuDeviceGetPCIBusId": [ctypes.c_char_p, _INT, _INT],
     "cuDeviceGetAttribute": [_OUT, _INT, _INT],
     "cuDevicePrimaryCtxGetState": [_INT, ctypes.POINTER(ctypes.c_uint), _OUT],
     "cuDevicePrimaryCtxRetain": [ctypes.POINTER(_POINTER), _INT],
@@ -75,6 +78,16 @@ class CudaDriver:
         found = _INT()
         self._call("cuDeviceGetCount", ctypes.byref(found))
         return found.value
+
+    def pci_address(self, device: int) -> str:
+        """Return the PCI address of a device, such as ``0000:1b:00.0``.
+
+        Args:
+            device: the index of the device.
+        """
+        text = ctypes.create_string_buffer(_ADDRESS_BYTES)
+        self._call("cuDeviceGetPCIBusId", text, _ADDRESS_BYTES, self._device(device))
+        return text.value.decode()
 
     def exports_dmabuf(self, device: int) -> bool:
         """Return whether a device's memory can be given to a NIC's driver as a dmabuf.

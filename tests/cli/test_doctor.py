@@ -178,7 +178,10 @@ def probed_ucx(*transports: str, rdma: bool = False, advice: str = "", gpus: int
         transports={key: ["mlx5_0:1" if "mlx5" in key else "memory"] for key in transports},
         advice=advice,
     )
-    seen = [Gpu(index=n, dmabuf=True, needs_flush=False, can_flush=True) for n in range(gpus)]
+    seen = [
+        Gpu(index=n, address=f"1b:0{n}.0", dmabuf=True, needs_flush=False, can_flush=True)
+        for n in range(gpus)
+    ]
     return Probed(ucx=[found], gpus=seen)
 
 

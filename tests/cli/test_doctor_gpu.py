@@ -28,7 +28,8 @@ NIC_A, NIC_B = "0000:1c:00.0", "0000:d4:00.0"
 
 
 def gpu(*, index: int = 0, dmabuf: bool = True, flush: bool = False, can: bool = True) -> Gpu:
-    return Gpu(index=index, dmabuf=dmabuf, needs_flush=flush, can_flush=can)
+    address = f"0000:{0x1B + index:02X}:00.0"
+    return Gpu(index=index, address=address, dmabuf=dmabuf, needs_flush=flush, can_flush=can)
 
 
 def pci_device(root: Path, route: str, **facts: str) -> None:
@@ -172,7 +173,7 @@ def test_gpu_that_neither_orders_nor_flushes_writes_is_a_warning() -> None:
 
 
 def test_nics_near_gpus(tmp_path: Path) -> None:
-    (finding,) = topology.near(two_sockets(tmp_path))
+    (finding,) = topology.near(None, two_sockets(tmp_path))
     assert finding.verdict is FindingLevel.OK
     assert finding.found == (
         f"GPU {GPU_A}: mlx5_0 (same PCIe switch); GPU {GPU_B}: mlx5_1 (same NUMA node)"
@@ -184,14 +185,14 @@ def test_nics_of_one_root_complex(tmp_path: Path) -> None:
     for number in (0, 1):
         nic(tmp_path, f"mlx5_{number}", f"pci0000:15/0000:15:05.0/0000:2{number}:00.0", node=-1)
     nic(tmp_path, "mlx5_2", f"pci0000:d0/0000:d0:01.0/{NIC_B}", node=-1)
-    (finding,) = topology.near(tmp_path)
+    (finding,) = topology.near(None, tmp_path)
     assert finding.found == f"GPU {GPU_A}: mlx5_0, mlx5_1 (same PCIe root complex)"
 
 
 def test_gpu_far_from_every_nic_is_a_warning(tmp_path: Path) -> None:
     graphics(tmp_path, f"pci0000:15/0000:15:01.0/{GPU_A}")
     nic(tmp_path, "mlx5_1", f"pci0000:d0/0000:d0:01.0/{NIC_B}", node=1)
-    (finding,) = topology.near(tmp_path)
+    (finding,) = topology.near(None, tmp_path)
     assert finding.verdict is FindingLevel.WARN
     assert finding.found == f"GPU {GPU_A}: mlx5_1 (another NUMA node)"
     assert GPU_A in finding.remedy
@@ -200,16 +201,25 @@ def test_gpu_far_from_every_nic_is_a_warning(tmp_path: Path) -> None:
 def test_unknown_numa_node_is_no_warning(tmp_path: Path) -> None:
     graphics(tmp_path, f"pci0000:15/0000:15:01.0/{GPU_A}", node=-1)
     nic(tmp_path, "mlx5_1", f"pci0000:d0/0000:d0:01.0/{NIC_B}", node=1)
-    (finding,) = topology.near(tmp_path)
+    (finding,) = topology.near(None, tmp_path)
     assert (finding.verdict, "how near is not known" in finding.found) == (FindingLevel.OK, True)
 
 
 def test_distance_needs_gpus_and_nics(tmp_path: Path) -> None:
-    assert list(topology.near(tmp_path)) == []
+    assert list(topology.near(None, tmp_path)) == []
     graphics(tmp_path, f"pci0000:15/0000:15:01.0/{GPU_A}")
     graphics(tmp_path, "pci0000:15/0000:15:01.0/0000:1b:00.1", kind="0x040300")  # its sound device
-    assert [card.name for card in topology.gpus(tmp_path)] == [GPU_A]
-    assert list(topology.near(tmp_path)) == []
+    assert [card.name for card in topology.gpus(None, tmp_path)] == [GPU_A]
+    assert list(topology.near(None, tmp_path)) == []
+
+
+def test_gpus_that_cuda_does_not_see_are_left_out(tmp_path: Path) -> None:
+    root = two_sockets(tmp_path)
+    (finding,) = topology.near([gpu()], root)
+    assert finding.found == f"GPU {GPU_A}: mlx5_0 (same PCIe switch)"
+    environment = {topology.MAPPING: f"{GPU_A}={NIC_A}", topology.SELECTION: "UCX_NET_DEVICES:1"}
+    (finding,) = topology.bound(environment, [gpu()], root)
+    assert finding.verdict is FindingLevel.OK
 
 
 # Variables that bind GPUs to NICs.
@@ -221,7 +231,7 @@ TO_UCX = "UCX_NET_DEVICES:1,NCCL_IB_HCA:1"
 def binding(root: Path, mapping: str | None, selection: str | None) -> Finding:
     given = {topology.MAPPING: mapping, topology.SELECTION: selection}
     environment = {name: value for name, value in given.items() if value is not None}
-    (finding,) = topology.bound(environment, root)
+    (finding,) = topology.bound(environment, None, root)
     return finding
 
 
@@ -265,13 +275,13 @@ def test_wrong_binding_is_found(
 )
 def test_devices_of_ucx(tmp_path: Path, listed: str, missing: str) -> None:
     (two_sockets(tmp_path) / "sys/class/net/eth0").mkdir(parents=True)
-    (finding,) = topology.bound({"UCX_NET_DEVICES": listed}, tmp_path)
+    (finding,) = topology.bound({"UCX_NET_DEVICES": listed}, None, tmp_path)
     assert finding.verdict is (FindingLevel.WARN if missing else FindingLevel.OK)
     assert (f"there is no {missing} here" in finding.found) is bool(missing)
 
 
 def test_unset_variables_are_not_reported(tmp_path: Path) -> None:
-    assert list(topology.bound({}, two_sockets(tmp_path))) == []
+    assert list(topology.bound({}, None, two_sockets(tmp_path))) == []
 
 
 # From GPU to GPU.

@@ -98,10 +98,10 @@ def hardware(
     yield devices.rdma(root)
     if nvidia_gpus and nics:
         yield nvidia.direct(probed.gpus, root)
-        yield from topology.near(root)
+        yield from topology.near(probed.gpus, root)
     if probed.gpus and nics:
         yield nvidia.visibility(probed.gpus)
-    yield from topology.bound(environment, root)
+    yield from topology.bound(environment, probed.gpus, root)
     yield kernel.locked_memory(rdma=bool(nics))
 
 

@@ -78,6 +78,7 @@ class Gpu(Struct, frozen=True, kw_only=True):
 
     Attributes:
         index: CUDA's index of the GPU.
+        address: The GPU's PCI address.
         dmabuf: Whether a NIC's driver can get the GPU's memory as a dmabuf.
         needs_flush: Whether what a NIC has written into the GPU's memory must be flushed before the
             GPU sees it.
@@ -85,6 +86,7 @@ class Gpu(Struct, frozen=True, kw_only=True):
     """
 
     index: int
+    address: str
     dmabuf: bool
     needs_flush: bool
     can_flush: bool
@@ -200,6 +202,7 @@ def _gpu(cuda: CudaDriver, index: int) -> Gpu:
     """
     return Gpu(
         index=index,
+        address=cuda.pci_address(index),
         dmabuf=cuda.exports_dmabuf(index),
         needs_flush=cuda.needs_flush(index),
         can_flush=cuda.can_flush(index),

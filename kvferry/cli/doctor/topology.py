@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import enum
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from kvferry.cli.doctor import devices
 from kvferry.cli.doctor.finding import Finding, bad, ok, warn
+from kvferry.cli.doctor.probe import Gpu
 
 NEAR, BINDING, UCX_DEVICES = "NICs near GPUs", "NIC of each GPU", "UCX_NET_DEVICES"
 MAPPING, SELECTION = "VLLM_GPU_NIC_PCIE_MAPPING", "VLLM_NIC_SELECTION_VARS"
@@ -65,14 +66,21 @@ class PciDevice:
     node: int
 
 
-def gpus(root: Path = Path("/")) -> list[PciDevice]:
-    """Return NVIDIA's GPUs, by PCI address.
+def gpus(seen: Sequence[Gpu] | None, root: Path = Path("/")) -> list[PciDevice]:
+    """Return those of NVIDIA's GPUs that this process may use, by PCI address.
+
+    A container sees all devices of its host in sysfs, so CUDA says which are the container's.
 
     Args:
+        seen: The GPUs that CUDA sees; ``None`` if CUDA could not be asked: all GPUs are returned.
         root: The file system's root; another one in tests.
     """
     paths = sorted((root / "sys/bus/pci/devices").glob("*"))
-    return [_device(root, path, path.name) for path in paths if _is_gpu(path)]
+    found = [_device(root, path, path.name) for path in paths if _is_gpu(path)]
+    if seen is None:
+        return found
+    allowed = {_address(gpu.address) for gpu in seen}
+    return [card for card in found if _address(card.bus) in allowed]
 
 
 def nics(root: Path = Path("/")) -> list[PciDevice]:
@@ -92,18 +100,19 @@ def _is_gpu(path: Path) -> bool:
     return devices.file_text(path / "vendor") == NVIDIA and kind.startswith(DISPLAY)
 
 
-def near(root: Path = Path("/")) -> Iterator[Finding]:
+def near(seen: Sequence[Gpu] | None, root: Path = Path("/")) -> Iterator[Finding]:
     """Yield the finding about the nearest NICs of each GPU, if there are GPUs and NICs.
 
     Args:
+        seen: The GPUs that CUDA sees; ``None`` if CUDA could not be asked.
         root: The file system's root; another one in tests.
     """
-    cards, cables = gpus(root), nics(root)
-    if not cards or not cables:
+    cards, network = gpus(seen, root), nics(root)
+    if not cards or not network:
         return
-    best = {card: min(_distance(card, nic) for nic in cables) for card in cards}
+    best = {card: min(_distance(card, nic) for nic in network) for card in cards}
     names = {
-        card: [nic.name for nic in cables if _distance(card, nic) is nearest]
+        card: [nic.name for nic in network if _distance(card, nic) is nearest]
         for card, nearest in best.items()
     }
     text = "; ".join(
@@ -121,28 +130,34 @@ def near(root: Path = Path("/")) -> Iterator[Finding]:
         yield ok(NEAR, text)
 
 
-def bound(environment: Mapping[str, str], root: Path = Path("/")) -> Iterator[Finding]:
+def bound(
+    environment: Mapping[str, str], seen: Sequence[Gpu] | None, root: Path = Path("/")
+) -> Iterator[Finding]:
     """Yield findings about the variables that bind GPUs to NICs, as far as they are set.
 
     Args:
         environment: The environment variables.
+        seen: The GPUs that CUDA sees; ``None`` if CUDA could not be asked.
         root: The file system's root; another one in tests.
     """
     mapping, selection = (environment.get(name, "").strip() for name in (MAPPING, SELECTION))
     if mapping or selection:
-        yield _binding(mapping, selection, root)
+        yield _binding(mapping, selection, gpus(seen, root), nics(root))
     listed = environment.get(UCX_DEVICES, "").strip()
     if listed:
         yield _ucx_devices(listed, root)
 
 
-def _binding(mapping: str, selection: str, root: Path) -> Finding:
+def _binding(
+    mapping: str, selection: str, cards: Sequence[PciDevice], network: Sequence[PciDevice]
+) -> Finding:
     """Return the finding about vLLM's two variables that bind each GPU to a NIC.
 
     Args:
         mapping: The value of ``MAPPING``: pairs of PCI addresses, ``GPU=NIC``.
         selection: The value of ``SELECTION``: the variables that vLLM sets to the NIC's name.
-        root: The file system's root.
+        cards: The GPUs.
+        network: The NICs.
     """
     if not mapping or not selection:
         return bad(
@@ -157,27 +172,27 @@ def _binding(mapping: str, selection: str, root: Path) -> Finding:
             f"{MAPPING}={mapping} is no list of GPU=NIC, both PCI addresses",
             "write it as 0000:1b:00.0=0000:1c:00.0,...",
         )
-    known = {_address(nic.bus): nic.name for nic in nics(root)}
+    known = {_address(nic.bus): nic.name for nic in network}
     missing = [_written(pair[1]) for pair in pairs if pair[1] not in known]
     if missing:
         return bad(
             BINDING,
             f"{MAPPING} names {', '.join(missing)}, where no NIC with RDMA is: vLLM's worker ends",
-            f"name one of {', '.join(nic.bus for nic in nics(root)) or 'none, there is no NIC'}",
+            f"name one of {', '.join(nic.bus for nic in network) or 'none, there is no NIC'}",
         )
     wanted = {pair[0]: known[pair[1]] for pair in pairs}
-    return _coverage(wanted, selection, root)
+    return _coverage(wanted, selection, cards)
 
 
-def _coverage(wanted: Mapping[Address, str], selection: str, root: Path) -> Finding:
+def _coverage(wanted: Mapping[Address, str], selection: str, cards: Sequence[PciDevice]) -> Finding:
     """Return the finding about a mapping whose NICs exist: which GPUs it has, and for whom it is.
 
     Args:
         wanted: The NIC of each GPU's address.
         selection: The value of ``SELECTION``.
-        root: The file system's root.
+        cards: The GPUs.
     """
-    unbound = [card.name for card in gpus(root) if _address(card.bus) not in wanted]
+    unbound = [card.name for card in cards if _address(card.bus) not in wanted]
     if unbound:
         return warn(
             BINDING,
