@@ -308,10 +308,12 @@ def test_active_nic_is_fine(tmp_path: Path) -> None:
     finding = rdma_finding(tmp_path, "4: ACTIVE\n")
     assert finding.verdict is FindingLevel.OK
     assert finding.found == "mlx5_0:1 InfiniBand, 400 Gb/sec (4X NDR), 4: ACTIVE"
+    assert devices.active_nics(tmp_path) == ["mlx5_0"]
 
 
 def test_inactive_nic_is_a_warning(tmp_path: Path) -> None:
     assert rdma_finding(tmp_path, "1: DOWN\n").verdict is FindingLevel.WARN
+    assert (devices.nics(tmp_path), devices.active_nics(tmp_path)) == (["mlx5_0"], [])
 
 
 def test_nic_without_device_files_is_a_warning(tmp_path: Path) -> None:

@@ -163,7 +163,7 @@ def test_dmabuf_instead_of_peermem(
 def test_gpus_that_order_writes_or_flush_them_are_fine() -> None:
     ordered, flushed = nvidia.visibility([gpu()]), nvidia.visibility([gpu(index=2, flush=True)])
     assert (ordered.verdict, flushed.verdict) == (FindingLevel.OK, FindingLevel.OK)
-    assert "flushes them on GPU 2" in flushed.found
+    assert "kvferry flushes GPU 2" in flushed.found
 
 
 def test_gpu_that_neither_orders_nor_flushes_writes_is_a_warning() -> None:

@@ -114,7 +114,7 @@ def _findings(
     yield software.python()
     yield software.package()
     yield software.vllm()
-    yield from software.drivers(probed, nics=devices.nics())
+    yield from software.drivers(probed, nics=devices.active_nics())
     yield kernel.reading()
     yield kernel.ptrace_scope()
     yield from hardware(probed)

@@ -13,6 +13,7 @@ from pathlib import Path
 from kvferry.cli.doctor.finding import Finding, ok, warn
 
 RDMA, GPU = "RDMA", "GPU"
+ACTIVE = "ACTIVE"
 OPEN = "open"
 """The kind of NVIDIA's kernel module that exports GPU memory as dmabuf."""
 SMI_SECONDS = 10.0
@@ -41,6 +42,15 @@ def nics(root: Path = Path("/")) -> list[str]:
     return sorted(path.name for path in (root / "sys/class/infiniband").glob("*"))
 
 
+def active_nics(root: Path = Path("/")) -> list[str]:
+    """Return the names of the NICs with RDMA that have an active port, ascending.
+
+    Args:
+        root: The file system's root; another one in tests.
+    """
+    return [nic for nic in nics(root) if any(ACTIVE in port for port in _ports(root, nic))]
+
+
 def rdma(root: Path = Path("/")) -> Finding:
     """Return the finding about NICs with RDMA: their ports, and whether this process may use them.
 
@@ -52,7 +62,7 @@ def rdma(root: Path = Path("/")) -> Finding:
         return ok(RDMA, "no NIC with RDMA: between hosts bytes go by TCP")
     ports = [port for nic in names for port in _ports(root, nic)]
     text = "; ".join(ports) or ", ".join(names)
-    if not any("ACTIVE" in port for port in ports):
+    if not any(ACTIVE in port for port in ports):
         return warn(RDMA, text, "no port is active: check the cable and the switch")
     verbs = sorted((root / "dev/infiniband").glob("uverbs*"))
     if not any(os.access(path, os.R_OK | os.W_OK) for path in verbs):

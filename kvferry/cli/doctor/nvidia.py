@@ -99,7 +99,7 @@ def visibility(gpus: Sequence[Gpu]) -> Finding:
         )
     flushed = [gpu.index for gpu in gpus if gpu.needs_flush]
     if flushed:
-        return ok(VISIBILITY, f"kvferry flushes them on GPU {numbers(flushed)} before it reports")
+        return ok(VISIBILITY, f"before a read is done, kvferry flushes GPU {numbers(flushed)}")
     return ok(VISIBILITY, "each GPU sees them in order")
 
 
@@ -156,7 +156,11 @@ def imex(gpus: Sequence[str], root: Path = Path("/")) -> Finding:
     channels = sorted((root / "dev/nvidia-caps-imex-channels").glob("channel*"))
     usable = [path.name for path in channels if os.access(path, os.R_OK | os.W_OK)]
     if usable:
-        return ok(MNNVL, f"IMEX {', '.join(usable)}, for hosts of the same IMEX domain")
+        return ok(
+            MNNVL,
+            f"IMEX {', '.join(usable)}: NVLink reaches hosts of the same IMEX domain, for caches of "
+            "engines with --enable-cumem-allocator",
+        )
     if channels:
         return warn(
             MNNVL,

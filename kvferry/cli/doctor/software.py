@@ -85,7 +85,7 @@ def drivers(probed: Probed, *, nics: Sequence[str] = ()) -> Iterator[Finding]:
 
     Args:
         probed: The report of ``probe``, which loaded the drivers.
-        nics: Names of the machine's NICs with RDMA.
+        nics: Names of the machine's NICs with RDMA and an active port.
     """
     if probed.trouble:
         yield bad(
@@ -117,7 +117,7 @@ def _ucx(ucx: Ucx, nics: Sequence[str], *, cuda: bool) -> Finding:
 
     Args:
         ucx: The UCX.
-        nics: Names of the machine's NICs with RDMA.
+        nics: Names of the machine's NICs with RDMA and an active port.
         cuda: Whether CUDA sees a GPU.
     """
     name = f"UCX of {ucx.driver}"
@@ -141,7 +141,7 @@ def _ucx(ucx: Ucx, nics: Sequence[str], *, cuda: bool) -> Finding:
         return warn(
             name,
             f"{text}; it does not use the NIC {', '.join(unseen)}",
-            "see whether UCX_TLS or UCX_NET_DEVICES excludes it, and whether its port is active",
+            "see whether UCX_TLS or UCX_NET_DEVICES excludes it, and whether this process may use it",
         )
     return ok(name, text)
 
