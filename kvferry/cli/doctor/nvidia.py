@@ -158,8 +158,8 @@ def imex(gpus: Sequence[str], root: Path = Path("/")) -> Finding:
     if usable:
         return ok(
             MNNVL,
-            f"IMEX {', '.join(usable)}: NVLink reaches hosts of the same IMEX domain, for caches of "
-            "engines with --enable-cumem-allocator",
+            f"IMEX {', '.join(usable)}: NVLink reaches hosts of the same IMEX domain, if the cache "
+            "was allocated for that (vLLM's --enable-cumem-allocator)",
         )
     if channels:
         return warn(

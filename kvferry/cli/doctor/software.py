@@ -141,7 +141,7 @@ def _ucx(ucx: Ucx, nics: Sequence[str], *, cuda: bool) -> Finding:
         return warn(
             name,
             f"{text}; it does not use the NIC {', '.join(unseen)}",
-            "see whether UCX_TLS or UCX_NET_DEVICES excludes it, and whether this process may use it",
+            "see whether UCX_TLS or UCX_NET_DEVICES excludes it, and UCX_LOG_LEVEL=info",
         )
     return ok(name, text)
 
