@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from kvferry.core.handshake import sockets
 from kvferry.core.handshake.sockets import is_loopback_host, own_address
 
 
@@ -48,7 +47,7 @@ def test_ipv4_is_preferred_and_loopback_is_none(
     monkeypatch: pytest.MonkeyPatch, routes: dict[int, str], address: str | None
 ) -> None:
     stand_in: Any = type("Routed", (StandInSocket,), {"routes": routes})
-    monkeypatch.setattr(sockets.socket, "socket", stand_in)
+    monkeypatch.setattr(socket, "socket", stand_in)
     assert own_address() == address
 
 
