@@ -335,7 +335,7 @@ def test_imex_channel_that_may_not_be_opened_is_a_warning(
 @pytest.mark.parametrize(
     ("environment", "words"),
     [
-        ({}, "VLLM_KV_CACHE_LAYOUT is not set: kvferry asks for LBHNC."),
+        ({}, "VLLM_KV_CACHE_LAYOUT is not set: kvferry asks for LBHNC (not with MLA)."),
         ({"VLLM_KV_CACHE_LAYOUT": "BLHNC"}, "VLLM_KV_CACHE_LAYOUT is BLHNC."),
     ],
 )

@@ -167,7 +167,7 @@ LLAMA = {
                 "Between GPUs of one host (CUDA IPC): 2.0 ms.",
                 "vLLM: VLLM_KV_CACHE_LAYOUT=BLHNC",
                 "FLASH_ATTN, FLASHINFER and TRITON_ATTN can; CPU_ATTN, FLEX_ATTENTION",
-                "Without the variable, kvferry asks for LBHNC.",
+                "Without the variable, kvferry asks for LBHNC (not with MLA).",
             ],
         ),
         (

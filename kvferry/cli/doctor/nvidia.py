@@ -184,7 +184,7 @@ def cache_order(environment: Mapping[str, str]) -> Finding:
         environment: The environment variables.
     """
     order = environment.get(ORDER, "").strip()
-    asked = f"{ORDER} is {order}" if order else f"{ORDER} is not set: kvferry asks for LBHNC"
+    asked = f"{ORDER} is {order}" if order else f"{ORDER} is not set: kvferry asks for LBHNC (not with MLA)"
     return ok(
         "cache order",
         f"{asked}. With layers outermost, each page of each layer is a copy of its own, and CUDA "

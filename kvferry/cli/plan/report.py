@@ -229,7 +229,7 @@ def _for_vllm(change: Change) -> list[str]:
     told = {side: _flags(said) for side, said in asdict(change).items() if side in SIDES and said}
     settings = f"{change.prefill},{change.decode}"
     note = [
-        f"{backends}. Without the variable, kvferry asks for {PREFERRED}."
+        f"{backends}. Without the variable, kvferry asks for {PREFERRED} (not with MLA)."
         for layout, backends in BACKENDS.items()
         if f"layout={layout}" in settings
     ]
