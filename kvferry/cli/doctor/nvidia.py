@@ -184,9 +184,9 @@ def cache_order(environment: Mapping[str, str]) -> Finding:
         environment: The environment variables.
     """
     order = environment.get(ORDER, "").strip()
-    asked = f"{ORDER} is {order}" if order else f"{ORDER} is not set: kvferry asks for LBHNC (not with MLA)"
+    asked = f"is {order}" if order else "is not set: kvferry asks for LBHNC (not with MLA)"
     return ok(
         "cache order",
-        f"{asked}. With layers outermost, each page of each layer is a copy of its own, and CUDA "
-        "IPC takes some 4 µs for each; kvferry plan counts them, and names a better order",
+        f"{ORDER} {asked}. With layers outermost, each page of each layer is a copy of its own: "
+        "CUDA IPC takes some 4 µs for it. kvferry plan counts them, and names a better order",
     )
