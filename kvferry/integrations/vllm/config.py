@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 HIGHEST_PORT = 65535
+DEFAULT_DRIVER = "loopback"
+"""The driver if none is set; like the default ``side_channel_host``, for engines of one host."""
 ANYWHERE = "anywhere"
 """The value of ``allowed_peers`` that accepts every address."""
 
@@ -65,7 +67,7 @@ class Config:
             installed. Both engines need the same one.
         driver_options: Options of that driver, passed on as they are.
         side_channel_host: Address on which this engine serves its layouts. It goes into tickets,
-            so decode must be able to reach it.
+            so decode must be able to reach it. The default is for engines of one host.
         side_channel_port: Port of the side channel. 0 takes a free port; to any other port, the
             engine's data-parallel index is added.
         kv_lease_duration: For how many seconds a finished request's pages are kept for decode,
@@ -101,7 +103,7 @@ class Config:
             ``"anywhere"`` allows all addresses. By default, this host and private networks.
     """
 
-    driver: Annotated[str, Meta(min_length=1)] = "loopback"
+    driver: Annotated[str, Meta(min_length=1)] = DEFAULT_DRIVER
     driver_options: dict[str, Any] = field(default_factory=dict)
     side_channel_host: Annotated[str, Meta(min_length=1, max_length=256)] = "127.0.0.1"
     side_channel_port: Annotated[int, Meta(ge=0, le=HIGHEST_PORT)] = 0
