@@ -14,6 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from kvferry.core.error_causes import on_one_line
+from kvferry.core.layout import Layout
 from kvferry.core.memory import CPU
 from kvferry.core.planner.plan import Source
 
@@ -163,13 +164,16 @@ class SlowPathWarnings:
         if peer.key.engine in self._warned:  # by reads that were posted before the warning
             return
         self._warned.add(peer.key.engine)
+        source = peer.sources[rank]
         logger.warning(
-            "engine %s: device memory of its rank %d is read at %.2f GB/s, which is slow (driver "
-            "%s, path %s): %d bytes, in copies of %d bytes on average, took %.1f ms; %sif the "
-            "driver uses UCX, start this engine once with UCX_PROTO_INFO=y, which prints what "
-            "moves the bytes; docs/gpu.md says what to set (logged once per engine)",
+            "engine %s: reads from its rank %d, of %s into %s memory, run at %.2f GB/s, which is "
+            "slow (driver %s, path %s): %d bytes, in copies of %d bytes on average, took %.1f ms; "
+            "%sif the driver uses UCX, start this engine once with UCX_PROTO_INFO=y, which prints "
+            "what moves the bytes; docs/gpu.md says what to set (logged once per engine)",
             on_one_line(peer.key.engine),
             rank,
+            _kinds(source.remote_layout),
+            _kinds(source.local_layout),
             sample.nbytes / sample.seconds / 1e9,
             self._driver,
             on_one_line(self._path(peer)) or "unknown",
@@ -184,6 +188,11 @@ def _has_device_memory(source: Source) -> bool:
     """Return whether either side of the reads from a producer rank has memory other than CPU."""
     regions = (*source.local_layout.regions, *source.remote_layout.regions)
     return any(region.kind != CPU for region in regions)
+
+
+def _kinds(layout: Layout) -> str:
+    """Return the kinds of memory that a rank's cache is in, such as ``cuda``, for a log line."""
+    return on_one_line("+".join(sorted({region.kind for region in layout.regions})))
 
 
 def _about_copies(sample: Sample) -> str:
