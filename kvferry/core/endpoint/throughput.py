@@ -150,18 +150,17 @@ class SlowPathWarnings:
 
         Returns:
             The measurement, which the peer keeps; ``None`` if the reads need none, because both
-            sides have CPU memory only, or because a warning about the producer was logged.
+            sides have CPU memory only.
         """
         if rank not in peer.throughput:
             is_measured = _has_device_memory(peer.sources[rank])
             peer.throughput[rank] = (
                 Throughput(partial(self._warn, peer, rank)) if is_measured else None
             )
-        throughput = peer.throughput[rank]
-        return None if throughput is None or peer.key.engine in self._warned else throughput
+        return peer.throughput[rank]
 
     def _warn(self, peer: Peer, rank: int, sample: Sample) -> None:
-        if peer.key.engine in self._warned:  # by reads that were posted before the warning
+        if peer.key.engine in self._warned:
             return
         self._warned.add(peer.key.engine)
         source = peer.sources[rank]

@@ -673,6 +673,22 @@ def test_time_to_build_the_copies_is_not_measured() -> None:
     assert [sample.seconds for sample in measured.samples] == [1.0]
 
 
+def test_time_in_the_driver_until_it_has_accepted_a_read_is_measured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    measured = Measured()
+    accept = measured.driver.read
+
+    def read(peer: PeerId, copies: Copies, notify: bytes | None) -> TransferId:
+        measured.now += 1.0  # the driver moves the bytes meanwhile
+        return accept(peer, copies, notify)
+
+    monkeypatch.setattr(measured.driver, "read", read)
+    measured.add("a")
+    measured.end(seconds=0.0)
+    assert [sample.seconds for sample in measured.samples] == [1.0]
+
+
 def test_reads_that_could_not_be_posted_are_not_measured() -> None:
     measured = Measured()
 
