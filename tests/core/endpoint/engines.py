@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import time
 from collections.abc import Callable, Iterator
@@ -20,7 +21,7 @@ from kvferry.core.lifecycle.digest import digest
 from kvferry.core.lifecycle.holds import RequestId, random_incarnation
 from kvferry.core.lifecycle.scheduler_holds import SchedulerHolds
 from kvferry.core.lifecycle.ticket import Ticket
-from kvferry.core.memory import region_of
+from kvferry.core.memory import CPU, region_of
 from kvferry.core.messages import Coordinates, Note, decode_notes, encode
 from kvferry.core.planner.build_copies import Pages, Spans
 from kvferry.core.planner.zeroing import zero_cpu
@@ -42,13 +43,17 @@ N = TypeVar("N", bound=Note)
 
 @dataclass(kw_only=True)
 class Shape:
-    """Shape of an engine's cache: pages of [heads, tokens, dim] or [tokens, heads, dim]."""
+    """Shape of an engine's cache: pages of [heads, tokens, dim] or [tokens, heads, dim].
+
+    ``memory`` is the kind of memory that the layout claims; the cache is a numpy array always.
+    """
 
     tp: int = 1
     block: int = 4
     heads_first: bool = True
     pages: int = PAGES
     replicated: bool = False
+    memory: str = CPU
 
     @property
     def heads(self) -> int:
@@ -288,7 +293,8 @@ def layout_of(shape: Shape, cache: npt.NDArray[np.float32], rank: int) -> Layout
         for layer in range(LAYERS)
     )
     group = Group(kind=GroupKind.PAGED, block_tokens=shape.block)
-    return Layout(regions=(region_of(cache),), groups=(group,), fields=fields)
+    region = dataclasses.replace(region_of(cache), kind=shape.memory)
+    return Layout(regions=(region,), groups=(group,), fields=fields)
 
 
 @contextlib.contextmanager
