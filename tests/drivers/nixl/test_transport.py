@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -31,7 +32,7 @@ Make = Callable[..., NixlTransport]
 def make() -> Iterator[Make]:
     made: list[NixlTransport] = []
 
-    def transport(**options: object) -> NixlTransport:
+    def transport(**options: Any) -> NixlTransport:
         made.append(NixlTransport(**options))
         return made[-1]
 
