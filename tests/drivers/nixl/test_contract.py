@@ -9,7 +9,6 @@ from kvferry.testing.contract import (
     NotificationTests,
     PeerTests,
     ProcessTests,
-    RefusalTests,
     TransferTests,
 )
 from kvferry.testing.contract.workbench import Workbench
@@ -41,12 +40,10 @@ class TestNixlWithoutThreads(ClosingTests):
     lasting_bytes = 4 << 30
 
 
-class TestNixlWithoutProgressThread(
-    TransferTests, NotificationTests, RefusalTests, PeerTests, ProcessTests
-):
+class TestNixlWithoutProgressThread(TransferTests, NotificationTests, PeerTests, ProcessTests):
     """Without a progress thread, transfers end and peers are served in the driver's calls.
 
-    The other topics end transfers on connections that are new. Those transfers begin only after the
+    Other topics end transfers on connections that are new. Those transfers begin only after the
     peer has made progress, which a peer in this process does not while the test waits.
     """
 

@@ -28,7 +28,8 @@ def test_default_options_without_rdma(tmp_path: Path) -> None:
     assert found.get("split_batch_size") == (None if has_cuda() else "8")
 
 
-def test_default_options_with_rdma(tmp_path: Path) -> None:
+def test_default_options_with_rdma(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(options, "has_cuda", lambda: False)
     (tmp_path / "sys/class/infiniband/mlx5_0").mkdir(parents=True)
     assert defaults("UCX", tmp_path) == {"num_threads": "4"}
 
