@@ -35,7 +35,7 @@ Such a place is ``file:PATH`` or ``env:NAME``. An entry of ``curve_peers`` may a
 """
 
 NIXL_KEYS = {
-    "backends": "pass them to a driver that has them, in driver_options",
+    "backends": "an agent has one backend; name it in driver_options, as backend",
     "num_threads": "pass it to a driver that has it, in driver_options",
     "push_registration_timeout": "there is no push mode yet; decode pulls",
     "bidirectional_kv_xfer": "there is no second turn, from decode back to prefill, yet",
