@@ -1,0 +1,20 @@
+"""The conformance suite for one driver and one kind of memory, which the environment names."""
+
+from __future__ import annotations
+
+import os
+
+from kvferry.core.transport.registry import installed
+from kvferry.testing import TransportContract
+
+DRIVER, MEMORY = (os.environ.get(f"KVFERRY_CHECK_{name}", "") for name in ("DRIVER", "MEMORY"))
+
+
+class TestDriver(TransportContract):
+    """All tests of the suite."""
+
+    factory = next((info.entry_point for info in installed() if info.name == DRIVER), "")
+    memory = MEMORY or "cpu"
+    # A GPU copies some terabytes in a second, and a CPU some gigabytes.
+    lasting_bytes = (256 << 30) if MEMORY.startswith("cuda") else (8 << 30)
+    options = {"connect_seconds": 30.0} if DRIVER == "ucx" else {}  # noqa: RUF012
