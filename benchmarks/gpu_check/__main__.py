@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import signal
 import sys
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
@@ -45,6 +46,10 @@ def _why_not(options: argparse.Namespace) -> str:
             f"Python {sys.version.split()[0]} lacks {', '.join(missing)} (`make gpu-bundle` on a "
             "machine with a network collects everything except torch and numpy)"
         )
+    try:
+        version("kvferry")
+    except PackageNotFoundError:
+        return "kvferry is neither installed here (`pip install -e .`) nor in a bundle"
     from .devices import load_torch
 
     torch = load_torch()
@@ -67,8 +72,11 @@ def _check(options: argparse.Namespace) -> int:
     ]
     device = Device("cpu" if options.rehearse else "cuda:0").describe()
     options.out.mkdir(parents=True, exist_ok=True)
-    results: list[StepResult] = []
-    whole = Stopwatch()
+    if not steps:
+        print("no step has such a name", flush=True)
+        return NOTHING
+    results, whole = list[StepResult](), Stopwatch()
+    report = RunReport(device=device, rehearsal=options.rehearse, steps=steps, results=results)
     print(f"{len(steps)} steps on {device}; results and log: {options.out}", flush=True)
     with (options.out / "log.txt").open("wb") as log:
         for index, step in enumerate(steps):
@@ -77,16 +85,7 @@ def _check(options: argparse.Namespace) -> int:
             print(f"{results[-1].status}, {results[-1].seconds:.0f} s", flush=True)
             for problem in results[-1].outcome.problems[:5]:
                 print(f"      {problem[:300]}", flush=True)
-            report = RunReport(
-                device=device,
-                rehearsal=options.rehearse,
-                results=results,
-                missing=[step.name for step in steps[index + 1 :]],
-            )
             report.write(options.out)
-    if not results:
-        print("no step has such a name", flush=True)
-        return NOTHING
     print(f"{report.summary()}; {whole.seconds:.0f} s in all", flush=True)
     return int(bool(report.failed))
 

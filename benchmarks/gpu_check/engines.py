@@ -279,7 +279,8 @@ def serve(descriptor: int, device: str) -> None:
             break
         try:
             answer = True, getattr(commands, command)(*arguments)
-        except Exception:  # noqa: BLE001 - the other process raises it
-            answer = False, traceback.format_exc()
+        except Exception as exc:  # noqa: BLE001 - the other process raises it
+            traceback.print_exc()
+            answer = False, f"{type(exc).__name__}: {exc}"
         connection.send(answer)
     os._exit(0)  # some transport libraries crash in their exit handlers

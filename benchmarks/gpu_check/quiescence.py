@@ -87,13 +87,12 @@ def _row(kill: Kill) -> TableRow:
 
 def _failed(settings: Settings, device: Device, memory: Any, block: int) -> Kill:
     """Kill a peer during a transfer; again with larger copies if the transfer ends before."""
-    for _ in range(ATTEMPTS):
+    attempts = (block << attempt for attempt in range(ATTEMPTS))
+    while True:
         with _connected(settings, device, memory) as (transport, peer, remote):
-            kill = _kill(transport, peer, remote, device, memory, block)
-        if kill.state is not State.DONE:
-            break
-        block *= 2
-    return kill
+            kill = _kill(transport, peer, remote, device, memory, next(attempts))
+        if kill.state is not State.DONE or kill.block == block << ATTEMPTS - 1:
+            return kill
 
 
 @contextmanager
@@ -153,9 +152,7 @@ def _copies(local: Region, remote: Region, block: int) -> Copies:
     )
 
 
-def _until(
-    transport: Transport, transfer: TransferId, holds: Callable[[Status], bool]
-) -> Status:
+def _until(transport: Transport, transfer: TransferId, holds: Callable[[Status], bool]) -> Status:
     watch = Stopwatch()
     while not holds(status := transport.poll([transfer])[0]) and watch.seconds < KNOWN_SECONDS:
         time.sleep(0.0002)

@@ -12,7 +12,7 @@ from typing import Any
 from kvferry import __version__
 
 from .outcome import TableRow
-from .runner import StepResult
+from .runner import Step, StepResult
 
 MARKS = {"passed": "passed", "failed": "**failed**", "timed out": "**timed out**"}
 
@@ -24,14 +24,19 @@ class RunReport:
     Attributes:
         device: the model of the GPU, or ``CPU``.
         rehearsal: whether the run was on CPU memory.
-        results: the steps that have ended.
-        missing: the names of those that have not run.
+        steps: all steps.
+        results: the results of those that have ended, in the same order.
     """
 
     device: str
     rehearsal: bool
+    steps: Sequence[Step]
     results: Sequence[StepResult]
-    missing: Sequence[str]
+
+    @property
+    def missing(self) -> list[str]:
+        """The names of the steps that have not ended."""
+        return [step.name for step in self.steps[len(self.results) :]]
 
     @property
     def failed(self) -> list[str]:
@@ -47,7 +52,7 @@ class RunReport:
     def summary(self) -> str:
         """Return one line: how many steps passed, and which did not."""
         passed = len(self.results) - len(self.failed)
-        parts = [f"{passed} of {len(self.results) + len(self.missing)} steps passed"]
+        parts = [f"{passed} of {len(self.steps)} steps passed"]
         parts += [f"failed: {', '.join(self.failed)}"] * bool(self.failed)
         parts += [f"not run: {', '.join(self.missing)}"] * bool(self.missing)
         return "; ".join(parts)
@@ -59,7 +64,7 @@ class RunReport:
             "device": self.device,
             "rehearsal": self.rehearsal,
             "failed": self.failed,
-            "not run": list(self.missing),
+            "not run": self.missing,
             "steps": [result.as_dict() for result in self.results],
         }
 

@@ -115,7 +115,7 @@ def _process(step: Step, file: Path, log: BinaryIO) -> Iterator[subprocess.Popen
         stdin=subprocess.DEVNULL,
         stdout=log,
         stderr=log,
-        env=os.environ | {"PYTHONUNBUFFERED": "1"} | step.environment,
+        env=os.environ | {"PYTHONUNBUFFERED": "1"} | dict(step.environment),
         start_new_session=True,  # so that they are one process group
     )
     try:

@@ -9,6 +9,13 @@ from kvferry.testing import TransportContract
 
 DRIVER, MEMORY = (os.environ.get(f"KVFERRY_CHECK_{name}", "") for name in ("DRIVER", "MEMORY"))
 
+KNOWN_FAILURES = {
+    ("nixl", "test_close_gives_threads_and_descriptors_back"): (
+        "each thread that UCX has beside its progress thread keeps a socket of a peer that is gone"
+    )
+}
+"""Driver and test to the reason why the test may fail."""
+
 
 class TestDriver(TransportContract):
     """All tests of the suite."""
@@ -17,4 +24,4 @@ class TestDriver(TransportContract):
     memory = MEMORY or "cpu"
     # A GPU copies some terabytes in a second, and a CPU some gigabytes.
     lasting_bytes = (256 << 30) if MEMORY.startswith("cuda") else (8 << 30)
-    options = {"connect_seconds": 30.0} if DRIVER == "ucx" else {}  # noqa: RUF012
+    options = {"connect_seconds": 30.0} if DRIVER == "ucx" else {}
