@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import signal
 import sys
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,6 +18,9 @@ NEEDED = ("torch", "numpy", "msgspec", "zmq", "stevedore", "cryptography", "rich
 NEEDED_BY_SUITE = ("pytest", "pytest_timeout", "hypothesis")
 
 DRIVERS = ("nixl", "ucx")
+
+LEAST_SECONDS = 5.0
+"""No step begins with less time than this."""
 
 
 def main() -> int:
@@ -67,7 +71,11 @@ def _check(options: argparse.Namespace) -> int:
 
     steps = [
         step
-        for step in all_steps(rehearse=options.rehearse, drivers=options.driver or DRIVERS)
+        for step in all_steps(
+            rehearse=options.rehearse,
+            drivers=options.driver or DRIVERS,
+            suite_seconds=options.suite_seconds,
+        )
         if not options.only or step.name.startswith(tuple(options.only))
     ]
     device = Device("cpu" if options.rehearse else "cuda:0").describe()
@@ -77,17 +85,21 @@ def _check(options: argparse.Namespace) -> int:
         return NOTHING
     results, whole = list[StepResult](), Stopwatch()
     report = RunReport(device=device, rehearsal=options.rehearse, steps=steps, results=results)
+    report.write(options.out)
     print(f"{len(steps)} steps on {device}; results and log: {options.out}", flush=True)
     with (options.out / "log.txt").open("wb") as log:
         for index, step in enumerate(steps):
+            left = options.limit - whole.seconds
+            if left < LEAST_SECONDS:
+                break
             print(f"{index + 1:2}/{len(steps)} {step.name} ({step.title}) ... ", end="", flush=True)
-            results.append(run_step(step, log))
+            results.append(run_step(replace(step, limit=min(step.limit, left)), log))
             print(f"{results[-1].status}, {results[-1].seconds:.0f} s", flush=True)
             for problem in results[-1].outcome.problems[:5]:
                 print(f"      {problem[:300]}", flush=True)
             report.write(options.out)
     print(f"{report.summary()}; {whole.seconds:.0f} s in all", flush=True)
-    return int(bool(report.failed))
+    return int(bool(report.failed or report.missing))
 
 
 def _options() -> argparse.Namespace:
@@ -97,6 +109,12 @@ def _options() -> argparse.Namespace:
         "--only", action="append", metavar="STEP", help="a step, or how the names of some begin"
     )
     parser.add_argument("--driver", action="append", help="default: nixl and ucx")
+    parser.add_argument(
+        "--suite-seconds", type=float, default=55.0, metavar="S", help="for each run of the suite"
+    )
+    parser.add_argument(
+        "--limit", type=float, default=590.0, metavar="S", help="for all steps together"
+    )
     parser.add_argument("--out", type=Path, default=Path("build/gpu-check"), help="for the results")
     return parser.parse_args()
 

@@ -17,6 +17,8 @@ WITHOUT_MEMORY = ("kvferry-handshake", "kvferry-liveness", "gpu-check-")
 """How the names begin of threads that use neither the transport nor the engine's memory, and of the
 check's own."""
 
+LIBRARY = "libcuda.so.1"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContextReport:
@@ -24,6 +26,7 @@ class ContextReport:
 
     Attributes:
         entered: thread to the device that the thread has chosen.
+        contexts: thread to the CUDA context that it had then; 0 for none.
         not_entered: Python's threads that have chosen none, without those of ``WITHOUT_MEMORY``.
         native_threads: how many threads have each name, those of native libraries included.
         active: the GPUs on which this process has a primary context.
@@ -31,6 +34,7 @@ class ContextReport:
     """
 
     entered: dict[str, int]
+    contexts: dict[str, int]
     not_entered: list[str]
     native_threads: dict[str, int]
     active: list[int]
@@ -46,6 +50,9 @@ class ContextReport:
             for name, index in self.entered.items()
             if index != device.index
         ]
+        found += [f"thread {name} has no context" for name, it in self.contexts.items() if not it]
+        if len(set(self.contexts.values()) - {0}) > 1:
+            found.append(f"threads have different contexts: {self.contexts}")
         return found + [
             f"a stray context on GPU {index}" for index in self.active if index != device.index
         ]
@@ -62,16 +69,20 @@ class EnterLog:
     Attributes:
         device: the device.
         entered: thread to the device that torch names afterwards.
+        contexts: thread to the handle of its context afterwards.
     """
 
     device: Device
     entered: dict[str, int] = field(default_factory=dict)
+    contexts: dict[str, int] = field(default_factory=dict)
 
     def __call__(self) -> None:
         """Choose the device for this thread, and note it."""
         self.device.enter()
-        current = self.device.torch.cuda.current_device() if self.device.is_cuda else 0
-        self.entered[threading.current_thread().name] = current
+        name, is_cuda = threading.current_thread().name, self.device.is_cuda
+        self.entered[name] = self.device.torch.cuda.current_device() if is_cuda else 0
+        if is_cuda:
+            self.contexts[name] = _current_context()
 
     def report(self) -> ContextReport:
         """Return the state of this process now."""
@@ -79,6 +90,7 @@ class EnterLog:
         ours = {name for name in names if not name.startswith(WITHOUT_MEMORY)}
         return ContextReport(
             entered=dict(self.entered),
+            contexts=dict(self.contexts),
             not_entered=sorted(ours - set(self.entered)),
             native_threads=_native_threads(),
             active=active_contexts(),
@@ -89,7 +101,7 @@ class EnterLog:
 def active_contexts() -> list[int]:
     """Return the GPUs on which this process has a primary context, without making one."""
     try:
-        cuda = ctypes.CDLL("libcuda.so.1")
+        cuda = ctypes.CDLL(LIBRARY)
     except OSError:
         return []
     count = ctypes.c_int()
@@ -105,8 +117,15 @@ def used_mib() -> dict[str, int]:
         return {}
     query = [smi, "--query-gpu=index,memory.used", "--format=csv,noheader,nounits"]
     said = subprocess.run(query, capture_output=True, text=True, check=False).stdout
-    pairs = [line.split(",") for line in said.splitlines()]
-    return {pair[0].strip(): int(pair[1]) for pair in pairs if len(pair) == 2}
+    pairs = [line.replace(" ", "").split(",") for line in said.splitlines()]
+    return {gpu: int(mib) for gpu, mib, *_ in pairs if mib.isdigit()}
+
+
+def _current_context() -> int:
+    """Return the handle of the calling thread's context; 0 if it has none."""
+    context = ctypes.c_void_p()
+    ctypes.CDLL(LIBRARY).cuCtxGetCurrent(ctypes.byref(context))
+    return context.value or 0
 
 
 def _is_active(cuda: Any, index: int) -> bool:

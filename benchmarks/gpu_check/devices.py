@@ -38,9 +38,14 @@ class Device:
         self.name = f"{kind}:{self.index}" if self.is_cuda else kind
 
     def enter(self) -> None:
-        """Let this thread use the device; an ``EnterThread`` of kvferry."""
+        """Let this thread use the device; an ``EnterThread`` of kvferry.
+
+        ``set_device`` alone does nothing for device 0, on which every thread begins, and leaves the
+        thread without a context. An operation makes the context current, as in vLLM.
+        """
         if self.is_cuda:
             self.torch.cuda.set_device(self.index)
+            self.torch.zeros(1, device=self.name)
 
     def new_stream(self) -> Any:
         """Return a new stream of high priority; ``None`` on the CPU."""

@@ -11,20 +11,24 @@ from .runner import Step
 ZCOPY = "UCX_CUDA_IPC_ENABLE_GET_ZCOPY"
 """Whether UCX may read GPU memory of another process by CUDA IPC; ``auto``: over NVLink only."""
 
-SUITE_SECONDS = 75.0
+SUITE_SECONDS = 55.0
 REHEARSED_SUITE_SECONDS = 3.0
 SUITE_GRACE = 30.0
 """What the suite's step may take beyond its budget: start, and a test that hangs."""
 
 
-def all_steps(*, rehearse: bool, drivers: Sequence[str]) -> list[Step]:
+def all_steps(
+    *, rehearse: bool, drivers: Sequence[str], suite_seconds: float = SUITE_SECONDS
+) -> list[Step]:
     """Return all steps.
 
     Args:
         rehearse: whether they run on CPU memory and with small sizes.
         drivers: the drivers to check.
+        suite_seconds: after how many seconds no further test of the suite begins.
     """
     near, far = ("cpu", "cpu") if rehearse else _devices()
+    seconds = REHEARSED_SUITE_SECONDS if rehearse else suite_seconds
     return [
         Step(
             name="environment",
@@ -33,10 +37,10 @@ def all_steps(*, rehearse: bool, drivers: Sequence[str]) -> list[Step]:
             limit=90.0,
             settings=Settings(near=near, far=far),
         ),
-        *(step for driver in drivers for step in _suites(near, far, driver)),
+        *(step for driver in drivers for step in _suites(near, far, driver, seconds)),
         *_each(drivers, "bench", "benchmarks/gpu.py: speed beside a plain copy", 75.0, near, far),
         *_each(drivers, "loads", "loads under load, checked on the device", 75.0, near, far),
-        *_each(drivers, "quiescence", "no byte lands after FAILED", 75.0, near, far),
+        *_each(drivers, "quiescence", "no byte lands after FAILED", 110.0, near, far),
         Step(
             name="zeroing",
             title="zeroes at the right places, without a wait for the default stream",
@@ -53,8 +57,7 @@ def _devices() -> tuple[str, str]:
     return "cuda:0", f"cuda:{load_torch().cuda.device_count() - 1}"
 
 
-def _suites(near: str, far: str, driver: str) -> Iterator[Step]:
-    seconds = REHEARSED_SUITE_SECONDS if near == "cpu" else SUITE_SECONDS
+def _suites(near: str, far: str, driver: str, seconds: float) -> Iterator[Step]:
     for value, name in (("auto", "auto"), ("y", "on")):
         yield Step(
             name=f"suite-{driver}-{name}",

@@ -134,6 +134,14 @@ def test_driver_that_does_not_work_fails_its_step_alone(tmp_path: Path) -> None:
     assert "no driver 'no-such' is installed" in done.stdout
 
 
+def test_steps_for_which_no_time_is_left_are_named(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    done = check("--rehearse", "--only", "zeroing", "--limit", "1", "--out", str(tmp_path))
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "0 of 1 steps passed; not run: zeroing" in done.stdout
+    assert "not run: zeroing" in (tmp_path / "page.md").read_text(encoding="utf-8")
+
+
 def test_interrupt_leaves_no_process(mark: str, tmp_path: Path) -> None:
     pytest.importorskip("torch")
     command = [*CHECK, "--rehearse", "--driver", "loopback", "--only", "loads"]
