@@ -40,21 +40,23 @@ class ContextReport:
     active: list[int]
     used_mib: dict[str, int]
 
-    def problems(self, device: Device) -> list[str]:
-        """Return what is wrong; on the CPU, nothing is."""
-        if not device.is_cuda:
-            return []
+    def problems(self, device: int) -> list[str]:
+        """Return what is wrong in a process that should use one GPU only.
+
+        Args:
+            device: the index of the GPU.
+        """
         found = [f"thread {name} chose no device" for name in self.not_entered]
         found += [
-            f"thread {name} is on device {index}, not {device.index}"
+            f"thread {name} is on device {index}, not {device}"
             for name, index in self.entered.items()
-            if index != device.index
+            if index != device
         ]
         found += [f"thread {name} has no context" for name, it in self.contexts.items() if not it]
         if len(set(self.contexts.values()) - {0}) > 1:
             found.append(f"threads have different contexts: {self.contexts}")
         return found + [
-            f"a stray context on GPU {index}" for index in self.active if index != device.index
+            f"a stray context on GPU {index}" for index in self.active if index != device
         ]
 
     def as_dict(self) -> dict[str, Any]:

@@ -105,7 +105,8 @@ def _judge_loads(
 def _judge_contexts(
     outcome: Outcome, name: str, device: Device, first: ContextReport, last: ContextReport
 ) -> None:
-    outcome.problems += [f"{name}: {problem}" for problem in last.problems(device)]
+    if device.is_cuda:
+        outcome.problems += [f"{name}: {problem}" for problem in last.problems(device.index)]
     outcome.details[f"{name} before"] = first.as_dict()
     outcome.details[f"{name} after"] = last.as_dict()
     outcome.tables[f"{name}: threads and contexts"] = [

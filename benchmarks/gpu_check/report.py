@@ -16,6 +16,9 @@ from .runner import Step, StepResult
 
 MARKS = {"passed": "passed", "failed": "**failed**", "timed out": "**timed out**"}
 
+MOST_PROBLEMS = 40
+"""How many problems of a step the page has."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunReport:
@@ -91,8 +94,10 @@ def _section(result: StepResult) -> Iterator[str]:
     yield f"\n## {result.step.name}: {result.status}\n"
     variables = ", ".join(f"`{name}={value}`" for name, value in result.step.environment.items())
     yield f"{result.step.title}{f', with {variables}' if variables else ''}.\n"
-    for problem in result.outcome.problems:
+    for problem in result.outcome.problems[:MOST_PROBLEMS]:
         yield f"- {_cell(problem)}"
+    if len(result.outcome.problems) > MOST_PROBLEMS:
+        yield f"- and {len(result.outcome.problems) - MOST_PROBLEMS} more, in `results.json`"
     if result.outcome.problems:
         yield ""
     for note in result.outcome.notes:

@@ -14,6 +14,7 @@ from uuid import uuid4
 
 import pytest
 
+from benchmarks.gpu_check.contexts import ContextReport
 from benchmarks.gpu_check.outcome import Outcome, Settings
 from benchmarks.gpu_check.report import RunReport
 from benchmarks.gpu_check.runner import Step, StepResult, run_step
@@ -94,6 +95,37 @@ def test_step_that_takes_too_long_is_ended_with_its_processes(mark: str, tmp_pat
     wait_until_none_is(mark)
 
 
+def contexts(**changes: Any) -> ContextReport:
+    """Return the report of a process in which all is well, with some changes."""
+    fields: dict[str, Any] = {
+        "entered": {"MainThread": 1, "kvferry-endpoint": 1},
+        "contexts": {"MainThread": 0x10, "kvferry-endpoint": 0x10},
+        "not_entered": [],
+        "native_threads": {"python": 2},
+        "active": [1],
+        "used_mib": {"0": 500, "1": 900},
+    }
+    return ContextReport(**(fields | changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"not_entered": ["nixl-1"]}, "thread nixl-1 chose no device"),
+        ({"entered": {"nixl-1": 0}}, "thread nixl-1 is on device 0, not 1"),
+        ({"contexts": {"nixl-1": 0}}, "thread nixl-1 has no context"),
+        ({"contexts": {"nixl-1": 0x10, "nixl-2": 0x20}}, "threads have different contexts"),
+        ({"active": [0, 1]}, "a stray context on GPU 0"),
+    ],
+)
+def test_thread_or_context_on_a_wrong_device_is_a_problem(
+    changes: dict[str, Any], problem: str
+) -> None:
+    assert contexts().problems(1) == []
+    [found] = contexts(**changes).problems(1)
+    assert found.startswith(problem)
+
+
 def test_page_and_json_name_each_step(tmp_path: Path) -> None:
     passed, failed, missing = (step(name=name) for name in ("one", "two", "three"))
     tables: Any = {"speeds": [{"case": "a | b", "GB/s": 1.5}, {"case": "c", "ms": 2}]}
@@ -161,9 +193,9 @@ def test_interrupt_leaves_no_process(mark: str, tmp_path: Path) -> None:
 
 @pytest.mark.nixl
 @pytest.mark.ucx
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1600)
 def test_rehearsal_of_all_steps(tmp_path: Path) -> None:
-    done = check("--rehearse", "--out", str(tmp_path))
+    done = check("--rehearse", "--limit", "1500", "--out", str(tmp_path))
     assert done.returncode == 0, done.stdout + (tmp_path / "log.txt").read_text(encoding="utf-8")
     record = json.loads((tmp_path / "results.json").read_text(encoding="utf-8"))
     assert len(record["steps"]) == 14
