@@ -17,9 +17,9 @@ from . import suite_recorder
 from .outcome import Outcome, Settings, Stopwatch
 
 SUITE = Path(__file__).with_name("suite.py")
-TEST_SECONDS = 40
+TEST_SECONDS = 30
 """How long a test may take; a test that hangs is ended, and the next one begins."""
-GRACE_SECONDS = 15.0
+GRACE_SECONDS = 35.0
 """How long after the step's budget pytest is killed, if a test hangs in a native call."""
 
 CORES_PER_SHARD, MOST_SHARDS = 4, 4

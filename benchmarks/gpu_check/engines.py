@@ -30,7 +30,7 @@ from kvferry.core.lifecycle.digest import digest
 from kvferry.core.lifecycle.holds import RequestId, random_incarnation
 from kvferry.core.messages import RankPayload, encode
 from kvferry.core.metrics import LoadRecord
-from kvferry.integrations.vllm.zeroing import zero_function
+from kvferry.integrations.vllm.zeroing import device_zero_function
 
 from .caches import Cache, CacheShape
 from .contexts import ContextReport, EnterLog
@@ -69,7 +69,7 @@ class Engine:
             layout=self.cache.layout,
             slots=shape.pages,
             options=OPTIONS,
-            zero=zero_function([self.cache.tensor]),
+            zero=device_zero_function([self.cache.tensor]),
             enter=self.entered,
         )
         self._stack.callback(self.endpoint.close)

@@ -129,7 +129,7 @@ def _kill(
             transport.disconnect(peer)
         status = _until(transport, transfer, lambda s: s.state.final)
         final = watch.seconds
-        changed = _changes(device, memory) if status.state.final else 0
+        changed = count_changes(device, memory) if status.state.final else 0
     if status.state.final:
         transport.forget(transfer)
     return Kill(
@@ -161,8 +161,13 @@ def _until(transport: Transport, transfer: TransferId, holds: Callable[[Status],
     return status
 
 
-def _changes(device: Device, memory: Any) -> int:
-    """Poison the memory on a stream of its own, and count the words that change afterwards."""
+def count_changes(device: Device, memory: Any) -> int:
+    """Poison memory on a stream of its own, and count the words that change afterwards.
+
+    Args:
+        device: the device of the memory.
+        memory: a tensor of 32-bit words.
+    """
     stream, watch, changed = device.new_stream(), Stopwatch(), 0
     with device.on(stream):
         memory.fill_(POISON)

@@ -17,7 +17,7 @@ REHEARSED_SUITE_SECONDS = 3.0
 REHEARSAL_PATIENCE = 4
 """How many times longer a step may take in a rehearsal, which may share its two cores."""
 
-SUITE_GRACE = 30.0
+SUITE_GRACE = 45.0
 """What the suite's step may take beyond its budget: start, and a test that hangs."""
 
 

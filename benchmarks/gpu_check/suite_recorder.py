@@ -20,7 +20,7 @@ settings.load_profile("check")
 
 FILE, SECONDS, SHARD = (f"KVFERRY_CHECK_{name}" for name in ("FILE", "SECONDS", "SHARD"))
 """Environment variables: the file, after how many seconds no further test begins, and which of the
-tests run in this process, such as ``1/4``."""
+tests run in this process, such as ``0/4`` for the first of four."""
 
 TOPICS = (
     "TransferTests",

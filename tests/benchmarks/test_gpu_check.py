@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,11 @@ from uuid import uuid4
 
 import pytest
 
+from benchmarks.gpu_check.caches import PAGE_TOKENS, Cache, CacheShape
 from benchmarks.gpu_check.contexts import ContextReport
+from benchmarks.gpu_check.devices import Device
 from benchmarks.gpu_check.outcome import Outcome, Settings
+from benchmarks.gpu_check.quiescence import count_changes
 from benchmarks.gpu_check.report import RunReport
 from benchmarks.gpu_check.runner import Step, StepResult, run_step
 from kvferry.testing.memory import available
@@ -93,6 +97,30 @@ def test_step_that_takes_too_long_is_ended_with_its_processes(mark: str, tmp_pat
     assert result.status == "timed out"
     assert "ended after 4 s" in result.outcome.problems[0]
     wait_until_none_is(mark)
+
+
+def test_wrong_words_of_a_load_are_counted() -> None:
+    pytest.importorskip("torch")
+    cache = Cache(Device("cpu"), CacheShape(pages=8, layers=2, piece_bytes=4096))
+    expected = cache.expected([3, 1], seed=5, tokens=2 * PAGE_TOKENS - 1)
+    cache.fill([4, 2], seed=5, tokens=2 * PAGE_TOKENS - 1)
+    assert cache.wrong_words([4, 2], expected) > 0  # other pages have other content
+    cache.words[[4, 2]] = expected
+    assert cache.wrong_words([4, 2], expected) == 0
+    cache.words[2, 1, -1] = 1  # of a token that the request does not have
+    assert cache.wrong_words([4, 2], expected) == 1
+    cache.poison([4])
+    assert cache.wrong_words([4, 2], expected) == 1 + 2 * 1024
+
+
+def test_bytes_that_land_late_are_counted() -> None:
+    torch = pytest.importorskip("torch")
+    memory = torch.zeros(1024, dtype=torch.int32)
+    late = threading.Timer(0.3, lambda: memory[:7].fill_(1))
+    late.start()
+    assert count_changes(Device("cpu"), memory) == 7
+    late.join()
+    assert count_changes(Device("cpu"), memory) == 0
 
 
 def contexts(**changes: Any) -> ContextReport:
