@@ -126,7 +126,7 @@ gpu: ## Check kvferry on this machine's GPU, within ten minutes; GPU_OPTIONS=--r
 	exec $(PYTHON) -m benchmarks.gpu_check $(GPU_OPTIONS)
 
 gpu-bundle: ## Collect what `make gpu` needs without a network, for CPython 3.12 and CUDA 13
-	PYTHONPATH='$(CURDIR)' $(PYTHON) -m benchmarks.gpu_check.bundle $(GPU_BUNDLE)
+	PYTHONPATH='$(CURDIR)' $(PYTHON) -m benchmarks.gpu_check.bundle $(GPU_BUNDLE) $(NIXL_VERSION)
 
 # Never with --quiet, which hides warnings from --strict, too.
 docs: $(DOCS_STAMP) ## The documentation as a site, in site/; a link that leads nowhere is an error

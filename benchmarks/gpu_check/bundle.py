@@ -1,6 +1,6 @@
 """Collect what ``make gpu`` needs on a machine without a network, beside torch and numpy.
 
-    python -m benchmarks.gpu_check.bundle FOLDER
+    python -m benchmarks.gpu_check.bundle FOLDER NIXL_VERSION
 
 It downloads wheels for CPython 3.12 on Linux x86-64, and writes ``FOLDER/site.zip``: what kvferry
 and its conformance suite depend on, NIXL for CUDA 13 with its UCX plugin only, and UCX for CUDA 13.
@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[2]
 
 PYTHON_VERSION = "3.12"
 PLATFORMS = tuple(f"manylinux_2_{minor}_x86_64" for minor in (28, 27, 26, 24, 17))
-NIXL, UCX = "nixl-cu13==1.5.1", "libucx-cu13>=1.22,<2"
+NIXL, UCX = "nixl-cu13", "libucx-cu13>=1.22,<2"
 """Wheels that are trimmed, and downloaded without what they depend on."""
 
 CUDA_RUNTIME, CUDART = "nvidia-cuda-runtime==13.0.*", "nvidia/cu13/lib/libcudart.so.13"
@@ -63,8 +63,16 @@ UCX_FILES = (
 """What is kept of the two wheels; the libraries that these files need are kept, too."""
 
 
-def main(folder: Path) -> None:
-    """Make the bundle, check it, and print its size."""
+def main(folder: Path, nixl_version: str) -> None:
+    """Make the bundle, check it, and print its size.
+
+    Args:
+        folder: where it goes.
+        nixl_version: the version of NIXL.
+
+    Raises:
+        SystemExit: something cannot be downloaded, is missing, or is too large; the text says what.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / "site.zip"
     with tempfile.TemporaryDirectory() as temporary:
@@ -72,7 +80,7 @@ def main(folder: Path) -> None:
         project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
         _download([*project["dependencies"], *project["optional-dependencies"]["testing"]], wheels)
         _unpack(wheels, site)
-        _copy_needed(_alone(NIXL, Path(temporary)), NIXL_FILES, site)
+        _copy_needed(_alone(f"{NIXL}=={nixl_version}", Path(temporary)), NIXL_FILES, site)
         _copy_needed(_alone(UCX, Path(temporary)), UCX_FILES, site)
         shutil.copy2(_alone(CUDA_RUNTIME, Path(temporary)) / CUDART, site / "nixl_cu13.libs")
         _name_kvferry(project, site)
@@ -172,4 +180,4 @@ def _zip(site: Path, file: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sys.argv[2])
