@@ -41,7 +41,7 @@ from kvferry.drivers.ucx.devices import devices, listed
 from kvferry.drivers.ucx.library import UcxLibrary
 from kvferry.drivers.ucx.merged_copies import MergedCopies, merge_copies
 from kvferry.drivers.ucx.messages import MAX_BACKLOG, MAX_NOTIFICATION
-from kvferry.drivers.ucx.options import DEFAULT_SETTINGS, UcxOptions, user_settings
+from kvferry.drivers.ucx.options import UcxOptions, default_settings, user_settings
 from kvferry.drivers.ucx.progress import ProgressDriver, ProgressTarget, ProgressThread
 from kvferry.drivers.ucx.server import Server
 from kvferry.drivers.ucx.transfer import UcxTransfer
@@ -120,7 +120,7 @@ class UcxTransport(BaseTransport[Registration, UcxAddress, UcxPeer, UcxTransfer]
         self._library, self._ucp = _loaded(self._options.library)
         name = f"ucx-{os.getpid()}-{secrets.token_hex(8)}"
         self._context = self._ucp.create_context(
-            name, user_settings(self._options), DEFAULT_SETTINGS
+            name, user_settings(self._options), default_settings(os.environ)
         )
         super().__init__(
             name,
