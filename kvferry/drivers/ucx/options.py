@@ -58,7 +58,8 @@ class UcxOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     Attributes:
         transports: UCX's names of the transports to use (UCX_TLS); if empty, all.
         devices: the network devices to use (UCX_NET_DEVICES); if empty, all.
-        settings: other settings of UCX, by UCX's names, with or without the prefix ``UCX_``.
+        settings: other settings of UCX, by UCX's names, with or without the prefix ``UCX_``. They
+            override the driver's own settings and the environment.
         library: the path or name of the libucp to load; ``None`` for the system's, else the
             wheel's.
         threads: with 1, one thread both serves peers and drives transfers; with 2, each has its

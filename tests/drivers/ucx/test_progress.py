@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
+from kvferry.core.transport import enter_nothing
 from kvferry.drivers.ucx.progress import FairLock, ProgressThread
 from kvferry.drivers.ucx.worker import Worker
 
@@ -76,7 +77,7 @@ def test_waiting_thread_gets_the_lock_before_try_acquire() -> None:
 def test_target_in_use_is_driven_once_its_lock_is_free() -> None:
     target = IdleTarget()
     with target.lock:
-        progress = ProgressThread("test", [target])
+        progress = ProgressThread("test", [target], enter_nothing)
         assert isinstance(target.lock, ObservedLock)
         assert target.lock.refused.wait(SECONDS)
         assert not target.driven.is_set()

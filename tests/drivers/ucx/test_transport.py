@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import numpy as np
 import pytest
@@ -42,7 +43,7 @@ Make = Callable[..., UcxTransport]
 def make() -> Iterator[Make]:
     made: list[UcxTransport] = []
 
-    def make_one(**options: object) -> UcxTransport:
+    def make_one(**options: Any) -> UcxTransport:
         made.append(UcxTransport(**PATIENT | options))
         return made[-1]
 
