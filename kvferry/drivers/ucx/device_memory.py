@@ -1,7 +1,7 @@
-"""Transfers of GPU memory: what UCX does not know about the GPU, and errors with a remedy.
+"""Transfers of GPU memory: wait for the GPU's queues, flush a NIC's writes, and explain errors.
 
-UCX reports that its requests have ended. It does not know whether a GPU still has copies of them in
-its queues, nor whether the GPU sees what a NIC has written; CUDA's driver API does.
+UCX reports the end of its requests. But copies may still wait in the queues of a GPU, and the GPU
+may not see yet what a NIC has written into its memory. CUDA's driver API knows both.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from kvferry.drivers.ucx.ucp_structs import Code
 UNSERVED = frozenset(
     {Code.CANCELED, Code.UNSUPPORTED, Code.UNREACHABLE, Code.INVALID_ADDR, Code.NO_DEVICE}
 )
-"""UCX's statuses of a read or write that no transport of the connection can carry out. UCX (1.21,
-1.22) reports ``CANCELED`` at once if it has no protocol for it, and the connection stays usable."""
+"""UCX's statuses of a read or write that no transport of the connection can carry out. If UCX (1.21
+and 1.22) has no protocol for a read, it reports ``CANCELED`` at once; the connection stays usable.
+"""
 
 WITHOUT_NIC = frozenset(
     {

@@ -15,6 +15,9 @@ REQUIRED_SETTINGS: Mapping[str, str] = {
     # protocols obey the second setting.
     "PROTO_ENABLE": "y",
     "PROTO_EMULATION_ENABLE": "n",
+    # Nor may the peer's UCX move GPU memory on request (since 1.22, by default on some CPUs): it
+    # does not check the addresses, and the bytes may land after the connection has ended.
+    "PROTOS": "^get/rndv,put/rndv",
     # Without it UCX does not use cma on connections with error handling, and reads by the peer.
     "CMA_MEMORY_INVALIDATE": "y",
     # UCX asks the peer from time to time, and so notices a dead peer even while nothing moves.

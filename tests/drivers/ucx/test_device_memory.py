@@ -202,8 +202,10 @@ def test_failed_read_is_failed_when_the_gpu_has_emptied_its_queue(
         assert status.state is State.FAILING
         assert isinstance(status.error, PeerLostError)
         time.sleep(0.005)
+    assert one._client._connections, "the copies in the queue use what the connection has mapped"
     gpus.idle_at.clear()
     assert until(ended(one, transfer, State.FAILED))
+    assert until(lambda: one.poll([]) == [] and not one._client._connections)
     assert gpus.called("cuCtxSynchronize") == [DEVICE]
 
 
