@@ -312,6 +312,7 @@ class Client:
         """Close a connection if the server has not answered in time or its process has ended.
 
         Forget the connection once it is broken and no read, write or message is under way on it.
+        Copies in the queues of a GPU count, too: they read memory that UCX would unmap.
 
         Args:
             connection: the connection.
@@ -331,7 +332,10 @@ class Client:
                     "is there by now: connect with a new address"
                 )
             )
-        if connection.try_release():
+        if connection.state is not ConnectionState.BROKEN:
+            return
+        used = any(transfer.uses(connection) for transfer in self._transfers)
+        if not used and connection.try_release():
             self._forget(connection)
 
     def _forget(self, connection: UcxConnection) -> None:

@@ -28,27 +28,24 @@ CopyRanges = Callable[[U64Array, U64Array, U64Array], None]
 NIC_TRANSPORTS = ("rc", "dc", "ugni")
 """Name prefixes of the UCX transports by which NICs read and write the peer's memory."""
 
-NATIVE_TRANSPORTS = {
-    CPU: ("cma", "knem", "xpmem", *NIC_TRANSPORTS),
-    "cuda": ("rc", "dc", "cuda_ipc"),
-}
-"""For each memory kind, the UCX transports that reach such memory without the peer's help, by the
-beginnings of their names."""
+NATIVE_TRANSPORTS = ("cma", "knem", "xpmem", *NIC_TRANSPORTS)
+"""Name prefixes of the UCX transports that reach CPU memory without the peer's help."""
 
 _NONE: U64Array = np.empty(0, np.uint64)
 
 
-def reached_natively(transports: frozenset[str], kinds: frozenset[str]) -> bool:
-    """Return whether UCX can move bytes over a connection without the peer's help.
+def needs_messages(transports: frozenset[str], kinds: frozenset[str]) -> bool:
+    """Return whether bytes go by messages, since UCX cannot move them without the peer's help.
+
+    Messages carry CPU memory only, so for other memory UCX always has to move the bytes itself.
+    Whether UCX can do so does not follow from the names of the transports: a NIC's driver may not
+    know a GPU's memory, and UCX may have turned reads off. UCX says so when the first read fails.
 
     Args:
         transports: UCX's names of the connection's transports.
         kinds: the memory kinds of all regions, local and remote, that take part.
     """
-    return all(
-        any(name.startswith(NATIVE_TRANSPORTS.get(kind, ())) for name in transports)
-        for kind in kinds
-    )
+    return kinds == {CPU} and not any(name.startswith(NATIVE_TRANSPORTS) for name in transports)
 
 
 def copied_by_cpu(transports: frozenset[str]) -> bool:

@@ -10,11 +10,16 @@ import msgspec
 _Name = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 _Seconds = Annotated[float, msgspec.Meta(gt=0, le=86400)]
 
-DEFAULT_SETTINGS: Mapping[str, str] = {
+REQUIRED_SETTINGS: Mapping[str, str] = {
+    # Emulated reads and writes can end the peer's process: see message_transfer.py. Only the newer
+    # protocols obey the second setting.
+    "PROTO_ENABLE": "y",
+    "PROTO_EMULATION_ENABLE": "n",
+    # Nor may the peer's UCX move GPU memory on request (since 1.22, by default on some CPUs): it
+    # does not check the addresses, and the bytes may land after the connection has ended.
+    "PROTOS": "^get/rndv,put/rndv",
     # Without it UCX does not use cma on connections with error handling, and reads by the peer.
     "CMA_MEMORY_INVALIDATE": "y",
-    # Emulated reads and writes can end the peer's process: see message_transfer.py.
-    "PROTO_EMULATION_ENABLE": "n",
     # UCX asks the peer from time to time, and so notices a dead peer even while nothing moves.
     "KEEPALIVE_INTERVAL": "500ms",
     # Connect without blocking the worker.
@@ -22,13 +27,32 @@ DEFAULT_SETTINGS: Mapping[str, str] = {
     # Poll all transports of a worker from the start. Otherwise UCX (1.22) may miss the first
     # message through shared memory, if its sender is interrupted while writing it.
     "ADAPTIVE_PROGRESS": "n",
+}
+"""The driver's settings of UCX on which its promises rest; they override the environment, which may
+be set for other libraries of the process."""
+
+TUNING_SETTINGS: Mapping[str, str] = {
     # Few calls of ucp_worker_progress for many bytes, since each call takes the interpreter's lock.
     "CMA_TX_QUOTA": "8",
     "TCP_TX_SEG_SIZE": "64k",
+    # Without it UCX (1.21 and later) does not read by CUDA IPC where it finds no NVLink.
+    "CUDA_IPC_ENABLE_GET_ZCOPY": "y",
     "WARN_UNUSED_ENV_VARS": "n",
 }
-"""The driver's own settings of UCX. The user's settings override them; those that the loaded UCX
-does not know are ignored."""
+"""The driver's settings of UCX that only make it faster or quieter; the environment overrides
+them."""
+
+
+def default_settings(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the driver's settings of UCX, by UCX's names without the prefix ``UCX_``.
+
+    The user's settings override them. The loaded UCX may not know all of them.
+
+    Args:
+        environ: the environment of the process, whose variables override ``TUNING_SETTINGS``.
+    """
+    unset = {key: value for key, value in TUNING_SETTINGS.items() if f"UCX_{key}" not in environ}
+    return {**REQUIRED_SETTINGS, **unset}
 
 
 class UcxOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -37,7 +61,8 @@ class UcxOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     Attributes:
         transports: UCX's names of the transports to use (UCX_TLS); if empty, all.
         devices: the network devices to use (UCX_NET_DEVICES); if empty, all.
-        settings: other settings of UCX, by UCX's names, with or without the prefix ``UCX_``.
+        settings: other settings of UCX, by UCX's names, with or without the prefix ``UCX_``. They
+            override the driver's own settings and the environment.
         library: the path or name of the libucp to load; ``None`` for the system's, else the
             wheel's.
         threads: with 1, one thread both serves peers and drives transfers; with 2, each has its

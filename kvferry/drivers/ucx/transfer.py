@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvferry.core.errors import TransportError, TransportUnsupportedError
+from kvferry.core.errors import TransportError
 from kvferry.core.memory import CPU, U64Array
 from kvferry.core.transport import State, Status
 from kvferry.drivers.ucx import ucp
@@ -19,8 +19,9 @@ from kvferry.drivers.ucx.connection import (
     UcxConnection,
     UcxPeer,
 )
+from kvferry.drivers.ucx.device_memory import UNSERVED, LocalDevices, unreached
 from kvferry.drivers.ucx.merged_copies import MergedCopies
-from kvferry.drivers.ucx.message_transfer import build_rows, consecutive, reached_natively
+from kvferry.drivers.ucx.message_transfer import build_rows, consecutive, needs_messages
 from kvferry.drivers.ucx.messages import MAX_RELAY_BYTES, MAX_RELAY_ROWS, ROW_BYTES
 from kvferry.drivers.ucx.posting import PostedRuns, Poster
 from kvferry.drivers.ucx.ucp_structs import Code
@@ -31,6 +32,14 @@ MAX_WINDOWS = 2
 """The most windows of a transfer that are posted on a connection at once; each has ``WINDOW_RUNS``
 runs and ``WINDOW_BYTES`` bytes at most. These limits bound the memory that UCX takes, and what a
 cancelled transfer waits for."""
+
+DEVICE_WINDOW_RUNS = 1 << 13
+DEVICE_WINDOW_BYTES = 64 << 20
+"""The limits of a window if GPU memory takes part. NICs and GPUs move it while no thread of this
+process runs: at 400 Gbit/s, two windows last 2.7 ms, and that long a thread may wait for the
+interpreter's lock before it posts the next. The number of runs is enough for pieces of 8 KiB. A
+cancelled transfer waits for up to two such windows: some 5 ms over PCIe, and 70 ms if the pieces
+are small and a GPU makes a copy of each."""
 
 MAX_MESSAGE_WINDOWS = 16
 """The most windows of a transfer that are under way at once if its bytes go by messages."""
@@ -52,6 +61,8 @@ class Window:
             and for reads and messages.
         message_number: the number of the ``Store`` or ``Fetch`` message; 0 if none was sent.
         swept: how many of ``requests`` have completed.
+        flushed: whether the flush after a write has completed without an error: everything that UCX
+            has sent of the write has arrived.
         code: UCX's status of the first error in the window, or 0.
     """
 
@@ -60,6 +71,7 @@ class Window:
     flush: int = 0
     message_number: int = 0
     swept: int = 0
+    flushed: bool = False
     code: int = 0
 
 
@@ -69,9 +81,10 @@ class UcxTransfer:
 
     The transfer is DONE when all runs have been posted and have completed without an error. Once
     ``fail`` was called, the transfer is FAILING and nothing more is posted; it is FAILED when no
-    window is under way any more. But if UCX has completed a part of a write with an error, bytes of
-    that part may still lie in queues on the way to the peer: then the write is FAILED only after
-    ``confirm_dropped``.
+    window is under way any more. But if UCX has begun a part of a write and completed it with an
+    error, bytes of that part may still lie in queues on the way to the peer: then the write is
+    FAILED only after ``confirm_dropped``. And if local GPU memory takes part, copies may still wait
+    in the queues of the GPU: then the transfer is FAILED only when the GPU has done them.
 
     Attributes:
         peer: the peer.
@@ -87,6 +100,8 @@ class UcxTransfer:
         last_progress: when a run last completed (at first: when this object was made), by
             ``time.monotonic``.
         second_connection: a second connection to post on, too, when it is ready, or ``None``.
+        devices: the GPUs with local memory of the transfer; ``None`` if all local memory is CPU
+            memory.
         status: the status that ``poll`` returns.
         position: how many runs have been posted.
         windows: the windows that are under way.
@@ -104,6 +119,7 @@ class UcxTransfer:
     poster: Poster
     last_progress: float = field(default_factory=time.monotonic)
     second_connection: UcxConnection | None = None
+    devices: LocalDevices | None = None
     status: Status = _PENDING
     position: int = 0
     windows: list[Window] = field(default_factory=list)
@@ -159,7 +175,12 @@ class UcxTransfer:
             self._conclude()
 
     def uses(self, connection: UcxConnection) -> bool:
-        """Return whether runs of the transfer are under way on a connection."""
+        """Return whether runs of the transfer are under way on a connection.
+
+        This includes copies that may still wait in the queues of a GPU after the transfer failed.
+        """
+        if self.devices is not None and self.position:
+            return connection in self._connections
         return any(window.connection is connection for window in self.windows)
 
     def _may_post(self) -> bool:
@@ -177,7 +198,8 @@ class UcxTransfer:
         ready = [
             connection
             for connection in self._connections
-            if connection.state is ConnectionState.READY and self._natively(connection)
+            if connection.state is ConnectionState.READY
+            and not needs_messages(connection.transports, self.memory_kinds)
         ]
         connection = min(ready, key=posted.count)
         return connection if posted.count(connection) < MAX_WINDOWS else None
@@ -191,21 +213,28 @@ class UcxTransfer:
     @property
     def _by_messages(self) -> bool:
         """Whether the bytes go by messages, since UCX cannot move them without the peer's help."""
-        return not self._natively(self.connection)
+        return needs_messages(self.connection.transports, self.memory_kinds)
 
-    def _natively(self, connection: UcxConnection) -> bool:
-        return reached_natively(connection.transports, self.memory_kinds)
+    @property
+    def _in_cpu_memory(self) -> bool:
+        """Whether all memory of the transfer, local and remote, is CPU memory."""
+        return self.memory_kinds <= {CPU}
 
     def _post(self, connection: UcxConnection) -> None:
         if self._by_messages:
             self._post_message()
             return
         start = self.position
-        stop = self.runs.window_end(start, WINDOW_RUNS, WINDOW_BYTES)
+        limits = (
+            (WINDOW_RUNS, WINDOW_BYTES)
+            if self._in_cpu_memory
+            else (DEVICE_WINDOW_RUNS, DEVICE_WINDOW_BYTES)
+        )
+        stop = self.runs.window_end(start, *limits)
         try:
             batch = self._batch(connection, start, stop)
         except TransportError as exc:
-            self.fail(exc)
+            self.fail(exc if self._in_cpu_memory else self._unreached(connection, exc))
             return
         requests = self.poster.post(connection.endpoint, batch, write=self.write)
         window = Window(connection=connection, requests=requests)
@@ -230,16 +259,6 @@ class UcxTransfer:
 
     def _post_message(self) -> None:
         """Send the next window as a message: a ``Fetch`` for a read, a ``Store`` for a write."""
-        if self.memory_kinds - {CPU}:
-            over = ", ".join(sorted(self.connection.transports))
-            self.fail(
-                TransportUnsupportedError(
-                    f"over {over} ucx reaches CPU memory only; "
-                    f"{', '.join(sorted(self.memory_kinds))} "
-                    "needs RDMA or, on one host, cuda_ipc (driver_options: transports)"
-                )
-            )
-            return
         self.runs = self.runs.split(MAX_RELAY_BYTES)
         start = self.position
         stop = self.runs.window_end(start, MAX_RELAY_ROWS, MAX_RELAY_BYTES)
@@ -290,6 +309,7 @@ class UcxTransfer:
                 return False
             library.free(window.flush)
             window.flush = 0
+        window.flushed = code == Code.OK
         window.code = window.code or code
         return True
 
@@ -307,19 +327,42 @@ class UcxTransfer:
     def _note_outcome(self, window: Window) -> None:
         if not window.code:
             return
-        self.unconfirmed |= self.write
-        connection = window.connection
-        error = connection.error
-        # The reason why the connection broke says more than the status of its requests.
-        if error is None or connection.state is not ConnectionState.BROKEN:
-            error = ucp.error(window.code, f"a transfer with {connection.server.name} failed")
-        self.fail(error)
+        connection, reason = window.connection, f"UCX says {ucp.describe(window.code)}"
+        trouble = f"a transfer with {connection.server.name} failed"
+        if connection.state is ConnectionState.BROKEN:
+            self.unconfirmed |= self.write
+            # The reason why the connection broke says more than the status of its requests.
+            self.fail(connection.error or ucp.error(window.code, trouble))
+        elif window.code in UNSERVED and not self._in_cpu_memory:
+            self.unconfirmed |= self.write and not window.flushed
+            self.fail(self._unreached(connection, reason))
+        else:
+            self.unconfirmed |= self.write
+            self.fail(ucp.error(window.code, trouble))
+
+    def _unreached(self, connection: UcxConnection, reason: object) -> TransportError:
+        return unreached(self.memory_kinds, connection.transports, connection.server.name, reason)
 
     def _conclude(self) -> None:
         if self.status.state is State.FAILING:
-            if not self.unconfirmed:
+            if self._is_quiet() and not self.unconfirmed:
                 self.status = Status(state=State.FAILED, error=self.status.error)
         elif self.position == len(self.runs) and self.connection.state is ConnectionState.READY:
-            if self.send_notification is not None:
-                self.send_notification()
-            self.status = _DONE
+            self._complete()
+
+    def _is_quiet(self) -> bool:
+        """Return whether no GPU of this side still has copies of the failed transfer to make."""
+        return self.devices is None or not self.position or self.devices.are_quiet()
+
+    def _complete(self) -> None:
+        """Make the transfer, all of whose bytes have arrived, DONE."""
+        if self.devices is not None and not self.write:
+            try:
+                self.devices.flush(self.connection.transports)
+            except TransportError as exc:
+                # No byte is under way any more, so there is nothing to wait for.
+                self.status = Status(state=State.FAILED, error=exc)
+                return
+        if self.send_notification is not None:
+            self.send_notification()
+        self.status = _DONE

@@ -18,7 +18,7 @@ from kvferry.core.errors import (
     TransportError,
     TransportUsageError,
 )
-from kvferry.core.memory import Region
+from kvferry.core.memory import CPU, Region
 from kvferry.core.transport import (
     BaseTransport,
     Capabilities,
@@ -29,6 +29,7 @@ from kvferry.core.transport import (
     enter_nothing,
     parse_options,
 )
+from kvferry.drivers.cuda import CUDA, find_cuda
 from kvferry.drivers.ucx import address as wire
 from kvferry.drivers.ucx import library
 from kvferry.drivers.ucx import ucp_structs as structs
@@ -37,11 +38,12 @@ from kvferry.drivers.ucx.client import Client
 from kvferry.drivers.ucx.compiled_loops import poster
 from kvferry.drivers.ucx.connection import ConnectionState, UcxConnection, UcxPeer
 from kvferry.drivers.ucx.copy_thread import MIN_BYTES
+from kvferry.drivers.ucx.device_memory import LocalDevices
 from kvferry.drivers.ucx.devices import devices, listed
 from kvferry.drivers.ucx.library import UcxLibrary
 from kvferry.drivers.ucx.merged_copies import MergedCopies, merge_copies
 from kvferry.drivers.ucx.messages import MAX_BACKLOG, MAX_NOTIFICATION
-from kvferry.drivers.ucx.options import DEFAULT_SETTINGS, UcxOptions, user_settings
+from kvferry.drivers.ucx.options import UcxOptions, default_settings, user_settings
 from kvferry.drivers.ucx.progress import ProgressDriver, ProgressTarget, ProgressThread
 from kvferry.drivers.ucx.server import Server
 from kvferry.drivers.ucx.transfer import UcxTransfer
@@ -90,15 +92,22 @@ class UcxTransport(BaseTransport[Registration, UcxAddress, UcxPeer, UcxTransfer]
     Which memory it reaches depends on the loaded UCX and on the connection. CPU memory is reached
     over every connection: where UCX cannot access the peer's memory (over tcp, for example), the
     bytes go by messages. CUDA memory needs a UCX that was built with CUDA, and RDMA or, on one
-    host, CUDA IPC: ``capabilities`` lists it only if UCX can register it, and a transfer of it over
-    a connection that cannot reach it fails with ``TransportUnsupportedError``.
+    host, CUDA IPC: ``capabilities`` lists it only if UCX can register it and CUDA's driver can be
+    called. Whether a connection reaches the peer's CUDA memory shows when it is first read: if not,
+    each transfer of it fails with ``TransportUnsupportedError``, which says what to look at.
 
     **When a failed transfer is FAILED.** UCX completes every request. If the connection breaks, it
     first takes down the network connections below, then completes the requests with an error. So a
-    read is FAILED as soon as its requests have completed. But bytes that a write sent before its
-    connection broke may still lie in queues of a living peer. Such a write stays FAILING until the
-    peer's process has ended, or the peer has closed its end of that connection and so drops what
-    still arrives. The peer confirms this on a new connection, which ``disconnect`` opens.
+    read into CPU memory is FAILED as soon as its requests have completed. Copies into CUDA memory
+    may then still wait in the GPU's queues: such a read is FAILED when the GPU has done all work
+    that was enqueued until then, the engine's too. If the GPU never ends that work, the read stays
+    FAILING, and ``disconnect`` raises. Bytes that a write sent before its connection broke may
+    still lie in queues of a living peer. Such a write stays FAILING until the peer's process has
+    ended, or the peer has closed its end of that connection and so drops what still arrives. The
+    peer confirms this on a new connection, which ``disconnect`` opens.
+
+    **When a read is DONE.** Its bytes are visible to work that starts on the GPU from then on.
+    Where the GPU does not order what a NIC writes into its memory, the driver flushes it first.
 
     A transport is not usable in a forked child.
 
@@ -120,13 +129,15 @@ class UcxTransport(BaseTransport[Registration, UcxAddress, UcxPeer, UcxTransfer]
         self._library, self._ucp = _loaded(self._options.library)
         name = f"ucx-{os.getpid()}-{secrets.token_hex(8)}"
         self._context = self._ucp.create_context(
-            name, user_settings(self._options), DEFAULT_SETTINGS
+            name, user_settings(self._options), default_settings(os.environ)
         )
+        memory = self._ucp.memory_kinds(self._context)
+        self._cuda = find_cuda() if CUDA in memory else None
         super().__init__(
             name,
             Capabilities(
                 ops=frozenset({"read", "write"}),
-                memory=self._ucp.memory_kinds(self._context),
+                memory=memory if self._cuda else memory - {CUDA},
                 max_notification=MAX_NOTIFICATION,
                 cancel=True,
                 background_progress=True,
@@ -326,7 +337,9 @@ class UcxTransport(BaseTransport[Registration, UcxAddress, UcxPeer, UcxTransfer]
                 f"remote {exc.args[0]} is no longer among the regions of {peer.name}"
             ) from exc
         connection, second = self._client.connection_to(peer), None
-        if not request.write and len(runs) and int(runs.end_bytes[-1]) >= MIN_BYTES:
+        kinds = frozenset(one.kind for one in request.local | request.remote)
+        large = len(runs) and int(runs.end_bytes[-1]) >= MIN_BYTES
+        if large and not request.write and kinds == {CPU}:
             second = self._client.second_connection_to(peer)
         return UcxTransfer(
             peer=peer,
@@ -334,14 +347,20 @@ class UcxTransport(BaseTransport[Registration, UcxAddress, UcxPeer, UcxTransfer]
             write=request.write,
             runs=runs,
             segments=segments,
-            memory_kinds=frozenset(one.kind for one in request.local | request.remote),
+            memory_kinds=kinds,
             remote_keys=frozenset(KeyId(region.key) for _, region in segments),
             send_notification=(
                 None if request.notify is None else partial(connection.notify, request.notify)
             ),
             poster=self._poster,
             second_connection=second,
+            devices=None if kinds <= {CPU} else self._devices_of(request.local),
         )
+
+    def _devices_of(self, local: frozenset[Region]) -> LocalDevices | None:
+        """Return the GPUs that local regions are in, or ``None`` if there are none."""
+        found = [region.device for region in local if region.kind == CUDA]
+        return LocalDevices(self._cuda, found, self._enter) if self._cuda and found else None
 
     def _progress(self, transfers: Sequence[UcxTransfer]) -> None:
         self._progress_driver.run_once()

@@ -43,11 +43,13 @@ class Code(enum.IntEnum):
     NO_MEMORY = -4
     INVALID_PARAM = -5
     UNREACHABLE = -6
+    INVALID_ADDR = -7
     NO_ELEM = -12
     NO_DEVICE = -14
     BUSY = -15
     CANCELED = -16
     TIMED_OUT = -20
+    UNSUPPORTED = -22
     REJECTED = -23
     NOT_CONNECTED = -24
     CONNECTION_RESET = -25

@@ -12,7 +12,7 @@ from kvferry.drivers.ucx.message_transfer import (
     build_rows,
     check_rows,
     consecutive,
-    reached_natively,
+    needs_messages,
 )
 from kvferry.drivers.ucx.messages import MAX_RELAY_BYTES, MAX_RELAY_ROWS
 from kvferry.drivers.ucx.posting import PlainPoster
@@ -116,19 +116,22 @@ def test_store_to_device_memory_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("transports", "kinds", "natively"),
+    ("transports", "kinds", "expected"),
     [
-        ({"tcp"}, {"cpu"}, False),
-        ({"tcp", "cma"}, {"cpu"}, True),
-        ({"rc_mlx5", "ud_mlx5"}, {"cpu", "cuda"}, True),
-        ({"tcp", "cma"}, {"cpu", "cuda"}, False),
-        ({"tcp", "cuda_ipc"}, {"cuda"}, True),
-        ({"ud_mlx5"}, {"cpu"}, False),
-        ({"rc_mlx5"}, {"xpu"}, False),
-        ({"tcp"}, set(), True),
+        ({"tcp"}, {"cpu"}, True),
+        ({"tcp", "cma"}, {"cpu"}, False),
+        ({"rc_mlx5", "ud_mlx5"}, {"cpu"}, False),
+        ({"ud_mlx5"}, {"cpu"}, True),
+        ({"tcp"}, set(), False),
     ],
 )
-def test_reached_natively_by_transports_and_memory_kinds(
-    transports: set[str], kinds: set[str], natively: bool
+def test_cpu_memory_goes_by_messages_unless_a_transport_reaches_it(
+    transports: set[str], kinds: set[str], expected: bool
 ) -> None:
-    assert reached_natively(frozenset(transports), frozenset(kinds)) == natively
+    assert needs_messages(frozenset(transports), frozenset(kinds)) == expected
+
+
+@pytest.mark.parametrize("transports", [{"tcp"}, {"tcp", "cma"}, {"rc_mlx5"}, {"tcp", "cuda_ipc"}])
+@pytest.mark.parametrize("kinds", [{"cuda"}, {"cpu", "cuda"}])
+def test_device_memory_never_goes_by_messages(transports: set[str], kinds: set[str]) -> None:
+    assert not needs_messages(frozenset(transports), frozenset(kinds))
