@@ -34,7 +34,7 @@ class World:
         ordinary: what the others must agree with.
         chunking: caches prefixes, and computes a prompt with an image in several steps.
         plain: does neither, and has larger blocks.
-        two: two ranks that cache prefixes.
+        two: two ranks that cache prefixes, and compute what they cannot load.
         believing: loads with any ticket.
     """
 
@@ -55,7 +55,13 @@ def world(
             ordinary=engines.launch("ordinary"),
             chunking=engines.launch("chunking", "kv_both", max_num_batched_tokens=48, **caching),
             plain=engines.launch("plain", "kv_both", block_size=64),
-            two=engines.launch("two", "kv_both", tensor_parallel_size=2, **caching),
+            two=engines.launch(
+                "two",
+                "kv_both",
+                transfer={"kv_load_failure_policy": "recompute"},
+                tensor_parallel_size=2,
+                **caching,
+            ),
             believing=engines.launch("believing", "kv_consumer", extra={"verify_prompt": False}),
         )
         engines.wait_started()
@@ -150,6 +156,15 @@ def test_another_image_is_refused(world: World) -> None:
         assert completion.finish_reason == "error"
         assert decode.log().count(OTHER_PROMPT) == before + 1
     assert media.tokens(decode, *others) == media.tokens(world.ordinary, *others)
+
+
+def test_another_image_is_computed_where_the_policy_says_so(world: World) -> None:
+    asked = with_image(111)
+    [completion] = media.answers(
+        world.two, asked, params=media.prefill(world.plain, with_image(112))
+    )
+    assert OTHER_PROMPT in world.two.log()
+    assert [completion.tokens] == media.tokens(world.ordinary, asked)
 
 
 def test_swapped_images(world: World) -> None:
