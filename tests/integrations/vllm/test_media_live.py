@@ -149,6 +149,7 @@ def test_another_image_is_refused(world: World) -> None:
         with_image(103),
         with_image(102, before=21, after=8),
         with_image(102, mm_processor_kwargs={"do_normalize": False}),
+        with_image(102, media_io_kwargs={"image": {"image_mode": "L"}}),
     )
     for other in others:
         before = decode.log().count(OTHER_PROMPT)
@@ -168,7 +169,7 @@ def test_another_image_is_computed_where_the_policy_says_so(world: World) -> Non
 
 
 def test_swapped_images(world: World) -> None:
-    """The control: an engine that does not look answers for the other image."""
+    """The control: an engine that does not compare prompts answers for the other image."""
     asked, other = with_image(104), with_image(105)
     right, wrong = media.tokens(world.ordinary, asked, other)
     [completion] = media.answers(world.believing, asked, params=media.prefill(world.plain, other))
@@ -176,7 +177,7 @@ def test_swapped_images(world: World) -> None:
 
 
 def test_settings_of_a_request(world: World) -> None:
-    """The client's settings of the image processor are part of what an image is."""
+    """A ticket tells apart what the image processor makes of one image with unlike settings."""
     plain, changed = with_image(106), with_image(106, mm_processor_kwargs={"do_normalize": False})
     got, _ = media.hand_over(world.plain, world.chunking, plain, changed)
     assert got == media.tokens(world.ordinary, plain, changed)
@@ -184,15 +185,15 @@ def test_settings_of_a_request(world: World) -> None:
 
 
 def named(image: int, name: str) -> Prompt:
-    """The client says what the image is called."""
+    """A prompt whose image has a name that the client chose."""
     return with_image(image, multi_modal_uuids={"image": [name]})
 
 
 def test_one_name_for_two_images(world: World) -> None:
-    """vLLM takes the client's word for what an image is, and so does a ticket.
+    """vLLM takes a client's name for an image's content, and so does a ticket.
 
-    A client that gives two images one name gets the first one's answer, of one ordinary engine as
-    of two. Who gives no name is not concerned.
+    A client that gives two images one name gets the first image's answer for both, from one
+    ordinary engine as from two. Prompts whose images have no such name are answered as always.
     """
     first, second = named(107, "name"), named(108, "name")
     [right], [wrong] = media.tokens(world.ordinary, first), media.tokens(world.ordinary, second)
@@ -207,7 +208,7 @@ def test_one_name_for_two_images(world: World) -> None:
 
 
 def test_name_that_is_no_text(world: World) -> None:
-    """It is another name than any other, and hurts nobody."""
+    """A name with a lone surrogate is compared like any other, and ends no engine."""
     odd, other = named(109, "\ud800"), named(109, "\ud801")
     [ticket] = media.prefill(world.plain, odd)
     assert [c.finish_reason for c in media.answers(world.chunking, odd, params=ticket)] == [
@@ -220,7 +221,7 @@ def test_name_that_is_no_text(world: World) -> None:
 
 
 def test_image_that_cannot_be_processed(world: World) -> None:
-    """By decode, which has no data for a name that it never saw, or by both engines."""
+    """Decode lacks the data of a named image, or neither engine can read an image."""
     good = named(110, "seen on prefill")
     [ticket] = media.prefill(world.plain, good)
     missing: dict[str, Any] = {"multi_modal_data": {"image": [None]}}
@@ -252,7 +253,7 @@ def test_windows(windows: tuple[Engine, ...]) -> None:
 
 
 def test_refused_at_start(world: World) -> None:
-    """Engines whose images have no names that depend on their content."""
+    """An engine whose names of images do not depend on their content."""
     model = {"model": str(world.ordinary.model), "dtype": "float32", "max_model_len": 1024}
     nameless = {"mm_processor_cache_gb": 0, "enable_prefix_caching": False}
     said = world.ordinary.run(probes.refusal, model | nameless)
