@@ -127,7 +127,7 @@ class Producer:
         params = request.kv_transfer_params or {}
         if _asks_for_remote_decode(request) and not self._hands_over:
             self._refuse_role(request)
-        if not self._is_handed_over(request) or not self._is_too_long(request):
+        if not self._is_handed_over(request) or not self._must_be_truncated(request):
             return
         if cuts_media(request, self._backoff):  # _ticket_tokens then refuses a ticket.
             return
@@ -302,7 +302,7 @@ class Producer:
             return 0
         return tokens
 
-    def _is_too_long(self, request: Request) -> bool:
+    def _must_be_truncated(self, request: Request) -> bool:
         """Return whether a prompt has to be truncated and was not truncated before."""
         if (request.kv_transfer_params or {}).get(TRUNCATED) or request.skip_reading_prefix_cache:
             return False
@@ -311,7 +311,7 @@ class Producer:
 
     def _would_cut_media(self, request: Request) -> bool:
         """Return whether a prompt was not truncated because an image would have been cut."""
-        return self._is_too_long(request) and cuts_media(request, self._backoff)
+        return self._must_be_truncated(request) and cuts_media(request, self._backoff)
 
     def _was_left_whole(self, request: Request) -> bool:
         """Return whether ``prompt_logprobs`` kept a prompt from being truncated."""
