@@ -50,10 +50,10 @@ MEDIA = """\
 
 The caches of multimodal models are the same as those of text models, and a ticket also says for
 which images, videos and audio clips it was made ([Images and other
-media](vllm.md#images-and-other-media)). Whole engines were run on CPUs, with images and small
-models of random weights: Idefics3 in `make test`; Qwen2-VL (M-RoPE), LLaVA and Gemma 3 (sliding
-windows) by hand. vLLM's CPU backend ignores that the tokens of Gemma 3's images attend to each
-other in both directions, so that this was not run. Videos and audio were not run either.
+media](vllm.md#images-and-other-media)). Whole engines were run on CPUs with small models of
+random weights: Idefics3 in `make test`; Qwen2-VL (M-RoPE, also with videos), LLaVA and Gemma 3
+(sliding windows) by hand. vLLM's CPU backend ignores that the tokens of Gemma 3's images attend
+to each other in both directions, so that this was not run. Audio was not run either.
 Encoder-decoder models are refused.
 """
 
