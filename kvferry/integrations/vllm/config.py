@@ -85,9 +85,9 @@ class Config:
         liveness_interval: Seconds between two pings of a producer; 0 sends none.
         liveness_misses: After how many pings without an answer a producer counts as dead.
         engine_ttl: After how many seconds a producer that no request uses is disconnected.
-        enforce_handshake_compat: Refuse a producer whose model's name or revision differs;
-            with ``false``, only log a warning. Differences that would corrupt data (types, scales,
-            layouts) are refused either way.
+        enforce_handshake_compat: Refuse a producer whose model's name, revision or settings for
+            images and other media differ; with ``false``, only log a warning. Differences that
+            would corrupt data (types, scales, layouts) are refused either way.
         verify_prompt: Refuse a ticket that was made for another prompt. Turn it off only in tests
             that swap caches on purpose.
         ticket_secrets: Where secrets are, ``file:PATH`` or ``env:NAME`` each. The first secret
