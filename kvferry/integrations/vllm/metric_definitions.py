@@ -25,6 +25,8 @@ class NoTicket(enum.StrEnum):
     SCORED = "scored"
     """The request asked for ``prompt_logprobs``: its states and windows are past the position from
     which decode continues."""
+    ADAPTER = "adapter"
+    """The content of the request's LoRA adapter is not known, or not what the engine loaded."""
 
 
 LOADS = Metric(

@@ -168,8 +168,6 @@ def _untested(vllm_config: VllmConfig) -> Iterator[str]:
     model = vllm_config.model_config
     if model.is_multimodal_model:
         yield f"multimodal models such as {model.model!r}"
-    if vllm_config.lora_config is not None:
-        yield "LoRA (start without enable_lora)"
 
 
 def _unsupported_groups(kv_cache_config: KVCacheConfig) -> Iterator[str]:

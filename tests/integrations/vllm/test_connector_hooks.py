@@ -37,6 +37,7 @@ CONFIG = SimpleNamespace(
     kv_transfer_config=TRANSFER,
     parallel_config=SimpleNamespace(data_parallel_index=0),
     model_config=SimpleNamespace(use_mla=False),
+    lora_config=None,
 )
 CACHES = SimpleNamespace(transfer_group_ids=(0, 2))
 

@@ -51,6 +51,7 @@ def configured(
             decode_context_parallel_size=1,
             data_parallel_index=0,
         ),
+        cache_config=SimpleNamespace(enable_prefix_caching=True),
         speculative_config=object() if drafts else None,
         num_prefill_lookahead_tokens=lookahead,
     )

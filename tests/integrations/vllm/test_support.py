@@ -57,7 +57,6 @@ def test_an_ordinary_engine_passes() -> None:
         ({"enabled": True}, "enable_return_routed_experts: .* start without it"),
         ({"enable_permute_local_kv": True}, "enable_permute_local_kv: .* remove it"),
         ({"is_multimodal_model": True}, "not yet proven .* multimodal models such as 'tiny'"),
-        ({"lora_config": object()}, "not yet proven .* LoRA .start without enable_lora"),
     ],
 )
 def test_what_cannot_work_is_named(change: dict[str, Any], words: str) -> None:
