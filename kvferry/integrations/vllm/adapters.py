@@ -115,10 +115,11 @@ class Adapters:
         if follower is None or not follower.waiting:
             return False
         hashing = self._hashes.in_progress(follower.lora.lora_path)
-        if hashing and self._clock() >= follower.deadline:
-            follower.problem = f"its files were not hashed within {WAIT_SECONDS:.0f} s"
-            hashing = False
         follower.waiting = hashing or not self._knows_loads(follower)
+        if follower.waiting and self._clock() >= follower.deadline:
+            missing = "its files were not hashed" if hashing else "the workers did not report it"
+            follower.problem = f"{missing} within {WAIT_SECONDS:.0f} s"
+            follower.waiting = False
         return follower.waiting
 
     def content(self, request: Request) -> bytes | None:
@@ -193,7 +194,7 @@ class Adapters:
 
         They need not be asked if the last load that they reported is of the current files.
         """
-        if self._answered >= follower.step or follower.problem is not None:
+        if self._answered >= follower.step:
             return True
         if follower.lora.lora_int_id not in self._loaded:
             return False

@@ -118,6 +118,22 @@ def test_a_worker_with_caches(vllm: Any) -> None:
     assert connector.has_pending_push_work() is False
 
 
+def test_a_worker_with_adapters(vllm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its report has the loads, and the answer to the step that asked."""
+    log = vllm.connector.LoadLog()
+    monkeypatch.setattr(vllm.connector, "observe_loads", lambda config: log)
+    config = SimpleNamespace(**{**vars(CONFIG), "lora_config": object()})
+    connector = vllm.connector.KVFerryConnector(config, Role.WORKER, CACHES)
+    connector.register_kv_caches({})
+    report = vllm.metadata.RankReport(problems={0: ("it burns",)})
+    vllm.halves.worker.return_value.take_report.side_effect = [None, None, report]
+    assert connector.build_connector_worker_meta() is None
+    for expected in (vllm.metadata.RankReport(), report):
+        connector.bind_connector_metadata(vllm.metadata.StepMetadata(asks_adapters=5))
+        found = connector.build_connector_worker_meta()
+        assert (found.problems, found.adapters.step) == (expected.problems, 5)
+
+
 def test_a_worker_without_caches(vllm: Any) -> None:
     connector = made(vllm, Role.WORKER)
     connector.bind_connector_metadata(vllm.metadata.StepMetadata())
