@@ -214,6 +214,7 @@ class Adapters:
             raise AdapterError(follower.problem)
         version, content = self._current(follower.lora)
         if (difference := self._difference(follower.lora, content)) is not None:
+            self._used_unknown(follower.lora)
             raise AdapterError(difference)
         return version, content
 
@@ -250,7 +251,7 @@ class Adapters:
         used = self._used.get(_cache_key(lora), set())
         if self._prefix_caching and any(self._hashes.known(each) != content for each in used):
             return (
-                f"the engine used other weights from {lora.lora_path[:200]!r} before, and vLLM "
+                f"the engine used other weights for {lora.lora_path[:200]!r} before, and vLLM "
                 "keeps blocks of those in its prefix cache: load changed weights from a new path"
             )
         return None
@@ -273,8 +274,11 @@ class Adapters:
                 continue
             if follower.content is None:
                 follower.problem = self._reload_problem(follower, mine)
+                if follower.problem is not None:
+                    self._used_unknown(follower.lora)
             elif any(self._hashes.known(load.version) != follower.content for load in mine):
                 follower.problem = "the engine loaded other files for it while it computed"
+                self._used_unknown(follower.lora)
                 wrong.append(request_id)
                 logger.warning(
                     "request %s: adapter %s was loaded with other weights than its ticket is for "
@@ -283,6 +287,14 @@ class Adapters:
                     on_one_line(follower.lora.lora_name, 64),
                 )
         return wrong
+
+    def _used_unknown(self, lora: LoRARequest) -> None:
+        """Record that blocks in vLLM's prefix cache may be of other weights than their key says.
+
+        Args:
+            lora: The adapter of a request that was computed with other weights.
+        """
+        self._used.setdefault(_cache_key(lora), set()).add(None)
 
     def _reload_problem(self, follower: _Follower, loads: list[AdapterLoad]) -> str | None:
         """Return why loads during a request leave its pages without a content, if they do.

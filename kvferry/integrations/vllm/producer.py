@@ -189,7 +189,9 @@ class Producer:
             first_index=[first for first, _ in page_lists],
             tokens=tokens,
             digest=digest,
-            computed=self._computed,
+            # A ticket with an adapter may be revoked until the next step begins, so nobody may read
+            # before that.
+            computed=self._computed and request.lora_request is None,
             sizes=self._sizes,
             key=serving.key,
         ).params(self._secrets, self._ticket_key)
@@ -197,7 +199,8 @@ class Producer:
     def revoke(self, request_ids: Sequence[str]) -> None:
         """End the holds of requests whose tickets were just made and must not be used.
 
-        Workers have not made the pages readable yet, so nobody has read them.
+        The tickets do not say ``computed``, so nobody reads the pages before the workers get the
+        orders of the next step, which end these holds.
 
         Args:
             request_ids: vLLM's ids of the requests; those without a ticket are ignored.

@@ -214,6 +214,28 @@ def test_a_load_in_the_last_step_of_a_request(
     assert tell(adapters, load(other)) == []
 
 
+@pytest.mark.parametrize("prefix_caching", [False, True])
+@pytest.mark.parametrize("ended", [False, True])
+def test_blocks_of_a_request_with_two_weights(
+    make: Make, path: str, tmp_path: Path, prefix_caching: bool, ended: bool
+) -> None:
+    """vLLM caches them under the request's path, also if the right weights are loaded again."""
+    adapters = make(prefix_caching=prefix_caching)
+    other = write(tmp_path / "other", weights=b"others")
+    settle(adapters, request := asks(path), load(path))
+    if ended:
+        adapters.content(request)
+        adapters.end("r")
+    tell(adapters, load(other))
+    tell(adapters, load(path))
+    settle(adapters, later := asks(path, "later"))
+    if prefix_caching:
+        with pytest.raises(AdapterError, match="blocks of those in its prefix cache"):
+            adapters.content(later)
+    else:
+        assert adapters.content(later) == hash_files(path)[1]
+
+
 @pytest.mark.parametrize("hashing", [True, False])
 def test_waiting_has_an_end(make: Make, path: str, hashing: bool) -> None:
     """Hashing may take too long, or the workers may not answer."""

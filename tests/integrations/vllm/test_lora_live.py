@@ -31,12 +31,14 @@ OPTIONS: dict[str, Any] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Engines:
-    """One engine that prefills, one that decodes, and one that believes any ticket.
+    """Two engines that prefill, ``ranks`` with two ranks, and two that decode.
 
-    Without a ticket, the last one is an ordinary engine, which the others must agree with.
+    ``believing`` accepts any ticket. Without a ticket, it is an ordinary engine, which the others
+    must agree with.
     """
 
     prefill: Engine
+    ranks: Engine
     decode: Engine
     believing: Engine
 
@@ -46,6 +48,7 @@ def engines(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
     with fleet(checkpoint, tmp_path_factory.mktemp("lora"), **OPTIONS) as started:
         found = Engines(
             prefill=started.launch("prefill", "kv_producer"),
+            ranks=started.launch("ranks", "kv_producer", tensor_parallel_size=2),
             decode=started.launch("decode", "kv_consumer"),
             believing=started.launch("believing", "kv_consumer", extra={"verify_prompt": False}),
         )
@@ -226,3 +229,34 @@ def test_files_that_are_gone(engines: Engines, tmp_path: Path) -> None:
     [ticket] = engines.prefill.prefill(prompt(50, seed=81), lora=adapter)
     assert "kvferry" not in ticket
     assert "cannot be read" in engines.prefill.log()
+
+
+def test_two_ranks(engines: Engines, first: Path) -> None:
+    """Both report what they loaded."""
+    asked, adapter = prompt(90, seed=82), lora(first)
+    completion = handed_over(engines.ranks, engines.decode, asked, adapter, adapter)
+    assert completion.text == text(engines.believing, asked, adapter)
+
+
+def test_weights_replaced_under_a_request(engines: Engines, first: Path, tmp_path: Path) -> None:
+    """An adapter is replaced, but the next request still has the old path.
+
+    The workers report the load with the request's only step, after the ticket was made, so the
+    ticket is given up.
+    """
+    old, asked = lora(first), prompt(90, seed=83)
+    new = lora(write_adapter(tmp_path / "new", seed=9), load_inplace=True)
+    engines.ranks.prefill(prompt(90, seed=84), lora=old)
+    with engines.ranks.paused():  # no step in which the load would be reported before
+        engines.ranks.run(load, new)
+        ids = engines.ranks.submit(asked, max_tokens=1, params=PREFILL, lora=old)
+    tickets = [each.params for each in engines.ranks.results(ids)]
+    [completion] = engines.decode.generate(asked, params=tickets, max_tokens=12, lora=old)
+    assert completion.finish_reason == "error"
+    assert "was loaded with other weights than its ticket is for" in engines.ranks.log()
+    assert "cause stale" in engines.decode.log()
+    # vLLM has cached the blocks of that request under the old path, so this path stays refused.
+    engines.ranks.run(load, {**old, "load_inplace": True})
+    [ticket] = engines.ranks.prefill(asked, lora=old)
+    assert "kvferry" not in ticket
+    assert "vLLM keeps blocks of those in its prefix cache" in engines.ranks.log()

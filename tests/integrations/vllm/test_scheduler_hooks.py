@@ -319,6 +319,7 @@ class TestAdapters:
         self, vllm: Any, make: Any, tmp_path: Path, producer: Any
     ) -> None:
         params = self.prefilled(vllm, producer, write(tmp_path / "there"))
+        assert params["kvferry"]["computed"] is False  # it may still be revoked
         half = make()
         wait(vllm, half, each := adapted(write(tmp_path / "here"), params))
         assert half.num_matched_tokens(each, 16) == (24, True)
