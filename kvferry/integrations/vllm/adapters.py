@@ -137,7 +137,10 @@ class Adapters:
             return None
         follower = self._followers.get(request.request_id)
         if follower is None or follower.waiting:
-            raise AdapterError(f"the content of adapter {lora.lora_name[:64]!r} is not known yet")
+            raise AdapterError(
+                f"adapter {lora.lora_name[:64]!r}: its content was not known when the request "
+                "began (vLLM does not wait for that if prompt_logprobs are asked for)"
+            )
         try:
             version, content = self._verified(follower)
         except AdapterError as exc:

@@ -81,7 +81,9 @@ def test_a_request_waits_for_the_hash_and_for_the_workers(make: Make, path: str)
     hashes = AdapterHashes()
     adapters, request = make(hashes=hashes), asks(path)
     adapters.follow(request)
-    with pytest.raises(AdapterError, match="'adapter' is not known yet"):
+    with pytest.raises(
+        AdapterError, match="'adapter': its content was not known when the request began"
+    ):
         adapters.content(request)
     step = adapters.next_step()
     assert step > 0

@@ -45,11 +45,12 @@ class Engines:
 
 @pytest.fixture(scope="module")
 def engines(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
+    ahead = {"async_scheduling": True}  # as on a GPU: steps are built before the last one's report
     with fleet(checkpoint, tmp_path_factory.mktemp("lora"), **OPTIONS) as started:
         found = Engines(
-            prefill=started.launch("prefill", "kv_producer"),
+            prefill=started.launch("prefill", "kv_producer", **ahead),
             ranks=started.launch("ranks", "kv_producer", tensor_parallel_size=2),
-            decode=started.launch("decode", "kv_consumer"),
+            decode=started.launch("decode", "kv_consumer", **ahead),
             believing=started.launch("believing", "kv_consumer", extra={"verify_prompt": False}),
         )
         started.wait_started()
@@ -179,18 +180,20 @@ def test_two_adapters_at_once(engines: Engines, first: Path, second: Path) -> No
 
 
 def test_weights_replaced_at_run_time(engines: Engines, tmp_path: Path) -> None:
-    """The same name and number, loaded again from a new path; one engine after the other."""
+    """The same name and number, loaded again from a new path; one engine after the other.
+
+    As in vLLM's server, later requests say ``load_inplace``, too: each step loads the files again.
+    """
     old = lora(write_adapter(tmp_path / "old", seed=3), name="moving", number=3)
-    new = lora(write_adapter(tmp_path / "new", seed=4), name="moving", number=3)
-    in_place = {**new, "load_inplace": True}
+    new = lora(write_adapter(tmp_path / "new", seed=4), name="moving", number=3, load_inplace=True)
     for engine in (engines.prefill, engines.decode, engines.believing):
         engine.run(load, old)
     asked = prompt(80, seed=64)
     assert pulls(engines, asked, old, old) == text(engines.believing, asked, old)
-    engines.decode.run(load, in_place)
+    engines.decode.run(load, new)
     refused(engines, prompt(80, seed=65), old, new, ANOTHER_PROMPT)
-    engines.prefill.run(load, in_place)
-    engines.believing.run(load, in_place)
+    engines.prefill.run(load, new)
+    engines.believing.run(load, new)
     asked = prompt(80, seed=66)
     assert pulls(engines, asked, new, new) == text(engines.believing, asked, new)
 

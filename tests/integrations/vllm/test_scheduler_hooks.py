@@ -368,6 +368,18 @@ class TestAdapters:
         assert half.request_finished(each, [[]]) == (False, None)
         assert half.build_step(OUTPUT).asks_adapters == 0
 
+    def test_a_request_that_vllm_does_not_let_wait(
+        self, vllm: Any, tmp_path: Path, producer: Any, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """It asks for ``prompt_logprobs``."""
+        each = adapted(write(tmp_path), dict(PREFILL))
+        producer.on_new_request(each)
+        assert producer.num_matched_tokens(each, 0) == (None, False)
+        producer.blocks_allocated(each, blocks(1, 2, 3), 0)
+        producer.worker_output(adapters_heard(vllm, step=producer.build_step(OUTPUT).asks_adapters))
+        assert producer.request_finished(each, [[1, 2, 3]]) == (False, None)
+        assert "its content was not known when the request began" in caplog.text
+
     def test_a_request_of_this_engine_alone_does_not_wait(self, make: Any, tmp_path: Path) -> None:
         half = make()
         each = adapted(write(tmp_path), None)
