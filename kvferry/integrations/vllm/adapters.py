@@ -309,8 +309,8 @@ class Adapters:
         contents = {self._hashes.known(load.version) for load in loads}
         try:
             _, content = self._current(follower.lora)
-        except AdapterError:
-            return follower.problem  # ``content`` finds the same
+        except AdapterError as exc:
+            return str(exc)
         if contents == {content}:
             return follower.problem
         return "the engine loaded other files for it while it computed"

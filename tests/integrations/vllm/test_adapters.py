@@ -216,6 +216,18 @@ def test_a_load_in_the_last_step_of_a_request(
     assert tell(adapters, load(other)) == []
 
 
+def test_a_load_while_the_files_are_elsewhere(make: Make, path: str, tmp_path: Path) -> None:
+    """The files are put back before the request ends."""
+    adapters, aside = make(prefix_caching=False), tmp_path / "aside"
+    settle(adapters, request := asks(path), load(path))
+    Path(path).rename(aside)
+    tell(adapters, load(write(tmp_path / "other", weights=b"others")))
+    aside.rename(path)
+    tell(adapters, load(path))
+    with pytest.raises(AdapterError, match="cannot be read"):
+        adapters.content(request)
+
+
 @pytest.mark.parametrize("prefix_caching", [False, True])
 @pytest.mark.parametrize("ended", [False, True])
 def test_blocks_of_a_request_with_two_weights(

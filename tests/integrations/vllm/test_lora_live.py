@@ -45,7 +45,9 @@ class Engines:
 
 @pytest.fixture(scope="module")
 def engines(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
-    ahead = {"async_scheduling": True}  # as on a GPU: steps are built before the last one's report
+    ahead: dict[str, Any] = {
+        "async_scheduling": True
+    }  # as on a GPU: steps are built before the last one's report
     with fleet(checkpoint, tmp_path_factory.mktemp("lora"), **OPTIONS) as started:
         found = Engines(
             prefill=started.launch("prefill", "kv_producer", **ahead),
