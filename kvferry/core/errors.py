@@ -59,6 +59,8 @@ class TicketReason(enum.StrEnum):
     """This engine itself made the ticket."""
     PROMPT = "prompt"
     """The ticket was made for another prompt."""
+    ADAPTER = "adapter"
+    """The content of the request's LoRA adapter is not known here, or is not what was loaded."""
     TOKENS = "tokens"
     """The ticket's recurrent states and sliding windows end at another number of tokens."""
     ADMISSION = "admission"

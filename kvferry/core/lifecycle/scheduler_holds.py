@@ -173,6 +173,17 @@ class SchedulerHolds:
         evicted, self._evicted = self._evicted, []
         return evicted
 
+    def revoke(self, request: RequestId) -> bool:
+        """Give up the ticket of a request: the workers will be told to end its hold.
+
+        Returns:
+            Whether the request had a ticket that was not given up before.
+        """
+        if request not in self._oldest:
+            return False
+        self._give_up(request)
+        return True
+
     def drop(self, request: RequestId) -> bool:
         """End the hold of a request that will get no ticket.
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from vllm.config import get_current_vllm_config_or_none
@@ -25,7 +26,8 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvferry.core.errors import KVFerryError
 from kvferry.integrations.vllm import config, support
-from kvferry.integrations.vllm.metadata import StepMetadata
+from kvferry.integrations.vllm.adapter_loads import LoadLog, observe_loads
+from kvferry.integrations.vllm.metadata import RankReport, StepMetadata
 from kvferry.integrations.vllm.metrics import FerryPromMetrics, FerryStats
 from kvferry.integrations.vllm.scheduler import FerryScheduler
 from kvferry.integrations.vllm.worker import FerryWorker, UnreadRankWorker, start_worker
@@ -70,6 +72,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         self._scheduler: FerryScheduler | None = None
         self._worker: FerryWorker | UnreadRankWorker | None = None
+        self._adapter_loads: LoadLog | None = None
         share_log_handlers()
         settings = config.engine_config(vllm_config)
         if role is KVConnectorRole.SCHEDULER:
@@ -83,6 +86,8 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
                 vllm_config.kv_transfer_config,
                 engine.kv_transfer_config or vllm_config.kv_transfer_config,
             )
+            if vllm_config.lora_config is not None:
+                self._adapter_loads = observe_loads(vllm_config)
 
     # Hooks of both roles.
 
@@ -142,7 +147,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
-    ) -> tuple[int, bool]:
+    ) -> tuple[int | None, bool]:
         """Return how many of a request's tokens will be loaded from another engine.
 
         Args:
@@ -151,7 +156,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
 
         Returns:
             The number of tokens beyond the cached ones, and whether they are loaded asynchronously:
-            ``True`` unless the number is 0.
+            ``True`` unless the number is 0. ``None`` and ``False`` if vLLM is to ask again later.
         """
         return self._scheduler_half().num_matched_tokens(request, num_computed_tokens)
 
@@ -272,6 +277,8 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         super().bind_connector_metadata(connector_metadata)
         if self._worker is not None and isinstance(connector_metadata, StepMetadata):
             self._worker.apply(connector_metadata)
+            if self._adapter_loads is not None:
+                self._adapter_loads.ask(connector_metadata.asks_adapters)
 
     def start_load_kv(self, forward_context: object, **kwargs: object) -> None:
         """Do nothing: ``bind_connector_metadata`` has started the loads."""
@@ -301,7 +308,9 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         """Return this rank's ``RankReport`` to the scheduler half, or ``None`` if there is none."""
-        return self._worker.take_report() if self._worker is not None else None
+        report = self._worker.take_report() if self._worker is not None else None
+        adapters = self._adapter_loads.take() if self._adapter_loads is not None else None
+        return replace(report or RankReport(), adapters=adapters) if adapters else report
 
     def get_kv_connector_stats(self) -> FerryStats | None:
         """Return the metrics counted since the last call, or ``None`` if there are none.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -19,6 +19,7 @@ from kvferry.core.lifecycle.hold_users import HoldUsers
 from kvferry.core.lifecycle.holds import RequestId
 from kvferry.core.lifecycle.ticket import Ticket
 from kvferry.core.metrics import REFUSED, Metrics
+from kvferry.integrations.vllm.adapter_files import AdapterError
 from kvferry.integrations.vllm.cache_groups import NO_PAGES, CacheGroup
 from kvferry.integrations.vllm.metric_definitions import FAILED, LOADS, TOKENS
 from kvferry.integrations.vllm.prompts import handed_over_tokens, prompt_digest
@@ -64,6 +65,7 @@ class Consumer:
         backoff: How many tokens at a prompt's end a producer leaves to this engine; see
             ``prefill_backoff``.
         security: The secrets, keys and networks that decide which tickets are accepted.
+        adapter_content: Returns the content of a request's LoRA adapter (``Adapters.content``).
     """
 
     def __init__(
@@ -76,7 +78,9 @@ class Consumer:
         verify_prompt: bool,
         backoff: int,
         security: SecuritySettings = SecuritySettings(),  # noqa: B008 - frozen
+        adapter_content: Callable[[Request], bytes | None] = lambda request: None,
     ) -> None:
+        self._adapter_content = adapter_content
         self._groups = groups
         self._needs_exact_length = any(group.needs_exact_length for group in groups)
         self._metrics = metrics
@@ -243,14 +247,28 @@ class Consumer:
             raise TicketError(
                 f"it was made by this very engine, {self._engine!r}", reason=TicketReason.OWN
             )
-        if self._verify_prompt and prompt_digest(request, ticket.tokens) != ticket.digest:
-            raise TicketError(
-                f"it was made for another prompt than this one of {request.num_prompt_tokens} "
-                f"tokens (producer's request {ticket.request!r}, {ticket.tokens} tokens)",
-                reason=TicketReason.PROMPT,
-            )
+        if self._verify_prompt:
+            self._check_prompt(request, ticket)
         self._check_tokens(request, ticket.tokens)
         return ticket
+
+    def _check_prompt(self, request: Request, ticket: Ticket) -> None:
+        """Refuse a ticket that was made for another prompt, or with another LoRA adapter.
+
+        Raises:
+            TicketError: The digests differ, or the content of the adapter here is not known.
+        """
+        try:
+            adapter = self._adapter_content(request)
+        except AdapterError as exc:
+            raise TicketError(str(exc), reason=TicketReason.ADAPTER) from exc
+        if prompt_digest(request, ticket.tokens, adapter) != ticket.digest:
+            raise TicketError(
+                f"it was made for another prompt than this one of {request.num_prompt_tokens} "
+                f"tokens{_adapter_hint(request)} (producer's request {ticket.request!r}, "
+                f"{ticket.tokens} tokens)",
+                reason=TicketReason.PROMPT,
+            )
 
     def _check_server(self, ticket: Ticket) -> None:
         """Refuse a ticket of an engine to whose side channel this engine may not connect.
@@ -360,6 +378,12 @@ class Consumer:
             report=False,
             shared=shared,
         )
+
+
+def _adapter_hint(request: Request) -> str:
+    """Return a text for the log about a request's LoRA adapter; empty if it has none."""
+    lora = request.lora_request
+    return f", or with other weights than adapter {lora.lora_name[:64]!r} has here" if lora else ""
 
 
 def _log_refusal(request: Request, error: TicketError) -> None:

@@ -15,6 +15,7 @@ from kvferry.core.endpoint import Load
 from kvferry.core.lifecycle.reclamation import Silence
 from kvferry.core.lifecycle.scheduler_holds import HoldOrders
 from kvferry.core.lifecycle.ticket import Ticket
+from kvferry.integrations.vllm.adapter_loads import AdapterReport
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,10 +40,13 @@ class RankReport(KVConnectorWorkerMetadata):
         silent: Maps each rank to its holds, among those that tickets name, whose consumer seems to
             be gone; the holds without a sign of life for longest come first. Empty unless
             ``StepMetadata.asks_silent`` was set for this step.
+        adapters: The LoRA adapters that ranks loaded. Empty unless one was loaded, or
+            ``StepMetadata.asks_adapters`` was set for this step.
     """
 
     problems: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
     silent: Mapping[int, tuple[Silence, ...]] = field(default_factory=dict)
+    adapters: AdapterReport = AdapterReport()  # noqa: RUF009 - frozen
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> RankReport:
         """Return these reports merged with the reports of other ranks.
@@ -53,7 +57,9 @@ class RankReport(KVConnectorWorkerMetadata):
         if not isinstance(other, RankReport):
             return self
         return RankReport(
-            problems={**self.problems, **other.problems}, silent={**self.silent, **other.silent}
+            problems={**self.problems, **other.problems},
+            silent={**self.silent, **other.silent},
+            adapters=self.adapters.aggregate(other.adapters),
         )
 
 
@@ -77,6 +83,8 @@ class StepMetadata(KVConnectorMetadata):
         aborted: Ids of requests that ended while their load was under way.
         asks_silent: Whether every rank is to report the holds whose consumer seems to be gone,
             because requests wait for blocks.
+        asks_adapters: The number of this step if every rank is to report which LoRA adapters it
+            loaded, because requests wait for that; otherwise 0.
         idle: Whether the engine runs no token in this step, so that workers may wait for loads.
     """
 
@@ -88,4 +96,5 @@ class StepMetadata(KVConnectorMetadata):
     refused: tuple[tuple[str, str], ...] = ()
     aborted: tuple[str, ...] = ()
     asks_silent: bool = False
+    asks_adapters: int = 0
     idle: bool = False

@@ -27,6 +27,8 @@ class NoTicket(enum.StrEnum):
     which decode continues."""
     CUT_MEDIA = "cut_media"
     """The prompt ends with an image, and decode must compute a part of that image's tokens."""
+    ADAPTER = "adapter"
+    """The content of the request's LoRA adapter is not known, or not what the engine loaded."""
 
 
 LOADS = Metric(

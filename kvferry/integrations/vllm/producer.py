@@ -20,6 +20,7 @@ from kvferry.core.lifecycle.reclamation import BlockPressure, Silence
 from kvferry.core.lifecycle.scheduler_holds import HoldOrders, SchedulerHolds
 from kvferry.core.metrics import Metrics
 from kvferry.core.security import TicketKey, TicketSecrets
+from kvferry.integrations.vllm.adapter_files import AdapterError
 from kvferry.integrations.vllm.cache_groups import CacheGroup
 from kvferry.integrations.vllm.metric_definitions import (
     EVICTED,
@@ -73,6 +74,7 @@ class Producer:
         max_held: How many blocks may be held at once; ``None`` for no limit.
         secrets: The secrets that sign tickets; ``None`` leaves tickets unsigned.
         hands_over: Whether the engine's ``kv_role`` lets other engines load from it.
+        adapter_content: Returns the content of a request's LoRA adapter (``Adapters.content``).
         clock: Returns monotonic seconds.
         ticket_key: The key that proves that this engine made a ticket; ``None`` leaves out the
             proof.
@@ -93,7 +95,9 @@ class Producer:
         hands_over: bool = True,
         clock: Callable[[], float] = time.monotonic,
         ticket_key: TicketKey | None = None,
+        adapter_content: Callable[[Request], bytes | None] = lambda request: None,
     ) -> None:
+        self._adapter_content = adapter_content
         self._groups = groups
         self._metrics = metrics
         self._needs_exact_length = any(group.needs_exact_length for group in groups)
@@ -172,8 +176,9 @@ class Producer:
         request_id = RequestId(request.request_id)
         tokens = self._ticket_tokens(request)
         makes_ticket = tokens and self._is_handed_over(request)
-        hold = self._ticket_hold(request, block_ids) if makes_ticket else None
-        if hold is None:
+        digest = self._ticket_digest(request, tokens) if makes_ticket else None
+        hold = self._ticket_hold(request, block_ids) if digest is not None else None
+        if hold is None or digest is None:
             self._holds.drop(request_id)
             return None
         page_lists = [
@@ -190,11 +195,39 @@ class Producer:
             pages=[ids for _, ids in page_lists],
             first_index=[first for first, _ in page_lists],
             tokens=tokens,
-            digest=prompt_digest(request, tokens),
-            computed=self._computed,
+            digest=digest,
+            # A ticket with an adapter may be revoked until the next step begins, so nobody may read
+            # before that.
+            computed=self._computed and request.lora_request is None,
             sizes=self._sizes,
             key=serving.key,
         ).params(self._secrets, self._ticket_key)
+
+    def revoke(self, request_ids: Sequence[str]) -> None:
+        """End the holds of requests whose tickets were just made and must not be used.
+
+        The tickets do not say ``computed``, so nobody reads the pages before the workers get the
+        orders of the next step, which end these holds.
+
+        Args:
+            request_ids: vLLM's ids of the requests; those without a ticket are ignored.
+        """
+        for request_id in request_ids:
+            if self._holds.revoke(RequestId(request_id)):
+                self._metrics.add(NO_TICKETS, reason=NoTicket.ADAPTER.value)
+
+    def _ticket_digest(self, request: Request, tokens: int) -> bytes | None:
+        """Return the digest for the ticket of a request, or ``None`` if it gets no ticket.
+
+        Args:
+            request: vLLM's request.
+            tokens: How many tokens the ticket covers.
+        """
+        try:
+            return prompt_digest(request, tokens, self._adapter_content(request))
+        except AdapterError as exc:
+            self._no_ticket(request, NoTicket.ADAPTER, str(exc))
+            return None
 
     def _ticket_hold(self, request: Request, block_ids: Sequence[Sequence[int]]) -> Hold | None:
         """Return the hold for the ticket of a request that ended, and count the request's blocks.

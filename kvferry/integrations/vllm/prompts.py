@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
-def prompt_digest(request: Request, tokens: int) -> bytes:
+def prompt_digest(request: Request, tokens: int, adapter: bytes | None = None) -> bytes:
     """Return a digest of everything that the pages of a prompt's first tokens depend on.
 
     vLLM's block hashes cannot be used for this, because they depend on settings of the process.
@@ -22,12 +22,14 @@ def prompt_digest(request: Request, tokens: int) -> bytes:
     Args:
         request: vLLM's request.
         tokens: How many of the prompt's tokens the pages cover.
+        adapter: The content of the request's LoRA adapter (``Adapters.content``).
 
     Returns:
         ``DIGEST_BYTES`` bytes, equal on two engines where token ids, LoRA adapter, media, cache
         salt and embeddings are equal.
     """
-    lora = request.lora_request.lora_name if request.lora_request else None
+    name = request.lora_request.lora_name if request.lora_request else None
+    lora = name if adapter is None else (name, adapter)
     # The salt is a client's text, a medium's identifier may be, and text may hold lone surrogates.
     media = [
         (

@@ -16,6 +16,8 @@ from kvferry.core.lifecycle.holds import random_incarnation
 from kvferry.core.metrics import Metrics
 from kvferry.core.security import TicketKey
 from kvferry.integrations.vllm import config as configuration
+from kvferry.integrations.vllm.adapter_loads import AdapterReport
+from kvferry.integrations.vllm.adapters import Adapters
 from kvferry.integrations.vllm.cache_groups import cache_groups
 from kvferry.integrations.vllm.consumer import Consumer
 from kvferry.integrations.vllm.metadata import RankHandshake, RankReport, StepMetadata
@@ -68,6 +70,9 @@ class FerryScheduler:
         groups = cache_groups(kv_cache_config, parallel.decode_context_parallel_size)
         backoff = prefill_backoff(vllm_config, groups)
         self._metrics = Metrics(driver=self._config.driver)
+        self._adapters = Adapters(prefix_caching=vllm_config.cache_config.enable_prefix_caching)
+        # Requests whose ticket is checked once the content of their LoRA adapter is known.
+        self._unchecked: set[str] = set()
         self._producer = Producer(
             groups,
             metrics=self._metrics,
@@ -80,6 +85,7 @@ class FerryScheduler:
             secrets=self._security.secrets,
             hands_over=transfer.is_kv_producer,
             ticket_key=self._ticket_key,
+            adapter_content=self._adapters.content,
         )
         self._consumer = Consumer(
             groups,
@@ -89,6 +95,7 @@ class FerryScheduler:
             verify_prompt=self._config.verify_prompt,
             backoff=backoff,
             security=self._security,
+            adapter_content=self._adapters.content,
         )
         self._serving = EngineSideChannel(
             engine=transfer.engine_id,
@@ -143,15 +150,20 @@ class FerryScheduler:
         """Check the ticket of a request that was prefilled elsewhere, or truncate a prompt.
 
         The prompt of a request that is prefilled here for another engine loses the tokens that
-        this other engine must compute itself (``prefill_backoff``).
+        this other engine must compute itself (``prefill_backoff``). The ticket of a request with a
+        LoRA adapter is checked later, once the adapter's content is known.
 
         Args:
             request: vLLM's request.
         """
         self._producer.on_new_request(request)
-        self._consumer.on_new_request(request)
+        if _is_transferred(request) and request.lora_request is not None:
+            self._adapters.follow(request)
+            self._unchecked.add(request.request_id)
+        else:
+            self._consumer.on_new_request(request)
 
-    def num_matched_tokens(self, request: Request, computed: int) -> tuple[int, bool]:
+    def num_matched_tokens(self, request: Request, computed: int) -> tuple[int | None, bool]:
         """Return how many of a request's tokens will be loaded from another engine.
 
         Args:
@@ -160,8 +172,14 @@ class FerryScheduler:
 
         Returns:
             The number of tokens beyond the cached ones, and whether they are loaded asynchronously:
-            ``True`` unless the number is 0.
+            ``True`` unless the number is 0. ``None`` and ``False`` while the content of the
+            request's LoRA adapter is not known.
         """
+        if request.request_id in self._unchecked:
+            if self._adapters.waits(request):
+                return None, False
+            self._unchecked.discard(request.request_id)
+            self._consumer.on_new_request(request)
         self._producer.allocation_attempted(request, computed)
         tokens = self._consumer.num_matched_tokens(request, computed)
         return tokens, tokens > 0
@@ -194,8 +212,10 @@ class FerryScheduler:
             Whether vLLM must keep the blocks until the request is reported as sent, and the ticket
             (``kv_transfer_params``); ``False`` and ``None`` if the request gets no ticket.
         """
+        self._unchecked.discard(request.request_id)
         self._consumer.request_finished(request)
         params = self._producer.request_finished(request, block_ids, self._serving)
+        self._adapters.end(request.request_id)
         return params is not None, params
 
     def build_step(self, scheduler_output: SchedulerOutput) -> StepMetadata:
@@ -216,6 +236,7 @@ class FerryScheduler:
             refused=loads.refused,
             aborted=loads.aborted,
             asks_silent=asks_silent,
+            asks_adapters=self._adapters.next_step(),
             idle=scheduler_output.total_num_scheduled_tokens == 0,
         )
 
@@ -227,6 +248,8 @@ class FerryScheduler:
         """
         self._producer.sends_finished(output.finished_sending or ())
         report = output.kv_connector_worker_meta
+        adapters = report.adapters if isinstance(report, RankReport) else AdapterReport()
+        self._producer.revoke(self._adapters.reported(adapters))
         if isinstance(report, RankReport):
             self._producer.silence_reported(report.silent)
             if report.problems:
@@ -271,9 +294,16 @@ class FerryScheduler:
     def close(self) -> None:
         """Close the side channel. Calling it again has no effect."""
         self._close_server()
+        self._adapters.close()
 
     def _close_server(self) -> None:
         """Close the side channel's server, if there is one."""
         if self._server is not None:
             self._server.close()
             self._server = None
+
+
+def _is_transferred(request: Request) -> bool:
+    """Return whether a request is prefilled here for another engine, or by another for this one."""
+    params = request.kv_transfer_params or {}
+    return bool(params.get("do_remote_decode") or params.get("do_remote_prefill"))

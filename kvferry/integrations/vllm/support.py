@@ -39,10 +39,6 @@ def check_engine(vllm_config: VllmConfig) -> None:
         ConfigError: There are such settings; the message names each, and the remedy.
     """
     _refuse("KVFerryConnector cannot work with", _unsupported(vllm_config))
-    _refuse(
-        "not yet proven to work with KVFerryConnector, and therefore refused:",
-        _untested(vllm_config),
-    )
 
 
 def check_siblings(own: KVTransferConfig, engine: KVTransferConfig) -> None:
@@ -181,12 +177,6 @@ def _unsupported_siblings(own: KVTransferConfig, engine: KVTransferConfig) -> It
             "gives blocks back to a loader in order only where the outer role loads; set the outer "
             'to "kv_both"'
         )
-
-
-def _untested(vllm_config: VllmConfig) -> Iterator[str]:
-    """Yield the features in use that should work but were not tested."""
-    if vllm_config.lora_config is not None:
-        yield "LoRA (start without enable_lora)"
 
 
 def _unsupported_groups(kv_cache_config: KVCacheConfig) -> Iterator[str]:

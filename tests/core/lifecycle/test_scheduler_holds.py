@@ -178,6 +178,23 @@ def test_an_evicted_request_that_is_sent_later_counts_once() -> None:
     assert harness.scheduler_holds.take_evicted() == ["a"]
 
 
+def test_a_revoked_ticket_ends_its_hold_in_the_same_orders() -> None:
+    """Its pages count no longer, and it is not reported as evicted."""
+    scheduler_holds = SchedulerHolds(4, max_pages=3)
+    hold = take_on(scheduler_holds, A)
+    assert not scheduler_holds.revoke(A)
+    scheduler_holds.ticket(A, 30.0, frozenset({1, 2}))
+    assert scheduler_holds.revoke(A)
+    assert not scheduler_holds.revoke(A)
+    assert not scheduler_holds.revoke(B)
+    orders = scheduler_holds.drain()
+    assert (orders.ready, orders.ends) == (((hold, 30.0),), (hold,))
+    assert (scheduler_holds.held_pages, scheduler_holds.held) == (0, 1)
+    assert scheduler_holds.take_evicted() == []
+    scheduler_holds.sent(A)
+    assert scheduler_holds.held == 0
+
+
 def test_holds_that_a_reset_ended_are_not_evicted() -> None:
     """Their pages are freed anyway, so they are not reported as evicted."""
     harness = LimitedHarness()

@@ -16,6 +16,7 @@ from typing import Any
 from vllm import SamplingParams
 from vllm.config import KVTransferConfig
 from vllm.engine.arg_utils import EngineArgs
+from vllm.lora.request import LoRARequest
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.llm_engine import LLMEngine
 
@@ -85,12 +86,18 @@ class Server:
         for request in requests:
             extra = {"kv_transfer_params": request.params} if request.params is not None else None
             options: dict[str, Any] = {"temperature": 0, **request.options}
+            lora = options.pop("lora", None)
             if "n" in options:  # all samples are told together, when the last one has ended
                 options["output_kind"] = RequestOutputKind.FINAL_ONLY
             sampling = SamplingParams(
                 max_tokens=request.max_tokens, ignore_eos=True, extra_args=extra, **options
             )
-            self._engine.add_request(request.id, {"prompt_token_ids": request.prompt}, sampling)
+            self._engine.add_request(
+                request.id,
+                {"prompt_token_ids": request.prompt},
+                sampling,
+                lora_request=LoRARequest(**lora) if lora else None,
+            )
 
     def abort(self, request_id: str) -> None:
         self._engine.abort_request([request_id])

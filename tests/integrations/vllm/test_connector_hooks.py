@@ -37,6 +37,7 @@ CONFIG = SimpleNamespace(
     kv_transfer_config=TRANSFER,
     parallel_config=SimpleNamespace(data_parallel_index=0),
     model_config=SimpleNamespace(use_mla=False),
+    lora_config=None,
 )
 CACHES = SimpleNamespace(transfer_group_ids=(0, 2))
 
@@ -115,6 +116,22 @@ def test_a_worker_with_caches(vllm: Any) -> None:
     connector.shutdown()
     assert half.close.called
     assert connector.has_pending_push_work() is False
+
+
+def test_a_worker_with_adapters(vllm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its report has the loads, and the answer to the step that asked."""
+    log = vllm.connector.LoadLog()
+    monkeypatch.setattr(vllm.connector, "observe_loads", lambda config: log)
+    config = SimpleNamespace(**{**vars(CONFIG), "lora_config": object()})
+    connector = vllm.connector.KVFerryConnector(config, Role.WORKER, CACHES)
+    connector.register_kv_caches({})
+    report = vllm.metadata.RankReport(problems={0: ("it burns",)})
+    vllm.halves.worker.return_value.take_report.side_effect = [None, None, report]
+    assert connector.build_connector_worker_meta() is None
+    for expected in (vllm.metadata.RankReport(), report):
+        connector.bind_connector_metadata(vllm.metadata.StepMetadata(asks_adapters=5))
+        found = connector.build_connector_worker_meta()
+        assert (found.problems, found.adapters.step) == (expected.problems, 5)
 
 
 def test_a_worker_without_caches(vllm: Any) -> None:

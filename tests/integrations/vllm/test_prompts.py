@@ -115,3 +115,18 @@ def test_a_shorter_prompt_is_short_everywhere() -> None:
     assert [len(rows) for rows in (*lists, each._all_token_ids)] == [38] * 4
     assert (each.num_prompt_tokens, each.max_tokens) == (38, 1)
     assert each.prompt_token_ids == list(range(38))
+
+
+def test_the_content_of_an_adapter() -> None:
+    """Name and content both count."""
+    first, second = (
+        changed(lora_request=SimpleNamespace(lora_name=name)) for name in ("first", "second")
+    )
+    made = [
+        prompt_digest(first, 30, b"content"),
+        prompt_digest(first, 30, b"other content"),
+        prompt_digest(second, 30, b"content"),
+        prompt_digest(request(40), 30),
+    ]
+    assert len({*made}) == 4
+    assert prompt_digest(first, 30, b"content") == made[0]

@@ -183,7 +183,7 @@ def test_port_in_use(start_engine: StartEngine) -> None:
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        ({"enable_lora": True}, "LoRA"),
+        ({"enable_lora": True}, ""),
         ({"tensor_parallel_size": 2}, ""),
         ({"pipeline_parallel_size": 2}, ""),
         ({"enable_prompt_embeds": True}, ""),

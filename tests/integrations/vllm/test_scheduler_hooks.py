@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,10 +18,13 @@ from kvferry.core.lifecycle.holds import RequestId
 from kvferry.core.lifecycle.reclamation import Silence
 from kvferry.core.memory import Region
 from kvferry.core.security.proof import FINGERPRINT_BYTES, check
+from kvferry.integrations.vllm.adapter_files import adapter_version
 from kvferry.integrations.vllm.cache_groups import CacheGroup
 from kvferry.integrations.vllm.ticket_params import read_ticket
 from tests.core.messages import encoded, payload
 from tests.integrations.vllm import without_vllm
+from tests.integrations.vllm.steps import eventually
+from tests.integrations.vllm.test_adapter_files import write
 from tests.integrations.vllm.test_scheduler_half import PREFILL, blocks, request, ticket
 
 OUTPUT = SimpleNamespace(total_num_scheduled_tokens=3)
@@ -28,8 +33,8 @@ IDLE = SimpleNamespace(total_num_scheduled_tokens=0)
 
 @pytest.fixture(scope="module")
 def vllm() -> Iterator[Any]:
-    """``scheduler``, ``metadata`` and ``metrics``."""
-    names = ("scheduler", "metadata", "metrics")
+    """``scheduler``, ``metadata``, ``metrics`` and ``adapter_loads``."""
+    names = ("scheduler", "metadata", "metrics", "adapter_loads")
     with without_vllm.modules(*names) as modules:
         yield SimpleNamespace(**dict(zip(names, modules, strict=True)))
 
@@ -51,6 +56,7 @@ def configured(
             decode_context_parallel_size=1,
             data_parallel_index=0,
         ),
+        cache_config=SimpleNamespace(enable_prefix_caching=True),
         speculative_config=object() if drafts else None,
         num_prefill_lookahead_tokens=lookahead,
     )
@@ -76,6 +82,15 @@ def make(vllm: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     for each in made:
         each.close()
         each.close()
+
+
+@pytest.fixture
+def producer(vllm: Any, make: Any) -> Any:
+    """A half that serves, as another engine than that of ``make``'s other halves."""
+    half = make()
+    serving(vllm, half, *RANKS)
+    half._serving = replace(half._serving, engine="prefill")
+    return half
 
 
 def serving(vllm: Any, half: Any, *ranks: wire.RankPayload) -> None:
@@ -171,6 +186,30 @@ def heard(
         failed_recving=failed,
         kv_connector_worker_meta=report if problems or silent else None,
     )
+
+
+def adapters_heard(vllm: Any, load: Any = None, step: int = 0) -> Any:
+    """A ``KVConnectorOutput`` with a report about LoRA adapters."""
+    loads = () if load is None else (load,)
+    output = heard(vllm)
+    report = vllm.adapter_loads.AdapterReport(loads=loads, step=step)
+    output.kv_connector_worker_meta = vllm.metadata.RankReport(adapters=report)
+    return output
+
+
+def adapted(path: str, params: Any) -> Any:
+    """A request with a LoRA adapter."""
+    each = request(40, params)
+    each.lora_request = SimpleNamespace(lora_name="adapter", lora_int_id=1, lora_path=path)
+    return each
+
+
+def wait(vllm: Any, half: Any, each: Any) -> None:
+    """Let a request come, and wait until the content of its adapter is known or refused."""
+    half.on_new_request(each)
+    assert half.num_matched_tokens(each, 0) == (None, False)
+    half.worker_output(adapters_heard(vllm, step=half.build_step(OUTPUT).asks_adapters))
+    eventually(lambda: half.num_matched_tokens(each, 0) != (None, False))
 
 
 class TestProducing:
@@ -275,6 +314,93 @@ class TestProducing:
 
     def test_no_ticket_holds_no_blocks(self, make: Any) -> None:
         assert make().request_finished(request(40), [[1, 2, 3]]) == (False, None)
+
+
+class TestAdapters:
+    """Requests with a LoRA adapter, from prefill to decode."""
+
+    def prefilled(self, vllm: Any, half: Any, path: str, *, last: Any = None) -> Any:
+        """Prefill a request; ``last`` is the load that the workers report of its last step."""
+        each = adapted(path, dict(PREFILL))
+        wait(vllm, half, each)
+        assert half.num_matched_tokens(each, 0) == (0, False)
+        half.blocks_allocated(each, blocks(1, 2, 3), 0)
+        half.build_step(OUTPUT)
+        _, params = half.request_finished(each, [[1, 2, 3]])
+        half.worker_output(adapters_heard(vllm, last))
+        return params
+
+    def test_a_ticket_for_the_same_content(
+        self, vllm: Any, make: Any, tmp_path: Path, producer: Any
+    ) -> None:
+        params = self.prefilled(vllm, producer, write(tmp_path / "there"))
+        assert params["kvferry"]["computed"] is False  # it may still be revoked
+        half = make()
+        wait(vllm, half, each := adapted(write(tmp_path / "here"), params))
+        assert half.num_matched_tokens(each, 16) == (24, True)
+        assert len(half.build_step(OUTPUT).prepare) == 1
+
+    @pytest.mark.parametrize("gone", [True, False])
+    def test_a_ticket_for_other_content(
+        self, vllm: Any, make: Any, tmp_path: Path, producer: Any, gone: bool
+    ) -> None:
+        params = self.prefilled(vllm, producer, write(tmp_path / "there"))
+        half, here = make(), tmp_path / "here"
+        path = str(here) if gone else write(here, weights=b"others")
+        wait(vllm, half, adapted(path, params))
+        assert half.build_step(OUTPUT).prepare == ()
+        reason = "adapter" if gone else "prompt"
+        assert half.take_stats().data["refused_tickets"] == {"loopback": {reason: 1}}
+
+    def test_no_ticket_for_unknown_content(
+        self, vllm: Any, tmp_path: Path, producer: Any, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        assert self.prefilled(vllm, producer, str(tmp_path / "gone")) is None
+        assert producer.take_stats().data["tickets_not_made"] == {"loopback": {"adapter": 1}}
+        assert caplog.text.count("no ticket is made (stage prefill, cause adapter)") == 1
+
+    def test_a_ticket_is_given_up_if_its_last_step_loaded_other_files(
+        self, vllm: Any, tmp_path: Path, producer: Any
+    ) -> None:
+        path = write(tmp_path / "adapter")
+        other = write(tmp_path / "other", weights=b"others")
+        load = vllm.adapter_loads.AdapterLoad(
+            rank=0, adapter=1, name="adapter", path=other, version=adapter_version(other)
+        )
+        assert self.prefilled(vllm, producer, path, last=load) is not None
+        orders = producer.build_step(OUTPUT).orders
+        assert orders.ends == tuple(hold for hold, _ in orders.ready)
+        assert len(orders.ends) == 1
+        assert producer.take_stats().data["tickets_not_made"] == {"loopback": {"adapter": 1}}
+
+    def test_a_request_that_ends_before_its_content_is_known(
+        self, make: Any, tmp_path: Path
+    ) -> None:
+        half = make()
+        each = adapted(write(tmp_path), ticket())
+        half.on_new_request(each)
+        assert half.num_matched_tokens(each, 0) == (None, False)
+        assert half.request_finished(each, [[]]) == (False, None)
+        assert half.build_step(OUTPUT).asks_adapters == 0
+
+    def test_a_request_that_vllm_does_not_let_wait(
+        self, vllm: Any, tmp_path: Path, producer: Any, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """It asks for ``prompt_logprobs``."""
+        each = adapted(write(tmp_path), dict(PREFILL))
+        producer.on_new_request(each)
+        assert producer.num_matched_tokens(each, 0) == (None, False)
+        producer.blocks_allocated(each, blocks(1, 2, 3), 0)
+        producer.worker_output(adapters_heard(vllm, step=producer.build_step(OUTPUT).asks_adapters))
+        assert producer.request_finished(each, [[1, 2, 3]]) == (False, None)
+        assert "its content was not known when the request began" in caplog.text
+
+    def test_a_request_of_this_engine_alone_does_not_wait(self, make: Any, tmp_path: Path) -> None:
+        half = make()
+        each = adapted(write(tmp_path), None)
+        half.on_new_request(each)
+        assert half.num_matched_tokens(each, 0) == (0, False)
+        assert half.build_step(OUTPUT).asks_adapters == 0
 
 
 class TestConsuming:

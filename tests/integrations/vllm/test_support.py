@@ -77,7 +77,6 @@ def test_an_ordinary_engine_passes() -> None:
             {"multimodal_config": media(video_pruning_rate=0.5)},
             r"video_pruning_rate 0\.5: .* start without it",
         ),
-        ({"lora_config": object()}, "not yet proven .* LoRA .start without enable_lora"),
     ],
 )
 def test_what_cannot_work_is_named(change: dict[str, Any], words: str) -> None:

@@ -34,6 +34,11 @@ date, or if vLLM has something that none of the tables names.
 The descriptions come from vLLM's source. Tests write through the backend's own expressions and find
 the same bytes through the layout, in each order that vLLM offers with the backend. The kernels
 themselves were run on CPUs only.
+
+LoRA adapters change no layout, so every cache that is covered is covered with adapters, too. Real
+engines (Llama, tensor parallelism 1 and 2 on prefill, with prefix caching) hand over requests with
+adapters in `tests/integrations/vllm/test_lora_live.py`: the same adapter, others, and adapters that
+are replaced at run time.
 """
 
 KINDS = """\

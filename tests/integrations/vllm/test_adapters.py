@@ -1,0 +1,280 @@
+"""Which content the adapter of a request has, by its files and by what workers report.
+
+Needs no vLLM.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvferry.integrations.vllm.adapter_files import (
+    AdapterError,
+    AdapterHashes,
+    AdapterVersion,
+    hash_files,
+    settled_version,
+)
+from kvferry.integrations.vllm.adapter_loads import AdapterLoad, AdapterReport
+from kvferry.integrations.vllm.adapters import WAIT_SECONDS, Adapters
+from tests.integrations.vllm.steps import eventually
+from tests.integrations.vllm.test_adapter_files import write
+
+Make = Callable[..., Adapters]
+
+
+@pytest.fixture
+def make() -> Iterator[Make]:
+    """Makes the adapters of an engine."""
+    made: list[Adapters] = []
+
+    def build(*, prefix_caching: bool = True, **settings: Any) -> Adapters:
+        made.append(Adapters(prefix_caching=prefix_caching, **settings))
+        return made[-1]
+
+    yield build
+    for each in made:
+        each.close()
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> str:
+    return write(tmp_path / "adapter")
+
+
+def asks(path: str, name: str = "r", number: int = 1, **more: Any) -> Any:
+    """A request with an adapter."""
+    lora = SimpleNamespace(lora_name="adapter", lora_int_id=number, lora_path=path, **more)
+    return SimpleNamespace(request_id=name, lora_request=lora)
+
+
+def load(path: str, number: int = 1, rank: int = 0, version: Any = "") -> AdapterLoad:
+    """A load of the files that are there now, unless told otherwise."""
+    read: AdapterVersion | None = settled_version(path) if version == "" else version
+    return AdapterLoad(rank=rank, adapter=number, name="adapter", path=path, version=read)
+
+
+def tell(adapters: Adapters, *loads: AdapterLoad, step: int = 0) -> list[str]:
+    return adapters.reported(AdapterReport(loads=loads, step=step))
+
+
+def settle(adapters: Adapters, request: Any, *loads: AdapterLoad) -> None:
+    """Follow a request until it waits no longer; the workers answer with these loads."""
+    adapters.follow(request)
+    tell(adapters, *loads, step=adapters.next_step())
+    eventually(lambda: not adapters.waits(request))
+
+
+def test_a_request_without_an_adapter(make: Make) -> None:
+    adapters, request = make(), SimpleNamespace(request_id="r", lora_request=None)
+    adapters.follow(request)
+    assert not adapters.waits(request)
+    assert adapters.content(request) is None
+    assert adapters.next_step() == 0
+
+
+def test_a_request_waits_for_the_hash_and_for_the_workers(make: Make, path: str) -> None:
+    hashes = AdapterHashes()
+    adapters, request = make(hashes=hashes), asks(path)
+    adapters.follow(request)
+    with pytest.raises(
+        AdapterError, match="'adapter': its content was not known when the request began"
+    ):
+        adapters.content(request)
+    step = adapters.next_step()
+    assert step > 0
+    eventually(lambda: not hashes.in_progress(path))
+    assert adapters.waits(request)
+    tell(adapters, step=step)
+    assert not adapters.waits(request)
+    assert adapters.content(request) == hash_files(path)[1]
+    assert adapters.next_step() == 0
+
+
+def test_an_answer_to_an_earlier_step_is_none(make: Make, path: str) -> None:
+    """It does not tell of what was loaded after that step."""
+    adapters, first, second = make(), asks(path, "first"), asks(path, "second")
+    adapters.follow(first)
+    early = adapters.next_step()
+    adapters.follow(second)
+    tell(adapters, step=early)
+    eventually(lambda: not adapters.waits(first))
+    assert adapters.waits(second)
+    tell(adapters, step=adapters.next_step())
+    assert not adapters.waits(second)
+
+
+def test_a_known_adapter_asks_nobody(make: Make, path: str) -> None:
+    adapters = make()
+    settle(adapters, asks(path, "first"), load(path))
+    adapters.follow(later := asks(path, "later"))
+    assert not adapters.waits(later)
+    assert adapters.content(later) == hash_files(path)[1]
+
+
+def test_how_experts_are_packed_is_content(make: Make, path: str) -> None:
+    adapters = make()
+    plain, packed = asks(path, "plain"), asks(path, "packed", is_3d_lora_weight=True)
+    for request in (plain, packed):
+        settle(adapters, request)
+    assert adapters.content(plain) != adapters.content(packed)
+
+
+@pytest.mark.parametrize("prefix_caching", [False, True])
+def test_files_that_changed_after_they_were_loaded(
+    make: Make, path: str, prefix_caching: bool
+) -> None:
+    """Loaded again they count, but not where blocks of the old weights may be cached."""
+    adapters = make(prefix_caching=prefix_caching)
+    settle(adapters, asks(path, "first"), load(path))
+    write(Path(path), weights=b"others")
+    settle(adapters, request := asks(path, "second"))
+    with pytest.raises(AdapterError, match="not those that the engine loaded"):
+        adapters.content(request)
+    settle(adapters, request := asks(path, "third"), load(path))
+    if prefix_caching:
+        with pytest.raises(AdapterError, match=r"blocks of those .* from a new path"):
+            adapters.content(request)
+    else:
+        assert adapters.content(request) == hash_files(path)[1]
+
+
+def test_files_that_were_replaced_by_equal_ones(make: Make, path: str) -> None:
+    """Their version is another, their content is not."""
+    adapters = make()
+    settle(adapters, asks(path, "first"), load(path))
+    write(Path(path))
+    settle(adapters, request := asks(path, "second"))
+    assert adapters.content(request) == hash_files(path)[1]
+
+
+def test_files_that_change_after_they_were_hashed(make: Make, path: str) -> None:
+    adapters = make()
+    settle(adapters, request := asks(path), load(path))
+    write(Path(path), weights=b"others")
+    with pytest.raises(AdapterError, match=r"'adapter': .* changed after they were hashed"):
+        adapters.content(request)
+
+
+def test_files_that_changed_while_they_were_loaded(make: Make, path: str) -> None:
+    adapters = make()
+    settle(adapters, request := asks(path), load(path, version=None))
+    with pytest.raises(AdapterError, match="not those that the engine loaded"):
+        adapters.content(request)
+
+
+def test_a_path_that_is_gone(make: Make, tmp_path: Path) -> None:
+    adapters = make()
+    settle(adapters, request := asks(str(tmp_path / "gone")))
+    with pytest.raises(AdapterError, match=r"'adapter': its files .* cannot be read"):
+        adapters.content(request)
+
+
+def test_one_number_for_two_adapters(make: Make, path: str, tmp_path: Path) -> None:
+    """vLLM computes with whichever it loaded first."""
+    adapters, other = make(), write(tmp_path / "other", weights=b"others")
+    settle(adapters, asks(path, "first"), load(path))
+    settle(adapters, request := asks(other, "second"))
+    with pytest.raises(AdapterError, match="not those that the engine loaded"):
+        adapters.content(request)
+
+
+def test_ranks_that_loaded_different_files(make: Make, path: str) -> None:
+    adapters, old = make(prefix_caching=False), load(path, rank=0)
+    settle(adapters, asks(path, "first"), old)
+    write(Path(path), weights=b"others")
+    settle(adapters, request := asks(path, "second"), load(path, rank=1))
+    with pytest.raises(AdapterError, match="not those that the engine loaded"):
+        adapters.content(request)
+
+
+def test_another_load_during_a_request(make: Make, path: str, tmp_path: Path) -> None:
+    """The request was computed with two weights; the path and its files did not change."""
+    adapters, other = make(), write(tmp_path / "other", weights=b"others")
+    settle(adapters, request := asks(path), load(path))
+    tell(adapters, load(other))
+    tell(adapters, load(path))
+    with pytest.raises(AdapterError, match="loaded other files for it while it computed"):
+        adapters.content(request)
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_a_load_in_the_last_step_of_a_request(
+    make: Make, path: str, tmp_path: Path, same: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """vLLM tells of it after the ticket was made, so the ticket is given up if they differ."""
+    adapters, other = make(), write(tmp_path / "other", weights=b"others")
+    settle(adapters, request := asks(path))
+    adapters.content(request)
+    adapters.end("r")
+    assert tell(adapters, load(path if same else other)) == ([] if same else ["r"])
+    assert ("loaded with other weights" in caplog.text) == (not same)
+    assert tell(adapters, load(other)) == []
+
+
+def test_a_load_while_the_files_are_elsewhere(make: Make, path: str, tmp_path: Path) -> None:
+    """The files are put back before the request ends."""
+    adapters, aside = make(prefix_caching=False), tmp_path / "aside"
+    settle(adapters, request := asks(path), load(path))
+    Path(path).rename(aside)
+    tell(adapters, load(write(tmp_path / "other", weights=b"others")))
+    aside.rename(path)
+    tell(adapters, load(path))
+    with pytest.raises(AdapterError, match="cannot be read"):
+        adapters.content(request)
+
+
+@pytest.mark.parametrize("prefix_caching", [False, True])
+@pytest.mark.parametrize("ended", [False, True])
+def test_blocks_of_a_request_with_two_weights(
+    make: Make, path: str, tmp_path: Path, prefix_caching: bool, ended: bool
+) -> None:
+    """vLLM caches them under the request's path, also if the right weights are loaded again."""
+    adapters = make(prefix_caching=prefix_caching)
+    other = write(tmp_path / "other", weights=b"others")
+    settle(adapters, request := asks(path), load(path))
+    if ended:
+        adapters.content(request)
+        adapters.end("r")
+    tell(adapters, load(other))
+    tell(adapters, load(path))
+    settle(adapters, later := asks(path, "later"))
+    if prefix_caching:
+        with pytest.raises(AdapterError, match="blocks of those in its prefix cache"):
+            adapters.content(later)
+    else:
+        assert adapters.content(later) == hash_files(path)[1]
+
+
+@pytest.mark.parametrize("hashing", [True, False])
+def test_waiting_has_an_end(make: Make, path: str, hashing: bool) -> None:
+    """Hashing may take too long, or the workers may not answer."""
+    now = [0.0]
+    stuck: Any = SimpleNamespace(
+        known=lambda version: None,
+        failure=lambda path: None,
+        start=lambda path: None,
+        in_progress=lambda path: hashing,
+        close=lambda: None,
+    )
+    adapters = make(hashes=stuck, clock=lambda: now[0])
+    adapters.follow(request := asks(path))
+    assert adapters.waits(request)
+    now[0] = WAIT_SECONDS
+    assert not adapters.waits(request)
+    reason = "files were not hashed" if hashing else "workers did not report it"
+    with pytest.raises(AdapterError, match=f"{reason} within 30 s"):
+        adapters.content(request)
+
+
+def test_a_request_that_ends_while_it_waits(make: Make, path: str) -> None:
+    adapters = make()
+    adapters.follow(request := asks(path))
+    adapters.end("r")
+    assert adapters.next_step() == 0
+    assert not adapters.waits(request)
+    assert tell(adapters, load(path)) == []
