@@ -30,6 +30,11 @@ BUILD_ENV := .cache/build
 BUILD_STAMP := $(BUILD_ENV)/.installed-1
 TRIAL_ENV := .cache/trial
 
+# What `make gpu-bundle` makes, and where `make gpu` unpacks it.
+GPU_BUNDLE := build/gpu-bundle
+GPU_SITE := build/gpu-site
+GPU_OPTIONS ?=
+
 # The versions that `make pythons` tests, beside the one that everything else runs on.
 PYTHONS ?= 3.12 3.13
 
@@ -38,7 +43,7 @@ PYTHONS ?= 3.12 3.13
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
 .PHONY: help demo test lint types unit pythons integration faults nixl ucx mooncake vllm upgrade from \
-	bench docs docs-serve build venv clean
+	bench gpu gpu-bundle docs docs-serve build venv clean
 
 help: ## Show this text
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -108,6 +113,21 @@ from:
 bench: $(STAMP) ## Measure everything against its peers (some minutes), and write docs/performance.md
 	$(BIN)/python benchmarks/everything.py
 
+# Needs torch and numpy, but neither `make venv` nor a network: the rest is in the bundle, if that was
+# made elsewhere and copied here. Status 3: there is no GPU, or something is missing.
+gpu: ## Check kvferry on this machine's GPU, within ten minutes; GPU_OPTIONS=--rehearse: on the CPU
+	@if [ -f $(GPU_BUNDLE)/site.zip ] && $(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 12))'; \
+	then \
+		rm -rf $(GPU_SITE) && $(PYTHON) -m zipfile -e $(GPU_BUNDLE)/site.zip $(GPU_SITE) || exit; \
+		export PYTHONPATH='$(CURDIR):$(CURDIR)/$(GPU_SITE)'; \
+	else \
+		export PYTHONPATH='$(CURDIR)'; \
+	fi; \
+	exec $(PYTHON) -m benchmarks.gpu_check $(GPU_OPTIONS)
+
+gpu-bundle: ## Collect what `make gpu` needs without a network, for CPython 3.12 and CUDA 13
+	PYTHONPATH='$(CURDIR)' $(PYTHON) -m benchmarks.gpu_check.bundle $(GPU_BUNDLE) $(NIXL_VERSION)
+
 # Never with --quiet, which hides warnings from --strict, too.
 docs: $(DOCS_STAMP) ## The documentation as a site, in site/; a link that leads nowhere is an error
 	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/python -m mkdocs build --clean --strict
@@ -129,7 +149,7 @@ build: $(BUILD_STAMP) ## Make the sdist and the wheel in dist/, check them, and 
 venv: $(STAMP) ## Only install what the other targets need
 
 clean: ## Remove the environments, the site and every cache
-	rm -rf $(VENV) $(DOCS_VENV) site dist .cache .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(DOCS_VENV) site dist build .cache .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 
 define PYTHON_HINT
 kvferry needs Python 3.11, 3.12 or 3.13, and '$(PYTHON)' is none of them.

@@ -32,9 +32,12 @@ _WRITES_ORDERING = 118  # CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WRITES_ORDERING
 _FLUSH_OPTIONS = 117  # CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_FLUSH_WRITES_OPTIONS
 _HOST_PAGE_TABLES = 100  # CU_DEVICE_ATTRIBUTE_PAGEABLE_MEMORY_ACCESS_USES_HOST_PAGE_TABLES
 _ORDERED_FOR_OWNER = 100  # CU_GPU_DIRECT_RDMA_WRITES_ORDERING_OWNER; below it: not ordered
+_EXPORTS_DMABUF = 124  # CU_DEVICE_ATTRIBUTE_DMA_BUF_SUPPORTED
 _CAN_FLUSH = 1  # CU_FLUSH_GPU_DIRECT_RDMA_WRITES_OPTION_HOST
 _CURRENT_CONTEXT = 0  # CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TARGET_CURRENT_CTX
 _TO_OWNER = 100  # CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TO_OWNER
+
+_ADDRESS_BYTES = 32  # more than any PCI address has
 
 _INT = ctypes.c_int
 _POINTER = ctypes.c_void_p
@@ -43,6 +46,8 @@ _ARGUMENTS: dict[str, list[Any]] = {
     "cuInit": [ctypes.c_uint],
     "cuGetErrorString": [_INT, ctypes.POINTER(ctypes.c_char_p)],
     "cuDeviceGet": [_OUT, _INT],
+    "cuDeviceGetCount": [_OUT],
+    "cuDeviceGetPCIBusId": [ctypes.c_char_p, _INT, _INT],
     "cuDeviceGetAttribute": [_OUT, _INT, _INT],
     "cuDevicePrimaryCtxGetState": [_INT, ctypes.POINTER(ctypes.c_uint), _OUT],
     "cuDevicePrimaryCtxRetain": [ctypes.POINTER(_POINTER), _INT],
@@ -67,6 +72,30 @@ class CudaDriver:
         self._library = library
         self._needs_flush: dict[int, bool] = {}
         self._call("cuInit", 0)
+
+    def count(self) -> int:
+        """Return how many devices this process sees."""
+        found = _INT()
+        self._call("cuDeviceGetCount", ctypes.byref(found))
+        return found.value
+
+    def pci_address(self, device: int) -> str:
+        """Return the PCI address of a device, such as ``0000:1b:00.0``.
+
+        Args:
+            device: the index of the device.
+        """
+        text = ctypes.create_string_buffer(_ADDRESS_BYTES)
+        self._call("cuDeviceGetPCIBusId", text, _ADDRESS_BYTES, self._device(device))
+        return text.value.decode()
+
+    def exports_dmabuf(self, device: int) -> bool:
+        """Return whether a device's memory can be given to a NIC's driver as a dmabuf.
+
+        Args:
+            device: the index of the device.
+        """
+        return self._attribute(device, _EXPORTS_DMABUF) == 1
 
     def wait_idle(self, device: int) -> None:
         """Wait until a device has done all work that this process has enqueued on it.
@@ -97,6 +126,14 @@ class CudaDriver:
             self._needs_flush[device] = not ordered or by_c2c
         return self._needs_flush[device]
 
+    def can_flush(self, device: int) -> bool:
+        """Return whether ``flush`` works on a device.
+
+        Args:
+            device: the index of the device.
+        """
+        return bool(self._attribute(device, _FLUSH_OPTIONS) & _CAN_FLUSH)
+
     def flush(self, device: int) -> None:
         """Make all that NICs have written into a device's memory visible to new work on the device.
 
@@ -106,7 +143,7 @@ class CudaDriver:
         Raises:
             TransportError: also if the device cannot do that; the text says so.
         """
-        if not self._attribute(device, _FLUSH_OPTIONS) & _CAN_FLUSH:
+        if not self.can_flush(device):
             raise TransportError(
                 f"GPU {device} neither orders what a NIC writes, nor can be told to flush it: "
                 "bytes that have arrived may not be visible to the model. Use a driver or a way "

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
         RefusalTests,
         StateMachineTests,
         StoppedPeerTests,
+        ThreadTests,
         TransferTests,
         TransportContract,
     )
@@ -66,6 +67,7 @@ __all__ = [
     "Schedule",
     "StateMachineTests",
     "StoppedPeerTests",
+    "ThreadTests",
     "TransferTests",
     "TransportContract",
 ]

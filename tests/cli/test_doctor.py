@@ -16,7 +16,7 @@ import pytest
 
 from kvferry.cli.doctor import DoctorError, channel, devices, kernel, run, software, worst
 from kvferry.cli.doctor.finding import Finding, FindingLevel, bad, ok, warn
-from kvferry.cli.doctor.probe import Driver, Probed, Ucx
+from kvferry.cli.doctor.probe import Driver, Gpu, Probed, Ucx
 from kvferry.cli.keys import keys_of
 from kvferry.core import messages as wire
 from kvferry.core.handshake import HandshakeServer
@@ -169,16 +169,20 @@ def test_no_working_driver_is_bad() -> None:
     assert [f.verdict for f in found] == [FindingLevel.WARN, FindingLevel.BAD]
 
 
-def probed_ucx(*transports: str, rdma: bool = False, advice: str = "") -> Probed:
+def probed_ucx(*transports: str, rdma: bool = False, advice: str = "", gpus: int = 0) -> Probed:
     found = Ucx(
         driver="ucx",
         path="/lib/libucp.so.0",
         version="1.23.0",
         rdma=rdma,
-        transports={key: ["memory"] for key in transports},
+        transports={key: ["mlx5_0:1" if "mlx5" in key else "memory"] for key in transports},
         advice=advice,
     )
-    return Probed(ucx=[found])
+    seen = [
+        Gpu(index=n, address=f"1b:0{n}.0", dmabuf=True, needs_flush=False, can_flush=True)
+        for n in range(gpus)
+    ]
+    return Probed(ucx=[found], gpus=seen)
 
 
 def test_ucx_without_network_is_a_warning() -> None:
@@ -194,8 +198,8 @@ def test_ucx_without_network_is_a_warning() -> None:
 
 def test_ucx_without_rdma_is_a_warning_beside_a_nic() -> None:
     (none,) = software.drivers(probed_ucx("tcp"))
-    (unused,) = software.drivers(probed_ucx("tcp"), rdma=True)
-    (used,) = software.drivers(probed_ucx("tcp", "rc_mlx5", rdma=True), rdma=True)
+    (unused,) = software.drivers(probed_ucx("tcp"), nics=["mlx5_0"])
+    (used,) = software.drivers(probed_ucx("tcp", "rc_mlx5", rdma=True), nics=["mlx5_0"])
     assert (none.verdict, unused.verdict, used.verdict) == (
         FindingLevel.OK,
         FindingLevel.WARN,
@@ -204,6 +208,24 @@ def test_ucx_without_rdma_is_a_warning_beside_a_nic() -> None:
     assert none.found == "1.23.0, without RDMA (/lib/libucp.so.0): tcp"
     assert "which it cannot use" in unused.found
     assert "library" in unused.remedy
+
+
+def test_nic_that_ucx_does_not_use_is_a_warning() -> None:
+    probed = probed_ucx("tcp", "rc_mlx5", rdma=True)
+    (finding,) = software.drivers(probed, nics=["mlx5_0", "mlx5_1"])
+    assert finding.verdict is FindingLevel.WARN
+    assert "it does not use the NIC mlx5_1" in finding.found
+    assert "UCX_NET_DEVICES" in finding.remedy
+
+
+def test_ucx_without_cuda_is_a_warning_beside_a_gpu() -> None:
+    (none,) = software.drivers(probed_ucx("tcp"))
+    (unused,) = software.drivers(probed_ucx("tcp", "cuda_copy", gpus=2))
+    (used,) = software.drivers(probed_ucx("tcp", "cuda_copy", "cuda_ipc", gpus=2))
+    assert (none.verdict, used.verdict) == (FindingLevel.OK, FindingLevel.OK)
+    assert unused.verdict is FindingLevel.WARN
+    assert "it lacks cuda_ipc for GPU memory" in unused.found
+    assert "UCX_TLS" in unused.remedy
 
 
 def test_better_ucx_is_a_warning() -> None:
@@ -286,10 +308,12 @@ def test_active_nic_is_fine(tmp_path: Path) -> None:
     finding = rdma_finding(tmp_path, "4: ACTIVE\n")
     assert finding.verdict is FindingLevel.OK
     assert finding.found == "mlx5_0:1 InfiniBand, 400 Gb/sec (4X NDR), 4: ACTIVE"
+    assert devices.active_nics(tmp_path) == ["mlx5_0"]
 
 
 def test_inactive_nic_is_a_warning(tmp_path: Path) -> None:
     assert rdma_finding(tmp_path, "1: DOWN\n").verdict is FindingLevel.WARN
+    assert (devices.nics(tmp_path), devices.active_nics(tmp_path)) == (["mlx5_0"], [])
 
 
 def test_nic_without_device_files_is_a_warning(tmp_path: Path) -> None:
@@ -334,12 +358,6 @@ def test_missing_gpu_is_fine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     monkeypatch.setenv("PATH", str(tmp_path))
     assert devices.gpus(tmp_path) == []
     assert devices.gpu([]).verdict is FindingLevel.OK
-
-
-def test_gpu_memory_over_rdma_needs_peermem(tmp_path: Path) -> None:
-    assert devices.direct(tmp_path).verdict is FindingLevel.WARN
-    write_files(tmp_path, sys__module__nvidia_peermem__version="1")
-    assert devices.direct(tmp_path).verdict is FindingLevel.OK
 
 
 def test_encrypted_side_channel_is_a_warning() -> None:
@@ -390,6 +408,14 @@ def test_silent_server_is_no_side_channel(monkeypatch: pytest.MonkeyPatch) -> No
 def test_host_without_network_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(channel, "own_address", lambda: None)
     assert [f.verdict for f in channel.channels()] == [FindingLevel.OK, FindingLevel.WARN]
+
+
+def test_default_host_is_said_to_be_for_one_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channel, "own_address", lambda: "127.0.0.2")
+    loopback, own = channel.channels()
+    assert "the default of side_channel_host: only engines on this host reach it" in loopback.found
+    assert own.name == "side channel at 127.0.0.2"
+    assert "for engines on several hosts, set side_channel_host to it" in own.found
 
 
 def test_foreign_own_address_is_bad(monkeypatch: pytest.MonkeyPatch) -> None:

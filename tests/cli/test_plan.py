@@ -143,6 +143,104 @@ def test_table_and_advice_as_text(tmp_path: Path, capsys: Capture) -> None:
         assert part in ran.words
 
 
+LLAMA = {
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "hidden_size": 8192,
+    "dtype": "bfloat16",
+}
+"""The sizes of Llama 3 70B."""
+
+
+@pytest.mark.parametrize(
+    ("sides", "parts"),
+    [
+        (
+            ["tp=8,layout=HND", "tp=8,layout=HND"],
+            [
+                "Small copies: 8 KiB.",
+                "a copy takes some 4 µs beside the time of its bytes: 164 ms for the 40,960 copies "
+                "of a decode rank.",
+                "Try layout=BLHNC on both: 4,096 copies of 640 KiB; 80 times fewer.",
+                "Between GPUs of one host (CUDA IPC): 2.0 ms.",
+                "vLLM: VLLM_KV_CACHE_LAYOUT=BLHNC",
+                "FLASH_ATTN, FLASHINFER and TRITON_ATTN can; CPU_ATTN, FLEX_ATTENTION",
+                "Without the variable, kvferry asks for LBHNC (not with MLA).",
+            ],
+        ),
+        (
+            ["tp=2,layout=HND", "tp=2,layout=HND"],
+            [
+                "Many copies of 32 KiB.",
+                "164 ms for the 40,960 copies of a decode rank.",
+                "Try layout=BLHNC on both: 1,024 copies of 2.5 MiB; 80 times fewer.",
+            ],
+        ),
+        (
+            ["tp=8,layout=HND", "tp=4,layout=HND"],
+            [
+                "328 ms for the 81,920 copies of a decode rank.",
+                "Try layout=BHLNC on both: 4,096 copies of 640 KiB; 80 times fewer.",
+                "Between GPUs of one host (CUDA IPC): 4.1 ms.",
+                "FLASHINFER too but on compute capability 10",
+            ],
+        ),
+    ],
+)
+def test_cost_of_many_copies_between_gpus(
+    tmp_path: Path, capsys: Capture, sides: list[str], parts: list[str]
+) -> None:
+    model = write_config(tmp_path, LLAMA)
+    prefill, decode = sides
+    ran = run_kvferry(
+        capsys, "plan", model, "--prefill", prefill, "--decode", decode, "--tokens=8192"
+    )
+    for part in parts:
+        assert part in ran.words
+
+
+@pytest.mark.parametrize(
+    ("settings", "tokens"),
+    [
+        ("tp=8,layout=BLHNC", 8192),  # 512 copies for a rank
+        ("tp=2,layout=HND", 256),  # 1,280 copies for a rank
+        ("tp=1,block_size=256,layout=HND", 16384),  # of 1 MiB
+    ],
+)
+def test_few_or_long_copies_between_gpus_get_no_advice(
+    tmp_path: Path, capsys: Capture, settings: str, tokens: int
+) -> None:
+    model = [write_config(tmp_path, LLAMA)]
+    assert make_plan(capsys, model, settings, settings, f"--tokens={tokens}")["advice"] is None
+
+
+def test_copies_in_cpu_memory_have_no_cost_between_gpus(tmp_path: Path, capsys: Capture) -> None:
+    model = [write_config(tmp_path, LLAMA)]
+    sides = "tp=8,layout=HND", "tp=8,layout=HND"
+    make_plan(capsys, model, *sides, "--tokens=8192", f"--write-layouts={tmp_path}")
+    files = [tmp_path / f"{name}.json" for name in ("prefill", "decode")]
+    for file in files:
+        file.write_text(file.read_text().replace('"kind":"cuda"', '"kind":"cpu"'))
+    ran = run_kvferry(
+        capsys, "plan", f"--prefill={files[0]}", f"--decode={files[1]}", "--tokens=8192"
+    )
+    assert "Small copies: 8 KiB." in ran.words
+    assert "CUDA IPC" not in ran.words
+
+
+def test_many_copies_that_nothing_would_reduce_get_no_advice(
+    tmp_path: Path, capsys: Capture
+) -> None:
+    model = [write_config(tmp_path, LLAMA)]
+    sides = "tp=2,layout=HND", "tp=2,layout=HND"
+    make_plan(capsys, model, *sides, "--tokens=8192", f"--write-layouts={tmp_path}")
+    files = [str(tmp_path / f"{name}.json") for name in ("prefill", "decode")]
+    # Without a model, only equal layouts are tried, and these layouts are equal.
+    assert make_plan(capsys, [], *files, "--tokens=8192")["advice"] is None
+
+
 def test_large_copies_get_no_advice(tmp_path: Path, capsys: Capture) -> None:
     model = write_config(tmp_path, TINY | {"head_dim": 256})
     sides = "--prefill", "layout=HND", "--decode", "layout=HND"

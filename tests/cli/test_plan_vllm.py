@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 
+import kvferry
 from kvferry.cli.plan.engines import ORDERS, WHOLE, Engine, PlanSettings, make_engine
 from kvferry.cli.plan.model import Model
+from kvferry.cli.plan.report import BACKENDS, PREFERRED
 from kvferry.core.layout import Field, axis_length
 
 pytestmark = pytest.mark.vllm
@@ -21,6 +23,11 @@ BLOCKS, LAYERS, HEADS, TOKENS, HEAD, KERNEL = 5, 3, 2, 16, 8, 4
 """The same as in ``vllm_facts.py``, and the block size of kernels."""
 
 ORDERS_OF_WHOLE_BLOCKS = [order for order in ORDERS if order.startswith(WHOLE)]
+
+ABLE = ["FLASH_ATTN", "TRITON_ATTN"]
+UNABLE = ["CPU_ATTN", "FLEX_ATTENTION", "ROCM_ATTN"]
+"""Backends that the advice says can, or cannot, store a block's layers together. FLASHINFER is one
+of them, too, but cannot be imported without its package."""
 
 WINDOWS = [
     [20, 20, 0, 20, 20, 0, 20],
@@ -33,7 +40,12 @@ PIPELINES = [[10, 3], [61, 4], [61, 8], [80, 4], [5, 5], [7, 2], [30, 7]]
 
 @pytest.fixture(scope="module")
 def facts() -> dict[str, Any]:
-    asked = {"kernels": ORDERS_OF_WHOLE_BLOCKS, "windows": WINDOWS, "pipelines": PIPELINES}
+    asked = {
+        "kernels": ORDERS_OF_WHOLE_BLOCKS,
+        "windows": WINDOWS,
+        "pipelines": PIPELINES,
+        "backends": [*ABLE, *UNABLE],
+    }
     script = Path(__file__).with_name("vllm_facts.py")
     command = [sys.executable, str(script), json.dumps(asked)]
     run = subprocess.run(command, capture_output=True, text=True, check=False, timeout=110)
@@ -94,3 +106,17 @@ def test_pipeline_stages_match_vllm(facts: dict[str, Any], case: int) -> None:
     found = [sorted({int(f.key.split(".")[1]) for f in layout.fields}) for layout in ranks]
     assert [[stage[0], stage[-1] + 1] for stage in found] == facts["stages"][case]
     assert list(chain(*found)) == list(range(layers))
+
+
+@pytest.mark.parametrize("layout", BACKENDS)
+def test_advice_about_attention_backends_matches_vllm(facts: dict[str, Any], layout: str) -> None:
+    able = [name for name, taken in facts["backends"].items() if taken is None or layout in taken]
+    assert able == ABLE
+    can, cannot = BACKENDS[layout].split("; ")
+    assert all(name in can for name in ABLE)
+    assert all(name in cannot for name in UNABLE)
+
+
+def test_order_that_the_connector_asks_for_is_named() -> None:
+    source = (Path(kvferry.__file__).parent / "integrations/vllm/connector.py").read_text()
+    assert f'PREFERRED_LAYOUT = "{PREFERRED}"' in source

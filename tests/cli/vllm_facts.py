@@ -10,6 +10,7 @@ import sys
 
 import torch
 from vllm.distributed.utils import get_pp_indices
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.core.kv_cache_utils import _get_kv_cache_groups_uniform_page_size
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
@@ -70,12 +71,19 @@ def groups(windows: list[int]) -> list[list[int]]:
     return [[int(name) for name in group.layer_names] for group in found]
 
 
+def orders(backend: str) -> list[str] | None:
+    """Return the orders that an attention backend takes; ``None`` for any."""
+    supported = AttentionBackendEnum[backend].get_class().supported_kv_cache_layouts()
+    return None if supported is None else [layout.name for layout in supported]
+
+
 def main() -> None:
     asked = json.loads(sys.argv[1])
     json.dump(
         {
             "places": {layout.name: places(layout, None) for layout in KVCacheLayout},
             "kernels": {name: places(KVCacheLayout[name], 4) for name in asked["kernels"]},
+            "backends": {name: orders(name) for name in asked["backends"]},
             "groups": [groups(windows) for windows in asked["windows"]],
             "stages": [
                 [list(get_pp_indices(layers, rank, pp)) for rank in range(pp)]

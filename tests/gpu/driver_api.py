@@ -82,6 +82,14 @@ class StandInCuda:
         handle._obj.value = index
         return SUCCESS
 
+    def cuDeviceGetCount(self, count: Any) -> int:
+        count._obj.value = self.devices
+        return SUCCESS
+
+    def cuDeviceGetPCIBusId(self, text: Any, length: int, device: int) -> int:
+        text.value = f"0000:{0x1B + device:02X}:00.0".encode()
+        return SUCCESS
+
     def cuDeviceGetAttribute(self, value: Any, attribute: int, device: int) -> int:
         value._obj.value = self.attributes.get((device, attribute), 0)
         return SUCCESS

@@ -7,7 +7,7 @@ import itertools
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from kvferry.core.errors import (
     PeerLostError,
@@ -47,7 +47,7 @@ class LimitedTransport(LoopbackTransport):
     cancels: ClassVar[bool] = True
     max_outstanding: ClassVar[int | None] = None
 
-    def __init__(self, **options: object) -> None:
+    def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self._capabilities = replace(
             self._capabilities,
@@ -80,7 +80,7 @@ class ProgressOnlyInPoll(LimitedTransport):
 
     max_notification = 1
 
-    def __init__(self, **options: object) -> None:
+    def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self._capabilities = replace(
             self._capabilities, background_progress=False, concurrent_connect=False
@@ -126,7 +126,7 @@ class Blocking(LoopbackTransport):
 class FailingUntilDisconnect(LoopbackTransport):
     """A failed transfer is proven quiet only by disconnecting."""
 
-    def __init__(self, **options: object) -> None:
+    def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self._capabilities = replace(self._capabilities, quiescence=Quiescence.AFTER_DISCONNECT)
 
@@ -173,7 +173,7 @@ class Minimal(FailingUntilDisconnect, ReadOnly):
 class Delegating(Transport):
     """Implements ``Transport`` without ``BaseTransport``, by delegating to loopback."""
 
-    def __init__(self, **options: object) -> None:
+    def __init__(self, **options: Any) -> None:
         self._inner = LoopbackTransport(**options)
 
     @property
@@ -231,7 +231,7 @@ class WithoutBase(Delegating):
     write = Transport.write
     cancel = Transport.cancel
 
-    def __init__(self, **options: object) -> None:
+    def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self._ids = itertools.count(1)
         self._own: dict[TransferId, TransferId] = {}
@@ -289,7 +289,7 @@ class WithoutBase(Delegating):
 class TwoMemoryKinds(LoopbackTransport):
     """Has a memory kind of its own beside ``cpu``."""
 
-    def __init__(self, **options: object) -> None:
+    def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self._capabilities = replace(self._capabilities, memory=frozenset({CPU, ODD}))
 
@@ -337,7 +337,7 @@ class OddBuffer(Buffer):
         self._inner.put(data, offset)
 
 
-def delayed(**options: object) -> FaultyTransport:
+def delayed(**options: Any) -> FaultyTransport:
     """Return a driver whose every transfer ends some polls late."""
     every = Schedule(seed=1, rate=1.0, faults=(Fault.DELAY,), polls=5)
     return FaultyTransport(LoopbackTransport(**options), every)

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from kvferry.cli.doctor import channel, devices, kernel, software
+from kvferry.cli.doctor import channel, devices, kernel, nvidia, software, topology
 from kvferry.cli.doctor.finding import Finding, FindingLevel
-from kvferry.cli.doctor.probe import probe
+from kvferry.cli.doctor.probe import Probed, probe
 from kvferry.cli.keys import NONE, Keys
 from kvferry.core.errors import KVFerryError
 
@@ -75,6 +77,34 @@ def worst(findings: Sequence[Finding]) -> FindingLevel:
     return max((finding.verdict for finding in findings), key=order.index, default=FindingLevel.OK)
 
 
+def hardware(
+    probed: Probed, environment: Mapping[str, str] = os.environ, root: Path = Path("/")
+) -> Iterator[Finding]:
+    """Yield the findings about GPUs, NICs and pinned memory.
+
+    Args:
+        probed: The report of ``probe``, which asked CUDA about the GPUs.
+        environment: The environment variables.
+        root: The file system's root; another one in tests.
+    """
+    gpus, nics = devices.gpus(root), devices.nics(root)
+    yield devices.gpu(gpus, cuda_answers=bool(probed.gpus or probed.trouble), root=root)
+    nvidia_gpus = [gpu for gpu in gpus if "AMD" not in gpu]
+    if nvidia_gpus:
+        yield nvidia.ipc(root)
+        yield from nvidia.mig(root)
+        yield nvidia.imex(nvidia_gpus, root)
+        yield nvidia.cache_order(environment)
+    yield devices.rdma(root)
+    if nvidia_gpus and nics:
+        yield nvidia.direct(probed.gpus, root)
+        yield from topology.near(probed.gpus, root)
+    if probed.gpus and nics:
+        yield nvidia.visibility(probed.gpus)
+    yield from topology.bound(environment, probed.gpus, root)
+    yield kernel.locked_memory(rdma=bool(nics))
+
+
 def _findings(
     host: str | None, port: int | None, engine: str | None, keys: Keys
 ) -> Iterator[Finding]:
@@ -84,24 +114,14 @@ def _findings(
     yield software.python()
     yield software.package()
     yield software.vllm()
-    yield from software.drivers(probed, rdma=bool(devices.nics()))
+    yield from software.drivers(probed, nics=devices.active_nics())
     yield kernel.reading()
     yield kernel.ptrace_scope()
-    yield from _hardware()
+    yield from hardware(probed)
     yield kernel.shared_memory()
     yield from channel.channels()
     if host is not None and port is not None:
         yield channel.running(host, port, engine, keys)
-
-
-def _hardware() -> Iterator[Finding]:
-    """Yield the findings about GPUs, NICs and pinned memory."""
-    gpus, nics = devices.gpus(), devices.nics()
-    yield devices.gpu(gpus)
-    yield devices.rdma()
-    if gpus and nics:
-        yield devices.direct()
-    yield kernel.locked_memory(rdma=bool(nics))
 
 
 @contextmanager

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Iterator
 
 from kvferry.cli.doctor.finding import Finding, bad, ok, warn
 from kvferry.cli.keys import NONE, Keys
 from kvferry.core.errors import AdmissionError, HandshakeError, RefusedError
 from kvferry.core.handshake import HandshakeServer, ping
+from kvferry.core.handshake.sockets import own_address
 from kvferry.core.layout import Group, GroupKind, Layout
 from kvferry.core.lifecycle.holds import random_incarnation
 from kvferry.core.memory import Region
@@ -21,15 +21,13 @@ from kvferry.core.messages import (
 )
 
 LOOPBACK = "127.0.0.1"
-ELSEWHERE = "192.0.2.1"
-"""An unused address (RFC 5737); the kernel is asked for the local address of the route to it."""
 SECONDS = 5.0
 ENGINE = "kvferry-doctor"
 
 
 def channels() -> Iterator[Finding]:
     """Yield findings about a side channel on the loopback address and on this host's address."""
-    yield _served(LOOPBACK)
+    yield _served(LOOPBACK, "the default of side_channel_host: only engines on this host reach it")
     address = own_address()
     if address is None:
         yield warn(
@@ -37,23 +35,17 @@ def channels() -> Iterator[Finding]:
             "this host has no route but to itself: engines of other hosts cannot reach it",
             "connect it to a network, unless both engines run here",
         )
-    elif address != LOOPBACK:
-        yield _served(address)
+    else:
+        yield _served(address, "for engines on several hosts, set side_channel_host to it")
 
 
-def own_address() -> str | None:
-    """Return the local address of the route to other hosts, ``None`` without one. Sends nothing."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((ELSEWHERE, 9))
-        except OSError:
-            return None
-        address: str = probe.getsockname()[0]
-    return address
+def _served(host: str, use: str) -> Finding:
+    """Open a side channel at an address of this host, ping it, and return the finding.
 
-
-def _served(host: str) -> Finding:
-    """Open a side channel at an address of this host, ping it, and return the finding."""
+    Args:
+        host: The address.
+        use: What the address is for.
+    """
     name = f"side channel at {host}"
     payload = _payload()
     try:
@@ -70,7 +62,7 @@ def _served(host: str) -> Finding:
         )
     if answered != payload.incarnation:
         return bad(name, "another process answered", "find out what redirects connections here")
-    return ok(name, "bound, and reached from here")
+    return ok(name, f"bound, and reached from here; {use}")
 
 
 def running(host: str, port: int, engine: str | None, keys: Keys = NONE) -> Finding:

@@ -1,21 +1,36 @@
-"""Check NICs with RDMA, and GPUs, as the kernel shows them."""
+"""Find NICs with RDMA and GPUs, and check whether this process may use them."""
 
 from __future__ import annotations
 
 import ctypes
 import os
+import re
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from kvferry.cli.doctor.finding import Finding, ok, warn
 
-RDMA, GPU, DIRECT = "RDMA", "GPU", "GPU memory over RDMA"
+RDMA, GPU = "RDMA", "GPU"
+ACTIVE = "ACTIVE"
+OPEN = "open"
+"""The kind of NVIDIA's kernel module that exports GPU memory as dmabuf."""
 SMI_SECONDS = 10.0
 SMI_QUERY = ["--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
-PEER_MODULES = ("nvidia_peermem", "nv_peer_mem")
 VENDORS = {"0x10de": "NVIDIA", "0x1002": "AMD"}
+
+
+def file_text(path: Path) -> str:
+    """Return a file's text without white space around it; empty if it cannot be read.
+
+    Args:
+        path: The file.
+    """
+    try:
+        return path.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError):
+        return ""
 
 
 def nics(root: Path = Path("/")) -> list[str]:
@@ -25,6 +40,15 @@ def nics(root: Path = Path("/")) -> list[str]:
         root: The file system's root; another one in tests.
     """
     return sorted(path.name for path in (root / "sys/class/infiniband").glob("*"))
+
+
+def active_nics(root: Path = Path("/")) -> list[str]:
+    """Return the names of the NICs with RDMA that have an active port, ascending.
+
+    Args:
+        root: The file system's root; another one in tests.
+    """
+    return [nic for nic in nics(root) if any(ACTIVE in port for port in _ports(root, nic))]
 
 
 def rdma(root: Path = Path("/")) -> Finding:
@@ -38,7 +62,7 @@ def rdma(root: Path = Path("/")) -> Finding:
         return ok(RDMA, "no NIC with RDMA: between hosts bytes go by TCP")
     ports = [port for nic in names for port in _ports(root, nic)]
     text = "; ".join(ports) or ", ".join(names)
-    if not any("ACTIVE" in port for port in ports):
+    if not any(ACTIVE in port for port in ports):
         return warn(RDMA, text, "no port is active: check the cable and the switch")
     verbs = sorted((root / "dev/infiniband").glob("uverbs*"))
     if not any(os.access(path, os.R_OK | os.W_OK) for path in verbs):
@@ -59,7 +83,7 @@ def _ports(root: Path, nic: str) -> Iterator[str]:
         nic: Name of the NIC.
     """
     for port in sorted((root / "sys/class/infiniband" / nic / "ports").glob("*")):
-        facts = (_text(port / name) for name in ("link_layer", "rate", "state"))
+        facts = (file_text(port / name) for name in ("link_layer", "rate", "state"))
         yield f"{nic}:{port.name} {', '.join(fact for fact in facts if fact)}"
 
 
@@ -72,39 +96,62 @@ def gpus(root: Path = Path("/")) -> list[str]:
     return _from_smi() or _from_proc(root) or _from_bus(root)
 
 
-def gpu(found: list[str], *, library: str = "libcuda.so.1") -> Finding:
-    """Return the finding about GPUs, and whether CUDA's driver can be loaded.
+def gpu(
+    found: Sequence[str],
+    cuda_answers: bool = True,
+    *,
+    root: Path = Path("/"),
+    library: str = "libcuda.so.1",
+) -> Finding:
+    """Return the finding about GPUs, and whether CUDA can use them.
 
     Args:
         found: The descriptions that ``gpus`` returned.
+        cuda_answers: Whether CUDA found a GPU when it was asked.
+        root: The file system's root; another one in tests.
         library: File name of CUDA's driver library.
     """
     if not found:
         return ok(GPU, "none")
     text = "; ".join(found)
-    if "AMD" in text or _loads(library):
+    if "AMD" in text:
         return ok(GPU, text)
-    return warn(
-        GPU,
-        f"{text}; but {library} does not load, so that no driver can offer cuda memory",
-        "install NVIDIA's driver, or give the container the GPU (--gpus all)",
-    )
+    module = kernel_module(root)
+    if module:
+        text = f"{text}; kernel module {module}"
+    if not _loads(library):
+        return warn(
+            GPU,
+            f"{text}; but {library} does not load, so that no driver can offer cuda memory",
+            "give the container the GPU with CUDA's library (--gpus all, with compute in "
+            "NVIDIA_DRIVER_CAPABILITIES)"
+            if module
+            else "install NVIDIA's driver, or give the container the GPU (--gpus all)",
+        )
+    if not cuda_answers:
+        return warn(
+            GPU,
+            f"{text}; but CUDA finds no GPU when it starts",
+            "see what nvidia-smi says, and whether CUDA_VISIBLE_DEVICES hides the GPUs: "
+            f"{library} and the kernel module must be of one version",
+        )
+    return ok(GPU, text)
 
 
-def direct(root: Path = Path("/")) -> Finding:
-    """Return the finding about the kernel modules with which NICs can read GPU memory.
+def kernel_module(root: Path = Path("/")) -> str:
+    """Return kind and version of NVIDIA's kernel module, such as ``open 570.86.15``.
+
+    Empty if the module is not loaded, or if this process cannot see it.
 
     Args:
         root: The file system's root; another one in tests.
     """
-    loaded = [name for name in PEER_MODULES if (root / "sys/module" / name).exists()]
-    if loaded:
-        return ok(DIRECT, f"kernel module {loaded[0]} is loaded")
-    return warn(
-        DIRECT,
-        f"none of the kernel modules {', '.join(PEER_MODULES)} is loaded",
-        "modprobe nvidia_peermem, unless UCX and the kernel use dmabuf",
-    )
+    said = file_text(root / "proc/driver/nvidia/version").partition("\n")[0]
+    if not said:
+        return ""
+    kind = OPEN if "Open Kernel Module" in said else "proprietary"
+    version = re.search(r"\s(\d+\.[\d.]+)\s", f"{said} ")
+    return f"{kind} {version[1]}" if version else kind
 
 
 def _from_smi() -> list[str]:
@@ -131,7 +178,7 @@ def _from_proc(root: Path) -> list[str]:
     """Return the models of the GPUs that NVIDIA's kernel module lists under the root."""
     models = []
     for path in sorted((root / "proc/driver/nvidia/gpus").glob("*/information")):
-        lines = _text(path).splitlines()
+        lines = file_text(path).splitlines()
         model = next((line for line in lines if line.startswith("Model:")), "Model: NVIDIA GPU")
         models.append(model.partition(":")[2].strip())
     return models
@@ -140,7 +187,7 @@ def _from_proc(root: Path) -> list[str]:
 def _from_bus(root: Path) -> list[str]:
     """Return the vendor and bus address of each GPU among the kernel's graphics devices."""
     cards = sorted((root / "sys/class/drm").glob("card[0-9]*/device/vendor"))
-    vendors = {str(path.parent.resolve()): VENDORS.get(_text(path)) for path in cards}
+    vendors = {str(path.parent.resolve()): VENDORS.get(file_text(path)) for path in cards}
     return [f"{vendor} GPU at {Path(at).name}" for at, vendor in vendors.items() if vendor]
 
 
@@ -151,11 +198,3 @@ def _loads(library: str) -> bool:
     except OSError:
         return False
     return True
-
-
-def _text(path: Path) -> str:
-    """Return a file's text; empty if it cannot be read."""
-    try:
-        return path.read_text(encoding="utf-8").strip()
-    except OSError:
-        return ""

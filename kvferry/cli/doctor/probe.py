@@ -1,8 +1,9 @@
 """Load every driver in a child process, and report whether each works.
 
-``probe`` starts this module as the child process. The process loads every driver, asks every UCX
-that a driver has loaded for its devices, and writes its report as JSON. It is a process of its own
-because transport libraries print, start threads, and may crash in their exit handlers.
+``probe`` starts this module as the child process. The process loads every driver, asks CUDA about
+the GPUs and every UCX that a driver has loaded for its devices, and writes its report as JSON. It
+is a process of its own because transport libraries print, start threads, and may crash in their
+exit handlers.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from kvferry.core.errors import DriverError
+from kvferry.core.errors import DriverError, TransportError
 from kvferry.core.transport.registry import DriverReport, describe, installed
+from kvferry.drivers.cuda import CudaDriver, find_cuda
 from kvferry.drivers.ucx import dlopen
 from kvferry.drivers.ucx.devices import Devices, devices
 from kvferry.drivers.ucx.library import find
@@ -71,17 +73,38 @@ class Ucx(Struct, frozen=True, kw_only=True):
     advice: str = ""
 
 
+class Gpu(Struct, frozen=True, kw_only=True):
+    """A GPU that CUDA sees, and what it can do together with NICs.
+
+    Attributes:
+        index: CUDA's index of the GPU.
+        address: The GPU's PCI address.
+        dmabuf: Whether a NIC's driver can get the GPU's memory as a dmabuf.
+        needs_flush: Whether what a NIC has written into the GPU's memory must be flushed before the
+            GPU sees it.
+        can_flush: Whether that can be flushed.
+    """
+
+    index: int
+    address: str
+    dmabuf: bool
+    needs_flush: bool
+    can_flush: bool
+
+
 class Probed(Struct, frozen=True, kw_only=True):
     """The report of the process that ``probe`` starts.
 
     Attributes:
         drivers: The installed drivers.
+        gpus: The GPUs that CUDA sees; ``None`` if CUDA could not be asked.
         ucx: The UCX libraries that the drivers loaded. Some are missing if the process crashed
             when it asked a library for its devices.
-        trouble: Why there is no report (then both lists are empty); empty if there is a report.
+        trouble: Why there is no report (then there is nothing else); empty if there is a report.
     """
 
     drivers: list[Driver] = []
+    gpus: list[Gpu] | None = None
     ucx: list[Ucx] = []
     trouble: str = ""
 
@@ -117,8 +140,9 @@ def probe() -> Probed:
 def main() -> None:
     """Write the report on every driver and UCX, and end without running exit handlers.
 
-    The first line has all drivers. After each UCX the whole report is written again, as a new line
-    with this UCX: if a UCX crashes the process, the last complete line is the report.
+    The first line has all drivers. After the GPUs, and after each UCX, the whole report is written
+    again, as a new line with them: if CUDA or a UCX crashes the process, the last complete line is
+    the report.
     """
     sys.stdout.flush()
     answer = os.dup(1)
@@ -130,9 +154,11 @@ def main() -> None:
         owners = dict.fromkeys(_loaded("libucp"), info.name) | owners
     libraries: list[Ucx] = []
     _send(answer, Probed(drivers=drivers))
+    found = gpus(find_cuda())
+    _send(answer, Probed(drivers=drivers, gpus=found))
     for path, driver in owners.items():
         libraries.append(ucx(path, driver))
-        _send(answer, Probed(drivers=drivers, ucx=libraries))
+        _send(answer, Probed(drivers=drivers, gpus=found, ucx=libraries))
     os._exit(0)
 
 
@@ -151,6 +177,35 @@ def _driver(report: DriverReport) -> Driver:
         ops=sorted(can.ops) if can else [],
         memory=sorted(can.memory) if can else [],
         reason=report.reason,
+    )
+
+
+def gpus(cuda: CudaDriver | None) -> list[Gpu] | None:
+    """Return what CUDA says about each GPU; ``None`` if CUDA does not answer.
+
+    Args:
+        cuda: CUDA's driver API; ``None`` if there is none.
+    """
+    if cuda is None:
+        return None
+    try:
+        return [_gpu(cuda, index) for index in range(cuda.count())]
+    except TransportError:
+        return None
+
+
+def _gpu(cuda: CudaDriver, index: int) -> Gpu:
+    """Return what CUDA says about the GPU with this index.
+
+    Raises:
+        TransportError: CUDA refuses a call.
+    """
+    return Gpu(
+        index=index,
+        address=cuda.pci_address(index),
+        dmabuf=cuda.exports_dmabuf(index),
+        needs_flush=cuda.needs_flush(index),
+        can_flush=cuda.can_flush(index),
     )
 
 

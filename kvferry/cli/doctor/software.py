@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 
 import kvferry
@@ -26,6 +26,16 @@ LEAVE = "do what it says, or leave it: engines with another driver do not need i
 
 NETWORK = frozenset({"rc_verbs", "rc_mlx5", "dc_mlx5", "ud_verbs", "ud_mlx5", "tcp", "srd"})
 """UCX's transports that reach other hosts."""
+
+TCP = frozenset({"tcp"})
+
+CUDA = ("cuda_copy", "cuda_ipc")
+"""UCX's transports for GPU memory: with the host, and with another GPU by NVLink or PCIe."""
+
+CUDA_UCX = (
+    "see whether UCX_TLS, if set, has cuda; if so, install a UCX with modules for the installed "
+    "CUDA: nixl-cu12 or nixl-cu13, libucx-cu12 or libucx-cu13"
+)
 
 OWN_UCX = (
     "install the UCX that the NIC's vendor brings, or the system's (libucx0), and name its "
@@ -70,12 +80,12 @@ def vllm() -> Finding:
     return ok("vllm", f"not installed; the connector is for vLLM {wanted}")
 
 
-def drivers(probed: Probed, *, rdma: bool = False) -> Iterator[Finding]:
+def drivers(probed: Probed, *, nics: Sequence[str] = ()) -> Iterator[Finding]:
     """Yield the findings about every installed driver, and about the UCX that each has loaded.
 
     Args:
         probed: The report of ``probe``, which loaded the drivers.
-        rdma: Whether the machine has a NIC with RDMA.
+        nics: Names of the machine's NICs with RDMA and an active port.
     """
     if probed.trouble:
         yield bad(
@@ -89,7 +99,7 @@ def drivers(probed: Probed, *, rdma: bool = False) -> Iterator[Finding]:
     if probed.drivers and not works:
         yield bad("drivers", "none of them works here", "follow one of the remedies above")
     for ucx in probed.ucx:
-        yield _ucx(ucx, rdma=rdma)
+        yield _ucx(ucx, nics, cuda=bool(probed.gpus))
 
 
 def _driver(driver: Driver) -> Finding:
@@ -102,12 +112,13 @@ def _driver(driver: Driver) -> Finding:
     return ok(name, f"{driver.distribution}{library}: {can}")
 
 
-def _ucx(ucx: Ucx, *, rdma: bool) -> Finding:
+def _ucx(ucx: Ucx, nics: Sequence[str], *, cuda: bool) -> Finding:
     """Return the finding about a UCX that a driver has loaded.
 
     Args:
         ucx: The UCX.
-        rdma: Whether the machine has a NIC with RDMA.
+        nics: Names of the machine's NICs with RDMA and an active port.
+        cuda: Whether CUDA sees a GPU.
     """
     name = f"UCX of {ucx.driver}"
     able = "with RDMA" if ucx.rdma else "without RDMA"
@@ -120,6 +131,22 @@ def _ucx(ucx: Ucx, *, rdma: bool) -> Finding:
         )
     if ucx.advice:
         return warn(name, text, ucx.advice)
-    if rdma and not ucx.rdma:
+    if nics and not ucx.rdma:
         return warn(name, f"{text}; there is a NIC with RDMA, which it cannot use", OWN_UCX)
+    lacking = [transport for transport in CUDA if transport not in ucx.transports]
+    if cuda and lacking:
+        return warn(name, f"{text}; it lacks {' and '.join(lacking)} for GPU memory", CUDA_UCX)
+    unseen = [nic for nic in nics if nic not in _rdma_devices(ucx)]
+    if unseen:
+        return warn(
+            name,
+            f"{text}; it does not use the NIC {', '.join(unseen)}",
+            "see whether UCX_TLS or UCX_NET_DEVICES excludes it, and UCX_LOG_LEVEL=info",
+        )
     return ok(name, text)
+
+
+def _rdma_devices(ucx: Ucx) -> set[str]:
+    """Return the names of the NICs that a UCX uses by RDMA, without the number of the port."""
+    names = (names for transport, names in ucx.transports.items() if transport in NETWORK - TCP)
+    return {name.partition(":")[0] for each in names for name in each}

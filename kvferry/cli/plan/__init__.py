@@ -9,7 +9,7 @@ from typing import NamedTuple
 from rich.console import Console
 
 from kvferry.cli.plan import report
-from kvferry.cli.plan.advice import Advice, advise, advise_alike, is_small
+from kvferry.cli.plan.advice import Advice, advise, advise_alike, is_many, is_small
 from kvferry.cli.plan.engines import (
     Engine,
     PlanSettings,
@@ -70,7 +70,7 @@ def run(
     producer = _side("prefill", prefill, described, tokens)
     consumer = _side("decode", decode, described, tokens)
     estimate = estimate_reads(producer.engine, consumer.engine, tokens)
-    advice = _advice(described, producer, consumer, estimate) if is_small(estimate) else None
+    advice = _advice(described, producer, consumer, estimate)
     if write_layouts is not None:
         for side in (producer, consumer):
             write_engine(write_layouts / f"{side.name}.json", side.engine)
@@ -108,8 +108,12 @@ def _side(name: str, text: str, model: Model | None, tokens: int) -> _Side:
     return _Side(name, make_engine(model, settings, tokens), settings)
 
 
-def _advice(model: Model | None, prefill: _Side, decode: _Side, estimate: Estimate) -> Advice:
-    """Return advice on how to make small copies larger.
+def _advice(
+    model: Model | None, prefill: _Side, decode: _Side, estimate: Estimate
+) -> Advice | None:
+    """Return advice on how to make copies larger; ``None`` if there is no need, or nothing to do.
+
+    Small copies are explained even where nothing helps.
 
     Args:
         model: The model of both engines; ``None`` if no config file was named.
@@ -117,10 +121,14 @@ def _advice(model: Model | None, prefill: _Side, decode: _Side, estimate: Estima
         decode: The decode engine.
         estimate: The reads and copies that a request takes between these engines.
     """
+    if not is_small(estimate) and not is_many(estimate):
+        return None
     one, other = prefill.source, decode.source
     if model is not None and isinstance(one, PlanSettings) and isinstance(other, PlanSettings):
-        return advise(model, one, other, estimate)
-    return advise_alike(prefill.engine, decode.engine, estimate)
+        advice = advise(model, one, other, estimate)
+    else:
+        advice = advise_alike(prefill.engine, decode.engine, estimate)
+    return advice if is_small(estimate) or advice.changes else None
 
 
 def _print(

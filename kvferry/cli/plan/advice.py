@@ -1,4 +1,4 @@
-"""Advice about small copies: why they are small, and which settings would make them larger.
+"""Advice about copies that are small or many: why, and which settings would make them larger.
 
 The settings are found by planning with many settings, and counting the copies of each plan.
 """
@@ -24,6 +24,17 @@ SMALL = 16 << 10
 between two processes moves copies of 16 KiB at half of memcpy's rate and of 4 KiB at a quarter; a
 transport for networks loses even more (docs/performance.md)."""
 
+IPC_SECONDS = 4e-6
+"""Seconds that a copy between GPUs of one host (CUDA IPC) takes beside the time of its bytes: a
+``cuMemcpyAsync`` and an event. UCX estimates 4 µs (``UCX_CUDA_IPC_OVERHEAD``); NIXL saw 7.6 µs
+(0.25 s for 32,768 copies, its pull request 573)."""
+
+MANY_SECONDS = 0.01
+"""Copies between GPUs are many if they take a decode rank longer than this, without their bytes."""
+
+SMALL_BY_NVLINK = 1 << 20
+"""The bytes of larger copies take longer by NVLink (300 to 400 GB/s) than ``IPC_SECONDS``."""
+
 WORTH = 2
 """By which factor a change has to reduce the number of copies to be advised."""
 
@@ -46,6 +57,7 @@ class Change:
             there are none.
         decode: The settings to change on the decode engine; empty if there are none.
         copies: Number of copies.
+        busiest: Number of copies of the decode rank that makes the most.
         smallest: Bytes of the smallest copy.
         median: Bytes of the median copy.
         largest: Bytes of the largest copy.
@@ -54,6 +66,7 @@ class Change:
     prefill: str
     decode: str
     copies: int
+    busiest: int
     smallest: int
     median: int
     largest: int
@@ -66,7 +79,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Advice:
-    """What to do about small copies.
+    """What to do about copies that are small or many.
 
     Attributes:
         reasons: Why copies are not larger, a sentence each.
@@ -90,6 +103,16 @@ def is_small(estimate: Estimate) -> bool:
     return sizes.copies > 0 and sizes.median < SMALL
 
 
+def is_many(estimate: Estimate) -> bool:
+    """Return whether copies between GPUs take longer for their number than for their bytes.
+
+    Args:
+        estimate: The estimate of a request.
+    """
+    long = estimate.busiest * IPC_SECONDS > MANY_SECONDS
+    return estimate.on_gpus and long and estimate.sizes.median < SMALL_BY_NVLINK
+
+
 def advise(model: Model, prefill: PlanSettings, decode: PlanSettings, estimate: Estimate) -> Advice:
     """Return advice for engines that were computed from a model and settings.
 
@@ -105,23 +128,23 @@ def advise(model: Model, prefill: PlanSettings, decode: PlanSettings, estimate: 
     old, tokens = (prefill, decode), estimate.tokens
     engine = functools.cache(lambda settings: make_engine(model, settings, tokens))
 
-    def counted(pair: Pair, ranks: Sequence[int] | None) -> ByteCounts:
+    def counted(pair: Pair, ranks: Sequence[int] | None) -> Estimate:
         """Count the copies with two engines' settings, on some decode ranks (``None``: on all)."""
-        return estimate_reads(engine(pair[0]), engine(pair[1]), tokens, ranks).sizes
+        return estimate_reads(engine(pair[0]), engine(pair[1]), tokens, ranks)
 
     changes: dict[Change, Pair] = {}
     for near, far in _candidates(*old):
         try:
             pair = replace(prefill, **near), replace(decode, **far)
-            sizes = counted(pair, [0])
+            found = counted(pair, [0])
         except KVFerryError:  # No engine can have these settings.
             continue
-        changes[_change(_difference(old, pair), sizes)] = pair
+        changes[_change(_difference(old, pair), found)] = pair
     best = _best(list(changes), estimate.sizes_of(estimate.of_decode(0)))
     whole = {c: counted(changes[c], None) for c in best}
     return Advice(
         reasons=reasons(estimate),
-        changes=tuple(_change((c.prefill, c.decode), sizes) for c, sizes in whole.items()),
+        changes=tuple(_change((c.prefill, c.decode), found) for c, found in whole.items()),
     )
 
 
@@ -135,10 +158,8 @@ def advise_alike(prefill: Engine, decode: Engine, estimate: Estimate) -> Advice:
     """
     own = "the ranks, order and pages of {}"
     changes = [
-        _change((own.format("decode"), ""), estimate_reads(decode, decode, estimate.tokens).sizes),
-        _change(
-            ("", own.format("prefill")), estimate_reads(prefill, prefill, estimate.tokens).sizes
-        ),
+        _change((own.format("decode"), ""), estimate_reads(decode, decode, estimate.tokens)),
+        _change(("", own.format("prefill")), estimate_reads(prefill, prefill, estimate.tokens)),
     ]
     return Advice(reasons=reasons(estimate), changes=_best(changes, estimate.sizes))
 
@@ -163,17 +184,19 @@ def _best(changes: Sequence[Change], now: ByteCounts) -> tuple[Change, ...]:
     return tuple(best)
 
 
-def _change(settings: tuple[str, str], sizes: ByteCounts) -> Change:
+def _change(settings: tuple[str, str], found: Estimate) -> Change:
     """Return a change with its copies.
 
     Args:
         settings: The changed settings of prefill and of decode, as text; empty if there are none.
-        sizes: The copies with the changed settings.
+        found: The copies with the changed settings.
     """
+    sizes = found.sizes
     return Change(
         prefill=settings[0],
         decode=settings[1],
         copies=sizes.copies,
+        busiest=found.busiest,
         smallest=sizes.smallest,
         median=sizes.median,
         largest=sizes.largest,

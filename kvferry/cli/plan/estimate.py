@@ -21,6 +21,8 @@ from kvferry.core.planner.build_copies import Pages, ReadRequest, Workspace, bui
 from kvferry.core.planner.plan import Plan, Source, make_plan
 from kvferry.core.planner.strips import Overlap
 
+CUDA = "cuda"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ByteCounts:
@@ -125,6 +127,22 @@ class Estimate:
     def sizes(self) -> ByteCounts:
         """How many copies of which size the whole request takes."""
         return merged(read.sizes for read in self.reads)
+
+    @property
+    def busiest(self) -> int:
+        """The most copies that a single decode rank makes."""
+        copies: dict[int, int] = {}
+        for read in self.reads:
+            copies[read.decode] = copies.get(read.decode, 0) + read.sizes.copies
+        return max(copies.values(), default=0)
+
+    @property
+    def on_gpus(self) -> bool:
+        """Whether all copies are from a GPU's memory to a GPU's memory."""
+        layouts = [
+            side for r in self.reads for side in (r.source.local_layout, r.source.remote_layout)
+        ]
+        return all(region.kind == CUDA for layout in layouts for region in layout.regions)
 
     def sizes_of(self, reads: Sequence[ReadEstimate]) -> ByteCounts:
         """Return how many copies of which size some of the reads take.

@@ -11,7 +11,7 @@ from rich.padding import Padding
 from rich.table import Table
 
 from kvferry.cli.formatting import counted, numbers, size
-from kvferry.cli.plan.advice import SMALL, Advice, Change
+from kvferry.cli.plan.advice import IPC_SECONDS, SMALL, Advice, Change, is_many, is_small
 from kvferry.cli.plan.engines import Engine
 from kvferry.cli.plan.estimate import ByteCounts, Estimate, ReadEstimate
 from kvferry.cli.plan.model import Model
@@ -24,6 +24,23 @@ VLLM = {
     "interleave": "--cp-kv-cache-interleave-size {}",
 }
 """How each setting is given to vLLM; ``{}`` stands for the value."""
+
+_CANNOT = "CPU_ATTN, FLEX_ATTENTION and ROCM_ATTN cannot"
+_NOT_ALL_FLASHINFER = (
+    "FLASH_ATTN and TRITON_ATTN can, FLASHINFER too but on compute capability 10 (B200); " + _CANNOT
+)
+BACKENDS = {
+    "BLHNC": f"FLASH_ATTN, FLASHINFER and TRITON_ATTN can; {_CANNOT}",
+    "BLNHC": _NOT_ALL_FLASHINFER,
+    "BHLNC": _NOT_ALL_FLASHINFER,
+}
+"""Which attention backends of vLLM 0.32 can store a block's layers together, in which order
+(``AttentionBackend.supported_kv_cache_layouts``)."""
+
+PREFERRED = "LBHNC"
+"""The order that the connector asks vLLM for."""
+
+BY_IPC = "Between GPUs of one host (CUDA IPC)"
 
 SIDES = ("prefill", "decode")
 
@@ -133,19 +150,44 @@ def print_served(console: Console, estimate: Estimate, prefill: Engine) -> None:
 
 
 def print_advice(console: Console, estimate: Estimate, given: Advice) -> None:
-    """Print that copies are small, why, and what would help."""
-    console.print(
-        f"[bold yellow]Small copies:[/] {_sizes(estimate.sizes)}. Below {size(SMALL)}, what a copy "
-        "costs outweighs what its bytes cost."
-    )
+    """Print that copies are small or many, why, and what would help."""
+    if is_small(estimate):
+        console.print(
+            f"[bold yellow]Small copies:[/] {_sizes(estimate.sizes)}. Below {size(SMALL)}, what a "
+            "copy costs outweighs what its bytes cost."
+        )
+    else:
+        console.print(f"[bold yellow]Many copies[/] of {_sizes(estimate.sizes)}.")
+    if is_many(estimate):
+        console.print(_indented(_ipc_cost(estimate.busiest), 2))
     for reason in given.reasons:
         console.print(_indented(reason, 2))
     for change in given.changes:
         console.print(_indented(_outcome(estimate, change), 2))
+        if is_many(estimate):
+            console.print(_indented(f"{BY_IPC}: {_ipc_time(change.busiest)}.", 4), style="dim")
         for line in _for_vllm(change):
             console.print(_indented(line, 4), style="dim")
     if not given.changes:
         console.print("  Nothing that was tried, on either side or both, would halve them.")
+
+
+def _ipc_cost(copies: int) -> str:
+    """Return as a sentence how long CUDA IPC takes for the copies of a decode rank.
+
+    Args:
+        copies: How many copies the rank makes.
+    """
+    return (
+        f"{BY_IPC}, a copy takes some {IPC_SECONDS * 1e6:.0f} µs beside the time of its bytes: "
+        f"{_ipc_time(copies)} for the {counted(copies, 'copy')} of a decode rank."
+    )
+
+
+def _ipc_time(copies: int) -> str:
+    """Return as text how long CUDA IPC takes for copies, beside the time of their bytes."""
+    milliseconds = copies * IPC_SECONDS * 1e3
+    return f"{milliseconds:,.0f} ms" if milliseconds >= 10 else f"{milliseconds:.1f} ms"
 
 
 def _indented(text: str, by: int) -> Padding:
@@ -185,9 +227,15 @@ def _wording(change: Change) -> str:
 def _for_vllm(change: Change) -> list[str]:
     """Return lines with vLLM's options for a change: per engine, or one if both need the same."""
     told = {side: _flags(said) for side, said in asdict(change).items() if side in SIDES and said}
+    settings = f"{change.prefill},{change.decode}"
+    note = [
+        f"{backends}. Without the variable, kvferry asks for {PREFERRED} (not with MLA)."
+        for layout, backends in BACKENDS.items()
+        if f"layout={layout}" in settings
+    ]
     if len(told) > 1 and len(set(told.values())) == 1:
-        return [f"vLLM: {told['decode']}"]
-    return [f"vLLM, {side}: {flags}" for side, flags in told.items() if flags]
+        return [f"vLLM: {told['decode']}", *note]
+    return [f"vLLM, {side}: {flags}" for side, flags in told.items() if flags] + note
 
 
 def _flags(said: str) -> str:

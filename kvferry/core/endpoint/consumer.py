@@ -26,6 +26,7 @@ from kvferry.core.endpoint.slot_reads import (
     SlotReads,
     fitting,
 )
+from kvferry.core.endpoint.throughput import SlowPathWarnings
 from kvferry.core.endpoint.transfers import Grace, Outcome, Read, Transfers
 from kvferry.core.errors import (
     EndpointClosedError,
@@ -121,6 +122,7 @@ class LoadManager:
             metrics=metrics,
             lost=self._give_up_peer,
         )
+        self._slow_path_warnings = SlowPathWarnings(own.driver, self._peers.path)
         self._loads = Loads()
         self._states: dict[LoadId, LoadState] = {}
         self._workspace = Workspace()
@@ -431,6 +433,7 @@ class LoadManager:
             finished=finished,
             failing=lambda error: self._on_failing(action, error),
             tags={(load_id, rank)},
+            throughput=self._slow_path_warnings.measure(peer, rank),
         )
         self._transfers.add(read)
 

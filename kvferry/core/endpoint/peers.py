@@ -38,6 +38,7 @@ from kvferry.core.transport import PeerId, Transport
 
 if TYPE_CHECKING:
     from kvferry.core.endpoint.slot_reads import FingerprintReads
+    from kvferry.core.endpoint.throughput import Throughput
 
 logger = logging.getLogger(__name__)
 
@@ -94,6 +95,8 @@ class Peer:
             share objects.
         path: the driver's name for what carries the peer's bytes, such as ``rc_mlx5``; ``None``
             until ``Peers.path`` has asked the driver.
+        throughput: index of a producer rank to what measures the reads from that rank; ``None`` if
+            they need no measurement. Kept by ``SlowPathWarnings``.
         ticket_key: the public key that the producer publishes for the proofs of its tickets; empty
             if it publishes none.
     """
@@ -111,6 +114,7 @@ class Peer:
     numeric: str = ""
     memory: Mapping[int, int] = field(default_factory=dict)
     path: str | None = None
+    throughput: dict[int, Throughput | None] = field(default_factory=dict)
     ticket_key: bytes = b""
     _uses: Counter[PeerUse] = field(default_factory=Counter, init=False)
 

@@ -6,9 +6,11 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 
 from kvferry.core.endpoint.error_containment import ErrorContainment, as_ours
+from kvferry.core.endpoint.throughput import Throughput
 from kvferry.core.errors import (
     KVFerryError,
     PeerLostError,
@@ -86,6 +88,8 @@ class Read:
             reads of a few bytes.
         tags: what the read is for. ``Transfers.cancel`` removes a tag, and cancels the read when no
             tag is left.
+        throughput: measures the rate of the reads over the connection; ``None`` for a read that is
+            not measured.
         graces: what was passed to ``Transfers.cancel`` as ``grace`` with one of the read's tags;
             empty once the read has ended.
         started: when posting began, by ``time.perf_counter``; 0 before that.
@@ -102,6 +106,7 @@ class Read:
     notify: bytes | None = None
     urgent: bool = False
     tags: set[Hashable] = field(default_factory=set)
+    throughput: Throughput | None = None
     graces: list[Grace] = field(default_factory=list)
     started: float = 0.0
     posted: float = 0.0
@@ -116,7 +121,8 @@ class Transfers:
     Args:
         transport: the transport that the reads use.
         containment: logs unexpected exceptions of the driver and of the reads' callbacks.
-        clock: seconds, monotonic; times the graces of cancelled reads.
+        clock: seconds, monotonic; times the graces of cancelled reads, and the reads that are
+            measured (``Read.throughput``).
     """
 
     def __init__(
@@ -298,6 +304,7 @@ class Transfers:
         try:
             copies = read.build()
             read.copies, read.nbytes = len(copies), copies.total
+            begun = self._clock()  # a measured time does not include building the copies
             transfer = self._transport.read(read.peer, copies, read.notify)
         except Exception as exc:  # noqa: BLE001  a driver's bug, or no memory, fails this read only
             self._finish(read, as_ours(exc))
@@ -305,6 +312,8 @@ class Transfers:
             read.posted = time.perf_counter()
             self._posted[transfer] = read
             self._under_way[read.peer] += read.nbytes
+            if read.throughput is not None:
+                read.throughput.begin(begun)
 
     def _poll(self) -> bool:
         ids = [each for each, read in self._posted.items() if read.peer not in self._disconnecting]
@@ -383,8 +392,15 @@ class Transfers:
             self._transport.forget(transfer)
         except Exception as exc:  # noqa: BLE001  a driver's bug: the transfer is final all the same
             self._containment.caught("the driver's forget", exc)
+        if read.throughput is not None:
+            measure = partial(self._measure, read, read.throughput, status.state is State.DONE)
+            self._containment.run("measuring a read", measure, None)
         self._finish(read, error if status.state is State.FAILED else None)
         return True
+
+    def _measure(self, read: Read, throughput: Throughput, succeeded: bool) -> None:
+        """Count a read that has ended in the rate of its connection."""
+        throughput.end(self._clock(), nbytes=read.nbytes, copies=read.copies, succeeded=succeeded)
 
     def _finish(self, read: Read, error: KVFerryError | None) -> None:
         """Call ``finished`` of a read that has ended; ``error`` is ``None`` if it succeeded."""

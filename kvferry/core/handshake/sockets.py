@@ -25,6 +25,10 @@ MAX_FRAMES = 3
 CURVE_BYTES = 33
 """The number of bytes that encryption adds to a frame."""
 
+ELSEWHERE = ("192.0.2.1", "2001:db8::1")
+"""An IPv4 and an IPv6 address that belong to no host (RFC 5737, RFC 3849). The kernel is asked for
+the route to them; nothing is sent there."""
+
 MAX_RESOLVERS = 64
 """The most names that are resolved at a time. A resolver that hangs cannot be ended, and clients
 choose the names."""
@@ -147,6 +151,29 @@ def is_loopback(numeric: str) -> bool:
     address = ipaddress.ip_address(numeric)
     mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
     return (mapped or address).is_loopback
+
+
+def is_loopback_host(host: str) -> bool:
+    """Return whether a host resolves to loopback addresses only; ``False`` if it has no address."""
+    try:
+        return all(map(is_loopback, numeric_hosts(host, 0)))
+    except HandshakeError:
+        return False
+
+
+def own_address() -> str | None:
+    """Return the address of this host on its route to other hosts; ``None`` without such a route.
+
+    An IPv4 address is preferred. Nothing is sent: the kernel only looks up the route.
+    """
+    for elsewhere in ELSEWHERE:
+        family = socket.AF_INET6 if ":" in elsewhere else socket.AF_INET
+        with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((elsewhere, 9))
+            address: str = probe.getsockname()[0]
+            if not is_loopback(address):
+                return address
+    return None
 
 
 def endpoint(numeric: str, port: int) -> str:

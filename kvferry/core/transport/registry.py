@@ -8,7 +8,7 @@ asked for.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 
@@ -93,7 +93,7 @@ def create(
     options = dict(options or {})
     _check_options(name, driver, options)
     try:
-        if _takes_enter(driver):
+        if _is_given_enter(driver):
             return driver(**options, enter=enter)  # type: ignore[call-arg]
         return driver(**options)
     except DriverError:
@@ -224,18 +224,22 @@ def _report(entry: EntryPoint) -> str:
     return f"that is a fault of {info.distribution} {info.version}: report it there"
 
 
-def _takes_enter(driver: type[Transport]) -> bool:
-    """Return whether a driver's constructor takes an ``EnterThread``, under the name ``enter``."""
-    named = _ENTER in inspect.signature(driver).parameters
-    return named and driver.interface_version >= (1, 1)
+def takes_enter(make: Callable[..., Transport]) -> bool:
+    """Return whether what makes a transport names the keyword ``enter``, of interface 1.1."""
+    return _ENTER in inspect.signature(make).parameters
+
+
+def _is_given_enter(driver: type[Transport]) -> bool:
+    # In an older driver, an option of its own may have this name.
+    return takes_enter(driver) and driver.interface_version >= (1, 1)
 
 
 def _check_options(name: str, driver: type[Transport], options: dict[str, object]) -> None:
-    ours = {_ENTER} if _takes_enter(driver) else set()
+    ours = {_ENTER} if _is_given_enter(driver) else set()
     try:
         if given := ours.intersection(options):
             raise TypeError(f"{', '.join(given)} is not an option, kvferry itself sets it")
-        inspect.signature(driver).bind(**options)
+        inspect.signature(driver).bind(**options, **dict.fromkeys(ours))
     except TypeError as exc:
         names = [each for each in inspect.signature(driver).parameters if each not in ours]
         takes = ", ".join(names) or "none"

@@ -21,12 +21,12 @@ from kvferry.core.errors import (
     TransportError,
 )
 from kvferry.core.memory import CPU, Region
+from kvferry.drivers.nixl import accelerators
 from kvferry.drivers.nixl.library import NixlLibrary
 from kvferry.drivers.nixl.native_threads import NativeThreads
-from kvferry.drivers.nixl.options import NixlOptions, has_cuda, parameters, threads
+from kvferry.drivers.nixl.options import NixlOptions, parameters, threads
 
-CUDA = "cuda"
-SEGMENTS = {CPU: "DRAM", CUDA: "VRAM"}
+SEGMENTS = {CPU: "DRAM", **dict.fromkeys(accelerators.KINDS, "VRAM")}
 """NIXL's names of memory kinds, by kvferry's names."""
 
 CHUNK_ROWS = 4096
@@ -118,6 +118,7 @@ class Agent:
         self._backend = options.backend
         api = library.api
         config = api.nixl_agent_config(
+            enable_prog_thread=options.progress_thread,
             backends=[],
             capture_telemetry=options.telemetry,
             # Calls come from different threads, if one at a time.
@@ -450,9 +451,8 @@ class Agent:
         known = {
             name.removesuffix("_SEG") for name in self._agent.get_backend_mem_types(self._backend)
         }
-        kinds = {kind for kind, segment in SEGMENTS.items() if segment in known}
-        # NIXL's backends claim CUDA memory even where there is no CUDA driver.
-        return frozenset(kinds if has_cuda() else kinds - {CUDA})
+        here = accelerators.present() | {CPU}
+        return frozenset(kind for kind in here if SEGMENTS[kind] in known)
 
     def _probe_notifications(self) -> bool:
         try:

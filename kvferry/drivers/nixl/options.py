@@ -15,7 +15,9 @@ from kvferry.drivers.nixl.library import NixlLibrary
 Parameter = str | int | float | bool
 """The value of a backend parameter. NIXL gets it as text, a bool as ``true`` or ``false``."""
 
-_THREADS = {"num_threads": "4"}
+_NUMBER = "num_threads"
+
+_THREADS = {_NUMBER: "4"}
 """How many threads the UCX backend gets by default. More would take too many of the NIC's doorbell
 pages, which other libraries need, too: each thread takes some."""
 
@@ -24,6 +26,16 @@ _SHARED = {"split_batch_size": "8"}
 thread posts all of them. NIXL's default, 1024, suits devices that move the bytes: posting then
 costs less than waking threads. Where the CPU moves the bytes, it does so while posting, and sharing
 16 blocks of 1 MiB already pays (docs/adr/0018)."""
+
+_GET_ZCOPY = "CUDA_IPC_ENABLE_GET_ZCOPY"
+
+_ENGINE = "engine_config"
+"""The parameter of the UCX backend that has UCX's settings, as ``NAME=value,NAME=value``."""
+
+_CUDA = {_ENGINE: f"{_GET_ZCOPY}=y"}
+"""From UCX 1.21 on, UCX does not read by CUDA IPC where it detects no NVLink (GPUs on PCIe, many
+virtual machines). kvferry only reads, so UCX would move these bytes over tcp, at a hundredth of the
+speed. An environment variable ``UCX_CUDA_IPC_ENABLE_GET_ZCOPY`` overrides this setting."""
 
 _RDMA = Path("sys/class/infiniband")
 
@@ -51,12 +63,16 @@ class NixlOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         telemetry: whether NIXL measures transfers, for ``NixlTransport.telemetry``.
         progress_milliseconds: how long NIXL's progress thread sleeps at most when nothing arrives.
             At 0 it never sleeps, and takes a core.
+        progress_thread: whether NIXL has a progress thread. Without one, the UCX backend has no
+            other threads either, and this side serves its peers only when kvferry calls NIXL
+            (docs/adr/0032).
     """
 
     backend: Annotated[str, msgspec.Meta(min_length=1, max_length=64)] = "UCX"
     backend_options: dict[str, Parameter] = {}
     telemetry: bool = False
     progress_milliseconds: Annotated[int, msgspec.Meta(ge=0, le=1000)] = 1
+    progress_thread: bool = True
 
 
 def defaults(backend: str, root: Path = Path("/")) -> dict[str, str]:
@@ -69,8 +85,9 @@ def defaults(backend: str, root: Path = Path("/")) -> dict[str, str]:
     """
     if backend != "UCX":
         return {}
-    devices = any((root / _RDMA).glob("*")) or has_cuda()
-    return _THREADS if devices else _THREADS | _SHARED
+    if has_cuda():
+        return _THREADS | _CUDA
+    return _THREADS if any((root / _RDMA).glob("*")) else _THREADS | _SHARED
 
 
 def has_cuda() -> bool:
@@ -104,8 +121,9 @@ def parameters(options: NixlOptions, library: NixlLibrary, native: Plugins) -> d
         The value of each parameter as text, by NIXL's names of parameters.
 
     Raises:
-        DriverError: NIXL has no such backend, the backend does not load here, or it has no
-            parameter of a name that the user gave; the text lists the names that exist.
+        DriverError: NIXL has no such backend, the backend does not load here, it has no parameter
+            of a name that the user gave (the text lists the names that exist), or the user wants
+            ``num_threads`` without a progress thread.
     """
     offered = sorted(native.getAvailPlugins())
     if options.backend not in offered:
@@ -121,8 +139,11 @@ def parameters(options: NixlOptions, library: NixlLibrary, native: Plugins) -> d
                 f"driver_options of nixl: backend {options.backend} of {library} has no parameter "
                 f"{name!r}; it has {listed or 'none'}"
             )
+    ours = defaults(options.backend)
     given = {name: _text(value) for name, value in options.backend_options.items()}
-    return defaults(options.backend) | given
+    if _ENGINE in ours and _ENGINE in given:
+        given[_ENGINE] = _joined(given[_ENGINE], ours[_ENGINE])
+    return ours | given if options.progress_thread else _unthreaded(ours, given)
 
 
 def threads(started: Mapping[str, str]) -> int:
@@ -134,20 +155,18 @@ def threads(started: Mapping[str, str]) -> int:
     Raises:
         DriverError: ``num_threads`` is not a number.
     """
-    found = started.get("num_threads", "0")
+    found = started.get(_NUMBER, "0")
     try:
         return int(found)
     except ValueError as exc:
         raise DriverError(
-            f"driver_options of nixl: backend_options: num_threads is {found!r}, not a number"
+            f"driver_options of nixl: backend_options: {_NUMBER} is {found!r}, not a number"
         ) from exc
 
 
 def without_threads(options: NixlOptions) -> NixlOptions:
     """Return the options, changed so that the backend has only its progress thread."""
-    return msgspec.structs.replace(
-        options, backend_options={**options.backend_options, "num_threads": 0}
-    )
+    return msgspec.structs.replace(options, backend_options={**options.backend_options, _NUMBER: 0})
 
 
 def _known(backend: str, library: NixlLibrary, native: Plugins) -> dict[str, str]:
@@ -173,6 +192,29 @@ def _known(backend: str, library: NixlLibrary, native: Plugins) -> dict[str, str
         ) from exc
     unlisted = dict.fromkeys(UNLISTED.get(backend, ()), "")
     return dict(sorted({**unlisted, **listed, **defaults(backend)}.items()))
+
+
+def _unthreaded(ours: dict[str, str], given: dict[str, str]) -> dict[str, str]:
+    """Return the parameters to start a backend with if NIXL has no progress thread.
+
+    The UCX backend then gets no other threads. NIXL lets UCX lock its workers only if there is a
+    progress thread, but connects the workers of these threads from the calling thread.
+
+    Raises:
+        DriverError: the user wants such threads.
+    """
+    if _NUMBER in ours and threads(given):
+        raise DriverError(
+            f"driver_options of nixl: {_NUMBER} is {given[_NUMBER]}, but the UCX backend has no "
+            "threads without progress_thread: set progress_thread, or num_threads to 0"
+        )
+    return {**ours, **given, **({_NUMBER: "0"} if _NUMBER in ours else {})}
+
+
+def _joined(theirs: str, ours: str) -> str:
+    """Return the user's ``engine_config`` with this module's setting, unless the user names it."""
+    names = [setting.partition("=")[0].strip() for setting in theirs.split(",")]
+    return theirs if _GET_ZCOPY in names else ",".join(filter(None, (theirs, ours)))
 
 
 def _text(value: Parameter) -> str:

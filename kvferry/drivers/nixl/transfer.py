@@ -29,12 +29,14 @@ class NixlTransfer:
     The transfer is FAILING from its first error on. NIXL does not report when the copies of a
     failed chunk have ended, so the transfer becomes FAILED only by ``settle``. It is FAILED at once
     only if no copy can be under way: if a chunk could not be prepared while no other chunk was
-    running, or if only the notification failed.
+    running, or if only the flush or the notification failed.
 
     Attributes:
         peer: the connection to the peer.
         prepare: makes the NIXL transfer of a chunk. It is called just before the chunk is posted,
             because the agent that posts may change until then.
+        flush: makes the bytes that have arrived visible to new work on the GPU; called once all
+            chunks have succeeded, before ``send``. ``None`` if no bytes go to a GPU's memory.
         send: sends the notification that is bound to the transfer; called once all chunks have
             succeeded. ``None`` if there is no notification. NIXL's own bound notifications are not
             used: NIXL sends them even if the peer has been disconnected meanwhile.
@@ -48,6 +50,7 @@ class NixlTransfer:
 
     peer: NixlPeer
     prepare: Callable[[TransferChunk], Handle]
+    flush: Callable[[], None] | None = None
     send: Callable[[], None] | None = None
     status: Status = _PENDING
     waiting: deque[TransferChunk] = field(default_factory=deque)
@@ -154,10 +157,12 @@ class NixlTransfer:
         self.fail(error)
 
     def _conclude(self) -> None:
-        """If all chunks have succeeded, send the notification and become DONE."""
+        """If all chunks have succeeded, flush, send the notification and become DONE."""
         if not self.drained or self.status.state is not State.PENDING:
             return
         try:
+            if self.flush is not None:
+                self.flush()
             if self.send is not None:
                 self.send()
         except TransportError as exc:

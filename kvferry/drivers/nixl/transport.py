@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import secrets
+import threading
 import time
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import ClassVar
 
@@ -16,21 +18,24 @@ from kvferry.core.errors import (
     TransportError,
     TransportUsageError,
 )
-from kvferry.core.memory import Region
+from kvferry.core.memory import CPU, Region
 from kvferry.core.transport import (
     BaseTransport,
     Capabilities,
+    EnterThread,
     Notification,
     Quiescence,
     State,
     TransferId,
     TransferRequest,
+    enter_nothing,
     parse_options,
 )
+from kvferry.drivers.cuda import CUDA, DeviceWait, find_cuda
 from kvferry.drivers.nixl import address as wire
 from kvferry.drivers.nixl import agent_metadata, library
 from kvferry.drivers.nixl.address import NixlAddress
-from kvferry.drivers.nixl.agent import CHUNK_ROWS, CUDA, Telemetry
+from kvferry.drivers.nixl.agent import CHUNK_ROWS, Telemetry
 from kvferry.drivers.nixl.agent_metadata import AgentMetadata
 from kvferry.drivers.nixl.agent_pair import AgentPair
 from kvferry.drivers.nixl.descriptor_lists import DescriptorLists
@@ -45,9 +50,7 @@ MAX_NOTIFICATION = 1 << 14
 
 _POLL_SECONDS = 0.0005
 
-_DEVICE_SECONDS = 0.02
-"""How long to wait for a GPU's copies, since no thread of the host shows when they end: far longer
-than a copy takes."""
+logger = logging.getLogger(__name__)
 
 
 class NixlTransport(BaseTransport[None, NixlPeer, NixlPeer, NixlTransfer]):
@@ -60,18 +63,27 @@ class NixlTransport(BaseTransport[None, NixlPeer, NixlPeer, NixlTransfer]):
     the notification. A transfer of which a chunk failed stays FAILING until ``disconnect``, because
     NIXL does not report when the other copies of that chunk have ended. Transfers cannot be
     cancelled, because NIXL does not wait for the end of a transfer that it cancels; ``disconnect``
-    waits until posted chunks have ended.
+    waits until posted chunks have ended, and then until the GPUs have done the copies that were
+    enqueued on them.
+
+    A read into CUDA memory is DONE after the GPU was told to flush, where it needs that. What a
+    peer writes into this side's memory is not flushed here; kvferry itself only reads.
 
     Not usable in a forked child.
+
+    Args:
+        enter: called first in each thread that waits for GPUs.
+        options: the options of ``NixlOptions``.
 
     Raises:
         DriverError: NIXL is not installed or does not load; an option is unknown or of a wrong
             type; the backend is unknown, does not start, or reaches no other process.
     """
 
-    interface_version: ClassVar[tuple[int, int]] = (1, 0)
+    interface_version: ClassVar[tuple[int, int]] = (1, 1)
 
-    def __init__(self, **options: object) -> None:
+    def __init__(self, *, enter: EnterThread = enter_nothing, **options: object) -> None:
+        self._enter = enter
         self._options = parse_options("nixl", NixlOptions, options)
         name = f"nixl-{os.getpid()}-{secrets.token_hex(8)}"
         self._agents = AgentPair(library.load(), name, self._options)
@@ -83,11 +95,14 @@ class NixlTransport(BaseTransport[None, NixlPeer, NixlPeer, NixlTransfer]):
                 memory=self._agent.memory,
                 max_notification=MAX_NOTIFICATION if self._agent.notifies else 0,
                 cancel=False,
-                background_progress=True,
+                background_progress=self._options.progress_thread,
                 quiescence=Quiescence.AFTER_DISCONNECT,
                 concurrent_connect=True,
             ),
         )
+        self._arrived: list[Notification] = []
+        # Held because ``disconnect`` may poll at the same time as other calls.
+        self._looking = threading.Lock()
         self._registrations = Registrations(self._agents)
         self._lists = DescriptorLists()
         self._idle = IdlePeers()
@@ -189,16 +204,20 @@ class NixlTransport(BaseTransport[None, NixlPeer, NixlPeer, NixlTransfer]):
             self._idle.add(connection)
 
     def _path(self, connection: NixlPeer) -> str:
-        # NIXL does not report how its backend reaches a peer.
-        return self._options.backend
+        return f"{self._options.backend} (transport not reported)"
 
     # Transfers.
 
     def _start(self, request: TransferRequest[NixlPeer]) -> NixlTransfer:
+        if not self._options.progress_thread:
+            # So that UCX notices before it reads that a peer has closed.
+            self._look()
         peer, notify = request.connection, request.notify
+        into = set() if request.write else _devices(request.local)
         transfer = NixlTransfer(
             peer=peer,
             prepare=partial(self._agents.prepare, peer),
+            flush=partial(_flush, into) if into else None,
             send=None if notify is None else partial(self._agent.notify, peer.name, notify),
             telemetry=[] if self._options.telemetry else None,
         )
@@ -212,6 +231,8 @@ class NixlTransport(BaseTransport[None, NixlPeer, NixlPeer, NixlTransfer]):
         return transfer
 
     def _progress(self, transfers: Sequence[NixlTransfer]) -> None:
+        if not self._options.progress_thread:
+            self._look()
         for transfer in transfers:
             if not transfer.drained:
                 transfer.advance()
@@ -239,11 +260,22 @@ class NixlTransport(BaseTransport[None, NixlPeer, NixlPeer, NixlTransfer]):
             raise
 
     def _receive(self) -> list[Notification]:
-        return [
-            Notification(sender=sender, payload=payload)
-            for sender, payloads in self._agent.notifications().items()
-            for payload in payloads
-        ]
+        self._look()
+        with self._looking:
+            arrived, self._arrived = self._arrived, []
+        return arrived
+
+    def _look(self) -> None:
+        """Have NIXL look for notifications, and keep them for ``_receive``.
+
+        Without a progress thread, only this call serves peers.
+        """
+        with self._looking:
+            self._arrived += [
+                Notification(sender=sender, payload=payload)
+                for sender, payloads in self._agent.notifications().items()
+                for payload in payloads
+            ]
 
     def _close(self, transfers: Sequence[NixlTransfer]) -> None:
         # Before the handles are released: afterwards all of them look drained.
@@ -298,14 +330,39 @@ class NixlTransport(BaseTransport[None, NixlPeer, NixlPeer, NixlTransfer]):
         """Wait until no byte of these transfers can land any more, then make them FAILED.
 
         The caller has closed the transfers' connections. The transfers stay FAILING if NIXL's
-        threads are still copying after ``grace_seconds``.
+        threads, or copies that are enqueued on a GPU, have not ended after ``grace_seconds``.
         """
-        if not transfers or not self._agents.wait_idle(time.monotonic() + self.grace_seconds):
+        if not transfers:
             return
-        if CUDA in self._agent.memory:
-            time.sleep(_DEVICE_SECONDS)
-        for transfer in transfers:
-            transfer.settle()
+        deadline = time.monotonic() + self.grace_seconds
+        # In this order: until they are idle, NIXL's threads may enqueue copies on a GPU.
+        if self._agents.wait_idle(deadline) and self._wait_for_devices(deadline):
+            for transfer in transfers:
+                transfer.settle()
+
+    def _wait_for_devices(self, deadline: float) -> bool:
+        """Wait until the accelerators of the registered regions have done what is enqueued on them.
+
+        Args:
+            deadline: when to give up, by ``time.monotonic``.
+
+        Returns:
+            Whether they have done it before the deadline. Always false for an accelerator other
+            than NVIDIA's, which this driver cannot ask.
+        """
+        kinds = {region.kind for region in list(self._registered)} - {CPU}
+        if not kinds:
+            return True
+        cuda = find_cuda()
+        if cuda is None or kinds != {CUDA}:
+            logger.error(
+                "cannot tell whether an accelerator (%s) has ended the copies of a failed "
+                "transfer: its pages stay in use; restart the engine",
+                ", ".join(sorted(kinds)),
+            )
+            return False
+        waiting = DeviceWait(cuda, _devices(list(self._registered)), self._enter)
+        return waiting.join(deadline - time.monotonic())
 
     # What NIXL knows of peers.
 
@@ -381,6 +438,25 @@ class NixlTransport(BaseTransport[None, NixlPeer, NixlPeer, NixlTransfer]):
             return agent_metadata.parsed(self._agent.metadata())
         except FormatError:
             return None
+
+
+def _devices(regions: Iterable[Region]) -> set[int]:
+    """Return the indices of the CUDA devices that have these regions."""
+    return {region.device for region in regions if region.kind == CUDA}
+
+
+def _flush(devices: Iterable[int]) -> None:
+    """Make what NICs have written visible to new work on these CUDA devices, where that needs it.
+
+    Raises:
+        TransportError: a device cannot do that.
+    """
+    cuda = find_cuda()
+    if cuda is None:  # a GPU of AMD's
+        return
+    for device in devices:
+        if cuda.needs_flush(device):
+            cuda.flush(device)
 
 
 def _note_failure(transfer: NixlTransfer) -> None:

@@ -25,6 +25,10 @@ LOWEST: Version = (1, 21, 0)
 asks UCX for the interface of this version. The structures of another major version may be laid out
 in another way."""
 
+LOWEST_FOR_CUDA: Version = (1, 22, 0)
+"""The oldest UCX that may move GPU memory. In UCX 1.21, arming a worker whose endpoint was flushed
+hands an uninitialised pointer to CUDA, which can end the process (openucx/ucx#11499)."""
+
 SYSTEMS_OWN = "libucp.so.0"
 WHEEL = "libucx"
 """The package that the distributions libucx-cu12 and libucx-cu13 install: a UCX in a wheel."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import functools
 import itertools
+import logging
 import os
 import secrets
 from collections.abc import Hashable, Sequence
@@ -49,6 +50,8 @@ from kvferry.drivers.ucx.server import Server
 from kvferry.drivers.ucx.transfer import UcxTransfer
 from kvferry.drivers.ucx.ucp import Memory, Ucp
 from kvferry.drivers.ucx.worker import Worker
+
+logger = logging.getLogger(__name__)
 
 _END_SECONDS = 3.0
 """How long transfers may take to end by themselves before their connections are closed."""
@@ -132,6 +135,13 @@ class UcxTransport(BaseTransport[Registration, UcxAddress, UcxPeer, UcxTransfer]
             name, user_settings(self._options), default_settings(os.environ)
         )
         memory = self._ucp.memory_kinds(self._context)
+        if CUDA in memory and self._ucp.version < library.LOWEST_FOR_CUDA:
+            logger.warning(
+                "%s is not used for GPU memory, which it may crash with: install %s or later",
+                self._library,
+                library.dotted(library.LOWEST_FOR_CUDA),
+            )
+            memory -= {CUDA}
         self._cuda = find_cuda() if CUDA in memory else None
         super().__init__(
             name,

@@ -133,6 +133,23 @@ def _overrides(config: VllmConfig) -> str | None:
     return None if callable(overrides) else json.dumps(overrides, sort_keys=True, default=str)
 
 
+def _media_settings(config: VllmConfig) -> str | None:
+    """Return the settings that decide what an image, or another medium, becomes, as JSON.
+
+    vLLM's identifier of an image contains the name of the model and the settings that a request
+    brings, but not these settings. ``None`` if the model takes no media.
+    """
+    media = config.model_config.multimodal_config
+    if media is None:
+        return None
+    settings = {
+        "hash": media.mm_hasher_algorithm,
+        "media_io_kwargs": media.media_io_kwargs or {},
+        "mm_processor_kwargs": media.mm_processor_kwargs or {},
+    }
+    return json.dumps(settings, sort_keys=True, default=str)
+
+
 def _draft_method(config: VllmConfig) -> str | None:
     """Return the method of speculative decoding; ``None`` if there is none with a KV cache."""
     speculative = config.speculative_config
@@ -187,6 +204,7 @@ JUDGEMENTS: Mapping[str, Callable[[VllmConfig], str | None]] = {
     "model": lambda config: str(config.model_config.model),
     "revision": lambda config: str(config.model_config.revision),
     "model overrides": _overrides,
+    "media": _media_settings,
     "draft model": _draft("model"),
     "draft revision": _draft("revision"),
 }

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 HIGHEST_PORT = 65535
+DEFAULT_DRIVER = "loopback"
+"""The driver if none is set; like the default ``side_channel_host``, for engines of one host."""
 ANYWHERE = "anywhere"
 """The value of ``allowed_peers`` that accepts every address."""
 
@@ -33,7 +35,7 @@ Such a place is ``file:PATH`` or ``env:NAME``. An entry of ``curve_peers`` may a
 """
 
 NIXL_KEYS = {
-    "backends": "pass them to a driver that has them, in driver_options",
+    "backends": "an agent has one backend; name it in driver_options, as backend",
     "num_threads": "pass it to a driver that has it, in driver_options",
     "push_registration_timeout": "there is no push mode yet; decode pulls",
     "bidirectional_kv_xfer": "there is no second turn, from decode back to prefill, yet",
@@ -65,7 +67,7 @@ class Config:
             installed. Both engines need the same one.
         driver_options: Options of that driver, passed on as they are.
         side_channel_host: Address on which this engine serves its layouts. It goes into tickets,
-            so decode must be able to reach it.
+            so decode must be able to reach it. The default is for engines of one host.
         side_channel_port: Port of the side channel. 0 takes a free port; to any other port, the
             engine's data-parallel index is added.
         kv_lease_duration: For how many seconds a finished request's pages are kept for decode,
@@ -83,9 +85,9 @@ class Config:
         liveness_interval: Seconds between two pings of a producer; 0 sends none.
         liveness_misses: After how many pings without an answer a producer counts as dead.
         engine_ttl: After how many seconds a producer that no request uses is disconnected.
-        enforce_handshake_compat: Refuse a producer whose model's name or revision differs;
-            with ``false``, only log a warning. Differences that would corrupt data (types, scales,
-            layouts) are refused either way.
+        enforce_handshake_compat: Refuse a producer whose model's name, revision or settings for
+            images and other media differ; with ``false``, only log a warning. Differences that
+            would corrupt data (types, scales, layouts) are refused either way.
         verify_prompt: Refuse a ticket that was made for another prompt. Turn it off only in tests
             that swap caches on purpose.
         ticket_secrets: Where secrets are, ``file:PATH`` or ``env:NAME`` each. The first secret
@@ -101,7 +103,7 @@ class Config:
             ``"anywhere"`` allows all addresses. By default, this host and private networks.
     """
 
-    driver: Annotated[str, Meta(min_length=1)] = "loopback"
+    driver: Annotated[str, Meta(min_length=1)] = DEFAULT_DRIVER
     driver_options: dict[str, Any] = field(default_factory=dict)
     side_channel_host: Annotated[str, Meta(min_length=1, max_length=256)] = "127.0.0.1"
     side_channel_port: Annotated[int, Meta(ge=0, le=HIGHEST_PORT)] = 0

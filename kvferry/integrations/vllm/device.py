@@ -1,10 +1,11 @@
-"""What the device of the caches needs: each thread's choice of it, and marks of enqueued work."""
+"""What the device of the caches needs: each thread's choice of it, marks of work, a stream."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvferry.core.memory import CPU
 from kvferry.core.transport import EnterThread, enter_nothing
@@ -68,3 +69,40 @@ def work_marker(device: torch.device) -> Callable[[], Callable[[], bool] | None]
         return query
 
     return mark
+
+
+class HighPriorityStream:
+    """A stream of its own for short work, of high priority; on the CPU, nothing.
+
+    On the calling thread's current stream, which may be the engine's, the work would wait for a
+    whole step of the model.
+
+    Args:
+        device: the device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream: Any = None
+        self._done: Any = None
+
+    @contextmanager
+    def enqueueing(self) -> Iterator[None]:
+        """Within the context, torch enqueues work for the device on this stream."""
+        import torch
+
+        if self._device.type == CPU:
+            yield
+            return
+        module = torch.get_device_module(self._device)
+        if self._stream is None:  # made here, on a thread that has chosen the device
+            self._stream = module.Stream(device=self._device, priority=-1)
+            self._done = module.Event()
+        with module.stream(self._stream):
+            yield
+            self._done.record(self._stream)
+
+    def wait(self) -> None:
+        """Wait until what was enqueued is done, since drivers do not know torch's streams."""
+        if self._done is not None:
+            self._done.synchronize()

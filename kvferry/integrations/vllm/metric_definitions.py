@@ -25,6 +25,8 @@ class NoTicket(enum.StrEnum):
     SCORED = "scored"
     """The request asked for ``prompt_logprobs``: its states and windows are past the position from
     which decode continues."""
+    CUT_MEDIA = "cut_media"
+    """The prompt ends with an image, and decode must compute a part of that image's tokens."""
 
 
 LOADS = Metric(

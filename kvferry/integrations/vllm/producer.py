@@ -28,7 +28,7 @@ from kvferry.integrations.vllm.metric_definitions import (
     ORPHANED,
     NoTicket,
 )
-from kvferry.integrations.vllm.prompts import prompt_digest, truncate_prompt
+from kvferry.integrations.vllm.prompts import cuts_media, prompt_digest, truncate_prompt
 from kvferry.integrations.vllm.ticket_params import ParallelSizes, TicketParams
 
 if TYPE_CHECKING:
@@ -40,6 +40,12 @@ logger = logging.getLogger(__name__)
 
 COMPLETE = ("FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED")
 """Names of vLLM's ``RequestStatus`` for requests that ended with their whole prompt computed."""
+
+LOGGED_ONCE = frozenset({NoTicket.ROLE, NoTicket.CUT_MEDIA})
+"""The reasons of which only the first is logged, because every further request would log the same.
+
+The router's settings or the prompts' template are the cause.
+"""
 
 MAX_ENGINES_LOGGED = 4
 """How many engines one log line names."""
@@ -99,7 +105,7 @@ class Producer:
         self._sizes = sizes
         self._secrets = secrets
         self._hands_over = hands_over
-        self._logged_role_refusal = False
+        self._logged_reasons: set[NoTicket] = set()
         self._clock = clock
         self._pressure = BlockPressure(slots)
         # Requests to which vLLM gave no blocks in this scheduling pass: how many blocks each needs.
@@ -110,9 +116,10 @@ class Producer:
     def on_new_request(self, request: Request) -> None:
         """Remove the last ``backoff`` tokens of a prompt that is prefilled for another engine.
 
-        A prompt stays as it is if it was truncated before, if it is not longer than ``backoff``, or
-        if the request asks for ``prompt_logprobs``. If this engine's ``kv_role`` forbids that other
-        engines load from it, the request is counted and logged as one without a ticket.
+        A prompt stays as it is if it was truncated before, if it is not longer than ``backoff``, if
+        the request asks for ``prompt_logprobs``, or if an image would be cut. If this engine's
+        ``kv_role`` forbids that other engines load from it, the request is counted and logged as
+        one without a ticket.
 
         Args:
             request: vLLM's request, changed in place.
@@ -120,9 +127,9 @@ class Producer:
         params = request.kv_transfer_params or {}
         if _asks_for_remote_decode(request) and not self._hands_over:
             self._refuse_role(request)
-        if not self._is_handed_over(request) or not self._backoff or params.get(TRUNCATED):
+        if not self._is_handed_over(request) or not self._must_be_truncated(request):
             return
-        if request.num_prompt_tokens <= self._backoff or request.skip_reading_prefix_cache:
+        if cuts_media(request, self._backoff):  # _ticket_tokens then refuses a ticket.
             return
         truncate_prompt(request, self._backoff)
         # Several samples of one prompt may share one dictionary, so it is replaced, not changed.
@@ -220,9 +227,9 @@ class Producer:
             why: The cause and the remedy, for the log.
         """
         self._metrics.add(NO_TICKETS, reason=reason.value)
-        if reason is NoTicket.ROLE and self._logged_role_refusal:
-            return  # The router's setting is wrong: every request would log the same.
-        self._logged_role_refusal = self._logged_role_refusal or reason is NoTicket.ROLE
+        if reason in LOGGED_ONCE & self._logged_reasons:
+            return
+        self._logged_reasons.add(reason)
         logger.warning(
             "request %s: no ticket is made (stage prefill, cause %s): %s",
             on_one_line(request.request_id),
@@ -240,6 +247,16 @@ class Producer:
             "do_remote_decode to prefill engines only; said once",
         )
 
+    def _refuse_cut_media(self, request: Request) -> None:
+        """Count and log that a request gets no ticket because an image would be cut."""
+        self._no_ticket(
+            request,
+            NoTicket.CUT_MEDIA,
+            f"its prompt ends with an image, and with this model the last {self._backoff} tokens "
+            "are left to decode: an image cannot be computed in two parts, so decode computes the "
+            "whole prompt; end prompts with text, as chat templates do; said once",
+        )
+
     def _is_handed_over(self, request: Request) -> bool:
         """Return whether a request is prefilled here for another engine, as ``kv_role`` allows."""
         return self._hands_over and _asks_for_remote_decode(request)
@@ -249,11 +266,15 @@ class Producer:
 
         The result is 0 if the prompt was not computed to the end. The result is also 0 if the model
         has recurrent states or attention windows, and more tokens were computed than decode needs:
-        the states and windows are then those of a later token. This is counted and logged.
+        the states and windows are then those of a later token. This is counted and logged, and so
+        is a prompt that was not truncated because an image would have been cut.
         """
         if request.status.name not in COMPLETE:
             return 0
         tokens: int = min(request.num_computed_tokens, request.num_prompt_tokens)
+        if self._is_handed_over(request) and self._would_cut_media(request):
+            self._refuse_cut_media(request)
+            return 0
         if (
             self._needs_exact_length
             and request.num_computed_tokens != tokens
@@ -280,6 +301,17 @@ class Producer:
             )
             return 0
         return tokens
+
+    def _must_be_truncated(self, request: Request) -> bool:
+        """Return whether a prompt has to be truncated and was not truncated before."""
+        if (request.kv_transfer_params or {}).get(TRUNCATED) or request.skip_reading_prefix_cache:
+            return False
+        tokens: int = request.num_prompt_tokens
+        return bool(self._backoff) and tokens > self._backoff
+
+    def _would_cut_media(self, request: Request) -> bool:
+        """Return whether a prompt was not truncated because an image would have been cut."""
+        return self._must_be_truncated(request) and cuts_media(request, self._backoff)
 
     def _was_left_whole(self, request: Request) -> bool:
         """Return whether ``prompt_logprobs`` kept a prompt from being truncated."""

@@ -28,12 +28,16 @@ def prompt_digest(request: Request, tokens: int) -> bytes:
         salt and embeddings are equal.
     """
     lora = request.lora_request.lora_name if request.lora_request else None
+    # The salt is a client's text, a medium's identifier may be, and text may hold lone surrogates.
     media = [
-        (feature.identifier, feature.mm_position.offset, feature.mm_position.length)
+        (
+            feature.identifier.encode("utf-8", "surrogatepass"),
+            feature.mm_position.offset,
+            feature.mm_position.length,
+        )
         for feature in request.mm_features
         if feature.mm_position.offset < tokens
     ]
-    # The salt is a client's text and may hold lone surrogates.
     salt = request.cache_salt and request.cache_salt.encode("utf-8", "surrogatepass")
     ids = (request.prompt_token_ids or [])[:tokens]
     return digest(
@@ -105,6 +109,22 @@ def truncate_prompt(request: Request, tail: int) -> None:
     del request._all_token_ids[-tail:]
     request.num_prompt_tokens -= tail
     request.max_tokens = 1
+
+
+def cuts_media(request: Request, tail: int) -> bool:
+    """Return whether an image, or another medium, has tokens among a prompt's last ones.
+
+    The rest of such an image cannot be computed without these tokens: in some models the tokens of
+    an image attend to each other in both directions (``is_mm_prefix_lm`` in vLLM), and vLLM expects
+    every position of an image within the prompt.
+
+    Args:
+        request: vLLM's request, its prompt not truncated.
+        tail: The number of last tokens.
+    """
+    kept = request.num_prompt_tokens - tail
+    positions = [feature.mm_position for feature in request.mm_features]
+    return any(position.offset + position.length > kept for position in positions)
 
 
 def handed_over_tokens(request: Request, tail: int) -> int:

@@ -24,7 +24,7 @@ from kvferry.integrations.vllm.producer import Producer
 from kvferry.integrations.vllm.prompts import prefill_backoff
 from kvferry.integrations.vllm.rank_position import parallel_sizes
 from kvferry.integrations.vllm.security import read_security_settings, warn_of_open_access
-from kvferry.integrations.vllm.side_channel import EngineSideChannel, serve
+from kvferry.integrations.vllm.side_channel import EngineSideChannel, report_loopback, serve
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -97,6 +97,9 @@ class FerryScheduler:
             key=self._security.access.public,
         )
         warn_of_open_access(self._security, self._config.side_channel_host)
+        if transfer.is_kv_producer:
+            chosen = "side_channel_host" in transfer.kv_connector_extra_config
+            report_loopback(self._config, chosen=chosen)
         self._server: HandshakeServer | None = None
         self._problems: dict[int, tuple[str, ...]] = {}
         self._problems_changed = 0.0

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from kvferry.core.errors import HandshakeError, SecretError
-from kvferry.core.handshake.sockets import is_loopback, numeric_hosts
+from kvferry.core.handshake.sockets import is_loopback_host, numeric_hosts
 from kvferry.core.security import (
     NEARBY,
     Access,
@@ -84,7 +84,7 @@ def warn_of_open_access(security: SecuritySettings, host: str) -> None:
     """
     for text in security.exposed:
         logger.warning("%s", text)
-    if _is_loopback_host(host):
+    if is_loopback_host(host):
         return
     for text in _warnings(security, host):
         logger.warning("%s", text)
@@ -97,14 +97,6 @@ def _networks(config: Config) -> Networks | None:
     if config.allowed_peers is None:
         return Networks.nearby()
     return Networks.of(config.allowed_peers)
-
-
-def _is_loopback_host(host: str) -> bool:
-    """Return whether a host resolves to loopback addresses only; ``False`` if it has no address."""
-    try:
-        return all(map(is_loopback, numeric_hosts(host, 0)))
-    except HandshakeError:
-        return False
 
 
 def _warnings(security: SecuritySettings, host: str) -> Iterator[str]:

@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvferry.core.handshake import EngineInfo, HandshakeServer, engine_info
+from kvferry.core.handshake.sockets import is_loopback_host, own_address
 from kvferry.core.security import NEARBY, Access
-from kvferry.integrations.vllm.config import Config
+from kvferry.integrations.vllm.config import DEFAULT_DRIVER, Config
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +31,40 @@ class EngineSideChannel:
     host: str
     port: int = 0
     key: bytes = b""
+
+
+def report_loopback(config: Config, *, chosen: bool) -> None:
+    """Log that other hosts cannot load from this engine, if its side channel is on loopback only.
+
+    The line is a warning if that may be an oversight: the user has not set ``side_channel_host``,
+    but a driver other than the default, which is for one host.
+
+    Args:
+        config: The settings.
+        chosen: Whether the user has set ``side_channel_host``.
+    """
+    host = config.side_channel_host
+    if not is_loopback_host(host):
+        return
+    said = f"the side channel listens at {host}: only engines on this host can load from this one"
+    if chosen or config.driver == DEFAULT_DRIVER:
+        logger.info("%s", said)
+        return
+    logger.warning(
+        "%s. For decode engines on other hosts, set side_channel_host to %s; if all engines run on "
+        "this host, set it to %s",
+        said,
+        _reachable_host(),
+        host,
+    )
+
+
+def _reachable_host() -> str:
+    """Return as text which address to set, so that other hosts reach the side channel."""
+    address = own_address()
+    if address is None:
+        return "an address at which they reach this host (it has no route to other hosts now)"
+    return f"{address}, the address of this host on its route to other hosts"
 
 
 def serve(

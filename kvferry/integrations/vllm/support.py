@@ -120,7 +120,27 @@ def _unsupported(vllm_config: VllmConfig) -> Iterator[str]:
             "enable_return_routed_experts: decode has none for the tokens that another engine "
             "computed; start without it"
         )
+    yield from _unsupported_media(vllm_config)
     yield from _unsupported_transfer(vllm_config)
+
+
+def _unsupported_media(vllm_config: VllmConfig) -> Iterator[str]:
+    """Yield each setting with which prompts with images or other media cannot be handed over."""
+    media = vllm_config.model_config.multimodal_config
+    if media is None:
+        return
+    if media.mm_processor_cache_gb == 0 and not vllm_config.cache_config.enable_prefix_caching:
+        yield (
+            "mm_processor_cache_gb 0 without prefix caching: vLLM then numbers images instead of "
+            "hashing their content, so no engine can tell for which image a ticket was made; "
+            "remove mm_processor_cache_gb, or set enable_prefix_caching"
+        )
+    if media.video_pruning_rate:
+        yield (
+            f"video_pruning_rate {media.video_pruning_rate}: the positions of the tokens after a "
+            "video then depend on the video's content, and decode does not encode a video whose "
+            "pages it loads; start without it"
+        )
 
 
 def _unsupported_transfer(vllm_config: VllmConfig) -> Iterator[str]:
@@ -165,9 +185,6 @@ def _unsupported_siblings(own: KVTransferConfig, engine: KVTransferConfig) -> It
 
 def _untested(vllm_config: VllmConfig) -> Iterator[str]:
     """Yield the features in use that should work but were not tested."""
-    model = vllm_config.model_config
-    if model.is_multimodal_model:
-        yield f"multimodal models such as {model.model!r}"
     if vllm_config.lora_config is not None:
         yield "LoRA (start without enable_lora)"
 

@@ -102,7 +102,8 @@ class FerryWorker:
         support.check_groups(kv_cache_config)
         configured = vllm_config.kv_transfer_config.kv_buffer_device
         # A pipeline stage may have no layer with a cache: then the configured device counts.
-        device = next((each.device for each in caches.values()), current_device(configured))
+        found = [cache.device for cache in caches.values()]
+        device = found[0] if found else current_device(configured)
         support.check_buffer_device(configured, device.type)
         enter = thread_setup(device)
         facts = layer_facts(vllm_config, kv_cache_config, position.shard)

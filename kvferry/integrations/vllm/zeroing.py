@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from kvferry.core.memory import CPU, I64Array, region_of
 from kvferry.core.planner.build_copies import Spans, SpanSegment
 from kvferry.core.planner.zeroing import zero_cpu
+from kvferry.integrations.vllm.device import HighPriorityStream
 
 if TYPE_CHECKING:
     import torch
@@ -43,7 +43,7 @@ def device_zero_function(caches: Iterable[torch.Tensor]) -> Callable[[Spans], No
     """
     memory = {region_of(tensor): _bytes_of(tensor) for tensor in caches}
 
-    streams = {tensor.device: _HighStream(tensor.device) for tensor in memory.values()}
+    streams = {tensor.device: HighPriorityStream(tensor.device) for tensor in memory.values()}
 
     def zero(spans: Spans) -> None:
         for device, stream in streams.items():
@@ -55,44 +55,6 @@ def device_zero_function(caches: Iterable[torch.Tensor]) -> Callable[[Spans], No
             stream.wait()
 
     return zero
-
-
-class _HighStream:
-    """A stream of a device's own for zeroing, of high priority; on the CPU, nothing.
-
-    On the calling thread's current stream, which may be the engine's, the zeroing would wait for a
-    whole step of the model, and every load behind it. The pages belong to a load that has begun, so
-    no work on other streams uses them.
-
-    Args:
-        device: the device.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._stream: Any = None
-        self._done: Any = None
-
-    @contextmanager
-    def enqueueing(self) -> Iterator[None]:
-        """Within the context, torch enqueues work for the device on this stream."""
-        import torch
-
-        if self._device.type == CPU:
-            yield
-            return
-        module = torch.get_device_module(self._device)
-        if self._stream is None:  # made here, on a thread that has chosen the device
-            self._stream = module.Stream(device=self._device, priority=-1)
-            self._done = module.Event()
-        with module.stream(self._stream):
-            yield
-            self._done.record(self._stream)
-
-    def wait(self) -> None:
-        """Wait until what was enqueued is done, since drivers do not know torch's streams."""
-        if self._done is not None:
-            self._done.synchronize()
 
 
 def _zero_segment(memory: torch.Tensor, spans: Spans, segment: SpanSegment) -> None:

@@ -13,6 +13,7 @@ from kvferry.testing.contract.refusals import RefusalTests
 from kvferry.testing.contract.settings import ContractSettings
 from kvferry.testing.contract.state_machine import StateMachineTests
 from kvferry.testing.contract.stopped_peers import StoppedPeerTests
+from kvferry.testing.contract.threads import ThreadTests
 from kvferry.testing.contract.transfers import TransferTests
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "RefusalTests",
     "StateMachineTests",
     "StoppedPeerTests",
+    "ThreadTests",
     "TransferTests",
     "TransportContract",
 ]
@@ -41,6 +43,7 @@ class TransportContract(
     ConcurrentConnectTests,
     QuiescenceTests,
     ClosingTests,
+    ThreadTests,
     ProcessTests,
     StoppedPeerTests,
     StateMachineTests,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import time
 from collections.abc import Callable, Iterator
@@ -20,11 +21,18 @@ from kvferry.core.lifecycle.digest import digest
 from kvferry.core.lifecycle.holds import RequestId, random_incarnation
 from kvferry.core.lifecycle.scheduler_holds import SchedulerHolds
 from kvferry.core.lifecycle.ticket import Ticket
-from kvferry.core.memory import region_of
+from kvferry.core.memory import CPU, region_of
 from kvferry.core.messages import Coordinates, Note, decode_notes, encode
-from kvferry.core.planner.build_copies import Pages
+from kvferry.core.planner.build_copies import Pages, Spans
+from kvferry.core.planner.zeroing import zero_cpu
 from kvferry.core.security import TicketKey
-from kvferry.core.transport import Notification, PeerId, Transport
+from kvferry.core.transport import (
+    EnterThread,
+    Notification,
+    PeerId,
+    Transport,
+    enter_nothing,
+)
 from kvferry.drivers.loopback import LoopbackTransport
 from tests.core.ticket_proofs import proved
 
@@ -35,13 +43,17 @@ N = TypeVar("N", bound=Note)
 
 @dataclass(kw_only=True)
 class Shape:
-    """Shape of an engine's cache: pages of [heads, tokens, dim] or [tokens, heads, dim]."""
+    """Shape of an engine's cache: pages of [heads, tokens, dim] or [tokens, heads, dim].
+
+    ``memory`` is the kind of memory that the layout claims; the cache is a numpy array always.
+    """
 
     tp: int = 1
     block: int = 4
     heads_first: bool = True
     pages: int = PAGES
     replicated: bool = False
+    memory: str = CPU
 
     @property
     def heads(self) -> int:
@@ -281,7 +293,8 @@ def layout_of(shape: Shape, cache: npt.NDArray[np.float32], rank: int) -> Layout
         for layer in range(LAYERS)
     )
     group = Group(kind=GroupKind.PAGED, block_tokens=shape.block)
-    return Layout(regions=(region_of(cache),), groups=(group,), fields=fields)
+    region = dataclasses.replace(region_of(cache), kind=shape.memory)
+    return Layout(regions=(region,), groups=(group,), fields=fields)
 
 
 @contextlib.contextmanager
@@ -296,6 +309,8 @@ def engine(
     port: int = 0,
     clock: Callable[[], float] = time.monotonic,
     ticket_key: TicketKey | None = None,
+    enter: EnterThread = enter_nothing,
+    zero: Callable[[Spans], None] = zero_cpu,
 ) -> Iterator[Engine]:
     """Run an engine until the block ends; without a ticket key, as older builds do."""
     shape = shape or Shape()
@@ -320,6 +335,8 @@ def engine(
                 slots=shape.pages,
                 options=options or EndpointOptions(),
                 clock=clock,
+                enter=enter,
+                zero=zero,
             )
             stack.enter_context(endpoint)
             ranks.append(

@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kvferry.core.endpoint import transfers as module
 from kvferry.core.endpoint.error_containment import ErrorContainment
+from kvferry.core.endpoint.throughput import Sample, Throughput
 from kvferry.core.endpoint.transfers import CANCEL_SECONDS, Grace, Outcome, Read, Transfers
 from kvferry.core.errors import (
     KVFerryError,
@@ -96,6 +97,7 @@ class TransfersHarness:
         tags: Sequence[str] = (),
         build: Callable[[], Copies] | None = None,
         notify: bytes | None = None,
+        throughput: Throughput | None = None,
     ) -> Read:
         def finished(outcome: Outcome) -> None:
             assert name not in self.outcomes, "called once"
@@ -115,12 +117,40 @@ class TransfersHarness:
             urgent=urgent,
             notify=notify,
             tags={*tags, name},
+            throughput=throughput,
         )
         self.transfers.add(read)
         return read
 
     def error(self, name: str) -> KVFerryError | None:
         return self.outcomes[name].error
+
+
+class Measured:
+    """``Transfers`` with a clock of the test's, and the slow samples of its first connection.
+
+    The connection's first read, which is never measured, is over.
+    """
+
+    def __init__(self, limit: int | None = None) -> None:
+        self.now = 0.0
+        self.samples: list[Sample] = []
+        self.throughput = Throughput(self.samples.append)
+        self.driver = Driver(limit)
+        self.harness = TransfersHarness(self.driver, clock=lambda: self.now)
+        self.harness.add("first", throughput=self.throughput)
+        self.end(seconds=0.0)
+
+    def add(self, name: str, **how: Any) -> None:
+        self.harness.add(name, nbytes=100 << 20, throughput=self.throughput, **how)
+
+    def end(self, *, seconds: float, status: Status = DONE) -> None:
+        """Post the queued reads, and end all reads that are under way after so many seconds."""
+        self.harness.transfers.progress()
+        self.now += seconds
+        for transfer in self.driver.statuses:
+            self.driver.statuses[transfer] = status
+        self.harness.transfers.progress()
 
 
 def failed_status(error: Exception, *, failing: bool = False) -> Status:
@@ -611,3 +641,83 @@ TestTransfersStateMachine = TransfersStateMachine.TestCase
 TestTransfersStateMachine.settings = settings(
     max_examples=60, stateful_step_count=40, deadline=None
 )
+
+
+def test_a_slow_read_is_measured_from_its_post_to_its_end() -> None:
+    measured = Measured()
+    measured.add("a")
+    measured.now = 10.0
+    measured.end(seconds=1.0)
+    assert measured.samples == [Sample(nbytes=100 << 20, copies=1, seconds=1.0)]
+
+
+def test_time_in_the_queue_is_not_measured() -> None:
+    measured = Measured(limit=1)
+    measured.harness.add("other", OTHER)
+    measured.add("a")
+    measured.end(seconds=10.0)
+    assert measured.harness.finished_names == ["first", "other"]
+    measured.end(seconds=1.0)
+    assert [sample.seconds for sample in measured.samples] == [1.0]
+
+
+def test_time_to_build_the_copies_is_not_measured() -> None:
+    measured = Measured()
+
+    def build() -> Copies:
+        measured.now += 10.0
+        return copies(100 << 20)
+
+    measured.add("a", build=build)
+    measured.end(seconds=1.0)
+    assert [sample.seconds for sample in measured.samples] == [1.0]
+
+
+def test_time_in_the_driver_until_it_has_accepted_a_read_is_measured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    measured = Measured()
+    accept = measured.driver.read
+
+    def read(peer: PeerId, copies: Copies, notify: bytes | None) -> TransferId:
+        measured.now += 1.0  # the driver moves the bytes meanwhile
+        return accept(peer, copies, notify)
+
+    monkeypatch.setattr(measured.driver, "read", read)
+    measured.add("a")
+    measured.end(seconds=0.0)
+    assert [sample.seconds for sample in measured.samples] == [1.0]
+
+
+def test_reads_that_could_not_be_posted_are_not_measured() -> None:
+    measured = Measured()
+
+    def build() -> Copies:
+        raise PageError("a hole")
+
+    measured.add("a", build=build)
+    measured.end(seconds=1.0)
+    measured.now = 100.0
+    measured.add("b")
+    measured.end(seconds=1.0)
+    assert [sample.seconds for sample in measured.samples] == [1.0]
+
+
+def test_a_slow_read_that_fails_is_not_measured() -> None:
+    measured = Measured()
+    measured.add("a")
+    measured.end(seconds=1.0, status=failed_status(PeerLostError("gone")))
+    assert isinstance(measured.harness.error("a"), PeerLostError)
+    assert not measured.samples
+
+
+def test_a_read_ends_although_its_measurement_raises() -> None:
+    def slow(sample: Sample) -> None:
+        raise ZeroDivisionError(sample)
+
+    measured = Measured()
+    throughput = Throughput(slow)
+    for name in "ab":
+        measured.harness.add(name, nbytes=100 << 20, throughput=throughput)
+        measured.end(seconds=1.0)
+        assert measured.harness.error(name) is None

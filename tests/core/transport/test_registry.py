@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,6 +23,18 @@ class Good(LoopbackTransport):
     def __init__(self, colour: str = "red") -> None:
         super().__init__()
         self.colour = colour
+
+class Entering(LoopbackTransport):
+    interface_version = (1, 1)
+    def __init__(self, *, enter, size: int = 1) -> None:
+        super().__init__(enter=enter)
+        self.given = enter
+
+class Older(Good):
+    interface_version = (1, 0)
+    def __init__(self, *, enter: str = "main street") -> None:
+        super().__init__()
+        self.given = enter
 
 class Future(Good):
     interface_version = (2, 3)
@@ -99,6 +112,33 @@ def test_a_driver_is_created_with_its_options(install: Install) -> None:
         transport.close()
 
 
+def test_enter_is_passed_to_a_driver_that_takes_it(install: Install) -> None:
+    install("entering", "fake_good:Entering", source=GOOD)
+    calls: list[str] = []
+
+    def enter() -> None:
+        calls.append(threading.current_thread().name)
+
+    transport = create("entering", {"size": 2}, enter=enter)
+    transport.close()
+    assert getattr(transport, "given", None) is enter
+    assert threading.current_thread().name not in calls
+
+
+def test_enter_is_an_option_of_a_driver_that_is_older(install: Install) -> None:
+    install("older", "fake_good:Older", source=GOOD)
+    transport = create("older", {"enter": "side street"}, enter=lambda: None)
+    transport.close()
+    assert getattr(transport, "given", None) == "side street"
+
+
+def test_a_user_cannot_set_enter(install: Install) -> None:
+    install("entering", "fake_good:Entering", source=GOOD)
+    said = said_by("entering", enter=1)
+    assert "enter is not an option, kvferry itself sets it; its options are: size" in said
+    assert "enter is not an option" in said_by("loopback", enter=1)
+
+
 def test_drivers_are_listed_without_importing_them(install: Install) -> None:
     install("broken", "fake_broken:Driver", source="raise RuntimeError('imported')")
     assert installed() == [
@@ -154,7 +194,7 @@ def test_another_major_version_is_refused_with_both_versions(install: Install) -
     install("future", "fake_good:Future", source=GOOD)
     said = said_by("future")
     assert "version 2.3 of the transport interface" in said
-    assert "this kvferry has 1.0" in said
+    assert "this kvferry has 1.1" in said
     assert "kvferry-fake" in said
     install("vague", "fake_good:Vague")
     assert "interface_version 'one', not two numbers" in said_by("vague")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import pytest
@@ -16,14 +16,14 @@ from tests.drivers.loopback.peer import Bytes, Peer, pattern
 class MakeTransport(Protocol):
     """Make a transport that is closed at the end of the test."""
 
-    def __call__(self, **options: object) -> LoopbackTransport: ...
+    def __call__(self, **options: Any) -> LoopbackTransport: ...
 
 
 @pytest.fixture
 def make() -> Iterator[MakeTransport]:
     made: list[LoopbackTransport] = []
 
-    def make_transport(**options: object) -> LoopbackTransport:
+    def make_transport(**options: Any) -> LoopbackTransport:
         made.append(LoopbackTransport(**options))
         return made[-1]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+from typing import Any
 
 import numpy as np
 import pytest
@@ -203,6 +204,6 @@ def test_capabilities(transport: LoopbackTransport) -> None:
         ({"inline_bytes": -1}, r"inline_bytes"),
     ],
 )
-def test_invalid_options_are_refused(options: dict[str, object], said: str) -> None:
+def test_invalid_options_are_refused(options: dict[str, Any], said: str) -> None:
     with pytest.raises(DriverError, match=said):
         LoopbackTransport(**options)

@@ -1,10 +1,25 @@
-"""Default options of NIXL's backends, with and without RDMA devices."""
+"""Options of NIXL's backends: defaults with and without RDMA and CUDA, and what the user gives."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
-from kvferry.drivers.nixl.options import NixlOptions, defaults, has_cuda, threads, without_threads
+import pytest
+
+from kvferry.core.errors import DriverError
+from kvferry.drivers.nixl import options
+from kvferry.drivers.nixl.library import NixlLibrary
+from kvferry.drivers.nixl.options import (
+    NixlOptions,
+    Parameter,
+    defaults,
+    has_cuda,
+    parameters,
+    threads,
+    without_threads,
+)
 
 
 def test_default_options_without_rdma(tmp_path: Path) -> None:
@@ -13,7 +28,8 @@ def test_default_options_without_rdma(tmp_path: Path) -> None:
     assert found.get("split_batch_size") == (None if has_cuda() else "8")
 
 
-def test_default_options_with_rdma(tmp_path: Path) -> None:
+def test_default_options_with_rdma(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(options, "has_cuda", lambda: False)
     (tmp_path / "sys/class/infiniband/mlx5_0").mkdir(parents=True)
     assert defaults("UCX", tmp_path) == {"num_threads": "4"}
 
@@ -24,7 +40,57 @@ def test_other_backends_have_no_default_options(tmp_path: Path) -> None:
 
 
 def test_without_threads_changes_nothing_else() -> None:
-    options = NixlOptions(backend_options={"num_threads": 2, "num_workers": 3}, telemetry=True)
-    bare = without_threads(options)
+    given = NixlOptions(backend_options={"num_threads": 2, "num_workers": 3}, telemetry=True)
+    bare = without_threads(given)
     assert bare.backend_options == {"num_threads": 0, "num_workers": 3}
-    assert (bare.backend, bare.telemetry) == (options.backend, True)
+    assert (bare.backend, bare.telemetry) == (given.backend, True)
+
+
+NATIVE = SimpleNamespace(
+    getAvailPlugins=lambda: ["UCX", "LIBFABRIC"], getPluginParams=lambda name: ({}, [])
+)
+LIBRARY = NixlLibrary(
+    package="nixl", version="0", api=None, errors=(), lost=OSError, unknown=OSError
+)
+
+
+def started(**options: Any) -> dict[str, str]:
+    return parameters(NixlOptions(**options), LIBRARY, NATIVE)
+
+
+@pytest.fixture
+def _with_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(options, "has_cuda", lambda: True)
+
+
+@pytest.mark.usefixtures("_with_cuda")
+@pytest.mark.parametrize(
+    ("given", "config"),
+    [
+        ({}, "CUDA_IPC_ENABLE_GET_ZCOPY=y"),
+        ({"engine_config": ""}, "CUDA_IPC_ENABLE_GET_ZCOPY=y"),
+        ({"engine_config": "A=1,B=2"}, "A=1,B=2,CUDA_IPC_ENABLE_GET_ZCOPY=y"),
+        ({"engine_config": "A=1,CUDA_IPC_ENABLE_GET_ZCOPY=n"}, None),
+    ],
+)
+def test_reads_by_cuda_ipc_are_enabled_unless_the_user_decides(
+    given: dict[str, Parameter], config: str | None
+) -> None:
+    found = started(backend_options=given)["engine_config"]
+    assert found == (config or given["engine_config"])
+
+
+def test_engine_config_is_the_user_s_where_there_is_no_cuda(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(options, "has_cuda", lambda: False)
+    assert started(backend_options={"engine_config": "A=1"})["engine_config"] == "A=1"
+    assert "engine_config" not in started()
+
+
+def test_ucx_has_no_threads_without_a_progress_thread() -> None:
+    assert started(progress_thread=False)["num_threads"] == "0"
+    assert started()["num_threads"] == "4"
+    assert "num_threads" not in started(backend="LIBFABRIC", progress_thread=False)
+    with pytest.raises(DriverError, match=r"num_threads is 2, but .* without progress_thread"):
+        started(progress_thread=False, backend_options={"num_threads": 2})

@@ -36,6 +36,33 @@ def test_notification_is_sent_when_all_chunks_are_done() -> None:
     assert not agent.held
 
 
+def test_gpu_is_flushed_once_before_the_notification_is_sent() -> None:
+    agent = FakeAgent()
+    transfer, chunks = make_transfer(agent, 2, b"all of it")
+    agent.answers = {chunks[1]: [False, True]}
+    flushed: list[tuple[State, int]] = []
+    transfer.flush = lambda: flushed.append((transfer.status.state, len(agent.sent)))
+    transfer.post(chunks)
+    assert flushed == []
+    transfer.advance()
+    transfer.advance()
+    assert flushed == [(State.PENDING, 0)]
+    assert (transfer.status.state, len(agent.sent)) == (State.DONE, 1)
+
+
+def test_read_that_cannot_be_flushed_fails_and_sends_nothing() -> None:
+    agent = FakeAgent()
+    transfer, chunks = make_transfer(agent, 1, b"never")
+
+    def refuse() -> None:
+        raise TransportError("cannot flush")
+
+    transfer.flush = refuse
+    transfer.post(chunks)
+    assert (transfer.status.state, str(transfer.status.error)) == (State.FAILED, "cannot flush")
+    assert agent.sent == []
+
+
 def test_failed_chunk_leaves_transfer_failing_until_settled() -> None:
     agent = FakeAgent()
     transfer, chunks = make_transfer(agent, 2, b"never")

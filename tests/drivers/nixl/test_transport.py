@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -31,7 +32,7 @@ Make = Callable[..., NixlTransport]
 def make() -> Iterator[Make]:
     made: list[NixlTransport] = []
 
-    def transport(**options: object) -> NixlTransport:
+    def transport(**options: Any) -> NixlTransport:
         made.append(NixlTransport(**options))
         return made[-1]
 
@@ -105,6 +106,30 @@ def test_telemetry_is_refused_unless_enabled(make: Make) -> None:
     transport = make()
     with pytest.raises(TransportUsageError, match="set driver_options: telemetry"):
         transport.telemetry(_move_bytes(transport, make()))
+
+
+def test_path_says_that_nixl_does_not_report_the_transport(make: Make) -> None:
+    transport = make()
+    peer = transport.connect(make().address())
+    assert transport.path(peer) == "UCX (transport not reported)"
+
+
+def test_without_progress_thread_ucx_has_no_threads_and_polls_keep_notifications(
+    make: Make,
+) -> None:
+    before = _threads()
+    transport, other = make(progress_thread=False), make(progress_thread=False)
+    more = _threads() - before
+    with_threads = make()
+    assert _threads() - before - more > more
+    assert not transport.capabilities.background_progress
+    assert with_threads.capabilities.background_progress
+    other.notify(other.connect(transport.address()), b"kept")
+    deadline = time.monotonic() + 60
+    while not (found := transport.notifications()) and time.monotonic() < deadline:
+        for one in (transport, other):
+            one.poll([])
+    assert [(one.sender, one.payload) for one in found] == [(other.name, b"kept")]
 
 
 def test_deregistered_memory_does_not_break_connection_to_itself(make: Make) -> None:

@@ -17,7 +17,7 @@ from kvferry.core.memory import Region, U64Array, region_of
 from kvferry.core.transport import PeerId, State, Status
 from kvferry.core.transport.copies import copies_between
 from kvferry.drivers.cuda import CudaDriver
-from kvferry.drivers.ucx import UcxTransport, client, device_memory, transport, ucp
+from kvferry.drivers.ucx import UcxTransport, client, device_memory, library, transport, ucp
 from kvferry.drivers.ucx import ucp_structs as structs
 from kvferry.drivers.ucx.posting import PostedRuns
 from kvferry.drivers.ucx.ucp import Endpoint, RemoteKey, Ucp
@@ -129,6 +129,14 @@ def test_cuda_memory_is_a_capability_only_if_cudas_driver_can_be_called(
     assert make().capabilities.memory == {"cpu", "cuda"}
     monkeypatch.setattr(transport, "find_cuda", lambda: None)
     assert make().capabilities.memory == {"cpu"}
+
+
+def test_cuda_memory_is_no_capability_of_a_ucx_that_may_crash_with_it(
+    make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(library, "LOWEST_FOR_CUDA", (1, 99, 0))
+    assert make().capabilities.memory == {"cpu"}
+    assert "install 1.99.0 or later" in caplog.text
 
 
 def test_first_read_and_write_of_device_memory_find_a_way(make: Make) -> None:

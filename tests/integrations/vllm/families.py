@@ -17,6 +17,9 @@ MAX_TOKENS = 1024
 WINDOW = 80
 """Tokens of a sliding window: no multiple of any block size here."""
 
+IMAGE, IMAGE_TOKENS = len(WORDS), 67
+"""Idefics3's token for an image, and how many tokens an image has: 64, and 3 around them."""
+
 COMMON: Mapping[str, Any] = {
     "vocab_size": len(WORDS),
     "hidden_size": 128,
@@ -63,6 +66,50 @@ def build_all(folder: Path, llama: Path) -> None:
         build(folder / family, family)
     build_drafter(folder / "drafter", llama)
     build_predictor(folder / "predictor")
+    build_idefics3(folder / "idefics3")
+
+
+def build_idefics3(folder: Path) -> Path:
+    """Write a Llama with a vision tower, which needs no torchvision, and an image processor.
+
+    The token ``IMAGE`` stands for an image, and becomes ``IMAGE_TOKENS`` tokens.
+    """
+    import torch
+    from transformers import Idefics3Config, Idefics3ForConditionalGeneration, Idefics3Processor
+    from transformers.models.idefics3.image_processing_pil_idefics3 import (
+        Idefics3ImageProcessorPil,
+    )
+
+    words, size, sequence = tokenizer(), 128, IMAGE_TOKENS - 3
+    special = ["<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>"]
+    words.add_special_tokens({"additional_special_tokens": special})
+    images = Idefics3ImageProcessorPil(
+        do_image_splitting=False, size={"longest_edge": size}, max_image_size={"longest_edge": size}
+    )
+    Idefics3Processor(images, words, image_seq_len=sequence).save_pretrained(folder)
+    torch.manual_seed(SEED)
+    model = Idefics3ForConditionalGeneration(
+        Idefics3Config(
+            text_config={**COMMON, "vocab_size": len(words), "model_type": "llama"},
+            vision_config={
+                "hidden_size": 64,
+                "intermediate_size": 128,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 4,
+                "image_size": size,
+                "patch_size": 8,
+            },
+            scale_factor=2,
+            image_token_id=IMAGE,
+            pad_token_id=None,
+        )
+    )
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.dim() >= 2:
+                weight.normal_(std=_spread(name))
+    model.save_pretrained(folder)
+    return folder
 
 
 def build_drafter(folder: Path, llama: Path) -> Path:

@@ -23,7 +23,8 @@ def hand_over(
     """Prefill on one engine, decode on another: the texts, and what decode counted meanwhile."""
     before = decode.run(probes.metrics)
     completions = decode.generate(*prompts, params=prefill.prefill(*prompts), **options)
-    assert [c.finish_reason for c in completions] == ["length"] * len(prompts)
+    ended = [c.finish_reason for c in completions]
+    assert ended == ["length"] * len(prompts), decode.log()[-4000:]
     after = decode.run(probes.metrics)
     counted = {name: value - before.get(name, 0) for name, value in after.items()}
     return [c.text for c in completions], counted

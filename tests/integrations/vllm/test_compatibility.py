@@ -41,6 +41,7 @@ def engine(
         "hf_overrides": {},
         "hf_text_config": SimpleNamespace(rope_parameters=rope),
         "max_model_len": 1024,
+        "multimodal_config": None,
     }
     return SimpleNamespace(
         model_config=SimpleNamespace(**settings | model),
@@ -80,6 +81,7 @@ def test_only_names_are_judgements() -> None:
         "model",
         "revision",
         "model overrides",
+        "media",
         "draft model",
         "draft revision",
     }
@@ -118,6 +120,30 @@ def test_kernels_that_read_one_checkpoint_are_no_difference() -> None:
     )
     assert not differ(one, other)
     assert differ(one, engine()) == {"quantization"}
+
+
+def media(**settings: object) -> Any:
+    """An engine whose model takes images."""
+    unset: dict[str, object] = {
+        "mm_hasher_algorithm": "blake3",
+        "media_io_kwargs": None,
+        "mm_processor_kwargs": None,
+    }
+    return engine(multimodal_config=SimpleNamespace(**unset | settings))
+
+
+@pytest.mark.parametrize(
+    ("change", "names"),
+    [
+        ({"mm_processor_kwargs": {"size": 7}}, {"media"}),
+        ({"media_io_kwargs": {"video": {"num_frames": 7}}}, {"media"}),
+        ({"mm_hasher_algorithm": "sha256"}, {"media"}),
+        ({"mm_processor_kwargs": {}, "media_io_kwargs": {}}, set()),
+    ],
+)
+def test_engines_must_make_the_same_of_an_image(change: dict[str, Any], names: set[str]) -> None:
+    """vLLM's identifiers of images do not tell these settings apart."""
+    assert differ(media(), media(**change)) == names
 
 
 def test_two_names_of_one_cache_format_are_one() -> None:

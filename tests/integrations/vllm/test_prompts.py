@@ -15,7 +15,7 @@ from kvferry.integrations.vllm.prompts import (
     prompt_digest,
     truncate_prompt,
 )
-from tests.integrations.vllm.test_scheduler_half import request
+from tests.integrations.vllm.test_scheduler_half import image, request
 
 FULL = CacheGroup(index=0, tokens=16)
 WINDOW = CacheGroup(index=1, tokens=16, window=32)
@@ -25,12 +25,6 @@ def changed(**values: Any) -> Any:
     each = request(40)
     each.__dict__.update(values)
     return each
-
-
-def image(offset: int, length: int = 2, name: str = "image") -> Any:
-    return SimpleNamespace(
-        identifier=name, mm_position=SimpleNamespace(offset=offset, length=length)
-    )
 
 
 def test_without_more_it_is_that_of_the_token_ids() -> None:
@@ -47,6 +41,7 @@ def test_without_more_it_is_that_of_the_token_ids() -> None:
         ({"mm_features": [image(3)]}, {"mm_features": [image(4)]}),
         ({"mm_features": [image(3)]}, {"mm_features": [image(3, length=3)]}),
         ({"mm_features": [image(3)]}, {"mm_features": [image(3, name="another")]}),
+        ({"mm_features": [image(3, name="\ud800")]}, {"mm_features": [image(3, name="\ud801")]}),
         ({"mm_features": [image(29)]}, {"mm_features": []}),
         ({"prompt_is_token_ids": [True] * 40}, {"prompt_is_token_ids": [True] * 29 + [False] * 11}),
     ],

@@ -58,6 +58,13 @@ def request(
     )
 
 
+def image(offset: int, length: int = 2, name: str = "image") -> Any:
+    """A ``MultiModalFeatureSpec``."""
+    return SimpleNamespace(
+        identifier=name, mm_position=SimpleNamespace(offset=offset, length=length)
+    )
+
+
 def full(groups: int = 1) -> tuple[CacheGroup, ...]:
     """Groups of full attention in pages of 16 tokens."""
     return tuple(CacheGroup(index=index, tokens=16) for index in range(groups))
@@ -275,6 +282,46 @@ class TestProducer:
             assert (each.num_prompt_tokens, len(each.prompt_token_ids)) == (39, 39)
         assert params == PREFILL
         assert len(ids) == 40
+
+    def test_image_at_the_end_is_not_cut(self, caplog: pytest.LogCaptureFixture) -> None:
+        """Decode gets no ticket and computes the prompt itself; one line says so."""
+        metrics = Metrics(driver="loopback")
+        made = producer(tail=2, metrics=metrics)
+        for name, end in (("a", 40), ("b", 39)):
+            each = request(40, dict(PREFILL), name=name)
+            each.mm_features = [image(3), image(30, length=end - 30)]
+            made.on_new_request(each)
+            assert (each.num_prompt_tokens, len(each._all_token_ids)) == (40, 40)
+            made.take_on(each)
+            assert made.request_finished(each, [[1, 2, 3]], SERVING) is None
+        assert not made.drain()
+        assert metrics.take() == {"tickets_not_made": {"loopback": {"cut_media": 2}}}
+        assert caplog.text.count("end prompts with text") == 1
+
+    @pytest.mark.parametrize(("tail", "end"), [(0, 40), (2, 38), (40, 40), (41, 40)])
+    def test_ticket_where_no_image_is_cut(self, tail: int, end: int) -> None:
+        """The truncated prompt may end with an image, and the ticket names that image."""
+        made = producer(tail=tail)
+        each = request(40, dict(PREFILL))
+        each.mm_features = [image(30, length=end - 30)]
+        made.on_new_request(each)
+        each.num_computed_tokens = each.num_prompt_tokens
+        made.take_on(each)
+        params = made.request_finished(each, [[1, 2, 3]], SERVING)
+        for name, accepted in (("image", 1), ("another", 0)):
+            taker, wanted = consumer(backoff=tail), request(40, params)
+            wanted.mm_features = [image(30, length=end - 30, name=name)]
+            taker.on_new_request(wanted)
+            assert len(taker.drain().prepare) == accepted
+
+    def test_image_is_not_cut_where_nothing_is_handed_over(self) -> None:
+        metrics = Metrics(driver="loopback")
+        each = request(40)
+        each.mm_features = [image(30, length=10)]
+        made = producer(tail=1, metrics=metrics)
+        made.on_new_request(each)
+        assert made.request_finished(each, [[1, 2, 3]], SERVING) is None
+        assert metrics.take() is None
 
     def test_prompt_of_one_token_is_not_shortened(self) -> None:
         each = request(1, dict(PREFILL))

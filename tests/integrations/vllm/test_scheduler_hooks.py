@@ -102,6 +102,21 @@ class TestSideChannel:
         step = half.build_step(OUTPUT)
         assert (step.ranks, step.ticket_key) == ((), b"")
 
+    @pytest.mark.parametrize(
+        ("role", "told"), [("kv_producer", True), ("kv_both", True), ("kv_consumer", False)]
+    )
+    def test_a_producer_on_loopback_only_is_warned_of(
+        self, make: Any, caplog: pytest.LogCaptureFixture, role: str, told: bool
+    ) -> None:
+        make(role=role, driver="nixl")
+        assert ("only engines on this host can load from this one" in caplog.text) is told
+
+    def test_a_producer_whose_host_is_chosen_is_not_warned_of(
+        self, make: Any, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        make(driver="nixl", side_channel_host="127.0.0.1")
+        assert caplog.text == ""
+
     def test_it_says_what_is_wrong(self, vllm: Any, make: Any) -> None:
         half = make()
         serving(vllm, half, *RANKS)

@@ -23,8 +23,9 @@ def engine(role: str = "kv_both", **changes: object) -> Any:
             "model": "tiny",
             "enable_sleep_mode": False,
             "is_encoder_decoder": False,
-            "is_multimodal_model": False,
+            "multimodal_config": None,
         },
+        "cache_config": {"enable_prefix_caching": False},
         "attention_config": {"hisparse_config": None},
         "aux_output_config": {"enabled": False},
         "kv_transfer_config": {
@@ -43,6 +44,18 @@ def engine(role: str = "kv_both", **changes: object) -> Any:
     return SimpleNamespace(**{"lora_config": None, **built, **changes})
 
 
+def media(**settings: object) -> Any:
+    """vLLM's ``MultiModalConfig``, as far as it is looked at."""
+    return SimpleNamespace(**{"mm_processor_cache_gb": 4, "video_pruning_rate": None} | settings)
+
+
+def test_a_multimodal_engine_passes() -> None:
+    check_engine(engine(multimodal_config=media()))
+    check_engine(engine(multimodal_config=media(video_pruning_rate=0.0)))
+    uncached = media(mm_processor_cache_gb=0)
+    check_engine(engine(multimodal_config=uncached, enable_prefix_caching=True))
+
+
 def test_an_ordinary_engine_passes() -> None:
     for role in ("kv_both", "kv_producer", "kv_consumer"):
         check_engine(engine(role))
@@ -56,7 +69,14 @@ def test_an_ordinary_engine_passes() -> None:
         ({"hisparse_config": object()}, "hisparse_config: .* start without it"),
         ({"enabled": True}, "enable_return_routed_experts: .* start without it"),
         ({"enable_permute_local_kv": True}, "enable_permute_local_kv: .* remove it"),
-        ({"is_multimodal_model": True}, "not yet proven .* multimodal models such as 'tiny'"),
+        (
+            {"multimodal_config": media(mm_processor_cache_gb=0)},
+            "mm_processor_cache_gb 0 .* remove mm_processor_cache_gb, or set enable_prefix_caching",
+        ),
+        (
+            {"multimodal_config": media(video_pruning_rate=0.5)},
+            r"video_pruning_rate 0\.5: .* start without it",
+        ),
         ({"lora_config": object()}, "not yet proven .* LoRA .start without enable_lora"),
     ],
 )

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from examples.tiny_llama import prompt
 from kvferry.cli import app
-from kvferry.cli.doctor.channel import own_address
+from kvferry.core.handshake.sockets import own_address
 from tests.integrations.vllm import probes
 from tests.integrations.vllm.conftest import StartEngine
 from tests.integrations.vllm.engines import Engine

@@ -5,14 +5,18 @@ from __future__ import annotations
 import os
 import socket
 import threading
+from typing import Any
 
 from kvferry.core.errors import TransportUsageError
 from kvferry.core.transport import (
+    EnterThread,
     Notification,
     PeerId,
+    enter_nothing,
 )
 from kvferry.drivers.loopback import LoopbackTransport
 from kvferry.drivers.loopback.registry import RegionRegistry
+from kvferry.drivers.loopback.worker_pool import WorkerPool
 from tests.testing.planted.base import (
     caught_by,
 )
@@ -51,7 +55,7 @@ class ClosesSharedState(LoopbackTransport):
 
     made: list[LoopbackTransport] = []  # noqa: RUF012 - the fault
 
-    def __init__(self, **options: object) -> None:
+    def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self.made.append(self)
 
@@ -121,3 +125,12 @@ class KeepsAThread(LoopbackTransport):
     def close(self) -> None:
         threading.Thread(target=threading.Event().wait, args=(20,), daemon=True).start()
         super().close()
+
+
+@caught_by("test_every_thread_enters")
+class ThreadWithoutEnter(LoopbackTransport):
+    """The threads that move bytes do not call ``enter``, so that they are on device 0."""
+
+    def __init__(self, *, enter: EnterThread = enter_nothing, **options: Any) -> None:
+        super().__init__(enter=enter, **options)
+        self._workers = WorkerPool(self.name, 1, enter_nothing)

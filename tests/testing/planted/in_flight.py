@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from kvferry.core.errors import PeerLostError, TransportError
 from kvferry.core.memory import Region
@@ -32,7 +33,7 @@ class ClaimsToCancel(LoopbackTransport):
 class CancelledIsFinalBeforeQuiet(Watched):
     """A cancelled transfer is FAILED at once and still moves bytes."""
 
-    def __init__(self, **options: object) -> None:
+    def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self._cancelled: set[TransferId] = set()
 
@@ -148,7 +149,7 @@ class CancelWaitsForTheEnd(LoopbackTransport):
 class DisconnectBlocksAllTransfers(LoopbackTransport):
     """``disconnect`` holds a lock for long that all transfers need."""
 
-    def __init__(self, **options: object) -> None:
+    def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self._lock = threading.Lock()
 

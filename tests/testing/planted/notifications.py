@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from kvferry.core.transport import (
     Capabilities,
@@ -56,7 +57,7 @@ class DropsNotificationOfEmptyTransfer(AlteredTransfers):
 class NotifiesWhenTheTransferFails(LoopbackTransport):
     """A bound notification is sent at the end, even if the transfer failed."""
 
-    def __init__(self, **options: object) -> None:
+    def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self._bound: dict[TransferId, tuple[PeerId, bytes]] = {}
 
@@ -192,7 +193,7 @@ class NotifiesTheNewestPeer(LoopbackTransport):
 class BindsItself(LoopbackTransport):
     """Base class: sends bound notifications itself."""
 
-    def __init__(self, **options: object) -> None:
+    def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self._unsaid: dict[TransferId, tuple[PeerId, bytes]] = {}
 

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from kvferry.core.errors import TransportError, TransportUsageError
 from kvferry.core.transport import (
@@ -84,7 +85,7 @@ class PollBlocks(LoopbackTransport):
 class RefusesOtherThreads(LoopbackTransport):
     """Only the thread that made the transport may call it."""
 
-    def __init__(self, **options: object) -> None:
+    def __init__(self, **options: Any) -> None:
         self._thread = threading.get_ident()
         super().__init__(**options)
 
@@ -142,7 +143,7 @@ class PollAcceptsListsOnly(LoopbackTransport):
 class CancelFailsDoneTransfers(Watched):
     """A transfer that is cancelled after it was DONE is FAILED."""
 
-    def __init__(self, **options: object) -> None:
+    def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self._cancelled: set[TransferId] = set()
 
@@ -159,7 +160,7 @@ class CancelFailsDoneTransfers(Watched):
 class DoneBecomesPending(Watched):
     """A transfer that was DONE is PENDING at the next poll."""
 
-    def __init__(self, **options: object) -> None:
+    def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self._told: set[TransferId] = set()
 

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -69,7 +70,7 @@ class LateBytes(Watched):
 
     op = "read"
 
-    def __init__(self, **options: object) -> None:
+    def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self._addresses: dict[PeerId, bytes] = {}
         self._batches: dict[TransferId, LateCopy] = {}

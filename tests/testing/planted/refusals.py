@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -111,7 +112,7 @@ class DeregistersMemoryInUse(LoopbackTransport):
 class CountsRegistrations(LoopbackTransport):
     """A region that was registered twice must be deregistered twice."""
 
-    def __init__(self, **options: object) -> None:
+    def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self._counts: dict[Region, int] = {}
 
@@ -215,7 +216,7 @@ class AllRegionsAreInUse(LoopbackTransport):
 class RefusedTransferKeepsRegionInUse(LoopbackTransport):
     """The local region of a refused transfer counts as in use for ever."""
 
-    def __init__(self, **options: object) -> None:
+    def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self._held: Counter[Region] = Counter()
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from kvferry.core.memory import Region
 from kvferry.core.transport import (
     PeerId,
@@ -14,7 +16,7 @@ from tests.testing.planted.base import caught_by, connection_of
 class DeregistersARegionOnlyOnce(LoopbackTransport):
     """A region that was deregistered and registered again cannot be deregistered again."""
 
-    def __init__(self, **options: object) -> None:
+    def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self._once: set[Region] = set()
 
@@ -29,7 +31,7 @@ class DeregistersARegionOnlyOnce(LoopbackTransport):
 class LosesANotificationAfterReconnecting(LoopbackTransport):
     """The first free notification on a second connection is lost."""
 
-    def __init__(self, **options: object) -> None:
+    def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self._ended = 0
 

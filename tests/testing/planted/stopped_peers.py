@@ -6,6 +6,7 @@ import contextlib
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 from kvferry.core.errors import TransportError
 from kvferry.core.transport import PeerId, State, Status, TransferId
@@ -91,7 +92,7 @@ class CloseDoesNotWaitForPeers(LandsWhenThePeerContinues):
 class DeregistersMemoryOfCancelledTransfer(Watched):
     """Memory of a transfer that fails until its peer continues can be deregistered."""
 
-    def __init__(self, **options: object) -> None:
+    def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self._cancelled: set[TransferId] = set()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -129,7 +130,7 @@ class RefusesCopiesOfNoBytes(AlteredTransfers):
 class KeepsArraysUntilPoll(LoopbackTransport):
     """The transfer begins at the first poll, with arrays that the caller may have reused."""
 
-    def __init__(self, **options: object) -> None:
+    def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self._later: dict[TransferId, tuple[Callable[..., TransferId], tuple[object, ...]]] = {}
         self._real: dict[TransferId, TransferId] = {}

@@ -45,6 +45,18 @@ A **paged** cache is handled by its attention backend (next section), a **state*
 (last section), and **members** by the spec of each layer. A *hole* is a position without a page.
 """
 
+MEDIA = """\
+## Models that take media
+
+The caches of multimodal models are the same as those of text models, and a ticket also says for
+which images, videos and audio clips it was made ([Images and other
+media](vllm.md#images-and-other-media)). Whole engines were run on CPUs with small models of
+random weights: Idefics3 in `make test`; Qwen2-VL (M-RoPE, also with videos), LLaVA and Gemma 3
+(sliding windows) by hand. vLLM's CPU backend ignores that the tokens of Gemma 3's images attend
+to each other in both directions, so that this was not run. Audio was not run either.
+Encoder-decoder models are refused.
+"""
+
 BACKENDS = """\
 ## Attention backends
 
@@ -72,6 +84,7 @@ def written() -> str:
         introduction,
         KINDS,
         _table(("spec", "handling", "why"), _kinds()),
+        MEDIA,
         BACKENDS,
         _table(("backend", "orders", "verdict", "a page holds", "opaque where"), _backends()),
         RECURRENT,

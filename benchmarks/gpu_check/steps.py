@@ -1,0 +1,88 @@
+"""All steps, in order, with their time limits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from .devices import load_torch
+from .outcome import Settings
+from .runner import Step
+
+ZCOPY = "UCX_CUDA_IPC_ENABLE_GET_ZCOPY"
+"""Whether UCX may read GPU memory of another process by CUDA IPC; ``auto``: over NVLink only."""
+
+SUITE_SECONDS = 55.0
+REHEARSED_SUITE_SECONDS = 3.0
+REHEARSAL_PATIENCE = 4
+"""How many times longer a step may take in a rehearsal, which may share its two cores."""
+
+SUITE_GRACE = 45.0
+"""What the suite's step may take beyond its budget: start, and a test that hangs."""
+
+
+def all_steps(
+    *, rehearse: bool, drivers: Sequence[str], suite_seconds: float = SUITE_SECONDS
+) -> list[Step]:
+    """Return all steps.
+
+    Args:
+        rehearse: whether they run on CPU memory and with small sizes.
+        drivers: the drivers to check.
+        suite_seconds: after how many seconds no further test of the suite begins.
+    """
+    near, far = ("cpu", "cpu") if rehearse else _devices()
+    seconds = REHEARSED_SUITE_SECONDS if rehearse else suite_seconds
+    steps = [
+        Step(
+            name="environment",
+            title="versions, doctor, CUDA IPC between two processes",
+            module="environment",
+            limit=90.0,
+            settings=Settings(near=near, far=far),
+        ),
+        *(step for driver in drivers for step in _suites(near, far, driver, seconds)),
+        *_each(drivers, "bench", "benchmarks/gpu.py: speed beside a plain copy", 75.0, near, far),
+        *_each(drivers, "loads", "loads under load, checked on the device", 75.0, near, far),
+        *_each(drivers, "quiescence", "no byte lands after FAILED", 110.0, near, far),
+        Step(
+            name="zeroing",
+            title="zeroes at the right places, without a wait for the default stream",
+            module="zeroing",
+            limit=60.0,
+            settings=Settings(near=near, far=far),
+        ),
+        *_each(drivers, "pieces", "many small copies against few large ones", 60.0, near, far),
+    ]
+    patience = REHEARSAL_PATIENCE if rehearse else 1
+    return [replace(step, limit=patience * step.limit) for step in steps]
+
+
+def _devices() -> tuple[str, str]:
+    """Return the device that reads and that of the other process: the last one."""
+    return "cuda:0", f"cuda:{load_torch().cuda.device_count() - 1}"
+
+
+def _suites(near: str, far: str, driver: str, seconds: float) -> Iterator[Step]:
+    for value, name in (("auto", "auto"), ("y", "on")):
+        yield Step(
+            name=f"suite-{driver}-{name}",
+            title=f"the conformance suite of {driver}, zcopy {name}",
+            module="conformance",
+            limit=seconds + SUITE_GRACE,
+            settings=Settings(near=near, far=far, driver=driver, seconds=seconds),
+            environment={ZCOPY: value},
+        )
+
+
+def _each(
+    drivers: Sequence[str], module: str, title: str, limit: float, near: str, far: str
+) -> Iterator[Step]:
+    for driver in drivers:
+        yield Step(
+            name=f"{module}-{driver}",
+            title=f"{driver}: {title}",
+            module=module,
+            limit=limit,
+            settings=Settings(near=near, far=far, driver=driver),
+        )

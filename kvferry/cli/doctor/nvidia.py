@@ -1,0 +1,192 @@
+"""Check what NVIDIA's GPUs need to exchange memory with NICs, and with GPUs of other processes."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from kvferry.cli.doctor.devices import OPEN, file_text, kernel_module
+from kvferry.cli.doctor.finding import Finding, ok, warn
+from kvferry.cli.doctor.probe import Gpu
+from kvferry.cli.formatting import numbers
+
+DIRECT = "GPU memory over RDMA"
+VISIBILITY = "RDMA writes to GPU memory"
+IPC = "CUDA IPC"
+MNNVL = "NVLink between hosts"
+
+PEER_MODULES = ("nvidia_peermem", "nv_peer_mem")
+"""Kernel modules with which a NIC's driver reaches GPU memory. UCX looks for the same."""
+
+DMABUF_KERNEL = (5, 12)
+"""The first version of Linux with which RDMA takes memory as dmabuf (UCX's FAQ)."""
+
+FIRST_PID_NAMESPACE = 0xEFFFFFFC
+"""Number of the PID namespace of the host itself (``PROC_PID_INIT_INO`` in Linux)."""
+
+ORDER = "VLLM_KV_CACHE_LAYOUT"
+
+MULTI_NODE_GPUS = ("GB200", "GB300")
+"""In the names of GPUs whose NVLink may lead to other hosts."""
+
+
+def direct(gpus: Sequence[Gpu] | None = None, root: Path = Path("/")) -> Finding:
+    """Return the finding about the two ways in which a NIC can reach GPU memory.
+
+    Args:
+        gpus: The GPUs that CUDA sees; ``None`` if CUDA could not be asked.
+        root: The file system's root; another one in tests.
+    """
+    loaded = [name for name in PEER_MODULES if (root / "sys/module" / name).exists()]
+    if loaded:
+        return ok(DIRECT, f"kernel module {loaded[0]} is loaded")
+    lacking = list(_lacking_for_dmabuf(gpus, root))
+    if lacking:
+        return warn(
+            DIRECT,
+            f"none of the kernel modules {', '.join(PEER_MODULES)} is loaded, and dmabuf is not "
+            f"known to work: {'; '.join(lacking)}",
+            "modprobe nvidia_peermem; or, for dmabuf, Linux 5.12 or later with NVIDIA's open "
+            "kernel modules and CUDA 11.7 or later",
+        )
+    asked = "CUDA exports GPU memory" if gpus else "the kernel module is open"
+    return ok(
+        DIRECT,
+        f"dmabuf: Linux {_release(root)}, and {asked}. Whether the NIC's driver takes it is known "
+        "when UCX starts with UCX_LOG_LEVEL=debug, which prints 'dmabuf is supported'",
+    )
+
+
+def _lacking_for_dmabuf(gpus: Sequence[Gpu] | None, root: Path) -> Iterator[str]:
+    """Yield what dmabuf lacks, or what cannot be told; see ``direct`` for the arguments."""
+    release = _release(root)
+    version = re.match(r"(\d+)\.(\d+)", release)
+    if version is None:
+        yield "the version of Linux cannot be told"
+    elif tuple(map(int, version.groups())) < DMABUF_KERNEL:
+        yield f"Linux {release} is older than {'.'.join(map(str, DMABUF_KERNEL))}"
+    module = kernel_module(root)
+    if gpus:
+        without = [gpu.index for gpu in gpus if not gpu.dmabuf]
+        if without:
+            yield f"CUDA does not export memory of GPU {numbers(without)}"
+    elif not module:
+        yield "which of NVIDIA's kernel modules is loaded cannot be told, nor does CUDA answer"
+    elif not module.startswith(OPEN):
+        yield f"the kernel module is {module}"
+
+
+def _release(root: Path) -> str:
+    """Return the version of Linux; empty if it cannot be read."""
+    return file_text(root / "proc/sys/kernel/osrelease")
+
+
+def visibility(gpus: Sequence[Gpu]) -> Finding:
+    """Return the finding about the order in which GPUs see what NICs have written.
+
+    Args:
+        gpus: The GPUs that CUDA sees.
+    """
+    blind = [gpu.index for gpu in gpus if gpu.needs_flush and not gpu.can_flush]
+    if blind:
+        return warn(
+            VISIBILITY,
+            f"GPU {numbers(blind)} may not see at once what a NIC has written, and cannot be told "
+            "to: kvferry refuses such reads",
+            "use NVLink, or keep the cache in CPU memory",
+        )
+    flushed = [gpu.index for gpu in gpus if gpu.needs_flush]
+    if flushed:
+        return ok(VISIBILITY, f"before a read is done, kvferry flushes GPU {numbers(flushed)}")
+    return ok(VISIBILITY, "each GPU sees them in order")
+
+
+def ipc(root: Path = Path("/")) -> Finding:
+    """Return the finding about CUDA IPC, by which engines on one host use NVLink.
+
+    Legacy handles of CUDA IPC are only valid within a PID namespace (UCX's ``cuda_ipc_iface.c``).
+
+    Args:
+        root: The file system's root; another one in tests.
+    """
+    try:
+        own = os.readlink(root / "proc/self/ns/pid")
+    except OSError:
+        own = ""
+    number = re.search(r"\[(\d+)\]", own)
+    if number is None:
+        return ok(IPC, "this process's PID namespace cannot be told; engines must share one")
+    if int(number[1]) == FIRST_PID_NAMESPACE:
+        return ok(IPC, "this process is in the host's PID namespace, which engines must share")
+    return warn(
+        IPC,
+        "this process is in a PID namespace of a container: to engines of other containers on this "
+        "host, bytes go without NVLink, and by tcp if there is no RDMA",
+        "run both engines in one container, or in containers that share a PID and an IPC namespace "
+        "(--pid, --ipc; shareProcessNamespace in Kubernetes) and see the GPUs of both",
+    )
+
+
+def mig(root: Path = Path("/")) -> Iterator[Finding]:
+    """Yield a finding if a GPU is split into MIG instances.
+
+    Args:
+        root: The file system's root; another one in tests.
+    """
+    found = (root / "proc/driver/nvidia/capabilities").glob("gpu*/mig/gi*")
+    instances = sorted(f"{path.parents[1].name} {path.name}" for path in found)
+    if instances:
+        yield warn(
+            "MIG",
+            f"instances {', '.join(instances)}: there is no CUDA IPC between MIG instances, and no "
+            "NVLink",
+            "give engines that exchange pages on this host whole GPUs (nvidia-smi -mig 0)",
+        )
+
+
+def imex(gpus: Sequence[str], root: Path = Path("/")) -> Finding:
+    """Return the finding about IMEX channels, without which NVLink ends at the host.
+
+    Args:
+        gpus: Descriptions of the GPUs.
+        root: The file system's root; another one in tests.
+    """
+    channels = sorted((root / "dev/nvidia-caps-imex-channels").glob("channel*"))
+    usable = [path.name for path in channels if os.access(path, os.R_OK | os.W_OK)]
+    if usable:
+        return ok(
+            MNNVL,
+            f"IMEX {', '.join(usable)}: NVLink reaches hosts of the same IMEX domain, if the cache "
+            "was allocated for that (vLLM's --enable-cumem-allocator)",
+        )
+    if channels:
+        return warn(
+            MNNVL,
+            f"this process may not open {', '.join(map(str, channels))}",
+            "give it the right to read and write an IMEX channel",
+        )
+    if any(name in gpu for gpu in gpus for name in MULTI_NODE_GPUS):
+        return warn(
+            MNNVL,
+            "there is no IMEX channel: NVLink ends at this host",
+            "start nvidia-imex, and create /dev/nvidia-caps-imex-channels/channel0 (NVIDIA's IMEX "
+            "guide), also in the container",
+        )
+    return ok(MNNVL, "no IMEX channel; only GPUs of one NVLink domain of several hosts need one")
+
+
+def cache_order(environment: Mapping[str, str]) -> Finding:
+    """Return the finding about the order of vLLM's cache in memory, which decides on small copies.
+
+    Args:
+        environment: The environment variables.
+    """
+    order = environment.get(ORDER, "").strip()
+    asked = f"is {order}" if order else "is not set: kvferry asks for LBHNC (not with MLA)"
+    return ok(
+        "cache order",
+        f"{ORDER} {asked}. With layers outermost, each page of each layer is a copy of its own: "
+        "CUDA IPC takes some 4 µs for it. kvferry plan counts them, and names a better order",
+    )

@@ -1,0 +1,73 @@
+"""Tests of the threads that a transport makes: each calls ``enter`` first."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+
+from kvferry.core.transport import Transport
+from kvferry.core.transport.registry import takes_enter
+from kvferry.testing.contract.copy_batches import batch
+from kvferry.testing.contract.settings import ContractSettings
+from kvferry.testing.contract.workbench import MIB, Workbench
+from kvferry.testing.memory import imported
+from kvferry.testing.peers import Process
+
+_COPIES = 64
+
+
+class ThreadTests(ContractSettings):
+    """Tests of the threads that a transport makes in Python."""
+
+    def test_every_thread_enters(
+        self, lab: Workbench, shared_process: Process, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Every thread that the transport makes in Python calls ``enter``, and does so once.
+
+        A driver that does not take ``enter`` makes no such threads; if it was written for interface
+        1.0, which had no ``enter``, it may.
+        """
+        make = imported(lab.settings.factory)
+        takes = takes_enter(make)
+        entered: list[int] = []
+        started = _record_threads(monkeypatch)
+        kwargs = {"enter": lambda: entered.append(threading.get_ident())} if takes else {}
+        transport: Transport = make(**lab.settings.options, **kwargs)
+        try:
+            _use(lab, transport, shared_process)
+            if not takes:
+                assert not started or transport.interface_version < (1, 1), (
+                    f"threads {[one.name for one in started]}, and no enter to call in them"
+                )
+                return
+            without = [one.name for one in started if one.ident not in entered]
+            assert not without, f"threads that have not called enter: {without}"
+            assert len(entered) == len(set(entered)), "a thread has called enter twice"
+        finally:
+            transport.close()
+
+
+def _record_threads(monkeypatch: pytest.MonkeyPatch) -> list[threading.Thread]:
+    """Return the list to which every thread is added that starts from now on."""
+    started: list[threading.Thread] = []
+    start = threading.Thread.start
+
+    def recorded(thread: threading.Thread) -> None:
+        started.append(thread)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", recorded)
+    return started
+
+
+def _use(lab: Workbench, transport: Transport, remote: Process) -> None:
+    """Connect to a peer, move 64 MiB and send a notification: all that may need a thread."""
+    buffer = lab.buffer(MIB, transport)
+    peer = transport.connect(remote.address())
+    zeros = np.zeros(_COPIES, np.uint64)
+    copies = batch(buffer.region, remote.region, zeros, zeros, zeros + np.uint64(MIB))
+    for _ in range(2):
+        lab.finish(getattr(transport, lab.an_op)(peer, copies, lab.bound()), transport)
+    transport.disconnect(peer)
