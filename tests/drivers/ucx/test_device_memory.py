@@ -17,10 +17,10 @@ from kvferry.core.memory import Region, U64Array, region_of
 from kvferry.core.transport import PeerId, State, Status
 from kvferry.core.transport.copies import copies_between
 from kvferry.drivers.cuda import CudaDriver
-from kvferry.drivers.ucx import UcxTransport, client, device_memory, library, transport
+from kvferry.drivers.ucx import UcxTransport, client, device_memory, library, transport, ucp
 from kvferry.drivers.ucx import ucp_structs as structs
 from kvferry.drivers.ucx.posting import PostedRuns
-from kvferry.drivers.ucx.ucp import Endpoint
+from kvferry.drivers.ucx.ucp import Endpoint, RemoteKey, Ucp
 from kvferry.testing.peers import Process
 from tests.drivers.ucx.helpers import MIB, again_and_again, ended, until
 from tests.gpu.driver_api import StandInCuda
@@ -170,6 +170,44 @@ def test_device_memory_that_no_transport_reaches_fails_with_what_to_look_at(
         assert "driver_options: transports" in str(status.error)
     assert not found.mine.any()
     assert found.theirs.all()
+
+
+def test_large_read_fails_with_what_to_look_at_after_a_small_one_has_worked(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """UCX has other protocols for large reads, and may have none."""
+    found = pair(make, 4 * MIB)
+    poster = found.reader._poster
+    post = poster.post
+
+    def unserved_if_large(endpoint: Endpoint, batch: PostedRuns, *, write: bool) -> U64Array:
+        if batch.nbytes.max() < MIB:
+            return post(endpoint, batch, write=write)
+        return np.full(len(batch.nbytes), (1 << 64) + structs.Code.CANCELED, np.uint64)
+
+    monkeypatch.setattr(poster, "post", unserved_if_large)
+    assert found.moved(nbytes=8192).state is State.DONE
+    status = found.moved(nbytes=4 * MIB)
+    assert status.state is State.FAILED
+    assert isinstance(status.error, TransportUnsupportedError)
+    assert "nvidia_peermem" in str(status.error)
+    assert found.moved(nbytes=8192).state is State.DONE
+
+
+def test_key_to_device_memory_that_ucx_refuses_says_what_to_look_at(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """UCX says that the memory is unreachable; the peer is not lost."""
+
+    def refuse(self: Ucp, endpoint: Endpoint, packed: bytes) -> RemoteKey:
+        raise ucp.error(structs.Code.UNREACHABLE, "cannot reach the peer's memory")
+
+    monkeypatch.setattr(Ucp, "unpack_key", refuse)
+    status = pair(make).moved()
+    assert status.state is State.FAILED
+    assert isinstance(status.error, TransportUnsupportedError)
+    assert "UCX says unreachable, -6" in str(status.error)
+    assert "nvidia_peermem" in str(status.error)
 
 
 def test_connection_stays_usable_after_a_read_that_no_transport_serves(make: Make) -> None:
