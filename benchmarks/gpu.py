@@ -122,8 +122,9 @@ def _loads(engine: Any, producer: Any, case: Case) -> Iterator[float]:
         tokens = case.pages * PAGE_TOKENS - 1  # so that there is something to zero
         ticket = producer.prefill(f"request-{number}", source, number, tokens)
         expected = engine.cache.expected(source, number, tokens)
+        index = engine.cache.index(target)
         record = engine.load(ticket, target, engine.poison(target))
-        if wrong := engine.cache.wrong_words(target, expected):
+        if wrong := engine.cache.wrong_words(index, expected):
             raise SystemExit(f"{case}: {wrong} words are wrong after the load")
         yield record.seconds
 

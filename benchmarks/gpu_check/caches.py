@@ -99,17 +99,27 @@ class Cache:
 
     def fill(self, pages: Sequence[int], seed: int, tokens: int) -> None:
         """Enqueue the writing of a request's words into pages."""
-        self.words[self._index(pages)] = self.expected(pages, seed, tokens)
+        self.words[self.index(pages)] = self.expected(pages, seed, tokens)
 
     def poison(self, pages: Sequence[int]) -> None:
         """Enqueue the overwriting of pages with NaNs."""
-        self.words[self._index(pages)] = POISON
+        self.words[self.index(pages)] = POISON
 
-    def wrong_words(self, pages: Sequence[int], expected: Any) -> int:
-        """Count the words of pages that differ from the expected ones, on the current stream."""
-        return int((self.words[self._index(pages)] != expected).sum().item())
+    def wrong_words(self, index: Any, expected: Any) -> int:
+        """Count the words of pages that differ from the expected ones, on the current stream.
 
-    def _index(self, pages: Sequence[int]) -> Any:
+        Args:
+            index: what ``index`` returned for the pages, before they were loaded.
+            expected: the expected words.
+        """
+        return int((self.words[index] != expected).sum().item())
+
+    def index(self, pages: Sequence[int]) -> Any:
+        """Return pages as a tensor on the device.
+
+        Its copy to the device takes a while, and may order what a NIC has written before. So make
+        it before a load whose bytes are to be compared at once.
+        """
         torch = self.device.torch
         return torch.tensor(list(pages), dtype=torch.int64, device=self.device.name)
 

@@ -65,10 +65,11 @@ def _loads(engine: Engine, producer: Producer, size: Size) -> tuple[list[LoadRec
         ticket = producer.prefill(f"request-{number}", source, number, tokens)
         with engine.device.on(check):
             expected = engine.cache.expected(source, number, tokens)
+            index = engine.cache.index(target)
         engine.device.wait(check)
         records.append(engine.load(ticket, target, engine.poison(target)))
         with engine.device.on(check):  # nothing orders this stream after what filled the pages
-            wrong.append(engine.cache.wrong_words(target, expected))
+            wrong.append(engine.cache.wrong_words(index, expected))
     return records, wrong
 
 

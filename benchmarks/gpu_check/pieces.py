@@ -52,8 +52,9 @@ def _measure(
             tokens = pages * PAGE_TOKENS
             ticket = producer.prefill(f"request-{number}", source, number, tokens)
             expected = engine.cache.expected(source, number, tokens)
+            index = engine.cache.index(target)
             records.append(engine.load(ticket, target, engine.poison(target)))
-            if engine.cache.wrong_words(target, expected):
+            if engine.cache.wrong_words(index, expected):
                 outcome.problems.append(f"wrong bytes in round {number} of {shape}")
     first, *later = records
     seconds = median([record.seconds for record in later])

@@ -41,8 +41,6 @@ def all_steps(
             limit=90.0,
             settings=Settings(near=near, far=far),
         ),
-        *(step for driver in drivers for step in _suites(near, far, driver, seconds)),
-        *_each(drivers, "bench", "benchmarks/gpu.py: speed beside a plain copy", 75.0, near, far),
         *_each(drivers, "loads", "loads under load, checked on the device", 75.0, near, far),
         *_each(drivers, "quiescence", "no byte lands after FAILED", 110.0, near, far),
         Step(
@@ -53,6 +51,8 @@ def all_steps(
             settings=Settings(near=near, far=far),
         ),
         *_each(drivers, "pieces", "many small copies against few large ones", 60.0, near, far),
+        *(step for driver in drivers for step in _suites(near, far, driver, seconds)),
+        *_each(drivers, "bench", "benchmarks/gpu.py: speed beside a plain copy", 75.0, near, far),
     ]
     patience = REHEARSAL_PATIENCE if rehearse else 1
     return [replace(step, limit=patience * step.limit) for step in steps]

@@ -23,6 +23,7 @@ FILE, SECONDS, SHARD = (f"KVFERRY_CHECK_{name}" for name in ("FILE", "SECONDS", 
 tests run in this process, such as ``0/4`` for the first of four."""
 
 TOPICS = (
+    "ThreadTests",
     "TransferTests",
     "QuiescenceTests",
     "InFlightTests",

@@ -28,6 +28,7 @@ CUDA = "cuda"
 _LIBRARY = "libcuda.so.1"
 
 # Of cuda.h.
+_RDMA_SUPPORTED = 116  # CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_SUPPORTED
 _WRITES_ORDERING = 118  # CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WRITES_ORDERING
 _FLUSH_OPTIONS = 117  # CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_FLUSH_WRITES_OPTIONS
 _HOST_PAGE_TABLES = 100  # CU_DEVICE_ATTRIBUTE_PAGEABLE_MEMORY_ACCESS_USES_HOST_PAGE_TABLES
@@ -111,19 +112,20 @@ class CudaDriver:
                 self._call("cuCtxSynchronize")
 
     def needs_flush(self, device: int) -> bool:
-        """Return whether a device may run new work before it sees what a NIC has written before.
+        """Return whether ``flush`` must follow a NIC's writes, so that new work sees their bytes.
 
         That is so where the device does not order these writes, and where the CPU reaches the
         device over NVLink-C2C (Grace): the completion then comes by another way than the bytes,
-        and may overtake them.
+        and may overtake them. Where no NIC can write into the device's memory, nothing must follow.
 
         Args:
             device: the index of the device.
         """
         if device not in self._needs_flush:
+            reached = self._attribute(device, _RDMA_SUPPORTED) == 1
             ordered = self._attribute(device, _WRITES_ORDERING) >= _ORDERED_FOR_OWNER
             by_c2c = self._attribute(device, _HOST_PAGE_TABLES) == 1
-            self._needs_flush[device] = not ordered or by_c2c
+            self._needs_flush[device] = reached and (not ordered or by_c2c)
         return self._needs_flush[device]
 
     def can_flush(self, device: int) -> bool:

@@ -12,13 +12,15 @@ import mmap
 import os
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
 
 from kvferry.core.memory import Region, region_of
+from kvferry.core.transport import EnterThread, Transport, enter_nothing
+from kvferry.core.transport.threads import takes_enter
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -183,6 +185,42 @@ def allocate(memory: str, nbytes: int) -> Buffer:
         return CudaBuffer(nbytes, int(rest or 0))
     make: Callable[[int], Buffer] = imported(memory)
     return make(nbytes)
+
+
+def thread_setup(memory: str) -> EnterThread:
+    """Return what each thread that uses a buffer has to do first: for CUDA, choose the device.
+
+    Where the device cannot be used, a thread has nothing to do: ``allocate`` says why.
+
+    Args:
+        memory: as ``allocate`` takes it.
+    """
+    kind, _, rest = memory.partition(":")
+    if kind != "cuda" or _why_no_cuda(int(rest or 0)):
+        return enter_nothing
+    device = int(rest or 0)
+
+    def enter() -> None:
+        torch: Any = importlib.import_module("torch")
+        torch.cuda.set_device(device)
+        torch.zeros(1, device=f"cuda:{device}")  # makes the thread's context
+
+    return enter
+
+
+def make_transport(factory: str, options: Mapping[str, object], memory: str) -> Transport:
+    """Return a transport, after the calling thread has done what its memory needs.
+
+    Args:
+        factory: what makes the transport, as ``package.module:name``.
+        options: the keyword arguments of the factory. If it takes ``enter``, too, it gets what the
+            memory needs.
+        memory: the memory that the transport will move, as ``allocate`` takes it.
+    """
+    make: Callable[..., Transport] = imported(factory)
+    enter = thread_setup(memory)
+    enter()
+    return make(**options, enter=enter) if takes_enter(make) else make(**options)
 
 
 def available(kind: str) -> bool:

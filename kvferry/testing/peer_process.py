@@ -23,7 +23,7 @@ from kvferry.core.errors import KVFerryError, TransportUsageError
 from kvferry.core.memory import Region
 from kvferry.core.transport import PeerId, State, Status, TransferId, Transport
 from kvferry.core.transport.copies import Copies
-from kvferry.testing.memory import Bytes, allocate, imported, pattern
+from kvferry.testing.memory import Bytes, allocate, imported, make_transport, pattern
 
 _TURN_SECONDS = 0.002
 """Seconds between two polls of a transport without ``background_progress``."""
@@ -79,7 +79,7 @@ class PeerServer:
         self.buffer = allocate(setup.memory, setup.nbytes)
         self._content = pattern(setup.nbytes, setup.seed)
         self.buffer.put(self._content)
-        self.transport: Transport = imported(setup.factory)(**setup.options)
+        self.transport = make_transport(setup.factory, setup.options, setup.memory)
         self.transport.register(self.buffer.region)
         self.region = self.buffer.region
 

@@ -104,13 +104,14 @@ def test_wrong_words_of_a_load_are_counted() -> None:
     cache = Cache(Device("cpu"), CacheShape(pages=8, layers=2, piece_bytes=4096))
     expected = cache.expected([3, 1], seed=5, tokens=2 * PAGE_TOKENS - 1)
     cache.fill([4, 2], seed=5, tokens=2 * PAGE_TOKENS - 1)
-    assert cache.wrong_words([4, 2], expected) > 0  # other pages have other content
+    index = cache.index([4, 2])
+    assert cache.wrong_words(index, expected) > 0  # other pages have other content
     cache.words[[4, 2]] = expected
-    assert cache.wrong_words([4, 2], expected) == 0
+    assert cache.wrong_words(index, expected) == 0
     cache.words[2, 1, -1] = 1  # of a token that the request does not have
-    assert cache.wrong_words([4, 2], expected) == 1
+    assert cache.wrong_words(index, expected) == 1
     cache.poison([4])
-    assert cache.wrong_words([4, 2], expected) == 1 + 2 * 1024
+    assert cache.wrong_words(index, expected) == 1 + 2 * 1024
 
 
 def test_bytes_that_land_late_are_counted() -> None:

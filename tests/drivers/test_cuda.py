@@ -15,6 +15,7 @@ from tests.gpu.driver_api import StandInCuda
 
 HOST_PAGE_TABLES = 100
 FLUSH_OPTIONS = 117
+RDMA_SUPPORTED = 116
 WRITES_ORDERING = 118
 
 NEVER = 1e9
@@ -114,3 +115,8 @@ def test_device_with_an_error_is_never_quiet(caplog: pytest.LogCaptureFixture) -
             wait.join(0.01)
     assert not wait.quiet
     assert "restart the engine" in caplog.text
+
+
+def test_a_device_that_no_nic_reaches_needs_no_flush() -> None:
+    library = StandInCuda(attributes={(1, RDMA_SUPPORTED): 0})
+    assert not CudaDriver(library).needs_flush(1)

@@ -38,7 +38,8 @@ class StandInCuda:
     Attributes:
         devices: how many devices there are.
         active: the devices that have a primary context.
-        attributes: (device, attribute) to value; 0 for the others.
+        attributes: (device, attribute) to value; for the others 0, but 1 for the attribute that
+            NICs reach the device's memory (116).
         idle_at: when a device has done what is enqueued on it, by ``time.monotonic``.
         broken: the devices on which ``cuCtxSynchronize`` reports an error.
         calls: all calls, in order.
@@ -91,7 +92,7 @@ class StandInCuda:
         return SUCCESS
 
     def cuDeviceGetAttribute(self, value: Any, attribute: int, device: int) -> int:
-        value._obj.value = self.attributes.get((device, attribute), 0)
+        value._obj.value = self.attributes.get((device, attribute), int(attribute == 116))
         return SUCCESS
 
     def cuDevicePrimaryCtxGetState(self, device: int, flags: Any, active: Any) -> int:

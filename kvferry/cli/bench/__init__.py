@@ -18,6 +18,7 @@ from kvferry.cli.bench.grid import BLOCKS, SIZES, BenchError, Case, cases, optio
 from kvferry.cli.bench.measure import Bench, Result, far_process, memcpy_of, near_buffer
 from kvferry.core.transport import Transport
 from kvferry.core.transport.registry import create
+from kvferry.testing.memory import thread_setup
 
 INTERRUPTED = 130
 
@@ -87,7 +88,9 @@ def _measured(
     """
     nbytes = max(case.size for case in grid)
     with ExitStack() as stack:
-        transport = create(driver, options)  # first, since most mistakes are found here
+        enter = thread_setup(memory)
+        enter()
+        transport = create(driver, options, enter=enter)  # first: it finds most mistakes
         stack.callback(transport.close)
         _check_capabilities(driver, transport, grid, memory)
         setup = report.setup(driver, options, memory, transport)

@@ -19,7 +19,7 @@ from kvferry.core.transport.base import (
 )
 from kvferry.core.transport.copies import Copies, Segment
 from kvferry.core.transport.options import parse_options
-from kvferry.core.transport.threads import EnterThread, enter_nothing, make_thread
+from kvferry.core.transport.threads import EnterThread, enter_nothing, start_thread
 
 __all__ = [
     "INTERFACE_VERSION",
@@ -39,6 +39,6 @@ __all__ = [
     "TransferRequest",
     "Transport",
     "enter_nothing",
-    "make_thread",
     "parse_options",
+    "start_thread",
 ]

@@ -8,7 +8,7 @@ asked for.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 
@@ -22,11 +22,9 @@ from kvferry.core.transport import (
     Transport,
     enter_nothing,
 )
+from kvferry.core.transport.threads import ENTER, takes_enter
 
 GROUP = "kvferry.drivers"
-
-_ENTER = "enter"
-"""The constructor's keyword for an ``EnterThread``, of drivers written for interface 1.1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
@@ -224,18 +222,13 @@ def _report(entry: EntryPoint) -> str:
     return f"that is a fault of {info.distribution} {info.version}: report it there"
 
 
-def takes_enter(make: Callable[..., Transport]) -> bool:
-    """Return whether what makes a transport names the keyword ``enter``, of interface 1.1."""
-    return _ENTER in inspect.signature(make).parameters
-
-
 def _is_given_enter(driver: type[Transport]) -> bool:
     # In an older driver, an option of its own may have this name.
     return takes_enter(driver) and driver.interface_version >= (1, 1)
 
 
 def _check_options(name: str, driver: type[Transport], options: dict[str, object]) -> None:
-    ours = {_ENTER} if _is_given_enter(driver) else set()
+    ours = {ENTER} if _is_given_enter(driver) else set()
     try:
         if given := ours.intersection(options):
             raise TypeError(f"{', '.join(given)} is not an option, kvferry itself sets it")

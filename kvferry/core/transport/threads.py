@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
 from collections.abc import Callable
+
+from kvferry.core.errors import DriverError
 
 EnterThread = Callable[[], None]
 """What the integration has to do once in each thread that uses the engine's memory, before anything
@@ -11,24 +14,49 @@ else: on a GPU, to choose the thread's device. A new thread is on device 0, what
 uses. A driver calls it first in every thread that it makes."""
 
 
+ENTER = "enter"
+"""The keyword with which a driver's constructor takes an ``EnterThread``, since interface 1.1."""
+
+
+def takes_enter(make: Callable[..., object]) -> bool:
+    """Return whether what makes a transport names the keyword ``enter``."""
+    return ENTER in inspect.signature(make).parameters
+
+
 def enter_nothing() -> None:
     """Do nothing: the ``EnterThread`` of an engine whose memory needs none, such as CPU memory."""
 
 
-def make_thread(
+def start_thread(
     target: Callable[[], None], *, name: str, enter: EnterThread, daemon: bool = True
 ) -> threading.Thread:
-    """Return a thread, not started, that calls ``enter`` and then ``target``.
+    """Start a thread that calls ``enter`` and then ``target``; return when ``enter`` has returned.
 
     Args:
-        target: what the thread is for. It is not called if ``enter`` raises.
+        target: what the thread is for.
         name: the name of the thread.
         enter: what the integration does first in every thread.
         daemon: whether the process may end while the thread runs.
+
+    Raises:
+        DriverError: ``enter`` raised; the thread has ended, and ``target`` was not called.
     """
+    entered = threading.Event()
+    failures: list[Exception] = []
 
     def run() -> None:
-        enter()
+        try:
+            enter()
+        except Exception as exc:  # noqa: BLE001 - raised below, on the calling thread
+            failures.append(exc)
+            return
+        finally:
+            entered.set()
         target()
 
-    return threading.Thread(target=run, name=name, daemon=daemon)
+    thread = threading.Thread(target=run, name=name, daemon=daemon)
+    thread.start()
+    entered.wait()
+    if failures:
+        raise DriverError(f"thread {name} cannot choose its device: {failures[0]}") from failures[0]
+    return thread

@@ -25,7 +25,7 @@ import msgspec
 
 from kvferry.core.errors import ConnectError, PeerLostError, TransportError
 from kvferry.core.messages import DECODE_ERRORS
-from kvferry.core.transport import EnterThread, Notification, make_thread
+from kvferry.core.transport import EnterThread, Notification, start_thread
 from kvferry.drivers.loopback.address import Instance, Name
 
 MAX_NOTIFICATION = 1 << 16
@@ -203,8 +203,7 @@ class Mailbox:
         self._lock = threading.Lock()
         self._room = threading.Event()
         self._closing = False
-        self._thread = make_thread(self._serve, name=name, enter=enter)
-        self._thread.start()
+        self._thread = start_thread(self._serve, name=name, enter=enter)
 
     def open_channel(self, peer: str, instance: bytes, socket_name: str) -> NotificationChannel:
         """Connect to a peer's mailbox and send the hello.

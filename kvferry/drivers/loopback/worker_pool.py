@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from kvferry.core.errors import TransportError
-from kvferry.core.transport import EnterThread, State, Status, make_thread
+from kvferry.core.transport import EnterThread, State, Status, start_thread
 from kvferry.drivers.loopback.chunked_copy import CopyRuns
 from kvferry.drivers.loopback.peer_memory import PeerMemory
 from kvferry.drivers.loopback.registry import Claims
@@ -150,9 +150,8 @@ class WorkerPool:
         even_share = transfer.runs.total // (2 * self._wanted)
         transfer.limit = min(transfer.limit, max(_SMALLEST_CHUNK, even_share))
         while len(self._threads) < self._wanted:
-            thread = make_thread(self._work, name=self._name, enter=self._enter)
+            thread = start_thread(self._work, name=self._name, enter=self._enter)
             self._threads.append(thread)
-            thread.start()
         with self._changed:
             self._queue.append(transfer)
             self._changed.notify_all()

@@ -335,10 +335,13 @@ class NixlTransport(BaseTransport[None, NixlPeer, NixlPeer, NixlTransfer]):
         if not transfers:
             return
         deadline = time.monotonic() + self.grace_seconds
-        # In this order: until they are idle, NIXL's threads may enqueue copies on a GPU.
-        if self._agents.wait_idle(deadline) and self._wait_for_devices(deadline):
-            for transfer in transfers:
-                transfer.settle()
+        # In this order: until they are idle, NIXL's threads may enqueue copies on a GPU. Twice: the
+        # end of such a copy wakes a thread, which may enqueue one more.
+        for _ in range(2):
+            if not (self._agents.wait_idle(deadline) and self._wait_for_devices(deadline)):
+                return
+        for transfer in transfers:
+            transfer.settle()
 
     def _wait_for_devices(self, deadline: float) -> bool:
         """Wait until the accelerators of the registered regions have done what is enqueued on them.

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from kvferry.core.memory import U64Array
-from kvferry.core.transport import EnterThread, enter_nothing, make_thread
+from kvferry.core.transport import EnterThread, enter_nothing, start_thread
 from kvferry.drivers.ucx.posting import PlainPoster, PostedRuns
 from kvferry.drivers.ucx.ucp import ERRORS_FROM, Endpoint, Ucp, WorkerHandle
 
@@ -140,8 +140,7 @@ class CompiledPoster:
                 logger.warning(_NO_NUMBA)
                 return
             # Not a daemon, so that the process does not end while the compiler works.
-            self._thread = make_thread(self._run, name="ucx-compile", enter=enter, daemon=False)
-            self._thread.start()
+            self._thread = start_thread(self._run, name="ucx-compile", enter=enter, daemon=False)
 
     def _run(self) -> None:
         if self._compile is not None:

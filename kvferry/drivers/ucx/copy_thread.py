@@ -11,7 +11,7 @@ import os
 import threading
 from collections.abc import Callable
 
-from kvferry.core.transport import EnterThread, make_thread
+from kvferry.core.transport import EnterThread, start_thread
 from kvferry.drivers.ucx.worker import Worker
 
 MIN_BYTES = 1 << 21
@@ -41,8 +41,7 @@ class CopyThread:
         # ``_start`` is released when there is work, ``_idle`` when the thread has done it.
         self._start, self._idle = threading.Lock(), threading.Lock()
         self._start.acquire()
-        self._thread = make_thread(self._run, name=name, enter=enter)
-        self._thread.start()
+        self._thread = start_thread(self._run, name=name, enter=enter)
 
     def progress_both(self, first: Worker, second: Worker) -> None:
         """Make progress in two workers at once, for ``PROGRESS_SECONDS`` or until all is done.

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from kvferry.core.transport import EnterThread, make_thread
+from kvferry.core.transport import EnterThread, start_thread
 from kvferry.drivers.ucx.worker import Worker
 
 if TYPE_CHECKING:
@@ -115,8 +115,7 @@ class ProgressThread:
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._stopping = False
         self._wakes_soon = False
-        self._thread = make_thread(self._run, name=name, enter=enter)
-        self._thread.start()
+        self._thread = start_thread(self._run, name=name, enter=enter)
 
     def wake(self) -> None:
         """Wake the thread, which may have work after another thread has used a side."""

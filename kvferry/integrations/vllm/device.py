@@ -87,8 +87,11 @@ class HighPriorityStream:
         self._done: Any = None
 
     @contextmanager
-    def enqueueing(self) -> Iterator[None]:
-        """Within the context, torch enqueues work for the device on this stream."""
+    def awaited(self) -> Iterator[None]:
+        """Within the context, torch enqueues work on this stream; at its end, wait for the work.
+
+        Also waits if the context ends by an error, since a part of the work may be enqueued.
+        """
         import torch
 
         if self._device.type == CPU:
@@ -99,10 +102,8 @@ class HighPriorityStream:
             self._stream = module.Stream(device=self._device, priority=-1)
             self._done = module.Event()
         with module.stream(self._stream):
-            yield
-            self._done.record(self._stream)
-
-    def wait(self) -> None:
-        """Wait until what was enqueued is done, since drivers do not know torch's streams."""
-        if self._done is not None:
-            self._done.synchronize()
+            try:
+                yield
+            finally:
+                self._done.record(self._stream)
+                self._done.synchronize()

@@ -30,21 +30,33 @@ def prompt_digest(request: Request, tokens: int, adapter: bytes | None = None) -
     """
     name = request.lora_request.lora_name if request.lora_request else None
     lora = name if adapter is None else (name, adapter)
-    # The salt is a client's text, a medium's identifier may be, and text may hold lone surrogates.
     media = [
         (
-            feature.identifier.encode("utf-8", "surrogatepass"),
+            _packable(feature.identifier),
             feature.mm_position.offset,
             feature.mm_position.length,
         )
         for feature in request.mm_features
         if feature.mm_position.offset < tokens
     ]
+    # The salt is a client's text, which may hold lone surrogates.
     salt = request.cache_salt and request.cache_salt.encode("utf-8", "surrogatepass")
     ids = (request.prompt_token_ids or [])[:tokens]
     return digest(
         ids, lora, media, salt, _embeddings(request, tokens), *_token_id_mask(request, tokens)
     )
+
+
+def _packable(text: str) -> str | bytes:
+    """Return a text that msgpack can encode, or its bytes if the text holds lone surrogates.
+
+    A medium's identifier may be a client's text.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-8", "surrogatepass")
+    return text
 
 
 def _token_id_mask(request: Request, tokens: int) -> tuple[bytes, ...]:

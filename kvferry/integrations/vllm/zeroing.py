@@ -35,24 +35,25 @@ def zero_function(caches: Iterable[torch.Tensor]) -> Callable[[Spans], None]:
     return device_zero_function(tensors)
 
 
-def device_zero_function(caches: Iterable[torch.Tensor]) -> Callable[[Spans], None]:
+def device_zero_function(
+    caches: Iterable[torch.Tensor],
+    stream_of: Callable[[torch.device], HighPriorityStream] = HighPriorityStream,
+) -> Callable[[Spans], None]:
     """Return a function that zeroes spans through torch, for the memory of any device.
 
     Args:
         caches: vLLM's cache tensors. The returned function keeps their memory alive.
+        stream_of: Makes the stream for a device's zeroing.
     """
     memory = {region_of(tensor): _bytes_of(tensor) for tensor in caches}
-
-    streams = {tensor.device: HighPriorityStream(tensor.device) for tensor in memory.values()}
+    streams = {tensor.device: stream_of(tensor.device) for tensor in memory.values()}
 
     def zero(spans: Spans) -> None:
         for device, stream in streams.items():
-            with stream.enqueueing():
+            with stream.awaited():
                 for segment in spans.segments:
                     if memory[segment.region].device == device:
                         _zero_segment(memory[segment.region], spans, segment)
-        for stream in streams.values():
-            stream.wait()
 
     return zero
 

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from kvferry.core.transport import Transport
-from kvferry.core.transport.registry import takes_enter
+from kvferry.core.transport.threads import takes_enter
 from kvferry.testing.contract.copy_batches import batch
 from kvferry.testing.contract.settings import ContractSettings
 from kvferry.testing.contract.workbench import MIB, Workbench
-from kvferry.testing.memory import imported
+from kvferry.testing.memory import imported, thread_setup
 from kvferry.testing.peers import Process
 
 _COPIES = 64
@@ -31,10 +31,16 @@ class ThreadTests(ContractSettings):
         """
         make = imported(lab.settings.factory)
         takes = takes_enter(make)
-        entered: list[int] = []
+        entered: list[threading.Thread] = []
         started = _record_threads(monkeypatch)
-        kwargs = {"enter": lambda: entered.append(threading.get_ident())} if takes else {}
-        transport: Transport = make(**lab.settings.options, **kwargs)
+        choose_device = thread_setup(lab.settings.memory)
+
+        def enter() -> None:
+            entered.append(threading.current_thread())
+            choose_device()
+
+        given = {"enter": enter} if takes else {}
+        transport: Transport = make(**lab.settings.options, **given)
         try:
             _use(lab, transport, shared_process)
             if not takes:
@@ -42,7 +48,7 @@ class ThreadTests(ContractSettings):
                     f"threads {[one.name for one in started]}, and no enter to call in them"
                 )
                 return
-            without = [one.name for one in started if one.ident not in entered]
+            without = [one.name for one in started if one not in entered]
             assert not without, f"threads that have not called enter: {without}"
             assert len(entered) == len(set(entered)), "a thread has called enter twice"
         finally:

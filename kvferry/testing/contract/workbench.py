@@ -27,7 +27,7 @@ from kvferry.core.transport import (
 )
 from kvferry.core.transport.copies import Copies
 from kvferry.testing.contract.copy_batches import Offsets, batch, moved
-from kvferry.testing.memory import Buffer, Bytes, allocate, imported, pattern
+from kvferry.testing.memory import Buffer, Bytes, allocate, make_transport, pattern
 from kvferry.testing.peers import TransportPeer
 
 MIB = 1 << 20
@@ -136,7 +136,8 @@ class Workbench:
 
     def make(self) -> Transport:
         """Return a new transport of the driver, which the workbench closes at the test's end."""
-        transport: Transport = imported(self.settings.factory)(**self.settings.options)
+        settings = self.settings
+        transport = make_transport(settings.factory, settings.options, settings.memory)
         self._made.append(transport)
         return transport
 

@@ -83,9 +83,8 @@ def test_a_stream_of_its_own_waits_for_its_own_work_only(devices: StandInDevices
     devices.enqueue(60.0)  # a step of the model, on the default stream
     stream, before = HighPriorityStream(torch.device("cuda", 1)), time.monotonic()
     for _ in range(2):
-        with stream.enqueueing():
+        with stream.awaited():
             devices.enqueue(0.05)
-        stream.wait()
     assert 0.1 <= time.monotonic() - before < 30.0
     [made] = devices.streams
     assert (made.device, made.priority) == (1, -1)
@@ -98,6 +97,23 @@ def test_a_stream_on_cpus_is_none() -> None:
     from kvferry.integrations.vllm.device import HighPriorityStream
 
     stream = HighPriorityStream(torch.device("cpu"))
-    with stream.enqueueing():
+    with stream.awaited():
         pass
-    stream.wait()
+
+
+def test_a_stream_is_waited_for_after_an_error(devices: StandInDevices) -> None:
+    import torch
+
+    from kvferry.integrations.vllm.device import HighPriorityStream
+
+    devices.set_device(1)
+    stream, before = HighPriorityStream(torch.device("cuda", 1)), time.monotonic()
+
+    def enqueue_and_fail() -> None:
+        with stream.awaited():
+            devices.enqueue(0.1)
+            raise RuntimeError("no memory")
+
+    with pytest.raises(RuntimeError, match="no memory"):
+        enqueue_and_fail()
+    assert time.monotonic() - before >= 0.1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -13,6 +15,7 @@ from hypothesis import strategies as st
 from kvferry.core.memory import region_of
 from kvferry.core.planner.build_copies import Spans, SpanSegment
 from kvferry.core.planner.zeroing import zero_cpu
+from kvferry.integrations.vllm.device import HighPriorityStream
 from kvferry.integrations.vllm.zeroing import device_zero_function, zero_function
 
 if TYPE_CHECKING:
@@ -67,3 +70,23 @@ def test_views_of_one_buffer_are_one_memory() -> None:
 
 def test_cpu_memory_needs_no_torch() -> None:
     assert zero_function([_memory()]) is zero_cpu
+
+
+def test_zeroing_is_enqueued_on_a_stream_and_waited_for() -> None:
+    open_now, seen = [False], []
+
+    class RecordingStream(HighPriorityStream):
+        @contextmanager
+        def awaited(self) -> Iterator[None]:
+            open_now[0] = True
+            yield
+            seen.append(memory.clone())
+            open_now[0] = False
+
+    memory = _memory()
+    spans = _spans([memory], [[1, 2]], 256)
+    device_zero_function([memory], RecordingStream)(spans)
+    [at_end] = seen
+    assert at_end.tolist() == memory.tolist()  # nothing was enqueued elsewhere, or later
+    assert memory[256:512].sum() == 0
+    assert not open_now[0]
