@@ -121,8 +121,10 @@ def test_failed_read_is_final_when_the_gpu_has_done_its_queue(
     transport.disconnect(peer)
     assert time.monotonic() >= idle_at
     assert transport.poll([transfer])[0].state is State.FAILED
-    [call] = [call for call in library.calls if call.name == "cuCtxSynchronize"]
-    assert (call.device, [call.thread]) == (1, entered)
+    calls = [call for call in library.calls if call.name == "cuCtxSynchronize"]
+    assert calls
+    assert {call.device for call in calls} == {1}
+    assert [call.thread for call in calls] == entered
 
 
 def test_failed_read_stays_failing_while_the_gpu_has_work(

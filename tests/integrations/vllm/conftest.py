@@ -18,6 +18,9 @@ CONNECTOR = {
     "kv_connector_module_path": "kvferry.integrations.vllm",
 }
 
+PATIENT = {"handshake_timeout": 50.0}
+"""Options of the test engines: many share a few cores, and a handshake may take long there."""
+
 StartEngine = Callable[..., Engine]
 
 
@@ -62,7 +65,7 @@ def _engines(checkpoint: Path, folder: Path) -> Iterator[StartEngine]:
         if role is not None:
             options["kv_transfer_config"] = (
                 CONNECTOR
-                | {"kv_role": role, "kv_connector_extra_config": extra or {}}
+                | {"kv_role": role, "kv_connector_extra_config": PATIENT | (extra or {})}
                 | (transfer or {})
             )
         engine = Engine(name, model, folder, **options)

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tests.integrations.vllm.conftest import CONNECTOR
+from tests.integrations.vllm.conftest import CONNECTOR, PATIENT
 from tests.integrations.vllm.engines import Engine
 
 
@@ -36,7 +36,7 @@ class Fleet:
         if role is not None:
             options["kv_transfer_config"] = (
                 CONNECTOR
-                | {"kv_role": role, "kv_connector_extra_config": dict(extra or {})}
+                | {"kv_role": role, "kv_connector_extra_config": {**PATIENT, **(extra or {})}}
                 | dict(transfer or {})
             )
         name = f"{self._model.name}-{name}"

@@ -24,7 +24,9 @@ def hand_over(
     before = decode.run(probes.metrics)
     completions = decode.generate(*prompts, params=prefill.prefill(*prompts), **options)
     ended = [c.finish_reason for c in completions]
-    assert ended == ["length"] * len(prompts), decode.log()[-4000:]
+    assert ended == ["length"] * len(prompts), (
+        f"{decode.log()[-4000:]}\nThe engine it loaded from:\n{prefill.log()[-4000:]}"
+    )
     after = decode.run(probes.metrics)
     counted = {name: value - before.get(name, 0) for name, value in after.items()}
     return [c.text for c in completions], counted

@@ -168,6 +168,8 @@ class ConnectIteratesWithoutLock(LoopbackTransport):
     """``connect`` iterates over the transfers without a lock while other threads change them."""
 
     def connect(self, address: bytes) -> PeerId:
-        for _ in self._transfers:
-            time.sleep(0.001)
+        for _ in range(20):  # so long that other threads do change them, on a busy machine too
+            for _ in self._transfers:
+                time.sleep(0.001)
+            time.sleep(0.01)
         return super().connect(address)
