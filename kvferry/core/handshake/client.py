@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from kvferry.core.errors import AdmissionError, HandshakeError, IncompatibleError, RefusedError
 from kvferry.core.handshake.compatibility import EngineInfo, engine_info
-from kvferry.core.handshake.connection import NoAnswerError, SideChannelConnection
+from kvferry.core.handshake.connection import SideChannelConnection
 from kvferry.core.handshake.dialer import Dialer, HungUpError
 from kvferry.core.handshake.reply_limits import ReplyLimits
 from kvferry.core.handshake.sockets import Context, is_loopback, place
@@ -29,9 +29,6 @@ from kvferry.core.messages import (
     Request,
 )
 from kvferry.core.security import OPEN, Access
-
-MUTE_SECONDS = 2.0
-"""How long the first connection may stay without an answer, before a second one is tried."""
 
 
 def fetch(
@@ -207,32 +204,10 @@ def health(
 
 
 def _asked(call: Dialer, request: Request, deadline: float | None = None) -> Reply:
-    """Send a request over a new connection, or over several, and return the answer.
-
-    If a connection stays mute, another one is tried: on a busy machine libzmq was seen to leave a
-    connection open whose handshake never ended, while it served others of the same moment. Each
-    connection gets twice the time of the one before, so an overloaded engine is not asked more.
-
-    Args:
-        call: how to reach the side channel.
-        request: the request.
-        deadline: by ``time.monotonic``, in seconds; ``None`` for the call's timeout from now.
-
-    Raises:
-        HandshakeError: no valid answer came by the deadline.
-    """
     if deadline is None:
         deadline = time.monotonic() + call.timeout
-    patience = MUTE_SECONDS
-    while True:
-        until = time.monotonic() + patience
-        with closing(SideChannelConnection(call)) as connection:
-            try:
-                return connection.ask(request, min(until, deadline))
-            except NoAnswerError:
-                if until >= deadline:
-                    raise
-        patience *= 2
+    with closing(SideChannelConnection(call)) as connection:
+        return connection.ask(request, deadline)
 
 
 @contextmanager

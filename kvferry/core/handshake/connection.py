@@ -20,10 +20,6 @@ frame (``Dialer.channel``), libzmq can lose a wake-up: if one of its threads wri
 when the other goes to sleep, both sleep until the next message."""
 
 
-class NoAnswerError(HandshakeError):
-    """The other end took the connection, and no answer came in time."""
-
-
 class SideChannelConnection:
     """A client's connection to one side channel, for any number of requests, one after another.
 
@@ -63,8 +59,7 @@ class SideChannelConnection:
             deadline: by ``time.monotonic``, in seconds; ``None`` for the dialer's timeout from now.
 
         Raises:
-            NoAnswerError: no answer came.
-            HandshakeError: the connection has ended.
+            HandshakeError: no answer came, or the connection has ended.
         """
         if deadline is None:
             deadline = time.monotonic() + self._dialer.timeout
@@ -78,7 +73,7 @@ class SideChannelConnection:
             if self._wait(min(left, AGAIN_SECONDS)):
                 return self._receive()
             if left <= 0:
-                raise NoAnswerError(
+                raise HandshakeError(
                     "it took the connection, but did not answer within "
                     f"{self._dialer.timeout:g} s: its process is stopped or overloaded"
                 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import select
 import socket
 import struct
@@ -15,7 +14,9 @@ import zmq
 
 from kvferry.core import messages as wire
 from kvferry.core.errors import HandshakeError, IncompatibleError
-from kvferry.core.handshake import HandshakeServer, fetch
+from kvferry.core.handshake import (
+    fetch,
+)
 from kvferry.core.handshake.sockets import Context
 from tests.core.messages import encoded, payload
 
@@ -144,54 +145,3 @@ def test_an_invalid_reply_is_an_error_that_says_why(
                 fetch("127.0.0.1", port, "prefill", timeout=LONG)
         finally:
             thread.join()
-
-
-def test_another_connection_is_tried_if_the_first_stays_mute(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("kvferry.core.handshake.client.MUTE_SECONDS", 0.2)
-    mute: list[socket.socket] = []
-    with (
-        HandshakeServer(encoded(payload()), engine="prefill", incarnation=7) as server,
-        socket.create_server(("127.0.0.1", 0)) as listener,
-        ThreadPoolExecutor() as pool,
-    ):
-        relay = pool.submit(relay_all_but_the_first, listener, server.port, mute)
-        info = fetch("127.0.0.1", listener.getsockname()[1], "prefill", timeout=LONG)
-        listener.shutdown(socket.SHUT_RDWR)
-        relay.result()
-    assert info.engine == "prefill"
-    assert len(mute) == 1
-    mute[0].close()
-
-
-def relay_all_but_the_first(listener: socket.socket, port: int, mute: list[socket.socket]) -> None:
-    """Connect clients to a port, except for the first that sends anything: keep it, say nothing."""
-    with contextlib.suppress(OSError), ThreadPoolExecutor() as pool:
-        while True:
-            client, _ = listener.accept()
-            first = client.recv(1)
-            if first and mute:
-                pool.submit(relay_one, client, first, port)
-            elif first:
-                mute.append(client)
-            else:
-                client.close()
-
-
-def relay_one(client: socket.socket, first: bytes, port: int) -> None:
-    with (
-        client,
-        socket.create_connection(("127.0.0.1", port)) as server,
-        ThreadPoolExecutor(1) as pool,
-    ):
-        server.sendall(first)
-        pool.submit(copy_bytes, server, client)
-        copy_bytes(client, server)
-
-
-def copy_bytes(source: socket.socket, target: socket.socket) -> None:
-    with contextlib.suppress(OSError):
-        while data := source.recv(1 << 16):
-            target.sendall(data)
-        target.shutdown(socket.SHUT_WR)
