@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,6 +15,7 @@ from kvferry.cli.plan.engines import (
     Engine,
     PlanSettings,
     SettingsError,
+    fit_states,
     make_engine,
     parse,
     read_engine,
@@ -30,11 +32,13 @@ class _Side(NamedTuple):
         name: ``prefill`` or ``decode``.
         engine: The layouts of the engine's ranks.
         source: The settings from which the layouts were computed, or the JSON file that has them.
+        notes: What else there is to know about the engine, a sentence each.
     """
 
     name: str
     engine: Engine
     source: PlanSettings | Path
+    notes: tuple[str, ...] = ()
 
 
 def run(
@@ -71,17 +75,17 @@ def run(
     consumer = _side("decode", decode, described, tokens)
     estimate = estimate_reads(producer.engine, consumer.engine, tokens)
     advice = _advice(described, producer, consumer, estimate)
+    notes = (*producer.notes, *consumer.notes)
     if write_layouts is not None:
         for side in (producer, consumer):
             write_engine(write_layouts / f"{side.name}.json", side.engine)
     if svg is not None:
         _draw(svg, estimate, producer, consumer)
     if as_json:
-        Console().print_json(
-            json.dumps(report.json_record(estimate, producer.engine, consumer.engine, advice))
-        )
+        record = report.json_record(estimate, producer.engine, consumer.engine, advice)
+        Console().print_json(json.dumps(record | {"notes": notes}))
     else:
-        _print(described, estimate, producer, consumer, advice)
+        _print(described, estimate, producer, consumer, advice, notes)
 
 
 def _side(name: str, text: str, model: Model | None, tokens: int) -> _Side:
@@ -104,8 +108,14 @@ def _side(name: str, text: str, model: Model | None, tokens: int) -> _Side:
             f"{option} {text!r} is how a model is set up: name the model's config.json first, or "
             "give a JSON file with the engine's layouts"
         )
-    settings = parse(text, option)
-    return _Side(name, make_engine(model, settings, tokens), settings)
+    asked = parse(text, option)
+    engine = make_engine(model, asked, tokens)
+    settings = fit_states(model, asked)
+    notes = (
+        f"Pages of {name} have {settings.block_size:,} tokens instead of {asked.block_size}: vLLM "
+        "enlarges them until a page of attention has room for a state.",
+    )
+    return _Side(name, engine, settings, notes if settings != asked else ())
 
 
 def _advice(
@@ -132,13 +142,19 @@ def _advice(
 
 
 def _print(
-    model: Model | None, estimate: Estimate, prefill: _Side, decode: _Side, advice: Advice | None
+    model: Model | None,
+    estimate: Estimate,
+    prefill: _Side,
+    decode: _Side,
+    advice: Advice | None,
+    notes: Sequence[str],
 ) -> None:
-    """Print the tables, and the advice if there is any."""
+    """Print the tables, the notes, and the advice if there is any."""
     console = Console(highlight=False)
     if model is not None:
         report.print_model(console, model)
-    report.print_engines(console, (prefill, decode))
+    report.print_engines(console, [side[:3] for side in (prefill, decode)])
+    report.print_notes(console, notes)
     report.print_total(console, estimate)
     report.print_reads(console, estimate, prefill.engine, decode.engine)
     report.print_served(console, estimate, prefill.engine)
