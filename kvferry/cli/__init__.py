@@ -315,8 +315,8 @@ def plan(
         typer.Option(
             "--from",
             metavar="HOST:PORT",
-            help="Take the layouts of a running engine from its side channel, instead of --prefill "
-            "or --decode. If given twice, the first is the prefill engine.",
+            help="Take the layouts of a running engine from its side channel; then --prefill or "
+            "--decode is left out. If given twice, the first is the prefill engine.",
             show_default=False,
         ),
     ] = None,
@@ -325,7 +325,8 @@ def plan(
         list[str] | None,
         typer.Option(
             metavar="KEY",
-            help="The public key, or its place, of the engine of each --from.",
+            help="The public key of a running engine, or its place; one for each --from in "
+            "their order.",
             show_default=False,
         ),
     ] = None,
@@ -376,8 +377,8 @@ def plan(
     speculative decoding are left out. A model that its config does not describe completely, such
     as one with an indexer or a compressed cache, is refused with the key that shows it.
 
-    HOST:PORT is the engine's side_channel_host and side_channel_port. Layers are named as vLLM
-    names them if an engine is asked with --from.
+    HOST:PORT is the engine's side_channel_host and side_channel_port. If --from is given,
+    layers have vLLM's names.
 
     The pages of a request are assumed to lie apart, as in an engine that has run for a while, so
     that no two pages are moved by one copy. Where copies are small, other layouts and block sizes
