@@ -288,26 +288,45 @@ def bench(
 
 @app.command()
 def plan(
-    prefill: Annotated[
-        str,
-        typer.Option(
-            metavar="SETTINGS|FILE",
-            help="The prefill engine: settings as below, or a JSON file with its layouts.",
-            show_default=False,
-        ),
-    ],
-    decode: Annotated[
-        str,
-        typer.Option(
-            metavar="SETTINGS|FILE", help="The decode engine, likewise.", show_default=False
-        ),
-    ],
     model: Annotated[
         Path | None,
         typer.Argument(
             metavar="CONFIG",
-            help="A model's config.json, or its folder. Leave it out if both engines are JSON "
-            "files.",
+            help="A model's config.json, or its folder. Needed if an engine is given by settings.",
+            show_default=False,
+        ),
+    ] = None,
+    prefill: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SETTINGS|FILE",
+            help="The prefill engine: settings as above, or a JSON file with its layouts.",
+            show_default=False,
+        ),
+    ] = None,
+    decode: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SETTINGS|FILE", help="The decode engine, likewise.", show_default=False
+        ),
+    ] = None,
+    addresses: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--from",
+            metavar="HOST:PORT",
+            help="Take the layouts of a running engine from its side channel; then --prefill or "
+            "--decode is left out. If given twice, the first is the prefill engine.",
+            show_default=False,
+        ),
+    ] = None,
+    curve_secret_key: CurveSecretKey = "",
+    curve_peer: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KEY",
+            help="The public key of a running engine, or its place; one for each --from in "
+            "their order.",
             show_default=False,
         ),
     ] = None,
@@ -349,11 +368,22 @@ def plan(
     Examples:
       kvferry plan path/to/model --prefill tp=2,layout=HND --decode tp=1,block_size=32
       kvferry plan --prefill prefill.json --decode decode.json --svg plan.svg
+      kvferry plan --from 10.0.0.5:5600 --from 10.0.0.6:5600
+      kvferry plan path/to/model --from 10.0.0.5:5600 --decode tp=4
 
-    No engine has to run. The pages of a request are assumed to lie apart, as in an engine that has
-    run for a while, so that no two pages are moved by one copy. Where copies are small, other
-    layouts and block sizes are tried, and those that would help are printed. Exit status 1 if the
-    two engines cannot exchange pages.
+    No engine has to run. CONFIG may be the config of a multimodal model: its text part is read,
+    since images become tokens of the same cache. Layers with states (Mamba 1 and 2, gated delta
+    nets, KDA, short convolutions) are drawn, too. Draft layers and the scratch memory of
+    speculative decoding are left out. A model that its config does not describe completely, such
+    as one with an indexer or a compressed cache, is refused with the key that shows it.
+
+    HOST:PORT is the engine's side_channel_host and side_channel_port. If --from is given,
+    layers have vLLM's names.
+
+    The pages of a request are assumed to lie apart, as in an engine that has run for a while, so
+    that no two pages are moved by one copy. Where copies are small, other layouts and block sizes
+    are tried, and those that would help are printed. Exit status 1 if the two engines cannot
+    exchange pages.
     """
     from kvferry.cli.plan import run
 
@@ -361,6 +391,9 @@ def plan(
         model=model,
         prefill=prefill,
         decode=decode,
+        addresses=addresses or (),
+        secret_key=curve_secret_key,
+        peers=curve_peer or (),
         tokens=tokens,
         dtype=dtype,
         svg=svg,

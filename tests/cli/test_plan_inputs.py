@@ -105,7 +105,12 @@ WRONG_MODELS = [
         "layers 1, 3 are 'linear_attention'",
     ),
     ({"layer_types": ["sliding_attention"] * 4}, "'sliding_window' does not say how long"),
-    ({"hybrid_override_pattern": "M*M*"}, "has 'hybrid_override_pattern', so the model has states"),
+    (
+        {"hybrid_override_pattern": "M*M*"},
+        "layers 0, 2 are 'mamba', which have states, and the file has none of the keys",
+    ),
+    ({"layer_types": ["full_attention", "rwkv"] * 2}, "layers 1, 3 are 'rwkv', and known are"),
+    ({"layer_group_size": 8}, "has 'layer_group_size', so the model has states"),
     ({"mamba_d_conv": 4}, "has 'mamba_d_conv', so the model has states"),
     ({"index_topk": 2048}, "has 'index_topk', a second cache in every layer"),
     ({"is_encoder_decoder": True}, "only decoders are drawn"),

@@ -1,10 +1,11 @@
-"""``kvferry plan``: which rank reads what from which, before any engine runs."""
+"""``kvferry plan``: which rank reads what from which, of engines that run or do not run yet."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from rich.console import Console
 
@@ -14,6 +15,7 @@ from kvferry.cli.plan.engines import (
     Engine,
     PlanSettings,
     SettingsError,
+    fit_states,
     make_engine,
     parse,
     read_engine,
@@ -22,6 +24,9 @@ from kvferry.cli.plan.engines import (
 from kvferry.cli.plan.estimate import Estimate, estimate_reads
 from kvferry.cli.plan.model import Model, read_model
 
+if TYPE_CHECKING:
+    from kvferry.cli.plan.running import RunningEngine
+
 
 class _Side(NamedTuple):
     """One of the two engines, and the text that described it.
@@ -29,19 +34,25 @@ class _Side(NamedTuple):
     Attributes:
         name: ``prefill`` or ``decode``.
         engine: The layouts of the engine's ranks.
-        source: The settings from which the layouts were computed, or the JSON file that has them.
+        source: The settings from which the layouts were computed, the JSON file that has them, or
+            the running engine that publishes them.
+        notes: What else there is to know about the engine, a sentence each.
     """
 
     name: str
     engine: Engine
-    source: PlanSettings | Path
+    source: PlanSettings | Path | RunningEngine
+    notes: tuple[str, ...] = ()
 
 
 def run(
     *,
     model: Path | None,
-    prefill: str,
-    decode: str,
+    prefill: str | None,
+    decode: str | None,
+    addresses: Sequence[str] = (),
+    secret_key: str = "",
+    peers: Sequence[str] = (),
     tokens: int = 4096,
     dtype: str | None = None,
     svg: Path | None = None,
@@ -51,10 +62,13 @@ def run(
     """Plan a request, and print which decode rank reads what from which prefill rank.
 
     Args:
-        model: A model's ``config.json`` or its folder; ``None`` if both engines are JSON files.
+        model: A model's ``config.json`` or its folder; ``None`` if no engine is given by settings.
         prefill: Settings of the prefill engine, such as ``tp=2,block_size=16,layout=LBHNC``, or a
-            JSON file of its layouts.
-        decode: Settings, or a JSON file, of the decode engine.
+            JSON file of its layouts; ``None`` if it is a running engine.
+        decode: Settings, or a JSON file, of the decode engine; ``None`` if it is a running engine.
+        addresses: ``HOST:PORT`` of the side channel of each running engine, prefill first.
+        secret_key: Where this command's secret key for side channels with keys is.
+        peers: The public key of each running engine, if their side channels have keys.
         tokens: Number of tokens in the request.
         dtype: Element type of the cache; by default the config file's.
         svg: File for a picture.
@@ -66,22 +80,113 @@ def run(
     """
     described = None if model is None else read_model(model, dtype)
     if described is None and dtype is not None:
-        raise SettingsError("--dtype is for a model's config file; JSON layouts say their own")
-    producer = _side("prefill", prefill, described, tokens)
-    consumer = _side("decode", decode, described, tokens)
+        raise SettingsError("--dtype is for a model's config file; layouts say their own")
+    texts = {"prefill": prefill, "decode": decode}
+    running = _running(texts, addresses, secret_key, peers)
+    producer, consumer = (
+        _running_side(name, running[name], described)
+        if text is None
+        else _side(name, text, described, tokens)
+        for name, text in texts.items()
+    )
+    producer, consumer = _with_equal_keys(producer, consumer), _with_equal_keys(consumer, producer)
     estimate = estimate_reads(producer.engine, consumer.engine, tokens)
     advice = _advice(described, producer, consumer, estimate)
+    notes = (*producer.notes, *consumer.notes, *_refusal(running))
     if write_layouts is not None:
         for side in (producer, consumer):
             write_engine(write_layouts / f"{side.name}.json", side.engine)
     if svg is not None:
         _draw(svg, estimate, producer, consumer)
     if as_json:
-        Console().print_json(
-            json.dumps(report.json_record(estimate, producer.engine, consumer.engine, advice))
-        )
+        record = report.json_record(estimate, producer.engine, consumer.engine, advice)
+        Console().print_json(json.dumps(record | {"notes": notes}))
     else:
-        _print(described, estimate, producer, consumer, advice)
+        _print(described, estimate, producer, consumer, advice, notes)
+
+
+def _running(
+    texts: Mapping[str, str | None], addresses: Sequence[str], secret_key: str, peers: Sequence[str]
+) -> dict[str, RunningEngine]:
+    """Return the running engines by side, ``prefill`` or ``decode``.
+
+    Args:
+        texts: The value of the option of each side; ``None`` if the side is a running engine.
+        addresses: ``HOST:PORT`` of the side channel of each running engine.
+        secret_key: Where this command's own secret key is, if their side channels have keys.
+        peers: The public key of each running engine, if their side channels have keys.
+
+    Raises:
+        KVFerryError: There are more or fewer addresses than sides without a value, the keys are not
+            valid, or an engine does not answer.
+    """
+    missing = [name for name, text in texts.items() if text is None]
+    if len(missing) > len(addresses):
+        raise SettingsError(
+            f"the {missing[len(addresses)]} engine is missing: give --{missing[len(addresses)]} "
+            "with settings or a JSON file, or --from HOST:PORT for an engine that runs"
+        )
+    if len(missing) < len(addresses):
+        raise SettingsError(
+            f"--from is given {len(addresses)} times, and stands for the {len(missing)} of "
+            "--prefill and --decode that are left out: leave one more out, or one --from"
+        )
+    if not addresses and not secret_key and not peers:
+        return {}
+    from kvferry.cli.plan.running import keys_of_engines, read_running
+
+    keys = keys_of_engines(secret_key, peers, len(addresses))
+    return {
+        name: read_running(address, key)
+        for name, address, key in zip(missing, addresses, keys, strict=True)
+    }
+
+
+def _running_side(name: str, running: RunningEngine, model: Model | None) -> _Side:
+    """Return the side of a running engine.
+
+    Args:
+        name: ``prefill`` or ``decode``.
+        running: The engine.
+        model: The engine's model; ``None`` if no config file was named.
+    """
+    notes = (
+        "The side channel does not say which layers of decode have a sliding window: all tokens "
+        "are counted. Name the model's config.json, too, if it has windows.",
+    )
+    counts_all = model is None and name == "decode"
+    return _Side(name, running.engine(model), running, notes if counts_all else ())
+
+
+def _with_equal_keys(side: _Side, other: _Side) -> _Side:
+    """Return a side whose fields have the keys of the other side.
+
+    A side is returned unchanged unless it was computed from settings and the other engine runs.
+
+    Args:
+        side: The side.
+        other: The other side.
+    """
+    if not isinstance(side.source, PlanSettings) or isinstance(other.source, PlanSettings | Path):
+        return side
+    from kvferry.cli.plan.running import with_keys_of
+
+    return side._replace(engine=with_keys_of(side.engine, other.engine))
+
+
+def _refusal(running: Mapping[str, RunningEngine]) -> Iterator[str]:
+    """Yield why two running engines refuse each other at the handshake, if they do.
+
+    Args:
+        running: The running engines by side.
+    """
+    if len(running) < 2:
+        return
+    from kvferry.cli.plan.running import refusal
+
+    reason = refusal(running["prefill"], running["decode"])
+    if reason is not None:
+        yield f"The handshake refuses this pair: {reason}"
 
 
 def _side(name: str, text: str, model: Model | None, tokens: int) -> _Side:
@@ -104,8 +209,14 @@ def _side(name: str, text: str, model: Model | None, tokens: int) -> _Side:
             f"{option} {text!r} is how a model is set up: name the model's config.json first, or "
             "give a JSON file with the engine's layouts"
         )
-    settings = parse(text, option)
-    return _Side(name, make_engine(model, settings, tokens), settings)
+    asked = parse(text, option)
+    engine = make_engine(model, asked, tokens)
+    settings = fit_states(model, asked)
+    notes = (
+        f"Pages of {name} have {settings.block_size:,} tokens instead of {asked.block_size}: vLLM "
+        "enlarges them until a page of attention has room for a state.",
+    )
+    return _Side(name, engine, settings, notes if settings != asked else ())
 
 
 def _advice(
@@ -132,13 +243,19 @@ def _advice(
 
 
 def _print(
-    model: Model | None, estimate: Estimate, prefill: _Side, decode: _Side, advice: Advice | None
+    model: Model | None,
+    estimate: Estimate,
+    prefill: _Side,
+    decode: _Side,
+    advice: Advice | None,
+    notes: Sequence[str],
 ) -> None:
-    """Print the tables, and the advice if there is any."""
+    """Print the tables, the notes, and the advice if there is any."""
     console = Console(highlight=False)
     if model is not None:
         report.print_model(console, model)
-    report.print_engines(console, (prefill, decode))
+    report.print_engines(console, [side[:3] for side in (prefill, decode)])
+    report.print_notes(console, notes)
     report.print_total(console, estimate)
     report.print_reads(console, estimate, prefill.engine, decode.engine)
     report.print_served(console, estimate, prefill.engine)

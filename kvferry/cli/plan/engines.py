@@ -3,15 +3,17 @@
 Layouts are computed as vLLM 0.32 lays out memory (``v1/kv_cache_layout.py``,
 ``create_kv_cache_views``). Each rank has one buffer, which all cache groups share from its start.
 The axes are (layers, blocks, heads, tokens, content), nested as the layout's name says. An entry,
-which is one head of one token, has its K before its V.
+which is one head of one token, has its K before its V. A layer's state is at the start of a page,
+and pages of attention are enlarged until a state fits into one.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
@@ -19,6 +21,7 @@ import msgspec
 from msgspec import Meta
 
 from kvferry.cli.plan.model import Model
+from kvferry.cli.plan.states import State
 from kvferry.core.errors import KVFerryError
 from kvferry.core.layout import (
     ELEMENT_BYTES,
@@ -223,6 +226,15 @@ UNEVEN = 1.5
 the smaller groups instead of splitting the larger ones
 (``_get_kv_cache_groups_uniform_page_size``)."""
 
+ALIGNMENT = 16
+"""If pages are enlarged for states, they hold a multiple of this many tokens: the smallest block of
+the kernels of FLASH_ATTN, FLASHINFER and TRITON_ATTN."""
+LATENT_ALIGNMENT = 128
+"""The same for latents (MLA)."""
+SCATTERED = "LHBNC"
+"""The order in which a block is not contiguous even within one layer, so it has no room for a
+state."""
+
 
 class EngineError(KVFerryError):
     """A model does not fit the ranks that were set, or a file does not describe an engine."""
@@ -331,15 +343,40 @@ def make_engine(model: Model, settings: PlanSettings, tokens: int) -> Engine:
         EngineError: The model cannot be distributed over these ranks.
         LayoutError: The cache would be larger than a layout can describe.
     """
+    settings = fit_states(model, settings)
     check_spread(model, settings)
     groups = _groups(model)
-    pages = 1 + sum(-(-tokens // (settings.block_size * settings.dcp)) for _ in groups)
+    pages = 1 + sum(
+        1 if group.holds_states else -(-tokens // (settings.block_size * settings.dcp))
+        for group in groups
+    )
     ranks = list(itertools.product(range(settings.pp), range(settings.tp)))
     return Engine(
         ranks=tuple(_rank(model, settings, groups, pages, pp, tp) for pp, tp in ranks),
         coordinates=tuple(Coordinates(pp=pp, tp=tp, dcp=tp % settings.dcp) for pp, tp in ranks),
-        windows=tuple(model.windows[layers[0]] for layers in groups),
+        windows=tuple(group.window for group in groups),
     )
+
+
+def fit_states(model: Model, settings: PlanSettings) -> PlanSettings:
+    """Return settings whose pages of attention have room for a state, as vLLM enlarges them.
+
+    See ``Platform._align_hybrid_block_size`` in vLLM's ``platforms/interface.py``.
+
+    Args:
+        model: The model. If it has no states, the settings are returned unchanged.
+        settings: The engine's settings.
+
+    Raises:
+        SettingsError: The other settings do not fit the enlarged pages.
+    """
+    if model.state is None:
+        return settings
+    token = max(1, model.kv_heads // settings.tp) * model.entry_bytes
+    step = max(settings.block_size, LATENT_ALIGNMENT if model.latent else ALIGNMENT)
+    size = step * -(-model.state.nbytes(settings.tp) // (step * token))
+    size = ALIGNMENT * -(-size // ALIGNMENT)
+    return replace(settings, block_size=max(settings.block_size, size))
 
 
 def check_spread(model: Model, settings: PlanSettings) -> None:
@@ -364,29 +401,77 @@ def check_spread(model: Model, settings: PlanSettings) -> None:
             f"dcp={settings.dcp} spreads tokens over ranks that hold the same heads, and with "
             f"tp={tp} and {heads} KV heads there are {max(1, tp // heads)}"
         )
+    if model.state is not None:
+        _check_states(model.state, settings)
 
 
-def _groups(model: Model) -> list[list[int]]:
-    """Return the layer indices of each cache group.
+def _check_states(state: State, settings: PlanSettings) -> None:
+    """Refuse settings with which no engine can store a model's states.
 
-    The layers of a group share block ids and have the same sliding window. If the most frequent
-    window has at least ``UNEVEN`` times as many layers as the rarest, vLLM splits its layers, and
-    those of other frequent windows, into several groups.
+    Args:
+        state: The state of one layer.
+        settings: The engine's settings.
+
+    Raises:
+        EngineError: The message names the setting and what it does not fit.
+    """
+    tp = settings.tp
+    parts = [(f"the {state.heads} heads of a state", state.heads)]
+    parts += [
+        (f"the {part.units} units of a state's {part.name} channels", part.units)
+        for part in state.channels
+        if part.units > 1
+    ]
+    for what, count in parts:
+        if count % tp:
+            raise EngineError(f"tp={tp} does not divide {what}")
+    if settings.layout == SCATTERED:
+        others = ", ".join(order for order in ORDERS if order != SCATTERED)
+        raise EngineError(
+            f"layout={SCATTERED} scatters a block over the heads, and a state needs a block in one "
+            f"piece: use one of {others}"
+        )
+
+
+class _CacheGroup(NamedTuple):
+    """Layers that share block ids.
+
+    Attributes:
+        layers: The layers' indices.
+        window: Their sliding window in tokens, 0 for no window.
+        holds_states: Whether the group has the layers' states instead of their attention.
+    """
+
+    layers: list[int]
+    window: int = 0
+    holds_states: bool = False
+
+
+def _groups(model: Model) -> list[_CacheGroup]:
+    """Return the cache groups of a model.
+
+    The layers of a group have the same sliding window, or states. If the most frequent kind of
+    layers has at least ``UNEVEN`` times as many layers as the rarest, vLLM splits its layers, and
+    those of other frequent kinds, into several groups.
 
     Raises:
         EngineError: No layer of the model has a cache.
     """
-    kinds: dict[int, list[int]] = {}
+    by_window: dict[int, list[int]] = {}
     for layer, window in model.windows.items():
-        kinds.setdefault(window, []).append(layer)
+        by_window.setdefault(window, []).append(layer)
+    kinds = [_CacheGroup(layers, window) for window, layers in by_window.items()]
+    if model.states:
+        kinds.append(_CacheGroup(list(model.states), holds_states=True))
     if not kinds:
         raise EngineError("no layer has a cache of its own")
-    fewest, most = (pick(map(len, kinds.values())) for pick in (min, max))
+    kinds.sort(key=lambda kind: kind.layers[0])
+    fewest, most = (pick(len(kind.layers) for kind in kinds) for pick in (min, max))
     size = most if most < fewest * UNEVEN else fewest
     return [
-        layers[turn::groups]
-        for layers in kinds.values()
-        for groups in [-(-len(layers) // size)]
+        kind._replace(layers=kind.layers[turn::groups])
+        for kind in kinds
+        for groups in [-(-len(kind.layers) // size)]
         for turn in range(groups)
     ]
 
@@ -436,36 +521,59 @@ def _strides(settings: PlanSettings, shape: Sequence[int], block: int) -> _Strid
 
 
 def _rank(
-    model: Model, settings: PlanSettings, groups: list[list[int]], pages: int, pp: int, tp: int
+    model: Model, settings: PlanSettings, groups: list[_CacheGroup], pages: int, pp: int, tp: int
 ) -> Layout:
     """Return the layout of one rank.
 
     Args:
         model: The model.
         settings: The engine's settings.
-        groups: The layer indices of each cache group, on all ranks.
+        groups: The cache groups, with the layers of all ranks.
         pages: Number of pages, which all groups share.
         pp: The rank's pipeline index.
         tp: The rank's tensor index.
     """
     stage = _stage(model.layers, settings.pp, pp)
-    layers_here = [[layer for layer in layers if layer in stage] for layers in groups]
+    here = [
+        group._replace(layers=[layer for layer in group.layers if layer in stage])
+        for group in groups
+    ]
     heads = _heads(model.kv_heads, settings.tp, tp)
     page = (heads[1] - heads[0]) * settings.block_size * model.entry_bytes
-    block = max(map(len, layers_here)) * page
+    block = max(len(group.layers) for group in here) * page
     context = ContextParallel(
         size=settings.dcp, rank=tp % settings.dcp, interleave=settings.interleave
     )
-    kind = Group(kind=GroupKind.PAGED, block_tokens=settings.block_size, context=context)
+    paged = Group(kind=GroupKind.PAGED, block_tokens=settings.block_size, context=context)
+    state = Group(kind=GroupKind.STATE, block_tokens=0)
+    memory = _Memory(settings, pages, block)
     return Layout(
         regions=(Region(address=ADDRESS, nbytes=max(1, block * pages), kind="cuda"),),
-        groups=(kind,) * len(groups),
+        groups=tuple(state if group.holds_states else paged for group in here),
         fields=tuple(
             f
-            for group, layers in enumerate(layers_here)
-            for f in _fields(model, settings, group, layers, pages, heads, block)
+            for index, group in enumerate(here)
+            for f in (
+                _state_fields(model.state, memory, index, group.layers, page, tp)
+                if group.holds_states and model.state is not None
+                else _fields(model, memory, index, group.layers, heads)
+            )
         ),
     )
+
+
+class _Memory(NamedTuple):
+    """What all groups of a rank have in common.
+
+    Attributes:
+        settings: The engine's settings.
+        pages: Number of pages.
+        block: Bytes from one page to the next; used only if blocks are the outermost axis.
+    """
+
+    settings: PlanSettings
+    pages: int
+    block: int
 
 
 def _heads(total: int, ranks: int, rank: int) -> tuple[int, int]:
@@ -486,25 +594,18 @@ def _heads(total: int, ranks: int, rank: int) -> tuple[int, int]:
 
 
 def _fields(
-    model: Model,
-    settings: PlanSettings,
-    group: int,
-    layers: list[int],
-    pages: int,
-    heads: tuple[int, int],
-    block: int,
+    model: Model, memory: _Memory, group: int, layers: list[int], heads: tuple[int, int]
 ) -> Iterator[Field]:
-    """Yield the fields of one cache group on one rank.
+    """Yield the fields of one cache group with attention on one rank.
 
     Args:
         model: The model.
-        settings: The engine's settings.
+        memory: What the rank's groups have in common.
         group: The group's index.
         layers: The indices of the group's layers on this rank.
-        pages: Number of pages.
         heads: The range [first, last) of the KV heads on this rank.
-        block: Bytes from one page to the next; used only if blocks are the outermost axis.
     """
+    settings, pages, block = memory
     kernels, held = settings.kernels, heads[1] - heads[0]
     tokens = settings.block_size // kernels
     shape = (len(layers), pages * kernels, held, tokens, model.entry_bytes)
@@ -528,3 +629,51 @@ def _fields(
                 shard_range=heads,
             )
             offset += elements * item
+
+
+def _state_fields(
+    state: State, memory: _Memory, group: int, layers: list[int], page: int, tp: int
+) -> Iterator[Field]:
+    """Yield the fields of one cache group with states on one rank.
+
+    The keys and axes are those of the connector (``integrations/vllm/caches/state_pages.py``). The
+    convolution's inputs have their channels innermost, as vLLM stores them by default.
+
+    Args:
+        state: The state of one layer.
+        memory: What the rank's groups have in common.
+        group: The group's index.
+        layers: The indices of the group's layers on this rank.
+        page: Bytes of a page of one layer.
+        tp: The rank's tensor index.
+    """
+    settings, pages, block = memory
+    step = _strides(settings, (len(layers), pages, 1, 1, page), block)
+    item, element = ELEMENT_BYTES[state.input_dtype], ELEMENT_BYTES[state.dtype]
+    shares = [part.share(settings.tp, tp) for part in state.channels]
+    row = sum(stop - start for start, stop in shares) * item
+    heads = state.heads // settings.tp
+    field = partial(Field, group=group, region=0, page_stride=step.block, pages=pages)
+    for index, layer in enumerate(layers):
+        key, offset = f"layers.{layer}.mixer", index * step.layer
+        for part, (start, stop) in zip(state.channels, shares, strict=True):
+            yield field(
+                key=f"{key}/conv/{part.name}",
+                offset=offset,
+                dtype=state.input_dtype,
+                unit=item,
+                shard=axis((stop - start, item)),
+                shard_range=(start, stop),
+                inner=(axis((state.columns, row)),),
+            )
+            offset += (stop - start) * item
+        if heads:
+            unit = state.elements * element
+            yield field(
+                key=f"{key}/ssm",
+                offset=index * step.layer + state.columns * row,
+                dtype=state.dtype,
+                unit=unit,
+                shard=axis((heads, unit)),
+                shard_range=(tp * heads, (tp + 1) * heads),
+            )

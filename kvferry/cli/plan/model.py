@@ -7,7 +7,7 @@ completely is refused, with the key that shows it.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,6 +16,17 @@ import msgspec
 from msgspec import Meta, Struct
 
 from kvferry.cli.formatting import numbers
+from kvferry.cli.plan.states import (
+    HYBRID,
+    KINDS,
+    NO_CACHE,
+    STATEFUL,
+    Size,
+    State,
+    layer_types,
+    read_state,
+    with_aliases,
+)
 from kvferry.core.errors import KVFerryError
 from kvferry.core.layout import ELEMENT_BYTES
 from kvferry.core.messages import DECODE_ERRORS
@@ -24,13 +35,19 @@ FILE_LIMIT = 1 << 24
 """Largest size of a config file, in bytes; real ones have some thousands."""
 
 NESTED = ("text_config", "llm_config", "language_config", "thinker_config")
-"""Keys under which a multimodal model keeps the configuration of its text model."""
+"""Keys under which a multimodal model keeps the configuration of its text model, as vLLM reads them
+(``transformers_utils/config.py`` and ``transformers_utils/configs``)."""
 
 ALIASES: Mapping[str, tuple[str, ...]] = {
     "num_hidden_layers": ("n_layer", "n_layers", "num_layers"),
     "num_attention_heads": ("n_head", "n_heads", "num_heads"),
-    "num_key_value_heads": ("n_head_kv", "num_kv_heads", "multi_query_group_num"),
-    "head_dim": ("kv_channels",),
+    "num_key_value_heads": (
+        "n_head_kv",
+        "num_kv_heads",
+        "multi_query_group_num",
+        "num_attention_groups",
+    ),
+    "head_dim": ("attention_head_dim", "kv_channels", "hidden_size_per_head"),
     "hidden_size": ("n_embd", "d_model"),
     "dtype": ("torch_dtype",),
     "layer_types": ("layers_block_type",),
@@ -48,13 +65,13 @@ DTYPES: Mapping[str, str] = {
     "fp8_e5m2": "float8_e5m2",
 }
 
-EVERY_TOKEN = frozenset({"full_attention", "attention", "chunked_attention"})
+EVERY_TOKEN = frozenset({"full_attention", "attention", "chunked_attention", HYBRID})
 """Types of layers that keep every token, as vLLM's chunked attention does by default."""
 WINDOWED = frozenset({"sliding_attention"})
 
 STATES = re.compile(
     r"mamba_|ssm_|ssm$|linear_(num|conv|key|value|attn)|rwkv|conv_kernel$|conv_L_cache$|state_size$"
-    r"|hybrid_override_pattern$|full_attention_interval$|attn_layer_|attn_type_list$|lru_|block_types$"
+    r"|hybrid_override_pattern$|full_attention_interval$|attn_layer_|attn_type_list$|lru_|block_types$|layer_group_size$"
 )
 """Keys of models that have recurrent states beside attention or instead of it."""
 
@@ -64,12 +81,18 @@ UNSUPPORTED: Mapping[str, str] = {
     "block_configs": "layers that are unlike each other",
     "global_head_dim": "heads of two sizes",
     "num_global_key_value_heads": "layers with unlike numbers of heads",
+    "cross_attention_layers": "layers that keep entries of images instead of tokens",
 }
 """Keys of models whose cache the file does not describe completely, with what each stands for."""
 
-REMEDY = "describe both engines as JSON layouts instead (kvferry plan --help)"
-
-Size = Annotated[int, Meta(ge=1, le=1 << 20)]
+REMEDY = (
+    "describe both engines as JSON layouts instead, or take the layouts of running engines with "
+    "--from (kvferry plan --help)"
+)
+DEFAULTS = (
+    "If the file leaves this key to the defaults of transformers, let it write every key: "
+    "AutoConfig.from_pretrained(PATH).to_json_file(FILE, use_diff=False)"
+)
 
 
 class ModelError(KVFerryError):
@@ -104,12 +127,14 @@ class Model:
 
     Attributes:
         layers: Number of layers, which pipeline ranks share.
-        windows: Sliding window in tokens by layer index, 0 for no window. It has no layer that
-            uses the cache of another layer.
+        windows: Sliding window in tokens by the index of each layer with attention, 0 for no
+            window. It has no layer that uses the cache of another layer.
         attention_heads: Number of query heads.
         kv_heads: Number of KV heads; 1 if an entry is a latent (MLA), which every rank stores.
         parts: Parts of an entry (one head of one token) in order: name to number of elements.
         dtype: Element type, a key of ``ELEMENT_BYTES``.
+        states: The indices of the layers that have a recurrent state.
+        state: The state of each of these layers; ``None`` if there are none.
         notes: Assumptions about what the file does not say, a sentence each.
     """
 
@@ -119,6 +144,8 @@ class Model:
     kv_heads: int
     parts: Mapping[str, int]
     dtype: str
+    states: tuple[int, ...] = ()
+    state: State | None = None
     notes: tuple[str, ...] = ()
 
     @property
@@ -146,7 +173,9 @@ def read_model(path: Path, dtype: str | None = None) -> Model:
     flat = _flat(_parsed(file))
     _refuse_unsupported(file, flat)
     config = _converted(file, flat)
-    windows, notes = _windows(config)
+    types = _layer_types(file, flat, config)
+    windows, notes = _windows(config, types)
+    states = _state_layers(config, types)
     latent = config.kv_lora_rank is not None
     return Model(
         layers=config.num_hidden_layers,
@@ -157,7 +186,9 @@ def read_model(path: Path, dtype: str | None = None) -> Model:
         if latent
         else dict.fromkeys(("k", "v"), _head_dim(file, config)),
         dtype=element_type(dtype if dtype not in (None, "auto") else config.dtype),
-        notes=notes,
+        states=states,
+        state=_state(file, flat, states, types[states[0]]) if types and states else None,
+        notes=(*notes, *_assumed_heads(config)),
     )
 
 
@@ -196,10 +227,15 @@ def _parsed(file: Path) -> dict[str, Any]:
 def _flat(config: dict[str, Any]) -> dict[str, Any]:
     """Return a config file's keys, with the nested keys of a text model moved to the top level.
 
-    A multimodal model has such a text model. Its value counts if both levels have a key.
+    A multimodal model has such a text model. Its value counts if both levels have a key, but for
+    the element type, where vLLM takes the top level's.
     """
     inner = next((config[name] for name in NESTED if isinstance(config.get(name), dict)), None)
-    return config if inner is None else _flat({**config, **dict.fromkeys(NESTED), **inner})
+    if inner is None:
+        return config
+    dtype = config.get("dtype") or config.get("torch_dtype")
+    outer = {"dtype": dtype} if dtype else {}
+    return _flat({**config, **dict.fromkeys(NESTED), **inner, **outer})
 
 
 def _refuse_unsupported(file: Path, config: Mapping[str, Any]) -> None:
@@ -215,13 +251,6 @@ def _refuse_unsupported(file: Path, config: Mapping[str, Any]) -> None:
     for key, what in UNSUPPORTED.items():
         if config.get(key):
             raise ModelError(f"{file} has {key!r}, {what}: that is not drawn from a file; {REMEDY}")
-    typed = any(config.get(key) for key in ("layer_types", *ALIASES["layer_types"]))
-    state = next((key for key in config if STATES.match(key) and config[key]), None)
-    if state and not typed:
-        raise ModelError(
-            f"{file} has {state!r}, so the model has states, and no 'layer_types' that says which "
-            f"layers have them: states are not drawn from a file; {REMEDY}"
-        )
 
 
 def _converted(file: Path, config: Mapping[str, Any]) -> _Config:
@@ -234,16 +263,83 @@ def _converted(file: Path, config: Mapping[str, Any]) -> _Config:
     Raises:
         ModelError: A key is missing, or its value is not valid.
     """
-    present = {key: value for key, value in config.items() if value is not None}
-    named = {
-        key: present[name]
-        for key, others in ALIASES.items()
-        if (name := next((n for n in (key, *others) if n in present), None))
-    }
+    # A head_dim of 0 stands for a missing one, as in vLLM.
+    kept = {k: v for k, v in config.items() if k != "head_dim" or v != 0}
     try:
-        return msgspec.convert({**present, **named}, _Config)
+        return msgspec.convert(with_aliases(kept, ALIASES), _Config)
     except msgspec.ValidationError as exc:
-        raise ModelError(f"{file} does not say what a KV cache is made of: {exc}") from exc
+        remedy = f". {DEFAULTS}" if "missing required field" in str(exc) else ""
+        raise ModelError(f"{file} does not say what a KV cache is made of: {exc}{remedy}") from exc
+
+
+def _layer_types(file: Path, config: Mapping[str, Any], converted: _Config) -> Sequence[str] | None:
+    """Return the type of each layer; ``None`` if all layers have attention.
+
+    Args:
+        file: The config file, for errors.
+        config: The file's keys, from ``_flat``.
+        converted: The validated keys.
+
+    Raises:
+        ModelError: A value is not valid, or the file does not say which layers have a state.
+    """
+    layers = converted.num_hidden_layers
+    try:
+        types = converted.layer_types or layer_types(config, layers)
+    except msgspec.ValidationError as exc:
+        raise ModelError(f"{file} does not say which layers have a state: {exc}") from exc
+    if types is not None and len(types) < layers:
+        raise ModelError(f"'layer_types' has {len(types)} entries for {layers} layers")
+    state = next((key for key in config if STATES.match(key) and config[key]), None)
+    if state and types is None:
+        raise ModelError(
+            f"{file} has {state!r}, so the model has states, and no 'layer_types' that says which "
+            f"layers have them: such states are not drawn from a file; {REMEDY}"
+        )
+    return types
+
+
+def _state_layers(config: _Config, types: Sequence[str] | None) -> tuple[int, ...]:
+    """Return the indices of the layers that have a recurrent state.
+
+    Args:
+        config: The keys of the file.
+        types: The type of each layer; ``None`` if all layers have attention.
+    """
+    return tuple(n for n in range(config.num_hidden_layers) if types and types[n] in STATEFUL)
+
+
+def _state(file: Path, config: Mapping[str, Any], layers: Sequence[int], name: str) -> State:
+    """Return the state of the layers that have one.
+
+    Args:
+        file: The config file, for errors.
+        config: The file's keys, from ``_flat``.
+        layers: The indices of these layers, for errors.
+        name: The type of the first of these layers, for errors.
+
+    Raises:
+        ModelError: The file does not say how large the state is.
+    """
+    try:
+        state = read_state(config, element_type)
+    except msgspec.ValidationError as exc:
+        raise ModelError(f"{file} does not say what its states are made of: {exc}") from exc
+    if state is None:
+        raise ModelError(
+            f"layers {numbers(layers)} are {name!r}, which have states, and the file has none of "
+            f"the keys that give a state's size ({', '.join(KINDS)}); {REMEDY}"
+        )
+    return state
+
+
+def _assumed_heads(config: _Config) -> tuple[str, ...]:
+    """Return a sentence if the file does not say the number of KV heads; else nothing."""
+    if config.num_key_value_heads or config.kv_lora_rank or config.multi_query:
+        return ()
+    return (
+        "As many KV heads as attention heads are assumed: the file has no 'num_key_value_heads'.",
+    )
 
 
 def _kv_heads(config: _Config) -> int:
@@ -272,20 +368,26 @@ def _head_dim(file: Path, config: _Config) -> int:
     return config.hidden_size // config.num_attention_heads
 
 
-def _windows(config: _Config) -> tuple[dict[int, int], tuple[str, ...]]:
-    """Return the sliding windows of a model's layers, and what was assumed about them.
+def _windows(
+    config: _Config, types: Sequence[str] | None
+) -> tuple[dict[int, int], tuple[str, ...]]:
+    """Return the sliding window of each layer with attention, and what was assumed.
+
+    Args:
+        config: The keys of the file.
+        types: The type of each layer; ``None`` if the file does not say.
 
     Returns:
-        The window in tokens by layer index, 0 for no window, without layers that share the cache of
-        another layer; and a sentence for each assumption.
+        The window in tokens by layer index, 0 for no window, without the layers that use the cache
+        of another layer; and a sentence for each assumption.
 
     Raises:
         ModelError: The file does not describe the layers completely.
     """
     layers = config.num_hidden_layers - (config.num_kv_shared_layers or 0)
     window = config.sliding_window or 0
-    if config.layer_types is not None:
-        return _windows_by_type(config.layer_types, config.num_hidden_layers, layers, window), ()
+    if types is not None:
+        return _windows_by_type(types[:layers], window), ()
     if not window or config.use_sliding_window is False:
         return dict.fromkeys(range(layers), 0), ()
     if config.sliding_window_pattern:
@@ -299,31 +401,29 @@ def _windows(config: _Config) -> tuple[dict[int, int], tuple[str, ...]]:
     return {n: window if n >= first else 0 for n in range(layers)}, (note,)
 
 
-def _windows_by_type(types: list[str], declared: int, layers: int, window: int) -> dict[int, int]:
-    """Return the sliding window in tokens of each layer with a cache, from the layers' types.
+def _windows_by_type(types: Sequence[str], window: int) -> dict[int, int]:
+    """Return the sliding window in tokens of each layer with attention, from the layers' types.
 
     Args:
-        types: The type of each layer, ``layer_types`` of the config file.
-        declared: Number of layers that the config file declares.
-        layers: Number of layers, from the first on, that have a cache of their own.
+        types: The type of each layer that has a cache of its own.
         window: Window in tokens of each sliding layer; 0 if the file does not say it.
 
     Returns:
         The window by layer index; 0 for a layer that keeps every token.
 
     Raises:
-        ModelError: Types are missing or unknown, or the length of the window is missing.
+        ModelError: A type is unknown, or the length of the window is missing.
     """
-    if len(types) < declared:
-        raise ModelError(f"'layer_types' has {len(types)} entries for {declared} layers")
-    unknown = {n: t for n, t in enumerate(types[:layers]) if t not in EVERY_TOKEN | WINDOWED}
+    known = EVERY_TOKEN | WINDOWED | STATEFUL | NO_CACHE
+    unknown = {n: t for n, t in enumerate(types) if t not in known}
     if unknown:
         name = next(iter(unknown.values()))
         of = numbers([n for n, kind in unknown.items() if kind == name])
         raise ModelError(
-            f"layers {of} are {name[:64]!r}: states, and whatever is not attention, are not drawn "
-            f"from a file; {REMEDY}"
+            f"layers {of} are {name[:64]!r}, and known are {', '.join(sorted(known))}: other "
+            f"layers are not drawn from a file; {REMEDY}"
         )
-    if not window and WINDOWED & set(types[:layers]):
+    if not window and WINDOWED & set(types):
         raise ModelError("'layer_types' names windows, and 'sliding_window' does not say how long")
-    return {n: window if kind in WINDOWED else 0 for n, kind in enumerate(types[:layers])}
+    attending = {n: kind for n, kind in enumerate(types) if kind in EVERY_TOKEN | WINDOWED}
+    return {n: window if kind in WINDOWED else 0 for n, kind in attending.items()}

@@ -15,6 +15,7 @@ from kvferry.cli.plan.advice import IPC_SECONDS, SMALL, Advice, Change, is_many,
 from kvferry.cli.plan.engines import Engine
 from kvferry.cli.plan.estimate import ByteCounts, Estimate, ReadEstimate
 from kvferry.cli.plan.model import Model
+from kvferry.cli.plan.states import State
 from kvferry.core.messages import Coordinates
 from kvferry.core.planner.strips import Overlap
 
@@ -58,8 +59,24 @@ def print_model(console: Console, described: Model) -> None:
     for window in windows:
         layers = [layer for layer, length in described.windows.items() if length == window]
         console.print(f"layers {numbers(layers)} look back {window:,} tokens")
+    if described.state is not None:
+        console.print(
+            f"layers {numbers(described.states)} have a state: {_state_text(described.state)}"
+        )
     for note in described.notes:
         console.print(f"[yellow]{note}[/]")
+
+
+def _state_text(state: State) -> str:
+    """Return the size and the parts of a layer's state, as text."""
+    inputs = sum(part.count for part in state.channels)
+    text = (
+        f"{size(state.nbytes(1))} each ({counted(inputs, 'channel')} of "
+        f"{counted(state.columns, 'token')} in {state.input_dtype}"
+    )
+    if state.heads:
+        text += f", {state.heads:,} x {counted(state.elements, 'element')} in {state.dtype}"
+    return f"{text})"
 
 
 def print_engines(console: Console, sides: Sequence[tuple[str, Engine, object]]) -> None:
@@ -74,6 +91,14 @@ def print_engines(console: Console, sides: Sequence[tuple[str, Engine, object]])
         table.add_row(name, counted(len(engine.ranks), "rank"), escape(str(said)))
     console.print(table)
     console.print()
+
+
+def print_notes(console: Console, notes: Sequence[str]) -> None:
+    """Print what else there is to know about the engines, a sentence each."""
+    for note in notes:
+        console.print(f"[yellow]{escape(note)}[/]")
+    if notes:
+        console.print()
 
 
 def print_total(console: Console, estimate: Estimate) -> None:
@@ -346,6 +371,9 @@ def _byte_counts(sizes: ByteCounts) -> Record:
 MAX_NAMED_LAYERS = 3
 """How many layers without an index are named; three dots stand for the others."""
 
+CONVOLUTION = "/conv"
+"""What follows a layer's name in the keys of its convolution's inputs, before the channels."""
+
 FieldLayer = tuple[str, int | None]
 """The part of a field's key before the layer's index, such as ``model.layers``, and that index.
 
@@ -388,7 +416,7 @@ def of_fields(fields: Iterable[tuple[str, tuple[int, int]]]) -> str:
     """
     layers_by_part: dict[tuple[str, tuple[int, int]], list[FieldLayer]] = {}
     for key, shard in fields:
-        prefix, _, name = key.rpartition("/")
+        prefix, name = _layer_and_part(key)
         layers_by_part.setdefault((name, shard), []).append(_layer_of(prefix))
     alike: dict[tuple[tuple[FieldLayer, ...], tuple[int, int]], list[str]] = {}
     for (name, shard), layers in layers_by_part.items():
@@ -398,6 +426,14 @@ def of_fields(fields: Iterable[tuple[str, tuple[int, int]]]) -> str:
         f"{_layers(layers, several=len(owners) > 1)}{_parts(names, shard)}"
         for (layers, shard), names in alike.items()
     )
+
+
+def _layer_and_part(key: str) -> tuple[str, str]:
+    """Split a field's key: ``layers.3.mixer/conv/x`` becomes ``("layers.3.mixer", "conv/x")``."""
+    prefix, _, name = key.rpartition("/")
+    if prefix.endswith(CONVOLUTION):
+        return prefix.removesuffix(CONVOLUTION), f"{CONVOLUTION[1:]}/{name}"
+    return prefix, name
 
 
 def _layer_of(prefix: str) -> FieldLayer:

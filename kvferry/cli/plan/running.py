@@ -1,0 +1,197 @@
+"""Engines for ``kvferry plan`` that run: their layouts, from their side channels."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from msgspec import structs
+
+from kvferry.cli.keys import NONE, Keys, keys_of
+from kvferry.cli.plan.engines import Engine, EngineError, SettingsError
+from kvferry.cli.plan.model import Model
+from kvferry.core.errors import AdmissionError, HandshakeError, IncompatibleError
+from kvferry.core.handshake import fetch, health
+from kvferry.core.handshake.compatibility import EngineInfo, agree
+from kvferry.core.layout import Layout
+
+SECONDS = 10.0
+"""How long an engine may take for each of its two answers."""
+ADDRESS = re.compile(r"(?P<host>\[[^][]+\]|[^][:]+):(?P<port>[0-9]{1,5})")
+MAX_PORT = 65535
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunningEngine:
+    """A running engine.
+
+    Attributes:
+        address: ``HOST:PORT`` of its side channel.
+        info: What its ranks publish in the handshake.
+    """
+
+    address: str
+    info: EngineInfo
+
+    def __str__(self) -> str:
+        """Return the engine's id and address."""
+        return f"engine {self.info.engine!r} at {self.address}"
+
+    def engine(self, model: Model | None) -> Engine:
+        """Return the engine's layouts.
+
+        Args:
+            model: The model of the engine, which gives the sliding windows, since the side channel
+                does not; ``None`` if it is not known.
+        """
+        layouts = tuple(payload.layout for payload in self.info.ranks)
+        return Engine(
+            ranks=layouts,
+            coordinates=tuple(payload.coordinates for payload in self.info.ranks),
+            windows=() if model is None else _windows(model, layouts),
+        )
+
+
+def keys_of_engines(secret_key: str, peers: Sequence[str], engines: int) -> list[Keys]:
+    """Return the keys for the side channel of each engine.
+
+    Args:
+        secret_key: Where the command's own secret key is; empty if the side channels have no keys.
+        peers: The public key of each engine, or where that key is; empty likewise.
+        engines: Number of engines.
+
+    Raises:
+        SettingsError: There are no engines, or fewer or more public keys than engines.
+        SecretError: Only one of the two keys is given, or one of them is not a valid key.
+    """
+    if not engines:
+        raise SettingsError("--curve-secret-key and --curve-peer are keys for --from: add --from")
+    if peers and len(peers) != engines:
+        raise SettingsError(
+            f"--curve-peer is given {len(peers)} times and --from {engines} times: give the public "
+            "key of each engine, in the order of --from"
+        )
+    return [keys_of(secret_key, peer) for peer in peers or [""] * engines]
+
+
+def read_running(address: str, keys: Keys = NONE) -> RunningEngine:
+    """Ask a running engine for the layouts of its ranks.
+
+    Args:
+        address: ``HOST:PORT`` of the engine's side channel; an IPv6 address stands in brackets.
+        keys: Keys for that side channel, if it is encrypted.
+
+    Raises:
+        SettingsError: The address is not ``HOST:PORT``.
+        AdmissionError: The engine does not admit the keys, or wants some.
+        EngineError: The engine does not answer; the message says why and what to do.
+    """
+    host, port = _host_and_port(address)
+    try:
+        found = health(host, port, timeout=SECONDS, access=keys.access, key=keys.server)
+        info = fetch(host, port, found.engine, timeout=SECONDS, access=keys.access, key=keys.server)
+    except AdmissionError:
+        raise
+    except HandshakeError as exc:
+        raise EngineError(
+            f"--from {address}: {exc}. Start the engine, or correct the address: it is the "
+            "engine's side_channel_host and side_channel_port"
+        ) from exc
+    return RunningEngine(address=address, info=info)
+
+
+def _host_and_port(address: str) -> tuple[str, int]:
+    """Return the host and the port of an address.
+
+    Raises:
+        SettingsError: The address is not ``HOST:PORT``.
+    """
+    found = ADDRESS.fullmatch(address)
+    if found is None or not 1 <= int(found["port"]) <= MAX_PORT:
+        raise SettingsError(
+            f"--from {address!r} is not HOST:PORT, such as 10.0.0.5:5600 or [fd00::5]:5600, with a "
+            f"port in 1 to {MAX_PORT}: name the engine's side_channel_host and side_channel_port"
+        )
+    return found["host"].strip("[]"), int(found["port"])
+
+
+def refusal(prefill: RunningEngine, decode: RunningEngine) -> str | None:
+    """Return why two engines refuse each other at the handshake; ``None`` if they do not.
+
+    Args:
+        prefill: The prefill engine.
+        decode: The decode engine.
+    """
+    try:
+        agree(decode.info.ranks[0], prefill.info.ranks[0])
+    except IncompatibleError as exc:
+        return str(exc)
+    return None
+
+
+def with_keys_of(computed: Engine, running: Engine) -> Engine:
+    """Return a computed engine whose fields have the keys that a running engine's fields have.
+
+    Computed keys have the index of a layer and the name of a field within the layer; the keys of a
+    running engine have vLLM's name of the layer instead of the index. Fields that the running
+    engine does not have keep their keys.
+
+    Args:
+        computed: The computed engine.
+        running: The running engine.
+    """
+    keys = {
+        place: f.key
+        for layout in running.ranks
+        for f in layout.fields
+        if not f.draft and (place := field_place(f.key))[0] is not None
+    }
+    return replace(computed, ranks=tuple(_renamed(layout, keys) for layout in computed.ranks))
+
+
+FieldPlace = tuple[int | None, str]
+"""The index of a field's layer, ``None`` if its key has none, and its name within the layer."""
+
+
+def _renamed(layout: Layout, keys: Mapping[FieldPlace, str]) -> Layout:
+    """Return a layout whose fields have other keys.
+
+    Args:
+        layout: The layout.
+        keys: The new key of each field that gets one, by the field's place.
+    """
+    fields = (structs.replace(f, key=keys.get(field_place(f.key), f.key)) for f in layout.fields)
+    return replace(layout, fields=tuple(fields))
+
+
+def field_place(key: str) -> FieldPlace:
+    """Return the place of a field in a model: ``layers.3.mixer/conv/x`` is ``(3, "conv/x")``.
+
+    Args:
+        key: The field's key.
+    """
+    layer, _, name = key.partition("/")
+    index = next((int(word) for word in layer.split(".") if _is_index(word)), None)
+    return index, name
+
+
+def _is_index(word: str) -> bool:
+    """Return whether a word in a layer's name is the layer's index."""
+    return word.isascii() and word.isdecimal() and len(word) < 10
+
+
+def _windows(model: Model, layouts: tuple[Layout, ...]) -> tuple[int, ...]:
+    """Return the sliding window of each cache group in tokens, 0 for no window.
+
+    Args:
+        model: The model, which has the windows of layers.
+        layouts: The layouts of an engine's ranks.
+    """
+    windows = [0] * len(layouts[0].groups)
+    for layout in layouts:
+        for f in layout.fields:
+            index, _ = field_place(f.key)
+            if index is not None and not f.draft and f.tokens:
+                windows[f.group] = model.windows.get(index, 0)
+    return tuple(windows)

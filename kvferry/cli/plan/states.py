@@ -1,0 +1,363 @@
+"""Read the recurrent states of hybrid models from their config files.
+
+A hybrid model has layers with a recurrent state (Mamba, gated delta net, short convolutions) beside
+its attention. The sizes are those that vLLM 0.32 computes (``MambaStateShapeCalculator`` in
+``model_executor/layers/mamba/mamba_utils.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta, Struct
+
+from kvferry.core.layout import ELEMENT_BYTES
+
+Size = Annotated[int, Meta(ge=1, le=1 << 20)]
+Width = Annotated[int, Meta(ge=2, le=1 << 10)]
+Index = Annotated[int, Meta(ge=0, le=1 << 20)]
+
+HYBRID = "hybrid"
+"""Type of the layers that have both attention and a state."""
+STATEFUL = frozenset({"linear_attention", "mamba", "conv", HYBRID})
+"""Types of layers that have a state."""
+NO_CACHE = frozenset({"mlp", "moe"})
+"""Types of layers that keep nothing of the tokens before."""
+
+PATTERN: Mapping[str, str] = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
+"""The types of layers by their letters in ``hybrid_override_pattern``."""
+
+ALIASES: Mapping[str, tuple[str, ...]] = {
+    "dtype": ("torch_dtype",),
+    "hidden_size": ("n_embd", "d_model"),
+    "mamba_n_heads": ("n_mamba_heads", "mamba_num_heads"),
+    "mamba_d_head": ("mamba_headdim", "mamba_head_dim"),
+    "mamba_n_groups": ("mamba_ngroups", "n_groups"),
+    "mamba_d_state": ("ssm_state_size",),
+    "mamba_d_conv": ("conv_kernel",),
+    "mamba_expand": ("expand",),
+    "mamba_ssm_dtype": ("mamba_ssm_cache_dtype",),
+}
+"""Other names of a key, which some models use."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Channels:
+    """Some of the channels of a layer's convolution, such as those of x, B or C.
+
+    Attributes:
+        name: The name that the connector gives to their field, without ``conv/``.
+        count: How many there are in the model.
+        units: Into how many equal parts they can be split, such as heads or groups. A single unit
+            is copied to every rank.
+    """
+
+    name: str
+    count: int
+    units: int
+
+    def share(self, ranks: int, rank: int) -> tuple[int, int]:
+        """Return the range [first, last) of the channels that a rank stores.
+
+        Args:
+            ranks: Number of tensor-parallel ranks.
+            rank: The rank's tensor index.
+        """
+        if self.units % ranks:
+            return 0, self.count
+        return rank * self.count // ranks, (rank + 1) * self.count // ranks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class State:
+    """The recurrent state of one layer: the convolution's last inputs, then a matrix per head.
+
+    Attributes:
+        channels: The channels of the convolution, in their order in memory.
+        columns: For how many tokens the convolution's inputs are kept.
+        heads: Number of heads of the recurrent state in the model; 0 if there is only a
+            convolution.
+        elements: Number of elements of the recurrent state of one head.
+        input_dtype: Element type of the convolution's inputs, a key of ``ELEMENT_BYTES``.
+        dtype: Element type of the recurrent state, a key of ``ELEMENT_BYTES``.
+    """
+
+    channels: tuple[Channels, ...]
+    columns: int
+    heads: int
+    elements: int
+    input_dtype: str
+    dtype: str
+
+    def nbytes(self, ranks: int) -> int:
+        """Return the bytes of the state on one of ``ranks`` tensor-parallel ranks."""
+        shares = [part.share(ranks, 0) for part in self.channels]
+        inputs = sum(stop - start for start, stop in shares) * self.columns
+        recurrent = self.heads // ranks * self.elements
+        return inputs * ELEMENT_BYTES[self.input_dtype] + recurrent * ELEMENT_BYTES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Parts:
+    """The parts of a state, as in ``State``.
+
+    Attributes:
+        channels: The channels of the convolution.
+        width: Width of the convolution's kernel; the inputs of one token less are kept.
+        heads: Number of heads.
+        elements: Number of elements of a head.
+        dtype: Element type of the recurrent state if the file has none; ``auto`` for the model's.
+    """
+
+    channels: tuple[Channels, ...]
+    width: int
+    heads: int = 0
+    elements: int = 0
+    dtype: str = "auto"
+
+
+class _DeltaAttention(Struct):
+    """The keys under ``linear_attn_config``: a delta rule with a gate for each channel (KDA).
+
+    Layers are counted from 1.
+    """
+
+    kda_layers: list[Size]
+    full_attn_layers: list[Size]
+    num_heads: Size
+    head_dim: Size
+    short_conv_kernel_size: Width
+
+
+class _LayerKeys(Struct):
+    """Keys that say which layers have a state, in files without ``layer_types``."""
+
+    hybrid_override_pattern: str | None = None
+    full_attention_interval: Size | None = None
+    attn_layer_period: Size | None = None
+    attn_layer_offset: Index = 0
+    attn_layer_indices: list[Index] | None = None
+    full_attn_idxs: list[Index] | None = None
+    hybrid_layer_ids: list[Index] | None = None
+    mamba_d_ssm: Size | None = None
+    linear_attn_config: _DeltaAttention | None = None
+
+
+def layer_types(config: Mapping[str, Any], layers: int) -> list[str] | None:
+    """Return the type of each layer, from keys other than ``layer_types``.
+
+    Args:
+        config: The keys of a config file.
+        layers: Number of layers.
+
+    Returns:
+        A type for each layer; ``None`` if the file has no such key.
+
+    Raises:
+        msgspec.ValidationError: A value is not valid.
+    """
+    keys = msgspec.convert({k: v for k, v in config.items() if v is not None}, _LayerKeys)
+    every = range(layers)
+    if keys.hybrid_override_pattern:
+        return _pattern_types(keys.hybrid_override_pattern)
+    if keys.linear_attn_config:
+        attending = {layer - 1 for layer in keys.linear_attn_config.full_attn_layers}
+        return ["attention" if n in attending else "linear_attention" for n in every]
+    if "mamba_d_ssm" in config:
+        return [HYBRID] * layers
+    if keys.hybrid_layer_ids is not None:
+        return [HYBRID if n in keys.hybrid_layer_ids else "mamba" for n in every]
+    if keys.attn_layer_period:
+        period, offset = keys.attn_layer_period, keys.attn_layer_offset
+        return ["attention" if n % period == offset else "mamba" for n in every]
+    if keys.full_attention_interval:
+        interval = keys.full_attention_interval
+        return ["linear_attention" if (n + 1) % interval else "attention" for n in every]
+    indices = keys.attn_layer_indices or keys.full_attn_idxs
+    if indices:
+        state = "conv" if keys.full_attn_idxs else "mamba"
+        return ["attention" if n in indices else state for n in every]
+    return None
+
+
+def _pattern_types(pattern: str) -> list[str]:
+    """Return the types of layers that the letters of a ``hybrid_override_pattern`` stand for.
+
+    Raises:
+        msgspec.ValidationError: A letter is unknown.
+    """
+    unknown = next((letter for letter in pattern if letter not in PATTERN), None)
+    if unknown is not None:
+        raise msgspec.ValidationError(
+            f"'hybrid_override_pattern' has the letter {unknown!r}; known are {', '.join(PATTERN)}"
+        )
+    return [PATTERN[letter] for letter in pattern]
+
+
+class _DeltaNet(Struct):
+    """The keys of a gated delta net."""
+
+    linear_num_key_heads: Size
+    linear_num_value_heads: Size
+    linear_key_head_dim: Size
+    linear_value_head_dim: Size
+    linear_conv_kernel_dim: Width
+
+    def state(self) -> _Parts:
+        keys, values = self.linear_num_key_heads, self.linear_num_value_heads
+        return _Parts(
+            channels=(
+                Channels(name="q", count=keys * self.linear_key_head_dim, units=keys),
+                Channels(name="k", count=keys * self.linear_key_head_dim, units=keys),
+                Channels(name="v", count=values * self.linear_value_head_dim, units=values),
+            ),
+            width=self.linear_conv_kernel_dim,
+            heads=values,
+            elements=self.linear_value_head_dim * self.linear_key_head_dim,
+        )
+
+
+class _GatedChannels(Struct):
+    """The keys of KDA."""
+
+    linear_attn_config: _DeltaAttention
+
+    def state(self) -> _Parts:
+        keys = self.linear_attn_config
+        return _Parts(
+            channels=tuple(
+                Channels(name=name, count=keys.num_heads * keys.head_dim, units=keys.num_heads)
+                for name in ("q", "k", "v")
+            ),
+            width=keys.short_conv_kernel_size,
+            heads=keys.num_heads,
+            elements=keys.head_dim**2,
+            dtype="float32",
+        )
+
+
+class _ShortConvolution(Struct):
+    """The keys of layers whose only state is the input of a short convolution."""
+
+    conv_L_cache: Width
+    hidden_size: Size
+    conv_dim: Size | None = None
+
+    def state(self) -> _Parts:
+        count = self.conv_dim or self.hidden_size
+        return _Parts(
+            channels=(Channels(name="x", count=count, units=count),), width=self.conv_L_cache
+        )
+
+
+class _Mamba1(Struct):
+    """The keys of Mamba 1."""
+
+    mamba_d_state: Size
+    mamba_d_conv: Width
+    hidden_size: Size
+    mamba_expand: Annotated[float, Meta(gt=0, le=1 << 10)] = 2
+
+    def state(self) -> _Parts:
+        count = int(self.mamba_expand * self.hidden_size)
+        return _Parts(
+            channels=(Channels(name="x", count=count, units=count),),
+            width=self.mamba_d_conv,
+            heads=count,
+            elements=self.mamba_d_state,
+        )
+
+
+class _Mamba2(Struct):
+    """The keys of Mamba 2."""
+
+    mamba_n_heads: Size
+    mamba_d_state: Size
+    mamba_d_conv: Width
+    hidden_size: Size
+    mamba_n_groups: Size = 1
+    mamba_d_head: Size | Literal["auto"] = "auto"
+    mamba_d_ssm: Size | None = None
+    mamba_expand: Annotated[float, Meta(gt=0, le=1 << 10)] = 2
+    hybrid_override_pattern: str | None = None
+    model_type: str = ""
+
+    def state(self) -> _Parts:
+        inner = self.mamba_d_ssm or int(self.mamba_expand * self.hidden_size)
+        head = inner // self.mamba_n_heads if self.mamba_d_head == "auto" else self.mamba_d_head
+        groups = self.mamba_n_groups
+        return _Parts(
+            channels=(
+                Channels(name="x", count=self.mamba_n_heads * head, units=self.mamba_n_heads),
+                Channels(name="B", count=groups * self.mamba_d_state, units=groups),
+                Channels(name="C", count=groups * self.mamba_d_state, units=groups),
+            ),
+            width=self.mamba_d_conv,
+            heads=self.mamba_n_heads,
+            elements=head * self.mamba_d_state,
+            # vLLM's default for Nemotron-H; not all of its files have both keys.
+            dtype="float32"
+            if self.hybrid_override_pattern or self.model_type == "nemotron_h"
+            else "auto",
+        )
+
+
+KINDS: Mapping[str, type[_DeltaNet | _GatedChannels | _ShortConvolution | _Mamba1 | _Mamba2]] = {
+    "linear_num_value_heads": _DeltaNet,
+    "linear_attn_config": _GatedChannels,
+    "conv_L_cache": _ShortConvolution,
+    "mamba_n_heads": _Mamba2,
+    "mamba_d_state": _Mamba1,
+}
+"""The kinds of states, by the key that shows which kind a model has; the first counts."""
+
+
+def read_state(config: Mapping[str, Any], dtype: Callable[[str | None], str]) -> State | None:
+    """Return the state of a hybrid model's layers.
+
+    Args:
+        config: The keys of a config file.
+        dtype: Returns the key of ``ELEMENT_BYTES`` for a name of an element type.
+
+    Returns:
+        The state; ``None`` if the file has none of the keys in ``KINDS``.
+
+    Raises:
+        msgspec.ValidationError: A key is missing, or its value is not valid.
+    """
+    named = with_aliases(config, ALIASES)
+    kind = next((kind for key, kind in KINDS.items() if key in named), None)
+    if kind is None:
+        return None
+    parts = msgspec.convert(named, kind).state()
+    inputs = dtype(named.get("dtype"))
+    own = str(named.get("mamba_ssm_dtype", parts.dtype))
+    return State(
+        channels=parts.channels,
+        columns=parts.width - 1,
+        heads=parts.heads,
+        elements=parts.elements,
+        input_dtype=inputs,
+        dtype=inputs if own == "auto" else dtype(own),
+    )
+
+
+def with_aliases(
+    config: Mapping[str, Any], aliases: Mapping[str, tuple[str, ...]]
+) -> dict[str, Any]:
+    """Return the keys of a config file that have a value, with their usual names added.
+
+    Args:
+        config: The keys of the file.
+        aliases: The other names of each key that has several, by its usual name.
+    """
+    present = {key: value for key, value in config.items() if value is not None}
+    named = {
+        key: present[name]
+        for key, others in aliases.items()
+        if (name := next((n for n in (key, *others) if n in present), None))
+    }
+    return {**present, **named}
