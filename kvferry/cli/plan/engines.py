@@ -29,7 +29,7 @@ from kvferry.core.layout import (
     Layout,
     axis,
 )
-from kvferry.core.memory import Region
+from kvferry.core.memory import CUDA, Region
 from kvferry.core.messages import DECODE_ERRORS, MAX_RANKS, Coordinates
 
 ORDERS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
@@ -458,7 +458,7 @@ def _rank(
     )
     kind = Group(kind=GroupKind.PAGED, block_tokens=settings.block_size, context=context)
     return Layout(
-        regions=(Region(address=ADDRESS, nbytes=max(1, block * pages), kind="cuda"),),
+        regions=(Region(address=ADDRESS, nbytes=max(1, block * pages), kind=CUDA),),
         groups=(kind,) * len(groups),
         fields=tuple(
             f
