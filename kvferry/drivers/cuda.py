@@ -296,18 +296,18 @@ class DeviceWaits:
         Returns:
             Whether all devices have done it before the deadline.
         """
-        if not self._lock.acquire(timeout=_until(deadline)):
+        if not self._lock.acquire(timeout=_seconds_until(deadline)):
             return False
         try:
-            if self._last is not None and not self._last.ended(_until(deadline)):
+            if self._last is not None and not self._last.ended(_seconds_until(deadline)):
                 return False
             self._last = DeviceWait(cuda, devices, self._enter)
-            return self._last.join(_until(deadline))
+            return self._last.join(_seconds_until(deadline))
         finally:
             self._lock.release()
 
 
-def _until(deadline: float) -> float:
+def _seconds_until(deadline: float) -> float:
     """Return the seconds until a deadline by ``time.monotonic``; 0 if it has passed."""
     return max(0.0, deadline - time.monotonic())
 

@@ -122,9 +122,9 @@ class Throughput:
         self._begin_period(now)
         if self._bytes > SAMPLE_BYTES:
             sample = Sample(nbytes=self._bytes, copies=self._copies, seconds=self._seconds)
-            surely = sample.seconds - LATE_SECONDS * self._periods
+            shortest = sample.seconds - LATE_SECONDS * self._periods
             self._begin_sample()
-            if sample.nbytes < SLOW_RATE * surely:
+            if sample.nbytes < SLOW_RATE * shortest:
                 self._slow(sample)
 
 
