@@ -11,16 +11,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
 
+from .defaults import DRIVERS, SUITE_SECONDS, TOTAL_SECONDS
+
 NOTHING, INTERRUPTED = 3, 130
 """Exit statuses: this machine can run nothing; Ctrl-C."""
 
 NEEDED = ("torch", "numpy", "msgspec", "zmq", "stevedore", "cryptography", "rich", "typer")
 NEEDED_BY_SUITE = ("pytest", "pytest_timeout", "hypothesis")
-
-DRIVERS = ("nixl", "ucx")
-
-LEAST_SECONDS = 5.0
-"""No step begins with less time than this."""
 
 
 def main() -> int:
@@ -83,21 +80,32 @@ def _check(options: argparse.Namespace) -> int:
     if not steps:
         print("no step has such a name", flush=True)
         return NOTHING
-    results, whole = list[StepResult](), Stopwatch()
-    report = RunReport(device=device, rehearsal=options.rehearse, steps=steps, results=results)
+    results, skipped, whole = list[StepResult](), dict[str, str](), Stopwatch()
+    report = RunReport(
+        device=device,
+        rehearsal=options.rehearse,
+        steps=steps,
+        results=results,
+        skipped=skipped,
+    )
     report.write(options.out)
     print(f"{len(steps)} steps on {device}; results and log: {options.out}", flush=True)
     with (options.out / "log.txt").open("wb") as log:
         for index, step in enumerate(steps):
             left = options.limit - whole.seconds
-            if left < LEAST_SECONDS:
-                break
             print(f"{index + 1:2}/{len(steps)} {step.name} ({step.title}) ... ", end="", flush=True)
+            if left < step.needs:
+                skipped[step.name] = (
+                    f"it needs {step.needs:.0f} s, and {max(0, left):.0f} s are left"
+                )
+                print(f"skipped: {skipped[step.name]}", flush=True)
+                continue
             results.append(run_step(replace(step, limit=min(step.limit, left)), log))
             print(f"{results[-1].status}, {results[-1].seconds:.0f} s", flush=True)
             for problem in results[-1].outcome.problems[:5]:
                 print(f"      {problem[:300]}", flush=True)
             report.write(options.out)
+    report.write(options.out)
     print(f"{report.summary()}; {whole.seconds:.0f} s in all", flush=True)
     return int(bool(report.failed or report.missing))
 
@@ -110,10 +118,14 @@ def _options() -> argparse.Namespace:
     )
     parser.add_argument("--driver", action="append", help="default: nixl and ucx")
     parser.add_argument(
-        "--suite-seconds", type=float, default=55.0, metavar="S", help="for each run of the suite"
+        "--suite-seconds",
+        type=float,
+        default=SUITE_SECONDS,
+        metavar="S",
+        help="for each run of the suite",
     )
     parser.add_argument(
-        "--limit", type=float, default=590.0, metavar="S", help="for all steps together"
+        "--limit", type=float, default=TOTAL_SECONDS, metavar="S", help="for all steps together"
     )
     parser.add_argument("--out", type=Path, default=Path("build/gpu-check"), help="for the results")
     return parser.parse_args()

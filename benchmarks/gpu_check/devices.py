@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-CUDA = "cuda"
+from kvferry.core.memory import CUDA
 
 CHUNK_WORDS = 1 << 24
 """How many words of a tensor are computed at once, which bounds the memory of the computation."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,17 +29,20 @@ class RunReport:
         rehearsal: whether the run was on CPU memory.
         steps: all steps.
         results: the results of those that have ended, in the same order.
+        skipped: why a step was skipped, by its name.
     """
 
     device: str
     rehearsal: bool
     steps: Sequence[Step]
     results: Sequence[StepResult]
+    skipped: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def missing(self) -> list[str]:
         """The names of the steps that have not ended."""
-        return [step.name for step in self.steps[len(self.results) :]]
+        ended = {result.step.name for result in self.results}
+        return [step.name for step in self.steps if step.name not in ended]
 
     @property
     def failed(self) -> list[str]:
@@ -57,8 +60,12 @@ class RunReport:
         passed = len(self.results) - len(self.failed)
         parts = [f"{passed} of {len(self.steps)} steps passed"]
         parts += [f"failed: {', '.join(self.failed)}"] * bool(self.failed)
-        parts += [f"not run: {', '.join(self.missing)}"] * bool(self.missing)
+        parts += [f"not run: {', '.join(map(self._why, self.missing))}"] * bool(self.missing)
         return "; ".join(parts)
+
+    def _why(self, name: str) -> str:
+        """Return the name of a step that has not ended, with the reason if it was skipped."""
+        return f"{name} ({self.skipped[name]})" if name in self.skipped else name
 
     def _as_dict(self) -> dict[str, Any]:
         return {
@@ -68,6 +75,7 @@ class RunReport:
             "rehearsal": self.rehearsal,
             "failed": self.failed,
             "not run": self.missing,
+            "skipped": dict(self.skipped),
             "steps": [result.as_dict() for result in self.results],
         }
 

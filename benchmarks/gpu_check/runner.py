@@ -30,6 +30,7 @@ class Step:
         name: the name for ``--only``.
         title: what the step shows.
         module: the module of this package whose function ``run`` is the step.
+        needs: how many seconds it may take if nothing hangs; with less time left it is skipped.
         limit: after how many seconds it is ended.
         settings: what it is told.
         environment: variables for its process.
@@ -38,6 +39,7 @@ class Step:
     name: str
     title: str
     module: str
+    needs: float
     limit: float
     settings: Settings
     environment: Mapping[str, str] = field(default_factory=dict)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from .defaults import SUITE_SECONDS
 from .devices import load_torch
 from .outcome import Settings
 from .runner import Step
@@ -12,11 +13,23 @@ from .runner import Step
 ZCOPY = "UCX_CUDA_IPC_ENABLE_GET_ZCOPY"
 """Whether UCX may read GPU memory of another process by CUDA IPC; ``auto``: over NVLink only."""
 
-SUITE_SECONDS = 55.0
+SECONDS = {
+    "environment": (40.0, 90.0),
+    "loads": (35.0, 75.0),
+    "quiescence": (45.0, 110.0),
+    "zeroing": (20.0, 60.0),
+    "pieces": (25.0, 60.0),
+    "bench": (35.0, 75.0),
+}
+"""How many seconds a step may need if nothing hangs, and after how many it is ended, by module; see
+``_suites`` for the suite."""
+
 REHEARSED_SUITE_SECONDS = 3.0
 REHEARSAL_PATIENCE = 4
 """How many times longer a step may take in a rehearsal, which may share its two cores."""
 
+SUITE_START = 5.0
+"""What the suite's step takes beyond its budget if no test hangs."""
 SUITE_GRACE = 45.0
 """What the suite's step may take beyond its budget: start, and a test that hangs."""
 
@@ -25,6 +38,9 @@ def all_steps(
     *, rehearse: bool, drivers: Sequence[str], suite_seconds: float = SUITE_SECONDS
 ) -> list[Step]:
     """Return all steps.
+
+    With the default drivers and budget, they fit into ``TOTAL_SECONDS`` if nothing hangs. Their
+    limits together are more: after a step that hangs, those that do not fit any more are skipped.
 
     Args:
         rehearse: whether they run on CPU memory and with small sizes.
@@ -38,21 +54,23 @@ def all_steps(
             name="environment",
             title="versions, doctor, CUDA IPC between two processes",
             module="environment",
-            limit=90.0,
+            needs=SECONDS["environment"][0],
+            limit=SECONDS["environment"][1],
             settings=Settings(near=near, far=far),
         ),
-        *_each(drivers, "loads", "loads under load, checked on the device", 75.0, near, far),
-        *_each(drivers, "quiescence", "no byte lands after FAILED", 110.0, near, far),
+        *_each(drivers, "loads", "loads under load, checked on the device", near, far),
+        *_each(drivers, "quiescence", "no byte lands after FAILED", near, far),
         Step(
             name="zeroing",
             title="zeroes at the right places, without a wait for the default stream",
             module="zeroing",
-            limit=60.0,
+            needs=SECONDS["zeroing"][0],
+            limit=SECONDS["zeroing"][1],
             settings=Settings(near=near, far=far),
         ),
-        *_each(drivers, "pieces", "many small copies against few large ones", 60.0, near, far),
+        *_each(drivers, "pieces", "many small copies against few large ones", near, far),
         *(step for driver in drivers for step in _suites(near, far, driver, seconds)),
-        *_each(drivers, "bench", "benchmarks/gpu.py: speed beside a plain copy", 75.0, near, far),
+        *_each(drivers, "bench", "benchmarks/gpu.py: speed beside a plain copy", near, far),
     ]
     patience = REHEARSAL_PATIENCE if rehearse else 1
     return [replace(step, limit=patience * step.limit) for step in steps]
@@ -69,20 +87,20 @@ def _suites(near: str, far: str, driver: str, seconds: float) -> Iterator[Step]:
             name=f"suite-{driver}-{name}",
             title=f"the conformance suite of {driver}, zcopy {name}",
             module="conformance",
+            needs=seconds + SUITE_START,
             limit=seconds + SUITE_GRACE,
             settings=Settings(near=near, far=far, driver=driver, seconds=seconds),
             environment={ZCOPY: value},
         )
 
 
-def _each(
-    drivers: Sequence[str], module: str, title: str, limit: float, near: str, far: str
-) -> Iterator[Step]:
+def _each(drivers: Sequence[str], module: str, title: str, near: str, far: str) -> Iterator[Step]:
     for driver in drivers:
         yield Step(
             name=f"{module}-{driver}",
             title=f"{driver}: {title}",
             module=module,
-            limit=limit,
+            needs=SECONDS[module][0],
+            limit=SECONDS[module][1],
             settings=Settings(near=near, far=far, driver=driver),
         )

@@ -15,6 +15,8 @@ import numpy.typing as npt
 from kvferry.core.errors import LayoutError
 
 CPU = "cpu"
+CUDA = "cuda"
+"""The kind of the memory of NVIDIA's GPUs, and of AMD's, as torch names it."""
 ADDRESS_LIMIT = 1 << 63
 """Addresses stay below this, so that sums of addresses and offsets never leave 64 signed bits."""
 

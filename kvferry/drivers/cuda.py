@@ -1,4 +1,4 @@
-"""CUDA's driver API, by ctypes: what a driver needs so that final means quiet, and done visible.
+"""Call CUDA's driver API by ctypes: wait for a GPU's queues, and flush what a NIC has written.
 
 Two things about a GPU's memory are not known to the library that moves the bytes. After a failed
 transfer, copies may still wait in the GPU's queues; only the GPU knows when they have run
@@ -14,6 +14,7 @@ import ctypes
 import functools
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -22,12 +23,14 @@ from kvferry.core.errors import TransportError
 
 logger = logging.getLogger(__name__)
 
-CUDA = "cuda"
-"""kvferry's name of this memory kind."""
-
 _LIBRARY = "libcuda.so.1"
 
+_CAPTURE_SECONDS = 0.25
+"""How long to pause when CUDA refuses to wait because a stream is being captured. Not shorter,
+since each refused call may invalidate the capture."""
+
 # Of cuda.h.
+_CAPTURING = 900  # CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED
 _RDMA_SUPPORTED = 116  # CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_SUPPORTED
 _WRITES_ORDERING = 118  # CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WRITES_ORDERING
 _FLUSH_OPTIONS = 117  # CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_FLUSH_WRITES_OPTIONS
@@ -58,6 +61,10 @@ _ARGUMENTS: dict[str, list[Any]] = {
     "cuCtxSynchronize": [],
     "cuFlushGPUDirectRDMAWrites": [_INT, _INT],
 }
+
+
+class StreamCaptureError(TransportError):
+    """CUDA refuses a call while a stream of the process is being captured into a CUDA graph."""
 
 
 class CudaDriver:
@@ -106,6 +113,9 @@ class CudaDriver:
 
         Args:
             device: the index of the device, as in ``Region.device``.
+
+        Raises:
+            StreamCaptureError: a stream is being captured; try again later.
         """
         with self._context(device) as active:
             if active:
@@ -198,11 +208,15 @@ class CudaDriver:
             text = ctypes.c_char_p()
             self._library.cuGetErrorString(code, ctypes.byref(text))
             reason = (text.value or b"no such error is known").decode(errors="replace")
-            raise TransportError(f"CUDA refuses {name}: {reason} ({code})")
+            error = StreamCaptureError if code == _CAPTURING else TransportError
+            raise error(f"CUDA refuses {name}: {reason} ({code})")
 
 
 class DeviceWait:
     """Waits, in a thread of its own, until devices have done what was enqueued on them until now.
+
+    While a stream is being captured into a CUDA graph, CUDA refuses to wait, and the thread tries
+    again.
 
     Args:
         cuda: the driver API.
@@ -226,14 +240,19 @@ class DeviceWait:
 
     def join(self, seconds: float) -> bool:
         """Wait for the end of the wait, for some seconds at most; return ``quiet``."""
-        self._thread.join(max(0.0, seconds))
+        self.ended(seconds)
         return self._quiet
+
+    def ended(self, seconds: float) -> bool:
+        """Wait as ``join``; return whether the thread has ended, ``quiet`` or with an error."""
+        self._thread.join(max(0.0, seconds))
+        return not self._thread.is_alive()
 
     def _run(self) -> None:
         try:
             self._enter()
             for device in self._devices:
-                self._cuda.wait_idle(device)
+                self._wait_idle(device)
         except Exception:
             logger.exception(
                 "cannot tell whether GPUs %s have ended the copies of a failed transfer: its pages "
@@ -242,6 +261,55 @@ class DeviceWait:
             )
         else:
             self._quiet = True
+
+    def _wait_idle(self, device: int) -> None:
+        while True:
+            try:
+                return self._cuda.wait_idle(device)
+            except StreamCaptureError:
+                time.sleep(_CAPTURE_SECONDS)
+
+
+class DeviceWaits:
+    """Waits for devices up to a deadline, with at most one thread at a time. Any thread may call.
+
+    Args:
+        enter: called first in each thread that waits.
+    """
+
+    def __init__(self, enter: Callable[[], None]) -> None:
+        self._enter = enter
+        self._lock = threading.Lock()
+        self._last: DeviceWait | None = None
+
+    def wait(self, cuda: CudaDriver, devices: Iterable[int], deadline: float) -> bool:
+        """Wait until devices have done what was enqueued on them before this call.
+
+        If an earlier wait is still stuck, first wait for its end. It says nothing about work that
+        was enqueued after it began, so then a new wait begins.
+
+        Args:
+            cuda: the driver API.
+            devices: the indices of the devices.
+            deadline: when to give up, by ``time.monotonic``.
+
+        Returns:
+            Whether all devices have done it before the deadline.
+        """
+        if not self._lock.acquire(timeout=_seconds_until(deadline)):
+            return False
+        try:
+            if self._last is not None and not self._last.ended(_seconds_until(deadline)):
+                return False
+            self._last = DeviceWait(cuda, devices, self._enter)
+            return self._last.join(_seconds_until(deadline))
+        finally:
+            self._lock.release()
+
+
+def _seconds_until(deadline: float) -> float:
+    """Return the seconds until a deadline by ``time.monotonic``; 0 if it has passed."""
+    return max(0.0, deadline - time.monotonic())
 
 
 @functools.cache

@@ -17,11 +17,13 @@ import pytest
 
 from benchmarks.gpu_check.caches import PAGE_TOKENS, Cache, CacheShape
 from benchmarks.gpu_check.contexts import ContextReport
+from benchmarks.gpu_check.defaults import DRIVERS, SUITE_SECONDS, TOTAL_SECONDS
 from benchmarks.gpu_check.devices import Device
 from benchmarks.gpu_check.outcome import Outcome, Settings
 from benchmarks.gpu_check.quiescence import count_changes
 from benchmarks.gpu_check.report import RunReport
 from benchmarks.gpu_check.runner import Step, StepResult, run_step
+from benchmarks.gpu_check.steps import REHEARSED_SUITE_SECONDS, all_steps
 from kvferry.testing.memory import available
 
 ROOT = Path(__file__).parents[2]
@@ -39,6 +41,7 @@ def step(**changes: Any) -> Step:
         "name": "zeroing",
         "title": "zeroes",
         "module": "zeroing",
+        "needs": 1.0,
         "limit": 60.0,
         "settings": Settings(near="cpu", far="cpu", driver="loopback"),
     }
@@ -199,8 +202,27 @@ def test_steps_for_which_no_time_is_left_are_named(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     done = check("--rehearse", "--only", "zeroing", "--limit", "1", "--out", str(tmp_path))
     assert done.returncode == 1, done.stdout + done.stderr
-    assert "0 of 1 steps passed; not run: zeroing" in done.stdout
-    assert "not run: zeroing" in (tmp_path / "page.md").read_text(encoding="utf-8")
+    assert "0 of 1 steps passed; not run: zeroing (it needs 20 s, and 1 s are left)" in done.stdout
+    assert "not run: zeroing (it needs" in (tmp_path / "page.md").read_text(encoding="utf-8")
+    record = json.loads((tmp_path / "results.json").read_text(encoding="utf-8"))
+    assert record["not run"] == list(record["skipped"]) == ["zeroing"]
+
+
+def test_step_that_needs_more_than_is_left_does_not_stop_shorter_ones(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    only = ("--driver", "loopback", "--only", "loads", "--only", "zeroing")
+    done = check("--rehearse", *only, "--limit", "34", "--out", str(tmp_path))
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "1 of 2 steps passed; not run: loads-loopback (it needs 35 s, and" in done.stdout
+
+
+def test_all_steps_fit_into_the_promised_time_if_nothing_hangs() -> None:
+    steps = all_steps(rehearse=True, drivers=DRIVERS)
+    suites = SUITE_SECONDS - REHEARSED_SUITE_SECONDS
+    budgets = sum(suites for one in steps if one.module == "conformance")
+    assert len(steps) == 14
+    assert sum(one.needs for one in steps) + budgets <= TOTAL_SECONDS
+    assert all(one.needs < one.limit for one in steps)
 
 
 def test_interrupt_leaves_no_process(mark: str, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import pytest
 from kvferry.cli.doctor import devices, hardware, nvidia, topology
 from kvferry.cli.doctor.finding import Finding, FindingLevel
 from kvferry.cli.doctor.probe import Gpu, Probed, gpus
+from kvferry.cli.plan.report import BACKENDS
 from kvferry.drivers.cuda import CudaDriver
 from tests.cli.test_doctor import write_files
 from tests.gpu.driver_api import StandInCuda
@@ -336,13 +337,28 @@ def test_imex_channel_that_may_not_be_opened_is_a_warning(
     ("environment", "words"),
     [
         ({}, "VLLM_KV_CACHE_LAYOUT is not set: kvferry asks for LBHNC (not with MLA)."),
-        ({"VLLM_KV_CACHE_LAYOUT": "BLHNC"}, "VLLM_KV_CACHE_LAYOUT is BLHNC."),
+        ({"VLLM_KV_CACHE_LAYOUT": "NHD"}, "VLLM_KV_CACHE_LAYOUT is NHD."),
+        ({"VLLM_KV_CACHE_LAYOUT": "LBHNC"}, "VLLM_KV_CACHE_LAYOUT is LBHNC."),
     ],
 )
-def test_order_of_the_cache_is_said(environment: dict[str, str], words: str) -> None:
-    finding = nvidia.cache_order(environment)
-    assert (finding.verdict, words in finding.found) == (FindingLevel.OK, True)
-    assert "kvferry plan" in finding.found
+def test_order_with_small_copies_is_a_warning_where_vllm_is_installed(
+    environment: dict[str, str], words: str
+) -> None:
+    finding = nvidia.cache_order(environment, has_vllm=True)
+    assert (finding.verdict, words in finding.found) == (FindingLevel.WARN, True)
+    assert "40,960 copies of 8 KiB" in finding.found
+    assert "VLLM_KV_CACHE_LAYOUT=BLHNC" in finding.remedy
+    assert BACKENDS["BLHNC"].partition(" can")[0] in finding.remedy
+    assert "kvferry plan" in finding.remedy
+    without = nvidia.cache_order(environment, has_vllm=False)
+    assert (without.verdict, without.found) == (FindingLevel.OK, finding.found)
+
+
+@pytest.mark.parametrize("order", ["BLHNC", "BHLNC", "BLNHC"])
+def test_order_with_the_layers_of_a_page_together_is_fine(order: str) -> None:
+    finding = nvidia.cache_order({"VLLM_KV_CACHE_LAYOUT": order}, has_vllm=True)
+    assert finding.verdict is FindingLevel.OK
+    assert f"is {order}" in finding.found
 
 
 # All of it.

@@ -10,7 +10,7 @@ import pytest
 
 from kvferry.core.errors import TransportError
 from kvferry.core.transport import enter_nothing
-from kvferry.drivers.cuda import CudaDriver, DeviceWait
+from kvferry.drivers.cuda import CudaDriver, DeviceWait, DeviceWaits, StreamCaptureError
 from tests.gpu.driver_api import StandInCuda
 
 HOST_PAGE_TABLES = 100
@@ -115,6 +115,67 @@ def test_device_with_an_error_is_never_quiet(caplog: pytest.LogCaptureFixture) -
             wait.join(0.01)
     assert not wait.quiet
     assert "restart the engine" in caplog.text
+
+
+def test_device_wait_tries_again_while_a_stream_is_captured(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    library = StandInCuda(capturing=2)
+    assert DeviceWait(CudaDriver(library), [1], enter_nothing).join(60)
+    assert library.called("cuCtxSynchronize") == [1, 1, 1]
+    assert library.contexts == []
+    assert library.retained == {1: 0}
+    assert not caplog.records
+
+
+def test_capture_that_does_not_end_is_not_quiet() -> None:
+    library = StandInCuda(capturing=1_000_000)
+    with pytest.raises(StreamCaptureError, match=r"\(900\)"):
+        CudaDriver(library).wait_idle(0)
+    wait = DeviceWait(CudaDriver(library), [0], enter_nothing)
+    assert not wait.join(0.05)
+    assert not wait.ended(0.0)
+    library.capturing = 0
+    assert wait.join(60)
+
+
+def waiting_threads() -> int:
+    return sum(thread.name == "kvferry-cuda-wait" for thread in threading.enumerate())
+
+
+def test_no_second_thread_waits_while_the_first_is_stuck() -> None:
+    library = StandInCuda(idle_at={0: NEVER})
+    cuda, waits, before = CudaDriver(library), DeviceWaits(enter_nothing), waiting_threads()
+    for _ in range(3):
+        assert not waits.wait(cuda, [0], time.monotonic() + 0.05)
+        assert waiting_threads() == before + 1
+    assert library.called("cuCtxSynchronize") == [0]
+    library.idle_at[0] = 0.0
+    assert waits.wait(cuda, [0], time.monotonic() + 60)
+
+
+def test_wait_covers_what_was_enqueued_after_an_earlier_wait_began() -> None:
+    library = StandInCuda(idle_at={0: NEVER})
+    cuda, waits = CudaDriver(library), DeviceWaits(enter_nothing)
+    assert not waits.wait(cuda, [0], time.monotonic() + 0.05)
+    library.idle_at = {0: 0.0, 1: NEVER}
+    assert not waits.wait(cuda, [1], time.monotonic() + 0.5)
+    assert library.called("cuCtxSynchronize") == [0, 1]
+    library.idle_at.clear()
+
+
+def test_wait_beside_a_stuck_one_gives_up_in_time() -> None:
+    library = StandInCuda(idle_at={0: NEVER})
+    cuda, waits = CudaDriver(library), DeviceWaits(enter_nothing)
+    until = time.monotonic() + 60
+    other = threading.Thread(target=lambda: waits.wait(cuda, [0], until))
+    other.start()
+    while not library.calls:
+        time.sleep(0.001)
+    assert not waits.wait(cuda, [0], time.monotonic() + 0.05)
+    library.idle_at.clear()
+    other.join()
+    assert library.called("cuCtxSynchronize") == [0]
 
 
 def test_a_device_that_no_nic_reaches_needs_no_flush() -> None:

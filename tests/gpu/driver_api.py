@@ -12,6 +12,7 @@ from typing import Any
 SUCCESS = 0
 INVALID_CONTEXT = 201
 LAUNCH_FAILED = 719
+STREAM_CAPTURE_UNSUPPORTED = 900
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +43,7 @@ class StandInCuda:
             NICs reach the device's memory (116).
         idle_at: when a device has done what is enqueued on it, by ``time.monotonic``.
         broken: the devices on which ``cuCtxSynchronize`` reports an error.
+        capturing: how many calls of ``cuCtxSynchronize`` are refused because a stream is captured.
         calls: all calls, in order.
     """
 
@@ -50,6 +52,7 @@ class StandInCuda:
     attributes: dict[tuple[int, int], int] = field(default_factory=dict)
     idle_at: dict[int, float] = field(default_factory=dict)
     broken: set[int] = field(default_factory=set)
+    capturing: int = 0
     calls: list[CudaCall] = field(default_factory=list)
     retained: dict[int, int] = field(default_factory=lambda: defaultdict(int))
     _local: threading.local = field(default_factory=threading.local)
@@ -124,6 +127,9 @@ class StandInCuda:
         device = self.contexts[-1]
         if device in self.broken:
             return LAUNCH_FAILED
+        if self.capturing:
+            self.capturing -= 1
+            return STREAM_CAPTURE_UNSUPPORTED
         while (left := self.idle_at.get(device, 0.0) - time.monotonic()) > 0:
             time.sleep(min(left, 0.01))
         return SUCCESS

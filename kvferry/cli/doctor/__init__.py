@@ -94,7 +94,7 @@ def hardware(
         yield nvidia.ipc(root)
         yield from nvidia.mig(root)
         yield nvidia.imex(nvidia_gpus, root)
-        yield nvidia.cache_order(environment)
+        yield nvidia.cache_order(environment, has_vllm=software.has_vllm())
     yield devices.rdma(root)
     if nvidia_gpus and nics:
         yield nvidia.direct(probed.gpus, root)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import re
 import shutil
@@ -11,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from kvferry.cli.doctor.finding import Finding, ok, warn
+from kvferry.drivers.ucx.dlopen import loads
 
 RDMA, GPU = "RDMA", "GPU"
 ACTIVE = "ACTIVE"
@@ -119,7 +119,7 @@ def gpu(
     module = kernel_module(root)
     if module:
         text = f"{text}; kernel module {module}"
-    if not _loads(library):
+    if not loads(Path(library)):
         return warn(
             GPU,
             f"{text}; but {library} does not load, so that no driver can offer cuda memory",
@@ -189,12 +189,3 @@ def _from_bus(root: Path) -> list[str]:
     cards = sorted((root / "sys/class/drm").glob("card[0-9]*/device/vendor"))
     vendors = {str(path.parent.resolve()): VENDORS.get(file_text(path)) for path in cards}
     return [f"{vendor} GPU at {Path(at).name}" for at, vendor in vendors.items() if vendor]
-
-
-def _loads(library: str) -> bool:
-    """Return whether a library can be loaded."""
-    try:
-        ctypes.CDLL(library)
-    except OSError:
-        return False
-    return True

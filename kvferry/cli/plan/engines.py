@@ -32,7 +32,7 @@ from kvferry.core.layout import (
     Layout,
     axis,
 )
-from kvferry.core.memory import Region
+from kvferry.core.memory import CUDA, Region
 from kvferry.core.messages import DECODE_ERRORS, MAX_RANKS, Coordinates
 
 ORDERS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
@@ -548,7 +548,7 @@ def _rank(
     state = Group(kind=GroupKind.STATE, block_tokens=0)
     memory = _Memory(settings, pages, block)
     return Layout(
-        regions=(Region(address=ADDRESS, nbytes=max(1, block * pages), kind="cuda"),),
+        regions=(Region(address=ADDRESS, nbytes=max(1, block * pages), kind=CUDA),),
         groups=tuple(state if group.holds_states else paged for group in here),
         fields=tuple(
             f

@@ -16,12 +16,10 @@ import numpy as np
 from kvferry.cli.plan.engines import Engine, EngineError
 from kvferry.core.errors import PlanError
 from kvferry.core.layout import Group, GroupKind, Layout
-from kvferry.core.memory import I64Array
+from kvferry.core.memory import CUDA, I64Array
 from kvferry.core.planner.build_copies import Pages, ReadRequest, Workspace, build_copies
 from kvferry.core.planner.plan import Plan, Source, make_plan
 from kvferry.core.planner.strips import Overlap
-
-CUDA = "cuda"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -11,13 +11,14 @@ from rich.padding import Padding
 from rich.table import Table
 
 from kvferry.cli.formatting import counted, numbers, size
-from kvferry.cli.plan.advice import IPC_SECONDS, SMALL, Advice, Change, is_many, is_small
+from kvferry.cli.plan.advice import IPC_SECONDS, Advice, Change, is_many, is_small
 from kvferry.cli.plan.engines import Engine
 from kvferry.cli.plan.estimate import ByteCounts, Estimate, ReadEstimate
 from kvferry.cli.plan.model import Model
 from kvferry.cli.plan.states import State
 from kvferry.core.messages import Coordinates
 from kvferry.core.planner.strips import Overlap
+from kvferry.core.transport.copies import SMALL_COPY
 
 VLLM = {
     "layout": "VLLM_KV_CACHE_LAYOUT={} (if its attention backend can)",
@@ -178,8 +179,8 @@ def print_advice(console: Console, estimate: Estimate, given: Advice) -> None:
     """Print that copies are small or many, why, and what would help."""
     if is_small(estimate):
         console.print(
-            f"[bold yellow]Small copies:[/] {_sizes(estimate.sizes)}. Below {size(SMALL)}, what a "
-            "copy costs outweighs what its bytes cost."
+            f"[bold yellow]Small copies:[/] {_sizes(estimate.sizes)}. Below {size(SMALL_COPY)}, "
+            "what a copy costs outweighs what its bytes cost."
         )
     else:
         console.print(f"[bold yellow]Many copies[/] of {_sizes(estimate.sizes)}.")

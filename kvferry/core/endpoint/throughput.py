@@ -17,6 +17,7 @@ from kvferry.core.error_causes import on_one_line
 from kvferry.core.layout import Layout
 from kvferry.core.memory import CPU
 from kvferry.core.planner.plan import Source
+from kvferry.core.transport.copies import SMALL_COPY
 
 if TYPE_CHECKING:
     from kvferry.core.endpoint.peers import Peer
@@ -29,11 +30,11 @@ several times as many."""
 SAMPLE_BYTES = 64 << 20
 """A rate is the rate of more bytes than this."""
 PERIOD_BYTES = 16 << 20
-"""A busy period that moved fewer bytes is not measured. The end of a read is noticed up to a few
-milliseconds late, and most of the time of a short period may be that delay."""
-SMALL_COPY = 16 << 10
-"""With smaller copies, in bytes, the cost of a copy outweighs the cost of its bytes; the same limit
-as in ``kvferry plan``."""
+"""A busy period that moved fewer bytes is not measured, since ``LATE_SECONDS`` would hide even a
+rate of half of ``SLOW_RATE``."""
+LATE_SECONDS = 0.008
+"""The end of a read may be noticed so late. A busy period is judged as if it had ended so much
+earlier, so that a late end never makes a fast path look slow."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +65,8 @@ class Throughput:
     of its bytes were moved.
 
     Args:
-        slow: called with a sample of more than ``SAMPLE_BYTES`` whose rate is below ``SLOW_RATE``.
+        slow: called with a sample of more than ``SAMPLE_BYTES`` whose rate is below ``SLOW_RATE``,
+            even if the end of each of its busy periods was noticed ``LATE_SECONDS`` late.
     """
 
     def __init__(self, slow: Callable[[Sample], None]) -> None:
@@ -108,7 +110,7 @@ class Throughput:
         self._since, self._period_bytes, self._period_copies = now, 0, 0
 
     def _begin_sample(self) -> None:
-        self._bytes, self._copies, self._seconds = 0, 0, 0.0
+        self._bytes, self._copies, self._seconds, self._periods = 0, 0, 0.0, 0
 
     def _end_period(self, now: float) -> None:
         """Add the busy period to the sample unless it is too short; judge a complete sample."""
@@ -116,12 +118,14 @@ class Throughput:
             self._bytes += self._period_bytes
             self._copies += self._period_copies
             self._seconds += now - self._since
+            self._periods += 1
         self._begin_period(now)
         if self._bytes > SAMPLE_BYTES:
-            nbytes, copies, seconds = self._bytes, self._copies, self._seconds
+            sample = Sample(nbytes=self._bytes, copies=self._copies, seconds=self._seconds)
+            shortest = sample.seconds - LATE_SECONDS * self._periods
             self._begin_sample()
-            if nbytes < SLOW_RATE * seconds:
-                self._slow(Sample(nbytes=nbytes, copies=copies, seconds=seconds))
+            if sample.nbytes < SLOW_RATE * shortest:
+                self._slow(sample)
 
 
 class SlowPathWarnings:

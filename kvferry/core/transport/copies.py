@@ -9,6 +9,11 @@ import numpy as np
 
 from kvferry.core.memory import Region, U64Array
 
+SMALL_COPY = 16 << 10
+"""Copies of fewer bytes are small: a copy then costs more than the bytes that it moves. A read
+between two processes moves copies of 16 KiB at half of memcpy's rate and of 4 KiB at a quarter; a
+transport for networks loses even more (docs/performance.md)."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import ctypes
 
-from kvferry.drivers.cuda import CUDA, find_cuda
+from kvferry.core.memory import CUDA
+from kvferry.drivers.cuda import find_cuda
 
 _LIBRARIES = {
-    CUDA: "libhsa-runtime64.so.1",  # of ROCm: torch names AMD's memory "cuda", too
-    "xpu": "libze_loader.so.1",
-    "hpu": "libhl-thunk.so",
+    "libhsa-runtime64.so.1": CUDA,  # ROCm's
+    "libze_loader.so.1": "xpu",
+    "libhl-thunk.so": "hpu",
 }
-"""The driver library of each kind of memory, which UCX's module for that kind needs, too."""
+"""The driver libraries of accelerators other than NVIDIA's (see ``find_cuda``), which UCX's modules
+need, too, and the kind of memory of each."""
 
-KINDS = frozenset(_LIBRARIES)
+KINDS = frozenset({CUDA, *_LIBRARIES.values()})
 """The memory kinds of accelerators, by the names that torch gives to their devices."""
 
 
@@ -23,7 +25,7 @@ def present() -> frozenset[str]:
     NIXL's backends claim VRAM on every machine. UCX must also have been built for the accelerator;
     that shows only when memory is registered. NIXL's wheels have UCX's modules for CUDA only.
     """
-    found = {kind for kind, library in _LIBRARIES.items() if _loads(library)}
+    found = {kind for library, kind in _LIBRARIES.items() if _loads(library)}
     return frozenset(found if find_cuda() is None else found | {CUDA})
 
 

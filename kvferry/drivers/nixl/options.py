@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Protocol
@@ -10,6 +9,7 @@ from typing import Annotated, Protocol
 import msgspec
 
 from kvferry.core.errors import DriverError
+from kvferry.drivers.cuda import find_cuda
 from kvferry.drivers.nixl.library import NixlLibrary
 
 Parameter = str | int | float | bool
@@ -85,18 +85,9 @@ def defaults(backend: str, root: Path = Path("/")) -> dict[str, str]:
     """
     if backend != "UCX":
         return {}
-    if has_cuda():
+    if find_cuda() is not None:
         return _THREADS | _CUDA
     return _THREADS if any((root / _RDMA).glob("*")) else _THREADS | _SHARED
-
-
-def has_cuda() -> bool:
-    """Return whether this machine has a CUDA driver."""
-    try:
-        ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return False
-    return True
 
 
 class Plugins(Protocol):

@@ -18,7 +18,7 @@ from kvferry.core.errors import (
     TransportError,
     TransportUsageError,
 )
-from kvferry.core.memory import CPU, Region
+from kvferry.core.memory import CPU, CUDA, Region
 from kvferry.core.transport import (
     BaseTransport,
     Capabilities,
@@ -31,7 +31,7 @@ from kvferry.core.transport import (
     enter_nothing,
     parse_options,
 )
-from kvferry.drivers.cuda import CUDA, DeviceWait, find_cuda
+from kvferry.drivers.cuda import DeviceWaits, find_cuda
 from kvferry.drivers.nixl import address as wire
 from kvferry.drivers.nixl import agent_metadata, library
 from kvferry.drivers.nixl.address import NixlAddress
@@ -83,7 +83,7 @@ class NixlTransport(BaseTransport[None, NixlPeer, NixlPeer, NixlTransfer]):
     interface_version: ClassVar[tuple[int, int]] = (1, 1)
 
     def __init__(self, *, enter: EnterThread = enter_nothing, **options: object) -> None:
-        self._enter = enter
+        self._device_waits = DeviceWaits(enter)
         self._options = parse_options("nixl", NixlOptions, options)
         name = f"nixl-{os.getpid()}-{secrets.token_hex(8)}"
         self._agents = AgentPair(library.load(), name, self._options)
@@ -364,8 +364,7 @@ class NixlTransport(BaseTransport[None, NixlPeer, NixlPeer, NixlTransfer]):
                 ", ".join(sorted(kinds)),
             )
             return False
-        waiting = DeviceWait(cuda, _devices(list(self._registered)), self._enter)
-        return waiting.join(deadline - time.monotonic())
+        return self._device_waits.wait(cuda, _devices(list(self._registered)), deadline)
 
     # What NIXL knows of peers.
 

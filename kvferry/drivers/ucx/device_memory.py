@@ -13,7 +13,7 @@ from kvferry.core.transport import EnterThread
 from kvferry.drivers.cuda import CudaDriver, DeviceWait
 from kvferry.drivers.ucx.ucp_structs import Code
 
-UNSERVED = frozenset(
+NO_TRANSPORT = frozenset(
     {Code.CANCELED, Code.UNSUPPORTED, Code.UNREACHABLE, Code.INVALID_ADDR, Code.NO_DEVICE}
 )
 """UCX's statuses of a read or write that no transport of the connection can carry out. If UCX (1.21
@@ -80,7 +80,7 @@ class LocalDevices:
                 self._cuda.flush(device)
 
 
-def unreached(
+def unreachable_memory_error(
     kinds: Iterable[str], transports: Iterable[str], peer: str, reason: object
 ) -> TransportUnsupportedError:
     """Return the error for a transfer that UCX cannot carry out; it says what to look at.

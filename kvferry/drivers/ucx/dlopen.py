@@ -107,7 +107,11 @@ def _version(library: ctypes.CDLL) -> tuple[int, ...]:
 
 
 def loads(module: Path) -> bool:
-    """Return whether a module loads, after the caller has opened the libucp it belongs to."""
+    """Return whether a shared library loads; for a module, the caller has opened its libucp.
+
+    Args:
+        module: the path of the file, or a bare name for the dynamic linker to look up.
+    """
     try:
         ctypes.CDLL(str(module), os.RTLD_NOW | os.RTLD_LOCAL)
     except OSError:

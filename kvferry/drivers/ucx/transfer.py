@@ -19,7 +19,7 @@ from kvferry.drivers.ucx.connection import (
     UcxConnection,
     UcxPeer,
 )
-from kvferry.drivers.ucx.device_memory import UNSERVED, LocalDevices, unreached
+from kvferry.drivers.ucx.device_memory import NO_TRANSPORT, LocalDevices, unreachable_memory_error
 from kvferry.drivers.ucx.merged_copies import MergedCopies
 from kvferry.drivers.ucx.message_transfer import build_rows, consecutive, needs_messages
 from kvferry.drivers.ucx.messages import MAX_RELAY_BYTES, MAX_RELAY_ROWS, ROW_BYTES
@@ -234,7 +234,7 @@ class UcxTransfer:
         try:
             batch = self._batch(connection, start, stop)
         except TransportError as exc:
-            self.fail(exc if self._in_cpu_memory else self._unreached(connection, exc))
+            self.fail(exc if self._in_cpu_memory else self._unreachable_memory(connection, exc))
             return
         requests = self.poster.post(connection.endpoint, batch, write=self.write)
         window = Window(connection=connection, requests=requests)
@@ -333,15 +333,17 @@ class UcxTransfer:
             self.unconfirmed |= self.write
             # The reason why the connection broke says more than the status of its requests.
             self.fail(connection.error or ucp.error(window.code, trouble))
-        elif window.code in UNSERVED and not self._in_cpu_memory:
+        elif window.code in NO_TRANSPORT and not self._in_cpu_memory:
             self.unconfirmed |= self.write and not window.flushed
-            self.fail(self._unreached(connection, reason))
+            self.fail(self._unreachable_memory(connection, reason))
         else:
             self.unconfirmed |= self.write
             self.fail(ucp.error(window.code, trouble))
 
-    def _unreached(self, connection: UcxConnection, reason: object) -> TransportError:
-        return unreached(self.memory_kinds, connection.transports, connection.server.name, reason)
+    def _unreachable_memory(self, connection: UcxConnection, reason: object) -> TransportError:
+        return unreachable_memory_error(
+            self.memory_kinds, connection.transports, connection.server.name, reason
+        )
 
     def _conclude(self) -> None:
         if self.status.state is State.FAILING:

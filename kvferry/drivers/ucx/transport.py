@@ -19,7 +19,7 @@ from kvferry.core.errors import (
     TransportError,
     TransportUsageError,
 )
-from kvferry.core.memory import CPU, Region
+from kvferry.core.memory import CPU, CUDA, Region
 from kvferry.core.transport import (
     BaseTransport,
     Capabilities,
@@ -30,7 +30,7 @@ from kvferry.core.transport import (
     enter_nothing,
     parse_options,
 )
-from kvferry.drivers.cuda import CUDA, find_cuda
+from kvferry.drivers.cuda import find_cuda
 from kvferry.drivers.ucx import address as wire
 from kvferry.drivers.ucx import library
 from kvferry.drivers.ucx import ucp_structs as structs

@@ -11,6 +11,8 @@ import ctypes
 import enum
 from typing import Any, ClassVar
 
+from kvferry.core.memory import CPU, CUDA
+
 Pointer = ctypes.c_void_p
 STATUS = ctypes.c_int8
 """``ucs_status_t`` is a packed enum: one byte."""
@@ -94,7 +96,7 @@ WAKE_FOR = (1 << 0) | (1 << 2) | (1 << 3) | (1 << 10) | (1 << 11)
 WHOLE_MESSAGES = 1
 """``UCP_AM_FLAG_WHOLE_MSG``: the callback gets all data of a message at once."""
 
-MEMORY = {"cpu": 0, "cuda": 1}
+MEMORY = {CPU: 0, CUDA: 1}
 """The values of ``ucs_memory_type_t``, by kvferry's names of memory kinds."""
 
 

@@ -1,4 +1,4 @@
-"""What the device of the caches needs: each thread's choice of it, marks of work, a stream."""
+"""Use the device of the caches: choose it in a thread, mark enqueued work, run work on a stream."""
 
 from __future__ import annotations
 

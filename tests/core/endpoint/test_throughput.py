@@ -10,11 +10,11 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from kvferry.cli.plan import advice
 from kvferry.core.endpoint.throughput import (
+    LATE_SECONDS,
     PERIOD_BYTES,
     SAMPLE_BYTES,
-    SMALL_COPY,
+    SLOW_RATE,
     Sample,
     Throughput,
 )
@@ -205,10 +205,6 @@ def test_slow_reads_in_small_copies_are_logged_with_advice_about_the_copies(
     assert "copies below 16 KiB are slow on any path, and 'kvferry plan' says" in warning
 
 
-def test_copies_are_small_below_the_same_size_as_in_the_command_plan() -> None:
-    assert SMALL_COPY == advice.SMALL
-
-
 class Connection:
     """A ``Throughput`` after the first read of its connection, and its slow samples."""
 
@@ -230,12 +226,30 @@ class Connection:
 def test_a_rate_below_2_gb_per_second_is_slow() -> None:
     nbytes = SAMPLE_BYTES + MIB
     connection = Connection()
-    connection.read(1.0, 1.0 + nbytes / 2.0001e9, nbytes)
+    connection.read(1.0, 1.0 + nbytes / 2.0001e9 + LATE_SECONDS, nbytes)
     assert not connection.samples
-    connection.read(2.0, 2.0 + nbytes / 1.9999e9, nbytes)
+    seconds = nbytes / 1.9999e9 + LATE_SECONDS
+    connection.read(2.0, 2.0 + seconds, nbytes)
     [sample] = connection.samples
     assert (sample.nbytes, sample.copies) == (nbytes, 65)
-    assert sample.seconds == pytest.approx(nbytes / 1.9999e9)
+    assert sample.seconds == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize("nbytes", [PERIOD_BYTES, 2 * PERIOD_BYTES, SAMPLE_BYTES + MIB])
+@pytest.mark.parametrize("rate", [1.01 * SLOW_RATE, 4e9, 50e9, 400e9])
+def test_ends_that_are_noticed_8_ms_late_make_no_fast_path_slow(nbytes: int, rate: float) -> None:
+    connection = Connection()
+    for start in range(1, 13):
+        connection.read(start, start + nbytes / rate + 0.008, nbytes)
+    assert not connection.samples
+
+
+@pytest.mark.parametrize("late", [0.0, 0.008])
+def test_a_path_of_half_the_rate_is_slow_even_in_the_shortest_periods(late: float) -> None:
+    connection = Connection()
+    for start in range(1, 6):
+        connection.read(start, start + PERIOD_BYTES / (SLOW_RATE / 2) + late, PERIOD_BYTES)
+    assert len(connection.samples) == 1
 
 
 def test_reads_that_overlap_share_their_time() -> None:

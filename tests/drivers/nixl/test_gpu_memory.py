@@ -141,6 +141,23 @@ def test_failed_read_stays_failing_while_the_gpu_has_work(
     assert transport.poll([transfer])[0].state is State.FAILED
 
 
+def test_disconnect_that_is_called_again_starts_no_second_thread(
+    make: Make, library: StandInCuda, buffer: np.ndarray, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transport = make()
+    peer, transfer = fail_read(transport, on_gpu(buffer))
+    monkeypatch.setattr(transport, "grace_seconds", 0.2)
+    library.idle_at[1] = NEVER
+    for _ in range(3):
+        with pytest.raises(TransportError, match="stay failing"):
+            transport.disconnect(peer)
+    assert library.called("cuCtxSynchronize") == [1]
+    library.idle_at[1] = 0.0
+    monkeypatch.setattr(transport, "grace_seconds", 2.0)
+    transport.disconnect(peer)
+    assert transport.poll([transfer])[0].state is State.FAILED
+
+
 def test_close_says_that_a_gpu_may_still_copy(
     make: Make, library: StandInCuda, buffer: np.ndarray
 ) -> None:

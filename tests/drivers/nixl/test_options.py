@@ -9,27 +9,29 @@ from typing import Any
 import pytest
 
 from kvferry.core.errors import DriverError
+from kvferry.drivers.cuda import CudaDriver
 from kvferry.drivers.nixl import options
 from kvferry.drivers.nixl.library import NixlLibrary
 from kvferry.drivers.nixl.options import (
     NixlOptions,
     Parameter,
     defaults,
-    has_cuda,
     parameters,
     threads,
     without_threads,
 )
+from tests.gpu.driver_api import StandInCuda
 
 
-def test_default_options_without_rdma(tmp_path: Path) -> None:
+def test_default_options_without_rdma(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(options, "find_cuda", lambda: None)
     found = defaults("UCX", tmp_path)
     assert found["num_threads"] == "4"
-    assert found.get("split_batch_size") == (None if has_cuda() else "8")
+    assert found.get("split_batch_size") == "8"
 
 
 def test_default_options_with_rdma(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(options, "has_cuda", lambda: False)
+    monkeypatch.setattr(options, "find_cuda", lambda: None)
     (tmp_path / "sys/class/infiniband/mlx5_0").mkdir(parents=True)
     assert defaults("UCX", tmp_path) == {"num_threads": "4"}
 
@@ -60,7 +62,7 @@ def started(**options: Any) -> dict[str, str]:
 
 @pytest.fixture
 def _with_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(options, "has_cuda", lambda: True)
+    monkeypatch.setattr(options, "find_cuda", lambda: CudaDriver(StandInCuda()))
 
 
 @pytest.mark.usefixtures("_with_cuda")
@@ -83,7 +85,7 @@ def test_reads_by_cuda_ipc_are_enabled_unless_the_user_decides(
 def test_engine_config_is_the_user_s_where_there_is_no_cuda(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(options, "has_cuda", lambda: False)
+    monkeypatch.setattr(options, "find_cuda", lambda: None)
     assert started(backend_options={"engine_config": "A=1"})["engine_config"] == "A=1"
     assert "engine_config" not in started()
 
