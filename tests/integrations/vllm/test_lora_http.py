@@ -162,6 +162,7 @@ def test_adapter_and_base_model(servers: Servers, tmp_path: Path) -> None:
             text(failing, here, asked),
         )
         assert refuses(recomputing, failing, prompt(LENGTH, seed=9), there, here) == (500, "")
+    assert "or with a LoRA adapter, while this request has none" in failing.log()
 
 
 def test_paths_that_are_gone(servers: Servers, tmp_path: Path) -> None:
