@@ -66,6 +66,7 @@ class Consumer:
             ``prefill_backoff``.
         security: The secrets, keys and networks that decide which tickets are accepted.
         adapter_content: Returns the content of a request's LoRA adapter (``Adapters.content``).
+        lora_enabled: Whether the engine accepts requests with LoRA adapters.
     """
 
     def __init__(
@@ -79,7 +80,9 @@ class Consumer:
         backoff: int,
         security: SecuritySettings = SecuritySettings(),  # noqa: B008 - frozen
         adapter_content: Callable[[Request], bytes | None] = lambda request: None,
+        lora_enabled: bool = False,
     ) -> None:
+        self._lora_enabled = lora_enabled
         self._adapter_content = adapter_content
         self._groups = groups
         self._needs_exact_length = any(group.needs_exact_length for group in groups)
@@ -265,10 +268,18 @@ class Consumer:
         if prompt_digest(request, ticket.tokens, adapter) != ticket.digest:
             raise TicketError(
                 f"it was made for another prompt than this one of {request.num_prompt_tokens} "
-                f"tokens{_adapter_hint(request)} (producer's request {ticket.request!r}, "
+                f"tokens{self._adapter_hint(request)} (producer's request {ticket.request!r}, "
                 f"{ticket.tokens} tokens)",
                 reason=TicketReason.PROMPT,
             )
+
+    def _adapter_hint(self, request: Request) -> str:
+        """Return how LoRA adapters may be the reason for another digest; empty without LoRA."""
+        if (lora := request.lora_request) is not None:
+            return f", or with other weights than adapter {lora.lora_name[:64]!r} has here"
+        if self._lora_enabled:
+            return ", or with a LoRA adapter, while this request has none"
+        return ""
 
     def _check_server(self, ticket: Ticket) -> None:
         """Refuse a ticket of an engine to whose side channel this engine may not connect.
@@ -378,12 +389,6 @@ class Consumer:
             report=False,
             shared=shared,
         )
-
-
-def _adapter_hint(request: Request) -> str:
-    """Return a text for the log about a request's LoRA adapter; empty if it has none."""
-    lora = request.lora_request
-    return f", or with other weights than adapter {lora.lora_name[:64]!r} has here" if lora else ""
 
 
 def _log_refusal(request: Request, error: TicketError) -> None:

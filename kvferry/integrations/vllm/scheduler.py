@@ -96,6 +96,7 @@ class FerryScheduler:
             backoff=backoff,
             security=self._security,
             adapter_content=self._adapters.content,
+            lora_enabled=vllm_config.lora_config is not None,
         )
         self._serving = EngineSideChannel(
             engine=transfer.engine_id,

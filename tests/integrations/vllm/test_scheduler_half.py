@@ -664,6 +664,25 @@ class TestConsumer:
             made.on_new_request(each)
             assert f"request r{number}: ticket refused: it was made for another" in caplog.text
 
+    @pytest.mark.parametrize(
+        ("name", "lora_enabled", "hint"),
+        [
+            (None, False, ""),
+            (None, True, ", or with a LoRA adapter, while this request has none"),
+            ("mine", True, ", or with other weights than adapter 'mine' has here"),
+        ],
+    )
+    def test_log_of_another_prompt_names_the_adapter(
+        self, name: str | None, lora_enabled: bool, hint: str, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """With the same prompt, the adapter is what differs."""
+        made = consumer(lora_enabled=lora_enabled)
+        each = request(40, ticket())
+        each.prompt_token_ids = [*range(1, 41)]
+        each.lora_request = SimpleNamespace(lora_name=name) if name else None
+        made.on_new_request(each)
+        assert f"than this one of 40 tokens{hint} (producer's request" in caplog.text
+
     @pytest.mark.parametrize("there", [None, "11111", "00000", "11100"])
     @pytest.mark.parametrize("here", [None, "11111", "00000", "11100"])
     def test_prompt_that_mixes_token_ids_and_embeddings(

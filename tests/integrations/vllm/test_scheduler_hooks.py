@@ -58,6 +58,7 @@ def configured(
         ),
         cache_config=SimpleNamespace(enable_prefix_caching=True),
         speculative_config=object() if drafts else None,
+        lora_config=None,
         num_prefill_lookahead_tokens=lookahead,
     )
 
