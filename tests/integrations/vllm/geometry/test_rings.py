@@ -55,6 +55,7 @@ def handed_over(layers: list[Layer], there: Shape, here: Shape) -> None:
         (shape(), shape(tp=4, block=48)),
         (shape(order="BLNHC"), shape()),
         (shape(order="LBNHC"), shape(order="LBNHC", tp=2)),
+        (shape(pp=2), shape(tp=2, block=32)),
     ],
 )
 def test_rings_beside_compressed_entries(there: Shape, here: Shape) -> None:
@@ -68,7 +69,12 @@ def test_rings_beside_indexers_that_move_whole(there: Shape, here: Shape) -> Non
 
 
 @pytest.mark.parametrize(
-    ("there", "here"), [(shape(), shape(tp=2)), (shape(tp=2), shape(block=32))]
+    ("there", "here"),
+    [
+        (shape(), shape(tp=2)),
+        (shape(tp=2), shape(block=32)),
+        (shape(tp=2, dcp=2, interleave=16), shape(block=32)),
+    ],
 )
 def test_rings_with_several_head_slots(there: Shape, here: Shape) -> None:
     """As GLM-5-Next: keys and scores."""
