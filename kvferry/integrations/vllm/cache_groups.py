@@ -4,7 +4,7 @@ A cache group is a set of layers whose pages have the same block ids. In each gr
 request's blocks in the order of the request's tokens. With a sliding window, the ids of the blocks
 before the window are ``HOLE`` (vLLM's null block), which names no page. In a group of recurrent
 states, one block is handed over: that with the state after the last token to transfer. Later blocks
-are scratch memory of speculative decoding.
+are scratch memory of speculative decoding. In a group of rings, a request has one block.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 
 from kvferry.core.layout import HOLE
 from kvferry.core.planner.build_copies import Pages
-from kvferry.integrations.vllm.caches.cache_layout import is_state
+from kvferry.integrations.vllm.caches.cache_layout import is_ring, is_state
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
@@ -42,8 +42,9 @@ class CacheGroup:
             over.
         tokens: How many tokens of a request one page covers, on all context-parallel ranks
             together; for a state, the number of tokens after which vLLM stores the state in the
-            request's next page.
-        is_state: Whether a page holds a recurrent state instead of tokens.
+            request's next page; 0 for a ring, which stays in the request's first page.
+        is_state: Whether a page is right after one number of tokens only: a recurrent state or a
+            ring.
         window: Sliding window: how many tokens a token attends to, including itself, plus
             earlier tokens whose blocks vLLM also keeps (``extra_retained_tokens``); 0 for no
             window.
@@ -141,7 +142,7 @@ class CacheGroup:
         Returns:
             A sequence of that one block; empty if the request has too few blocks.
         """
-        index = (tokens - 1) // self.tokens
+        index = (tokens - 1) // self.tokens if self.tokens else 0
         return blocks[index : index + 1]
 
 
@@ -176,7 +177,8 @@ def _cache_group(index: int, spec: KVCacheSpec, context_size: int) -> CacheGroup
 
     one = next(iter(iter_layer_specs(spec)))
     if is_state(spec):
-        return CacheGroup(index=index, tokens=one.block_size, is_state=True)
+        tokens = 0 if is_ring(spec) else one.block_size
+        return CacheGroup(index=index, tokens=tokens, is_state=True)
     window, chunk = 0, 0
     if isinstance(one, SlidingWindowSpec):
         window = one.sliding_window + one.extra_retained_tokens

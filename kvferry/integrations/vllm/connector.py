@@ -34,7 +34,7 @@ from kvferry.integrations.vllm.worker import FerryWorker, UnreadRankWorker, star
 
 if TYPE_CHECKING:
     import torch
-    from vllm.config import VllmConfig
+    from vllm.config import KVTransferConfig, VllmConfig
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -97,6 +97,17 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         if vllm_config.model_config is None or vllm_config.model_config.use_mla:
             return None
         return PREFERRED_LAYOUT
+
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: KVTransferConfig) -> bool:
+        """Return ``False``: a sleeping engine would free memory that other engines may still read.
+
+        vLLM 0.33 asks, and takes connectors without this method for ones that support sleep mode.
+
+        Args:
+            kv_transfer_config: The connector's configuration.
+        """
+        return False
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> FerryStats:

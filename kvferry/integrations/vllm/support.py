@@ -105,11 +105,20 @@ def _unsupported(vllm_config: VllmConfig) -> Iterator[str]:
             "without it"
         )
     if model.is_encoder_decoder:
-        yield f"the encoder-decoder model {model.model!r}: vLLM has no connectors for these"
+        yield (
+            f"the encoder-decoder model {model.model!r}: its cross attention caches an encoder's "
+            "tokens, vLLM has no connectors for these, and a ticket would have to name the "
+            "encoder's input; start without kv_transfer_config"
+        )
+    if model.runner_type == "pooling":
+        yield (
+            f"the pooling model {model.model!r}: its requests end with their prompt, so there is "
+            "nothing to decode; start without kv_transfer_config"
+        )
     if vllm_config.attention_config.hisparse_config is not None:
         yield (
-            "attention_config.hisparse_config: its caches lie in host memory and are copied on "
-            "demand; start without it"
+            "attention_config.hisparse_config (HiSparse): its caches lie in host memory and are "
+            "copied on demand, so that memory would have to be registered; start without it"
         )
     if vllm_config.aux_output_config.enabled:
         yield (

@@ -16,6 +16,7 @@ WINDOW = CacheGroup(index=1, tokens=16, window=20)
 CHUNKS = CacheGroup(index=2, tokens=16, chunk=32)
 STATE = CacheGroup(index=3, tokens=1024, is_state=True)
 ALIGNED_STATE = CacheGroup(index=4, tokens=32, is_state=True)
+RING = CacheGroup(index=5, tokens=0, is_state=True)
 
 
 def blocks(*ids: int, cached: int = 0) -> list[Any]:
@@ -39,6 +40,8 @@ def blocks(*ids: int, cached: int = 0) -> list[Any]:
         (ALIGNED_STATE, [0, 0, 9, 101], 70, (0, [9])),
         (ALIGNED_STATE, [0, 9, 101, 102], 64, (0, [9])),
         (ALIGNED_STATE, [9], 1, (0, [9])),
+        (RING, [9], 1, (0, [9])),
+        (RING, [9], 700, (0, [9])),
     ],
 )
 def test_offered(
@@ -59,6 +62,7 @@ def test_offered(
         (CHUNKS, blocks(0, 0, 7), 40, (32, 40), 2, [7]),
         (STATE, blocks(9, 101, 102), 700, (0, 700), 0, [9]),
         (ALIGNED_STATE, blocks(0, 0, 9, 101), 70, (0, 70), 0, [9]),
+        (RING, blocks(9), 700, (0, 700), 0, [9]),
     ],
 )
 def test_wanted(
@@ -101,9 +105,5 @@ def test_what_is_wanted_is_offered(
 
 
 def test_bounded_are_those_that_cannot_go_back() -> None:
-    assert [group.needs_exact_length for group in (FULL, WINDOW, CHUNKS, STATE)] == [
-        False,
-        True,
-        True,
-        True,
-    ]
+    groups = FULL, WINDOW, CHUNKS, STATE, RING
+    assert [group.needs_exact_length for group in groups] == [False, True, True, True, True]

@@ -23,6 +23,7 @@ def engine(role: str = "kv_both", **changes: object) -> Any:
             "model": "tiny",
             "enable_sleep_mode": False,
             "is_encoder_decoder": False,
+            "runner_type": "generate",
             "multimodal_config": None,
         },
         "cache_config": {"enable_prefix_caching": False},
@@ -65,8 +66,18 @@ def test_an_ordinary_engine_passes() -> None:
     ("change", "words"),
     [
         ({"enable_sleep_mode": True}, "enable_sleep_mode: .* start without it"),
-        ({"is_encoder_decoder": True}, "encoder-decoder model 'tiny'"),
-        ({"hisparse_config": object()}, "hisparse_config: .* start without it"),
+        (
+            {"is_encoder_decoder": True},
+            "encoder-decoder model 'tiny': .* cross attention .* start without kv_transfer_config",
+        ),
+        (
+            {"runner_type": "pooling"},
+            "pooling model 'tiny': .* nothing to decode; start without kv_transfer_config",
+        ),
+        (
+            {"hisparse_config": object()},
+            r"hisparse_config \(HiSparse\): .* have to be registered; start without it",
+        ),
         ({"enabled": True}, "enable_return_routed_experts: .* start without it"),
         ({"enable_permute_local_kv": True}, "enable_permute_local_kv: .* remove it"),
         (

@@ -453,6 +453,7 @@ INDEXER = Packing(
 COLUMNS = Packing(inside="per head all of K in columns, then all of V in rows", fields=columns)
 ELSEWHERE = "not known: these kernels run on processors that they were not checked on"
 UNREAD = "not known: these kernels were not read"
+RINGS = "rings, which always move whole"
 BEHIND = "not known: how the kernels split a block, on which it depends, is not in the tensor"
 
 PACKINGS: Mapping[str, Packing] = {
@@ -527,7 +528,7 @@ PACKINGS: Mapping[str, Packing] = {
     "FLASHMLA_MEGA_ATTN_DSV41": Packing(inside=BEHIND),
     "FLASHMLA_SPARSE_DSV41": Packing(inside=BEHIND),
     "INKLING_SCONV_SWA": Packing(inside=UNREAD),
-    "KPOOL_TAIL": Packing(inside=UNREAD),
+    "KPOOL_TAIL": Packing(inside=RINGS),
     "MINIMAX_M3_SPARSE": HALVES,
     "ROCM_FLASHMLA_SPARSE_DSV4": Packing(inside=ELSEWHERE),
     "XPU_V4_MLA_SPARSE": Packing(inside=ELSEWHERE),

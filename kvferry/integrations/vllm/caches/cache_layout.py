@@ -23,6 +23,7 @@ from kvferry.integrations.vllm.caches.pages import (
     ShardPosition,
     spec_of,
 )
+from kvferry.integrations.vllm.caches.ring_pages import ring_fields
 from kvferry.integrations.vllm.caches.state_pages import state_fields
 
 if TYPE_CHECKING:
@@ -99,7 +100,8 @@ class _Rank:
             for layer, tensor in _distinct(self.caches, group)
         ]
         if is_state(group.kv_cache_spec):
-            fields = [f for page in pages for f in state_fields(page)]
+            described = ring_fields if is_ring(group.kv_cache_spec) else state_fields
+            fields = [f for page in pages for f in described(page)]
             return Group(kind=GroupKind.STATE, block_tokens=0), tuple(fields)
         kind, packed = pack(pages)
         tokens = group.kv_cache_spec.block_size
@@ -152,14 +154,27 @@ class _Rank:
 
 
 def is_state(spec: KVCacheSpec) -> bool:
-    """Return whether the pages of a group hold recurrent states, not tokens.
+    """Return whether a page of a group is right after one number of tokens only, as a state is.
+
+    Such pages hold recurrent states or rings.
 
     Args:
         spec: The group's spec.
     """
     from vllm.v1.kv_cache_interface import MambaSpec, iter_layer_specs
 
-    return any(isinstance(one, MambaSpec) for one in iter_layer_specs(spec))
+    return is_ring(spec) or any(isinstance(one, MambaSpec) for one in iter_layer_specs(spec))
+
+
+def is_ring(spec: KVCacheSpec) -> bool:
+    """Return whether the pages of a group are rings (``CircularBufferSpec``).
+
+    Args:
+        spec: The group's spec.
+    """
+    from vllm.v1.kv_cache_interface import CircularBufferSpec, iter_layer_specs
+
+    return any(isinstance(one, CircularBufferSpec) for one in iter_layer_specs(spec))
 
 
 def _distinct(

@@ -18,6 +18,8 @@ class Handling(enum.StrEnum):
     """A page holds consecutive tokens."""
     STATE = "state"
     """A page holds the recurrent state after some tokens."""
+    RING = "ring"
+    """A request's only page holds its last tokens, which later tokens overwrite in place."""
     MEMBERS = "members"
     """The spec is a container, in which each layer of the group has a spec of its own."""
     REFUSED = "refused"
@@ -58,18 +60,33 @@ SPECS: Mapping[str, CacheSupport] = {
     "UniformTypeKVCacheSpecs": CacheSupport(
         handling=Handling.MEMBERS, why="each layer has its own"
     ),
-    "AttentionSpec": _refused("no layer has it: others are derived from it"),
-    "CircularBufferSpec": _refused(
-        "a ring of a request's last tokens, which the next ones overwrite in place: it is right "
-        "for one token only, and that was not proven"
+    "CircularBufferSpec": CacheSupport(
+        handling=Handling.RING,
+        why="one page per request, of its last tokens; engines need rings of equal length",
     ),
-    "CrossAttentionSpec": _refused("of an encoder's tokens, which are not the prompt's"),
-    "EncoderOnlyAttentionSpec": _refused("has no cache"),
-    "HiddenStateCacheSpec": _refused("hidden states have a connector of their own in vLLM"),
-    "HiSparseHotSpec": _refused("a replica that vLLM fills itself; it does not offer it"),
-    "HiSparseResidentSpec": _refused("a replica that vLLM fills itself; it does not offer it"),
+    "AttentionSpec": _refused("no layer has it: others are derived from it"),
+    "CrossAttentionSpec": _refused(
+        "cross attention caches an encoder's tokens; a ticket would have to name the encoder's "
+        "input and its pages beside the prompt's"
+    ),
+    "EncoderOnlyAttentionSpec": _refused(
+        "an encoder keeps no keys and values; there is nothing to hand over"
+    ),
+    "HiddenStateCacheSpec": _refused(
+        "hidden states are an output, not a cache to decode from; use vLLM's "
+        "ExampleHiddenStatesConnector for these"
+    ),
+    "HiSparseHotSpec": _refused(
+        "a HiSparse replica on the device, which vLLM fills on demand from host memory; the pages "
+        "in host memory would have to be registered and handed over instead"
+    ),
+    "HiSparseResidentSpec": _refused(
+        "a HiSparse replica on the device, which vLLM fills on demand from host memory; the pages "
+        "in host memory would have to be registered and handed over instead"
+    ),
     "SinkFullAttentionSpec": _refused(
-        "each engine keeps pages of its own for the sink; that the rest can move was not proven"
+        "the kernels read the sink's keys from the engine's first blocks, in front of every "
+        "request's; that no load fills these blocks would have to be proven"
     ),
 }
 """Support by the spec's class name. A class that is not listed is refused, whatever its base."""
@@ -94,7 +111,11 @@ def _refusal(group: KVCacheGroupSpec) -> str:
     from vllm.v1.kv_cache_interface import iter_layer_specs
 
     if group.host_resident:
-        return "they lie in the host's memory, where vLLM numbers blocks on its own"
+        return (
+            "they lie in the host's memory, where vLLM numbers blocks on its own; this memory "
+            "would have to be registered, and tickets would have to have its block numbers; start "
+            "without attention_config.hisparse_config"
+        )
     reasons = {_spec_refusal(spec) for spec in iter_layer_specs(group.kv_cache_spec)}
     return "; ".join(sorted(reasons - {""}))
 
@@ -110,9 +131,10 @@ def _spec_refusal(spec: KVCacheSpec) -> str:
     states = getattr(spec, "tokens_per_state", 1)
     if support.handling is Handling.PAGED and (states < 1 or states != int(states)):
         return f"{name} of {1 / states} entries per token: an entry must be of whole tokens"
-    if getattr(spec, "bounded_replay", False):
+    if getattr(spec, "non_causal", False):
         return (
-            f"{name} with bounded replay: vLLM computes the window again, and that was not proven"
+            f"{name} of a prefix LM: the prompt's tokens attend to each other in both directions, "
+            "so its pages fit no longer prompt, which a ticket would have to say"
         )
     return ""
 

@@ -80,8 +80,8 @@ def _model_of(vllm_config: VllmConfig, draft: bool) -> ModelConfig:
 def _heads(layer: str, spec: KVCacheSpec, model: ModelConfig, position: ShardPosition) -> int:
     """Return how many KV heads a layer has on all tensor-parallel ranks together.
 
-    The layer's spec counts only the heads of this rank. A cache that every rank stores whole, such
-    as MLA's, counts as one head.
+    The layer's spec counts only the heads of this rank. A cache that every rank stores whole counts
+    as one head: a ring, or entries as in MLA, for which not every spec says ``max_tp_shards``.
 
     Args:
         layer: vLLM's name of the layer, for errors.
@@ -93,6 +93,14 @@ def _heads(layer: str, spec: KVCacheSpec, model: ModelConfig, position: ShardPos
         LayoutError: The number of heads on this rank agrees neither with the model's number of KV
             heads nor with an even split among ranks.
     """
+    from vllm.v1.kv_cache_interface import (
+        CircularBufferSpec,
+        MLAAttentionSpec,
+        SlidingWindowMLASpec,
+    )
+
+    if isinstance(spec, CircularBufferSpec | MLAAttentionSpec | SlidingWindowMLASpec):
+        return 1
     here = getattr(spec, "num_kv_heads", 1)
     if getattr(spec, "max_tp_shards", None) == 1 or not hasattr(spec, "num_kv_heads"):
         return 1

@@ -6,16 +6,27 @@ engine uses and from the source of the installed vLLM.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from kvferry.integrations.vllm.caches.attention_pages import PACKINGS, unknown
 from kvferry.integrations.vllm.caches.cache_specs import SPECS
 from kvferry.integrations.vllm.caches.state_pages import STATE_PACKINGS
-from tests.integrations.vllm.caches import census
+from tests.integrations.vllm.caches import architectures, census
 
 PAGE = Path(__file__).parents[4] / "docs" / "coverage.md"
 COMMAND = "python -m tests.integrations.vllm.caches.coverage_page"
+
+VERDICTS = (
+    "served, on engines",
+    "served, by geometry",
+    "served, by kind",
+    "moved whole",
+    "draft",
+    "refused",
+)
+"""The verdicts on architectures, in the order in which they are counted."""
 
 INTRODUCTION = """\
 # Which of vLLM's caches are covered
@@ -31,6 +42,9 @@ date, or if vLLM has something that none of the tables names.
   handshake. Backends that are in no table are opaque, too.
 - **refused**: an engine with such a cache does not start with this connector.
 
+[Every architecture](#architectures) of vLLM has a verdict at the end of this page:
+
+{counts}
 The descriptions come from vLLM's source. Tests write through the backend's own expressions and find
 the same bytes through the layout, in each order that vLLM offers with the backend. The kernels
 themselves were run on CPUs only.
@@ -46,8 +60,22 @@ KINDS = """\
 
 vLLM's `KVCacheSpec` classes: `kvferry/integrations/vllm/caches/cache_specs.py`.
 
-A **paged** cache is handled by its attention backend (next section), a **state** by its own backend
-(last section), and **members** by the spec of each layer. A *hole* is a position without a page.
+A **paged** cache is handled by its attention backend, a **state** by its own backend (both below),
+and **members** by the spec of each layer. A *hole* is a position without a page.
+
+A **ring** has the entry of token t in slot t modulo its capacity. It is right after one number of
+tokens only, as a state is, so decode computes a prompt's last token itself. A ring moves as a
+whole, and its capacity depends on `num_speculative_tokens`: engines whose rings differ in capacity
+are refused at the handshake. In an order that begins with L, vLLM would enlarge rings with its
+blocks, but these models have caches that only offer orders that begin with B.
+
+Where a sliding window has *bounded replay* (`swa_bounded_replay`), vLLM computes the window again
+after a prefix-cache hit, but not after a load, which fills it.
+
+Rings and bounded replay (DeepSeek V4.1, Qwen4-Exp, GLM-5-Next) were proven as data only: vLLM's
+scheduler and allocator with this connector, with compressed entries and opaque indexers in other
+groups, between engines of other parallelism and block size (`tests/integrations/vllm/geometry`). No
+engine of these models was run: vLLM has their kernels for GPUs only.
 """
 
 MEDIA = """\
@@ -80,11 +108,40 @@ that cannot be divided moves as a whole between engines that split it in the sam
 """
 
 
+ARCHITECTURES = """\
+## Architectures
+
+All {total} that vLLM {version} registers. The caches of an architecture are those that vLLM's
+source can build for it on NVIDIA's GPUs; which of them an engine builds depends on the checkpoint
+and the settings. *Keys and values* have sliding windows in some models; *latents* are those of MLA,
+and the entries of indexers and compressors.
+
+- **served, on engines**: whole engines of the architecture hand requests over, in the test that is
+  named (`tests/integrations/vllm`) or by hand, on CPUs, with small models of random weights.
+- **served, by geometry**: no engine of the architecture was run. vLLM's allocator and scheduler lay
+  out caches of these kinds, and every byte is checked after a hand-over between engines of other
+  parallelism, block size and order. The kinds are those of vLLM's specs; how an attention backend
+  packs a page is checked for each backend, as said above.
+- **served, by kind**: its kinds of cache are described, and what is named here was checked by the
+  expressions of vLLM's source only, or is known only with the checkpoint.
+- **moved whole**: the pages of the backends that are named move between equal engines only.
+- **refused**: an engine does not start with this connector.
+- **draft**: a model that runs in the engine of the model that it drafts for. Its caches are handled
+  as all others; if only one of the two engines has it, they are left out.
+"""
+
+
 def written() -> str:
     """The page."""
     import vllm
 
-    introduction = INTRODUCTION.format(command=COMMAND, version=vllm.__version__.partition("+")[0])
+    version = vllm.__version__.partition("+")[0]
+    found = architectures.architectures()
+    introduction = INTRODUCTION.format(
+        command=COMMAND,
+        version=version,
+        counts=_table(("verdict", "architectures"), _counts(found)),
+    )
     parts = (
         introduction,
         KINDS,
@@ -94,6 +151,8 @@ def written() -> str:
         _table(("backend", "orders", "verdict", "a page holds", "opaque where"), _backends()),
         RECURRENT,
         _table(("backend", "verdict", "a page holds"), _states()),
+        ARCHITECTURES.format(total=len(found), version=version),
+        _table(("architecture", "verdict", "caches", "how or why"), _architectures(found)),
     )
     return "\n".join(parts)
 
@@ -115,6 +174,18 @@ def _backends() -> Iterator[Sequence[str]]:
 def _states() -> Iterator[Sequence[str]]:
     for name, packing in sorted(STATE_PACKINGS.items()):
         yield f"`{name}`", "described", packing.inside
+
+
+def _counts(found: Sequence[architectures.Architecture]) -> Iterator[Sequence[str]]:
+    counted = Counter(each.verdict[0] for each in found)
+    for verdict, count in sorted(counted.items(), key=lambda item: VERDICTS.index(item[0])):
+        yield verdict, str(count)
+
+
+def _architectures(found: Sequence[architectures.Architecture]) -> Iterator[Sequence[str]]:
+    for each in found:
+        verdict, why = each.verdict
+        yield f"`{each.name}`", verdict, each.caches, why
 
 
 def _table(head: Sequence[str], rows: Iterator[Sequence[str]]) -> str:

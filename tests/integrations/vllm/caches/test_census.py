@@ -131,18 +131,48 @@ def test_what_is_refused() -> None:
     from vllm.v1 import kv_cache_interface as interface
 
     shape = {"block_size": 32, "num_kv_heads": 1, "head_size": 32, "dtype": torch.float32}
-    ring = interface.CircularBufferSpec(**shape)
-    assert "a ring" in _refusals(group(["a"], ring))[0]
-    assert _refusals(group(["a"], ring, enable_kv_transfer=False)) == []
+    sink = interface.SinkFullAttentionSpec(**shape, sink_len=4)
+    assert "the sink's keys" in _refusals(group(["a"], sink))[0]
+    assert _refusals(group(["a"], sink, enable_kv_transfer=False)) == []
+    across = interface.CrossAttentionSpec(**shape)
+    assert "would have to name the encoder's input" in _refusals(group(["a"], across))[0]
+    hidden = interface.HiddenStateCacheSpec(**shape)
+    assert "ExampleHiddenStatesConnector" in _refusals(group(["a"], hidden))[0]
+    prefix = interface.FullAttentionSpec(**shape, non_causal=True)
+    assert "prefix LM" in _refusals(group(["a"], prefix))[0]
     pooled = interface.FullAttentionSpec(**shape, tokens_per_state=Fraction(1, 4))
     assert "4 entries per token" in _refusals(group(["a"], pooled))[0]
-    replay = interface.SlidingWindowMLASpec(**shape, sliding_window=64, bounded_replay=True)
-    assert "bounded replay" in _refusals(group(["a"], replay))[0]
-    assert "host" in _refusals(group(["a"], _full(), host_resident=True))[0]
+    resident = _refusals(group(["a"], _full(), host_resident=True))[0]
+    assert "start without attention_config.hisparse_config" in resident
     both = interface.UniformTypeKVCacheSpecs(
-        block_size=32, kv_cache_specs={"a": _full(), "b": ring}
+        block_size=32, kv_cache_specs={"a": _full(), "b": sink}
     )
-    assert "CircularBufferSpec" in _refusals(group(["a", "b"], both))[0]
+    assert "SinkFullAttentionSpec" in _refusals(group(["a", "b"], both))[0]
+
+
+def test_rings_and_bounded_replay_are_taken() -> None:
+    import torch
+    from vllm.v1 import kv_cache_interface as interface
+
+    shape = {"block_size": 32, "num_kv_heads": 1, "head_size": 32, "dtype": torch.float32}
+    assert _refusals(group(["a"], interface.CircularBufferSpec(**shape))) == []
+    replay = interface.SlidingWindowMLASpec(**shape, sliding_window=64, bounded_replay=True)
+    assert _refusals(group(["a"], replay)) == []
+
+
+@pytest.mark.parametrize(
+    "name", [name for name, verdict in SPECS.items() if verdict.handling is Handling.REFUSED]
+)
+def test_a_refusal_names_the_kind_and_the_reason(name: str) -> None:
+    """Whatever else the spec says."""
+    spec: Any = type(name, (), {})()
+    [text] = _refusals(
+        SimpleNamespace(
+            layer_names=["a"], kv_cache_spec=spec, host_resident=False, enable_kv_transfer=True
+        )
+    )
+    assert name in text
+    assert SPECS[name].why in text
 
 
 @pytest.mark.parametrize(

@@ -134,6 +134,11 @@ def one_row(cache: Any, spec: Any) -> dict[str, Any]:
     return {"latent": cache.squeeze(1).unsqueeze(2)}
 
 
+def ring(cache: Any, spec: Any) -> dict[str, Any]:
+    """``Glm5NextTailCache``, ``_QSAStateCache.bind_kv_cache``: slots, each with its head slots."""
+    return {"ring": cache.transpose(1, 2)}
+
+
 def values_then_scales(value: int) -> Reading:
     """``fused_compress_quant_cache.py``: ``value`` bytes per row, and the rest behind all rows."""
 

@@ -51,6 +51,8 @@ def _list(
     engine: Engine, group: CacheGroup, tokens: int, rng: np.random.Generator, hits: int
 ) -> Listed:
     if group.is_state:
+        if not group.tokens:  # a ring
+            return Listed(ids=tuple(engine.take(1, rng)))
         front = (tokens - 1) // group.tokens
         return Listed(ids=(HOLE,) * front + tuple(engine.take(1 + engine.shape.scratch, rng)))
     count = -(-tokens // group.tokens)
@@ -83,7 +85,7 @@ def _contents(
     """Places and values of what the pages hold."""
     positions, ids = (np.array(some, dtype=np.int64) for some in zip(*listed, strict=True))
     if part.per_entry == 0:
-        yield part.places[ids[:1]][0], part.values(np.array([tokens]), request)
+        yield part.places[ids[:1]][0], part.values(part.held(tokens), request)
         return
     steps = extent.steps(part, positions)
     values = part.values(steps.ravel(), request)
@@ -230,7 +232,7 @@ class Expected:
 
     def _given(self, group: CacheGroup, tokens: int, listed: Listed) -> list[tuple[int, int]]:
         if group.is_state:
-            index = (tokens - 1) // group.tokens
+            index = (tokens - 1) // group.tokens if group.tokens else 0
             return [(index, listed.ids[index])]
         return listed.positions()
 

@@ -305,12 +305,19 @@ def _rank(
 
 def _allocate(config: Any, shape: Shape) -> dict[str, Any]:
     import torch
-    from vllm.v1.kv_cache_interface import KVCacheLayout, MambaSpec, iter_layer_specs
+    from vllm.v1.kv_cache_interface import (
+        CircularBufferSpec,
+        KVCacheLayout,
+        MambaSpec,
+        iter_layer_specs,
+    )
     from vllm.v1.worker.utils import allocate_kv_cache
 
     own = [next(iter(iter_layer_specs(group.kv_cache_spec))) for group in config.kv_cache_groups]
     kernels = [
-        shape.kernel if shape.kernel and not isinstance(spec, MambaSpec) else spec.block_size
+        shape.kernel
+        if shape.kernel and not isinstance(spec, MambaSpec | CircularBufferSpec)
+        else spec.block_size
         for spec in own
     ]
     order = KVCacheLayout[shape.order]

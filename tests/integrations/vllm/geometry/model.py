@@ -41,6 +41,7 @@ READINGS: dict[str, views.Reading] = {
     "TRITON_MLA": views.one_row,
     "FLASHMLA": views.one_row,
     "CPU_MLA": views.one_row,
+    "CPU_V4_INDEXER": whole,
 }
 """How the backends that are tried here read their pages."""
 
@@ -79,13 +80,29 @@ class Part:
         key: names the tensor in the model.
         places: (pages, entries, shards, bytes): each byte's offset in the rank's buffer.
         shards: which of the model's shards these are.
-        per_entry: tokens that an entry stands for; 0 in a state, which has one entry.
+        per_entry: tokens that an entry stands for; 0 in a state, which has one entry, and in a
+            ring.
+        ring: how many tokens are compressed together, in a ring; 0 in all others.
     """
 
     key: str
     places: views.Places
     shards: range
     per_entry: int = 1
+    ring: int = 0
+
+    def held(self, tokens: int) -> Steps:
+        """What the entries of the page of a state or ring are of, after so many tokens.
+
+        A state's is of all of them. A ring's slots are of the last tokens; where there are fewer
+        tokens than slots, of tokens with negative numbers, which nobody reads.
+        """
+        if not self.ring:
+            return np.array([tokens])
+        capacity = self.places.shape[1]
+        last = tokens - 1
+        held: Steps = last - (last - np.arange(capacity)) % capacity
+        return held
 
     def values(self, steps: Steps, request: str) -> Bytes:
         """What entries hold, (steps, shards, bytes): the reference function. Never 0, never 255.
@@ -138,6 +155,7 @@ class Attention(Layer):
         dtype: of torch.
         window: how many tokens are attended to; 0 for all.
         chunk: tokens are attended to within chunks of so many; 0 if they are not.
+        generated: how many of the generated tokens are attended to; 0 for all.
         backend: which kernels; the engine's choice if empty.
     """
 
@@ -147,6 +165,7 @@ class Attention(Layer):
     dtype: str = "bfloat16"
     window: int = 0
     chunk: int = 0
+    generated: int = 0
     backend: str = ""
 
     def spec(self, setting: Setting) -> Any:
@@ -168,6 +187,8 @@ class Attention(Layer):
             return specs.SlidingWindowSpec(**common, sliding_window=self.window)
         if self.chunk:
             return specs.ChunkedLocalAttentionSpec(**common, attention_chunk_size=self.chunk)
+        if self.generated:
+            return specs.RSWASpec(**common, rswa_window=self.generated)
         return specs.FullAttentionSpec(**common)
 
     def facts(self, setting: Setting) -> LayerFacts:
@@ -202,16 +223,30 @@ class Latent(Layer):
     Attributes:
         size: its elements.
         per_entry: tokens that one latent stands for.
+        window: how many tokens are attended to; 0 for all.
+        replay: after a prefix hit, vLLM computes the window again (bounded replay).
     """
 
     size: int = 24
     per_entry: int = 1
     backend: str = "TRITON_MLA"
+    window: int = 0
+    replay: bool = False
 
     def spec(self, setting: Setting) -> Any:
         import torch
-        from vllm.v1.kv_cache_interface import MLAAttentionSpec
+        from vllm.v1.kv_cache_interface import MLAAttentionSpec, SlidingWindowMLASpec
 
+        if self.window:
+            return SlidingWindowMLASpec(
+                block_size=setting.block,
+                num_kv_heads=1,
+                head_size=self.size,
+                dtype=torch.bfloat16,
+                sliding_window=self.window,
+                bounded_replay=self.replay,
+                max_tp_shards=1,
+            )
         return MLAAttentionSpec(
             block_size=setting.block,
             num_kv_heads=1,
@@ -227,7 +262,55 @@ class Latent(Layer):
     def parts(self, cache: Any, spec: Any, setting: Setting, pages: int) -> Iterator[Part]:
         [(key, places)] = views.read(cache, spec, pages, READINGS[self.backend]).items()
         yield Part(
-            key=f"{self.name}/{key}", places=places, shards=range(1), per_entry=self.per_entry
+            key=f"{self.name}/{key}",
+            places=places,
+            shards=range(1),
+            per_entry=spec.block_size // places.shape[1],
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ring(Layer):
+    """The last tokens of a request, raw, until they are compressed; the same on every rank.
+
+    Attributes:
+        ratio: tokens that are compressed together.
+        capacity: of the ring, in tokens.
+        size: elements of a token in one head slot.
+        slots: head slots, such as one for keys and one for scores.
+    """
+
+    ratio: int = 4
+    capacity: int = 8
+    size: int = 6
+    slots: int = 1
+    backend: str = "CompressorBackend"
+
+    def spec(self, setting: Setting) -> Any:
+        import torch
+        from vllm.v1.kv_cache_interface import CircularBufferSpec
+
+        return CircularBufferSpec(
+            block_size=self.capacity,
+            num_kv_heads=self.slots,
+            head_size=self.size,
+            head_size_v=0,
+            dtype=torch.float32,
+            dcp_sharded=False,
+        )
+
+    def facts(self, setting: Setting) -> LayerFacts:
+        return LayerFacts(backend=self.backend, heads=1, draft=self.draft)
+
+    def parts(self, cache: Any, spec: Any, setting: Setting, pages: int) -> Iterator[Part]:
+        """``circular_qsa_slot_mapping``: token t of a request is in slot t % capacity."""
+        [places] = views.read(cache, spec, pages, views.ring).values()
+        yield Part(
+            key=f"{self.name}/ring",
+            places=places,
+            shards=range(self.slots),
+            per_entry=0,
+            ring=self.ratio,
         )
 
 

@@ -159,9 +159,16 @@ class Server:
         for rank in self.engine.ranks:
             for index, extent in enumerate(rank.extents):
                 first = groups[index].num_skipped_tokens(start) if index in groups else 0
+                if self._replays(index):
+                    first = max(first, request.replay_start)
                 step = _Pass(rank, extent, lists[index], str(family), first, start, stop)
                 step.run(state=groups[index].tokens if groups[index].is_state else 0)
         return [token(family, stop)] if stop == request.num_tokens else []
+
+    def _replays(self, group: int) -> bool:
+        """Whether a group has nothing of a prefix hit but what is computed again."""
+        spec = self.engine.config.kv_cache_groups[group].kv_cache_spec
+        return bool(spec.prefix_replay_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +191,8 @@ class _Pass:
         for part in self.extent.parts:
             if part.per_entry:
                 self._tokens(part)
+            elif part.ring:
+                self._ring(part)
             else:
                 self._state(part, state)
 
@@ -211,6 +220,19 @@ class _Pass:
         tokens = np.arange(low, high) * part.per_entry
         turn = tokens // self.extent.interleave % self.extent.size
         return int(np.count_nonzero(turn == self.extent.turn))
+
+    def _ring(self, part: Part) -> None:
+        """Of a ring, the tokens are read that do not make a whole entry yet."""
+        [page] = self.listed
+        assert page != HOLE
+        capacity = part.places.shape[1]
+        read = np.arange(self.start // part.ring * part.ring, self.start)
+        found = self.rank.memory[part.places[page, read % capacity]]
+        assert np.array_equal(found, part.values(read, self.family)), (
+            f"{part.key} of rank {self.rank.position.rank}: not the last tokens of {self.start}"
+        )
+        written = np.arange(max(self.start, self.stop - capacity), self.stop)
+        self.rank.memory[part.places[page, written % capacity]] = part.values(written, self.family)
 
     def _state(self, part: Part, size: int) -> None:
         """``mamba_get_block_table_tensor``: the page of the last token, before and after."""
@@ -308,7 +330,8 @@ def _vllm_config(made: Engine, batch: int, reserve: bool) -> Any:
     )
 
     shape = made.shape
-    caching = shape.mode == "align" or not any(group.is_state for group in made.groups)
+    states = any(group.is_state and group.tokens for group in made.groups)
+    caching = shape.mode == "align" or not states
     config: Any = VllmConfig(
         scheduler_config=SchedulerConfig(
             max_num_seqs=16,

@@ -17,6 +17,7 @@ from tests.integrations.vllm.geometry.model import (
     Latent,
     Layer,
     Recurrent,
+    Ring,
     attention,
     latents,
 )
@@ -72,6 +73,10 @@ def state(**options: object) -> list[Layer]:
     return [Attention(name="model.layers.1.attn"), Recurrent(name=STATE, **options)]  # type: ignore[arg-type]
 
 
+def ring(**options: object) -> list[Layer]:
+    return [Latent(name="model.layers.0.attn"), Ring(name="model.layers.0.ring", **options)]  # type: ignore[arg-type]
+
+
 def drafted(**options: object) -> list[Layer]:
     return [*attn(), Attention(name=DRAFT, **({"draft": True, "size": 8} | options))]  # type: ignore[arg-type]
 
@@ -115,6 +120,38 @@ def test_models_that_differ(theirs: list[Layer], ours: list[Layer], named: str) 
             with pytest.raises(PlanError, match=named):
                 raise error
         cross(likewise, decode, 33)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "named"),
+    [
+        (ring(capacity=16), r"ring\[.* (8|16) slots of float32 1x6"),
+        (ring(slots=2), r"ring\[.* 8 slots of float32 (1x6|2x6)"),
+        (ring(backend="KPOOL_TAIL"), r"ring\[(KPOOL_TAIL|CompressorBackend): "),
+    ],
+)
+def test_rings_that_differ(theirs: list[Layer], named: str) -> None:
+    order = "BLHNC"
+    with (
+        engine("prefill", theirs, Shape(tp=2, order=order)) as prefill,
+        engine("decode", ring(), Shape(block=32, order=order)) as decode,
+        engine("likewise", ring(), Shape(tp=2, order=order)) as likewise,
+    ):
+        for error in refused(prefill, decode):
+            with pytest.raises(PlanError, match=named):
+                raise error
+        cross(likewise, decode, 33)
+
+
+def test_rings_that_vllm_stretched() -> None:
+    """To one size for all pages, in an order in which layers are outermost: capacities differ."""
+    with (
+        engine("prefill", ring(), Shape(order="LBNHC")) as prefill,
+        engine("decode", ring(), Shape(order="LBNHC", block=32)) as decode,
+    ):
+        for error in refused(prefill, decode):
+            with pytest.raises(PlanError, match=r"ring\[.* (64|128) slots of float32"):
+                raise error
 
 
 @pytest.mark.parametrize(

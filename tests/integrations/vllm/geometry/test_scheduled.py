@@ -14,6 +14,7 @@ from tests.integrations.vllm.geometry.model import (
     latents,
 )
 from tests.integrations.vllm.geometry.scheduled import hand_over, serving
+from tests.integrations.vllm.geometry.test_rings import compressed, shape
 
 pytestmark = [*MARKS, pytest.mark.filterwarnings("ignore::UserWarning:torch")]
 
@@ -146,6 +147,34 @@ def test_hits_that_end_inside_a_page(large: int, window: int) -> None:
 )
 def test_states_without_prefix_caches(there: Shape, here: Shape) -> None:
     grow(recurrent(groups=12), there, here)
+
+
+@pytest.mark.parametrize("window", [24, 40])
+@pytest.mark.parametrize(
+    ("there", "here"),
+    [
+        (shape(blocks=96), shape(blocks=96)),
+        (shape(tp=2, blocks=96), shape(block=32, blocks=96)),
+        (shape(block=64, blocks=96), shape(tp=4, blocks=96)),
+    ],
+)
+def test_rings_and_bounded_replay(there: Shape, here: Shape, window: int) -> None:
+    """An engine computes the window again after a hit in its own prefix cache, and only then."""
+    grow(compressed(window=window), there, here)
+
+
+def test_rings_after_preemption() -> None:
+    """A producer that gives a ring up computes its tokens again."""
+    layers = compressed()
+    prompts = [(0, 200), (1, 150), (2, 170)]
+    with (
+        serving("prefill", layers, shape(blocks=30), batch=32, reserve=False) as prefill,
+        serving("decode", layers, shape(tp=2, block=32, blocks=96)) as decode,
+    ):
+        own = prefill.add(3, 40, {}, 120)
+        hand_over(prefill, decode, *prompts)
+        computed = prefill.computed.total() - prefill.computed[own]
+        assert computed > sum(length - 1 for _, length in prompts)
 
 
 def test_preemption() -> None:

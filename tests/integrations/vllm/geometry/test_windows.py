@@ -80,6 +80,20 @@ def test_windows_of_two_sizes() -> None:
             cross(prefill, decode, tokens, hits=tokens // 2)
 
 
+@pytest.mark.parametrize(
+    ("there", "here"), [(Shape(block=32), Shape(tp=2)), (Shape(order="BLHNC"), Shape(block=48))]
+)
+def test_windows_over_generated_tokens(there: Shape, here: Shape) -> None:
+    """A prompt's tokens all stay (``RSWASpec``), so their pages go as those of full attention."""
+    layers: list[Layer] = [
+        Attention(name=f"model.layers.{i}.attn", size=8, generated=20) for i in range(2)
+    ]
+    with engine("prefill", layers, there) as prefill, engine("decode", layers, here) as decode:
+        for tokens in (1, 20, 64, 150):
+            cross(prefill, decode, tokens)
+            cross(prefill, decode, tokens, hits=tokens // 2)
+
+
 @pytest.mark.parametrize("chunk", [16, 20, 64])
 def test_chunks(chunk: int) -> None:
     """A chunk that has just begun needs nothing, and its page is none of what it was before."""
