@@ -22,7 +22,7 @@ from kvferry.cli.plan.engines import (
 )
 from kvferry.cli.plan.model import Model, read_model
 from kvferry.cli.plan.report import BACKENDS, PREFERRED
-from kvferry.cli.plan.states import State
+from kvferry.cli.plan.states import RecurrentState
 from kvferry.core.layout import Field, axis_length
 from tests.cli import hybrid_configs as configs
 from tests.cli.plan_command import write_config
@@ -152,7 +152,7 @@ def facts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def model(windows: list[int]) -> Model:
     """Return a model with a layer for each window, or with a state for -1."""
     states = tuple(n for n, window in enumerate(windows) if window < 0)
-    small = State(
+    small = RecurrentState(
         channels=(), columns=0, heads=1, elements=1, input_dtype="bfloat16", dtype="bfloat16"
     )
     return Model(

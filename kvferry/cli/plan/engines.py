@@ -21,7 +21,7 @@ import msgspec
 from msgspec import Meta
 
 from kvferry.cli.plan.model import Model
-from kvferry.cli.plan.states import State
+from kvferry.cli.plan.states import RecurrentState
 from kvferry.core.errors import KVFerryError
 from kvferry.core.layout import (
     ELEMENT_BYTES,
@@ -405,7 +405,7 @@ def check_spread(model: Model, settings: PlanSettings) -> None:
         _check_states(model.state, settings)
 
 
-def _check_states(state: State, settings: PlanSettings) -> None:
+def _check_states(state: RecurrentState, settings: PlanSettings) -> None:
     """Refuse settings with which no engine can store a model's states.
 
     Args:
@@ -632,7 +632,7 @@ def _fields(
 
 
 def _state_fields(
-    state: State, memory: _Memory, group: int, layers: list[int], page: int, tp: int
+    state: RecurrentState, memory: _Memory, group: int, layers: list[int], page: int, tp: int
 ) -> Iterator[Field]:
     """Yield the fields of one cache group with states on one rank.
 

@@ -21,8 +21,8 @@ from kvferry.cli.plan.states import (
     KINDS,
     NO_CACHE,
     STATEFUL,
+    RecurrentState,
     Size,
-    State,
     layer_types,
     read_state,
     with_aliases,
@@ -145,7 +145,7 @@ class Model:
     parts: Mapping[str, int]
     dtype: str
     states: tuple[int, ...] = ()
-    state: State | None = None
+    state: RecurrentState | None = None
     notes: tuple[str, ...] = ()
 
     @property
@@ -309,7 +309,9 @@ def _state_layers(config: _Config, types: Sequence[str] | None) -> tuple[int, ..
     return tuple(n for n in range(config.num_hidden_layers) if types and types[n] in STATEFUL)
 
 
-def _state(file: Path, config: Mapping[str, Any], layers: Sequence[int], name: str) -> State:
+def _state(
+    file: Path, config: Mapping[str, Any], layers: Sequence[int], name: str
+) -> RecurrentState:
     """Return the state of the layers that have one.
 
     Args:

@@ -15,7 +15,7 @@ from kvferry.cli.plan.advice import IPC_SECONDS, Advice, Change, is_many, is_sma
 from kvferry.cli.plan.engines import Engine
 from kvferry.cli.plan.estimate import ByteCounts, Estimate, ReadEstimate
 from kvferry.cli.plan.model import Model
-from kvferry.cli.plan.states import State
+from kvferry.cli.plan.states import RecurrentState
 from kvferry.core.messages import Coordinates
 from kvferry.core.planner.strips import Overlap
 from kvferry.core.transport.copies import SMALL_COPY
@@ -68,7 +68,7 @@ def print_model(console: Console, described: Model) -> None:
         console.print(f"[yellow]{note}[/]")
 
 
-def _state_text(state: State) -> str:
+def _state_text(state: RecurrentState) -> str:
     """Return the size and the parts of a layer's state, as text."""
     inputs = sum(part.count for part in state.channels)
     text = (

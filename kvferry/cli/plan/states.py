@@ -72,7 +72,7 @@ class Channels:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class State:
+class RecurrentState:
     """The recurrent state of one layer: the convolution's last inputs, then a matrix per head.
 
     Attributes:
@@ -102,7 +102,7 @@ class State:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Parts:
-    """The parts of a state, as in ``State``.
+    """The parts of a state, as in ``RecurrentState``.
 
     Attributes:
         channels: The channels of the convolution.
@@ -315,7 +315,9 @@ KINDS: Mapping[str, type[_DeltaNet | _GatedChannels | _ShortConvolution | _Mamba
 """The kinds of states, by the key that shows which kind a model has; the first counts."""
 
 
-def read_state(config: Mapping[str, Any], dtype: Callable[[str | None], str]) -> State | None:
+def read_state(
+    config: Mapping[str, Any], dtype: Callable[[str | None], str]
+) -> RecurrentState | None:
     """Return the state of a hybrid model's layers.
 
     Args:
@@ -335,7 +337,7 @@ def read_state(config: Mapping[str, Any], dtype: Callable[[str | None], str]) ->
     parts = msgspec.convert(named, kind).state()
     inputs = dtype(named.get("dtype"))
     own = str(named.get("mamba_ssm_dtype", parts.dtype))
-    return State(
+    return RecurrentState(
         channels=parts.channels,
         columns=parts.width - 1,
         heads=parts.heads,
