@@ -27,7 +27,11 @@ def at_rest(*engines: Engine) -> list[dict[str, Any]]:
 
 def come_to(rest: list[dict[str, Any]], *engines: Engine) -> None:
     """Wait until engines are `at_rest` as they were."""
-    eventually(lambda: at_rest(*engines) == rest)
+    try:
+        eventually(lambda: at_rest(*engines) == rest)
+    except AssertionError:
+        assert at_rest(*engines) == rest, "\n".join(one.log()[-4000:] for one in engines)
+        raise
 
 
 def holds(engine: Any) -> list[int]:
