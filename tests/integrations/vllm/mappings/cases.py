@@ -131,7 +131,7 @@ class Reads:
 
     Attributes:
         copies: for each prefill rank that is read, the first byte of each copy in decode's cache,
-            the first byte in prefill's, and the number of bytes, as arrays or one integer.
+            the first byte in prefill's, and the number of bytes.
         state_ranks: the prefill ranks that a part of the state is read from.
         releases: for each prefill rank that is read, how many decode ranks it waits for before it
             gives pages back.

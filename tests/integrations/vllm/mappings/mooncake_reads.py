@@ -10,6 +10,7 @@ from collections.abc import Coroutine
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 from vllm.distributed.kv_transfer.kv_connector.utils import TransferTopology
 from vllm.distributed.kv_transfer.kv_connector.v1.mooncake import mooncake_connector as mooncake
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
@@ -24,8 +25,6 @@ class Worker(mooncake.MooncakeConnectorWorker):
     """A prefill worker of which only the mapping is used."""
 
     def __init__(self, case: Case, rank: int) -> None:
-        import torch
-
         size = case.page_bytes(case.prefill)
         shape = {"block_size": case.prefill.block, "num_kv_heads": case.held(case.prefill, rank)}
         kind, width = (MLAAttentionSpec, UNIT) if case.mla else (FullAttentionSpec, UNIT // 2)

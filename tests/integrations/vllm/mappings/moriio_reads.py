@@ -17,12 +17,16 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 
 from tests.integrations.vllm.mappings.cases import HND, UNIT, Case, Reads, Refused
 
-if find_spec("msgpack") is None:
+_LACKS_MSGPACK = find_spec("msgpack") is None
+if _LACKS_MSGPACK:
     sys.modules["msgpack"] = ModuleType("msgpack")
 
-from vllm.distributed.kv_transfer.kv_connector.v1.moriio import (
+from vllm.distributed.kv_transfer.kv_connector.v1.moriio import (  # noqa: E402
     moriio_connector as moriio,
 )
+
+if _LACKS_MSGPACK:
+    del sys.modules["msgpack"]  # other code shall find that it is not installed
 
 LAYER = "layer"
 

@@ -17,6 +17,7 @@ from types import ModuleType
 
 import pytest
 
+from tests.integrations.vllm.mappings import kvferry_reads
 from tests.integrations.vllm.mappings.cases import (
     HND,
     MAX_TP,
@@ -47,7 +48,7 @@ def module(name: str) -> ModuleType:
 
 ALL_HEADS = tuple(range(1, 65))
 SOME_HEADS = (*range(1, 17), 32, 48, 64)
-"""Numbers of a model's KV heads. Those between are as these are: few sizes divide them."""
+"""Numbers of a model's KV heads: all for the first family, some for the others, to save time."""
 
 
 def cases(heads: Iterable[int] = SOME_HEADS, *, latent: bool = True) -> Iterator[Case]:
@@ -123,8 +124,6 @@ def their_reads(name: str, case: Case) -> list[Reads] | None:
 
 def our_reads(case: Case, rank: int) -> Reads:
     """Return what a decode rank reads with kvferry: every byte once, and the right one."""
-    from tests.integrations.vllm.mappings import kvferry_reads
-
     found = kvferry_reads.reads(case, rank)
     wanted = case.content(case.decode, rank)
     assert (content_read(case, *found.origin(case)) == wanted).all(), case
