@@ -143,6 +143,7 @@ class Reads:
     state_ranks: set[int] = field(default_factory=set)
     releases: dict[int, int] = field(default_factory=dict)
     rearrange: Callable[[Bytes], Bytes] | None = None
+    _origin: tuple[Bytes, Bytes] | None = None
 
     def add(self, rank: int, local: object, remote: object, nbytes: object) -> None:
         """Add copies from a prefill rank."""
@@ -159,6 +160,20 @@ class Reads:
 
         -1 where nothing is read.
         """
+        if self._origin is None:
+            self._origin = self._find_origin(case)
+        return self._origin
+
+    def content(self, case: Case) -> Bytes:
+        """Return what decode's cache has after the reads: numbers as of ``Case.content``."""
+        ranks, places = self.origin(case)
+        found = np.full(len(ranks), -1, dtype=np.int64)
+        for rank in self.copies:
+            read = ranks == rank
+            found[read] = case.content(case.prefill, rank)[places[read]]
+        return found
+
+    def _find_origin(self, case: Case) -> tuple[Bytes, Bytes]:
         size = case.page_bytes(case.decode) * case.pages
         ranks, places = np.full((2, size), -1, dtype=np.int64)
         for rank, made in self.copies.items():
@@ -170,15 +185,6 @@ class Reads:
         if self.rearrange is not None:
             return self.rearrange(ranks), self.rearrange(places)
         return ranks, places
-
-
-def content_read(case: Case, ranks: Bytes, places: Bytes) -> Bytes:
-    """Return the content that decode's cache has after reads: numbers as of ``Case.content``."""
-    found = np.full(len(ranks), -1, dtype=np.int64)
-    for rank in np.unique(ranks[ranks >= 0]).tolist():
-        read = ranks == rank
-        found[read] = case.content(case.prefill, rank)[places[read]]
-    return found
 
 
 def served(heads: int, tp: int) -> bool:
