@@ -14,6 +14,12 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 
 
+VARIANTS = {"_use_interleaved_v_cache": "interleaved", "_shuffle_kv_layout": "shuffled"}
+"""Attributes of attention implementations of vLLM 0.33 that say that pages are filled in another
+way, each with the name of that way. vLLM sets them when it compiles the model, which it does before
+it allocates the caches."""
+
+
 def layer_facts(
     vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, position: ShardPosition
 ) -> dict[str, LayerFacts]:
@@ -39,7 +45,7 @@ def layer_facts(
     for group in kv_cache_config.transfer_groups:
         for name in group.layer_names:
             spec = spec_of(name, group)
-            draft = is_draft(name, vllm_config)
+            draft = getattr(spec, "is_draft", False) or is_draft(name, vllm_config)
             if isinstance(spec, MambaSpec):
                 facts[name] = _state_facts(layers[name], draft, position)
                 continue
@@ -109,10 +115,13 @@ def _heads(layer: str, spec: KVCacheSpec, model: ModelConfig, position: ShardPos
 def _backend_name(layer: object) -> str:
     """Return the name of the attention backend of a layer's module.
 
-    On CPUs, the name includes the kernels' instruction set, as in ``CPU_ATTN/vec``.
+    On CPUs, the name includes the kernels' instruction set, as in ``CPU_ATTN/vec``; on ROCm, how
+    pages are filled if that is not what the backend usually does (``VARIANTS``).
     """
     name: str = layer.get_attn_backend().get_name()  # type: ignore[attr-defined]
-    kernel = getattr(layer, "isa", None)
+    impl = getattr(layer, "impl", None)
+    variants = (name for flag, name in VARIANTS.items() if getattr(impl, flag, False))
+    kernel = getattr(layer, "isa", None) or next(variants, None)
     return f"{name}/{kernel}" if kernel else name
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from kvferry.core.errors import LayoutError
 from kvferry.core.layout import GroupKind
-from kvferry.integrations.vllm.caches.attention_pages import PACKINGS
+from kvferry.integrations.vllm.caches.attention_pages import PACKINGS, vllm_version
 from kvferry.integrations.vllm.caches.pages import ShardPosition
 from tests.integrations.vllm.caches import census, views
 from tests.integrations.vllm.caches.layers import (
@@ -315,13 +315,14 @@ def test_scales_behind_blocks_that_kernels_may_split_are_opaque() -> None:
 
 
 def test_opaque_pages_of_unlike_orders_do_not_match() -> None:
-    """Or of unlike processors: what is not known may depend on all of them."""
+    """Or of unlike processors or vLLMs: what is not known may depend on all of them."""
+    vllm = f"vLLM {vllm_version()}"
     packings = {
         order: Rank([group(TWO, full())], order, backends="X").layout.fields[0].packing
         for order in ("LBHNC", "LBNHC")
     }
-    assert packings["LBHNC"] == "X bfloat16 1x3x32x128/8192x256x2 cpu"
-    assert packings["LBNHC"] == "X bfloat16 1x3x32x128/256x768x2 cpu"
+    assert packings["LBHNC"] == f"X bfloat16 1x3x32x128/8192x256x2 cpu, {vllm}"
+    assert packings["LBNHC"] == f"X bfloat16 1x3x32x128/256x768x2 cpu, {vllm}"
 
 
 @pytest.mark.parametrize("order", ["LHBNC", "BHLNC"])
