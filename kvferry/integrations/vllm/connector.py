@@ -235,7 +235,8 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> None:
         """Open the side channel, where other engines fetch what this engine's ranks publish.
 
-        vLLM calls this once, at start.
+        vLLM calls this at start, and from version 0.33 on also when the engine is woken up. If
+        the metadata is the same as before, nothing changes.
 
         Args:
             metadata: What each rank publishes (its layout, and what peers need to connect), by

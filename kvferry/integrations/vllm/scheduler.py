@@ -110,12 +110,15 @@ class FerryScheduler:
         self._server: HandshakeServer | None = None
         self._problems: dict[int, tuple[str, ...]] = {}
         self._problems_changed = 0.0
+        self._published: tuple[bytes, ...] = ()
         self._unsent_ranks: tuple[bytes, ...] = ()
 
     def serve(self, metadata: Mapping[tuple[int, int], object]) -> None:
         """Open the side channel, on which other engines fetch what this engine's ranks published.
 
-        If no rank published anything, log a warning and open nothing.
+        If no rank published anything, log a warning and open nothing. vLLM 0.33 calls this again
+        when an engine is woken up: if the ranks published the same as before, the side channel
+        stays open at its address, which tickets name.
 
         Args:
             metadata: What the ranks published, by (pipeline rank, tensor rank). Under
@@ -135,8 +138,11 @@ class FerryScheduler:
                 "connector that shakes hands"
             )
             return
+        published = tuple(handshake.payload for handshake in handshakes)
+        if self._server is not None and published == self._published:
+            return
         self._close_server()
-        self._unsent_ranks = tuple(handshake.payload for handshake in handshakes)
+        self._published = self._unsent_ranks = published
         self._producer.set_rank_count(len(handshakes))
         self._serving, self._server = serve(
             self._unsent_ranks,

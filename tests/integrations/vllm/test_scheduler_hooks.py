@@ -149,11 +149,25 @@ class TestSideChannel:
         with pytest.raises(HandshakeError):
             ping("127.0.0.1", half._serving.port, "decode", timeout=60)
 
+    def test_an_engine_that_is_woken_up_serves_on_at_its_address(
+        self, vllm: Any, make: Any
+    ) -> None:
+        """vLLM 0.33 then passes on once more what the ranks published; tickets name the port."""
+        half = make()
+        serving(vllm, half, *RANKS)
+        before, server = half._serving, half._server
+        half.build_step(OUTPUT)
+        serving(vllm, half, *RANKS)
+        assert (half._serving, half._server) == (before, server)
+        assert half.build_step(OUTPUT).ranks == ()
+        assert ping("127.0.0.1", before.port, "decode", timeout=60) == 9
+
     def test_a_second_one_takes_the_first_ones_place(self, vllm: Any, make: Any) -> None:
+        """If the ranks published something else."""
         half = make()
         serving(vllm, half, *RANKS)
         first = half._serving.port
-        serving(vllm, half, *RANKS)
+        serving(vllm, half, *RANKS[:2])
         assert half._serving.port != first
         with pytest.raises(HandshakeError):
             ping("127.0.0.1", first, "decode", timeout=60)
