@@ -265,6 +265,21 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         """
         self._worker = start_worker(self._vllm_config, self._kv_cache_config, kv_caches)
 
+    def unregister_kv_caches(self) -> None:
+        """Refuse to let the engine give away its cache's memory, which other engines may read.
+
+        vLLM 0.33 calls this before an engine sleeps or discards its cache. Without sleep mode,
+        which the connector refuses at start, that still happens with ``enable_cumem_allocator``.
+
+        Raises:
+            KVFerryError: Always, once caches are registered.
+        """
+        if self._worker is not None:
+            raise KVFerryError(
+                "KVFerryConnector refuses to sleep, or to release the cache's memory: other "
+                "engines may read it; to pause only the scheduling, use level 0"
+            )
+
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         """Return what this rank publishes in the handshake; ``None`` if it publishes nothing."""
         return self._worker.handshake if self._worker is not None else None

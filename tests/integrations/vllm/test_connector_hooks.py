@@ -118,6 +118,15 @@ def test_a_worker_with_caches(vllm: Any) -> None:
     assert connector.has_pending_push_work() is False
 
 
+def test_memory_that_peers_may_read_is_not_given_away(vllm: Any) -> None:
+    """vLLM 0.33 calls the hook before it unmaps the cache, and then does not unmap it."""
+    connector = made(vllm, Role.WORKER)
+    connector.register_kv_caches({"layer": "cache"})
+    with pytest.raises(KVFerryError, match="refuses to sleep.*use level 0"):
+        connector.unregister_kv_caches()
+    assert not vllm.halves.worker.return_value.close.called
+
+
 def test_results_are_taken_before_a_drafter_runs(vllm: Any) -> None:
     """Runner V2 of vLLM 0.33 (``post_forward``, ``finalize_step``): what ends a step comes last.
 
@@ -169,6 +178,7 @@ def test_a_worker_without_caches(vllm: Any) -> None:
     connector.wait_for_layer_load("layer")
     connector.save_kv_layer("layer", None, None)
     connector.wait_for_save()
+    connector.unregister_kv_caches()
     assert connector.get_handshake_metadata() is None
     assert connector.get_transfer_results(set()) == without_vllm.Results()
     assert connector.build_connector_worker_meta() is None
