@@ -35,6 +35,9 @@ GPU_BUNDLE := build/gpu-bundle
 GPU_SITE := build/gpu-site
 GPU_OPTIONS ?=
 
+# Of `make vllm-next`: --page FILE writes the list into a page of the documentation, too.
+NEXT_OPTIONS ?=
+
 # The versions that `make pythons` tests, beside the one that everything else runs on.
 PYTHONS ?= 3.12 3.13
 
@@ -43,7 +46,7 @@ PYTHONS ?= 3.12 3.13
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
 .PHONY: help demo test lint types unit pythons integration faults nixl ucx mooncake vllm upgrade from \
-	bench gpu gpu-bundle docs docs-serve build venv clean
+	vllm-next version bench gpu gpu-bundle docs docs-serve build venv clean
 
 help: ## Show this text
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -108,6 +111,13 @@ upgrade: from $(STAMP) ## Hand pages over between an older build and this one, a
 
 from:
 	@test -n '$(FROM)' || $(call hint,FROM_HINT)
+
+# Not part of 'test': what differs is for a person to look at. A minute, after the first time.
+vllm-next: version $(STAMP) ## Compare another vLLM with the installed one, by source: VERSION=<version>
+	$(BIN)/python -m tests.integrations.vllm.next_version $(NEXT_OPTIONS) '$(VERSION)'
+
+version:
+	@test -n '$(VERSION)' || $(call hint,VERSION_HINT)
 
 # Not part of 'test': figures mean little on a machine that does something else meanwhile.
 bench: $(STAMP) ## Measure everything against its peers (some minutes), and write docs/performance.md
@@ -176,7 +186,12 @@ Name the commit whose engines are to hand over to this tree's, and back:
 make upgrade FROM=<commit>
 endef
 
-export PYTHON_HINT PLATFORM_HINT TORCH_HINT FROM_HINT
+define VERSION_HINT
+Name the version of vLLM whose source is to be compared with the installed one:
+make vllm-next VERSION=<version>
+endef
+
+export PYTHON_HINT PLATFORM_HINT TORCH_HINT FROM_HINT VERSION_HINT
 
 hint = { printf '%s\n' "$$$(1)" >&2; exit 1; }
 

@@ -122,7 +122,7 @@ def test_memory_that_peers_may_read_is_not_given_away(vllm: Any) -> None:
     """vLLM 0.33 calls the hook before it unmaps the cache, and then does not unmap it."""
     connector = made(vllm, Role.WORKER)
     connector.register_kv_caches({"layer": "cache"})
-    with pytest.raises(KVFerryError, match="refuses to sleep.*use level 0"):
+    with pytest.raises(KVFerryError, match=r"refuses to sleep.*use level 0"):
         connector.unregister_kv_caches()
     assert not vllm.halves.worker.return_value.close.called
 
