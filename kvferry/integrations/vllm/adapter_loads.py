@@ -132,7 +132,8 @@ def observe_loads(vllm_config: VllmConfig) -> LoadLog:
     if original is None:
         raise ConfigError(
             f"this vLLM's WorkerLoRAManager has no {METHOD}, so the connector cannot see which "
-            "files adapters were loaded from: start without enable_lora, or with vLLM 0.32"
+            "files adapters were loaded from: start without enable_lora, or with a vLLM of versions "
+            f"{versions.window()}"
         )
     # Several engines may live in one process; each has a lora_config of its own.
     setattr(WorkerLoRAManager, METHOD, _observed(original, vllm_config.lora_config, log))

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from kvferry.core.endpoint import Identity
 from kvferry.core.handshake import Judgements
 from kvferry.core.lifecycle.holds import Incarnation
+from kvferry.integrations.vllm import versions
 from kvferry.integrations.vllm.caches.quantization import cache_format
 from kvferry.integrations.vllm.config import Config
 from kvferry.integrations.vllm.rank_position import RankPosition
@@ -153,7 +154,7 @@ def _media_settings(config: VllmConfig) -> str | None:
 def _draft_method(config: VllmConfig) -> str | None:
     """Return the method of speculative decoding; ``None`` if there is none with a KV cache."""
     speculative = config.speculative_config
-    if speculative is None or not speculative.uses_draft_kv_cache():
+    if speculative is None or not versions.drafts_with_cache(speculative):
         return None
     return str(speculative.method)
 

@@ -6,6 +6,7 @@ import re
 from typing import TYPE_CHECKING
 
 from kvferry.core.errors import LayoutError
+from kvferry.integrations.vllm import versions
 from kvferry.integrations.vllm.caches.pages import LayerFacts, ShardPosition, share, spec_of
 from kvferry.integrations.vllm.caches.quantization import with_encodings
 
@@ -94,7 +95,7 @@ def _heads(layer: str, spec: KVCacheSpec, model: ModelConfig, position: ShardPos
             heads nor with an even split among ranks.
     """
     here = getattr(spec, "num_kv_heads", 1)
-    if getattr(spec, "max_tp_shards", None) == 1 or not hasattr(spec, "num_kv_heads"):
+    if versions.is_whole_on_each_rank(spec):
         return 1
     for total in (model.get_total_num_kv_heads(), here * position.tp_size):
         first, last = share(total, position)

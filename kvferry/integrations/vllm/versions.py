@@ -1,0 +1,325 @@
+"""The versions of vLLM that the connector runs on, and everything in which they differ for it.
+
+Each difference is one function or class here. It asks vLLM for the feature itself, not for vLLM's
+version, so that a build between two releases is handled by what it can do. No other module of the
+connector depends on the version.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Collection, Iterable, Mapping
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm.config import SpeculativeConfig, VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
+    from vllm.v1.outputs import KVConnectorOutput
+
+logger = logging.getLogger(__name__)
+
+OLDEST = (0, 29)
+"""The oldest version of vLLM on which the connector was run."""
+
+NEWEST = (0, 32)
+"""The newest version of vLLM on which the connector was run."""
+
+
+# Which version this is.
+
+
+def vllm_version() -> str:
+    """Return the version of the vLLM in this process, such as ``0.32.0+cpu``."""
+    import vllm
+
+    return str(vllm.__version__)
+
+
+def is_in_window(version: str) -> bool:
+    """Return whether the connector was run on a version of vLLM.
+
+    Args:
+        version: The version, as ``vllm_version`` returns it.
+    """
+    found = re.match(r"(\d+)\.(\d+)(?:\.|$)", version)
+    return found is not None and OLDEST <= (int(found[1]), int(found[2])) <= NEWEST
+
+
+def window() -> str:
+    """Return the versions on which the connector was run, as text."""
+    oldest, newest = (".".join(map(str, version)) for version in (OLDEST, NEWEST))
+    return f"{oldest} to {newest}"
+
+
+def warn_outside_window() -> None:
+    """Log a warning if the connector was not run on this version of vLLM."""
+    version = vllm_version()
+    if not is_in_window(version):
+        logger.warning(
+            "the connector was not run on vLLM %s, only on %s: compare the texts of a few prompts "
+            "with those of an engine without the connector before you rely on it",
+            version,
+            window(),
+        )
+
+
+# Failed loads. From vLLM 0.30 on, workers report the ids of the requests whose load failed. vLLM
+# 0.29 takes the ids of their blocks instead, and only of models with one cache group.
+
+
+def takes_failed_requests() -> bool:
+    """Return whether this vLLM takes the ids of requests whose load failed."""
+    from vllm.distributed.kv_transfer.kv_connector.v1 import base
+
+    return hasattr(base, "KVConnectorTransferResults")
+
+
+def transfer_results(
+    *, sent: set[str], received: set[str], failed: set[str]
+) -> KVConnectorTransferResults:
+    """Return a worker's results of a step, as an object of vLLM's class if this vLLM has one.
+
+    Args:
+        sent: The requests that were sent.
+        received: The requests whose load ended.
+        failed: Those of ``received`` whose load failed.
+    """
+    from vllm.distributed.kv_transfer.kv_connector.v1 import base
+
+    make = getattr(base, "KVConnectorTransferResults", SimpleNamespace)
+    return make(finished_sending=sent, finished_recving=received, failed_recving=failed)
+
+
+def unreportable_failures(config: KVCacheConfig) -> str | None:
+    """Return why an engine cannot be told of a failed load, or ``None`` if it can be told.
+
+    Args:
+        config: The engine's cache groups.
+    """
+    if takes_failed_requests() or len(config.kv_cache_groups) == 1:
+        return None
+    return (
+        f"vLLM {vllm_version()} and a model with {len(config.kv_cache_groups)} cache groups: it "
+        "cannot be told that a load failed, and would decode from memory that was never written"
+    )
+
+
+class LoadBlocks:
+    """The blocks of every load, in the scheduler half, for a vLLM that takes the ids of blocks.
+
+    Where vLLM takes the ids of requests, nothing is collected.
+    """
+
+    def __init__(self) -> None:
+        self._needed = not takes_failed_requests()
+        self._blocks: dict[str, tuple[int, ...]] = {}
+
+    def allocated(self, request_id: str, blocks: KVCacheBlocks, external: int) -> None:
+        """Record the blocks that a load will fill.
+
+        Args:
+            request_id: vLLM's id of the request.
+            blocks: The request's blocks.
+            external: How many of the request's tokens are to be loaded; with 0, nothing is
+                recorded.
+        """
+        if external and self._needed:
+            (group,) = blocks.blocks
+            self._blocks[request_id] = tuple(
+                block.block_id
+                for block in group
+                if block.block_hash is None and not block.is_null
+            )
+
+    def take(self) -> Mapping[str, tuple[int, ...]]:
+        """Return the blocks of each request recorded since the last call, for the workers."""
+        blocks, self._blocks = self._blocks, {}
+        return blocks
+
+
+class FailedBlocks:
+    """The blocks of failed loads, in a worker half, for a vLLM that takes the ids of blocks."""
+
+    def __init__(self) -> None:
+        self._blocks: dict[str, tuple[int, ...]] = {}
+        self._failed: set[str] = set()
+        self._failed_blocks: set[int] = set()
+
+    def started(self, blocks: Mapping[str, tuple[int, ...]]) -> None:
+        """Record the blocks of loads that start.
+
+        Args:
+            blocks: What ``LoadBlocks.take`` returned in the scheduler's process.
+        """
+        self._blocks.update(blocks)
+
+    def ended(self, received: Iterable[str], failed: Collection[str]) -> None:
+        """Record which loads ended, and which of them failed.
+
+        Args:
+            received: The requests whose load ended.
+            failed: Those of ``received`` whose load failed.
+        """
+        for request_id in received:
+            blocks = self._blocks.pop(request_id, None)
+            if blocks is not None and request_id in failed:
+                self._failed.add(request_id)
+                self._failed_blocks.update(blocks)
+
+    def take_blocks(self) -> set[int]:
+        """Return the blocks of loads that failed since the last call."""
+        blocks, self._failed_blocks = self._failed_blocks, set()
+        return blocks
+
+    def take_requests(self) -> frozenset[str]:
+        """Return the requests whose load failed since the last call."""
+        failed, self._failed = self._failed, set()
+        return frozenset(failed)
+
+
+class FailedRequests:
+    """Which ended loads failed, in the scheduler half.
+
+    Where vLLM does not pass on the ids of the requests, they come with the connector's own report.
+    """
+
+    def __init__(self) -> None:
+        self._reported: set[str] = set()
+
+    def among_finished(self, output: KVConnectorOutput, reported: Iterable[str]) -> Collection[str]:
+        """Return the requests whose load ended on all workers in this step, and failed on one.
+
+        Args:
+            output: The reports of all workers, merged by vLLM.
+            reported: The requests whose failed load the connector's own report has.
+        """
+        if hasattr(output, "failed_recving"):
+            return output.failed_recving or ()
+        self._reported.update(reported)
+        failed = self._reported.intersection(output.finished_recving or ())
+        self._reported -= failed
+        return failed
+
+
+# Metrics.
+
+
+def peer_hit_source() -> Any:
+    """Return vLLM's label for tokens that come from another engine; ``None`` before vLLM 0.32."""
+    try:
+        from vllm.v1.metrics.cache_hit_source import CacheHitSource
+    except ImportError:
+        return None
+    return CacheHitSource.P2P
+
+
+# Settings.
+
+
+def uses_hisparse(vllm_config: VllmConfig) -> bool:
+    """Return whether HiSparse is on, which vLLM has from 0.30 on.
+
+    Args:
+        vllm_config: The engine's configuration.
+    """
+    return getattr(vllm_config.attention_config, "hisparse_config", None) is not None
+
+
+def returns_routed_experts(vllm_config: VllmConfig) -> bool:
+    """Return whether ``enable_return_routed_experts`` is on.
+
+    Until 0.30, vLLM has the setting in the model's configuration.
+
+    Args:
+        vllm_config: The engine's configuration.
+    """
+    outputs = getattr(vllm_config, "aux_output_config", None)
+    if outputs is not None:
+        return bool(outputs.enabled)
+    return bool(vllm_config.model_config.enable_return_routed_experts)
+
+
+def stores_every_state(vllm_config: VllmConfig) -> bool:
+    """Return whether recurrent states are kept at every block (``mamba_cache_mode`` ``all``).
+
+    vLLM has this mode until 0.31.
+
+    Args:
+        vllm_config: The engine's configuration.
+    """
+    return str(vllm_config.cache_config.mamba_cache_mode) == "all"
+
+
+def prefill_lookahead(vllm_config: VllmConfig) -> int:
+    """Return how many tokens past a computed one a drafter reads (``num_prefill_lookahead_tokens``).
+
+    Until 0.30, vLLM has no such property, and no drafter that reads more than the next token.
+
+    Args:
+        vllm_config: The engine's configuration.
+    """
+    return int(getattr(vllm_config, "num_prefill_lookahead_tokens", 0))
+
+
+def drafts_with_cache(speculative: SpeculativeConfig) -> bool:
+    """Return whether speculative decoding has a KV cache of its own (``uses_draft_kv_cache``).
+
+    vLLM has that method from 0.30 on; before, it is computed as vLLM 0.30 does.
+
+    Args:
+        speculative: The configuration of speculative decoding.
+    """
+    if hasattr(speculative, "uses_draft_kv_cache"):
+        return bool(speculative.uses_draft_kv_cache())
+    return bool(
+        speculative.use_eagle()
+        or speculative.uses_draft_model()
+        or speculative.uses_extract_hidden_states()
+    )
+
+
+# Cache groups and their specs.
+
+
+def is_host_resident(group: KVCacheGroupSpec) -> bool:
+    """Return whether a group's pages lie in the host's memory, which vLLM has from 0.30 on.
+
+    Args:
+        group: The group.
+    """
+    return bool(getattr(group, "host_resident", False))
+
+
+def is_context_sharded(spec: KVCacheSpec) -> bool:
+    """Return whether decode context-parallel ranks divide a group's tokens (``dcp_sharded``).
+
+    Until 0.30, specs do not say so: the tokens of all attention are divided.
+
+    Args:
+        spec: The group's spec.
+    """
+    if hasattr(spec, "dcp_sharded"):
+        return bool(spec.dcp_sharded)
+    from vllm.v1.kv_cache_interface import AttentionSpec, iter_layer_specs
+
+    return all(isinstance(one, AttentionSpec) for one in iter_layer_specs(spec))
+
+
+def is_whole_on_each_rank(spec: KVCacheSpec) -> bool:
+    """Return whether every tensor-parallel rank stores the whole cache of a layer, such as MLA's.
+
+    Until 0.30, specs do not say so (``max_tp_shards``), and the caches of MLA are whole.
+
+    Args:
+        spec: The layer's spec.
+    """
+    if not hasattr(spec, "num_kv_heads"):
+        return True
+    if hasattr(spec, "max_tp_shards"):
+        return bool(spec.max_tp_shards == 1)
+    names = {base.__name__ for base in type(spec).__mro__}
+    return not names.isdisjoint({"MLAAttentionSpec", "SlidingWindowMLASpec"})
