@@ -81,7 +81,7 @@ def check_failure_reports(transfer: KVTransferConfig, kv_cache_config: KVCacheCo
     problem = versions.unreportable_failures(kv_cache_config) if transfer.is_kv_consumer else None
     if problem:
         raise ConfigError(
-            f"KVFerryConnector cannot load with {problem}; set kv_role \"kv_producer\", or install "
+            f'KVFerryConnector cannot load with {problem}; set kv_role "kv_producer", or install '
             "a later vLLM"
         )
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import logging
 import re
+import sys
 from collections.abc import Collection, Iterable, Mapping
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from vllm.config import SpeculativeConfig, VllmConfig
@@ -32,11 +33,12 @@ NEWEST = (0, 32)
 # Which version this is.
 
 
-def vllm_version() -> str:
-    """Return the version of the vLLM in this process, such as ``0.32.0+cpu``."""
-    import vllm
+def vllm_version() -> str | None:
+    """Return the version of the vLLM in this process, such as ``0.32.0+cpu``.
 
-    return str(vllm.__version__)
+    ``None`` if vLLM was not imported, or does not know its version.
+    """
+    return getattr(sys.modules.get("vllm"), "__version__", None)
 
 
 def is_in_window(version: str) -> bool:
@@ -58,7 +60,7 @@ def window() -> str:
 def warn_outside_window() -> None:
     """Log a warning if the connector was not run on this version of vLLM."""
     version = vllm_version()
-    if not is_in_window(version):
+    if version is not None and not is_in_window(version):
         logger.warning(
             "the connector was not run on vLLM %s, only on %s: compare the texts of a few prompts "
             "with those of an engine without the connector before you rely on it",
@@ -130,9 +132,7 @@ class LoadBlocks:
         if external and self._needed:
             (group,) = blocks.blocks
             self._blocks[request_id] = tuple(
-                block.block_id
-                for block in group
-                if block.block_hash is None and not block.is_null
+                block.block_id for block in group if block.block_hash is None and not block.is_null
             )
 
     def take(self) -> Mapping[str, tuple[int, ...]]:
@@ -208,7 +208,7 @@ class FailedRequests:
 # Metrics.
 
 
-def peer_hit_source() -> Any:
+def peer_hit_source() -> object:
     """Return vLLM's label for tokens that come from another engine; ``None`` before vLLM 0.32."""
     try:
         from vllm.v1.metrics.cache_hit_source import CacheHitSource
@@ -255,14 +255,20 @@ def stores_every_state(vllm_config: VllmConfig) -> bool:
 
 
 def prefill_lookahead(vllm_config: VllmConfig) -> int:
-    """Return how many tokens past a computed one a drafter reads (``num_prefill_lookahead_tokens``).
+    """Return how many tokens past a computed one a drafter reads.
 
-    Until 0.30, vLLM has no such property, and no drafter that reads more than the next token.
+    vLLM says so from 0.31 on (``num_prefill_lookahead_tokens``); before, it is computed as vLLM
+    0.31 does.
 
     Args:
         vllm_config: The engine's configuration.
     """
-    return int(getattr(vllm_config, "num_prefill_lookahead_tokens", 0))
+    if hasattr(vllm_config, "num_prefill_lookahead_tokens"):
+        return int(vllm_config.num_prefill_lookahead_tokens)
+    speculative = vllm_config.speculative_config
+    if speculative is None or not speculative.use_eagle():
+        return 0
+    return int(vllm_config.num_speculative_tokens) if speculative.use_multi_module_mtp() else 1
 
 
 def drafts_with_cache(speculative: SpeculativeConfig) -> bool:

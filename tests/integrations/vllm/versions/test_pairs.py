@@ -26,6 +26,9 @@ LENGTHS = (2, 5, 31, 33, 63, 65, 79, 95, 97, 111, 129, 161, 200, 300)
 LEFT = {"llama": 0, "gemma3": 1, "granite4": 1}
 """Each model, and how many of a prompt's tokens are left to the engine that decodes."""
 
+OPTIONS: dict[str, dict[str, Any]] = {"llama": {}, "gemma3": {}, "granite4": {"dtype": "bfloat16"}}
+"""For the engines of each model: before vLLM 0.32, its CPU build has no float32 convolution."""
+
 LOADS_ONE_GROUP_ONLY = OTHERS[0]
 """A version that can load for models with one cache group only."""
 
@@ -65,7 +68,8 @@ def engines(
     """Engines of one model, by version; ``ordinary`` is one of this version without a connector."""
     model: str = request.param
     started: dict[str, list[Engine]] = {}
-    with fleet(checkpoints[model], tmp_path_factory.mktemp(model)) as launched:
+    folder = tmp_path_factory.mktemp(model)
+    with fleet(checkpoints[model], folder, **OPTIONS[model]) as launched:
 
         def start(name: str) -> Engine:
             if name == "ordinary":
