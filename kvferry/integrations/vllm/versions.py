@@ -51,6 +51,22 @@ def is_in_window(version: str) -> bool:
     return found is not None and OLDEST <= (int(found[1]), int(found[2])) <= NEWEST
 
 
+def opaque_release() -> str:
+    """Return a text that two engines must have in common to exchange pages of unknown content.
+
+    In another release of vLLM, a backend can fill its pages in another order without another name
+    or shape: from 0.31 to 0.32, FLASHINFER's NVFP4 pages changed in this way. Pages of known
+    content need no such text.
+
+    Returns:
+        A text with the release, which begins with a space; empty for 0.32, because builds of
+        kvferry that run on this release only publish no such text.
+    """
+    release = re.match(r"\d+\.\d+", vllm_version() or "0.32")
+    found = release[0] if release is not None else vllm_version()
+    return "" if found == "0.32" else f" vLLM {found}"
+
+
 def window() -> str:
     """Return the versions on which the connector was run, as text."""
     oldest, newest = (".".join(map(str, version)) for version in (OLDEST, NEWEST))

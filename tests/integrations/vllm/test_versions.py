@@ -208,3 +208,22 @@ def test_specs_that_say_how_they_are_divided() -> None:
     assert versions.is_whole_on_each_rank(mla)
     assert not versions.is_host_resident(spec())
     assert versions.is_host_resident(spec(host_resident=True))
+
+
+@pytest.mark.parametrize(
+    ("version", "text"),
+    [
+        ("0.31.0+cpu", " vLLM 0.31"),
+        ("0.31.2", " vLLM 0.31"),
+        ("0.32.1+cpu", ""),
+        ("0.33.0", " vLLM 0.33"),
+        ("dev", " vLLM dev"),
+        (None, ""),
+    ],
+)
+def test_pages_of_unknown_content_stay_within_a_release(
+    version: str | None, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But the text of 0.32 is that of builds that knew no other release."""
+    monkeypatch.setattr(versions, "vllm_version", lambda: version)
+    assert versions.opaque_release() == text

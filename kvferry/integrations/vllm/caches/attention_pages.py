@@ -6,7 +6,7 @@ strides. Backends that store the same values in different orders have fields wit
 pages can move between them. The functions were written from the source of vLLM 0.32, whose files
 their docstrings name. A function returns ``None`` for a page that is not filled as the function
 expects. Such a page is opaque: it moves whole, and only between engines with the same backend,
-element type, shape, strides and processor.
+element type, shape, strides, processor and release of vLLM.
 
 vLLM gives a page the axes (head slots, entries, elements). An entry is what is stored for one
 token, or for several that the cache compresses together. A head slot is usually one KV head. The
@@ -20,6 +20,7 @@ from dataclasses import dataclass
 
 from kvferry.core.errors import LayoutError
 from kvferry.core.layout import Field, GroupKind
+from kvferry.integrations.vllm import versions
 from kvferry.integrations.vllm.caches.pages import Page, Pairs
 
 Fields = tuple[Field, ...] | None
@@ -84,7 +85,7 @@ def opaque(page: Page) -> Field:
 
     Two engines can exchange the field only if ``Field.packing`` is equal on both. That text names
     everything that may decide where kernels put a value: the backend, the element type, shape and
-    strides, and the processor.
+    strides, the processor, and the release of vLLM.
 
     Args:
         page: The layer's pages.
@@ -100,7 +101,10 @@ def opaque(page: Page) -> Field:
             "set VLLM_KV_CACHE_LAYOUT to an order whose blocks are in one piece, such as LBHNC"
         )
     shape, strides = ("x".join(map(str, axes)) for axes in (page.shape, page.strides))
-    packing = f"{page.facts.backend} {page.dtype} {page.kernels}x{shape}/{strides} {processor()}"
+    packing = (
+        f"{page.facts.backend} {page.dtype} {page.kernels}x{shape}/{strides} {processor()}"
+        f"{versions.opaque_release()}"
+    )
     return page.field("page", unit=page.kernels * page.nbytes, packing=packing)
 
 
