@@ -302,11 +302,9 @@ def rows(page: Page) -> Fields:
     ``minimax_m3/common/indexer.py``, ``qwen4_exp/common/qsa_cache.py``, and
     ``deepseek_v4/common/ops/save_partial_states.py``.
     """
-    from vllm.v1.kv_cache_interface import KVQuantMode
-
     heads, entries, content = page.shape
     mode = page.spec.kv_quant_mode
-    is_known = _plain(page) or mode.is_per_token_head or mode == KVQuantMode.NVFP4_DS_MLA
+    is_known = _plain(page) or mode.is_per_token_head or mode.name == "NVFP4_DS_MLA"
     if not is_known or heads != 1 or page.strides[2] != page.itemsize:
         return None
     unit = content * page.itemsize
