@@ -32,7 +32,7 @@ from kvferry.integrations.vllm.worker import FerryWorker, UnreadRankWorker, star
 
 if TYPE_CHECKING:
     import torch
-    from vllm.config import VllmConfig
+    from vllm.config import KVTransferConfig, VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -98,6 +98,17 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         if vllm_config.model_config is None or vllm_config.model_config.use_mla:
             return None
         return PREFERRED_LAYOUT
+
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: KVTransferConfig) -> bool:
+        """Return ``False``: peers may read the cache while sleep mode gives its memory away.
+
+        vLLM asks from 0.33 on. Earlier versions are refused by ``support.check_engine``.
+
+        Args:
+            kv_transfer_config: The engine's configuration of its connector; ignored.
+        """
+        return False
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> FerryStats:

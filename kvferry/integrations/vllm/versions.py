@@ -29,6 +29,9 @@ OLDEST = (0, 29)
 NEWEST = (0, 32)
 """The newest version of vLLM on which the connector was run."""
 
+READ = ((0, 33),)
+"""Later versions of vLLM whose source was read for the connector, which was not run on them."""
+
 
 # Which version this is.
 
@@ -47,8 +50,8 @@ def is_in_window(version: str) -> bool:
     Args:
         version: The version, as ``vllm_version`` returns it.
     """
-    found = re.match(r"(\d+)\.(\d+)(?:\.|$)", version)
-    return found is not None and OLDEST <= (int(found[1]), int(found[2])) <= NEWEST
+    release = _release(version)
+    return release is not None and OLDEST <= release <= NEWEST
 
 
 def opaque_release() -> str:
@@ -62,9 +65,11 @@ def opaque_release() -> str:
         A text with the release, which begins with a space; empty for 0.32, because builds of
         kvferry that run on this release only publish no such text.
     """
-    release = re.match(r"\d+\.\d+", vllm_version() or "0.32")
-    found = release[0] if release is not None else vllm_version()
-    return "" if found == "0.32" else f" vLLM {found}"
+    version = vllm_version()
+    release = _release(version) if version is not None else (0, 32)
+    if release == (0, 32):
+        return ""
+    return f" vLLM {version if release is None else '.'.join(map(str, release))}"
 
 
 def window() -> str:
@@ -78,11 +83,18 @@ def warn_outside_window() -> None:
     version = vllm_version()
     if version is not None and not is_in_window(version):
         logger.warning(
-            "the connector was not run on vLLM %s, only on %s: compare the texts of a few prompts "
-            "with those of an engine without the connector before you rely on it",
+            "the connector was not run on vLLM %s, only on %s%s: compare the texts of a few "
+            "prompts with those of an engine without the connector before you rely on it",
             version,
             window(),
+            " (the source of this version was read)" if _release(version) in READ else "",
         )
+
+
+def _release(version: str) -> tuple[int, int] | None:
+    """Return the first two numbers of a version, or ``None`` if it does not begin with two."""
+    found = re.match(r"(\d+)\.(\d+)(?:\.|$)", version)
+    return (int(found[1]), int(found[2])) if found is not None else None
 
 
 # Failed loads. From vLLM 0.30 on, workers report the ids of the requests whose load failed. vLLM
@@ -345,3 +357,23 @@ def is_whole_on_each_rank(spec: KVCacheSpec) -> bool:
         return bool(spec.max_tp_shards == 1)
     names = {base.__name__ for base in type(spec).__mro__}
     return not names.isdisjoint({"MLAAttentionSpec", "SlidingWindowMLASpec"})
+
+
+def interleaves_values(layer: object) -> bool:
+    """Return whether a layer's backend interleaves the rows of V, as ROCM_ATTN can from 0.33 on.
+
+    Args:
+        layer: vLLM's module of the layer.
+    """
+    return getattr(getattr(layer, "impl", None), "_use_interleaved_v_cache", False) is True
+
+
+def indexer_scales() -> str:
+    """Return the format of the scales of an indexer's fp8 values; empty if they are float32.
+
+    From 0.33 on, vLLM stores them as four bytes of UE8M0 on some GPUs.
+    """
+    from vllm.utils import deep_gemm
+
+    uses_mx = getattr(deep_gemm, "mqa_logits_use_mx_scales", None)
+    return "scale in 4 bytes of UE8M0" if uses_mx is not None and uses_mx() else ""

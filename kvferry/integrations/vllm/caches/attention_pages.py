@@ -41,6 +41,9 @@ INDEXER_ROW_BYTES = {132: (128, 4), 68: (64, 4)}
 Values are fp8 or packed fp4.
 """
 
+INDEXER_VALUES = 128
+"""Size in bytes of the values in an indexer's row if they are fp8."""
+
 SPARSE_ROW_BYTES = {584: (576, 8), 528: (512, 16)}
 """Maps the size of a row to the sizes of its values and of its scales, in bytes.
 
@@ -316,13 +319,16 @@ def indexer(page: Page) -> Fields:
     """Return the fields of a page of an indexer: first all rows' values, then all rows' scales.
 
     An indexer selects the tokens that sparse attention reads; a row is what it stores per token, or
-    per several tokens that the cache compresses together. ``None`` if the page is not filled in
+    per several tokens that the cache compresses together. The format of the scales of fp8 values
+    depends on vLLM's version and the GPU. ``None`` if the page is not filled in
     this way, or not on CUDA: on ROCm, some kernels store the values in tiles.
 
     See ``_fp8_quant_and_cache_write`` in ``deepseek_v32/common/kernels.py`` and
     ``deepseek_v4/common/ops/fused_compress_quant_cache.py``.
     """
-    return _rows_then_scales(page, INDEXER_ROW_BYTES)
+    values, _ = INDEXER_ROW_BYTES.get(page.shape[2], (0, 0))
+    scales = versions.indexer_scales() if values == INDEXER_VALUES else ""
+    return _rows_then_scales(page, INDEXER_ROW_BYTES, scales)
 
 
 def sparse_rows(page: Page) -> Fields:
@@ -394,12 +400,15 @@ def _vector_keys(page: Page) -> Field:
     )
 
 
-def _rows_then_scales(page: Page, row_bytes: dict[int, tuple[int, int]]) -> Fields:
+def _rows_then_scales(
+    page: Page, row_bytes: dict[int, tuple[int, int]], scales: str = ""
+) -> Fields:
     """Return the fields of a page that holds all rows' values, then all rows' scales.
 
     Args:
         page: The layer's pages.
         row_bytes: Maps the size of a row to the sizes of its values and of its scales, in bytes.
+        scales: The encoding of the scales; by default that of the layer.
 
     Returns:
         The fields; ``None`` if the device is not CUDA, if kernels may split a block into smaller
@@ -415,7 +424,13 @@ def _rows_then_scales(page: Page, row_bytes: dict[int, tuple[int, int]]) -> Fiel
     value, scale = row_bytes[content]
     return (
         page.field("latent", unit=value, tokens=((entries, value),)),
-        page.field("scale", unit=scale, tokens=((entries, scale),), offset=entries * value),
+        page.field(
+            "scale",
+            unit=scale,
+            tokens=((entries, scale),),
+            offset=entries * value,
+            encoding=scales,
+        ),
     )
 
 

@@ -110,10 +110,13 @@ def _heads(layer: str, spec: KVCacheSpec, model: ModelConfig, position: ShardPos
 def _backend_name(layer: object) -> str:
     """Return the name of the attention backend of a layer's module.
 
-    On CPUs, the name includes the kernels' instruction set, as in ``CPU_ATTN/vec``.
+    On CPUs, the name includes the kernels' instruction set, as in ``CPU_ATTN/vec``. It also says if
+    the backend stores V in an order of its own; no packing describes that order.
     """
     name: str = layer.get_attn_backend().get_name()  # type: ignore[attr-defined]
     kernel = getattr(layer, "isa", None)
+    if versions.interleaves_values(layer):
+        return f"{name}/interleaved V"
     return f"{name}/{kernel}" if kernel else name
 
 

@@ -137,6 +137,23 @@ def test_indexer_with_scales_behind(order: str) -> None:
 
 
 @pytest.mark.usefixtures("cuda")
+def test_scales_of_another_format_do_not_match(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM 0.33 stores an fp8 indexer's scales as UE8M0 on some GPUs, in the same four bytes."""
+    from vllm.utils import deep_gemm
+
+    found = []
+    for uses_mx in (None, lambda: False, lambda: True):
+        monkeypatch.setattr(deep_gemm, "mqa_logits_use_mx_scales", uses_mx, raising=False)
+        for row in (132, 68):
+            spec = mla(head_size=row, dtype=raw())
+            rank = Rank([group(TWO, spec)], backends="DEEPSEEK_V32_INDEXER")
+            found.append({f.key[1]: f.encoding for f in rank.layout.fields})
+    plain = {"latent": "", "scale": ""}
+    mixed = {"latent": "", "scale": "scale in 4 bytes of UE8M0"}
+    assert found == [plain, plain, plain, plain, mixed, plain]
+
+
+@pytest.mark.usefixtures("cuda")
 @pytest.mark.parametrize(
     ("backend", "content", "value"),
     [
