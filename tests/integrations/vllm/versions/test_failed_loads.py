@@ -15,7 +15,7 @@ from tests.integrations.vllm.fleet import fleet
 from tests.integrations.vllm.steps import PULLED, hand_over, idle_blocks, pulled_by, texts
 from tests.integrations.vllm.versions.environments import OTHERS, interpreter
 
-pytestmark = [pytest.mark.versions, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.versions, pytest.mark.vllm, pytest.mark.timeout(300)]
 
 OLDEST = OTHERS[0]
 LENGTHS = (5, 65, 200)

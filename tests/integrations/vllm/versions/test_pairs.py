@@ -1,7 +1,6 @@
 """Engines of different versions of vLLM hand over to each other.
 
-The pair of the oldest and the newest version is among the tests of ``vllm``; all are those of
-``versions``.
+The pair of the oldest and the newest version is among the tests of ``vllm``, too.
 """
 
 from __future__ import annotations
