@@ -18,14 +18,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
-    KVConnectorTransferResults,
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
-from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvferry.core.errors import KVFerryError
-from kvferry.integrations.vllm import config, support
+from kvferry.integrations.vllm import config, support, versions
 from kvferry.integrations.vllm.adapter_loads import LoadLog, observe_loads
 from kvferry.integrations.vllm.metadata import RankReport, StepMetadata
 from kvferry.integrations.vllm.metrics import FerryPromMetrics, FerryStats
@@ -34,7 +32,8 @@ from kvferry.integrations.vllm.worker import FerryWorker, UnreadRankWorker, star
 
 if TYPE_CHECKING:
     import torch
-    from vllm.config import VllmConfig
+    from vllm.config import KVTransferConfig, VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -64,7 +63,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         ConfigError: The configuration is refused; names the setting and the remedy.
     """
 
-    _cache_hit_source = CacheHitSource.P2P
+    _cache_hit_source = versions.peer_hit_source()
 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
@@ -73,9 +72,11 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler: FerryScheduler | None = None
         self._worker: FerryWorker | UnreadRankWorker | None = None
         self._adapter_loads: LoadLog | None = None
+        self._failed_blocks = versions.FailedBlocks()
         share_log_handlers()
         settings = config.engine_config(vllm_config)
         if role is KVConnectorRole.SCHEDULER:
+            versions.warn_outside_window()
             self._scheduler = FerryScheduler(vllm_config, kv_cache_config)
         else:
             config.warn(settings)
@@ -97,6 +98,17 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         if vllm_config.model_config is None or vllm_config.model_config.use_mla:
             return None
         return PREFERRED_LAYOUT
+
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: KVTransferConfig) -> bool:
+        """Return ``False``: peers may read the cache while sleep mode gives its memory away.
+
+        vLLM asks from 0.33 on. Earlier versions are refused by ``support.check_engine``.
+
+        Args:
+            kv_transfer_config: The engine's configuration of its connector; ignored.
+        """
+        return False
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> FerryStats:
@@ -293,6 +305,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         super().bind_connector_metadata(connector_metadata)
         if self._worker is not None and isinstance(connector_metadata, StepMetadata):
             self._worker.apply(connector_metadata)
+            self._failed_blocks.started(connector_metadata.blocks)
             if self._adapter_loads is not None:
                 self._adapter_loads.ask(connector_metadata.asks_adapters)
 
@@ -320,13 +333,36 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         Args:
             finished_req_ids: The requests that vLLM finished in this step; ignored.
         """
-        return self._worker.results() if self._worker is not None else KVConnectorTransferResults()
+        if self._worker is None:
+            return versions.transfer_results(sent=set(), received=set(), failed=set())
+        results = self._worker.results()
+        self._failed_blocks.ended(results.finished_recving, results.failed_recving)
+        return results
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """Return the requests that were sent, and those whose load ended, since the last call.
+
+        vLLM 0.29 calls this and ``get_block_ids_with_load_errors`` in place of
+        ``get_transfer_results``.
+
+        Args:
+            finished_req_ids: The requests that vLLM finished in this step; ignored.
+        """
+        results = self.get_transfer_results(finished_req_ids)
+        return results.finished_sending or None, results.finished_recving or None
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Return the blocks of failed loads; none where vLLM takes the ids of requests."""
+        return self._failed_blocks.take_blocks()
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         """Return this rank's ``RankReport`` to the scheduler half, or ``None`` if there is none."""
         report = self._worker.take_report() if self._worker is not None else None
-        adapters = self._adapter_loads.take() if self._adapter_loads is not None else None
-        return replace(report or RankReport(), adapters=adapters) if adapters else report
+        if adapters := self._adapter_loads.take() if self._adapter_loads is not None else None:
+            report = replace(report or RankReport(), adapters=adapters)
+        if failed := self._failed_blocks.take_requests():
+            report = replace(report or RankReport(), failed=failed)
+        return report
 
     def get_kv_connector_stats(self) -> FerryStats | None:
         """Return the metrics counted since the last call, or ``None`` if there are none.

@@ -16,6 +16,7 @@ from kvferry.core.lifecycle.holds import random_incarnation
 from kvferry.core.metrics import Metrics
 from kvferry.core.security import TicketKey
 from kvferry.integrations.vllm import config as configuration
+from kvferry.integrations.vllm import versions
 from kvferry.integrations.vllm.adapter_loads import AdapterReport
 from kvferry.integrations.vllm.adapters import Adapters
 from kvferry.integrations.vllm.cache_groups import cache_groups
@@ -73,6 +74,8 @@ class FerryScheduler:
         self._adapters = Adapters(prefix_caching=vllm_config.cache_config.enable_prefix_caching)
         # Requests whose ticket is checked once the content of their LoRA adapter is known.
         self._unchecked: set[str] = set()
+        self._load_blocks = versions.LoadBlocks()
+        self._failed_requests = versions.FailedRequests()
         self._producer = Producer(
             groups,
             metrics=self._metrics,
@@ -204,6 +207,7 @@ class FerryScheduler:
         self._producer.blocks_allocated(request)
         self._producer.take_on(request)
         self._consumer.blocks_allocated(request, blocks, external)
+        self._load_blocks.allocated(request.request_id, blocks, external)
 
     def request_finished(
         self, request: Request, block_ids: Sequence[Sequence[int]]
@@ -244,6 +248,7 @@ class FerryScheduler:
             asks_silent=asks_silent,
             asks_adapters=self._adapters.next_step(),
             idle=scheduler_output.total_num_scheduled_tokens == 0,
+            blocks=self._load_blocks.take(),
         )
 
     def worker_output(self, output: KVConnectorOutput) -> None:
@@ -261,7 +266,9 @@ class FerryScheduler:
             if report.problems:
                 self._problems = {**self._problems, **report.problems}
                 self._problems_changed = time.monotonic()
-        self._consumer.loads_finished(output.finished_recving or (), output.failed_recving or ())
+        reported = report.failed if isinstance(report, RankReport) else ()
+        failed = self._failed_requests.among_finished(output, reported)
+        self._consumer.loads_finished(output.finished_recving or (), failed)
 
     def take_stats(self) -> FerryStats | None:
         """Return the scheduler half's metrics since the last call; ``None`` if there are none."""

@@ -445,6 +445,24 @@ class TestConsuming:
         half.worker_output(heard(vllm, recving={"r"}, failed={"r"}))
         assert half.take_stats().data["failed_loads"] == {"loopback": 1}
 
+    def test_one_that_failed_where_vllm_takes_blocks(
+        self, vllm: Any, make: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The workers get the load's blocks, and report the request before all of them are done."""
+        monkeypatch.setattr(vllm.scheduler.versions, "takes_failed_requests", lambda: False)
+        half = make()
+        each = request(40, ticket())
+        half.on_new_request(each)
+        half.blocks_allocated(each, blocks(21, 22, 23), 40)
+        assert half.build_step(OUTPUT).blocks == {"r": (21, 22, 23)}
+        assert half.build_step(OUTPUT).blocks == {}
+        early, late = heard(vllm), heard(vllm, recving={"r"})
+        early.kv_connector_worker_meta = vllm.metadata.RankReport(failed=frozenset({"r"}))
+        for output in (early, late):
+            del output.failed_recving
+            half.worker_output(output)
+        assert half.take_stats().data["failed_loads"] == {"loopback": 1}
+
     def test_one_that_is_aborted(self, make: Any) -> None:
         half = make()
         each = request(40, ticket())

@@ -6,7 +6,7 @@ strides. Backends that store the same values in different orders have fields wit
 pages can move between them. The functions were written from the source of vLLM 0.32, whose files
 their docstrings name; what differs in 0.33 is named too. A function returns ``None`` for a page
 that is not filled as the function expects. Such a page is opaque: it moves whole, and only between
-engines with the same vLLM, backend, element type, shape, strides and processor.
+engines with the same backend, element type, shape, strides, processor and release of vLLM.
 
 vLLM gives a page the axes (head slots, entries, elements). An entry is what is stored for one
 token, or for several that the cache compresses together. A head slot is usually one KV head. The
@@ -18,10 +18,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from msgspec.structs import replace
-
 from kvferry.core.errors import LayoutError
 from kvferry.core.layout import Field, GroupKind
+from kvferry.integrations.vllm import versions
 from kvferry.integrations.vllm.caches.pages import Page, Pairs
 
 Fields = tuple[Field, ...] | None
@@ -42,17 +41,14 @@ INDEXER_ROW_BYTES = {132: (128, 4), 68: (64, 4)}
 Values are fp8 or packed fp4.
 """
 
-FP8_INDEXER_ROW_BYTES = 132
-"""Size in bytes of an indexer's row of fp8 values."""
+INDEXER_VALUES = 128
+"""Size in bytes of the values in an indexer's row if they are fp8."""
 
 SPARSE_ROW_BYTES = {584: (576, 8), 528: (512, 16)}
 """Maps the size of a row to the sizes of its values and of its scales, in bytes.
 
 For rows in ``fp8_ds_mla`` of DeepSeek V4 and V4.1.
 """
-
-PACKED_SCALE = "scales as four UE8M0 bytes"
-"""The encoding of an indexer's scale where it is not one float32; see ``_has_packed_scales``."""
 
 RECORD_BYTES = frozenset({528})
 """Sizes of the rows whose scales are in the row in vLLM 0.33: those of DeepSeek V4.1."""
@@ -96,7 +92,7 @@ def opaque(page: Page) -> Field:
 
     Two engines can exchange the field only if ``Field.packing`` is equal on both. That text names
     everything that may decide where kernels put a value: the backend, the element type, shape and
-    strides, the processor, and the version of vLLM. vLLM 0.33 fills some pages in other ways than
+    strides, the processor, and the release of vLLM. vLLM 0.33 fills some pages in other ways than
     0.32 does, such as those of ``FLASHMLA_SPARSE_DSV41``, whose shape and strides are the same.
 
     Args:
@@ -114,17 +110,10 @@ def opaque(page: Page) -> Field:
         )
     shape, strides = ("x".join(map(str, axes)) for axes in (page.shape, page.strides))
     packing = (
-        f"{page.facts.backend} {page.dtype} {page.kernels}x{shape}/{strides} {processor()}, "
-        f"vLLM {vllm_version()}"
+        f"{page.facts.backend} {page.dtype} {page.kernels}x{shape}/{strides} {processor()}"
+        f"{versions.opaque_release()}"
     )
     return page.field("page", unit=page.kernels * page.nbytes, packing=packing)
-
-
-def vllm_version() -> str:
-    """Return vLLM's version without the part that names a build, such as ``+cpu``."""
-    import vllm
-
-    return str(vllm.__version__).partition("+")[0]
 
 
 def processor() -> str:
@@ -340,11 +329,9 @@ def rows(page: Page) -> Fields:
     ``minimax_m3/common/indexer.py``, ``qwen4_exp/common/qsa_cache.py``, and
     ``deepseek_v4/common/ops/save_partial_states.py``.
     """
-    from vllm.v1.kv_cache_interface import KVQuantMode
-
     heads, entries, content = page.shape
     mode = page.spec.kv_quant_mode
-    is_known = _plain(page) or mode.is_per_token_head or mode == KVQuantMode.NVFP4_DS_MLA
+    is_known = _plain(page) or mode.is_per_token_head or mode.name == "NVFP4_DS_MLA"
     if not is_known or heads != 1 or page.strides[2] != page.itemsize:
         return None
     unit = content * page.itemsize
@@ -356,29 +343,16 @@ def indexer(page: Page) -> Fields:
     """Return the fields of a page of an indexer: first all rows' values, then all rows' scales.
 
     An indexer selects the tokens that sparse attention reads; a row is what it stores per token, or
-    per several tokens that the cache compresses together. ``None`` if the page is not filled in
+    per several tokens that the cache compresses together. The format of the scales of fp8 values
+    depends on vLLM's version and the GPU. ``None`` if the page is not filled in
     this way, or not on CUDA: on ROCm, some kernels store the values in tiles.
 
     See ``_fp8_quant_and_cache_write`` in ``deepseek_v32/common/kernels.py`` and
     ``deepseek_v4/common/ops/fused_compress_quant_cache.py``.
     """
-    fields = _rows_then_scales(page, INDEXER_ROW_BYTES)
-    if fields is None or not _has_packed_scales(page):
-        return fields
-    latent, scale = fields
-    return latent, replace(scale, encoding=f"{scale.encoding} {PACKED_SCALE}".strip())
-
-
-def _has_packed_scales(page: Page) -> bool:
-    """Return whether an indexer stores the scale of fp8 values as four equal UE8M0 bytes.
-
-    vLLM 0.33 does so on NVIDIA's SM100, where 0.32 stores one float32. Scales of fp4 values are
-    always bytes.
-    """
-    from vllm.utils import deep_gemm
-
-    asked = getattr(deep_gemm, "mqa_logits_use_mx_scales", None)
-    return asked is not None and asked() and page.shape[2] * page.itemsize == FP8_INDEXER_ROW_BYTES
+    values, _ = INDEXER_ROW_BYTES.get(page.shape[2], (0, 0))
+    scales = versions.indexer_scales() if values == INDEXER_VALUES else ""
+    return _rows_then_scales(page, INDEXER_ROW_BYTES, scales)
 
 
 def sparse_rows(page: Page) -> Fields:
@@ -395,21 +369,11 @@ def sparse_rows(page: Page) -> Fields:
     """
     from vllm.platforms import current_platform
 
-    if _has_records(page):
+    if versions.has_records(page.spec, RECORD_BYTES):
         return _rows_with_scales(page) if current_platform.is_cuda() else None
     if page.spec.state_content_bytes is not None:
         return _rows_then_scales(page, SPARSE_ROW_BYTES)
     return rows(page) if current_platform.is_cuda() else None
-
-
-def _has_records(page: Page) -> bool:
-    """Return whether each row of a page is a record of values and scales, as in vLLM 0.33's V4.1.
-
-    Kernels then read the rows of all blocks as one array. So blocks are a multiple of the row
-    apart, which the spec of vLLM 0.33 demands and that of 0.32 does not.
-    """
-    row, stride = page.spec.state_content_bytes, getattr(page.spec, "block_stride_alignment", None)
-    return row in RECORD_BYTES and isinstance(stride, int) and stride % row == 0
 
 
 def _rows_with_scales(page: Page) -> Fields:
@@ -477,12 +441,15 @@ def _vector_keys(page: Page) -> Field:
     )
 
 
-def _rows_then_scales(page: Page, row_bytes: dict[int, tuple[int, int]]) -> Fields:
+def _rows_then_scales(
+    page: Page, row_bytes: dict[int, tuple[int, int]], scales: str = ""
+) -> Fields:
     """Return the fields of a page that holds all rows' values, then all rows' scales.
 
     Args:
         page: The layer's pages.
         row_bytes: Maps the size of a row to the sizes of its values and of its scales, in bytes.
+        scales: The encoding of the scales; by default that of the layer.
 
     Returns:
         The fields; ``None`` if the device is not CUDA, if kernels may split a block into smaller
@@ -498,7 +465,13 @@ def _rows_then_scales(page: Page, row_bytes: dict[int, tuple[int, int]]) -> Fiel
     value, scale = row_bytes[content]
     return (
         page.field("latent", unit=value, tokens=((entries, value),)),
-        page.field("scale", unit=scale, tokens=((entries, scale),), offset=entries * value),
+        page.field(
+            "scale",
+            unit=scale,
+            tokens=((entries, scale),),
+            offset=entries * value,
+            encoding=scales,
+        ),
     )
 
 
@@ -622,7 +595,7 @@ PACKINGS: Mapping[str, Packing] = {
 NEWER_PACKINGS: Mapping[str, Packing] = {
     "DEEPSEEK_V4_ROCM_MXFP4_INDEXER": Packing(inside=ELSEWHERE),
     "FLASH_ATTN_MLA_SPARSE_FA4": ROWS,
-    "ROCM_ATTN/interleaved": Packing(
+    "ROCM_ATTN/interleaved V": Packing(
         inside="all of K in vectors of 16 bytes, then all of V in runs of tokens",
         fields=interleaved,
     ),

@@ -6,18 +6,13 @@ import re
 from typing import TYPE_CHECKING
 
 from kvferry.core.errors import LayoutError
+from kvferry.integrations.vllm import versions
 from kvferry.integrations.vllm.caches.pages import LayerFacts, ShardPosition, share, spec_of
 from kvferry.integrations.vllm.caches.quantization import with_encodings
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
-
-
-VARIANTS = {"_use_interleaved_v_cache": "interleaved", "_shuffle_kv_layout": "shuffled"}
-"""Attributes of attention implementations of vLLM 0.33 that say that pages are filled in another
-way, each with the name of that way. vLLM sets them when it compiles the model, which it does before
-it allocates the caches."""
 
 
 def layer_facts(
@@ -45,7 +40,7 @@ def layer_facts(
     for group in kv_cache_config.transfer_groups:
         for name in group.layer_names:
             spec = spec_of(name, group)
-            draft = getattr(spec, "is_draft", False) or is_draft(name, vllm_config)
+            draft = versions.is_of_drafter(spec) or is_draft(name, vllm_config)
             if isinstance(spec, MambaSpec):
                 facts[name] = _state_facts(layers[name], draft, position)
                 continue
@@ -100,7 +95,7 @@ def _heads(layer: str, spec: KVCacheSpec, model: ModelConfig, position: ShardPos
             heads nor with an even split among ranks.
     """
     here = getattr(spec, "num_kv_heads", 1)
-    if getattr(spec, "max_tp_shards", None) == 1 or not hasattr(spec, "num_kv_heads"):
+    if versions.is_whole_on_each_rank(spec):
         return 1
     for total in (model.get_total_num_kv_heads(), here * position.tp_size):
         first, last = share(total, position)
@@ -115,13 +110,11 @@ def _heads(layer: str, spec: KVCacheSpec, model: ModelConfig, position: ShardPos
 def _backend_name(layer: object) -> str:
     """Return the name of the attention backend of a layer's module.
 
-    On CPUs, the name includes the kernels' instruction set, as in ``CPU_ATTN/vec``; on ROCm, how
-    pages are filled if that is not what the backend usually does (``VARIANTS``).
+    On CPUs, the name includes the kernels' instruction set, as in ``CPU_ATTN/vec``. If the backend
+    fills pages in another way than it usually does, the name says so: ``ROCM_ATTN/interleaved V``.
     """
     name: str = layer.get_attn_backend().get_name()  # type: ignore[attr-defined]
-    impl = getattr(layer, "impl", None)
-    variants = (name for flag, name in VARIANTS.items() if getattr(impl, flag, False))
-    kernel = getattr(layer, "isa", None) or next(variants, None)
+    kernel = getattr(layer, "isa", None) or versions.page_variant(layer)
     return f"{name}/{kernel}" if kernel else name
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from kvferry.core.errors import LayoutError
 from kvferry.core.layout import GroupKind
-from kvferry.integrations.vllm.caches.attention_pages import PACKINGS, vllm_version
+from kvferry.integrations.vllm.caches.attention_pages import PACKINGS
 from kvferry.integrations.vllm.caches.pages import ShardPosition
 from tests.integrations.vllm.caches import census, views
 from tests.integrations.vllm.caches.layers import (
@@ -134,6 +134,23 @@ def test_indexer_with_scales_behind(order: str) -> None:
     readings = dict(zip(names, (views.one_row, views.values_then_scales(128)), strict=True))
     rank = Rank([group(names, uniform(specs))], order, backends=backends)
     assert rank.wrong(readings) == []
+
+
+@pytest.mark.usefixtures("cuda")
+def test_scales_of_another_format_do_not_match(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM 0.33 stores an fp8 indexer's scales as UE8M0 on some GPUs, in the same four bytes."""
+    from vllm.utils import deep_gemm
+
+    found = []
+    for uses_mx in (None, lambda: False, lambda: True):
+        monkeypatch.setattr(deep_gemm, "mqa_logits_use_mx_scales", uses_mx, raising=False)
+        for row in (132, 68):
+            spec = mla(head_size=row, dtype=raw())
+            rank = Rank([group(TWO, spec)], backends="DEEPSEEK_V32_INDEXER")
+            found.append({f.key.rpartition("/")[2]: f.encoding for f in rank.layout.fields})
+    plain = {"latent": "", "scale": ""}
+    mixed = {"latent": "", "scale": "scale in 4 bytes of UE8M0"}
+    assert found == [plain, plain, plain, plain, mixed, plain]
 
 
 @pytest.mark.usefixtures("cuda")
@@ -316,13 +333,12 @@ def test_scales_behind_blocks_that_kernels_may_split_are_opaque() -> None:
 
 def test_opaque_pages_of_unlike_orders_do_not_match() -> None:
     """Or of unlike processors or vLLMs: what is not known may depend on all of them."""
-    vllm = f"vLLM {vllm_version()}"
     packings = {
         order: Rank([group(TWO, full())], order, backends="X").layout.fields[0].packing
         for order in ("LBHNC", "LBNHC")
     }
-    assert packings["LBHNC"] == f"X bfloat16 1x3x32x128/8192x256x2 cpu, {vllm}"
-    assert packings["LBNHC"] == f"X bfloat16 1x3x32x128/256x768x2 cpu, {vllm}"
+    assert packings["LBHNC"] == "X bfloat16 1x3x32x128/8192x256x2 cpu"
+    assert packings["LBNHC"] == "X bfloat16 1x3x32x128/256x768x2 cpu"
 
 
 @pytest.mark.parametrize("order", ["LHBNC", "BHLNC"])

@@ -20,14 +20,13 @@ SLEEP = "refused, so that peers never read memory that is gone: `unregister_kv_c
 REWOKEN = "the same metadata again changes nothing: `FerryScheduler.serve`"
 SAME_BYTES = "the same bytes in the same places"
 SCALE_OF_ONE = "leaves out a scale that is 1: the same bytes"
-MX_SCALES = "on SM100 a row's scale is four bytes, not a float32: `_has_packed_scales`"
-RECORDS = "V4.1's rows hold their scales: `_has_records`"
-INTERLEAVED = "V may be interleaved: `ROCM_ATTN/interleaved`"
+MX_SCALES = "on SM100 a row's scale is four bytes, not a float32: `versions.indexer_scales`"
+RECORDS = "V4.1's rows hold their scales: `versions.has_records`"
+INTERLEAVED = "V may be interleaved: `ROCM_ATTN/interleaved V`"
 OCTAVE = "opaque: no packing takes this format"
 
 VERDICTS: Mapping[str, Verdicts] = {
     "Hooks of the connector": {
-        "KVConnectorBase_V1.supports_sleep_mode": "the connector must answer `False`",
         "KVConnectorBase_V1.restore_kv_caches": "never called: the engine does not fall asleep",
     },
     "Calls of hooks": {
