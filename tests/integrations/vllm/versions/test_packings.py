@@ -33,7 +33,7 @@ def test_packings(version: str) -> None:
     python = interpreter(version)
     assert python is not None
     excluded = " or ".join(f"({each})" for each in OF_THE_NEWEST)
-    command = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "vllm"]
+    command = [str(python), "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "vllm"]
     run = subprocess.run(
         [*command, "-k", f"not ({excluded})", "tests/integrations/vllm/caches"],
         cwd=ROOT,
