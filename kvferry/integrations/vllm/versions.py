@@ -331,16 +331,16 @@ def is_host_resident(group: KVCacheGroupSpec) -> bool:
 def is_context_sharded(spec: KVCacheSpec) -> bool:
     """Return whether decode context-parallel ranks divide a group's tokens (``dcp_sharded``).
 
-    Until 0.30, specs do not say so: the tokens of all attention are divided.
+    Until 0.30, specs do not say so, and the tokens of full attention are divided
+    (``dcp_world_size_for_kv_cache_spec`` in ``kv_cache_utils.py``).
 
     Args:
         spec: The group's spec.
     """
     if hasattr(spec, "dcp_sharded"):
         return bool(spec.dcp_sharded)
-    from vllm.v1.kv_cache_interface import AttentionSpec, iter_layer_specs
-
-    return all(isinstance(one, AttentionSpec) for one in iter_layer_specs(spec))
+    layers = getattr(spec, "kv_cache_specs", None)
+    return _is_a(next(iter(layers.values())) if layers else spec, "FullAttentionSpec")
 
 
 def is_whole_on_each_rank(spec: KVCacheSpec) -> bool:
@@ -355,8 +355,12 @@ def is_whole_on_each_rank(spec: KVCacheSpec) -> bool:
         return True
     if hasattr(spec, "max_tp_shards"):
         return bool(spec.max_tp_shards == 1)
-    names = {base.__name__ for base in type(spec).__mro__}
-    return not names.isdisjoint({"MLAAttentionSpec", "SlidingWindowMLASpec"})
+    return _is_a(spec, "MLAAttentionSpec", "SlidingWindowMLASpec")
+
+
+def _is_a(spec: KVCacheSpec, *names: str) -> bool:
+    """Return whether a spec's class, or a base of it, has one of these names."""
+    return not {base.__name__ for base in type(spec).__mro__}.isdisjoint(names)
 
 
 def interleaves_values(layer: object) -> bool:

@@ -197,10 +197,21 @@ def test_specs_that_say_how_they_are_divided() -> None:
     def spec(**attributes: Any) -> Any:
         return SimpleNamespace(**attributes)
 
-    class MLAAttentionSpec:
+    class FullAttentionSpec:
         num_kv_heads = 1
 
+    class MLAAttentionSpec(FullAttentionSpec):
+        pass
+
+    class SlidingWindowSpec:
+        pass
+
     mla: Any = MLAAttentionSpec()
+    sliding: Any = SlidingWindowSpec()
+    assert versions.is_context_sharded(mla)
+    assert versions.is_context_sharded(spec(kv_cache_specs={"a": mla, "b": sliding}))
+    assert not versions.is_context_sharded(sliding)
+    assert not versions.is_context_sharded(spec(kv_cache_specs={"a": sliding}))
     assert versions.is_context_sharded(spec(dcp_sharded=True))
     assert not versions.is_context_sharded(spec(dcp_sharded=False))
     assert versions.is_whole_on_each_rank(spec())
