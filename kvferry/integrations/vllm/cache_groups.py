@@ -18,6 +18,7 @@ import numpy as np
 
 from kvferry.core.layout import HOLE
 from kvferry.core.planner.build_copies import Pages
+from kvferry.integrations.vllm import versions
 from kvferry.integrations.vllm.caches.cache_layout import is_ring, is_state
 
 if TYPE_CHECKING:
@@ -184,5 +185,5 @@ def _cache_group(index: int, spec: KVCacheSpec, context_size: int) -> CacheGroup
         window = one.sliding_window + one.extra_retained_tokens
     elif isinstance(one, ChunkedLocalAttentionSpec):
         chunk = one.attention_chunk_size
-    size = context_size if spec.dcp_sharded else 1
+    size = context_size if versions.is_context_sharded(spec) else 1
     return CacheGroup(index=index, tokens=spec.block_size * size, window=window, chunk=chunk)

@@ -1,6 +1,6 @@
 """The values that two engines must agree on before they exchange pages.
 
-They are in two tables, ``FACTS`` and ``JUDGEMENTS``.
+They are in two tables, ``FACTS`` and ``JUDGEMENTS``. A third, ``TOLD``, has values that may differ.
 
 A fact decides what the bytes of a page mean: engines that differ in a fact never exchange pages. A
 judgement is a name, such as the model's: two names may mean the same model, so an operator can
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from kvferry.core.endpoint import Identity
 from kvferry.core.handshake import Judgements
 from kvferry.core.lifecycle.holds import Incarnation
+from kvferry.integrations.vllm import versions
 from kvferry.integrations.vllm.caches.quantization import cache_format
 from kvferry.integrations.vllm.config import Config
 from kvferry.integrations.vllm.rank_position import RankPosition
@@ -54,12 +55,13 @@ def rank_identity(
 def compatibility_facts(vllm_config: VllmConfig) -> dict[str, str]:
     """Return the values, by name, that peers compare with theirs in the handshake.
 
-    These are the entries of ``FACTS`` and ``JUDGEMENTS`` that apply to this engine.
+    These are the entries of ``FACTS``, ``JUDGEMENTS`` and ``TOLD`` that apply to this engine.
 
     Args:
         vllm_config: The engine's configuration.
     """
-    values = {name: value_of(vllm_config) for name, value_of in {**FACTS, **JUDGEMENTS}.items()}
+    tables = {**FACTS, **JUDGEMENTS, **TOLD}
+    values = {name: value_of(vllm_config) for name, value_of in tables.items()}
     return {name: _truncated(value) for name, value in values.items() if value is not None}
 
 
@@ -71,7 +73,11 @@ def judgements(config: Config) -> Judgements:
     Args:
         config: The connector's settings.
     """
-    return Judgements(keys=frozenset(JUDGEMENTS), overridden=not config.enforce_handshake_compat)
+    return Judgements(
+        keys=frozenset(JUDGEMENTS),
+        overridden=not config.enforce_handshake_compat,
+        told=frozenset(TOLD),
+    )
 
 
 def _cache_dtype(config: VllmConfig) -> str:
@@ -153,7 +159,7 @@ def _media_settings(config: VllmConfig) -> str | None:
 def _draft_method(config: VllmConfig) -> str | None:
     """Return the method of speculative decoding; ``None`` if there is none with a KV cache."""
     speculative = config.speculative_config
-    if speculative is None or not speculative.uses_draft_kv_cache():
+    if speculative is None or not versions.drafts_with_cache(speculative):
         return None
     return str(speculative.method)
 
@@ -212,4 +218,13 @@ JUDGEMENTS: Mapping[str, Callable[[VllmConfig], str | None]] = {
 
 A difference may be harmless, but engines that differ are refused unless
 ``enforce_handshake_compat`` is false.
+"""
+
+TOLD: Mapping[str, Callable[[VllmConfig], str | None]] = {
+    "vLLM": lambda config: versions.vllm_version(),
+}
+"""Maps the name of each value that may differ to the function that returns it.
+
+Engines of several versions of vLLM exchange pages: what their bytes mean is in the layouts and in
+``FACTS``. A refusal names both versions.
 """

@@ -18,14 +18,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
-    KVConnectorTransferResults,
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
-from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvferry.core.errors import KVFerryError
-from kvferry.integrations.vllm import config, support
+from kvferry.integrations.vllm import config, support, versions
 from kvferry.integrations.vllm.adapter_loads import LoadLog, observe_loads
 from kvferry.integrations.vllm.metadata import RankReport, StepMetadata
 from kvferry.integrations.vllm.metrics import FerryPromMetrics, FerryStats
@@ -35,6 +33,7 @@ from kvferry.integrations.vllm.worker import FerryWorker, UnreadRankWorker, star
 if TYPE_CHECKING:
     import torch
     from vllm.config import KVTransferConfig, VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -64,7 +63,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         ConfigError: The configuration is refused; names the setting and the remedy.
     """
 
-    _cache_hit_source = CacheHitSource.P2P
+    _cache_hit_source = versions.peer_hit_source()
 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
@@ -73,9 +72,11 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler: FerryScheduler | None = None
         self._worker: FerryWorker | UnreadRankWorker | None = None
         self._adapter_loads: LoadLog | None = None
+        self._failed_blocks = versions.FailedBlocks()
         share_log_handlers()
         settings = config.engine_config(vllm_config)
         if role is KVConnectorRole.SCHEDULER:
+            versions.warn_outside_window()
             self._scheduler = FerryScheduler(vllm_config, kv_cache_config)
         else:
             config.warn(settings)
@@ -102,7 +103,8 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
     def supports_sleep_mode(cls, kv_transfer_config: KVTransferConfig) -> bool:
         """Return ``False``: a sleeping engine would free memory that other engines may still read.
 
-        vLLM 0.33 asks, and takes connectors without this method for ones that support sleep mode.
+        vLLM asks from 0.33 on, and takes connectors without this method for ones that support sleep
+        mode. Earlier versions are refused by ``support.check_engine``.
 
         Args:
             kv_transfer_config: The connector's configuration.
@@ -246,7 +248,8 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> None:
         """Open the side channel, where other engines fetch what this engine's ranks publish.
 
-        vLLM calls this once, at start.
+        vLLM calls this at start, and from version 0.33 on also when the engine is woken up. If
+        the metadata is the same as before, nothing changes.
 
         Args:
             metadata: What each rank publishes (its layout, and what peers need to connect), by
@@ -275,6 +278,21 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         """
         self._worker = start_worker(self._vllm_config, self._kv_cache_config, kv_caches)
 
+    def unregister_kv_caches(self) -> None:
+        """Refuse to let the engine give away its cache's memory, which other engines may read.
+
+        vLLM 0.33 calls this before an engine sleeps or discards its cache. Without sleep mode,
+        which the connector refuses at start, that still happens with ``enable_cumem_allocator``.
+
+        Raises:
+            KVFerryError: Always, once caches are registered.
+        """
+        if self._worker is not None:
+            raise KVFerryError(
+                "KVFerryConnector refuses to sleep, or to release the cache's memory: other "
+                "engines may read it; to pause only the scheduling, use level 0"
+            )
+
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         """Return what this rank publishes in the handshake; ``None`` if it publishes nothing."""
         return self._worker.handshake if self._worker is not None else None
@@ -288,6 +306,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         super().bind_connector_metadata(connector_metadata)
         if self._worker is not None and isinstance(connector_metadata, StepMetadata):
             self._worker.apply(connector_metadata)
+            self._failed_blocks.started(connector_metadata.blocks)
             if self._adapter_loads is not None:
                 self._adapter_loads.ask(connector_metadata.asks_adapters)
 
@@ -315,13 +334,36 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         Args:
             finished_req_ids: The requests that vLLM finished in this step; ignored.
         """
-        return self._worker.results() if self._worker is not None else KVConnectorTransferResults()
+        if self._worker is None:
+            return versions.transfer_results(sent=set(), received=set(), failed=set())
+        results = self._worker.results()
+        self._failed_blocks.ended(results.finished_recving, results.failed_recving)
+        return results
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """Return the requests that were sent, and those whose load ended, since the last call.
+
+        vLLM 0.29 calls this and ``get_block_ids_with_load_errors`` in place of
+        ``get_transfer_results``.
+
+        Args:
+            finished_req_ids: The requests that vLLM finished in this step; ignored.
+        """
+        results = self.get_transfer_results(finished_req_ids)
+        return results.finished_sending or None, results.finished_recving or None
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Return the blocks of failed loads; none where vLLM takes the ids of requests."""
+        return self._failed_blocks.take_blocks()
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         """Return this rank's ``RankReport`` to the scheduler half, or ``None`` if there is none."""
         report = self._worker.take_report() if self._worker is not None else None
-        adapters = self._adapter_loads.take() if self._adapter_loads is not None else None
-        return replace(report or RankReport(), adapters=adapters) if adapters else report
+        if adapters := self._adapter_loads.take() if self._adapter_loads is not None else None:
+            report = replace(report or RankReport(), adapters=adapters)
+        if failed := self._failed_blocks.take_requests():
+            report = replace(report or RankReport(), failed=failed)
+        return report
 
     def get_kv_connector_stats(self) -> FerryStats | None:
         """Return the metrics counted since the last call, or ``None`` if there are none.

@@ -42,11 +42,14 @@ class RankReport(KVConnectorWorkerMetadata):
             ``StepMetadata.asks_silent`` was set for this step.
         adapters: The LoRA adapters that ranks loaded. Empty unless one was loaded, or
             ``StepMetadata.asks_adapters`` was set for this step.
+        failed: The requests whose load failed; empty where vLLM passes them on itself (see
+            ``versions.FailedRequests``).
     """
 
     problems: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
     silent: Mapping[int, tuple[Silence, ...]] = field(default_factory=dict)
     adapters: AdapterReport = AdapterReport()  # noqa: RUF009 - frozen
+    failed: frozenset[str] = frozenset()
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> RankReport:
         """Return these reports merged with the reports of other ranks.
@@ -60,6 +63,7 @@ class RankReport(KVConnectorWorkerMetadata):
             problems={**self.problems, **other.problems},
             silent={**self.silent, **other.silent},
             adapters=self.adapters.aggregate(other.adapters),
+            failed=self.failed | other.failed,
         )
 
 
@@ -86,6 +90,8 @@ class StepMetadata(KVConnectorMetadata):
         asks_adapters: The number of this step if every rank is to report which LoRA adapters it
             loaded, because requests wait for that; otherwise 0.
         idle: Whether the engine runs no token in this step, so that workers may wait for loads.
+        blocks: The blocks of each request whose load starts, or whose ticket was refused; empty
+            where vLLM takes the ids of requests whose load failed (see ``versions.LoadBlocks``).
     """
 
     ranks: tuple[bytes, ...] = ()
@@ -98,3 +104,4 @@ class StepMetadata(KVConnectorMetadata):
     asks_silent: bool = False
     asks_adapters: int = 0
     idle: bool = False
+    blocks: Mapping[str, tuple[int, ...]] = field(default_factory=dict)

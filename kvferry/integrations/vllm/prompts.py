@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from kvferry.core.lifecycle.digest import DIGEST_BYTES, digest
+from kvferry.integrations.vllm import versions
 from kvferry.integrations.vllm.cache_groups import CacheGroup
 
 if TYPE_CHECKING:
@@ -106,7 +107,7 @@ def prefill_backoff(vllm_config: VllmConfig, groups: Sequence[CacheGroup]) -> in
     Returns:
         The number of tokens; 0 for full attention without a multi-token predictor.
     """
-    lookahead: int = vllm_config.num_prefill_lookahead_tokens
+    lookahead = versions.prefill_lookahead(vllm_config)
     return max(int(any(group.needs_exact_length for group in groups)), lookahead - 1)
 
 

@@ -16,6 +16,7 @@ from kvferry.core.lifecycle.holds import random_incarnation
 from kvferry.core.metrics import Metrics
 from kvferry.core.security import TicketKey
 from kvferry.integrations.vllm import config as configuration
+from kvferry.integrations.vllm import versions
 from kvferry.integrations.vllm.adapter_loads import AdapterReport
 from kvferry.integrations.vllm.adapters import Adapters
 from kvferry.integrations.vllm.cache_groups import cache_groups
@@ -73,6 +74,8 @@ class FerryScheduler:
         self._adapters = Adapters(prefix_caching=vllm_config.cache_config.enable_prefix_caching)
         # Requests whose ticket is checked once the content of their LoRA adapter is known.
         self._unchecked: set[str] = set()
+        self._load_blocks = versions.LoadBlocks()
+        self._failed_requests = versions.FailedRequests()
         self._producer = Producer(
             groups,
             metrics=self._metrics,
@@ -111,12 +114,15 @@ class FerryScheduler:
         self._server: HandshakeServer | None = None
         self._problems: dict[int, tuple[str, ...]] = {}
         self._problems_changed = 0.0
+        self._published: tuple[bytes, ...] = ()
         self._unsent_ranks: tuple[bytes, ...] = ()
 
     def serve(self, metadata: Mapping[tuple[int, int], object]) -> None:
         """Open the side channel, on which other engines fetch what this engine's ranks published.
 
-        If no rank published anything, log a warning and open nothing.
+        If no rank published anything, log a warning and open nothing. vLLM 0.33 calls this again
+        when an engine is woken up: if the ranks published the same as before, the side channel
+        stays open at its address, which tickets name.
 
         Args:
             metadata: What the ranks published, by (pipeline rank, tensor rank). Under
@@ -136,8 +142,11 @@ class FerryScheduler:
                 "connector that shakes hands"
             )
             return
+        published = tuple(handshake.payload for handshake in handshakes)
+        if self._server is not None and published == self._published:
+            return
         self._close_server()
-        self._unsent_ranks = tuple(handshake.payload for handshake in handshakes)
+        self._published = self._unsent_ranks = published
         self._producer.set_rank_count(len(handshakes))
         self._serving, self._server = serve(
             self._unsent_ranks,
@@ -199,6 +208,7 @@ class FerryScheduler:
         self._producer.blocks_allocated(request)
         self._producer.take_on(request)
         self._consumer.blocks_allocated(request, blocks, external)
+        self._load_blocks.allocated(request.request_id, blocks, external)
 
     def request_finished(
         self, request: Request, block_ids: Sequence[Sequence[int]]
@@ -239,6 +249,7 @@ class FerryScheduler:
             asks_silent=asks_silent,
             asks_adapters=self._adapters.next_step(),
             idle=scheduler_output.total_num_scheduled_tokens == 0,
+            blocks=self._load_blocks.take(),
         )
 
     def worker_output(self, output: KVConnectorOutput) -> None:
@@ -256,7 +267,9 @@ class FerryScheduler:
             if report.problems:
                 self._problems = {**self._problems, **report.problems}
                 self._problems_changed = time.monotonic()
-        self._consumer.loads_finished(output.finished_recving or (), output.failed_recving or ())
+        reported = report.failed if isinstance(report, RankReport) else ()
+        failed = self._failed_requests.among_finished(output, reported)
+        self._consumer.loads_finished(output.finished_recving or (), failed)
 
     def take_stats(self) -> FerryStats | None:
         """Return the scheduler half's metrics since the last call; ``None`` if there are none."""

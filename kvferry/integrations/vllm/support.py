@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
+from kvferry.integrations.vllm import versions
 from kvferry.integrations.vllm.caches.cache_specs import refusals
 from kvferry.integrations.vllm.config import ConfigError
 
@@ -67,6 +68,24 @@ def check_groups(kv_cache_config: KVCacheConfig) -> None:
     _refuse("KVFerryConnector cannot work with", _unsupported_groups(kv_cache_config))
 
 
+def check_failure_reports(transfer: KVTransferConfig, kv_cache_config: KVCacheConfig) -> None:
+    """Refuse an engine that loads if its vLLM cannot be told that a load failed.
+
+    Args:
+        transfer: The engine's configuration of the connector.
+        kv_cache_config: The engine's cache groups.
+
+    Raises:
+        ConfigError: Names vLLM's version and the remedy.
+    """
+    problem = versions.unreportable_failures(kv_cache_config) if transfer.is_kv_consumer else None
+    if problem:
+        raise ConfigError(
+            f'KVFerryConnector cannot load with {problem}; set kv_role "kv_producer", or install '
+            "a later vLLM"
+        )
+
+
 def check_buffer_device(configured: str, actual: str) -> None:
     """Refuse a ``kv_buffer_device`` other than the caches' device: there are no staging buffers.
 
@@ -115,15 +134,19 @@ def _unsupported(vllm_config: VllmConfig) -> Iterator[str]:
             f"the pooling model {model.model!r}: its requests end with their prompt, so there is "
             "nothing to decode; start without kv_transfer_config"
         )
-    if vllm_config.attention_config.hisparse_config is not None:
+    if versions.uses_hisparse(vllm_config):
         yield (
             "attention_config.hisparse_config (HiSparse): its caches lie in host memory and are "
             "copied on demand, so that memory would have to be registered; start without it"
         )
-    if vllm_config.aux_output_config.enabled:
+    if versions.returns_routed_experts(vllm_config):
         yield (
             "enable_return_routed_experts: decode has none for the tokens that another engine "
             "computed; start without it"
+        )
+    if versions.stores_every_state(vllm_config):
+        yield (
+            'mamba_cache_mode "all": that its states can be handed over was not proven; set "align"'
         )
     yield from _unsupported_media(vllm_config)
     yield from _unsupported_transfer(vllm_config)

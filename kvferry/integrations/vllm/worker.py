@@ -11,15 +11,13 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
-
 from kvferry.core import messages as wire
 from kvferry.core.endpoint import Endpoint, EndpointOptions
 from kvferry.core.errors import TicketError
 from kvferry.core.lifecycle.holds import Hold, Incarnation, RequestId
 from kvferry.core.lifecycle.scheduler_holds import HoldOrders
 from kvferry.integrations.vllm import config as configuration
-from kvferry.integrations.vllm import support
+from kvferry.integrations.vllm import support, versions
 from kvferry.integrations.vllm.caches.cache_layout import describe
 from kvferry.integrations.vllm.caches.layer_facts import layer_facts
 from kvferry.integrations.vllm.compatibility import judgements, rank_identity
@@ -38,6 +36,7 @@ from kvferry.integrations.vllm.zeroing import zero_function
 if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 logger = logging.getLogger(__name__)
@@ -100,6 +99,7 @@ class FerryWorker:
         """
         config = configuration.engine_config(vllm_config)
         support.check_groups(kv_cache_config)
+        support.check_failure_reports(vllm_config.kv_transfer_config, kv_cache_config)
         configured = vllm_config.kv_transfer_config.kv_buffer_device
         # A pipeline stage may have no layer with a cache: then the configured device counts.
         found = [cache.device for cache in caches.values()]
@@ -166,10 +166,8 @@ class FerryWorker:
         if self._idle and (self._endpoint.pending or self._problems):
             self._endpoint.wait(IDLE_SECONDS)
         results = self._endpoint.results()
-        return KVConnectorTransferResults(
-            finished_sending=set(results.sent),
-            finished_recving=set(results.received),
-            failed_recving=set(results.failed),
+        return versions.transfer_results(
+            sent=set(results.sent), received=set(results.received), failed=set(results.failed)
         )
 
     def take_stats(self) -> FerryStats | None:
@@ -245,9 +243,7 @@ class UnreadRankWorker:
         """
         sent, self._sent = self._sent, set()
         refused, self._refused = self._refused, set()
-        return KVConnectorTransferResults(
-            finished_sending=sent, finished_recving=refused, failed_recving=set(refused)
-        )
+        return versions.transfer_results(sent=sent, received=refused, failed=set(refused))
 
     def take_stats(self) -> None:
         """Return no metrics: this rank counts nothing."""

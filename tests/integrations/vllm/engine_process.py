@@ -136,6 +136,12 @@ def main(connection: Connection, log: str, arguments: dict[str, Any]) -> None:
     engine.engine_core.shutdown()
 
 
+def run() -> None:
+    """Serve a parent in another environment; the arguments are a file descriptor and a log."""
+    connection = Connection(int(sys.argv[1]))
+    main(connection, sys.argv[2], connection.recv())
+
+
 def log_to(path: str) -> None:
     """Let this process, and what it forks, write to a file."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import multiprocessing
 import os
 import re
+import socket
+import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Self
 
@@ -49,6 +53,9 @@ PREFILL: dict[str, Any] = {
 }
 """The ``kv_transfer_params`` with which a router asks an engine to prefill for another one."""
 
+ROOT = Path(__file__).resolve().parents[3]
+PROGRAM = "from tests.integrations.vllm import engine_process; engine_process.run()"
+
 EXCERPT = 3000
 """How many characters of a log an error has, twice."""
 
@@ -64,25 +71,25 @@ class Engine:
     """One engine. It steps by itself, as a server does, until `paused`.
 
     Closing it twice is fine; a killed one needs closing, too.
+
+    ``python`` is the interpreter of an environment with another vLLM. Such an engine imports vLLM
+    by itself; the others are forked from a process that has imported it.
     """
 
     _numbers = itertools.count()
 
-    def __init__(self, name: str, model: Path, folder: Path, **options: Any) -> None:
-        context = multiprocessing.get_context("forkserver")
+    def __init__(
+        self, name: str, model: Path, folder: Path, *, python: Path | None = None, **options: Any
+    ) -> None:
         self.name = f"{name}-{next(self._numbers)}"
         self.model = model
         self._log = folder / f"{self.name}.log"
         self._log.touch()
-        self._connection, theirs = context.Pipe()
         arguments = OPTIONS | {"model": str(model)} | options
-        self._process = context.Process(
-            target=_child, args=(theirs, str(self._log), arguments), name=self.name, daemon=True
-        )
         self._finished: dict[str, Completion] = {}
         self._ids = itertools.count()
-        self._process.start()
-        theirs.close()
+        start = _fork if python is None else functools.partial(_run, python)
+        self._process, self._connection = start(str(self._log), arguments)
 
     def wait_started(self) -> Self:
         """Return when the engine serves; raise `EngineError` if it refuses to start."""
@@ -220,6 +227,52 @@ def prepare(environment: dict[str, str]) -> None:
     os.environ.update(ENVIRONMENT | environment)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.integrations.vllm.engine_process"])
+
+
+class _Program:
+    """A process of another interpreter, with those methods of multiprocessing's that are used."""
+
+    def __init__(self, popen: subprocess.Popen[bytes]) -> None:
+        self._popen = popen
+
+    def is_alive(self) -> bool:
+        return self._popen.poll() is None
+
+    def kill(self) -> None:
+        self._popen.kill()
+
+    def join(self, seconds: float | None = None) -> None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._popen.wait(seconds)
+
+
+_Process = _Program | BaseProcess
+
+
+def _fork(log: str, arguments: dict[str, Any]) -> tuple[_Process, Connection]:
+    """Start an engine from the fork server."""
+    context = multiprocessing.get_context("forkserver")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_child, args=(theirs, log, arguments), daemon=True)
+    process.start()
+    theirs.close()
+    return process, ours
+
+
+def _run(python: Path, log: str, arguments: dict[str, Any]) -> tuple[_Process, Connection]:
+    """Start an engine in another environment. It ends when its connection does."""
+    ours, theirs = socket.socketpair()
+    with theirs:
+        popen = subprocess.Popen(
+            [python, "-c", PROGRAM, str(theirs.fileno()), log],
+            cwd=ROOT,
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
+            stdin=subprocess.DEVNULL,
+            pass_fds=[theirs.fileno()],
+        )
+    connection = Connection(ours.detach())
+    connection.send(arguments)
+    return _Program(popen), connection
 
 
 def _child(connection: Connection, log: str, arguments: dict[str, Any]) -> None:

@@ -58,8 +58,14 @@ def drive_worker_without_caches(engine: Any, model: str) -> None:
     connector.shutdown()
 
 
-def order_of_a_step(engine: Any, model: str) -> list[str]:
-    """What happens in a step that runs the model, as vLLM's own code drives a worker's hooks."""
+def order_of_a_step(engine: Any, model: str, drafts: bool) -> list[str]:
+    """What happens in a step that runs the model, as vLLM's own code drives a worker's hooks.
+
+    Args:
+        engine: The engine whose process this is.
+        model: The model's folder.
+        drafts: Whether a drafter runs after the model, before vLLM ends the connector's step.
+    """
     from vllm.distributed.kv_transfer import kv_transfer_state
     from vllm.distributed.kv_transfer.kv_connector.v1.base import (
         KVConnectorRole,
@@ -88,9 +94,15 @@ def order_of_a_step(engine: Any, model: str) -> list[str]:
     with (
         patch.object(kv_transfer_state, "_KV_CONNECTOR_AGENT", connector),
         set_forward_context(None, config),
-        KVConnectorModelRunnerMixin.maybe_get_kv_connector_output(output),
     ):
-        happened.append("model")
+        with KVConnectorModelRunnerMixin.maybe_get_kv_connector_output(
+            output, defer_finalize=drafts
+        ):
+            happened.append("model")
+        if drafts:
+            happened.append("drafter")
+            KVConnectorModelRunnerMixin.finalize_kv_connector()
+        assert not connector.has_connector_metadata()
     connector.shutdown()
     return happened
 

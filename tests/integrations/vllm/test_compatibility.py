@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from kvferry.integrations.vllm import versions
 from kvferry.integrations.vllm.compatibility import (
     FACTS,
     JUDGEMENTS,
@@ -20,6 +21,12 @@ pytestmark = [
     pytest.mark.vllm,
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of what vLLM imports
 ]
+
+
+@pytest.fixture(autouse=True)
+def version(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(versions, "vllm_version", lambda: "0.32.0+cpu")
+
 
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 
@@ -73,6 +80,7 @@ def test_what_is_said() -> None:
         "model": "tiny",
         "revision": "None",
         "model overrides": "{}",
+        "vLLM": "0.32.0+cpu",
     }
 
 
@@ -89,6 +97,7 @@ def test_only_names_are_judgements() -> None:
     for enforce in (True, False):
         found = judgements(Config(enforce_handshake_compat=enforce))
         assert (found.keys, found.overridden) == (frozenset(JUDGEMENTS), not enforce)
+        assert found.told == {"vLLM"}
 
 
 @pytest.mark.parametrize(

@@ -41,10 +41,11 @@ class TestInVllm:
         """vLLM may drive a worker's hooks before, or without, any cache; foreign metadata too."""
         reference.run(inside.drive_worker_without_caches, str(reference.model))
 
-    def test_loads_begin_before_the_model_runs(self, reference: Engine) -> None:
-        """And what is over is asked for after it."""
-        happened = reference.run(inside.order_of_a_step, str(reference.model))
-        assert happened == ["messages", "model", "results"]
+    @pytest.mark.parametrize("drafts", [False, True])
+    def test_loads_begin_before_the_model_runs(self, reference: Engine, drafts: bool) -> None:
+        """And what is over is asked for after it, before a drafter runs."""
+        happened = reference.run(inside.order_of_a_step, str(reference.model), drafts)
+        assert happened == ["messages", "model", "results", *["drafter"] * drafts]
 
     def test_foreign_handshake_is_ignored(self, reference: Engine) -> None:
         """MultiConnector gives all of its children what the first one published."""

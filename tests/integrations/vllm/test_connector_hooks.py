@@ -118,6 +118,43 @@ def test_a_worker_with_caches(vllm: Any) -> None:
     assert connector.has_pending_push_work() is False
 
 
+def test_memory_that_peers_may_read_is_not_given_away(vllm: Any) -> None:
+    """vLLM 0.33 calls the hook before it unmaps the cache, and then does not unmap it."""
+    connector = made(vllm, Role.WORKER)
+    connector.register_kv_caches({"layer": "cache"})
+    with pytest.raises(KVFerryError, match=r"refuses to sleep.*use level 0"):
+        connector.unregister_kv_caches()
+    assert not vllm.halves.worker.return_value.close.called
+
+
+def test_results_are_taken_before_a_drafter_runs(vllm: Any) -> None:
+    """Runner V2 of vLLM 0.33 (``post_forward``, ``finalize_step``): what ends a step comes last.
+
+    A drafter that fails leaves a step unended; the next one begins and reports all the same.
+    """
+    connector = made(vllm, Role.WORKER)
+    connector.register_kv_caches({"layer": "cache"})
+    half = vllm.halves.worker.return_value
+    half.results.side_effect = [
+        without_vllm.Results(finished_sending={"a"}),
+        without_vllm.Results(finished_recving={"b"}),
+    ]
+    steps = [vllm.metadata.StepMetadata(aborted=(name,)) for name in "ab"]
+    found = []
+    for step, drafter_fails in zip(steps, (True, False), strict=True):
+        connector.bind_connector_metadata(step)
+        connector.start_load_kv(None)
+        found.append(connector.get_transfer_results(set()))
+        connector.build_connector_worker_meta()
+        if not drafter_fails:
+            connector.wait_for_save()
+            connector.clear_connector_metadata()
+    assert [each.finished_sending | each.finished_recving for each in found] == [{"a"}, {"b"}]
+    of_a_step = [call.results(), call.take_report()]
+    assert half.mock_calls == [each for step in steps for each in (call.apply(step), *of_a_step)]
+    assert connector.bound is None
+
+
 def test_a_worker_with_adapters(vllm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its report has the loads, and the answer to the step that asked."""
     log = vllm.connector.LoadLog()
@@ -134,6 +171,33 @@ def test_a_worker_with_adapters(vllm: Any, monkeypatch: pytest.MonkeyPatch) -> N
         assert (found.problems, found.adapters.step) == (expected.problems, 5)
 
 
+def test_a_worker_of_a_vllm_that_takes_the_blocks_of_failed_loads(vllm: Any) -> None:
+    connector = made(vllm, Role.WORKER)
+    connector.register_kv_caches({})
+    half = vllm.halves.worker.return_value
+    half.take_report.return_value = None
+    connector.bind_connector_metadata(
+        vllm.metadata.StepMetadata(blocks={"good": (4, 5), "bad": (6, 7)})
+    )
+    half.results.return_value = without_vllm.Results()
+    assert connector.get_finished(set()) == (None, None)
+    assert connector.get_block_ids_with_load_errors() == set()
+    assert connector.build_connector_worker_meta() is None
+    half.results.return_value = without_vllm.Results(
+        finished_sending={"sent"}, finished_recving={"good", "bad"}, failed_recving={"bad"}
+    )
+    assert connector.get_finished(set()) == ({"sent"}, {"good", "bad"})
+    assert connector.get_block_ids_with_load_errors() == {6, 7}
+    assert connector.build_connector_worker_meta() == vllm.metadata.RankReport(
+        failed=frozenset({"bad"})
+    )
+    assert connector.build_connector_worker_meta() is None
+
+
+def test_sleep_mode_is_refused(vllm: Any) -> None:
+    assert not vllm.connector.KVFerryConnector.supports_sleep_mode(TRANSFER)
+
+
 def test_a_worker_without_caches(vllm: Any) -> None:
     connector = made(vllm, Role.WORKER)
     connector.bind_connector_metadata(vllm.metadata.StepMetadata())
@@ -141,6 +205,7 @@ def test_a_worker_without_caches(vllm: Any) -> None:
     connector.wait_for_layer_load("layer")
     connector.save_kv_layer("layer", None, None)
     connector.wait_for_save()
+    connector.unregister_kv_caches()
     assert connector.get_handshake_metadata() is None
     assert connector.get_transfer_results(set()) == without_vllm.Results()
     assert connector.build_connector_worker_meta() is None

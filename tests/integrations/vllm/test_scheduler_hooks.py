@@ -150,11 +150,25 @@ class TestSideChannel:
         with pytest.raises(HandshakeError):
             ping("127.0.0.1", half._serving.port, "decode", timeout=60)
 
+    def test_an_engine_that_is_woken_up_serves_on_at_its_address(
+        self, vllm: Any, make: Any
+    ) -> None:
+        """vLLM 0.33 then passes on once more what the ranks published; tickets name the port."""
+        half = make()
+        serving(vllm, half, *RANKS)
+        before, server = half._serving, half._server
+        half.build_step(OUTPUT)
+        serving(vllm, half, *RANKS)
+        assert (half._serving, half._server) == (before, server)
+        assert half.build_step(OUTPUT).ranks == ()
+        assert ping("127.0.0.1", before.port, "decode", timeout=60) == 9
+
     def test_a_second_one_takes_the_first_ones_place(self, vllm: Any, make: Any) -> None:
+        """If the ranks published something else."""
         half = make()
         serving(vllm, half, *RANKS)
         first = half._serving.port
-        serving(vllm, half, *RANKS)
+        serving(vllm, half, *RANKS[:2])
         assert half._serving.port != first
         with pytest.raises(HandshakeError):
             ping("127.0.0.1", first, "decode", timeout=60)
@@ -430,6 +444,24 @@ class TestConsuming:
         half.on_new_request(each)
         half.blocks_allocated(each, blocks(21, 22, 23), 40)
         half.worker_output(heard(vllm, recving={"r"}, failed={"r"}))
+        assert half.take_stats().data["failed_loads"] == {"loopback": 1}
+
+    def test_one_that_failed_where_vllm_takes_blocks(
+        self, vllm: Any, make: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The workers get the load's blocks, and report the request before all of them are done."""
+        monkeypatch.setattr(vllm.scheduler.versions, "takes_failed_requests", lambda: False)
+        half = make()
+        each = request(40, ticket())
+        half.on_new_request(each)
+        half.blocks_allocated(each, blocks(21, 22, 23), 40)
+        assert half.build_step(OUTPUT).blocks == {"r": (21, 22, 23)}
+        assert half.build_step(OUTPUT).blocks == {}
+        early, late = heard(vllm), heard(vllm, recving={"r"})
+        early.kv_connector_worker_meta = vllm.metadata.RankReport(failed=frozenset({"r"}))
+        for output in (early, late):
+            del output.failed_recving
+            half.worker_output(output)
         assert half.take_stats().data["failed_loads"] == {"loopback": 1}
 
     def test_one_that_is_aborted(self, make: Any) -> None:

@@ -26,7 +26,7 @@ def engine(role: str = "kv_both", **changes: object) -> Any:
             "runner_type": "generate",
             "multimodal_config": None,
         },
-        "cache_config": {"enable_prefix_caching": False},
+        "cache_config": {"enable_prefix_caching": False, "mamba_cache_mode": "align"},
         "attention_config": {"hisparse_config": None},
         "aux_output_config": {"enabled": False},
         "kv_transfer_config": {

@@ -166,11 +166,12 @@ def test_silence_is_told_once_when_it_is_asked_for(
 
 
 def test_reports_of_ranks_are_put_together(half: Any) -> None:
-    first = half.RankReport(problems={0: ("ill",)}, silent={0: (SILENCE,)})
-    second = half.RankReport(problems={1: ()}, silent={1: ()})
+    first = half.RankReport(problems={0: ("ill",)}, silent={0: (SILENCE,)}, failed=frozenset({"a"}))
+    second = half.RankReport(problems={1: ()}, silent={1: ()}, failed=frozenset({"b"}))
     both = first.aggregate(second)
     assert both.problems == {0: ("ill",), 1: ()}
     assert both.silent == {0: (SILENCE,), 1: ()}
+    assert both.failed == {"a", "b"}
     assert first.aggregate(object()) is first
 
 

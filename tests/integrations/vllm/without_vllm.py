@@ -66,6 +66,9 @@ class Base:
     def bind_connector_metadata(self, metadata: Any) -> None:
         self.bound = metadata
 
+    def clear_connector_metadata(self) -> None:
+        self.bound = None
+
 
 @contextmanager
 def modules(*names: str) -> Iterator[list[Any]]:

@@ -4,9 +4,9 @@ A packing is the order in which a backend's kernels store values in a page. Each
 function that returns the fields of a page: the tensors inside it, such as K and V, and their
 strides. Backends that store the same values in different orders have fields with the same keys, so
 pages can move between them. The functions were written from the source of vLLM 0.32, whose files
-their docstrings name. A function returns ``None`` for a page that is not filled as the function
-expects. Such a page is opaque: it moves whole, and only between engines with the same backend,
-element type, shape, strides and processor.
+their docstrings name; what differs in 0.33 is named too. A function returns ``None`` for a page
+that is not filled as the function expects. Such a page is opaque: it moves whole, and only between
+engines with the same backend, element type, shape, strides, processor and release of vLLM.
 
 vLLM gives a page the axes (head slots, entries, elements). An entry is what is stored for one
 token, or for several that the cache compresses together. A head slot is usually one KV head. The
@@ -20,6 +20,7 @@ from dataclasses import dataclass
 
 from kvferry.core.errors import LayoutError
 from kvferry.core.layout import Field, GroupKind
+from kvferry.integrations.vllm import versions
 from kvferry.integrations.vllm.caches.pages import Page, Pairs
 
 Fields = tuple[Field, ...] | None
@@ -40,11 +41,17 @@ INDEXER_ROW_BYTES = {132: (128, 4), 68: (64, 4)}
 Values are fp8 or packed fp4.
 """
 
+INDEXER_VALUES = 128
+"""Size in bytes of the values in an indexer's row if they are fp8."""
+
 SPARSE_ROW_BYTES = {584: (576, 8), 528: (512, 16)}
 """Maps the size of a row to the sizes of its values and of its scales, in bytes.
 
 For rows in ``fp8_ds_mla`` of DeepSeek V4 and V4.1.
 """
+
+RECORD_BYTES = frozenset({528})
+"""Sizes of the rows whose scales are in the row in vLLM 0.33: those of DeepSeek V4.1."""
 
 SPLIT_TOKENS = 256
 """Block size in tokens at which kernels never split a block of compressed entries.
@@ -75,7 +82,8 @@ def pack(pages: Sequence[Page]) -> tuple[GroupKind, tuple[Field, ...]]:
 
 def _described(page: Page) -> Fields:
     """Return the fields of a page, or ``None`` if no packing describes it."""
-    packing = PACKINGS.get(page.facts.backend)
+    backend = page.facts.backend
+    packing = PACKINGS.get(backend) or NEWER_PACKINGS.get(backend)
     return packing.fields(page) if packing else None
 
 
@@ -84,7 +92,8 @@ def opaque(page: Page) -> Field:
 
     Two engines can exchange the field only if ``Field.packing`` is equal on both. That text names
     everything that may decide where kernels put a value: the backend, the element type, shape and
-    strides, and the processor.
+    strides, the processor, and the release of vLLM. vLLM 0.33 fills some pages in other ways than
+    0.32 does, such as those of ``FLASHMLA_SPARSE_DSV41``, whose shape and strides are the same.
 
     Args:
         page: The layer's pages.
@@ -100,7 +109,10 @@ def opaque(page: Page) -> Field:
             "set VLLM_KV_CACHE_LAYOUT to an order whose blocks are in one piece, such as LBHNC"
         )
     shape, strides = ("x".join(map(str, axes)) for axes in (page.shape, page.strides))
-    packing = f"{page.facts.backend} {page.dtype} {page.kernels}x{shape}/{strides} {processor()}"
+    packing = (
+        f"{page.facts.backend} {page.dtype} {page.kernels}x{shape}/{strides} {processor()}"
+        f"{versions.opaque_release()}"
+    )
     return page.field("page", unit=page.kernels * page.nbytes, packing=packing)
 
 
@@ -198,12 +210,31 @@ def flash_or_shuffled(page: Page) -> Fields:
 
     In a shuffled page, K is as in ``vectors``, and the shape of V is ``[heads, tokens/x, size, x]``
     (``reshape_and_cache_shuffle_kernel`` in ``rocm_aiter_fa.py``, whose backend has
-    FlashAttention's name). AITER's kernels ignore the layer's scales in shuffled fp8 pages, so the
-    same bytes mean other values in other backends: for these pages, the result is ``None``.
+    FlashAttention's name). In vLLM 0.32, AITER's kernels ignore the layer's scales in shuffled fp8
+    pages, so the same bytes mean other values in other backends, and in vLLM 0.33: for these pages,
+    the result is ``None``.
     """
     if page.spec.num_head_slots is None:
         return halves(page)
-    if page.spec.kv_quant_mode or not _is_planes(page) or not _in_vectors(page):
+    return None if page.spec.kv_quant_mode else _shuffled(page)
+
+
+def interleaved(page: Page) -> Fields:
+    """Return the fields of a page of ROCM_ATTN whose V is interleaved, as vLLM 0.33 has it.
+
+    That is so where vLLM fuses the normalisation and rotation of queries and keys with the write to
+    the cache (``set_interleaved_v_cache`` in ``rocm_attn.py``). K and V are as in a page that AITER
+    shuffles; see ``INTERLEAVED_V_PACK_FACTOR`` in ``ops/triton_reshape_and_cache_flash.py``.
+    """
+    return _shuffled(page) if _plain(page) else None
+
+
+def _shuffled(page: Page) -> Fields:
+    """Return the fields of a page with K in vectors, and V in runs of tokens.
+
+    ``None`` if the page is not filled in this way.
+    """
+    if not _is_planes(page) or not _in_vectors(page):
         return None
     tokens, item = page.shape[1], page.itemsize
     vector = VECTOR_BYTES // item
@@ -298,11 +329,9 @@ def rows(page: Page) -> Fields:
     ``minimax_m3/common/indexer.py``, ``qwen4_exp/common/qsa_cache.py``, and
     ``deepseek_v4/common/ops/save_partial_states.py``.
     """
-    from vllm.v1.kv_cache_interface import KVQuantMode
-
     heads, entries, content = page.shape
     mode = page.spec.kv_quant_mode
-    is_known = _plain(page) or mode.is_per_token_head or mode == KVQuantMode.NVFP4_DS_MLA
+    is_known = _plain(page) or mode.is_per_token_head or mode.name == "NVFP4_DS_MLA"
     if not is_known or heads != 1 or page.strides[2] != page.itemsize:
         return None
     unit = content * page.itemsize
@@ -314,30 +343,50 @@ def indexer(page: Page) -> Fields:
     """Return the fields of a page of an indexer: first all rows' values, then all rows' scales.
 
     An indexer selects the tokens that sparse attention reads; a row is what it stores per token, or
-    per several tokens that the cache compresses together. ``None`` if the page is not filled in
+    per several tokens that the cache compresses together. The format of the scales of fp8 values
+    depends on vLLM's version and the GPU. ``None`` if the page is not filled in
     this way, or not on CUDA: on ROCm, some kernels store the values in tiles.
 
     See ``_fp8_quant_and_cache_write`` in ``deepseek_v32/common/kernels.py`` and
     ``deepseek_v4/common/ops/fused_compress_quant_cache.py``.
     """
-    return _rows_then_scales(page, INDEXER_ROW_BYTES)
+    values, _ = INDEXER_ROW_BYTES.get(page.shape[2], (0, 0))
+    scales = versions.indexer_scales() if values == INDEXER_VALUES else ""
+    return _rows_then_scales(page, INDEXER_ROW_BYTES, scales)
 
 
 def sparse_rows(page: Page) -> Fields:
     """Return the fields of a page of DeepSeek's sparse attention.
 
     In the format ``fp8_ds_mla``, the page holds the values of all rows, then the scales of all
-    rows; in other formats, the page is filled as in ``rows``. ``None`` if the page is filled in
-    neither way, or not on CUDA.
+    rows; the rows of V4.1 have their own scales behind their values in vLLM 0.33. In other formats,
+    the page is filled as in ``rows``. ``None`` if the page is filled in neither way, or not on
+    CUDA.
 
-    See the head of ``mla/flashmla_sparse.py``, and ``_fused_compress`` in
-    ``deepseek_v4/common/ops/fused_compress_quant_cache.py``.
+    See the head of ``mla/flashmla_sparse.py``, ``_fused_compress`` in
+    ``deepseek_v4/common/ops/fused_compress_quant_cache.py``, and the head of
+    csrc/fused_deepseek_v4_qnorm_rope_kv_insert_kernel.cu.
     """
     from vllm.platforms import current_platform
 
+    if versions.has_records(page.spec, RECORD_BYTES):
+        return _rows_with_scales(page) if current_platform.is_cuda() else None
     if page.spec.state_content_bytes is not None:
         return _rows_then_scales(page, SPARSE_ROW_BYTES)
     return rows(page) if current_platform.is_cuda() else None
+
+
+def _rows_with_scales(page: Page) -> Fields:
+    """Return the fields of a page whose rows are values and, right behind these, their scales."""
+    heads, entries, content = page.shape
+    if (heads, page.itemsize, *page.strides[1:]) != (1, 1, content, 1):
+        return None
+    value, scale = SPARSE_ROW_BYTES[content]
+    rows_at = ((entries, content),)
+    return (
+        page.field("latent", unit=value, tokens=rows_at),
+        page.field("scale", unit=scale, tokens=rows_at, offset=value),
+    )
 
 
 def _plain(page: Page) -> bool:
@@ -392,12 +441,15 @@ def _vector_keys(page: Page) -> Field:
     )
 
 
-def _rows_then_scales(page: Page, row_bytes: dict[int, tuple[int, int]]) -> Fields:
+def _rows_then_scales(
+    page: Page, row_bytes: dict[int, tuple[int, int]], scales: str = ""
+) -> Fields:
     """Return the fields of a page that holds all rows' values, then all rows' scales.
 
     Args:
         page: The layer's pages.
         row_bytes: Maps the size of a row to the sizes of its values and of its scales, in bytes.
+        scales: The encoding of the scales; by default that of the layer.
 
     Returns:
         The fields; ``None`` if the device is not CUDA, if kernels may split a block into smaller
@@ -413,7 +465,13 @@ def _rows_then_scales(page: Page, row_bytes: dict[int, tuple[int, int]]) -> Fiel
     value, scale = row_bytes[content]
     return (
         page.field("latent", unit=value, tokens=((entries, value),)),
-        page.field("scale", unit=scale, tokens=((entries, scale),), offset=entries * value),
+        page.field(
+            "scale",
+            unit=scale,
+            tokens=((entries, scale),),
+            offset=entries * value,
+            encoding=scales,
+        ),
     )
 
 
@@ -533,4 +591,19 @@ PACKINGS: Mapping[str, Packing] = {
     "ROCM_FLASHMLA_SPARSE_DSV4": Packing(inside=ELSEWHERE),
     "XPU_V4_MLA_SPARSE": Packing(inside=ELSEWHERE),
 }
-"""Packings by ``LayerFacts.backend``. The pages of other backends are opaque."""
+"""Packings by ``LayerFacts.backend``. The pages of backends in no table are opaque."""
+
+NEWER_PACKINGS: Mapping[str, Packing] = {
+    "DEEPSEEK_V4_ROCM_MXFP4_INDEXER": Packing(inside=ELSEWHERE),
+    "FLASH_ATTN_MLA_SPARSE_FA4": ROWS,
+    "ROCM_ATTN/interleaved V": Packing(
+        inside="all of K in vectors of 16 bytes, then all of V in runs of tokens",
+        fields=interleaved,
+    ),
+    "ROCM_FLASHMLA_SPARSE_DSV41": Packing(inside=ELSEWHERE),
+    "ROCM_OCTAVE": Packing(inside=ELSEWHERE),
+    "STEP5_CSA_SUMMARY": Packing(inside=UNREAD),
+    "STEP5_CSA_TAIL_RING": Packing(inside=UNREAD),
+    "STEP5_DSA": HALVES,
+}
+"""Packings of backends that vLLM 0.32 does not have, read in the source of 0.33."""

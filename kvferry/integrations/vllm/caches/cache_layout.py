@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from kvferry.core.errors import LayoutError
 from kvferry.core.layout import ContextParallel, Field, Group, GroupKind, Layout
 from kvferry.core.memory import Region, region_of
+from kvferry.integrations.vllm import versions
 from kvferry.integrations.vllm.caches.attention_pages import pack
 from kvferry.integrations.vllm.caches.pages import (
     SINGLE_RANK,
@@ -109,7 +110,7 @@ class _Rank:
 
     def _context(self, group: KVCacheGroupSpec) -> ContextParallel:
         """Return how a group's tokens are distributed over context-parallel ranks."""
-        if not group.kv_cache_spec.dcp_sharded:
+        if not versions.is_context_sharded(group.kv_cache_spec):
             return ContextParallel()
         position = self.position
         return ContextParallel(

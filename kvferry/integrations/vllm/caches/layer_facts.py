@@ -6,6 +6,7 @@ import re
 from typing import TYPE_CHECKING
 
 from kvferry.core.errors import LayoutError
+from kvferry.integrations.vllm import versions
 from kvferry.integrations.vllm.caches.pages import LayerFacts, ShardPosition, share, spec_of
 from kvferry.integrations.vllm.caches.quantization import with_encodings
 
@@ -39,7 +40,7 @@ def layer_facts(
     for group in kv_cache_config.transfer_groups:
         for name in group.layer_names:
             spec = spec_of(name, group)
-            draft = is_draft(name, vllm_config)
+            draft = versions.is_of_drafter(spec) or is_draft(name, vllm_config)
             if isinstance(spec, MambaSpec):
                 facts[name] = _state_facts(layers[name], draft, position)
                 continue
@@ -80,8 +81,8 @@ def _model_of(vllm_config: VllmConfig, draft: bool) -> ModelConfig:
 def _heads(layer: str, spec: KVCacheSpec, model: ModelConfig, position: ShardPosition) -> int:
     """Return how many KV heads a layer has on all tensor-parallel ranks together.
 
-    The layer's spec counts only the heads of this rank. A cache that every rank stores whole counts
-    as one head: a ring, or entries as in MLA, for which not every spec says ``max_tp_shards``.
+    The layer's spec counts only the heads of this rank. A cache that every rank stores whole, such
+    as MLA's or a ring, counts as one head.
 
     Args:
         layer: vLLM's name of the layer, for errors.
@@ -93,16 +94,8 @@ def _heads(layer: str, spec: KVCacheSpec, model: ModelConfig, position: ShardPos
         LayoutError: The number of heads on this rank agrees neither with the model's number of KV
             heads nor with an even split among ranks.
     """
-    from vllm.v1.kv_cache_interface import (
-        CircularBufferSpec,
-        MLAAttentionSpec,
-        SlidingWindowMLASpec,
-    )
-
-    if isinstance(spec, CircularBufferSpec | MLAAttentionSpec | SlidingWindowMLASpec):
-        return 1
     here = getattr(spec, "num_kv_heads", 1)
-    if getattr(spec, "max_tp_shards", None) == 1 or not hasattr(spec, "num_kv_heads"):
+    if versions.is_whole_on_each_rank(spec):
         return 1
     for total in (model.get_total_num_kv_heads(), here * position.tp_size):
         first, last = share(total, position)
@@ -117,10 +110,11 @@ def _heads(layer: str, spec: KVCacheSpec, model: ModelConfig, position: ShardPos
 def _backend_name(layer: object) -> str:
     """Return the name of the attention backend of a layer's module.
 
-    On CPUs, the name includes the kernels' instruction set, as in ``CPU_ATTN/vec``.
+    On CPUs, the name includes the kernels' instruction set, as in ``CPU_ATTN/vec``. If the backend
+    fills pages in another way than it usually does, the name says so: ``ROCM_ATTN/interleaved V``.
     """
     name: str = layer.get_attn_backend().get_name()  # type: ignore[attr-defined]
-    kernel = getattr(layer, "isa", None)
+    kernel = getattr(layer, "isa", None) or versions.page_variant(layer)
     return f"{name}/{kernel}" if kernel else name
 
 

@@ -147,6 +147,7 @@ class Page:
         shard: tuple[int, int] | None = None,
         dtype: str | None = None,
         packing: str = "",
+        encoding: str = "",
     ) -> Field:
         """Return a field: a tensor that each of these pages contains.
 
@@ -162,6 +163,8 @@ class Page:
                 by default this rank's KV heads.
             dtype: Element type; by default that of the cache tensor.
             packing: If the page's content is not known, a text that must be equal on both engines.
+            encoding: How this field's elements represent numbers, in addition to the layer's
+                encoding.
         """
         kernels = ((self.kernels, self.kernel_stride),) if tokens and self.kernels > 1 else ()
         entries = getattr(self.spec, "tokens_per_state", 1)
@@ -181,7 +184,7 @@ class Page:
             tokens_per_state=int(entries) if tokens else 1,
             packing=packing,
             draft=self.facts.draft,
-            encoding=self.facts.encoding,
+            encoding=", ".join(filter(None, (self.facts.encoding, encoding))),
         )
 
 

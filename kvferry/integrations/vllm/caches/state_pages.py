@@ -90,8 +90,12 @@ def delta(page: Page) -> tuple[Field, ...]:
 
 
 def delta_transposed(page: Page) -> tuple[Field, ...]:
-    """Return the fields of a state as in ``delta``, but with the matrices stored as (k, v)."""
-    return _delta(page, rows_first=False)
+    """Return the fields of a state as in ``delta``, but with the matrices stored as (k, v).
+
+    vLLM 0.33 computes float16 with the kernels for GPUs, which store (v, k), on CPUs too; vLLM 0.32
+    refuses float16 there (``cpu_gdn_attention_core`` in ``ops/cpu/gdn_attention.py``).
+    """
+    return _delta(page, rows_first=str(page.spec.dtypes[0]) == "torch.float16")
 
 
 def short_conv(page: Page) -> tuple[Field, ...]:

@@ -1,12 +1,14 @@
 """What of vLLM has to have a verdict: every kind of cache and every attention backend it has.
 
-Most backends cannot be imported without a GPU, so that vLLM's source is read instead.
+Most backends cannot be imported without a GPU, so that vLLM's source is read instead: that of the
+installed vLLM, or of another one in a folder.
 """
 
 from __future__ import annotations
 
 import ast
 import functools
+import importlib.util
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -54,41 +56,46 @@ class Backend:
     state: bool
 
 
-def backends() -> tuple[Backend, ...]:
-    """By name. Base classes that have no name of their own, and no heir's, are left out."""
+def backends(root: Path | None = None) -> tuple[Backend, ...]:
+    """By name. Base classes that have no name of their own, and no heir's, are left out.
+
+    Args:
+        root: The folder of the package ``vllm``; by default, that of the installed vLLM.
+    """
+    root = root or installed()
     found: dict[str, list[Class]] = {}
-    for cls in derived(BACKEND_ROOT):
-        name = inherited(cls, "name")
+    for cls in derived(BACKEND_ROOT, root):
+        name = inherited(cls, "name", root)
         if isinstance(name, str):
             found.setdefault(name, []).append(cls)
-    for path, name in _composites():
+    for path, name in _composites(root):
         found.setdefault(name, []).append(Class(path=path, bases=(), orders=ANY))
-    return tuple(_backend(name, found[name]) for name in sorted(found))
+    return tuple(_backend(name, found[name], root) for name in sorted(found))
 
 
-def _backend(name: str, classes: list[Class]) -> Backend:
-    orders = {order for cls in classes for order in _orders_of(cls)}
+def _backend(name: str, classes: list[Class], root: Path) -> Backend:
+    orders = {order for cls in classes for order in _orders_of(cls, root)}
     return Backend(
         name=name,
         classes=tuple(sorted(cls.path for cls in classes)),
         orders=tuple(sorted(orders - set(ANY))) + (ANY if ANY[0] in orders else ()),
-        state=any(inherited(cls, "state") for cls in classes),
+        state=any(inherited(cls, "state", root) for cls in classes),
     )
 
 
-def _orders_of(cls: Class) -> tuple[str, ...]:
-    found = inherited(cls, "orders")
+def _orders_of(cls: Class, root: Path) -> tuple[str, ...]:
+    found = inherited(cls, "orders", root)
     return found if isinstance(found, tuple) else ANY
 
 
-def derived(root: str) -> tuple[Class, ...]:
+def derived(ancestor: str, root: Path | None = None) -> tuple[Class, ...]:
     """Every class that derives from one of this name, directly or not."""
     by_base: dict[str, list[Class]] = {}
-    for cls in classes():
+    for cls in classes(root or installed()):
         for base in cls.bases:
             by_base.setdefault(base, []).append(cls)
     found: dict[str, Class] = {}
-    names = [root]
+    names = [ancestor]
     while names:
         for cls in by_base.get(names.pop(), []):
             if cls.path not in found:
@@ -97,34 +104,35 @@ def derived(root: str) -> tuple[Class, ...]:
     return tuple(found.values())
 
 
-def inherited(cls: Class, attribute: str) -> object:
+def inherited(cls: Class, attribute: str, root: Path | None = None) -> object:
     """An attribute of a class or else of its nearest ancestor that says it."""
+    root = root or installed()
     own = getattr(cls, attribute)
     if own:
         return own
     for base in cls.bases:
         if base in (BACKEND_ROOT, SPEC_ROOT):
             continue
-        known = [other for other in _by_name().get(base, []) if other is not cls]
+        known = [other for other in _by_name(root).get(base, []) if other is not cls]
         near = [o for o in known if o.path.rpartition(".")[0] == cls.path.rpartition(".")[0]]
         for other in near or known:
-            if found := inherited(other, attribute):
+            if found := inherited(other, attribute, root):
                 return found
     return None
 
 
 @functools.cache
-def _by_name() -> dict[str, list[Class]]:
+def _by_name(root: Path) -> dict[str, list[Class]]:
     named: dict[str, list[Class]] = {}
-    for cls in classes():
+    for cls in classes(root):
         named.setdefault(cls.simple, []).append(cls)
     return named
 
 
 @functools.cache
-def classes() -> tuple[Class, ...]:
+def classes(root: Path) -> tuple[Class, ...]:
     """Every class in vLLM's source that may be a backend or a spec."""
-    return tuple(cls for _, path, tree in _trees() for cls in _classes(path, tree))
+    return tuple(cls for _, path, tree in _trees(root) for cls in _classes(path, tree))
 
 
 def _classes(module: str, tree: ast.Module) -> Iterator[Class]:
@@ -140,9 +148,9 @@ def _classes(module: str, tree: ast.Module) -> Iterator[Class]:
             )
 
 
-def _composites() -> Iterator[tuple[str, str]]:
+def _composites(root: Path) -> Iterator[tuple[str, str]]:
     """Backends that ``create_composite_attention_backend`` makes of two others."""
-    for _, module, tree in _trees():
+    for _, module, tree in _trees(root):
         for node in ast.walk(tree):
             if isinstance(node, ast.Call) and _simple(node.func) == (
                 "create_composite_attention_backend"
@@ -179,10 +187,16 @@ def _orders(method: ast.FunctionDef | None) -> tuple[str, ...] | None:
 
 
 @functools.cache
-def _trees() -> tuple[tuple[Path, str, ast.Module], ...]:
-    import vllm
+def installed() -> Path:
+    """The folder of the installed vLLM, which is found without importing it."""
+    found = importlib.util.find_spec("vllm")
+    if found is None or found.origin is None:
+        raise ModuleNotFoundError("vLLM is not installed", name="vllm")
+    return Path(found.origin).parent
 
-    root = Path(vllm.__file__).parent
+
+@functools.cache
+def _trees(root: Path) -> tuple[tuple[Path, str, ast.Module], ...]:
     return tuple(
         (path, ".".join(("vllm", *path.relative_to(root).with_suffix("").parts)), ast.parse(text))
         for path in sorted(root.rglob("*.py"))

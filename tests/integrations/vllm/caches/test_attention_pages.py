@@ -137,6 +137,23 @@ def test_indexer_with_scales_behind(order: str) -> None:
 
 
 @pytest.mark.usefixtures("cuda")
+def test_scales_of_another_format_do_not_match(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM 0.33 stores an fp8 indexer's scales as UE8M0 on some GPUs, in the same four bytes."""
+    from vllm.utils import deep_gemm
+
+    found = []
+    for uses_mx in (None, lambda: False, lambda: True):
+        monkeypatch.setattr(deep_gemm, "mqa_logits_use_mx_scales", uses_mx, raising=False)
+        for row in (132, 68):
+            spec = mla(head_size=row, dtype=raw())
+            rank = Rank([group(TWO, spec)], backends="DEEPSEEK_V32_INDEXER")
+            found.append({f.key.rpartition("/")[2]: f.encoding for f in rank.layout.fields})
+    plain = {"latent": "", "scale": ""}
+    mixed = {"latent": "", "scale": "scale in 4 bytes of UE8M0"}
+    assert found == [plain, plain, plain, plain, mixed, plain]
+
+
+@pytest.mark.usefixtures("cuda")
 @pytest.mark.parametrize(
     ("backend", "content", "value"),
     [
@@ -315,7 +332,7 @@ def test_scales_behind_blocks_that_kernels_may_split_are_opaque() -> None:
 
 
 def test_opaque_pages_of_unlike_orders_do_not_match() -> None:
-    """Or of unlike processors: what is not known may depend on all of them."""
+    """Or of unlike processors or vLLMs: what is not known may depend on all of them."""
     packings = {
         order: Rank([group(TWO, full())], order, backends="X").layout.fields[0].packing
         for order in ("LBHNC", "LBNHC")

@@ -1,0 +1,422 @@
+"""The versions of vLLM that the connector runs on, and everything in which they differ for it.
+
+Each difference is one function or class here. It asks vLLM for the feature itself, not for vLLM's
+version, so that a build between two releases is handled by what it can do. No other module of the
+connector depends on the version.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import sys
+from collections.abc import Collection, Iterable, Mapping
+from types import SimpleNamespace
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vllm.config import SpeculativeConfig, VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
+    from vllm.v1.outputs import KVConnectorOutput
+
+logger = logging.getLogger(__name__)
+
+OLDEST = (0, 29)
+"""The oldest version of vLLM on which the connector was run."""
+
+NEWEST = (0, 32)
+"""The newest version of vLLM on which the connector was run."""
+
+READ = ((0, 33),)
+"""Later versions of vLLM whose source was read for the connector, which was not run on them."""
+
+
+# Which version this is.
+
+
+def vllm_version() -> str | None:
+    """Return the version of the vLLM in this process, such as ``0.32.0+cpu``.
+
+    ``None`` if vLLM was not imported, or does not know its version.
+    """
+    return getattr(sys.modules.get("vllm"), "__version__", None)
+
+
+def is_in_window(version: str) -> bool:
+    """Return whether the connector was run on a version of vLLM.
+
+    Args:
+        version: The version, as ``vllm_version`` returns it.
+    """
+    release = _release(version)
+    return release is not None and OLDEST <= release <= NEWEST
+
+
+def opaque_release() -> str:
+    """Return a text that two engines must have in common to exchange pages of unknown content.
+
+    In another release of vLLM, a backend can fill its pages in another order without another name
+    or shape: from 0.31 to 0.32, FLASHINFER's NVFP4 pages changed in this way. Pages of known
+    content need no such text.
+
+    Returns:
+        A text with the release, which begins with a space; empty for 0.32, because builds of
+        kvferry that run on this release only publish no such text.
+    """
+    version = vllm_version()
+    release = _release(version) if version is not None else (0, 32)
+    if release == (0, 32):
+        return ""
+    return f" vLLM {version if release is None else '.'.join(map(str, release))}"
+
+
+def window() -> str:
+    """Return the versions on which the connector was run, as text."""
+    oldest, newest = (".".join(map(str, version)) for version in (OLDEST, NEWEST))
+    return f"{oldest} to {newest}"
+
+
+def warn_outside_window() -> None:
+    """Log a warning if the connector was not run on this version of vLLM."""
+    version = vllm_version()
+    if version is not None and not is_in_window(version):
+        logger.warning(
+            "the connector was not run on vLLM %s, only on %s%s: compare the texts of a few "
+            "prompts with those of an engine without the connector before you rely on it",
+            version,
+            window(),
+            " (the source of this version was read)" if _release(version) in READ else "",
+        )
+
+
+def _release(version: str) -> tuple[int, int] | None:
+    """Return the first two numbers of a version, or ``None`` if it does not begin with two."""
+    found = re.match(r"(\d+)\.(\d+)(?:\.|$)", version)
+    return (int(found[1]), int(found[2])) if found is not None else None
+
+
+# Failed loads. From vLLM 0.30 on, workers report the ids of the requests whose load failed. vLLM
+# 0.29 takes the ids of their blocks instead, and only of models with one cache group.
+
+
+def takes_failed_requests() -> bool:
+    """Return whether this vLLM takes the ids of requests whose load failed."""
+    from vllm.distributed.kv_transfer.kv_connector.v1 import base
+
+    return hasattr(base, "KVConnectorTransferResults")
+
+
+def transfer_results(
+    *, sent: set[str], received: set[str], failed: set[str]
+) -> KVConnectorTransferResults:
+    """Return a worker's results of a step, as an object of vLLM's class if this vLLM has one.
+
+    Args:
+        sent: The requests that were sent.
+        received: The requests whose load ended.
+        failed: Those of ``received`` whose load failed.
+    """
+    from vllm.distributed.kv_transfer.kv_connector.v1 import base
+
+    make = getattr(base, "KVConnectorTransferResults", SimpleNamespace)
+    return make(finished_sending=sent, finished_recving=received, failed_recving=failed)
+
+
+def unreportable_failures(config: KVCacheConfig) -> str | None:
+    """Return why an engine cannot be told of a failed load, or ``None`` if it can be told.
+
+    Args:
+        config: The engine's cache groups.
+    """
+    if takes_failed_requests() or len(config.kv_cache_groups) == 1:
+        return None
+    return (
+        f"vLLM {vllm_version()} and a model with {len(config.kv_cache_groups)} cache groups: it "
+        "cannot be told that a load failed, and would decode from memory that was never written"
+    )
+
+
+class LoadBlocks:
+    """The blocks of every load, in the scheduler half, for a vLLM that takes the ids of blocks.
+
+    Where vLLM takes the ids of requests, nothing is collected.
+    """
+
+    def __init__(self) -> None:
+        self._needed = not takes_failed_requests()
+        self._blocks: dict[str, tuple[int, ...]] = {}
+
+    def allocated(self, request_id: str, blocks: KVCacheBlocks, external: int) -> None:
+        """Record the blocks that a load will fill.
+
+        Args:
+            request_id: vLLM's id of the request.
+            blocks: The request's blocks.
+            external: How many of the request's tokens are to be loaded; with 0, nothing is
+                recorded.
+        """
+        if external and self._needed:
+            (group,) = blocks.blocks
+            self._blocks[request_id] = tuple(
+                block.block_id for block in group if block.block_hash is None and not block.is_null
+            )
+
+    def take(self) -> Mapping[str, tuple[int, ...]]:
+        """Return the blocks of each request recorded since the last call, for the workers."""
+        blocks, self._blocks = self._blocks, {}
+        return blocks
+
+
+class FailedBlocks:
+    """The blocks of failed loads, in a worker half, for a vLLM that takes the ids of blocks."""
+
+    def __init__(self) -> None:
+        self._blocks: dict[str, tuple[int, ...]] = {}
+        self._failed: set[str] = set()
+        self._failed_blocks: set[int] = set()
+
+    def started(self, blocks: Mapping[str, tuple[int, ...]]) -> None:
+        """Record the blocks of loads that start.
+
+        Args:
+            blocks: What ``LoadBlocks.take`` returned in the scheduler's process.
+        """
+        self._blocks.update(blocks)
+
+    def ended(self, received: Iterable[str], failed: Collection[str]) -> None:
+        """Record which loads ended, and which of them failed.
+
+        Args:
+            received: The requests whose load ended.
+            failed: Those of ``received`` whose load failed.
+        """
+        for request_id in received:
+            blocks = self._blocks.pop(request_id, None)
+            if blocks is not None and request_id in failed:
+                self._failed.add(request_id)
+                self._failed_blocks.update(blocks)
+
+    def take_blocks(self) -> set[int]:
+        """Return the blocks of loads that failed since the last call."""
+        blocks, self._failed_blocks = self._failed_blocks, set()
+        return blocks
+
+    def take_requests(self) -> frozenset[str]:
+        """Return the requests whose load failed since the last call."""
+        failed, self._failed = self._failed, set()
+        return frozenset(failed)
+
+
+class FailedRequests:
+    """Which ended loads failed, in the scheduler half.
+
+    Where vLLM does not pass on the ids of the requests, they come with the connector's own report.
+    """
+
+    def __init__(self) -> None:
+        self._reported: set[str] = set()
+
+    def among_finished(self, output: KVConnectorOutput, reported: Iterable[str]) -> Collection[str]:
+        """Return the requests whose load ended on all workers in this step, and failed on one.
+
+        Args:
+            output: The reports of all workers, merged by vLLM.
+            reported: The requests whose failed load the connector's own report has.
+        """
+        if hasattr(output, "failed_recving"):
+            return output.failed_recving or ()
+        self._reported.update(reported)
+        failed = self._reported.intersection(output.finished_recving or ())
+        self._reported -= failed
+        return failed
+
+
+# Metrics.
+
+
+def peer_hit_source() -> object:
+    """Return vLLM's label for tokens that come from another engine; ``None`` before vLLM 0.32."""
+    try:
+        from vllm.v1.metrics.cache_hit_source import CacheHitSource
+    except ImportError:
+        return None
+    return CacheHitSource.P2P
+
+
+# Settings.
+
+
+def uses_hisparse(vllm_config: VllmConfig) -> bool:
+    """Return whether HiSparse is on, which vLLM has from 0.30 on.
+
+    Args:
+        vllm_config: The engine's configuration.
+    """
+    return getattr(vllm_config.attention_config, "hisparse_config", None) is not None
+
+
+def returns_routed_experts(vllm_config: VllmConfig) -> bool:
+    """Return whether ``enable_return_routed_experts`` is on.
+
+    Until 0.30, vLLM has the setting in the model's configuration.
+
+    Args:
+        vllm_config: The engine's configuration.
+    """
+    outputs = getattr(vllm_config, "aux_output_config", None)
+    if outputs is not None:
+        return bool(outputs.enabled)
+    return bool(vllm_config.model_config.enable_return_routed_experts)
+
+
+def stores_every_state(vllm_config: VllmConfig) -> bool:
+    """Return whether recurrent states are kept at every block (``mamba_cache_mode`` ``all``).
+
+    vLLM has this mode until 0.31.
+
+    Args:
+        vllm_config: The engine's configuration.
+    """
+    return str(vllm_config.cache_config.mamba_cache_mode) == "all"
+
+
+def prefill_lookahead(vllm_config: VllmConfig) -> int:
+    """Return how many tokens past a computed one a drafter reads.
+
+    vLLM says so from 0.31 on (``num_prefill_lookahead_tokens``); before, it is computed as vLLM
+    0.31 does.
+
+    Args:
+        vllm_config: The engine's configuration.
+    """
+    if hasattr(vllm_config, "num_prefill_lookahead_tokens"):
+        return int(vllm_config.num_prefill_lookahead_tokens)
+    speculative = vllm_config.speculative_config
+    if speculative is None or not speculative.use_eagle():
+        return 0
+    return int(vllm_config.num_speculative_tokens) if speculative.use_multi_module_mtp() else 1
+
+
+def drafts_with_cache(speculative: SpeculativeConfig) -> bool:
+    """Return whether speculative decoding has a KV cache of its own (``uses_draft_kv_cache``).
+
+    vLLM has that method from 0.30 on; before, it is computed as vLLM 0.30 does.
+
+    Args:
+        speculative: The configuration of speculative decoding.
+    """
+    if hasattr(speculative, "uses_draft_kv_cache"):
+        return bool(speculative.uses_draft_kv_cache())
+    return bool(
+        speculative.use_eagle()
+        or speculative.uses_draft_model()
+        or speculative.uses_extract_hidden_states()
+    )
+
+
+# Cache groups and their specs.
+
+
+def is_host_resident(group: KVCacheGroupSpec) -> bool:
+    """Return whether a group's pages lie in the host's memory, which vLLM has from 0.30 on.
+
+    Args:
+        group: The group.
+    """
+    return bool(getattr(group, "host_resident", False))
+
+
+def is_context_sharded(spec: KVCacheSpec) -> bool:
+    """Return whether decode context-parallel ranks divide a group's tokens (``dcp_sharded``).
+
+    Until 0.30, specs do not say so, and the tokens of full attention are divided
+    (``dcp_world_size_for_kv_cache_spec`` in ``kv_cache_utils.py``).
+
+    Args:
+        spec: The group's spec.
+    """
+    if hasattr(spec, "dcp_sharded"):
+        return bool(spec.dcp_sharded)
+    layers = getattr(spec, "kv_cache_specs", None)
+    return _is_a(next(iter(layers.values())) if layers else spec, "FullAttentionSpec")
+
+
+def is_whole_on_each_rank(spec: KVCacheSpec) -> bool:
+    """Return whether every tensor-parallel rank stores the whole cache of a layer.
+
+    Rings are whole, and so are the entries of MLA, indexers and compressors. Not all their specs
+    say so (``max_tp_shards``), and until 0.30 none does.
+
+    Args:
+        spec: The layer's spec.
+    """
+    if not hasattr(spec, "num_kv_heads"):
+        return True
+    if getattr(spec, "max_tp_shards", None) == 1:
+        return True
+    return _is_a(spec, "CircularBufferSpec", "MLAAttentionSpec", "SlidingWindowMLASpec")
+
+
+def _is_a(spec: KVCacheSpec, *names: str) -> bool:
+    """Return whether a spec's class, or a base of it, has one of these names."""
+    return not {base.__name__ for base in type(spec).__mro__}.isdisjoint(names)
+
+
+def interleaves_values(layer: object) -> bool:
+    """Return whether a layer's backend interleaves the rows of V, as ROCM_ATTN can from 0.33 on.
+
+    Args:
+        layer: vLLM's module of the layer.
+    """
+    return getattr(getattr(layer, "impl", None), "_use_interleaved_v_cache", False) is True
+
+
+def page_variant(layer: object) -> str:
+    """Return how a layer's backend fills pages if not as it usually does; empty if it does.
+
+    vLLM 0.33 decides that when it compiles the model, which it does before it allocates the caches.
+
+    Args:
+        layer: vLLM's module of the layer.
+    """
+    if interleaves_values(layer):
+        return "interleaved V"
+    shuffles = getattr(getattr(layer, "impl", None), "_shuffle_kv_layout", False) is True
+    return "shuffled" if shuffles else ""
+
+
+def has_records(spec: KVCacheSpec, sizes: Collection[int]) -> bool:
+    """Return whether each row of a page holds its own scales, as in DeepSeek V4.1 from 0.33 on.
+
+    Kernels then read the rows of all blocks as one array, so the spec demands that blocks are a
+    multiple of the row apart. Before, the scales of all rows are behind the values of all rows.
+
+    Args:
+        spec: The layer's spec.
+        sizes: The sizes in bytes of the rows that may be such records.
+    """
+    row = getattr(spec, "state_content_bytes", None)
+    stride = getattr(spec, "block_stride_alignment", None)
+    return row in sizes and isinstance(stride, int) and stride % row == 0
+
+
+def is_of_drafter(spec: KVCacheSpec) -> bool:
+    """Return whether a spec says that its layer is a drafter's, as it can from 0.33 on.
+
+    Args:
+        spec: The layer's spec.
+    """
+    return bool(getattr(spec, "is_draft", False))
+
+
+def indexer_scales() -> str:
+    """Return the format of the scales of an indexer's fp8 values; empty if they are float32.
+
+    From 0.33 on, vLLM stores them as four bytes of UE8M0 on some GPUs.
+    """
+    from vllm.utils import deep_gemm
+
+    uses_mx = getattr(deep_gemm, "mqa_logits_use_mx_scales", None)
+    return "scale in 4 bytes of UE8M0" if uses_mx is not None and uses_mx() else ""

@@ -1,0 +1,312 @@
+"""Names that kvferry shares with vLLM: tickets, connectors, models, imports, requirements."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Collection, Iterator
+from importlib import metadata
+from pathlib import Path
+
+from kvferry.integrations.vllm.support import TICKET_CONNECTORS
+from tests.integrations.vllm.next_version import source as reading
+from tests.integrations.vllm.next_version.findings import (
+    Finding,
+    Section,
+    changed_values,
+    described_change,
+)
+from tests.integrations.vllm.next_version.source import Source
+
+OURS = Path(__file__).parents[4] / "kvferry" / "integrations" / "vllm"
+NIXL = "distributed/kv_transfer/kv_connector/v1/nixl"
+FACTORY = "distributed/kv_transfer/kv_connector/factory.py"
+MODELS = "model_executor/models/registry.py"
+LAYERS = ("model_executor/layers/attention", "model_executor/layers/mamba")
+"""The folders of layers with caches."""
+
+LAYER_NAME = re.compile(r"Attention$|^Mamba\w*Mixer|ShortConv$|MambaMixer2$")
+"""What such a layer is called."""
+
+PARAMS = ("kv_transfer_params", "params")
+"""What tickets are called; only NixlConnector uses the second name for nothing else."""
+
+TICKET_KEY = "remote_block_ids"
+"""A key that every ticket has."""
+
+OBJECTS = (
+    "config",
+    "lora/request.py",
+    "multimodal/inputs.py",
+    "v1/core/kv_cache_manager.py",
+    "v1/core/kv_cache_utils.py",
+    "v1/core/sched/output.py",
+    "v1/kv_cache_interface.py",
+    "v1/outputs.py",
+    "v1/request.py",
+)
+"""Where vLLM has the classes of the objects that it passes to connectors."""
+
+
+def ticket_section(old: Source, new: Source) -> Section:
+    """Compare the keys of tickets: those that NixlConnector writes, and those that vLLM reads."""
+    before, after = _ticket_keys(old), _ticket_keys(new)
+    found = [
+        Finding(name=name, change=described_change(was, now))
+        for name, was, now in changed_values(before, after)
+    ]
+    return Section(
+        title="Keys of tickets",
+        look="`ticket_params.py`; what vLLM itself and routers do with a key",
+        findings=tuple(found),
+    )
+
+
+def _ticket_keys(source: Source) -> dict[str, str]:
+    """Return the keys of ``kv_transfer_params``, each with the folders that name it."""
+    found: dict[str, set[str]] = {}
+    for path in source.files(NIXL, "v1", "entrypoints", mentioning=PARAMS):
+        place, params = ("NixlConnector", PARAMS) if path.startswith(NIXL) else (path, PARAMS[:1])
+        for node in ast.walk(source.tree(path)):
+            for key in _keys(node, params):
+                found.setdefault(key, set()).add(place)
+    constants = source.constants(f"{NIXL}/metadata.py")
+    version = constants.get("NIXL_CONNECTOR_VERSION")
+    return {key: ", ".join(sorted(places)) for key, places in found.items()} | (
+        {"NIXL_CONNECTOR_VERSION": ast.unparse(version)} if version is not None else {}
+    )
+
+
+def _keys(node: ast.AST, params: Collection[str]) -> Iterator[str]:
+    """Yield the keys of tickets that an expression reads, sets or makes.
+
+    Args:
+        node: The expression.
+        params: What tickets are called.
+    """
+    if isinstance(node, ast.Call):
+        func = node.func
+        if isinstance(func, ast.Attribute) and func.attr in ("get", "pop") and node.args:
+            yield from _constant(node.args[0], func.value, params)
+        if reading.simple_name(func) == "dict" and _makes_ticket(node):
+            yield from (keyword.arg for keyword in node.keywords if keyword.arg)
+    if isinstance(node, ast.Subscript):
+        yield from _constant(node.slice, node.value, params)
+
+
+def _constant(key: ast.expr, value: ast.expr, params: Collection[str]) -> Iterator[str]:
+    """Yield a constant key of an object that is called as params are."""
+    if reading.simple_name(value) in params and isinstance(key, ast.Constant):
+        yield str(key.value)
+
+
+def _makes_ticket(node: ast.Call) -> bool:
+    return TICKET_KEY in {keyword.arg for keyword in node.keywords}
+
+
+def connector_section(old: Source, new: Source) -> Section:
+    """Compare the connectors that vLLM registers."""
+    before, after = _connectors(old), _connectors(new)
+    found = [
+        Finding(
+            name=name,
+            change=described_change(was, now),
+            verdict="in `TICKET_CONNECTORS`" if name in TICKET_CONNECTORS else "",
+        )
+        for name, was, now in changed_values(before, after)
+    ]
+    return Section(
+        title="Connectors",
+        look="`support.py`: does it make tickets with the same keys (`TICKET_CONNECTORS`)?",
+        findings=tuple(found),
+    )
+
+
+def _connectors(source: Source) -> dict[str, str]:
+    """Return the module of each registered connector."""
+    found = {}
+    for node in ast.walk(source.tree(FACTORY)):
+        if isinstance(node, ast.Call) and reading.simple_name(node.func) == "register_connector":
+            name, module, *_ = (ast.literal_eval(each) for each in node.args)
+            found[str(name)] = str(module)
+    return found
+
+
+def model_section(old: Source, new: Source) -> Section:
+    """Compare the architectures that vLLM registers."""
+    before, after = _models(old), _models(new)
+    found = [
+        Finding(name=name, change=described_change(was, now))
+        for name, was, now in changed_values(before, after)
+    ]
+    return Section(
+        title="Architectures",
+        look="`docs/coverage.md`: which kinds of cache does the architecture have?",
+        findings=tuple(found),
+    )
+
+
+def _models(source: Source) -> dict[str, str]:
+    """Return the module of each registered architecture, and the layers with caches it makes."""
+    layers = frozenset(_cache_layers(source))
+    return {
+        architecture: f"{module}, {_made_layers(source, module, layers)}"
+        for architecture, module in _registered(source).items()
+    }
+
+
+def _registered(source: Source) -> dict[str, str]:
+    """Return the module of each registered architecture."""
+    return {
+        str(key.value): str(value.elts[0].value)
+        for name, table in source.constants(MODELS).items()
+        if name.endswith("_MODELS") and "PREVIOUSLY" not in name and "OOT" not in name
+        if isinstance(table, ast.Dict)
+        for key, value in zip(table.keys, table.values, strict=True)
+        if isinstance(key, ast.Constant) and isinstance(value, ast.Tuple)
+        if isinstance(value.elts[0], ast.Constant)
+    }
+
+
+def _cache_layers(source: Source) -> Iterator[str]:
+    """Yield the names of vLLM's layers with caches, which models make."""
+    for path in source.files(*LAYERS):
+        yield from (name for name in source.classes(path) if LAYER_NAME.search(name))
+
+
+def _made_layers(source: Source, module: str, layers: Collection[str]) -> str:
+    """Return which layers with caches the files of a model make, as text."""
+    dotted = module if module.startswith("vllm.") else f"vllm.model_executor.models.{module}"
+    path = source.module_path(dotted)
+    if path is None:
+        return "no module"
+    files = [path]
+    if path.endswith("/__init__.py"):
+        files = list(source.files(path.removesuffix("/__init__.py")))
+    made = {
+        name
+        for each in files
+        for node in ast.walk(source.tree(each))
+        if isinstance(node, ast.Call) and (name := reading.simple_name(node.func)) in layers
+    }
+    return f"makes {', '.join(sorted(made))}" if made else "makes no layer with a cache itself"
+
+
+def import_section(old: Source, new: Source) -> Section:
+    """Compare what kvferry imports of vLLM: where it is, and how it is called."""
+    found = []
+    for module, name in sorted(_imports()):
+        was, now = (_definition(source, module, name) for source in (old, new))
+        if was != now:
+            change = "gone" if now is None else described_change(was, now)
+            found.append(Finding(name=f"{module}.{name}", change=change))
+    return Section(
+        title="Names that kvferry imports",
+        look="the imports of `kvferry/integrations/vllm`",
+        findings=tuple(found),
+    )
+
+
+def _imports() -> set[tuple[str, str]]:
+    """Return the modules and names that the integration imports of vLLM."""
+    return {
+        (node.module, alias.name)
+        for path in OURS.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ImportFrom) and node.module and _is_of_vllm(node.module)
+        for alias in node.names
+    }
+
+
+def _is_of_vllm(module: str) -> bool:
+    return module.split(".")[0] == "vllm"
+
+
+def _definition(source: Source, module: str, name: str) -> str | None:
+    """Return how a name is called, if it is a function; what it is otherwise.
+
+    ``None`` if the module does not have it.
+    """
+    path = source.module_path(module)
+    if path is None:
+        return None
+    for node in source.tree(path).body:
+        if isinstance(node, reading.Function) and node.name == name:
+            return f"{name}({reading.parameters(node)})"
+        if isinstance(node, ast.ClassDef) and node.name == name:
+            return "a class"
+    if source.module_path(f"{module}.{name}"):
+        return "a module"
+    named = re.search(rf"\b{re.escape(name)}\b", (source.root / path).read_text(encoding="utf-8"))
+    return "named" if named else None
+
+
+def attribute_section(old: Source, new: Source) -> Section:
+    """Find attributes of vLLM's objects that kvferry uses, and that no object has any more."""
+    before, after = (set(_attributes(source)) for source in (old, new))
+    found = [
+        Finding(name=name, change="gone from every class in " + ", ".join(OBJECTS))
+        for name in sorted(_used_attributes() & before - after)
+    ]
+    return Section(
+        title="Attributes that kvferry uses",
+        look="`kvferry/integrations/vllm`",
+        findings=tuple(found),
+    )
+
+
+def _attributes(source: Source) -> Iterator[str]:
+    """Yield the names of methods and attributes of the classes in ``OBJECTS``."""
+    for place in OBJECTS:
+        for path in [place] if place.endswith(".py") else source.files(place):
+            for node in ast.walk(source.tree(path)):
+                if isinstance(node, reading.Function):
+                    yield node.name
+                elif isinstance(node, ast.AnnAssign | ast.Assign):
+                    targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                    yield from filter(None, map(reading.simple_name, targets))
+
+
+def _used_attributes() -> set[str]:
+    """Return the names of all attributes that the integration reads."""
+    return {
+        node.attr
+        for path in OURS.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Attribute)
+    }
+
+
+def requirement_section(old: list[str], new: list[str]) -> Section:
+    """Compare what vLLM requires of its environment.
+
+    Args:
+        old: The ``Requires-Dist`` and ``Requires-Python`` of one vLLM.
+        new: Those of the other.
+    """
+    before, after = ("; ".join(_relevant(each)) for each in (old, new))
+    change = described_change(before, after) if before != after else ""
+    return Section(
+        title="Requirements",
+        look="`Makefile` (`TORCH_VERSION`, `VLLM_VERSION`) and the extra `vllm` in "
+        "`pyproject.toml`",
+        findings=(Finding(name="torch and Python", change=change),) if change else (),
+    )
+
+
+def requirements_of(text: str) -> list[str]:
+    """Return the requirements in a distribution's metadata."""
+    return re.findall(r"^Requires-(?:Dist|Python): (.*)$", text, re.MULTILINE)
+
+
+def installed_requirements(root: Path) -> list[str]:
+    """Return the requirements of the distribution that a package was installed from."""
+    names = metadata.packages_distributions().get(root.name, [])
+    return requirements_of(str(metadata.metadata(names[0]))) if names else []
+
+
+def _relevant(requirements: list[str]) -> Iterator[str]:
+    """Yield the requirements on torch and on Python."""
+    for each in requirements:
+        if re.match(r"torch\b|[<>=!~]", each) and "Darwin" not in each:
+            yield each.partition(";")[0].strip()

@@ -1,0 +1,153 @@
+"""Fetch the source distribution of a package without building it.
+
+pip builds a package to learn its metadata, which vLLM's source does not survive without CUDA. So
+only the indexes that pip is configured for are used, not pip's download.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import html.parser
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+CHUNK_BYTES = 1 << 20
+
+
+class SdistError(Exception):
+    """There is no such source distribution, or it is not what its index says."""
+
+
+def fetch(name: str, version: str, folder: Path, indexes: list[str] | None = None) -> Path:
+    """Return the unpacked source distribution of a version; download it if it is not there.
+
+    Args:
+        name: The distribution's name.
+        version: Its version.
+        folder: Where source distributions are kept.
+        indexes: Addresses of package indexes; by default, those that pip is configured for.
+
+    Raises:
+        SdistError: No index has it, its hash is not the one that the index says, or it cannot be
+            unpacked.
+    """
+    unpacked = folder / f"{name}-{version}"
+    if (unpacked / "PKG-INFO").is_file():
+        return unpacked
+    folder.mkdir(parents=True, exist_ok=True)
+    archive = folder / f"{name}-{version}.tar.gz"
+    _download(_link(name, version, configured_indexes() if indexes is None else indexes), archive)
+    partial = folder / f".{name}-{version}"
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        with tarfile.open(archive) as opened:
+            opened.extractall(partial, filter="data")
+    except tarfile.TarError as exc:
+        raise SdistError(f"{archive.name} was not unpacked: {exc}") from exc
+    shutil.rmtree(unpacked, ignore_errors=True)
+    (partial / f"{name}-{version}").rename(unpacked)
+    shutil.rmtree(partial)
+    archive.unlink()
+    return unpacked
+
+
+def configured_indexes() -> list[str]:
+    """Return the addresses of the package indexes that pip uses here."""
+    said = _pip_settings()
+    first = os.environ.get("PIP_INDEX_URL") or said.get("index-url") or _default_index()
+    others = os.environ.get("PIP_EXTRA_INDEX_URL") or said.get("extra-index-url", "")
+    return [first, *others.split()]
+
+
+def _pip_settings() -> dict[str, str]:
+    """Return pip's settings from its configuration files, by name."""
+    command = [sys.executable, "-m", "pip", "config", "list"]
+    listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = re.findall(r"^(?:global|install|download)\.([\w-]+)='(.*)'$", listed, re.MULTILINE)
+    return {name: value.replace("\\n", " ").strip() for name, value in found}
+
+
+def _default_index() -> str:
+    """Return the index that pip uses where none is configured."""
+    from pip._internal.models.index import PyPI  # type: ignore[import-untyped, unused-ignore]
+
+    return str(PyPI.simple_url)
+
+
+def _link(name: str, version: str, indexes: list[str]) -> str:
+    """Return the address of a source distribution, with the hash behind ``#`` if there is one.
+
+    Raises:
+        SdistError: No index has it.
+    """
+    wanted = f"{name}-{version}.tar.gz"
+    problems = []
+    for index in indexes:
+        page = f"{index.rstrip('/')}/{re.sub(r'[-_.]+', '-', name).lower()}/"
+        try:
+            found = next((link for link in _links(page) if _file_of(link) == wanted), None)
+        except urllib.error.URLError as exc:
+            problems.append(f"an index did not answer: {exc.reason}")
+            continue
+        if found is not None:
+            return urllib.parse.urljoin(page, found)
+        problems.append("an index does not have it")
+    raise SdistError(f"no source distribution {wanted}: {'; '.join(problems) or 'no index is set'}")
+
+
+def _links(page: str) -> Iterator[str]:
+    """Yield the links of a page of an index."""
+    collector = _Links()
+    with urllib.request.urlopen(page, timeout=60) as answer:
+        collector.feed(answer.read().decode())
+    yield from collector.found
+
+
+class _Links(html.parser.HTMLParser):
+    """Collect the links of a page."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag == "a" and (link := dict(attrs).get("href")):
+            self.found.append(link)
+
+
+def _file_of(link: str) -> str:
+    """Return the name of the file that a link leads to."""
+    return urllib.parse.unquote(urllib.parse.urlsplit(link).path.rpartition("/")[2])
+
+
+def _download(link: str, archive: Path) -> None:
+    """Download an archive.
+
+    Raises:
+        SdistError: It was not downloaded, or has another hash than the link says.
+    """
+    address, _, fragment = link.partition("#")
+    digest = hashlib.sha256()
+    try:
+        with (
+            urllib.request.urlopen(address, timeout=60) as answer,
+            archive.open("wb") as out,
+        ):
+            while block := answer.read(CHUNK_BYTES):
+                digest.update(block)
+                out.write(block)
+    except OSError as exc:
+        raise SdistError(f"{archive.name} was not downloaded: {exc}") from exc
+    algorithm, _, expected = fragment.partition("=")
+    if algorithm == "sha256" and digest.hexdigest() != expected:
+        archive.unlink()
+        raise SdistError(f"{archive.name} has not the hash that the index says")

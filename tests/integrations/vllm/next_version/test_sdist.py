@@ -1,0 +1,109 @@
+"""Source distributions are fetched from pip's indexes, checked and unpacked once."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import tarfile
+import threading
+from collections.abc import Iterator
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integrations.vllm.next_version.sdist import SdistError, configured_indexes, fetch
+
+NOBODY = "http://127.0.0.1:9/simple"
+"""Where nothing listens."""
+
+
+class Quiet(SimpleHTTPRequestHandler):
+    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002
+        """Say nothing."""
+
+
+def archive(name: str) -> bytes:
+    """A source distribution with one file, of this name."""
+    written = io.BytesIO()
+    with tarfile.open(fileobj=written, mode="w:gz") as opened:
+        member = tarfile.TarInfo(name)
+        member.size = 3
+        opened.addfile(member, io.BytesIO(b"one"))
+    return written.getvalue()
+
+
+def publish(folder: Path, content: bytes, digest: str | None = None) -> None:
+    """Put a version 1.0 of the distribution ``some-thing`` into an index."""
+    page = folder / "some-thing"
+    page.mkdir(parents=True)
+    (folder / "some_thing-1.0.tar.gz").write_bytes(content)
+    digest = digest or hashlib.sha256(content).hexdigest()
+    links = f'<a>none</a><a href="../some_thing-1.0.tar.gz#sha256={digest}">it</a>'
+    (page / "index.html").write_text(links)
+
+
+@pytest.fixture
+def index(tmp_path: Path) -> Iterator[tuple[Path, str]]:
+    """The folder and the address of an index."""
+    folder = tmp_path / "index"
+    folder.mkdir()
+    handler = partial(Quiet, directory=str(folder))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield folder, f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+def test_it_is_unpacked_and_kept(index: tuple[Path, str], tmp_path: Path) -> None:
+    folder, address = index
+    publish(folder, archive("some_thing-1.0/PKG-INFO"))
+    kept = tmp_path / "kept"
+    found = fetch("some_thing", "1.0", kept, [NOBODY, address])
+    assert (found / "PKG-INFO").read_text() == "one"
+    assert [path.name for path in kept.iterdir()] == ["some_thing-1.0"]
+    assert fetch("some_thing", "1.0", kept, [NOBODY]) == found
+
+
+def test_a_version_that_no_index_has(index: tuple[Path, str], tmp_path: Path) -> None:
+    folder, address = index
+    publish(folder, archive("some_thing-1.0/PKG-INFO"))
+    with pytest.raises(SdistError, match=r"some_thing-2\.0\.tar\.gz.*does not have it"):
+        fetch("some_thing", "2.0", tmp_path, [address])
+    with pytest.raises(SdistError, match="an index did not answer"):
+        fetch("other", "1.0", tmp_path, [NOBODY])
+
+
+def test_a_wrong_hash(index: tuple[Path, str], tmp_path: Path) -> None:
+    folder, address = index
+    publish(folder, archive("some_thing-1.0/PKG-INFO"), digest="0" * 64)
+    with pytest.raises(SdistError, match="not the hash"):
+        fetch("some_thing", "1.0", tmp_path / "kept", [address])
+    assert list((tmp_path / "kept").iterdir()) == []
+
+
+def test_files_outside_of_the_folder_are_not_written(
+    index: tuple[Path, str], tmp_path: Path
+) -> None:
+    folder, address = index
+    publish(folder, archive("../../escaped"))
+    with pytest.raises(SdistError, match="not unpacked"):
+        fetch("some_thing", "1.0", tmp_path / "kept", [address])
+    assert not (tmp_path / "escaped").exists()
+
+
+def test_indexes_are_pip_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = tmp_path / "pip.conf"
+    settings.write_text(
+        "[global]\nindex-url = http://a/simple\nextra-index-url =\n  http://b\n  http://c\n"
+    )
+    monkeypatch.setenv("PIP_CONFIG_FILE", str(settings))
+    monkeypatch.delenv("PIP_INDEX_URL", raising=False)
+    monkeypatch.delenv("PIP_EXTRA_INDEX_URL", raising=False)
+    assert configured_indexes() == ["http://a/simple", "http://b", "http://c"]
+    monkeypatch.setenv("PIP_INDEX_URL", "http://d")
+    assert configured_indexes() == ["http://d", "http://b", "http://c"]

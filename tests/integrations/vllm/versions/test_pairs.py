@@ -1,0 +1,140 @@
+"""Engines of different versions of vLLM hand over to each other.
+
+The pair of the oldest and the newest version is among the tests of ``vllm``, too.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from examples.tiny_llama import prompt
+from tests.integrations.vllm.engines import Engine
+from tests.integrations.vllm.fleet import fleet
+from tests.integrations.vllm.steps import hand_over, idle_blocks, pulled_by, texts
+from tests.integrations.vllm.versions.environments import HERE, OTHERS, VERSIONS, interpreter
+
+pytestmark = [pytest.mark.versions, pytest.mark.timeout(600)]
+
+LENGTHS = (2, 5, 31, 33, 63, 65, 79, 95, 97, 111, 129, 161, 200, 300)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    """A checkpoint, and what is to be expected of it.
+
+    Attributes:
+        left: prompt tokens that are left to the engine that decodes.
+        options: for its engines.
+        steady: an ordinary engine's text does not depend on how its tokens were computed.
+    """
+
+    left: int = 0
+    options: dict[str, Any] = field(default_factory=dict)
+    steady: bool = True
+
+
+MODELS = {
+    "llama": Model(),
+    "gemma3": Model(left=1),
+    # Before 0.32, vLLM's CPU build has no convolution of float32.
+    "granite4": Model(left=1, options={"dtype": "bfloat16"}, steady=False),
+}
+
+LOADS_ONE_GROUP_ONLY = OTHERS[0]
+"""A version that can load for models with one cache group only."""
+
+EnginesOf = Callable[[str, int], Engine]
+"""Returns an engine of a version; of several engines, that with a number."""
+
+ORDINARY = "ordinary"
+"""An engine of this version without the connector."""
+
+_seeds = itertools.count(500)
+
+
+def role(version: str, model: str) -> str:
+    """The role of an engine: both, where its vLLM can load."""
+    return "kv_producer" if version == LOADS_ONE_GROUP_ONLY and model != "llama" else "kv_both"
+
+
+def pairs() -> Iterator[Any]:
+    """The pairs of engines, prefill first; the oldest and the newest version of each model first.
+
+    Equal versions in other environments are a check of that version by itself.
+    """
+    for model in MODELS:
+        ordered = sorted(
+            itertools.product(VERSIONS, repeat=2), key=lambda pair: {*pair} != {OTHERS[0], HERE}
+        )
+        for source, target in ordered:
+            if (source == target == HERE) or role(target, model) != "kv_both":
+                continue
+            extreme = {source, target} == {OTHERS[0], HERE} and model == "llama"
+            marks = [pytest.mark.vllm] if extreme else []
+            yield pytest.param(model, source, target, marks=marks)
+
+
+@pytest.fixture(scope="module")
+def engines(
+    request: pytest.FixtureRequest,
+    checkpoints: dict[str, Path],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[EnginesOf]:
+    """Engines of one model, each started when it is first asked for."""
+    model: str = request.param
+    started: dict[str, list[Engine]] = {}
+    folder = tmp_path_factory.mktemp(model)
+    with fleet(checkpoints[model], folder, **MODELS[model].options) as launched:
+
+        def start(name: str) -> Engine:
+            if name == ORDINARY:
+                return launched.launch(name).wait_started()
+            return launched.launch(
+                f"v{name}", role(name, model), python=interpreter(name)
+            ).wait_started()
+
+        def engine(name: str, number: int) -> Engine:
+            same = started.setdefault(name, [])
+            while len(same) <= number:
+                same.append(start(name))
+            return same[number]
+
+        yield engine
+
+
+@pytest.mark.parametrize(("engines", "source", "target"), list(pairs()), indirect=["engines"])
+def test_pair(request: pytest.FixtureRequest, engines: EnginesOf, source: str, target: str) -> None:
+    """Right texts, every token from the other engine, every block free again."""
+    model = MODELS[request.node.callspec.params["engines"]]
+    prefill, decode = engines(source, 0), engines(target, 1 if source == target else 0)
+    seed = next(_seeds)
+    prompts = [prompt(length, seed) for length in LENGTHS]
+    expected = right_texts(model, engines, prompts)
+    free, before = [idle_blocks(each) for each in (prefill, decode)], pulled_by(decode)
+    assert handed_over(model, prefill, decode, prompts) == expected
+    assert pulled_by(decode) - before == sum(length - model.left for length in LENGTHS)
+    assert [idle_blocks(each) for each in (prefill, decode)] == free
+
+
+def right_texts(model: Model, engines: EnginesOf, prompts: list[list[int]]) -> list[str]:
+    """The texts of an ordinary engine; where they depend on how tokens were computed, those of two
+    engines of this version, which ``test_families.py`` compares with ordinary ones.
+    """
+    if model.steady:
+        return texts(engines(ORDINARY, 0), *prompts, max_tokens=16)
+    return handed_over(model, engines(HERE, 0), engines(HERE, 1), prompts)
+
+
+def handed_over(
+    model: Model, prefill: Engine, decode: Engine, prompts: list[list[int]]
+) -> list[str]:
+    """The texts of prompts that are handed over together, or one by one."""
+    if model.steady:
+        return hand_over(prefill, decode, *prompts, max_tokens=16)[0]
+    return [hand_over(prefill, decode, each, max_tokens=16)[0][0] for each in prompts]
