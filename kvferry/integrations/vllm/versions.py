@@ -399,7 +399,9 @@ def has_records(spec: KVCacheSpec, sizes: Collection[int]) -> bool:
     """
     row = getattr(spec, "state_content_bytes", None)
     stride = getattr(spec, "block_stride_alignment", None)
-    return row in sizes and isinstance(stride, int) and stride % row == 0
+    if not isinstance(row, int) or not isinstance(stride, int):
+        return False
+    return row in sizes and stride % row == 0
 
 
 def is_of_drafter(spec: KVCacheSpec) -> bool:
