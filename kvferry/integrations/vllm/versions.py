@@ -398,7 +398,7 @@ def has_records(spec: KVCacheSpec, sizes: Collection[int]) -> bool:
     """
     row = getattr(spec, "state_content_bytes", None)
     stride = getattr(spec, "block_stride_alignment", None)
-    return row in sizes and isinstance(stride, int) and stride % row == 0
+    return isinstance(row, int) and row in sizes and isinstance(stride, int) and stride % row == 0
 
 
 def is_of_drafter(spec: KVCacheSpec) -> bool:
