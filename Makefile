@@ -124,7 +124,7 @@ upgrade: from $(STAMP) ## Hand pages over between an older build and this one, a
 from:
 	@test -n '$(FROM)' || $(call hint,FROM_HINT)
 
-# Not part of 'test': what differs is for a person to look at. A minute, after the first time.
+# Not part of 'test': what differs is for a person to look at. Two minutes.
 vllm-next: version $(STAMP) ## Compare another vLLM with the installed one, by source: VERSION=<version>
 	$(BIN)/python -m tests.integrations.vllm.next_version $(NEXT_OPTIONS) '$(VERSION)'
 

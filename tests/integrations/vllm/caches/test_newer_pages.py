@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from copy import copy
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +18,7 @@ from kvferry.integrations.vllm.caches.attention_pages import (
 )
 from kvferry.integrations.vllm.caches.layer_facts import layer_facts
 from kvferry.integrations.vllm.caches.pages import SINGLE_RANK
-from tests.integrations.vllm.caches import views
+from tests.integrations.vllm.caches import recurrent, views
 from tests.integrations.vllm.caches.layers import ORDERS, TWO, full, mla, planes, quantized, raw
 from tests.integrations.vllm.caches.views import Rank, Reading, group
 
@@ -30,6 +32,7 @@ pytestmark = [
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if vLLM ran on an NVIDIA GPU, for what holds only there."""
+    Rank([group(TWO, full())], backends="FLASH_ATTN")  # vLLM chooses imports by the platform
     from vllm.platforms import current_platform
 
     monkeypatch.setattr(current_platform, "is_cuda", lambda: True)
@@ -191,6 +194,24 @@ def test_layers_that_vllm_calls_a_drafter_s_are_draft(monkeypatch: pytest.Monkey
     spec = full()
     object.__setattr__(spec, "is_draft", True)
     assert facts_of(monkeypatch, spec).draft
+
+
+@pytest.mark.parametrize(("dtype", "like_gpus"), [("float16", True), ("bfloat16", False)])
+def test_gated_delta_nets_in_float16_are_stored_as_on_gpus(
+    dtype: str, like_gpus: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On CPUs, too: ``cpu_gdn_attention_core`` in ``ops/cpu/gdn_attention.py``."""
+    import torch
+
+    rank = recurrent.Rank(recurrent.Model(kind="delta"), recurrent.Setup(), 0, 0)
+    group_of_one = copy(rank.group)
+    spec = group_of_one.kv_cache_spec
+    types = (getattr(torch, dtype), *spec.dtypes[1:])
+    group_of_one.kv_cache_spec = replace(spec, dtypes=types)
+    monkeypatch.setattr(recurrent.Rank, "group", group_of_one)
+    here, there = (rank.layout(backend=name).fields for name in ("GDN_ATTN/cpu", "GDN_ATTN"))
+    assert [field.key for field in here] == [field.key for field in there]
+    assert (here == there) == like_gpus
 
 
 def facts_of(monkeypatch: pytest.MonkeyPatch, spec: Any, **module: Any) -> Any:

@@ -15,7 +15,12 @@ import sys
 from pathlib import Path
 
 from tests.integrations.vllm.caches.census import installed
-from tests.integrations.vllm.next_version.report import compared, open_findings, page
+from tests.integrations.vllm.next_version.report import (
+    compared,
+    open_findings,
+    page,
+    unused_verdicts,
+)
 from tests.integrations.vllm.next_version.sdist import SdistError, fetch
 from tests.integrations.vllm.next_version.source import Source
 
@@ -46,6 +51,8 @@ def main(arguments: list[str]) -> int:
     _say(text)
     if settings.page:
         _write(settings.page, text)
+    for name in unused_verdicts(sections):
+        _say(f"verdicts.py has an entry that nothing needs: {name}")
     _say(f"{len(open_findings(sections))} differences have no verdict yet")
     return 0
 

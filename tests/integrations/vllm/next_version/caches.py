@@ -6,7 +6,7 @@ import ast
 import re
 from collections.abc import Iterator, Mapping
 
-from kvferry.integrations.vllm.caches.attention_pages import PACKINGS, unknown
+from kvferry.integrations.vllm.caches.attention_pages import NEWER_PACKINGS, PACKINGS, unknown
 from kvferry.integrations.vllm.caches.cache_specs import SPECS
 from kvferry.integrations.vllm.caches.state_pages import STATE_PACKINGS
 from tests.integrations.vllm.caches import census
@@ -110,7 +110,7 @@ def _short(path: str) -> str:
 
 def _backend_verdict(name: str) -> str:
     """Return the verdict of the tables on a backend; nothing if it is in none."""
-    if packing := PACKINGS.get(name):
+    if packing := (PACKINGS.get(name) or NEWER_PACKINGS.get(name)):
         return f"{'opaque' if packing.fields is unknown else 'described'}: {packing.inside}"
     return "described" if name in STATE_PACKINGS else ""
 
@@ -152,7 +152,8 @@ def _kernel_modules(source: Source) -> set[str]:
 
 
 def _is_described(name: str) -> bool:
-    named = [each for full, each in PACKINGS.items() if full.partition("/")[0] == name]
+    known = {**PACKINGS, **NEWER_PACKINGS}
+    named = [each for full, each in known.items() if full.partition("/")[0] == name]
     return any(packing.fields is not unknown for packing in named)
 
 

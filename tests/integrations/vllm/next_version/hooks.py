@@ -125,7 +125,7 @@ def call_section(old: Source, new: Source) -> Section:
     return Section(
         title="Calls of hooks",
         look="`connector.py`, `scheduler.py` and `worker.py`: does the order that they count on "
-        "still hold",
+        "still hold?",
         findings=tuple(found),
     )
 

@@ -262,9 +262,10 @@ def _attributes(source: Source) -> Iterator[str]:
             for node in ast.walk(source.tree(path)):
                 if isinstance(node, reading.Function):
                     yield node.name
-                elif isinstance(node, ast.AnnAssign | ast.Assign):
-                    targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-                    yield from filter(None, map(reading.simple_name, targets))
+                elif isinstance(node, ast.ClassDef):
+                    yield from (name for name, _ in reading.assignments(node.body))
+                elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                    yield node.attr
 
 
 def _used_attributes() -> set[str]:

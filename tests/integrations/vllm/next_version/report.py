@@ -66,6 +66,16 @@ def open_findings(sections: Sequence[Section]) -> list[Finding]:
     return [each for section in sections for each in section.findings if not each.verdict]
 
 
+def unused_verdicts(sections: Sequence[Section]) -> list[str]:
+    """Return the names in ``VERDICTS`` that no difference has, or that need no entry there."""
+    return [
+        f"{section.title}: {name}"
+        for section in sections
+        for name, verdict in VERDICTS.get(section.title, {}).items()
+        if verdict not in {each.verdict for each in section.findings if each.name == name}
+    ]
+
+
 def page(old: Source, new: Source, sections: Sequence[Section]) -> str:
     """Return the comparison as Markdown.
 
@@ -91,7 +101,7 @@ def _body(section: Section) -> Iterator[str]:
     if not section.findings:
         yield "No difference."
         return
-    yield f"Look at {section.look}."
+    yield f"Look at {section.look}" + ("" if section.look.endswith("?") else ".")
     yield ""
     yield "| what | difference | here |"
     yield "| --- | --- | --- |"

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.integrations.vllm.next_version import __main__ as command
-from tests.integrations.vllm.next_version import caches, hooks, names
+from tests.integrations.vllm.next_version import caches, hooks, names, report
 from tests.integrations.vllm.next_version.findings import Finding, Section, judged
 from tests.integrations.vllm.next_version.report import (
     compared,
@@ -305,6 +305,14 @@ def test_requirements() -> None:
     assert found(names.requirement_section(old, old)) == {}
 
 
+def test_verdicts_that_nothing_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    verdicts = {"Some": {"a": "read", "gone": "read"}, "Others": {"b": "read"}}
+    monkeypatch.setattr(report, "VERDICTS", verdicts)
+    findings = (Finding(name="a", change="new", verdict="read"),)
+    section = Section(title="Some", look="there", findings=findings)
+    assert report.unused_verdicts([section]) == ["Some: gone"]
+
+
 def test_verdicts_of_maintainers() -> None:
     findings = (Finding(name="a", change="new"), Finding(name="b", change="new", verdict="fine"))
     section = Section(title="Some", look="there", findings=findings)
@@ -329,7 +337,7 @@ def test_the_page(old: Source) -> None:
     assert lines[0].startswith("vLLM 1.0 beside 1.0: 2 differences, of which 1 have no verdict yet")
     assert "| `a` | `b \\| c` | **look** |" in lines
     assert "| `d` | new | e |" in lines
-    assert lines[-2] == "No difference."
+    assert lines[-1] == "No difference."
 
 
 def test_the_command_writes_below_the_marker(

@@ -16,7 +16,7 @@ import pytest
 
 from tests.integrations.vllm.next_version.sdist import SdistError, configured_indexes, fetch
 
-NOBODY = "http://127.0.0.1:9/simple"
+NOBODY = "http://127.0.0.1:9"
 """Where nothing listens."""
 
 
@@ -99,11 +99,11 @@ def test_files_outside_of_the_folder_are_not_written(
 def test_indexes_are_pip_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = tmp_path / "pip.conf"
     settings.write_text(
-        "[global]\nindex-url = http://a/simple\nextra-index-url =\n  http://b\n  http://c\n"
+        "[global]\nindex-url = http://a\nextra-index-url =\n  http://b\n  http://c\n"
     )
     monkeypatch.setenv("PIP_CONFIG_FILE", str(settings))
     monkeypatch.delenv("PIP_INDEX_URL", raising=False)
     monkeypatch.delenv("PIP_EXTRA_INDEX_URL", raising=False)
-    assert configured_indexes() == ["http://a/simple", "http://b", "http://c"]
+    assert configured_indexes() == ["http://a", "http://b", "http://c"]
     monkeypatch.setenv("PIP_INDEX_URL", "http://d")
     assert configured_indexes() == ["http://d", "http://b", "http://c"]

@@ -67,7 +67,7 @@ VERDICTS: Mapping[str, Verdicts] = {
     },
     "Functions that fill pages": {
         "model_executor/layers/attention/mla_attention.py": SCALE_OF_ONE,
-        "model_executor/layers/mamba/abstract.py": SAME_BYTES,
+        "model_executor/layers/mamba/gdn/qwen_gdn_linear_attn.py": "more states per prompt",
         "models/deepseek_v4/compressor.py": "code that was in `forward`",
         "models/dots3_note/nvidia/attention.py": SCALE_OF_ONE,
         "models/qwen4_exp/amd/qsa.py": OCTAVE,
@@ -94,13 +94,17 @@ VERDICTS: Mapping[str, Verdicts] = {
         "csrc/attention/octave_attn.cu": OCTAVE,
         "csrc/cache_kernels.cu": f"{MX_SCALES}; {INTERLEAVED}",
         "csrc/cpu/cpu_attn_amx.hpp": "only scales while reading",
-        "csrc/cpu/cpu_attn_fp8.hpp": "rounds fp8 to the nearest; the same format",
         "csrc/cpu/cpu_attn_impl.hpp": "only the order of work",
         "csrc/fused_deepseek_v4_qnorm_rope_kv_insert_kernel.cu": RECORDS,
         "csrc/fused_muse_spark_qknorm_rope_kv_insert_kernel.cu": (
             "writes as `reshape_and_cache_flash` does"
         ),
         "csrc/fused_qknorm_rope_cache_kernel.cu": "Step 5's; writes by the cache's strides",
+        "csrc/ops.h": "only declarations",
+        "csrc/rocm/attention.cu": f"split into the next two, which only read; {INTERLEAVED}",
+        "csrc/rocm/attention_dispatch.cu": "only reads",
+        "csrc/rocm/attention_kernels.cuh": f"only reads; {INTERLEAVED}",
+        "csrc/rocm/ops.h": "only declarations",
     },
     "Quantised formats, orders and other values": {
         "AttentionBackendEnum.FLASH_ATTN_MLA_SPARSE_FA4": "see the backend",
@@ -125,6 +129,7 @@ VERDICTS: Mapping[str, Verdicts] = {
             "registered once"
         ),
     },
+    "Attributes that kvferry uses": {"fits": "an attribute of kvferry's own"},
     "Requirements": {
         "torch and Python": "no CPU build of torch 2.14 was found, so 0.33 was not run",
     },
