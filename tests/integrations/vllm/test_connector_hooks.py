@@ -194,10 +194,6 @@ def test_a_worker_of_a_vllm_that_takes_the_blocks_of_failed_loads(vllm: Any) -> 
     assert connector.build_connector_worker_meta() is None
 
 
-def test_sleep_mode_is_refused(vllm: Any) -> None:
-    assert not vllm.connector.KVFerryConnector.supports_sleep_mode(TRANSFER)
-
-
 def test_a_worker_without_caches(vllm: Any) -> None:
     connector = made(vllm, Role.WORKER)
     connector.bind_connector_metadata(vllm.metadata.StepMetadata())

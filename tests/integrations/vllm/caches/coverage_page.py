@@ -38,8 +38,8 @@ date, or if vLLM has something that none of the tables names.
 - **described**: the layout says where each element is, so engines with different parallelism, block
   size, order or backend can exchange the cache.
 - **opaque**: a page moves as a whole between engines that store it in exactly the same way
-  (backend, type, shape, strides and processor). Other pairs of engines are refused at the
-  handshake. Backends that are in no table are opaque, too.
+  (backend, type, shape, strides, processor and release of vLLM). Other pairs of engines are refused
+  at the handshake. Backends that are in no table are opaque, too.
 - **refused**: an engine with such a cache does not start with this connector.
 
 [Every architecture](#architectures) of vLLM has a verdict at the end of this page:
