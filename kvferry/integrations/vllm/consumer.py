@@ -268,8 +268,8 @@ class Consumer:
         if prompt_digest(request, ticket.tokens, adapter) != ticket.digest:
             raise TicketError(
                 f"it was made for another prompt than this one of {request.num_prompt_tokens} "
-                f"tokens{self._adapter_hint(request)} (producer's request {ticket.request!r}, "
-                f"{ticket.tokens} tokens)",
+                f"tokens{_media_hint(request)}{self._adapter_hint(request)} (producer's request "
+                f"{ticket.request!r}, {ticket.tokens} tokens)",
                 reason=TicketReason.PROMPT,
             )
 
@@ -389,6 +389,13 @@ class Consumer:
             report=False,
             shared=shared,
         )
+
+
+def _media_hint(request: Request) -> str:
+    """Return how media may be the reason for another digest; empty for a prompt of text."""
+    if not request.mm_features:
+        return ""
+    return ", or for other media (vLLM up to 0.30 identifies media otherwise than later versions)"
 
 
 def _log_refusal(request: Request, error: TicketError) -> None:

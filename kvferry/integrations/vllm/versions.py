@@ -93,7 +93,7 @@ def warn_outside_window() -> None:
 
 def _release(version: str) -> tuple[int, int] | None:
     """Return the first two numbers of a version, or ``None`` if it does not begin with two."""
-    found = re.match(r"(\d+)\.(\d+)(?:\.|$)", version)
+    found = re.match(r"(\d+)\.(\d+)(?!\d)", version)
     return (int(found[1]), int(found[2])) if found is not None else None
 
 
@@ -127,14 +127,24 @@ def transfer_results(
 def unreportable_failures(config: KVCacheConfig) -> str | None:
     """Return why an engine cannot be told of a failed load, or ``None`` if it can be told.
 
+    vLLM 0.29 recomputes a request from the first block that failed. The blocks before it must then
+    have content, so the leading null blocks of sliding windows and states exclude these, too.
+
     Args:
         config: The engine's cache groups.
     """
-    if takes_failed_requests() or len(config.kv_cache_groups) == 1:
+    if takes_failed_requests():
         return None
+    groups = [group.kv_cache_spec for group in config.kv_cache_groups]
+    if len(groups) > 1:
+        what = f"{len(groups)} cache groups"
+    elif all(_is_a(_first_layer(group), "FullAttentionSpec") for group in groups):
+        return None
+    else:
+        what = "a cache of sliding windows or states"
     return (
-        f"vLLM {vllm_version()} and a model with {len(config.kv_cache_groups)} cache groups: it "
-        "cannot be told that a load failed, and would decode from memory that was never written"
+        f"vLLM {vllm_version()} and a model with {what}: it cannot be told that a load failed, and "
+        "would decode from memory that was never written"
     )
 
 
@@ -339,8 +349,7 @@ def is_context_sharded(spec: KVCacheSpec) -> bool:
     """
     if hasattr(spec, "dcp_sharded"):
         return bool(spec.dcp_sharded)
-    layers = getattr(spec, "kv_cache_specs", None)
-    return _is_a(next(iter(layers.values())) if layers else spec, "FullAttentionSpec")
+    return _is_a(_first_layer(spec), "FullAttentionSpec")
 
 
 def is_whole_on_each_rank(spec: KVCacheSpec) -> bool:
@@ -357,6 +366,12 @@ def is_whole_on_each_rank(spec: KVCacheSpec) -> bool:
     if getattr(spec, "max_tp_shards", None) == 1:
         return True
     return _is_a(spec, "CircularBufferSpec", "MLAAttentionSpec", "SlidingWindowMLASpec")
+
+
+def _first_layer(group: KVCacheSpec) -> KVCacheSpec:
+    """Return the spec of a group's first layer, of a group whose layers differ in size."""
+    layers = getattr(group, "kv_cache_specs", None)
+    return next(iter(layers.values())) if layers else group
 
 
 def _is_a(spec: KVCacheSpec, *names: str) -> bool:

@@ -314,6 +314,12 @@ class TestProducer:
             taker.on_new_request(wanted)
             assert len(taker.drain().prepare) == accepted
 
+    def test_log_of_another_prompt_names_media(self, caplog: pytest.LogCaptureFixture) -> None:
+        each = request(40, ticket())
+        each.mm_features = [image(3)]
+        consumer().on_new_request(each)
+        assert "than this one of 40 tokens, or for other media (vLLM up to 0.30" in caplog.text
+
     def test_image_is_not_cut_where_nothing_is_handed_over(self) -> None:
         metrics = Metrics(driver="loopback")
         each = request(40)

@@ -35,8 +35,16 @@ def oldest(later: Any) -> Any:
     return later
 
 
-def groups(count: int) -> Any:
-    return SimpleNamespace(kv_cache_groups=["group"] * count)
+class FullAttentionSpec:
+    """vLLM's class of this name, to a function that asks for the name."""
+
+
+class SlidingWindowSpec:
+    """Likewise."""
+
+
+def groups(*specs: object) -> Any:
+    return SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec) for spec in specs])
 
 
 def block(block_id: int, *, cached: bool = False) -> Any:
@@ -140,10 +148,14 @@ def test_an_engine_that_cannot_be_told_of_failed_loads_does_not_load(
 ) -> None:
     monkeypatch.setattr(versions, "takes_failed_requests", oldest.takes_failed_requests)
     consumer: Any = SimpleNamespace(is_kv_consumer=True)
-    check_failure_reports(consumer, groups(1))
-    check_failure_reports(SimpleNamespace(is_kv_consumer=False), groups(3))
+    full, window = FullAttentionSpec(), SlidingWindowSpec()
+    check_failure_reports(consumer, groups(full))
+    check_failure_reports(consumer, groups(SimpleNamespace(kv_cache_specs={"layer": full})))
+    check_failure_reports(SimpleNamespace(is_kv_consumer=False), groups(full, full, window))
     with pytest.raises(ConfigError, match=r'3 cache groups: .*; set kv_role "kv_producer"'):
-        check_failure_reports(consumer, groups(3))
+        check_failure_reports(consumer, groups(full, full, window))
+    with pytest.raises(ConfigError, match=r"sliding windows or states: .*failed"):
+        check_failure_reports(consumer, groups(window))
 
 
 @pytest.mark.parametrize(
@@ -233,6 +245,8 @@ def test_specs_that_say_how_they_are_divided() -> None:
         ("0.31.2", " vLLM 0.31"),
         ("0.32.1+cpu", ""),
         ("0.33.0", " vLLM 0.33"),
+        ("0.31rc1", " vLLM 0.31"),
+        ("0.32+cpu", ""),
         ("dev", " vLLM dev"),
         (None, ""),
     ],

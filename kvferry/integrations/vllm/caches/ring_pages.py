@@ -14,14 +14,15 @@ outermost, vLLM also multiplies the capacity to make all pages equally large
 from __future__ import annotations
 
 from kvferry.core.layout import Field
+from kvferry.integrations.vllm import versions
 from kvferry.integrations.vllm.caches.pages import Page
 
 
 def ring_fields(page: Page) -> tuple[Field, ...]:
     """Return the single field of a layer's rings.
 
-    The field's key contains the backend, the type and the shape. So engines whose rings have
-    another capacity have no field with this key, and the handshake refuses the pair.
+    The field's key contains the backend, the type, the shape and vLLM's release. So engines whose
+    rings have another capacity have no field with this key, and the handshake refuses the pair.
 
     Args:
         page: The layer's pages.
@@ -31,7 +32,8 @@ def ring_fields(page: Page) -> tuple[Field, ...]:
     head, entry, _ = page.strides
     return (
         page.field(
-            f"ring[{page.facts.backend}: {capacity} slots of {page.dtype} {heads}x{content}]",
+            f"ring[{page.facts.backend}: {capacity} slots of {page.dtype} {heads}x{content}]"
+            f"{versions.opaque_release()}",
             unit=content * page.itemsize,
             inner=((heads, head), (page.kernels, page.kernel_stride), (entries, entry)),
         ),

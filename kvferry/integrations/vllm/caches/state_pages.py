@@ -21,6 +21,7 @@ from dataclasses import dataclass
 
 from kvferry.core.errors import LayoutError
 from kvferry.core.layout import Field
+from kvferry.integrations.vllm import versions
 from kvferry.integrations.vllm.caches.pages import Page, Pairs, ShardPosition
 
 Part = tuple[str, tuple[int, int]]
@@ -184,8 +185,8 @@ def opaque_state(page: Page) -> tuple[Field, ...]:
     """Return a single field that covers a whole state, whose content is not known.
 
     Only engines that split the state among ranks in the same way can exchange the field. Its key
-    contains the backend and the tensors' types and shapes, so engines that store the state in other
-    ways have no field with this key.
+    contains the backend, the tensors' types and shapes, and vLLM's release. So engines that may
+    store the state in other ways have no field with this key.
 
     Args:
         page: The layer's pages.
@@ -196,7 +197,7 @@ def opaque_state(page: Page) -> tuple[Field, ...]:
     position = _sharing(page)
     return (
         page.field(
-            f"state[{page.facts.backend}: {shapes}]",
+            f"state[{page.facts.backend}: {shapes}]{versions.opaque_release()}",
             unit=page.spec.state_content_size_bytes,
             shard=(position.tp, position.tp + 1),
             dtype="uint8",
