@@ -65,7 +65,7 @@ def test_packings(version: str) -> None:
     assert python is not None
     command = [str(python), "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "vllm"]
     run = subprocess.run(
-        [*command, "tests/integrations/vllm/caches"],
+        [*command, "--color=no", "tests/integrations/vllm/caches"],
         cwd=ROOT,
         env=os.environ | ENVIRONMENT | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
