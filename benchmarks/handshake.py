@@ -141,7 +141,7 @@ class Vllm(planning.Vllm):  # type: ignore[misc]
         return found
 
     def _start(self, case: Case, tp: int, blocks: int) -> vllm_worker.Worker:
-        with self._library.patient(_milliseconds()):
+        with vllm_worker.patient():
             made = vllm_worker.start(
                 tp=tp, layers=case.layers, blocks=blocks, api=self._library.api
             )
@@ -153,19 +153,13 @@ class Vllm(planning.Vllm):  # type: ignore[misc]
         """The metadata of an agent with the memory of the peer's first rank."""
         api = self._library.api
         config = api.nixl_agent_config(num_threads=THREADS, capture_telemetry=True)
-        with self._library.patient(_milliseconds()):
+        with vllm_worker.patient():
             agent = api.nixl_agent(f"prefill-{len(self._started)}", config)
         self._started.append(agent)
         for descs in self._far.worker._registered_descs:
             agent.register_memory(descs, backends=self._far.worker.nixl_backends)
         made: bytes = agent.get_agent_metadata()
         return made
-
-
-def _milliseconds() -> int:
-    from kvferry.drivers.nixl.options import NixlOptions
-
-    return NixlOptions().progress_milliseconds
 
 
 def main() -> None:

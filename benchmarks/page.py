@@ -172,7 +172,11 @@ def _reasons(unmet: Sequence[rows.Row]) -> Iterator[str]:
 
 
 def _about(limit: Mapping[str, Any], row: rows.Row) -> bool:
-    return limit["section"] in row.section and limit.get("case", "") in row.case
+    return (
+        limit["section"] in row.section
+        and limit.get("case", "") in row.case
+        and limit.get("of", "") in row.of
+    )
 
 
 def _bodies(store: Store, drawn: Mapping[str, str]) -> Iterator[str]:

@@ -1,12 +1,13 @@
 """One request, from the worker's hearing of it until its copies are posted, in CPU time.
 
-    python benchmarks/request.py [--layers 80] [--seconds 3] [--quick] [--newer FOLDER]
+    python benchmarks/request.py [--layers 80] [--seconds 10] [--quick] [--newer FOLDER]
                                  [--json FILE]
 
 Next to vLLM's own NIXL worker doing the same in a process of its own, the two taking turns; next to
 that of the installed vLLM, and to that of another vLLM whose source ``--newer`` names. First
 with transports that cost nothing on both sides; then, where nixl is installed, with NIXL itself,
 whose call ``transfer`` is counted and not counted: over UCX on one host it moves the bytes.
+NIXL's idle threads sleep on both sides, though vLLM leaves them spinning.
 Ours is all that a load takes until the driver has it: the endpoint's thread, its state machine,
 the check against the peer, the copies. All threads are counted.
 """
@@ -16,7 +17,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -156,7 +157,8 @@ class Vllm:
         start = partial(vllm_worker.start, tp=1, layers=layers, blocks=self._blocks)
         if nixl:
             start = partial(start, api=_count_transfers(self.clocks), dim=NIXL_DIM)
-        self._far, self._near = start(), start()
+        with vllm_worker.patient() if nixl else nullcontext():
+            self._far, self._near = start(), start()
         self._worker = self._near.worker
         self._nixl = nixl
         metadata = vllm_worker.metadata(self._far.payload, "prefill")
@@ -245,7 +247,7 @@ def main() -> None:
 def _options() -> argparse.Namespace:
     parser: argparse.ArgumentParser = common.parser(__doc__)
     parser.add_argument("--layers", type=int, default=80)
-    parser.add_argument("--seconds", type=float, default=3.0, help="for each case, about")
+    parser.add_argument("--seconds", type=float, default=10.0, help="for each case and vLLM, about")
     parser.add_argument("--quick", action="store_true", help="half a second for each case")
     common.newer(parser)
     options = parser.parse_args()

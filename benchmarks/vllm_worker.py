@@ -22,7 +22,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -249,6 +249,18 @@ def name() -> str:
     import vllm
 
     return f"vLLM {'.'.join(vllm.__version__.split('.')[:2])}'s worker"
+
+
+def patient() -> AbstractContextManager[None]:
+    """Within the context, give new agents of NIXL progress threads that sleep while they are idle.
+
+    vLLM leaves them spinning. Beside several workers of one machine they would take the cores from
+    all that is measured.
+    """
+    from kvferry.drivers.nixl import library
+    from kvferry.drivers.nixl.options import NixlOptions
+
+    return library.load().patient(NixlOptions().progress_milliseconds)
 
 
 def quiet() -> None:
