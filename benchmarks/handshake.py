@@ -1,13 +1,14 @@
 """A peer made known on NIXL's own calls: what a rank builds, and what NIXL loads and keeps.
 
-    python benchmarks/handshake.py [--layers 80] [--blocks 20000] [--seconds 10] [--quick]
+    python benchmarks/handshake.py [--layers 80] [--blocks 20000] [--seconds 4] [--quick]
                                    [--newer FOLDER] [--json FILE]
 
 As in ``planning.py``, but with NIXL itself on both sides. Ours is what the peer's ranks publish
 decoded, checked and planned, and ``connect`` of the driver nixl for each of these ranks. vLLM's
 worker loads them as well, and prepares NIXL's descriptor lists. NIXL forgets the peer after each
-round, on both sides, so each connection is made anew. The first read of a slot word, which an
-endpoint of ours makes besides, is not counted.
+round, on both sides, so each connection is made anew. Few rounds are made: NIXL never closes the
+sockets, and in a process that has made some thousand connections each one takes ten times as long.
+The first read of a slot word, which an endpoint of ours makes besides, is not counted.
 What counts is the CPU time of the thread that does the work. NIXL's progress threads sleep while
 they are idle, on both sides: vLLM leaves them spinning, which would take the cores from everyone.
 Memory is what NIXL and numpy have allocated by then, for each of some further peers; small objects
@@ -173,7 +174,7 @@ def _options() -> argparse.Namespace:
     parser: argparse.ArgumentParser = common.parser(__doc__)
     parser.add_argument("--layers", type=int, default=80)
     parser.add_argument("--blocks", type=int, default=20_000, help="blocks of each engine")
-    parser.add_argument("--seconds", type=float, default=10.0, help="for each case and vLLM, about")
+    parser.add_argument("--seconds", type=float, default=4.0, help="for each case and vLLM, about")
     parser.add_argument("--quick", action="store_true", help="a tenth of the blocks")
     common.newer(parser)
     options = parser.parse_args()
@@ -220,7 +221,7 @@ def _case(
         each.ask("prepare", case)
     for section, again in ((FIRST, False), (FURTHER, True)):
         took = {
-            name: planning.turns(ours, peer, "built", again, seconds)
+            name: planning.turns(ours, peer, "built", again, seconds, in_a_row=1)
             for name, peer in peers.items()
         }
         yield from planning.compared(section, case, took, (None, planning.NEWER))

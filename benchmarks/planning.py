@@ -1,6 +1,6 @@
 """Handshake and planning: what it takes a rank to know a peer, next to vLLM's own NIXL worker.
 
-    python benchmarks/planning.py [--layers 80] [--blocks 20000] [--seconds 10] [--quick]
+    python benchmarks/planning.py [--layers 80] [--blocks 20000] [--seconds 6] [--quick]
                                   [--newer FOLDER] [--json FILE]
 
 The peer is vLLM's worker itself, in a process of its own, with NIXL's agent replaced by a stand-in
@@ -257,7 +257,7 @@ def _options() -> argparse.Namespace:
     parser: argparse.ArgumentParser = common.parser(__doc__)
     parser.add_argument("--layers", type=int, default=80)
     parser.add_argument("--blocks", type=int, default=20_000, help="blocks of each engine")
-    parser.add_argument("--seconds", type=float, default=10.0, help="for each case and vLLM, about")
+    parser.add_argument("--seconds", type=float, default=6.0, help="for each case and vLLM, about")
     parser.add_argument(
         "--quick", action="store_true", help="a tenth of the blocks, and no targets"
     )
@@ -370,6 +370,7 @@ def turns(
     what: str,
     again: bool,
     seconds: float,
+    in_a_row: int = IN_A_ROW,
 ) -> Turns:
     """Seconds of both, round by round; each has run once before."""
     sides = (ours, theirs)
@@ -379,19 +380,21 @@ def turns(
     end = time.monotonic() + seconds
     while len(found) < MOST and (not found or time.monotonic() < end):
         turn = len(found) % 2
-        took = {each: _median(each, what, again) for each in (sides[turn], sides[1 - turn])}
+        took = {
+            each: _median(each, what, again, in_a_row) for each in (sides[turn], sides[1 - turn])
+        }
         found.append([took[ours], took[theirs]])
     mine, other = np.array(found).T
     return Turns(ours=mine, theirs=other)
 
 
-def _median(one: worker_process.WorkerProcess, what: str, again: bool) -> float:
+def _median(one: worker_process.WorkerProcess, what: str, again: bool, in_a_row: int) -> float:
     """Seconds of a few in a row, or of one that takes long.
 
     Building is work, and counted in CPU time; a handshake is waiting, too.
     """
     found: list[worker_process.Measurement] = []
-    while len(found) < IN_A_ROW and sum(took.seconds for took in found) < SHORT_SECONDS:
+    while len(found) < in_a_row and sum(took.seconds for took in found) < SHORT_SECONDS:
         found.append(one.ask(what, again))
     seconds = [took.thread if what == "built" else took.seconds for took in found]
     return float(np.median(seconds))

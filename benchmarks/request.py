@@ -1,6 +1,6 @@
 """One request, from the worker's hearing of it until its copies are posted, in CPU time.
 
-    python benchmarks/request.py [--layers 80] [--seconds 10] [--quick] [--newer FOLDER]
+    python benchmarks/request.py [--layers 80] [--seconds 4] [--quick] [--newer FOLDER]
                                  [--json FILE]
 
 Next to vLLM's own NIXL worker doing the same in a process of its own, the two taking turns; next to
@@ -247,7 +247,7 @@ def main() -> None:
 def _options() -> argparse.Namespace:
     parser: argparse.ArgumentParser = common.parser(__doc__)
     parser.add_argument("--layers", type=int, default=80)
-    parser.add_argument("--seconds", type=float, default=10.0, help="for each case and vLLM, about")
+    parser.add_argument("--seconds", type=float, default=4.0, help="for each case and vLLM, about")
     parser.add_argument("--quick", action="store_true", help="half a second for each case")
     common.newer(parser)
     options = parser.parse_args()
