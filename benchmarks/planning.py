@@ -1,12 +1,13 @@
 """Handshake and planning: what it takes a rank to know a peer, next to vLLM's own NIXL worker.
 
-    python benchmarks/planning.py [--layers 80] [--blocks 20000] [--seconds 5] [--quick]
-                                  [--json FILE]
+    python benchmarks/planning.py [--layers 80] [--blocks 20000] [--seconds 6] [--quick]
+                                  [--newer FOLDER] [--json FILE]
 
 The peer is vLLM's worker itself, in a process of its own, with NIXL's agent replaced by a stand-in
-that costs nothing; the two take turns. "Built" is from what the peer's ranks publish to all that is
-kept for it: decoded, checked, planned; in CPU time. "Handshake" is that and the question over a
-real socket; by the clock.
+that costs nothing; the two take turns. ``--newer`` names the source of another vLLM, whose worker
+is measured besides that of the installed vLLM, in rounds of its own.
+"Built" is from what the peer's ranks publish to all that is kept for it: decoded, checked, planned;
+in CPU time. "Handshake" is that and the question over a real socket; by the clock.
 A peer is the first of its shape, or one that differs from an earlier one only in where its memory
 lies, as the engines of one deployment do: vLLM's worker too has tables then that it uses again.
 TP a-b: a prefill ranks, b decode ranks; all is done by decode's rank 0, which knows its own
@@ -20,9 +21,11 @@ import argparse
 import itertools
 import time
 import tracemalloc
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import common
@@ -43,14 +46,26 @@ from kvferry.core.planner.plan_cache import PlanCache
 CASES = ((1, 1, 1.0), (1, 1, 0.9), (2, 1, 1.0), (4, 1, 1.0), (8, 1, 1.0), (1, 8, 1.0), (3, 2, 1.0))
 """Prefill ranks, decode ranks, and how many blocks prefill has for each of decode's."""
 EQUAL, UNEQUAL, CONSTANT = "≥ 50", "≥ 1000", "≤ 1.05"
+NEWER = "≥ 1"
+"""Beside a worker that has a row for each layer, where vLLM 0.32's has one for each block of it."""
 FEWER = 10
 """Memory is compared with so many times fewer blocks."""
 IN_A_ROW, SHORT_SECONDS = 5, 0.5
 MOST = 15
 """Rounds of a case; one, where that takes long."""
 MS = 1e3
-PAGE = 4096
-"""Bytes; the kernel counts no less."""
+
+
+Peers = Mapping[str, worker_process.WorkerProcess]
+"""Workers of vLLM, by the name that rows have for them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turns:
+    """Round by round: seconds of ours and of theirs."""
+
+    ours: common.Times
+    theirs: common.Times
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,7 +145,10 @@ class Ferry:
             self._forget(self._own)
         shape, blocks = Shape(tp=case.prefill), case.far(case.blocks)
         far = engines.engine(shape, case.layers, blocks, base=start << 43)
-        made: list[bytes] = engines.payloads(far)
+        return [self._published(layout, rank) for rank, layout in enumerate(far)]
+
+    def _published(self, layout: Layout, rank: int) -> bytes:
+        made: bytes = engines.payload(layout, rank)
         return made
 
     def _forget(self, own: list[Layout]) -> None:
@@ -154,22 +172,30 @@ class Ferry:
 
 
 class Vllm:
-    """vLLM's half: its worker of decode's rank 0, and what prefill's ranks publish."""
+    """vLLM's half: its worker of decode's rank 0, and what prefill's ranks publish.
 
-    def __init__(self) -> None:
+    Args:
+        source: the source of a vLLM; by default, the installed one is measured.
+    """
+
+    def __init__(self, source: Path | None = None) -> None:
         vllm_worker.quiet()
+        if source is not None:
+            vllm_worker.use_source(source)
         self._made: dict[tuple[int, int, int], vllm_worker.Worker] = {}
         self._names = itertools.count(1)
 
-    def ready(self) -> bool:
-        """It was made."""
-        return True
+    def name(self) -> str:
+        """As rows name it."""
+        found: str = vllm_worker.name()
+        return found
 
     def prepare(self, case: Case) -> None:
         """The engines of a case."""
         self._made.clear()
         self._case = case
-        self._payload = self._start(case, case.prefill, case.far(case.blocks)).payload
+        self._far = self._start(case, case.prefill, case.far(case.blocks))
+        self._payload = self._far.payload
         self._worker = self._start(case, case.decode, case.blocks).worker
 
     def built(self, again: bool) -> worker_process.Measurement:
@@ -186,22 +212,38 @@ class Vllm:
                 lambda: self._worker._nixl_handshake(host, port, self._case.prefill, name)
             )
 
+    def memory(self) -> int:
+        """Bytes while a first peer is built, at most."""
+        self._forget(False)
+        tracemalloc.start()
+        self._known()
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        return peak
+
     def _start(self, case: Case, tp: int, blocks: int) -> vllm_worker.Worker:
         return vllm_worker.start(tp=tp, layers=case.layers, blocks=blocks)
 
     def _forget(self, again: bool) -> None:
-        if not again:
-            self._worker.src_xfer_handles_by_tp_ratio.clear()
+        if again:
+            return
+        for handles in self._worker.src_xfer_handles_by_tp_ratio.values():
+            for handle in handles:
+                self._worker.nixl_wrapper.release_dlist_handle(handle)
+        self._worker.src_xfer_handles_by_tp_ratio.clear()
 
     def _name(self) -> str:
         return f"peer-{next(self._names)}"
 
-    def _known(self) -> None:
+    def _known(self) -> str:
         tp, name = self._case.prefill, self._name()
         for rank in self._worker.transfer_topo.handshake_target_ranks(tp, 1):
-            metadata = vllm_worker.metadata(self._payload, name)
-            agent = self._worker.add_remote_agent(metadata, rank, tp, 1)
+            agent = self._worker.add_remote_agent(self._metadata(name, rank), rank, tp, 1)
             self._worker._remote_agents[name][0, rank] = agent
+        return name
+
+    def _metadata(self, name: str, rank: int) -> Any:
+        return vllm_worker.metadata(self._payload, name)
 
 
 def main() -> None:
@@ -215,10 +257,11 @@ def _options() -> argparse.Namespace:
     parser: argparse.ArgumentParser = common.parser(__doc__)
     parser.add_argument("--layers", type=int, default=80)
     parser.add_argument("--blocks", type=int, default=20_000, help="blocks of each engine")
-    parser.add_argument("--seconds", type=float, default=5.0, help="for each case, about")
+    parser.add_argument("--seconds", type=float, default=6.0, help="for each case and vLLM, about")
     parser.add_argument(
         "--quick", action="store_true", help="a tenth of the blocks, and no targets"
     )
+    common.newer(parser)
     options = parser.parse_args()
     if options.quick:
         options.blocks, options.seconds = options.blocks // 10, 0.2
@@ -232,22 +275,26 @@ def _measured(options: argparse.Namespace) -> Iterator[rows.Row]:
     ]
     with ExitStack() as stack:
         ours = stack.enter_context(worker_process.WorkerProcess(Ferry))
-        theirs = (
-            stack.enter_context(worker_process.WorkerProcess(Vllm))
-            if vllm_worker.available()
-            else None
-        )
+        workers = [
+            stack.enter_context(worker_process.WorkerProcess(partial(Vllm, source)))
+            for source in sources(options.newer)
+        ]
         say = stack.enter_context(rows.progress(len(cases) + 1))
         say("vLLM starts")
-        if theirs is not None:
-            theirs.ask("ready")
+        peers = {worker.ask("name"): worker for worker in workers}
         found = []
         for case in cases:
             say(str(case))
-            found += list(_case(case, ours, theirs, options.seconds))
+            found += list(_case(case, ours, peers, options.seconds))
         if options.quick:
             found = [replace(row, target=None, met=None) for row in found]
         yield from sorted(found, key=lambda row: ORDER.index(row.section))
+
+
+def sources(newer: Path | None) -> list[Path | None]:
+    """The vLLMs to measure against: the installed one (``None``) first, if there is one."""
+    installed: list[Path | None] = [None] if vllm_worker.available() else []
+    return installed + ([newer] if newer else [])
 
 
 FIRST = "built for the first peer of its shape"
@@ -261,14 +308,14 @@ ORDER = (FIRST, FURTHER, SHAKEN, MEMORY, GROWTH)
 def _case(
     case: Case,
     ours: worker_process.WorkerProcess,
-    theirs: worker_process.WorkerProcess | None,
+    peers: Peers,
     seconds: float,
 ) -> Iterator[rows.Row]:
     ours.ask("prepare", case)
     ours.ask("memory", case.blocks)
     peak, kept = ours.ask("memory", case.blocks)
     fewer, _ = ours.ask("memory", case.blocks // FEWER)
-    yield _row(
+    yield row(
         GROWTH,
         str(case),
         f"{kept / 1e3:,.0f} kept",
@@ -277,34 +324,55 @@ def _case(
         f"{case.blocks:,} to {case.blocks // FEWER:,} blocks",
         CONSTANT,
     )
-    if theirs is None or case.refused:
+    if not peers or case.refused:
         took = np.array([ours.ask("built", False).seconds for _ in range(MOST)])
-        why = "vLLM's worker refuses it" if theirs else "there is no vLLM here"
-        yield _row(FIRST, str(case), _ms(took), "ms", took / np.median(took), f"itself: {why}")
+        why = "vLLM's worker refuses it" if peers else "there is no vLLM here"
+        yield row(FIRST, str(case), ms(took), "ms", took / np.median(took), f"itself: {why}")
         return
-    theirs.ask("prepare", case)
-    target = EQUAL if case.prefill == case.decode else UNEQUAL
-    vllms = "vLLM's worker's time to ours"
-    mine, other, grown = _turns(ours, theirs, "built", False, seconds)
-    yield _row(FIRST, str(case), _ms(mine), "ms", other / mine, vllms, target)
-    yield _row(
-        MEMORY, str(case), f"{peak / 1e3:,.0f}", "KB", grown / peak, "vLLM's worker's peak to ours"
+    for peer in peers.values():
+        peer.ask("prepare", case)
+    equal = case.prefill == case.decode
+    first = {name: turns(ours, peer, "built", False, seconds) for name, peer in peers.items()}
+    further = {name: turns(ours, peer, "built", True, seconds / 2) for name, peer in peers.items()}
+    yield from compared(FIRST, case, first, (EQUAL if equal else UNEQUAL, NEWER))
+    for name, peer in peers.items():
+        ratio = np.array([peer.ask("memory") / peak])
+        of = f"{name}'s peak to ours"
+        yield row(MEMORY, str(case), f"{peak / 1e3:,.0f}", "KB", ratio, of)
+    yield from compared(FURTHER, case, further, (EQUAL if equal else None, NEWER))
+    yield from compared(
+        SHAKEN,
+        case,
+        {name: turns(ours, peer, "handshake", True, seconds / 2) for name, peer in peers.items()},
     )
-    mine, other, _ = _turns(ours, theirs, "built", True, seconds / 2)
-    again = EQUAL if case.prefill == case.decode else None
-    yield _row(FURTHER, str(case), _ms(mine), "ms", other / mine, vllms, again)
-    mine, other, _ = _turns(ours, theirs, "handshake", True, seconds / 2)
-    yield _row(SHAKEN, str(case), _ms(mine), "ms", other / mine, vllms)
 
 
-def _turns(
+def compared(
+    section: str,
+    case: Case,
+    found: Mapping[str, Turns],
+    targets: tuple[str | None, str | None] = (None, None),
+) -> Iterator[rows.Row]:
+    """A row for each vLLM; our figure is the median of all rounds.
+
+    Args:
+        targets: for the ratio to the installed vLLM's worker, and to a newer one's.
+    """
+    measured = ms(np.concatenate([each.ours for each in found.values()]))
+    for (name, each), target in zip(found.items(), targets, strict=False):
+        of = f"{name}'s time to ours"
+        yield row(section, str(case), measured, "ms", each.theirs / each.ours, of, target)
+
+
+def turns(
     ours: worker_process.WorkerProcess,
     theirs: worker_process.WorkerProcess,
     what: str,
     again: bool,
     seconds: float,
-) -> tuple[common.Times, common.Times, common.Times]:
-    """Seconds of both, round by round, and the bytes of theirs; each has run once before."""
+    in_a_row: int = IN_A_ROW,
+) -> Turns:
+    """Seconds of both, round by round; each has run once before."""
     sides = (ours, theirs)
     for each in sides:
         each.ask(what, True)
@@ -312,25 +380,27 @@ def _turns(
     end = time.monotonic() + seconds
     while len(found) < MOST and (not found or time.monotonic() < end):
         turn = len(found) % 2
-        took = {each: _median(each, what, again) for each in (sides[turn], sides[1 - turn])}
-        found.append([took[ours][0], *took[theirs]])
-    mine, other, grown = np.array(found).T
-    return mine, other, np.maximum(grown, PAGE)
+        took = {
+            each: _median(each, what, again, in_a_row) for each in (sides[turn], sides[1 - turn])
+        }
+        found.append([took[ours], took[theirs]])
+    mine, other = np.array(found).T
+    return Turns(ours=mine, theirs=other)
 
 
-def _median(one: worker_process.WorkerProcess, what: str, again: bool) -> tuple[float, float]:
-    """Seconds and bytes of a few in a row, or of one that takes long.
+def _median(one: worker_process.WorkerProcess, what: str, again: bool, in_a_row: int) -> float:
+    """Seconds of a few in a row, or of one that takes long.
 
     Building is work, and counted in CPU time; a handshake is waiting, too.
     """
     found: list[worker_process.Measurement] = []
-    while len(found) < IN_A_ROW and sum(took.seconds for took in found) < SHORT_SECONDS:
+    while len(found) < in_a_row and sum(took.seconds for took in found) < SHORT_SECONDS:
         found.append(one.ask(what, again))
-    seconds = [took.cpu if what == "built" else took.seconds for took in found]
-    return float(np.median(seconds)), max(took.nbytes for took in found)
+    seconds = [took.thread if what == "built" else took.seconds for took in found]
+    return float(np.median(seconds))
 
 
-def _row(
+def row(
     section: str,
     case: str,
     measured: str,
@@ -339,6 +409,7 @@ def _row(
     of: str,
     target: str | None = None,
 ) -> rows.Row:
+    """A row of ratios, one for each round."""
     found = common.ratio(ratios, np.ones(len(ratios)))
     return rows.compared(
         found,
@@ -351,7 +422,8 @@ def _row(
     )
 
 
-def _ms(seconds: common.Times) -> str:
+def ms(seconds: common.Times) -> str:
+    """The median, in milliseconds."""
     return f"{np.median(seconds) * MS:.2f}"
 
 

@@ -1,10 +1,13 @@
 """One request, from the worker's hearing of it until its copies are posted, in CPU time.
 
-    python benchmarks/request.py [--layers 80] [--seconds 3] [--quick] [--json FILE]
+    python benchmarks/request.py [--layers 80] [--seconds 4] [--quick] [--newer FOLDER]
+                                 [--json FILE]
 
-Next to vLLM's own NIXL worker doing the same in a process of its own, the two taking turns. First
+Next to vLLM's own NIXL worker doing the same in a process of its own, the two taking turns; next to
+that of the installed vLLM, and to that of another vLLM whose source ``--newer`` names. First
 with transports that cost nothing on both sides; then, where nixl is installed, with NIXL itself,
 whose call ``transfer`` is counted and not counted: over UCX on one host it moves the bytes.
+NIXL's idle threads sleep on both sides, though vLLM leaves them spinning.
 Ours is all that a load takes until the driver has it: the endpoint's thread, its state machine,
 the check against the peer, the copies. All threads are counted.
 """
@@ -13,15 +16,17 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import common
 import engines
 import numpy as np
+import planning
 import rows
 import vllm_worker
 import worker_process
@@ -140,22 +145,30 @@ class Ferry:
 
 
 class Vllm:
-    """vLLM's half."""
+    """vLLM's half, of the installed vLLM or of the one whose source is named."""
 
-    def __init__(self, layers: int, *, nixl: bool = False) -> None:
+    def __init__(self, layers: int, *, source: Path | None = None, nixl: bool = False) -> None:
         vllm_worker.quiet()
+        if source is not None:
+            vllm_worker.use_source(source)
         self.clocks = Clocks()
         self._numbers = iter(range(1, 1 << 30))
         self._blocks = NIXL_BLOCKS + 1 if nixl else BLOCKS
         start = partial(vllm_worker.start, tp=1, layers=layers, blocks=self._blocks)
         if nixl:
             start = partial(start, api=_count_transfers(self.clocks), dim=NIXL_DIM)
-        self._far, self._near = start(), start()
+        with vllm_worker.patient() if nixl else nullcontext():
+            self._far, self._near = start(), start()
         self._worker = self._near.worker
         self._nixl = nixl
         metadata = vllm_worker.metadata(self._far.payload, "prefill")
         self._worker._remote_agents["prefill"][0, 0] = self._worker.add_remote_agent(metadata)
         self._worker._engine_by_address["127.0.0.1", 1] = "prefill"
+
+    def name(self) -> str:
+        """As rows name it."""
+        found: str = vllm_worker.name()
+        return found
 
     def post(self, count: int, scattered: bool) -> tuple[float, float]:
         """As ``Ferry.post``."""
@@ -234,8 +247,9 @@ def main() -> None:
 def _options() -> argparse.Namespace:
     parser: argparse.ArgumentParser = common.parser(__doc__)
     parser.add_argument("--layers", type=int, default=80)
-    parser.add_argument("--seconds", type=float, default=3.0, help="for each case, about")
+    parser.add_argument("--seconds", type=float, default=4.0, help="for each case and vLLM, about")
     parser.add_argument("--quick", action="store_true", help="half a second for each case")
+    common.newer(parser)
     options = parser.parse_args()
     if options.quick:
         options.seconds = 0.3
@@ -255,31 +269,37 @@ def _kind(options: argparse.Namespace, nixl: bool, say: rows.Show) -> Iterator[r
         ours = stack.enter_context(
             worker_process.WorkerProcess(partial(Ferry, options.layers, nixl=nixl))
         )
-        theirs = None
-        if vllm_worker.available():
-            theirs = stack.enter_context(
-                worker_process.WorkerProcess(partial(Vllm, options.layers, nixl=nixl))
+        workers = [
+            stack.enter_context(
+                worker_process.WorkerProcess(
+                    partial(Vllm, options.layers, source=source, nixl=nixl)
+                )
             )
-            theirs.ask("post", 4, True)
+            for source in planning.sources(options.newer)
+        ]
+        peers = {worker.ask("name"): worker for worker in workers}
         made: list[rows.Row] = []
         for count in COUNTS[:1] if nixl else COUNTS:
             for scattered in (True, False):
                 case = f"{count:,} blocks {'scattered' if scattered else 'in a row'}"
                 say(case)
-                found = _turns(ours, theirs, count, scattered, options.seconds)
+                found = {
+                    name: _turns(ours, peer, count, scattered, options.seconds)
+                    for name, peer in (peers or {"no vLLM is here: our worker": ours}).items()
+                }
                 made += _rows(case, found, scattered, nixl)
         yield from sorted(made, key=lambda row: row.section)
 
 
 def _turns(
     ours: worker_process.WorkerProcess,
-    theirs: worker_process.WorkerProcess | None,
+    theirs: worker_process.WorkerProcess,
     count: int,
     scattered: bool,
     seconds: float,
 ) -> common.Times:
     """CPU seconds: (rounds, ours and theirs, until posted and inside ``transfer``)."""
-    sides = [ours, theirs or ours]
+    sides = [ours, theirs]
     for each in sides:
         each.ask("post", count, scattered)
     found: list[list[tuple[float, float]]] = []
@@ -291,27 +311,36 @@ def _turns(
     return np.array(found)
 
 
-def _rows(case: str, found: common.Times, scattered: bool, nixl: bool) -> Iterator[rows.Row]:
+def _rows(
+    case: str, found: Mapping[str, common.Times], scattered: bool, nixl: bool
+) -> Iterator[rows.Row]:
     target = SCATTERED if scattered else IN_A_ROW
-    until, inside = found[:, :, 0], found[:, :, 1]
+    until = {name: each[:, :, 0] for name, each in found.items()}
+    without = {name: each[:, :, 0] - each[:, :, 1] for name, each in found.items()}
     if not nixl:
-        yield _row("a request until it is posted, by transports that cost nothing", case, until)
+        yield from _compared(
+            "a request until it is posted, by transports that cost nothing", case, until
+        )
         return
-    yield _row("a request until NIXL's transfer() has returned", case, until, target)
-    yield _row("the same without the time in transfer()", case, until - inside)
+    yield from _compared("a request until NIXL's transfer() has returned", case, until, target)
+    yield from _compared("the same without the time in transfer()", case, without)
 
 
-def _row(section: str, case: str, seconds: common.Times, target: str | None = None) -> rows.Row:
-    ratio = common.ratio(seconds[:, 1], seconds[:, 0])
-    return rows.compared(
-        ratio,
-        section=section,
-        case=case,
-        measured=f"{np.median(seconds[:, 0]) * US:,.0f}",
-        unit="µs CPU",
-        of="vLLM's worker's CPU time to ours",
-        target=target,
-    )
+def _compared(
+    section: str, case: str, found: Mapping[str, common.Times], target: str | None = None
+) -> Iterator[rows.Row]:
+    """A row for each vLLM; our figure is the median of all rounds."""
+    ours = np.concatenate([seconds[:, 0] for seconds in found.values()])
+    for name, seconds in found.items():
+        yield rows.compared(
+            common.ratio(seconds[:, 1], seconds[:, 0]),
+            section=section,
+            case=case,
+            measured=f"{np.median(ours) * US:,.0f}",
+            unit="µs CPU",
+            of=f"{name}'s CPU time to ours",
+            target=target,
+        )
 
 
 if __name__ == "__main__":

@@ -3,6 +3,9 @@
 It is driven as vLLM drives it, with NIXL's agent replaced by a stand-in whose calls cost nothing,
 or with NIXL itself. Its caches are address space of the size that the model has; only a small one
 is ever touched.
+
+The worker is that of the installed vLLM or, after ``use_source``, that of another release's source:
+a release of which there is no build for CPUs can be measured that way.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -56,7 +59,7 @@ class NoNixl:
     def get_xfer_descs(self, blocks: object, kind: str) -> list[object]:
         return []
 
-    def prep_xfer_dlist(self, agent: str, descs: object) -> int:
+    def prep_xfer_dlist(self, agent: str, descs: object, mem_type: str = "") -> int:
         return next(self._ids)
 
     def get_agent_metadata(self) -> bytes:
@@ -215,6 +218,49 @@ def listening(payload: Any, name: str, ranks: int) -> Iterator[tuple[str, int]]:
         yield place
     finally:
         stop.set()
+
+
+def use_source(folder: Path) -> None:
+    """Have this process import vLLM from the source of a release, which is not compiled.
+
+    NIXL's worker is Python, and no kernel of vLLM's is called for it. vLLM finds its platform by
+    how it was built, so the platform is set here.
+
+    Args:
+        folder: an unpacked source distribution, with the package ``vllm`` in it.
+
+    Raises:
+        SystemExit: there is no such package.
+    """
+    if not (folder / "vllm" / "__init__.py").is_file():
+        raise SystemExit(f"no package vllm in {folder}: name an unpacked source distribution")
+    sys.path.insert(0, str(folder.resolve()))
+    # vLLM looks at models in a process of its own, and keeps what it found.
+    os.environ["PYTHONPATH"] = os.pathsep.join([sys.path[0], os.environ.get("PYTHONPATH", "")])
+    os.environ["VLLM_CACHE_ROOT"] = str(folder.resolve().parent / "cache")
+    import vllm.platforms
+    from vllm.platforms.cpu import CpuPlatform
+
+    vllm.platforms._current_platform = CpuPlatform()
+
+
+def name() -> str:
+    """Return the worker's name with its version, as in ``vLLM 0.32's worker``."""
+    import vllm
+
+    return f"vLLM {'.'.join(vllm.__version__.split('.')[:2])}'s worker"
+
+
+def patient() -> AbstractContextManager[None]:
+    """Within the context, give new agents of NIXL progress threads that sleep while they are idle.
+
+    vLLM leaves them spinning. Beside several workers of one machine they would take the cores from
+    all that is measured.
+    """
+    from kvferry.drivers.nixl import library
+    from kvferry.drivers.nixl.options import NixlOptions
+
+    return library.load().patient(NixlOptions().progress_milliseconds)
 
 
 def quiet() -> None:

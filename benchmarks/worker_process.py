@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import multiprocessing
 import os
@@ -18,12 +19,14 @@ class Measurement:
     """The cost of a call.
 
     Attributes:
-        seconds: of the clock, and ``cpu``: of this process, all threads.
+        seconds: of the clock, ``cpu``: of this process, all threads, and ``thread``: of the
+            calling one.
         nbytes: how much its memory grew meanwhile, at most; 0 where the kernel can't say.
     """
 
     seconds: float
     cpu: float
+    thread: float
     nbytes: int
 
 
@@ -31,10 +34,14 @@ def timed(call: Callable[[], object]) -> Measurement:
     """Measure one call."""
     gc.collect(0)
     before = peak(reset=True)
-    start, cpu = time.perf_counter(), time.process_time()
+    start, cpu, thread = time.perf_counter(), time.process_time(), time.thread_time()
     call()
-    seconds, spent = time.perf_counter() - start, time.process_time() - cpu
-    return Measurement(seconds=seconds, cpu=spent, nbytes=max(0, peak() - before))
+    return Measurement(
+        thread=time.thread_time() - thread,
+        cpu=time.process_time() - cpu,
+        seconds=time.perf_counter() - start,
+        nbytes=max(0, peak() - before),
+    )
 
 
 def peak(*, reset: bool = False) -> int:
@@ -50,6 +57,29 @@ def peak(*, reset: bool = False) -> int:
 def resident() -> int:
     """Return the memory of this process in bytes."""
     return _status("VmRSS")
+
+
+_MALLOC_FIELDS = (
+    *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
+    *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
+)
+
+
+class _MallocInfo(ctypes.Structure):
+    """glibc's ``struct mallinfo2``."""
+
+    _fields_ = tuple((name, ctypes.c_size_t) for name in _MALLOC_FIELDS)
+
+
+def heap() -> int:
+    """Return the bytes that libraries and numpy have allocated and not freed.
+
+    Small objects of Python's are not among them.
+    """
+    call = ctypes.CDLL(None).mallinfo2
+    call.restype = _MallocInfo
+    found = call()
+    return int(found.uordblks + found.hblkhd)
 
 
 def _status(name: str) -> int:
