@@ -6,8 +6,8 @@
 As in ``planning.py``, but with NIXL itself on both sides. Ours is what the peer's ranks publish
 decoded, checked and planned, and ``connect`` of the driver nixl for each of these ranks. vLLM's
 worker loads them as well, and prepares NIXL's descriptor lists. NIXL forgets the peer after each
-round, on both sides, so each connection is made anew. Few rounds are made: NIXL never closes the
-sockets, and in a process that has made some thousand connections each one takes ten times as long.
+round, on both sides, so each connection is made anew. Few rounds are made: after some
+thousand connections in a process, each one was seen to take ten times as long.
 The first read of a slot word, which an endpoint of ours makes besides, is not counted.
 What counts is the CPU time of the thread that does the work. NIXL's progress threads sleep while
 they are idle, on both sides: vLLM leaves them spinning, which would take the cores from everyone.
