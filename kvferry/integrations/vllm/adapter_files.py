@@ -1,7 +1,7 @@
 """The files of LoRA adapters: which versions of them are on disk, and hashes of their contents.
 
 vLLM reads an adapter's configuration and its weights from a folder. A *version* identifies the
-files in the folder without reading them: two equal versions stand for equal contents.
+files in the folder without reading them: two equal versions of one path stand for equal contents.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ def hash_files(path: str) -> tuple[AdapterVersion, bytes]:
 
 
 class AdapterHashes:
-    """Hash the files of adapters on a thread of its own, and remember the hashes by version.
+    """Hash the files of adapters on a thread of its own, and remember the hashes.
 
     The thread starts with the first adapter. All methods may be called from one thread only.
     """
@@ -157,9 +157,15 @@ class AdapterHashes:
         self._paths: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def known(self, version: AdapterVersion | None) -> bytes | None:
-        """Return the hash of a version's content; ``None`` if this version was not hashed."""
-        return self._hashes.get(version)
+    def known(self, path: str, version: AdapterVersion | None) -> bytes | None:
+        """Return the hash of a version's content; ``None`` if this version was not hashed.
+
+        Args:
+            path: The adapter's folder. Files in two folders may have the same version, because it
+                has no device number: images of file systems often repeat inodes and times.
+            version: The version of the files there.
+        """
+        return self._hashes.get((path, version))
 
     def failure(self, path: str) -> str | None:
         """Return why the last attempt to hash an adapter failed; ``None`` if it did not."""
@@ -199,7 +205,7 @@ class AdapterHashes:
                 logger.exception("the adapter in %r could not be hashed", path[:200])
                 self._failures.put(path, "it could not be hashed; the log has the error")
             else:
-                self._hashes.put(version, content)
+                self._hashes.put((path, version), content)
             self._in_progress.discard(path)
 
 

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from kvferry.core.lru_cache import LRUCache
 from kvferry.integrations.vllm import versions
 from kvferry.integrations.vllm.adapter_files import AdapterError, AdapterVersion, settled_version
 from kvferry.integrations.vllm.config import ConfigError
@@ -27,6 +28,13 @@ if TYPE_CHECKING:
 
 METHOD = "_load_adapter"
 """The method of vLLM's ``WorkerLoRAManager`` that reads an adapter's files, each time it does."""
+
+MAX_ADAPTERS = 1024
+"""For how many adapters a worker remembers the last load.
+
+Fewer than the scheduler half remembers, so that a load that the scheduler half has forgotten is
+reported again.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +63,7 @@ class AdapterReport:
 
     Attributes:
         loads: The loads since the ranks' last reports, in order for each rank. A load that repeats
-            the last one of its adapter is left out.
+            the last one of its adapter is left out, if the rank remembers that one.
         step: The number of the step if the scheduler half asked for a report, otherwise 0.
     """
 
@@ -80,7 +88,7 @@ class LoadLog:
     def __init__(self, rank: int = 0) -> None:
         self._rank = rank
         self._loads: list[AdapterLoad] = []
-        self._last: dict[int, AdapterLoad] = {}
+        self._last = LRUCache[AdapterLoad](MAX_ADAPTERS)
         self._asked = 0
 
     def loaded(self, lora: LoRARequest, version: AdapterVersion | None) -> None:
@@ -98,7 +106,7 @@ class LoadLog:
             version=version,
         )
         if self._last.get(load.adapter) != load:
-            self._last[load.adapter] = load
+            self._last.put(load.adapter, load)
             self._loads.append(load)
 
     def ask(self, step: int) -> None:

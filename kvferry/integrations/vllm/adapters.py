@@ -6,13 +6,15 @@ from files with this content. ADR 34 has the argument.
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvferry.core.error_causes import on_one_line
+from kvferry.core.lru_cache import LRUCache
 from kvferry.integrations.vllm.adapter_files import (
     AdapterError,
     AdapterHashes,
@@ -22,6 +24,7 @@ from kvferry.integrations.vllm.adapter_files import (
 from kvferry.integrations.vllm.adapter_loads import AdapterLoad, AdapterReport
 
 if TYPE_CHECKING:
+    from vllm.config.lora import LoRAConfig
     from vllm.lora.request import LoRARequest
     from vllm.v1.request import Request
 
@@ -32,6 +35,45 @@ WAIT_SECONDS = 30.0
 
 PACKED_EXPERTS = b"3d"
 """Appended to the content if vLLM was told to read the weights as ``is_3d_lora_weight``."""
+
+MAX_ADAPTERS = 4096
+"""How many adapters' loads and weights are remembered, about 1 kB per adapter and rank."""
+
+MAX_WEIGHTS = 16
+"""How many weights of one name and path are told apart."""
+
+
+def lora_settings(config: LoRAConfig | None) -> bytes:
+    """Return the settings of an engine that decide how its adapters are applied, as JSON.
+
+    Args:
+        config: vLLM's configuration of LoRA, ``None`` without LoRA.
+
+    Returns:
+        Empty if the settings have vLLM's defaults.
+    """
+    modules = getattr(config, "target_modules", None)  # older versions of vLLM lack it
+    shared = getattr(config, "enable_moe_shared_loras", False)
+    if modules is None and not shared:
+        return b""
+    names = None if modules is None else sorted(set(modules))
+    return json.dumps({"enable_moe_shared_loras": shared, "target_modules": names}).encode()
+
+
+class _Files(NamedTuple):
+    """Weights whose hash is not known.
+
+    Attributes:
+        path: The folder that they were loaded from.
+        version: The version of the files; ``None`` if the version is not known either.
+    """
+
+    path: str
+    version: AdapterVersion | None
+
+
+_Weights = bytes | _Files
+"""What vLLM loaded or computed with: the hash once it is known, until then the files."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -62,6 +104,7 @@ class Adapters:
     Args:
         prefix_caching: Whether the engine keeps blocks for later prompts. vLLM keeps them by the
             adapter's name and path, whatever the content.
+        settings: The engine's settings for LoRA (``lora_settings``), appended to every content.
         hashes: Hashes files; by default, on a thread of its own.
         clock: Returns the time in seconds.
     """
@@ -70,19 +113,24 @@ class Adapters:
         self,
         *,
         prefix_caching: bool,
+        settings: bytes = b"",
         hashes: AdapterHashes | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._prefix_caching = prefix_caching
+        self._settings = settings
         self._hashes = hashes or AdapterHashes()
         self._clock = clock
         self._followers: dict[str, _Follower] = {}
         # Requests that have ended, until the workers' report of their last step.
         self._ended: dict[str, _Follower] = {}
-        # The last load of each adapter, by vLLM's number of the adapter and by rank.
-        self._loaded: dict[int, dict[int, AdapterLoad]] = {}
-        # All versions that vLLM may have computed cached blocks with, by its key for blocks.
-        self._used: dict[tuple[str, str], set[AdapterVersion | None]] = {}
+        # The last load of each adapter, by vLLM's number of the adapter and by rank. The least
+        # recently used adapter is first.
+        self._loaded: dict[int, dict[int, _Weights]] = {}
+        # The highest number of an adapter whose loads were forgotten.
+        self._forgotten = 0
+        # All weights that vLLM may have computed cached blocks with, by its key for blocks.
+        self._used = LRUCache[set[_Weights]](MAX_ADAPTERS)
         self._step = 0
         self._answered = 0
 
@@ -98,11 +146,13 @@ class Adapters:
         self._followers[request.request_id] = _Follower(
             lora=lora, step=self._step + 1, deadline=self._clock() + WAIT_SECONDS
         )
+        if (loads := self._loaded.pop(lora.lora_int_id, None)) is not None:
+            self._loaded[lora.lora_int_id] = loads  # now the most recently used
         try:
             version = adapter_version(lora.lora_path)
         except AdapterError:
             return  # ``content`` says so
-        if self._hashes.known(version) is None:
+        if self._hashes.known(lora.lora_path, version) is None:
             self._hashes.start(lora.lora_path)
 
     def waits(self, request: Request) -> bool:
@@ -142,12 +192,13 @@ class Adapters:
                 "began (vLLM does not wait for that if prompt_logprobs are asked for)"
             )
         try:
-            version, content = self._verified(follower)
+            content = self._verified(follower)
         except AdapterError as exc:
             raise AdapterError(f"adapter {lora.lora_name[:64]!r}: {exc}") from exc
         follower.content = content
-        self._used.setdefault(_cache_key(lora), set()).add(version)
-        return content + PACKED_EXPERTS if getattr(lora, "is_3d_lora_weight", False) else content
+        self._used_weights(_cache_key(lora), content)
+        packed = PACKED_EXPERTS if getattr(lora, "is_3d_lora_weight", False) else b""
+        return content + packed + self._settings
 
     def end(self, request_id: str) -> None:
         """Follow a request no longer, once the workers have reported its last step.
@@ -181,8 +232,14 @@ class Adapters:
             the engine loaded other files while it computed them.
         """
         for load in report.loads:
-            self._loaded.setdefault(load.adapter, {})[load.rank] = load
-            self._used.setdefault((load.name, load.path), set()).add(load.version)
+            ranks = self._loaded.pop(load.adapter, {})
+            ranks[load.rank] = _Files(load.path, load.version)
+            self._loaded[load.adapter] = ranks
+            self._used_weights((load.name, load.path), ranks[load.rank])
+        while len(self._loaded) > MAX_ADAPTERS:
+            oldest = next(iter(self._loaded))
+            del self._loaded[oldest]
+            self._forgotten = max(self._forgotten, oldest)
         self._answered = max(self._answered, report.step)
         ended, self._ended = self._ended, {}
         self._check_followers(self._followers.items(), report.loads)
@@ -202,33 +259,38 @@ class Adapters:
         if follower.lora.lora_int_id not in self._loaded:
             return False
         try:
-            _, content = self._current(follower.lora)
+            content = self._current(follower.lora)
         except AdapterError:
             return True  # no report can change that
         return self._difference(follower.lora, content) is None
 
-    def _verified(self, follower: _Follower) -> tuple[AdapterVersion, bytes]:
-        """Return the version and content of a request's adapter, if the engine computes with it.
+    def _verified(self, follower: _Follower) -> bytes:
+        """Return the hash of a request's adapter, if the engine computes with these files.
 
         Raises:
             AdapterError: The content is not known, or is not what the engine computes with.
         """
         if follower.problem is not None:
             raise AdapterError(follower.problem)
-        version, content = self._current(follower.lora)
+        content = self._current(follower.lora)
+        number = follower.lora.lora_int_id
+        if number not in self._loaded and number <= self._forgotten:
+            raise AdapterError(
+                f"more than {MAX_ADAPTERS} adapters were loaded, and the connector may have "
+                "forgotten the load of this one: unload the adapter, and load it again"
+            )
         if (difference := self._difference(follower.lora, content)) is not None:
             self._used_unknown(follower.lora)
             raise AdapterError(difference)
-        return version, content
+        return content
 
-    def _current(self, lora: LoRARequest) -> tuple[AdapterVersion, bytes]:
-        """Return the version and content of the files as they are now.
+    def _current(self, lora: LoRARequest) -> bytes:
+        """Return the hash of the files as they are now.
 
         Raises:
             AdapterError: The files are gone, or changed since they were hashed.
         """
-        version = adapter_version(lora.lora_path)
-        content = self._hashes.known(version)
+        content = self._hashes.known(lora.lora_path, adapter_version(lora.lora_path))
         if content is None:
             failure = self._hashes.failure(lora.lora_path)
             raise AdapterError(
@@ -236,7 +298,7 @@ class Adapters:
                 or f"its files in {lora.lora_path[:200]!r} changed after they were hashed: load "
                 "changed weights from a new path"
             )
-        return version, content
+        return content
 
     def _difference(self, lora: LoRARequest, content: bytes) -> str | None:
         """Return how the engine's loads differ from a content; ``None`` if they do not.
@@ -245,14 +307,15 @@ class Adapters:
             lora: The adapter.
             content: The hash of the adapter's files.
         """
-        loads = self._loaded.get(lora.lora_int_id, {}).values()
-        if any(self._hashes.known(load.version) != content for load in loads):
+        loads = self._loaded.get(lora.lora_int_id, {})
+        for rank, weights in loads.items():
+            loads[rank] = self._hashed(weights)
+        if any(weights != content for weights in loads.values()):
             return (
                 f"its files in {lora.lora_path[:200]!r} are not those that the engine loaded: load "
                 "the adapter again, under a new path"
             )
-        used = self._used.get(_cache_key(lora), set())
-        if self._prefix_caching and any(self._hashes.known(each) != content for each in used):
+        if self._prefix_caching and self._used_weights(_cache_key(lora)) - {content}:
             return (
                 f"the engine used other weights for {lora.lora_path[:200]!r} before, and vLLM "
                 "keeps blocks of those in its prefix cache: load changed weights from a new path"
@@ -279,7 +342,7 @@ class Adapters:
                 follower.problem = self._reload_problem(follower, mine)
                 if follower.problem is not None:
                     self._used_unknown(follower.lora)
-            elif any(self._hashes.known(load.version) != follower.content for load in mine):
+            elif self._contents(mine) != {follower.content}:
                 follower.problem = "the engine loaded other files for it while it computed"
                 self._used_unknown(follower.lora)
                 wrong.append(request_id)
@@ -297,7 +360,30 @@ class Adapters:
         Args:
             lora: The adapter of a request that was computed with other weights.
         """
-        self._used.setdefault(_cache_key(lora), set()).add(None)
+        self._used_weights(_cache_key(lora), _Files(lora.lora_path, None))
+
+    def _used_weights(self, key: tuple[str, str], *more: _Weights) -> set[_Weights]:
+        """Return the weights that vLLM may have computed cached blocks with.
+
+        Args:
+            key: vLLM's key for blocks (``_cache_key``).
+            more: Weights to add.
+        """
+        used = {self._hashed(each) for each in (*(self._used.get(key) or ()), *more)}
+        if len(used) > MAX_WEIGHTS:
+            used = {_Files(key[1], None)}  # differs from every content, as the whole set does
+        self._used.put(key, used)
+        return used
+
+    def _hashed(self, weights: _Weights) -> _Weights:
+        """Return the hash of weights if it is known, otherwise the weights unchanged."""
+        if isinstance(weights, bytes):
+            return weights
+        return self._hashes.known(weights.path, weights.version) or weights
+
+    def _contents(self, loads: Iterable[AdapterLoad]) -> set[_Weights]:
+        """Return what was loaded, as hashes where they are known."""
+        return {self._hashed(_Files(load.path, load.version)) for load in loads}
 
     def _reload_problem(self, follower: _Follower, loads: list[AdapterLoad]) -> str | None:
         """Return why loads during a request leave its pages without a content, if they do.
@@ -306,12 +392,11 @@ class Adapters:
             follower: The request.
             loads: The loads of its adapter, reported after the request had stopped waiting.
         """
-        contents = {self._hashes.known(load.version) for load in loads}
         try:
-            _, content = self._current(follower.lora)
+            content = self._current(follower.lora)
         except AdapterError as exc:
             return str(exc)
-        if contents == {content}:
+        if self._contents(loads) == {content}:
             return follower.problem
         return "the engine loaded other files for it while it computed"
 

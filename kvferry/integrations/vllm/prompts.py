@@ -29,7 +29,7 @@ def prompt_digest(request: Request, tokens: int, adapter: bytes | None = None) -
         ``DIGEST_BYTES`` bytes, equal on two engines where token ids, LoRA adapter, media, cache
         salt and embeddings are equal.
     """
-    name = request.lora_request.lora_name if request.lora_request else None
+    name = _packable(request.lora_request.lora_name) if request.lora_request else None
     lora = name if adapter is None else (name, adapter)
     media = [
         (
@@ -51,7 +51,7 @@ def prompt_digest(request: Request, tokens: int, adapter: bytes | None = None) -
 def _packable(text: str) -> str | bytes:
     """Return a text that msgpack can encode, or its bytes if the text holds lone surrogates.
 
-    A medium's identifier may be a client's text.
+    An adapter's name or a medium's identifier may be a client's text.
     """
     try:
         text.encode()

@@ -18,7 +18,7 @@ from kvferry.core.security import TicketKey
 from kvferry.integrations.vllm import config as configuration
 from kvferry.integrations.vllm import versions
 from kvferry.integrations.vllm.adapter_loads import AdapterReport
-from kvferry.integrations.vllm.adapters import Adapters
+from kvferry.integrations.vllm.adapters import Adapters, lora_settings
 from kvferry.integrations.vllm.cache_groups import cache_groups
 from kvferry.integrations.vllm.consumer import Consumer
 from kvferry.integrations.vllm.metadata import RankHandshake, RankReport, StepMetadata
@@ -71,7 +71,10 @@ class FerryScheduler:
         groups = cache_groups(kv_cache_config, parallel.decode_context_parallel_size)
         backoff = prefill_backoff(vllm_config, groups)
         self._metrics = Metrics(driver=self._config.driver)
-        self._adapters = Adapters(prefix_caching=vllm_config.cache_config.enable_prefix_caching)
+        self._adapters = Adapters(
+            prefix_caching=vllm_config.cache_config.enable_prefix_caching,
+            settings=lora_settings(vllm_config.lora_config),
+        )
         # Requests whose ticket is checked once the content of their LoRA adapter is known.
         self._unchecked: set[str] = set()
         self._load_blocks = versions.LoadBlocks()

@@ -143,14 +143,27 @@ def test_files_that_keep_changing(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_hashes_are_made_once_for_a_version(tmp_path: Path, hashes: AdapterHashes) -> None:
     path = write(tmp_path)
     version = settled_version(path)
-    assert hashes.known(version) is None
+    assert hashes.known(path, version) is None
     finish(hashes, path)
-    assert hashes.known(version) == content(path)
+    assert hashes.known(path, version) == content(path)
     assert hashes.failure(path) is None
-    assert hashes.known(None) is None
+    assert hashes.known(path, None) is None
     write(tmp_path, weights=b"others")
-    assert hashes.known(adapter_version(path)) is None
-    assert hashes.known(version) is not None
+    assert hashes.known(path, adapter_version(path)) is None
+    assert hashes.known(path, version) is not None
+
+
+def test_two_folders_with_equal_versions(
+    tmp_path: Path, hashes: AdapterHashes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Images of two file systems may have the same inodes and times."""
+    one, other = write(tmp_path / "one"), write(tmp_path / "other", weights=b"WEIGHTS")
+    same = settled_version(one)
+    monkeypatch.setattr(adapter_files, "adapter_version", lambda path: same)
+    finish(hashes, one)
+    assert hashes.known(other, same) is None
+    finish(hashes, other)
+    assert hashes.known(one, same) != hashes.known(other, same)
 
 
 def test_hashing_does_not_hold_up_the_caller(
@@ -168,7 +181,7 @@ def test_hashing_does_not_hold_up_the_caller(
     assert hashes.in_progress(path)
     gate.set()
     eventually(lambda: not hashes.in_progress(path))
-    assert hashes.known(adapter_version(path)) is not None
+    assert hashes.known(path, adapter_version(path)) is not None
 
 
 def test_an_adapter_that_cannot_be_hashed(
@@ -187,4 +200,4 @@ def test_an_adapter_that_cannot_be_hashed(
     assert "the log has the error" in (hashes.failure(path) or "")
     assert "could not be hashed" in caplog.text
     finish(hashes, path)
-    assert hashes.known(adapter_version(path)) is not None
+    assert hashes.known(path, adapter_version(path)) is not None

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from kvferry.integrations.vllm import adapter_loads
 from kvferry.integrations.vllm.adapter_files import settled_version
 from kvferry.integrations.vllm.adapter_loads import (
     METHOD,
@@ -74,6 +75,15 @@ def test_a_load_that_repeats_the_last_is_left_out(tmp_path: Path) -> None:
     for read in (None, version):
         log.loaded(lora(path), read)
     assert [load.version for load in log.take().loads] == [None, version]
+
+
+def test_a_repeated_load_after_many_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is reported again, since the scheduler half does not remember loads for ever."""
+    monkeypatch.setattr(adapter_loads, "MAX_ADAPTERS", 2)
+    log, path = LoadLog(), write(tmp_path)
+    for number in (1, 2, 3, 1):
+        log.loaded(lora(path, number), settled_version(path))
+    assert [load.adapter for load in log.take().loads] == [1, 2, 3, 1]
 
 
 def test_files_that_change_during_a_load(manager: Any, tmp_path: Path) -> None:

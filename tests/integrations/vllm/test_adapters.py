@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from kvferry.integrations.vllm import adapter_files
 from kvferry.integrations.vllm.adapter_files import (
     AdapterError,
     AdapterHashes,
@@ -20,7 +21,7 @@ from kvferry.integrations.vllm.adapter_files import (
     settled_version,
 )
 from kvferry.integrations.vllm.adapter_loads import AdapterLoad, AdapterReport
-from kvferry.integrations.vllm.adapters import WAIT_SECONDS, Adapters
+from kvferry.integrations.vllm.adapters import WAIT_SECONDS, Adapters, lora_settings
 from tests.integrations.vllm.steps import eventually
 from tests.integrations.vllm.test_adapter_files import write
 
@@ -122,6 +123,72 @@ def test_how_experts_are_packed_is_content(make: Make, path: str) -> None:
     for request in (plain, packed):
         settle(adapters, request)
     assert adapters.content(plain) != adapters.content(packed)
+
+
+def test_how_the_engine_applies_adapters_is_content(make: Make, path: str) -> None:
+    """Settings with vLLM's defaults add nothing, also in a vLLM that lacks them."""
+    contents = {}
+    for modules, shared in ((None, False), (["q_proj"], False), ([], False), (None, True)):
+        config: Any = SimpleNamespace(target_modules=modules, enable_moe_shared_loras=shared)
+        adapters = make(settings=lora_settings(config))
+        settle(adapters, request := asks(path))
+        contents[adapters.content(request)] = modules, shared
+    assert len(contents) == 4
+    assert contents[hash_files(path)[1]] == (None, False)
+    older: Any = SimpleNamespace()
+    assert lora_settings(None) == lora_settings(older) == b""
+
+
+def test_the_order_of_target_modules_does_not_matter() -> None:
+    one: Any = SimpleNamespace(target_modules=["q_proj", "v_proj"])
+    other: Any = SimpleNamespace(target_modules=["v_proj", "q_proj", "v_proj"])
+    assert lora_settings(one) == lora_settings(other) != b""
+
+
+def test_hashes_that_were_forgotten(
+    make: Make, path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Equal files that took the place of the loaded ones still count as equal."""
+    monkeypatch.setattr(adapter_files, "MAX_VERSIONS", 1)
+    adapters = make()
+    settle(adapters, request := asks(path, "first"), load(path))
+    adapters.content(request)
+    write(Path(path))
+    settle(adapters, asks(write(tmp_path / "other"), "other", number=2))
+    settle(adapters, request := asks(path, "second"))
+    assert adapters.content(request) == hash_files(path)[1]
+
+
+def test_loads_that_were_forgotten(
+    make: Make, path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An adapter without a known load is refused, unless its number is above all forgotten ones."""
+    monkeypatch.setattr("kvferry.integrations.vllm.adapters.MAX_ADAPTERS", 2)
+    adapters = make()
+    settle(adapters, asks(path, "first"), *(load(path, number) for number in (1, 2)))
+    adapters.follow(asks(path, "used"))  # so the load of the second adapter is forgotten
+    tell(adapters, load(path, 3))
+    for number, known in ((1, True), (2, False), (3, True), (4, True)):
+        settle(adapters, request := asks(path, str(number), number=number))
+        if known:
+            assert adapters.content(request) == hash_files(path)[1]
+        else:
+            with pytest.raises(AdapterError, match="forgotten the load of this one: unload"):
+                adapters.content(request)
+    settle(adapters, request := asks(path, "again", number=2), load(path, 2))
+    assert adapters.content(request) == hash_files(path)[1]
+
+
+def test_many_weights_from_one_path(make: Make, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of any of them may be in the prefix cache, however few are remembered."""
+    monkeypatch.setattr("kvferry.integrations.vllm.adapters.MAX_WEIGHTS", 2)
+    adapters = make()
+    for weights in (b"1", b"2", b"3"):
+        write(Path(path), weights=weights)
+        settle(adapters, asks(path, f"{weights!r}"), load(path))
+    settle(adapters, request := asks(path))
+    with pytest.raises(AdapterError, match="blocks of those in its prefix cache"):
+        adapters.content(request)
 
 
 @pytest.mark.parametrize("prefix_caching", [False, True])
@@ -255,7 +322,7 @@ def test_waiting_has_an_end(make: Make, path: str, hashing: bool) -> None:
     """Hashing may take too long, or the workers may not answer."""
     now = [0.0]
     stuck: Any = SimpleNamespace(
-        known=lambda version: None,
+        known=lambda path, version: None,
         failure=lambda path: None,
         start=lambda path: None,
         in_progress=lambda path: hashing,

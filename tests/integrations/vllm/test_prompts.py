@@ -27,6 +27,10 @@ def changed(**values: Any) -> Any:
     return each
 
 
+def adapter(name: str) -> Any:
+    return SimpleNamespace(lora_name=name)
+
+
 def test_without_more_it_is_that_of_the_token_ids() -> None:
     """Engines of all builds make it alike."""
     assert prompt_digest(request(40), 30) == digest(range(30), None, [], None, None)
@@ -38,6 +42,7 @@ def test_without_more_it_is_that_of_the_token_ids() -> None:
     [
         ({"cache_salt": "a"}, {"cache_salt": "b"}),
         ({"cache_salt": "\ud800"}, {"cache_salt": "\ud801"}),
+        ({"lora_request": adapter("\ud800")}, {"lora_request": adapter("\ud801")}),
         ({"mm_features": [image(3)]}, {"mm_features": [image(4)]}),
         ({"mm_features": [image(3)]}, {"mm_features": [image(3, length=3)]}),
         ({"mm_features": [image(3)]}, {"mm_features": [image(3, name="another")]}),
