@@ -147,6 +147,22 @@ def test_engines_that_refuse_each_other_are_reported(tmp_path: Path, capsys: Cap
     assert "model: 'other' here, 'one' there" in found["notes"][-1]
 
 
+def test_refusal_is_reported_for_engines_whose_layouts_do_not_match(
+    tmp_path: Path, capsys: Capture
+) -> None:
+    engine = engine_of(write_config(tmp_path, TINY), "tp=1")
+    other = engine_of(write_config(tmp_path, TINY | {"num_hidden_layers": 3}), "tp=1")
+    with (
+        running(other, agreement={"model": "one"}) as first,
+        running(engine, "decode", agreement={"model": "other"}) as second,
+    ):
+        ran = run_kvferry(capsys, "plan", "--from", first, "--from", second)
+    assert ran.status == 1
+    assert "layers.3.self_attn.attn/k" in ran.err
+    assert "The handshake refuses this pair: " in ran.err
+    assert "model: 'other' here, 'one' there" in ran.err
+
+
 def test_engines_with_keys_are_asked_with_keys(
     tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

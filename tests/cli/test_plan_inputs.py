@@ -114,6 +114,8 @@ WRONG_MODELS = [
     ({"mamba_d_conv": 4}, "has 'mamba_d_conv', so the model has states"),
     ({"index_topk": 2048}, "has 'index_topk', a second cache in every layer"),
     ({"is_encoder_decoder": True}, "only decoders are drawn"),
+    (LATENT | {"is_encoder_decoder": True}, "an encoder and a decoder ('is_encoder_decoder')"),
+    ({"hidden_size": 4}, "hidden_size=4 is less than num_attention_heads=8"),
     ({"num_kv_shared_layers": 4}, "no layer has a cache of its own"),
 ]
 

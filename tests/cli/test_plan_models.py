@@ -143,7 +143,32 @@ def test_settings_that_no_hybrid_can_have_are_refused(
         ),
         (
             configs.NEMOTRON_H | {"hybrid_override_pattern": "M*"},
-            "'layer_types' has 2 entries for 52 layers",
+            "'hybrid_override_pattern' has 2 entries for 52 layers",
+        ),
+        (
+            configs.NEMOTRON_H_BY_TYPES | {"layers_block_type": ["mamba", "attention"]},
+            "'layers_block_type' has 2 entries for 52 layers",
+        ),
+        (
+            configs.JAMBA | {"hidden_size": 4, "num_attention_heads": 8},
+            "hidden_size=4 is less than num_attention_heads=8",
+        ),
+        (
+            configs.JAMBA | {"mamba_expand": 0.0001},
+            "mamba_expand=0.0001 and hidden_size=4096 give 0 channels",
+        ),
+        (
+            configs.GRANITE | {"mamba_expand": 0.0001},
+            "mamba_expand=0.0001 and hidden_size=2048 give 0 channels",
+        ),
+        (
+            configs.GRANITE | {"mamba_expand": 0.01},
+            "mamba_n_heads=64 is more than the 20 channels of mamba_expand=0.01 and "
+            "hidden_size=2048",
+        ),
+        (
+            configs.FALCON_H1 | {"mamba_d_head": "auto", "mamba_d_ssm": 8},
+            "mamba_n_heads=24 is more than the 8 channels of mamba_d_ssm=8",
         ),
         (configs.QWEN3_NEXT | {"linear_key_head_dim": None}, "`linear_key_head_dim`"),
         (configs.QWEN3_NEXT | {"full_attention_interval": 0}, "`$.full_attention_interval`"),
@@ -158,6 +183,23 @@ def test_incomplete_hybrids_are_refused(
 ) -> None:
     ran = run_kvferry(capsys, "plan", write_config(tmp_path, config), *EQUAL_ENGINES)
     assert (ran.status, said in ran.err) == (1, True), ran.err
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ("kernel_block=12,block_size=24", "kernel_block=12 does not divide block_size=32"),
+        ("interleave=24,block_size=24", "interleave=24 does not divide block_size=32"),
+    ],
+)
+def test_settings_that_do_not_fit_enlarged_pages_are_refused_with_both_sizes(
+    tmp_path: Path, capsys: Capture, settings: str, said: str
+) -> None:
+    # A state fits into 16 tokens, and vLLM rounds 24 up to a multiple of 16.
+    model = write_config(tmp_path, configs.LFM2 | {"num_key_value_heads": 1, "conv_dim": 1024})
+    ran = run_kvferry(capsys, "plan", model, f"--prefill={settings}", "--decode=tp=1")
+    assert ran.status == 1
+    assert f"--prefill: {said} (vLLM enlarges block_size=24 to 32" in ran.err
 
 
 def test_advice_for_hybrids_predicts_the_resulting_plan(tmp_path: Path, capsys: Capture) -> None:

@@ -13,6 +13,7 @@ from kvferry.cli.plan import report
 from kvferry.cli.plan.advice import Advice, advise, advise_alike, is_many, is_small
 from kvferry.cli.plan.engines import (
     Engine,
+    EngineError,
     PlanSettings,
     SettingsError,
     fit_states,
@@ -23,6 +24,7 @@ from kvferry.cli.plan.engines import (
 )
 from kvferry.cli.plan.estimate import Estimate, estimate_reads
 from kvferry.cli.plan.model import Model, read_model
+from kvferry.core.errors import KVFerryError
 
 if TYPE_CHECKING:
     from kvferry.cli.plan.running import RunningEngine
@@ -83,6 +85,7 @@ def run(
         raise SettingsError("--dtype is for a model's config file; layouts say their own")
     texts = {"prefill": prefill, "decode": decode}
     running = _running(texts, addresses, secret_key, peers)
+    refusal = tuple(_refusal(running))
     producer, consumer = (
         _running_side(name, running[name], described)
         if text is None
@@ -90,9 +93,9 @@ def run(
         for name, text in texts.items()
     )
     producer, consumer = _with_equal_keys(producer, consumer), _with_equal_keys(consumer, producer)
-    estimate = estimate_reads(producer.engine, consumer.engine, tokens)
+    estimate = _estimate(producer, consumer, tokens, refusal)
     advice = _advice(described, producer, consumer, estimate)
-    notes = (*producer.notes, *consumer.notes, *_refusal(running))
+    notes = (*producer.notes, *consumer.notes, *refusal)
     if write_layouts is not None:
         for side in (producer, consumer):
             write_engine(write_layouts / f"{side.name}.json", side.engine)
@@ -210,13 +213,36 @@ def _side(name: str, text: str, model: Model | None, tokens: int) -> _Side:
             "give a JSON file with the engine's layouts"
         )
     asked = parse(text, option)
+    try:
+        settings = fit_states(model, asked)
+    except SettingsError as exc:
+        raise SettingsError(f"{option}: {exc}") from None
     engine = make_engine(model, asked, tokens)
-    settings = fit_states(model, asked)
     notes = (
         f"Pages of {name} have {settings.block_size:,} tokens instead of {asked.block_size}: vLLM "
         "enlarges them until a page of attention has room for a state.",
     )
     return _Side(name, engine, settings, notes if settings != asked else ())
+
+
+def _estimate(prefill: _Side, decode: _Side, tokens: int, refusal: Sequence[str]) -> Estimate:
+    """Return the reads and copies that a request takes.
+
+    Args:
+        prefill: The prefill engine.
+        decode: The decode engine.
+        tokens: Number of tokens in the request.
+        refusal: Why the engines refuse each other at the handshake, if they do.
+
+    Raises:
+        KVFerryError: The layouts cannot be matched; the message also has the refusal.
+    """
+    try:
+        return estimate_reads(prefill.engine, decode.engine, tokens)
+    except KVFerryError as exc:
+        if not refusal:
+            raise
+        raise EngineError(". ".join((str(exc), *refusal))) from exc
 
 
 def _advice(

@@ -368,7 +368,7 @@ def fit_states(model: Model, settings: PlanSettings) -> PlanSettings:
         settings: The engine's settings.
 
     Raises:
-        SettingsError: The other settings do not fit the enlarged pages.
+        SettingsError: The other settings do not fit the enlarged pages; the message has both sizes.
     """
     if model.state is None:
         return settings
@@ -376,7 +376,14 @@ def fit_states(model: Model, settings: PlanSettings) -> PlanSettings:
     step = max(settings.block_size, LATENT_ALIGNMENT if model.latent else ALIGNMENT)
     size = step * -(-model.state.nbytes(settings.tp) // (step * token))
     size = ALIGNMENT * -(-size // ALIGNMENT)
-    return replace(settings, block_size=max(settings.block_size, size))
+    enlarged = max(settings.block_size, size)
+    try:
+        return replace(settings, block_size=enlarged)
+    except SettingsError as exc:
+        raise SettingsError(
+            f"{exc} (vLLM enlarges block_size={settings.block_size} to {enlarged} for the "
+            "states of this model)"
+        ) from None
 
 
 def check_spread(model: Model, settings: PlanSettings) -> None:

@@ -69,6 +69,9 @@ EVERY_TOKEN = frozenset({"full_attention", "attention", "chunked_attention", HYB
 """Types of layers that keep every token, as vLLM's chunked attention does by default."""
 WINDOWED = frozenset({"sliding_attention"})
 
+TYPE_KEYS = ("layer_types", *ALIASES["layer_types"], "hybrid_override_pattern")
+"""Keys with the type of each layer; the first that is present counts."""
+
 STATES = re.compile(
     r"mamba_|ssm_|ssm$|linear_(num|conv|key|value|attn)|rwkv|conv_kernel$|conv_L_cache$|state_size$"
     r"|hybrid_override_pattern$|full_attention_interval$|attn_layer_|attn_type_list$|lru_|block_types$|layer_group_size$"
@@ -118,7 +121,6 @@ class _Config(Struct):
     num_kv_shared_layers: Annotated[int, Meta(ge=0)] | None = None
     multi_query: bool | None = None
     new_decoder_architecture: bool | None = None
-    is_encoder_decoder: bool | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -246,8 +248,12 @@ def _refuse_unsupported(file: Path, config: Mapping[str, Any]) -> None:
         config: The file's keys, from ``_flat``.
 
     Raises:
-        ModelError: The file has a key of such a model; the message names the key.
+        ModelError: The file is of such a model; the message says what shows it.
     """
+    if config.get("is_encoder_decoder"):
+        raise ModelError(
+            f"{file} is of an encoder and a decoder ('is_encoder_decoder'): only decoders are drawn"
+        )
     for key, what in UNSUPPORTED.items():
         if config.get(key):
             raise ModelError(f"{file} has {key!r}, {what}: that is not drawn from a file; {REMEDY}")
@@ -289,7 +295,8 @@ def _layer_types(file: Path, config: Mapping[str, Any], converted: _Config) -> S
     except msgspec.ValidationError as exc:
         raise ModelError(f"{file} does not say which layers have a state: {exc}") from exc
     if types is not None and len(types) < layers:
-        raise ModelError(f"'layer_types' has {len(types)} entries for {layers} layers")
+        key = next((key for key in TYPE_KEYS if config.get(key)), "layer_types")
+        raise ModelError(f"{key!r} has {len(types)} entries for {layers} layers")
     state = next((key for key in config if STATES.match(key) and config[key]), None)
     if state and types is None:
         raise ModelError(
@@ -359,14 +366,17 @@ def _head_dim(file: Path, config: _Config) -> int:
         config: The file's keys.
 
     Raises:
-        ModelError: The file does not say the number, or the model has an encoder.
+        ModelError: The file does not say the number, or there are more heads than elements.
     """
-    if config.is_encoder_decoder:
-        raise ModelError(f"{file} is of an encoder and a decoder: only decoders are drawn")
     if config.head_dim is not None:
         return config.head_dim
     if config.hidden_size is None:
         raise ModelError(f"{file} says neither 'head_dim' nor 'hidden_size'")
+    if config.hidden_size < config.num_attention_heads:
+        raise ModelError(
+            f"{file} has no 'head_dim', and hidden_size={config.hidden_size} is less than "
+            f"num_attention_heads={config.num_attention_heads}: a head would have no elements"
+        )
     return config.hidden_size // config.num_attention_heads
 
 

@@ -262,7 +262,7 @@ class _Mamba1(Struct):
     mamba_expand: Annotated[float, Meta(gt=0, le=1 << 10)] = 2
 
     def state(self) -> _Parts:
-        count = int(self.mamba_expand * self.hidden_size)
+        count = _channels(self)
         return _Parts(
             channels=(Channels(name="x", count=count, units=count),),
             width=self.mamba_d_conv,
@@ -286,8 +286,7 @@ class _Mamba2(Struct):
     model_type: str = ""
 
     def state(self) -> _Parts:
-        inner = self.mamba_d_ssm or int(self.mamba_expand * self.hidden_size)
-        head = inner // self.mamba_n_heads if self.mamba_d_head == "auto" else self.mamba_d_head
+        head = self._head_channels() if self.mamba_d_head == "auto" else self.mamba_d_head
         groups = self.mamba_n_groups
         return _Parts(
             channels=(
@@ -303,6 +302,38 @@ class _Mamba2(Struct):
             if self.hybrid_override_pattern or self.model_type == "nemotron_h"
             else "auto",
         )
+
+    def _head_channels(self) -> int:
+        """Return the number of channels of one head, for files that do not say it.
+
+        Raises:
+            msgspec.ValidationError: There are more heads than channels.
+        """
+        channels = self.mamba_d_ssm or _channels(self)
+        if channels < self.mamba_n_heads:
+            keys = (
+                f"mamba_d_ssm={self.mamba_d_ssm}"
+                if self.mamba_d_ssm
+                else f"mamba_expand={self.mamba_expand} and hidden_size={self.hidden_size}"
+            )
+            raise msgspec.ValidationError(
+                f"mamba_n_heads={self.mamba_n_heads} is more than the {channels} channels of {keys}"
+            )
+        return channels // self.mamba_n_heads
+
+
+def _channels(keys: _Mamba1 | _Mamba2) -> int:
+    """Return the number of channels of a layer with Mamba, for files that do not say it.
+
+    Raises:
+        msgspec.ValidationError: There are none.
+    """
+    channels = int(keys.mamba_expand * keys.hidden_size)
+    if not channels:
+        raise msgspec.ValidationError(
+            f"mamba_expand={keys.mamba_expand} and hidden_size={keys.hidden_size} give 0 channels"
+        )
+    return channels
 
 
 KINDS: Mapping[str, type[_DeltaNet | _GatedChannels | _ShortConvolution | _Mamba1 | _Mamba2]] = {

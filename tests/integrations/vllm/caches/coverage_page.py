@@ -42,9 +42,24 @@ date, or if vLLM has something that none of the tables names.
   at the handshake. Backends that are in no table are opaque, too.
 - **refused**: an engine with such a cache does not start with this connector.
 
-[Every architecture](#architectures) of vLLM has a verdict at the end of this page:
+[A table of all architectures](#architectures) at the end of this page has the verdict on each.
+The number of architectures with each verdict, and what the verdicts mean:
 
 {counts}
+- **served, on engines**: whole engines of the architecture hand requests over, in the test that
+  the table names (`tests/integrations/vllm`) or by hand, on CPUs, with small models of random
+  weights.
+- **served, by geometry**: no engine of the architecture was run. vLLM's allocator and scheduler lay
+  out caches of these kinds, and every byte is checked after a hand-over between engines of other
+  parallelism, block size and order. The kinds are those of vLLM's specs; how an attention backend
+  packs a page is checked for each backend, as said below.
+- **served, by kind**: its kinds of cache are described. What the table's last column names was
+  checked by the expressions of vLLM's source only, or is known only with the checkpoint.
+- **moved whole**: the pages of the backends that the table names move between equal engines only.
+- **refused**: an engine does not start with this connector.
+- **draft**: a model that runs in the engine of the model that it drafts for. Its caches are handled
+  as all others; if only one of the two engines has it, they are left out.
+
 The descriptions come from vLLM's source. Tests write through the backend's own expressions and find
 the same bytes through the layout, in each order that vLLM offers with the backend. The kernels
 themselves were run on CPUs only.
@@ -114,20 +129,8 @@ ARCHITECTURES = """\
 All {total} that vLLM {version} registers. The caches of an architecture are those that vLLM's
 source can build for it on NVIDIA's GPUs; which of them an engine builds depends on the checkpoint
 and the settings. *Keys and values* have sliding windows in some models; *latents* are those of MLA,
-and the entries of indexers and compressors.
-
-- **served, on engines**: whole engines of the architecture hand requests over, in the test that is
-  named (`tests/integrations/vllm`) or by hand, on CPUs, with small models of random weights.
-- **served, by geometry**: no engine of the architecture was run. vLLM's allocator and scheduler lay
-  out caches of these kinds, and every byte is checked after a hand-over between engines of other
-  parallelism, block size and order. The kinds are those of vLLM's specs; how an attention backend
-  packs a page is checked for each backend, as said above.
-- **served, by kind**: its kinds of cache are described, and what is named here was checked by the
-  expressions of vLLM's source only, or is known only with the checkpoint.
-- **moved whole**: the pages of the backends that are named move between equal engines only.
-- **refused**: an engine does not start with this connector.
-- **draft**: a model that runs in the engine of the model that it drafts for. Its caches are handled
-  as all others; if only one of the two engines has it, they are left out.
+and the entries of indexers and compressors. The verdicts are explained [at the top of this
+page](#which-of-vllms-caches-are-covered).
 """
 
 
