@@ -26,7 +26,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import common
 import numpy as np
 import planning
 import rows
@@ -164,23 +163,10 @@ class Vllm(planning.Vllm):  # type: ignore[misc]
 
 
 def main() -> None:
-    options = _options()
+    options = planning.options_of(__doc__, seconds=4.0)
     found = list(_measured(options))
     rows.show(found)
     rows.write(options.json, found)
-
-
-def _options() -> argparse.Namespace:
-    parser: argparse.ArgumentParser = common.parser(__doc__)
-    parser.add_argument("--layers", type=int, default=80)
-    parser.add_argument("--blocks", type=int, default=20_000, help="blocks of each engine")
-    parser.add_argument("--seconds", type=float, default=4.0, help="for each case and vLLM, about")
-    parser.add_argument("--quick", action="store_true", help="a tenth of the blocks")
-    common.newer(parser)
-    options = parser.parse_args()
-    if options.quick:
-        options.blocks, options.seconds = options.blocks // 10, 0.2
-    return options
 
 
 def _measured(options: argparse.Namespace) -> Iterator[rows.Row]:

@@ -247,17 +247,25 @@ class Vllm:
 
 
 def main() -> None:
-    options = _options()
+    options = options_of(__doc__, seconds=6.0)
     rows_found = list(_measured(options))
     rows.show(rows_found)
     rows.write(options.json, rows_found)
 
 
-def _options() -> argparse.Namespace:
-    parser: argparse.ArgumentParser = common.parser(__doc__)
+def options_of(description: str | None, *, seconds: float) -> argparse.Namespace:
+    """The options of a benchmark that measures how engines are made known to each other.
+
+    Args:
+        description: The docstring of the benchmark's module.
+        seconds: For each case and vLLM, unless the command line says otherwise.
+    """
+    parser: argparse.ArgumentParser = common.parser(description)
     parser.add_argument("--layers", type=int, default=80)
     parser.add_argument("--blocks", type=int, default=20_000, help="blocks of each engine")
-    parser.add_argument("--seconds", type=float, default=6.0, help="for each case and vLLM, about")
+    parser.add_argument(
+        "--seconds", type=float, default=seconds, help="for each case and vLLM, about"
+    )
     parser.add_argument(
         "--quick", action="store_true", help="a tenth of the blocks, and no targets"
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
@@ -126,7 +127,7 @@ class Adapters:
         self._ended: dict[str, _Follower] = {}
         # The last load of each adapter, by vLLM's number of the adapter and by rank. The least
         # recently used adapter is first.
-        self._loaded: dict[int, dict[int, _Weights]] = {}
+        self._loaded: OrderedDict[int, dict[int, _Weights]] = OrderedDict()
         # The highest number of an adapter whose loads were forgotten.
         self._forgotten = 0
         # All weights that vLLM may have computed cached blocks with, by its key for blocks.
@@ -146,8 +147,8 @@ class Adapters:
         self._followers[request.request_id] = _Follower(
             lora=lora, step=self._step + 1, deadline=self._clock() + WAIT_SECONDS
         )
-        if (loads := self._loaded.pop(lora.lora_int_id, None)) is not None:
-            self._loaded[lora.lora_int_id] = loads  # now the most recently used
+        if lora.lora_int_id in self._loaded:
+            self._loaded.move_to_end(lora.lora_int_id)
         try:
             version = adapter_version(lora.lora_path)
         except AdapterError:
@@ -232,13 +233,12 @@ class Adapters:
             the engine loaded other files while it computed them.
         """
         for load in report.loads:
-            ranks = self._loaded.pop(load.adapter, {})
+            ranks = self._loaded.setdefault(load.adapter, {})
             ranks[load.rank] = _Files(load.path, load.version)
-            self._loaded[load.adapter] = ranks
+            self._loaded.move_to_end(load.adapter)
             self._used_weights((load.name, load.path), ranks[load.rank])
         while len(self._loaded) > MAX_ADAPTERS:
-            oldest = next(iter(self._loaded))
-            del self._loaded[oldest]
+            oldest, _ = self._loaded.popitem(last=False)
             self._forgotten = max(self._forgotten, oldest)
         self._answered = max(self._answered, report.step)
         ended, self._ended = self._ended, {}

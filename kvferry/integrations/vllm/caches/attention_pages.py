@@ -82,9 +82,17 @@ def pack(pages: Sequence[Page]) -> tuple[GroupKind, tuple[Field, ...]]:
 
 def _described(page: Page) -> Fields:
     """Return the fields of a page, or ``None`` if no packing describes it."""
-    backend = page.facts.backend
-    packing = PACKINGS.get(backend) or NEWER_PACKINGS.get(backend)
+    packing = packing_of(page.facts.backend)
     return packing.fields(page) if packing else None
+
+
+def packing_of(backend: str) -> Packing | None:
+    """Return how a backend of any known version of vLLM packs its pages, ``None`` if unknown.
+
+    Args:
+        backend: The backend's name, as in ``LayerFacts.backend``.
+    """
+    return PACKINGS.get(backend) or NEWER_PACKINGS.get(backend)
 
 
 def opaque(page: Page) -> Field:

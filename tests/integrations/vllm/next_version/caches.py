@@ -6,7 +6,12 @@ import ast
 import re
 from collections.abc import Iterator, Mapping
 
-from kvferry.integrations.vllm.caches.attention_pages import NEWER_PACKINGS, PACKINGS, unknown
+from kvferry.integrations.vllm.caches.attention_pages import (
+    NEWER_PACKINGS,
+    PACKINGS,
+    packing_of,
+    unknown,
+)
 from kvferry.integrations.vllm.caches.cache_specs import SPECS
 from kvferry.integrations.vllm.caches.state_pages import STATE_PACKINGS
 from tests.integrations.vllm.caches import census
@@ -15,6 +20,7 @@ from tests.integrations.vllm.next_version.findings import (
     Finding,
     Section,
     changed_values,
+    changes,
     described_change,
 )
 from tests.integrations.vllm.next_version.source import Source
@@ -110,7 +116,7 @@ def _short(path: str) -> str:
 
 def _backend_verdict(name: str) -> str:
     """Return the verdict of the tables on a backend; nothing if it is in none."""
-    if packing := (PACKINGS.get(name) or NEWER_PACKINGS.get(name)):
+    if packing := packing_of(name):
         return f"{'opaque' if packing.fields is unknown else 'described'}: {packing.inside}"
     return "described" if name in STATE_PACKINGS else ""
 
@@ -201,10 +207,7 @@ def _cache_functions(source: Source, path: str) -> Mapping[str, str]:
 def value_section(old: Source, new: Source) -> Section:
     """Compare the members of enumerations and of types that list their values."""
     before, after = dict(_values(old)), dict(_values(new))
-    found = [
-        Finding(name=name, change=described_change(was, now))
-        for name, was, now in changed_values(before, after)
-    ]
+    found = changes(before, after)
     found += [
         Finding(name=name, change=f"another name of `{other}`: both have the same value")
         for name, other in _aliases(new)

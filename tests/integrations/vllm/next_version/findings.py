@@ -60,6 +60,14 @@ def changed_values(
             yield name, old.get(name), new.get(name)
 
 
+def changes(old: Mapping[str, str], new: Mapping[str, str]) -> list[Finding]:
+    """Return a finding for each name whose text differs."""
+    return [
+        Finding(name=name, change=described_change(was, now))
+        for name, was, now in changed_values(old, new)
+    ]
+
+
 def described_change(old: str | None, new: str | None) -> str:
     """Return how a value changed, as text."""
     if old is None:

@@ -14,6 +14,7 @@ from tests.integrations.vllm.next_version.findings import (
     Finding,
     Section,
     changed_values,
+    changes,
     described_change,
 )
 from tests.integrations.vllm.next_version.source import Source
@@ -51,10 +52,7 @@ OBJECTS = (
 def ticket_section(old: Source, new: Source) -> Section:
     """Compare the keys of tickets: those that NixlConnector writes, and those that vLLM reads."""
     before, after = _ticket_keys(old), _ticket_keys(new)
-    found = [
-        Finding(name=name, change=described_change(was, now))
-        for name, was, now in changed_values(before, after)
-    ]
+    found = changes(before, after)
     return Section(
         title="Keys of tickets",
         look="`ticket_params.py`; what vLLM itself and routers do with a key",
@@ -135,10 +133,7 @@ def _connectors(source: Source) -> dict[str, str]:
 def model_section(old: Source, new: Source) -> Section:
     """Compare the architectures that vLLM registers."""
     before, after = _models(old), _models(new)
-    found = [
-        Finding(name=name, change=described_change(was, now))
-        for name, was, now in changed_values(before, after)
-    ]
+    found = changes(before, after)
     return Section(
         title="Architectures",
         look="`docs/coverage.md`: which kinds of cache does the architecture have?",
