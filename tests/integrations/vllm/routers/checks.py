@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 
 from examples.tiny_llama import prompt
 from tests.integrations.vllm.http_server import HttpServer
 from tests.integrations.vllm.routers.deployment import Router, Servers
-from tests.integrations.vllm.routers.questions import Answer, Question, ask_all
+from tests.integrations.vllm.routers.questions import AT_ONCE, Answer, Question, ask, ask_all
 from tests.integrations.vllm.steps import eventually
+
+BEFORE_FAULT = 10
+"""How many requests have been answered when a fault happens."""
+DURING_FAULT = 60
+AFTER_FAULT = 24
 
 EMPTY_WHEN_IDLE = (
     "vllm:kvferry_held_pages",
@@ -45,6 +51,46 @@ def none_wrong(answers: Sequence[Answer], texts: Sequence[str]) -> int:
         if answer.complete:
             assert answer.text == text, answer
     return sum(answer.complete for answer in answers)
+
+
+def ask_during(
+    fault: Callable[[], None], router: Router, servers: Servers, questions: Sequence[Question]
+) -> list[Answer]:
+    """Ask several at once; call ``fault`` when the first ones have been answered."""
+    with ThreadPoolExecutor(AT_ONCE) as clients:
+        asked = [
+            clients.submit(ask, router.address, question, servers.model) for question in questions
+        ]
+        answered: set[object] = set()
+        while len(answered) < BEFORE_FAULT:
+            answered |= wait(set(asked) - answered, return_when=FIRST_COMPLETED).done
+        fault()
+        return [each.result() for each in asked]
+
+
+def is_killed_and_returns(
+    side: str, servers: Servers, router: Router, questions: Sequence[Question], texts: Sequence[str]
+) -> None:
+    """Kill a server under load and start it again; see that no text is wrong, then or later."""
+
+    def restart() -> None:
+        servers.kill(side)
+        servers.launch(side)
+        servers[side].wait_started()
+
+    answers = ask_during(restart, router, servers, questions[:DURING_FAULT])
+    complete = none_wrong(answers, texts[:DURING_FAULT])
+    assert BEFORE_FAULT <= complete < DURING_FAULT
+    goes_on(router, servers, questions, texts)
+
+
+def goes_on(
+    router: Router, servers: Servers, questions: Sequence[Question], texts: Sequence[str]
+) -> None:
+    """See that requests are answered as before, and that nothing of the others is left."""
+    eventually(lambda: ask(router.address, questions[0], servers.model).complete)
+    all_right(router, servers, questions[:AFTER_FAULT], texts[:AFTER_FAULT])
+    nothing_left(servers)
 
 
 def nothing_left(servers: Servers) -> None:

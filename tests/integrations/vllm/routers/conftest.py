@@ -13,7 +13,7 @@ from tests.integrations.vllm.next_version.sdist import SdistError, fetch
 from tests.integrations.vllm.routers.deployment import DECODE, PREFILL, Router, Servers
 from tests.integrations.vllm.routers.questions import MAX_TOKENS, Question, mixture
 
-LEASE_SECONDS = 10.0
+LEASE_SECONDS = 15.0
 """A hold whose ticket was lost on its way ends after this time, for which tests wait."""
 
 REQUESTS = 100
@@ -85,7 +85,7 @@ def vllm_source() -> Path:
     from tests.integrations.vllm.caches.census import installed
     from tests.integrations.vllm.next_version.source import Source
 
-    version = Source(installed()).version.partition("+")[0]
+    version = Source(installed()).version
     try:
         return fetch("vllm", version, SOURCES)
     except SdistError as error:

@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -24,6 +24,11 @@ from tests.integrations.vllm.steps import eventually
 
 PORTS = range(20_000, 30_000)
 """Below those that the kernel gives away, so that a server which returns finds its port free."""
+
+TOY = Path("tests/v1/kv_connector/nixl_integration/toy_proxy_server.py")
+MULTI_TURN = Path("examples/disaggregated/disaggregated_serving/disagg_proxy_multiturn.py")
+HEALTH = {TOY: "/healthcheck", MULTI_TURN: "/health"}
+"""The proxies in vLLM's source distribution, and where each says that it is up."""
 
 PREFILL = {"kv_role": "kv_producer"}
 DECODE = {"kv_role": "kv_consumer", "kv_load_failure_policy": "fail"}
@@ -42,6 +47,7 @@ class Servers:
         sides: Mapping[str, Mapping[str, str]],
         *,
         extra: Mapping[str, Any],
+        strangers: Collection[str] = (),
     ) -> None:
         """Begin to start the servers.
 
@@ -50,6 +56,7 @@ class Servers:
             folder: For logs, keys and the chat template.
             sides: Each server's name and the settings of its own in ``kv_transfer_config``.
             extra: Settings of all in ``kv_connector_extra_config``.
+            strangers: The servers that have another ticket secret than the others.
         """
         self.model = str(model)
         self._model, self._folder, self._sides = model, folder, sides
@@ -57,6 +64,9 @@ class Servers:
         self._template.write_text(TEMPLATE)
         self._extra = dict(extra)
         self._security = _write_keys(folder, list(sides))
+        for name in strangers:
+            secret = _write(folder / f"{name}.ticket-secret", random.randbytes(32).hex())
+            self._security[name]["ticket_secrets"] = [secret]
         self._ports = {name: (free_port(), free_port()) for name in sides}
         self._starts = itertools.count()
         self._servers: dict[str, HttpServer] = {}
@@ -144,14 +154,14 @@ class Router:
             return False
 
 
-def vllm_router(program: Path, servers: Servers, folder: Path) -> Router:
+def vllm_router(program: Path, servers: Servers, folder: Path, *, decode: str = "decode") -> Router:
     """Return vLLM's router (the distribution ``vllm-router``)."""
     port = free_port()
     command: list[str | Path] = [
         program,
         "--vllm-pd-disaggregation",
         *("--prefill", servers["prefill"].address),
-        *("--decode", servers["decode"].address),
+        *("--decode", servers[decode].address),
         *("--policy", "round_robin"),
         *("--port", str(port)),
         *("--prometheus-port", str(free_port())),
@@ -161,12 +171,18 @@ def vllm_router(program: Path, servers: Servers, folder: Path) -> Router:
 
 
 def proxy(
-    script: Path, health: str, servers: Servers, folder: Path, *, host: str = "127.0.0.1"
+    script: Path,
+    health: str,
+    servers: Servers,
+    folder: Path,
+    *,
+    host: str = "127.0.0.1",
+    decode: str = "decode",
 ) -> Router:
     """Return a proxy of vLLM's source, which reaches both servers by ``host``."""
     port = free_port()
     command: list[str | Path] = [sys.executable, script, "--host", "127.0.0.1", "--port", str(port)]
-    for option, server in (("prefiller", servers["prefill"]), ("decoder", servers["decode"])):
+    for option, server in (("prefiller", servers["prefill"]), ("decoder", servers[decode])):
         command += [f"--{option}-host", host, f"--{option}-port", server.address.rpartition(":")[2]]
     return Router(script.stem, command, port, health, folder)
 

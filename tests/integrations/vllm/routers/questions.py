@@ -29,12 +29,14 @@ class Question:
         chat: Whether it is sent as a chat message, and not as the prompt of a completion.
         stream: Whether the answer is to be streamed.
         more: Further keys of the request's body.
+        id: The value of the header ``X-Request-Id``, if it is not empty.
     """
 
     tokens: Sequence[int]
     chat: bool = False
     stream: bool = False
     more: dict[str, Any] = field(default_factory=dict)
+    id: str = ""
 
     @property
     def path(self) -> str:
@@ -115,10 +117,12 @@ def ask(address: str, question: Question, model: str, *, leave_after: int | None
     )
     try:
         headers = {"Content-Type": "application/json"}
+        headers |= {"X-Request-Id": question.id} if question.id else {}
         connection.request("POST", question.path, json.dumps(question.body(model)), headers)
         if leave_after == 0:
             return Answer(status=0)
-        return _read(connection.getresponse(), leave_after)
+        response = connection.getresponse()
+        return _read_stream(response, leave_after) if question.stream else _read_whole(response)
     except (OSError, http.client.HTTPException) as error:
         return Answer(status=0, raw=f"{type(error).__name__}: {error}")
     finally:
@@ -131,22 +135,24 @@ def ask_all(address: str, questions: Iterable[Question], model: str) -> list[Ans
         return list(clients.map(lambda question: ask(address, question, model), questions))
 
 
-def _read(response: http.client.HTTPResponse, leave_after: int | None) -> Answer:
+def _read_whole(response: http.client.HTTPResponse) -> Answer:
+    raw = response.read().decode()
+    return replace(_answer(response.status, _json(raw)), done=True, raw=raw)
+
+
+def _read_stream(response: http.client.HTTPResponse, leave_after: int | None) -> Answer:
+    """Read chunks until the end, a break of the connection, or ``leave_after`` chunks."""
     lines: list[str] = []
-    broken = ""
-    try:
-        for line in response:
-            lines.append(line.decode())
-            if leave_after is not None and sum(map(_is_data, lines)) >= leave_after:
-                break
-    except (OSError, http.client.HTTPException) as error:
-        broken = f"{type(error).__name__}: {error}"
+    for line in response:  # ends where the connection breaks, too
+        lines.append(line.decode())
+        if leave_after is not None and sum(map(_is_data, lines)) >= leave_after:
+            break
     raw = "".join(lines)
-    if any(map(_is_data, lines)):
-        parts = list(_chunks(lines))
-        answer = _answer(response.status, parts, done="[DONE]" in raw)
-        return replace(answer, chunks=len(parts), raw=raw + broken)
-    return replace(_answer(response.status, _whole(raw), done=not broken), raw=raw + broken)
+    if not any(map(_is_data, lines)):
+        return replace(_answer(response.status, _json(raw)), done=bool(raw), raw=raw)
+    chunks = list(_chunks(lines))
+    answer = _answer(response.status, chunks)
+    return replace(answer, done="[DONE]" in raw, chunks=len(chunks), raw=raw)
 
 
 def _is_data(line: str) -> bool:
@@ -156,10 +162,10 @@ def _is_data(line: str) -> bool:
 def _chunks(lines: Sequence[str]) -> Iterator[dict[str, Any]]:
     for line in lines:
         if _is_data(line) and (text := line.partition(":")[2].strip()) != "[DONE]":
-            yield json.loads(text)
+            yield from _json(text)  # nothing, where the connection broke within the line
 
 
-def _whole(raw: str) -> list[dict[str, Any]]:
+def _json(raw: str) -> list[dict[str, Any]]:
     try:
         body = json.loads(raw)
     except ValueError:
@@ -167,7 +173,7 @@ def _whole(raw: str) -> list[dict[str, Any]]:
     return [body] if isinstance(body, dict) else []
 
 
-def _answer(status: int, parts: Sequence[dict[str, Any]], *, done: bool) -> Answer:
+def _answer(status: int, parts: Sequence[dict[str, Any]]) -> Answer:
     choices = [choice for part in parts for choice in part.get("choices", ())]
     errors = [part["error"] for part in parts if part.get("error")]
     params = [part["kv_transfer_params"] for part in parts if part.get("kv_transfer_params")]
@@ -178,7 +184,6 @@ def _answer(status: int, parts: Sequence[dict[str, Any]], *, done: bool) -> Answ
         finish_reason=reasons[-1] if reasons else None,
         error=errors[-1] if errors else None,
         params=params[-1] if params else None,
-        done=done,
     )
 
 

@@ -8,17 +8,20 @@ from pathlib import Path
 
 import pytest
 
-from tests.integrations.vllm.routers.checks import all_right, nothing_left
-from tests.integrations.vllm.routers.deployment import Router, Servers, proxy
+from tests.integrations.vllm.routers.checks import all_right, is_killed_and_returns, nothing_left
+from tests.integrations.vllm.routers.deployment import (
+    HEALTH,
+    MULTI_TURN,
+    TOY,
+    Router,
+    Servers,
+    proxy,
+)
 from tests.integrations.vllm.routers.questions import Question
 
 pytestmark = [pytest.mark.routers, pytest.mark.timeout(400)]
 
 Start = Callable[[Router], Router]
-
-TOY = Path("tests/v1/kv_connector/nixl_integration/toy_proxy_server.py")
-MULTI_TURN = Path("examples/disaggregated/disaggregated_serving/disagg_proxy_multiturn.py")
-HEALTH = {TOY: "/healthcheck", MULTI_TURN: "/health"}
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
@@ -40,6 +43,20 @@ def test_every_text_is_right(
     streamed = [answer for q, answer in zip(questions, answers, strict=True) if q.stream]
     assert min(answer.chunks for answer in streamed) > 1
     nothing_left(servers)
+
+
+@pytest.mark.parametrize("script", [TOY, MULTI_TURN], ids=lambda path: path.stem)
+def test_decode_is_killed_and_returns(
+    servers: Servers,
+    started: Start,
+    vllm_source: Path,
+    tmp_path: Path,
+    questions: list[Question],
+    texts: list[str],
+    script: Path,
+) -> None:
+    router = started(proxy(vllm_source / script, HEALTH[script], servers, tmp_path))
+    is_killed_and_returns("decode", servers, router, questions, texts)
 
 
 def test_conversations(

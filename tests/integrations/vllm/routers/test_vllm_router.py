@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 import signal
-import threading
+import time
 from collections.abc import Callable
-from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from tests.integrations.vllm.routers.checks import all_right, none_wrong, nothing_left
+from tests.integrations.vllm.routers.checks import (
+    BEFORE_FAULT,
+    DURING_FAULT,
+    all_right,
+    ask_during,
+    goes_on,
+    is_killed_and_returns,
+    none_wrong,
+    nothing_left,
+)
 from tests.integrations.vllm.routers.deployment import Router, Servers, vllm_router
 from tests.integrations.vllm.routers.questions import AT_ONCE, Answer, Question, ask
-from tests.integrations.vllm.steps import eventually
 
 pytestmark = [pytest.mark.vllm, pytest.mark.routers, pytest.mark.timeout(400)]
 
 Start = Callable[[Router], Router]
 
-BEFORE_FAULT = 10
-"""How many requests have been answered when a fault happens."""
-DURING_FAULT = 60
-AFTER_FAULT = 24
 STOPPED_SECONDS = 4.0
 
 
@@ -44,15 +48,7 @@ def test_every_text_is_right(
 def test_a_killed_server_returns(
     servers: Servers, router: Router, questions: list[Question], texts: list[str], side: str
 ) -> None:
-    def restart() -> None:
-        servers.kill(side)
-        servers.launch(side)
-        servers[side].wait_started()
-
-    answers = ask_during(restart, router, servers, questions[:DURING_FAULT])
-    complete = none_wrong(answers, texts[:DURING_FAULT])
-    assert BEFORE_FAULT <= complete < DURING_FAULT
-    goes_on(router, servers, questions, texts)
+    is_killed_and_returns(side, servers, router, questions, texts)
 
 
 @pytest.mark.parametrize("side", ["decode", "prefill"])
@@ -61,7 +57,7 @@ def test_a_server_stands_still(
 ) -> None:
     def stop() -> None:
         servers[side].send_signal(signal.SIGSTOP)
-        threading.Event().wait(STOPPED_SECONDS)
+        time.sleep(STOPPED_SECONDS)
         servers[side].send_signal(signal.SIGCONT)
 
     answers = ask_during(stop, router, servers, questions[:DURING_FAULT])
@@ -85,25 +81,3 @@ def test_a_third_of_the_clients_go_away(
     none_wrong(answers, texts)
     assert all(answer.complete for number, answer in enumerate(answers) if number % 3)
     goes_on(router, servers, questions, texts)
-
-
-def ask_during(
-    fault: Callable[[], None], router: Router, servers: Servers, questions: list[Question]
-) -> list[Answer]:
-    """Ask several at once; call ``fault`` when the first ones have been answered."""
-    with ThreadPoolExecutor(AT_ONCE) as clients:
-        asked = [
-            clients.submit(ask, router.address, question, servers.model) for question in questions
-        ]
-        answered: set[object] = set()
-        while len(answered) < BEFORE_FAULT:
-            answered |= wait(set(asked) - answered, return_when=FIRST_COMPLETED).done
-        fault()
-        return [each.result() for each in asked]
-
-
-def goes_on(router: Router, servers: Servers, questions: list[Question], texts: list[str]) -> None:
-    """See that requests are answered as before, and that nothing of the others is left."""
-    eventually(lambda: ask(router.address, questions[0], servers.model).complete)
-    all_right(router, servers, questions[:AFTER_FAULT], texts[:AFTER_FAULT])
-    nothing_left(servers)
