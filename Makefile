@@ -19,6 +19,9 @@ OTHER_VERSIONS := build/versions
 # without a GPU.
 NIXL_VERSION := 1.5.1
 
+# The router that tests put between servers. It is not needed without them.
+ROUTER_VERSION := 0.1.17
+
 # What mooncake's library links to, by Debian's names.
 MOONCAKE_LIBRARIES := libibverbs1 librdmacm1 libnuma1
 
@@ -54,7 +57,7 @@ PYTHONS ?= 3.12 3.13
 .DEFAULT_GOAL := help
 .SECONDARY: $(OTHER_STAMPS:%-kvferry=%-vllm)
 .PHONY: help demo test lint types unit pythons integration faults nixl ucx mooncake vllm versions \
-	upgrade from vllm-next version bench gpu gpu-bundle docs docs-serve build venv clean
+	routers upgrade from vllm-next version bench gpu gpu-bundle docs docs-serve build venv clean
 
 help: ## Show this text
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -112,6 +115,10 @@ mooncake: ## The guide to writing a driver, and the example it leads to, likewis
 
 vllm: $(STAMP) $(OLDEST_STAMP) ## The tests with real vLLM engines
 	$(BIN)/pytest -m 'vllm and not nixl and not ucx'
+
+# Those of vllm-router are among the tests of 'vllm', too.
+routers: $(STAMP) ## Routers between HTTP clients and real servers, with servers killed and stopped
+	$(BIN)/pytest -m routers
 
 # The oldest version with this one is among the tests of 'vllm', too.
 versions: $(STAMP) $(OTHER_STAMPS) ## Hand-overs between engines of every two versions of vLLM
@@ -225,7 +232,8 @@ $(VLLM_STAMP):
 # fetch the CUDA build for it.
 $(STAMP): pyproject.toml $(VLLM_STAMP)
 	@printf '\n== 3 of 3: kvferry and the tools that check it\n'
-	@$(BIN)/pip install --editable '.[dev,ucx]' 'nixl-cu12==$(NIXL_VERSION)' 'torch==$(TORCH_VERSION)'
+	@$(BIN)/pip install --editable '.[dev,ucx]' 'nixl-cu12==$(NIXL_VERSION)' \
+		'vllm-router==$(ROUTER_VERSION)' 'torch==$(TORCH_VERSION)'
 	@touch $@
 
 # Likewise an environment of another version, in which tests start engines.

@@ -19,6 +19,7 @@ SUITES = {
     "tests/drivers/ucx/": "ucx",
     "tests/drivers/nixl/": "nixl",
     "tests/integrations/vllm/geometry/": "geometry",
+    "tests/integrations/vllm/routers/": "routers",
     "tests/integrations/vllm/": "vllm",
     "tests/testing/": "planted faults",
     "tests/": "others",

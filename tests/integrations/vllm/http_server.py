@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import signal
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
@@ -22,7 +23,10 @@ from tests.integrations.vllm.engines import (
 
 
 class HttpServer:
-    """One engine behind vLLM's HTTP server, on a free port. Closing it twice is fine."""
+    """One engine behind vLLM's HTTP server, on a free port unless ``port`` is one of the options.
+
+    Closing it twice is fine. A killed one needs closing, too.
+    """
 
     def __init__(self, name: str, model: Path, folder: Path, **options: Any) -> None:
         context = multiprocessing.get_context("forkserver")
@@ -40,7 +44,7 @@ class HttpServer:
     def wait_started(self) -> Self:
         """Return when the server answers requests."""
         try:
-            self._address = f"http://127.0.0.1:{self._connection.recv()}"
+            self.address = f"http://127.0.0.1:{self._connection.recv()}"
             self._get("/health", START_SECONDS)
         except (EOFError, OSError) as error:
             raise EngineError(f"the server did not start: {excerpt(self.log())}") from error
@@ -50,7 +54,7 @@ class HttpServer:
         """Post a JSON object; return the status and the body of the answer."""
         headers = {"Content-Type": "application/json"}
         request = urllib.request.Request(
-            self._address + path, json.dumps(body).encode(), headers, method="POST"
+            self.address + path, json.dumps(body).encode(), headers, method="POST"
         )
         try:
             with urllib.request.urlopen(request, timeout=ANSWER_SECONDS) as answer:
@@ -72,13 +76,25 @@ class HttpServer:
 
     def counter(self, name: str, label: str) -> float:
         """Return the value of a counter on the page of metrics, where it has a label."""
-        lines = self._get("/metrics").splitlines()
-        found = [line for line in lines if line.startswith(f"{name}_total{{") and label in line]
-        return sum(float(line.rsplit(" ", 1)[1]) for line in found)
+        return self._metric(f"{name}_total", label)
+
+    def gauge(self, name: str) -> float:
+        """Return the value of a gauge on the page of metrics, summed over its labels."""
+        return self._metric(name, "")
 
     def log(self) -> str:
         """All that the server and the engine have written so far."""
         return self._log.read_text(errors="replace")
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """Send a signal to the server and to the engine, which are one process group."""
+        assert self._process.pid is not None
+        os.killpg(self._process.pid, number)
+
+    def kill(self) -> None:
+        """End the server and the engine at once, as a crash would."""
+        self.send_signal(signal.SIGKILL)
+        self._process.join()
 
     def close(self) -> None:
         """End the server and the engine."""
@@ -89,8 +105,13 @@ class HttpServer:
             self._process.join()
         self._connection.close()
 
+    def _metric(self, name: str, label: str) -> float:
+        lines = self._get("/metrics").splitlines()
+        found = [line for line in lines if line.startswith(f"{name}{{") and label in line]
+        return sum(float(line.rsplit(" ", 1)[1]) for line in found)
+
     def _get(self, path: str, seconds: float = ANSWER_SECONDS) -> str:
-        with urllib.request.urlopen(self._address + path, timeout=seconds) as answer:
+        with urllib.request.urlopen(self.address + path, timeout=seconds) as answer:
             text: str = answer.read().decode()
             return text
 
@@ -115,6 +136,7 @@ def _main(connection: Connection, log: str, arguments: list[str]) -> None:
 
     from tests.integrations.vllm import engine_process, frugal
 
+    os.setpgid(0, 0)
     engine_process.log_to(log)
     frugal.adapt()
     os.environ["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"

@@ -1,0 +1,111 @@
+"""What has to hold of answers that came through a router, and of engines afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+
+from examples.tiny_llama import prompt
+from tests.integrations.vllm.http_server import HttpServer
+from tests.integrations.vllm.routers.deployment import Router, Servers
+from tests.integrations.vllm.routers.questions import AT_ONCE, Answer, Question, ask, ask_all
+from tests.integrations.vllm.steps import eventually
+
+BEFORE_FAULT = 10
+"""How many requests have been answered when a fault happens."""
+DURING_FAULT = 60
+AFTER_FAULT = 24
+
+EMPTY_WHEN_IDLE = (
+    "vllm:kvferry_held_pages",
+    "vllm:kvferry_quarantined_pages",
+    "vllm:kv_cache_usage_perc",
+    "vllm:num_requests_running",
+    "vllm:num_requests_waiting",
+)
+"""Gauges that are 0 on an engine that has nothing to do and holds nothing."""
+
+
+def all_right(
+    router: Router, servers: Servers, questions: Sequence[Question], texts: Sequence[str]
+) -> list[Answer]:
+    """Ask through a router; see that every text is right and that decode pulled every prompt."""
+    decode = servers["decode"]
+    pulled, loads = _pulled(decode), decode.counter("vllm:kvferry_loads", "")
+    answers = ask_all(router.address, questions, servers.model)
+    wrong = [
+        (question, answer)
+        for question, answer, text in zip(questions, answers, texts, strict=True)
+        if not answer.complete or answer.text != text or answer.finish_reason != "length"
+    ]
+    assert not wrong, f"{len(wrong)}: {wrong[:2]}\n{router.log()[-2000:]}\n{decode.log()[-2000:]}"
+    assert _pulled(decode) - pulled == sum(len(question.prompt) for question in questions)
+    assert decode.counter("vllm:kvferry_loads", "") - loads == len(questions)
+    return answers
+
+
+def none_wrong(answers: Sequence[Answer], texts: Sequence[str]) -> int:
+    """See that no client took a wrong text for an answer; return how many texts are complete."""
+    for answer, text in zip(answers, texts, strict=True):
+        assert text.startswith(answer.text), answer
+        if answer.complete:
+            assert answer.text == text, answer
+    return sum(answer.complete for answer in answers)
+
+
+def ask_during(
+    fault: Callable[[], None], router: Router, servers: Servers, questions: Sequence[Question]
+) -> list[Answer]:
+    """Ask several at once; call ``fault`` when the first ones have been answered."""
+    with ThreadPoolExecutor(AT_ONCE) as clients:
+        asked = [
+            clients.submit(ask, router.address, question, servers.model) for question in questions
+        ]
+        answered: set[object] = set()
+        while len(answered) < BEFORE_FAULT:
+            answered |= wait(set(asked) - answered, return_when=FIRST_COMPLETED).done
+        fault()
+        return [each.result() for each in asked]
+
+
+def is_killed_and_returns(
+    side: str, servers: Servers, router: Router, questions: Sequence[Question], texts: Sequence[str]
+) -> None:
+    """Kill a server under load and start it again; see that no text is wrong, then or later."""
+
+    def restart() -> None:
+        servers.kill(side)
+        servers.launch(side)
+        servers[side].wait_started()
+
+    answers = ask_during(restart, router, servers, questions[:DURING_FAULT])
+    complete = none_wrong(answers, texts[:DURING_FAULT])
+    assert BEFORE_FAULT <= complete < DURING_FAULT
+    goes_on(router, servers, questions, texts)
+
+
+def goes_on(
+    router: Router, servers: Servers, questions: Sequence[Question], texts: Sequence[str]
+) -> None:
+    """See that requests are answered as before, and that nothing of the others is left."""
+    eventually(lambda: ask(router.address, questions[0], servers.model).complete)
+    all_right(router, servers, questions[:AFTER_FAULT], texts[:AFTER_FAULT])
+    nothing_left(servers)
+
+
+def nothing_left(servers: Servers) -> None:
+    """Wait until no engine has a request, a hold or a block in use."""
+    for server in servers:
+        eventually(lambda server=server: _is_empty(server, servers.model))  # type: ignore[misc]
+
+
+def _is_empty(server: HttpServer, model: str) -> bool:
+    """Return whether an engine has nothing, after a request that has its metrics collected."""
+    status, answer = server.complete(model, prompt(5), max_tokens=1)
+    assert status == 200, answer
+    return all(server.gauge(name) == 0 for name in EMPTY_WHEN_IDLE)
+
+
+def _pulled(server: HttpServer) -> float:
+    """Return how many tokens of prompts came from another engine."""
+    return server.counter("vllm:prompt_tokens_by_source", 'source="external_kv_transfer"')
