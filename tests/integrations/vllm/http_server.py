@@ -72,8 +72,12 @@ class HttpServer:
 
     def counter(self, name: str, label: str) -> float:
         """Return the value of a counter on the page of metrics, where it has a label."""
+        return self.gauge(f"{name}_total", label)
+
+    def gauge(self, name: str, label: str = "") -> float:
+        """Return the value of a gauge on the page of metrics, where it has a label."""
         lines = self._get("/metrics").splitlines()
-        found = [line for line in lines if line.startswith(f"{name}_total{{") and label in line]
+        found = [line for line in lines if line.startswith(f"{name}{{") and label in line]
         return sum(float(line.rsplit(" ", 1)[1]) for line in found)
 
     def log(self) -> str:
