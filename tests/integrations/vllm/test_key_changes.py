@@ -40,12 +40,12 @@ class Side(NamedTuple):
 
 @pytest.fixture(scope="module")
 def sides(start_engine: StartEngine, tmp_path_factory: pytest.TempPathFactory) -> tuple[Side, Side]:
-    """Prefill and decode, each with files of its own."""
+    """Prefill of one rank and decode of two, each with files of its own."""
     keys: Path = tmp_path_factory.mktemp("keys")
     assert CliRunner().invoke(app, ["keygen", str(keys)]).exit_code == 0
     (keys / "ticket.secret").write_text(OLD)
 
-    def start(mine: str, theirs: str, role: str) -> Side:
+    def start(mine: str, theirs: str, role: str, ranks: int) -> Side:
         folder = keys / f"of-{mine}"
         folder.mkdir()
         for name in (f"{mine}.secret", f"{theirs}.public", "ticket.secret"):
@@ -59,11 +59,14 @@ def sides(start_engine: StartEngine, tmp_path_factory: pytest.TempPathFactory) -
             "liveness_misses": 100,
         }
         policy = {"kv_load_failure_policy": "fail"}
-        return Side(start_engine(f"changing-{mine}", role, extra=extra, transfer=policy), folder)
+        engine = start_engine(
+            f"changing-{mine}", role, extra=extra, transfer=policy, tensor_parallel_size=ranks
+        )
+        return Side(engine, folder)
 
     return (
-        start("prefill", "decode", "kv_producer"),
-        start("decode", "prefill", "kv_consumer"),
+        start("prefill", "decode", "kv_producer", 1),
+        start("decode", "prefill", "kv_consumer", 2),
     )
 
 
@@ -148,7 +151,7 @@ def test_key_that_decode_no_longer_lists_is_refused_at_the_ticket(
     [ticket] = prefill.prefill(mine)
     assert "which is not listed here" in refusal(decode, decoded(decode, mine, ticket))
     sides[1].write("prefill.public", listed)
-    for who in ("scheduler half", "rank 0"):
+    for who in ("scheduler half", "rank 0", "rank 1"):
         eventually(is_logged(decode, f"{who}: curve_peers was read again", 2))
     assert works(prefill, decode, reference)
 
