@@ -133,6 +133,21 @@ def test_the_watcher_looks_until_it_is_closed_and_survives_a_failure(
     assert "rank 0: a key or secret could not be read again" in caplog.text
 
 
+def test_a_reading_that_hangs_does_not_hold_up_the_end_of_the_engine() -> None:
+    hangs, goes_on = threading.Event(), threading.Event()
+
+    def read() -> Reading[str]:
+        hangs.set()
+        assert goes_on.wait(LONG)
+        return Reading("")
+
+    setting = WatchedSetting("curve_peers", Reading(""), read=read, use=str)
+    watcher = SourceWatcher([setting], who="rank 0", seconds=0.001)
+    assert hangs.wait(LONG)
+    watcher.close()
+    goes_on.set()
+
+
 def test_nothing_to_watch_needs_no_thread() -> None:
     before = threading.active_count()
     SourceWatcher([], who="rank 0").close()
