@@ -244,7 +244,7 @@ class LivenessCheck:
             HandshakeError: the answer is of another type.
         """
         if isinstance(reply, Refusal):
-            raise PeerLostError(f"{self._name} is not at its address any more: {reply.reason}")
+            raise PeerLostError(f"{self._name} does not serve this engine any more: {reply.reason}")
         if not isinstance(reply, Pong):
             raise HandshakeError(f"it answered a ping with a {type(reply).__name__}")
         if reply.incarnation != self._incarnation:

@@ -156,14 +156,17 @@ class HandshakeServer:
         if self._gate.socket in ready:
             self._gate.answer()
         if self._socket in ready:
-            connection, frames = receive(self._socket, zmq.DONTWAIT)
-            self._watch.heard(connection)
-            self._answer(frames)
+            received = receive(self._socket, zmq.DONTWAIT)
+            self._watch.heard(received.descriptor)
+            self._answer(received.frames, self._gate.reason_against_user(received.user))
 
-    def _answer(self, frames: list[bytes]) -> None:
+    def _answer(self, frames: list[bytes], reason: str) -> None:
+        """Answer a request, or refuse it if there is a reason why its client is not admitted."""
         routing_id, *rest = frames
         envelope = [b""] if len(rest) > 1 and not rest[0] else []
-        if len(rest) == len(envelope) + 1:
+        if reason:
+            reply = _refusal(reason)
+        elif len(rest) == len(envelope) + 1:
             reply = self._reply(rest[-1])
         else:
             reply = _refusal("a request is one frame, or an empty one and one")

@@ -7,7 +7,7 @@ import queue
 import socket
 import threading
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 import zmq
 from zmq.utils import z85
@@ -21,6 +21,9 @@ Context = zmq.Context[Socket]
 
 MAX_FRAMES = 3
 """The most frames of a request: routing id, the empty frame of a REQ client, and the message."""
+
+USER_ID = "User-Id"
+"""The property of a message that has the user id of its connection's admission (ZAP)."""
 
 CURVE_BYTES = 33
 """The number of bytes that encryption adds to a frame."""
@@ -220,26 +223,37 @@ def encrypt(made: Socket, own: KeyPair) -> None:
     made.setsockopt(zmq.CURVE_SECRETKEY, z85.encode(own.secret))
 
 
-def receive(source: Socket, flags: int = 0) -> tuple[int, list[bytes]]:
+class Received(NamedTuple):
+    """A message that a server has received.
+
+    Attributes:
+        descriptor: libzmq's descriptor of the connection that the message came by.
+        user: the user id with which the connection was admitted (ZAP), such as a key.
+        frames: the frames of the message.
+    """
+
+    descriptor: int
+    user: str
+    frames: list[bytes]
+
+
+def receive(source: Socket, flags: int = 0) -> Received:
     """Receive one message, and drop its frames beyond ``MAX_FRAMES + 1``.
 
     Args:
         source: the socket to receive from.
         flags: flags of ZMQ for receiving, such as ``zmq.DONTWAIT``.
-
-    Returns:
-        libzmq's descriptor of the connection that the message came by, and the message's frames.
     """
     frames: list[bytes] = []
-    descriptor, more = -1, True
+    descriptor, user, more = -1, "", True
     while more:
         frame: Any = source.recv(flags, copy=False)
         more = frame.more
         if len(frames) <= MAX_FRAMES:
             frames.append(frame.bytes)
         if not more:
-            descriptor = frame.get(zmq.SRCFD)
-    return descriptor, frames
+            descriptor, user = frame.get(zmq.SRCFD), frame.get(USER_ID)
+    return Received(descriptor, user, frames)
 
 
 _NUMERIC = socket.NI_NUMERICHOST | socket.NI_NUMERICSERV

@@ -71,7 +71,20 @@ class ZapHandler:
         if reason:
             self.tell(f"a peer was refused: {reason}")
         verdict = REFUSED if reason else ADMITTED
-        self.socket.send_multipart([VERSION, request, verdict, b"", b"", b""], zmq.DONTWAIT)
+        user = b"" if reason or self._access.own is None else frames[6].hex().encode()
+        self.socket.send_multipart([VERSION, request, verdict, b"", user, b""], zmq.DONTWAIT)
+
+    def reason_against_user(self, user: str) -> str:
+        """Return why a client that was admitted is refused by now; empty if it is not.
+
+        Args:
+            user: the client's user id, from ``answer``: its public key in hexadecimal; empty if
+                this engine has no keys.
+        """
+        if self._access.own is None or bytes.fromhex(user) in self._access.peers:
+            return ""
+        self.tell(f"a connected peer was refused: its key {user} is no longer in curve_peers")
+        return f"the key {user} was removed from curve_peers there"
 
     def tell(self, text: str) -> None:
         """Log a text as a warning, unless it was logged recently.

@@ -5,23 +5,35 @@ imports only the standard library, msgspec, ZMQ (for key pairs) and ``cryptograp
 """
 
 from kvferry.core.security.access import NEARBY, OPEN, Access
-from kvferry.core.security.keys import KEY_BYTES, KeyPair, generate, public_keys
+from kvferry.core.security.keys import KEY_BYTES, KeyPair, PeerKeys, generate, public_keys
 from kvferry.core.security.networks import Networks
 from kvferry.core.security.proof import Proof, TicketKey
-from kvferry.core.security.secret_sources import Secret, listed_keys, read_secret
+from kvferry.core.security.secret_sources import FILE, Secret, listed_keys, read_secret
 from kvferry.core.security.signing import TicketSecrets
+from kvferry.core.security.source_watcher import (
+    LOOK_SECONDS,
+    Reading,
+    SourceWatcher,
+    WatchedSetting,
+)
 
 __all__ = [
+    "FILE",
     "KEY_BYTES",
+    "LOOK_SECONDS",
     "NEARBY",
     "OPEN",
     "Access",
     "KeyPair",
     "Networks",
+    "PeerKeys",
     "Proof",
+    "Reading",
     "Secret",
+    "SourceWatcher",
     "TicketKey",
     "TicketSecrets",
+    "WatchedSetting",
     "generate",
     "listed_keys",
     "public_keys",

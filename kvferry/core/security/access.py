@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 from kvferry.core.errors import AdmissionError, SecretError
@@ -16,7 +17,9 @@ class Access:
     Attributes:
         own: this engine's keys; ``None`` if it has none. Without keys its side channel is
             unencrypted, and it connects only to side channels that are unencrypted, too.
-        peers: public keys of the peers that are accepted; empty if this engine has no keys.
+        peers: public keys of the peers that are accepted; empty if this engine has no keys. With
+            a ``PeerKeys``, they can be replaced later, and count from the next handshake or request
+            on.
         networks: networks in which a peer's address must lie; ``None`` for any address.
         is_command: whether a ``kvferry`` command connects, rather than an engine: error messages
             then name the command's flags instead of settings.
@@ -26,7 +29,7 @@ class Access:
     """
 
     own: KeyPair | None = None
-    peers: frozenset[bytes] = frozenset()
+    peers: AbstractSet[bytes] = frozenset()
     networks: Networks | None = None
     is_command: bool = False
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
 from kvferry.core.errors import SecretError
@@ -46,6 +47,33 @@ class KeyPair:
             )
         secret = bytes.fromhex(text)
         return cls(public=_public(secret), secret=secret)
+
+
+class PeerKeys(AbstractSet[bytes]):
+    """A set of peers' public keys that can be replaced while other threads use it.
+
+    Args:
+        keys: the public keys, 32 bytes each.
+    """
+
+    def __init__(self, keys: Iterable[bytes] = ()) -> None:
+        self._keys = frozenset(keys)
+
+    def replace(self, keys: Iterable[bytes]) -> None:
+        """Have the set contain other keys from now on."""
+        self._keys = frozenset(keys)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._keys
+
+    def __iter__(self) -> Iterator[bytes]:
+        return iter(self._keys)
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def __repr__(self) -> str:
+        return f"PeerKeys({sorted(key.hex() for key in self._keys)})"
 
 
 def generate() -> KeyPair:

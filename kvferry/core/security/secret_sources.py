@@ -16,7 +16,9 @@ from kvferry.core.errors import SecretError
 from kvferry.core.security.keys import public_keys
 
 FILE = "file:"
+"""How the place of a secret begins if it is a file."""
 ENVIRONMENT = "env:"
+"""How the place of a secret begins if it is an environment variable."""
 HOW = f"write {FILE}PATH or {ENVIRONMENT}NAME; 'kvferry keygen' makes files"
 MAX_FILE_BYTES = 1 << 16
 

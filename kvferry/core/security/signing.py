@@ -20,15 +20,15 @@ CONTEXT = b"kvferry ticket\0"
 """Prefix of what is signed, so that other signatures with the same secret fit no ticket."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class TicketSecrets:
     """The ticket secrets of an engine: it signs with the first, and accepts signatures with any.
 
     To replace a secret without refusing a ticket: add the new secret as the second everywhere, then
-    make it the first everywhere, then remove the old secret.
+    make it the first everywhere, then remove the old secret. Any thread may call the methods.
 
     Attributes:
-        secrets: the secrets, 1 to ``MAX_SECRETS``.
+        secrets: the secrets, 1 to ``MAX_SECRETS``; only ``replace`` changes them.
 
     Raises:
         SecretError: there is no secret, there are too many, or a secret is too short or occurs
@@ -54,12 +54,18 @@ class TicketSecrets:
         """Return the ticket secrets of an engine, from the texts in files or the environment.
 
         Args:
-            texts: the secrets as text; the engine signs with the first.
+            texts: one secret or several each, a line for a secret; empty lines are skipped. The
+                engine signs with the first.
 
         Raises:
             SecretError: as the class.
         """
-        return cls(tuple(text.encode("utf-8", "surrogateescape") for text in texts))
+        lines = (line.strip() for text in texts for line in text.split("\n"))
+        return cls(tuple(line.encode("utf-8", "surrogateescape") for line in lines if line))
+
+    def replace(self, newer: TicketSecrets) -> None:
+        """Sign and check with the secrets of ``newer`` from now on."""
+        self.secrets = newer.secrets
 
     def sign(self, said: Mapping[str, object]) -> bytes:
         """Return the signature of a ticket's content by the first secret, 32 bytes.

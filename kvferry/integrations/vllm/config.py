@@ -90,14 +90,16 @@ class Config:
             would corrupt data (types, scales, layouts) are refused either way.
         verify_prompt: Refuse a ticket that was made for another prompt. Turn it off only in tests
             that swap caches on purpose.
-        ticket_secrets: Where secrets are, ``file:PATH`` or ``env:NAME`` each. The first secret
-            signs tickets; tickets signed with any of the secrets are accepted, and unsigned tickets
+        ticket_secrets: Where secrets are, ``file:PATH`` or ``env:NAME`` each, with one secret per
+            line. Files are read again when they change, without a restart. The first secret signs
+            tickets; tickets signed with any of the secrets are accepted, and unsigned tickets
             are refused. Without secrets, a ticket needs a proof. A proof shows that the engine
             which the ticket names made the ticket, but not that the named engine is one of yours.
         curve_secret_key: Where this engine's secret key is, ``file:PATH`` or ``env:NAME``. With it,
-            the side channel is encrypted.
+            the side channel is encrypted. Another key takes effect with a restart.
         curve_peers: Public keys of the engines to exchange pages with. Each entry is a key, or the
-            place (``file:PATH`` or ``env:NAME``) of a text with one key per line.
+            place (``file:PATH`` or ``env:NAME``) of a text with one key per line. Files are read
+            again when they change, without a restart.
         allowed_peers: Networks in CIDR notation, such as ``["10.0.0.0/8"]``, in which peers must
             be: those that connect to this engine, and those to which this engine connects.
             ``"anywhere"`` allows all addresses. By default, this host and private networks.

@@ -71,7 +71,23 @@ HELD = Metric(
     text="Blocks that are held for other engines, each counted once.",
 )
 
-METRICS = (LOADS, FAILED, TOKENS, EVICTED, ORPHANED, NO_TICKETS, HELD, *endpoint_metrics.FIGURES)
+HELD_FRACTION = Metric(
+    name="held_fraction",
+    kind=MetricKind.GAUGE,
+    text="Blocks held for other engines, over those that may be held (max_held_fraction of all).",
+)
+
+METRICS = (
+    LOADS,
+    FAILED,
+    TOKENS,
+    EVICTED,
+    ORPHANED,
+    NO_TICKETS,
+    HELD,
+    HELD_FRACTION,
+    *endpoint_metrics.FIGURES,
+)
 """All metrics. In Prometheus their names begin with ``vllm:kvferry_``."""
 BY_NAME = {metric.name: metric for metric in METRICS}
 """The metrics by name."""

@@ -25,6 +25,7 @@ from kvferry.integrations.vllm.cache_groups import CacheGroup
 from kvferry.integrations.vllm.metric_definitions import (
     EVICTED,
     HELD,
+    HELD_FRACTION,
     NO_TICKETS,
     ORPHANED,
     NoTicket,
@@ -103,6 +104,7 @@ class Producer:
         self._needs_exact_length = any(group.needs_exact_length for group in groups)
         self._holds = SchedulerHolds(slots, max_pages=max_held)
         self._max_held = max_held
+        self._may_hold = max(slots if max_held is None else max_held, 1)
         self._lease = lease
         self._backoff = backoff
         self._computed = computed
@@ -368,11 +370,12 @@ class Producer:
         self._holds.reset()
 
     def update_metrics(self) -> None:
-        """Set the metric of held blocks, and count and log the holds evicted since the last call.
+        """Set the metrics of held blocks, and count and log the holds evicted since the last call.
 
         While more than ``max_held`` blocks are held, the oldest hold is ended (evicted).
         """
         self._metrics.set(HELD, self._holds.held_pages)
+        self._metrics.set(HELD_FRACTION, self._holds.held_pages / self._may_hold)
         for request_id in self._holds.take_evicted():
             self._metrics.add(EVICTED)
             logger.warning(

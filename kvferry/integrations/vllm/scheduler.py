@@ -26,7 +26,11 @@ from kvferry.integrations.vllm.metrics import FerryStats
 from kvferry.integrations.vllm.producer import Producer
 from kvferry.integrations.vllm.prompts import prefill_backoff
 from kvferry.integrations.vllm.rank_position import parallel_sizes
-from kvferry.integrations.vllm.security import read_security_settings, warn_of_open_access
+from kvferry.integrations.vllm.security import (
+    read_security_settings,
+    warn_of_open_access,
+    watch_security_files,
+)
 from kvferry.integrations.vllm.side_channel import EngineSideChannel, report_loopback, serve
 
 if TYPE_CHECKING:
@@ -114,6 +118,9 @@ class FerryScheduler:
         if transfer.is_kv_producer:
             chosen = "side_channel_host" in transfer.kv_connector_extra_config
             report_loopback(self._config, chosen=chosen)
+        self._security_files = watch_security_files(
+            self._config, self._security, who="scheduler half"
+        )
         self._server: HandshakeServer | None = None
         self._problems: dict[int, tuple[str, ...]] = {}
         self._problems_changed = 0.0
@@ -309,7 +316,8 @@ class FerryScheduler:
         return [f"rank {rank}: {problem}" for rank, each in problems for problem in each]
 
     def close(self) -> None:
-        """Close the side channel. Calling it again has no effect."""
+        """Close the side channel, and read no secrets again. A second call has no effect."""
+        self._security_files.close()
         self._close_server()
         self._adapters.close()
 

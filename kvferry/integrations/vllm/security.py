@@ -1,27 +1,41 @@
-"""Access control: read the configured keys and secrets, and warn at start if access is open."""
+"""Access control: read the configured keys and secrets, at start and again when files change.
+
+Also warns at start if access is open.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+from typing import Any
 
 from kvferry.core.errors import HandshakeError, SecretError
 from kvferry.core.handshake.sockets import is_loopback_host, numeric_hosts
 from kvferry.core.security import (
+    FILE,
+    LOOK_SECONDS,
     NEARBY,
     Access,
     KeyPair,
     Networks,
+    PeerKeys,
+    Reading,
     Secret,
+    SourceWatcher,
     TicketSecrets,
+    WatchedSetting,
     listed_keys,
     read_secret,
 )
 from kvferry.integrations.vllm.config import Config, ConfigError
 
 logger = logging.getLogger(__name__)
+
+MAX_LOGGED_KEYS = 4
+"""How many added or removed keys one log line names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +47,8 @@ class SecuritySettings:
             engine connects.
         secrets: The secrets that sign and check tickets; ``None`` if tickets are not signed.
         exposed: A warning for each secret that other users of this host can read.
+
+    ``watch_security_files`` replaces the peers and the secrets in place.
     """
 
     access: Access = NEARBY
@@ -53,25 +69,136 @@ def read_security_settings(
         ConfigError: A key or secret cannot be read or is malformed, or only one of
             ``curve_secret_key`` and ``curve_peers`` is set. The message never shows a secret.
     """
-    secrets_read: list[Secret] = []
-
-    def secret_of(source: str) -> Secret:
-        secrets_read.append(read_secret(source, environment))
-        return secrets_read[-1]
-
     try:
-        tickets = [secret_of(source).text for source in config.ticket_secrets]
-        own = secret_of(config.curve_secret_key) if config.curve_secret_key else None
+        tickets = [read_secret(source, environment) for source in config.ticket_secrets]
+        own = read_secret(config.curve_secret_key, environment) if config.curve_secret_key else None
         access = Access(
             own=KeyPair.of(own.text, own.place) if own else None,
-            peers=listed_keys(config.curve_peers, "curve_peers", environment),
+            peers=PeerKeys(listed_keys(config.curve_peers, "curve_peers", environment)),
             networks=_networks(config),
         )
-        secrets = TicketSecrets.of(tickets) if tickets else None
+        secrets = TicketSecrets.of([each.text for each in tickets]) if tickets else None
     except SecretError as exc:
         raise ConfigError(f"kv_connector_extra_config: {exc}") from exc
-    exposed = tuple(secret.exposed for secret in secrets_read if secret.exposed)
+    exposed = _exposed([*tickets, own] if own else tickets)
     return SecuritySettings(access=access, secrets=secrets, exposed=exposed)
+
+
+def watch_security_files(
+    config: Config,
+    security: SecuritySettings,
+    *,
+    who: str,
+    is_worker: bool = False,
+    environment: Mapping[str, str] = os.environ,
+    seconds: float = LOOK_SECONDS,
+) -> SourceWatcher:
+    """Read files of keys and secrets again while the engine runs, and use what they contain.
+
+    The peers' keys and the ticket secrets are replaced in ``security``. A change of the engine's
+    own key is only logged: it takes effect with a restart.
+
+    Args:
+        config: The settings, which name the files.
+        security: What was read from the files when this half of the engine started.
+        who: The part of the engine that reads, for log lines.
+        is_worker: Read only what a worker uses: the peers' keys.
+        environment: The environment variables.
+        seconds: Time between two readings.
+
+    Returns:
+        The thread that reads; the caller closes it.
+    """
+    watched: list[WatchedSetting[Any]] = []
+    own, peers, secrets = security.access.own, security.access.peers, security.secrets
+    if isinstance(peers, PeerKeys) and _has_files(config.curve_peers):
+        watched.append(_watched_peers(config, own, peers, environment))
+    if secrets is not None and _has_files(config.ticket_secrets) and not is_worker:
+        used = Reading(secrets.secrets, frozenset(security.exposed))
+        watched.append(_watched_secrets(config, secrets, used, environment))
+    if own is not None and _has_files([config.curve_secret_key]) and not is_worker:
+        watched.append(_watched_own_key(config, own, environment))
+    return SourceWatcher(watched, who=who, seconds=seconds)
+
+
+def _watched_peers(
+    config: Config, own: KeyPair | None, peers: PeerKeys, environment: Mapping[str, str]
+) -> WatchedSetting[AbstractSet[bytes]]:
+    """Return how to read ``curve_peers`` again, and to replace the keys in ``peers``."""
+
+    def read() -> Reading[AbstractSet[bytes]]:
+        keys = listed_keys(config.curve_peers, "curve_peers", environment)
+        return Reading(Access(own=own, peers=keys).peers)
+
+    def use(keys: AbstractSet[bytes]) -> str:
+        before = frozenset(peers)
+        peers.replace(keys)
+        changes = [("added", keys - before), ("removed", before - keys)]
+        named = [f", {what} {_listed(those)}" for what, those in changes if those]
+        return f"{_count(keys, 'key')}{''.join(named)}"
+
+    return WatchedSetting("curve_peers", Reading(frozenset(peers)), read=read, use=use)
+
+
+def _watched_secrets(
+    config: Config,
+    secrets: TicketSecrets,
+    used: Reading[tuple[bytes, ...]],
+    environment: Mapping[str, str],
+) -> WatchedSetting[tuple[bytes, ...]]:
+    """Return how to read ``ticket_secrets`` again, and to replace those in ``secrets``."""
+
+    def read() -> Reading[tuple[bytes, ...]]:
+        found = [read_secret(source, environment) for source in config.ticket_secrets]
+        texts = TicketSecrets.of([each.text for each in found]).secrets
+        return Reading(texts, frozenset(_exposed(found)))
+
+    def use(newer: tuple[bytes, ...]) -> str:
+        same = newer[0] == secrets.secrets[0]
+        secrets.replace(TicketSecrets(newer))
+        signs = "the same one as before" if same else "another one than before"
+        return f"{_count(newer, 'secret')}, and tickets are signed with {signs}"
+
+    return WatchedSetting("ticket_secrets", used, read=read, use=use)
+
+
+def _watched_own_key(
+    config: Config, own: KeyPair, environment: Mapping[str, str]
+) -> WatchedSetting[KeyPair]:
+    """Return how to notice that the file of this engine's own key has another key."""
+
+    def read() -> Reading[KeyPair]:
+        found = read_secret(config.curve_secret_key, environment)
+        if KeyPair.of(found.text, found.place) != own:
+            raise SecretError(
+                f"{found.place} has another key, which takes effect when this engine is restarted; "
+                f"until then its public key is {own.public.hex()}"
+            )
+        return Reading(own)
+
+    return WatchedSetting("curve_secret_key", Reading(own), read=read, use=lambda key: "")
+
+
+def _exposed(secrets: Sequence[Secret]) -> tuple[str, ...]:
+    """Return a warning for each secret that other users of this host can read."""
+    return tuple(secret.exposed for secret in secrets if secret.exposed)
+
+
+def _has_files(sources: Sequence[str]) -> bool:
+    """Return whether one of the places of keys or secrets is a file."""
+    return any(source.startswith(FILE) for source in sources)
+
+
+def _count(values: Collection[object], word: str) -> str:
+    """Return as text how many values there are, such as ``2 keys``."""
+    return f"{len(values)} {word}{'' if len(values) == 1 else 's'}"
+
+
+def _listed(keys: AbstractSet[bytes]) -> str:
+    """Return public keys as text for a log line; of many, the first."""
+    named = ", ".join(sorted(key.hex() for key in keys)[:MAX_LOGGED_KEYS])
+    more = len(keys) - MAX_LOGGED_KEYS
+    return f"{named} and {more} more" if more > 0 else named
 
 
 def warn_of_open_access(security: SecuritySettings, host: str) -> None:

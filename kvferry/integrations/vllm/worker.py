@@ -16,6 +16,7 @@ from kvferry.core.endpoint import Endpoint, EndpointOptions
 from kvferry.core.errors import TicketError
 from kvferry.core.lifecycle.holds import Hold, Incarnation, RequestId
 from kvferry.core.lifecycle.scheduler_holds import HoldOrders
+from kvferry.core.security import SourceWatcher
 from kvferry.integrations.vllm import config as configuration
 from kvferry.integrations.vllm import support, versions
 from kvferry.integrations.vllm.caches.cache_layout import describe
@@ -29,7 +30,7 @@ from kvferry.integrations.vllm.rank_position import (
     current_rank_position,
     shared_incarnation,
 )
-from kvferry.integrations.vllm.security import read_security_settings
+from kvferry.integrations.vllm.security import read_security_settings, watch_security_files
 from kvferry.integrations.vllm.transport import make_transport
 from kvferry.integrations.vllm.zeroing import zero_function
 
@@ -60,6 +61,7 @@ class FerryWorker:
             whether the device has done this work; returns ``None`` if there is nothing to wait for.
             Called in steps in which tickets are made or loads start.
         drain: Seconds that ``close`` waits at most for other engines to read the held pages.
+        security_files: Reads the keys of this rank's peers again; closed with the endpoint.
     """
 
     def __init__(
@@ -67,8 +69,10 @@ class FerryWorker:
         endpoint: Endpoint,
         mark_work: Callable[[], Callable[[], bool] | None],
         drain: float = 0.0,
+        security_files: SourceWatcher | None = None,
     ) -> None:
         self._endpoint = endpoint
+        self._security_files = security_files
         self._drain = drain
         self._mark_work = mark_work
         self._idle = False
@@ -107,6 +111,7 @@ class FerryWorker:
         support.check_buffer_device(configured, device.type)
         enter = thread_setup(device)
         facts = layer_facts(vllm_config, kv_cache_config, position.shard)
+        security = read_security_settings(config)
         layout = describe(caches, kv_cache_config, facts=facts, position=position.shard)
         endpoint = Endpoint(
             identity=rank_identity(vllm_config, incarnation, position),
@@ -122,12 +127,15 @@ class FerryWorker:
                 liveness_misses=config.liveness_misses,
                 engine_ttl=config.engine_ttl,
                 judgements=judgements(config),
-                access=read_security_settings(config).access,
+                access=security.access,
             ),
             zero=zero_function(caches.values()),
             enter=enter,
         )
-        return cls(endpoint, work_marker(device), config.drain_timeout)
+        files = watch_security_files(
+            config, security, who=f"rank {endpoint.payload.rank}", is_worker=True
+        )
+        return cls(endpoint, work_marker(device), config.drain_timeout, files)
 
     def apply(self, step: StepMetadata) -> None:
         """Pass the scheduler's messages of this step on to the endpoint. Never blocks.
@@ -194,6 +202,8 @@ class FerryWorker:
 
     def close(self) -> None:
         """Close the endpoint. Calling it again has no effect."""
+        if self._security_files is not None:
+            self._security_files.close()
         self._endpoint.close(self._drain)
 
 

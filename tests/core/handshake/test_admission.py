@@ -7,7 +7,7 @@ import select
 import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 
 import pytest
 import zmq
@@ -18,7 +18,7 @@ from kvferry.core.handshake import HandshakeServer, fetch, ping
 from kvferry.core.handshake.connection import SideChannelConnection
 from kvferry.core.handshake.dialer import Dialer
 from kvferry.core.handshake.sockets import encrypt
-from kvferry.core.security import OPEN, Access, Networks, generate
+from kvferry.core.security import OPEN, Access, Networks, PeerKeys, generate
 from tests.core.messages import encoded, payload
 
 LONG = 60.0
@@ -226,3 +226,48 @@ def test_a_refused_client_cannot_send_requests() -> None:
         assert not raw.poll(0)
         raw.disable_monitor()
         monitor.close(0)
+
+
+# Keys that are added and removed while the server runs.
+
+
+def test_a_key_that_is_added_is_admitted_from_then_on() -> None:
+    peers = PeerKeys([UNLISTED.public])
+    with serve(Access(own=PREFILL, peers=peers)) as server:
+        assert "refuses this engine's key" in refusal(server, READS)
+        peers.replace([DECODE.public])
+        assert read(server, READS) == 7
+
+
+def test_a_key_that_is_removed_is_refused_also_over_connections_that_exist(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    peers = PeerKeys([DECODE.public, UNLISTED.public])
+    with serve(Access(own=PREFILL, peers=peers)) as server:
+        dialer = Dialer(
+            host=server.host,
+            port=server.port,
+            timeout=LONG,
+            context=None,
+            access=READS,
+            key=PREFILL.public,
+        )
+        with closing(SideChannelConnection(dialer)) as connection:
+            assert isinstance(connection.ask(wire.Ping(engine="prefill")), wire.Pong)
+            peers.replace([UNLISTED.public])
+            answer = connection.ask(wire.Ping(engine="prefill"))
+            assert isinstance(answer, wire.Refusal)
+            assert f"the key {DECODE.public.hex()} was removed from curve_peers" in answer.reason
+            assert f"{DECODE.public.hex()} is no longer in curve_peers" in caplog.text
+            assert "refuses this engine's key" in refusal(server, READS)
+            peers.replace([DECODE.public])
+            assert isinstance(connection.ask(wire.Ping(engine="prefill")), wire.Pong)
+
+
+def test_a_key_that_is_removed_from_the_clients_list_is_not_asked() -> None:
+    peers = PeerKeys([PREFILL.public])
+    access = Access(own=DECODE, peers=peers)
+    with serve(SERVES) as server:
+        assert read(server, access) == 7
+        peers.replace([UNLISTED.public])
+        assert "which is not listed here" in refusal(server, access)

@@ -114,3 +114,20 @@ def test_invalid_secrets_are_refused(texts: list[str], message: str) -> None:
 
 def test_secrets_are_not_shown() -> None:
     assert NEW not in repr(secrets(NEW))
+
+
+def test_one_text_may_have_a_secret_per_line() -> None:
+    assert secrets(f"{NEW}\n\n  {OLD} \r\n") == secrets(NEW, OLD)
+    with pytest.raises(SecretError, match="ticket secret 2 has 5 bytes"):
+        secrets(f"{NEW}\nshort")
+
+
+def test_replaced_secrets_sign_and_check_from_then_on() -> None:
+    ours = secrets(OLD)
+    old = ours.sign(SAID)
+    ours.replace(secrets(NEW, OLD))
+    assert ours.sign(SAID) == secrets(NEW).sign(SAID)
+    ours.check(SAID, old)
+    ours.replace(secrets(NEW))
+    with pytest.raises(TicketError):
+        ours.check(SAID, old)

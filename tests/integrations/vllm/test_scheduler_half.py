@@ -252,8 +252,11 @@ class TestProducer:
         orders = made.drain()
         assert orders.ends == (orders.take_ons[0][1],)
         made.update_metrics()
-        counted = {"evicted_holds": {"loopback": 1}, "held_pages": {"loopback": 3}}
-        assert metrics.take() == counted
+        assert metrics.take() == {
+            "evicted_holds": {"loopback": 1},
+            "held_pages": {"loopback": 3},
+            "held_fraction": {"loopback": 0.75},
+        }
         made.update_metrics()
         assert metrics.take() is None
         assert "max_held_fraction" in caplog.text

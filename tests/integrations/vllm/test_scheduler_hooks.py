@@ -246,9 +246,12 @@ class TestProducing:
         check(read_ticket(params).proof, info.ticket_key)
         [(ready, lease)] = half.build_step(OUTPUT).orders.ready
         assert (ready, lease) == (hold, 30.0)
-        assert half.take_stats().data["held_pages"] == {"loopback": 3}
+        stats = half.take_stats().data
+        assert stats["held_pages"] == {"loopback": 3}
+        assert 0 < stats["held_fraction"]["loopback"] < 1
         half.worker_output(heard(vllm, sending={"r"}))
-        assert half.take_stats().data["held_pages"] == {"loopback": 0}
+        stats = half.take_stats().data
+        assert (stats["held_pages"], stats["held_fraction"]) == ({"loopback": 0}, {"loopback": 0})
 
     def test_a_drafter_writes_after_the_last_token(self, make: Any) -> None:
         half = make(drafts=True)

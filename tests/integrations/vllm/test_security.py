@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +19,7 @@ from kvferry.integrations.vllm.security import (
     SecuritySettings,
     read_security_settings,
     warn_of_open_access,
+    watch_security_files,
 )
 
 OWN, PEER, OTHER = generate(), generate(), generate()
@@ -144,3 +150,148 @@ def test_a_secret_that_others_can_read_is_said_at_start(
         warn_of_open_access(admitted(ticket_secrets=[f"file:{path}"]), "127.0.0.1")
     assert "chmod 600" in caplog.text
     assert SECRET not in caplog.text
+
+
+# Files that change while the engine runs.
+
+
+class Files:
+    """Files of one engine: its own key, the keys of its peers, and its ticket secrets."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.write("own", OWN.secret.hex())
+        self.write("peers", PEER.public.hex())
+        self.write("tickets", SECRET)
+        self.config = parse(
+            {
+                "ticket_secrets": [f"file:{folder}/tickets"],
+                "curve_secret_key": f"file:{folder}/own",
+                "curve_peers": [f"file:{folder}/peers"],
+            }
+        )
+        self.settings = read_security_settings(self.config)
+
+    def write(self, name: str, content: str, mode: int = 0o600) -> None:
+        """Replace a file as one that writes safely does: by a rename."""
+        newer = self._folder / f"{name}.newer"
+        newer.write_text(content)
+        newer.chmod(mode)
+        newer.rename(self._folder / name)
+
+    @contextmanager
+    def watched(self, *, is_worker: bool = False) -> Iterator[None]:
+        watcher = watch_security_files(
+            self.config, self.settings, who="rank 5", is_worker=is_worker, seconds=0.01
+        )
+        with closing(watcher):
+            yield
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Files:
+    return Files(tmp_path)
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def signs_with(settings: SecuritySettings, secrets: Sequence[str]) -> bool:
+    return settings.secrets == TicketSecrets.of(secrets)
+
+
+NEW = "another secret of both engines"
+
+
+def test_ticket_secrets_are_replaced_in_three_edits(
+    files: Files, caplog: pytest.LogCaptureFixture
+) -> None:
+    with files.watched(), caplog.at_level(logging.INFO):
+        for secrets in ([SECRET, NEW], [NEW, SECRET], [NEW]):
+            files.write("tickets", "\n".join(secrets) + "\n")
+            wait_until(partial(signs_with, files.settings, secrets))
+        wait_until(lambda: len(caplog.records) == 3)
+    assert [record.getMessage().partition("again: ")[2] for record in caplog.records] == [
+        "2 secrets, and tickets are signed with the same one as before",
+        "2 secrets, and tickets are signed with another one than before",
+        "1 secret, and tickets are signed with the same one as before",
+    ]
+    assert NEW not in caplog.text
+
+
+@pytest.mark.parametrize("is_worker", [False, True])
+def test_keys_of_peers_are_added_and_removed(
+    files: Files, caplog: pytest.LogCaptureFixture, is_worker: bool
+) -> None:
+    peers = files.settings.access.peers
+    with files.watched(is_worker=is_worker), caplog.at_level(logging.INFO):
+        files.write("peers", f"# two\n{PEER.public.hex()}\n{OTHER.public.hex()}\n")
+        wait_until(lambda: peers == {PEER.public, OTHER.public})
+        files.write("peers", OTHER.public.hex())
+        wait_until(lambda: peers == {OTHER.public})
+        wait_until(lambda: len(caplog.records) == 2)
+    assert caplog.messages == [
+        f"rank 5: curve_peers was read again: 2 keys, added {OTHER.public.hex()}",
+        f"rank 5: curve_peers was read again: 1 key, removed {PEER.public.hex()}",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "mode", "words"),
+    [
+        ("tickets", f"{NEW}\nhalf", 0o600, "ticket secret 2 has 4 bytes; 16 is the least"),
+        ("tickets", "", 0o600, "is empty or not set: 'kvferry keygen' makes such files"),
+        ("tickets", NEW, 0o640, "is open to others than its owner: chmod 600 it"),
+        ("peers", f"{OTHER.public.hex()}\n{PEER.public.hex()[:30]}", 0o600, "line 2 of file:"),
+        ("peers", "# none\n", 0o600, "admits nobody: list the public keys"),
+        ("own", OTHER.secret.hex(), 0o600, "has another key, which takes effect when this engine"),
+        ("own", OTHER.secret.hex()[:63], 0o600, "holds 63 characters"),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_named_and_the_values_stay(
+    files: Files,
+    caplog: pytest.LogCaptureFixture,
+    name: str,
+    content: str,
+    mode: int,
+    words: str,
+) -> None:
+    before = read_security_settings(files.config)
+    with files.watched():
+        files.write(name, content, mode)
+        wait_until(lambda: bool(caplog.records))
+    [record] = caplog.records
+    assert record.levelno == logging.WARNING
+    assert "stays as it was: " in record.getMessage()
+    assert words in record.getMessage()
+    assert files.settings == before
+    secrets = (SECRET, NEW, OWN.secret.hex(), OTHER.secret.hex()[:63])
+    assert [secret for secret in secrets if secret in caplog.text] == []
+
+
+def test_a_mounted_secret_of_kubernetes_is_read_again(tmp_path: Path) -> None:
+    """Kubernetes replaces a link to a folder; the files are links through it, open to others."""
+    for number, content in (("1", SECRET), ("2", f"{NEW}\n{SECRET}")):
+        (tmp_path / number).mkdir()
+        (tmp_path / number / "tickets").write_text(content)
+        (tmp_path / number / "tickets").chmod(0o644)
+    (tmp_path / "..data").symlink_to("1")
+    (tmp_path / "tickets").symlink_to("..data/tickets")
+    config = parse({"ticket_secrets": [f"file:{tmp_path}/tickets"]})
+    settings = read_security_settings(config)
+    with closing(watch_security_files(config, settings, who="scheduler half", seconds=0.01)):
+        (tmp_path / "..data.newer").symlink_to("2")
+        (tmp_path / "..data.newer").rename(tmp_path / "..data")
+        wait_until(lambda: signs_with(settings, [NEW, SECRET]))
+
+
+def test_the_environment_is_not_watched() -> None:
+    settings = admitted(**KEYS, **SIGNED)
+    before = threading.active_count()
+    config = parse(KEYS | SIGNED)
+    watch_security_files(config, settings, who="rank 0", environment=ENVIRONMENT).close()
+    assert threading.active_count() == before

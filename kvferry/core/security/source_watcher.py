@@ -1,0 +1,132 @@
+"""Read keys and secrets again while the engine runs, and take those that have changed.
+
+A file may be read while it is being written. So a change counts once two readings in a row agree on
+it. What cannot be used is logged once, and the engine goes on with what it has.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from kvferry.core.errors import SecretError
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+LOOK_SECONDS = 2.0
+"""Time between two readings of all settings. Two readings have to agree, so a change takes effect
+within twice this time, if the files can be read at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reading(Generic[T]):
+    """What one reading of a setting's sources found.
+
+    Attributes:
+        value: the keys or secrets.
+        exposed: a warning for each of the sources that others than the owner can read.
+    """
+
+    value: T
+    exposed: frozenset[str] = frozenset()
+
+
+class WatchedSetting(Generic[T]):
+    """A setting whose sources are read again. Used by the watcher's thread only.
+
+    Args:
+        name: the setting's name, for log lines.
+        used: the reading with which the engine has started.
+        read: reads the sources; raises ``SecretError`` if the content cannot be used.
+        use: has the engine use a value, and returns what to log of the change.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        used: Reading[T],
+        *,
+        read: Callable[[], Reading[T]],
+        use: Callable[[T], str],
+    ) -> None:
+        self._name = name
+        self._used = used
+        self._read = read
+        self._use = use
+        self._seen: Reading[T] | str = used
+        self._settled: Reading[T] | str = used
+
+    def look(self, who: str) -> None:
+        """Read the sources, and use or refuse what two readings in a row have found.
+
+        Args:
+            who: the part of the engine that reads, for log lines.
+        """
+        found = self._find()
+        previous, self._seen = self._seen, found
+        if found != previous or found == self._settled:
+            return
+        self._settled = found
+        if isinstance(found, str):
+            logger.warning("%s: %s stays as it was: %s", who, self._name, found)
+            return
+        changed, self._used = found.value != self._used.value, found
+        if changed:
+            logger.info("%s: %s was read again: %s", who, self._name, self._use(found.value))
+
+    def _find(self) -> Reading[T] | str:
+        """Return what the sources contain, or why it cannot be used, for the log."""
+        try:
+            found = self._read()
+        except SecretError as exc:
+            return str(exc)
+        # Sources that were open from the beginning were logged then, and still count.
+        newly_exposed = sorted(found.exposed - self._used.exposed)
+        return "; ".join(newly_exposed) if newly_exposed else found
+
+
+class SourceWatcher:
+    """Read settings again, at regular times, on a thread of its own.
+
+    Files may be on a network file system, so a reading may hang. Only this thread waits for them.
+
+    Args:
+        settings: the settings; no thread is started if there are none.
+        who: the part of the engine that reads, for log lines.
+        seconds: time between two readings of all settings.
+    """
+
+    def __init__(
+        self,
+        settings: Sequence[WatchedSetting[Any]],
+        *,
+        who: str,
+        seconds: float = LOOK_SECONDS,
+    ) -> None:
+        self._settings = settings
+        self._who = who
+        self._seconds = seconds
+        self._closed = threading.Event()
+        if settings:
+            threading.Thread(target=self._run, name="kvferry-secrets", daemon=True).start()
+
+    def close(self) -> None:
+        """Stop, without waiting for a reading that has begun. May be called twice."""
+        self._closed.set()
+
+    def _run(self) -> None:
+        while not self._closed.wait(self._seconds):
+            for setting in self._settings:
+                self._look(setting)
+
+    def _look(self, setting: WatchedSetting[Any]) -> None:
+        try:
+            setting.look(self._who)
+        except Exception:
+            # The next change has to be noticed, whatever happened to this one.
+            logger.exception("%s: a key or secret could not be read again", self._who)
