@@ -1,4 +1,4 @@
-"""Registration of the connector with NVIDIA Dynamo, whose vLLM workers serve only connectors they know.
+"""Registration with NVIDIA Dynamo, whose vLLM workers refuse connectors that it does not know.
 
 Dynamo has a table of connectors, with a class each that makes a request's ``kv_transfer_params``.
 The class for NixlConnector asks prefill for a ticket and passes the answer to decode unchanged, as
