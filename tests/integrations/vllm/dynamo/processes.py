@@ -34,6 +34,8 @@ class DynamoError(Exception):
 class Deployment:
     """The three processes. They find each other by files, and no server of etcd or NATS runs.
 
+    The frontend routes by prefix: the workers publish what they cache.
+
     Args:
         python: The interpreter of an environment with vLLM and kvferry.
         site: The folder into which Dynamo was installed.
@@ -48,7 +50,8 @@ class Deployment:
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._ports = {name: _free_port() for name in ("frontend", *ROLES)}
         port = str(self._ports["frontend"])
-        self._start("frontend", ["-m", "dynamo.frontend", "--http-port", port])
+        frontend = ["-m", "dynamo.frontend", "--http-port", port, "--router-mode", "kv"]
+        self._start("frontend", frontend)
         for name, role in ROLES.items():
             self._start(name, _worker(name, role, model), DYN_SYSTEM_PORT=str(self._ports[name]))
 
@@ -71,10 +74,9 @@ class Deployment:
         while not self._serves():
             for name, process in self._processes.items():
                 if process.poll() is not None:
-                    raise DynamoError(f"{name} ended:\n{excerpt(self.log(name))}")
+                    raise DynamoError(f"{name} ended\n{self._logs()}")
             if time.monotonic() > deadline:
-                logs = "\n".join(f"{name}:\n{excerpt(self.log(name))}" for name in self._processes)
-                raise DynamoError(f"not started within {START_SECONDS:.0f} s\n{logs}")
+                raise DynamoError(f"not started within {START_SECONDS:.0f} s\n{self._logs()}")
             time.sleep(0.5)
 
     def post(self, path: str, body: dict[str, Any]) -> str:
@@ -90,7 +92,8 @@ class Deployment:
                 return text
         except urllib.error.HTTPError as exc:
             with exc:
-                raise DynamoError(f"{path}: {exc.code} {exc.read().decode()}") from exc
+                said = f"{path}: {exc.code} {exc.read().decode()}"
+            raise DynamoError(f"{said}\n{self._logs()}") from exc
 
     def counter(self, name: str, label: str = "") -> float:
         """Return the value of one of decode's counters, on the page that Dynamo serves.
@@ -102,10 +105,6 @@ class Deployment:
         lines = self._get("decode", "/metrics").splitlines()
         found = [line for line in lines if line.startswith(f"{name}_total{{") and label in line]
         return sum(float(line.rsplit(" ", 1)[1]) for line in found)
-
-    def log(self, name: str) -> str:
-        """Return what a process has written so far."""
-        return self._log(name).read_text(errors="replace")
 
     def _start(self, name: str, arguments: list[str], **environment: str) -> None:
         with self._log(name).open("wb") as log:
@@ -134,6 +133,11 @@ class Deployment:
     def _url(self, name: str, path: str) -> str:
         return f"http://127.0.0.1:{self._ports[name]}{path}"
 
+    def _logs(self) -> str:
+        """Return what the processes wrote: the first error of each, and the last lines."""
+        texts = {name: self._log(name).read_text(errors="replace") for name in self._processes}
+        return "\n".join(f"{name}:\n{excerpt(text)}" for name, text in texts.items())
+
     def _log(self, name: str) -> Path:
         return self._folder / f"{name}.log"
 
@@ -145,8 +149,18 @@ def _worker(name: str, role: str, model: Path) -> list[str]:
         "kv_load_failure_policy": "fail",
         "kv_connector_extra_config": PATIENT,
     }
-    options = OPTIONS | {"model": str(model), "served_model_name": MODEL}
-    arguments = _command_line(options | {"kv_transfer_config": transfer})
+    options = OPTIONS | {
+        "model": str(model),
+        "served_model_name": MODEL,
+        "enable_prefix_caching": True,
+        "kv_events_config": {
+            "enable_kv_cache_events": True,
+            "publisher": "zmq",
+            "endpoint": f"tcp://*:{_free_port()}",
+        },
+        "kv_transfer_config": transfer,
+    }
+    arguments = _command_line(options)
     ours = [each for each in arguments if not each.startswith(("--host=", "--port="))]
     return ["-m", "dynamo.vllm", "--disaggregation-mode", name, *ours]
 
