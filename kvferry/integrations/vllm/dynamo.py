@@ -17,8 +17,11 @@ logger = logging.getLogger(__name__)
 MODULE = "dynamo.vllm.kv_connector_protocols"
 """Dynamo's module with the table; it imports the standard library only."""
 
+PACKAGES = ("dynamo", "dynamo.vllm")
+"""The packages of that module. Where one is missing, Dynamo's vLLM workers are not installed."""
+
 TABLE = "KV_CONNECTOR_PROTOCOLS"
-MODEL = "NixlConnector"
+SAME_AS = "NixlConnector"
 """The connector whose entry in the table is used."""
 
 
@@ -33,18 +36,12 @@ def register(name: str) -> None:
     """
     try:
         table = getattr(importlib.import_module(MODULE), TABLE)
-        table.setdefault(name, table[MODEL])
+        table.setdefault(name, table[SAME_AS])
     except ModuleNotFoundError as exc:
-        if exc.name not in _packages():
+        if exc.name not in PACKAGES:
             _warn(name, exc)
-    except (AttributeError, ImportError, KeyError, TypeError) as exc:
+    except (AttributeError, ImportError, KeyError) as exc:
         _warn(name, exc)
-
-
-def _packages() -> list[str]:
-    """Return the packages without which Dynamo's vLLM workers are not installed."""
-    package = MODULE.rpartition(".")[0]
-    return [package.partition(".")[0], package]
 
 
 def _warn(name: str, exc: Exception) -> None:
