@@ -15,6 +15,12 @@ TORCH_VERSION := 2.13.0+cpu
 OTHER_VLLM_VERSIONS := 0.29.0 0.30.0 0.31.0
 OTHER_VERSIONS := build/versions
 
+# Dynamo, and the one of the versions above that it names. Tests read its wheel's files; 'dynamo' runs it.
+DYNAMO_VERSION := 1.6.1
+DYNAMO_VLLM := 0.31.0
+DYNAMO := build/dynamo
+DYNAMO_WHEEL := .cache/dynamo/ai_dynamo-$(DYNAMO_VERSION)-py3-none-any.whl
+
 # One of the two wheels that the extra 'nixl' would bring. The other is as large, and no different
 # without a GPU.
 NIXL_VERSION := 1.5.1
@@ -34,6 +40,7 @@ STAMP := $(VENV)/.installed-kvferry
 DOCS_STAMP := $(DOCS_VENV)/.installed-docs
 OTHER_STAMPS := $(OTHER_VLLM_VERSIONS:%=$(OTHER_VERSIONS)/%/.installed-kvferry)
 OLDEST_STAMP := $(firstword $(OTHER_STAMPS))
+DYNAMO_STAMP := $(DYNAMO)/.installed-$(DYNAMO_VERSION)
 
 # Where kvferry is built, and where what was built is tried.
 BUILD_ENV := .cache/build
@@ -57,7 +64,7 @@ PYTHONS ?= 3.12 3.13
 .DEFAULT_GOAL := help
 .SECONDARY: $(OTHER_STAMPS:%-kvferry=%-vllm)
 .PHONY: help demo test lint types unit pythons integration faults nixl ucx mooncake vllm versions \
-	routers upgrade from vllm-next version bench gpu gpu-bundle docs docs-serve build venv clean
+	routers dynamo upgrade from vllm-next version bench gpu gpu-bundle docs docs-serve build venv clean
 
 help: ## Show this text
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -77,7 +84,7 @@ lint: $(STAMP) ## Code style, formatting, the direction of imports, links, undoc
 types: $(STAMP) ## Static types
 	$(BIN)/mypy
 
-unit: $(STAMP) ## The quick tests, which need neither vLLM nor NIXL nor UCX
+unit: $(STAMP) $(DYNAMO_WHEEL) ## The quick tests, which need neither vLLM nor NIXL nor UCX
 	$(BIN)/pytest -n auto --maxprocesses 4
 
 # Without vLLM and torch, as kvferry is installed where no engine is.
@@ -87,7 +94,7 @@ pythons: ## The quick tests on other versions of Python, in environments under .
 # Most tests wait for other processes, so side by side the suites take half as long as one after the
 # other. Each has a process (SUITES in tests/conftest.py). Only NIXL's come after the others: agents
 # that a killed peer has left spinning take processor time until their process ends.
-integration: $(STAMP) $(OLDEST_STAMP) ## The four suites that follow, most of them side by side
+integration: $(STAMP) $(OLDEST_STAMP) $(DYNAMO_WHEEL) ## The four suites that follow, most of them side by side
 	$(BIN)/pytest -n 6 --dist loadgroup -m '(faults or vllm or ucx) and not nixl and not slow'
 	$(BIN)/pytest -m 'nixl and not slow'
 
@@ -113,7 +120,7 @@ mooncake: ## The guide to writing a driver, and the example it leads to, likewis
 	awk '/^```/ { on = /^```sh$$/; next } on' docs/writing-a-driver.md > .cache/guide/commands
 	cd .cache/guide && KVFERRY='$(CURDIR)' PYTHON='$(PYTHON)' bash -eux commands
 
-vllm: $(STAMP) $(OLDEST_STAMP) ## The tests with real vLLM engines
+vllm: $(STAMP) $(OLDEST_STAMP) $(DYNAMO_WHEEL) ## The tests with real vLLM engines
 	$(BIN)/pytest -m 'vllm and not nixl and not ucx'
 
 # Those of vllm-router are among the tests of 'vllm', too.
@@ -123,6 +130,10 @@ routers: $(STAMP) ## Routers between HTTP clients and real servers, with servers
 # The oldest version with this one is among the tests of 'vllm', too.
 versions: $(STAMP) $(OTHER_STAMPS) ## Hand-overs between engines of every two versions of vLLM
 	$(BIN)/pytest -m versions
+
+# Not part of 'test': Dynamo takes 360 MB, and another vLLM than most tests. Three minutes.
+dynamo: $(STAMP) $(DYNAMO_STAMP) ## Hand over between workers of NVIDIA Dynamo, behind its frontend
+	$(BIN)/python -m tests.integrations.vllm.dynamo $(OTHER_VERSIONS)/$(DYNAMO_VLLM)/bin/python $(DYNAMO)
 
 # Not part of 'test': which commits deployments still run is for a person to say. Three minutes.
 upgrade: from $(STAMP) ## Hand pages over between an older build and this one, and back: FROM=<commit>
@@ -247,6 +258,20 @@ $(OTHER_VERSIONS)/%/.installed-vllm:
 
 $(OTHER_VERSIONS)/%/.installed-kvferry: pyproject.toml $(OTHER_VERSIONS)/%/.installed-vllm
 	@$(@D)/bin/pip install --quiet --editable '.[test]' 'torch==$(TORCH_VERSION)'
+	@touch $@
+
+# Where pip finds no such wheel, the tests that read it are skipped and say so.
+$(DYNAMO_WHEEL): | $(STAMP)
+	-@$(BIN)/pip download --quiet --no-deps --dest $(@D) 'ai-dynamo==$(DYNAMO_VERSION)'
+
+# Beside the environment of its vLLM. Without the extra 'vllm', which brings a CUDA build, and without
+# aisimulate, which only its planner needs, and which is not on the package index.
+$(DYNAMO_STAMP): $(OTHER_VERSIONS)/$(DYNAMO_VLLM)/.installed-kvferry
+	@printf '\n== Dynamo $(DYNAMO_VERSION)\n'
+	@rm -rf $(DYNAMO)
+	@$(<D)/bin/pip install --quiet --target $(DYNAMO) --no-deps 'ai-dynamo==$(DYNAMO_VERSION)' \
+		'ai-dynamo-runtime==$(DYNAMO_VERSION)'
+	@$(<D)/bin/pip install --quiet --target $(DYNAMO) 'kubernetes<33' 'redis<9' 'zstandard<1'
 	@touch $@
 
 $(DOCS_STAMP): pyproject.toml

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from kvferry.core.errors import KVFerryError
+from kvferry.integrations.vllm import dynamo
 
 NAME = "KVFerryConnector"
 MODULE = "kvferry.integrations.vllm"
 
 
 def register() -> None:
-    """Register ``KVFerryConnector`` with vLLM.
+    """Register ``KVFerryConnector`` with vLLM, and with Dynamo where Dynamo is installed.
 
     vLLM calls this in each of its processes, in some more than once; later calls have no effect.
 
@@ -27,3 +28,4 @@ def register() -> None:
                 f"vLLM has a connector {NAME!r} already, from {registered.__module__}: uninstall "
                 f"its package, or set kv_connector_module_path to {MODULE!r}"
             ) from exc
+    dynamo.register(NAME)

@@ -1,0 +1,71 @@
+"""Registration with NVIDIA Dynamo, whose vLLM workers refuse connectors that it does not know.
+
+Dynamo has a table of connectors, with a class each that makes a request's ``kv_transfer_params``.
+The class for NixlConnector asks prefill for a ticket and passes the answer to decode unchanged, as
+kvferry needs it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import multiprocessing
+from importlib import metadata
+
+logger = logging.getLogger(__name__)
+
+MODULE = "dynamo.vllm.kv_connector_protocols"
+"""Dynamo's module with the table; it imports the standard library only."""
+
+PACKAGES = ("dynamo", "dynamo.vllm")
+"""The packages of that module. Where one is missing, Dynamo's vLLM workers are not installed."""
+
+TABLE = "KV_CONNECTOR_PROTOCOLS"
+SAME_AS = "NixlConnector"
+"""The connector whose entry in the table is used."""
+
+
+def register(name: str) -> None:
+    """Register the connector with Dynamo where Dynamo is installed; elsewhere do nothing.
+
+    An entry that Dynamo has for this name remains. Where Dynamo's table is not found, log a
+    warning.
+
+    Args:
+        name: The connector's name in ``kv_transfer_config``.
+    """
+    try:
+        table = getattr(importlib.import_module(MODULE), TABLE)
+        table.setdefault(name, table[SAME_AS])
+    except ModuleNotFoundError as exc:
+        if exc.name not in PACKAGES:
+            _warn(name, exc)
+    except (AttributeError, ImportError, KeyError) as exc:
+        _warn(name, exc)
+
+
+def _warn(name: str, exc: Exception) -> None:
+    """Log that the connector is not registered with Dynamo.
+
+    Only the process that was started logs this, because Dynamo runs in that process, and vLLM's
+    engine core and workers are its children.
+    """
+    if multiprocessing.parent_process() is None:
+        logger.warning(
+            "the connector is not registered with Dynamo %s, whose workers may refuse %r: %s.%s "
+            "is not as in Dynamo 1.6.1 (%s: %s). Use Dynamo 1.6.1, or another router",
+            _version(),
+            name,
+            MODULE,
+            TABLE,
+            type(exc).__name__,
+            exc,
+        )
+
+
+def _version() -> str:
+    """Return Dynamo's version, as far as it is known."""
+    try:
+        return metadata.version("ai-dynamo")
+    except metadata.PackageNotFoundError:
+        return "(of unknown version)"
