@@ -20,6 +20,7 @@ SUITES = {
     "tests/drivers/nixl/": "nixl",
     "tests/integrations/vllm/geometry/": "geometry",
     "tests/integrations/vllm/": "vllm",
+    "tests/examples/": "examples",
     "tests/testing/": "planted faults",
     "tests/": "others",
 }

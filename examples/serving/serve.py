@@ -2,12 +2,12 @@
 
     python examples/serving/serve.py [--model MODEL] [--driver DRIVER] [--port PORT] [-- ARGUMENTS]
 
-One server prefills, the other one decodes. kvferry moves the KV cache of each request from the first
-to the second, with an encrypted side channel and signed tickets. Without --model, the model is a tiny
+One server prefills, the other one decodes. kvferry moves the KV cache of each request from prefill
+to decode, with encrypted side channels and signed tickets. Without --model, the model is a tiny
 Llama with random weights, which this script makes: nothing is downloaded, and the text is nonsense.
 
-It prints a curl command to try, and a line for each request that crossed. Ctrl-C ends all of it.
-ARGUMENTS are passed to both `vllm serve`, such as --max-model-len=4096. On a machine with one GPU:
+It prints a curl command to try, and a line for each request whose cache was moved. Ctrl-C ends all
+servers. ARGUMENTS are passed to both `vllm serve`. With both servers on one GPU, for example:
 
     python examples/serving/serve.py --model MODEL --driver nixl -- --gpu-memory-utilization=0.4
 """
@@ -41,6 +41,7 @@ SHUTDOWN_SECONDS = 5
 """For how long a server that is told to end still serves its requests, and the pages it holds."""
 GRACE_SECONDS = SHUTDOWN_SECONDS + 15.0
 POLL_SECONDS = 0.2
+LOG_LINES = 15  # how much of a log an error shows
 PROGRESS_SECONDS = 10.0
 
 # Each program needs a port, each engine one more for its side channel. They follow --port.
@@ -76,7 +77,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class ServingError(Exception):
-    """It cannot go on; the message says why, and what to do."""
+    """The servers cannot be started, or one has ended; the message says why."""
 
 
 class Interrupted(Exception):
@@ -87,8 +88,8 @@ class Interrupted(Exception):
 class Signals:
     """Counts the signals that ask this script to end.
 
-    A handler that raised could do so between the start of a program and the note of it, and the
-    program would be left behind.
+    A handler that raises could interrupt the start of a program before the program is in
+    ``Programs.running``, and it would be left behind.
     """
 
     received: int = 0
@@ -114,7 +115,7 @@ class Signals:
 
 @dataclass(kw_only=True)
 class Program:
-    """A running program, in a process group of its own, which a Ctrl-C in a terminal does not reach.
+    """A running program, in a session of its own, which Ctrl-C in a terminal does not reach.
 
     Attributes:
         name: the program's name.
@@ -127,23 +128,31 @@ class Program:
     log: Path
 
     @property
-    def ended(self) -> bool:
-        """Whether the process has ended. It is not reaped, so its group's id stays its own."""
+    def status(self) -> int | None:
+        """The process's exit status; ``None`` while it runs.
+
+        The process is not reaped, so that its number, and its group's, remain its own.
+        """
         options = os.WEXITED | os.WNOHANG | os.WNOWAIT
-        return os.waitid(os.P_PID, self.process.pid, options) is not None
+        found = os.waitid(os.P_PID, self.process.pid, options)
+        return None if found is None else found.si_status
+
+    def terminate(self) -> None:
+        """Ask the process to end."""
+        os.kill(self.process.pid, signal.SIGTERM)
 
     def kill(self) -> None:
-        """End the process and all that it has started and left behind."""
+        """End the process, and all that it has started and left behind."""
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
 
     def failure(self) -> ServingError:
         """Return the error that says how the program has ended, with the end of its log."""
-        lines = self.log.read_text(errors="replace").splitlines()[-15:]
+        lines = self.log.read_text(errors="replace").splitlines()[-LOG_LINES:]
         return ServingError(
-            f"{self.name} has ended with status {self.process.wait()}. The last lines of "
-            f"{self.log}:\n\n" + "\n".join(f"    {line}" for line in lines)
+            f"{self.name} has ended (status {self.status}). The last lines of {self.log}:\n\n"
+            + "\n".join(f"    {line}" for line in lines)
         )
 
 
@@ -187,11 +196,12 @@ class Programs:
             Interrupted: a signal has arrived.
         """
         program = self.start(name, command)
-        while not program.ended:
+        while program.status is None:
             self.signals.pause()
-        self.running.remove(program)
-        if program.process.wait():
+        if program.status:
             raise program.failure()
+        program.kill()
+        self.running.remove(program)
 
     def pause(self) -> None:
         """Wait a moment.
@@ -202,7 +212,7 @@ class Programs:
         """
         self.signals.pause()
         for program in self.running:
-            if program.ended:
+            if program.status is not None:
                 raise program.failure()
 
     def wait_ready(self, ports: Mapping[str, int]) -> None:
@@ -230,9 +240,9 @@ class Programs:
         """End all programs: ask them to, and kill what is left after a while or a signal."""
         received, until = self.signals.received, time.monotonic() + GRACE_SECONDS
         for program in self.running:
-            program.process.terminate()
+            program.terminate()
         while self.signals.received == received and time.monotonic() < until:
-            if all(program.ended for program in self.running):
+            if all(program.status is not None for program in self.running):
                 break
             time.sleep(POLL_SECONDS)
         for program in self.running:
@@ -268,8 +278,8 @@ def check_ports(first: int) -> None:
                 probe.bind((HOST, first + offset))
             except OSError as error:
                 raise ServingError(
-                    f"port {first + offset}, for {user}, cannot be used ({error.strerror}): end the "
-                    f"program that listens there, or choose {len(PORTS)} others with --port"
+                    f"port {first + offset}, for {user}, cannot be used ({error.strerror}): end "
+                    f"the program that listens there, or choose {len(PORTS)} others with --port"
                 ) from error
 
 
@@ -511,7 +521,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--driver",
         default="loopback",
-        help="what moves the bytes: loopback, for CPU memory on one host, or nixl, ucx (%(default)s)",
+        help="what moves the caches: loopback (CPU memory, one host), nixl or ucx (%(default)s)",
     )
     parser.add_argument(
         "--port",
@@ -520,7 +530,10 @@ def parse_arguments() -> argparse.Namespace:
         help=f"the router's port; the {len(PORTS) - 1} after it are used, too (%(default)s)",
     )
     parser.add_argument(
-        "--folder", type=Path, default=FOLDER, help="for keys, logs and the tiny model (%(default)s)"
+        "--folder",
+        type=Path,
+        default=FOLDER,
+        help="for keys, logs, the tiny model (%(default)s)",
     )
     parser.add_argument("arguments", nargs="*", help="after `--`: arguments for both `vllm serve`")
     return parser.parse_args()
