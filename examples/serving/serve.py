@@ -440,7 +440,8 @@ def describe(new: Mapping[str, float]) -> Iterator[str]:
             f"{loads:.0f} request{'s' if loads > 1 else ''}: {new['tokens']:,.0f} tokens, "
             f"{new['bytes'] / 1e6:,.2f} MB {took}{' on average' if loads > 1 else ''}"
         )
-    if failed := new["failed"] + new["refused"]:
+    # A refused ticket may count as a failed load, too.
+    if failed := max(new["failed"], new["refused"]):
         yield f"{failed:.0f} not loaded, so decode computes the prompt: decode.log says why"
 
 

@@ -119,6 +119,13 @@ def check_requests(make: subprocess.Popen[str], first: int) -> set[int]:
     assert (counted["loads"], counted["tokens"]) == (2, tokens + more)
     assert counted["failed"] == counted["refused"] == 0
 
+    ticket = {"do_remote_prefill": True, "remote_engine_id": "made up"}
+    decode = url.replace(f":{first}/", f":{first + serve.DECODE}/")
+    computed = post(decode, {**body, "temperature": 0, "kv_transfer_params": ticket})
+    loaded = post(url, {**body, "temperature": 0})
+    assert "1 not loaded" in output.find("not loaded")
+    assert computed["choices"][0]["text"] == loaded["choices"][0]["text"]
+
     [script] = [process.pid for process in processes() if process.parent == make.pid]
     sessions = {process.session for process in processes() if process.parent == script}
     assert len(sessions) == len(["prefill", "decode", "router"])
