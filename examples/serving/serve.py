@@ -46,6 +46,7 @@ PROGRESS_SECONDS = 10.0
 
 # Each program needs a port, each engine one more for its side channel. They follow --port.
 ROUTER, PREFILL, DECODE, PREFILL_CHANNEL, DECODE_CHANNEL, ROUTER_METRICS = range(6)
+HIGHEST_PORT = 65535
 PORTS = {
     ROUTER: "the router",
     PREFILL: "prefill",
@@ -266,11 +267,13 @@ def is_ready(port: int) -> bool:
 
 
 def check_ports(first: int) -> None:
-    """Refuse ports that are in use.
+    """Refuse ports that do not exist or are in use.
 
     Raises:
-        ServingError: a port is in use.
+        ServingError: a port does not exist or is in use.
     """
+    if not 0 < first <= HIGHEST_PORT - len(PORTS):
+        raise ServingError(f"--port {first}: choose one from 1 to {HIGHEST_PORT - len(PORTS)}")
     for offset, user in PORTS.items():
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -321,6 +324,22 @@ def vllm_version(folder: Path) -> tuple[str, str]:
     return version, str(metadata.parents[1])
 
 
+def make_environment(folder: Path, on_path: str, *, on_cpu: bool) -> dict[str, str]:
+    """Return the environment variables of all programs.
+
+    Args:
+        folder: where vLLM may keep a cache.
+        on_path: a folder that has to be on PYTHONPATH; "" for none.
+        on_cpu: whether vLLM's CPU build is installed.
+    """
+    for name in ("no_proxy", "NO_PROXY"):  # of this script, too, which asks the servers
+        os.environ[name] = ",".join(filter(None, [os.environ.get(name), HOST]))
+    environment = {"VLLM_CACHE_ROOT": str(folder / "vllm-cache"), **os.environ}
+    paths = filter(None, [on_path, environment.get("PYTHONPATH")])
+    environment["PYTHONPATH"] = os.pathsep.join(paths)
+    return (CPU_ENVIRONMENT if on_cpu else {}) | environment
+
+
 def tiny_model(programs: Programs) -> Path:
     """Return the folder of the tiny model, which is made if it is not there."""
     folder = programs.folder / TINY
@@ -338,7 +357,7 @@ def make_keys(programs: Programs) -> Path:
     "probe" is for `kvferry health`, which asks an engine with a key of its own.
     """
     folder = programs.folder / "keys"
-    if not folder.exists():
+    if not (folder / "ticket.secret").exists():
         names = [f"--engine={name}" for name in ("prefill", "decode", "probe")]
         programs.run("keygen", [command("kvferry"), "keygen", str(folder), *names])
     return folder
@@ -475,6 +494,7 @@ def serve(
         Interrupted: a signal has arrived.
     """
     keys = make_keys(programs)
+    served_name = model or TINY
     if model is None:
         model, arguments = str(tiny_model(programs)), [*TINY_ARGUMENTS, *arguments]
     for name, port, channel in (
@@ -488,14 +508,13 @@ def serve(
     programs.wait_ready({"prefill": first + PREFILL, "decode": first + DECODE})
     programs.start("router", [command("vllm-router"), *router_arguments(first)])
     programs.wait_ready({"router": first + ROUTER})
-    body = {"model": TINY if "tiny" in model else model, "prompt": "Why is the sky blue?"}
-    show_how_to_ask(f"http://{HOST}:{first + ROUTER}/v1/completions", body)
+    show_how_to_ask(f"http://{HOST}:{first + ROUTER}/v1/completions", served_name)
     show_requests(programs, first + DECODE)
 
 
-def show_how_to_ask(url: str, body: Mapping[str, Any]) -> None:
+def show_how_to_ask(url: str, model: str) -> None:
     """Print the command to try, and how to end all."""
-    data = json.dumps({**body, "max_tokens": 16})
+    data = json.dumps({"model": model, "prompt": "Why is the sky blue?", "max_tokens": 16})
     say("\nTry this (chat is at /v1/chat/completions, as with any vLLM server):\n")
     say(shlex.join(["curl", url, "-H", "Content-Type: application/json", "-d", data]))
     say("\nCtrl-C ends all. What crosses from prefill to decode:\n")
@@ -550,14 +569,9 @@ def main() -> int:
         options.folder.mkdir(parents=True, exist_ok=True)
         folder = options.folder.resolve()
         version, on_path = vllm_version(folder)
-        environment, arguments = dict(os.environ), list(options.arguments)
-        environment.setdefault("VLLM_CACHE_ROOT", str(folder / "vllm-cache"))
-        if on_path:
-            paths = [on_path, *filter(None, [environment.get("PYTHONPATH")])]
-            environment["PYTHONPATH"] = os.pathsep.join(paths)
-        if "cpu" in version:
-            environment = CPU_ENVIRONMENT | environment
-            arguments = [*CPU_ARGUMENTS, *arguments]
+        on_cpu = "cpu" in version
+        environment = make_environment(folder, on_path, on_cpu=on_cpu)
+        arguments = [*(CPU_ARGUMENTS if on_cpu else ()), *options.arguments]
         programs = Programs(folder=folder, environment=environment, signals=signals)
         with all_ended(programs):
             serve(

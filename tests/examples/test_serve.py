@@ -148,6 +148,11 @@ def test_a_port_in_use_is_named_before_anything_starts(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+def test_a_port_that_does_not_exist_is_refused() -> None:
+    with pytest.raises(serve.ServingError, match="--port 65535: choose one from 1 to 65529"):
+        serve.check_ports(65535)
+
+
 @pytest.fixture
 def programs(tmp_path: Path) -> Iterator[serve.Programs]:
     programs = serve.Programs(
