@@ -62,8 +62,8 @@ PYTHONS ?= 3.12 3.13
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
 .SECONDARY: $(OTHER_STAMPS:%-kvferry=%-vllm)
-.PHONY: help demo serve deployments test lint types unit pythons integration faults nixl ucx mooncake vllm versions \
-	upgrade from vllm-next version bench gpu gpu-bundle docs docs-serve build venv clean
+.PHONY: help demo serve test lint types unit pythons integration faults nixl ucx mooncake deployments \
+	vllm versions upgrade from vllm-next version bench gpu gpu-bundle docs docs-serve build venv clean
 
 help: ## Show this text
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -122,7 +122,7 @@ mooncake: ## The guide to writing a driver, and the example it leads to, likewis
 # Where a tool is missing and cannot be installed, its test is skipped and says so.
 deployments: $(STAMP) ## The deployments in examples/serving, checked by compose, systemd, Kubernetes
 	@for tool in $(DEPLOYMENT_TOOLS); do \
-		command -v "$${tool%:*}" >/dev/null || $(call apt_install,"$${tool#*:}"); \
+		command -v "$${tool%:*}" >/dev/null || $(call apt_install,--no-install-recommends "$${tool#*:}"); \
 	done
 	$(BIN)/pytest tests/examples/test_deployments.py
 
@@ -223,8 +223,7 @@ export PYTHON_HINT PLATFORM_HINT TORCH_HINT FROM_HINT VERSION_HINT
 
 # Install Debian packages where that may be done; what needs them copes without.
 apt_install = { [ "$$(id -u)" = 0 ] && command -v apt-get && { \
-	apt-get install -y --no-install-recommends $(1) || \
-	{ apt-get update && apt-get install -y --no-install-recommends $(1); }; }; } >/dev/null 2>&1 || true
+	apt-get install -y $(1) || { apt-get update && apt-get install -y $(1); }; }; } >/dev/null 2>&1 || true
 
 hint = { printf '%s\n' "$$$(1)" >&2; exit 1; }
 
