@@ -31,6 +31,9 @@ ROUTER_VERSION := 0.1.17
 # What mooncake's library links to, by Debian's names.
 MOONCAKE_LIBRARIES := libibverbs1 librdmacm1 libnuma1
 
+# The tools that check the deployments in examples/serving, each with its package's name.
+DEPLOYMENT_TOOLS := docker-compose:docker-compose kubectl:kubernetes-client systemd-analyze:systemd
+
 # The documentation has an environment of its own: nothing that it needs can then change what vLLM
 # gets.
 DOCS_VENV := .venv-docs
@@ -52,6 +55,9 @@ GPU_BUNDLE := build/gpu-bundle
 GPU_SITE := build/gpu-site
 GPU_OPTIONS ?=
 
+# Of `make serve`: such as SERVE_OPTIONS='--port 9000'; examples/serving/serve.py --help lists them.
+SERVE_OPTIONS ?=
+
 # Of `make vllm-next`: --page FILE writes the list into a page of the documentation, too.
 NEXT_OPTIONS ?=
 
@@ -63,16 +69,20 @@ PYTHONS ?= 3.12 3.13
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
 .SECONDARY: $(OTHER_STAMPS:%-kvferry=%-vllm)
-.PHONY: help demo test lint types unit pythons integration faults nixl ucx mooncake vllm versions \
-	routers dynamo upgrade from vllm-next version bench gpu gpu-bundle docs docs-serve build venv clean
+.PHONY: help demo serve test lint types unit pythons integration faults nixl ucx mooncake deployments \
+	vllm versions routers dynamo upgrade from vllm-next version bench gpu gpu-bundle docs docs-serve \
+	build venv clean
 
 help: ## Show this text
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(STAMP) ## Hand KV caches from one real vLLM engine to another, and prove it
 	$(BIN)/python examples/vllm_disaggregated.py
 
-test: lint types docs unit integration mooncake ## Everything that has to pass before a change goes in
+serve: $(STAMP) ## Start two vLLM servers and a router, until Ctrl-C, and show what crosses
+	@$(BIN)/python examples/serving/serve.py $(SERVE_OPTIONS)
+
+test: lint types docs unit integration mooncake deployments ## Everything that has to pass before a change goes in
 
 lint: $(STAMP) ## Code style, formatting, the direction of imports, links, undocumented names
 	$(BIN)/ruff check .
@@ -112,13 +122,17 @@ ucx: $(STAMP) ## Likewise of the driver ucx, also between two networks
 # The guide's commands as they stand there, in an empty folder and an environment of its own. Where
 # the libraries are missing and cannot be installed, its tests are skipped and say so.
 mooncake: ## The guide to writing a driver, and the example it leads to, likewise
-	@if [ "$$(id -u)" = 0 ] && command -v apt-get && ! dpkg -s $(MOONCAKE_LIBRARIES); then \
-		apt-get install -y $(MOONCAKE_LIBRARIES) || \
-		{ apt-get update && apt-get install -y $(MOONCAKE_LIBRARIES); } || true; \
-	fi >/dev/null 2>&1
+	@dpkg -s $(MOONCAKE_LIBRARIES) >/dev/null 2>&1 || $(call apt_install,$(MOONCAKE_LIBRARIES))
 	rm -rf .cache/guide && mkdir -p .cache/guide
 	awk '/^```/ { on = /^```sh$$/; next } on' docs/writing-a-driver.md > .cache/guide/commands
 	cd .cache/guide && KVFERRY='$(CURDIR)' PYTHON='$(PYTHON)' bash -eux commands
+
+# Where a tool is missing and cannot be installed, its test is skipped and says so.
+deployments: $(STAMP) ## The deployments in examples/serving, checked by compose, systemd, Kubernetes
+	@for tool in $(DEPLOYMENT_TOOLS); do \
+		command -v "$${tool%:*}" >/dev/null || $(call apt_install,--no-install-recommends "$${tool#*:}"); \
+	done
+	$(BIN)/pytest tests/examples/test_deployments.py
 
 vllm: $(STAMP) $(OLDEST_STAMP) $(DYNAMO_WHEEL) ## The tests with real vLLM engines
 	$(BIN)/pytest -m 'vllm and not nixl and not ucx'
@@ -222,6 +236,10 @@ make vllm-next VERSION=<version>
 endef
 
 export PYTHON_HINT PLATFORM_HINT TORCH_HINT FROM_HINT VERSION_HINT
+
+# Install Debian packages where that may be done; what needs them copes without.
+apt_install = { [ "$$(id -u)" = 0 ] && command -v apt-get && { \
+	apt-get install -y $(1) || { apt-get update && apt-get install -y $(1); }; }; } >/dev/null 2>&1 || true
 
 hint = { printf '%s\n' "$$$(1)" >&2; exit 1; }
 

@@ -21,6 +21,7 @@ SUITES = {
     "tests/integrations/vllm/geometry/": "geometry",
     "tests/integrations/vllm/routers/": "routers",
     "tests/integrations/vllm/": "vllm",
+    "tests/examples/": "examples",
     "tests/testing/": "planted faults",
     "tests/": "others",
 }

@@ -1,0 +1,238 @@
+"""``make serve``: it serves, says what crossed, ends everything, and explains what goes wrong."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from examples.serving import serve
+
+ROOT = Path(__file__).parents[2]
+LOWEST_PORT, HIGHEST_PORT = 10000, 30000  # below those that the kernel gives to connections
+STAMP = ".venv/.installed-kvferry"
+
+
+class Process(NamedTuple):
+    """What ``/proc`` says of a process."""
+
+    pid: int
+    parent: int
+    session: int
+
+
+def processes() -> Iterator[Process]:
+    """Yield every process that is not a zombie."""
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, parent, _, session, *_ = path.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue  # it has just ended
+        if state != "Z":
+            yield Process(int(path.parent.name), int(parent), int(session))
+
+
+def free_ports() -> int:
+    """Return the first of as many free ports in a row as ``serve.py`` needs."""
+    while True:
+        first = random.randrange(LOWEST_PORT, HIGHEST_PORT)
+        with contextlib.suppress(serve.ServingError):
+            serve.check_ports(first)
+            return first
+
+
+def post(url: str, body: dict[str, Any]) -> dict[str, Any]:
+    headers = {"Content-Type": "application/json"}
+    request = urllib.request.Request(url, json.dumps(body).encode(), headers)
+    with urllib.request.urlopen(request, timeout=90) as answer:
+        found: dict[str, Any] = json.loads(answer.read())
+        return found
+
+
+class Output:
+    """The lines that a process prints."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        assert process.stdout is not None
+        self._stdout = process.stdout
+        self._seen: list[str] = []
+
+    def find(self, text: str) -> str:
+        """Return the next line that contains a text."""
+        for line in self._stdout:
+            self._seen.append(line)
+            if text in line:
+                return line
+        raise AssertionError(f"no {text!r} in: {''.join(self._seen)}")
+
+
+@pytest.mark.vllm
+@pytest.mark.timeout(400)
+def test_make_serve_hands_requests_over_and_ends_all_on_an_interrupt(tmp_path: Path) -> None:
+    pytest.importorskip("vllm_router")
+    first = free_ports()
+    command = ["make", "-o", STAMP, "serve", f"SERVE_OPTIONS=--port {first} --folder {tmp_path}"]
+    with subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, text=True, start_new_session=True
+    ) as make:
+        try:
+            sessions = check_requests(make, first)
+        finally:
+            os.killpg(make.pid, signal.SIGINT)  # as a terminal does
+            make.communicate(timeout=60)
+    assert not sessions & {process.session for process in processes()}
+    serve.check_ports(first)  # all are free again
+
+
+def check_requests(make: subprocess.Popen[str], first: int) -> set[int]:
+    """Ask for a completion and for a chat; return the sessions of the servers and the router."""
+    output = Output(make)
+    [curl, url, header, _, flag, data] = shlex.split(output.find("curl http"))
+    assert (curl, header, flag) == ("curl", "-H", "-d")
+    body = json.loads(data)
+    completion = post(url, body)
+    tokens = completion["usage"]["prompt_tokens"]
+    assert f"1 request: {tokens} tokens" in output.find("request")
+
+    messages = [{"role": "user", "content": "How are you today, and why?"}]
+    chat = post(
+        url.replace("/v1/completions", "/v1/chat/completions"),
+        {"model": body["model"], "messages": messages, "max_tokens": 16},
+    )
+    more = chat["usage"]["prompt_tokens"]
+    assert f"1 request: {more} tokens" in output.find("request")
+    counted = serve.read_counters(first + serve.DECODE)
+    assert counted is not None
+    assert (counted["loads"], counted["tokens"]) == (2, tokens + more)
+    assert counted["failed"] == counted["refused"] == 0
+
+    ticket = {"do_remote_prefill": True, "remote_engine_id": "made up"}
+    decode = url.replace(f":{first}/", f":{first + serve.DECODE}/")
+    computed = post(decode, {**body, "temperature": 0, "kv_transfer_params": ticket})
+    loaded = post(url, {**body, "temperature": 0})
+    assert "1 not loaded" in output.find("not loaded")
+    assert computed["choices"][0]["text"] == loaded["choices"][0]["text"]
+
+    [script] = [process.pid for process in processes() if process.parent == make.pid]
+    sessions = {process.session for process in processes() if process.parent == script}
+    assert len(sessions) == len(["prefill", "decode", "router"])
+    return sessions
+
+
+def test_a_port_in_use_is_named_before_anything_starts(tmp_path: Path) -> None:
+    first = free_ports()
+    with socket.create_server((serve.HOST, first + serve.DECODE)):
+        run = subprocess.run(
+            [sys.executable, serve.__file__, f"--port={first}", f"--folder={tmp_path}"],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+    assert run.returncode == 1
+    assert f"port {first + serve.DECODE}, for decode, cannot be used" in run.stderr
+    assert "--port" in run.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_port_that_does_not_exist_is_refused() -> None:
+    with pytest.raises(serve.ServingError, match="--port 65535: choose one from 1 to 65529"):
+        serve.check_ports(65535)
+
+
+@pytest.fixture
+def programs(tmp_path: Path) -> Iterator[serve.Programs]:
+    programs = serve.Programs(
+        folder=tmp_path, environment=os.environ, signals=serve.Signals(received=0)
+    )
+    yield programs
+    programs.signals.received += 1
+    programs.end()
+
+
+def test_a_server_that_ends_early_is_named_with_the_end_of_its_log(
+    programs: serve.Programs,
+) -> None:
+    program = programs.start("decode", python("print('out of memory'); raise SystemExit(3)"))
+    with pytest.raises(serve.ServingError, match=r"decode has ended \(status 3\)") as raised:
+        programs.wait_ready({"decode": free_ports()})
+    assert str(program.log) in str(raised.value)
+    assert "    out of memory" in str(raised.value)
+
+
+def test_a_server_that_answers_is_ready(programs: serve.Programs) -> None:
+    port = free_ports()
+    (programs.folder / "health").touch()
+    folder = f"--directory={programs.folder}"
+    programs.start(
+        "decode", [sys.executable, "-m", "http.server", f"--bind={serve.HOST}", folder, str(port)]
+    )
+    programs.wait_ready({"decode": port})
+
+
+def test_what_a_server_leaves_behind_is_ended_too(programs: serve.Programs) -> None:
+    child = "import time; time.sleep(1000)"
+    program = programs.start(
+        "prefill",
+        python(f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {child!r}])"),
+    )
+    session = program.process.pid
+    while program.status is None:
+        pass
+    assert session in {process.session for process in processes()}
+    programs.end()
+    wait_until_gone(session)
+
+
+def test_a_second_signal_kills_what_does_not_end(programs: serve.Programs) -> None:
+    code = "import signal, time; say = lambda *_: print('.', flush=True); "
+    code += "signal.signal(signal.SIGTERM, say); say(); [time.sleep(100) for _ in range(10)]"
+    program = programs.start("prefill", python(code))
+    wait_for_log(program, ".\n")
+    ending = threading.Thread(target=programs.end)
+    ending.start()
+    wait_for_log(program, ".\n.\n")
+    programs.signals.received += 1
+    ending.join()
+    wait_until_gone(program.process.pid)
+
+
+def wait_for_log(program: serve.Program, text: str) -> None:
+    while not program.log.read_text().startswith(text):
+        pass
+
+
+def wait_until_gone(session: int) -> None:
+    while session in {process.session for process in processes()}:
+        pass
+
+
+def python(code: str) -> list[str]:
+    """Return the command of a small program."""
+    return [sys.executable, "-c", code]
+
+
+def test_the_lines_say_what_crossed() -> None:
+    none = dict.fromkeys(serve.COUNTERS, 0.0)
+    one = {"loads": 1.0, "tokens": 512.0, "bytes": 2.1e6, "seconds": 0.0034, "pulls": 1.0}
+    assert list(serve.describe(none)) == []
+    assert list(serve.describe(none | one)) == ["1 request: 512 tokens, 2.10 MB in 3.4 ms"]
+    two = {"loads": 2.0, "tokens": 512.0, "bytes": 2.1e6, "seconds": 0.0034, "pulls": 2.0}
+    assert list(serve.describe(none | two)) == [
+        "2 requests: 512 tokens, 2.10 MB in 1.7 ms on average"
+    ]
+    [line] = serve.describe(none | {"failed": 1.0})
+    assert line.startswith("1 not loaded")
