@@ -233,7 +233,8 @@ def top(
                         second, counted on each decode rank, MB/s, what carries the bytes, and the
                         average milliseconds that a pull spends in each stage
     Held for decode     blocks of each prefill engine that are held now, as a share of its cache
-                        and of what may be held, and how many holds were made, read, or lost
+                        and of what may be held; how many holds were made, read, given back by
+                        decode, or lost: expired, evicted, orphaned or revoked
     What failed         by stage, cause or reason
 
     A count such as "12 +2" is 12 since the engine started, 2 of them since the last reading.

@@ -9,8 +9,8 @@ from kvferry.cli.top.changes import Counted, MetricsChange
 from kvferry.cli.top.exposition import CACHE_CONFIG, CACHE_USED, KVFERRY, RUNNING, WAITING
 from kvferry.core.metrics import Stage
 
-OUTCOMES = ("made", "read", "expired", "evicted", "refused")
-"""The values of the label ``outcome`` of holds, in the order in which they are shown."""
+LOST = ("expired", "evicted", "orphaned", "revoked")
+"""The outcomes of holds that ended before decode had read them or given them back."""
 
 PROBLEMS = {
     "load_failures_total": ("load failed at {stage}: {cause}", ("peer", "stage", "cause")),
@@ -165,29 +165,16 @@ def _pulls(change: MetricsChange) -> Iterator[PeerPulls]:
 
 def _holds(change: MetricsChange) -> HoldsReport | None:
     """Return what an engine holds for others; ``None`` if it is not known to have held anything."""
-    outcomes = {
-        outcome: counted
-        for outcome in OUTCOMES
-        if (counted := _holds_by_outcome(change).get(outcome)) is not None
-    }
+    counted = change.counted("holds_total", "outcome")
     pages = change.value("held_pages")
-    if not pages and not any(counted.total for counted in outcomes.values()):
+    if not pages and not any(one.total for one in counted.values()):
         return None
     return HoldsReport(
         pages=pages,
         share_of_cache=_share(pages, change.label(CACHE_CONFIG, "num_gpu_blocks")),
         share_of_limit=change.largest("held_fraction"),
-        outcomes=outcomes,
+        outcomes={outcome: one for (outcome,), one in counted.items()},
     )
-
-
-def _holds_by_outcome(change: MetricsChange) -> dict[str, Counted]:
-    """Return the number of holds by outcome; of older builds, only those that ended early."""
-    counted = {outcome: one for (outcome,), one in change.counted("holds_total", "outcome").items()}
-    for outcome, name in (("expired", "expired_leases_total"), ("evicted", "evicted_holds_total")):
-        if outcome not in counted and () in (older := change.counted(name)):
-            counted[outcome] = older[()]
-    return counted
 
 
 def _share(pages: float | None, blocks: str | None) -> float | None:
@@ -199,6 +186,9 @@ def _share(pages: float | None, blocks: str | None) -> float | None:
 
 def _problems(change: MetricsChange) -> Iterator[ProblemCount]:
     """Yield everything that went wrong."""
+    for (outcome,), counted in change.counted("holds_total", "outcome").items():
+        if outcome in LOST and counted.total:
+            yield ProblemCount(what=f"hold {outcome} before it was read", peer="", counted=counted)
     for name, (what, by) in PROBLEMS.items():
         for values, counted in change.counted(name, *by).items():
             if counted.total:

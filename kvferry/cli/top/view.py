@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -10,7 +10,7 @@ from rich.text import Text
 
 from kvferry.cli.top.changes import Counted
 from kvferry.cli.top.exposition import printable
-from kvferry.cli.top.report import OUTCOMES, EngineReport
+from kvferry.cli.top.report import LOST, EngineReport
 from kvferry.core.metrics import Stage
 
 WIDTH = 100
@@ -41,7 +41,7 @@ def tables(engines: Sequence[EngineReport]) -> RenderableType:
         ("Engines", _engines(engines)),
         ("Without values", _errors(engines)),
         ("Who pulls from whom, and average ms of a pull by stage", _pulls(engines)),
-        ("Held for decode: blocks now, and holds by outcome", _holds(engines)),
+        ("Held for decode: blocks now, and what became of holds", _holds(engines)),
         ("What failed since the engine started", _problems(engines)),
     ):
         if table.row_count:
@@ -153,7 +153,10 @@ def _holds(engines: Sequence[EngineReport]) -> Table:
         ("held\nblocks", 7),
         ("of\ncache", 5),
         ("of\nlimit", 5),
-        *((f"\n{outcome}", 11) for outcome in OUTCOMES),
+        ("holds\nmade", 13),
+        ("\nread", 13),
+        ("given\nback", 11),
+        ("\nlost", 11),
     ):
         table.add_column(heading, justify="right", width=width, no_wrap=True)
     for engine in engines:
@@ -163,9 +166,21 @@ def _holds(engines: Sequence[EngineReport]) -> Table:
                 number(holds.pages),
                 _percent(holds.share_of_cache),
                 _percent(holds.share_of_limit),
-                *(_counted(holds.outcomes.get(outcome), bad=_bad(outcome)) for outcome in OUTCOMES),
+                _counted(holds.outcomes.get("made"), bad=False),
+                _counted(holds.outcomes.get("read"), bad=False),
+                _counted(holds.outcomes.get("abandoned"), bad=False),
+                _counted(_lost(holds.outcomes)),
             )
     return table
+
+
+def _lost(outcomes: Mapping[str, Counted]) -> Counted | None:
+    """Return how many holds were lost, whatever the reason; ``None`` if that is unknown."""
+    lost = [outcomes[outcome] for outcome in LOST if outcome in outcomes]
+    if not lost:
+        return None
+    new = [one.new for one in lost if one.new is not None]
+    return Counted(total=sum(one.total for one in lost), new=sum(new) if new else None)
 
 
 def _problems(engines: Sequence[EngineReport]) -> Table:
@@ -219,8 +234,3 @@ def _counted(counted: Counted | None, *, bad: bool = True) -> Text:
     if counted.new:
         text.append(f" +{counted.new:,.0f}", style="red" if bad else "green")
     return text
-
-
-def _bad(outcome: str) -> bool:
-    """Return whether a hold that ends so was lost."""
-    return outcome not in ("made", "read")
