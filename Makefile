@@ -22,6 +22,9 @@ NIXL_VERSION := 1.5.1
 # What mooncake's library links to, by Debian's names.
 MOONCAKE_LIBRARIES := libibverbs1 librdmacm1 libnuma1
 
+# Where Debian's package of Prometheus is unpacked. It is not installed, since it would start a service.
+PROMETHEUS := .cache/prometheus
+
 # The documentation has an environment of its own: nothing that it needs can then change what vLLM
 # gets.
 DOCS_VENV := .venv-docs
@@ -54,7 +57,7 @@ PYTHONS ?= 3.12 3.13
 .DEFAULT_GOAL := help
 .SECONDARY: $(OTHER_STAMPS:%-kvferry=%-vllm)
 .PHONY: help demo test lint types unit pythons integration faults nixl ucx mooncake vllm versions \
-	upgrade from vllm-next version bench gpu gpu-bundle docs docs-serve build venv clean
+	prometheus upgrade from vllm-next version bench gpu gpu-bundle docs docs-serve build venv clean
 
 help: ## Show this text
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -74,7 +77,7 @@ lint: $(STAMP) ## Code style, formatting, the direction of imports, links, undoc
 types: $(STAMP) ## Static types
 	$(BIN)/mypy
 
-unit: $(STAMP) ## The quick tests, which need neither vLLM nor NIXL nor UCX
+unit: $(STAMP) prometheus ## The quick tests, which need neither vLLM nor NIXL nor UCX
 	$(BIN)/pytest -n auto --maxprocesses 4
 
 # Without vLLM and torch, as kvferry is installed where no engine is.
@@ -84,7 +87,7 @@ pythons: ## The quick tests on other versions of Python, in environments under .
 # Most tests wait for other processes, so side by side the suites take half as long as one after the
 # other. Each has a process (SUITES in tests/conftest.py). Only NIXL's come after the others: agents
 # that a killed peer has left spinning take processor time until their process ends.
-integration: $(STAMP) $(OLDEST_STAMP) ## The four suites that follow, most of them side by side
+integration: $(STAMP) $(OLDEST_STAMP) prometheus ## The four suites that follow, most of them side by side
 	$(BIN)/pytest -n 6 --dist loadgroup -m '(faults or vllm or ucx) and not nixl and not slow'
 	$(BIN)/pytest -m 'nixl and not slow'
 
@@ -110,8 +113,16 @@ mooncake: ## The guide to writing a driver, and the example it leads to, likewis
 	awk '/^```/ { on = /^```sh$$/; next } on' docs/writing-a-driver.md > .cache/guide/commands
 	cd .cache/guide && KVFERRY='$(CURDIR)' PYTHON='$(PYTHON)' bash -eux commands
 
-vllm: $(STAMP) $(OLDEST_STAMP) ## The tests with real vLLM engines
+vllm: $(STAMP) $(OLDEST_STAMP) prometheus ## The tests with real vLLM engines
 	$(BIN)/pytest -m 'vllm and not nixl and not ucx'
+
+# Checks examples/monitoring. Where it cannot be downloaded, its tests are skipped and say so.
+prometheus:
+	@command -v promtool >/dev/null || [ -x $(PROMETHEUS)/usr/bin/promtool ] || { \
+		mkdir -p $(PROMETHEUS) && cd $(PROMETHEUS) && \
+		{ apt-get download prometheus || { apt-get update && apt-get download prometheus; }; } && \
+		dpkg -x prometheus_*.deb .; \
+	} >/dev/null 2>&1 || true
 
 # The oldest version with this one is among the tests of 'vllm', too.
 versions: $(STAMP) $(OTHER_STAMPS) ## Hand-overs between engines of every two versions of vLLM

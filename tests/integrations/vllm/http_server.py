@@ -40,7 +40,7 @@ class HttpServer:
     def wait_started(self) -> Self:
         """Return when the server answers requests."""
         try:
-            self._address = f"http://127.0.0.1:{self._connection.recv()}"
+            self.address = f"http://127.0.0.1:{self._connection.recv()}"
             self._get("/health", START_SECONDS)
         except (EOFError, OSError) as error:
             raise EngineError(f"the server did not start: {excerpt(self.log())}") from error
@@ -50,7 +50,7 @@ class HttpServer:
         """Post a JSON object; return the status and the body of the answer."""
         headers = {"Content-Type": "application/json"}
         request = urllib.request.Request(
-            self._address + path, json.dumps(body).encode(), headers, method="POST"
+            self.address + path, json.dumps(body).encode(), headers, method="POST"
         )
         try:
             with urllib.request.urlopen(request, timeout=ANSWER_SECONDS) as answer:
@@ -90,7 +90,7 @@ class HttpServer:
         self._connection.close()
 
     def _get(self, path: str, seconds: float = ANSWER_SECONDS) -> str:
-        with urllib.request.urlopen(self._address + path, timeout=seconds) as answer:
+        with urllib.request.urlopen(self.address + path, timeout=seconds) as answer:
             text: str = answer.read().decode()
             return text
 
