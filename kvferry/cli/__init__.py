@@ -213,6 +213,9 @@ def top(
     interval: Annotated[
         float, typer.Option(min=0.1, help="Seconds between readings; rates are of this time.")
     ] = 3.0,
+    timeout: Annotated[
+        float, typer.Option(min=0.1, help="The most seconds that an engine may take to answer.")
+    ] = 5.0,
     once: Annotated[
         bool, typer.Option("--once", help="Read twice, print one report, and end.")
     ] = False,
@@ -250,7 +253,9 @@ def top(
     """
     from kvferry.cli.top import run
 
-    _leave_after(lambda: run(addresses, interval=interval, once=once, as_json=as_json))
+    _leave_after(
+        lambda: run(addresses, interval=interval, timeout=timeout, once=once, as_json=as_json)
+    )
 
 
 @app.command()

@@ -151,21 +151,28 @@ def test_silent_engines_are_named_with_the_reason_and_the_others_are_shown() -> 
     nobody = closed_port()
     with (
         MetricsServer(recorded("decode", 1)) as decode,
-        MetricsServer(None) as hanging,
         MetricsServer(b"<html></html>") as other,
         MetricsServer(RUNNING) as plain,
         MetricsServer(b"vllm:num_requests_running 1\n") as nameless,
     ):
-        addresses = [decode, hanging, other, plain, nameless]
+        addresses = [decode, other, plain, nameless]
         found = once(nobody, *(one.address for one in addresses), status=1)
     assert [one["error"] for one in found] == [
         "does not answer: Connection refused",
         None,
-        "does not answer: no page within 1 s",
         "the page has no metric of vLLM: expected a page like /metrics",
         "has no metrics of kvferry",
         "the page has no metric of an engine",
     ]
+
+
+def test_engine_that_accepts_connections_but_never_answers_is_waited_for_only_so_long() -> None:
+    with MetricsServer(None) as hanging:
+        arguments = ("top", hanging.address, *QUICK, "--timeout", "0.3", "--json")
+        result = run_kvferry(ENVIRONMENT, *arguments)
+    assert result.returncode == 1
+    error = only(json.loads(result.stdout)["engines"])["error"]
+    assert error == "does not answer: no page within 0.3 s"
 
 
 def test_holds_by_outcome_and_share_of_limit_are_shown() -> None:

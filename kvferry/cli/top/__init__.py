@@ -16,17 +16,16 @@ from kvferry.cli.top.report import EngineReport, engine_report
 from kvferry.cli.top.scrape import MetricsAddress, MetricsReading, Scraper
 from kvferry.cli.top.view import WIDTH, tables
 
-MAX_TIMEOUT = 5.0
-MIN_TIMEOUT = 1.0
-"""Seconds that an engine may take to answer: the interval, within these bounds."""
 
-
-def run(addresses: Sequence[str], *, interval: float, once: bool, as_json: bool) -> int:
+def run(
+    addresses: Sequence[str], *, interval: float, timeout: float, once: bool, as_json: bool
+) -> int:
     """Show the engines until Ctrl-C.
 
     Args:
         addresses: Their pages: URLs, or ``HOST:PORT``.
         interval: Seconds between two readings, over which rates are taken.
+        timeout: The most seconds that an engine may take to answer.
         once: Whether to end after two readings and one report.
         as_json: Whether to print a line of JSON for each report, instead of tables.
 
@@ -40,7 +39,6 @@ def run(addresses: Sequence[str], *, interval: float, once: bool, as_json: bool)
     console = Console()
     if not console.is_terminal:
         console.width = max(console.width, WIDTH)
-    timeout = min(max(interval, MIN_TIMEOUT), MAX_TIMEOUT)
     scraper = Scraper(pages, timeout=timeout)
     reports = _reports(scraper, pages, interval)
     try:

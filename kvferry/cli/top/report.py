@@ -145,12 +145,14 @@ def _pulls(change: MetricsChange) -> Iterator[PeerPulls]:
     pulls = change.counted("pulls_total", "peer")
     rates, byte_rates = (change.per_second(name, "peer") for name in ("pulls_total", "bytes_total"))
     seconds = change.counted("peer_seconds_total", "peer", "stage")
-    paths = change.counted("bytes_total", "peer", "path")
+    paths: dict[str, dict[str, Counted]] = {}
+    for (peer, path), nbytes in change.counted("bytes_total", "peer", "path").items():
+        paths.setdefault(peer, {})[path] = nbytes
     for (peer,), counted in pulls.items():
-        every = {path: one for (other, path), one in paths.items() if other == peer}
+        own = paths.get(peer, {})
         yield PeerPulls(
             peer=peer,
-            paths=[path for path, one in every.items() if one.new] or list(every),
+            paths=[path for path, nbytes in own.items() if nbytes.new] or list(own),
             pulls_per_second=rates.get((peer,)),
             bytes_per_second=byte_rates.get((peer,)),
             seconds_per_pull={
