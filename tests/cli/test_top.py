@@ -166,6 +166,13 @@ def test_silent_engines_are_named_with_the_reason_and_the_others_are_shown() -> 
     ]
 
 
+def test_engine_is_asked_without_the_proxy_of_the_environment() -> None:
+    with MetricsServer(recorded("decode", 1)) as server:
+        environment = ENVIRONMENT | {"http_proxy": f"http://{closed_port()}", "no_proxy": ""}
+        result = run_kvferry(environment, "top", server.address, *QUICK)
+    assert (result.returncode, result.stderr) == (0, "")
+
+
 def test_engine_that_accepts_connections_but_never_answers_is_waited_for_only_so_long() -> None:
     with MetricsServer(None) as hanging:
         arguments = ("top", hanging.address, *QUICK, "--timeout", "0.3", "--json")

@@ -25,6 +25,9 @@ HEADERS = {"Accept": "text/plain;version=0.0.4"}
 PIECE = 1 << 16
 """How many bytes of an answer are read at once."""
 
+# Engines are asked directly, as Prometheus does, even where http_proxy is set.
+_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetricsAddress:
@@ -115,7 +118,7 @@ def read(address: MetricsAddress, timeout: float) -> MetricsReading:
     deadline = time.monotonic() + timeout
     request = urllib.request.Request(address.url, headers=HEADERS)
     try:
-        with urllib.request.urlopen(request, timeout=timeout) as answer:
+        with _OPENER.open(request, timeout=timeout) as answer:
             page = _body(answer, deadline)
     except urllib.error.HTTPError as exc:
         exc.close()
