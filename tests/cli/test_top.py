@@ -7,6 +7,7 @@ import fcntl
 import json
 import os
 import pty
+import re
 import signal
 import socket
 import struct
@@ -22,7 +23,7 @@ from kvferry.cli.top.exposition import MetricsPageError
 from kvferry.cli.top.scrape import MetricsAddress
 from kvferry.core.metrics import MetricKind
 from kvferry.integrations.vllm.metric_definitions import METRICS
-from tests.cli.command import COMMAND, run_kvferry
+from tests.cli.command import COMMAND, ROOT, run_kvferry
 from tests.cli.metrics_server import MetricsServer, recorded
 
 ENVIRONMENT = {key: value for key, value in os.environ.items() if key != "COLUMNS"}
@@ -87,15 +88,24 @@ def test_prefill_is_shown_with_what_it_holds() -> None:
     with MetricsServer(recorded("prefill", 1), recorded("prefill", 2)) as server:
         holds = only(once(server.address))["holds"]
     assert (holds["pages"], holds["share_of_cache"]) == (14.0, 14 / 512)
-    assert holds["share_of_limit"] is None
+    assert holds["share_of_limit"] == 14 / 512
+    assert holds["outcomes"]["made"] == {"total": 15.0, "new": 3.0}
+    assert holds["outcomes"]["read"] == {"total": 12.0, "new": 0.0}
+
+
+def test_holds_that_expired_are_shown_as_a_problem() -> None:
     with MetricsServer(recorded("prefill", 2), recorded("prefill", 3)) as server:
         engine = only(once(server.address))
-    assert engine["problems"][0]["what"] == "done after expiry"
+    assert engine["holds"]["pages"] == 0
+    assert [(one["what"], one["counted"]) for one in engine["problems"]] == [
+        ("hold expired before it was read", {"total": 3.0, "new": 3.0}),
+        ("done after expiry", {"total": 1.0, "new": 1.0}),
+    ]
 
 
 def test_screen_has_every_table_in_100_columns() -> None:
     with (
-        MetricsServer(recorded("prefill", 1), recorded("prefill", 2)) as prefill,
+        MetricsServer(recorded("prefill", 2), recorded("prefill", 3)) as prefill,
         MetricsServer(recorded("decode", 1), recorded("decode", 3)) as decode,
     ):
         shown = screen(prefill.address, decode.address)
@@ -104,16 +114,19 @@ def test_screen_has_every_table_in_100_columns() -> None:
     assert lines[0].startswith("kvferry top  2 engines, rates over 0.")
     for title in ("Engines", "Who pulls from whom", "Held for decode", "What failed"):
         assert any(line.startswith(title) for line in lines)
+    page = (ROOT / "docs" / "monitoring.md").read_text()
+    headings = [line.rstrip() for line in lines if not re.search(r"\d", line)]
+    assert [line for line in headings if line not in page] == []
     cells = [line.split() for line in lines]
     assert [decode.address, "load", "failed", "at", "fence:", "stale"] in [one[:6] for one in cells]
     assert any(one[:3] == [decode.address, "prefill-0", "process_vm"] for one in cells)
-    assert any(one[:3] == [prefill.address, "14", "3%"] for one in cells)
+    assert [prefill.address, *["0", "0%", "0%", "18", "+3", "15", "+3", "0", "3", "+3"]] in cells
 
 
 def test_counter_that_was_reset_counts_from_zero() -> None:
     with MetricsServer(recorded("decode", 3), recorded("decode", 1)) as server:
         engine = only(once(server.address))
-    assert engine["loads_per_second"] * engine["seconds"] == pytest.approx(6)
+    assert engine["loads_per_second"] * engine["seconds"] == pytest.approx(12)
 
 
 def test_restarted_engine_counts_from_zero_even_if_it_counted_more_than_before() -> None:
@@ -122,13 +135,13 @@ def test_restarted_engine_counts_from_zero_even_if_it_counted_more_than_before()
     )
     with MetricsServer(recorded("decode", 1), restarted) as server:
         engine = only(once(server.address))
-    assert engine["loads_per_second"] * engine["seconds"] == pytest.approx(9)
+    assert engine["loads_per_second"] * engine["seconds"] == pytest.approx(15)
 
 
 def test_metric_that_appears_counts_from_zero() -> None:
     with MetricsServer(recorded("decode", 0), recorded("decode", 1)) as server:
         engine = only(once(server.address))
-    assert only(engine["pulls"])["pulls_per_second"] * engine["seconds"] == pytest.approx(6)
+    assert only(engine["pulls"])["pulls_per_second"] * engine["seconds"] == pytest.approx(12)
 
 
 def test_engine_that_does_not_answer_stays_listed_and_comes_back() -> None:
