@@ -32,6 +32,11 @@ VLLM_METRICS = {
     "vllm:time_to_first_token_seconds_bucket": {"le"},
 }
 """vLLM's own metrics that are used, and their labels."""
+UPCOMING = {
+    "vllm:kvferry_held_fraction": {"driver"},
+    "vllm:kvferry_holds_total": {"driver", "outcome"},
+}
+"""Metrics that are used already and that engines of this version may lack, and their labels."""
 SUFFIXES = {MetricKind.COUNTER: "_total", MetricKind.GAUGE: "", MetricKind.HISTOGRAM: "_bucket"}
 
 
@@ -78,22 +83,20 @@ def expressions() -> list[str]:
     return [*alerts, *(expression for _, expression, _ in panel_expressions())]
 
 
-def defined() -> dict[str, set[str]]:
-    """Return the labels of every metric that an expression may use, by the metric's name."""
-    own = {
+def own() -> dict[str, set[str]]:
+    """Return the labels of each of kvferry's metrics that an expression may use, by its name."""
+    return {
         f"vllm:kvferry_{metric.name}{SUFFIXES[metric.kind]}": set(metric.labels)
         | ({"le"} if metric.kind is MetricKind.HISTOGRAM else set())
         for metric in METRICS
     }
-    own |= UPCOMING
-    vllm = {name: labels | VLLM_LABELS for name, labels in (own | VLLM_METRICS).items()}
+
+
+def defined() -> dict[str, set[str]]:
+    """Return the labels of every metric that an expression may use, by the metric's name."""
+    of_engines = UPCOMING | own() | VLLM_METRICS
+    vllm = {name: labels | VLLM_LABELS for name, labels in of_engines.items()}
     return {name: labels | TARGET_LABELS for name, labels in (vllm | {"up": set()}).items()}
-
-
-UPCOMING = {
-    "vllm:kvferry_held_fraction": {"driver"},
-    "vllm:kvferry_holds_total": {"driver", "outcome"},
-}
 
 
 def names(expression: str) -> set[str]:
