@@ -34,6 +34,9 @@ MOONCAKE_LIBRARIES := libibverbs1 librdmacm1 libnuma1
 # The tools that check the deployments in examples/serving, each with its package's name.
 DEPLOYMENT_TOOLS := docker-compose:docker-compose kubectl:kubernetes-client systemd-analyze:systemd
 
+# Where Debian's package of Prometheus is unpacked. It is not installed, since it would start a service.
+PROMETHEUS := .cache/prometheus
+
 # The documentation has an environment of its own: nothing that it needs can then change what vLLM
 # gets.
 DOCS_VENV := .venv-docs
@@ -70,8 +73,8 @@ PYTHONS ?= 3.12 3.13
 .DEFAULT_GOAL := help
 .SECONDARY: $(OTHER_STAMPS:%-kvferry=%-vllm)
 .PHONY: help demo serve test lint types unit pythons integration faults nixl ucx mooncake deployments \
-	vllm versions routers dynamo upgrade from vllm-next version bench gpu gpu-bundle docs docs-serve \
-	build venv clean
+	prometheus vllm versions routers dynamo upgrade from vllm-next version bench gpu gpu-bundle docs \
+	docs-serve build venv clean
 
 help: ## Show this text
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -94,7 +97,7 @@ lint: $(STAMP) ## Code style, formatting, the direction of imports, links, undoc
 types: $(STAMP) ## Static types
 	$(BIN)/mypy
 
-unit: $(STAMP) $(DYNAMO_WHEEL) ## The quick tests, which need neither vLLM nor NIXL nor UCX
+unit: $(STAMP) $(DYNAMO_WHEEL) prometheus ## The quick tests, which need neither vLLM nor NIXL nor UCX
 	$(BIN)/pytest -n auto --maxprocesses 4
 
 # Without vLLM and torch, as kvferry is installed where no engine is.
@@ -104,7 +107,7 @@ pythons: ## The quick tests on other versions of Python, in environments under .
 # Most tests wait for other processes, so side by side the suites take half as long as one after the
 # other. Each has a process (SUITES in tests/conftest.py). Only NIXL's come after the others: agents
 # that a killed peer has left spinning take processor time until their process ends.
-integration: $(STAMP) $(OLDEST_STAMP) $(DYNAMO_WHEEL) ## The four suites that follow, most of them side by side
+integration: $(STAMP) $(OLDEST_STAMP) $(DYNAMO_WHEEL) prometheus ## The four suites that follow, most of them side by side
 	$(BIN)/pytest -n 6 --dist loadgroup -m '(faults or vllm or ucx) and not nixl and not slow'
 	$(BIN)/pytest -m 'nixl and not slow'
 
@@ -134,7 +137,15 @@ deployments: $(STAMP) ## The deployments in examples/serving, checked by compose
 	done
 	$(BIN)/pytest tests/examples/test_deployments.py
 
-vllm: $(STAMP) $(OLDEST_STAMP) $(DYNAMO_WHEEL) ## The tests with real vLLM engines
+# Checks examples/monitoring. Where it cannot be downloaded, its tests are skipped and say so.
+prometheus:
+	@command -v promtool >/dev/null || [ -x $(PROMETHEUS)/usr/bin/promtool ] || { \
+		mkdir -p $(PROMETHEUS) && cd $(PROMETHEUS) && \
+		{ apt-get download prometheus || { apt-get update && apt-get download prometheus; }; } && \
+		dpkg -x prometheus_*.deb .; \
+	} >/dev/null 2>&1 || true
+
+vllm: $(STAMP) $(OLDEST_STAMP) $(DYNAMO_WHEEL) prometheus ## The tests with real vLLM engines
 	$(BIN)/pytest -m 'vllm and not nixl and not ucx'
 
 # Those of vllm-router are among the tests of 'vllm', too.

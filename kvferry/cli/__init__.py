@@ -201,6 +201,64 @@ def health(
 
 
 @app.command()
+def top(
+    addresses: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="URL",
+            help="Pages of metrics, such as http://10.0.0.1:8000/metrics, or HOST:PORT.",
+            show_default=False,
+        ),
+    ],
+    interval: Annotated[
+        float, typer.Option(min=0.1, help="Seconds between readings; rates are of this time.")
+    ] = 3.0,
+    timeout: Annotated[
+        float, typer.Option(min=0.1, help="The most seconds that an engine may take to answer.")
+    ] = 5.0,
+    once: Annotated[
+        bool, typer.Option("--once", help="Read twice, print one report, and end.")
+    ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print each report as a line of JSON.")
+    ] = False,
+) -> None:
+    """Show live who pulls from whom, how fast, what waits and what fails.
+
+    Reads the /metrics of one or several vLLM servers again and again, until Ctrl-C. Prefill and
+    decode engines may be given in any order. An engine that does not answer stays in the table with
+    the reason. A value that an engine does not have is shown as "-".
+
+    \b
+    Engines             requests that run and wait, the share of the cache in use, loads and their
+                        tokens per second, peers up and down, quarantined pages
+    Who pulls from whom a row for each decode engine and prefill engine (by engine_id): pulls per
+                        second, counted on each decode rank, MB/s, what carries the bytes, and the
+                        average milliseconds that a pull spends in each stage
+    Held for decode     blocks of each prefill engine that are held now, as a share of its cache
+                        and of what may be held; how many holds were made, read, given back by
+                        decode, or lost: expired, evicted, orphaned or revoked
+    What failed         by stage, cause or reason
+
+    A count such as "12 +2" is 12 since the engine started, 2 of them since the last reading.
+    docs/metrics.md explains stages, causes and reasons, and what to do about them.
+
+    \b
+    Examples:
+      kvferry top 10.0.0.1:8000 10.0.0.2:8000
+      kvferry top http://prefill:8000/metrics http://decode:8000/metrics --interval 10
+      kvferry top decode:8000 --once --json | jq '.engines[].pulls'
+
+    With --once, the exit status is 1 if an engine did not answer.
+    """
+    from kvferry.cli.top import run
+
+    _leave_after(
+        lambda: run(addresses, interval=interval, timeout=timeout, once=once, as_json=as_json)
+    )
+
+
+@app.command()
 def keygen(
     folder: Annotated[
         Path, typer.Argument(metavar="DIR", help="Where to; made if need be.", show_default=False)

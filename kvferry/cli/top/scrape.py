@@ -1,0 +1,173 @@
+"""Fetch pages of metrics over HTTP, from several engines at once."""
+
+from __future__ import annotations
+
+import http.client
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Self
+from urllib.parse import SplitResult, urlsplit
+
+from kvferry.cli.top.exposition import (
+    MAX_BYTES,
+    MetricsPage,
+    MetricsPageError,
+    parse,
+    printable,
+)
+
+MAX_THREADS = 32
+HEADERS = {"Accept": "text/plain;version=0.0.4"}
+PIECE = 1 << 16
+"""How many bytes of an answer are read at once."""
+
+# Engines are asked directly, as Prometheus does, even where http_proxy is set.
+_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetricsAddress:
+    """Where an engine's page of metrics is.
+
+    Attributes:
+        url: The page's address.
+        name: A short name for people: host and port, and the path if it is not ``/metrics``.
+    """
+
+    url: str
+    name: str
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Return the address that a user wrote: a URL, or ``HOST:PORT``.
+
+        Args:
+            text: What the user wrote. The default path is ``/metrics``.
+
+        Raises:
+            MetricsPageError: It is no such address.
+        """
+        parts = _parts(text)
+        if parts is None:
+            raise MetricsPageError(
+                f"{printable(text)!r} is no address of a page of metrics: give HOST:PORT or a URL "
+                "such as http://10.0.0.1:8000/metrics"
+            )
+        path = parts.path if parts.path.strip("/") else "/metrics"
+        query = f"?{parts.query}" if parts.query else ""
+        name = parts.netloc if (path, query) == ("/metrics", "") else f"{parts.netloc}{path}{query}"
+        return cls(url=f"{parts.scheme}://{parts.netloc}{path}{query}", name=name)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetricsReading:
+    """An engine's page at one time.
+
+    Attributes:
+        time: When the page had been read, by ``time.monotonic``.
+        page: The values on the page.
+    """
+
+    time: float
+    page: MetricsPage
+
+
+class Scraper:
+    """Fetch the pages of several engines at once, each in a thread. Closing it twice is fine.
+
+    Args:
+        addresses: The engines' pages.
+        timeout: The most seconds that an engine may take to answer.
+    """
+
+    def __init__(self, addresses: Sequence[MetricsAddress], *, timeout: float) -> None:
+        self._addresses = addresses
+        self._timeout = timeout
+        self._pool = ThreadPoolExecutor(min(len(addresses), MAX_THREADS), "scrape")
+
+    def scrape(self) -> list[MetricsReading | MetricsPageError]:
+        """Fetch every page once.
+
+        Returns:
+            The reading of each address in the order of the addresses, or why there is none.
+        """
+        started: list[Future[MetricsReading]] = [
+            self._pool.submit(read, address, self._timeout) for address in self._addresses
+        ]
+        return [_outcome(future) for future in started]
+
+    def close(self) -> None:
+        """Stop fetching. Does not wait for an engine that has not answered yet."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+def read(address: MetricsAddress, timeout: float) -> MetricsReading:
+    """Fetch and parse a page.
+
+    Args:
+        address: Where the page is.
+        timeout: The most seconds that the engine may take to answer.
+
+    Raises:
+        MetricsPageError: There is no answer in time, or the answer is not a page of metrics.
+    """
+    deadline = time.monotonic() + timeout
+    request = urllib.request.Request(address.url, headers=HEADERS)
+    try:
+        with _OPENER.open(request, timeout=timeout) as answer:
+            page = _body(answer, deadline)
+    except urllib.error.HTTPError as exc:
+        exc.close()
+        raise MetricsPageError(f"answers with HTTP status {exc.code}") from exc
+    except (OSError, http.client.HTTPException, ValueError) as exc:
+        raise MetricsPageError(f"does not answer: {_reason(exc, timeout)}") from exc
+    now = time.monotonic()
+    return MetricsReading(time=now, page=parse(page))
+
+
+def _parts(text: str) -> SplitResult | None:
+    """Return the parts of an address; ``None`` if it is malformed, or has a user's name."""
+    if not text.isprintable() or " " in text:
+        return None
+    try:
+        parts = urlsplit(text if "://" in text else f"http://{text}")
+        valid = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:
+        return None
+    return parts if valid and "@" not in parts.netloc else None
+
+
+def _outcome(future: Future[MetricsReading]) -> MetricsReading | MetricsPageError:
+    """Wait for a reading, and return it or its error."""
+    try:
+        return future.result()
+    except MetricsPageError as exc:
+        return exc
+
+
+def _body(answer: http.client.HTTPResponse, deadline: float) -> bytes:
+    """Read an answer, one byte more than a page may have at most.
+
+    Raises:
+        TimeoutError: The answer did not end before the deadline.
+    """
+    page = bytearray()
+    while len(page) <= MAX_BYTES and (piece := answer.read1(PIECE)):
+        page += piece
+        if time.monotonic() > deadline:
+            raise TimeoutError
+    return bytes(page)
+
+
+def _reason(error: Exception, timeout: float) -> str:
+    """Return why there was no answer, in a few words."""
+    cause = error.reason if isinstance(error, urllib.error.URLError) else error
+    if isinstance(cause, TimeoutError):
+        return f"no page within {timeout:g} s"
+    if isinstance(cause, OSError) and cause.strerror:
+        return printable(cause.strerror)
+    return printable(str(cause) or type(cause).__name__)

@@ -1,0 +1,341 @@
+"""``kvferry top`` as a user runs it, against local servers with pages of metrics."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import pty
+import re
+import signal
+import socket
+import struct
+import subprocess
+import termios
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvferry.cli.top import report
+from kvferry.cli.top.exposition import MetricsPageError
+from kvferry.cli.top.scrape import MetricsAddress
+from kvferry.core.metrics import MetricKind
+from kvferry.integrations.vllm.metric_definitions import METRICS
+from tests.cli.command import COMMAND, ROOT, run_kvferry
+from tests.cli.metrics_server import MetricsServer, recorded
+
+ENVIRONMENT = {key: value for key, value in os.environ.items() if key != "COLUMNS"}
+RUNNING = b'vllm:num_requests_running{engine="0",model_name="m"} 2.0\n'
+QUICK = ("--once", "--interval", "0.2")
+
+
+def once(*addresses: str, status: int = 0) -> list[dict[str, Any]]:
+    """Run ``kvferry top --once --json``, and return the engines that it reports."""
+    result = run_kvferry(ENVIRONMENT, "top", *addresses, *QUICK, "--json")
+    assert (result.returncode, result.stderr) == (status, "")
+    engines: list[dict[str, Any]] = json.loads(result.stdout)["engines"]
+    return engines
+
+
+def screen(*addresses: str) -> str:
+    """Run ``kvferry top --once``, and return what it prints."""
+    return run_kvferry(ENVIRONMENT, "top", *addresses, *QUICK).stdout
+
+
+def only(engines: list[dict[str, Any]]) -> dict[str, Any]:
+    [engine] = engines
+    return engine
+
+
+def closed_port() -> str:
+    """Return an address at which nobody listens."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{free.getsockname()[1]}"
+
+
+def test_decode_is_shown_with_rates_between_two_readings() -> None:
+    with MetricsServer(recorded("decode", 1), recorded("decode", 3)) as server:
+        engine = only(once(server.address))
+    seconds = engine["seconds"]
+    assert (engine["name"], engine["error"]) == (server.address, None)
+    assert engine["loads_per_second"] * seconds == pytest.approx(3)
+    assert engine["tokens_per_second"] * seconds == pytest.approx(420)
+    assert engine["failed_loads"] == {"total": 1.0, "new": 1.0}
+    assert (engine["running"], engine["waiting"], engine["peers_up"]) == (0.0, 0.0, 1.0)
+    pull = only(engine["pulls"])
+    assert (pull["peer"], pull["paths"]) == ("prefill-0", ["process_vm"])
+    assert pull["pulls_per_second"] * seconds == pytest.approx(3)
+    assert list(pull["seconds_per_pull"]) == [
+        "wait",
+        "handshake",
+        "check",
+        "post",
+        "transfer",
+        "fence",
+    ]
+    assert 0 < pull["seconds_per_pull"]["wait"] < 0.1
+    assert pull["seconds_per_pull"]["handshake"] == 0
+    assert {(one["what"], one["peer"]) for one in engine["problems"]} == {
+        ("load failed at fence: stale", "prefill-0"),
+        ("ticket refused: prompt", ""),
+    }
+
+
+def test_prefill_is_shown_with_what_it_holds() -> None:
+    with MetricsServer(recorded("prefill", 1), recorded("prefill", 2)) as server:
+        holds = only(once(server.address))["holds"]
+    assert (holds["pages"], holds["share_of_cache"]) == (14.0, 14 / 512)
+    assert holds["share_of_limit"] == 14 / 512
+    assert holds["outcomes"]["made"] == {"total": 15.0, "new": 3.0}
+    assert holds["outcomes"]["read"] == {"total": 12.0, "new": 0.0}
+
+
+def test_holds_that_expired_are_shown_as_a_problem() -> None:
+    with MetricsServer(recorded("prefill", 2), recorded("prefill", 3)) as server:
+        engine = only(once(server.address))
+    assert engine["holds"]["pages"] == 0
+    assert [(one["what"], one["counted"]) for one in engine["problems"]] == [
+        ("hold expired before it was read", {"total": 3.0, "new": 3.0}),
+        ("done after expiry", {"total": 1.0, "new": 1.0}),
+    ]
+
+
+def test_screen_has_every_table_in_100_columns() -> None:
+    with (
+        MetricsServer(recorded("prefill", 2), recorded("prefill", 3)) as prefill,
+        MetricsServer(recorded("decode", 1), recorded("decode", 3)) as decode,
+    ):
+        shown = screen(prefill.address, decode.address)
+    lines = shown.splitlines()
+    assert max(map(len, lines)) <= 100
+    assert lines[0].startswith("kvferry top  2 engines, rates over 0.")
+    for title in ("Engines", "Who pulls from whom", "Held for decode", "What failed"):
+        assert any(line.startswith(title) for line in lines)
+    page = (ROOT / "docs" / "monitoring.md").read_text()
+    headings = [line.rstrip() for line in lines if not re.search(r"\d", line)]
+    assert [line for line in headings if line not in page] == []
+    cells = [line.split() for line in lines]
+    assert [decode.address, "load", "failed", "at", "fence:", "stale"] in [one[:6] for one in cells]
+    assert any(one[:3] == [decode.address, "prefill-0", "process_vm"] for one in cells)
+    assert [prefill.address, *["0", "0%", "0%", "18", "+3", "15", "+3", "0", "3", "+3"]] in cells
+
+
+def test_counter_that_was_reset_counts_from_zero() -> None:
+    with MetricsServer(recorded("decode", 3), recorded("decode", 1)) as server:
+        engine = only(once(server.address))
+    assert engine["loads_per_second"] * engine["seconds"] == pytest.approx(12)
+
+
+def test_restarted_engine_counts_from_zero_even_if_it_counted_more_than_before() -> None:
+    restarted = recorded("decode", 3).replace(
+        b"process_start_time_seconds 1.7", b"process_start_time_seconds 1.8"
+    )
+    with MetricsServer(recorded("decode", 1), restarted) as server:
+        engine = only(once(server.address))
+    assert engine["loads_per_second"] * engine["seconds"] == pytest.approx(15)
+
+
+def test_metric_that_appears_counts_from_zero() -> None:
+    with MetricsServer(recorded("decode", 0), recorded("decode", 1)) as server:
+        engine = only(once(server.address))
+    assert only(engine["pulls"])["pulls_per_second"] * engine["seconds"] == pytest.approx(12)
+
+
+def test_engine_that_does_not_answer_stays_listed_and_comes_back() -> None:
+    command = [*COMMAND, "top", "--interval", "0.2", "--json"]
+    with MetricsServer(recorded("decode", 1), 503, recorded("decode", 3)) as server:
+        process = subprocess.Popen(
+            [*command, server.address], stdout=subprocess.PIPE, env=ENVIRONMENT, text=True
+        )
+        with process:
+            assert process.stdout is not None
+            silent, back = (only(json.loads(process.stdout.readline())["engines"]) for _ in "12")
+            process.send_signal(signal.SIGINT)
+            assert process.wait(60) == 0
+    assert (silent["name"], silent["error"]) == (server.address, "answers with HTTP status 503")
+    assert back["error"] is None
+    assert back["loads_per_second"] * back["seconds"] == pytest.approx(3)
+
+
+def test_silent_engines_are_named_with_the_reason_and_the_others_are_shown() -> None:
+    nobody = closed_port()
+    with (
+        MetricsServer(recorded("decode", 1)) as decode,
+        MetricsServer(b"<html></html>") as other,
+        MetricsServer(RUNNING) as plain,
+        MetricsServer(b"vllm:num_requests_running 1\n") as nameless,
+    ):
+        addresses = [decode, other, plain, nameless]
+        found = once(nobody, *(one.address for one in addresses), status=1)
+    assert [one["error"] for one in found] == [
+        "does not answer: Connection refused",
+        None,
+        "the page has no metric of vLLM: expected a page like /metrics",
+        "has no metrics of kvferry",
+        "the page has no metric of an engine",
+    ]
+
+
+def test_engine_is_asked_without_the_proxy_of_the_environment() -> None:
+    with MetricsServer(recorded("decode", 1)) as server:
+        environment = ENVIRONMENT | {"http_proxy": f"http://{closed_port()}", "no_proxy": ""}
+        result = run_kvferry(environment, "top", server.address, *QUICK)
+    assert (result.returncode, result.stderr) == (0, "")
+
+
+def test_engine_that_accepts_connections_but_never_answers_is_waited_for_only_so_long() -> None:
+    with MetricsServer(None) as hanging:
+        arguments = ("top", hanging.address, *QUICK, "--timeout", "0.3", "--json")
+        result = run_kvferry(ENVIRONMENT, *arguments)
+    assert result.returncode == 1
+    error = only(json.loads(result.stdout)["engines"])["error"]
+    assert error == "does not answer: no page within 0.3 s"
+
+
+def test_holds_by_outcome_and_share_of_limit_are_shown() -> None:
+    outcomes = ("made", "read", "abandoned", *report.LOST, "refused")
+    page = RUNNING + b'vllm:kvferry_held_fraction{engine="0"} 0.25\n'
+    for number, outcome in enumerate(outcomes, 1):
+        page += f'vllm:kvferry_holds_total{{engine="0",outcome="{outcome}"}} {number}\n'.encode()
+    with MetricsServer(page) as server:
+        engine = only(once(server.address))
+        lines = screen(server.address).splitlines()
+    assert engine["holds"]["share_of_limit"] == 0.25
+    totals = {name: counted["total"] for name, counted in engine["holds"]["outcomes"].items()}
+    assert totals == {outcome: number for number, outcome in enumerate(outcomes, 1)}
+    assert {one["what"]: one["counted"]["total"] for one in engine["problems"]} == {
+        "hold expired before it was read": 4,
+        "hold evicted before it was read": 5,
+        "hold orphaned before it was read": 6,
+        "hold revoked before it was read": 7,
+    }
+    [row] = [line.split() for line in lines if " 25%" in line]
+    assert row == [server.address, "-", "-", "25%", "1", "2", "3", "22"]
+
+
+def test_engines_of_one_page_are_told_apart() -> None:
+    page = b"".join(
+        b'vllm:kvferry_loads_total{engine="%d"} 1\nvllm:num_requests_running{engine="%d"} %d\n'
+        % (engine, engine, 10 + engine)
+        for engine in (0, 1)
+    )
+    with MetricsServer(page) as server:
+        found = once(server.address)
+    assert [(one["name"], one["running"]) for one in found] == [
+        (f"{server.address}#0", 10.0),
+        (f"{server.address}#1", 11.0),
+    ]
+
+
+def test_names_of_peers_cannot_steer_the_terminal() -> None:
+    page = (
+        'vllm:kvferry_pulls_total{engine="0",peer="[red]\x1b[2J\\n"} 1\n'
+        'vllm:kvferry_lost_peers_total{engine="0",peer="\x1b]0;title\x07"} 1\n'
+    )
+    with MetricsServer(page.encode() + RUNNING) as server:
+        shown = screen(server.address)
+    assert "[red]?[2J?" in shown
+    assert "?]0;title?" in shown
+    assert all(line.isprintable() for line in shown.splitlines())
+
+
+def test_long_lists_are_cut() -> None:
+    page = "".join(
+        f'vllm:kvferry_{name}_total{{engine="0",peer="peer-{number}"}} {number + 1}\n'
+        for name in ("pulls", "lost_peers")
+        for number in range(60)
+    )
+    with MetricsServer(page.encode() + RUNNING) as server:
+        shown = screen(server.address)
+    assert "20 more" in shown
+    assert "40 more" in shown
+
+
+def test_ctrl_c_leaves_the_terminal_as_it_was() -> None:
+    master, slave = pty.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 100, 0, 0))
+    before = termios.tcgetattr(slave)
+    command = [*COMMAND, "top", "--interval", "0.2"]
+    with MetricsServer(recorded("decode", 1), recorded("decode", 3)) as server:
+        process = subprocess.Popen(
+            [*command, server.address],
+            stdin=slave,
+            stdout=slave,
+            stderr=slave,
+            env=ENVIRONMENT | {"TERM": "xterm"},
+            start_new_session=True,
+        )
+        shown = b""
+        while b"What failed" not in shown or b"rates over" not in shown:
+            shown += os.read(master, 1 << 16)
+        process.send_signal(signal.SIGINT)
+        while b"\x1b[?1049l" not in shown:
+            shown += os.read(master, 1 << 16)
+        assert process.wait(60) == 0
+    os.set_blocking(master, False)
+    with contextlib.suppress(BlockingIOError):
+        shown += os.read(master, 1 << 16)
+    assert termios.tcgetattr(slave) == before
+    assert shown.count(b"\x1b[?1049h") == shown.count(b"\x1b[?1049l") == 1
+    assert shown.rindex(b"\x1b[?25h") > shown.rindex(b"\x1b[?25l")
+    assert b"Traceback" not in shown
+    os.close(master)
+    os.close(slave)
+
+
+@pytest.mark.parametrize(
+    ("written", "url", "name"),
+    [
+        ("10.0.0.1:8000", "http://10.0.0.1:8000/metrics", "10.0.0.1:8000"),
+        ("http://a:8000", "http://a:8000/metrics", "a:8000"),
+        ("https://a/metrics", "https://a/metrics", "a"),
+        ("http://a/one/metrics", "http://a/one/metrics", "a/one/metrics"),
+        ("http://a/metrics?x=1", "http://a/metrics?x=1", "a/metrics?x=1"),
+        ("[::1]:8000", "http://[::1]:8000/metrics", "[::1]:8000"),
+    ],
+)
+def test_address_may_be_url_or_host_and_port(written: str, url: str, name: str) -> None:
+    address = MetricsAddress.parse(written)
+    assert (address.url, address.name) == (url, name)
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        "",
+        ":8000",
+        "ftp://a",
+        "file:///etc/passwd",
+        "a:port",
+        "a:70000",
+        "http://u:p@a",
+        "a b",
+        "a\n",
+    ],
+)
+def test_other_addresses_are_refused(written: str) -> None:
+    with pytest.raises(MetricsPageError, match=r"is no address of a page of metrics: give HOST"):
+        MetricsAddress.parse(written)
+
+
+def test_address_that_is_given_twice_is_read_once() -> None:
+    with MetricsServer(recorded("decode", 1)) as server:
+        assert len(once(server.address, f"http://{server.address}/metrics")) == 1
+        assert server.requests == 2
+
+
+def test_help_names_what_is_shown() -> None:
+    shown = run_kvferry(ENVIRONMENT, "top", "--help").stdout
+    for word in ("Who pulls from whom", "Held for decode", "What failed", "--interval", "--once"):
+        assert word in shown
+
+
+def test_metrics_that_are_shown_are_defined() -> None:
+    names = {f"{m.name}{'_total' if m.kind is MetricKind.COUNTER else ''}" for m in METRICS}
+    source = Path(report.__file__).read_text()
+    used = {name for name in names if f'"{name}"' in source}
+    assert {"bytes_total", "held_pages", "loads_total", "peers_down", "pulls_total"} <= used
+    assert set(report.PROBLEMS) <= names

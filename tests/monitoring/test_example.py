@@ -1,0 +1,149 @@
+"""The rules, the dashboard and the scrape configuration of ``examples/monitoring`` are sound."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from docs.tools.links import anchors
+from kvferry.integrations.vllm.metric_definitions import METRICS
+from tests.monitoring import example
+
+ROOT = Path(__file__).parents[2]
+NOT_SHOWN = {"ignored_releases", "evicted_holds", "orphaned_holds", "expired_leases"}
+"""Metrics that are in no panel and no rule: nothing follows from them, or others have the same."""
+
+
+def promtool(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    """Run promtool in the folder of the example; skip the test where it is not installed."""
+    command = [example.program("promtool"), *map(str, arguments)]
+    return subprocess.run(
+        command, cwd=example.FOLDER, capture_output=True, text=True, check=False, timeout=60
+    )
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("check", "config", example.CONFIG.name),
+        ("check", "rules", example.RULES.name),
+        ("test", "rules", example.RULE_TESTS.name),
+    ],
+    ids=" ".join,
+)
+def test_promtool_is_content(arguments: tuple[str, ...]) -> None:
+    result = promtool(*arguments)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_the_tests_of_rules_notice_a_changed_threshold(tmp_path: Path) -> None:
+    for source in (example.RULES, example.RULE_TESTS):
+        text = source.read_text()
+        assert "_held_fraction" in text
+        (tmp_path / source.name).write_text(text.replace("> 0.8", "> 0.9"))
+    result = promtool("test", "rules", tmp_path / example.RULE_TESTS.name)
+    assert result.returncode != 0
+    assert "KVFerryHeldTooMuch" in result.stdout + result.stderr
+
+
+def test_every_alert_is_tested_to_fire_and_not_to_fire() -> None:
+    tested = [
+        case
+        for group in example.yaml(example.RULE_TESTS)["tests"]
+        for case in group["alert_rule_test"]
+    ]
+    alerts = {rule["alert"] for rule in example.rules()}
+    assert {case["alertname"] for case in tested if case["exp_alerts"]} == alerts
+    assert {case["alertname"] for case in tested if not case["exp_alerts"]} == alerts
+
+
+def test_every_alert_leads_to_a_section_of_the_documentation() -> None:
+    for rule in example.rules():
+        assert rule["labels"]["severity"] in ("warning", "critical")
+        assert set(rule["annotations"]) == {"summary", "runbook"}
+        page, anchor = rule["annotations"]["runbook"].split("#")
+        assert anchor in anchors((ROOT / page).read_text()), rule["alert"]
+
+
+def test_names_of_alerts_are_unique() -> None:
+    alerts = [rule["alert"] for rule in example.rules()]
+    assert len(alerts) == len(set(alerts))
+    assert all(re.fullmatch(r"KVFerry[A-Z]\w+", alert) for alert in alerts)
+
+
+def test_every_metric_and_label_exists() -> None:
+    defined = example.defined()
+    for expression in example.expressions():
+        used = example.names(expression)
+        assert used, expression
+        assert used <= set(defined), expression
+        for name, label in example.matched_labels(expression):
+            assert label in defined[name], (label, expression)
+        known = set.union(*(defined[name] for name in used))
+        assert example.grouping_labels(expression) <= known, expression
+
+
+def test_every_label_of_a_legend_is_in_the_result() -> None:
+    for title, expression, legend in example.panel_expressions():
+        labels = set(re.findall(r"\{\{(\w+)\}\}", legend))
+        assert labels <= example.grouping_labels(expression) - {"le"}, title
+        assert legend, title
+
+
+def test_every_label_of_an_annotation_is_in_the_result() -> None:
+    for rule in example.rules():
+        summary = rule["annotations"]["summary"]
+        labels = set(re.findall(r"\$labels\.(\w+)", summary))
+        known = example.grouping_labels(rule["expr"])
+        assert labels <= (known or example.TARGET_LABELS), rule["alert"]
+
+
+def test_every_metric_is_used() -> None:
+    used = set.union(*map(example.names, example.expressions()))
+    wanted = {f"vllm:kvferry_{one.name}" for one in METRICS if one.name not in NOT_SHOWN}
+    assert wanted <= {re.sub(r"_(total|bucket)$", "", name) for name in used}
+
+
+def test_dashboard_can_be_imported() -> None:
+    found = example.dashboard()
+    assert (found["uid"], found["title"]) == ("kvferry", "kvferry")
+    variables = {one["name"]: one for one in found["templating"]["list"]}
+    assert list(variables) == ["datasource", "model", "instance"]
+    assert variables["datasource"]["type"] == "datasource"
+    assert "id" not in found
+    ids = [panel["id"] for panel in found["panels"]]
+    assert len(ids) == len(set(ids))
+
+
+@pytest.mark.parametrize("panel", example.panels(), ids=lambda panel: panel["title"])
+def test_panel_says_what_it_shows(panel: dict[str, Any]) -> None:
+    assert panel["title"]
+    assert panel["description"].endswith(".")
+    assert panel["fieldConfig"]["defaults"]["unit"]
+    assert panel["targets"]
+    for part in (panel, *panel["targets"]):
+        assert part["datasource"] == {"type": "prometheus", "uid": "${datasource}"}
+    references = [target["refId"] for target in panel["targets"]]
+    assert len(references) == len(set(references))
+
+
+def test_titles_are_unique_and_no_panels_overlap() -> None:
+    found = example.dashboard()["panels"]
+    titles = [panel["title"] for panel in found]
+    assert len(titles) == len(set(titles))
+    for one, other in itertools.combinations((panel["gridPos"] for panel in found), 2):
+        beside = one["x"] + one["w"] <= other["x"] or other["x"] + other["w"] <= one["x"]
+        above = one["y"] + one["h"] <= other["y"] or other["y"] + other["h"] <= one["y"]
+        assert beside or above
+    assert all(panel["gridPos"]["x"] + panel["gridPos"]["w"] <= 24 for panel in found)
+
+
+def test_every_panel_and_alert_is_explained() -> None:
+    page = (ROOT / "docs" / "monitoring.md").read_text()
+    assert [panel["title"] for panel in example.panels() if panel["title"] not in page] == []
+    assert [rule["alert"] for rule in example.rules() if rule["alert"] not in page] == []
