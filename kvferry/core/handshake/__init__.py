@@ -14,7 +14,7 @@ from kvferry.core.handshake.compatibility import (
     agree,
     engine_info,
 )
-from kvferry.core.handshake.server import HandshakeServer
+from kvferry.core.handshake.server import HandshakeServer, check_address
 
 __all__ = [
     "Compatibility",
@@ -22,6 +22,7 @@ __all__ = [
     "HandshakeServer",
     "Judgements",
     "agree",
+    "check_address",
     "engine_info",
     "fetch",
     "health",

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-from kvferry.core.errors import KVFerryError
+import functools
+import sys
+from typing import TYPE_CHECKING
 
-NAME = "KVFerryConnector"
-MODULE = "kvferry.integrations.vllm"
+from kvferry.core.errors import KVFerryError
+from kvferry.integrations.vllm.transfer_config import MODULE, NAME, own_transfers
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.engine.arg_utils import EngineArgs
+
+_CHECKED = "_kvferry_checks"
+"""The attribute that marks vLLM's method to which the checks of a launch were added."""
 
 
 def register() -> None:
-    """Register ``KVFerryConnector`` with vLLM.
+    """Register ``KVFerryConnector`` with vLLM, and have its configuration checked at launch.
 
     vLLM calls this in each of its processes, in some more than once; later calls have no effect.
 
@@ -27,3 +36,37 @@ def register() -> None:
                 f"vLLM has a connector {NAME!r} already, from {registered.__module__}: uninstall "
                 f"its package, or set kv_connector_module_path to {MODULE!r}"
             ) from exc
+    _check_launches(getattr(sys.modules.get("vllm.engine.arg_utils"), "EngineArgs", None))
+
+
+def _check_launches(engine_args: type[EngineArgs] | None) -> None:
+    """Add the checks of a launch to the method with which vLLM makes an engine's configuration.
+
+    vLLM builds a connector only after it has loaded the model and allocated the caches, and before
+    that it calls no method of the connector with the configuration. It loads plugins when it makes
+    an ``EngineArgs``, in the process that launches the engine; then it calls
+    ``create_engine_config``.
+
+    Args:
+        engine_args: vLLM's class ``EngineArgs``; ``None`` in a process that did not import it,
+            since that process launches no engine.
+    """
+    original = getattr(engine_args, "create_engine_config", None)
+    if engine_args is None or original is None or hasattr(original, _CHECKED):
+        return
+
+    @functools.wraps(original)
+    def create_engine_config(self: EngineArgs, *args: object, **kwargs: object) -> VllmConfig:
+        if own_transfers(self.kv_transfer_config):
+            from kvferry.integrations.vllm.launch import check_transfer
+
+            check_transfer(self.kv_transfer_config)
+        vllm_config = original(self, *args, **kwargs)
+        if own_transfers(vllm_config.kv_transfer_config):
+            from kvferry.integrations.vllm.launch import check_launch
+
+            check_launch(vllm_config)
+        return vllm_config
+
+    setattr(create_engine_config, _CHECKED, True)
+    engine_args.create_engine_config = create_engine_config
