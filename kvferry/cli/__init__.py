@@ -177,6 +177,53 @@ def doctor(
     _leave_after(lambda: run(host=host, port=port, engine=engine, keys=keys, as_json=as_json))
 
 
+@app.command("check-config")
+def check_config(
+    config: Annotated[
+        str,
+        typer.Argument(
+            metavar="FILE|JSON",
+            help="The value of --kv-transfer-config, or kv_connector_extra_config: JSON, or a file "
+            "with JSON.",
+            show_default=False,
+        ),
+    ] = "",
+    peer: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="HOST:PORT",
+            help="Also ask the side channel of a running engine. Again for another.",
+            show_default=False,
+        ),
+    ] = None,
+    schema: Annotated[
+        bool,
+        typer.Option("--schema", help="Print the JSON schema of kv_connector_extra_config."),
+    ] = False,
+) -> None:
+    """Check a configuration for vLLM on this host, before an engine starts.
+
+    Checks every setting, starts the driver with its options, reads keys and secrets, and tries
+    whether the side channel's address can be bound. With --peer, an engine must answer at that
+    address; the keys and networks of the configuration are used.
+
+    Prints all problems. Exit status 1 if there are any. Needs neither vLLM nor torch.
+
+    \b
+    Examples:
+      kvferry check-config prefill.json
+      kvferry check-config '{"driver": "nixl"}' --peer 10.0.0.5:5600
+    """
+    from kvferry.cli.check_config import print_schema, run
+
+    if schema:
+        print_schema()
+        return
+    if not config:
+        raise typer.BadParameter("name a file, or give JSON", param_hint="FILE|JSON")
+    _leave_after(lambda: run(config, peer or ()))
+
+
 @app.command()
 def health(
     host: Annotated[

@@ -121,7 +121,11 @@ class Config:
     ticket_secrets: Annotated[tuple[Source, ...], Meta(max_length=8)] = ()
     curve_secret_key: Annotated[str, Meta(max_length=4096)] = ""
     curve_peers: Annotated[tuple[Source, ...], Meta(max_length=4096)] = ()
-    allowed_peers: Annotated[tuple[Source, ...], Meta(max_length=4096)] | str | None = None
+    allowed_peers: (
+        Annotated[tuple[Source, ...], Meta(max_length=4096)]
+        | Annotated[str, Meta(extra_json_schema={"const": ANYWHERE})]
+        | None
+    ) = None
 
 
 KEYS = tuple(f.name for f in fields(Config))
