@@ -204,8 +204,8 @@ def check_config(
     """Check a configuration for vLLM on this host, before an engine starts.
 
     Checks every setting, starts the driver with its options, reads keys and secrets, and tries
-    whether the side channel's address can be bound. With --peer, an engine must answer at that
-    address; the keys and networks of the configuration are used.
+    whether the side channel's address can be bound. Running engines can be asked as well, with the
+    keys and networks of the configuration.
 
     Prints all problems. Exit status 1 if there are any. Needs neither vLLM nor torch.
 
