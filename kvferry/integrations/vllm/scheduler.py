@@ -27,7 +27,12 @@ from kvferry.integrations.vllm.producer import Producer
 from kvferry.integrations.vllm.prompts import prefill_backoff
 from kvferry.integrations.vllm.rank_position import parallel_sizes
 from kvferry.integrations.vllm.security import read_security_settings, warn_of_open_access
-from kvferry.integrations.vllm.side_channel import EngineSideChannel, report_loopback, serve
+from kvferry.integrations.vllm.side_channel import (
+    EngineFacts,
+    EngineSideChannel,
+    report_loopback,
+    serve,
+)
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -67,6 +72,7 @@ class FerryScheduler:
         self._config = configuration.engine_config(vllm_config)
         self._security = read_security_settings(self._config)
         transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
+        self._role = transfer.kv_role
         self._ticket_key = TicketKey()  # one per incarnation
         groups = cache_groups(kv_cache_config, parallel.decode_context_parallel_size)
         backoff = prefill_backoff(vllm_config, groups)
@@ -157,6 +163,11 @@ class FerryScheduler:
             self._security.access,
             self._current_problems,
             ticket_key=self._ticket_key.public,
+            about=EngineFacts(
+                role=self._role,
+                library=handshakes[0].library,
+                signs=self._security.secrets is not None,
+            ),
         )
 
     def on_new_request(self, request: Request) -> None:
