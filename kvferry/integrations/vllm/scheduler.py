@@ -72,7 +72,6 @@ class FerryScheduler:
         self._config = configuration.engine_config(vllm_config)
         self._security = read_security_settings(self._config)
         transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
-        self._role = transfer.kv_role
         self._ticket_key = TicketKey()  # one per incarnation
         groups = cache_groups(kv_cache_config, parallel.decode_context_parallel_size)
         backoff = prefill_backoff(vllm_config, groups)
@@ -125,6 +124,7 @@ class FerryScheduler:
         self._problems_changed = 0.0
         self._published: tuple[bytes, ...] = ()
         self._unsent_ranks: tuple[bytes, ...] = ()
+        self._role = transfer.kv_role
 
     def serve(self, metadata: Mapping[tuple[int, int], object]) -> None:
         """Open the side channel, on which other engines fetch what this engine's ranks published.
