@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import re
 from collections.abc import Iterator
 from typing import Any, Protocol
 
 import msgspec
 from msgspec import inspect as types
+
+from kvferry.integrations.vllm import config_schema
 
 
 class Parameter(Protocol):
@@ -85,18 +86,8 @@ def attributes(docstring: str) -> dict[str, str]:
     Returns:
         The description of each attribute, by its name.
     """
-    found: dict[str, list[str]] = {}
-    name = ""
-    inside = False
-    for line in docstring.splitlines():
-        if not line.startswith(" ") and line:
-            inside = line == "Attributes:"
-        elif inside and (entry := re.match(r"    (\w+)(?: \([^)]*\))?:\s*(.*)", line)):
-            name = entry[1]
-            found[name] = [entry[2]]
-        elif inside and name and line:
-            found[name].append(line.strip())
-    return {name: _cell(" ".join(lines)) for name, lines in found.items()}
+    found = config_schema.attributes(docstring)
+    return {name: _cell(text) for name, text in found.items()}
 
 
 def _find(place: str) -> Any:  # noqa: ANN401  whatever the module has by that name

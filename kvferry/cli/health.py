@@ -1,34 +1,88 @@
-"""``kvferry health``: check a running engine, for readiness probes."""
+"""``kvferry health``: check a running engine, for readiness probes.
+
+Imports as little as it can: a probe runs every few seconds, also on a busy host.
+"""
 
 from __future__ import annotations
 
-import typer
+import sys
+from typing import TypedDict
 
-from kvferry.cli.keys import NONE, Keys
+from kvferry.cli.keys import keys_of
 from kvferry.core.handshake import health
 
+SECONDS = 5.0
+"""The most seconds to wait, unless an option says otherwise."""
+OPTIONS = ("--timeout", "--curve-secret-key", "--curve-peer")
 
-def run(host: str, port: int, *, timeout: float, keys: Keys = NONE) -> int:
+
+class Arguments(TypedDict):
+    """The arguments of ``run``."""
+
+    host: str
+    port: int
+    timeout: float
+    secret_key: str
+    peer: str
+
+
+def parse(arguments: list[str]) -> Arguments | None:
+    """Return the arguments of ``run`` that a command line names, without typer.
+
+    Args:
+        arguments: The words after ``kvferry health``.
+
+    Returns:
+        The arguments; ``None`` if typer has to print help or an error.
+    """
+    words, options, rest = [], dict.fromkeys(OPTIONS, ""), iter(arguments)
+    for word in rest:
+        name, equals, value = word.partition("=")
+        if name in options:
+            options[name] = value if equals else next(rest, "")
+            if not options[name]:
+                return None
+        elif word.startswith("-"):
+            return None
+        else:
+            words.append(word)
+    try:
+        host, port = words
+        return Arguments(
+            host=host,
+            port=int(port),
+            timeout=float(options["--timeout"] or SECONDS),
+            secret_key=options["--curve-secret-key"],
+            peer=options["--curve-peer"],
+        )
+    except ValueError:
+        return None
+
+
+def run(
+    host: str, port: int, *, timeout: float = SECONDS, secret_key: str = "", peer: str = ""
+) -> int:
     """Ask an engine for its problems, and print them.
 
     Args:
         host: Host of the engine's side channel.
         port: TCP port of that side channel.
         timeout: Seconds for the whole exchange.
-        keys: Keys for that side channel, if it is encrypted.
+        secret_key: Where the command's own secret key is, if the side channel is encrypted.
+        peer: The engine's public key, or where that key is, likewise.
 
     Returns:
         The exit status: 0 if the engine has no problems, otherwise 1.
 
     Raises:
         HandshakeError: The engine does not answer.
+        SecretError: Only one of the two keys is given, or one of them is not a valid key.
     """
+    keys = keys_of(secret_key, peer)
     condition = health(host, port, timeout=timeout, access=keys.access, key=keys.server)
-    for problem in condition.problems:
-        typer.echo(f"engine {condition.engine}: {problem}")
-    if not condition.problems:
-        typer.echo(
-            f"engine {condition.engine} is well: its driver and its side channel are up, and "
-            "nothing is quarantined"
-        )
+    lines = [f"engine {condition.engine}: {problem}" for problem in condition.problems] or [
+        f"engine {condition.engine} is well: its driver and its side channel are up, and "
+        "nothing is quarantined"
+    ]
+    sys.stdout.write("".join(f"{line}\n" for line in lines))
     return int(bool(condition.problems))

@@ -7,9 +7,7 @@ fields are skipped, so that a newer build can add fields.
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Mapping, Sequence
-from typing import Annotated, TypeVar
+from typing import Annotated
 
 import msgspec
 from msgspec import Meta, Raw, Struct
@@ -18,29 +16,42 @@ from kvferry.core.errors import WireError
 from kvferry.core.layout import MAX_FIELDS, MAX_GROUPS, MAX_REGIONS, Field, Group, Layout
 from kvferry.core.lru_cache import LRUCache
 from kvferry.core.memory import Region
-from kvferry.core.security.proof import FINGERPRINT_BYTES, TICKET_KEY_BYTES
+from kvferry.core.requests import (  # noqa: F401 - all messages can be imported from here
+    DECODE_ERRORS,
+    GENERATION_LIMIT,
+    LONG_START,
+    MAX_PAYLOAD_BYTES,
+    MAX_PONG_BYTES,
+    MAX_RANKS,
+    MAX_REPLY_BYTES,
+    MAX_REQUEST_BYTES,
+    MAX_SHORT_REPLY_BYTES,
+    NEWEST_PROTOCOL,
+    OLDEST_PROTOCOL,
+    SPOKEN,
+    Condition,
+    Count,
+    Health,
+    Index,
+    Life,
+    Name,
+    PayloadRequest,
+    Payloads,
+    Ping,
+    Pong,
+    RandomBits,
+    Refusal,
+    Reply,
+    Request,
+    Text,
+    Versions,
+    decode,
+    decode_reply,
+    decode_request,
+    encode,
+)
+from kvferry.core.security.proof import FINGERPRINT_BYTES
 
-DECODE_ERRORS = (msgspec.MsgspecError, ValueError, RecursionError, OverflowError)
-"""All that a msgspec decoder raises for malformed bytes: it lets the ``UnicodeDecodeError`` (a
-``ValueError``) of an invalid string through, and deep nesting is a ``RecursionError``. Catch all of
-these: an uncaught one would end a thread that serves all peers."""
-
-OLDEST_PROTOCOL = 1
-NEWEST_PROTOCOL = 1
-"""The protocol versions that this build speaks; two engines need one in common."""
-
-MAX_REQUEST_BYTES = 1 << 12
-"""The longest request."""
-MAX_REPLY_BYTES = 1 << 23
-"""The longest reply: the payloads of 64 ranks of 80 layers take 2.5 MB."""
-MAX_SHORT_REPLY_BYTES = 3 << 17
-"""Up to this length, a reply is short: any number of short replies may be received at once, but
-only a few longer ones. The payloads of 8 ranks of 80 layers take 309 kB."""
-MAX_PAYLOAD_BYTES = 1 << 19
-"""The longest payload of one rank: 80 layers take 39 kB. A payload is decoded in one call, which
-keeps the interpreter's lock, for 20 ms if the payload has this length."""
-MAX_PONG_BYTES = 1 << 13
-"""The longest answer to a ping, which may be a refusal."""
 MAX_NOTE_BYTES = 1 << 11
 """The longest ``Release``, ``Renewal`` or ``Heartbeat``."""
 MAX_NOTES = 1 << 12
@@ -51,10 +62,6 @@ WORD_BYTES = 8
 """Size of a slot word."""
 MAX_SLOTS = 1 << 32
 """Slots are numbered below this."""
-GENERATION_LIMIT = 1 << 63
-"""Generations and incarnations are at least 1 and below this."""
-MAX_RANKS = 1 << 12
-MAX_TEXT = 1 << 12
 MAX_CACHED_LAYOUTS = 1 << 8
 """The most decoded layouts that are cached, by the bytes of their groups and fields."""
 MAX_CACHED_LAYOUT_BYTES = 1 << 18
@@ -64,21 +71,6 @@ MAX_ALL_CACHED_LAYOUT_BYTES = 1 << 22
 CACHED_REGION_BYTES = 40
 """The bytes that each region of a cached layout adds to the two limits above. Regions are decoded
 with each payload, but only those of the first are cached."""
-
-MAP16, FIXED_ARRAY = 0xDE, 0x9
-ARRAYS: Mapping[int, str] = {0xDC: ">H", 0xDD: ">I"}
-BINARIES: Mapping[int, str] = {0xC4: ">B", 0xC5: ">H", 0xC6: ">I"}
-"""For each first byte of a msgpack array or binary, the ``struct`` format of the length that
-follows."""
-LONG_START = b"\xa4type\xa8payloads\xa5ranks"
-"""The start of an encoded ``Payloads``, after the number of its fields."""
-
-Name = Annotated[str, Meta(min_length=1, max_length=256)]
-Text = Annotated[str, Meta(max_length=MAX_TEXT)]
-Count = Annotated[int, Meta(ge=1, le=1 << 16)]
-Index = Annotated[int, Meta(ge=0, lt=1 << 16)]
-RandomBits = Annotated[int, Meta(ge=1, le=GENERATION_LIMIT - 1)]
-Life = Annotated[int, Meta(ge=0, le=GENERATION_LIMIT - 1)]
 
 
 class Coordinates(Struct, frozen=True, kw_only=True, order=True):
@@ -93,35 +85,6 @@ class Coordinates(Struct, frozen=True, kw_only=True, order=True):
     tp: Index = 0
     pcp: Index = 0
     dcp: Index = 0
-
-
-class Versions(Struct, frozen=True, kw_only=True):
-    """The protocol versions that one side speaks, ``oldest`` to ``newest``, both included.
-
-    Raises:
-        WireError: the range is empty.
-    """
-
-    oldest: Count
-    newest: Count
-
-    def __post_init__(self) -> None:
-        if self.oldest > self.newest:
-            raise WireError(f"protocol versions {self.oldest} to {self.newest} are none")
-
-    @property
-    def spoken(self) -> str:
-        """The versions as text, such as "1 to 3"."""
-        return f"{self.oldest} to {self.newest}"
-
-    def common(self, other: Versions) -> int | None:
-        """Return the newest version that this side and the other speak, or ``None``."""
-        newest = min(self.newest, other.newest)
-        return newest if newest >= max(self.oldest, other.oldest) else None
-
-
-SPOKEN = Versions(oldest=OLDEST_PROTOCOL, newest=NEWEST_PROTOCOL)
-"""The versions that this build speaks."""
 
 
 class _PayloadHeader(Versions, frozen=True, kw_only=True):
@@ -195,78 +158,6 @@ class _UnreadPayload(_PayloadHeader, frozen=True, kw_only=True):
     layout: _Unread
 
 
-class PayloadRequest(Versions, frozen=True, kw_only=True, tag="ask"):
-    """Ask a side channel for the payloads of all ranks of an engine."""
-
-    engine: Name
-
-
-class Ping(Struct, frozen=True, kw_only=True, tag="ping"):
-    """Ask whether an engine is alive."""
-
-    engine: Name
-
-
-class Health(Struct, frozen=True, kw_only=True, tag="health"):
-    """Ask about an engine's health; an empty name stands for any engine that listens there."""
-
-    engine: Annotated[str, Meta(max_length=256)] = ""
-
-
-class Payloads(Struct, frozen=True, kw_only=True, tag="payloads"):
-    """Answer a ``PayloadRequest``.
-
-    Attributes:
-        ranks: every rank's payload, each encoded by its own rank.
-        ticket_key: the public key that proves the engine's tickets; empty from builds that do not
-            prove tickets.
-    """
-
-    ranks: Annotated[list[bytes], Meta(min_length=1, max_length=MAX_RANKS)]
-    ticket_key: Annotated[bytes, Meta(max_length=TICKET_KEY_BYTES)] = b""
-
-    def __post_init__(self) -> None:
-        if len(self.ticket_key) not in (0, TICKET_KEY_BYTES):
-            raise WireError(
-                f"a ticket_key of {len(self.ticket_key)} bytes; it has {TICKET_KEY_BYTES}"
-            )
-
-
-class _AfterRanks(Struct, frozen=True, kw_only=True):
-    """The fields of ``Payloads`` that are encoded after ``ranks``."""
-
-    ticket_key: bytes = b""
-
-
-class Pong(Struct, frozen=True, kw_only=True, tag="pong"):
-    """Answer a ``Ping``."""
-
-    incarnation: RandomBits
-
-
-class Condition(Struct, frozen=True, kw_only=True, tag="condition"):
-    """Answer a ``Health``.
-
-    Attributes:
-        engine, incarnation: the engine that answers.
-        problems: what is wrong, as text for people; empty if the engine is healthy.
-    """
-
-    engine: Name
-    incarnation: RandomBits
-    problems: Annotated[list[Text], Meta(max_length=MAX_RANKS)] = []
-
-
-class Refusal(Struct, frozen=True, kw_only=True, tag="refusal"):
-    """Refuse any request that cannot be served, with the reason."""
-
-    reason: Text
-
-
-Request = PayloadRequest | Ping | Health
-Reply = Payloads | Pong | Condition | Refusal
-
-
 class Release(Struct, frozen=True, kw_only=True, tag="release"):
     """A consumer rank no longer needs the held pages: "done", or "abandon" if it gave up.
 
@@ -328,84 +219,6 @@ Note = Release | Renewal | Heartbeat
 
 Notes = Annotated[list[Note], Meta(min_length=1, max_length=MAX_NOTES)]
 
-T = TypeVar("T")
-
-_encoder = msgspec.msgpack.Encoder()
-
-
-def encode(message: Struct | Sequence[Note]) -> bytes:
-    """Return the encoded bytes of any message of this module."""
-    return _encoder.encode(message)
-
-
-def decode_request(data: bytes) -> Request:
-    """Decode a request.
-
-    Raises:
-        WireError: the bytes are too long or malformed.
-    """
-    return _decode(_request, data, MAX_REQUEST_BYTES, "request")
-
-
-def decode_reply(data: bytes | memoryview) -> Reply:
-    """Decode a reply.
-
-    Raises:
-        WireError: the bytes are too long or malformed.
-    """
-    if len(data) <= MAX_SHORT_REPLY_BYTES:
-        return _decode(_reply, data, MAX_SHORT_REPLY_BYTES, "reply")
-    if len(data) > MAX_REPLY_BYTES:
-        raise WireError(f"a reply of {len(data)} bytes; {MAX_REPLY_BYTES} are allowed")
-    # A long reply is the payloads of many ranks and little else. It is split by hand, because a
-    # decoder that skips megabytes of anything else would stop all other threads meanwhile.
-    try:
-        return _split_long_reply(memoryview(data))
-    except struct.error as exc:
-        raise WireError("not a reply of this protocol: it ends too early") from exc
-
-
-def _split_long_reply(data: memoryview) -> Payloads:
-    """Decode a long reply, without decoding the ranks' payloads in it."""
-    start = 3 if data[0] == MAP16 else 1
-    fields = struct.unpack_from(">H", data, 1)[0] if data[0] == MAP16 else data[0] & 0xF
-    first = start + len(LONG_START)
-    if data[start:first] != LONG_START:
-        raise WireError(
-            f"not a reply of this protocol: it has {len(data)} bytes, and does not begin with the "
-            "payloads of ranks"
-        )
-    count, place = _length(data, first, ARRAYS)
-    if not 1 <= count <= MAX_RANKS:
-        raise WireError(f"payloads of {count} ranks; 1 to {MAX_RANKS} are allowed")
-    ranks = []
-    for rank in range(count):
-        size, place = _length(data, place, BINARIES)
-        if size > min(MAX_PAYLOAD_BYTES, len(data) - place):
-            raise WireError(
-                f"the payload of rank {rank} takes {size} bytes; {MAX_PAYLOAD_BYTES} are allowed, "
-                f"and {len(data) - place} are left"
-            )
-        ranks.append(bytes(data[place : place + size]))
-        place += size
-    if len(data) - place > MAX_SHORT_REPLY_BYTES:
-        raise WireError(f"{len(data) - place} bytes after all payloads are too many")
-    head = struct.pack(">BH", MAP16, fields - 2)
-    after = _decode(_after, head + data[place:], MAX_SHORT_REPLY_BYTES + len(head), "reply")
-    return Payloads(ranks=ranks, ticket_key=after.ticket_key)
-
-
-def _length(data: memoryview, place: int, forms: Mapping[int, str]) -> tuple[int, int]:
-    """Return the length in the msgpack head at ``place``, and the index after the head."""
-    if place >= len(data):
-        raise struct.error
-    if forms is ARRAYS and data[place] >> 4 == FIXED_ARRAY:
-        return data[place] & 0xF, place + 1
-    form = forms.get(data[place])
-    if form is None:
-        raise WireError("not a reply of this protocol: its ranks are no list of payloads")
-    return struct.unpack_from(form, data, place + 1)[0], place + 1 + struct.calcsize(form)
-
 
 def decode_versions(data: bytes) -> Versions:
     """Return the protocol versions in a payload, and ignore all other fields.
@@ -413,7 +226,7 @@ def decode_versions(data: bytes) -> Versions:
     Raises:
         WireError: the payload is too long or malformed.
     """
-    return _decode(_versions, data, MAX_PAYLOAD_BYTES, "payload")
+    return decode(_versions, data, MAX_PAYLOAD_BYTES, "payload")
 
 
 def decode_payload(data: bytes) -> RankPayload:
@@ -425,7 +238,7 @@ def decode_payload(data: bytes) -> RankPayload:
     Raises:
         WireError: the payload is too long or malformed, or its layout is invalid.
     """
-    unread = _decode(_payload, data, MAX_PAYLOAD_BYTES, "payload")
+    unread = decode(_payload, data, MAX_PAYLOAD_BYTES, "payload")
     header = {name: getattr(unread, name) for name in _PayloadHeader.__struct_fields__}
     try:
         return RankPayload(layout=_layout(unread.layout), **header)
@@ -452,12 +265,9 @@ def decode_notes(data: bytes) -> list[Note]:
     Raises:
         WireError: the bytes are too long or malformed.
     """
-    return _decode(_notes, data, MAX_NOTES * MAX_NOTE_BYTES, "notification")
+    return decode(_notes, data, MAX_NOTES * MAX_NOTE_BYTES, "notification")
 
 
-_request: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
-_reply: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
-_after: msgspec.msgpack.Decoder[_AfterRanks] = msgspec.msgpack.Decoder(_AfterRanks)
 _versions: msgspec.msgpack.Decoder[Versions] = msgspec.msgpack.Decoder(Versions)
 _payload: msgspec.msgpack.Decoder[_UnreadPayload] = msgspec.msgpack.Decoder(_UnreadPayload)
 _groups: msgspec.msgpack.Decoder[tuple[Group, ...]] = msgspec.msgpack.Decoder(
@@ -468,14 +278,3 @@ _fields: msgspec.msgpack.Decoder[tuple[Field, ...]] = msgspec.msgpack.Decoder(
 )
 _layouts: LRUCache[Layout] = LRUCache(MAX_CACHED_LAYOUTS, MAX_ALL_CACHED_LAYOUT_BYTES)
 _notes: msgspec.msgpack.Decoder[list[Note]] = msgspec.msgpack.Decoder(Notes)
-
-
-def _decode(
-    decoder: msgspec.msgpack.Decoder[T], data: bytes | memoryview, limit: int, what: str
-) -> T:
-    if len(data) > limit:
-        raise WireError(f"a {what} of {len(data)} bytes; {limit} are allowed")
-    try:
-        return decoder.decode(data)
-    except DECODE_ERRORS as exc:
-        raise WireError(f"not a {what} of this protocol: {exc}") from exc

@@ -61,7 +61,7 @@ def test_drivers_are_listed_as_json(environment: dict[str, str]) -> None:
 def test_importing_the_command_line_loads_no_heavy_module() -> None:
     code = (
         "import sys\n"
-        "import kvferry.cli\n"
+        "import kvferry.cli.commands\n"
         f"loaded = [name for name in {HEAVY_MODULES} if name in sys.modules]\n"
         "sys.exit(str(loaded) if loaded else 0)\n"
     )

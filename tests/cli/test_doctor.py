@@ -367,6 +367,10 @@ def test_encrypted_side_channel_is_a_warning() -> None:
         finding = channel.running("127.0.0.1", server.port, "prefill")
     assert finding.verdict is FindingLevel.WARN
     assert "does not admit everybody: its side channel is encrypted" in finding.found
+    assert "Host and port are right" in finding.found
+    assert "without keys, the engine itself cannot be asked" in finding.found
+    assert "--curve-secret-key" in finding.remedy
+    assert "--curve-peer" in finding.remedy
     assert "--curve-secret-key" in finding.remedy
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from functools import partial
 
@@ -9,20 +12,39 @@ import pytest
 from typer.testing import CliRunner
 
 from kvferry.cli import app
-from kvferry.cli.health import run
-from kvferry.cli.keys import NONE, Keys, keys_of
+from kvferry.cli.commands import health
+from kvferry.cli.health import OPTIONS, parse, run
 from kvferry.core.errors import AdmissionError, HandshakeError
 from kvferry.core.handshake import HandshakeServer
 from kvferry.core.messages import encode
 from kvferry.core.security import Access, KeyPair, generate
+from tests.cli.command import run_kvferry
 from tests.core.messages import payload
 
+HEAVY = {
+    "argparse",
+    "cryptography",
+    "kvferry.core.layout",
+    "kvferry.core.messages",
+    "numpy",
+    "rich",
+    "stevedore",
+    "typer",
+}
+
 PROBE, ENGINE = generate(), generate()
-KEYS = keys_of("env:PROBE", ENGINE.public.hex(), {"PROBE": PROBE.secret.hex()})
+KEYS = {"secret_key": "env:PROBE", "peer": ENGINE.public.hex()}
+
+
+@pytest.fixture(autouse=True)
+def probes_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PROBE", PROBE.secret.hex())
 
 
 @pytest.fixture(params=["open", "encrypted"])
-def server_and_keys(request: pytest.FixtureRequest) -> Iterator[tuple[HandshakeServer, Keys]]:
+def server_and_keys(
+    request: pytest.FixtureRequest,
+) -> Iterator[tuple[HandshakeServer, dict[str, str]]]:
     """A side channel, and the keys with which it answers a probe."""
     encrypted = request.param == "encrypted"
     access = Access(own=ENGINE, peers=frozenset({PROBE.public})) if encrypted else Access()
@@ -33,7 +55,7 @@ def server_and_keys(request: pytest.FixtureRequest) -> Iterator[tuple[HandshakeS
         access=access,
         problems=lambda: PROBLEMS,
     ) as server:
-        yield server, KEYS if encrypted else NONE
+        yield server, KEYS if encrypted else {}
     PROBLEMS.clear()
 
 
@@ -44,10 +66,10 @@ HEALTHY = (
 
 
 def test_exit_status_is_the_health(
-    server_and_keys: tuple[HandshakeServer, Keys], capsys: pytest.CaptureFixture[str]
+    server_and_keys: tuple[HandshakeServer, dict[str, str]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     server, keys = server_and_keys
-    probe = partial(run, server.host, server.port, timeout=20.0, keys=keys)
+    probe = partial(run, server.host, server.port, timeout=20.0, **keys)
     assert probe() == 0
     assert capsys.readouterr().out == HEALTHY
     PROBLEMS.append("rank 1: it burns")
@@ -56,7 +78,7 @@ def test_exit_status_is_the_health(
 
 
 def test_missing_answer_is_reported_with_reason(
-    server_and_keys: tuple[HandshakeServer, Keys],
+    server_and_keys: tuple[HandshakeServer, dict[str, str]],
 ) -> None:
     server, _ = server_and_keys
     server.close()
@@ -95,26 +117,102 @@ OTHER = generate()
     ],
 )
 def test_wrong_keys_are_reported_with_options(access: Access, peer: KeyPair, words: str) -> None:
-    keys = keys_of("env:PROBE", peer.public.hex(), {"PROBE": PROBE.secret.hex()})
+    keys = {"secret_key": "env:PROBE", "peer": peer.public.hex()}
     with (
         HandshakeServer(
             [encode(payload())], engine="prefill", incarnation=7, access=access
         ) as server,
         pytest.raises(AdmissionError) as caught,
     ):
-        run(server.host, server.port, timeout=20.0, keys=keys)
+        run(server.host, server.port, timeout=20.0, **keys)
     assert words in str(caught.value)
 
 
-def test_options_have_the_names_of_the_settings(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("PROBE", PROBE.secret.hex())
+@pytest.fixture
+def keyed_server() -> Iterator[HandshakeServer]:
+    """An encrypted side channel that admits the probe."""
     access = Access(own=ENGINE, peers=frozenset({PROBE.public}))
     with HandshakeServer(
         [encode(payload())], engine="prefill", incarnation=7, access=access
     ) as server:
-        keys = ["--curve-secret-key", "env:PROBE", "--curve-peer", ENGINE.public.hex()]
-        asked = ["health", server.host, str(server.port), "--timeout", "20", *keys]
-        result = CliRunner().invoke(app, asked)
+        yield server
+
+
+def test_options_have_the_names_of_the_settings(keyed_server: HandshakeServer) -> None:
+    keys = ["--curve-secret-key", "env:PROBE", "--curve-peer", ENGINE.public.hex()]
+    address = [keyed_server.host, str(keyed_server.port)]
+    asked = ["health", *address, "--timeout", "20", *keys]
+    result = CliRunner().invoke(app, asked)
     assert (result.exit_code, result.output) == (0, HEALTHY)
+    probed = run_kvferry(dict(os.environ), *asked)
+    assert (probed.returncode, probed.stdout, probed.stderr) == (0, HEALTHY, "")
+
+
+def test_probe_and_typer_have_the_same_options() -> None:
+    import typer
+
+    [command] = [each for each in app.registered_commands if each.callback is health]
+    group = typer.Typer(add_completion=False)
+    group.registered_commands.append(command)
+    options = [option for each in typer.main.get_command(group).params for option in each.opts]
+    assert sorted(option for option in options if option.startswith("--")) == sorted(OPTIONS)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parsed"),
+    [
+        (
+            ["::1", "5600"],
+            {"host": "::1", "port": 5600, "timeout": 5.0, "secret_key": "", "peer": ""},
+        ),
+        (
+            ["--timeout=2", "h", "--curve-peer", "aa", "1", "--curve-secret-key=file:a=b"],
+            {"host": "h", "port": 1, "timeout": 2.0, "secret_key": "file:a=b", "peer": "aa"},
+        ),
+        (["h"], None),
+        (["h", "port"], None),
+        (["h", "1", "2"], None),
+        (["h", "1", "--timeout"], None),
+        (["h", "1", "--timeout", "soon"], None),
+        (["h", "1", "--verbose"], None),
+        (["--help"], None),
+    ],
+)
+def test_arguments(arguments: list[str], parsed: object) -> None:
+    assert parse(arguments) == parsed
+
+
+def test_help_and_usage_are_those_of_typer() -> None:
+    result = run_kvferry(dict(os.environ), "health", "--help")
+    assert result.returncode == 0
+    assert "--curve-secret-key" in result.stdout
+    result = run_kvferry(dict(os.environ), "health", "localhost")
+    assert result.returncode == 2
+    assert "Missing argument" in result.stderr
+
+
+def test_error_names_the_options(keyed_server: HandshakeServer) -> None:
+    result = run_kvferry(
+        dict(os.environ), "health", keyed_server.host, str(keyed_server.port), "--timeout", "20"
+    )
+    assert result.returncode == 1
+    assert "encrypted: ask with --curve-secret-key and --curve-peer" in result.stderr
+
+
+def test_probe_imports_little(keyed_server: HandshakeServer) -> None:
+    """Modules are counted, not milliseconds, which depend on the machine and on its load."""
+    keys = ["--curve-secret-key", "env:PROBE", "--curve-peer", ENGINE.public.hex()]
+    arguments = ["kvferry", "health", keyed_server.host, str(keyed_server.port), *keys]
+    code = (
+        "import sys\n"
+        f"sys.argv = {arguments}\n"
+        "from kvferry.cli import main\n"
+        "try:\n"
+        "    main()\n"
+        "except SystemExit as end:\n"
+        f"    print(end.code, sorted({HEAVY} & set(sys.modules)))\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=100
+    )
+    assert result.stdout == f"{HEALTHY}0 []\n"

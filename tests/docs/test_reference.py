@@ -75,7 +75,7 @@ def test_all_commands_and_options_are_listed() -> None:
     page = commands("kvferry.cli:app")
     for command in app.registered_commands:
         assert command.callback is not None
-        name = command.callback.__name__
+        name = command.name or command.callback.__name__
         _, after = page.split(f"\n## kvferry {name}\n")
         section = after.split("\n## ")[0]
         options = [

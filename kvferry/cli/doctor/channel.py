@@ -84,12 +84,7 @@ def running(host: str, port: int, engine: str | None, keys: Keys = NONE) -> Find
             return ok(name, f"a side channel of kvferry answers; it {_why(exc)}")
         return bad(name, f"it {_why(exc)}", "correct --engine, or --port: it is of another engine")
     except AdmissionError as exc:
-        return warn(
-            name,
-            f"a side channel is there, and does not admit everybody: {_why(exc)}",
-            "give this command keys, by --curve-secret-key and --curve-peer, and the engine this "
-            "one's public key in its curve_peers",
-        )
+        return _not_admitted(name, exc, keys)
     except HandshakeError as exc:
         return bad(
             name,
@@ -98,6 +93,28 @@ def running(host: str, port: int, engine: str | None, keys: Keys = NONE) -> Find
             "address that is reached from here, and its side_channel_port",
         )
     return ok(name, f"engine {engine} answers, incarnation {incarnation}")
+
+
+def _not_admitted(name: str, error: AdmissionError, keys: Keys) -> Finding:
+    """Return the finding about a side channel that does not admit this command.
+
+    Args:
+        name: What was checked.
+        error: Why the command is not admitted.
+        keys: The keys that the command has.
+    """
+    found = f"a side channel is there, and does not admit everybody: {_why(error)}"
+    if keys != NONE:
+        remedy = "correct --curve-secret-key and --curve-peer, or list this command's public key"
+        return warn(name, found, f"{remedy} in the engine's curve_peers")
+    return warn(
+        name,
+        f"{found}. Host and port are right, and a firewall is not in the way; without keys, the "
+        "engine itself cannot be asked. Engines with keys may reach it all the same",
+        "to ask it, make a key pair ('kvferry keygen DIR --engine doctor'), list the public key in "
+        "the engine's curve_peers, and name the secret key with --curve-secret-key and the "
+        "engine's public key with --curve-peer",
+    )
 
 
 def _why(error: HandshakeError) -> str:

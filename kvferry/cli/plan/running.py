@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from msgspec import structs
 
+from kvferry.cli.addresses import AddressError, host_and_port
 from kvferry.cli.keys import NONE, Keys, keys_of
 from kvferry.cli.plan.engines import Engine, EngineError, SettingsError
 from kvferry.cli.plan.model import Model
@@ -18,8 +18,6 @@ from kvferry.core.layout import Layout
 
 SECONDS = 10.0
 """How long an engine may take for each of its two answers."""
-ADDRESS = re.compile(r"(?P<host>\[[^][]+\]|[^][:]+):(?P<port>[0-9]{1,5})")
-MAX_PORT = 65535
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +85,10 @@ def read_running(address: str, keys: Keys = NONE) -> RunningEngine:
         AdmissionError: The engine does not admit the keys, or wants some.
         EngineError: The engine does not answer; the message says why and what to do.
     """
-    host, port = _host_and_port(address)
+    try:
+        host, port = host_and_port("--from", address)
+    except AddressError as exc:
+        raise SettingsError(str(exc)) from exc
     try:
         found = health(host, port, timeout=SECONDS, access=keys.access, key=keys.server)
         info = fetch(host, port, found.engine, timeout=SECONDS, access=keys.access, key=keys.server)
@@ -99,21 +100,6 @@ def read_running(address: str, keys: Keys = NONE) -> RunningEngine:
             "engine's side_channel_host and side_channel_port"
         ) from exc
     return RunningEngine(address=address, info=info)
-
-
-def _host_and_port(address: str) -> tuple[str, int]:
-    """Return the host and the port of an address.
-
-    Raises:
-        SettingsError: The address is not ``HOST:PORT``.
-    """
-    found = ADDRESS.fullmatch(address)
-    if found is None or not 1 <= int(found["port"]) <= MAX_PORT:
-        raise SettingsError(
-            f"--from {address!r} is not HOST:PORT, such as 10.0.0.5:5600 or [fd00::5]:5600, with a "
-            f"port in 1 to {MAX_PORT}: name the engine's side_channel_host and side_channel_port"
-        )
-    return found["host"].strip("[]"), int(found["port"])
 
 
 def refusal(prefill: RunningEngine, decode: RunningEngine) -> str | None:

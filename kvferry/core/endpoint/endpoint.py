@@ -82,6 +82,7 @@ class Endpoint:
     Attributes:
         payload: what the engine's handshake tells peers about this rank: its layout, the address of
             its transport, and more.
+        library: name and version of the library that moves the bytes (``Transport.library``).
 
     Raises:
         TransportError: a region cannot be registered; the transport has been closed.
@@ -106,6 +107,7 @@ class Endpoint:
         self._scratch = ScratchWords()
         self._lease = options.lease
         self.payload = self._publish(driver, layout)
+        self.library = transport.library
         self._commands: deque[Callable[[], None]] = deque()
         self._wake = threading.Event()
         self._metrics = Metrics(driver=driver, rank=str(identity.rank))

@@ -7,15 +7,23 @@ operator can do about it.
 from __future__ import annotations
 
 import logging
+import math
+from collections.abc import Sequence
 
 from kvferry.core.endpoint.load import Load
 from kvferry.core.endpoint.peers import Peer
 from kvferry.core.error_causes import Cause, cause_of, on_one_line, with_remedy
 from kvferry.core.errors import KVFerryError
 from kvferry.core.handshake.sockets import place
+from kvferry.core.lifecycle.holds import RequestId
 from kvferry.core.metrics import LoadRecord
 
 logger = logging.getLogger(__name__)
+
+BURST_SECONDS = 1.0
+"""Requests whose leases expire within this time of a warning share the next warning."""
+NAMED_REQUESTS = 3
+"""The most requests that such a warning names."""
 
 
 def loaded(load: Load, error: KVFerryError | None, record: LoadRecord) -> None:
@@ -90,3 +98,54 @@ def untold(peer: Peer, rank: int, count: int, error: KVFerryError) -> None:
         cause_of(error),
         on_one_line(str(error)),
     )
+
+
+class ExpiredHolds:
+    """Log the requests whose leases expired: those of a burst in one line, not in one line each.
+
+    Leases that expire in the same round of the endpoint's thread share a warning. Those that expire
+    less than ``BURST_SECONDS`` later share another one. Used by one thread at a time.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: list[RequestId] = []
+        self._quiet_until = -math.inf
+
+    def add(self, requests: Sequence[RequestId], now: float) -> None:
+        """Log requests, or keep them for a warning after ``BURST_SECONDS``.
+
+        Must be called in every round, also without requests.
+
+        Args:
+            requests: The requests whose leases expired in this round.
+            now: Seconds, on the clock of the rank.
+        """
+        self._waiting += requests
+        if self._waiting and now >= self._quiet_until:
+            self._quiet_until = now + BURST_SECONDS
+            self.close()
+
+    def close(self) -> None:
+        """Log the requests that are kept."""
+        requests, self._waiting = self._waiting, []
+        if requests:
+            logger.warning(
+                "%s: nobody read %s pages within the lease; they are given back (stage held, cause "
+                "expired; if %s away, let decode take %s sooner, or set a longer "
+                "kv_lease_duration)",
+                _named(requests),
+                *(
+                    ("its", "its client did not go", "it")
+                    if len(requests) == 1
+                    else ("their", "their clients did not go", "them")
+                ),
+            )
+
+
+def _named(requests: Sequence[RequestId]) -> str:
+    """Return requests as text for a log line; of many, how many they are, and the first."""
+    named = ", ".join(map(on_one_line, requests[:NAMED_REQUESTS]))
+    more = len(requests) - NAMED_REQUESTS
+    if len(requests) == 1:
+        return f"request {named}"
+    return f"{len(requests)} requests ({named}{f' and {more} more' if more > 0 else ''})"

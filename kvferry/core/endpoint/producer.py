@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from kvferry.core.endpoint.log_messages import ExpiredHolds
 from kvferry.core.error_causes import on_one_line
 from kvferry.core.errors import WireError
 from kvferry.core.lifecycle.holds import Hold, Incarnation, RequestId
@@ -126,6 +127,7 @@ class HoldServer:
         self._listened = clock()
         """All messages that had arrived from consumers by this time have been processed."""
         self._lock = threading.Lock()
+        self._expired = ExpiredHolds()
 
     @property
     def held(self) -> int:
@@ -194,13 +196,7 @@ class HoldServer:
             self._computing = computing
             expired = self._holds.expire(now)
             self._metrics.add(EXPIRED, len(expired))
-        for request in expired:
-            logger.warning(
-                "request %s: nobody read its pages within the lease; they are given back (stage "
-                "held, cause expired; if its client did not go away, let decode take it sooner, or "
-                "set a longer kv_lease_duration)",
-                on_one_line(request),
-            )
+        self._expired.add(expired, now)
 
     def silent(self) -> list[Silence]:
         """Return the holds whose consumers gave no sign of life for ``GONE_SECONDS``.
@@ -229,6 +225,7 @@ class HoldServer:
         """
         with self._lock:
             self._holds.end_all()
+        self._expired.close()
 
     def _take(self, note: Note) -> None:
         """Process a consumer's message.

@@ -4,29 +4,25 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
-from kvferry.core.errors import AdmissionError, HandshakeError, IncompatibleError, RefusedError
+from kvferry.core.errors import AdmissionError, HandshakeError
 from kvferry.core.handshake.compatibility import EngineInfo, engine_info
-from kvferry.core.handshake.connection import SideChannelConnection
 from kvferry.core.handshake.dialer import Dialer, HungUpError
+from kvferry.core.handshake.exchange import asked, explained, unexpected
 from kvferry.core.handshake.reply_limits import ReplyLimits
-from kvferry.core.handshake.sockets import Context, is_loopback, place
+from kvferry.core.handshake.sockets import Context
 from kvferry.core.lifecycle.holds import Incarnation
-from kvferry.core.messages import (
+from kvferry.core.requests import (
     MAX_REPLY_BYTES,
     NEWEST_PROTOCOL,
     OLDEST_PROTOCOL,
-    Condition,
-    Health,
     PayloadRequest,
     Payloads,
     Ping,
     Pong,
-    Refusal,
     Reply,
-    Request,
 )
 from kvferry.core.security import OPEN, Access
 
@@ -100,7 +96,7 @@ def fetching(call: Dialer, engine: str, reading: ReplyLimits) -> Iterator[Engine
     """
     deadline = time.monotonic() + call.timeout
     with ExitStack() as turn:
-        with _explained(engine, call), ExitStack() as long:
+        with explained(engine, call), ExitStack() as long:
             published = _published(call, engine, reading, long, deadline)
             turn.enter_context(reading.turn(deadline))
             info = engine_info(published.ranks, published.ticket_key)
@@ -133,7 +129,7 @@ def _published(
     """
     ask = PayloadRequest(oldest=OLDEST_PROTOCOL, newest=NEWEST_PROTOCOL, engine=engine)
     try:
-        return _payloads(_asked(call, ask, deadline))
+        return _payloads(asked(call, ask, deadline))
     except HungUpError as exc:
         # Keep only the text: the traceback would keep all that was decoded from the answer alive
         # until a garbage collection, which would stop all threads while it frees it.
@@ -141,7 +137,7 @@ def _published(
     long.enter_context(reading.room(deadline))
     call.longest = MAX_REPLY_BYTES
     try:
-        reply = _asked(call, ask, deadline)
+        reply = asked(call, ask, deadline)
     except AdmissionError:
         raise
     except HandshakeError as exc:
@@ -153,7 +149,7 @@ def _published(
 
 def _payloads(reply: Reply) -> Payloads:
     if not isinstance(reply, Payloads):
-        raise _unexpected(reply)
+        raise unexpected(reply)
     return reply
 
 
@@ -173,78 +169,8 @@ def ping(
     the arguments of ``fetch`` and raises the same errors.
     """
     call = Dialer(host=host, port=port, timeout=timeout, context=context, access=access, key=key)
-    with _explained(engine, call):
-        reply = _asked(call, Ping(engine=engine))
+    with explained(engine, call):
+        reply = asked(call, Ping(engine=engine))
         if not isinstance(reply, Pong):
-            raise _unexpected(reply)
+            raise unexpected(reply)
         return Incarnation(reply.incarnation)
-
-
-def health(
-    host: str,
-    port: int,
-    engine: str = "",
-    *,
-    timeout: float,
-    context: Context | None = None,
-    access: Access = OPEN,
-    key: bytes = b"",
-) -> Condition:
-    """Return the health that an engine reports on its side channel.
-
-    If ``engine`` is empty, the id of the engine at the address is not checked. The function takes
-    the other arguments of ``fetch`` and raises the same errors.
-    """
-    call = Dialer(host=host, port=port, timeout=timeout, context=context, access=access, key=key)
-    with _explained(engine, call):
-        reply = _asked(call, Health(engine=engine))
-        if not isinstance(reply, Condition):
-            raise _unexpected(reply)
-        return reply
-
-
-def _asked(call: Dialer, request: Request, deadline: float | None = None) -> Reply:
-    if deadline is None:
-        deadline = time.monotonic() + call.timeout
-    with closing(SideChannelConnection(call)) as connection:
-        return connection.ask(request, deadline)
-
-
-@contextmanager
-def _explained(engine: str, call: Dialer) -> Iterator[None]:
-    """Add engine and address to the text of each ``HandshakeError`` that the ``with`` block raises.
-
-    Also adds a hint if the address is a loopback address.
-
-    Args:
-        engine: id of the engine; empty if it is not known.
-        call: how the side channel was reached.
-    """
-    who = f"engine {engine!r}" if engine else "the engine"
-    where = f"{who} at {place(call.host, call.port)}"
-    try:
-        yield
-    except IncompatibleError as exc:
-        raise IncompatibleError(f"{where}: {exc}") from exc
-    except HandshakeError as exc:
-        raise type(exc)(f"{where}: {exc}{_loopback_hint(call)}") from exc
-
-
-def _loopback_hint(call: Dialer) -> str:
-    """Return a hint for an error if the host is a loopback address; empty otherwise.
-
-    A loopback address in a ticket leads to the host that reads the ticket, not to the engine's.
-    """
-    if not call.numeric or not all(map(is_loopback, call.numeric)):
-        return ""
-    return (
-        f". {call.host} is a loopback address: it means the host that this engine runs on. If "
-        "engine and ticket are from another host, set side_channel_host there to an address that "
-        "other hosts can reach"
-    )
-
-
-def _unexpected(reply: Reply) -> HandshakeError:
-    if isinstance(reply, Refusal):
-        return RefusedError(f"refused: {reply.reason}")
-    return HandshakeError(f"answered with a {type(reply).__name__}, which was not asked for")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
 
@@ -204,6 +205,27 @@ class HandshakeServer:
         return ""
 
 
+def check_address(host: str, port: int) -> None:
+    """Refuse an address that a ``HandshakeServer`` could not bind now. Nothing stays bound.
+
+    Args:
+        host: address to bind.
+        port: port to bind; 0 for any free port.
+
+    Raises:
+        HandshakeError: the address cannot be bound; the message says why.
+    """
+    numeric = numeric_hosts(host, port)[0]
+    family = socket.AF_INET6 if ":" in numeric else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            # As ZMQ does, so that only a listening socket is in the way, not an old connection.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((numeric, port))
+    except OSError as exc:
+        raise HandshakeError(_why_not_bound(host, port, exc)) from exc
+
+
 def _checked(
     payloads: Sequence[bytes], engine: str, incarnation: int, ticket_key: bytes
 ) -> zmq.Frame:
@@ -293,7 +315,7 @@ def _bind(
     return gate, watch, made
 
 
-def _why_not_bound(host: str, port: int, exc: zmq.ZMQError) -> str:
+def _why_not_bound(host: str, port: int, exc: zmq.ZMQError | OSError) -> str:
     what = f"the side channel cannot listen at {place(host, port)}"
     if exc.errno == errno.EADDRINUSE:
         return (

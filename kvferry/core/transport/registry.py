@@ -67,6 +67,15 @@ def installed() -> list[DriverInfo]:
     return sorted(_info(entry) for entry in _entries())
 
 
+def find(name: str) -> DriverInfo:
+    """Return the installed driver with this name, without importing it.
+
+    Raises:
+        DriverError: there is no such driver, or more than one.
+    """
+    return _info(_entry(name))
+
+
 def create(
     name: str,
     options: Mapping[str, object] | None = None,

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import difflib
+import itertools
 import logging
 import os
 from collections.abc import Mapping
@@ -122,11 +123,43 @@ class Config:
     ticket_secrets: Annotated[tuple[Source, ...], Meta(max_length=8)] = ()
     curve_secret_key: Annotated[str, Meta(max_length=4096)] = ""
     curve_peers: Annotated[tuple[Source, ...], Meta(max_length=4096)] = ()
-    allowed_peers: Annotated[tuple[Source, ...], Meta(max_length=4096)] | str | None = None
+    allowed_peers: (
+        Annotated[tuple[Source, ...], Meta(max_length=4096)]
+        | Annotated[str, Meta(extra_json_schema={"const": ANYWHERE})]
+        | None
+    ) = None
 
 
 KEYS = tuple(f.name for f in fields(Config))
 """The names of all settings."""
+
+
+def problems(extra: Mapping[str, Any]) -> list[str]:
+    """Return what is wrong with ``kv_connector_extra_config``, each with the remedy.
+
+    Args:
+        extra: The keys and values that the user set.
+
+    Returns:
+        A text for each key that is unknown, and for each value that has the wrong type or is out of
+        range; empty if there are none.
+    """
+    unknown = [_unknown_key(key) for key in extra if key not in KEYS]
+    if unknown:
+        unknown[-1] += f" The keys are {', '.join(KEYS)}"
+    known = {key: value for key, value in extra.items() if key in KEYS}
+    return [*unknown, *filter(None, itertools.starmap(_value_problem, known.items()))]
+
+
+def acceptable(extra: Mapping[str, Any]) -> Config:
+    """Return the settings without those that ``problems`` refuses, so that the others are checked.
+
+    Args:
+        extra: The keys and values that the user set.
+    """
+    return msgspec.convert(
+        {key: value for key, value in extra.items() if not problems({key: value})}, Config
+    )
 
 
 def parse(extra: Mapping[str, Any], *, data_parallel_index: int = 0) -> Config:
@@ -143,17 +176,22 @@ def parse(extra: Mapping[str, Any], *, data_parallel_index: int = 0) -> Config:
     Raises:
         ConfigError: A key is unknown, or a value has the wrong type or is out of range.
     """
-    for key in extra:
-        _check_key(key)
-    try:
-        config = msgspec.convert(dict(extra), Config)
-    except msgspec.ValidationError as exc:
-        raise ConfigError(f"kv_connector_extra_config: {exc}") from exc
-    if isinstance(config.allowed_peers, str) and config.allowed_peers != ANYWHERE:
-        raise ConfigError(
-            f"kv_connector_extra_config: {config.allowed_peers[:100]!r} is neither a list of "
-            f"networks, such as ['10.0.0.0/8'], nor {ANYWHERE!r} - at `$.allowed_peers`"
-        )
+    if found := problems(extra):
+        raise ConfigError("; ".join(found))
+    config = msgspec.convert(dict(extra), Config)
+    return with_index(config, data_parallel_index)
+
+
+def with_index(config: Config, data_parallel_index: int) -> Config:
+    """Return settings with the port of an engine: its data-parallel index added, unless it is 0.
+
+    Args:
+        config: The settings, with the port as configured.
+        data_parallel_index: The engine's data-parallel index.
+
+    Raises:
+        ConfigError: The sum is no port.
+    """
     if not config.side_channel_port:
         return config
     port = config.side_channel_port + data_parallel_index
@@ -201,21 +239,25 @@ def warn(config: Config, environment: Mapping[str, str] = os.environ) -> None:
         )
 
 
-def _check_key(key: str) -> None:
-    """Refuse a key of ``kv_connector_extra_config`` that is not a setting.
-
-    Raises:
-        ConfigError: The key is unknown, or NixlConnector's; the message says what to use instead.
-    """
-    if key in KEYS:
-        return
+def _unknown_key(key: str) -> str:
+    """Return why a key of ``kv_connector_extra_config`` is refused that is not a setting."""
     if key in NIXL_KEYS:
-        raise ConfigError(
-            f"{key!r} in kv_connector_extra_config is NixlConnector's: {NIXL_KEYS[key]}. "
-            f"Remove it; the keys here are {', '.join(KEYS)}"
+        return (
+            f"{key!r} in kv_connector_extra_config is NixlConnector's: {NIXL_KEYS[key]}. Remove it."
         )
     [nearest] = difflib.get_close_matches(key, KEYS, n=1, cutoff=0.0)
-    raise ConfigError(
-        f"unknown key {key!r} in kv_connector_extra_config: did you mean {nearest!r}? "
-        f"The keys are {', '.join(KEYS)}"
-    )
+    return f"unknown key {key!r} in kv_connector_extra_config: did you mean {nearest!r}?"
+
+
+def _value_problem(key: str, value: object) -> str | None:
+    """Return why the value of a setting is refused; ``None`` if it is accepted."""
+    try:
+        config = msgspec.convert({key: value}, Config)
+    except msgspec.ValidationError as exc:
+        return f"kv_connector_extra_config: {exc}"
+    if isinstance(config.allowed_peers, str) and config.allowed_peers != ANYWHERE:
+        return (
+            f"kv_connector_extra_config: {config.allowed_peers[:100]!r} is neither a list of "
+            f"networks, such as ['10.0.0.0/8'], nor {ANYWHERE!r} - at `$.allowed_peers`"
+        )
+    return None

@@ -25,9 +25,12 @@ class RankHandshake(KVConnectorHandshakeMetadata):
     Attributes:
         payload: The rank's encoded ``messages.RankPayload``: its layout, and what peers need to
             connect.
+        library: Name and version of the library that moves the rank's bytes, with its backend, for
+            the log (``Transport.library``).
     """
 
     payload: bytes
+    library: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

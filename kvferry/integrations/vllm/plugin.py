@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import functools
+import sys
+from typing import TYPE_CHECKING
+
 from kvferry.core.errors import KVFerryError
 from kvferry.integrations.vllm import dynamo
+from kvferry.integrations.vllm.transfer_config import MODULE, NAME, own_transfers
 
-NAME = "KVFerryConnector"
-MODULE = "kvferry.integrations.vllm"
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.engine.arg_utils import EngineArgs
+
+_CHECKED = "_kvferry_checks"
+"""The attribute that marks vLLM's method to which the checks of a launch were added."""
 
 
 def register() -> None:
-    """Register ``KVFerryConnector`` with vLLM, and with Dynamo where Dynamo is installed.
+    """Register ``KVFerryConnector`` with vLLM and Dynamo, and have launches checked.
 
     vLLM calls this in each of its processes, in some more than once; later calls have no effect.
 
@@ -29,3 +38,37 @@ def register() -> None:
                 f"its package, or set kv_connector_module_path to {MODULE!r}"
             ) from exc
     dynamo.register(NAME)
+    _check_launches(getattr(sys.modules.get("vllm.engine.arg_utils"), "EngineArgs", None))
+
+
+def _check_launches(engine_args: type[EngineArgs] | None) -> None:
+    """Add the checks of a launch to the method with which vLLM makes an engine's configuration.
+
+    vLLM builds a connector only after it has loaded the model and allocated the caches, and before
+    that it calls no method of the connector with the configuration. It loads plugins when it makes
+    an ``EngineArgs``, in the process that launches the engine; then it calls
+    ``create_engine_config``.
+
+    Args:
+        engine_args: vLLM's class ``EngineArgs``; ``None`` in a process that did not import it,
+            since that process launches no engine.
+    """
+    original = getattr(engine_args, "create_engine_config", None)
+    if engine_args is None or original is None or hasattr(original, _CHECKED):
+        return
+
+    @functools.wraps(original)
+    def create_engine_config(self: EngineArgs, *args: object, **kwargs: object) -> VllmConfig:
+        if own_transfers(self.kv_transfer_config):
+            from kvferry.integrations.vllm.launch import check_transfer
+
+            check_transfer(self.kv_transfer_config)
+        vllm_config = original(self, *args, **kwargs)
+        if own_transfers(vllm_config.kv_transfer_config):
+            from kvferry.integrations.vllm.launch import check_launch
+
+            check_launch(vllm_config)
+        return vllm_config
+
+    setattr(create_engine_config, _CHECKED, True)
+    engine_args.create_engine_config = create_engine_config

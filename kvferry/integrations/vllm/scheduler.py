@@ -31,7 +31,12 @@ from kvferry.integrations.vllm.security import (
     warn_of_open_access,
     watch_security_files,
 )
-from kvferry.integrations.vllm.side_channel import EngineSideChannel, report_loopback, serve
+from kvferry.integrations.vllm.side_channel import (
+    EngineFacts,
+    EngineSideChannel,
+    report_loopback,
+    serve,
+)
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -126,6 +131,7 @@ class FerryScheduler:
         self._problems_changed = 0.0
         self._published: tuple[bytes, ...] = ()
         self._unsent_ranks: tuple[bytes, ...] = ()
+        self._role = transfer.kv_role
 
     def serve(self, metadata: Mapping[tuple[int, int], object]) -> None:
         """Open the side channel, on which other engines fetch what this engine's ranks published.
@@ -164,6 +170,11 @@ class FerryScheduler:
             self._security.access,
             self._current_problems,
             ticket_key=self._ticket_key.public,
+            about=EngineFacts(
+                role=self._role,
+                library=handshakes[0].library,
+                signs=self._security.secrets is not None,
+            ),
         )
 
     def on_new_request(self, request: Request) -> None:

@@ -33,6 +33,22 @@ class EngineSideChannel:
     key: bytes = b""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineFacts:
+    """What the log line at start says of an engine, beyond what its ranks publish.
+
+    Attributes:
+        role: The engine's ``kv_role``.
+        library: Name and version of the library that moves the bytes, with its backend; empty if
+            the driver uses none.
+        signs: Whether tickets are signed with a secret.
+    """
+
+    role: str
+    library: str = ""
+    signs: bool = False
+
+
 def report_loopback(config: Config, *, chosen: bool) -> None:
     """Log that other hosts cannot load from this engine, if its side channel is on loopback only.
 
@@ -74,6 +90,7 @@ def serve(
     problems: Callable[[], Sequence[str]] = tuple,
     *,
     ticket_key: bytes = b"",
+    about: EngineFacts,
 ) -> tuple[EngineSideChannel, HandshakeServer]:
     """Open the side channel and serve what this engine's ranks publish.
 
@@ -83,6 +100,7 @@ def serve(
         access: Which engines may connect.
         problems: Returns the engine's current problems; called from the server's thread.
         ticket_key: The public key with which peers verify this engine's tickets.
+        about: What the log line says of the engine, beyond what its ranks publish.
 
     Returns:
         The address for tickets, and the server, which the caller closes.
@@ -101,7 +119,12 @@ def serve(
         problems=problems,
         ticket_key=ticket_key,
     )
-    logger.info("KVFerryConnector serves engine %s: %s", info.engine, _summary(info, server))
+    logger.info(
+        "KVFerryConnector serves engine %s as %s: %s",
+        info.engine,
+        about.role,
+        _summary(info, server, about, encrypted=access.own is not None),
+    )
     serving = EngineSideChannel(
         engine=info.engine,
         incarnation=info.incarnation,
@@ -112,8 +135,10 @@ def serve(
     return serving, server
 
 
-def _summary(info: EngineInfo, server: HandshakeServer) -> str:
-    """Return the engine's driver, memory, layout and side-channel address as text, for the log."""
+def _summary(
+    info: EngineInfo, server: HandshakeServer, about: EngineFacts, *, encrypted: bool
+) -> str:
+    """Return how an engine moves bytes, who may ask it, and its layout as text, for the log."""
     first = info.ranks[0]
     layout = first.layout
     kinds = sorted({region.kind for region in layout.regions})
@@ -122,7 +147,9 @@ def _summary(info: EngineInfo, server: HandshakeServer) -> str:
         for i, group in enumerate(layout.groups)
     ]
     return (
-        f"driver {first.driver}, memory {'+'.join(kinds)}, {len(info.ranks)} rank(s), layout "
-        f"{len(layout.fields)} fields in {' and '.join(groups)}, side channel at "
-        f"{server.host} port {server.port}"
+        f"driver {first.driver}{f' ({about.library})' if about.library else ''}, "
+        f"side channel {'encrypted' if encrypted else 'not encrypted'} at {server.host} port "
+        f"{server.port}, tickets {'signed' if about.signs else 'not signed'}, memory "
+        f"{'+'.join(kinds)}, {len(info.ranks)} rank(s), layout {len(layout.fields)} fields in "
+        f"{' and '.join(groups)}"
     )

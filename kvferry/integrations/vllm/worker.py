@@ -78,7 +78,9 @@ class FerryWorker:
         self._idle = False
         self._asks_silent = False
         self._problems: tuple[str, ...] = ()
-        self.handshake = RankHandshake(payload=wire.encode(endpoint.payload))
+        self.handshake = RankHandshake(
+            payload=wire.encode(endpoint.payload), library=endpoint.library
+        )
 
     @classmethod
     def start(

@@ -52,7 +52,7 @@ def test_lease_is_over(hasty: Engine, decode: Engine) -> None:
     eventually(lambda: hasty.run(probes.free_blocks) == free)
     completions = decode.generate(prompt(100), prompt(101), params=tickets)
     assert [c.finish_reason for c in completions] == ["error", "error"]
-    assert "nobody read its pages within the lease" in hasty.log()
+    assert "pages within the lease" in hasty.log()  # of both requests, in one line or in two
 
 
 def test_pages_reused_before_a_late_read(reference: Engine, hasty: Engine, decode: Engine) -> None:

@@ -148,7 +148,15 @@ def test_producer_does_not_load(reference: Engine, prefill: Engine, decode: Engi
 
 def test_one_line_at_start(prefill: Engine) -> None:
     [line] = [line for line in prefill.log().splitlines() if "serves engine" in line]
-    for part in ("driver loopback", "memory cpu", "512 blocks of 32 tokens", "127.0.0.1 port"):
+    for part in (
+        "as kv_",
+        "driver loopback",
+        "not encrypted",
+        "not signed",
+        "memory cpu",
+        "512 blocks of 32 tokens",
+        "127.0.0.1 port",
+    ):
         assert part in line
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from kvferry.core.handshake import fetch, health, ping
 from kvferry.core.lifecycle.holds import RequestId
 from kvferry.core.lifecycle.reclamation import Silence
 from kvferry.core.memory import Region
+from kvferry.core.security import generate
 from kvferry.core.security.proof import FINGERPRINT_BYTES, check
 from kvferry.integrations.vllm.adapter_files import adapter_version
 from kvferry.integrations.vllm.cache_groups import CacheGroup
@@ -46,6 +48,7 @@ def configured(
     return SimpleNamespace(
         kv_transfer_config=SimpleNamespace(
             engine_id="decode",
+            kv_role=role,
             is_kv_consumer=role != "kv_producer",
             is_kv_producer=role != "kv_consumer",
             kv_connector_extra_config=extra,
@@ -95,7 +98,10 @@ def producer(vllm: Any, make: Any) -> Any:
 
 
 def serving(vllm: Any, half: Any, *ranks: wire.RankPayload) -> None:
-    published = [vllm.metadata.RankHandshake(payload=data) for data in encoded(*ranks)]
+    published = [
+        vllm.metadata.RankHandshake(payload=data, library="nixl 1.5, UCX")
+        for data in encoded(*ranks)
+    ]
     half.serve({(0, tp): each for tp, each in reversed([*enumerate(published)])})
 
 
@@ -132,6 +138,35 @@ class TestSideChannel:
     ) -> None:
         make(driver="nixl", side_channel_host="127.0.0.1")
         assert caplog.text == ""
+
+    @pytest.mark.parametrize("role", ["kv_producer", "kv_both", "kv_consumer"])
+    @pytest.mark.parametrize("secured", [False, True])
+    def test_one_line_says_how_an_engine_is_set_up(
+        self,
+        vllm: Any,
+        make: Any,
+        caplog: pytest.LogCaptureFixture,
+        monkeypatch: pytest.MonkeyPatch,
+        role: str,
+        secured: bool,
+    ) -> None:
+        settings: dict[str, object] = {}
+        if secured:
+            monkeypatch.setenv("SECRET", "s" * 64)
+            monkeypatch.setenv("KEY", generate().secret.hex())
+            settings = {"ticket_secrets": ["env:SECRET"], "curve_secret_key": "env:KEY"}
+            settings["curve_peers"] = [generate().public.hex()]
+        half = make(role=role, **settings)
+        with caplog.at_level(logging.INFO):
+            serving(vllm, half, *RANKS)
+        [line] = [text for text in caplog.messages if "serves engine" in text]
+        assert f"serves engine decode as {role}: driver " in line
+        assert "(nixl 1.5, UCX)" in line
+        assert f"127.0.0.1 port {half._serving.port}" in line
+        assert ("side channel not encrypted at" in line) is not secured
+        assert ("side channel encrypted at" in line) is secured
+        assert ("tickets not signed" in line) is not secured
+        assert ("tickets signed" in line) is secured
 
     def test_it_says_what_is_wrong(self, vllm: Any, make: Any) -> None:
         half = make()

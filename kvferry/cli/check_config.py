@@ -1,0 +1,262 @@
+"""``kvferry check-config``: check a configuration on this host, before an engine starts."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from kvferry.cli.addresses import host_and_port
+from kvferry.core.errors import AdmissionError, DriverError, HandshakeError, KVFerryError
+from kvferry.core.handshake import health
+from kvferry.core.security import Access
+from kvferry.core.transport import registry
+from kvferry.integrations.vllm import support
+from kvferry.integrations.vllm.config import Config, ConfigError, acceptable, problems
+from kvferry.integrations.vllm.config_schema import schema
+from kvferry.integrations.vllm.launch import address_problems
+from kvferry.integrations.vllm.security import read_security_settings
+from kvferry.integrations.vllm.transfer_config import (
+    EXTRA,
+    MODULE,
+    MULTI,
+    NAME,
+    extra_of,
+    own_transfers,
+)
+
+SECONDS = 5.0
+"""How long a peer may take to answer."""
+
+KEYS = (
+    "kv_connector",
+    "kv_connector_module_path",
+    "kv_role",
+    EXTRA,
+    "kv_load_failure_policy",
+    "enable_permute_local_kv",
+    "engine_id",
+    "kv_buffer_device",
+    "kv_port",
+)
+"""The keys of ``--kv-transfer-config`` in vLLM 0.32."""
+
+OLD_KEYS = ("kv_buffer_size", "kv_ip", "kv_parallel_size", "kv_rank")
+"""The keys that it has until vLLM 0.31."""
+
+VALUES = {
+    "kv_role": ("kv_producer", "kv_consumer", "kv_both"),
+    "kv_load_failure_policy": ("recompute", "fail"),
+}
+"""The keys of ``--kv-transfer-config`` that have a few values only."""
+
+
+class InputError(KVFerryError):
+    """What is to be checked is neither a file with a JSON object nor a JSON object."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transfer:
+    """A connector's part of a ``--kv-transfer-config``, as far as its siblings matter.
+
+    Attributes:
+        kv_role: The role.
+        kv_connector_extra_config: The settings.
+    """
+
+    kv_role: str
+    kv_connector_extra_config: Mapping[str, Any]
+
+    @property
+    def is_kv_consumer(self) -> bool:
+        """Whether the engine loads."""
+        return self.kv_role != "kv_producer"
+
+    @classmethod
+    def of(cls, transfer: Mapping[str, Any]) -> Transfer:
+        """Return a connector's part from its keys and values."""
+        role = str(transfer.get("kv_role"))
+        return cls(kv_role=role, kv_connector_extra_config=extra_of(transfer))
+
+
+def print_schema() -> None:
+    """Print the JSON schema of ``kv_connector_extra_config``."""
+    typer.echo(json.dumps(schema(), indent=2))
+
+
+def run(text: str, peers: Sequence[str] = ()) -> int:
+    """Check a configuration, and print what is wrong with it.
+
+    Args:
+        text: A JSON object, or the path of a file with one: ``kv_connector_extra_config``, or the
+            value of ``--kv-transfer-config``.
+        peers: ``HOST:PORT`` of the side channel of each engine that must answer.
+
+    Returns:
+        The exit status: 0 if nothing is wrong, otherwise 1.
+
+    Raises:
+        InputError: There is no JSON object.
+    """
+    given = read(text)
+    addresses = [(peer, *host_and_port("--peer", peer)) for peer in peers]
+    found = list(_problems(given))
+    for extra in _own_settings(given):
+        found += _settings_problems(extra)
+        found += _peer_problems(acceptable(extra), addresses)
+    for problem in found:
+        typer.echo(f"- {problem}")
+    typer.echo(_summary(len(found), given, peers))
+    return int(bool(found))
+
+
+def read(text: str) -> dict[str, Any]:
+    """Return the JSON object in a text, or in the file that the text names.
+
+    Raises:
+        InputError: There is none.
+    """
+    literal = text.lstrip().startswith("{")
+    try:
+        given = json.loads(text if literal else Path(text).read_text(encoding="utf-8"))
+    except OSError as exc:
+        raise InputError(f"{text}: {exc.strerror}; name a file with JSON, or JSON itself") from exc
+    except ValueError as exc:
+        raise InputError(f"{'the argument' if literal else text} is no JSON: {exc}") from exc
+    if not isinstance(given, dict):
+        raise InputError(f"{text}: a JSON object is expected, not {type(given).__name__}")
+    return given
+
+
+def is_transfer(given: Mapping[str, Any]) -> bool:
+    """Return whether an object is a ``--kv-transfer-config``, not ``kv_connector_extra_config``."""
+    return any(key in KEYS for key in given)
+
+
+def _problems(given: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what is wrong with a ``--kv-transfer-config`` but for the settings of the connector."""
+    if not is_transfer(given):
+        return
+    own = own_transfers(given)
+    if not own:
+        yield (
+            f"kv_connector {given.get('kv_connector')!r} does not select this connector: set "
+            f'kv_connector to {NAME!r} (or list it under "connectors" of {MULTI}), and remove '
+            f"kv_connector_module_path or set it to {MODULE!r}"
+        )
+    for each in (given, *(one for one in own if one is not given)):
+        yield from _key_problems(each)
+    for one in own:
+        try:
+            support.check_siblings(Transfer.of(one), Transfer.of(given))
+        except ConfigError as exc:
+            yield str(exc)
+
+
+def _key_problems(transfer: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what is wrong with the keys of a ``--kv-transfer-config`` and their values."""
+    for key in transfer:
+        if key not in KEYS + OLD_KEYS:
+            [nearest] = difflib.get_close_matches(key, KEYS, n=1, cutoff=0.0)
+            yield (
+                f"unknown key {key!r} in --kv-transfer-config: did you mean {nearest!r}? A setting "
+                f"of {NAME} belongs into {EXTRA}"
+            )
+    for key, values in VALUES.items():
+        if (value := transfer.get(key)) not in (*values, None):
+            yield f"{key} is {value!r}: set one of {', '.join(values)}"
+    if transfer.get("kv_role") is None:
+        yield f"kv_role is missing: set one of {', '.join(VALUES['kv_role'])}"
+    if not isinstance(transfer.get(EXTRA, {}), Mapping):
+        yield f"{EXTRA} is no JSON object: make it one, such as {{}}"
+    if transfer.get("enable_permute_local_kv"):
+        yield "enable_permute_local_kv: nothing is permuted here; remove it"
+
+
+def _own_settings(given: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return the settings of the connector in what is checked; normally one object."""
+    return [extra_of(one) for one in own_transfers(given)] if is_transfer(given) else [given]
+
+
+def _settings_problems(extra: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what is wrong with the settings of the connector on this host.
+
+    Unlike the check at an engine's launch, this check starts the driver with its options.
+    """
+    yield from problems(extra)
+    config = acceptable(extra)
+    yield from _raised(DriverError, lambda: _start_driver(config))
+    yield from _raised(ConfigError, lambda: read_security_settings(config))
+    yield from address_problems(config, [0])
+
+
+def _start_driver(config: Config) -> None:
+    registry.create(config.driver, config.driver_options).close()
+
+
+def _raised(kind: type[KVFerryError], check: Callable[[], object]) -> Iterator[str]:
+    """Yield the text of the error that a check raises; nothing if it raises none."""
+    try:
+        check()
+    except kind as exc:
+        yield str(exc)
+
+
+def _peer_problems(config: Config, addresses: Iterable[tuple[str, str, int]]) -> Iterator[str]:
+    """Yield why engines do not answer this host with these settings.
+
+    Args:
+        config: The settings, whose keys and networks are used.
+        addresses: The option, the host and the port of each engine's side channel.
+    """
+    try:
+        access = read_security_settings(config).access
+    except ConfigError:  # named among the problems of the settings
+        return
+    for peer, host, port in addresses:
+        try:
+            engine = _engine_at(host, port, access)
+        except HandshakeError as exc:
+            yield f"--peer {peer}: {exc}"
+        else:
+            typer.echo(f"peer {peer}: engine {engine} answers")
+
+
+def _engine_at(host: str, port: int, access: Access) -> str:
+    """Return the id of the engine whose side channel is at an address.
+
+    The address does not say which of ``curve_peers`` is the engine's key, so each is tried.
+
+    Raises:
+        HandshakeError: It does not answer, or has none of the keys.
+    """
+    *others, last = sorted(access.peers) or [b""]
+    for key in others:
+        try:
+            return health(host, port, timeout=SECONDS, access=access, key=key).engine
+        except AdmissionError:
+            continue
+    return health(host, port, timeout=SECONDS, access=access, key=last).engine
+
+
+def _summary(count: int, given: Mapping[str, Any], peers: Sequence[str]) -> str:
+    """Return the last line of the output.
+
+    Args:
+        count: The number of problems.
+        given: What was checked.
+        peers: The addresses that were asked.
+    """
+    what = "--kv-transfer-config" if is_transfer(given) else EXTRA
+    if count:
+        return f"{what}: {count} problem{'s' if count > 1 else ''}"
+    unchecked = "" if peers else "; whether a peer can be reached, --peer HOST:PORT tells"
+    return (
+        f"{what}: no problem on this host. What depends on the model and on vLLM's other settings "
+        f"is checked when the engine starts{unchecked}"
+    )

@@ -1,0 +1,493 @@
+"""The subcommands of ``kvferry``: their names, options and help.
+
+The code of a subcommand is imported only when that subcommand runs, so that ``kvferry --help``
+costs no more than typer.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+
+import kvferry
+from kvferry.cli import refused
+from kvferry.core.errors import KVFerryError
+
+CurveSecretKey = Annotated[
+    str,
+    typer.Option(
+        metavar="PLACE",
+        help="Where this command's own secret key is, for a side channel with keys: file:PATH or "
+        "env:NAME. The engine's curve_peers has to list the public one.",
+        show_default=False,
+    ),
+]
+CurvePeer = Annotated[
+    str,
+    typer.Option(metavar="KEY", help="That engine's public key, or its place.", show_default=False),
+]
+
+app = typer.Typer(
+    name="kvferry",
+    help="Moves the KV cache between LLM serving engines.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    # Help in rich's boxes would import rich's Markdown parser: 0.15 s.
+    rich_markup_mode=None,
+)
+
+
+def _leave_after(run: Callable[[], int | None]) -> NoReturn:
+    """Run a command that loads drivers, and end the process with its exit status.
+
+    Exit handlers are not run: some transport libraries crash in theirs, after the command has done
+    its work, and the process would then end with the status of the crash.
+
+    Args:
+        run: The command; returns its exit status, or ``None`` for 0.
+    """
+    try:
+        status = run() or 0
+    except KVFerryError as exc:
+        status = refused(exc)
+    try:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except OSError:  # nobody reads the output any more
+        status = status or 1
+    os._exit(status)
+
+
+def _print_version(wanted: bool) -> None:
+    """Print the version and exit, if ``--version`` was given."""
+    if wanted:
+        typer.echo(kvferry.__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def _common(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version."
+        ),
+    ] = False,
+) -> None:
+    del version
+
+
+@app.command()
+def drivers(
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """List the installed drivers, and what each can do here."""
+    from kvferry.cli.drivers import run
+
+    _leave_after(lambda: run(as_json=as_json))
+
+
+@app.command()
+def demo(
+    megabytes: Annotated[
+        int,
+        typer.Option(min=1, help="How much KV cache to move; needs three times as much memory."),
+    ] = 256,
+    driver: Annotated[
+        str, typer.Option(help="The driver that moves it; 'kvferry drivers' lists them.")
+    ] = "loopback",
+    prefill: Annotated[
+        str,
+        typer.Option(
+            metavar="RANKS/ORDER/TOKENS",
+            help="The prefill engine: how many ranks (processes) share the heads; whether a page "
+            "has its tokens inside its heads (HND) or its heads inside its tokens (NHD); tokens "
+            "a page.",
+        ),
+    ] = "2/HND/16",
+    decode: Annotated[
+        str,
+        typer.Option(metavar="ORDER/TOKENS", help="The decode engine, which is one process."),
+    ] = "NHD/32",
+) -> None:
+    """Move a KV cache between engines of different shape, and check every byte.
+
+    A prefill engine of two processes computes requests, and a decode engine (this process) pulls
+    them. Side channel, protocol and driver are real; only the model is missing. Prints what was
+    moved, and how fast compared with a plain memcpy. Exit status 0 only if every byte is right.
+
+    A cache of any shape can be moved into any other: try --prefill 3/HND/16 --decode NHD/48.
+    Between equal shapes (--prefill 1/NHD/32) whole pages are moved, in far fewer and larger copies.
+    """
+    from kvferry.cli.demo import run
+
+    _leave_after(lambda: run(megabytes=megabytes, driver=driver, prefill=prefill, decode=decode))
+
+
+@app.command()
+def doctor(
+    host: Annotated[
+        str | None,
+        typer.Option(help="Also ask the side channel of a running engine.", show_default=False),
+    ] = None,
+    port: Annotated[
+        int | None,
+        typer.Option(min=1, max=65535, help="The port of that side channel.", show_default=False),
+    ] = None,
+    engine: Annotated[
+        str | None,
+        typer.Option(metavar="ID", help="Which engine should answer there.", show_default=False),
+    ] = None,
+    curve_secret_key: CurveSecretKey = "",
+    curve_peer: CurvePeer = "",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """Check whether this machine can move KV cache, and say what to change.
+
+    Tries what can be tried: loads every driver, lets one process read another's memory, binds a
+    side channel and reaches it. Looks up the rest: limits, NICs, GPUs, what UCX found. With --host
+    and --port, checks from here whether a running engine answers.
+
+    Exit status 0 unless something is bad. Findings that are only worth knowing do not change the
+    exit status.
+    """
+    from kvferry.cli.doctor import run
+    from kvferry.cli.keys import keys_of
+
+    keys = keys_of(curve_secret_key, curve_peer)
+    _leave_after(lambda: run(host=host, port=port, engine=engine, keys=keys, as_json=as_json))
+
+
+@app.command("check-config")
+def check_config(
+    config: Annotated[
+        str,
+        typer.Argument(
+            metavar="FILE|JSON",
+            help="The value of --kv-transfer-config, or kv_connector_extra_config: JSON, or a file "
+            "with JSON.",
+            show_default=False,
+        ),
+    ] = "",
+    peer: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="HOST:PORT",
+            help="Also ask the side channel of a running engine. Again for another.",
+            show_default=False,
+        ),
+    ] = None,
+    schema: Annotated[
+        bool,
+        typer.Option("--schema", help="Print the JSON schema of kv_connector_extra_config."),
+    ] = False,
+) -> None:
+    """Check a configuration for vLLM on this host, before an engine starts.
+
+    Checks every setting, starts the driver with its options, reads keys and secrets, and tries
+    whether the side channel's address can be bound. Running engines can be asked as well, with the
+    keys and networks of the configuration.
+
+    Prints all problems. Exit status 1 if there are any. Needs neither vLLM nor torch.
+
+    \b
+    Examples:
+      kvferry check-config prefill.json
+      kvferry check-config '{"driver": "nixl"}' --peer 10.0.0.5:5600
+    """
+    from kvferry.cli.check_config import print_schema, run
+
+    if schema:
+        print_schema()
+        return
+    if not config:
+        raise typer.BadParameter("name a file, or give JSON", param_hint="FILE|JSON")
+    _leave_after(lambda: run(config, peer or ()))
+
+
+@app.command()
+def health(
+    host: Annotated[
+        str, typer.Argument(help="The host of the engine's side channel.", show_default=False)
+    ],
+    port: Annotated[int, typer.Argument(help="The port of the side channel.", show_default=False)],
+    timeout: Annotated[float, typer.Option(help="The most seconds to wait, in all.")] = 5.0,
+    curve_secret_key: CurveSecretKey = "",
+    curve_peer: CurvePeer = "",
+) -> None:
+    """Ask a running engine for its problems: exit status 0 if it has none.
+
+    For a readiness probe. The engine answers if its side channel is up, and lists the problems that
+    its ranks find: a transport that failed, or pages that are quarantined (not reused while bytes
+    of a failed read may still arrive in them).
+    """
+    # kvferry.cli.main runs the command itself, unless help or an error has to be printed.
+    from kvferry.cli.health import run
+
+    raise typer.Exit(run(host, port, timeout=timeout, secret_key=curve_secret_key, peer=curve_peer))
+
+
+@app.command()
+def top(
+    addresses: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="URL",
+            help="Pages of metrics, such as http://10.0.0.1:8000/metrics, or HOST:PORT.",
+            show_default=False,
+        ),
+    ],
+    interval: Annotated[
+        float, typer.Option(min=0.1, help="Seconds between readings; rates are of this time.")
+    ] = 3.0,
+    timeout: Annotated[
+        float, typer.Option(min=0.1, help="The most seconds that an engine may take to answer.")
+    ] = 5.0,
+    once: Annotated[
+        bool, typer.Option("--once", help="Read twice, print one report, and end.")
+    ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print each report as a line of JSON.")
+    ] = False,
+) -> None:
+    """Show live who pulls from whom, how fast, what waits and what fails.
+
+    Reads the /metrics of one or several vLLM servers again and again, until Ctrl-C. Prefill and
+    decode engines may be given in any order. An engine that does not answer stays in the table with
+    the reason. A value that an engine does not have is shown as "-".
+
+    \b
+    Engines             requests that run and wait, the share of the cache in use, loads and their
+                        tokens per second, peers up and down, quarantined pages
+    Who pulls from whom a row for each decode engine and prefill engine (by engine_id): pulls per
+                        second, counted on each decode rank, MB/s, what carries the bytes, and the
+                        average milliseconds that a pull spends in each stage
+    Held for decode     blocks of each prefill engine that are held now, as a share of its cache
+                        and of what may be held; how many holds were made, read, given back by
+                        decode, or lost: expired, evicted, orphaned or revoked
+    What failed         by stage, cause or reason
+
+    A count such as "12 +2" is 12 since the engine started, 2 of them since the last reading.
+    docs/metrics.md explains stages, causes and reasons, and what to do about them.
+
+    \b
+    Examples:
+      kvferry top 10.0.0.1:8000 10.0.0.2:8000
+      kvferry top http://prefill:8000/metrics http://decode:8000/metrics --interval 10
+      kvferry top decode:8000 --once --json | jq '.engines[].pulls'
+
+    With --once, the exit status is 1 if an engine did not answer.
+    """
+    from kvferry.cli.top import run
+
+    _leave_after(
+        lambda: run(addresses, interval=interval, timeout=timeout, once=once, as_json=as_json)
+    )
+
+
+@app.command()
+def keygen(
+    folder: Annotated[
+        Path, typer.Argument(metavar="DIR", help="Where to; made if need be.", show_default=False)
+    ],
+    engine: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help="Make keys for this engine. Again for another; prefill and decode if none is "
+            "named.",
+            show_default=False,
+        ),
+    ] = None,
+) -> None:
+    """Make the keys that encrypt side channels, and the secret that signs tickets.
+
+    Writes a pair of keys for each engine, by which engines also recognise each other, and one
+    secret for all engines. Prints what to configure on each engine. Only the owner can read the
+    files, and no file is overwritten.
+    """
+    from kvferry.cli.keygen import run
+
+    run(folder, engine or ["prefill", "decode"])
+
+
+@app.command()
+def bench(
+    driver: Annotated[
+        str, typer.Argument(help="Which driver; 'kvferry drivers' lists them.", show_default=False)
+    ],
+    option: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KEY=VALUE",
+            help="One of its driver_options, the value as JSON or text. Again for another.",
+            show_default=False,
+        ),
+    ] = None,
+    size: Annotated[
+        str, typer.Option(metavar="SIZES", help="Bytes that a transfer moves.")
+    ] = "1M,16M,64M",
+    block: Annotated[
+        str, typer.Option(metavar="SIZES", help="Bytes of each of its copies.")
+    ] = "4K,64K,1M",
+    write: Annotated[bool, typer.Option("--write", help="Measure writes, too.")] = False,
+    memory: Annotated[
+        str, typer.Option(help="Kind of both buffers: cpu, cuda, cuda:INDEX.")
+    ] = "cpu",
+    seconds: Annotated[
+        float, typer.Option(min=0, help="About how long to time, all in all; checks come on top.")
+    ] = 20.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    plot: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Draw a picture, .svg or .png (needs kvferry[plot])."),
+    ] = None,
+) -> None:
+    """Measure a driver between two processes, and compare it with memcpy.
+
+    Moves every size in blocks of every size, scattered and in a row. Prints GB/s, microseconds per
+    copy, and the speed as a fraction of the speed of a memcpy in the same run. Every byte is
+    compared before a case is timed. Needs about six times as much memory as the largest size.
+
+    \b
+    Examples:
+      kvferry bench loopback --option threads=4
+      kvferry bench nixl --size 8,1M --block 8,512,64K --write --plot nixl.svg
+    """
+    from kvferry.cli.bench import run
+
+    _leave_after(
+        lambda: run(
+            driver=driver,
+            options=option or (),
+            sizes=size,
+            blocks=block,
+            write=write,
+            memory=memory,
+            seconds=seconds,
+            as_json=as_json,
+            plot=plot,
+        )
+    )
+
+
+@app.command()
+def plan(
+    model: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="CONFIG",
+            help="A model's config.json, or its folder. Needed if an engine is given by settings.",
+            show_default=False,
+        ),
+    ] = None,
+    prefill: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SETTINGS|FILE",
+            help="The prefill engine: settings as above, or a JSON file with its layouts.",
+            show_default=False,
+        ),
+    ] = None,
+    decode: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SETTINGS|FILE", help="The decode engine, likewise.", show_default=False
+        ),
+    ] = None,
+    addresses: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--from",
+            metavar="HOST:PORT",
+            help="Take the layouts of a running engine from its side channel; then --prefill or "
+            "--decode is left out. If given twice, the first is the prefill engine.",
+            show_default=False,
+        ),
+    ] = None,
+    curve_secret_key: CurveSecretKey = "",
+    curve_peer: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KEY",
+            help="The public key of a running engine, or its place; one for each --from in "
+            "their order.",
+            show_default=False,
+        ),
+    ] = None,
+    tokens: Annotated[
+        int, typer.Option(min=1, max=1 << 24, help="How long the request is.")
+    ] = 4096,
+    dtype: Annotated[
+        str | None,
+        typer.Option(help="Element type of the cache, if not the config's.", show_default=False),
+    ] = None,
+    svg: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Draw a picture (needs kvferry[plot])."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+    write_layouts: Annotated[
+        Path | None,
+        typer.Option(metavar="FOLDER", help="Write prefill.json and decode.json there."),
+    ] = None,
+) -> None:
+    """Show which decode rank reads what from which prefill rank, in how many copies of which size.
+
+    \b
+    SETTINGS are key=value pairs with commas between:
+      tp, pp         ranks that share the heads, ranks that share the layers (1)
+      dcp            how many of the tp ranks share a request's tokens (1),
+      interleave     how many consecutive tokens each of these ranks stores (1)
+      block_size     tokens of a page (16)
+      layout         how memory is nested: LBHNC (or HND), LBNHC (or NHD), LHBNC, BLHNC, BLNHC,
+                     BHLNC; Layers, Blocks, Heads, tokeNs, Content, outermost first (LBNHC)
+      kernel_block   tokens of the blocks that kernels split a page into (no split)
+
+    \b
+    FILE holds {"ranks": [LAYOUT, ...]}, a kvferry.core.layout.Layout as JSON for each rank, and
+    may hold "windows": [TOKENS, ...], the sliding window of each cache group (0: none);
+    --write-layouts writes such files.
+
+    \b
+    Examples:
+      kvferry plan path/to/model --prefill tp=2,layout=HND --decode tp=1,block_size=32
+      kvferry plan --prefill prefill.json --decode decode.json --svg plan.svg
+      kvferry plan --from 10.0.0.5:5600 --from 10.0.0.6:5600
+      kvferry plan path/to/model --from 10.0.0.5:5600 --decode tp=4
+
+    No engine has to run. CONFIG may be the config of a multimodal model: its text part is read,
+    since images become tokens of the same cache. Layers with states (Mamba 1 and 2, gated delta
+    nets, KDA, short convolutions) are drawn, too. Draft layers and the scratch memory of
+    speculative decoding are left out. A model that its config does not describe completely, such
+    as one with an indexer or a compressed cache, is refused with the key that shows it.
+
+    HOST:PORT is the engine's side_channel_host and side_channel_port. If --from is given,
+    layers have vLLM's names.
+
+    The pages of a request are assumed to lie apart, as in an engine that has run for a while, so
+    that no two pages are moved by one copy. Where copies are small, other layouts and block sizes
+    are tried, and those that would help are printed. Exit status 1 if the two engines cannot
+    exchange pages.
+    """
+    from kvferry.cli.plan import run
+
+    run(
+        model=model,
+        prefill=prefill,
+        decode=decode,
+        addresses=addresses or (),
+        secret_key=curve_secret_key,
+        peers=curve_peer or (),
+        tokens=tokens,
+        dtype=dtype,
+        svg=svg,
+        as_json=as_json,
+        write_layouts=write_layouts,
+    )

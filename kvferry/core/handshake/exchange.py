@@ -1,0 +1,98 @@
+"""One request to a side channel and its answer, and errors that say where it was sent.
+
+Does without layouts and numpy, so that a probe of an engine's health starts quickly.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+
+from kvferry.core.errors import HandshakeError, IncompatibleError, RefusedError
+from kvferry.core.handshake.connection import SideChannelConnection
+from kvferry.core.handshake.dialer import Dialer
+from kvferry.core.handshake.sockets import Context, is_loopback, place
+from kvferry.core.requests import Condition, Health, Refusal, Reply, Request
+from kvferry.core.security import OPEN, Access
+
+
+def health(
+    host: str,
+    port: int,
+    engine: str = "",
+    *,
+    timeout: float,
+    context: Context | None = None,
+    access: Access = OPEN,
+    key: bytes = b"",
+) -> Condition:
+    """Return the health that an engine reports on its side channel.
+
+    If ``engine`` is empty, the id of the engine at the address is not checked. The function takes
+    the other arguments of ``client.fetch`` and raises the same errors.
+    """
+    call = Dialer(host=host, port=port, timeout=timeout, context=context, access=access, key=key)
+    with explained(engine, call):
+        reply = asked(call, Health(engine=engine))
+        if not isinstance(reply, Condition):
+            raise unexpected(reply)
+        return reply
+
+
+def asked(call: Dialer, request: Request, deadline: float | None = None) -> Reply:
+    """Connect to a side channel, send a request, and return the answer.
+
+    Args:
+        call: how to reach the side channel.
+        request: the request.
+        deadline: by ``time.monotonic``, in seconds; ``None`` for the timeout of ``call`` from now.
+
+    Raises:
+        HandshakeError: there was no valid answer.
+    """
+    if deadline is None:
+        deadline = time.monotonic() + call.timeout
+    with closing(SideChannelConnection(call)) as connection:
+        return connection.ask(request, deadline)
+
+
+@contextmanager
+def explained(engine: str, call: Dialer) -> Iterator[None]:
+    """Add engine and address to the text of each ``HandshakeError`` that the ``with`` block raises.
+
+    Also adds a hint if the address is a loopback address.
+
+    Args:
+        engine: id of the engine; empty if it is not known.
+        call: how the side channel was reached.
+    """
+    who = f"engine {engine!r}" if engine else "the engine"
+    where = f"{who} at {place(call.host, call.port)}"
+    try:
+        yield
+    except IncompatibleError as exc:
+        raise IncompatibleError(f"{where}: {exc}") from exc
+    except HandshakeError as exc:
+        raise type(exc)(f"{where}: {exc}{_loopback_hint(call)}") from exc
+
+
+def _loopback_hint(call: Dialer) -> str:
+    """Return a hint for an error if the host is a loopback address; empty otherwise.
+
+    A loopback address in a ticket leads to the host that reads the ticket, not to the engine's.
+    """
+    if not call.numeric or not all(map(is_loopback, call.numeric)):
+        return ""
+    return (
+        f". {call.host} is a loopback address: it means the host that this engine runs on. If "
+        "engine and ticket are from another host, set side_channel_host there to an address that "
+        "other hosts can reach"
+    )
+
+
+def unexpected(reply: Reply) -> HandshakeError:
+    """Return the error for an answer that does not belong to the request."""
+    if isinstance(reply, Refusal):
+        return RefusedError(f"refused: {reply.reason}")
+    return HandshakeError(f"answered with a {type(reply).__name__}, which was not asked for")

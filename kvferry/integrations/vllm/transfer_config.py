@@ -1,0 +1,58 @@
+"""``--kv-transfer-config`` as keys and values: which parts select ``KVFerryConnector``.
+
+vLLM's plugin imports this module in every process, so it imports nothing of the connector.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+NAME = "KVFerryConnector"
+MODULE = "kvferry.integrations.vllm"
+MULTI = "MultiConnector"
+"""vLLM's connector whose children are connectors themselves."""
+
+EXTRA = "kv_connector_extra_config"
+
+
+def own_transfers(transfer: object) -> list[Mapping[str, Any]]:
+    """Return the configurations in a ``--kv-transfer-config`` that select ``KVFerryConnector``.
+
+    Args:
+        transfer: vLLM's ``KVTransferConfig``, or its keys and values, or ``None``.
+
+    Returns:
+        The configuration itself as keys and values, or those of MultiConnector's children; empty
+        if other connectors are selected.
+    """
+    whole = as_mapping(transfer)
+    if _is_own(whole):
+        return [whole]
+    if whole.get("kv_connector") != MULTI:
+        return []
+    children = extra_of(whole).get("connectors")
+    listed = children if isinstance(children, list | tuple) else ()
+    return [child for child in listed if isinstance(child, Mapping) and _is_own(child)]
+
+
+def as_mapping(transfer: object) -> Mapping[str, Any]:
+    """Return a ``--kv-transfer-config`` as keys and values.
+
+    Args:
+        transfer: vLLM's ``KVTransferConfig``, or its keys and values, or ``None``.
+    """
+    if isinstance(transfer, Mapping):
+        return transfer
+    return dict(vars(transfer)) if transfer is not None else {}
+
+
+def extra_of(transfer: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the ``kv_connector_extra_config`` of a connector's configuration."""
+    extra = transfer.get(EXTRA)
+    return extra if isinstance(extra, Mapping) else {}
+
+
+def _is_own(transfer: Mapping[str, Any]) -> bool:
+    module = transfer.get("kv_connector_module_path") or MODULE
+    return transfer.get("kv_connector") == NAME and str(module).startswith(MODULE)

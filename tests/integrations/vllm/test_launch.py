@@ -1,0 +1,273 @@
+"""What is refused when an engine is launched, before vLLM loads the model."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvferry.integrations.vllm import plugin
+from kvferry.integrations.vllm.config import ConfigError
+from kvferry.integrations.vllm.launch import check_launch, check_transfer, engines_here
+from tests.integrations.vllm.engines import ENVIRONMENT, ROOT
+from tests.integrations.vllm.test_support import engine
+
+
+@dataclass
+class Transfer:
+    """vLLM's ``KVTransferConfig``, as far as it is looked at."""
+
+    kv_connector: str | None = "KVFerryConnector"
+    kv_connector_module_path: str | None = None
+    kv_role: str = "kv_both"
+    kv_connector_extra_config: dict[str, Any] = field(default_factory=dict)
+    enable_permute_local_kv: bool = False
+
+    @property
+    def is_kv_consumer(self) -> bool:
+        return self.kv_role != "kv_producer"
+
+
+def ferry(**extra: object) -> Transfer:
+    return Transfer(kv_connector_extra_config=extra)
+
+
+def multi(*children: dict[str, Any], role: str = "kv_both") -> Transfer:
+    extra = {"connectors": list(children)}
+    return Transfer(kv_connector="MultiConnector", kv_role=role, kv_connector_extra_config=extra)
+
+
+def child(**extra: object) -> dict[str, Any]:
+    return {
+        "kv_connector": "KVFerryConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": extra,
+    }
+
+
+def parallel(**changes: object) -> Any:
+    """vLLM's ``ParallelConfig``, as far as it is looked at."""
+    defaults = {
+        "data_parallel_index": 0,
+        "data_parallel_size_local": 1,
+        "data_parallel_backend": "mp",
+        "distributed_executor_backend": "mp",
+        "node_rank_within_dp": 0,
+        "prefill_context_parallel_size": 1,
+        "decode_context_parallel_size": 1,
+    }
+    return SimpleNamespace(**defaults | changes)
+
+
+def launched(transfer: object, **changes: Any) -> Any:
+    changes.setdefault("parallel_config", parallel())
+    return engine(kv_transfer_config=transfer, **changes)
+
+
+@pytest.mark.parametrize(
+    "transfer",
+    [
+        None,
+        Transfer(kv_connector=None),
+        Transfer(kv_connector="NixlConnector", kv_connector_extra_config={"drvier": 1}),
+        Transfer(kv_connector_module_path="another.module", kv_connector_extra_config={"x": 1}),
+        multi({"kv_connector": "NixlConnector", "kv_connector_extra_config": {"drvier": 1}}),
+        ferry(),
+        ferry(driver="nixl", driver_options={"backend": "UCX"}),
+        multi(child()),
+        {"kv_connector": "KVFerryConnector"},
+    ],
+)
+def test_passes(transfer: object) -> None:
+    check_transfer(transfer)
+
+
+@pytest.mark.parametrize(
+    "transfer",
+    [
+        ferry(drvier=1, driver="unheard-of", curve_secret_key="file:/missing"),
+        multi(child(drvier=1, driver="unheard-of", curve_secret_key="file:/missing")),
+        vars(ferry(drvier=1, driver="unheard-of", curve_secret_key="file:/missing")),
+    ],
+)
+def test_everything_wrong_is_named_at_once(transfer: object) -> None:
+    with pytest.raises(ConfigError) as raised:
+        check_transfer(transfer)
+    for words in ("did you mean 'driver'", "no driver 'unheard-of'", "file:/missing cannot"):
+        assert words in str(raised.value)
+
+
+def test_settings_of_the_engine_are_checked() -> None:
+    check_launch(launched(ferry()))
+    with pytest.raises(ConfigError, match="enable_sleep_mode"):
+        check_launch(launched(ferry(), enable_sleep_mode=True))
+    with pytest.raises(ConfigError, match="enable_sleep_mode"):
+        check_launch(launched(multi(child()), enable_sleep_mode=True))
+    with pytest.raises(ConfigError, match='set the outer to "kv_both"'):
+        check_launch(launched(multi(child(), role="kv_producer")))
+
+
+@pytest.mark.parametrize(
+    ("changes", "indices"),
+    [
+        ({}, [0]),
+        ({"data_parallel_size_local": 4}, [0, 1, 2, 3]),
+        ({"data_parallel_index": 4, "data_parallel_size_local": 2}, [4, 5]),
+        ({"data_parallel_size_local": 0}, []),
+        ({"data_parallel_backend": "ray"}, []),
+        ({"distributed_executor_backend": "ray"}, []),
+        ({"node_rank_within_dp": 1}, []),
+    ],
+)
+def test_engines_of_this_host(changes: dict[str, object], indices: list[int]) -> None:
+    assert list(engines_here(parallel(**changes))) == indices
+
+
+def test_port_of_each_engine_of_this_host_is_tried() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        for first, count in ((port, 1), (port - 2, 3)):
+            with pytest.raises(ConfigError, match=f"127.0.0.1 port {port}: the port is in use"):
+                check_launch(
+                    launched(
+                        ferry(side_channel_port=first),
+                        parallel_config=parallel(data_parallel_size_local=count),
+                    )
+                )
+    check_launch(launched(ferry(side_channel_port=port)))
+
+
+def test_host_that_is_not_of_this_machine() -> None:
+    with pytest.raises(ConfigError, match="Set side_channel_host to an address of this host"):
+        check_launch(launched(ferry(side_channel_host="192.0.2.1")))
+
+
+def _in_a_child(answer: Any) -> None:
+    answer.send(list(engines_here(parallel())))
+
+
+def test_processes_that_vllm_started_do_not_try_the_port() -> None:
+    """An API server may start, or start again, when its engine already listens."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_in_a_child, args=(theirs,))
+    process.start()
+    assert ours.recv() == []
+    process.join()
+
+
+# The plugin.
+
+
+class EngineArgs:
+    """vLLM's class, as far as the plugin looks at it."""
+
+    def __init__(self, transfer: object, **changes: object) -> None:
+        self.kv_transfer_config = transfer
+        self.changes = changes
+        self.asked: list[object] = []
+
+    def create_engine_config(self, usage_context: object = None) -> Any:
+        """Make the configuration."""
+        self.asked.append(usage_context)
+        return launched(self.kv_transfer_config, **self.changes)
+
+
+@pytest.fixture
+def engine_args(monkeypatch: pytest.MonkeyPatch) -> type[EngineArgs]:
+    """The class after the plugin was registered twice, in a process with a stand-in of vLLM."""
+
+    class Patched(EngineArgs):
+        create_engine_config = EngineArgs.create_engine_config
+
+    factory = SimpleNamespace(register_connector=lambda *_: None)
+    name = "vllm.distributed.kv_transfer.kv_connector.factory"
+    monkeypatch.setitem(sys.modules, name, SimpleNamespace(KVConnectorFactory=factory))
+    arguments = SimpleNamespace(EngineArgs=Patched)
+    monkeypatch.setitem(sys.modules, "vllm.engine.arg_utils", arguments)
+    plugin.register()
+    once = Patched.create_engine_config
+    plugin.register()
+    assert Patched.create_engine_config is once
+    return Patched
+
+
+def test_plugin_checks_before_vllm_looks_at_the_model(engine_args: type[EngineArgs]) -> None:
+    arguments = engine_args(ferry(drvier=1))
+    with pytest.raises(ConfigError, match="did you mean 'driver'"):
+        arguments.create_engine_config()
+    assert arguments.asked == []
+
+
+def test_plugin_checks_what_vllm_made_of_it(engine_args: type[EngineArgs]) -> None:
+    arguments = engine_args(ferry(), enable_sleep_mode=True)
+    with pytest.raises(ConfigError, match="enable_sleep_mode"):
+        arguments.create_engine_config(usage_context="api")
+    assert arguments.asked == ["api"]
+
+
+@pytest.mark.parametrize("transfer", [None, Transfer(kv_connector="NixlConnector"), ferry()])
+def test_plugin_returns_what_vllm_made(engine_args: type[EngineArgs], transfer: object) -> None:
+    assert engine_args(transfer).create_engine_config().kv_transfer_config is transfer
+
+
+# vLLM itself.
+
+LAUNCH = """
+import sys
+from vllm.config import KVTransferConfig
+from vllm.engine.arg_utils import AsyncEngineArgs
+
+def launch(**extra):
+    transfer = KVTransferConfig(
+        kv_connector="KVFerryConnector",
+        kv_connector_module_path="kvferry.integrations.vllm",
+        kv_role="kv_both",
+        kv_connector_extra_config=extra,
+    )
+    arguments = AsyncEngineArgs(
+        model=sys.argv[1], enforce_eager=True, dtype="float32", kv_transfer_config=transfer
+    )
+    try:
+        arguments.create_engine_config()
+        print("made")
+    except ValueError as error:
+        print(type(error).__name__, error)
+
+launch(drvier=1)
+launch(side_channel_port=int(sys.argv[2]))
+launch()
+"""
+
+
+@pytest.mark.vllm
+@pytest.mark.timeout(300)
+def test_vllm_refuses_before_it_starts_an_engine(checkpoint: Path) -> None:
+    check_launches_of(sys.executable, checkpoint)
+
+
+def check_launches_of(python: str, model: Path) -> None:
+    """Launches of a version of vLLM are checked; ``python`` is that of its environment."""
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        result = subprocess.run(
+            [python, "-c", LAUNCH, str(model), str(taken.getsockname()[1])],
+            env=os.environ | ENVIRONMENT | {"PYTHONPATH": path},
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=280,
+        )
+    said = [line for line in result.stdout.splitlines() if line.startswith(("ConfigE", "made"))]
+    assert len(said) == 3, result.stderr[-2000:]
+    assert "did you mean 'driver'" in said[0]
+    assert "the port is in use" in said[1]
+    assert said[2] == "made"
