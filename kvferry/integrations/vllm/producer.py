@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvferry.core.error_causes import on_one_line
 from kvferry.core.layout import HOLE
-from kvferry.core.lifecycle.holds import Hold, RequestId
+from kvferry.core.lifecycle.holds import EndedHold, Hold, HoldEnd, RequestId
 from kvferry.core.lifecycle.reclamation import BlockPressure, Silence
 from kvferry.core.lifecycle.scheduler_holds import HoldOrders, SchedulerHolds
 from kvferry.core.metrics import Metrics
@@ -23,13 +23,14 @@ from kvferry.core.security import TicketKey, TicketSecrets
 from kvferry.integrations.vllm.adapter_files import AdapterError
 from kvferry.integrations.vllm.cache_groups import CacheGroup
 from kvferry.integrations.vllm.metric_definitions import (
-    EVICTED,
     HELD,
+    HOLDS,
     NO_TICKETS,
-    ORPHANED,
+    HoldOutcome,
     NoTicket,
 )
 from kvferry.integrations.vllm.prompts import cuts_media, prompt_digest, truncate_prompt
+from kvferry.integrations.vllm.request_reports import HeldRequest, RequestReports
 from kvferry.integrations.vllm.ticket_params import ParallelSizes, TicketParams
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ class Producer:
 
     Args:
         groups: The engine's cache groups that are transferred.
-        metrics: Counts tickets that were not made and holds that were given up.
+        metrics: Counts tickets that were not made, and holds by how they ended.
         slots: How many requests can be held at once; the engine's number of blocks.
         lease: Seconds for which a ticket's pages are held unless the consumer renews the lease.
         backoff: How many tokens at a prompt's end are left to the consumer; see
@@ -78,6 +79,7 @@ class Producer:
         clock: Returns monotonic seconds.
         ticket_key: The key that proves that this engine made a ticket; ``None`` leaves out the
             proof.
+        reports: Logs how each request's hold ended.
     """
 
     def __init__(
@@ -96,8 +98,12 @@ class Producer:
         clock: Callable[[], float] = time.monotonic,
         ticket_key: TicketKey | None = None,
         adapter_content: Callable[[Request], bytes | None] = lambda request: None,
+        reports: RequestReports | None = None,
     ) -> None:
         self._adapter_content = adapter_content
+        self._reports = reports or RequestReports()
+        # Requests with a ticket that not all workers have reported as sent.
+        self._held: dict[str, HeldRequest] = {}
         self._groups = groups
         self._metrics = metrics
         self._needs_exact_length = any(group.needs_exact_length for group in groups)
@@ -185,6 +191,14 @@ class Producer:
             group.producer_pages(block_ids[group.index], tokens) for group in self._groups
         ]
         logger.debug("request %s: %d tokens in %s are held", request_id, tokens, hold)
+        self._metrics.add(HOLDS, outcome=HoldOutcome.MADE.value)
+        self._held[request.request_id] = HeldRequest(
+            request_id=request.request_id,
+            tokens=tokens,
+            blocks=len(_held_blocks(block_ids)),
+            made=self._clock(),
+            headers=request.trace_headers,
+        )
         return TicketParams(
             engine=serving.engine,
             incarnation=serving.incarnation,
@@ -241,7 +255,7 @@ class Producer:
         Returns:
             The hold, or ``None`` if the request gets no ticket.
         """
-        blocks = frozenset().union(*block_ids) - {HOLE}
+        blocks = _held_blocks(block_ids)
         if not self._holds.fits(len(blocks)):
             self._no_ticket(
                 request,
@@ -260,6 +274,7 @@ class Producer:
             why: The cause and the remedy, for the log.
         """
         self._metrics.add(NO_TICKETS, reason=reason.value)
+        self._metrics.add(HOLDS, outcome=HoldOutcome.REFUSED.value)
         if reason in LOGGED_ONCE & self._logged_reasons:
             return
         self._logged_reasons.add(reason)
@@ -351,6 +366,16 @@ class Producer:
         scored: bool = request.skip_reading_prefix_cache
         return scored and request.num_prompt_tokens > self._backoff
 
+    def holds_ended(self, ended: Mapping[str, EndedHold]) -> None:
+        """Record how ranks have ended holds, for ``sends_finished``.
+
+        Args:
+            ended: How the hold of each request ended on the ranks that report it in this step.
+        """
+        for request_id, hold in ended.items():
+            if (held := self._held.get(request_id)) is not None:
+                held.ended = hold if held.ended is None else held.ended.combine(hold)
+
     def sends_finished(self, request_ids: Sequence[str]) -> None:
         """Free the hold's slot of each request that all workers have reported as sent.
 
@@ -358,7 +383,23 @@ class Producer:
             request_ids: vLLM's ids of the requests.
         """
         for request_id in request_ids:
-            self._holds.sent(RequestId(request_id))
+            given_up = self._holds.sent(RequestId(request_id))
+            if (held := self._held.pop(request_id, None)) is not None:
+                self._report_ended(held, given_up)
+
+    def _report_ended(self, held: HeldRequest, given_up: HoldEnd | None) -> None:
+        """Count and log how the hold of a request ended.
+
+        If no rank has reported that, the pages were read: ranks may leave out this usual end.
+
+        Args:
+            held: The request.
+            given_up: Why its ticket was given up; ``None`` if it was not.
+        """
+        found = held.ended.end if held.ended is not None else None
+        end = given_up or found or HoldEnd.READ
+        self._metrics.add(HOLDS, outcome=HoldOutcome(end.value).value)
+        self._reports.hold_ended(held, end, self._clock() - held.made)
 
     def reset(self) -> None:
         """End every hold that a ticket names: pages of these tickets can no longer be loaded.
@@ -368,13 +409,12 @@ class Producer:
         self._holds.reset()
 
     def update_metrics(self) -> None:
-        """Set the metric of held blocks, and count and log the holds evicted since the last call.
+        """Set the metric of held blocks, and log the holds evicted since the last call.
 
         While more than ``max_held`` blocks are held, the oldest hold is ended (evicted).
         """
         self._metrics.set(HELD, self._holds.held_pages)
         for request_id in self._holds.take_evicted():
-            self._metrics.add(EVICTED)
             logger.warning(
                 "request %s: its ticket was given up before it was used (stage held, cause "
                 "evicted): more than %s blocks were held for other engines; decode requests "
@@ -460,10 +500,9 @@ class Producer:
             self._pressure.answered(reports)
 
     def _report_given_up(self, holds: Sequence[Silence]) -> None:
-        """Count and log the silent holds that were given up because requests waited for blocks."""
+        """Log the silent holds that were given up because requests waited for blocks."""
         if not holds:
             return
-        self._metrics.add(ORPHANED, len(holds))
         engines = sorted({engine for each in holds for engine in each.engines})
         logger.warning(
             "the pages of %d requests were given back before anybody read them, since other "
@@ -496,6 +535,15 @@ def _describe_claims(holds: Sequence[Silence], engines: Sequence[str]) -> str:
     claimed = f"{len(holds) - unclaimed} were claimed by engine {names}{more}"
     nobody = f"nobody had come for {unclaimed}"
     return ", ".join(([claimed] if engines else []) + ([nobody] if unclaimed else []))
+
+
+def _held_blocks(block_ids: Sequence[Sequence[int]]) -> frozenset[int]:
+    """Return the ids of a request's blocks, without holes.
+
+    Args:
+        block_ids: The ids of the request's blocks, one list per cache group of vLLM.
+    """
+    return frozenset().union(*block_ids) - {HOLE}
 
 
 def _asks_for_remote_decode(request: Request) -> bool:

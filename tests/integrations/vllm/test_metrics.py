@@ -43,7 +43,7 @@ def test_what_may_never_happen_is_0_from_the_start(reference: Engine) -> None:
     assert set(start.values()) == {0}
     assert 'refused_tickets_total{driver="nixl",reason="signature"}' in start
     assert 'done_after_expiry_total{driver="nixl"}' in start
-    assert 'expired_leases_total{driver="nixl"}' in start
+    assert 'holds_total{driver="nixl",outcome="expired"}' in start
 
 
 def test_peers_are_bounded(reference: Engine) -> None:

@@ -20,7 +20,7 @@ from kvferry.core.metrics import (
     Stage,
 )
 from kvferry.integrations.vllm.metric_definitions import METRICS as DEFINED
-from kvferry.integrations.vllm.metric_definitions import NoTicket
+from kvferry.integrations.vllm.metric_definitions import HoldOutcome, NoTicket
 
 PAGE = (Path(__file__).parents[3] / "docs" / "metrics.md").read_text()
 
@@ -34,7 +34,7 @@ def tables() -> list[list[list[str]]]:
     ]
 
 
-METRICS, STAGES, CAUSES, REASONS, NOT_MADE = tables()
+METRICS, OUTCOMES, STAGES, CAUSES, REASONS, NOT_MADE = tables()
 
 
 def test_every_metric_is_there_as_the_code_has_it() -> None:
@@ -53,7 +53,13 @@ def test_every_metric_is_there_as_the_code_has_it() -> None:
 
 @pytest.mark.parametrize(
     ("table", "words"),
-    [(STAGES, Stage), (CAUSES, Cause), (REASONS, TicketReason), (NOT_MADE, NoTicket)],
+    [
+        (OUTCOMES, HoldOutcome),
+        (STAGES, Stage),
+        (CAUSES, Cause),
+        (REASONS, TicketReason),
+        (NOT_MADE, NoTicket),
+    ],
 )
 def test_every_word_is_explained(table: list[list[str]], words: type[enum.StrEnum]) -> None:
     assert [row[0] for row in table] == [word.value for word in words]
