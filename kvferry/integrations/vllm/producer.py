@@ -183,7 +183,7 @@ class Producer:
         tokens = self._ticket_tokens(request)
         makes_ticket = tokens and self._is_handed_over(request)
         digest = self._ticket_digest(request, tokens) if makes_ticket else None
-        hold = self._ticket_hold(request, block_ids) if digest is not None else None
+        hold = self._ticket_hold(request, tokens, block_ids) if digest is not None else None
         if hold is None or digest is None:
             self._holds.drop(request_id)
             return None
@@ -191,14 +191,6 @@ class Producer:
             group.producer_pages(block_ids[group.index], tokens) for group in self._groups
         ]
         logger.debug("request %s: %d tokens in %s are held", request_id, tokens, hold)
-        self._metrics.add(HOLDS, outcome=HoldOutcome.MADE.value)
-        self._held[request.request_id] = HeldRequest(
-            request_id=request.request_id,
-            tokens=tokens,
-            blocks=len(_held_blocks(block_ids)),
-            made=self._clock(),
-            headers=request.trace_headers,
-        )
         return TicketParams(
             engine=serving.engine,
             incarnation=serving.incarnation,
@@ -243,19 +235,22 @@ class Producer:
             self._no_ticket(request, NoTicket.ADAPTER, str(exc))
             return None
 
-    def _ticket_hold(self, request: Request, block_ids: Sequence[Sequence[int]]) -> Hold | None:
+    def _ticket_hold(
+        self, request: Request, tokens: int, block_ids: Sequence[Sequence[int]]
+    ) -> Hold | None:
         """Return the hold for the ticket of a request that ended, and count the request's blocks.
 
         They count against ``max_held``; if that is exceeded, the oldest holds are ended.
 
         Args:
             request: vLLM's request.
+            tokens: How many tokens the ticket covers.
             block_ids: The ids of the request's blocks, one list per cache group of vLLM.
 
         Returns:
             The hold, or ``None`` if the request gets no ticket.
         """
-        blocks = _held_blocks(block_ids)
+        blocks = frozenset().union(*block_ids) - {HOLE}
         if not self._holds.fits(len(blocks)):
             self._no_ticket(
                 request,
@@ -263,7 +258,17 @@ class Producer:
                 f"it has {len(blocks)} blocks, and {self._max_held} may be held: set a larger "
                 "max_held_fraction, or decode it here",
             )
-        return self._holds.ticket(RequestId(request.request_id), self._lease, blocks)
+        hold = self._holds.ticket(RequestId(request.request_id), self._lease, blocks)
+        if hold is not None:
+            self._metrics.add(HOLDS, outcome=HoldOutcome.MADE.value)
+            self._held[request.request_id] = HeldRequest(
+                request_id=request.request_id,
+                tokens=tokens,
+                blocks=len(blocks),
+                made=self._clock(),
+                headers=request.trace_headers,
+            )
+        return hold
 
     def _no_ticket(self, request: Request, reason: NoTicket, why: str) -> None:
         """Count and log that a request gets no ticket.
@@ -535,15 +540,6 @@ def _describe_claims(holds: Sequence[Silence], engines: Sequence[str]) -> str:
     claimed = f"{len(holds) - unclaimed} were claimed by engine {names}{more}"
     nobody = f"nobody had come for {unclaimed}"
     return ", ".join(([claimed] if engines else []) + ([nobody] if unclaimed else []))
-
-
-def _held_blocks(block_ids: Sequence[Sequence[int]]) -> frozenset[int]:
-    """Return the ids of a request's blocks, without holes.
-
-    Args:
-        block_ids: The ids of the request's blocks, one list per cache group of vLLM.
-    """
-    return frozenset().union(*block_ids) - {HOLE}
 
 
 def _asks_for_remote_decode(request: Request) -> bool:
