@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import re
+import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -220,6 +221,7 @@ class Consumer:
             self._users.over(RequestId(request_id), loaded=request_id not in failed)
             if request_id in failed:
                 self._metrics.add(FAILED)
+                self._reports.failed(loading)
             else:
                 self._metrics.add(LOADS)
                 self._metrics.add(TOKENS, loading.tokens)
@@ -367,6 +369,7 @@ class Consumer:
             request_id=request.request_id,
             ticket=ticket,
             tokens=tokens,
+            begun=time.time(),
             headers=request.trace_headers,
         )
 

@@ -58,6 +58,7 @@ class LoadingRequest:
         request_id: vLLM's id of the request.
         ticket: Its ticket, which has the prefill engine and the request's id there.
         tokens: How many tokens are loaded.
+        begun: When it got its blocks, in seconds since the epoch.
         headers: The request's trace headers.
         record: The figures of the load on the ranks that have reported them; ``None`` if none has.
     """
@@ -65,6 +66,7 @@ class LoadingRequest:
     request_id: str
     ticket: Ticket
     tokens: int
+    begun: float
     headers: Headers = None
     record: LoadRecord | None = None
 
@@ -99,15 +101,13 @@ class RequestReports:
                 _describe_stages(record),
             )
         if self._spans is not None:
-            self._spans.loaded(
-                request.headers,
-                record,
-                request=request.request_id,
-                prefill_request=ticket.request,
-                prefill_engine=ticket.engine,
-                tokens=request.tokens,
-                bytes=record.nbytes,
-            )
+            attributes = _describe_load(request) | {"bytes": record.nbytes}
+            self._spans.loaded(request.headers, record, **attributes)
+
+    def failed(self, request: LoadingRequest) -> None:
+        """Report a load that failed. The ranks have logged it, so only a span is made."""
+        if self._spans is not None:
+            self._spans.failed(request.headers, request.begun, **_describe_load(request))
 
     def nothing_loaded(self, request_id: str, ticket: Ticket, why: str) -> None:
         """Report a request that gave its ticket back without a load.
@@ -154,6 +154,16 @@ class RequestReports:
                 blocks=request.blocks,
                 outcome=end.value,
             )
+
+
+def _describe_load(request: LoadingRequest) -> dict[str, str | int]:
+    """Return the attributes of the span of a load, whether or not it succeeded."""
+    return {
+        "request": request.request_id,
+        "prefill_request": request.ticket.request,
+        "prefill_engine": request.ticket.engine,
+        "tokens": request.tokens,
+    }
 
 
 def _describe_stages(record: LoadRecord) -> str:

@@ -6,6 +6,7 @@ go: vLLM installs the tracer provider, and passes on the ``traceparent`` of a cl
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -42,6 +43,9 @@ class RequestSpans:
 
         self._trace = trace
         self._tracer = trace.get_tracer("kvferry")
+        # OpenTelemetry draws ids from ``random``, which vLLM seeds alike in every engine: the spans
+        # of two engines in one trace would have the same ids.
+        self._tracer.id_generator = _SystemIds()
 
     def loaded(self, headers: Headers, record: LoadRecord, **attributes: str | int) -> None:
         """Make the span ``kvferry.load``, with a child for each stage that took any time.
@@ -64,6 +68,19 @@ class RequestSpans:
                 self._begin(stage.value, parent, at, {}).end(_nanoseconds(at + seconds))
                 at += seconds
         load.end(_nanoseconds(max(at, record.ended)))
+
+    def failed(self, headers: Headers, begun: float, **attributes: str | int) -> None:
+        """Make the span ``kvferry.load`` of a load that has just failed; its status is an error.
+
+        Args:
+            headers: The request's trace headers; without them no span is made.
+            begun: When the load began, in seconds since the epoch.
+            attributes: The attributes of the span, named without ``PREFIX``.
+        """
+        if headers:
+            load = self._begin("load", self._parent(headers), begun, attributes)
+            load.set_status(self._trace.StatusCode.ERROR)
+            load.end()
 
     def held(self, headers: Headers, seconds: float, **attributes: str | int) -> None:
         """Make the span ``kvferry.hold`` of a hold that has just ended.
@@ -105,6 +122,22 @@ class RequestSpans:
             start_time=_nanoseconds(start),
             attributes={PREFIX + key: value for key, value in attributes.items()},
         )
+
+
+class _SystemIds:
+    """Draw the ids of spans and traces from the system, as an ``IdGenerator`` of OpenTelemetry."""
+
+    def generate_span_id(self) -> int:
+        """Return the id of a new span."""
+        return 1 + secrets.randbelow((1 << 64) - 1)
+
+    def generate_trace_id(self) -> int:
+        """Return the id of a new trace."""
+        return 1 + secrets.randbelow((1 << 128) - 1)
+
+    def is_trace_id_random(self) -> bool:
+        """Return ``True``: all bits of a trace's id are random."""
+        return True
 
 
 def _nanoseconds(seconds: float) -> int:

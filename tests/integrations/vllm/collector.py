@@ -27,6 +27,7 @@ class Span:
     start: float
     end: float
     attributes: dict[str, Any]
+    has_failed: bool = False
 
     @property
     def seconds(self) -> float:
@@ -82,6 +83,7 @@ def _spans(body: bytes) -> Iterator[Span]:
                     parent=span.parent_span_id.hex(),
                     start=span.start_time_unix_nano / 1e9,
                     end=span.end_time_unix_nano / 1e9,
+                    has_failed=span.status.code == span.status.STATUS_CODE_ERROR,
                     attributes={each.key: _value(each.value) for each in span.attributes},
                 )
 

@@ -97,6 +97,8 @@ def test_spans_are_in_the_trace_of_the_client(
     [load], [hold] = collector.named("kvferry.load"), collector.named("kvferry.hold")
     ours = [span for span in collector.spans if span.name.startswith("kvferry.")]
     assert {span.trace for span in ours} == {trace}
+    others = [span.id for span in collector.spans if span not in ours]
+    assert len({span.id for span in ours} - {*others}) == len(ours), "vLLM seeds every engine alike"
     assert load.parent == hold.parent == client
     theirs = [span for span in collector.named("llm_request") if span.trace == trace]
     assert [span.parent for span in theirs] == [client, client]
@@ -109,6 +111,13 @@ def test_spans_are_in_the_trace_of_the_client(
     assert hold.attributes["kvferry.outcome"] == "read"
     assert hold.start <= load.start, "prefill holds what decode loads"
     assert not lines(decode, "loaded 100 tokens"), "turned off"
+    collector.spans.clear()
+    [ticket] = prefill.prefill(prompt(100, seed=74))
+    broken = ticket | {"remote_block_ids": [[500, 501, 502, 503]]}
+    decode.generate(prompt(100, seed=74), params=broken, trace_headers=headers)
+    eventually(lambda: bool(collector.named("kvferry.load")))
+    [failed] = collector.named("kvferry.load")
+    assert (failed.parent, failed.has_failed) == (client, True)
 
 
 def _check_stages(load: Span, stages: list[Span]) -> None:

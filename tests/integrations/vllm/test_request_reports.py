@@ -56,6 +56,9 @@ class Spans:
     def loaded(self, headers: Headers, record: LoadRecord, **attributes: str | int) -> None:
         self.made.append(("load", headers, attributes))
 
+    def failed(self, headers: Headers, begun: float, **attributes: str | int) -> None:
+        self.made.append(("failed", headers, attributes))
+
     def held(self, headers: Headers, seconds: float, **attributes: str | int) -> None:
         self.made.append(("hold", headers, attributes | {"seconds": seconds}))
 
@@ -287,6 +290,15 @@ def test_spans_have_the_trace_of_their_request() -> None:
             },
         ),
     ]
+
+
+def test_a_load_that_failed_has_a_span() -> None:
+    spans = Spans()
+    half = decoding(log=False, spans=spans)
+    begin(half, HEADERS)
+    half.loads_finished(["d"], failed=["d"])
+    [(kind, headers, attributes)] = spans.made
+    assert (kind, headers, attributes["prefill_request"]) == ("failed", HEADERS, "r")
 
 
 @pytest.mark.parametrize(("endpoint", "traced"), [(None, False), ("http://127.0.0.1:4317", True)])
