@@ -9,7 +9,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from kvferry.core.metrics import LoadRecord, Stage
 
@@ -42,7 +42,7 @@ class RequestSpans:
         from opentelemetry import trace
 
         self._trace = trace
-        self._tracer: Any = trace.get_tracer("kvferry")
+        self._tracer = cast("Any", trace.get_tracer("kvferry"))
         # OpenTelemetry draws ids from ``random``, which vLLM seeds alike in every engine: the spans
         # of two engines in one trace would have the same ids.
         self._tracer.id_generator = _SystemIds()
