@@ -276,6 +276,7 @@ def _request(name: str, params: dict[str, Any]) -> Any:
         cache_salt=None,
         skip_reading_prefix_cache=False,
         abort_immediately=False,
+        trace_headers=None,
         status=SimpleNamespace(name="FINISHED_LENGTH_CAPPED"),
     )
 

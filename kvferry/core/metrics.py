@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 import threading
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kvferry.core.error_causes import cause_of
@@ -152,11 +152,6 @@ QUARANTINED = Metric(
     text="Pages of failed loads that a connection may still write, so that they are not released.",
     labels=("driver", "rank"),
 )
-EXPIRED = Metric(
-    name="expired_leases",
-    kind=MetricKind.COUNTER,
-    text="Holds that nobody read, or renewed, within their lease; counted on each rank.",
-)
 LATE = Metric(
     name="done_after_expiry",
     kind=MetricKind.COUNTER,
@@ -183,7 +178,6 @@ FIGURES = (
     PEERS_UP,
     PEERS_DOWN,
     QUARANTINED,
-    EXPIRED,
     LATE,
     IGNORED,
 )
@@ -224,6 +218,7 @@ class LoadRecord:
         check_seconds, post_seconds, transfer_seconds, fence_seconds: the parts of ``seconds`` in
             the other stages (see ``Stage``). If the load reads from several producer ranks, each
             value is the longest time that the stage took on any of them.
+        ended: when the load was reported, in seconds since the epoch.
     """
 
     request: str
@@ -243,6 +238,7 @@ class LoadRecord:
     post_seconds: float = 0.0
     transfer_seconds: float = 0.0
     fence_seconds: float = 0.0
+    ended: float = 0.0
 
     @property
     def peer(self) -> str:
@@ -259,6 +255,17 @@ class LoadRecord:
             Stage.TRANSFER: self.transfer_seconds,
             Stage.FENCE: self.fence_seconds,
         }
+
+    def combine(self, other: LoadRecord) -> LoadRecord:
+        """Return the figures of a request's load on two ranks together.
+
+        Copies and bytes are added up; everything else is that of the rank that took longer.
+
+        Args:
+            other: the figures of the load on another rank, or on several.
+        """
+        slower = max(self, other, key=lambda each: each.seconds)
+        return replace(slower, copies=self.copies + other.copies, nbytes=self.nbytes + other.nbytes)
 
 
 class Metrics:

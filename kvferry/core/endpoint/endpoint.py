@@ -27,7 +27,7 @@ from kvferry.core.endpoint.slot_reads import ScratchWords
 from kvferry.core.endpoint.transfers import Transfers
 from kvferry.core.errors import EndpointClosedError, KVFerryError, TicketError, TransportError
 from kvferry.core.layout import Layout
-from kvferry.core.lifecycle.holds import RequestId
+from kvferry.core.lifecycle.holds import EndedHold, RequestId
 from kvferry.core.lifecycle.reclamation import Silence
 from kvferry.core.lifecycle.scheduler_holds import HoldOrders
 from kvferry.core.lifecycle.ticket import Ticket
@@ -310,7 +310,7 @@ class Endpoint:
             EndpointClosedError: the endpoint is closed, or has failed.
         """
         self._check_open()
-        self._results.add_sent(self._hold_server.take_sent())
+        self._report_sent()
         return self._results.take()
 
     def take_figures(self) -> Data | None:
@@ -512,7 +512,7 @@ class Endpoint:
         return list(self._transport.notifications())
 
     def _report_sent(self) -> None:
-        self._results.add_sent(self._hold_server.take_sent())
+        self._results.add_ended(self._hold_server.take_ended())
 
     def _abort(self, request: RequestId) -> None:
         self._device_sync.give_up(request)
@@ -554,7 +554,7 @@ class _ResultQueue:
         self._changed = threading.Condition()
         self._received: dict[RequestId, KVFerryError | None] = {}
         self._records: list[LoadRecord] = []
-        self._sent: set[RequestId] = set()
+        self._ended: dict[RequestId, EndedHold] = {}
         self._expected = 0
         self._has_failed = False
 
@@ -590,11 +590,11 @@ class _ResultQueue:
             self._received[request] = error
             self._changed.notify_all()
 
-    def add_sent(self, requests: Collection[RequestId]) -> None:
-        """Add requests whose pages this rank had held for other engines, and holds no longer."""
-        if requests:
+    def add_ended(self, holds: Collection[EndedHold]) -> None:
+        """Add holds that have ended: this rank no longer holds the pages of their requests."""
+        if holds:
             with self._changed:
-                self._sent.update(requests)
+                self._ended.update((each.request, each) for each in holds)
                 self._changed.notify_all()
 
     def fail(self) -> None:
@@ -608,9 +608,10 @@ class _ResultQueue:
         with self._changed:
             received, self._received = self._received, {}
             records, self._records = self._records, []
-            sent, self._sent = self._sent, set()
+            ended, self._ended = self._ended, {}
         return Results(
-            sent=frozenset(sent),
+            sent=frozenset(ended),
+            ended=tuple(ended.values()),
             received=frozenset(received),
             failed={request: error for request, error in received.items() if error is not None},
             loads=tuple(records),
@@ -634,4 +635,4 @@ class _ResultQueue:
             self._changed.wait(timeout)
 
     def _is_worth_waking(self) -> bool:
-        return bool(self._received or self._sent or self._has_failed)
+        return bool(self._received or self._ended or self._has_failed)

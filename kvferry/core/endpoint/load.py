@@ -166,4 +166,5 @@ class LoadState:
             post_seconds=self.post_seconds,
             transfer_seconds=self.transfer_seconds,
             fence_seconds=self.fence_seconds,
+            ended=time.time(),
         )

@@ -39,8 +39,9 @@ def loaded(load: Load, error: KVFerryError | None, record: LoadRecord) -> None:
     elif not load.reads:
         logger.debug("request %s: nothing to pull from engine %s", load.request, record.engine)
     else:
-        logger.info(
-            "request %s: pulled %d tokens, %d bytes in %d copies from engine %s in %.1f ms",
+        logger.debug(
+            "request %s: this rank pulled %d tokens, %d bytes in %d copies from engine %s in "
+            "%.1f ms",
             load.request,
             record.tokens,
             record.nbytes,
@@ -54,9 +55,10 @@ def _not_loaded(load: Load, error: KVFerryError, record: LoadRecord) -> None:
     cause = cause_of(error)
     logger.log(
         logging.INFO if cause is Cause.GIVEN_UP else logging.WARNING,
-        "request %s: %s engine %s at %s (stage %s, cause %s): %s",
+        "request %s: %s request %s of engine %s at %s (stage %s, cause %s): %s",
         on_one_line(load.request),
         "not loaded from" if load.reads else "nothing to pull, and not told so:",
+        on_one_line(load.ticket.request),
         on_one_line(record.engine),
         on_one_line(place(load.ticket.host, load.ticket.port)),
         record.stage,

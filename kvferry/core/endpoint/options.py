@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from kvferry.core.errors import KVFerryError
 from kvferry.core.handshake import Judgements
-from kvferry.core.lifecycle.holds import Incarnation, RequestId
+from kvferry.core.lifecycle.holds import EndedHold, Incarnation, RequestId
 from kvferry.core.messages import Coordinates
 from kvferry.core.metrics import LoadRecord
 from kvferry.core.security import OPEN, Access
@@ -77,6 +77,7 @@ class Results:
     Attributes:
         sent: requests whose pages this rank no longer holds for other engines. The engine may free
             the pages once all its ranks have returned the request here.
+        ended: how the hold of each of these requests ended on this rank.
         received: requests whose load is over, successfully or not, or that ``Endpoint.refuse`` was
             called for: no byte lands in their pages any more.
         failed: request to the reason, for the requests of ``received`` whose load failed: their
@@ -85,6 +86,7 @@ class Results:
     """
 
     sent: frozenset[RequestId] = frozenset()
+    ended: tuple[EndedHold, ...] = ()
     received: frozenset[RequestId] = frozenset()
     failed: Mapping[RequestId, KVFerryError] = field(default_factory=dict)
     loads: tuple[LoadRecord, ...] = ()

@@ -17,13 +17,13 @@ import numpy as np
 from kvferry.core.endpoint.log_messages import ExpiredHolds
 from kvferry.core.error_causes import on_one_line
 from kvferry.core.errors import WireError
-from kvferry.core.lifecycle.holds import Hold, Incarnation, RequestId
+from kvferry.core.lifecycle.holds import EndedHold, Hold, Incarnation
 from kvferry.core.lifecycle.reclamation import GONE_SECONDS, MAX_SILENT, Silence
 from kvferry.core.lifecycle.scheduler_holds import HoldOrders
 from kvferry.core.lifecycle.worker_holds import NoteOutcome, WorkerHolds
 from kvferry.core.memory import Region, region_of
 from kvferry.core.messages import WORD_BYTES, Heartbeat, Note, Renewal, decode_notes
-from kvferry.core.metrics import EXPIRED, IGNORED, LATE, Metrics
+from kvferry.core.metrics import IGNORED, LATE, Metrics
 from kvferry.core.security.proof import FINGERPRINT_BYTES
 from kvferry.core.transport import Notification
 
@@ -110,7 +110,7 @@ class HoldServer:
         table: the slot table, which peers read.
         incarnation: the random number that identifies this start of the engine.
         clock: seconds, monotonic.
-        metrics: counts leases that expired, and messages that came too late or fit no hold.
+        metrics: counts messages that came too late or fit no hold.
     """
 
     def __init__(
@@ -195,7 +195,6 @@ class HoldServer:
                     computing.append(one)
             self._computing = computing
             expired = self._holds.expire(now)
-            self._metrics.add(EXPIRED, len(expired))
         self._expired.add(expired, now)
 
     def silent(self) -> list[Silence]:
@@ -210,13 +209,13 @@ class HoldServer:
         with self._lock:
             return self._holds.silent(self._listened, GONE_SECONDS, MAX_SILENT)
 
-    def take_sent(self) -> list[RequestId]:
-        """Return the requests whose holds have ended since the last call.
+    def take_ended(self) -> list[EndedHold]:
+        """Return the holds that have ended since the last call.
 
         Only holds for which a ticket was made count.
         """
         with self._lock:
-            return self._holds.take_sent()
+            return self._holds.take_ended()
 
     def close(self) -> None:
         """End all holds, and clear their slot words.

@@ -7,6 +7,7 @@ with one-sided reads, as they read the pages, and so find out whether the pages 
 
 from __future__ import annotations
 
+import enum
 import secrets
 from dataclasses import dataclass
 from typing import NewType
@@ -25,6 +26,52 @@ NOTHING = 0
 
 _READY = 1
 """The bit of a slot word that says that the pages may be read."""
+
+
+class HoldEnd(enum.StrEnum):
+    """How a hold with a ticket ended."""
+
+    READ = "read"
+    """A consumer engine has sent "done": its ranks have read the pages, or needed none of them."""
+    ABANDONED = "abandoned"
+    """A consumer engine has sent "abandon": its load has failed, or was given up."""
+    EXPIRED = "expired"
+    """The lease ran out."""
+    EVICTED = "evicted"
+    """The ticket was given up because too many pages were held."""
+    ORPHANED = "orphaned"
+    """The ticket was given up because requests waited for pages, and no consumer gave a sign of
+    life."""
+    REVOKED = "revoked"
+    """The ticket was given up because the engine's caches were reset, or because the ticket must
+    not be used."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndedHold:
+    """A hold with a ticket that has ended on one producer rank.
+
+    Attributes:
+        request: the producer's id of the request.
+        end: how the hold ended; ``None`` if the scheduler process ordered it, or at shutdown.
+        engine: id of the consumer engine that sent "done" or "abandon"; empty if none did.
+    """
+
+    request: RequestId
+    end: HoldEnd | None = None
+    engine: str = ""
+
+    def combine(self, other: EndedHold) -> EndedHold:
+        """Return how a request's hold ended on two ranks together: the worse of the two ends.
+
+        It is worse that a lease ran out than that a consumer abandoned the hold, and that is worse
+        than that a consumer has read the pages.
+
+        Args:
+            other: how the hold ended on another rank, or on several.
+        """
+        ends = [None, *HoldEnd]
+        return max(self, other, key=lambda each: ends.index(each.end))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)

@@ -13,7 +13,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from kvferry.core.lifecycle.holds import Hold, RequestId, random_generation
+from kvferry.core.lifecycle.holds import Hold, HoldEnd, RequestId, random_generation
 from kvferry.core.lifecycle.reclamation import Silence
 
 
@@ -52,6 +52,8 @@ class _Entry:
     pages: frozenset[int] = frozenset()
     """Ids of the pages that count against ``max_pages``; empty before the ticket is made, and after
     the ticket was given up."""
+    given_up: HoldEnd | None = None
+    """Why the ticket was given up; ``None`` if it was not."""
 
 
 class SchedulerHolds:
@@ -181,7 +183,7 @@ class SchedulerHolds:
         """
         if request not in self._oldest:
             return False
-        self._give_up(request)
+        self._give_up(request, HoldEnd.REVOKED)
         return True
 
     def drop(self, request: RequestId) -> bool:
@@ -201,18 +203,24 @@ class SchedulerHolds:
             self._drops.append(entry.hold)
         return True
 
-    def sent(self, request: RequestId) -> None:
+    def sent(self, request: RequestId) -> HoldEnd | None:
         """Free the slot of a request.
 
         Called when every worker has reported the request as sent.
+
+        Returns:
+            Why the request's ticket was given up; ``None`` if it was not, or if the request has no
+            ticket.
         """
         entry = self._entries.get(request)
-        if entry is not None and entry.ticketed:
-            del self._entries[request]
-            self._free.append(entry.hold.slot)
-            self._let_go(entry)
-            self._oldest.pop(request, None)
-            self._ending.discard(request)
+        if entry is None or not entry.ticketed:
+            return None
+        del self._entries[request]
+        self._free.append(entry.hold.slot)
+        self._let_go(entry)
+        self._oldest.pop(request, None)
+        self._ending.discard(request)
+        return entry.given_up
 
     def reset(self) -> None:
         """Give up all tickets: the workers will be told to end their holds.
@@ -225,6 +233,7 @@ class SchedulerHolds:
         self._oldest.clear()
         for entry in ticketed.values():
             self._let_go(entry)
+            entry.given_up = entry.given_up or HoldEnd.REVOKED
 
     def give_up(self, silent: Iterable[Silence], pages: int) -> list[Silence]:
         """End holds early whose consumer is gone (give up their tickets), to free enough pages.
@@ -243,7 +252,7 @@ class SchedulerHolds:
                 break
             entry = self._entries.get(each.request)
             if entry is not None and entry.hold == each.hold and each.request in self._oldest:
-                self._give_up(each.request)
+                self._give_up(each.request, HoldEnd.ORPHANED)
                 given.append(each)
         return given
 
@@ -271,17 +280,22 @@ class SchedulerHolds:
         """
         while self._max_pages is not None and len(self._pages) > self._max_pages:
             oldest = next(iter(self._oldest))
-            self._give_up(oldest)
+            self._give_up(oldest, HoldEnd.EVICTED)
             self._evicted.append(oldest)
 
-    def _give_up(self, request: RequestId) -> None:
+    def _give_up(self, request: RequestId, reason: HoldEnd) -> None:
         """Give up a request's ticket: the workers will be told to end its hold.
 
         The request's pages no longer count against ``max_pages``, but may be freed only once the
         request is reported as sent.
+
+        Args:
+            request: the request.
+            reason: why its ticket is given up.
         """
         del self._oldest[request]
         entry = self._entries[request]
+        entry.given_up = reason
         self._let_go(entry)
         self._ends.append(entry.hold)
         self._ending.add(request)

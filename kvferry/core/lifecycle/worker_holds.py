@@ -18,7 +18,14 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from kvferry.core.lifecycle.holds import NOTHING, Hold, Incarnation, RequestId
+from kvferry.core.lifecycle.holds import (
+    NOTHING,
+    EndedHold,
+    Hold,
+    HoldEnd,
+    Incarnation,
+    RequestId,
+)
 from kvferry.core.lifecycle.reclamation import Silence
 from kvferry.core.lifecycle.scheduler_holds import HoldOrders
 from kvferry.core.messages import Heartbeat, Release, Renewal
@@ -68,6 +75,16 @@ _Claimant = tuple[str, int]
 
 
 @dataclass(slots=True, kw_only=True)
+class _Reader:
+    """A consumer engine of which at least one rank has sent "done" or "abandon" for a hold."""
+
+    ranks: set[int] = field(default_factory=set)
+    """Indices of those ranks."""
+    has_abandoned: bool = False
+    """Whether any of them has sent "abandon"."""
+
+
+@dataclass(slots=True, kw_only=True)
 class _Held:
     """A hold that has not ended."""
 
@@ -79,8 +96,8 @@ class _Held:
     """When the lease ends, on this rank's clock; ``None`` while there is no ticket."""
     is_ready: bool = False
     """Whether the slot word says that the pages may be read."""
-    readers: dict[str, set[int]] = field(default_factory=dict)
-    """Consumer engine id to the indices of those of its ranks that sent "done" or "abandon"."""
+    readers: dict[str, _Reader] = field(default_factory=dict)
+    """Consumer engine id to what its ranks have sent."""
     alive: float = -math.inf
     """When ``order`` or ``ready`` was called for the hold, whichever was later."""
     renewed: float = -math.inf
@@ -112,7 +129,7 @@ class WorkerHolds:
         self._held: dict[int, _Held] = {}
         self._soonest = math.inf
         """No lease expires earlier than this: saves scanning thousands of holds in each turn."""
-        self._sent: list[RequestId] = []
+        self._ended: list[EndedHold] = []
         self._expired: dict[int, int] = {}
         """Slot to the generation of the slot's last expired hold, to recognise a late "done"."""
         self._claims = Counter[_Claimant]()
@@ -324,13 +341,15 @@ class WorkerHolds:
             return NoteOutcome.LATE if self._is_late(message) else NoteOutcome.UNKNOWN
         if message.engine not in held.readers and len(held.readers) >= MAX_READERS:
             return NoteOutcome.UNKNOWN
-        ranks = held.readers.setdefault(message.engine, set())
-        if message.rank in ranks:
+        reader = held.readers.setdefault(message.engine, _Reader())
+        if message.rank in reader.ranks:
             return NoteOutcome.REPEATED
-        ranks.add(message.rank)
-        if len(ranks) < message.expected:
+        reader.ranks.add(message.rank)
+        reader.has_abandoned |= message.abandoned
+        if len(reader.ranks) < message.expected:
             return NoteOutcome.COUNTED
-        self._over(held)
+        end = HoldEnd.ABANDONED if reader.has_abandoned else HoldEnd.READ
+        self._over(held, end, message.engine)
         return NoteOutcome.ENDED
 
     def expire(self, now: float) -> list[RequestId]:
@@ -349,16 +368,20 @@ class WorkerHolds:
         self._soonest = min((each for each, _ in due if each > now), default=math.inf)
         for held in over:
             self._expired[held.hold.slot] = held.hold.generation
-            self._over(held)
+            self._over(held, HoldEnd.EXPIRED)
         return [held.request for held in over]
 
-    def take_sent(self) -> list[RequestId]:
-        """Return the requests whose holds have ended, for the report to the scheduler process.
+    def take_ended(self) -> list[EndedHold]:
+        """Return the holds that have ended, for the report to the scheduler process.
 
-        Each request is returned once. Requests of holds that never got a ticket are left out.
+        Each hold is returned once. Holds that never got a ticket are left out.
         """
-        sent, self._sent = self._sent, []
-        return sent
+        ended, self._ended = self._ended, []
+        return ended
+
+    def take_sent(self) -> list[RequestId]:
+        """Return the requests of the holds that ``take_ended`` would return, and forget these."""
+        return [each.request for each in self.take_ended()]
 
     def _set_deadline(self, held: _Held, deadline: float) -> None:
         held.deadline = deadline
@@ -421,7 +444,13 @@ class WorkerHolds:
         self._words[hold.slot] = NOTHING
         self._disclaim(self._held.pop(hold.slot))
 
-    def _over(self, held: _Held) -> None:
-        """End a hold: clear its slot word, then keep its request for ``take_sent``."""
+    def _over(self, held: _Held, end: HoldEnd | None = None, engine: str = "") -> None:
+        """End a hold: clear its slot word, then keep how it ended for ``take_ended``.
+
+        Args:
+            held: the hold.
+            end: how it ended; ``None`` if the scheduler process ordered it, or at shutdown.
+            engine: the consumer engine that ended it; empty if none did.
+        """
         self._clear(held.hold)
-        self._sent.append(held.request)
+        self._ended.append(EndedHold(request=held.request, end=end, engine=engine))

@@ -91,6 +91,10 @@ class Config:
             would corrupt data (types, scales, layouts) are refused either way.
         verify_prompt: Refuse a ticket that was made for another prompt. Turn it off only in tests
             that swap caches on purpose.
+        log_requests: Log one line per request on either engine, at INFO by the logger
+            ``kvferry.requests``: prefill, how long the request's pages were held and how that
+            ended; decode, what was loaded and how long each stage took. Failures are logged either
+            way.
         ticket_secrets: Where secrets are, ``file:PATH`` or ``env:NAME`` each, with one secret per
             line. Files are read again when they change, without a restart. The first secret signs
             tickets; tickets signed with any of the secrets are accepted, and unsigned tickets
@@ -120,6 +124,7 @@ class Config:
     engine_ttl: Annotated[float, Meta(ge=0.001, le=86400 * 365)] = 600.0
     enforce_handshake_compat: bool = True
     verify_prompt: bool = True
+    log_requests: bool = True
     ticket_secrets: Annotated[tuple[Source, ...], Meta(max_length=8)] = ()
     curve_secret_key: Annotated[str, Meta(max_length=4096)] = ""
     curve_peers: Annotated[tuple[Source, ...], Meta(max_length=4096)] = ()

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Collection, Iterable, Sequence
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -18,11 +19,12 @@ from kvferry.core.errors import HandshakeError, TicketError, TicketReason
 from kvferry.core.lifecycle.hold_users import HoldUsers
 from kvferry.core.lifecycle.holds import RequestId
 from kvferry.core.lifecycle.ticket import Ticket
-from kvferry.core.metrics import REFUSED, Metrics
+from kvferry.core.metrics import REFUSED, LoadRecord, Metrics
 from kvferry.integrations.vllm.adapter_files import AdapterError
 from kvferry.integrations.vllm.cache_groups import NO_PAGES, CacheGroup
 from kvferry.integrations.vllm.metric_definitions import FAILED, LOADS, TOKENS
 from kvferry.integrations.vllm.prompts import handed_over_tokens, prompt_digest
+from kvferry.integrations.vllm.request_reports import LoadingRequest, RequestReports
 from kvferry.integrations.vllm.security import SecuritySettings
 from kvferry.integrations.vllm.ticket_params import read_ticket
 
@@ -31,6 +33,9 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 logger = logging.getLogger(__name__)
+
+MAX_ID_LOGGED = 256
+"""The most characters of a request's id in the log, where a ticket that was refused gives it."""
 
 SAMPLE = re.compile(r"[0-9]+_")
 """The prefix that vLLM gives to the request ids of several samples of one prompt (``n`` > 1).
@@ -67,6 +72,7 @@ class Consumer:
         security: The secrets, keys and networks that decide which tickets are accepted.
         adapter_content: Returns the content of a request's LoRA adapter (``Adapters.content``).
         lora_enabled: Whether the engine accepts requests with LoRA adapters.
+        reports: Logs each request's load.
     """
 
     def __init__(
@@ -81,7 +87,9 @@ class Consumer:
         security: SecuritySettings = SecuritySettings(),  # noqa: B008 - frozen
         adapter_content: Callable[[Request], bytes | None] = lambda request: None,
         lora_enabled: bool = False,
+        reports: RequestReports | None = None,
     ) -> None:
+        self._reports = reports or RequestReports()
         self._lora_enabled = lora_enabled
         self._adapter_content = adapter_content
         self._groups = groups
@@ -94,8 +102,8 @@ class Consumer:
         self._security = security
         # Requests that wait for blocks: the ticket of each, or why its ticket was refused.
         self._waiting: dict[str, Ticket | TicketError] = {}
-        # Requests whose load is under way: its number of tokens, or None if the ticket was refused.
-        self._loading: dict[str, int | None] = {}
+        # Requests whose load is under way; None if the ticket was refused.
+        self._loading: dict[str, LoadingRequest | None] = {}
         self._users = HoldUsers()
         self._prepare: list[Ticket] = []
         self._loads: list[Load] = []
@@ -160,15 +168,13 @@ class Consumer:
         entry = self._waiting.pop(request.request_id, None)
         if entry is None:
             return
-        if external:
-            refused = isinstance(entry, TicketError)
-            self._loading[request.request_id] = None if refused else external
         if isinstance(entry, Ticket):
             if external:
-                self._loads.append(self._load(request, entry, blocks))
+                self._begin_load(request, entry, blocks, external)
             else:
-                self._release_unused(request.request_id, entry)
+                self._release_unused(request.request_id, entry, "no token is left to load")
         elif external:
+            self._loading[request.request_id] = None
             self._refused.append((request.request_id, str(entry)))
 
     def request_finished(self, request: Request) -> None:
@@ -183,9 +189,20 @@ class Consumer:
         """
         entry = self._waiting.pop(request.request_id, None)
         if isinstance(entry, Ticket):
-            self._release_unused(request.request_id, entry)
+            self._release_unused(request.request_id, entry, "it ended before it had blocks")
         elif request.request_id in self._loading:
             self._aborted.append(request.request_id)
+
+    def loads_reported(self, records: Mapping[str, LoadRecord]) -> None:
+        """Record the figures of loads that have ended on some ranks, for ``loads_finished``.
+
+        Args:
+            records: The figures of each request's load on the ranks that report it in this step.
+        """
+        for request_id, record in records.items():
+            if (loading := self._loading.get(request_id)) is not None:
+                before = loading.record
+                loading.record = record if before is None else before.combine(record)
 
     def loads_finished(self, request_ids: Iterable[str], failed: Collection[str] = ()) -> None:
         """Count loads that have ended on all workers, as succeeded or failed.
@@ -195,8 +212,8 @@ class Consumer:
             failed: Those of ``request_ids`` whose load failed.
         """
         for request_id in request_ids:
-            tokens = self._loading.pop(request_id, None)
-            if tokens is None:
+            loading = self._loading.pop(request_id, None)
+            if loading is None:
                 continue
             # vLLM calls this when every rank has reported the load. Ranks end loads in different
             # orders, some before they hear of the next load. Only a load that all ranks have
@@ -204,9 +221,11 @@ class Consumer:
             self._users.over(RequestId(request_id), loaded=request_id not in failed)
             if request_id in failed:
                 self._metrics.add(FAILED)
+                self._reports.failed(loading)
             else:
                 self._metrics.add(LOADS)
-                self._metrics.add(TOKENS, tokens)
+                self._metrics.add(TOKENS, loading.tokens)
+                self._reports.loaded(loading)
 
     def drain(self) -> LoadMessages:
         """Return the messages to the workers that were queued since the last call."""
@@ -334,6 +353,26 @@ class Consumer:
         # truncated was computed whole, so its states are past that token and cannot be used.
         return 0 if self._needs_exact_length and total >= request.num_prompt_tokens else total
 
+    def _begin_load(
+        self, request: Request, ticket: Ticket, blocks: KVCacheBlocks, tokens: int
+    ) -> None:
+        """Queue the load that fills a request's blocks.
+
+        Args:
+            request: vLLM's request.
+            ticket: The request's ticket.
+            blocks: The request's blocks.
+            tokens: How many tokens are to be loaded.
+        """
+        self._loads.append(self._load(request, ticket, blocks))
+        self._loading[request.request_id] = LoadingRequest(
+            request_id=request.request_id,
+            ticket=ticket,
+            tokens=tokens,
+            begun=time.time(),
+            headers=request.trace_headers,
+        )
+
     def _load(self, request: Request, ticket: Ticket, blocks: KVCacheBlocks) -> Load:
         """Return the load that fills a request's blocks.
 
@@ -362,11 +401,17 @@ class Consumer:
         siblings = SAMPLE.match(request_id) is not None
         return self._users.order(RequestId(request_id), siblings=siblings)
 
-    def _release_unused(self, request_id: str, ticket: Ticket) -> None:
+    def _release_unused(self, request_id: str, ticket: Ticket, why: str) -> None:
         """Queue a "done" to the producer for a request that loads nothing (``_release_only``).
 
         The producer keeps the pages if other requests may still load them.
+
+        Args:
+            request_id: vLLM's id of the request.
+            ticket: The request's ticket.
+            why: Why it loads nothing, for the log.
         """
+        self._reports.nothing_loaded(request_id, ticket, why)
         shared = self._shares(request_id)
         self._loads.append(self._release_only(request_id, ticket, shared=shared))
         self._users.over(RequestId(request_id), loaded=False)
@@ -399,12 +444,13 @@ def _media_hint(request: Request) -> str:
 
 
 def _log_refusal(request: Request, error: TicketError) -> None:
-    """Log that a request's ticket was refused, with the ticket's engine and the cause."""
-    peer = (request.kv_transfer_params or {}).get("remote_engine_id")
+    """Log that a request's ticket was refused, with the cause and what made the ticket."""
+    params = request.kv_transfer_params or {}
     logger.warning(
-        "request %s: ticket refused: %s (stage ticket, cause %s, of engine %s)",
+        "request %s: ticket refused: %s (stage ticket, cause %s, of engine %s, request %s)",
         on_one_line(request.request_id),
         with_remedy(error),
         error.reason,
-        on_one_line(str(peer), 64),
+        on_one_line(str(params.get("remote_engine_id")), 64),
+        on_one_line(str(params.get("remote_request_id")), MAX_ID_LOGGED),
     )

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
@@ -12,10 +13,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from kvferry.core.endpoint import Load
+from kvferry.core.lifecycle.holds import EndedHold
 from kvferry.core.lifecycle.reclamation import Silence
 from kvferry.core.lifecycle.scheduler_holds import HoldOrders
 from kvferry.core.lifecycle.ticket import Ticket
+from kvferry.core.metrics import LoadRecord
 from kvferry.integrations.vllm.adapter_loads import AdapterReport
+
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,12 +52,18 @@ class RankReport(KVConnectorWorkerMetadata):
             ``StepMetadata.asks_adapters`` was set for this step.
         failed: The requests whose load failed; empty where vLLM passes them on itself (see
             ``versions.FailedRequests``).
+        loads: The figures of the loads that succeeded in this step, by request; empty if nothing
+            is logged or traced by request.
+        ended: How holds ended in this step, by request, unless the scheduler half had ordered it.
+            If nothing is logged or traced by request, holds that were read are left out.
     """
 
     problems: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
     silent: Mapping[int, tuple[Silence, ...]] = field(default_factory=dict)
     adapters: AdapterReport = AdapterReport()  # noqa: RUF009 - frozen
     failed: frozenset[str] = frozenset()
+    loads: Mapping[str, LoadRecord] = field(default_factory=dict)
+    ended: Mapping[str, EndedHold] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> RankReport:
         """Return these reports merged with the reports of other ranks.
@@ -67,7 +78,19 @@ class RankReport(KVConnectorWorkerMetadata):
             silent={**self.silent, **other.silent},
             adapters=self.adapters.aggregate(other.adapters),
             failed=self.failed | other.failed,
+            loads=_combine(self.loads, other.loads, LoadRecord.combine),
+            ended=_combine(self.ended, other.ended, EndedHold.combine),
         )
+
+
+def _combine(
+    mine: Mapping[str, Value],
+    theirs: Mapping[str, Value],
+    together: Callable[[Value, Value], Value],
+) -> dict[str, Value]:
+    """Return two mappings as one; values of the same key are put together."""
+    both = {key: together(mine[key], theirs[key]) for key in mine.keys() & theirs.keys()}
+    return {**mine, **theirs, **both}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

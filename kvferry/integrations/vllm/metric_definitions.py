@@ -31,6 +31,32 @@ class NoTicket(enum.StrEnum):
     """The content of the request's LoRA adapter is not known, or not what the engine loaded."""
 
 
+class HoldOutcome(enum.StrEnum):
+    """What became of a request that another engine was to decode, and of the hold of its pages.
+
+    The values from ``READ`` to ``REVOKED`` are those of ``HoldEnd``.
+    """
+
+    MADE = "made"
+    """A ticket was made, so that the request's pages are held."""
+    READ = "read"
+    """A decode engine has read the pages, or needed none of them."""
+    ABANDONED = "abandoned"
+    """A decode engine gave the pages back unused: its load failed, or its client went away."""
+    EXPIRED = "expired"
+    """The lease ran out on at least one rank."""
+    EVICTED = "evicted"
+    """The hold was ended because more than ``max_held_fraction`` was held."""
+    ORPHANED = "orphaned"
+    """The hold was ended because requests waited for blocks, and no decode engine gave a sign of
+    life."""
+    REVOKED = "revoked"
+    """The hold was ended by a reset of the prefix cache, or because the engine had loaded another
+    LoRA adapter than the ticket's."""
+    REFUSED = "refused"
+    """No ticket was made; ``NoTicket`` has the reasons."""
+
+
 LOADS = Metric(
     name="loads",
     kind=MetricKind.COUNTER,
@@ -46,18 +72,11 @@ TOKENS = Metric(
     kind=MetricKind.COUNTER,
     text="Tokens whose KV cache was pulled from another engine.",
 )
-EVICTED = Metric(
-    name="evicted_holds",
+HOLDS = Metric(
+    name="holds",
     kind=MetricKind.COUNTER,
-    text="Holds that were given up because more than max_held_fraction was held.",
-)
-ORPHANED = Metric(
-    name="orphaned_holds",
-    kind=MetricKind.COUNTER,
-    text=(
-        "Holds that were given up because requests waited for blocks and no consumer gave a sign "
-        "of life."
-    ),
+    text="Holds of finished requests' pages that were made, or not, and how each ended.",
+    labels=("driver", "outcome"),
 )
 NO_TICKETS = Metric(
     name="tickets_not_made",
@@ -77,17 +96,7 @@ HELD_FRACTION = Metric(
     text="Blocks held for other engines, over those that may be held (max_held_fraction of all).",
 )
 
-METRICS = (
-    LOADS,
-    FAILED,
-    TOKENS,
-    EVICTED,
-    ORPHANED,
-    NO_TICKETS,
-    HELD,
-    HELD_FRACTION,
-    *endpoint_metrics.FIGURES,
-)
+METRICS = (LOADS, FAILED, TOKENS, HOLDS, NO_TICKETS, HELD, HELD_FRACTION, *endpoint_metrics.FIGURES)
 """All metrics. In Prometheus their names begin with ``vllm:kvferry_``."""
 BY_NAME = {metric.name: metric for metric in METRICS}
 """The metrics by name."""

@@ -17,7 +17,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 from kvferry.core.errors import TicketReason
 from kvferry.core.metrics import (
     BYTES,
-    EXPIRED,
     LATE,
     LOAD_SECONDS,
     PEERS_DOWN,
@@ -36,14 +35,14 @@ from kvferry.core.metrics import (
 from kvferry.integrations.vllm.config import Config
 from kvferry.integrations.vllm.metric_definitions import (
     BY_NAME,
-    EVICTED,
     FAILED,
     HELD,
+    HOLDS,
     LOADS,
     METRICS,
     NO_TICKETS,
-    ORPHANED,
     TOKENS,
+    HoldOutcome,
     NoTicket,
 )
 
@@ -59,6 +58,7 @@ SECONDS_BUCKETS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0,
 LABEL_VALUES = {
     STAGE_SECONDS: tuple(Stage),
     REFUSED: tuple(TicketReason),
+    HOLDS: tuple(HoldOutcome),
     NO_TICKETS: tuple(NoTicket),
 }
 """All values of the second label, for metrics whose label values are known in advance.
@@ -71,14 +71,18 @@ LOGGED_PROBLEMS = {
     FAILED: "failed",
     STALE: "stale reads",
     REFUSED: "refused tickets",
-    EXPIRED: "expired leases",
     LATE: "done after expiry",
-    EVICTED: "evicted holds",
-    ORPHANED: "orphaned holds",
     PEERS_DOWN: "peers down",
     QUARANTINED: "quarantined pages",
 }
 """Counts that the log line shows if they are not 0, and their names there."""
+
+LOGGED_OUTCOMES = {
+    HoldOutcome.EXPIRED: "expired leases",
+    HoldOutcome.EVICTED: "evicted holds",
+    HoldOutcome.ORPHANED: "orphaned holds",
+}
+"""Outcomes of holds that the log line shows likewise."""
 
 
 class FerryStats(KVConnectorStats):
@@ -117,6 +121,9 @@ class FerryStats(KVConnectorStats):
         if HELD.name in self.data:
             line["held pages"] = int(self._total(HELD))
         problems = {name: int(self._total(metric)) for metric, name in LOGGED_PROBLEMS.items()}
+        for (_, outcome), count in flat(HOLDS, self.data):
+            if outcome in LOGGED_OUTCOMES:
+                problems[LOGGED_OUTCOMES[HoldOutcome(outcome)]] = int(count)
         return line | {name: count for name, count in problems.items() if count}
 
     def is_empty(self) -> bool:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvferry.core.error_causes import on_one_line
 from kvferry.core.layout import HOLE
-from kvferry.core.lifecycle.holds import Hold, RequestId
+from kvferry.core.lifecycle.holds import EndedHold, Hold, HoldEnd, RequestId
 from kvferry.core.lifecycle.reclamation import BlockPressure, Silence
 from kvferry.core.lifecycle.scheduler_holds import HoldOrders, SchedulerHolds
 from kvferry.core.metrics import Metrics
@@ -23,14 +23,15 @@ from kvferry.core.security import TicketKey, TicketSecrets
 from kvferry.integrations.vllm.adapter_files import AdapterError
 from kvferry.integrations.vllm.cache_groups import CacheGroup
 from kvferry.integrations.vllm.metric_definitions import (
-    EVICTED,
     HELD,
     HELD_FRACTION,
+    HOLDS,
     NO_TICKETS,
-    ORPHANED,
+    HoldOutcome,
     NoTicket,
 )
 from kvferry.integrations.vllm.prompts import cuts_media, prompt_digest, truncate_prompt
+from kvferry.integrations.vllm.request_reports import HeldRequest, RequestReports
 from kvferry.integrations.vllm.ticket_params import ParallelSizes, TicketParams
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ class Producer:
 
     Args:
         groups: The engine's cache groups that are transferred.
-        metrics: Counts tickets that were not made and holds that were given up.
+        metrics: Counts tickets that were not made, and holds by how they ended.
         slots: How many requests can be held at once; the engine's number of blocks.
         lease: Seconds for which a ticket's pages are held unless the consumer renews the lease.
         backoff: How many tokens at a prompt's end are left to the consumer; see
@@ -79,6 +80,7 @@ class Producer:
         clock: Returns monotonic seconds.
         ticket_key: The key that proves that this engine made a ticket; ``None`` leaves out the
             proof.
+        reports: Logs how each request's hold ended.
     """
 
     def __init__(
@@ -97,8 +99,12 @@ class Producer:
         clock: Callable[[], float] = time.monotonic,
         ticket_key: TicketKey | None = None,
         adapter_content: Callable[[Request], bytes | None] = lambda request: None,
+        reports: RequestReports | None = None,
     ) -> None:
         self._adapter_content = adapter_content
+        self._reports = reports or RequestReports()
+        # Requests with a ticket that not all workers have reported as sent.
+        self._held: dict[str, HeldRequest] = {}
         self._groups = groups
         self._metrics = metrics
         self._needs_exact_length = any(group.needs_exact_length for group in groups)
@@ -179,7 +185,7 @@ class Producer:
         tokens = self._ticket_tokens(request)
         makes_ticket = tokens and self._is_handed_over(request)
         digest = self._ticket_digest(request, tokens) if makes_ticket else None
-        hold = self._ticket_hold(request, block_ids) if digest is not None else None
+        hold = self._ticket_hold(request, tokens, block_ids) if digest is not None else None
         if hold is None or digest is None:
             self._holds.drop(request_id)
             return None
@@ -231,13 +237,16 @@ class Producer:
             self._no_ticket(request, NoTicket.ADAPTER, str(exc))
             return None
 
-    def _ticket_hold(self, request: Request, block_ids: Sequence[Sequence[int]]) -> Hold | None:
+    def _ticket_hold(
+        self, request: Request, tokens: int, block_ids: Sequence[Sequence[int]]
+    ) -> Hold | None:
         """Return the hold for the ticket of a request that ended, and count the request's blocks.
 
         They count against ``max_held``; if that is exceeded, the oldest holds are ended.
 
         Args:
             request: vLLM's request.
+            tokens: How many tokens the ticket covers.
             block_ids: The ids of the request's blocks, one list per cache group of vLLM.
 
         Returns:
@@ -251,7 +260,17 @@ class Producer:
                 f"it has {len(blocks)} blocks, and {self._max_held} may be held: set a larger "
                 "max_held_fraction, or decode it here",
             )
-        return self._holds.ticket(RequestId(request.request_id), self._lease, blocks)
+        hold = self._holds.ticket(RequestId(request.request_id), self._lease, blocks)
+        if hold is not None:
+            self._metrics.add(HOLDS, outcome=HoldOutcome.MADE.value)
+            self._held[request.request_id] = HeldRequest(
+                request_id=request.request_id,
+                tokens=tokens,
+                blocks=len(blocks),
+                made=self._clock(),
+                headers=request.trace_headers,
+            )
+        return hold
 
     def _no_ticket(self, request: Request, reason: NoTicket, why: str) -> None:
         """Count and log that a request gets no ticket.
@@ -262,6 +281,7 @@ class Producer:
             why: The cause and the remedy, for the log.
         """
         self._metrics.add(NO_TICKETS, reason=reason.value)
+        self._metrics.add(HOLDS, outcome=HoldOutcome.REFUSED.value)
         if reason in LOGGED_ONCE & self._logged_reasons:
             return
         self._logged_reasons.add(reason)
@@ -353,6 +373,16 @@ class Producer:
         scored: bool = request.skip_reading_prefix_cache
         return scored and request.num_prompt_tokens > self._backoff
 
+    def holds_ended(self, ended: Mapping[str, EndedHold]) -> None:
+        """Record how ranks have ended holds, for ``sends_finished``.
+
+        Args:
+            ended: How the hold of each request ended on the ranks that report it in this step.
+        """
+        for request_id, hold in ended.items():
+            if (held := self._held.get(request_id)) is not None:
+                held.ended = hold if held.ended is None else held.ended.combine(hold)
+
     def sends_finished(self, request_ids: Sequence[str]) -> None:
         """Free the hold's slot of each request that all workers have reported as sent.
 
@@ -360,7 +390,23 @@ class Producer:
             request_ids: vLLM's ids of the requests.
         """
         for request_id in request_ids:
-            self._holds.sent(RequestId(request_id))
+            given_up = self._holds.sent(RequestId(request_id))
+            if (held := self._held.pop(request_id, None)) is not None:
+                self._report_ended(held, given_up)
+
+    def _report_ended(self, held: HeldRequest, given_up: HoldEnd | None) -> None:
+        """Count and log how the hold of a request ended.
+
+        If no rank has reported that, the pages were read: ranks may leave out this usual end.
+
+        Args:
+            held: The request.
+            given_up: Why its ticket was given up; ``None`` if it was not.
+        """
+        found = held.ended.end if held.ended is not None else None
+        end = given_up or found or HoldEnd.READ
+        self._metrics.add(HOLDS, outcome=HoldOutcome(end.value).value)
+        self._reports.hold_ended(held, end, self._clock() - held.made)
 
     def reset(self) -> None:
         """End every hold that a ticket names: pages of these tickets can no longer be loaded.
@@ -370,14 +416,13 @@ class Producer:
         self._holds.reset()
 
     def update_metrics(self) -> None:
-        """Set the metrics of held blocks, and count and log the holds evicted since the last call.
+        """Set the metrics of held blocks, and log the holds evicted since the last call.
 
         While more than ``max_held`` blocks are held, the oldest hold is ended (evicted).
         """
         self._metrics.set(HELD, self._holds.held_pages)
         self._metrics.set(HELD_FRACTION, self._holds.held_pages / self._may_hold)
         for request_id in self._holds.take_evicted():
-            self._metrics.add(EVICTED)
             logger.warning(
                 "request %s: its ticket was given up before it was used (stage held, cause "
                 "evicted): more than %s blocks were held for other engines; decode requests "
@@ -463,10 +508,9 @@ class Producer:
             self._pressure.answered(reports)
 
     def _report_given_up(self, holds: Sequence[Silence]) -> None:
-        """Count and log the silent holds that were given up because requests waited for blocks."""
+        """Log the silent holds that were given up because requests waited for blocks."""
         if not holds:
             return
-        self._metrics.add(ORPHANED, len(holds))
         engines = sorted({engine for each in holds for engine in each.engines})
         logger.warning(
             "the pages of %d requests were given back before anybody read them, since other "

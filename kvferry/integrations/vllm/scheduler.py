@@ -26,6 +26,7 @@ from kvferry.integrations.vllm.metrics import FerryStats
 from kvferry.integrations.vllm.producer import Producer
 from kvferry.integrations.vllm.prompts import prefill_backoff
 from kvferry.integrations.vllm.rank_position import parallel_sizes
+from kvferry.integrations.vllm.request_reports import RequestReports
 from kvferry.integrations.vllm.security import (
     read_security_settings,
     warn_of_open_access,
@@ -37,6 +38,7 @@ from kvferry.integrations.vllm.side_channel import (
     report_loopback,
     serve,
 )
+from kvferry.integrations.vllm.tracing import RequestSpans, is_traced
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -88,6 +90,10 @@ class FerryScheduler:
         self._unchecked: set[str] = set()
         self._load_blocks = versions.LoadBlocks()
         self._failed_requests = versions.FailedRequests()
+        reports = RequestReports(
+            log=self._config.log_requests,
+            spans=RequestSpans() if is_traced(vllm_config) else None,
+        )
         self._producer = Producer(
             groups,
             metrics=self._metrics,
@@ -101,6 +107,7 @@ class FerryScheduler:
             hands_over=transfer.is_kv_producer,
             ticket_key=self._ticket_key,
             adapter_content=self._adapters.content,
+            reports=reports,
         )
         self._consumer = Consumer(
             groups,
@@ -112,6 +119,7 @@ class FerryScheduler:
             security=self._security,
             adapter_content=self._adapters.content,
             lora_enabled=vllm_config.lora_config is not None,
+            reports=reports,
         )
         self._serving = EngineSideChannel(
             engine=transfer.engine_id,
@@ -279,8 +287,11 @@ class FerryScheduler:
         Args:
             output: The reports of all workers, merged by vLLM.
         """
-        self._producer.sends_finished(output.finished_sending or ())
         report = output.kv_connector_worker_meta
+        if isinstance(report, RankReport):
+            self._producer.holds_ended(report.ended)
+            self._consumer.loads_reported(report.loads)
+        self._producer.sends_finished(output.finished_sending or ())
         adapters = report.adapters if isinstance(report, RankReport) else AdapterReport()
         self._producer.revoke(self._adapters.reported(adapters))
         if isinstance(report, RankReport):

@@ -12,10 +12,11 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from kvferry.core import messages as wire
-from kvferry.core.endpoint import Endpoint, EndpointOptions
+from kvferry.core.endpoint import Endpoint, EndpointOptions, Results
 from kvferry.core.errors import TicketError
-from kvferry.core.lifecycle.holds import Hold, Incarnation, RequestId
+from kvferry.core.lifecycle.holds import EndedHold, Hold, HoldEnd, Incarnation, RequestId
 from kvferry.core.lifecycle.scheduler_holds import HoldOrders
+from kvferry.core.metrics import LoadRecord
 from kvferry.core.security import SourceWatcher
 from kvferry.integrations.vllm import config as configuration
 from kvferry.integrations.vllm import support, versions
@@ -31,6 +32,7 @@ from kvferry.integrations.vllm.rank_position import (
     shared_incarnation,
 )
 from kvferry.integrations.vllm.security import read_security_settings, watch_security_files
+from kvferry.integrations.vllm.tracing import is_traced
 from kvferry.integrations.vllm.transport import make_transport
 from kvferry.integrations.vllm.zeroing import zero_function
 
@@ -62,6 +64,8 @@ class FerryWorker:
             Called in steps in which tickets are made or loads start.
         drain: Seconds that ``close`` waits at most for other engines to read the held pages.
         security_files: Reads the keys of this rank's peers again; closed with the endpoint.
+        follows: Whether requests are followed in the log or in traces, so that the scheduler half
+            needs the figures of each load and hold.
     """
 
     def __init__(
@@ -70,9 +74,15 @@ class FerryWorker:
         mark_work: Callable[[], Callable[[], bool] | None],
         drain: float = 0.0,
         security_files: SourceWatcher | None = None,
+        *,
+        follows: bool = False,
     ) -> None:
         self._endpoint = endpoint
         self._security_files = security_files
+        self._follows = follows
+        # For the next report.
+        self._loads: dict[str, LoadRecord] = {}
+        self._ended: dict[str, EndedHold] = {}
         self._drain = drain
         self._mark_work = mark_work
         self._idle = False
@@ -137,7 +147,8 @@ class FerryWorker:
         files = watch_security_files(
             config, security, who=f"rank {endpoint.payload.rank}", is_worker=True
         )
-        return cls(endpoint, work_marker(device), config.drain_timeout, files)
+        follows = config.log_requests or is_traced(vllm_config)
+        return cls(endpoint, work_marker(device), config.drain_timeout, files, follows=follows)
 
     def apply(self, step: StepMetadata) -> None:
         """Pass the scheduler's messages of this step on to the endpoint. Never blocks.
@@ -176,9 +187,25 @@ class FerryWorker:
         if self._idle and (self._endpoint.pending or self._problems):
             self._endpoint.wait(IDLE_SECONDS)
         results = self._endpoint.results()
+        self._collect(results)
         return versions.transfer_results(
             sent=set(results.sent), received=set(results.received), failed=set(results.failed)
         )
+
+    def _collect(self, results: Results) -> None:
+        """Keep the figures of loads, and how holds ended, for the next report.
+
+        Args:
+            results: The endpoint's results.
+        """
+        usual = () if self._follows else (HoldEnd.READ,)
+        for hold in results.ended:
+            if hold.end is not None and hold.end not in usual:
+                self._ended[hold.request] = hold
+        if self._follows:
+            for record in results.loads:
+                if record.reads and record.error is None:
+                    self._loads[record.request] = record
 
     def take_stats(self) -> FerryStats | None:
         """Return the metrics counted since the last call, or ``None`` if there are none."""
@@ -186,20 +213,24 @@ class FerryWorker:
         return FerryStats(data=data) if data else None
 
     def take_report(self) -> RankReport | None:
-        """Return this rank's problems if they changed, and its silent holds if asked for.
+        """Return what this rank has to report of this step; ``None`` if it is nothing.
 
-        A silent hold is one whose consumer seems to be gone. The scheduler half asks for silent
-        holds by ``StepMetadata.asks_silent``. ``None`` if the problems are the same as at the last
-        call, and silent holds were not asked for.
+        That is its problems if they changed, the loads and holds that ended, and its silent holds
+        if the scheduler half asks for them by ``StepMetadata.asks_silent``. A silent hold is one
+        whose consumer seems to be gone.
         """
         rank, problems = self._endpoint.payload.rank, self._endpoint.problems
         changed, asked = problems != self._problems, self._asks_silent
         self._problems, self._asks_silent = problems, False
-        if not changed and not asked:
+        loads, self._loads = self._loads, {}
+        ended, self._ended = self._ended, {}
+        if not (changed or asked or loads or ended):
             return None
         return RankReport(
             problems={rank: problems} if changed else {},
             silent={rank: tuple(self._endpoint.silent())} if asked else {},
+            loads=loads,
+            ended=ended,
         )
 
     def close(self) -> None:

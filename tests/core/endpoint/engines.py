@@ -18,7 +18,7 @@ from kvferry.core.errors import KVFerryError
 from kvferry.core.handshake import HandshakeServer
 from kvferry.core.layout import Field, Group, GroupKind, Layout, axis
 from kvferry.core.lifecycle.digest import digest
-from kvferry.core.lifecycle.holds import RequestId, random_incarnation
+from kvferry.core.lifecycle.holds import EndedHold, RequestId, random_incarnation
 from kvferry.core.lifecycle.scheduler_holds import SchedulerHolds
 from kvferry.core.lifecycle.ticket import Ticket
 from kvferry.core.memory import CPU, region_of
@@ -180,11 +180,17 @@ class Engine:
             failed.update(results.failed)
         return Results(received=frozenset({RequestId(request)}), failed=failed)
 
-    def released(self, request: str) -> None:
-        """Wait until every rank has reported the request sent; tell the scheduler's holds."""
+    def released(self, request: str) -> list[EndedHold]:
+        """Wait until every rank has reported the request sent; tell the scheduler's holds.
+
+        Returns how its hold ended on each rank.
+        """
+        ended: list[EndedHold] = []
         for rank in self.ranks:
-            until(rank.endpoint, lambda r: RequestId(request) in r.sent)
+            results = until(rank.endpoint, lambda r: RequestId(request) in r.sent)
+            ended += [each for each in results.ended if each.request == request]
         self.scheduler_holds.sent(RequestId(request))
+        return ended
 
 
 class Clock:

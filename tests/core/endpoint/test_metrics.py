@@ -11,12 +11,11 @@ import pytest
 from kvferry.core.endpoint import EndpointOptions
 from kvferry.core.errors import TransportError
 from kvferry.core.handshake import HandshakeServer
-from kvferry.core.lifecycle.holds import RequestId, random_incarnation
+from kvferry.core.lifecycle.holds import HoldEnd, RequestId, random_incarnation
 from kvferry.core.messages import encode
 from kvferry.core.metrics import (
     BYTES,
     COPIES,
-    EXPIRED,
     FAILURES,
     IGNORED,
     LATE,
@@ -104,8 +103,8 @@ def test_an_expired_lease_and_the_late_read_are_counted() -> None:
         producer, consumer = MetricTotals(prefill), MetricTotals(decode)
         ticket = prefill.serve("p-1", [1], 4)
         clock.skip(31.0)
-        prefill.released("p-1")
-        assert producer.of(EXPIRED) == {(): 2}, "each rank counts its own lease"
+        ended = prefill.released("p-1")
+        assert [each.end for each in ended] == [HoldEnd.EXPIRED] * 2, "each rank has its own lease"
         decode.pull("d-1", ticket, [2])
         assert decode.outcome("d-1").failed
         assert consumer.of(FAILURES) == {("prefill", "fence", "stale"): 1}
@@ -295,9 +294,9 @@ def test_a_failed_load_is_logged_in_one_line(caplog: pytest.LogCaptureFixture) -
         port = prefill.server.port
     [line] = [r.getMessage() for r in caplog.records if "d-1" in r.getMessage()]
     assert line == (
-        f"request d-1: not loaded from engine prefill at 127.0.0.1 port {port} (stage handshake, "
-        "cause ticket): group 0 names block 99; the producer has 16 (prefill again, and let the "
-        "router pass kv_transfer_params on as they are)"
+        f"request d-1: not loaded from request p-1 of engine prefill at 127.0.0.1 port {port} "
+        "(stage handshake, cause ticket): group 0 names block 99; the producer has 16 (prefill "
+        "again, and let the router pass kv_transfer_params on as they are)"
     )
 
 

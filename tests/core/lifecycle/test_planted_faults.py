@@ -116,9 +116,10 @@ class RanksNotDistinct(WorkerHolds):
 
     def release(self, message: Release) -> NoteOutcome:
         held = self._held.get(message.slot)
-        if held is not None and message.rank in held.readers.get(message.engine, ()):
-            held.readers[message.engine].add(1000 + len(held.readers[message.engine]))
-            if len(held.readers[message.engine]) >= message.expected:
+        reader = held.readers.get(message.engine) if held is not None else None
+        if held is not None and reader is not None and message.rank in reader.ranks:
+            reader.ranks.add(1000 + len(reader.ranks))
+            if len(reader.ranks) >= message.expected:
                 self._over(held)
         return super().release(message)
 

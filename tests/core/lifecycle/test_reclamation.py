@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvferry.core.lifecycle import worker_holds as module
-from kvferry.core.lifecycle.holds import Hold, Incarnation, RequestId
+from kvferry.core.lifecycle.holds import Hold, HoldEnd, Incarnation, RequestId
 from kvferry.core.lifecycle.reclamation import (
     ASK_SECONDS,
     GONE_SECONDS,
@@ -236,6 +236,8 @@ def test_as_many_holds_are_given_up_as_needed() -> None:
         harness.scheduler_holds.held,
     ) == (12, 6, 8)
     assert harness.scheduler_holds.take_evicted() == []
+    assert harness.scheduler_holds.sent(silent[0].request) is HoldEnd.ORPHANED
+    assert harness.scheduler_holds.sent(silent[2].request) is None
 
 
 def test_holds_that_were_given_up_sent_or_replaced_are_not_given_up() -> None:

@@ -6,7 +6,7 @@ import pickle
 
 import pytest
 
-from kvferry.core.lifecycle.holds import Hold, RequestId
+from kvferry.core.lifecycle.holds import Hold, HoldEnd, RequestId
 from kvferry.core.lifecycle.scheduler_holds import HoldOrders, SchedulerHolds
 
 A, B, C = (RequestId(name) for name in "abc")
@@ -172,8 +172,8 @@ def test_an_evicted_request_that_is_sent_later_counts_once() -> None:
     harness.hold("a", 1, 2)
     harness.hold("b", 3, 4)
     harness.hold("c", 5, 6)
-    harness.scheduler_holds.sent(RequestId("a"))
-    harness.scheduler_holds.sent(RequestId("b"))
+    assert harness.scheduler_holds.sent(RequestId("a")) is HoldEnd.EVICTED
+    assert harness.scheduler_holds.sent(RequestId("b")) is None
     harness.hold("d", 7, 8)
     assert harness.scheduler_holds.take_evicted() == ["a"]
 
@@ -191,7 +191,7 @@ def test_a_revoked_ticket_ends_its_hold_in_the_same_orders() -> None:
     assert (orders.ready, orders.ends) == (((hold, 30.0),), (hold,))
     assert (scheduler_holds.held_pages, scheduler_holds.held) == (0, 1)
     assert scheduler_holds.take_evicted() == []
-    scheduler_holds.sent(A)
+    assert scheduler_holds.sent(A) is HoldEnd.REVOKED
     assert scheduler_holds.held == 0
 
 
@@ -204,6 +204,16 @@ def test_holds_that_a_reset_ended_are_not_evicted() -> None:
     harness.hold("c", 5, 6)
     assert harness.scheduler_holds.take_evicted() == []
     assert not harness.ends()
+    assert harness.scheduler_holds.sent(RequestId("a")) is HoldEnd.REVOKED
+
+
+def test_the_first_reason_counts_for_a_ticket_that_a_reset_gives_up_again() -> None:
+    harness = LimitedHarness()
+    harness.hold("a", 1, 2, 3)
+    harness.hold("b", 4, 5)
+    harness.scheduler_holds.reset()
+    assert harness.scheduler_holds.sent(RequestId("a")) is HoldEnd.EVICTED
+    assert harness.scheduler_holds.sent(RequestId("b")) is HoldEnd.REVOKED
 
 
 def test_pages_that_several_requests_share_count_once() -> None:

@@ -6,7 +6,14 @@ from typing import Any
 
 import pytest
 
-from kvferry.core.lifecycle.holds import NOTHING, Hold, Incarnation, RequestId
+from kvferry.core.lifecycle.holds import (
+    NOTHING,
+    EndedHold,
+    Hold,
+    HoldEnd,
+    Incarnation,
+    RequestId,
+)
 from kvferry.core.lifecycle.scheduler_holds import HoldOrders
 from kvferry.core.lifecycle.worker_holds import MAX_READERS, NoteOutcome, WorkerHolds
 from kvferry.core.messages import Release, Renewal
@@ -63,6 +70,60 @@ def test_the_slot_word_follows_the_state_of_the_request() -> None:
     assert harness.is_over
     assert harness.worker_holds.take_sent() == [A]
     assert harness.worker_holds.take_sent() == []
+
+
+def test_a_hold_that_all_ranks_of_a_consumer_have_read_ended_as_read() -> None:
+    harness = WorkerHoldsHarness()
+    harness.release(rank=0, expected=2)
+    assert harness.worker_holds.take_ended() == []
+    harness.release(rank=1, expected=2)
+    assert harness.worker_holds.take_ended() == [EndedHold(request=A, end=HoldEnd.READ, engine="d")]
+
+
+def test_a_hold_that_one_rank_of_a_consumer_abandoned_ended_as_abandoned() -> None:
+    harness = WorkerHoldsHarness()
+    harness.release(rank=0, expected=2, abandoned=True)
+    harness.release(rank=1, expected=2)
+    assert harness.worker_holds.take_ended() == [
+        EndedHold(request=A, end=HoldEnd.ABANDONED, engine="d")
+    ]
+
+
+def test_the_consumer_that_reads_everything_says_how_a_hold_ended() -> None:
+    harness = WorkerHoldsHarness()
+    harness.release(rank=0, expected=2, engine="gone", abandoned=True)
+    harness.release(engine="d")
+    assert harness.worker_holds.take_ended() == [EndedHold(request=A, end=HoldEnd.READ, engine="d")]
+
+
+def test_a_hold_whose_lease_ran_out_ended_as_expired() -> None:
+    harness = WorkerHoldsHarness()
+    harness.worker_holds.expire(1e9)
+    assert harness.worker_holds.take_ended() == [EndedHold(request=A, end=HoldEnd.EXPIRED)]
+
+
+def test_a_hold_that_the_scheduler_ended_has_no_end_of_its_own() -> None:
+    harness = WorkerHoldsHarness()
+    harness.worker_holds.end(HOLD)
+    assert harness.worker_holds.take_ended() == [EndedHold(request=A)]
+
+
+@pytest.mark.parametrize(
+    ("ends", "worst"),
+    [
+        ((HoldEnd.READ, HoldEnd.READ), HoldEnd.READ),
+        ((HoldEnd.READ, HoldEnd.ABANDONED), HoldEnd.ABANDONED),
+        ((HoldEnd.EXPIRED, HoldEnd.ABANDONED, HoldEnd.READ), HoldEnd.EXPIRED),
+        ((None, HoldEnd.READ), HoldEnd.READ),
+    ],
+)
+def test_the_worst_end_counts_for_all_ranks(
+    ends: tuple[HoldEnd | None, ...], worst: HoldEnd
+) -> None:
+    first, *others = (EndedHold(request=A, end=end) for end in ends)
+    for other in others:
+        first = other.combine(first)
+    assert first.end is worst
 
 
 def test_a_hold_without_a_ticket_never_becomes_ready() -> None:

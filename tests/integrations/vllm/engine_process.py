@@ -87,6 +87,7 @@ class Server:
             extra = {"kv_transfer_params": request.params} if request.params is not None else None
             options: dict[str, Any] = {"temperature": 0, **request.options}
             lora = options.pop("lora", None)
+            trace_headers = options.pop("trace_headers", None)
             if "n" in options:  # all samples are told together, when the last one has ended
                 options["output_kind"] = RequestOutputKind.FINAL_ONLY
             sampling = SamplingParams(
@@ -97,6 +98,7 @@ class Server:
                 {"prompt_token_ids": request.prompt},
                 sampling,
                 lora_request=LoRARequest(**lora) if lora else None,
+                trace_headers=trace_headers,
             )
 
     def abort(self, request_id: str) -> None:

@@ -12,7 +12,7 @@ def counted(seed: int = 0) -> dict[str, Any]:
 
     from kvferry.core.errors import StaleError
     from kvferry.core.metrics import PEERS_DOWN, PEERS_UP, REFUSED, LoadRecord, Metrics, Stage
-    from kvferry.integrations.vllm.metric_definitions import HELD, LOADS, TOKENS
+    from kvferry.integrations.vllm.metric_definitions import HELD, HOLDS, LOADS, TOKENS
     from kvferry.integrations.vllm.metrics import FerryStats
 
     def rank(index: int) -> FerryStats:
@@ -50,6 +50,8 @@ def counted(seed: int = 0) -> dict[str, Any]:
     scheduler.add(TOKENS, 9)
     scheduler.add(REFUSED, reason="prompt")
     scheduler.set(HELD, 7)
+    scheduler.add(HOLDS, 4, outcome="read")
+    scheduler.add(HOLDS, 2, outcome="evicted")
     total = rank(0).aggregate(rank(1)).aggregate(FerryStats(data=scheduler.take() or {}))
     sent: dict[str, Any] = msgpack.decode(msgpack.encode(total.to_dict()))
     return sent

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 
 from kvferry.integrations.vllm import dynamo
-from kvferry.integrations.vllm.plugin import NAME
+from kvferry.integrations.vllm.transfer_config import NAME
 from tests.integrations.vllm.engines import PREFILL, ROOT
 
 WHEEL = ROOT / ".cache" / "dynamo" / "ai_dynamo-1.6.1-py3-none-any.whl"

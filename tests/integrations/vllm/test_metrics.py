@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 def test_the_log_line_is_short_and_says_what_is_wrong(reference: Engine) -> None:
     assert reference.run(metering.logged, [0, 0, 0]) == [
         "KV Transfer metrics: loads=3, tokens=27, MB=0.018, average ms=2.0, longest ms=2.0, "
-        "held pages=7, stale reads=6, refused tickets=3, peers down=1"
+        "held pages=7, stale reads=6, refused tickets=3, peers down=1, evicted holds=6"
     ]
 
 
@@ -34,6 +34,7 @@ def test_metrics_add_up_over_ranks_and_steps(reference: Engine) -> None:
     assert after[seconds] == pytest.approx(0.0044)
     assert after['peers_up{driver="nixl",rank="1"}'] == 2, "the later one counts"
     assert after['held_pages{driver="nixl"}'] == 7
+    assert after['holds_total{driver="nixl",outcome="evicted"}'] == 4
     assert start['loads_total{driver="nixl"}'] == 0
 
 
@@ -43,7 +44,7 @@ def test_what_may_never_happen_is_0_from_the_start(reference: Engine) -> None:
     assert set(start.values()) == {0}
     assert 'refused_tickets_total{driver="nixl",reason="signature"}' in start
     assert 'done_after_expiry_total{driver="nixl"}' in start
-    assert 'expired_leases_total{driver="nixl"}' in start
+    assert 'holds_total{driver="nixl",outcome="expired"}' in start
 
 
 def test_peers_are_bounded(reference: Engine) -> None:

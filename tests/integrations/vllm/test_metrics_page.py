@@ -20,7 +20,8 @@ from kvferry.core.metrics import (
     Stage,
 )
 from kvferry.integrations.vllm.metric_definitions import METRICS as DEFINED
-from kvferry.integrations.vllm.metric_definitions import NoTicket
+from kvferry.integrations.vllm.metric_definitions import HoldOutcome, NoTicket
+from kvferry.integrations.vllm.tracing import PREFIX
 
 PAGE = (Path(__file__).parents[3] / "docs" / "metrics.md").read_text()
 
@@ -34,7 +35,7 @@ def tables() -> list[list[list[str]]]:
     ]
 
 
-METRICS, STAGES, CAUSES, REASONS, NOT_MADE = tables()
+METRICS, OUTCOMES, STAGES, CAUSES, REASONS, NOT_MADE, SPANS = tables()
 
 
 def test_every_metric_is_there_as_the_code_has_it() -> None:
@@ -53,11 +54,23 @@ def test_every_metric_is_there_as_the_code_has_it() -> None:
 
 @pytest.mark.parametrize(
     ("table", "words"),
-    [(STAGES, Stage), (CAUSES, Cause), (REASONS, TicketReason), (NOT_MADE, NoTicket)],
+    [
+        (OUTCOMES, HoldOutcome),
+        (STAGES, Stage),
+        (CAUSES, Cause),
+        (REASONS, TicketReason),
+        (NOT_MADE, NoTicket),
+    ],
 )
 def test_every_word_is_explained(table: list[list[str]], words: type[enum.StrEnum]) -> None:
     assert [row[0] for row in table] == [word.value for word in words]
     assert all(all(row) for row in table)
+
+
+def test_every_span_is_named() -> None:
+    stages = ", ".join(f"`{PREFIX}{stage}`" for stage in Stage)
+    assert [row[0] for row in SPANS] == [f"`{PREFIX}load`", stages, f"`{PREFIX}hold`"]
+    assert all(all(row) for row in SPANS)
 
 
 def test_numbers_and_names_are_those_of_the_code() -> None:

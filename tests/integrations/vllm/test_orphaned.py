@@ -46,7 +46,7 @@ def prompts(count: int, first: int = 0) -> list[list[int]]:
 def orphaned(engine: Engine) -> float:
     """How many holds were given up, by the engine's metric."""
     samples: dict[str, float] = engine.run(probes.exposed)
-    return samples['orphaned_holds_total{driver="loopback"}']
+    return samples['holds_total{driver="loopback",outcome="orphaned"}']
 
 
 def test_tickets_that_nobody_uses_make_room(reference: Engine, small: Engine) -> None:

@@ -62,6 +62,7 @@ def configured(
         cache_config=SimpleNamespace(enable_prefix_caching=True),
         speculative_config=object() if drafts else None,
         lora_config=None,
+        observability_config=SimpleNamespace(otlp_traces_endpoint=None),
         num_prefill_lookahead_tokens=lookahead,
     )
 
@@ -344,7 +345,8 @@ class TestProducing:
         assert not half.has_pending_block_frees()
         assert half.build_step(OUTPUT).orders.ends == (hold,)
         assert half.has_pending_block_frees()
-        assert half.take_stats().data["orphaned_holds"] == {"loopback": 1}
+        half.worker_output(heard(vllm, sending={"r"}))
+        assert half.take_stats().data["holds"] == {"loopback": {"made": 1, "orphaned": 1}}
 
     def test_a_request_that_is_given_blocks_asks_nobody(self, vllm: Any, make: Any) -> None:
         half = make()

@@ -10,11 +10,13 @@ from unittest.mock import MagicMock, call
 import pytest
 
 from kvferry.core import messages as wire
-from kvferry.core.endpoint import Load
-from kvferry.core.lifecycle.holds import Hold, RequestId
+from kvferry.core.endpoint import Load, Results
+from kvferry.core.errors import StaleError
+from kvferry.core.lifecycle.holds import EndedHold, Hold, HoldEnd, RequestId
 from kvferry.core.lifecycle.reclamation import Silence
 from kvferry.core.lifecycle.scheduler_holds import HoldOrders
 from kvferry.core.lifecycle.ticket import Ticket
+from kvferry.core.metrics import LoadRecord
 from tests.core.messages import payload
 from tests.integrations.vllm import without_vllm
 
@@ -53,6 +55,19 @@ def ticket() -> Ticket:
 
 def load(name: str) -> Load:
     return Load(request=RequestId(name), ticket=ticket(), ranges=(None,), local=())
+
+
+def requests(*names: str) -> frozenset[RequestId]:
+    return frozenset(map(RequestId, names))
+
+
+def record(name: str, **figures: Any) -> LoadRecord:
+    values: dict[str, Any] = {"engine": "prefill", "reads": True, "tokens": 4, "copies": 2}
+    return LoadRecord(request=name, **(values | {"nbytes": 100, "seconds": 0.5} | figures))
+
+
+def ended(name: str, end: HoldEnd | None, engine: str = "") -> EndedHold:
+    return EndedHold(request=RequestId(name), end=end, engine=engine)
 
 
 READY = HoldOrders(ready=((HOLD, 30.0),))
@@ -122,8 +137,8 @@ def test_the_device_is_marked_only_for_what_waits_for_it(
 
 
 def test_what_is_over_is_passed_on(half: Any, endpoint: MagicMock) -> None:
-    endpoint.results.return_value = SimpleNamespace(
-        sent=frozenset({"a"}), received=frozenset({"b", "c"}), failed={"c": KeyError()}
+    endpoint.results.return_value = Results(
+        sent=requests("a"), received=requests("b", "c"), failed={RequestId("c"): StaleError("late")}
     )
     results = half.FerryWorker(endpoint, lambda: None).results()
     assert results.finished_sending == {"a"}
@@ -148,6 +163,22 @@ def test_health_is_told_when_it_changes(half: Any, endpoint: MagicMock) -> None:
     assert worker.take_report() is None
     endpoint.problems = ()
     assert worker.take_report() == half.RankReport(problems={endpoint.payload.rank: ()})
+
+
+@pytest.mark.parametrize("follows", [True, False])
+def test_what_ended_is_told_once(half: Any, endpoint: MagicMock, follows: bool) -> None:
+    """Where nothing is logged by request, only holds that ended in an unusual way are."""
+    read, expired = ended("b", HoldEnd.READ, "decode"), ended("c", HoldEnd.EXPIRED)
+    endpoint.results.return_value = Results(
+        ended=(ended("a", None), read, expired),
+        loads=(record("d"), record("e", reads=False), record("f", error=StaleError("late"))),
+    )
+    worker = half.FerryWorker(endpoint, lambda: None, follows=follows)
+    worker.results()
+    report = worker.take_report()
+    assert report.ended == ({"b": read} if follows else {}) | {"c": expired}
+    assert report.loads == ({"d": record("d")} if follows else {})
+    assert worker.take_report() is None
 
 
 @pytest.mark.parametrize("silent", [[SILENCE], []])
@@ -175,6 +206,20 @@ def test_reports_of_ranks_are_put_together(half: Any) -> None:
     assert first.aggregate(object()) is first
 
 
+def test_what_several_ranks_say_of_one_request_is_put_together(half: Any) -> None:
+    """Bytes are added up; the times are those of the slowest rank."""
+    slow = record("a", nbytes=300, seconds=2.0, transfer_seconds=1.5)
+    first = half.RankReport(loads={"a": record("a"), "b": record("b")}, ended={})
+    second = half.RankReport(loads={"a": slow}, ended={"c": ended("c", HoldEnd.READ, "decode")})
+    third = half.RankReport(ended={"c": ended("c", HoldEnd.EXPIRED)})
+    both = first.aggregate(second).aggregate(third)
+    assert both.loads == {
+        "a": record("a", nbytes=400, copies=4, seconds=2.0, transfer_seconds=1.5),
+        "b": record("b"),
+    }
+    assert both.ended == {"c": ended("c", HoldEnd.EXPIRED)}
+
+
 def test_it_publishes_its_payload_and_drains_when_it_ends(half: Any, endpoint: MagicMock) -> None:
     worker = half.FerryWorker(endpoint, lambda: None, drain=3.0)
     assert wire.decode_payload(worker.handshake.payload) == endpoint.payload
@@ -200,7 +245,7 @@ def test_a_step_waits_only_if_it_runs_nothing(
     waits: bool,
 ) -> None:
     endpoint.pending, endpoint.problems = pending, problems
-    endpoint.results.return_value = SimpleNamespace(sent=(), received=(), failed={})
+    endpoint.results.return_value = Results()
     worker = half.FerryWorker(endpoint, lambda: None)
     worker.take_report()
     worker.apply(half.StepMetadata(idle=idle))
