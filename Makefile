@@ -32,6 +32,12 @@ DOCS_STAMP := $(DOCS_VENV)/.installed-docs
 OTHER_STAMPS := $(OTHER_VLLM_VERSIONS:%=$(OTHER_VERSIONS)/%/.installed-kvferry)
 OLDEST_STAMP := $(firstword $(OTHER_STAMPS))
 
+# Ray's packages only: vLLM and torch are those of the version of vLLM that this Ray requires.
+RAY_VERSION := 2.60.0
+RAY_VLLM := $(OTHER_VERSIONS)/0.29.0
+RAY_ENV := build/ray
+RAY_STAMP := $(RAY_ENV)/.installed-kvferry-$(RAY_VERSION)
+
 # Where kvferry is built, and where what was built is tried.
 BUILD_ENV := .cache/build
 BUILD_STAMP := $(BUILD_ENV)/.installed-1
@@ -53,7 +59,7 @@ PYTHONS ?= 3.12 3.13
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
 .SECONDARY: $(OTHER_STAMPS:%-kvferry=%-vllm)
-.PHONY: help demo test lint types unit pythons integration faults nixl ucx mooncake vllm versions \
+.PHONY: help demo test lint types unit pythons integration faults nixl ucx mooncake vllm versions ray \
 	upgrade from vllm-next version bench gpu gpu-bundle docs docs-serve build venv clean
 
 help: ## Show this text
@@ -116,6 +122,10 @@ vllm: $(STAMP) $(OLDEST_STAMP) ## The tests with real vLLM engines
 # The oldest version with this one is among the tests of 'vllm', too.
 versions: $(STAMP) $(OTHER_STAMPS) ## Hand-overs between engines of every two versions of vLLM
 	$(BIN)/pytest -m versions
+
+# Not part of 'test': Ray needs 480 MB more, and its engines six minutes.
+ray: $(RAY_STAMP) ## Prefill and decode as deployments of Ray Serve, with real engines
+	$(RAY_ENV)/bin/python -m pytest -m ray
 
 # Not part of 'test': which commits deployments still run is for a person to say. Three minutes.
 upgrade: from $(STAMP) ## Hand pages over between an older build and this one, and back: FROM=<commit>
@@ -239,6 +249,15 @@ $(OTHER_VERSIONS)/%/.installed-vllm:
 
 $(OTHER_VERSIONS)/%/.installed-kvferry: pyproject.toml $(OTHER_VERSIONS)/%/.installed-vllm
 	@$(@D)/bin/pip install --quiet --editable '.[test]' 'torch==$(TORCH_VERSION)'
+	@touch $@
+
+# Without the extra 'llm' of Ray, which requires the CUDA build of vLLM: what of it Ray imports is named.
+$(RAY_STAMP): pyproject.toml $(RAY_VLLM)/.installed-kvferry
+	@printf '\n== Ray %s: an environment beside that of its vLLM (half a minute)\n' '$(RAY_VERSION)'
+	@$(PYTHON) -m venv --clear $(RAY_ENV)
+	@cd $(RAY_VLLM)/lib/python*/site-packages && pwd > $$(echo $(CURDIR)/$(RAY_ENV)/lib/python*/site-packages)/vllm.pth
+	@$(RAY_ENV)/bin/pip install --quiet 'ray[serve]==$(RAY_VERSION)' jsonref pyarrow
+	@$(RAY_ENV)/bin/pip install --quiet --editable '.[test]'
 	@touch $@
 
 $(DOCS_STAMP): pyproject.toml
