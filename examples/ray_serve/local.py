@@ -129,7 +129,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         args = arguments(make_model(Path(folder)))
         # Ray takes each replica for two CPUs. They are small: so many fit on any machine.
-        ray.init(num_cpus=16, include_dashboard=False, log_to_driver=False)
+        ray.init("local", num_cpus=16, include_dashboard=False, log_to_driver=False)
         serve.start(http_options={"host": "127.0.0.1", "port": PORT})
         print("Starting one ordinary engine, and one prefill and one decode replica ...")
         single = build_openai_app(single_engine(args))
