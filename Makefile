@@ -48,6 +48,12 @@ OTHER_STAMPS := $(OTHER_VLLM_VERSIONS:%=$(OTHER_VERSIONS)/%/.installed-kvferry)
 OLDEST_STAMP := $(firstword $(OTHER_STAMPS))
 DYNAMO_STAMP := $(DYNAMO)/.installed-$(DYNAMO_VERSION)
 
+# Ray's packages only: vLLM and torch are those of the version of vLLM that this Ray requires.
+RAY_VERSION := 2.60.0
+RAY_VLLM := $(OTHER_VERSIONS)/0.29.0
+RAY_ENV := build/ray
+RAY_STAMP := $(RAY_ENV)/.installed-kvferry-$(RAY_VERSION)
+
 # Where kvferry is built, and where what was built is tried.
 BUILD_ENV := .cache/build
 BUILD_STAMP := $(BUILD_ENV)/.installed-1
@@ -73,7 +79,7 @@ PYTHONS ?= 3.12 3.13
 .DEFAULT_GOAL := help
 .SECONDARY: $(OTHER_STAMPS:%-kvferry=%-vllm)
 .PHONY: help demo serve test lint types unit pythons integration faults nixl ucx mooncake deployments \
-	prometheus vllm versions routers dynamo upgrade from vllm-next version bench gpu gpu-bundle docs \
+	prometheus vllm versions routers dynamo ray upgrade from vllm-next version bench gpu gpu-bundle docs \
 	docs-serve build venv clean
 
 help: ## Show this text
@@ -159,6 +165,10 @@ versions: $(STAMP) $(OTHER_STAMPS) ## Hand-overs between engines of every two ve
 # Not part of 'test': Dynamo takes 360 MB, and another vLLM than most tests. Three minutes.
 dynamo: $(STAMP) $(DYNAMO_STAMP) ## Hand over between workers of NVIDIA Dynamo, behind its frontend
 	$(BIN)/python -m tests.integrations.vllm.dynamo $(OTHER_VERSIONS)/$(DYNAMO_VLLM)/bin/python $(DYNAMO)
+
+# Not part of 'test': Ray needs 480 MB more, and its engines six minutes.
+ray: $(RAY_STAMP) ## Prefill and decode as deployments of Ray Serve, with real engines
+	$(RAY_ENV)/bin/python -m pytest -m ray
 
 # Not part of 'test': which commits deployments still run is for a person to say. Three minutes.
 upgrade: from $(STAMP) ## Hand pages over between an older build and this one, and back: FROM=<commit>
@@ -301,6 +311,15 @@ $(DYNAMO_STAMP): $(OTHER_VERSIONS)/$(DYNAMO_VLLM)/.installed-kvferry
 	@$(<D)/bin/pip install --quiet --target $(DYNAMO) --no-deps 'ai-dynamo==$(DYNAMO_VERSION)' \
 		'ai-dynamo-runtime==$(DYNAMO_VERSION)'
 	@$(<D)/bin/pip install --quiet --target $(DYNAMO) 'kubernetes<33' 'redis<9' 'zstandard<1'
+	@touch $@
+
+# Without the extra 'llm' of Ray, which requires the CUDA build of vLLM: what of it Ray imports is named.
+$(RAY_STAMP): pyproject.toml $(RAY_VLLM)/.installed-kvferry
+	@printf '\n== Ray %s: an environment beside that of its vLLM (half a minute)\n' '$(RAY_VERSION)'
+	@$(PYTHON) -m venv --clear $(RAY_ENV)
+	@cd $(RAY_VLLM)/lib/python*/site-packages && pwd > $$(echo $(CURDIR)/$(RAY_ENV)/lib/python*/site-packages)/vllm.pth
+	@$(RAY_ENV)/bin/pip install --quiet 'ray[serve]==$(RAY_VERSION)' jsonref pyarrow
+	@$(RAY_ENV)/bin/pip install --quiet --editable '.[test]'
 	@touch $@
 
 $(DOCS_STAMP): pyproject.toml

@@ -15,7 +15,18 @@ from kvferry.integrations.vllm import versions
 ROOT = Path(__file__).resolve().parent.parent
 
 #: Modules that importing the package, or the command's help, must not import.
-HEAVY = ("libucx", "nixl", "nixl_cu12", "numba", "torch", "transformers", "ucp", "ucxx", "vllm")
+HEAVY = (
+    "libucx",
+    "nixl",
+    "nixl_cu12",
+    "numba",
+    "ray",
+    "torch",
+    "transformers",
+    "ucp",
+    "ucxx",
+    "vllm",
+)
 
 BLOCK_HEAVY = f"""
 import sys
@@ -40,12 +51,13 @@ def loaded_by(code: str) -> set[str]:
 
 
 def modules() -> list[str]:
-    """Return the modules of kvferry that have to work without vLLM and torch."""
+    """Return the modules of kvferry that have to work without vLLM, torch and Ray."""
     package = ROOT / "kvferry"
     paths = (path.relative_to(ROOT).with_suffix("") for path in package.rglob("*.py"))
     names = (".".join(path.parts).removesuffix(".__init__") for path in paths)
     pictures = ("kvferry.cli.bench.picture", "kvferry.cli.plan.picture")
-    needs_more = ("kvferry.integrations.vllm", "kvferry.testing", *pictures)
+    integrations = ("kvferry.integrations.ray.backend", "kvferry.integrations.vllm")
+    needs_more = (*integrations, "kvferry.testing", *pictures)
     return sorted(n for n in names if not n.startswith(needs_more) and not n.endswith("__main__"))
 
 
