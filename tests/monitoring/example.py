@@ -32,11 +32,6 @@ VLLM_METRICS = {
     "vllm:time_to_first_token_seconds_bucket": {"le"},
 }
 """vLLM's own metrics that are used, and their labels."""
-UPCOMING = {
-    "vllm:kvferry_held_fraction": {"driver"},
-    "vllm:kvferry_holds_total": {"driver", "outcome"},
-}
-"""Metrics that are used already and that engines of this version may lack, and their labels."""
 SUFFIXES = {MetricKind.COUNTER: "_total", MetricKind.GAUGE: "", MetricKind.HISTOGRAM: "_bucket"}
 
 
@@ -94,7 +89,7 @@ def own() -> dict[str, set[str]]:
 
 def defined() -> dict[str, set[str]]:
     """Return the labels of every metric that an expression may use, by the metric's name."""
-    of_engines = UPCOMING | own() | VLLM_METRICS
+    of_engines = own() | VLLM_METRICS
     vllm = {name: labels | VLLM_LABELS for name, labels in of_engines.items()}
     return {name: labels | TARGET_LABELS for name, labels in (vllm | {"up": set()}).items()}
 

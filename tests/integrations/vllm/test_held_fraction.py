@@ -52,19 +52,23 @@ def fraction(server: HttpServer) -> float:
     return server.gauge("vllm:kvferry_held_fraction")
 
 
+def expirations(server: HttpServer) -> float:
+    return server.counter("vllm:kvferry_holds", 'outcome="expired"')
+
+
 def test_fraction_falls_when_leases_end_although_no_request_comes(server: HttpServer) -> None:
     assert fraction(server) == 0
     prefill(server)
     eventually(lambda: fraction(server) == HELD / MAY_HOLD)
     eventually(lambda: fraction(server) == 0)
-    assert server.counter("vllm:kvferry_expired_leases", "") == len(PROMPTS)
+    assert expirations(server) == len(PROMPTS)
 
 
 def test_fraction_falls_when_pages_are_read(
     server: HttpServer, reference: Engine, decode: Engine
 ) -> None:
-    expired = server.counter("vllm:kvferry_expired_leases", "")
+    expired = expirations(server)
     tickets = prefill(server)
     assert texts(decode, *PROMPTS, params=tickets) == texts(reference, *PROMPTS)
     eventually(lambda: fraction(server) == 0)
-    assert server.counter("vllm:kvferry_expired_leases", "") == expired
+    assert expirations(server) == expired
