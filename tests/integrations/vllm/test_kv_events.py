@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -59,7 +61,7 @@ class Publisher:
         self.engine.generate(mark, max_tokens=1)
         events: list[dict[str, Any]] = []
         eventually(lambda: any(_stores(event, mark) for event in self._collect(events)))
-        [end] = [i for i, event in enumerate(events) if _stores(event, mark)]
+        end = next(i for i, event in enumerate(events) if _stores(event, mark))
         return events[:end]
 
     def _collect(self, events: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -86,11 +88,15 @@ class Publishers:
     decode: Publisher
 
 
+Start = Callable[..., Publisher]
+"""Starts an engine that publishes, by its name, its role and its options."""
+
+
 @pytest.fixture(scope="module")
-def publishers(start_engine: StartEngine, tmp_path_factory: pytest.TempPathFactory) -> Publishers:
+def start_publisher(start_engine: StartEngine, tmp_path_factory: pytest.TempPathFactory) -> Start:
     folder = tmp_path_factory.mktemp("events")
 
-    def start(name: str, role: str | None = None) -> Publisher:
+    def start(name: str, role: str | None = None, **options: Any) -> Publisher:
         replay = f"ipc://{folder}/{name}.replay"
         events = {
             "enable_kv_cache_events": True,
@@ -98,19 +104,18 @@ def publishers(start_engine: StartEngine, tmp_path_factory: pytest.TempPathFacto
             "endpoint": f"ipc://{folder}/{name}",
             "replay_endpoint": replay,
         }
-        engine = start_engine(
-            name,
-            role,
-            enable_prefix_caching=True,
-            kv_events_config=events,
-            num_gpu_blocks_override=BLOCKS,
-        )
-        return Publisher(engine=engine, replay=replay)
+        caching = {"enable_prefix_caching": True, "kv_events_config": events}
+        return Publisher(engine=start_engine(name, role, **caching, **options), replay=replay)
 
+    return start
+
+
+@pytest.fixture(scope="module")
+def publishers(start_publisher: Start) -> Publishers:
     return Publishers(
-        ordinary=start("events-ordinary"),
-        prefill=start("events-prefill", "kv_producer"),
-        decode=start("events-decode", "kv_consumer"),
+        ordinary=start_publisher("ordinary", num_gpu_blocks_override=BLOCKS),
+        prefill=start_publisher("prefill", "kv_producer", num_gpu_blocks_override=BLOCKS),
+        decode=start_publisher("decode", "kv_consumer", num_gpu_blocks_override=BLOCKS),
     )
 
 
@@ -195,3 +200,25 @@ def test_what_did_not_arrive_is_not_published(publishers: Publishers) -> None:
     [completion] = decode.engine.generate(asked, params=ticket)
     assert completion.finish_reason == "error"
     assert not stored(decode.events(MARKS[8]))
+
+
+def test_sliding_windows(start_publisher: Start, checkpoints: dict[str, Path]) -> None:
+    """Of a window, decode has and publishes the blocks that it loaded; of full attention, all."""
+    model = checkpoints["gemma3"]
+    ordinary = start_publisher("ordinary-windows", model=model)
+    prefill = start_publisher("prefill-windows", "kv_producer", model=model)
+    decode = start_publisher("decode-windows", "kv_consumer", model=model)
+    for each in (prompt(300), prompt(511), prompt(64), [*prompt(300), *prompt(50, seed=3)]):
+        got, _ = hand_over(prefill.engine, decode.engine, each, max_tokens=40)
+        assert got == texts(ordinary.engine, each, max_tokens=40)
+    loaded, computed = decode.events(MARKS[0]), ordinary.events(MARKS[0])
+    assert blocks(loaded, "full_attention") == blocks(computed, "full_attention")
+    windows = blocks(loaded, "sliding_window")
+    assert windows
+    assert set(windows) <= set(blocks(computed, "sliding_window"))
+
+
+def blocks(events: list[dict[str, Any]], kind: str) -> list[tuple[int, Any]]:
+    """The blocks that were cached of one kind of attention, with their group, in order."""
+    of_kind = [event for event in events if event.get("kv_cache_spec_kind") == kind]
+    return [(event["group_idx"], each) for event in of_kind for each in event["block_hashes"]]
