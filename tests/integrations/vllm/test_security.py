@@ -251,6 +251,15 @@ def test_keys_of_peers_are_added_and_removed(
         ("own", OTHER.secret.hex(), 0o600, "has another key, which takes effect when this engine"),
         ("own", OTHER.secret.hex()[:63], 0o600, "holds 63 characters"),
     ],
+    ids=[  # without the keys, which are random: xdist wants the same ids in all its processes
+        "a short secret",
+        "no secret",
+        "an open file",
+        "half a key",
+        "no key",
+        "another own key",
+        "half an own key",
+    ],
 )
 def test_a_file_that_cannot_be_used_is_named_and_the_values_stay(
     files: Files,
