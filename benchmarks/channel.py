@@ -33,8 +33,15 @@ from kvferry.core.handshake import HandshakeServer
 from kvferry.core.handshake.connection import SideChannelConnection
 from kvferry.core.handshake.dialer import Dialer
 from kvferry.core.handshake.server import BACKLOG
-from kvferry.core.messages import PayloadRequest, Payloads, Ping, Pong, decode_request, encode
 from kvferry.core.security import OPEN
+from kvferry.core.side_channel_messages import (
+    PayloadRequest,
+    Payloads,
+    Ping,
+    Pong,
+    decode_request,
+    encode,
+)
 
 NAME, INCARNATION = "prefill", 5
 LAST_SECONDS = 2.0

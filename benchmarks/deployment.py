@@ -13,7 +13,14 @@ import zmq
 from engines import Shape
 
 from kvferry.core.layout import Layout
-from kvferry.core.messages import PayloadRequest, Payloads, Ping, Pong, decode_request, encode
+from kvferry.core.side_channel_messages import (
+    PayloadRequest,
+    Payloads,
+    Ping,
+    Pong,
+    decode_request,
+    encode,
+)
 
 INCARNATION = 5
 

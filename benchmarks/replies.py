@@ -39,15 +39,17 @@ from kvferry.core.lifecycle.holds import Hold, Incarnation, RequestId
 from kvferry.core.lifecycle.ticket import Ticket
 from kvferry.core.memory import Region, region_of
 from kvferry.core.messages import (
+    Coordinates,
+    RankPayload,
+)
+from kvferry.core.planner.build_copies import Pages
+from kvferry.core.side_channel_messages import (
     NEWEST_PROTOCOL,
     OLDEST_PROTOCOL,
-    Coordinates,
     Payloads,
-    RankPayload,
     decode_request,
     encode,
 )
-from kvferry.core.planner.build_copies import Pages
 from kvferry.core.transport import PeerId
 from kvferry.drivers.loopback import LoopbackTransport
 

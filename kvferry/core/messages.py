@@ -16,41 +16,19 @@ from kvferry.core.errors import WireError
 from kvferry.core.layout import MAX_FIELDS, MAX_GROUPS, MAX_REGIONS, Field, Group, Layout
 from kvferry.core.lru_cache import LRUCache
 from kvferry.core.memory import Region
-from kvferry.core.requests import (  # noqa: F401 - all messages can be imported from here
+from kvferry.core.security.proof import FINGERPRINT_BYTES
+from kvferry.core.side_channel_messages import (
     DECODE_ERRORS,
-    GENERATION_LIMIT,
-    LONG_START,
     MAX_PAYLOAD_BYTES,
-    MAX_PONG_BYTES,
-    MAX_RANKS,
-    MAX_REPLY_BYTES,
-    MAX_REQUEST_BYTES,
-    MAX_SHORT_REPLY_BYTES,
-    NEWEST_PROTOCOL,
-    OLDEST_PROTOCOL,
-    SPOKEN,
-    Condition,
     Count,
-    Health,
     Index,
     Life,
     Name,
-    PayloadRequest,
-    Payloads,
-    Ping,
-    Pong,
     RandomBits,
-    Refusal,
-    Reply,
-    Request,
     Text,
     Versions,
     decode,
-    decode_reply,
-    decode_request,
-    encode,
 )
-from kvferry.core.security.proof import FINGERPRINT_BYTES
 
 MAX_NOTE_BYTES = 1 << 11
 """The longest ``Release``, ``Renewal`` or ``Heartbeat``."""

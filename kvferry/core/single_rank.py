@@ -18,8 +18,10 @@ from kvferry.core.lifecycle.holds import RequestId, random_incarnation
 from kvferry.core.lifecycle.scheduler_holds import SchedulerHolds
 from kvferry.core.lifecycle.ticket import Ticket
 from kvferry.core.memory import CPU
-from kvferry.core.messages import encode
 from kvferry.core.planner.build_copies import Pages
+from kvferry.core.side_channel_messages import (
+    encode,
+)
 from kvferry.core.transport.registry import create
 
 

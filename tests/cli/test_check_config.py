@@ -16,8 +16,10 @@ import pytest
 
 from kvferry.cli.check_config import KEYS, OLD_KEYS, InputError, print_schema, run
 from kvferry.core.handshake import HandshakeServer
-from kvferry.core.messages import encode
 from kvferry.core.security import Access, generate
+from kvferry.core.side_channel_messages import (
+    encode,
+)
 from kvferry.integrations.vllm.config import Config, ConfigError, parse
 from tests.cli.command import run_kvferry
 from tests.core.messages import payload

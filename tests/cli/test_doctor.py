@@ -17,7 +17,7 @@ from kvferry.cli.doctor import DoctorError, channel, devices, kernel, run, softw
 from kvferry.cli.doctor.finding import Finding, FindingLevel, bad, ok, warn
 from kvferry.cli.doctor.probe import Driver, Gpu, Probed, Ucx
 from kvferry.cli.keys import keys_of
-from kvferry.core import messages as wire
+from kvferry.core import side_channel_messages as wire
 from kvferry.core.handshake import HandshakeServer
 from kvferry.core.security import Access, generate
 from kvferry.drivers.ucx import library

@@ -7,10 +7,16 @@ from collections.abc import Mapping
 from hypothesis import strategies as st
 
 from kvferry.core import messages as wire
+from kvferry.core import side_channel_messages as side
 from kvferry.core.layout import Dim, Field, Group, GroupKind, Layout
 from kvferry.core.memory import Region
-from kvferry.core.messages import GENERATION_LIMIT, MAX_SLOTS
+from kvferry.core.messages import (
+    MAX_SLOTS,
+)
 from kvferry.core.security.proof import FINGERPRINT_BYTES, TICKET_KEY_BYTES
+from kvferry.core.side_channel_messages import (
+    GENERATION_LIMIT,
+)
 
 names = st.text(min_size=1, max_size=20)
 texts = st.text(max_size=50)
@@ -85,21 +91,21 @@ def payloads(draw: st.DrawFn) -> wire.RankPayload:
 
 
 asks = st.builds(
-    lambda v, e: wire.PayloadRequest(oldest=v[0], newest=v[1], engine=e), versions, names
+    lambda v, e: side.PayloadRequest(oldest=v[0], newest=v[1], engine=e), versions, names
 )
 requests = (
-    asks | st.builds(wire.Ping, engine=names) | st.builds(wire.Health, engine=names | st.just(""))
+    asks | st.builds(side.Ping, engine=names) | st.builds(side.Health, engine=names | st.just(""))
 )
 replies = (
     st.builds(
-        wire.Payloads,
+        side.Payloads,
         ranks=st.lists(st.binary(max_size=50), min_size=1, max_size=4),
         ticket_key=st.just(b"") | st.binary(min_size=TICKET_KEY_BYTES, max_size=TICKET_KEY_BYTES),
     )
-    | st.builds(wire.Pong, incarnation=random_bits)
-    | st.builds(wire.Refusal, reason=texts)
+    | st.builds(side.Pong, incarnation=random_bits)
+    | st.builds(side.Refusal, reason=texts)
     | st.builds(
-        wire.Condition,
+        side.Condition,
         engine=names,
         incarnation=random_bits,
         problems=st.lists(texts, max_size=3),
@@ -137,8 +143,8 @@ def payload(
     *,
     engine: str = "prefill",
     incarnation: int = 7,
-    oldest: int = wire.OLDEST_PROTOCOL,
-    newest: int = wire.NEWEST_PROTOCOL,
+    oldest: int = side.OLDEST_PROTOCOL,
+    newest: int = side.NEWEST_PROTOCOL,
     tp: int | None = None,
     driver: str = "loopback",
     agreement: Mapping[str, str] | None = None,
@@ -179,4 +185,4 @@ def payload(
 
 
 def encoded(*ranks: wire.RankPayload) -> list[bytes]:
-    return [wire.encode(rank) for rank in ranks]
+    return [side.encode(rank) for rank in ranks]

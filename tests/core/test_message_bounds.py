@@ -13,6 +13,7 @@ import pytest
 from msgspec.structs import replace as replace_field
 
 from kvferry.core import messages as wire
+from kvferry.core import side_channel_messages as side
 from kvferry.core.errors import LayoutError, WireError
 from kvferry.core.layout import ContextParallel, Field, Group, GroupKind, Layout, axis, fields
 from kvferry.core.layout.fields import ELEMENT_BYTES
@@ -28,7 +29,7 @@ SLOT = (0, (1 << 32) - 1)
 
 RENEWAL = {"type": "renewal", "incarnation": 5, "slot": 5, "generation": 5}
 RELEASE = RENEWAL | {"type": "release", "engine": "e", "rank": 5, "expected": 5}
-PAYLOAD = msgspec.msgpack.decode(wire.encode(payload()))
+PAYLOAD = msgspec.msgpack.decode(side.encode(payload()))
 
 NUMBERS: list[tuple[Any, dict[str, Any], str, tuple[int, int]]] = [
     *((wire.decode_notes, RELEASE, name, BITS) for name in ("incarnation", "generation")),
@@ -37,7 +38,7 @@ NUMBERS: list[tuple[Any, dict[str, Any], str, tuple[int, int]]] = [
     (wire.decode_notes, RELEASE, "expected", COUNT),
     *((wire.decode_notes, RENEWAL, name, BITS) for name in ("incarnation", "generation")),
     (wire.decode_notes, RENEWAL, "slot", SLOT),
-    (wire.decode_reply, {"type": "pong", "incarnation": 5}, "incarnation", BITS),
+    (side.decode_reply, {"type": "pong", "incarnation": 5}, "incarnation", BITS),
     (wire.decode_payload, PAYLOAD, "incarnation", BITS),
     (wire.decode_payload, PAYLOAD, "rank", INDEX),
     (wire.decode_payload, PAYLOAD | {"newest": 1 << 16}, "oldest", COUNT),
@@ -79,22 +80,22 @@ def test_coordinates_are_bounded_and_default_to_0(name: str) -> None:
 @pytest.mark.parametrize(
     ("decode", "message", "limit"),
     [
-        (wire.decode_request, lambda n: {"type": "ping", "engine": "e" * n}, 256),
-        (wire.decode_request, lambda n: {"type": "health", "engine": "e" * n}, 256),
+        (side.decode_request, lambda n: {"type": "ping", "engine": "e" * n}, 256),
+        (side.decode_request, lambda n: {"type": "health", "engine": "e" * n}, 256),
         (
-            wire.decode_request,
+            side.decode_request,
             lambda n: {"type": "ask", "engine": "e" * n, "oldest": 1, "newest": 1},
             256,
         ),
-        (wire.decode_reply, lambda n: {"type": "payloads", "ranks": [b""] * n}, 1 << 12),
-        (wire.decode_reply, lambda n: {"type": "refusal", "reason": "r" * n}, 1 << 12),
+        (side.decode_reply, lambda n: {"type": "payloads", "ranks": [b""] * n}, 1 << 12),
+        (side.decode_reply, lambda n: {"type": "refusal", "reason": "r" * n}, 1 << 12),
         (
-            wire.decode_reply,
+            side.decode_reply,
             lambda n: {"type": "condition", "engine": "e", "incarnation": 1, "problems": ["p" * n]},
             1 << 12,
         ),
         (
-            wire.decode_reply,
+            side.decode_reply,
             lambda n: {"type": "condition", "engine": "e", "incarnation": 1, "problems": [""] * n},
             1 << 12,
         ),
@@ -128,7 +129,7 @@ def test_lengths_are_bounded(
 )
 def test_empty_replies_are_refused(message: object) -> None:
     with pytest.raises(WireError):
-        wire.decode_reply(msgspec.msgpack.encode(message))
+        side.decode_reply(msgspec.msgpack.encode(message))
 
 
 @pytest.mark.parametrize("notes", [[], [RELEASE | {"engine": ""}]])
@@ -141,8 +142,8 @@ def test_missing_optional_fields_have_defaults() -> None:
     [release] = wire.decode_notes(msgspec.msgpack.encode([RELEASE]))
     assert isinstance(release, wire.Release)
     assert release.abandoned is False
-    assert wire.decode_request(b"\x81\xa4type\xa6health") == wire.Health(engine="")
-    assert wire.decode_payload(wire.encode(payload())).lease is None
+    assert side.decode_request(b"\x81\xa4type\xa6health") == side.Health(engine="")
+    assert wire.decode_payload(side.encode(payload())).lease is None
 
 
 def test_a_lease_is_a_day_at_most() -> None:
@@ -158,10 +159,10 @@ def test_the_length_of_a_request_is_bounded() -> None:
     padding = bytes((1 << 12) - empty + 256)
     whole = msgspec.msgpack.encode({"type": "ping", "engine": "e", "more": padding})
     assert len(whole) == 1 << 12
-    assert wire.decode_request(whole) == wire.Ping(engine="e")
+    assert side.decode_request(whole) == side.Ping(engine="e")
     longer = msgspec.msgpack.encode({"type": "ping", "engine": "e", "more": padding + b"\0"})
     with pytest.raises(WireError, match="a request of 4097 bytes; 4096 are allowed"):
-        wire.decode_request(longer)
+        side.decode_request(longer)
 
 
 @pytest.mark.parametrize("module", [wire, fields, address])

@@ -11,13 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.core import messages as wire
+from kvferry.core import side_channel_messages as side
 from kvferry.core.errors import WireError
 from tests.core import messages
 
 Decode = Callable[[bytes], object]
 KINDS: dict[str, tuple[st.SearchStrategy[object], Decode]] = {
-    "request": (messages.requests, wire.decode_request),
-    "reply": (messages.replies, wire.decode_reply),
+    "request": (messages.requests, side.decode_request),
+    "reply": (messages.replies, side.decode_reply),
     "payload": (messages.payloads(), wire.decode_payload),
     "notes": (messages.notes, wire.decode_notes),
 }
@@ -37,14 +38,14 @@ def decode_or_wire_error(decode: Decode, data: bytes) -> None:
 def test_every_message_survives_encoding(kind: str, data: st.DataObject) -> None:
     strategy, decode = KINDS[kind]
     message = data.draw(strategy)
-    assert decode(wire.encode(message)) == message  # type: ignore[arg-type]
+    assert decode(side.encode(message)) == message  # type: ignore[arg-type]
 
 
 @each_kind
 @given(data=st.data())
 def test_truncated_messages_are_refused(kind: str, data: st.DataObject) -> None:
     strategy, decode = KINDS[kind]
-    encoded = wire.encode(data.draw(strategy))  # type: ignore[arg-type]
+    encoded = side.encode(data.draw(strategy))  # type: ignore[arg-type]
     short = encoded[: data.draw(st.integers(0, len(encoded) - 1))]
     with pytest.raises(WireError):
         decode(short)
@@ -55,7 +56,7 @@ def test_truncated_messages_are_refused(kind: str, data: st.DataObject) -> None:
 @settings(max_examples=300)
 def test_mutated_bytes_raise_nothing_but_wire_errors(kind: str, data: st.DataObject) -> None:
     strategy, decode = KINDS[kind]
-    encoded = bytearray(wire.encode(data.draw(strategy)))  # type: ignore[arg-type]
+    encoded = bytearray(side.encode(data.draw(strategy)))  # type: ignore[arg-type]
     places = st.integers(0, len(encoded) - 1)
     for place, value in data.draw(st.lists(st.tuples(places, st.integers(0, 255)), max_size=5)):
         encoded[place] = value
@@ -80,7 +81,7 @@ json_like = st.recursive(
 @settings(max_examples=300)
 def test_a_payload_with_other_values_raises_nothing_but_wire_errors(data: st.DataObject) -> None:
     """The payload is well-formed msgpack with some values replaced, also deep in the layout."""
-    tree = msgspec.msgpack.decode(wire.encode(messages.payload()))
+    tree = msgspec.msgpack.decode(side.encode(messages.payload()))
     node = tree
     while isinstance(node, dict | list) and node:
         keys = list(node) if isinstance(node, dict) else list(range(len(node)))
@@ -112,12 +113,12 @@ def test_deeply_nested_and_huge_messages_are_refused(decode: Decode, bomb: bytes
 
 
 def test_an_oversized_request_is_refused_without_decoding() -> None:
-    with pytest.raises(WireError, match=f"{wire.MAX_REQUEST_BYTES} are allowed"):
-        wire.decode_request(b"\0" * (wire.MAX_REQUEST_BYTES + 1))
+    with pytest.raises(WireError, match=f"{side.MAX_REQUEST_BYTES} are allowed"):
+        side.decode_request(b"\0" * (side.MAX_REQUEST_BYTES + 1))
 
 
 def test_fields_of_a_newer_version_are_ignored() -> None:
-    tree = msgspec.msgpack.decode(wire.encode(messages.payload()))
+    tree = msgspec.msgpack.decode(side.encode(messages.payload()))
     tree["compression"] = {"any": ["thing"]}
     tree["layout"]["fields"][0]["colour"] = "red"
     assert wire.decode_payload(msgspec.msgpack.encode(tree)) == messages.payload()
@@ -144,11 +145,14 @@ def test_the_versions_of_an_invalid_payload_can_be_read() -> None:
         ({"lease": 1e9}, "86400"),
         ({"incarnation": 0}, ">= 1"),
         ({"engine": ""}, "length"),
-        ({"address": b"x" * (wire.MAX_PAYLOAD_BYTES + 1)}, f"{wire.MAX_PAYLOAD_BYTES} are allowed"),
+        (
+            {"address": b"x" * (side.MAX_PAYLOAD_BYTES + 1)},
+            f"{side.MAX_PAYLOAD_BYTES} are allowed",
+        ),
     ],
 )
 def test_a_payload_out_of_bounds_is_refused(change: dict[str, object], complaint: str) -> None:
-    tree = msgspec.msgpack.decode(wire.encode(messages.payload())) | change
+    tree = msgspec.msgpack.decode(side.encode(messages.payload())) | change
     with pytest.raises(WireError, match=complaint):
         wire.decode_payload(msgspec.msgpack.encode(tree))
 
@@ -157,11 +161,11 @@ def test_a_payload_out_of_bounds_is_refused(change: dict[str, object], complaint
 def test_a_ticket_key_of_the_wrong_length_is_refused(size: int) -> None:
     tree = {"type": "payloads", "ranks": [b"x"], "ticket_key": bytes(size)}
     with pytest.raises(WireError):
-        wire.decode_reply(msgspec.msgpack.encode(tree))
+        side.decode_reply(msgspec.msgpack.encode(tree))
 
 
 def test_a_payload_with_a_field_outside_its_region_is_refused() -> None:
-    tree = msgspec.msgpack.decode(wire.encode(messages.payload()))
+    tree = msgspec.msgpack.decode(side.encode(messages.payload()))
     tree["layout"]["fields"][0]["pages"] = 17
     with pytest.raises(WireError, match="ends at byte 17408"):
         wire.decode_payload(msgspec.msgpack.encode(tree))
@@ -191,7 +195,7 @@ def test_one_invalid_field_among_many_similar_ones_is_refused(
     change: dict[str, object], complaint: str
 ) -> None:
     """The error names its key, or its position."""
-    tree = msgspec.msgpack.decode(wire.encode(messages.payload()))
+    tree = msgspec.msgpack.decode(side.encode(messages.payload()))
     layout = tree["layout"]
     [field] = layout["fields"]
     size = layout["regions"][0]["nbytes"]
@@ -214,17 +218,17 @@ def test_no_release_exceeds_its_bound() -> None:
         expected=1 << 16,
         abandoned=True,
     )
-    assert len(wire.encode(release)) <= wire.MAX_NOTE_BYTES
+    assert len(side.encode(release)) <= wire.MAX_NOTE_BYTES
     full = [release] * wire.MAX_NOTES
-    assert wire.decode_notes(wire.encode(full)) == full
+    assert wire.decode_notes(side.encode(full)) == full
 
 
 @given(
-    mine=messages.versions.map(lambda v: wire.Versions(oldest=v[0], newest=v[1])),
-    theirs=messages.versions.map(lambda v: wire.Versions(oldest=v[0], newest=v[1])),
+    mine=messages.versions.map(lambda v: side.Versions(oldest=v[0], newest=v[1])),
+    theirs=messages.versions.map(lambda v: side.Versions(oldest=v[0], newest=v[1])),
 )
 def test_both_sides_find_the_same_newest_common_version(
-    mine: wire.Versions, theirs: wire.Versions
+    mine: side.Versions, theirs: side.Versions
 ) -> None:
     common = mine.common(theirs)
     assert common == theirs.common(mine)

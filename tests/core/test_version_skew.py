@@ -17,6 +17,7 @@ import pytest
 import zmq
 
 from kvferry.core import messages as wire
+from kvferry.core import side_channel_messages as side
 from kvferry.core.errors import IncompatibleError, WireError
 from kvferry.core.handshake import Compatibility, HandshakeServer, agree, engine_info, fetch, ping
 from kvferry.core.memory import Region
@@ -90,7 +91,7 @@ def test_a_payload_of_an_older_version_is_read() -> None:
 
 
 def test_unknown_fields_of_a_newer_payload_are_ignored() -> None:
-    grown = newer(msgspec.msgpack.decode(wire.encode(payload()))) | {"newest": 3}
+    grown = newer(msgspec.msgpack.decode(side.encode(payload()))) | {"newest": 3}
     got = wire.decode_payload(packed(grown))
     assert got == payload(newest=3)
     assert engine_info([packed(grown)]).ranks == (got,)
@@ -105,26 +106,26 @@ def test_a_payload_without_a_required_field_is_refused(missing: str) -> None:
 
 def test_older_and_newer_requests_are_read() -> None:
     ask = {"type": "ask", "oldest": 1, "newest": 1, "engine": "prefill"}
-    assert wire.decode_request(packed(ask)) == wire.PayloadRequest(
+    assert side.decode_request(packed(ask)) == side.PayloadRequest(
         oldest=1, newest=1, engine="prefill"
     )
-    assert wire.decode_request(packed(newer(ask))) == wire.decode_request(packed(ask))
+    assert side.decode_request(packed(newer(ask))) == side.decode_request(packed(ask))
     ping_request = {"type": "ping", "engine": "prefill"}
-    assert wire.decode_request(packed(newer(ping_request))) == wire.Ping(engine="prefill")
+    assert side.decode_request(packed(newer(ping_request))) == side.Ping(engine="prefill")
     probe = {"type": "health"}
-    assert wire.decode_request(packed(probe)) == wire.Health()
-    assert wire.decode_request(packed(newer(probe | {"engine": "p"}))) == wire.Health(engine="p")
+    assert side.decode_request(packed(probe)) == side.Health()
+    assert side.decode_request(packed(newer(probe | {"engine": "p"}))) == side.Health(engine="p")
 
 
 def test_older_and_newer_replies_are_read() -> None:
     pong = {"type": "pong", "incarnation": 7}
-    assert wire.decode_reply(packed(newer(pong))) == wire.decode_reply(packed(pong))
+    assert side.decode_reply(packed(newer(pong))) == side.decode_reply(packed(pong))
     refusal = {"type": "refusal", "reason": "no"}
-    assert wire.decode_reply(packed(newer(refusal))) == wire.Refusal(reason="no")
+    assert side.decode_reply(packed(newer(refusal))) == side.Refusal(reason="no")
     condition = {"type": "condition", "engine": "prefill", "incarnation": 7}
-    expected = wire.Condition(engine="prefill", incarnation=7)
-    assert wire.decode_reply(packed(condition)) == expected
-    assert wire.decode_reply(packed(newer(condition))) == expected
+    expected = side.Condition(engine="prefill", incarnation=7)
+    assert side.decode_reply(packed(condition)) == expected
+    assert side.decode_reply(packed(newer(condition))) == expected
 
 
 class OlderPayloads(msgspec.Struct, kw_only=True, tag="payloads"):
@@ -136,10 +137,10 @@ class OlderPayloads(msgspec.Struct, kw_only=True, tag="payloads"):
 def test_an_older_consumer_reads_a_reply_with_a_ticket_key() -> None:
     """The slot table is in the same place as before."""
     mine = payload(fingerprint=Region(address=(1 << 21) - 16, nbytes=16))
-    reply = wire.Payloads(ranks=encoded(mine), ticket_key=bytes(32))
-    [raw] = msgspec.msgpack.decode(wire.encode(reply), type=OlderPayloads).ranks
+    reply = side.Payloads(ranks=encoded(mine), ticket_key=bytes(32))
+    [raw] = msgspec.msgpack.decode(side.encode(reply), type=OlderPayloads).ranks
     found = msgspec.msgpack.decode(raw)
-    expected = msgspec.msgpack.decode(wire.encode(payload()))
+    expected = msgspec.msgpack.decode(side.encode(payload()))
     assert {name: found[name] for name in OLDER} == {name: expected[name] for name in OLDER}
 
 
@@ -217,10 +218,10 @@ def test_this_build_serves_another_version(ask: Any) -> None:
         other.linger, other.rcvtimeo = 0, int(LONG * 1e3)
         other.connect(f"tcp://{server.host}:{server.port}")
         other.send_multipart([b"", packed(ask)])
-        reply = wire.decode_reply(other.recv_multipart()[-1])
-        assert isinstance(reply, wire.Payloads)
+        reply = side.decode_reply(other.recv_multipart()[-1])
+        assert isinstance(reply, side.Payloads)
         # An unknown request is answered, so that a newer engine can do without it.
         other.send_multipart([b"", packed({"type": "of_a_newer_version", "engine": "prefill"})])
-        refusal = wire.decode_reply(other.recv_multipart()[-1])
-        assert isinstance(refusal, wire.Refusal)
+        refusal = side.decode_reply(other.recv_multipart()[-1])
+        assert isinstance(refusal, side.Refusal)
         assert "speaks protocol versions 1 to 1" in refusal.reason

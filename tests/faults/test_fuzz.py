@@ -21,6 +21,7 @@ import pytest
 import zmq
 
 from kvferry.core import messages as wire
+from kvferry.core import side_channel_messages as side
 from kvferry.core.errors import HandshakeError, TicketError, WireError
 from kvferry.core.handshake import engine_info, fetch, ping
 from kvferry.core.handshake.sockets import encrypt
@@ -43,7 +44,7 @@ pytestmark = [pytest.mark.faults, pytest.mark.timeout(120 + INPUTS // 100)]
 SECRETS = TicketSecrets.of(["a secret of both engines"])
 TICKET_KEY = TicketKey()
 SERVER, CLIENT = generate(), generate()
-RANKS = [wire.encode(payload(rank)) for rank in (0, 1)]
+RANKS = [side.encode(payload(rank)) for rank in (0, 1)]
 TICKET = tickets.TicketParams(
     engine="prefill",
     incarnation=7,
@@ -64,8 +65,19 @@ RELEASE = wire.Release(
 )
 RENEWAL = wire.Renewal(incarnation=7, slot=3, generation=9, engine="decode", life=5)
 HEARTBEAT = wire.Heartbeat(incarnation=7, engine="decode", life=5)
-ASK, PING = wire.PayloadRequest(oldest=1, newest=1, engine="prefill"), wire.Ping(engine="prefill")
-REQUESTS = [wire.encode(each) for each in (ASK, PING, wire.Health(), wire.Health(engine="prefill"))]
+ASK, PING = (
+    side.PayloadRequest(oldest=1, newest=1, engine="prefill"),
+    side.Ping(engine="prefill"),
+)
+REQUESTS = [
+    side.encode(each)
+    for each in (
+        ASK,
+        PING,
+        side.Health(),
+        side.Health(engine="prefill"),
+    )
+]
 
 
 # Decoders.
@@ -90,19 +102,22 @@ def packed(*right: bytes) -> Callable[[Mutator], bytes]:
 
 
 DECODERS: dict[str, tuple[Callable[[Mutator], bytes], Callable[[bytes], object]]] = {
-    "request": (packed(*REQUESTS), wire.decode_request),
+    "request": (packed(*REQUESTS), side.decode_request),
     "reply": (
         packed(
-            wire.encode(wire.Payloads(ranks=RANKS)),
-            wire.encode(wire.Pong(incarnation=7)),
-            wire.encode(wire.Condition(engine="prefill", incarnation=7, problems=["none"])),
-            wire.encode(wire.Refusal(reason="no")),
+            side.encode(side.Payloads(ranks=RANKS)),
+            side.encode(side.Pong(incarnation=7)),
+            side.encode(side.Condition(engine="prefill", incarnation=7, problems=["none"])),
+            side.encode(side.Refusal(reason="no")),
         ),
-        wire.decode_reply,
+        side.decode_reply,
     ),
     "payload": (packed(*RANKS), wire.decode_payload),
     "notes": (
-        packed(wire.encode([RELEASE, RENEWAL]), wire.encode([RENEWAL, HEARTBEAT])),
+        packed(
+            side.encode([RELEASE, RENEWAL]),
+            side.encode([RENEWAL, HEARTBEAT]),
+        ),
         wire.decode_notes,
     ),
     "engine": (packed(*RANKS), lambda data: engine_info([RANKS[0], data])),
@@ -221,7 +236,7 @@ def message(mutator: Mutator) -> list[bytes]:
     pick = mutator.random.choice
     ahead = [pick([b"", b"", mutator.raw(b"abc")]) for _ in range(pick([0, 0, 0, 1, 1, 2, 9]))]
     request = mutator.packed(pick(REQUESTS))
-    return [frame[: wire.MAX_REQUEST_BYTES] for frame in (*ahead, request)]
+    return [frame[: side.MAX_REQUEST_BYTES] for frame in (*ahead, request)]
 
 
 @pytest.mark.parametrize("keyed", [False, True], ids=["open", "keyed"])
@@ -242,8 +257,8 @@ def test_side_channel_answers_mutated_messages(keyed: bool) -> None:
                 channel.connect(f"tcp://127.0.0.1:{side_channel.port}")
                 for _ in range(min(1000, share - start)):
                     channel.send_multipart(message(mutator))
-                    reply = wire.decode_reply(channel.recv_multipart()[-1])
-                    assert isinstance(reply, wire.Reply)
+                    reply = side.decode_reply(channel.recv_multipart()[-1])
+                    assert isinstance(reply, side.Reply)
             side_channel.expect_answers()
             if start <= share // 4:
                 remember()
@@ -259,7 +274,7 @@ HELLO = b"\x04\xc8\x05HELLO\x01\x00" + bytes(72) + bytes(range(32)) + bytes(8 + 
 def session(mutator: Mutator) -> bytes:
     """Return the bytes of a client's TCP connection, changed in one or more places."""
     mechanism = mutator.random.choice([b"NULL", b"CURVE", b"PLAIN", b"GSSAPI"])
-    frame = wire.encode(PING)
+    frame = side.encode(PING)
     parts = [
         GREETING.replace(b"%s", mechanism.ljust(20, b"\0"))[:64],
         mutator.random.choice([READY, HELLO, b""]),

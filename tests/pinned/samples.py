@@ -19,6 +19,7 @@ import numpy as np
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from kvferry.core import messages as wire
+from kvferry.core import side_channel_messages as side
 from kvferry.core.endpoint.producer import SlotTable
 from kvferry.core.errors import TicketError
 from kvferry.core.layout import ContextParallel, Field, Group, GroupKind, Layout, axis
@@ -222,24 +223,24 @@ PAYLOADS = {
 
 # Requests, replies and notes.
 
-REQUESTS: dict[str, wire.Request] = {
-    "request, ask": wire.PayloadRequest(oldest=1, newest=1, engine="prefill"),
-    "request, ping": wire.Ping(engine="prefill"),
-    "request, health": wire.Health(),
-    "request, health of one engine": wire.Health(engine="prefill"),
+REQUESTS: dict[str, side.Request] = {
+    "request, ask": side.PayloadRequest(oldest=1, newest=1, engine="prefill"),
+    "request, ping": side.Ping(engine="prefill"),
+    "request, health": side.Health(),
+    "request, health of one engine": side.Health(engine="prefill"),
 }
 
-REPLIES: dict[str, wire.Reply] = {
-    "reply, payloads": wire.Payloads(ranks=[b"rank 0", b"rank 1" * 50]),
-    "reply, payloads with a key": wire.Payloads(
-        ranks=[wire.encode(FULL_PAYLOAD)], ticket_key=TICKET_KEY.public
+REPLIES: dict[str, side.Reply] = {
+    "reply, payloads": side.Payloads(ranks=[b"rank 0", b"rank 1" * 50]),
+    "reply, payloads with a key": side.Payloads(
+        ranks=[side.encode(FULL_PAYLOAD)], ticket_key=TICKET_KEY.public
     ),
-    "reply, pong": wire.Pong(incarnation=INCARNATION),
-    "reply, condition": wire.Condition(engine="prefill", incarnation=INCARNATION),
-    "reply, condition with problems": wire.Condition(
+    "reply, pong": side.Pong(incarnation=INCARNATION),
+    "reply, condition": side.Condition(engine="prefill", incarnation=INCARNATION),
+    "reply, condition with problems": side.Condition(
         engine="prefill", incarnation=INCARNATION, problems=["the endpoint is closed", "another"]
     ),
-    "reply, refusal": wire.Refusal(reason="there is no engine 'decode' here"),
+    "reply, refusal": side.Refusal(reason="there is no engine 'decode' here"),
 }
 
 DONE = wire.Release(
@@ -272,7 +273,7 @@ NOTES: dict[str, list[wire.Note]] = {
 
 def _notes(notes: list[wire.Note]) -> Sample:
     return Sample(
-        make=lambda: wire.encode(notes), read=wire.decode_notes, found=notes, objects=notes
+        make=lambda: side.encode(notes), read=wire.decode_notes, found=notes, objects=notes
     )
 
 
@@ -588,14 +589,14 @@ DRIVERS = {
 
 SAMPLES: dict[str, Sample] = {
     **{
-        name: _message(message, wire.encode, wire.decode_request)
+        name: _message(message, side.encode, side.decode_request)
         for name, message in REQUESTS.items()
     },
     **{
-        name: _message(message, wire.encode, wire.decode_reply) for name, message in REPLIES.items()
+        name: _message(message, side.encode, side.decode_reply) for name, message in REPLIES.items()
     },
     **{
-        name: _message(message, wire.encode, wire.decode_payload)
+        name: _message(message, side.encode, wire.decode_payload)
         for name, message in PAYLOADS.items()
     },
     **{name: _notes(notes) for name, notes in NOTES.items()},

@@ -13,10 +13,12 @@ from kvferry.core.layout import Group, GroupKind, Layout
 from kvferry.core.lifecycle.holds import random_incarnation
 from kvferry.core.memory import Region
 from kvferry.core.messages import (
-    NEWEST_PROTOCOL,
-    OLDEST_PROTOCOL,
     Coordinates,
     RankPayload,
+)
+from kvferry.core.side_channel_messages import (
+    NEWEST_PROTOCOL,
+    OLDEST_PROTOCOL,
     encode,
 )
 

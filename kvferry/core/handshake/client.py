@@ -14,7 +14,8 @@ from kvferry.core.handshake.exchange import asked, explained, unexpected
 from kvferry.core.handshake.reply_limits import ReplyLimits
 from kvferry.core.handshake.sockets import Context
 from kvferry.core.lifecycle.holds import Incarnation
-from kvferry.core.requests import (
+from kvferry.core.security import OPEN, Access
+from kvferry.core.side_channel_messages import (
     MAX_REPLY_BYTES,
     NEWEST_PROTOCOL,
     OLDEST_PROTOCOL,
@@ -24,7 +25,6 @@ from kvferry.core.requests import (
     Pong,
     Reply,
 )
-from kvferry.core.security import OPEN, Access
 
 
 def fetch(

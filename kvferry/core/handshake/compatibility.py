@@ -9,12 +9,14 @@ from dataclasses import dataclass
 from kvferry.core.errors import HandshakeError, IncompatibleError, WireError
 from kvferry.core.lifecycle.holds import Incarnation
 from kvferry.core.messages import (
-    MAX_RANKS,
-    SPOKEN,
     RankPayload,
-    Versions,
     decode_payload,
     decode_versions,
+)
+from kvferry.core.side_channel_messages import (
+    MAX_RANKS,
+    SPOKEN,
+    Versions,
 )
 from kvferry.core.work_budget import FACT_STEPS, PAYLOAD_BYTES_PER_STEP, WorkBudget
 

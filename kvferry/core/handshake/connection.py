@@ -12,7 +12,7 @@ import zmq
 from kvferry.core.errors import HandshakeError, WireError
 from kvferry.core.handshake.dialer import ENDINGS, Dialer, answer
 from kvferry.core.handshake.sockets import Socket, endpoint, numeric_hosts
-from kvferry.core.requests import Reply, Request, encode
+from kvferry.core.side_channel_messages import Reply, Request, encode
 
 AGAIN_SECONDS = 0.25
 """After this time without an answer, the request is sent again. With a socket that keeps only one

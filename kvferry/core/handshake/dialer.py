@@ -14,8 +14,8 @@ from zmq.utils import z85
 
 from kvferry.core.errors import AdmissionError, HandshakeError, WireError
 from kvferry.core.handshake.sockets import Context, Socket, encrypt, make_socket
-from kvferry.core.requests import MAX_SHORT_REPLY_BYTES, Reply, decode_reply
 from kvferry.core.security import Access
+from kvferry.core.side_channel_messages import MAX_SHORT_REPLY_BYTES, Reply, decode_reply
 
 STRANGER = "what listens there is no side channel of kvferry, or the engine has just ended"
 ENDINGS: dict[int, str] = {

@@ -13,8 +13,8 @@ from kvferry.core.errors import HandshakeError, IncompatibleError, RefusedError
 from kvferry.core.handshake.connection import SideChannelConnection
 from kvferry.core.handshake.dialer import Dialer
 from kvferry.core.handshake.sockets import Context, is_loopback, place
-from kvferry.core.requests import Condition, Health, Refusal, Reply, Request
 from kvferry.core.security import OPEN, Access
+from kvferry.core.side_channel_messages import Condition, Health, Refusal, Reply, Request
 
 
 def health(

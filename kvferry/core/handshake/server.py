@@ -24,7 +24,8 @@ from kvferry.core.handshake.sockets import (
     receive,
 )
 from kvferry.core.handshake.zap import ZapHandler
-from kvferry.core.messages import (
+from kvferry.core.security import OPEN, Access
+from kvferry.core.side_channel_messages import (
     MAX_PAYLOAD_BYTES,
     MAX_REPLY_BYTES,
     MAX_REQUEST_BYTES,
@@ -40,7 +41,6 @@ from kvferry.core.messages import (
     decode_request,
     encode,
 )
-from kvferry.core.security import OPEN, Access
 
 logger = logging.getLogger(__name__)
 

@@ -17,9 +17,11 @@ from kvferry.core.errors import TicketError, TicketReason
 from kvferry.core.layout import MAX_GROUPS
 from kvferry.core.lifecycle.holds import Hold
 from kvferry.core.lifecycle.ticket import MAX_TEXT, MAX_TOKENS, Ticket
-from kvferry.core.messages import DECODE_ERRORS
 from kvferry.core.security import Proof, TicketKey, TicketSecrets
 from kvferry.core.security.proof import content_of
+from kvferry.core.side_channel_messages import (
+    DECODE_ERRORS,
+)
 
 VERSION = 1
 KEY = "kvferry"

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from kvferry.core import messages as wire
+from kvferry.core import side_channel_messages
 from kvferry.core.endpoint import Endpoint, EndpointOptions, Results
 from kvferry.core.errors import TicketError
 from kvferry.core.lifecycle.holds import EndedHold, Hold, HoldEnd, Incarnation, RequestId
@@ -89,7 +90,7 @@ class FerryWorker:
         self._asks_silent = False
         self._problems: tuple[str, ...] = ()
         self.handshake = RankHandshake(
-            payload=wire.encode(endpoint.payload), library=endpoint.library
+            payload=side.encode(endpoint.payload), library=endpoint.library
         )
 
     @classmethod

@@ -11,7 +11,9 @@ import msgspec
 from kvferry.core.handshake import HandshakeServer
 from kvferry.core.lifecycle.holds import random_incarnation
 from kvferry.core.lifecycle.ticket import Ticket
-from kvferry.core.messages import encode
+from kvferry.core.side_channel_messages import (
+    encode,
+)
 from tests.core.endpoint.engines import Engine
 
 

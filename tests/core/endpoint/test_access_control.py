@@ -13,8 +13,10 @@ from kvferry.core.endpoint import EndpointOptions
 from kvferry.core.errors import AdmissionError, KVFerryError
 from kvferry.core.handshake import HandshakeServer
 from kvferry.core.lifecycle.ticket import Ticket
-from kvferry.core.messages import encode
 from kvferry.core.security import Access, Networks, generate
+from kvferry.core.side_channel_messages import (
+    encode,
+)
 from tests.core.endpoint.engines import Engine, engine
 
 PREFILL, DECODE, STRANGER = generate(), generate(), generate()

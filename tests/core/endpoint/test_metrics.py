@@ -12,7 +12,6 @@ from kvferry.core.endpoint import EndpointOptions
 from kvferry.core.errors import TransportError
 from kvferry.core.handshake import HandshakeServer
 from kvferry.core.lifecycle.holds import HoldEnd, RequestId, random_incarnation
-from kvferry.core.messages import encode
 from kvferry.core.metrics import (
     BYTES,
     COPIES,
@@ -31,6 +30,9 @@ from kvferry.core.metrics import (
     UNREACHED,
     UNTOLD,
     Stage,
+)
+from kvferry.core.side_channel_messages import (
+    encode,
 )
 from kvferry.core.transport import Capabilities, PeerId, Quiescence, State, Status, TransferId
 from kvferry.core.transport.copies import Copies

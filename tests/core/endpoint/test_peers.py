@@ -25,16 +25,18 @@ from kvferry.core.layout import Layout
 from kvferry.core.lifecycle.holds import Incarnation, RequestId
 from kvferry.core.messages import (
     Coordinates,
-    PayloadRequest,
-    Payloads,
-    Pong,
     RankPayload,
     decode_payload,
-    decode_request,
-    encode,
 )
 from kvferry.core.metrics import PEERS_DOWN, PEERS_UP
 from kvferry.core.planner.plan import make_plan
+from kvferry.core.side_channel_messages import (
+    PayloadRequest,
+    Payloads,
+    Pong,
+    decode_request,
+    encode,
+)
 from kvferry.core.transport import PeerId
 from tests.core.endpoint.engines import Engine, RecordingTransport, engine, eventually
 from tests.core.endpoint.loads import load

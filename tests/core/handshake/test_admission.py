@@ -12,7 +12,7 @@ from contextlib import closing, contextmanager, suppress
 import pytest
 import zmq
 
-from kvferry.core import messages as wire
+from kvferry.core import side_channel_messages as wire
 from kvferry.core.errors import AdmissionError, HandshakeError
 from kvferry.core.handshake import HandshakeServer, fetch, ping
 from kvferry.core.handshake.connection import SideChannelConnection
@@ -253,7 +253,10 @@ def test_a_key_that_is_removed_is_refused_also_over_connections_that_exist(
             key=PREFILL.public,
         )
         with closing(SideChannelConnection(dialer)) as connection:
-            assert isinstance(connection.ask(wire.Ping(engine="prefill")), wire.Pong)
+            assert isinstance(
+                connection.ask(wire.Ping(engine="prefill")),
+                wire.Pong,
+            )
             peers.replace([UNLISTED.public])
             answer = connection.ask(wire.Ping(engine="prefill"))
             assert isinstance(answer, wire.Refusal)
@@ -261,7 +264,10 @@ def test_a_key_that_is_removed_is_refused_also_over_connections_that_exist(
             assert f"{DECODE.public.hex()} is no longer in curve_peers" in caplog.text
             assert "refuses this engine's key" in refusal(server, READS)
             peers.replace([DECODE.public])
-            assert isinstance(connection.ask(wire.Ping(engine="prefill")), wire.Pong)
+            assert isinstance(
+                connection.ask(wire.Ping(engine="prefill")),
+                wire.Pong,
+            )
 
 
 def test_a_key_that_is_removed_from_the_clients_list_is_not_asked() -> None:

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import zmq
 
-from kvferry.core import messages as wire
+from kvferry.core import side_channel_messages as wire
 from kvferry.core.errors import HandshakeError, IncompatibleError
 from kvferry.core.handshake import (
     fetch,
@@ -98,7 +98,11 @@ def send_and_close(listener: socket.socket, greeting: bytes, stop: threading.Eve
     ("answer", "error", "message"),
     [
         ([b"nonsense"], HandshakeError, "not a reply of this protocol"),
-        ([wire.encode(wire.Pong(incarnation=7))], HandshakeError, "answered with a Pong"),
+        (
+            [wire.encode(wire.Pong(incarnation=7))],
+            HandshakeError,
+            "answered with a Pong",
+        ),
         (
             [wire.encode(wire.Refusal(reason="on holiday"))],
             HandshakeError,

@@ -14,8 +14,13 @@ from kvferry.core.handshake import HandshakeServer
 from kvferry.core.handshake.connection import SideChannelConnection
 from kvferry.core.handshake.dialer import Dialer
 from kvferry.core.handshake.sockets import Context, Socket
-from kvferry.core.messages import Ping, Pong, Refusal, encode
 from kvferry.core.security import Access, generate
+from kvferry.core.side_channel_messages import (
+    Ping,
+    Pong,
+    Refusal,
+    encode,
+)
 from tests.core.messages import payload
 
 LONG = 20.0

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from kvferry.core import messages as wire
+from kvferry.core import side_channel_messages as wire
 from kvferry.core.errors import HandshakeError
 from kvferry.core.handshake import HandshakeServer, fetch, ping
 from kvferry.core.handshake import connection_limits as watch

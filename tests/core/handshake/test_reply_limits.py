@@ -12,6 +12,7 @@ import msgspec
 import pytest
 
 from kvferry.core import messages as wire
+from kvferry.core import side_channel_messages as side
 from kvferry.core.errors import HandshakeError, WireError
 from kvferry.core.handshake import HandshakeServer, engine_info, fetch
 from kvferry.core.handshake.client import fetching
@@ -132,10 +133,10 @@ def test_a_short_reply_needs_no_turn() -> None:
 @pytest.mark.parametrize(
     ("ranks", "message"),
     [
-        ([payload(address=bytes(wire.MAX_PAYLOAD_BYTES - 100))], "the payload of rank 0 takes"),
+        ([payload(address=bytes(side.MAX_PAYLOAD_BYTES - 100))], "the payload of rank 0 takes"),
         (
             [
-                payload(rank, address=bytes([rank]) * (wire.MAX_PAYLOAD_BYTES - 2000))
+                payload(rank, address=bytes([rank]) * (side.MAX_PAYLOAD_BYTES - 2000))
                 for rank in range(17)
             ],
             "all ranks' payloads take",
@@ -150,9 +151,9 @@ def test_an_engine_that_publishes_too_much_is_refused_at_its_start(
 
 
 def test_no_payload_exceeds_the_limit_for_decoding_at_once() -> None:
-    data = encoded(payload(address=bytes(wire.MAX_PAYLOAD_BYTES - 100)))[0]
+    data = encoded(payload(address=bytes(side.MAX_PAYLOAD_BYTES - 100)))[0]
     for decode in (wire.decode_payload, wire.decode_versions):
-        with pytest.raises(WireError, match=f"{wire.MAX_PAYLOAD_BYTES} are allowed"):
+        with pytest.raises(WireError, match=f"{side.MAX_PAYLOAD_BYTES} are allowed"):
             decode(data)
     with pytest.raises(HandshakeError, match="payload of rank 0"):
         engine_info([data])
@@ -171,21 +172,21 @@ def test_a_reply_beyond_the_limit_is_refused(
 
 
 def long_reply() -> bytes:
-    return wire.encode(wire.Payloads(ranks=encoded(*LONG_RANKS)))
+    return side.encode(side.Payloads(ranks=encoded(*LONG_RANKS)))
 
 
 def test_a_long_reply_is_split_into_its_payloads() -> None:
-    reply = wire.decode_reply(long_reply())
-    assert isinstance(reply, wire.Payloads)
+    reply = side.decode_reply(long_reply())
+    assert isinstance(reply, side.Payloads)
     assert reply.ranks == encoded(*LONG_RANKS)
 
 
 @pytest.mark.parametrize("count", [1, 15, 16, 60])
 def test_payloads_of_any_length_and_number_are_split(count: int) -> None:
     ranks = [bytes([rank]) * size for rank, size in enumerate([0, 255, 256, 65_536] * count)]
-    ranks[0] = bytes(wire.MAX_PAYLOAD_BYTES)
-    reply = wire.decode_reply(wire.encode(wire.Payloads(ranks=ranks[: 4 * count])))
-    assert isinstance(reply, wire.Payloads)
+    ranks[0] = bytes(side.MAX_PAYLOAD_BYTES)
+    reply = side.decode_reply(side.encode(side.Payloads(ranks=ranks[: 4 * count])))
+    assert isinstance(reply, side.Payloads)
     assert reply.ranks == ranks
 
 
@@ -193,8 +194,8 @@ def test_payloads_of_any_length_and_number_are_split(count: int) -> None:
 def test_fields_that_a_newer_version_adds_to_a_long_reply_are_skipped(count: int) -> None:
     tree = msgspec.msgpack.decode(long_reply()) | {"ticket_key": b"k" * 32}
     more = {f"more-{number}": [1, {"a": b"b"}] for number in range(count)}
-    reply = wire.decode_reply(msgspec.msgpack.encode(tree | more))
-    assert isinstance(reply, wire.Payloads)
+    reply = side.decode_reply(msgspec.msgpack.encode(tree | more))
+    assert isinstance(reply, side.Payloads)
     assert reply.ranks == encoded(*LONG_RANKS)
     assert reply.ticket_key == b"k" * 32
 
@@ -202,8 +203,8 @@ def test_fields_that_a_newer_version_adds_to_a_long_reply_are_skipped(count: int
 def test_a_long_reply_without_a_ticket_key_has_none() -> None:
     tree = msgspec.msgpack.decode(long_reply())
     del tree["ticket_key"]
-    reply = wire.decode_reply(msgspec.msgpack.encode(tree))
-    assert isinstance(reply, wire.Payloads)
+    reply = side.decode_reply(msgspec.msgpack.encode(tree))
+    assert isinstance(reply, side.Payloads)
     assert (reply.ranks, reply.ticket_key) == (encoded(*LONG_RANKS), b"")
 
 
@@ -213,18 +214,21 @@ def test_a_long_reply_without_a_ticket_key_has_none() -> None:
         (bytes(1_000_000), "does not begin with the payloads"),
         (long_reply()[:-1], "truncated"),
         (long_reply()[:500_000], "takes .* are left"),
-        (long_reply() + bytes(wire.MAX_SHORT_REPLY_BYTES + 1), "after all payloads are too many"),
-        (bytes(wire.MAX_REPLY_BYTES + 1), f"{wire.MAX_REPLY_BYTES} are allowed"),
+        (
+            long_reply() + bytes(side.MAX_SHORT_REPLY_BYTES + 1),
+            "after all payloads are too many",
+        ),
+        (bytes(side.MAX_REPLY_BYTES + 1), f"{side.MAX_REPLY_BYTES} are allowed"),
         (b"\x81" + long_reply()[1:], "too early"),
-        (b"\x82" + wire.LONG_START + b"\x90" + bytes(1_000_000), "payloads of 0 ranks"),
-        (b"\x82" + wire.LONG_START + b"\xdd" + b"\xff" * 1_000_000, "payloads of 4294967295"),
-        (b"\x82" + wire.LONG_START + b"\x91\xa1" + bytes(1_000_000), "no list of payloads"),
-        (b"\x82" + wire.LONG_START + b"\x91\xc6" + b"\xff" * 1_000_000, "takes 4294967295"),
+        (b"\x82" + side.LONG_START + b"\x90" + bytes(1_000_000), "payloads of 0 ranks"),
+        (b"\x82" + side.LONG_START + b"\xdd" + b"\xff" * 1_000_000, "payloads of 4294967295"),
+        (b"\x82" + side.LONG_START + b"\x91\xa1" + bytes(1_000_000), "no list of payloads"),
+        (b"\x82" + side.LONG_START + b"\x91\xc6" + b"\xff" * 1_000_000, "takes 4294967295"),
     ],
 )
 def test_an_invalid_long_reply_is_refused(data: bytes, message: str) -> None:
     with pytest.raises(WireError, match=message):
-        wire.decode_reply(data)
+        side.decode_reply(data)
 
 
 def test_the_number_of_fields_of_all_ranks_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

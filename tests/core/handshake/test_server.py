@@ -18,7 +18,7 @@ import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvferry.core import messages as wire
+from kvferry.core import side_channel_messages as wire
 from kvferry.core.errors import HandshakeError
 from kvferry.core.handshake import (
     HandshakeServer,
@@ -171,7 +171,8 @@ def test_unknown_versions_are_refused_with_both_ranges(
 ) -> None:
     with dealer(context, server) as channel:
         reason = refusal(
-            channel, wire.encode(wire.PayloadRequest(oldest=8, newest=9, engine="prefill"))
+            channel,
+            wire.encode(wire.PayloadRequest(oldest=8, newest=9, engine="prefill")),
         )
     assert "versions 8 to 9" in reason
     assert "this build 1 to 1" in reason

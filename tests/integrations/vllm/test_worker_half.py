@@ -10,6 +10,7 @@ from unittest.mock import MagicMock, call
 import pytest
 
 from kvferry.core import messages as wire
+from kvferry.core import side_channel_messages as side
 from kvferry.core.endpoint import Load, Results
 from kvferry.core.errors import StaleError
 from kvferry.core.lifecycle.holds import EndedHold, Hold, HoldEnd, RequestId
@@ -83,7 +84,7 @@ def test_a_step_is_applied_whole_and_in_order(half: Any, endpoint: MagicMock) ->
 
     ranks = [payload(), payload()]
     step = half.StepMetadata(
-        ranks=tuple(wire.encode(one) for one in ranks),
+        ranks=tuple(side.encode(one) for one in ranks),
         ticket_key=b"key",
         orders=READY,
         prepare=(ticket(),),
