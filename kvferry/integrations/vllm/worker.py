@@ -90,7 +90,7 @@ class FerryWorker:
         self._asks_silent = False
         self._problems: tuple[str, ...] = ()
         self.handshake = RankHandshake(
-            payload=side.encode(endpoint.payload), library=endpoint.library
+            payload=side_channel_messages.encode(endpoint.payload), library=endpoint.library
         )
 
     @classmethod
