@@ -216,8 +216,13 @@ def health(
     host: Annotated[
         str, typer.Argument(help="The host of the engine's side channel.", show_default=False)
     ],
-    port: Annotated[int, typer.Argument(help="The port of the side channel.", show_default=False)],
-    timeout: Annotated[float, typer.Option(help="The most seconds to wait, in all.")] = 5.0,
+    port: Annotated[
+        int,
+        typer.Argument(min=1, max=65535, help="The port of the side channel.", show_default=False),
+    ],
+    timeout: Annotated[
+        float, typer.Option(min=0.001, max=86400, help="The most seconds to wait, in all.")
+    ] = 5.0,
     curve_secret_key: CurveSecretKey = "",
     curve_peer: CurvePeer = "",
 ) -> None:

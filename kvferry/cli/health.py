@@ -5,6 +5,7 @@ Imports as little as it can: a probe runs every few seconds, also on a busy host
 
 from __future__ import annotations
 
+import math
 import sys
 from typing import TypedDict
 
@@ -13,6 +14,7 @@ from kvferry.core.handshake import health
 
 SECONDS = 5.0
 """The most seconds to wait, unless an option says otherwise."""
+MAX_PORT = 65535
 OPTIONS = ("--timeout", "--curve-secret-key", "--curve-peer")
 
 
@@ -47,16 +49,19 @@ def parse(arguments: list[str]) -> Arguments | None:
         else:
             words.append(word)
     try:
-        host, port = words
-        return Arguments(
-            host=host,
-            port=int(port),
-            timeout=float(options["--timeout"] or SECONDS),
-            secret_key=options["--curve-secret-key"],
-            peer=options["--curve-peer"],
-        )
-    except ValueError:
+        host, port = words[0], int(words[1])
+        timeout = float(options["--timeout"] or SECONDS)
+    except (IndexError, ValueError):
         return None
+    if len(words) > 2 or not 1 <= port <= MAX_PORT or not 0 < timeout < math.inf:
+        return None
+    return Arguments(
+        host=host,
+        port=port,
+        timeout=timeout,
+        secret_key=options["--curve-secret-key"],
+        peer=options["--curve-peer"],
+    )
 
 
 def run(

@@ -47,8 +47,9 @@ def serve_on(kv_transfer_config: dict[str, Any], host: str) -> None:
         ReplicaConfigError: ``engine_id`` is set.
     """
     check_engine_id(kv_transfer_config)
-    extra = kv_transfer_config.setdefault("kv_connector_extra_config", {})
-    extra.setdefault("side_channel_host", host)
+    if kv_transfer_config.get("kv_connector_extra_config") is None:
+        kv_transfer_config["kv_connector_extra_config"] = {}
+    kv_transfer_config["kv_connector_extra_config"].setdefault("side_channel_host", host)
 
 
 def ray_version() -> str:

@@ -451,6 +451,18 @@ def _log_refusal(request: Request, error: TicketError) -> None:
         on_one_line(request.request_id),
         with_remedy(error),
         error.reason,
-        on_one_line(str(params.get("remote_engine_id")), 64),
-        on_one_line(str(params.get("remote_request_id")), MAX_ID_LOGGED),
+        _named(params.get("remote_engine_id"), 64),
+        _named(params.get("remote_request_id"), MAX_ID_LOGGED),
     )
+
+
+def _named(value: object, limit: int) -> str:
+    """Return a client's value for the log: a text's beginning, or only the type of anything else.
+
+    Other values may be large, and the scheduler must not spend seconds on their text.
+
+    Args:
+        value: The value, from the JSON of a request.
+        limit: The most characters of a text.
+    """
+    return on_one_line(value, limit) if isinstance(value, str) else f"({type(value).__name__})"

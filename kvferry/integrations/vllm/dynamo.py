@@ -8,17 +8,19 @@ kvferry needs it.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import logging
 import multiprocessing
 from importlib import metadata
+from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
 MODULE = "dynamo.vllm.kv_connector_protocols"
 """Dynamo's module with the table; it imports the standard library only."""
 
-PACKAGES = ("dynamo", "dynamo.vllm")
-"""The packages of that module. Where one is missing, Dynamo's vLLM workers are not installed."""
+PACKAGE, WORKERS = "dynamo", "vllm"
+"""The package of that module, and the folder in it that has Dynamo's vLLM workers."""
 
 TABLE = "KV_CONNECTOR_PROTOCOLS"
 SAME_AS = "NixlConnector"
@@ -29,19 +31,28 @@ def register(name: str) -> None:
     """Register the connector with Dynamo where Dynamo is installed; elsewhere do nothing.
 
     An entry that Dynamo has for this name remains. Where Dynamo's table is not found, log a
-    warning.
+    warning. Other modules that are called ``dynamo`` are not imported.
 
     Args:
         name: The connector's name in ``kv_transfer_config``.
     """
+    if not _is_installed():
+        return
     try:
         table = getattr(importlib.import_module(MODULE), TABLE)
         table.setdefault(name, table[SAME_AS])
-    except ModuleNotFoundError as exc:
-        if exc.name not in PACKAGES:
-            _warn(name, exc)
-    except (AttributeError, ImportError, KeyError) as exc:
+    except Exception as exc:  # noqa: BLE001 - an error here would end every engine, with Dynamo or not
         _warn(name, exc)
+
+
+def _is_installed() -> bool:
+    """Return whether there is a package ``dynamo`` with vLLM workers. Imports nothing."""
+    try:
+        found = importlib.util.find_spec(PACKAGE)
+    except ValueError:  # a module that is imported already and has no spec
+        return False
+    folders = found.submodule_search_locations if found is not None else None
+    return any(Path(folder, WORKERS).is_dir() for folder in folders or ())
 
 
 def _warn(name: str, exc: Exception) -> None:

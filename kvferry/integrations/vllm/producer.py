@@ -151,21 +151,13 @@ class Producer:
         """Give a hold (a slot and random bits) to a request that another engine will decode.
 
         Called when vLLM has allocated blocks for the request. After a preemption, vLLM allocates
-        blocks again, and the request keeps its hold. If there is no hold to give, the request is
-        counted and logged as one without a ticket.
+        blocks again, and the request keeps its hold, or may get one now.
 
         Args:
             request: vLLM's request; ignored unless it asks for ``do_remote_decode``.
         """
-        if not self._is_handed_over(request):
-            return
-        if self._holds.take_on(RequestId(request.request_id)) is None:
-            self._no_ticket(
-                request,
-                NoTicket.NO_HOLD,
-                "its id is that of a request whose pages another engine may still read, or no slot "
-                "is free: give requests ids of their own",
-            )
+        if self._is_handed_over(request):
+            self._holds.take_on(RequestId(request.request_id))
 
     def request_finished(
         self, request: Request, block_ids: Sequence[Sequence[int]], serving: EngineSideChannel
@@ -260,8 +252,16 @@ class Producer:
                 f"it has {len(blocks)} blocks, and {self._max_held} may be held: set a larger "
                 "max_held_fraction, or decode it here",
             )
+            return None
         hold = self._holds.ticket(RequestId(request.request_id), self._lease, blocks)
-        if hold is not None:
+        if hold is None:
+            self._no_ticket(
+                request,
+                NoTicket.NO_HOLD,
+                "its id is that of a request whose pages another engine may still read, or no slot "
+                "was free: give requests ids of their own",
+            )
+        else:
             self._metrics.add(HOLDS, outcome=HoldOutcome.MADE.value)
             self._held[request.request_id] = HeldRequest(
                 request_id=request.request_id,

@@ -17,8 +17,8 @@ def test_the_side_channel_is_at_the_nodes_address() -> None:
     assert extra == {"driver": "ucx", "side_channel_host": NODE}
 
 
-def test_without_other_settings_the_address_is_set_too() -> None:
-    transfer: dict[str, Any] = {}
+@pytest.mark.parametrize("transfer", [{}, {"kv_connector_extra_config": None}])
+def test_without_other_settings_the_address_is_set_too(transfer: dict[str, Any]) -> None:
     serve_on(transfer, NODE)
     assert transfer == {"kv_connector_extra_config": {"side_channel_host": NODE}}
 

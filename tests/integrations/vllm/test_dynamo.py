@@ -79,6 +79,15 @@ class TestAnotherDynamo:
         assert not loaded()
         assert not caplog.records
 
+    def test_another_module_of_this_name_is_not_imported(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        (tmp_path / "dynamo.py").write_text("raise RuntimeError('a script of the user')")
+        monkeypatch.syspath_prepend(tmp_path)
+        dynamo.register(NAME)
+        assert not loaded()
+        assert not caplog.records
+
     def test_installed_without_its_vllm_workers(
         self, install: Install, caplog: pytest.LogCaptureFixture
     ) -> None:
@@ -116,8 +125,9 @@ class TestAnotherDynamo:
             ({"vllm/kv_connector_protocols": "KV_CONNECTOR_PROTOCOLS = ()"}, "AttributeError: "),
             ({"vllm/kv_connector_protocols": "import no_such_module"}, "ModuleNotFoundError: "),
             ({"vllm/kv_connector_protocols": "from os import nothing"}, "ImportError: "),
+            ({"vllm/kv_connector_protocols": "KV_CONNECTOR_PROTOCOLS = 1 / 0"}, "ZeroDivisionErr"),
         ],
-        ids=["no module", "no table", "no NixlConnector", "no dict", "dependency", "import"],
+        ids=["no module", "no table", "no NixlConnector", "no dict", "dependency", "import", "any"],
     )
     def test_another_version(
         self,

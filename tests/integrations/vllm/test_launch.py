@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,9 +15,14 @@ from typing import Any
 
 import pytest
 
-from kvferry.integrations.vllm import plugin
+from kvferry.integrations.vllm import launch, plugin
 from kvferry.integrations.vllm.config import ConfigError
-from kvferry.integrations.vllm.launch import check_launch, check_transfer, engines_here
+from kvferry.integrations.vllm.launch import (
+    check_launch,
+    check_transfer,
+    engines_here,
+    launches_here,
+)
 from tests.integrations.vllm.engines import ENVIRONMENT, ROOT
 from tests.integrations.vllm.test_support import engine
 
@@ -131,18 +137,43 @@ def test_engines_of_this_host(changes: dict[str, object], indices: list[int]) ->
     assert list(engines_here(parallel(**changes))) == indices
 
 
-def test_port_of_each_engine_of_this_host_is_tried() -> None:
+def test_port_of_each_engine_of_this_host_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "ENDING_SECONDS", 0.0)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         for first, count in ((port, 1), (port - 2, 3)):
             with pytest.raises(ConfigError, match=f"127.0.0.1 port {port}: the port is in use"):
                 check_launch(
                     launched(
-                        ferry(side_channel_port=first),
+                        ferry(side_channel_port=first, drain_timeout=0),
                         parallel_config=parallel(data_parallel_size_local=count),
                     )
                 )
     check_launch(launched(ferry(side_channel_port=port)))
+
+
+def test_port_of_an_engine_that_ends_is_waited_for(caplog: pytest.LogCaptureFixture) -> None:
+    taken = socket.create_server(("127.0.0.1", 0))
+    port = taken.getsockname()[1]
+    threading.Timer(0.5, taken.close).start()
+    check_launch(launched(ferry(side_channel_port=port, drain_timeout=50)))
+    assert f"port {port} is in use: waiting" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "elsewhere",
+    [
+        {"data_parallel_size_local": 0},
+        {"data_parallel_backend": "ray"},
+        {"distributed_executor_backend": "ray"},
+    ],
+)
+def test_host_without_engines_needs_no_driver_and_no_keys(elsewhere: dict[str, object]) -> None:
+    transfer = ferry(driver="unheard-of", curve_secret_key="file:/missing")
+    assert not launches_here(parallel(**elsewhere))
+    check_launch(launched(transfer, parallel_config=parallel(**elsewhere)))
+    with pytest.raises(ConfigError, match="did you mean 'driver'"):
+        check_transfer(ferry(drvier=1), here=False)
 
 
 def test_host_that_is_not_of_this_machine() -> None:

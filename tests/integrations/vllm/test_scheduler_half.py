@@ -89,12 +89,13 @@ def producer(
     max_held: int | None = None,
     metrics: Metrics | None = None,
     ticket_key: TicketKey | None = TICKET_KEY,
+    slots: int = 64,
     **settings: Any,
 ) -> Producer:
     return Producer(
         groups,
         metrics=metrics or Metrics(driver="loopback"),
-        slots=64,
+        slots=slots,
         lease=30.0,
         backoff=tail,
         computed=True,
@@ -171,6 +172,16 @@ class TestProducer:
         assert made.request_finished(each, [[1, 2, 3]], SERVING) is None
         assert len(made.drain().drops) == 1
 
+    def test_request_without_a_slot_is_counted_once_however_often_it_was_preempted(self) -> None:
+        metrics = Metrics(driver="loopback")
+        made = producer(slots=1, metrics=metrics)
+        made.take_on(request(40, PREFILL, name="first"))
+        each = request(40, PREFILL, name="second")
+        for _ in range(3):
+            made.take_on(each)
+        assert made.request_finished(each, [[1, 2, 3]], SERVING) is None
+        assert metrics.take() == not_made("no_hold")
+
     def test_no_ticket_for_a_request_that_nobody_else_decodes(self) -> None:
         made = producer()
         made.take_on(request(40))
@@ -245,8 +256,8 @@ class TestProducer:
         made.take_on(each)
         assert made.request_finished(each, [[1, 2, 3]], SERVING)
         made.take_on(each)
-        assert "request r: no ticket is made" in caplog.text
         assert made.request_finished(each, [[4, 5, 6]], SERVING) is None
+        assert "request r: no ticket is made" in caplog.text
         made.sends_finished(["r"])
         made.take_on(each)
         assert made.request_finished(each, [[4, 5, 6]], SERVING)
@@ -506,6 +517,14 @@ class TestConsumer:
         made.blocks_allocated(each, blocks(21), 0)
         [load] = made.drain().loads
         assert (load.reads, load.report) == (False, False)
+
+    def test_text_of_a_client_s_other_values_is_not_made_for_the_log(
+        self, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """It could be large, and the scheduler would wait for it."""
+        params = {"do_remote_prefill": True, "remote_request_id": [7], "remote_engine_id": {"a": 1}}
+        consumer().on_new_request(request(40, params))
+        assert caplog.messages[0].endswith("of engine (dict), request (list))")
 
     def test_second_allocation_loads_nothing(self) -> None:
         made = consumer()
