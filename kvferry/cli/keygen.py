@@ -15,6 +15,8 @@ from kvferry.core.errors import SecretError
 from kvferry.core.security import generate
 
 TICKETS = "ticket"
+PROBE = "probe"
+"""The name of a pair of keys that is for ``kvferry health`` and ``kvferry doctor``."""
 SECRET, PUBLIC = ".secret", ".public"
 ONLY_OWNER = 0o600
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -125,8 +127,14 @@ def _instructions(folder: Path, engine: str) -> str:
 
     Args:
         folder: Absolute path of the folder with the keys.
-        engine: Name of the engine.
+        engine: Name of the engine, or ``PROBE``, which has options and no settings.
     """
+    if engine == PROBE:
+        return (
+            f"\nTo ask an engine, give kvferry health and kvferry doctor these options:\n"
+            f"--curve-secret-key=file:{folder / PROBE}{SECRET} "
+            f"--curve-peer=file:{folder}/ENGINE{PUBLIC}"
+        )
     peers = sorted(path for path in folder.glob(f"*{PUBLIC}") if path.stem != engine)
     settings = {
         "curve_secret_key": f"file:{folder / engine}{SECRET}",

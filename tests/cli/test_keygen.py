@@ -103,6 +103,15 @@ def test_added_engine_knows_the_others(tmp_path: Path) -> None:
     assert len(security_settings(settings["decode-2"]).access.peers) == 2
 
 
+def test_a_probe_gets_the_options_of_a_command(tmp_path: Path) -> None:
+    output = keygen(tmp_path, "prefill", "probe")
+    settings = printed_settings(output)
+    assert list(settings) == ["prefill"]
+    assert settings["prefill"]["curve_peers"] == [f"file:{tmp_path}/probe.public"]
+    assert f"--curve-secret-key=file:{tmp_path}/probe.secret" in output
+    assert f"--curve-peer=file:{tmp_path}/ENGINE.public" in output
+
+
 @pytest.mark.parametrize("name", ["", "../x", "a/b", "ticket", ".hidden", "a" * 65, "a b"])
 def test_name_that_cannot_be_a_file_is_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(SecretError, match="cannot be the name of an engine's files"):

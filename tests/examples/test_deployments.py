@@ -199,11 +199,18 @@ def test_compose_asks_the_side_channels_for_the_engines_health() -> None:
         [word, *command] = service["healthcheck"]["test"]
         assert word == "CMD"
         check_health_command(command, role, role, engines[role])
-        assert service["healthcheck"]["timeout"] == "5s"
+        assert service["healthcheck"]["timeout"] == f"{PROBE_SECONDS}s"
+
+
+PROBE_SECONDS = 5
 
 
 def check_health_command(command: list[str], role: str, host: str, engine: Engine) -> None:
-    """Check a probe: that it names the engine's side channel, and keys that it finds."""
+    """Check a probe: it names the engine's side channel, keys that it finds, and a timeout.
+
+    The command has to end before it is killed, to say why the engine does not answer.
+    """
+    assert float(option(command, "timeout")) < PROBE_SECONDS
     port = str(engine.extra["side_channel_port"])
     assert command[:4] == ["kvferry", "health", host, port]
     for name, file in (("curve-secret-key", "probe.secret"), ("curve-peer", f"{role}.public")):
@@ -234,6 +241,13 @@ def test_systemd_tells_only_the_server_to_stop() -> None:
         assert read_unit(role)["KillMode"] == ["mixed"]
 
 
+def test_systemd_gives_engines_a_home_and_always_restarts_them() -> None:
+    for role in ROLES:
+        unit = read_unit(role)
+        assert unit["Environment"] == [f"HOME=/var/cache/{unit['CacheDirectory'][0]}"]
+        assert unit["Restart"] == ["always"]
+
+
 # Kubernetes
 
 
@@ -245,6 +259,14 @@ def test_kubernetes_accepts_the_manifests(copy: Path) -> None:
         validator.validate(document, validator.latest_version(), strict=True)
     kinds = [document["kind"] for document in built]
     assert len(kinds) == len(manifests()) + len(["ConfigMap", "Secret", "Secret"])
+
+
+def test_kubernetes_changes_keys_in_place(copy: Path) -> None:
+    """A name with a hash of the contents would make new Secrets, and replace the pods."""
+    yaml = pytest.importorskip("yaml")
+    built = list(yaml.safe_load_all(run("kubectl", "kustomize", ".", folder=copy)))
+    names = {entry["metadata"]["name"] for entry in built if entry["kind"] == "Secret"}
+    assert names == {entry["name"] for entry in kustomization()["secretGenerator"]}
 
 
 def test_kubernetes_mounts_the_secrets_for_their_owner_only() -> None:
@@ -282,7 +304,7 @@ def test_kubernetes_probes_ask_where_the_engines_listen_and_have_time() -> None:
         command = line.replace('"', "").removeprefix("exec ").split()
         check_health_command(command, role, "$POD_IP", engines[role])
         for kind in ("startupProbe", "readinessProbe", "livenessProbe"):
-            assert container[kind]["timeoutSeconds"] >= 5
+            assert container[kind]["timeoutSeconds"] >= PROBE_SECONDS
 
 
 def test_kubernetes_names_every_pod_to_the_router() -> None:
@@ -293,6 +315,15 @@ def test_kubernetes_names_every_pod_to_the_router() -> None:
             lines = [part for part in router if part.startswith(f"--{role}=")]
             assert len(lines) == found["spec"]["replicas"]
             assert found["spec"]["serviceName"] == role
+
+
+def test_prometheus_asks_the_engines_of_kubernetes() -> None:
+    yaml = pytest.importorskip("yaml")
+    file = SERVING.parent / "monitoring" / "prometheus.yml"
+    [job] = yaml.safe_load(file.read_text())["scrape_configs"]
+    targets = {entry["labels"]["role"]: entry["targets"] for entry in job["static_configs"]}
+    engines = DEPLOYMENTS["kubernetes"]().engines
+    assert targets == {role: [engine.url] for role, engine in engines.items()}
 
 
 def pod_specs(kind: str) -> dict[str, dict[str, Any]]:

@@ -19,6 +19,8 @@ FILE = "file:"
 """How the place of a secret begins if it is a file."""
 ENVIRONMENT = "env:"
 """How the place of a secret begins if it is an environment variable."""
+CREDENTIALS = "CREDENTIALS_DIRECTORY"
+"""The variable with which systemd names the folder of a service's credentials."""
 HOW = f"write {FILE}PATH or {ENVIRONMENT}NAME; 'kvferry keygen' makes files"
 MAX_FILE_BYTES = 1 << 16
 
@@ -56,7 +58,7 @@ def read_secret(place: str, environment: Mapping[str, str] = os.environ) -> Secr
             show a ``place`` of another form, since that may be the secret.
     """
     if place.startswith(FILE):
-        return _from_file(place, Path(place.removeprefix(FILE)).expanduser())
+        return _from_file(place, Path(place.removeprefix(FILE)).expanduser(), environment)
     if place.startswith(ENVIRONMENT):
         name = place.removeprefix(ENVIRONMENT)
         return _filled(place, environment.get(name, ""), "set the variable for this process")
@@ -86,7 +88,7 @@ def listed_keys(
     return keys
 
 
-def _from_file(place: str, path: Path) -> Secret:
+def _from_file(place: str, path: Path, environment: Mapping[str, str]) -> Secret:
     try:
         with path.open("rb") as opened:
             mode = os.fstat(opened.fileno()).st_mode
@@ -98,9 +100,22 @@ def _from_file(place: str, path: Path) -> Secret:
     if len(data) > MAX_FILE_BYTES:
         raise SecretError(f"{place} has more than {MAX_FILE_BYTES} bytes: {HOW}")
     exposed = ""
-    if mode & (stat.S_IRWXG | stat.S_IRWXO):
+    if mode & _open_bits(path, environment):
         exposed = f"{place} is open to others than its owner: chmod 600 it"
     return _filled(place, text, "'kvferry keygen' makes such files", exposed)
+
+
+def _open_bits(path: Path, environment: Mapping[str, str]) -> int:
+    """Return the bits of a file's mode that let others than its owner use it.
+
+    A credential of systemd belongs to root, and an access control list lets the service's user read
+    it. The mode then shows the list's mask as permissions of the group, which has none.
+    """
+    bits = stat.S_IRWXG | stat.S_IRWXO
+    folder = environment.get(CREDENTIALS)
+    if folder and path.resolve().is_relative_to(Path(folder).resolve()):
+        bits &= ~stat.S_IRGRP
+    return bits
 
 
 def _filled(place: str, text: str, remedy: str, exposed: str = "") -> Secret:

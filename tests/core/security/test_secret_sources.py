@@ -29,6 +29,25 @@ def test_a_file_that_others_can_read_is_reported(tmp_path: Path, mode: int) -> N
     )
 
 
+@pytest.mark.parametrize(("mode", "is_open"), [(0o440, False), (0o460, True), (0o444, True)])
+def test_a_credential_of_systemd_may_show_the_mask_of_its_access_list(
+    tmp_path: Path, mode: int, is_open: bool
+) -> None:
+    path = tmp_path / "ticket.secret"
+    path.write_text(HIDDEN)
+    path.chmod(mode)
+    secret = read_secret(f"file:{path}", {"CREDENTIALS_DIRECTORY": str(tmp_path)})
+    assert bool(secret.exposed) == is_open
+
+
+def test_a_file_beside_the_credentials_of_systemd_is_for_its_owner_only(tmp_path: Path) -> None:
+    path = tmp_path / "ticket.secret"
+    path.write_text(HIDDEN)
+    path.chmod(0o440)
+    environment = {"CREDENTIALS_DIRECTORY": str(tmp_path / "credentials")}
+    assert read_secret(f"file:{path}", environment).exposed
+
+
 def test_a_secret_is_read_from_the_environment() -> None:
     got = read_secret("env:KVFERRY_TEST", {"KVFERRY_TEST": f"{HIDDEN}\n"})
     assert got == Secret(text=HIDDEN, place="env:KVFERRY_TEST")
