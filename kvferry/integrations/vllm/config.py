@@ -17,6 +17,7 @@ import msgspec
 from msgspec import Meta
 
 from kvferry.core.errors import KVFerryError
+from kvferry.integrations.vllm import transfer_config
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -250,6 +251,8 @@ def _unknown_key(key: str) -> str:
         return (
             f"{key!r} in kv_connector_extra_config is NixlConnector's: {NIXL_KEYS[key]}. Remove it."
         )
+    if key in (*transfer_config.KEYS, *transfer_config.OLD_KEYS):
+        return f"{key!r} belongs beside kv_connector, not into kv_connector_extra_config: move it."
     [nearest] = difflib.get_close_matches(key, KEYS, n=1, cutoff=0.0)
     return f"unknown key {key!r} in kv_connector_extra_config: did you mean {nearest!r}?"
 
