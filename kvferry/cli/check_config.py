@@ -17,15 +17,18 @@ from kvferry.core.handshake import health
 from kvferry.core.security import Access
 from kvferry.core.transport import registry
 from kvferry.integrations.vllm import support
+from kvferry.integrations.vllm.config import KEYS as SETTINGS
 from kvferry.integrations.vllm.config import Config, ConfigError, acceptable, problems
 from kvferry.integrations.vllm.config_schema import schema
 from kvferry.integrations.vllm.launch import address_problems
-from kvferry.integrations.vllm.security import read_security_settings
+from kvferry.integrations.vllm.security import examine_security_settings
 from kvferry.integrations.vllm.transfer_config import (
     EXTRA,
+    KEYS,
     MODULE,
     MULTI,
     NAME,
+    OLD_KEYS,
     extra_of,
     own_transfers,
 )
@@ -33,21 +36,8 @@ from kvferry.integrations.vllm.transfer_config import (
 SECONDS = 5.0
 """How long a peer may take to answer."""
 
-KEYS = (
-    "kv_connector",
-    "kv_connector_module_path",
-    "kv_role",
-    EXTRA,
-    "kv_load_failure_policy",
-    "enable_permute_local_kv",
-    "engine_id",
-    "kv_buffer_device",
-    "kv_port",
-)
-"""The keys of ``--kv-transfer-config`` in vLLM 0.32."""
-
-OLD_KEYS = ("kv_buffer_size", "kv_ip", "kv_parallel_size", "kv_rank")
-"""The keys that it has until vLLM 0.31."""
+SELECTING_KEYS = ("kv_connector", "kv_connector_module_path", "kv_role", EXTRA)
+"""The keys of ``--kv-transfer-config`` that select a connector and its settings."""
 
 VALUES = {
     "kv_role": ("kv_producer", "kv_consumer", "kv_both"),
@@ -111,6 +101,9 @@ def run(text: str, peers: Sequence[str] = ()) -> int:
         found += _peer_problems(acceptable(extra), addresses)
     for problem in found:
         typer.echo(f"- {problem}")
+    for extra in _own_settings(given):
+        for warning in examine_security_settings(acceptable(extra))[0].exposed:
+            typer.echo(f"note: {warning}")
     typer.echo(_summary(len(found), given, peers))
     return int(bool(found))
 
@@ -121,7 +114,7 @@ def read(text: str) -> dict[str, Any]:
     Raises:
         InputError: There is none.
     """
-    literal = text.lstrip().startswith("{")
+    literal = text.lstrip().startswith(("{", "["))
     try:
         given = json.loads(text if literal else Path(text).read_text(encoding="utf-8"))
     except OSError as exc:
@@ -135,7 +128,9 @@ def read(text: str) -> dict[str, Any]:
 
 def is_transfer(given: Mapping[str, Any]) -> bool:
     """Return whether an object is a ``--kv-transfer-config``, not ``kv_connector_extra_config``."""
-    return any(key in KEYS for key in given)
+    if any(key in SELECTING_KEYS for key in given):
+        return True
+    return any(key in KEYS for key in given) and not any(key in SETTINGS for key in given)
 
 
 def _problems(given: Mapping[str, Any]) -> Iterator[str]:
@@ -145,9 +140,9 @@ def _problems(given: Mapping[str, Any]) -> Iterator[str]:
     own = own_transfers(given)
     if not own:
         yield (
-            f"kv_connector {given.get('kv_connector')!r} does not select this connector: set "
-            f'kv_connector to {NAME!r} (or list it under "connectors" of {MULTI}), and remove '
-            f"kv_connector_module_path or set it to {MODULE!r}"
+            f"{_unselected(given.get('kv_connector'))}: set kv_connector to {NAME!r} (or list it "
+            f'under "connectors" of {MULTI}), and remove kv_connector_module_path or set it to '
+            f"{MODULE!r}"
         )
     for each in (given, *(one for one in own if one is not given)):
         yield from _key_problems(each)
@@ -158,15 +153,21 @@ def _problems(given: Mapping[str, Any]) -> Iterator[str]:
             yield str(exc)
 
 
+def _unselected(connector: object) -> str:
+    """Return how a ``kv_connector`` fails to select this connector."""
+    if connector is None:
+        return "kv_connector is missing"
+    return f"kv_connector {connector!r} does not select this connector"
+
+
 def _key_problems(transfer: Mapping[str, Any]) -> Iterator[str]:
     """Yield what is wrong with the keys of a ``--kv-transfer-config`` and their values."""
     for key in transfer:
-        if key not in KEYS + OLD_KEYS:
+        if key in SETTINGS:
+            yield f"{key!r} is a setting of {NAME}, which belongs into {EXTRA}: move it there"
+        elif key not in KEYS + OLD_KEYS:
             [nearest] = difflib.get_close_matches(key, KEYS, n=1, cutoff=0.0)
-            yield (
-                f"unknown key {key!r} in --kv-transfer-config: did you mean {nearest!r}? A setting "
-                f"of {NAME} belongs into {EXTRA}"
-            )
+            yield f"unknown key {key!r} in --kv-transfer-config: did you mean {nearest!r}?"
     for key, values in VALUES.items():
         if (value := transfer.get(key)) not in (*values, None):
             yield f"{key} is {value!r}: set one of {', '.join(values)}"
@@ -191,7 +192,7 @@ def _settings_problems(extra: Mapping[str, Any]) -> Iterator[str]:
     yield from problems(extra)
     config = acceptable(extra)
     yield from _raised(DriverError, lambda: _start_driver(config))
-    yield from _raised(ConfigError, lambda: read_security_settings(config))
+    yield from examine_security_settings(config)[1]
     yield from address_problems(config, [0])
 
 
@@ -214,13 +215,12 @@ def _peer_problems(config: Config, addresses: Iterable[tuple[str, str, int]]) ->
         config: The settings, whose keys and networks are used.
         addresses: The option, the host and the port of each engine's side channel.
     """
-    try:
-        access = read_security_settings(config).access
-    except ConfigError:  # named among the problems of the settings
+    security, refused = examine_security_settings(config)
+    if refused:  # named among the problems of the settings
         return
     for peer, host, port in addresses:
         try:
-            engine = _engine_at(host, port, access)
+            engine = _engine_at(host, port, security.access)
         except HandshakeError as exc:
             yield f"--peer {peer}: {exc}"
         else:

@@ -39,14 +39,14 @@ def keys_of(secret_key: str, peer: str, environment: Mapping[str, str] = os.envi
     """
     if not secret_key and not peer:
         return NONE
-    if not (secret_key and peer):
+    own = read_secret(secret_key, environment) if secret_key else None
+    peers = listed_keys([peer], "--curve-peer", environment) if peer else frozenset()
+    if own is None or not peer:
         raise SecretError(
             "a side channel with keys is asked with both --curve-secret-key, where a secret key is "
             "that the engine's curve_peers lists, and --curve-peer, the engine's own public key"
         )
-    peers = listed_keys([peer], "--curve-peer", environment)
     if len(peers) != 1:
         raise SecretError(f"--curve-peer names {len(peers)} keys, and an engine has one")
-    own = read_secret(secret_key, environment)
     access = Access(own=KeyPair.of(own.text, own.place), peers=peers, is_command=True)
     return Keys(access=access, server=next(iter(peers)))

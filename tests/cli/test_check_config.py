@@ -14,13 +14,14 @@ from typing import Any
 
 import pytest
 
-from kvferry.cli.check_config import KEYS, OLD_KEYS, InputError, print_schema, run
+from kvferry.cli.check_config import InputError, print_schema, run
 from kvferry.core.handshake import HandshakeServer
 from kvferry.core.security import Access, generate
 from kvferry.core.side_channel_messages import (
     encode,
 )
 from kvferry.integrations.vllm.config import Config, ConfigError, parse
+from kvferry.integrations.vllm.transfer_config import KEYS, OLD_KEYS
 from tests.cli.command import run_kvferry
 from tests.core.messages import payload
 
@@ -105,7 +106,17 @@ def test_all_problems_are_listed_at_once(capsys: pytest.CaptureFixture[str]) -> 
         (transfer(kv_role=None), "kv_role is missing"),
         (transfer(kv_connector_extra_config=[]), "is no JSON object"),
         (transfer(enable_permute_local_kv=True), "enable_permute_local_kv"),
-        (transfer(kv_lease_duration=3), "belongs into kv_connector_extra_config"),
+        (transfer(kv_connector=None), "kv_connector is missing: set kv_connector to 'KVFerry"),
+        (transfer(role=1), "unknown key 'role' in --kv-transfer-config: did you mean 'kv_role'?"),
+        (transfer(kv_lease_duration=3), "belongs into kv_connector_extra_config: move it there"),
+        (
+            {"driver": "loopback", "kv_load_failure_policy": "recompute"},
+            "'kv_load_failure_policy' belongs beside kv_connector, not into kv_connector_extra",
+        ),
+        (
+            transfer(kv_connector_extra_config={"kv_role": "kv_both"}),
+            "'kv_role' belongs beside kv_connector, not into kv_connector_extra_config: move it",
+        ),
         (
             multi(transfer(kv_connector_extra_config={"driver": "unheard-of"})),
             "no driver 'unheard-of' is installed",
@@ -139,12 +150,58 @@ def test_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert "no problem" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("text", ["missing.json", "{", "[]"])
-def test_input_that_is_no_object(tmp_path: Path, text: str) -> None:
-    file = tmp_path / "list.json"
-    file.write_text("[]")
-    with pytest.raises(InputError):
-        run(str(file) if text == "[]" else text)
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("missing.json", "name a file with JSON"),
+        ("{", "the argument is no JSON"),
+        ("[]", "a JSON object is expected, not list"),
+        ("list.json", "list.json: a JSON object is expected, not list"),
+    ],
+)
+def test_input_that_is_no_object(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, why: str
+) -> None:
+    (tmp_path / "list.json").write_text("[]")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InputError, match=why):
+        run(text)
+
+
+def test_every_key_and_secret_that_cannot_be_read_is_listed(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    given = {
+        "ticket_secrets": ["file:/missing/t1", "file:/missing/t2"],
+        "curve_secret_key": "file:/missing/own",
+        "curve_peers": ["file:/missing/peers", "abc"],
+        "allowed_peers": ["prefill"],
+    }
+    status, problems, _ = checked(capsys, given)
+    assert status == 1
+    wanted = (
+        "ticket_secrets: file:/missing/t1 cannot be read (No such file",
+        "ticket_secrets: file:/missing/t2 cannot be read (No such file",
+        "curve_secret_key: file:/missing/own cannot be read (No such file",
+        "curve_peers: file:/missing/peers cannot be read (No such file",
+        "line 1 of curve_peers is no public key",
+        "'prefill' in allowed_peers is no network",
+    )
+    assert len(problems) == len(wanted)
+    missing = [text for text in wanted if not any(text in problem for problem in problems)]
+    assert missing == []
+
+
+def test_secret_that_others_can_read_is_a_note(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "ticket.secret"
+    file.write_text("a secret of both engines")
+    file.chmod(0o644)
+    assert run(json.dumps({"ticket_secrets": [f"file:{file}"]})) == 0
+    note, last = capsys.readouterr().out.splitlines()
+    assert note.startswith(f"note: file:{file} is open to others")
+    assert "no problem on this host" in last
 
 
 # Peers.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -86,6 +87,25 @@ def test_missing_answer_is_reported_with_reason(
     server.close()
     with pytest.raises(HandshakeError, match="nobody listens there"):
         run(server.host, server.port, timeout=20.0)
+
+
+def test_unreachable_engine_is_reported_without_tickets_and_settings() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    with pytest.raises(HandshakeError) as caught:
+        run("127.0.0.1", port, timeout=20.0)
+    assert "127.0.0.1 is a loopback address: it means this host" in str(caught.value)
+    assert "ticket" not in str(caught.value)
+    with pytest.raises(HandshakeError, match="correct the host, or ask from a host that"):
+        run("no-such-host.invalid", 5600, timeout=20.0)
+
+
+def test_another_listener_is_reported_with_the_port_to_give() -> None:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as other,
+        pytest.raises(HandshakeError, match="Give side_channel_port, not the port of vLLM's"),
+    ):
+        run("127.0.0.1", other.getsockname()[1], timeout=0.2)
 
 
 def test_encrypted_engine_refuses_probe_without_keys() -> None:

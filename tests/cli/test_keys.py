@@ -38,11 +38,21 @@ def test_keys_from_files_of_keygen(tmp_path: Path) -> None:
         ("", ENGINE.public.hex(), "with both --curve-secret-key"),
         ("env:NONE", ENGINE.public.hex(), "env:NONE holds 3 characters"),
         ("env:NOBODY", ENGINE.public.hex(), "env:NOBODY is empty or not set"),
+        ("env:NOBODY", "", "env:NOBODY is empty or not set"),
         ("env:OWN", "abc", "line 1 of --curve-peer is no public key"),
         ("env:OWN", "env:TWO", "--curve-peer names 2 keys"),
         (OWN.secret.hex(), ENGINE.public.hex(), "and not where it is"),
     ],
-    ids=["no peer", "no key", "short", "unset", "peer is no key", "two peers", "the key itself"],
+    ids=[
+        "no peer",
+        "no key",
+        "short",
+        "unset",
+        "unset alone",
+        "peer is no key",
+        "two peers",
+        "the key itself",
+    ],
 )
 def test_invalid_keys_are_refused(secret_key: str, peer: str, why: str) -> None:
     with pytest.raises(SecretError, match=why) as caught:

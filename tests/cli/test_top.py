@@ -160,6 +160,18 @@ def test_engine_that_does_not_answer_stays_listed_and_comes_back() -> None:
     assert back["loads_per_second"] * back["seconds"] == pytest.approx(3)
 
 
+def test_nothing_follows_the_only_report() -> None:
+    text = screen(closed_port())
+    assert "1 engine, 1 without an answer" in text
+    assert "next reading" not in text
+
+
+def test_page_that_is_not_found_is_reported_with_the_port() -> None:
+    with MetricsServer(404) as server:
+        engine = only(once(server.address, status=1))
+    assert engine["error"] == "answers with HTTP status 404: is this the port of vLLM's server?"
+
+
 def test_silent_engines_are_named_with_the_reason_and_the_others_are_shown() -> None:
     nobody = closed_port()
     with (

@@ -56,7 +56,7 @@ def _show_once(console: Console, reports: Iterator[list[EngineReport]], *, as_js
     """Print the second report, the first that has rates, and return the exit status."""
     next(reports)
     engines = next(reports)
-    _print(console, engines, as_json=as_json)
+    _print(console, engines, as_json=as_json, once=True)
     return int(any(engine.seconds is None and engine.error is not None for engine in engines))
 
 
@@ -72,13 +72,15 @@ def _show(console: Console, reports: Iterator[list[EngineReport]], *, as_json: b
             live.update(tables(engines), refresh=True)
 
 
-def _print(console: Console, engines: list[EngineReport], *, as_json: bool) -> None:
+def _print(
+    console: Console, engines: list[EngineReport], *, as_json: bool, once: bool = False
+) -> None:
     """Print a report: tables, or a line of JSON."""
     if as_json:
         record = {"engines": [dataclasses.asdict(engine) for engine in engines]}
         console.file.write(f"{json.dumps(record)}\n")
     else:
-        console.print(tables(engines))
+        console.print(tables(engines, once=once))
     console.file.flush()
 
 

@@ -9,6 +9,7 @@ import urllib.request
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from http import HTTPStatus
 from typing import Self
 from urllib.parse import SplitResult, urlsplit
 
@@ -122,7 +123,8 @@ def read(address: MetricsAddress, timeout: float) -> MetricsReading:
             page = _body(answer, deadline)
     except urllib.error.HTTPError as exc:
         exc.close()
-        raise MetricsPageError(f"answers with HTTP status {exc.code}") from exc
+        hint = ": is this the port of vLLM's server?" if exc.code == HTTPStatus.NOT_FOUND else ""
+        raise MetricsPageError(f"answers with HTTP status {exc.code}{hint}") from exc
     except (OSError, http.client.HTTPException, ValueError) as exc:
         raise MetricsPageError(f"does not answer: {_reason(exc, timeout)}") from exc
     now = time.monotonic()

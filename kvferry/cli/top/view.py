@@ -30,13 +30,14 @@ STAGE_HEADINGS = {
 }
 
 
-def tables(engines: Sequence[EngineReport]) -> RenderableType:
+def tables(engines: Sequence[EngineReport], *, once: bool = False) -> RenderableType:
     """Return the tables of all engines.
 
     Args:
         engines: The engines.
+        once: Whether no other report follows.
     """
-    parts: list[RenderableType] = [_heading(engines)]
+    parts: list[RenderableType] = [_heading(engines, once=once)]
     for title, table in (
         ("Engines", _engines(engines)),
         ("Without values", _errors(engines)),
@@ -63,13 +64,16 @@ def number(value: float | None) -> str:
     return f"{value:,.{0 if whole else 1 if abs(value) >= 10 else 2}f}"
 
 
-def _heading(engines: Sequence[EngineReport]) -> Text:
+def _heading(engines: Sequence[EngineReport], *, once: bool) -> Text:
     """Return the first line: how many engines there are, and over how long rates were taken."""
     silent = sum(engine.seconds is None and engine.error is not None for engine in engines)
     seconds = max((engine.seconds for engine in engines if engine.seconds), default=None)
     words = [f"{len(engines)} engine{'s' if len(engines) != 1 else ''}"]
     words += [f"{silent} without an answer"] if silent else []
-    words += [f"rates over {seconds:.1f} s"] if seconds else ["rates follow with the next reading"]
+    if seconds:
+        words.append(f"rates over {seconds:.1f} s")
+    elif not once:
+        words.append("rates follow with the next reading")
     return Text("kvferry top", style="bold").append(f"  {', '.join(words)}", style="not bold")
 
 

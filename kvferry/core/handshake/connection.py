@@ -39,7 +39,9 @@ class SideChannelConnection:
         self._ended: tuple[int, int] | None = None
         self._unanswered = 0
         dialer.access.check_server(dialer.key)
-        dialer.numeric = numeric_hosts(dialer.host, dialer.port, dialer.timeout)
+        dialer.numeric = numeric_hosts(
+            dialer.host, dialer.port, dialer.timeout, is_command=dialer.access.is_command
+        )
         numeric = dialer.listening(time.monotonic() + dialer.timeout)
         try:
             self._channel, self._monitor = _connect(dialer, numeric)
@@ -76,6 +78,7 @@ class SideChannelConnection:
                 raise HandshakeError(
                     "it took the connection, but did not answer within "
                     f"{self._dialer.timeout:g} s: its process is stopped or overloaded"
+                    f"{self._dialer.or_another_port}"
                 )
 
     def close(self) -> None:

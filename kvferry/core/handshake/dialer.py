@@ -18,6 +18,8 @@ from kvferry.core.security import Access
 from kvferry.core.side_channel_messages import MAX_SHORT_REPLY_BYTES, Reply, decode_reply
 
 STRANGER = "what listens there is no side channel of kvferry, or the engine has just ended"
+RIGHT_PORT = "Give side_channel_port, not the port of vLLM's server"
+"""What the user of a command can correct if no side channel listens at the port."""
 ENDINGS: dict[int, str] = {
     zmq.EVENT_CLOSED: "the connection could not be made again: the engine has just ended",
     zmq.EVENT_DISCONNECTED: f"the connection was closed without an answer: {STRANGER}",
@@ -144,7 +146,9 @@ class Dialer:
             if reason:
                 return AdmissionError(reason)
         error = HungUpError if event == zmq.EVENT_DISCONNECTED else HandshakeError
-        return error(ENDINGS.get(event, STRANGER))
+        text = ENDINGS.get(event, STRANGER)
+        hint = f". {RIGHT_PORT}" if self.access.is_command and text.endswith(STRANGER) else ""
+        return error(f"{text}{hint}")
 
     def _why_refused(self) -> str:
         own = self.access.own
@@ -193,6 +197,13 @@ class Dialer:
     def _or_without_keys(self) -> str:
         if self.access.is_command:
             return ", or ask without --curve-secret-key and --curve-peer"
+        return ""
+
+    @property
+    def or_another_port(self) -> str:
+        """What else a missing answer means to a command, whose user named the port."""
+        if self.access.is_command:
+            return f", or what listens there is no side channel. {RIGHT_PORT}"
         return ""
 
     @property

@@ -84,6 +84,11 @@ def _loopback_hint(call: Dialer) -> str:
     """
     if not call.numeric or not all(map(is_loopback, call.numeric)):
         return ""
+    if call.access.is_command:
+        return (
+            f". {call.host} is a loopback address: it means this host. Ask an engine of another "
+            "host at its side_channel_host"
+        )
     return (
         f". {call.host} is a loopback address: it means the host that this engine runs on. If "
         "engine and ticket are from another host, set side_channel_host there to an address that "

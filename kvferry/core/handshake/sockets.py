@@ -42,13 +42,17 @@ def bare(host: str) -> str:
     return host[1:-1] if host.startswith("[") and host.endswith("]") else host
 
 
-def numeric_hosts(host: str, port: int, timeout: float | None = None) -> list[str]:
+def numeric_hosts(
+    host: str, port: int, timeout: float | None = None, *, is_command: bool = False
+) -> list[str]:
     """Return the numeric addresses of a host, in the resolver's order; at least one.
 
     Args:
         host: host of a side channel: a name, which is looked up, or a numeric address.
         port: port of the side channel.
         timeout: seconds that resolving a name may take; ``None`` for no limit.
+        is_command: whether the host is an argument of a ``kvferry`` command, rather than a setting:
+            the error then names the argument.
 
     Raises:
         HandshakeError: the name does not resolve in time, the host is empty or an address that
@@ -56,20 +60,24 @@ def numeric_hosts(host: str, port: int, timeout: float | None = None) -> list[st
             started to resolve the name.
     """
     if not 0 <= port <= 65535:
-        raise HandshakeError(f"port {port} is not in 0 to 65535: correct side_channel_port")
+        what = "the port" if is_command else "side_channel_port"
+        raise HandshakeError(f"port {port} is not in 0 to 65535: correct {what}")
     try:
         numeric = _resolved(bare(host) or None, port, timeout)
     except (OSError, ValueError) as exc:  # ValueError: a name that is not even encodable
-        raise HandshakeError(
-            f"host {host!r} does not resolve ({exc}): set side_channel_host to an IP address of "
-            "the engine's host"
-        ) from exc
+        remedy = (
+            "correct the host, or ask from a host that resolves it"
+            if is_command
+            else "set side_channel_host to an IP address of the engine's host"
+        )
+        raise HandshakeError(f"host {host!r} does not resolve ({exc}): {remedy}") from exc
     if bare(host) in ("", "*") or any(
         ipaddress.ip_address(name).is_unspecified for name in numeric
     ):
+        remedy = "give" if is_command else "set side_channel_host to"
         raise HandshakeError(
-            f"host {host!r} is no address that a peer could connect to: set side_channel_host to "
-            "an address of the engine's host"
+            f"host {host!r} is no address that a peer could connect to: {remedy} an address of the "
+            "engine's host"
         )
     return list(dict.fromkeys(numeric))
 

@@ -17,6 +17,7 @@ import msgspec
 from msgspec import Meta
 
 from kvferry.core.errors import KVFerryError
+from kvferry.integrations.vllm import transfer_config
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -137,6 +138,8 @@ class Config:
 
 KEYS = tuple(f.name for f in fields(Config))
 """The names of all settings."""
+TRANSFER_KEYS = (*transfer_config.KEYS, *transfer_config.OLD_KEYS)
+"""The keys beside ``kv_connector_extra_config``, with those of earlier versions of vLLM."""
 
 
 def problems(extra: Mapping[str, Any]) -> list[str]:
@@ -146,14 +149,15 @@ def problems(extra: Mapping[str, Any]) -> list[str]:
         extra: The keys and values that the user set.
 
     Returns:
-        A text for each key that is unknown, and for each value that has the wrong type or is out of
-        range; empty if there are none.
+        A text for each key that is unknown or belongs elsewhere, and for each value that has the
+        wrong type or is out of range; empty if there are none.
     """
-    unknown = [_unknown_key(key) for key in extra if key not in KEYS]
+    misplaced = [_misplaced_key(key) for key in extra if key in TRANSFER_KEYS]
+    unknown = [_unknown_key(key) for key in extra if key not in (*KEYS, *TRANSFER_KEYS)]
     if unknown:
         unknown[-1] += f" The keys are {', '.join(KEYS)}"
     known = {key: value for key, value in extra.items() if key in KEYS}
-    return [*unknown, *filter(None, itertools.starmap(_value_problem, known.items()))]
+    return [*misplaced, *unknown, *filter(None, itertools.starmap(_value_problem, known.items()))]
 
 
 def acceptable(extra: Mapping[str, Any]) -> Config:
@@ -242,6 +246,11 @@ def warn(config: Config, environment: Mapping[str, str] = os.environ) -> None:
             "verify_prompt is false: a ticket that was made for another prompt is accepted, and "
             "its pages enter the prefix cache under this one; for tests only"
         )
+
+
+def _misplaced_key(key: str) -> str:
+    """Return why a key of ``--kv-transfer-config`` in ``kv_connector_extra_config`` is refused."""
+    return f"{key!r} belongs beside kv_connector, not into kv_connector_extra_config: move it"
 
 
 def _unknown_key(key: str) -> str:

@@ -20,7 +20,7 @@ from kvferry.core.transport import registry
 from kvferry.integrations.vllm import config as configuration
 from kvferry.integrations.vllm import support
 from kvferry.integrations.vllm.config import Config, ConfigError
-from kvferry.integrations.vllm.security import read_security_settings
+from kvferry.integrations.vllm.security import examine_security_settings
 from kvferry.integrations.vllm.transfer_config import as_mapping, extra_of, own_transfers
 
 if TYPE_CHECKING:
@@ -101,10 +101,7 @@ def setting_problems(extra: Mapping[str, Any]) -> Iterator[str]:
         registry.find(config.driver)
     except DriverError as exc:
         yield str(exc)
-    try:
-        read_security_settings(config)
-    except ConfigError as exc:
-        yield str(exc)
+    yield from examine_security_settings(config)[1]
 
 
 def address_problems(config: Config, indices: Iterable[int], *, wait: float = 0.0) -> Iterator[str]:

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 from kvferry.core.errors import HandshakeError, SecretError
 from kvferry.core.handshake.sockets import is_loopback_host, numeric_hosts
@@ -27,12 +28,15 @@ from kvferry.core.security import (
     SourceWatcher,
     TicketSecrets,
     WatchedSetting,
+    is_place,
     listed_keys,
     read_secret,
 )
 from kvferry.integrations.vllm.config import Config, ConfigError
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 MAX_LOGGED_KEYS = 4
 """How many added or removed keys one log line names."""
@@ -67,21 +71,101 @@ def read_security_settings(
 
     Raises:
         ConfigError: A key or secret cannot be read or is malformed, or only one of
-            ``curve_secret_key`` and ``curve_peers`` is set. The message never shows a secret.
+            ``curve_secret_key`` and ``curve_peers`` is set. The message names every problem, and
+            never shows a secret.
+    """
+    settings, problems = examine_security_settings(config, environment)
+    if problems:
+        raise ConfigError("; ".join(problems))
+    return settings
+
+
+def examine_security_settings(
+    config: Config, environment: Mapping[str, str] = os.environ
+) -> tuple[SecuritySettings, list[str]]:
+    """Read the keys and secrets that the configuration names, and return every problem.
+
+    Args:
+        config: The settings, which name files and environment variables.
+        environment: The environment variables.
+
+    Returns:
+        The settings, without those that cannot be used, and a text for each problem. No text shows
+        a secret.
+    """
+    problems: list[str] = []
+    tickets = _read_all("ticket_secrets", config.ticket_secrets, environment, problems)
+    own_key = [config.curve_secret_key] if config.curve_secret_key else []
+    own = _read_all("curve_secret_key", own_key, environment, problems)
+    settings = SecuritySettings(
+        access=_examine_access(config, own, environment, problems) or NEARBY,
+        secrets=_examine_tickets(config, tickets, problems),
+        exposed=_exposed([*tickets, *own]),
+    )
+    return settings, problems
+
+
+def _read_all(
+    setting: str, places: Iterable[str], environment: Mapping[str, str], problems: list[str]
+) -> list[Secret]:
+    """Return the secrets of a setting that can be read, and add a problem for each other one."""
+    found = [
+        _usable(f"{setting}: ", partial(read_secret, place, environment), problems)
+        for place in places
+    ]
+    return [secret for secret in found if secret is not None]
+
+
+def _examine_tickets(
+    config: Config, found: Sequence[Secret], problems: list[str]
+) -> TicketSecrets | None:
+    """Return the secrets of tickets; ``None`` if there are none or one cannot be used."""
+    if not found or len(found) < len(config.ticket_secrets):
+        return None
+    texts = [each.text for each in found]
+    return _usable("ticket_secrets: ", partial(TicketSecrets.of, texts), problems)
+
+
+def _examine_access(
+    config: Config, own: Sequence[Secret], environment: Mapping[str, str], problems: list[str]
+) -> Access | None:
+    """Return which peers are admitted; ``None`` if a setting cannot be used."""
+    before = len(problems)
+    networks = _usable("", partial(_networks, config), problems)
+    pairs = [
+        _usable("curve_secret_key: ", partial(KeyPair.of, each.text, each.place), problems)
+        for each in own
+    ]
+    listed = [
+        _usable("curve_peers: ", partial(listed_keys, group, "curve_peers", environment), problems)
+        for group in _peer_groups(config)
+    ]
+    if len(problems) > before or (config.curve_secret_key and not own):
+        return None
+    peers = PeerKeys(frozenset[bytes]().union(*(keys for keys in listed if keys)))
+    pair = pairs[0] if pairs else None
+    return _usable("", lambda: Access(own=pair, peers=peers, networks=networks), problems)
+
+
+def _peer_groups(config: Config) -> list[list[str]]:
+    """Return the keys in ``curve_peers`` as one list, and each place of more keys as another."""
+    places = [[text] for text in config.curve_peers if is_place(text)]
+    return [[text for text in config.curve_peers if not is_place(text)], *places]
+
+
+def _usable(setting: str, read: Callable[[], T], problems: list[str]) -> T | None:
+    """Return what reading a setting gives; add the problem and return ``None`` if it is refused.
+
+    Args:
+        setting: The setting's name with a colon; empty if the error has the name.
+        read: Reads the setting, and may raise ``SecretError``.
+        problems: The problems so far.
     """
     try:
-        tickets = [read_secret(source, environment) for source in config.ticket_secrets]
-        own = read_secret(config.curve_secret_key, environment) if config.curve_secret_key else None
-        access = Access(
-            own=KeyPair.of(own.text, own.place) if own else None,
-            peers=PeerKeys(listed_keys(config.curve_peers, "curve_peers", environment)),
-            networks=_networks(config),
-        )
-        secrets = TicketSecrets.of([each.text for each in tickets]) if tickets else None
+        return read()
     except SecretError as exc:
-        raise ConfigError(f"kv_connector_extra_config: {exc}") from exc
-    exposed = _exposed([*tickets, own] if own else tickets)
-    return SecuritySettings(access=access, secrets=secrets, exposed=exposed)
+        problems.append(f"kv_connector_extra_config: {setting}{exc}")
+        return None
 
 
 def watch_security_files(

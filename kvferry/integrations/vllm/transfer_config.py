@@ -15,6 +15,22 @@ MULTI = "MultiConnector"
 
 EXTRA = "kv_connector_extra_config"
 
+KEYS = (
+    "kv_connector",
+    "kv_connector_module_path",
+    "kv_role",
+    EXTRA,
+    "kv_load_failure_policy",
+    "enable_permute_local_kv",
+    "engine_id",
+    "kv_buffer_device",
+    "kv_port",
+)
+"""The keys of ``--kv-transfer-config`` in vLLM 0.32."""
+
+OLD_KEYS = ("kv_buffer_size", "kv_ip", "kv_parallel_size", "kv_rank")
+"""The keys that it has until vLLM 0.31."""
+
 
 def own_transfers(transfer: object) -> list[Mapping[str, Any]]:
     """Return the configurations in a ``--kv-transfer-config`` that select ``KVFerryConnector``.
