@@ -111,7 +111,7 @@ pythons: ## The quick tests on other versions of Python, in environments under .
 	$(PYTHON) tests/pythons.py $(PYTHONS)
 
 # Most tests wait for other processes, so side by side the suites take half as long as one after the
-# other. Each has a process (SUITES in tests/conftest.py). Only NIXL's come after the others: agents
+# other. Each runs in one process (SUITES in tests/conftest.py). Only NIXL's come after the others: agents
 # that a killed peer has left spinning take processor time until their process ends.
 integration: $(STAMP) $(OLDEST_STAMP) $(DYNAMO_WHEEL) prometheus ## The four suites that follow, most of them side by side
 	$(BIN)/pytest -n 6 --dist loadgroup -m '(faults or vllm or ucx) and not nixl and not slow'

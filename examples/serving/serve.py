@@ -15,6 +15,7 @@ servers. ARGUMENTS are passed to both `vllm serve`. With both servers on one GPU
 from __future__ import annotations
 
 import argparse
+import http.client
 import importlib.metadata
 import json
 import os
@@ -97,7 +98,8 @@ class Signals:
 
     def install(self) -> None:
         for number in SIGNALS:
-            signal.signal(number, self._receive)
+            if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has SIGHUP ignored
+                signal.signal(number, self._receive)
 
     def pause(self) -> None:
         """Wait a moment.
@@ -438,7 +440,7 @@ def read_counters(port: int) -> dict[str, float] | None:
     try:
         with urllib.request.urlopen(f"http://{HOST}:{port}/metrics", timeout=10) as answer:
             text = answer.read().decode()
-    except OSError:
+    except (OSError, http.client.HTTPException):
         return None
     return {
         name: sum(map(float, re.findall(rf"^{metric}(?:{{.*}})? (\S+)$", text, re.MULTILINE)))

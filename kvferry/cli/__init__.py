@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from kvferry.cli.commands import app as app
 
 PROBE = "health"
+INTERRUPTED = 130
+"""The exit status after Ctrl-C, as of a shell."""
 
 
 def main() -> None:
@@ -27,6 +29,8 @@ def main() -> None:
         app()
     except KVFerryError as exc:
         sys.exit(refused(exc))
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)
 
 
 def refused(error: KVFerryError) -> int:

@@ -28,7 +28,7 @@ from tests.cli.metrics_server import MetricsServer, recorded
 
 ENVIRONMENT = {key: value for key, value in os.environ.items() if key != "COLUMNS"}
 RUNNING = b'vllm:num_requests_running{engine="0",model_name="m"} 2.0\n'
-QUICK = ("--once", "--interval", "0.2")
+QUICK = ("--once", "--interval", "0.2", "--timeout", "60")
 
 
 def once(*addresses: str, status: int = 0) -> list[dict[str, Any]]:
@@ -111,7 +111,7 @@ def test_screen_has_every_table_in_100_columns() -> None:
         shown = screen(prefill.address, decode.address)
     lines = shown.splitlines()
     assert max(map(len, lines)) <= 100
-    assert lines[0].startswith("kvferry top  2 engines, rates over 0.")
+    assert re.match(r"kvferry top  2 engines, rates over [0-9.]+ s", lines[0])
     for title in ("Engines", "Who pulls from whom", "Held for decode", "What failed"):
         assert any(line.startswith(title) for line in lines)
     page = (ROOT / "docs" / "monitoring.md").read_text()

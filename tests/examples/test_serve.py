@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -191,13 +192,16 @@ def test_what_a_server_leaves_behind_is_ended_too(programs: serve.Programs) -> N
     )
     session = program.process.pid
     while program.status is None:
-        pass
+        time.sleep(0.02)
     assert session in {process.session for process in processes()}
     programs.end()
     wait_until_gone(session)
 
 
-def test_a_second_signal_kills_what_does_not_end(programs: serve.Programs) -> None:
+def test_a_second_signal_kills_what_does_not_end(
+    programs: serve.Programs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serve, "GRACE_SECONDS", 1000.0)
     code = "import signal, time; say = lambda *_: print('.', flush=True); "
     code += "signal.signal(signal.SIGTERM, say); say(); [time.sleep(100) for _ in range(10)]"
     program = programs.start("prefill", python(code))
@@ -212,12 +216,12 @@ def test_a_second_signal_kills_what_does_not_end(programs: serve.Programs) -> No
 
 def wait_for_log(program: serve.Program, text: str) -> None:
     while not program.log.read_text().startswith(text):
-        pass
+        time.sleep(0.02)
 
 
 def wait_until_gone(session: int) -> None:
     while session in {process.session for process in processes()}:
-        pass
+        time.sleep(0.02)
 
 
 def python(code: str) -> list[str]:

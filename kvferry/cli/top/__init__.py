@@ -78,7 +78,7 @@ def _print(
     """Print a report: tables, or a line of JSON."""
     if as_json:
         record = {"engines": [dataclasses.asdict(engine) for engine in engines]}
-        console.file.write(f"{json.dumps(record)}\n")
+        console.file.write(f"{json.dumps(record, allow_nan=False)}\n")
     else:
         console.print(tables(engines, once=once))
     console.file.flush()

@@ -6,7 +6,6 @@ from the network, so its size and each of these lines are checked.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterator
 
@@ -34,12 +33,14 @@ MAX_BYTES = 8 << 20
 """The largest page that is read; one engine's has about 100 kB."""
 MAX_SAMPLES = 50_000
 """The most lines of a page that are parsed; one engine's has fewer than 1,000."""
+MAX_VALUE = 1e18
+"""Larger values are left out: what is computed from two of them might not be finite."""
 SHOWN = 80
 """The most characters of a line in an error."""
 
 _NAME = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*")
 _SAMPLE = re.compile(
-    r"[ \t]*(?:\{(?P<labels>.*)\})?[ \t]*"
+    r"[ \t]*(?:\{(?P<labels>.*)\}[ \t]*)?"
     r"(?P<value>[+-]?(?:[0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?|Inf|NaN))"
     r"(?:[ \t]+-?[0-9]+)?[ \t]*",
     re.DOTALL,
@@ -62,8 +63,8 @@ def parse(page: bytes) -> MetricsPage:
         page: The page in Prometheus's text format, version 0.0.4.
 
     Returns:
-        The values of the metrics that ``kvferry top`` shows. A value that is not a finite number is
-        left out.
+        The values of the metrics that ``kvferry top`` shows. A value beyond ``MAX_VALUE``, or that is
+        not a number, is left out.
 
     Raises:
         MetricsPageError: The page is too large or not text, has no metric of vLLM, or one of the
@@ -79,7 +80,7 @@ def parse(page: bytes) -> MetricsPage:
     for count, (name, labels, value) in enumerate(_samples(text)):
         if count >= MAX_SAMPLES:
             raise MetricsPageError(f"the page has more than {MAX_SAMPLES:,} values to parse")
-        if math.isfinite(value):
+        if abs(value) <= MAX_VALUE:
             found.setdefault(name, {})[labels] = value
     if not any(name.startswith(VLLM) for name in found):
         raise MetricsPageError("the page has no metric of vLLM: expected a page like /metrics")

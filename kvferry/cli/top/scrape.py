@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import math
 import time
 import urllib.error
 import urllib.request
@@ -26,8 +27,17 @@ HEADERS = {"Accept": "text/plain;version=0.0.4"}
 PIECE = 1 << 16
 """How many bytes of an answer are read at once."""
 
+LATE_SECONDS = 1.0
+"""How long a thread may take, beyond an engine's time to answer, until nobody waits for it."""
+
+
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    def redirect_request(self, *_: object) -> None:
+        """Follow no redirection: it would be an error with its status."""
+
+
 # Engines are asked directly, as Prometheus does, even where http_proxy is set.
-_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedirect)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,6 +99,7 @@ class Scraper:
         self._addresses = addresses
         self._timeout = timeout
         self._pool = ThreadPoolExecutor(min(len(addresses), MAX_THREADS), "scrape")
+        self._started: dict[int, Future[MetricsReading]] = {}
 
     def scrape(self) -> list[MetricsReading | MetricsPageError]:
         """Fetch every page once.
@@ -96,10 +107,15 @@ class Scraper:
         Returns:
             The reading of each address in the order of the addresses, or why there is none.
         """
-        started: list[Future[MetricsReading]] = [
-            self._pool.submit(read, address, self._timeout) for address in self._addresses
+        for index, address in enumerate(self._addresses):
+            # One that sends a byte now and then is still read: it is not asked again meanwhile.
+            if index not in self._started or self._started[index].done():
+                self._started[index] = self._pool.submit(read, address, self._timeout)
+        turns = math.ceil(len(self._addresses) / MAX_THREADS)
+        deadline = time.monotonic() + turns * (self._timeout + LATE_SECONDS)
+        return [
+            _outcome(future, deadline, self._timeout) for _, future in sorted(self._started.items())
         ]
-        return [_outcome(future) for future in started]
 
     def close(self) -> None:
         """Stop fetching. Does not wait for an engine that has not answered yet."""
@@ -143,12 +159,22 @@ def _parts(text: str) -> SplitResult | None:
     return parts if valid and "@" not in parts.netloc else None
 
 
-def _outcome(future: Future[MetricsReading]) -> MetricsReading | MetricsPageError:
-    """Wait for a reading, and return it or its error."""
+def _outcome(
+    future: Future[MetricsReading], deadline: float, timeout: float
+) -> MetricsReading | MetricsPageError:
+    """Wait for a reading, and return it or its error.
+
+    Args:
+        future: The reading.
+        deadline: Until when to wait for it, by ``time.monotonic``.
+        timeout: The most seconds that an engine may take to answer, for the error.
+    """
     try:
-        return future.result()
+        return future.result(max(0.0, deadline - time.monotonic()))
     except MetricsPageError as exc:
         return exc
+    except TimeoutError as exc:
+        return MetricsPageError(f"does not answer: {_reason(exc, timeout)}")
 
 
 def _body(answer: http.client.HTTPResponse, deadline: float) -> bytes:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from kvferry.integrations.vllm import versions
@@ -196,7 +196,7 @@ def _unsupported_siblings(own: KVTransferConfig, engine: KVTransferConfig) -> It
         engine: The configuration with which the engine was started.
     """
     children = engine.kv_connector_extra_config.get("connectors", [])
-    names = [child.get("kv_connector") for child in children]
+    names = [child.get("kv_connector") for child in children if isinstance(child, Mapping)]
     ticket_connectors = [name for name in names if name in TICKET_CONNECTORS]
     if len(ticket_connectors) > 1:
         yield (
