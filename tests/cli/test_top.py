@@ -13,6 +13,8 @@ import socket
 import struct
 import subprocess
 import termios
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +35,7 @@ QUICK = ("--once", "--interval", "0.2", "--timeout", "60")
 
 def once(*addresses: str, status: int = 0) -> list[dict[str, Any]]:
     """Run ``kvferry top --once --json``, and return the engines that it reports."""
-    result = run_kvferry(ENVIRONMENT, "top", *addresses, *QUICK, "--json")
+    result = run_kvferry(ENVIRONMENT, "top", *QUICK, *addresses, "--json")
     assert (result.returncode, result.stderr) == (status, "")
     engines: list[dict[str, Any]] = json.loads(result.stdout)["engines"]
     return engines
@@ -205,6 +207,34 @@ def test_engine_that_accepts_connections_but_never_answers_is_waited_for_only_so
     assert result.returncode == 1
     error = only(json.loads(result.stdout)["engines"])["error"]
     assert error == "does not answer: no page within 0.3 s"
+
+
+def test_engine_that_sends_a_byte_now_and_then_is_not_waited_for() -> None:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        MetricsServer(recorded("decode", 1)) as decode,
+    ):
+        threading.Thread(target=drip, args=(listener,), daemon=True).start()
+        dripping = f"127.0.0.1:{listener.getsockname()[1]}"
+        engines = once(dripping, decode.address, "--timeout", "2", status=1)
+    found = {engine["name"]: engine["error"] for engine in engines}
+    assert found == {dripping: "does not answer: no page within 2 s", decode.address: None}
+
+
+def drip(listener: socket.socket) -> None:
+    """Answer every request with a byte of a header that never ends, ten times a second."""
+    with contextlib.suppress(OSError):
+        while True:
+            connection, _ = listener.accept()
+            threading.Thread(target=send_slowly, args=(connection,), daemon=True).start()
+
+
+def send_slowly(connection: socket.socket) -> None:
+    with contextlib.suppress(OSError), connection:
+        connection.sendall(b"HTTP/1.1 200 OK\r\nX-Slow: ")
+        while True:
+            connection.sendall(b"x")
+            time.sleep(0.1)
 
 
 def test_holds_by_outcome_and_share_of_limit_are_shown() -> None:

@@ -63,8 +63,8 @@ def parse(page: bytes) -> MetricsPage:
         page: The page in Prometheus's text format, version 0.0.4.
 
     Returns:
-        The values of the metrics that ``kvferry top`` shows. A value beyond ``MAX_VALUE``, or that is
-        not a number, is left out.
+        The values of the metrics that ``kvferry top`` shows. A value that is beyond ``MAX_VALUE``,
+        or not a number, is left out.
 
     Raises:
         MetricsPageError: The page is too large or not text, has no metric of vLLM, or one of the
