@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 
@@ -15,6 +17,7 @@ BEFORE_FAULT = 10
 """How many requests have been answered when a fault happens."""
 DURING_FAULT = 60
 AFTER_FAULT = 24
+STOPPED_SECONDS = 4.0
 
 EMPTY_WHEN_IDLE = (
     "vllm:kvferry_held_pages",
@@ -81,6 +84,42 @@ def is_killed_and_returns(
     answers = ask_during(restart, router, servers, questions[:DURING_FAULT])
     complete = none_wrong(answers, texts[:DURING_FAULT])
     assert BEFORE_FAULT <= complete < DURING_FAULT
+    goes_on(router, servers, questions, texts)
+
+
+def stands_still(
+    side: str, servers: Servers, router: Router, questions: Sequence[Question], texts: Sequence[str]
+) -> None:
+    """Stop a server under load for some seconds; see that no text is wrong, then or later."""
+
+    def stop() -> None:
+        servers[side].send_signal(signal.SIGSTOP)
+        time.sleep(STOPPED_SECONDS)
+        servers[side].send_signal(signal.SIGCONT)
+
+    answers = ask_during(stop, router, servers, questions[:DURING_FAULT])
+    assert none_wrong(answers, texts[:DURING_FAULT]) >= BEFORE_FAULT
+    goes_on(router, servers, questions, texts)
+
+
+def a_third_go_away(
+    servers: Servers, router: Router, questions: Sequence[Question], texts: Sequence[str]
+) -> None:
+    """Have a third of the clients leave; see that the others are answered, and nothing is left.
+
+    Those that stream close the connection in the middle, the others before an answer.
+    """
+
+    def one(number: int) -> Answer:
+        question = questions[number]
+        leave = number % 3 == 0
+        after = None if not leave else 2 if question.stream else 0
+        return ask(router.address, question, servers.model, leave_after=after)
+
+    with ThreadPoolExecutor(AT_ONCE) as clients:
+        answers = list(clients.map(one, range(len(questions))))
+    none_wrong(answers, texts)
+    assert all(answer.complete for number, answer in enumerate(answers) if number % 3)
     goes_on(router, servers, questions, texts)
 
 

@@ -8,7 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.integrations.vllm.routers.checks import all_right, is_killed_and_returns, nothing_left
+from tests.integrations.vllm.routers.checks import (
+    a_third_go_away,
+    all_right,
+    is_killed_and_returns,
+    nothing_left,
+    stands_still,
+)
 from tests.integrations.vllm.routers.deployment import (
     HEALTH,
     MULTI_TURN,
@@ -45,18 +51,36 @@ def test_every_text_is_right(
     nothing_left(servers)
 
 
-@pytest.mark.parametrize("script", [TOY, MULTI_TURN], ids=lambda path: path.stem)
-def test_decode_is_killed_and_returns(
+@pytest.fixture(params=[TOY, MULTI_TURN], ids=lambda path: path.stem)
+def router(
+    request: pytest.FixtureRequest,
     servers: Servers,
     started: Start,
     vllm_source: Path,
     tmp_path: Path,
-    questions: list[Question],
-    texts: list[str],
-    script: Path,
+) -> Router:
+    """Each of the two proxies."""
+    return started(proxy(vllm_source / request.param, HEALTH[request.param], servers, tmp_path))
+
+
+@pytest.mark.parametrize("side", ["decode", "prefill"])
+def test_a_killed_server_returns(
+    servers: Servers, router: Router, questions: list[Question], texts: list[str], side: str
 ) -> None:
-    router = started(proxy(vllm_source / script, HEALTH[script], servers, tmp_path))
-    is_killed_and_returns("decode", servers, router, questions, texts)
+    is_killed_and_returns(side, servers, router, questions, texts)
+
+
+@pytest.mark.parametrize("side", ["decode", "prefill"])
+def test_a_server_stands_still(
+    servers: Servers, router: Router, questions: list[Question], texts: list[str], side: str
+) -> None:
+    stands_still(side, servers, router, questions, texts)
+
+
+def test_a_third_of_the_clients_go_away(
+    servers: Servers, router: Router, questions: list[Question], texts: list[str]
+) -> None:
+    a_third_go_away(servers, router, questions, texts)
 
 
 def test_conversations(

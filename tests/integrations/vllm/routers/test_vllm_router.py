@@ -2,32 +2,24 @@
 
 from __future__ import annotations
 
-import signal
-import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from tests.integrations.vllm.routers.checks import (
-    BEFORE_FAULT,
-    DURING_FAULT,
+    a_third_go_away,
     all_right,
-    ask_during,
-    goes_on,
     is_killed_and_returns,
-    none_wrong,
     nothing_left,
+    stands_still,
 )
 from tests.integrations.vllm.routers.deployment import Router, Servers, vllm_router
-from tests.integrations.vllm.routers.questions import AT_ONCE, Answer, Question, ask
+from tests.integrations.vllm.routers.questions import Question
 
 pytestmark = [pytest.mark.vllm, pytest.mark.routers, pytest.mark.timeout(400)]
 
 Start = Callable[[Router], Router]
-
-STOPPED_SECONDS = 4.0
 
 
 @pytest.fixture
@@ -55,29 +47,10 @@ def test_a_killed_server_returns(
 def test_a_server_stands_still(
     servers: Servers, router: Router, questions: list[Question], texts: list[str], side: str
 ) -> None:
-    def stop() -> None:
-        servers[side].send_signal(signal.SIGSTOP)
-        time.sleep(STOPPED_SECONDS)
-        servers[side].send_signal(signal.SIGCONT)
-
-    answers = ask_during(stop, router, servers, questions[:DURING_FAULT])
-    assert none_wrong(answers, texts[:DURING_FAULT]) >= BEFORE_FAULT
-    goes_on(router, servers, questions, texts)
+    stands_still(side, servers, router, questions, texts)
 
 
 def test_a_third_of_the_clients_go_away(
     servers: Servers, router: Router, questions: list[Question], texts: list[str]
 ) -> None:
-    """Those that stream close the connection in the middle, the others before an answer."""
-
-    def one(number: int) -> Answer:
-        question = questions[number]
-        leave = number % 3 == 0
-        after = None if not leave else 2 if question.stream else 0
-        return ask(router.address, question, servers.model, leave_after=after)
-
-    with ThreadPoolExecutor(AT_ONCE) as clients:
-        answers = list(clients.map(one, range(len(questions))))
-    none_wrong(answers, texts)
-    assert all(answer.complete for number, answer in enumerate(answers) if number % 3)
-    goes_on(router, servers, questions, texts)
+    a_third_go_away(servers, router, questions, texts)
