@@ -211,7 +211,7 @@ from vllm.engine.arg_utils import EngineArgs
 from types import SimpleNamespace
 from dynamo.vllm.kv_connector_protocols import make_kv_connector_protocol
 
-EngineArgs(model="none")  # loads the plugins, as a worker of Dynamo does
+EngineArgs(model=".")  # loads the plugins, as a worker of Dynamo does
 transfer = KVTransferConfig(kv_connector="KVFerryConnector", kv_role="kv_producer")
 protocol = make_kv_connector_protocol(SimpleNamespace(kv_transfer_config=transfer))
 print(type(protocol).__name__)
