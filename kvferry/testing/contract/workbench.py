@@ -256,8 +256,6 @@ class Workbench:
         status = self.known(transfer)
         if status.state is State.FAILING:
             if self.capabilities.quiescence is Quiescence.AFTER_DISCONNECT:
-                # Until then its memory is in use, and its record must stay.
-                refused(self.transport.forget, transfer)
                 self.transport.disconnect(peer)
                 (status,) = self.poll([transfer])
                 assert status.state is State.FAILED, f"disconnect has returned, and it is {status}"
