@@ -9,16 +9,9 @@ import numpy as np
 
 from kvferry.core.layout import Axis, Field, Group, GroupKind, Layout, axis
 from kvferry.core.memory import Region
-from kvferry.core.messages import (
-    Coordinates,
-    RankPayload,
-)
+from kvferry.core.messages import Coordinates, RankPayload
 from kvferry.core.planner.build_copies import Pages, ReadRequest
-from kvferry.core.side_channel_messages import (
-    NEWEST_PROTOCOL,
-    OLDEST_PROTOCOL,
-    encode,
-)
+from kvferry.core.side_channel_messages import NEWEST_PROTOCOL, OLDEST_PROTOCOL, encode
 
 HEADS, DIM, BLOCK, ELEMENT = 8, 128, 32, 2
 """KV heads of the model, a head's elements, tokens of a block, bytes of an element."""

@@ -32,14 +32,10 @@ from kvferry.core.lifecycle.holds import Hold, Incarnation, RequestId, random_in
 from kvferry.core.lifecycle.scheduler_holds import SchedulerHolds
 from kvferry.core.lifecycle.ticket import Ticket
 from kvferry.core.memory import region_of
-from kvferry.core.messages import (
-    Coordinates,
-)
+from kvferry.core.messages import Coordinates
 from kvferry.core.metrics import LoadRecord
 from kvferry.core.planner.build_copies import Pages
-from kvferry.core.side_channel_messages import (
-    encode,
-)
+from kvferry.core.side_channel_messages import encode
 from kvferry.core.transport.registry import create
 
 KIB = 1 << 10

@@ -38,10 +38,7 @@ from kvferry.core.lifecycle.digest import DIGEST_BYTES
 from kvferry.core.lifecycle.holds import Hold, Incarnation, RequestId
 from kvferry.core.lifecycle.ticket import Ticket
 from kvferry.core.memory import Region, region_of
-from kvferry.core.messages import (
-    Coordinates,
-    RankPayload,
-)
+from kvferry.core.messages import Coordinates, RankPayload
 from kvferry.core.planner.build_copies import Pages
 from kvferry.core.side_channel_messages import (
     NEWEST_PROTOCOL,

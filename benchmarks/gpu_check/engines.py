@@ -28,13 +28,9 @@ from kvferry import (
 )
 from kvferry.core.lifecycle.digest import digest
 from kvferry.core.lifecycle.holds import RequestId, random_incarnation
-from kvferry.core.messages import (
-    RankPayload,
-)
+from kvferry.core.messages import RankPayload
 from kvferry.core.metrics import LoadRecord
-from kvferry.core.side_channel_messages import (
-    encode,
-)
+from kvferry.core.side_channel_messages import encode
 from kvferry.integrations.vllm.zeroing import device_zero_function
 
 from .caches import Cache, CacheShape

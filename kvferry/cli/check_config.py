@@ -47,7 +47,7 @@ VALUES = {
 
 
 class InputError(KVFerryError):
-    """What is to be checked is neither a file with a JSON object nor a JSON object."""
+    """There is nothing to check: the argument is neither a JSON object nor a file with one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

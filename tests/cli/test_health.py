@@ -18,9 +18,7 @@ from kvferry.cli.health import OPTIONS, parse, run
 from kvferry.core.errors import AdmissionError, HandshakeError
 from kvferry.core.handshake import HandshakeServer
 from kvferry.core.security import Access, KeyPair, generate
-from kvferry.core.side_channel_messages import (
-    encode,
-)
+from kvferry.core.side_channel_messages import encode
 from tests.cli.command import run_kvferry
 from tests.core.messages import payload
 

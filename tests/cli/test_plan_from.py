@@ -16,9 +16,7 @@ from kvferry.cli.plan.engines import Engine, make_engine, parse
 from kvferry.cli.plan.model import read_model
 from kvferry.core.handshake import HandshakeServer
 from kvferry.core.security import OPEN, Access, generate
-from kvferry.core.side_channel_messages import (
-    encode,
-)
+from kvferry.core.side_channel_messages import encode
 from tests.cli import hybrid_configs as configs
 from tests.cli.plan_command import TINY, WINDOWS, make_plan, run_kvferry, write_config
 from tests.core.messages import payload

@@ -10,13 +10,9 @@ from kvferry.core import messages as wire
 from kvferry.core import side_channel_messages as side
 from kvferry.core.layout import Dim, Field, Group, GroupKind, Layout
 from kvferry.core.memory import Region
-from kvferry.core.messages import (
-    MAX_SLOTS,
-)
+from kvferry.core.messages import MAX_SLOTS
 from kvferry.core.security.proof import FINGERPRINT_BYTES, TICKET_KEY_BYTES
-from kvferry.core.side_channel_messages import (
-    GENERATION_LIMIT,
-)
+from kvferry.core.side_channel_messages import GENERATION_LIMIT
 
 names = st.text(min_size=1, max_size=20)
 texts = st.text(max_size=50)

@@ -17,16 +17,10 @@ from kvferry.core.errors import LayoutError, WireError
 from kvferry.core.layout import Layout
 from kvferry.core.lru_cache import LRUCache
 from kvferry.core.memory import Region
-from kvferry.core.messages import (
-    Coordinates,
-    RankPayload,
-    decode_payload,
-)
+from kvferry.core.messages import Coordinates, RankPayload, decode_payload
 from kvferry.core.planner.plan import Plan, make_plan
 from kvferry.core.planner.plan_cache import MAX_PLANS, PlanCache
-from kvferry.core.side_channel_messages import (
-    encode,
-)
+from kvferry.core.side_channel_messages import encode
 from tests.core.layouts import heads, layout, model, stacked
 
 

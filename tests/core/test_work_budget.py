@@ -15,15 +15,10 @@ from kvferry.core.errors import HandshakeError, LayoutError, PlanError, WireErro
 from kvferry.core.handshake import engine_info
 from kvferry.core.layout import ContextParallel, Field, Group, GroupKind, Layout, axis
 from kvferry.core.memory import Region
-from kvferry.core.messages import (
-    RankPayload,
-    decode_payload,
-)
+from kvferry.core.messages import RankPayload, decode_payload
 from kvferry.core.planner.plan import make_plan
 from kvferry.core.planner.plan_cache import PlanCache
-from kvferry.core.side_channel_messages import (
-    encode,
-)
+from kvferry.core.side_channel_messages import encode
 from kvferry.core.work_budget import MAX_STEPS
 from tests.core.layouts import model, paged
 from tests.core.messages import payload

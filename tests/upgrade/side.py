@@ -34,14 +34,10 @@ from kvferry.core.lifecycle.holds import Incarnation, RequestId, random_incarnat
 from kvferry.core.lifecycle.scheduler_holds import SchedulerHolds
 from kvferry.core.lifecycle.ticket import Ticket
 from kvferry.core.memory import region_of
-from kvferry.core.messages import (
-    Coordinates,
-)
+from kvferry.core.messages import Coordinates
 from kvferry.core.planner.build_copies import Pages
 from kvferry.core.security import Access, KeyPair, TicketKey, TicketSecrets
-from kvferry.core.side_channel_messages import (
-    encode,
-)
+from kvferry.core.side_channel_messages import encode
 from kvferry.core.transport import registry
 from kvferry.integrations.vllm.ticket_params import ParallelSizes, TicketParams, read_ticket
 

@@ -36,12 +36,8 @@ from kvferry.core.lifecycle.digest import digest
 from kvferry.core.lifecycle.holds import RequestId
 from kvferry.core.lifecycle.scheduler_holds import SchedulerHolds
 from kvferry.core.lifecycle.ticket import Ticket
-from kvferry.core.messages import (
-    Coordinates,
-)
-from kvferry.core.side_channel_messages import (
-    encode,
-)
+from kvferry.core.messages import Coordinates
+from kvferry.core.side_channel_messages import encode
 from kvferry.core.transport.registry import create
 
 PACE_SECONDS = 0.02

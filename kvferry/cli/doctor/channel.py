@@ -12,15 +12,8 @@ from kvferry.core.handshake.sockets import own_address
 from kvferry.core.layout import Group, GroupKind, Layout
 from kvferry.core.lifecycle.holds import random_incarnation
 from kvferry.core.memory import Region
-from kvferry.core.messages import (
-    Coordinates,
-    RankPayload,
-)
-from kvferry.core.side_channel_messages import (
-    NEWEST_PROTOCOL,
-    OLDEST_PROTOCOL,
-    encode,
-)
+from kvferry.core.messages import Coordinates, RankPayload
+from kvferry.core.side_channel_messages import NEWEST_PROTOCOL, OLDEST_PROTOCOL, encode
 
 LOOPBACK = "127.0.0.1"
 SECONDS = 5.0

@@ -33,13 +33,8 @@ from kvferry.core.layout import (
     axis,
 )
 from kvferry.core.memory import CUDA, Region
-from kvferry.core.messages import (
-    Coordinates,
-)
-from kvferry.core.side_channel_messages import (
-    DECODE_ERRORS,
-    MAX_RANKS,
-)
+from kvferry.core.messages import Coordinates
+from kvferry.core.side_channel_messages import DECODE_ERRORS, MAX_RANKS
 
 ORDERS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
 """Orders of memory, outermost first: Layers, Blocks, Heads, tokeNs, Content (K, then V)."""

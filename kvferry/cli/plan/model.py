@@ -29,9 +29,7 @@ from kvferry.cli.plan.states import (
 )
 from kvferry.core.errors import KVFerryError
 from kvferry.core.layout import ELEMENT_BYTES
-from kvferry.core.side_channel_messages import (
-    DECODE_ERRORS,
-)
+from kvferry.core.side_channel_messages import DECODE_ERRORS
 
 FILE_LIMIT = 1 << 24
 """Largest size of a config file, in bytes; real ones have some thousands."""

@@ -41,15 +41,10 @@ from kvferry.core.errors import (
 from kvferry.core.lifecycle.holds import RequestId
 from kvferry.core.lifecycle.loads import Action, LoadAction, LoadId, Loads
 from kvferry.core.lifecycle.ticket import Ticket
-from kvferry.core.messages import (
-    RankPayload,
-    Release,
-)
+from kvferry.core.messages import RankPayload, Release
 from kvferry.core.metrics import MAX_NAME, QUARANTINED, UNTOLD, LoadRecord, Metrics, Stage
 from kvferry.core.planner.build_copies import Spans, Workspace, build_copies, unwritten_spans
-from kvferry.core.side_channel_messages import (
-    encode,
-)
+from kvferry.core.side_channel_messages import encode
 from kvferry.core.transport import PeerId, Quiescence, Transport
 from kvferry.core.transport.copies import Copies
 

@@ -31,17 +31,12 @@ from kvferry.core.lifecycle.holds import EndedHold, RequestId
 from kvferry.core.lifecycle.reclamation import Silence
 from kvferry.core.lifecycle.scheduler_holds import HoldOrders
 from kvferry.core.lifecycle.ticket import Ticket
-from kvferry.core.messages import (
-    RankPayload,
-)
+from kvferry.core.messages import RankPayload
 from kvferry.core.metrics import REFUSED, Data, LoadRecord, Metrics
 from kvferry.core.planner.build_copies import Spans
 from kvferry.core.planner.zeroing import zero_cpu
 from kvferry.core.security.proof import fingerprint
-from kvferry.core.side_channel_messages import (
-    NEWEST_PROTOCOL,
-    OLDEST_PROTOCOL,
-)
+from kvferry.core.side_channel_messages import NEWEST_PROTOCOL, OLDEST_PROTOCOL
 from kvferry.core.transport import EnterThread, Notification, Transport, enter_nothing
 
 logger = logging.getLogger(__name__)

@@ -28,14 +28,9 @@ from kvferry.core.lifecycle.loads import gone
 from kvferry.core.lifecycle.reclamation import HEARTBEAT_SECONDS
 from kvferry.core.lifecycle.renewals import RenewalId, RenewalRequest, Renewals
 from kvferry.core.lifecycle.ticket import Ticket
-from kvferry.core.messages import (
-    Heartbeat,
-    Renewal,
-)
+from kvferry.core.messages import Heartbeat, Renewal
 from kvferry.core.security import Proof
-from kvferry.core.side_channel_messages import (
-    encode,
-)
+from kvferry.core.side_channel_messages import encode
 from kvferry.core.transport import PeerId
 
 logger = logging.getLogger(__name__)

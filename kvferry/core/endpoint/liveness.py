@@ -30,14 +30,7 @@ from kvferry.core.handshake.connection import AGAIN_SECONDS
 from kvferry.core.handshake.dialer import Dialer, answer, why_unreachable
 from kvferry.core.handshake.sockets import Socket, endpoint
 from kvferry.core.lifecycle.holds import Incarnation
-from kvferry.core.side_channel_messages import (
-    MAX_PONG_BYTES,
-    Ping,
-    Pong,
-    Refusal,
-    Reply,
-    encode,
-)
+from kvferry.core.side_channel_messages import MAX_PONG_BYTES, Ping, Pong, Refusal, Reply, encode
 
 logger = logging.getLogger(__name__)
 

@@ -23,14 +23,9 @@ from kvferry.core.endpoint.transfers import Outcome, Read, Transfers
 from kvferry.core.errors import DeadlineError, HandshakeError, KVFerryError
 from kvferry.core.lifecycle.holds import NOTHING
 from kvferry.core.memory import Region, region_of
-from kvferry.core.messages import (
-    WORD_BYTES,
-    Note,
-)
+from kvferry.core.messages import WORD_BYTES, Note
 from kvferry.core.security.proof import FINGERPRINT_BYTES, fingerprint
-from kvferry.core.side_channel_messages import (
-    encode,
-)
+from kvferry.core.side_channel_messages import encode
 from kvferry.core.transport.copies import Copies, copies_between
 
 T = TypeVar("T")

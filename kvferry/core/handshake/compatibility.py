@@ -8,16 +8,8 @@ from dataclasses import dataclass
 
 from kvferry.core.errors import HandshakeError, IncompatibleError, WireError
 from kvferry.core.lifecycle.holds import Incarnation
-from kvferry.core.messages import (
-    RankPayload,
-    decode_payload,
-    decode_versions,
-)
-from kvferry.core.side_channel_messages import (
-    MAX_RANKS,
-    SPOKEN,
-    Versions,
-)
+from kvferry.core.messages import RankPayload, decode_payload, decode_versions
+from kvferry.core.side_channel_messages import MAX_RANKS, SPOKEN, Versions
 from kvferry.core.work_budget import FACT_STEPS, PAYLOAD_BYTES_PER_STEP, WorkBudget
 
 UPGRADE = "upgrade the older of the two engines"

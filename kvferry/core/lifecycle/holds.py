@@ -13,12 +13,8 @@ from dataclasses import dataclass
 from typing import NewType
 
 from kvferry.core.errors import TicketError
-from kvferry.core.messages import (
-    MAX_SLOTS,
-)
-from kvferry.core.side_channel_messages import (
-    GENERATION_LIMIT,
-)
+from kvferry.core.messages import MAX_SLOTS
+from kvferry.core.side_channel_messages import GENERATION_LIMIT
 
 Incarnation = NewType("Incarnation", int)
 """A random number that identifies one start of an engine."""

@@ -16,13 +16,9 @@ from kvferry.core.errors import TicketError, TicketReason
 from kvferry.core.layout import HOLE, MAX_GROUPS
 from kvferry.core.lifecycle.digest import DIGEST_BYTES
 from kvferry.core.lifecycle.holds import Hold
-from kvferry.core.messages import (
-    RankPayload,
-)
+from kvferry.core.messages import RankPayload
 from kvferry.core.security import KEY_BYTES, Proof, proof
-from kvferry.core.side_channel_messages import (
-    GENERATION_LIMIT,
-)
+from kvferry.core.side_channel_messages import GENERATION_LIMIT
 
 MAX_TICKET_PAGES = 1 << 20
 """The most page ids in one ticket."""

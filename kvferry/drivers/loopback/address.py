@@ -8,9 +8,7 @@ import msgspec
 
 from kvferry.core.errors import ConnectError, LayoutError
 from kvferry.core.memory import ADDRESS_LIMIT, Region
-from kvferry.core.side_channel_messages import (
-    DECODE_ERRORS,
-)
+from kvferry.core.side_channel_messages import DECODE_ERRORS
 from kvferry.drivers.loopback.registry import MAX_REGIONS, Entry
 
 MAX_ADDRESS_BYTES = 64 * MAX_REGIONS

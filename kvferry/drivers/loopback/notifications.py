@@ -24,9 +24,7 @@ from typing import Literal
 import msgspec
 
 from kvferry.core.errors import ConnectError, PeerLostError, TransportError
-from kvferry.core.side_channel_messages import (
-    DECODE_ERRORS,
-)
+from kvferry.core.side_channel_messages import DECODE_ERRORS
 from kvferry.core.transport import EnterThread, Notification, start_thread
 from kvferry.drivers.loopback.address import Instance, Name
 

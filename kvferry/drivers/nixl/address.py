@@ -10,9 +10,7 @@ import msgspec
 
 from kvferry.core.errors import ConnectError, LayoutError
 from kvferry.core.memory import ADDRESS_LIMIT, Region
-from kvferry.core.side_channel_messages import (
-    DECODE_ERRORS,
-)
+from kvferry.core.side_channel_messages import DECODE_ERRORS
 from kvferry.drivers.nixl.registrations import RegisteredSpan
 
 MAX_ADDRESS_BYTES = 1 << 20

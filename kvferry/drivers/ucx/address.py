@@ -10,9 +10,7 @@ import msgspec
 
 from kvferry.core.errors import ConnectError, LayoutError
 from kvferry.core.memory import ADDRESS_LIMIT, Region
-from kvferry.core.side_channel_messages import (
-    DECODE_ERRORS,
-)
+from kvferry.core.side_channel_messages import DECODE_ERRORS
 from kvferry.core.transport import procfs
 from kvferry.drivers.ucx.ucp import MAX_PACKED_KEY, MAX_WORKER_ADDRESS
 from kvferry.drivers.ucx.ucp_structs import MEMORY

@@ -15,9 +15,7 @@ from typing import Annotated
 
 import msgspec
 
-from kvferry.core.side_channel_messages import (
-    DECODE_ERRORS,
-)
+from kvferry.core.side_channel_messages import DECODE_ERRORS
 from kvferry.drivers.ucx.address import Instance, Name, Word, WorkerAddress
 
 MAX_NOTIFICATION = 4096

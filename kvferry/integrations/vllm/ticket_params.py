@@ -19,9 +19,7 @@ from kvferry.core.lifecycle.holds import Hold
 from kvferry.core.lifecycle.ticket import MAX_TEXT, MAX_TOKENS, Ticket
 from kvferry.core.security import Proof, TicketKey, TicketSecrets
 from kvferry.core.security.proof import content_of
-from kvferry.core.side_channel_messages import (
-    DECODE_ERRORS,
-)
+from kvferry.core.side_channel_messages import DECODE_ERRORS
 
 VERSION = 1
 KEY = "kvferry"

@@ -11,9 +11,7 @@ import msgspec
 from kvferry.core.handshake import HandshakeServer
 from kvferry.core.lifecycle.holds import random_incarnation
 from kvferry.core.lifecycle.ticket import Ticket
-from kvferry.core.side_channel_messages import (
-    encode,
-)
+from kvferry.core.side_channel_messages import encode
 from tests.core.endpoint.engines import Engine
 
 

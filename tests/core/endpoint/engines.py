@@ -22,17 +22,11 @@ from kvferry.core.lifecycle.holds import EndedHold, RequestId, random_incarnatio
 from kvferry.core.lifecycle.scheduler_holds import SchedulerHolds
 from kvferry.core.lifecycle.ticket import Ticket
 from kvferry.core.memory import CPU, region_of
-from kvferry.core.messages import (
-    Coordinates,
-    Note,
-    decode_notes,
-)
+from kvferry.core.messages import Coordinates, Note, decode_notes
 from kvferry.core.planner.build_copies import Pages, Spans
 from kvferry.core.planner.zeroing import zero_cpu
 from kvferry.core.security import TicketKey
-from kvferry.core.side_channel_messages import (
-    encode,
-)
+from kvferry.core.side_channel_messages import encode
 from kvferry.core.transport import (
     EnterThread,
     Notification,

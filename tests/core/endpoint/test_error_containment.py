@@ -18,14 +18,9 @@ from kvferry.core.endpoint.error_containment import ErrorContainment
 from kvferry.core.errors import EndpointClosedError, PeerLostError, TransportError
 from kvferry.core.lifecycle import ticket as ticket_module
 from kvferry.core.lifecycle.holds import RequestId
-from kvferry.core.messages import (
-    WORD_BYTES,
-    Release,
-)
+from kvferry.core.messages import WORD_BYTES, Release
 from kvferry.core.metrics import IGNORED
-from kvferry.core.side_channel_messages import (
-    encode,
-)
+from kvferry.core.side_channel_messages import encode
 from kvferry.core.transport import Notification, PeerId, State, Status, TransferId
 from kvferry.core.transport.copies import Copies
 from tests.core.endpoint.engines import (

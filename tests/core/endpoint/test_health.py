@@ -11,9 +11,7 @@ from kvferry.core.endpoint import EndpointOptions
 from kvferry.core.errors import HandshakeError, TransportError
 from kvferry.core.handshake import HandshakeServer, health
 from kvferry.core.lifecycle.holds import RequestId
-from kvferry.core.side_channel_messages import (
-    encode,
-)
+from kvferry.core.side_channel_messages import encode
 from kvferry.core.transport import Notification, PeerId, TransferId
 from kvferry.core.transport.copies import Copies
 from tests.core.endpoint.engines import RecordingTransport, engine, eventually

@@ -13,9 +13,7 @@ from kvferry.core.endpoint import EndpointOptions
 from kvferry.core.errors import HandshakeError, PeerLostError
 from kvferry.core.handshake import HandshakeServer
 from kvferry.core.lifecycle.holds import RequestId
-from kvferry.core.side_channel_messages import (
-    encode,
-)
+from kvferry.core.side_channel_messages import encode
 from tests.core.endpoint.engines import Clock, Engine, RecordingTransport, engine, eventually
 
 OPTIONS = EndpointOptions(liveness_interval=5.0, liveness_misses=3)

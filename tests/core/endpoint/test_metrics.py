@@ -31,9 +31,7 @@ from kvferry.core.metrics import (
     UNTOLD,
     Stage,
 )
-from kvferry.core.side_channel_messages import (
-    encode,
-)
+from kvferry.core.side_channel_messages import encode
 from kvferry.core.transport import Capabilities, PeerId, Quiescence, State, Status, TransferId
 from kvferry.core.transport.copies import Copies
 from tests.core.endpoint.engines import (

@@ -23,11 +23,7 @@ from kvferry.core.errors import ConnectError, HandshakeError, KVFerryError
 from kvferry.core.handshake.sockets import Context
 from kvferry.core.layout import Layout
 from kvferry.core.lifecycle.holds import Incarnation, RequestId
-from kvferry.core.messages import (
-    Coordinates,
-    RankPayload,
-    decode_payload,
-)
+from kvferry.core.messages import Coordinates, RankPayload, decode_payload
 from kvferry.core.metrics import PEERS_DOWN, PEERS_UP
 from kvferry.core.planner.plan import make_plan
 from kvferry.core.side_channel_messages import (

@@ -11,12 +11,8 @@ import msgspec
 
 from kvferry.core.handshake import HandshakeServer
 from kvferry.core.lifecycle.ticket import Ticket
-from kvferry.core.messages import (
-    Renewal,
-)
-from kvferry.core.side_channel_messages import (
-    encode,
-)
+from kvferry.core.messages import Renewal
+from kvferry.core.side_channel_messages import encode
 from tests.core.endpoint.engines import Engine, RecordingTransport, engine, eventually
 
 UNKNOWN = {"of_a_newer_version": {"any": ["thing", 1, None]}}

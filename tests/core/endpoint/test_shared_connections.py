@@ -25,9 +25,7 @@ from kvferry.core.handshake import HandshakeServer
 from kvferry.core.handshake import server as server_module
 from kvferry.core.lifecycle.holds import RequestId
 from kvferry.core.metrics import LOST_PEERS, PEERS_UP
-from kvferry.core.side_channel_messages import (
-    encode,
-)
+from kvferry.core.side_channel_messages import encode
 from kvferry.core.transport import Capabilities, PeerId, Quiescence, State, Status, TransferId
 from kvferry.core.transport.copies import Copies
 from tests.core.endpoint.aliases import AliasEngine, alias_engine

@@ -16,16 +16,8 @@ from kvferry.core.endpoint.transfers import Outcome, Read
 from kvferry.core.errors import KVFerryError, PeerLostError, TransportError
 from kvferry.core.lifecycle.holds import NOTHING
 from kvferry.core.memory import Region
-from kvferry.core.messages import (
-    WORD_BYTES,
-    Note,
-    Release,
-    Renewal,
-    decode_notes,
-)
-from kvferry.core.side_channel_messages import (
-    encode,
-)
+from kvferry.core.messages import WORD_BYTES, Note, Release, Renewal, decode_notes
+from kvferry.core.side_channel_messages import encode
 from kvferry.core.transport import PeerId
 from kvferry.drivers.loopback import notifications as loopback
 from kvferry.drivers.ucx import messages as ucx

@@ -15,12 +15,7 @@ from kvferry.core.handshake.connection import SideChannelConnection
 from kvferry.core.handshake.dialer import Dialer
 from kvferry.core.handshake.sockets import Context, Socket
 from kvferry.core.security import Access, generate
-from kvferry.core.side_channel_messages import (
-    Ping,
-    Pong,
-    Refusal,
-    encode,
-)
+from kvferry.core.side_channel_messages import Ping, Pong, Refusal, encode
 from tests.core.messages import payload
 
 LONG = 20.0

@@ -21,13 +21,8 @@ from kvferry.core.errors import (
 from kvferry.core.lifecycle.loads import Action, LoadAction, LoadId, Loads, RemoteRank, gone
 from kvferry.core.lifecycle.renewals import Renewals
 from kvferry.core.lifecycle.ticket import check_against, page_limits
-from kvferry.core.messages import (
-    RankPayload,
-    Release,
-)
-from kvferry.core.side_channel_messages import (
-    encode,
-)
+from kvferry.core.messages import RankPayload, Release
+from kvferry.core.side_channel_messages import encode
 from kvferry.core.transport import State
 from tests.core.lifecycle.decode_requests import (
     LATE,

@@ -11,14 +11,8 @@ from kvferry.core.errors import PeerLostError
 from kvferry.core.lifecycle.loads import LoadId, gone
 from kvferry.core.lifecycle.reclamation import HEARTBEAT_SECONDS
 from kvferry.core.lifecycle.renewals import RenewalId, RenewalRequest, Renewals
-from kvferry.core.messages import (
-    Heartbeat,
-    Renewal,
-    decode_notes,
-)
-from kvferry.core.side_channel_messages import (
-    encode,
-)
+from kvferry.core.messages import Heartbeat, Renewal, decode_notes
+from kvferry.core.side_channel_messages import encode
 from kvferry.core.transport import State
 from tests.core.lifecycle.decode_requests import STALE, DecodeRequest
 from tests.core.lifecycle.fabric import Link, Message, Transfer, require

@@ -18,12 +18,8 @@ from kvferry.core.lifecycle.reclamation import GONE_SECONDS, BlockPressure
 from kvferry.core.lifecycle.renewals import Renewals
 from kvferry.core.lifecycle.scheduler_holds import SchedulerHolds
 from kvferry.core.lifecycle.worker_holds import WorkerHolds
-from kvferry.core.messages import (
-    Release,
-)
-from kvferry.core.side_channel_messages import (
-    encode,
-)
+from kvferry.core.messages import Release
+from kvferry.core.side_channel_messages import encode
 from kvferry.core.transport import State
 from tests.core.lifecycle.consumer import Consumer, UncountedHoldUsers
 from tests.core.lifecycle.consumer_rank import ConsumerRank

@@ -6,12 +6,8 @@ import pytest
 
 from kvferry.core.errors import TicketError
 from kvferry.core.lifecycle.holds import NOTHING, Hold, random_generation, random_incarnation
-from kvferry.core.messages import (
-    MAX_SLOTS,
-)
-from kvferry.core.side_channel_messages import (
-    GENERATION_LIMIT,
-)
+from kvferry.core.messages import MAX_SLOTS
+from kvferry.core.side_channel_messages import GENERATION_LIMIT
 
 
 def test_a_slot_word_has_the_generation_and_a_ready_bit() -> None:

@@ -14,13 +14,8 @@ from kvferry.core.lifecycle import ticket as module
 from kvferry.core.lifecycle.holds import Hold
 from kvferry.core.lifecycle.ticket import Ticket, check_against, page_limits
 from kvferry.core.memory import Region
-from kvferry.core.messages import (
-    Coordinates,
-    RankPayload,
-)
-from kvferry.core.side_channel_messages import (
-    GENERATION_LIMIT,
-)
+from kvferry.core.messages import Coordinates, RankPayload
+from kvferry.core.side_channel_messages import GENERATION_LIMIT
 
 TICKET = Ticket(
     engine="prefill",

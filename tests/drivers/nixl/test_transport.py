@@ -16,12 +16,8 @@ import pytest
 from kvferry.core.endpoint.slot_reads import fitting
 from kvferry.core.errors import DriverError, TransportUsageError
 from kvferry.core.memory import Region, region_of
-from kvferry.core.messages import (
-    Release,
-)
-from kvferry.core.side_channel_messages import (
-    encode,
-)
+from kvferry.core.messages import Release
+from kvferry.core.side_channel_messages import encode
 from kvferry.core.transport import Quiescence, State, TransferId, registry
 from kvferry.core.transport.copies import Copies, Segment, copies_between
 from kvferry.drivers.nixl import NixlTransport

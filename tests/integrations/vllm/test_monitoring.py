@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import re
-import socket
 import subprocess
 import urllib.error
 import urllib.parse
@@ -22,6 +21,7 @@ from examples.tiny_llama import prompt
 from tests.cli.command import run_kvferry
 from tests.integrations.vllm.conftest import CONNECTOR, PATIENT
 from tests.integrations.vllm.http_server import HttpServer
+from tests.integrations.vllm.routers.deployment import free_port
 from tests.integrations.vllm.steps import eventually
 from tests.monitoring import example
 
@@ -122,13 +122,6 @@ class Prometheus:
         """End it."""
         self._process.terminate()
         self._process.wait()
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port: int = free.getsockname()[1]
-        return port
 
 
 def config(targets: dict[str, str]) -> dict[str, Any]:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
@@ -21,6 +20,7 @@ from kvferry.integrations.vllm.security import (
     warn_of_open_access,
     watch_security_files,
 )
+from tests.integrations.vllm.steps import eventually
 
 OWN, PEER, OTHER = generate(), generate(), generate()
 SECRET = "a secret of both engines"
@@ -193,13 +193,6 @@ def files(tmp_path: Path) -> Files:
     return Files(tmp_path)
 
 
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 def signs_with(settings: SecuritySettings, secrets: Sequence[str]) -> bool:
     return settings.secrets == TicketSecrets.of(secrets)
 
@@ -213,8 +206,8 @@ def test_ticket_secrets_are_replaced_in_three_edits(
     with files.watched(), caplog.at_level(logging.INFO):
         for secrets in ([SECRET, NEW], [NEW, SECRET], [NEW]):
             files.write("tickets", "\n".join(secrets) + "\n")
-            wait_until(partial(signs_with, files.settings, secrets))
-        wait_until(lambda: len(caplog.records) == 3)
+            eventually(partial(signs_with, files.settings, secrets))
+        eventually(lambda: len(caplog.records) == 3)
     assert [record.getMessage().partition("again: ")[2] for record in caplog.records] == [
         "2 secrets, and tickets are signed with the same one as before",
         "2 secrets, and tickets are signed with another one than before",
@@ -230,10 +223,10 @@ def test_keys_of_peers_are_added_and_removed(
     peers = files.settings.access.peers
     with files.watched(is_worker=is_worker), caplog.at_level(logging.INFO):
         files.write("peers", f"# two\n{PEER.public.hex()}\n{OTHER.public.hex()}\n")
-        wait_until(lambda: peers == {PEER.public, OTHER.public})
+        eventually(lambda: peers == {PEER.public, OTHER.public})
         files.write("peers", OTHER.public.hex())
-        wait_until(lambda: peers == {OTHER.public})
-        wait_until(lambda: len(caplog.records) == 2)
+        eventually(lambda: peers == {OTHER.public})
+        eventually(lambda: len(caplog.records) == 2)
     assert caplog.messages == [
         f"rank 5: curve_peers was read again: 2 keys, added {OTHER.public.hex()}",
         f"rank 5: curve_peers was read again: 1 key, removed {PEER.public.hex()}",
@@ -272,7 +265,7 @@ def test_a_file_that_cannot_be_used_is_named_and_the_values_stay(
     before = read_security_settings(files.config)
     with files.watched():
         files.write(name, content, mode)
-        wait_until(lambda: bool(caplog.records))
+        eventually(lambda: bool(caplog.records))
     [record] = caplog.records
     assert record.levelno == logging.WARNING
     assert "stays as it was: " in record.getMessage()
@@ -295,7 +288,7 @@ def test_a_mounted_secret_of_kubernetes_is_read_again(tmp_path: Path) -> None:
     with closing(watch_security_files(config, settings, who="scheduler half", seconds=0.01)):
         (tmp_path / "..data.newer").symlink_to("2")
         (tmp_path / "..data.newer").rename(tmp_path / "..data")
-        wait_until(lambda: signs_with(settings, [NEW, SECRET]))
+        eventually(lambda: signs_with(settings, [NEW, SECRET]))
 
 
 def test_the_environment_is_not_watched() -> None:

@@ -21,9 +21,7 @@ from kvferry.core.handshake import HandshakeServer
 from kvferry.core.layout import HOLE
 from kvferry.core.lifecycle.holds import Incarnation, random_incarnation
 from kvferry.core.lifecycle.scheduler_holds import SchedulerHolds
-from kvferry.core.side_channel_messages import (
-    encode,
-)
+from kvferry.core.side_channel_messages import encode
 from kvferry.drivers.loopback import LoopbackTransport
 from kvferry.integrations.vllm.cache_groups import CacheGroup, cache_groups
 from kvferry.integrations.vllm.caches.cache_layout import describe
