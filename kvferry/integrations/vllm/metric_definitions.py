@@ -74,6 +74,11 @@ TOKENS = Metric(
     kind=MetricKind.COUNTER,
     text="Tokens whose KV cache was pulled from another engine.",
 )
+EDITED_HISTORIES = Metric(
+    name="edited_histories",
+    kind=MetricKind.COUNTER,
+    text="Turns that loaded nothing because their prompt does not begin as the last turn did.",
+)
 HOLDS = Metric(
     name="holds",
     kind=MetricKind.COUNTER,
@@ -108,6 +113,7 @@ METRICS = (
     LOADS,
     FAILED,
     TOKENS,
+    EDITED_HISTORIES,
     HOLDS,
     CONVERSATION_HOLDS,
     NO_TICKETS,
