@@ -1,8 +1,8 @@
-"""Real vLLM schedulers with the connector and without workers, whose reports a test makes up.
+"""Engines whose scheduler is vLLM's, and whose workers are simulated.
 
-Blocks have 16 tokens, and nothing is computed: a scheduler is told which token a model sampled. So a
-conversation of any length takes milliseconds, while everything in the scheduler's process is real:
-requests, block pool, prefix cache, tickets, and the side channels whose addresses tickets name.
+A scheduler is told which tokens were sampled and which loads are over, so nothing is computed and a
+conversation takes milliseconds. All else in the scheduler's process is real: requests, block pool,
+prefix cache, tickets, and the side channels whose addresses tickets name. Blocks have 16 tokens.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def scheduler_of(config: Any, *, blocks: int = 1000) -> Any:
 
     Args:
         config: The engine's ``VllmConfig``.
-        blocks: How many blocks the cache has, one of which vLLM keeps for itself.
+        blocks: How many blocks the cache has; vLLM keeps one of them for itself.
     """
     import torch
     from vllm.v1.core.sched.scheduler import Scheduler
@@ -116,10 +116,10 @@ def request(
     """Return a request as it reaches a scheduler.
 
     Args:
-        name: Its id.
-        prompt: Its token ids.
+        name: The request's id.
+        prompt: The token ids of its prompt.
         params: Its ``kv_transfer_params``.
-        max_tokens: After how many sampled tokens it ends.
+        max_tokens: After how many sampled tokens the request ends.
     """
     from vllm import SamplingParams
     from vllm.utils.hashing import sha256
@@ -145,9 +145,9 @@ class Step:
     """What a scheduler did in a step.
 
     Attributes:
-        messages: The connector's messages to the workers.
-        computed: How many tokens of each request are computed in it.
-        finished: The ``kv_transfer_params`` of requests that ended in it.
+        messages: The connector's messages to the workers (``StepMetadata``).
+        computed: How many tokens of each request were computed.
+        finished: The ``kv_transfer_params`` of each request that ended.
     """
 
     messages: Any
@@ -155,8 +155,11 @@ class Step:
     finished: dict[str, dict[str, Any] | None]
 
 
-class LoneScheduler:
-    """A scheduler of an engine that has no workers.
+class SimulatedEngine:
+    """An engine with vLLM's scheduler and without workers.
+
+    Attributes:
+        scheduler: The scheduler.
 
     Args:
         model: The model's folder.
@@ -176,17 +179,23 @@ class LoneScheduler:
         **extra: Any,
     ) -> None:
         config = configuration(model, engine=engine, policy=policy, **extra)
-        self.vllm = scheduler_of(config, blocks=blocks)
+        self.scheduler = scheduler_of(config, blocks=blocks)
         self._blocks = blocks
         self._answers: dict[str, list[int]] = {}
 
     def close(self) -> None:
-        self.vllm.shutdown()
+        """End the scheduler, and close the side channel."""
+        self.scheduler.shutdown()
 
     def add(self, each: Any, *, answer: Sequence[int] = ()) -> None:
-        """Add a request, and say which tokens will be sampled for it; further ones are 0."""
+        """Add a request.
+
+        Args:
+            each: The request.
+            answer: The tokens that will be sampled for the request; further tokens are 0.
+        """
         self._answers[each.request_id] = list(answer)
-        self.vllm.add_request(each)
+        self.scheduler.add_request(each)
 
     def step(
         self,
@@ -195,18 +204,18 @@ class LoneScheduler:
         sent: Collection[str] = (),
         failed: Collection[str] = (),
     ) -> Step:
-        """Schedule a step, and report it as done.
+        """Schedule a step, and report that the workers have run it.
 
         Args:
             received: Requests whose load the workers report as over.
-            sent: Requests of which the workers report that nobody reads their blocks any more.
+            sent: Requests whose hold the workers report as over.
             failed: Those of ``received`` whose load failed.
         """
         from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
-        scheduled = self.vllm.schedule()
+        scheduled = self.scheduler.schedule()
         ids = list(scheduled.num_scheduled_tokens)
-        outputs = self.vllm.update_from_output(
+        outputs = self.scheduler.update_from_output(
             scheduled,
             ModelRunnerOutput(
                 req_ids=ids,
@@ -231,10 +240,13 @@ class LoneScheduler:
         )
 
     def finish(self, each: Any) -> dict[str, Any]:
-        """Step until a request ends, and return its ``kv_transfer_params``; loads succeed at once.
+        """Step until a request ends; loads that begin meanwhile succeed at once.
+
+        Args:
+            each: The request.
 
         Returns:
-            The params, empty if there are none.
+            The request's ``kv_transfer_params``; empty if it has none.
         """
         received: set[str] = set()
         for _ in range(MAX_STEPS):
@@ -246,20 +258,20 @@ class LoneScheduler:
 
     @property
     def is_empty(self) -> bool:
-        """Whether it has no request and all of its blocks are free."""
-        free = self.vllm.kv_cache_manager.block_pool.get_num_free_blocks()
-        return not self.vllm.requests and free == self._blocks - 1
+        """Whether the engine has no request and all of its blocks are free."""
+        free = self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+        return not self.scheduler.requests and free == self._blocks - 1
 
     def _sampled(self, name: str) -> list[int]:
-        """Return the tokens sampled for a request in a step: none before its prompt's end."""
-        each = self.vllm.requests[name]
+        """Return the token that a step samples for a request; none before the prompt's end."""
+        each = self.scheduler.requests[name]
         if each.num_computed_tokens < each.num_tokens:
             return []
         answer = self._answers.get(name)
         return [answer.pop(0) if answer else 0]
 
 
-def first_ticket(prefill: LoneScheduler, name: str, prompt: Sequence[int]) -> dict[str, Any]:
+def first_ticket(prefill: SimulatedEngine, name: str, prompt: Sequence[int]) -> dict[str, Any]:
     """Prefill a prompt, and return its ticket.
 
     Args:
@@ -273,16 +285,16 @@ def first_ticket(prefill: LoneScheduler, name: str, prompt: Sequence[int]) -> di
 
 
 def conversation_ticket(
-    prefill: LoneScheduler, decode: LoneScheduler, name: str, tokens: Sequence[int]
+    prefill: SimulatedEngine, decode: SimulatedEngine, name: str, tokens: Sequence[int]
 ) -> dict[str, Any]:
-    """Hold a first turn over from one engine to another; return the ticket of what decode has.
+    """Prefill and decode a conversation's first turn; return the ticket in decode's answer.
 
-    The first half of the tokens is the prompt, and the rest are sampled by decode, which samples one
-    token more, whose KV nobody computes.
+    The first half of the tokens is the prompt, and decode samples the rest. Decode samples one
+    further token, whose KV is not computed.
 
     Args:
-        prefill: The engine that prefills the first turn.
-        decode: The engine that decodes it.
+        prefill: The engine that prefills.
+        decode: The engine that decodes.
         name: The request's id on both.
         tokens: The token ids that the ticket covers.
     """

@@ -1,11 +1,11 @@
-"""vLLM's own tests of the second turn: those of NixlConnector, on this connector.
+"""vLLM's own tests of the second turn, which are written for NixlConnector, on this connector.
 
-Tests "as is" are imported from vLLM's source distribution, which is fetched from the package index
-and kept under ``.cache``; where it is not to be had, they are skipped. The helpers that they build
-engines and requests with are replaced: the connector is KVFerryConnector, and tickets are not made
-up, but come from two more schedulers, which have had the first turn. Tests that are "ported" are
-below, under their own names. They look into NixlConnector's objects, or say something that is
-otherwise here. The rest is left out.
+vLLM's file is ``tests/v1/kv_connector/unit/test_bidirectional_kv_transfer.py``. ``VERDICTS`` lists
+its tests. A test "as is" is imported from vLLM's source distribution, which is downloaded from the
+package index and kept under ``.cache``; without a package index these tests are skipped. Only the
+helpers that make engines and requests are replaced: the connector is KVFerryConnector, and tickets
+come from two further engines, which have had the first turn. A test that is "ported" stands below,
+under the name that it has in vLLM.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import pytest
 
 from tests.integrations.vllm.engines import PREFILL
 from tests.integrations.vllm.second_turn import originals, schedulers
-from tests.integrations.vllm.second_turn.schedulers import BLOCK_TOKENS, LoneScheduler, Step
+from tests.integrations.vllm.second_turn.schedulers import BLOCK_TOKENS, SimulatedEngine, Step
 
 pytestmark = [
     pytest.mark.vllm,
@@ -29,14 +29,14 @@ pytestmark = [
 
 AS_IS = "as is"
 PORTED = "ported"
-FAKES = "left out: it checks fake NIXL workers; here, real engines are tested"
+FAKES = "left out: it drives workers with a fake NIXL; test_conversations.py runs real engines"
 
 VERDICTS = {
     "test_multiturn_lifecycle": AS_IS,
     "test_first_turn_no_remote_blocks": AS_IS,
     "test_abort_p_side_during_send": AS_IS,
     "test_abort_p_side_non_length_capped": PORTED,
-    # A ticket of more tokens than the prompt is compared with it by whole blocks.
+    # If the ticket covers more tokens than the prompt has, only whole blocks are pulled.
     "test_remote_blocks_exceed_prompt_tokens": PORTED,
     "test_p_node_pulls_partial_last_block_from_d": AS_IS,
     "test_add_new_req_to_recv_populates_remote_meta": PORTED,
@@ -57,31 +57,32 @@ VERDICTS = {
     "test_cache_miss_first_turn_no_remote_pull": AS_IS,
     "test_partial_remote_tokens_less_than_prompt": AS_IS,
     "test_remote_blocks_processed_flag_persists": PORTED,
-    # Clocks of two engines are never compared: the pull of a hold that has ended fails.
+    # No deadline is compared with a clock: if the hold has ended, the pull fails.
     "test_turn2_deadline_gate": PORTED,
     "test_turn2_full_prefix_hit_with_expired_deadline_skips_gate": PORTED,
-    # The ticket names no time; decode's workers count it.
+    # The ticket names no deadline: decode's workers count the time.
     "test_d_node_request_finished_exports_blocks_expiry_time": PORTED,
     "test_handshake_listener_appends_perf_counter_frame": (
-        "left out: the handshake has no clock, since clocks of two engines are never compared"
+        "left out: the handshake sends no clock, because no deadline is compared with one"
     ),
 }
-"""What became of each of vLLM's tests."""
+"""What is done with each of vLLM's tests."""
 
 SETTINGS: dict[str, Any] = {"bidirectional_kv_xfer": True, "kv_recompute_threshold": 0}
 
 WAITS = "WAITING_FOR_REMOTE_KVS"
 
+MakeEngine = Callable[..., SimulatedEngine]
 SecondTurn = Callable[..., Any]
 
 
 @pytest.fixture
-def lone(checkpoint: Path) -> Iterator[Callable[..., LoneScheduler]]:
-    """Make schedulers of engines that share conversations, and close them."""
-    made: list[LoneScheduler] = []
+def make_engine(checkpoint: Path) -> Iterator[MakeEngine]:
+    """Make engines with ``bidirectional_kv_xfer``, and close them."""
+    made: list[SimulatedEngine] = []
 
-    def make(engine: str | None = None, **options: Any) -> LoneScheduler:
-        made.append(LoneScheduler(checkpoint, engine, **SETTINGS | options))
+    def make(engine: str | None = None, **options: Any) -> SimulatedEngine:
+        made.append(SimulatedEngine(checkpoint, engine, **SETTINGS | options))
         return made[-1]
 
     yield make
@@ -90,23 +91,23 @@ def lone(checkpoint: Path) -> Iterator[Callable[..., LoneScheduler]]:
 
 
 @pytest.fixture
-def first_turn(lone: Callable[..., LoneScheduler]) -> tuple[LoneScheduler, LoneScheduler]:
-    """Return a prefill and a decode engine, between which first turns are held."""
-    return lone("first-prefill"), lone("decode-engine")
+def first_turn(make_engine: MakeEngine) -> tuple[SimulatedEngine, SimulatedEngine]:
+    """Return the two engines that have conversations' first turns: prefill and decode."""
+    return make_engine("first-prefill"), make_engine("decode-engine")
 
 
 @pytest.fixture
-def second_turn(first_turn: tuple[LoneScheduler, LoneScheduler]) -> SecondTurn:
-    """Return a maker of requests to prefill, each with the ticket of the decode engine."""
+def second_turn(first_turn: tuple[SimulatedEngine, SimulatedEngine]) -> SecondTurn:
+    """Return a function that makes a request for a second turn, with the decode engine's ticket."""
 
     def make(name: str, *, prompt: int, covered: int, other: int = 0) -> Any:
         """Make a request.
 
         Args:
-            name: Its id.
-            prompt: How many tokens its prompt has.
+            name: The request's id.
+            prompt: How many tokens the prompt has.
             covered: How many tokens the ticket covers.
-            other: A number; requests with different numbers have different tokens.
+            other: The number of the conversation; each conversation has other tokens.
         """
         params = schedulers.conversation_ticket(*first_turn, name, tokens(covered, other))
         return schedulers.request(name, tokens(prompt, other), params)
@@ -124,19 +125,16 @@ def waits(each: Any) -> bool:
     return bool(each.status.name == WAITS)
 
 
-def prefilled(engine: LoneScheduler, each: Any, *, received: bool = True) -> dict[str, Any]:
-    """Step until a request that is prefilled for decode ends; return its ticket.
+def prefilled(engine: SimulatedEngine, each: Any) -> dict[str, Any]:
+    """Report a request's load as over, and step until the request ends; return its ticket.
 
-    Then decode has read its pages, and the engine must be empty.
+    Then the request's blocks are reported as read, and the engine must be empty.
 
     Args:
         engine: The engine that prefills.
-        each: The request.
-        received: Whether its load, which must be under way, is reported as over first.
+        each: The request, whose load is under way.
     """
-    if received:
-        engine.step(received={each.request_id})
-        assert not waits(each)
+    engine.step(received={each.request_id})
     params = engine.finish(each)
     assert each.status.name == "FINISHED_LENGTH_CAPPED"
     assert params["do_remote_prefill"] is True
@@ -152,7 +150,7 @@ class TestAsIs:
     def module(
         self, checkpoint: Path, vllm_source: Path, pytestconfig: pytest.Config
     ) -> Iterator[ModuleType]:
-        """The tests' module."""
+        """Return vLLM's module."""
         pytestconfig.addinivalue_line("markers", "cpu_test: a marker of vLLM's own tests")
         with pytest.MonkeyPatch.context() as patch:
             yield originals.load(vllm_source, patch)
@@ -163,7 +161,7 @@ class TestAsIs:
         name: str,
         module: ModuleType,
         checkpoint: Path,
-        first_turn: tuple[LoneScheduler, LoneScheduler],
+        first_turn: tuple[SimulatedEngine, SimulatedEngine],
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
         made: list[Any] = []
@@ -195,23 +193,23 @@ class TestAsIs:
         assert ported == {name for name in globals() if name.startswith("test_")}
 
 
-def test_abort_p_side_non_length_capped(lone: Callable[..., LoneScheduler]) -> None:
-    engine = lone()
+def test_abort_p_side_non_length_capped(make_engine: MakeEngine) -> None:
+    engine = make_engine()
     each = schedulers.request("r", tokens(40), PREFILL, max_tokens=100)
     engine.add(each)
     [(name, hold)] = engine.step().messages.orders.take_ons
     assert name == "r"
-    engine.vllm.finish_requests(["r"], _status("FINISHED_ABORTED"))
-    assert "r" not in engine.vllm.requests
+    engine.scheduler.finish_requests(["r"], _status("FINISHED_ABORTED"))
+    assert "r" not in engine.scheduler.requests
     assert engine.step().messages.orders.drops == (hold,)
     assert engine.is_empty
 
 
 def test_remote_blocks_exceed_prompt_tokens(
-    lone: Callable[..., LoneScheduler], second_turn: SecondTurn
+    make_engine: MakeEngine, second_turn: SecondTurn
 ) -> None:
-    """The pull covers the prompt's whole blocks; its last tokens, less than a block, are computed."""
-    engine = lone()
+    """The prompt's whole blocks are pulled, and the tokens after them are computed."""
+    engine = make_engine()
     each = second_turn("r", prompt=40, covered=5 * BLOCK_TOKENS)
     engine.add(each)
     engine.step()
@@ -221,11 +219,9 @@ def test_remote_blocks_exceed_prompt_tokens(
 
 
 def test_add_new_req_to_recv_populates_remote_meta(
-    lone: Callable[..., LoneScheduler],
-    first_turn: tuple[LoneScheduler, LoneScheduler],
-    second_turn: SecondTurn,
+    make_engine: MakeEngine, second_turn: SecondTurn
 ) -> None:
-    engine = lone()
+    engine = make_engine()
     each = second_turn("r", prompt=56, covered=48)
     params = each.kv_transfer_params
     engine.add(each)
@@ -239,10 +235,10 @@ def test_add_new_req_to_recv_populates_remote_meta(
 
 
 def test_build_connector_meta_recv_entries(
-    lone: Callable[..., LoneScheduler], second_turn: SecondTurn
+    make_engine: MakeEngine, second_turn: SecondTurn
 ) -> None:
-    """One load, into the first of the request's blocks."""
-    engine = lone()
+    """The workers are told to load into the first blocks of the request."""
+    engine = make_engine()
     each = second_turn("r", prompt=56, covered=40)
     engine.add(each)
     step = engine.step()
@@ -250,35 +246,35 @@ def test_build_connector_meta_recv_entries(
     assert load.request == "r"
     assert waits(each)
     assert step.computed == {}
-    [blocks] = engine.vllm.kv_cache_manager.get_block_ids("r")
+    [blocks] = engine.scheduler.kv_cache_manager.get_block_ids("r")
     [pages] = load.local
-    assert list(pages) == blocks[:3]
+    assert pages.ids.tolist() == blocks[:3]
 
 
 def test_build_connector_meta_clears_reqs_need_recv(
-    lone: Callable[..., LoneScheduler], second_turn: SecondTurn
+    make_engine: MakeEngine, second_turn: SecondTurn
 ) -> None:
-    engine = lone()
+    engine = make_engine()
     engine.add(second_turn("r", prompt=56, covered=48))
     assert len(engine.step().messages.loads) == 1
     assert engine.step().messages.loads == ()
 
 
 def test_build_connector_meta_multiple_requests(
-    lone: Callable[..., LoneScheduler], second_turn: SecondTurn
+    make_engine: MakeEngine, second_turn: SecondTurn
 ) -> None:
-    engine = lone()
+    engine = make_engine()
     for other in range(3):
         engine.add(second_turn(f"r{other}", prompt=56, covered=48, other=other))
     assert {load.request for load in engine.step().messages.loads} == {"r0", "r1", "r2"}
 
 
 def test_d_node_request_finished_delays_block_free(
-    first_turn: tuple[LoneScheduler, LoneScheduler],
+    first_turn: tuple[SimulatedEngine, SimulatedEngine],
 ) -> None:
     prefill, decode = first_turn
     schedulers.conversation_ticket(prefill, decode, "r", tokens(40))
-    assert "r" in decode.vllm.requests
+    assert "r" in decode.scheduler.requests
     assert len(decode.step().messages.orders.ready) == 1
     decode.step()
     assert not decode.is_empty
@@ -288,9 +284,9 @@ def test_d_node_request_finished_delays_block_free(
 
 
 def test_no_double_read_blocks_after_reschedule(
-    lone: Callable[..., LoneScheduler], second_turn: SecondTurn
+    make_engine: MakeEngine, second_turn: SecondTurn
 ) -> None:
-    engine = lone()
+    engine = make_engine()
     each = second_turn("r", prompt=150, covered=48)
     engine.add(each)
     steps = [engine.step(), engine.step(received={"r"}), engine.step(), engine.step()]
@@ -303,15 +299,15 @@ def test_no_double_read_blocks_after_reschedule(
 
 
 def test_remote_blocks_processed_flag_persists(
-    lone: Callable[..., LoneScheduler], second_turn: SecondTurn
+    make_engine: MakeEngine, second_turn: SecondTurn
 ) -> None:
-    """A request that is preempted after its pull pulls nothing more, and is computed from its start."""
-    engine = lone()
+    """A request that is preempted after its pull is computed from its start, without a pull."""
+    engine = make_engine()
     each = second_turn("r", prompt=150, covered=48)
     engine.add(each)
     steps = [engine.step(), engine.step(received={"r"}), engine.step()]
     assert _computed(steps) == 64
-    engine.vllm.reset_prefix_cache(reset_running_requests=True)
+    engine.scheduler.reset_prefix_cache(reset_running_requests=True)
     steps = [engine.step() for _ in range(3)]
     assert [step.messages.loads for step in steps] == [()] * 3
     assert _computed(steps) == 150
@@ -319,14 +315,9 @@ def test_remote_blocks_processed_flag_persists(
 
 
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
-def test_turn2_deadline_gate(
-    lone: Callable[..., LoneScheduler], second_turn: SecondTurn, policy: str
-) -> None:
-    """A pull that came too late fails: the workers find that decode holds the pages no more.
-
-    With the policy "recompute", the request then does not notice.
-    """
-    engine = lone(policy=policy)
+def test_turn2_deadline_gate(make_engine: MakeEngine, second_turn: SecondTurn, policy: str) -> None:
+    """A pull fails if decode no longer holds the pages; then ``kv_load_failure_policy`` applies."""
+    engine = make_engine(policy=policy)
     each = second_turn("r", prompt=56, covered=48)
     engine.add(each)
     engine.step()
@@ -344,10 +335,10 @@ def test_turn2_deadline_gate(
 
 
 def test_turn2_full_prefix_hit_with_expired_deadline_skips_gate(
-    lone: Callable[..., LoneScheduler], second_turn: SecondTurn
+    make_engine: MakeEngine, second_turn: SecondTurn
 ) -> None:
-    """What is cached here already is not pulled, and decode is told that its pages are free."""
-    engine = lone()
+    """Nothing is pulled if all tokens are in the prefix cache, and decode is told "done"."""
+    engine = make_engine()
     before = schedulers.request("before", tokens(48), None)
     engine.add(before)
     engine.finish(before)
@@ -362,15 +353,18 @@ def test_turn2_full_prefix_hit_with_expired_deadline_skips_gate(
     assert step.finished["r"] is not None
 
 
-@pytest.mark.parametrize(("settings", "seconds"), [({}, 480.0), ({"decoder_kv_blocks_ttl": 7}, 7.0)])
+@pytest.mark.parametrize(
+    ("settings", "seconds"), [({}, 480.0), ({"decoder_kv_blocks_ttl": 7}, 7.0)]
+)
 def test_d_node_request_finished_exports_blocks_expiry_time(
-    lone: Callable[..., LoneScheduler], settings: dict[str, Any], seconds: float
+    make_engine: MakeEngine, settings: dict[str, Any], seconds: float
 ) -> None:
-    prefill, decode = lone(), lone(**settings)
+    prefill, decode = make_engine(), make_engine(**settings)
     params = schedulers.conversation_ticket(prefill, decode, "r", tokens(40))
     assert params["remote_blocks_expiry_time"] is None
-    [(_, lease)] = decode.step().messages.orders.ready
-    assert lease == seconds
+    orders = decode.step().messages.orders
+    [(hold, _)] = orders.ready
+    assert orders.ttls == ((hold, seconds),)
 
 
 def _computed(steps: list[Step]) -> int:
