@@ -1,4 +1,4 @@
-"""vLLM's own tests of the second turn, with this connector in NixlConnector's place."""
+"""Import vLLM's own tests of the second turn, and let them test this connector."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ MODULE = "test_bidirectional_kv_transfer"
 def load(source: Path, patch: pytest.MonkeyPatch) -> ModuleType:
     """Return the module of tests, imported from vLLM's source distribution.
 
-    The module of NixlConnector's own tests, from which it imports fake workers, needs Ray and is
-    replaced by a stand-in. The module registers two connectors in vLLM, which ``patch`` undoes.
+    The module imports fake workers from the tests of NixlConnector, which need Ray. A stand-in
+    replaces these tests.
 
     Args:
         source: The unpacked source distribution.
-        patch: Undoes everything.
+        patch: Undoes what the import changes in vLLM: two connectors are registered.
     """
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
@@ -36,8 +36,6 @@ def load(source: Path, patch: pytest.MonkeyPatch) -> ModuleType:
     )
     for each in (package, fakes):
         patch.setitem(sys.modules, each.__name__, each)
-    for name in (MODULE, "utils"):
-        patch.delitem(sys.modules, f"{PACKAGE}.{name}", raising=False)
     patch.setattr(KVConnectorFactory, "_registry", dict(KVConnectorFactory._registry))
     return importlib.import_module(f"{PACKAGE}.{MODULE}")
 
@@ -51,9 +49,9 @@ def replace_helpers(
     first_ticket: Callable[[list[int]], dict[str, Any]],
     conversation_ticket: Callable[[list[int]], dict[str, Any]],
 ) -> None:
-    """Let the tests build engines with this connector, and requests whose tickets are real.
+    """Replace the helpers with which the tests make engines and requests.
 
-    Prompts stay those of vLLM's helper: for request *n*, the multiples of *n*.
+    The prompts stay the same: request *n* has the first multiples of *n*.
 
     Args:
         module: The module of tests.
