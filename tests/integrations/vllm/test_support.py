@@ -33,6 +33,7 @@ def engine(role: str = "kv_both", **changes: object) -> Any:
             "kv_role": role,
             "is_kv_consumer": role != "kv_producer",
             "enable_permute_local_kv": False,
+            "kv_connector_extra_config": {},
         },
         "parallel_config": {
             "prefill_context_parallel_size": 1,
