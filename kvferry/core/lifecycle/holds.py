@@ -40,6 +40,8 @@ class HoldEnd(enum.StrEnum):
     """The lease ran out."""
     EVICTED = "evicted"
     """The ticket was given up because too many pages were held."""
+    RECLAIMED = "reclaimed"
+    """The ticket was a conversation's, and was given up because requests waited for pages."""
     ORPHANED = "orphaned"
     """The ticket was given up because requests waited for pages, and no consumer gave a sign of
     life."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import chain
 
 from kvferry.core.lifecycle.holds import Hold, HoldEnd, RequestId, random_generation
 from kvferry.core.lifecycle.reclamation import Silence
@@ -29,6 +30,8 @@ class HoldOrders:
             and that are computed from this step on.
         ready: holds whose ticket was made, as (hold, lease in seconds). Their pages may be read
             once the device has finished all work enqueued before this step.
+        ttls: for the holds of conversations among ``ready``, as (hold, seconds): how long to keep
+            the hold until a consumer claims it by a renewal. The lease applies from then on.
         ends: holds with a ticket that are to end now (because of ``SchedulerHolds.reset``, because
             too many pages are held, or because the consumer is gone). Their requests are reported
             as sent.
@@ -37,6 +40,7 @@ class HoldOrders:
     drops: tuple[Hold, ...] = ()
     take_ons: tuple[tuple[RequestId, Hold], ...] = ()
     ready: tuple[tuple[Hold, float], ...] = ()
+    ttls: tuple[tuple[Hold, float], ...] = ()
     ends: tuple[Hold, ...] = ()
 
     def __bool__(self) -> bool:
@@ -61,6 +65,9 @@ class SchedulerHolds:
 
     To give up a ticket means to end its hold early, so that consumers cannot load from it any more.
 
+    A ticket with a time to live is a conversation's: its consumer comes only with the next turn, if
+    ever, and can do without the pages. These tickets are the first to be given up.
+
     Args:
         slots: number of slots in each worker's table; as many as the engine has blocks.
         draw: returns a random generation for a new hold.
@@ -82,12 +89,15 @@ class SchedulerHolds:
         self._evicted: list[RequestId] = []
         self._oldest: dict[RequestId, None] = {}
         """Requests with a ticket that was not given up, the oldest first."""
+        self._conversations: dict[RequestId, None] = {}
+        """Those of ``_oldest`` whose ticket is a conversation's, the oldest first."""
         self._free = deque(range(slots))
         self._draw = draw
         self._entries: dict[RequestId, _Entry] = {}
         self._drops: list[Hold] = []
         self._take_ons: list[tuple[RequestId, Hold]] = []
         self._ready: list[tuple[Hold, float]] = []
+        self._ttls: list[tuple[Hold, float]] = []
         self._ends: list[Hold] = []
         self._ending: set[RequestId] = set()
         """Requests whose tickets were given up and that are not reported as sent yet."""
@@ -136,18 +146,26 @@ class SchedulerHolds:
         return hold
 
     def ticket(
-        self, request: RequestId, lease: float, pages: frozenset[int] = frozenset()
+        self,
+        request: RequestId,
+        lease: float,
+        pages: frozenset[int] = frozenset(),
+        *,
+        ttl: float | None = None,
     ) -> Hold | None:
         """Return the hold to put into the ticket of a computed request.
 
         The workers will be told to start the lease. The caller must not free the request's pages
         until ``sent`` is called for it. If more than ``max_pages`` pages are then kept for tickets,
-        the oldest tickets are given up: their holds end early.
+        others are given up, the oldest first and conversations before all others: their holds end
+        early.
 
         Args:
             request: the request.
             lease: its lease in seconds.
             pages: ids of its pages.
+            ttl: for a conversation's ticket, how many seconds to keep the hold until a consumer
+                claims it, which starts the lease; ``None`` for other tickets.
 
         Returns:
             The hold; ``None`` if ``take_on`` gave the request no hold, if the request has its
@@ -158,9 +176,12 @@ class SchedulerHolds:
             return None
         entry.ticketed, entry.pages = True, pages
         self._ready.append((entry.hold, lease))
-        self._pages.update(pages)
         self._oldest[request] = None
-        self._make_room()
+        if ttl is not None:
+            self._ttls.append((entry.hold, ttl))
+            self._conversations[request] = None
+        self._pages.update(pages)
+        self._make_room(request)
         return entry.hold
 
     def fits(self, pages: int) -> bool:
@@ -219,6 +240,7 @@ class SchedulerHolds:
         self._free.append(entry.hold.slot)
         self._let_go(entry)
         self._oldest.pop(request, None)
+        self._conversations.pop(request, None)
         self._ending.discard(request)
         return entry.given_up
 
@@ -231,9 +253,30 @@ class SchedulerHolds:
         self._ends.extend(sorted({entry.hold for entry in ticketed.values()} - set(self._ends)))
         self._ending.update(ticketed)
         self._oldest.clear()
+        self._conversations.clear()
         for entry in ticketed.values():
             self._let_go(entry)
             entry.given_up = entry.given_up or HoldEnd.REVOKED
+
+    def reclaim(self, pages: int) -> int:
+        """End holds of conversations early (give up their tickets), to free enough pages.
+
+        A consumer may be reading the pages. Then its fence fails, because the workers clear the
+        slot word before they report the request as sent, and it computes the tokens instead. A
+        claim does not protect these holds: otherwise two engines, each waiting for pages that the
+        other's requests hold, could wait for ever.
+
+        Args:
+            pages: number of pages to free.
+
+        Returns:
+            How many holds were ended; the oldest go first.
+        """
+        goal, given = len(self._pages) - pages, 0
+        while self._conversations and len(self._pages) > goal:
+            self._give_up(next(iter(self._conversations)), HoldEnd.RECLAIMED)
+            given += 1
+        return given
 
     def give_up(self, silent: Iterable[Silence], pages: int) -> list[Silence]:
         """End holds early whose consumer is gone (give up their tickets), to free enough pages.
@@ -266,20 +309,26 @@ class SchedulerHolds:
             drops=tuple(self._drops),
             take_ons=tuple(self._take_ons),
             ready=tuple(self._ready),
+            ttls=tuple(self._ttls),
             ends=tuple(self._ends),
         )
         self._free.extend(hold.slot for hold in self._drops)
-        for pending in (self._drops, self._take_ons, self._ready, self._ends):
+        for pending in (self._drops, self._take_ons, self._ready, self._ttls, self._ends):
             pending.clear()
         return orders
 
-    def _make_room(self) -> None:
+    def _make_room(self, newest: RequestId) -> None:
         """Give up the oldest tickets until the others hold at most ``max_pages`` pages.
 
-        The newest ticket is never given up: ``ticket`` has checked that it ``fits``.
+        Those of conversations go before all others.
+
+        Args:
+            newest: the request whose ticket was just made. It keeps its ticket: ``ticket`` has
+                checked that it ``fits``.
         """
         while self._max_pages is not None and len(self._pages) > self._max_pages:
-            oldest = next(iter(self._oldest))
+            candidates = chain(self._conversations, self._oldest)
+            oldest = next(request for request in candidates if request != newest)
             self._give_up(oldest, HoldEnd.EVICTED)
             self._evicted.append(oldest)
 
@@ -294,6 +343,7 @@ class SchedulerHolds:
             reason: why its ticket is given up.
         """
         del self._oldest[request]
+        self._conversations.pop(request, None)
         entry = self._entries[request]
         entry.given_up = reason
         self._let_go(entry)

@@ -14,7 +14,12 @@ from itertools import chain
 
 from kvferry.core.errors import TicketError, TicketReason
 from kvferry.core.layout import HOLE, MAX_GROUPS
-from kvferry.core.lifecycle.digest import DIGEST_BYTES
+from kvferry.core.lifecycle.digest import (
+    DIGEST_BYTES,
+    MAX_BLOCK_DIGESTS,
+    SALT_BYTES,
+    BlockDigests,
+)
 from kvferry.core.lifecycle.holds import Hold
 from kvferry.core.messages import RankPayload
 from kvferry.core.security import KEY_BYTES, Proof, proof
@@ -56,6 +61,9 @@ class Ticket:
         routed: (host, port) of the side channel as a router gave it, which is tried if ``host`` and
             ``port`` do not answer; ``None`` if the router gave no address or the same.
         proof: proves that the producer made the ticket; ``None`` if the producer makes no proofs.
+        blocks: in a conversation's ticket, a digest for each block of tokens, so that a request
+            that continues the conversation can use the tokens that both have in common; ``None`` in
+            other tickets.
 
     Raises:
         TicketError: a value is out of bounds, or a page occurs twice in a group.
@@ -76,6 +84,7 @@ class Ticket:
     key: bytes = b""
     routed: tuple[str, int] | None = None
     proof: Proof | None = None
+    blocks: BlockDigests | None = None
 
     @property
     def ticket_key(self) -> bytes:
@@ -111,6 +120,23 @@ def _identity_problems(ticket: Ticket) -> Iterator[str]:
         yield f"tp_size {ticket.tp_size} is not in 1 to {1 << 16}"
     if len(ticket.key) not in (0, KEY_BYTES):
         yield f"a key of {len(ticket.key)} bytes; it has {KEY_BYTES}"
+    if ticket.blocks is not None:
+        yield from _chain_problems(ticket.blocks, ticket.tokens)
+
+
+def _chain_problems(blocks: BlockDigests, tokens: int) -> Iterator[str]:
+    """Yield a text for each problem with the digests of a ticket that covers ``tokens`` tokens."""
+    if not 1 <= blocks.tokens <= MAX_TOKENS:
+        yield f"blocks of {blocks.tokens} tokens; 1 to {MAX_TOKENS} are allowed"
+        return
+    if len(blocks.salt) != SALT_BYTES:
+        yield f"a salt of {len(blocks.salt)} bytes; it has {SALT_BYTES}"
+    if len(blocks.digests) % DIGEST_BYTES:
+        yield f"digests of {len(blocks.digests)} bytes; each has {DIGEST_BYTES}"
+    if len(blocks) > MAX_BLOCK_DIGESTS:
+        yield f"{len(blocks)} digests of blocks; {MAX_BLOCK_DIGESTS} are allowed"
+    if len(blocks) > tokens // blocks.tokens:
+        yield f"{len(blocks)} digests of blocks of {blocks.tokens} for {tokens} tokens"
 
 
 def _page_problems(ticket: Ticket) -> Iterator[str]:

@@ -92,6 +92,8 @@ class _Held:
     hold: Hold
     lease: float | None = None
     """Seconds; ``None`` while there is no ticket."""
+    ttl: float | None = None
+    """Seconds for which a conversation's hold is kept until it is renewed for the first time."""
     deadline: float | None = None
     """When the lease ends, on this rank's clock; ``None`` while there is no ticket."""
     is_ready: bool = False
@@ -104,6 +106,15 @@ class _Held:
     """When the hold was last renewed without a claim. This may be before ``order`` was called."""
     claimants: set[_Claimant] = field(default_factory=set)
     """The consumer engines that have said in a renewal that they wait for the hold."""
+
+    @property
+    def is_unclaimed(self) -> bool:
+        """Whether the hold is a conversation's, and no consumer has renewed it yet."""
+        return self.ttl is not None and not self.claimants and self.renewed == -math.inf
+
+    def term(self, lease: float) -> float:
+        """Return for how many seconds the hold is kept from now on; ``lease`` is ``self.lease``."""
+        return self.ttl if self.ttl is not None and self.is_unclaimed else lease
 
 
 class WorkerHolds:
@@ -165,8 +176,9 @@ class WorkerHolds:
             self.drop(hold)
         for request, hold in orders.take_ons:
             self.take_on(request, hold)
+        ttls = dict(orders.ttls)
         for hold, lease in orders.ready:
-            self.order(hold, lease, now)
+            self.order(hold, lease, now, ttls.get(hold))
         for hold in orders.ends:
             self.end(hold)
 
@@ -187,7 +199,7 @@ class WorkerHolds:
         if self._find(hold):
             self._clear(hold)
 
-    def order(self, hold: Hold, lease: float, now: float) -> None:
+    def order(self, hold: Hold, lease: float, now: float, ttl: float | None = None) -> None:
         """Start the lease of a hold whose ticket was made.
 
         The caller must call ``ready`` when the device has finished the request's work. If that
@@ -197,11 +209,13 @@ class WorkerHolds:
             hold: the hold; ignored if it has ended.
             lease: the length of the lease, in seconds.
             now: seconds, on this rank's clock.
+            ttl: for a conversation's hold, how many seconds to keep it until its first renewal,
+                which starts the lease; ``None`` for other holds.
         """
         held = self._find(hold)
         if held:
-            held.lease, held.alive = lease, now
-            self._set_deadline(held, now + lease)
+            held.lease, held.ttl, held.alive = lease, ttl, now
+            self._set_deadline(held, now + held.term(lease))
 
     def ready(self, hold: Hold, now: float) -> None:
         """Write into the slot word of a hold that its pages may be read, and restart its lease.
@@ -216,7 +230,7 @@ class WorkerHolds:
         held = self._find(hold)
         if held and held.lease is not None and not held.is_ready:
             held.is_ready, held.alive = True, max(held.alive, now)
-            self._set_deadline(held, now + held.lease)
+            self._set_deadline(held, now + held.term(held.lease))
             self._words[hold.slot] = hold.ready
 
     def renew(self, message: Renewal, now: float) -> NoteOutcome:
@@ -235,10 +249,10 @@ class WorkerHolds:
         held = self._named(message)
         if held is None:
             return NoteOutcome.UNKNOWN
-        if held.lease is not None and held.is_ready:
-            self._set_deadline(held, now + held.lease)
         if not self._claim(held, message, now):
             held.renewed = now
+        if held.lease is not None and held.is_ready:
+            self._set_deadline(held, now + held.lease)
         return NoteOutcome.RENEWED
 
     def heartbeat(self, message: Heartbeat, now: float) -> NoteOutcome:
@@ -359,17 +373,19 @@ class WorkerHolds:
             now: seconds, on this rank's clock.
 
         Returns:
-            The requests of these holds, for logs and metrics; ``take_sent`` will return them, too.
+            The requests of these holds, for warnings, without the conversations that nobody has
+            claimed: that a client does not ask again is no fault. ``take_sent`` will return all.
         """
         if now < self._soonest:
             return []
         due = [(h.deadline, h) for h in self._held.values() if h.deadline is not None]
         over = [held for deadline, held in due if deadline <= now]
         self._soonest = min((each for each, _ in due if each > now), default=math.inf)
+        missed = [held.request for held in over if not held.is_unclaimed]
         for held in over:
             self._expired[held.hold.slot] = held.hold.generation
             self._over(held, HoldEnd.EXPIRED)
-        return [held.request for held in over]
+        return missed
 
     def take_ended(self) -> list[EndedHold]:
         """Return the holds that have ended, for the report to the scheduler process.

@@ -40,9 +40,6 @@ NIXL_KEYS = {
     "backends": "an agent has one backend; name it in driver_options, as backend",
     "num_threads": "pass it to a driver that has it, in driver_options",
     "push_registration_timeout": "there is no push mode yet; decode pulls",
-    "bidirectional_kv_xfer": "there is no second turn, from decode back to prefill, yet",
-    "kv_recompute_threshold": "there is no second turn, from decode back to prefill, yet",
-    "decoder_kv_blocks_ttl": "there is no second turn, from decode back to prefill, yet",
 }
 """NixlConnector's keys that ``Config`` does not have, each with what to do instead, or why not."""
 
@@ -76,8 +73,17 @@ class Config:
             which renews the lease while the request waits. While requests on prefill wait for
             blocks, pages for which no decode engine gave a sign of life for 3 s are given up early.
         max_held_fraction: How much of the cache may be kept for decode, as a fraction of its
-            blocks. Beyond this limit, the pages of the oldest tickets are given up, and their
-            requests prefill again. Set a lower limit where clients could pin the cache.
+            blocks, answers that are kept for the next turn included. Beyond this limit, the pages
+            of the oldest tickets are given up, and their requests prefill again. Set a lower limit
+            where clients could pin the cache.
+        bidirectional_kv_xfer: Whether the next turn of a conversation loads, from the engine that
+            decoded the last answer, what that engine computed. Set it on both engines, with
+            ``kv_role`` "kv_both" (docs/vllm.md, "The second turn").
+        kv_recompute_threshold: The least number of tokens that such a turn loads; fewer are
+            computed.
+        decoder_kv_blocks_ttl: For how many seconds an answer's pages are kept for the next turn;
+            once that turn waits for them, for ``kv_lease_duration``. They are given up early while
+            requests of the engine wait for blocks.
         drain_timeout: For how many seconds a worker that is told to stop waits for decode to read
             the pages that are kept for it. ``vllm serve`` itself ends engines at once; give it
             ``--shutdown-timeout`` (seconds), so that held pages are still served after SIGTERM
@@ -117,6 +123,9 @@ class Config:
     side_channel_port: Annotated[int, Meta(ge=0, le=HIGHEST_PORT)] = 0
     kv_lease_duration: Annotated[float, Meta(ge=0.001, le=86400)] = 30.0
     max_held_fraction: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    bidirectional_kv_xfer: bool = False
+    kv_recompute_threshold: Annotated[int, Meta(ge=0, le=1 << 32)] = 64
+    decoder_kv_blocks_ttl: Annotated[float, Meta(ge=0.001, le=86400)] = 480.0
     drain_timeout: Annotated[float, Meta(ge=0, le=86400)] = 2.0
     handshake_timeout: Annotated[float, Meta(ge=0.001, le=3600)] = 10.0
     load_timeout: Annotated[float, Meta(ge=0.001, le=86400)] = 60.0

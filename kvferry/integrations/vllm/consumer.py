@@ -1,7 +1,11 @@
-"""The scheduler half of an engine that decodes what others prefilled (DS in docs/protocol.md).
+"""The scheduler half of an engine that loads what others computed (DS in docs/protocol.md).
+
+That is an engine that decodes what others prefilled, or, with ``bidirectional_kv_xfer``, one that
+prefills the next turn of a conversation, whose earlier turns others have in their caches.
 
 A refused ticket never raises here, because an exception in a scheduler's hook ends the engine. The
-request gets blocks like any other, and the worker then reports its load as failed.
+request gets blocks like any other, and the worker then reports its load as failed. Where a
+conversation's ticket is refused, nothing fails: the engine computes the whole prompt.
 """
 
 from __future__ import annotations
@@ -10,7 +14,7 @@ import logging
 import re
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from kvferry.core.endpoint import Load
@@ -23,10 +27,10 @@ from kvferry.core.metrics import REFUSED, LoadRecord, Metrics
 from kvferry.integrations.vllm.adapter_files import AdapterError
 from kvferry.integrations.vllm.cache_groups import NO_PAGES, CacheGroup
 from kvferry.integrations.vllm.metric_definitions import FAILED, LOADS, TOKENS
-from kvferry.integrations.vllm.prompts import handed_over_tokens, prompt_digest
+from kvferry.integrations.vllm.prompts import common_tokens, handed_over_tokens, prompt_digest
 from kvferry.integrations.vllm.request_reports import LoadingRequest, RequestReports
 from kvferry.integrations.vllm.security import SecuritySettings
-from kvferry.integrations.vllm.ticket_params import read_ticket
+from kvferry.integrations.vllm.ticket_params import KEY, read_ticket
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -66,6 +70,8 @@ class Consumer:
         engine: This engine's id.
         may_load: Whether the engine's ``kv_role`` lets it load; only then does vLLM free blocks in
             an order that is safe for loads.
+        continues: Whether the next turn of a conversation loads from the engine that answered.
+        recompute_threshold: The least number of tokens that such a turn loads; fewer are computed.
         verify_prompt: Whether tickets that were made for another prompt are refused.
         backoff: How many tokens at a prompt's end a producer leaves to this engine; see
             ``prefill_backoff``.
@@ -82,6 +88,8 @@ class Consumer:
         metrics: Metrics,
         engine: str,
         may_load: bool,
+        continues: bool = False,
+        recompute_threshold: int = 0,
         verify_prompt: bool,
         backoff: int,
         security: SecuritySettings = SecuritySettings(),  # noqa: B008 - frozen
@@ -97,6 +105,8 @@ class Consumer:
         self._metrics = metrics
         self._engine = engine
         self._may_load = may_load
+        self._continues = continues
+        self._recompute_threshold = recompute_threshold
         self._verify_prompt = verify_prompt
         self._backoff = backoff
         self._security = security
@@ -111,15 +121,18 @@ class Consumer:
         self._aborted: list[str] = []
 
     def on_new_request(self, request: Request) -> None:
-        """Check the ticket of a request that was prefilled by another engine.
+        """Check the ticket of a request of which another engine has computed a part.
 
         If the ticket is accepted, the workers connect to that engine before the request has
-        blocks. If the ticket is refused, the request's load will be reported as failed.
+        blocks. If the ticket is refused, the request's load will be reported as failed; but if it
+        is a conversation's, nothing is loaded.
 
         Args:
-            request: vLLM's request; ignored unless it asks for ``do_remote_prefill``.
+            request: vLLM's request; ignored unless it asks for ``do_remote_prefill``, or continues
+                a conversation with the ticket of its last answer.
         """
-        if not (request.kv_transfer_params or {}).get("do_remote_prefill"):
+        is_turn = self._is_turn(request)
+        if not is_turn and not (request.kv_transfer_params or {}).get("do_remote_prefill"):
             return
         if request.abort_immediately:
             # vLLM refused the request earlier and dropped its prompt, so the ticket cannot be
@@ -127,11 +140,14 @@ class Consumer:
             # ends it (ADR 5).
             return
         try:
-            ticket = self._admit(request)
+            ticket = self._admit_turn(request) if is_turn else self._admit(request)
         except TicketError as error:
-            _log_refusal(request, error)
-            self._waiting[request.request_id] = error
             self._metrics.add(REFUSED, reason=error.reason.value)
+            if is_turn:
+                _log_turn_refusal(request, error)
+            else:
+                _log_refusal(request, error)
+                self._waiting[request.request_id] = error
         else:
             self._waiting[request.request_id] = ticket
             self._users.add(RequestId(request.request_id), ticket)
@@ -141,7 +157,9 @@ class Consumer:
         """Return how many tokens of a request, beyond the cached ones, are to be loaded.
 
         The tokens of a refused ticket count, too, so that vLLM waits for a load, which is then
-        reported as failed. vLLM may call this several times for a request; a call changes nothing.
+        reported as failed. The next turn of a conversation loads nothing if fewer tokens than
+        ``recompute_threshold`` are to be loaded. vLLM may call this several times for a request; a
+        call changes nothing.
 
         Args:
             request: vLLM's request.
@@ -151,7 +169,10 @@ class Consumer:
             The number of tokens; 0 if the request has no ticket.
         """
         entry = self._waiting.get(request.request_id)
-        return max(0, self._tokens_to_have(request, entry) - computed) if entry is not None else 0
+        if entry is None:
+            return 0
+        tokens = max(0, self._tokens_to_have(request, entry) - computed)
+        return 0 if self._is_turn(request) and tokens < self._recompute_threshold else tokens
 
     def blocks_allocated(self, request: Request, blocks: KVCacheBlocks, external: int) -> None:
         """Queue the load of a request, or only a "done" to the producer if nothing is to be loaded.
@@ -255,6 +276,56 @@ class Consumer:
                 required, is of this engine itself or of one to which this engine may not connect,
                 or was made for another prompt or number of tokens.
         """
+        ticket = self._admit_maker(request)
+        if self._verify_prompt:
+            self._check_prompt(request, ticket)
+        self._check_tokens(request, ticket.tokens)
+        return ticket
+
+    def _admit_turn(self, request: Request) -> Ticket:
+        """Check the ticket with which a request continues a conversation.
+
+        Returns:
+            The ticket, limited to the tokens that the prompt and the ticket's request have in
+            common. With ``verify_prompt`` false, the tokens are compared all the same.
+
+        Raises:
+            TicketError: See ``_admit``; or there are no such tokens, or not all of them although
+                the model has recurrent states or attention windows.
+        """
+        ticket = self._admit_maker(request)
+        try:
+            adapter = self._adapter_content(request)
+        except AdapterError as exc:
+            raise TicketError(str(exc), reason=TicketReason.ADAPTER) from exc
+        common = common_tokens(request, ticket, adapter)
+        if not common or (self._needs_exact_length and common != ticket.tokens):
+            needed = "states and windows can be used after all of them only" if common else ""
+            raise TicketError(
+                f"{common or 'none'} of its {ticket.tokens} tokens are the first ones of this "
+                f"prompt of {request.num_prompt_tokens}{needed and f', and its {needed}'}"
+                f"{_media_hint(request)}{self._adapter_hint(request)}",
+                reason=TicketReason.HISTORY,
+            )
+        return replace(ticket, tokens=common, blocks=None)
+
+    def _is_turn(self, request: Request) -> bool:
+        """Return whether a request continues a conversation with the ticket of its last answer.
+
+        That is a request that is prefilled here for another engine, with a ticket in its params.
+        """
+        params = request.kv_transfer_params or {}
+        has_ticket = KEY in params or bool(params.get("remote_block_ids"))
+        return self._continues and has_ticket and bool(params.get("do_remote_decode"))
+
+    def _admit_maker(self, request: Request) -> Ticket:
+        """Return the ticket in a request's ``kv_transfer_params`` if its maker is admitted.
+
+        Raises:
+            TicketError: This engine may not load; or the ticket is malformed, is not signed as
+                required, or is of this engine itself or of one to which this engine may not
+                connect.
+        """
         if not self._may_load:
             raise TicketError(
                 'this engine\'s kv_role is "kv_producer", so it may not load: set "kv_consumer" or '
@@ -269,9 +340,6 @@ class Consumer:
             raise TicketError(
                 f"it was made by this very engine, {self._engine!r}", reason=TicketReason.OWN
             )
-        if self._verify_prompt:
-            self._check_prompt(request, ticket)
-        self._check_tokens(request, ticket.tokens)
         return ticket
 
     def _check_prompt(self, request: Request, ticket: Ticket) -> None:
@@ -346,7 +414,10 @@ class Consumer:
             request: vLLM's request.
             entry: The request's ticket, or why it was refused.
         """
-        total = handed_over_tokens(request, self._backoff)
+        if self._is_turn(request):  # prefilled here, so its prompt is truncated already
+            total = request.num_prompt_tokens
+        else:
+            total = handed_over_tokens(request, self._backoff)
         if isinstance(entry, Ticket):
             total = min(total, entry.tokens)
         # The last token is computed here, from the states before it. A prompt too short to be
@@ -450,6 +521,21 @@ def _log_refusal(request: Request, error: TicketError) -> None:
         "request %s: ticket refused: %s (stage ticket, cause %s, of engine %s, request %s)",
         on_one_line(request.request_id),
         with_remedy(error),
+        error.reason,
+        _named(params.get("remote_engine_id"), 64),
+        _named(params.get("remote_request_id"), MAX_ID_LOGGED),
+    )
+
+
+def _log_turn_refusal(request: Request, error: TicketError) -> None:
+    """Log that the next turn of a conversation is computed as a whole, and why."""
+    params = request.kv_transfer_params or {}
+    logger.log(
+        logging.INFO if error.reason is TicketReason.HISTORY else logging.WARNING,
+        "request %s: the whole prompt is computed, since the conversation's ticket is of no use: "
+        "%s (stage ticket, cause %s, of engine %s, request %s)",
+        on_one_line(request.request_id),
+        error,
         error.reason,
         _named(params.get("remote_engine_id"), 64),
         _named(params.get("remote_request_id"), MAX_ID_LOGGED),

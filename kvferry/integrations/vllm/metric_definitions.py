@@ -44,9 +44,11 @@ class HoldOutcome(enum.StrEnum):
     ABANDONED = "abandoned"
     """A decode engine gave the pages back unused: its load failed, or its client went away."""
     EXPIRED = "expired"
-    """The lease ran out on at least one rank."""
+    """The lease ran out on at least one rank; of a conversation, also ``decoder_kv_blocks_ttl``."""
     EVICTED = "evicted"
     """The hold was ended because more than ``max_held_fraction`` was held."""
+    RECLAIMED = "reclaimed"
+    """The hold was a conversation's, and was ended because requests waited for blocks."""
     ORPHANED = "orphaned"
     """The hold was ended because requests waited for blocks, and no decode engine gave a sign of
     life."""
@@ -78,6 +80,12 @@ HOLDS = Metric(
     text="Holds of finished requests' pages that were made, or not, and how each ended.",
     labels=("driver", "outcome"),
 )
+CONVERSATION_HOLDS = Metric(
+    name="conversation_holds",
+    kind=MetricKind.COUNTER,
+    text="Holds of answers, for the next turn of their conversations, and how each ended.",
+    labels=("driver", "outcome"),
+)
 NO_TICKETS = Metric(
     name="tickets_not_made",
     kind=MetricKind.COUNTER,
@@ -96,7 +104,17 @@ HELD_FRACTION = Metric(
     text="Blocks held for other engines, over those that may be held (max_held_fraction of all).",
 )
 
-METRICS = (LOADS, FAILED, TOKENS, HOLDS, NO_TICKETS, HELD, HELD_FRACTION, *endpoint_metrics.FIGURES)
+METRICS = (
+    LOADS,
+    FAILED,
+    TOKENS,
+    HOLDS,
+    CONVERSATION_HOLDS,
+    NO_TICKETS,
+    HELD,
+    HELD_FRACTION,
+    *endpoint_metrics.FIGURES,
+)
 """All metrics. In Prometheus their names begin with ``vllm:kvferry_``."""
 BY_NAME = {metric.name: metric for metric in METRICS}
 """The metrics by name."""

@@ -35,6 +35,7 @@ from kvferry.core.metrics import (
 from kvferry.integrations.vllm.config import Config
 from kvferry.integrations.vllm.metric_definitions import (
     BY_NAME,
+    CONVERSATION_HOLDS,
     FAILED,
     HELD,
     HOLDS,
@@ -59,6 +60,7 @@ LABEL_VALUES = {
     STAGE_SECONDS: tuple(Stage),
     REFUSED: tuple(TicketReason),
     HOLDS: tuple(HoldOutcome),
+    CONVERSATION_HOLDS: tuple(HoldOutcome),
     NO_TICKETS: tuple(NoTicket),
 }
 """All values of the second label, for metrics whose label values are known in advance.

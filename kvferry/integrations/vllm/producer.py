@@ -4,25 +4,33 @@ A request that asks for ``do_remote_decode`` is prefilled here. When the request
 blocks are held and its ``kv_transfer_params`` become a ticket, with which another engine reads the
 blocks. The hold ends when that engine has read them, when the lease runs out, or when this engine
 needs the blocks. A hold is silent if no consumer has given a sign of life for it for some time.
+
+With ``bidirectional_kv_xfer``, the answers to requests that were prefilled elsewhere get tickets,
+too: for the engine that prefills the next turn of their conversation. See
+docs/protocol.md, "The second turn".
 """
 
 from __future__ import annotations
 
 import logging
+import math
+import secrets as randomness
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvferry.core.error_causes import on_one_line
 from kvferry.core.layout import HOLE
+from kvferry.core.lifecycle.digest import SALT_BYTES, BlockDigests, digest_block
 from kvferry.core.lifecycle.holds import EndedHold, Hold, HoldEnd, RequestId
 from kvferry.core.lifecycle.reclamation import BlockPressure, Silence
 from kvferry.core.lifecycle.scheduler_holds import HoldOrders, SchedulerHolds
-from kvferry.core.metrics import Metrics
+from kvferry.core.metrics import Metric, Metrics
 from kvferry.core.security import TicketKey, TicketSecrets
 from kvferry.integrations.vllm.adapter_files import AdapterError
 from kvferry.integrations.vllm.cache_groups import CacheGroup
 from kvferry.integrations.vllm.metric_definitions import (
+    CONVERSATION_HOLDS,
     HELD,
     HELD_FRACTION,
     HOLDS,
@@ -30,7 +38,13 @@ from kvferry.integrations.vllm.metric_definitions import (
     HoldOutcome,
     NoTicket,
 )
-from kvferry.integrations.vllm.prompts import cuts_media, prompt_digest, truncate_prompt
+from kvferry.integrations.vllm.prompts import (
+    block_digests,
+    cuts_media,
+    has_chain,
+    prompt_digest,
+    truncate_prompt,
+)
 from kvferry.integrations.vllm.request_reports import HeldRequest, RequestReports
 from kvferry.integrations.vllm.ticket_params import ParallelSizes, TicketParams
 
@@ -68,6 +82,8 @@ class Producer:
         metrics: Counts tickets that were not made, and holds by how they ended.
         slots: How many requests can be held at once; the engine's number of blocks.
         lease: Seconds for which a ticket's pages are held unless the consumer renews the lease.
+        conversation_ttl: Seconds for which an answer's pages are held until the next turn claims
+            them; ``None`` if answers get no tickets.
         backoff: How many tokens at a prompt's end are left to the consumer; see
             ``prefill_backoff``.
         computed: Whether nothing writes to a request's pages after its last token was sampled, so
@@ -90,6 +106,7 @@ class Producer:
         metrics: Metrics,
         slots: int,
         lease: float,
+        conversation_ttl: float | None = None,
         backoff: int,
         computed: bool,
         sizes: ParallelSizes,
@@ -112,6 +129,10 @@ class Producer:
         self._max_held = max_held
         self._may_hold = max(slots if max_held is None else max_held, 1)
         self._lease = lease
+        self._conversation_ttl = conversation_ttl
+        # A digest covers whole blocks of every group. States and windows are used for all tokens of
+        # a ticket or for none, so that models with these need no digests.
+        self._digest_unit = math.lcm(*(group.tokens for group in groups if not group.is_state))
         self._backoff = backoff
         self._computed = computed
         self._sizes = sizes
@@ -148,15 +169,16 @@ class Producer:
         request.kv_transfer_params = {**params, TRUNCATED: True}
 
     def take_on(self, request: Request) -> None:
-        """Give a hold (a slot and random bits) to a request that another engine will decode.
+        """Give a hold (a slot and random bits) to a request that may get a ticket.
 
         Called when vLLM has allocated blocks for the request. After a preemption, vLLM allocates
         blocks again, and the request keeps its hold, or may get one now.
 
         Args:
-            request: vLLM's request; ignored unless it asks for ``do_remote_decode``.
+            request: vLLM's request; ignored unless it asks for ``do_remote_decode``, or its answer
+                is held for the next turn of its conversation.
         """
-        if self._is_handed_over(request):
+        if self._is_handed_over(request) or self._is_conversation(request):
             self._holds.take_on(RequestId(request.request_id))
 
     def request_finished(
@@ -174,9 +196,12 @@ class Producer:
             is made and vLLM may free the blocks at once.
         """
         request_id = RequestId(request.request_id)
-        tokens = self._ticket_tokens(request)
-        makes_ticket = tokens and self._is_handed_over(request)
-        digest = self._ticket_digest(request, tokens) if makes_ticket else None
+        is_conversation = self._is_conversation(request)
+        if is_conversation:
+            tokens = self._conversation_tokens(request)
+        else:
+            tokens = self._ticket_tokens(request) if self._is_handed_over(request) else 0
+        digest = self._ticket_digest(request, tokens) if tokens else None
         hold = self._ticket_hold(request, tokens, block_ids) if digest is not None else None
         if hold is None or digest is None:
             self._holds.drop(request_id)
@@ -197,10 +222,12 @@ class Producer:
             tokens=tokens,
             digest=digest,
             # A ticket with an adapter may be revoked until the next step begins, so nobody may read
-            # before that.
-            computed=self._computed and request.lora_request is None,
+            # before that. With asynchronous scheduling, a step that is under way writes the KV of
+            # an answer's last token.
+            computed=self._computed and request.lora_request is None and not is_conversation,
             sizes=self._sizes,
             key=serving.key,
+            blocks=self._block_digests(request, tokens) if is_conversation else None,
         ).params(self._secrets, self._ticket_key)
 
     def revoke(self, request_ids: Sequence[str]) -> None:
@@ -229,6 +256,17 @@ class Producer:
             self._no_ticket(request, NoTicket.ADAPTER, str(exc))
             return None
 
+    def _block_digests(self, request: Request, tokens: int) -> BlockDigests:
+        """Return the chain of digests for the ticket of an answer, which covers ``tokens``.
+
+        Called only if ``_ticket_digest`` has succeeded, so the content of the request's adapter is
+        known.
+        """
+        every = digest_block(tokens, self._digest_unit)
+        covered = 0 if self._needs_exact_length else tokens
+        salt = randomness.token_bytes(SALT_BYTES)
+        return block_digests(request, covered, every, salt, self._adapter_content(request))
+
     def _ticket_hold(
         self, request: Request, tokens: int, block_ids: Sequence[Sequence[int]]
     ) -> Hold | None:
@@ -253,7 +291,13 @@ class Producer:
                 "max_held_fraction, or decode it here",
             )
             return None
-        hold = self._holds.ticket(RequestId(request.request_id), self._lease, blocks)
+        is_conversation = self._is_conversation(request)
+        hold = self._holds.ticket(
+            RequestId(request.request_id),
+            self._lease,
+            blocks,
+            ttl=self._conversation_ttl if is_conversation else None,
+        )
         if hold is None:
             self._no_ticket(
                 request,
@@ -262,12 +306,13 @@ class Producer:
                 "was free: give requests ids of their own",
             )
         else:
-            self._metrics.add(HOLDS, outcome=HoldOutcome.MADE.value)
+            self._metrics.add(_holds_metric(is_conversation), outcome=HoldOutcome.MADE.value)
             self._held[request.request_id] = HeldRequest(
                 request_id=request.request_id,
                 tokens=tokens,
                 blocks=len(blocks),
                 made=self._clock(),
+                is_conversation=is_conversation,
                 headers=request.trace_headers,
             )
         return hold
@@ -280,6 +325,9 @@ class Producer:
             reason: The reason, for metrics.
             why: The cause and the remedy, for the log.
         """
+        if self._is_conversation(request):
+            self._no_conversation_ticket(request, why)
+            return
         self._metrics.add(NO_TICKETS, reason=reason.value)
         self._metrics.add(HOLDS, outcome=HoldOutcome.REFUSED.value)
         if reason in LOGGED_ONCE & self._logged_reasons:
@@ -289,6 +337,20 @@ class Producer:
             "request %s: no ticket is made (stage prefill, cause %s): %s",
             on_one_line(request.request_id),
             reason,
+            why,
+        )
+
+    def _no_conversation_ticket(self, request: Request, why: str) -> None:
+        """Count and log that an answer gets no ticket, so that its conversation is computed again.
+
+        Args:
+            request: vLLM's request.
+            why: The cause and the remedy, for the log.
+        """
+        self._metrics.add(CONVERSATION_HOLDS, outcome=HoldOutcome.REFUSED.value)
+        logger.info(
+            "request %s: its answer is not held for the next turn, which computes it again: %s",
+            on_one_line(request.request_id),
             why,
         )
 
@@ -316,8 +378,45 @@ class Producer:
         """Return whether a request is prefilled here for another engine, as ``kv_role`` allows."""
         return self._hands_over and _asks_for_remote_decode(request)
 
+    def _is_conversation(self, request: Request) -> bool:
+        """Return whether a request's answer is held for the next turn of its conversation.
+
+        Such a request was to be prefilled by another engine. Whether that succeeded does not
+        matter: its pages are complete in the end.
+        """
+        params = request.kv_transfer_params or {}
+        return self._conversation_ttl is not None and bool(params.get("do_remote_prefill"))
+
+    def _conversation_tokens(self, request: Request) -> int:
+        """Return how many tokens the ticket of an answer covers, or 0 if it gets no ticket.
+
+        The result is 0 if the answer did not come to its end, if the prompt has embeddings, or if
+        the model has states or windows that are past the last token that is known. With
+        asynchronous scheduling, a step that is under way computes the last token; its pages are
+        complete when the device has finished that step, and only then does the slot word say so.
+        """
+        if request.status.name not in COMPLETE:
+            return 0
+        if not has_chain(request):
+            self._no_conversation_ticket(request, "its prompt has embeddings")
+            return 0
+        computed: int = request.num_computed_tokens
+        if not self._needs_exact_length:
+            # A multi-token predictor's pages of the last tokens were made from tokens that are not
+            # verified; whoever reads the ticket computes them itself (see ``prefill_backoff``).
+            known: int = request.num_tokens
+            return max(0, min(computed, known) - self._backoff)
+        if computed > request.num_tokens or not self._computed:
+            self._no_conversation_ticket(
+                request,
+                "more was computed than its tokens, as with speculative decoding, so its states "
+                "and windows are past them",
+            )
+            return 0
+        return computed
+
     def _ticket_tokens(self, request: Request) -> int:
-        """Return how many tokens the ticket of a request covers, or 0 if it gets no ticket.
+        """Return how many tokens the ticket of a prompt covers, or 0 if it gets no ticket.
 
         The result is 0 if the prompt was not computed to the end. The result is also 0 if the model
         has recurrent states or attention windows, and more tokens were computed than decode needs:
@@ -327,14 +426,10 @@ class Producer:
         if request.status.name not in COMPLETE:
             return 0
         tokens: int = min(request.num_computed_tokens, request.num_prompt_tokens)
-        if self._is_handed_over(request) and self._would_cut_media(request):
+        if self._would_cut_media(request):
             self._refuse_cut_media(request)
             return 0
-        if (
-            self._needs_exact_length
-            and request.num_computed_tokens != tokens
-            and self._is_handed_over(request)
-        ):
+        if self._needs_exact_length and request.num_computed_tokens != tokens:
             self._no_ticket(
                 request,
                 NoTicket.WENT_ON,
@@ -342,11 +437,7 @@ class Producer:
                 f"of its prompt of {request.num_prompt_tokens} are gone: prefill with max_tokens 1",
             )
             return 0
-        if (
-            self._needs_exact_length
-            and self._is_handed_over(request)
-            and self._was_left_whole(request)
-        ):
+        if self._needs_exact_length and self._was_left_whole(request):
             self._no_ticket(
                 request,
                 NoTicket.SCORED,
@@ -405,7 +496,8 @@ class Producer:
         """
         found = held.ended.end if held.ended is not None else None
         end = given_up or found or HoldEnd.READ
-        self._metrics.add(HOLDS, outcome=HoldOutcome(end.value).value)
+        metric = _holds_metric(held.is_conversation)
+        self._metrics.add(metric, outcome=HoldOutcome(end.value).value)
         self._reports.hold_ended(held, end, self._clock() - held.made)
 
     def reset(self) -> None:
@@ -471,14 +563,20 @@ class Producer:
     def has_pending_block_frees(self) -> bool:
         """Record that a running request waits for a block, for ``relieve_block_pressure``.
 
+        Holds of conversations are ended at once.
+
         Returns:
             Whether held blocks will be free soon, so that vLLM need not preempt a request.
         """
         self._running_request_waits = True
+        if not self._holds.ending:
+            self._holds.reclaim(self._pressure.enough(0))
         return self._holds.ending
 
     def relieve_block_pressure(self) -> bool:
-        """If requests wait for blocks, end silent holds: those whose consumer seems to be gone.
+        """If requests wait for blocks, end holds of conversations, and otherwise silent holds.
+
+        The consumer of a silent hold seems to be gone.
 
         Must be called once, at the end of each scheduling pass.
 
@@ -493,6 +591,8 @@ class Producer:
         silent = self._pressure.take_silent()
         if not request_waits:
             return False
+        if self._holds.ending or self._holds.reclaim(self._pressure.enough(needed)):
+            return False  # what has ended is given back first
         self._report_given_up(self._holds.give_up(silent, self._pressure.enough(needed)))
         return self._pressure.ask(self._clock(), held=self._holds.ticketed)
 
@@ -543,6 +643,11 @@ def _describe_claims(holds: Sequence[Silence], engines: Sequence[str]) -> str:
     claimed = f"{len(holds) - unclaimed} were claimed by engine {names}{more}"
     nobody = f"nobody had come for {unclaimed}"
     return ", ".join(([claimed] if engines else []) + ([nobody] if unclaimed else []))
+
+
+def _holds_metric(is_conversation: bool) -> Metric:
+    """Return the metric that counts holds of prompts, or those of conversations."""
+    return CONVERSATION_HOLDS if is_conversation else HOLDS
 
 
 def _asks_for_remote_decode(request: Request) -> bool:

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from kvferry.core.lifecycle.digest import DIGEST_BYTES, digest
+from kvferry.core.lifecycle.digest import DIGEST_BYTES, BlockDigests, chain, digest
 from kvferry.integrations.vllm import versions
 from kvferry.integrations.vllm.cache_groups import CacheGroup
 
@@ -14,38 +14,118 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.request import Request
 
+    from kvferry.core.lifecycle.ticket import Ticket
+
 
 def prompt_digest(request: Request, tokens: int, adapter: bytes | None = None) -> bytes:
-    """Return a digest of everything that the pages of a prompt's first tokens depend on.
+    """Return a digest of everything that the pages of a request's first tokens depend on.
 
     vLLM's block hashes cannot be used for this, because they depend on settings of the process.
 
     Args:
         request: vLLM's request.
-        tokens: How many of the prompt's tokens the pages cover.
+        tokens: How many of the request's tokens the pages cover; if more than the prompt has, the
+            generated tokens follow.
         adapter: The content of the request's LoRA adapter (``Adapters.content``).
 
     Returns:
         ``DIGEST_BYTES`` bytes, equal on two engines where token ids, LoRA adapter, media, cache
         salt and embeddings are equal.
     """
+    ids = (request.prompt_token_ids or [])[:tokens]
+    if tokens > request.num_prompt_tokens:
+        ids = request.all_token_ids[:tokens]
+    return digest(
+        ids,
+        _adapter_facts(request, adapter),
+        [facts for offset, facts in _media_facts(request) if offset < tokens],
+        _cache_salt(request),
+        _embeddings(request, tokens),
+        *_token_id_mask(request, tokens),
+    )
+
+
+def has_chain(request: Request) -> bool:
+    """Return whether ``block_digests`` can be made of a request: not of embeddings."""
+    return request.prompt_embeds is None
+
+
+def block_digests(
+    request: Request, tokens: int, every: int, salt: bytes, adapter: bytes | None = None
+) -> BlockDigests:
+    """Return a digest for each block of a request's first tokens, generated tokens included.
+
+    Args:
+        request: vLLM's request; it must have token ids (``has_chain``).
+        tokens: How many of the request's tokens to cover. Those behind the last whole block are
+            left out.
+        every: How many tokens a block has.
+        salt: Random bytes; see ``chain``.
+        adapter: The content of the request's LoRA adapter (``Adapters.content``).
+    """
+    media: dict[int, list[object]] = {}
+    for offset, facts in _media_facts(request):
+        media.setdefault(offset // every, []).append(facts)
+    root = _adapter_facts(request, adapter), _cache_salt(request)
+    digests = chain(request.all_token_ids[:tokens], every, salt, root, media)
+    return BlockDigests(tokens=every, salt=salt, digests=digests)
+
+
+def common_tokens(request: Request, ticket: Ticket, adapter: bytes | None = None) -> int:
+    """Return how many of a prompt's first tokens a conversation's ticket covers.
+
+    Args:
+        request: vLLM's request, the conversation's next turn.
+        ticket: The ticket, with ``blocks``.
+        adapter: The content of the request's LoRA adapter (``Adapters.content``).
+
+    Returns:
+        All tokens of the ticket, if the prompt begins with them. Otherwise the tokens up to the
+        last block whose digest is the prompt's, but to the last block before an image (or another
+        medium) that would be cut: its tokens may attend to each other in both directions.
+    """
+    blocks = ticket.blocks
+    if blocks is None or not has_chain(request):
+        return 0
+    if (
+        ticket.tokens <= request.num_prompt_tokens
+        and prompt_digest(request, ticket.tokens, adapter) == ticket.digest
+    ):
+        return ticket.tokens
+    covered = min(len(blocks) * blocks.tokens, request.num_prompt_tokens)
+    prompt = block_digests(request, covered, blocks.tokens, blocks.salt, adapter)
+    common = blocks.common(prompt.digests)
+    for feature in reversed(request.mm_features):  # in the order of their positions
+        offset, length = feature.mm_position.offset, feature.mm_position.length
+        if offset < common < offset + length:
+            common = offset // blocks.tokens * blocks.tokens
+    return common
+
+
+def _adapter_facts(request: Request, adapter: bytes | None) -> object:
+    """Return what identifies a request's LoRA adapter, for a digest; ``None`` without one."""
     name = _packable(request.lora_request.lora_name) if request.lora_request else None
-    lora = name if adapter is None else (name, adapter)
-    media = [
+    return name if adapter is None else (name, adapter)
+
+
+def _media_facts(request: Request) -> list[tuple[int, tuple[object, ...]]]:
+    """Return each medium of a prompt: its first position, and what identifies it, for a digest."""
+    return [
         (
-            _packable(feature.identifier),
             feature.mm_position.offset,
-            feature.mm_position.length,
+            (
+                _packable(feature.identifier),
+                feature.mm_position.offset,
+                feature.mm_position.length,
+            ),
         )
         for feature in request.mm_features
-        if feature.mm_position.offset < tokens
     ]
-    # The salt is a client's text, which may hold lone surrogates.
-    salt = request.cache_salt and request.cache_salt.encode("utf-8", "surrogatepass")
-    ids = (request.prompt_token_ids or [])[:tokens]
-    return digest(
-        ids, lora, media, salt, _embeddings(request, tokens), *_token_id_mask(request, tokens)
-    )
+
+
+def _cache_salt(request: Request) -> object:
+    """Return a request's cache salt for a digest: a client's text may hold lone surrogates."""
+    return request.cache_salt and request.cache_salt.encode("utf-8", "surrogatepass")
 
 
 def _packable(text: str) -> str | bytes:

@@ -23,6 +23,7 @@ HOLD_ENDS: Mapping[HoldEnd, str] = {
     HoldEnd.READ: "were read",
     HoldEnd.ABANDONED: "were abandoned",
     HoldEnd.EXPIRED: "expired",
+    HoldEnd.RECLAIMED: "were reclaimed",
     HoldEnd.ORPHANED: "were orphaned",
     HoldEnd.REVOKED: "were revoked",
 }
@@ -38,6 +39,7 @@ class HeldRequest:
         tokens: How many tokens the ticket covers.
         blocks: How many blocks are held.
         made: When the ticket was made, in monotonic seconds.
+        is_conversation: Whether it is an answer that is held for the conversation's next turn.
         headers: The request's trace headers.
         ended: How the hold ended on the ranks that have reported that; ``None`` if none has.
     """
@@ -46,6 +48,7 @@ class HeldRequest:
     tokens: int
     blocks: int
     made: float
+    is_conversation: bool = False
     headers: Headers = None
     ended: EndedHold | None = None
 

@@ -63,7 +63,8 @@ class FerryScheduler:
     """Follow an engine's requests as producer and as consumer, and serve its side channel.
 
     A request's params say whether it is to be prefilled for another engine or was prefilled by one.
-    The engine's ``kv_role`` can forbid either; with ``kv_both`` one engine does both.
+    The engine's ``kv_role`` can forbid either; with ``kv_both`` one engine does both, and with
+    ``bidirectional_kv_xfer`` it may do both for one request.
 
     Args:
         vllm_config: The engine's configuration.
@@ -99,6 +100,9 @@ class FerryScheduler:
             metrics=self._metrics,
             slots=kv_cache_config.num_blocks,
             lease=self._config.kv_lease_duration,
+            conversation_ttl=(
+                self._config.decoder_kv_blocks_ttl if self._config.bidirectional_kv_xfer else None
+            ),
             backoff=backoff,
             computed=vllm_config.speculative_config is None,
             sizes=parallel_sizes(parallel),
@@ -114,6 +118,8 @@ class FerryScheduler:
             metrics=self._metrics,
             engine=transfer.engine_id,
             may_load=transfer.is_kv_consumer,
+            continues=self._config.bidirectional_kv_xfer,
+            recompute_threshold=self._config.kv_recompute_threshold,
             verify_prompt=self._config.verify_prompt,
             backoff=backoff,
             security=self._security,
@@ -127,6 +133,12 @@ class FerryScheduler:
             host=self._config.side_channel_host,
             key=self._security.access.public,
         )
+        if self._config.bidirectional_kv_xfer and transfer.kv_load_failure_policy == "fail":
+            logger.warning(
+                'kv_load_failure_policy is "fail": a request whose conversation\'s pages are given '
+                'back while it waits for them fails then; set "recompute" where the next turn is '
+                "prefilled (bidirectional_kv_xfer)"
+            )
         warn_of_open_access(self._security, self._config.side_channel_host)
         if transfer.is_kv_producer:
             chosen = "side_channel_host" in transfer.kv_connector_extra_config

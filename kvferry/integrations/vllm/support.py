@@ -181,6 +181,13 @@ def _unsupported_transfer(vllm_config: VllmConfig) -> Iterator[str]:
             "ranks all keep the whole cache, and only the first can load it; set kv_role "
             '"kv_producer"'
         )
+    two_way = transfer.kv_connector_extra_config.get("bidirectional_kv_xfer")
+    if two_way and transfer.kv_role != "kv_both":
+        yield (
+            f"bidirectional_kv_xfer with kv_role {transfer.kv_role!r}: each engine both loads and "
+            "hands over, and vLLM frees blocks in a safe order only where its role says so; set "
+            'kv_role "kv_both" on both engines, or remove bidirectional_kv_xfer'
+        )
     if transfer.enable_permute_local_kv:
         yield (
             "enable_permute_local_kv: nothing is permuted here, any layout is read into any other; "

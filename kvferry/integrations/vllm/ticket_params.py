@@ -15,6 +15,7 @@ from msgspec import Meta, Struct
 
 from kvferry.core.errors import TicketError, TicketReason
 from kvferry.core.layout import MAX_GROUPS
+from kvferry.core.lifecycle.digest import DIGEST_BYTES, MAX_BLOCK_DIGESTS, BlockDigests
 from kvferry.core.lifecycle.holds import Hold
 from kvferry.core.lifecycle.ticket import MAX_TEXT, MAX_TOKENS, Ticket
 from kvferry.core.security import Proof, TicketKey, TicketSecrets
@@ -26,7 +27,19 @@ KEY = "kvferry"
 """The key for everything that NixlConnector's keys cannot express."""
 
 Hex = Annotated[str, Meta(pattern="^([0-9a-f]{2})*$", max_length=512)]
+Digests = Annotated[
+    str,
+    Meta(pattern="^([0-9a-f]{2})*$", max_length=2 * DIGEST_BYTES * MAX_BLOCK_DIGESTS),
+]
 Integer = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
+
+
+class _BlockDigests(Struct, frozen=True, kw_only=True):
+    """The value of ``blocks`` under ``kvferry``; ``BlockDigests`` explains the attributes."""
+
+    tokens: Integer
+    salt: Hex
+    digests: Digests
 
 
 class _FerryParams(Struct, frozen=True, kw_only=True):
@@ -50,6 +63,7 @@ class _FerryParams(Struct, frozen=True, kw_only=True):
     ticket_key: Hex = ""
     proof: Hex = ""
     signature: Hex = ""
+    blocks: _BlockDigests | None = None
 
 
 class _NixlParams(Struct, frozen=True, kw_only=True):
@@ -107,11 +121,14 @@ class TicketParams:
     computed: bool
     sizes: ParallelSizes
     key: bytes = b""
+    blocks: BlockDigests | None = None
 
     def params(
         self, secrets: TicketSecrets | None = None, ticket_key: TicketKey | None = None
     ) -> dict[str, Any]:
         """Return the ``kv_transfer_params`` with which a router asks another engine to decode.
+
+        Those of a conversation's ticket, which has ``blocks``, ask for the next turn's prefill.
 
         Args:
             secrets: The secrets that sign the params; ``None`` leaves the params unsigned.
@@ -133,8 +150,8 @@ class TicketParams:
     def _unsigned(self) -> dict[str, Any]:
         """Return the params without proof and signature."""
         return {
-            "do_remote_prefill": True,
-            "do_remote_decode": False,
+            "do_remote_prefill": self.blocks is None,
+            "do_remote_decode": self.blocks is not None,
             "remote_block_ids": [list(ids) for ids in self.pages],
             "remote_engine_id": self.engine,
             "remote_request_id": self.request,
@@ -156,8 +173,18 @@ class TicketParams:
                 "computed": self.computed,
                 "first_index": list(self.first_index),
                 **({"key": self.key.hex()} if self.key else {}),
+                **({"blocks": _digest_params(self.blocks)} if self.blocks is not None else {}),
             },
         }
+
+
+def _digest_params(blocks: BlockDigests) -> dict[str, Any]:
+    """Return the value of ``blocks`` under ``kvferry``."""
+    return {
+        "tokens": blocks.tokens,
+        "salt": blocks.salt.hex(),
+        "digests": blocks.digests.hex(),
+    }
 
 
 def read_ticket(
@@ -219,6 +246,18 @@ def read_ticket(
         key=bytes.fromhex(ferry.key),
         routed=routed,
         proof=proof,
+        blocks=_block_digests(ferry.blocks),
+    )
+
+
+def _block_digests(params: _BlockDigests | None) -> BlockDigests | None:
+    """Return the digests in a conversation's ticket, or ``None`` if the ticket has none."""
+    if params is None:
+        return None
+    return BlockDigests(
+        tokens=params.tokens,
+        salt=bytes.fromhex(params.salt),
+        digests=bytes.fromhex(params.digests),
     )
 
 

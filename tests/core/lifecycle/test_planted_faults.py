@@ -157,8 +157,8 @@ class ExpiryForgets(WorkerHolds):
 class ReadyWithTheOrder(WorkerHolds):
     """``ready`` does not wait for the device."""
 
-    def order(self, hold: Hold, lease: float, now: float) -> None:
-        super().order(hold, lease, now)
+    def order(self, hold: Hold, lease: float, now: float, ttl: float | None = None) -> None:
+        super().order(hold, lease, now, ttl)
         if self._find(hold):
             self._words[hold.slot] = hold.ready
 
@@ -184,9 +184,14 @@ class ResetForgotten(WorkerHolds):
 
 class SlotFreeAtTheTicket(SchedulerHolds):
     def ticket(
-        self, request: RequestId, lease: float, pages: frozenset[int] = frozenset()
+        self,
+        request: RequestId,
+        lease: float,
+        pages: frozenset[int] = frozenset(),
+        *,
+        ttl: float | None = None,
     ) -> Hold | None:
-        hold = super().ticket(request, lease, pages)
+        hold = super().ticket(request, lease, pages, ttl=ttl)
         if hold is not None:
             self._free.append(hold.slot)
         return hold
@@ -204,7 +209,7 @@ class NewHoldAfterPreemption(SchedulerHolds):
 
 
 class HeldWithoutLimit(SchedulerHolds):
-    def _make_room(self) -> None:
+    def _make_room(self, newest: RequestId) -> None:
         pass
 
 

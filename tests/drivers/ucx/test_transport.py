@@ -362,7 +362,8 @@ def test_it_and_nixl_which_brings_its_own_ucx_move_bytes_in_one_process(first: s
 def beside_nixl(first: str) -> None:
     """Both drivers, by turns."""
     second = {"ucx": "nixl", "nixl": "ucx"}[first]
-    pairs = [(registry.create(name, {}), registry.create(name, {})) for name in (first, second)]
+    options: dict[str, dict[str, Any]] = {"ucx": PATIENT, "nixl": {}}
+    pairs = [[registry.create(name, options[name]) for _ in range(2)] for name in (first, second)]
     for seed in (1, 11, 21):
         for one, other in pairs:
             moves(one, other, seed)
