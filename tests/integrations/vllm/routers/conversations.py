@@ -67,11 +67,10 @@ class Conversation:
 
     def _tokens(self, messages: int) -> list[int]:
         """Return the tokens of the first messages, as `questions.TEMPLATE` puts them together."""
-        parts = [
-            [ANSWER_FOLLOWS, *message] if index % 2 else message
-            for index, message in enumerate(self._messages[:messages])
-        ]
-        return sum(parts, [])
+        tokens: list[int] = []
+        for index, message in enumerate(self._messages[:messages]):
+            tokens += [ANSWER_FOLLOWS, *message] if index % 2 else message
+        return tokens
 
 
 def ask_each(

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integrations.vllm.engines import Engine
+from tests.integrations.vllm.engines import OPTIONS, Engine
 from tests.integrations.vllm.http_server import HttpServer
 from tests.integrations.vllm.routers.adapted_proxy import adapted
 from tests.integrations.vllm.routers.checks import nothing_left
@@ -27,10 +27,11 @@ from tests.integrations.vllm.routers.deployment import (
 pytestmark = [pytest.mark.routers, pytest.mark.timeout(400)]
 
 BOTH = {"kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
-TTL_SECONDS = 20.0
+TTL_SECONDS = 15.0
 """Of decode's holds for a next turn. Longer than a turn takes on a busy machine."""
 
 CLIENTS = 6
+BLOCK_TOKENS = OPTIONS["block_size"]
 ANSWER_TOKENS = 70
 """Of an answer: more than ``kv_recompute_threshold``, and not a multiple of a block."""
 
@@ -108,6 +109,15 @@ def started_conversations(
     return each
 
 
+def tokens(conversations: Sequence[Conversation]) -> int:
+    """Return the number of all tokens in the prompts of the last turn."""
+    return sum(len(conversation.asked[-1]) for conversation in conversations)
+
+
+def refused(server: HttpServer) -> float:
+    return server.counter("vllm:kvferry_refused_tickets", "")
+
+
 def all_right(ordinary: Engine, conversations: Sequence[Conversation]) -> None:
     """See that every answer of every turn is what one engine answers to the same prompt."""
     prompts = [asked for each in conversations for asked in each.asked]
@@ -130,40 +140,49 @@ def test_later_turns_compute_only_what_is_new(
             conversation.say(length)
         seen = sum(conversation.seen for conversation in conversations)
         did = turn(servers, router, conversations)
-        asked = sum(len(conversation.asked[-1]) for conversation in conversations)
+        new = tokens(conversations) - seen
         # The cache of an answer's last token is computed only if the engine went one step further.
-        assert asked - seen <= did.computed <= asked - seen + CLIENTS
+        assert new <= did.computed <= new + CLIENTS
         assert did.pulled >= CLIENTS * (ANSWER_TOKENS - 1)
-    assert servers["prefill"].counter("vllm:kvferry_refused_tickets", "") == 0
+    assert refused(servers["prefill"]) == 0
     all_right(ordinary, conversations)
 
 
 def test_a_history_that_the_client_edits(
     servers: Servers, router: Router, ordinary: Engine
 ) -> None:
-    """Prefill pulls what comes before the change, and computes the rest."""
+    """Prefill computes from the block with the change on.
+
+    A ticket of which not even the first block is left is counted as refused.
+    """
     conversations = started_conversations(servers, router, 100)
+    before = refused(servers["prefill"])
+    edits: list[int] = []
     for edited in (None, 1, 0):
         for conversation in conversations:
             conversation.say(80)
             if edited is not None:
                 conversation.edit(edited)
-        unchanged = sum(each.edited or each.seen for each in conversations)
+        edits += [each.edited for each in conversations if each.edited is not None]
+        unchanged = sum(each.seen if edited is None else each.edited or 0 for each in conversations)
         did = turn(servers, router, conversations)
-        asked = sum(len(conversation.asked[-1]) for conversation in conversations)
-        assert did.computed >= asked - unchanged
-    assert servers["prefill"].counter("vllm:kvferry_refused_tickets", "") == 0
+        changed = tokens(conversations) - unchanged
+        assert changed <= did.computed <= changed + CLIENTS * BLOCK_TOKENS
+    assert refused(servers["prefill"]) - before == sum(edit < BLOCK_TOKENS for edit in edits) > 0
     all_right(ordinary, conversations)
 
 
 def test_a_turn_that_comes_after_the_hold_has_ended(
     servers: Servers, router: Router, ordinary: Engine
 ) -> None:
-    """Nothing is held any more, of this test or of those before; prefill computes the prompt."""
+    """Nothing is held any more, of this test or of those before. Prefill computes the answers."""
     conversations = started_conversations(servers, router, 200)
     nothing_left(servers)
     for conversation in conversations:
         conversation.say(40)
-    turn(servers, router, conversations)
+    pulled = servers["prefill"].counter("vllm:kvferry_tokens", "")
+    did = turn(servers, router, conversations)
+    print(did, refused(servers["prefill"]), servers["prefill"].log()[-1500:])
+    assert servers["prefill"].counter("vllm:kvferry_tokens", "") == pulled
+    assert did.computed >= CLIENTS * (ANSWER_TOKENS + 40)
     all_right(ordinary, conversations)
-    nothing_left(servers)
