@@ -59,8 +59,6 @@ class TicketReason(enum.StrEnum):
     """This engine itself made the ticket."""
     PROMPT = "prompt"
     """The ticket was made for another prompt."""
-    HISTORY = "history"
-    """The prompt continues another conversation than the ticket's, or its text was edited."""
     ADAPTER = "adapter"
     """The content of the request's LoRA adapter is not known here, or is not what was loaded."""
     TOKENS = "tokens"

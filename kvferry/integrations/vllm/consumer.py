@@ -26,7 +26,12 @@ from kvferry.core.lifecycle.ticket import Ticket
 from kvferry.core.metrics import REFUSED, LoadRecord, Metrics
 from kvferry.integrations.vllm.adapter_files import AdapterError
 from kvferry.integrations.vllm.cache_groups import NO_PAGES, CacheGroup
-from kvferry.integrations.vllm.metric_definitions import FAILED, LOADS, TOKENS
+from kvferry.integrations.vllm.metric_definitions import (
+    EDITED_HISTORIES,
+    FAILED,
+    LOADS,
+    TOKENS,
+)
 from kvferry.integrations.vllm.prompts import common_tokens, handed_over_tokens, prompt_digest
 from kvferry.integrations.vllm.request_reports import LoadingRequest, RequestReports
 from kvferry.integrations.vllm.security import SecuritySettings
@@ -139,19 +144,46 @@ class Consumer:
             # checked against the prompt. Releasing the hold could hurt another request; the lease
             # ends it (ADR 5).
             return
+        if is_turn:
+            self._begin_turn(request)
+            return
         try:
-            ticket = self._admit_turn(request) if is_turn else self._admit(request)
+            ticket = self._admit(request)
         except TicketError as error:
+            _log_refusal(request, error)
+            self._waiting[request.request_id] = error
             self._metrics.add(REFUSED, reason=error.reason.value)
-            if is_turn:
-                _log_turn_refusal(request, error)
-            else:
-                _log_refusal(request, error)
-                self._waiting[request.request_id] = error
         else:
-            self._waiting[request.request_id] = ticket
-            self._users.add(RequestId(request.request_id), ticket)
-            self._prepare.append(ticket)
+            self._wait(request, ticket)
+
+    def _begin_turn(self, request: Request) -> None:
+        """Check the ticket with which a request continues a conversation.
+
+        If the ticket is refused, or the prompt has another beginning, nothing is loaded, and the
+        engine computes the whole prompt.
+        """
+        try:
+            ticket = self._admit_maker(request)
+            common = self._common_tokens(request, ticket)
+        except TicketError as error:
+            _log_turn_refusal(request, error)
+            self._metrics.add(REFUSED, reason=error.reason.value)
+            return
+        if common:
+            self._wait(request, replace(ticket, tokens=common, blocks=None))
+        else:
+            self._metrics.add(EDITED_HISTORIES)
+            self._reports.nothing_loaded(
+                request.request_id,
+                ticket,
+                f"the prompt does not begin with its {ticket.tokens} tokens",
+            )
+
+    def _wait(self, request: Request, ticket: Ticket) -> None:
+        """Record that a request waits for blocks, to load from the hold of its ticket."""
+        self._waiting[request.request_id] = ticket
+        self._users.add(RequestId(request.request_id), ticket)
+        self._prepare.append(ticket)
 
     def num_matched_tokens(self, request: Request, computed: int) -> int:
         """Return how many tokens of a request, beyond the cached ones, are to be loaded.
@@ -282,32 +314,28 @@ class Consumer:
         self._check_tokens(request, ticket.tokens)
         return ticket
 
-    def _admit_turn(self, request: Request) -> Ticket:
-        """Check the ticket with which a request continues a conversation.
+    def _common_tokens(self, request: Request, ticket: Ticket) -> int:
+        """Return how many first tokens of a prompt can be loaded with a conversation's ticket.
+
+        They are compared with ``verify_prompt`` false, too.
+
+        Args:
+            request: vLLM's request, the conversation's next turn.
+            ticket: The ticket.
 
         Returns:
-            The ticket, limited to the tokens that the prompt and the ticket's request have in
-            common. With ``verify_prompt`` false, the tokens are compared all the same.
+            The number of tokens; 0 if the model has recurrent states or attention windows, which
+            can be used after exactly the ticket's tokens, and the prompt has not all of these.
 
         Raises:
-            TicketError: See ``_admit``; or there are no such tokens, or not all of them although
-                the model has recurrent states or attention windows.
+            TicketError: The content of the request's LoRA adapter is not known here.
         """
-        ticket = self._admit_maker(request)
         try:
             adapter = self._adapter_content(request)
         except AdapterError as exc:
             raise TicketError(str(exc), reason=TicketReason.ADAPTER) from exc
         common = common_tokens(request, ticket, adapter)
-        if not common or (self._needs_exact_length and common != ticket.tokens):
-            needed = "states and windows can be used after all of them only" if common else ""
-            raise TicketError(
-                f"{common or 'none'} of its {ticket.tokens} tokens are the first ones of this "
-                f"prompt of {request.num_prompt_tokens}{needed and f', and its {needed}'}"
-                f"{_media_hint(request)}{self._adapter_hint(request)}",
-                reason=TicketReason.HISTORY,
-            )
-        return replace(ticket, tokens=common, blocks=None)
+        return 0 if self._needs_exact_length and common != ticket.tokens else common
 
     def _is_turn(self, request: Request) -> bool:
         """Return whether a request continues a conversation with the ticket of its last answer.
@@ -528,12 +556,11 @@ def _log_refusal(request: Request, error: TicketError) -> None:
 
 
 def _log_turn_refusal(request: Request, error: TicketError) -> None:
-    """Log that the next turn of a conversation is computed as a whole, and why."""
+    """Log that the ticket of a conversation was refused, so that the whole prompt is computed."""
     params = request.kv_transfer_params or {}
-    logger.log(
-        logging.INFO if error.reason is TicketReason.HISTORY else logging.WARNING,
-        "request %s: the whole prompt is computed, since the conversation's ticket is of no use: "
-        "%s (stage ticket, cause %s, of engine %s, request %s)",
+    logger.warning(
+        "request %s: ticket of the last answer refused, so the whole prompt is computed: %s "
+        "(stage ticket, cause %s, of engine %s, request %s)",
         on_one_line(request.request_id),
         error,
         error.reason,

@@ -74,6 +74,11 @@ TOKENS = Metric(
     kind=MetricKind.COUNTER,
     text="Tokens whose KV cache was pulled from another engine.",
 )
+EDITED_HISTORIES = Metric(
+    name="edited_histories",
+    kind=MetricKind.COUNTER,
+    text="Turns that loaded nothing because their prompt does not begin as the last turn did.",
+)
 HOLDS = Metric(
     name="holds",
     kind=MetricKind.COUNTER,
@@ -101,18 +106,25 @@ HELD = Metric(
 HELD_FRACTION = Metric(
     name="held_fraction",
     kind=MetricKind.GAUGE,
-    text="Blocks held for other engines, over those that may be held (max_held_fraction of all).",
+    text="Blocks held for decode, over those that may be held (max_held_fraction of all).",
+)
+CONVERSATION_PAGES = Metric(
+    name="conversation_pages",
+    kind=MetricKind.GAUGE,
+    text="Blocks held for the next turns of conversations only, which go when others need them.",
 )
 
 METRICS = (
     LOADS,
     FAILED,
     TOKENS,
+    EDITED_HISTORIES,
     HOLDS,
     CONVERSATION_HOLDS,
     NO_TICKETS,
     HELD,
     HELD_FRACTION,
+    CONVERSATION_PAGES,
     *endpoint_metrics.FIGURES,
 )
 """All metrics. In Prometheus their names begin with ``vllm:kvferry_``."""

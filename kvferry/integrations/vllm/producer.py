@@ -31,6 +31,7 @@ from kvferry.integrations.vllm.adapter_files import AdapterError
 from kvferry.integrations.vllm.cache_groups import CacheGroup
 from kvferry.integrations.vllm.metric_definitions import (
     CONVERSATION_HOLDS,
+    CONVERSATION_PAGES,
     HELD,
     HELD_FRACTION,
     HOLDS,
@@ -513,7 +514,9 @@ class Producer:
         While more than ``max_held`` blocks are held, the oldest hold is ended (evicted).
         """
         self._metrics.set(HELD, self._holds.held_pages)
-        self._metrics.set(HELD_FRACTION, self._holds.held_pages / self._may_hold)
+        reclaimable = self._holds.reclaimable_pages
+        self._metrics.set(CONVERSATION_PAGES, reclaimable)
+        self._metrics.set(HELD_FRACTION, (self._holds.held_pages - reclaimable) / self._may_hold)
         for request_id in self._holds.take_evicted():
             logger.warning(
                 "request %s: its ticket was given up before it was used (stage held, cause "

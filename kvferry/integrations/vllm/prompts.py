@@ -32,11 +32,11 @@ def prompt_digest(request: Request, tokens: int, adapter: bytes | None = None) -
         ``DIGEST_BYTES`` bytes, equal on two engines where token ids, LoRA adapter, media, cache
         salt and embeddings are equal.
     """
-    ids = (request.prompt_token_ids or [])[:tokens]
-    if tokens > request.num_prompt_tokens:
-        ids = request.all_token_ids[:tokens]
+    ids = request.prompt_token_ids or []  # none if the prompt has embeddings only
+    if ids and tokens > len(ids):
+        ids = request.all_token_ids
     return digest(
-        ids,
+        ids[:tokens],
         _adapter_facts(request, adapter),
         [facts for offset, facts in _media_facts(request) if offset < tokens],
         _cache_salt(request),
