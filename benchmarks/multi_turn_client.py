@@ -5,8 +5,8 @@
 FOLDER has ``benchmark_serving_multi_turn.py`` of vLLM's source distribution, of which this runs the
 part that sends requests and takes times, as with ``--send-conversation-id --no-early-stop``, one
 client. Every line of the input is a JSON object with ``url`` and ``conversations``, and every line
-of the output one with ``stats`` (a ``RequestStats`` of that script for each request) and
-``conversations`` with the answers in them. What the script itself has to say goes to stderr.
+of the output a list with a ``RequestStats`` of that script for each request. What the script itself
+has to say goes to stderr.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def _tokenizer(model: str) -> Any:
 
 def _run(
     client: Any, tokenizer: Any, model: str, url: str, conversations: dict[str, Any]
-) -> dict[str, Any]:
+) -> list[dict[str, Any]]:
     arguments = client.ClientArgs(
         seed=0,
         max_num_requests=None,
@@ -85,10 +85,8 @@ def _run(
         headers={},
     )
     benchmark = client.BenchmarkArgs(url=url, num_clients=1, early_stop=False)
-    answered, stats = asyncio.run(
-        client.main_mp(arguments, requests, benchmark, tokenizer, conversations)
-    )
-    return {"stats": [each._asdict() for each in stats], "conversations": answered}
+    _, stats = asyncio.run(client.main_mp(arguments, requests, benchmark, tokenizer, conversations))
+    return [each._asdict() for each in stats]
 
 
 if __name__ == "__main__":

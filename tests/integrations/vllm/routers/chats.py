@@ -1,4 +1,4 @@
-"""Conversations of several turns, as clients have them, by words of the tiny Llama."""
+"""Conversations of several turns, as HTTP clients have them, in words of the tiny Llama."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from tests.integrations.vllm.routers.questions import ANSWER_FOLLOWS, Answer, Qu
 IDS = {word: token for token, word in enumerate(WORDS)}
 
 
-class Conversation:
-    """One client's conversation.
+class Chat:
+    """One client's conversation, of which every turn is sent as a whole.
 
     Attributes:
         asked: The prompt of every turn so far, in tokens.
@@ -73,13 +73,9 @@ class Conversation:
         return tokens
 
 
-def ask_each(
-    address: str, model: str, conversations: Sequence[Conversation], max_tokens: int
-) -> None:
-    """Send the next turn of each conversation, all at once, and remember the answers."""
-    with ThreadPoolExecutor(len(conversations)) as clients:
-        answers = clients.map(
-            lambda each: ask(address, each.question(max_tokens), model), conversations
-        )
-    for conversation, answer in zip(conversations, answers, strict=True):
-        conversation.answered(answer)
+def ask_each(address: str, model: str, chats: Sequence[Chat], max_tokens: int) -> None:
+    """Send the next turn of each chat, all at once, and remember the answers."""
+    with ThreadPoolExecutor(len(chats)) as clients:
+        answers = clients.map(lambda each: ask(address, each.question(max_tokens), model), chats)
+    for chat, answer in zip(chats, answers, strict=True):
+        chat.answered(answer)

@@ -14,8 +14,8 @@ import pytest
 from tests.integrations.vllm.engines import OPTIONS, Engine
 from tests.integrations.vllm.http_server import HttpServer
 from tests.integrations.vllm.routers.adapted_proxy import adapted
+from tests.integrations.vllm.routers.chats import Chat, ask_each
 from tests.integrations.vllm.routers.checks import nothing_left
-from tests.integrations.vllm.routers.conversations import Conversation, ask_each
 from tests.integrations.vllm.routers.deployment import (
     HEALTH,
     MULTI_TURN,
@@ -91,37 +91,35 @@ def prefilled(server: HttpServer) -> Prefilled:
     return Prefilled(computed=computed, pulled=pulled)
 
 
-def turn(servers: Servers, router: Router, conversations: Sequence[Conversation]) -> Prefilled:
+def turn(servers: Servers, router: Router, chats: Sequence[Chat]) -> Prefilled:
     """Have the next turn of each conversation answered; return what prefill did."""
     before = prefilled(servers["prefill"])
-    ask_each(router.address, servers.model, conversations, ANSWER_TOKENS)
+    ask_each(router.address, servers.model, chats, ANSWER_TOKENS)
     return prefilled(servers["prefill"]) - before
 
 
-def started_conversations(
-    servers: Servers, router: Router, first: int, shortest: int = 20
-) -> list[Conversation]:
+def started_chats(servers: Servers, router: Router, first: int, shortest: int = 20) -> list[Chat]:
     """Return conversations that have had their first turn, half of them streamed."""
-    each = [Conversation(first + i, stream=i % 2 == 0) for i in range(CLIENTS)]
-    for index, conversation in enumerate(each):
-        conversation.say(shortest + 37 * index)
+    each = [Chat(first + i, stream=i % 2 == 0) for i in range(CLIENTS)]
+    for index, chat in enumerate(each):
+        chat.say(shortest + 37 * index)
     assert turn(servers, router, each).pulled == 0
     return each
 
 
-def tokens(conversations: Sequence[Conversation]) -> int:
+def tokens(chats: Sequence[Chat]) -> int:
     """Return the number of all tokens in the prompts of the last turn."""
-    return sum(len(conversation.asked[-1]) for conversation in conversations)
+    return sum(len(chat.asked[-1]) for chat in chats)
 
 
 def refused(server: HttpServer) -> float:
     return server.counter("vllm:kvferry_refused_tickets", "")
 
 
-def all_right(ordinary: Engine, conversations: Sequence[Conversation]) -> None:
+def all_right(ordinary: Engine, chats: Sequence[Chat]) -> None:
     """See that every answer of every turn is what one engine answers to the same prompt."""
-    prompts = [asked for each in conversations for asked in each.asked]
-    answers = [answer for each in conversations for answer in each.answers]
+    prompts = [asked for each in chats for asked in each.asked]
+    answers = [answer for each in chats for answer in each.answers]
     completions = ordinary.generate(*prompts, max_tokens=ANSWER_TOKENS)
     wrong = [
         (len(prompt), answer, completion.tokens)
@@ -134,18 +132,18 @@ def all_right(ordinary: Engine, conversations: Sequence[Conversation]) -> None:
 def test_later_turns_compute_only_what_is_new(
     servers: Servers, router: Router, ordinary: Engine
 ) -> None:
-    conversations = started_conversations(servers, router, 0)
+    chats = started_chats(servers, router, 0)
     for length in (40, 33, 64):
-        for conversation in conversations:
-            conversation.say(length)
-        seen = sum(conversation.seen for conversation in conversations)
-        did = turn(servers, router, conversations)
-        new = tokens(conversations) - seen
+        for chat in chats:
+            chat.say(length)
+        seen = sum(chat.seen for chat in chats)
+        did = turn(servers, router, chats)
+        new = tokens(chats) - seen
         # The cache of an answer's last token is computed only if the engine went one step further.
         assert new <= did.computed <= new + CLIENTS
         assert did.pulled >= CLIENTS * (ANSWER_TOKENS - 1)
     assert refused(servers["prefill"]) == 0
-    all_right(ordinary, conversations)
+    all_right(ordinary, chats)
 
 
 def test_a_history_that_the_client_edits(
@@ -153,36 +151,39 @@ def test_a_history_that_the_client_edits(
 ) -> None:
     """Prefill computes from the block with the change on.
 
-    A ticket of which not even the first block is left is counted as refused.
+    Where not even the first block is left, it loads nothing, and counts that.
     """
-    conversations = started_conversations(servers, router, 100)
-    before = refused(servers["prefill"])
+    chats = started_chats(servers, router, 100)
+    counter = "vllm:kvferry_edited_histories"
+    before = servers["prefill"].counter(counter, "")
     edits: list[int] = []
     for edited in (None, 1, 0):
-        for conversation in conversations:
-            conversation.say(80)
+        for chat in chats:
+            chat.say(80)
             if edited is not None:
-                conversation.edit(edited)
-        edits += [each.edited for each in conversations if each.edited is not None]
-        unchanged = sum(each.seen if edited is None else each.edited or 0 for each in conversations)
-        did = turn(servers, router, conversations)
-        changed = tokens(conversations) - unchanged
+                chat.edit(edited)
+        edits += [each.edited for each in chats if each.edited is not None]
+        unchanged = sum(each.seen if edited is None else each.edited or 0 for each in chats)
+        did = turn(servers, router, chats)
+        changed = tokens(chats) - unchanged
         assert changed <= did.computed <= changed + CLIENTS * BLOCK_TOKENS
-    assert refused(servers["prefill"]) - before == sum(edit < BLOCK_TOKENS for edit in edits) > 0
-    all_right(ordinary, conversations)
+    nothing_common = sum(edit < BLOCK_TOKENS for edit in edits)
+    assert servers["prefill"].counter(counter, "") - before == nothing_common > 0
+    assert refused(servers["prefill"]) == 0
+    all_right(ordinary, chats)
 
 
 def test_a_turn_that_comes_after_the_hold_has_ended(
     servers: Servers, router: Router, ordinary: Engine
 ) -> None:
     """Nothing is held any more, of this test or of those before. Prefill computes the answers."""
-    conversations = started_conversations(servers, router, 200)
+    chats = started_chats(servers, router, 200)
     nothing_left(servers)
-    for conversation in conversations:
-        conversation.say(40)
+    for chat in chats:
+        chat.say(40)
     pulled = servers["prefill"].counter("vllm:kvferry_tokens", "")
-    did = turn(servers, router, conversations)
-    print(did, refused(servers["prefill"]), servers["prefill"].log()[-1500:])
+    did = turn(servers, router, chats)
+    assert servers["prefill"].log().count("cause stale") >= CLIENTS, servers["prefill"].log()
     assert servers["prefill"].counter("vllm:kvferry_tokens", "") == pulled
     assert did.computed >= CLIENTS * (ANSWER_TOKENS + 40)
-    all_right(ordinary, conversations)
+    all_right(ordinary, chats)
