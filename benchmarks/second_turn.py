@@ -1,6 +1,6 @@
 """Conversations behind a proxy: the time to the first token, with and without decode's tickets.
 
-    python benchmarks/second_turn.py [--rounds 20] [--quick] [--json FILE]
+    python benchmarks/second_turn.py [--rounds 16] [--quick] [--json FILE]
 
 Two pairs of vLLM's HTTP servers with KVFerryConnector (signed tickets, prefix caching, a model of
 random weights), one with ``bidirectional_kv_xfer``, each behind ``disagg_proxy_multiturn.py`` of
@@ -46,7 +46,7 @@ CLIENT = Path("benchmarks/multi_turn")
 """A folder of vLLM's source distribution."""
 
 TURNS = 4
-FIRST_TOKENS, NEXT_TOKENS, ANSWER_TOKENS = 128, 32, 256
+FIRST_TOKENS, NEXT_TOKENS, ANSWER_TOKENS = 128, 32, 224
 """Of the user's first message, of each later one, and of each answer."""
 BLOCK_TOKENS, BLOCKS, MOST_TOKENS = 32, 2048, 2048
 LAYERS, KV_HEADS, HEAD_DIM = 4, 2, 64
@@ -242,7 +242,8 @@ def vllm_source() -> Path:
     try:
         return fetch("vllm", version, serving.ROOT / ".cache" / "vllm-next")
     except SdistError as exc:
-        raise rows.nothing(f"the source of vLLM {version} was not fetched: {exc}") from exc
+        print(f"the source of vLLM {version} was not fetched: {exc}", flush=True)
+        raise SystemExit(rows.NOTHING) from exc
 
 
 def _build(folder: Path) -> None:
@@ -283,10 +284,10 @@ def main() -> None:
 
 def _options() -> argparse.Namespace:
     parser: argparse.ArgumentParser = common.parser(__doc__)
-    parser.add_argument("--rounds", type=int, help="default 20, of 20 seconds each")
-    parser.add_argument("--quick", action="store_true", help="to see that it runs: a minute")
+    parser.add_argument("--rounds", type=int, help="default 16, of 16 seconds each")
+    parser.add_argument("--quick", action="store_true", help="to see that it runs: a minute and a half")
     found = parser.parse_args()
-    found.rounds = found.rounds or (1 if found.quick else 20)
+    found.rounds = found.rounds or (1 if found.quick else 16)
     return found
 
 
