@@ -285,7 +285,7 @@ def main() -> None:
 def _options() -> argparse.Namespace:
     parser: argparse.ArgumentParser = common.parser(__doc__)
     parser.add_argument("--rounds", type=int, help="default 16, of 16 seconds each")
-    parser.add_argument("--quick", action="store_true", help="to see that it runs: a minute and a half")
+    parser.add_argument("--quick", action="store_true", help="to see that it runs: 90 seconds")
     found = parser.parse_args()
     found.rounds = found.rounds or (1 if found.quick else 16)
     return found
