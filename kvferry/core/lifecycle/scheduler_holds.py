@@ -171,7 +171,7 @@ class SchedulerHolds:
         The workers will be told to start the lease. The caller must not free the request's pages
         until ``sent`` is called for it. If more than ``max_pages`` pages are then kept for tickets,
         others are given up, the oldest first and conversations before all others: their holds end
-        early.
+        early. A conversation's ticket makes only other conversations' tickets be given up.
 
         Args:
             request: the request.
@@ -182,10 +182,13 @@ class SchedulerHolds:
 
         Returns:
             The hold; ``None`` if ``take_on`` gave the request no hold, if the request has its
-            ticket already, or if it has more than ``max_pages`` pages.
+            ticket already, if it has more than ``max_pages`` pages, or if ``ttl`` is given and the
+            tickets that are no conversations' leave no room for its pages.
         """
         entry = self._entries.get(request)
         if entry is None or entry.ticketed or not self.fits(len(pages)):
+            return None
+        if ttl is not None and not self.has_room(pages):
             return None
         entry.ticketed, entry.pages = True, pages
         self._ready.append((entry.hold, lease))
@@ -203,6 +206,17 @@ class SchedulerHolds:
     def fits(self, pages: int) -> bool:
         """Return whether ``max_pages`` allows a ticket for a request with this number of pages."""
         return self._max_pages is None or pages <= self._max_pages
+
+    def has_room(self, pages: frozenset[int]) -> bool:
+        """Return whether ``max_pages`` allows a conversation's ticket for these pages.
+
+        It does if no tickets need to be given up but those of other conversations.
+
+        Args:
+            pages: ids of the pages.
+        """
+        added = sum(page not in self._firm_pages for page in pages)
+        return self._max_pages is None or len(self._firm_pages) + added <= self._max_pages
 
     def take_evicted(self) -> list[RequestId]:
         """Return the requests whose holds were ended early because of ``max_pages``.

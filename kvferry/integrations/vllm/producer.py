@@ -293,6 +293,13 @@ class Producer:
             )
             return None
         is_conversation = self._is_conversation(request)
+        if is_conversation and not self._holds.has_room(blocks):
+            self._no_conversation_ticket(
+                request,
+                f"prompts hold so many of the {self._max_held} blocks that may be held that its "
+                f"{len(blocks)} do not fit: set a larger max_held_fraction",
+            )
+            return None
         hold = self._holds.ticket(
             RequestId(request.request_id),
             self._lease,
