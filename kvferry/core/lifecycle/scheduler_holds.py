@@ -133,6 +133,11 @@ class SchedulerHolds:
         """Whether a request whose hold was ended early is not reported as sent yet."""
         return bool(self._ending)
 
+    @property
+    def reclaiming(self) -> bool:
+        """Whether a request whose hold ``reclaim`` has ended is not reported as sent yet."""
+        return any(self._entries[each].given_up is HoldEnd.RECLAIMED for each in self._ending)
+
     def take_on(self, request: RequestId) -> Hold | None:
         """Give a hold to a request that another engine will decode.
 

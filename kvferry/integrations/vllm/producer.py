@@ -515,7 +515,8 @@ class Producer:
         """
         self._metrics.set(HELD, self._holds.held_pages)
         reclaimable = self._holds.reclaimable_pages
-        self._metrics.set(CONVERSATION_PAGES, reclaimable)
+        if self._conversation_ttl is not None:
+            self._metrics.set(CONVERSATION_PAGES, reclaimable)
         self._metrics.set(HELD_FRACTION, (self._holds.held_pages - reclaimable) / self._may_hold)
         for request_id in self._holds.take_evicted():
             logger.warning(
@@ -594,8 +595,8 @@ class Producer:
         silent = self._pressure.take_silent()
         if not request_waits:
             return False
-        if self._holds.ending or self._holds.reclaim(self._pressure.enough(needed)):
-            return False  # what has ended is given back first
+        if self._holds.reclaiming or self._holds.reclaim(self._pressure.enough(needed)):
+            return False  # these blocks come back first
         self._report_given_up(self._holds.give_up(silent, self._pressure.enough(needed)))
         return self._pressure.ask(self._clock(), held=self._holds.ticketed)
 
