@@ -343,8 +343,9 @@ class Consumer:
         That is a request that is prefilled here for another engine, with a ticket in its params.
         """
         params = request.kv_transfer_params or {}
-        has_ticket = KEY in params or bool(params.get("remote_block_ids"))
-        return self._continues and has_ticket and bool(params.get("do_remote_decode"))
+        is_prefill = params.get("do_remote_decode") and not params.get("do_remote_prefill")
+        has_ticket = KEY in params or params.get("remote_block_ids")
+        return self._continues and bool(is_prefill and has_ticket)
 
     def _admit_maker(self, request: Request) -> Ticket:
         """Return the ticket in a request's ``kv_transfer_params`` if its maker is admitted.

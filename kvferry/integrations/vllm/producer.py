@@ -386,7 +386,8 @@ class Producer:
         matter: its pages are complete in the end.
         """
         params = request.kv_transfer_params or {}
-        return self._conversation_ttl is not None and bool(params.get("do_remote_prefill"))
+        is_answered_here = params.get("do_remote_prefill") and not params.get("do_remote_decode")
+        return self._conversation_ttl is not None and bool(is_answered_here)
 
     def _conversation_tokens(self, request: Request) -> int:
         """Return how many tokens the ticket of an answer covers, or 0 if it gets no ticket.
