@@ -191,7 +191,8 @@ class SchedulerHolds:
     def take_evicted(self) -> list[RequestId]:
         """Return the requests whose holds were ended early because of ``max_pages``.
 
-        Each request is returned once.
+        Each request is returned once. Those of conversations are left out: their pages were kept
+        only as long as there was room.
         """
         evicted, self._evicted = self._evicted, []
         return evicted
@@ -329,8 +330,9 @@ class SchedulerHolds:
         while self._max_pages is not None and len(self._pages) > self._max_pages:
             candidates = chain(self._conversations, self._oldest)
             oldest = next(request for request in candidates if request != newest)
+            if oldest not in self._conversations:
+                self._evicted.append(oldest)
             self._give_up(oldest, HoldEnd.EVICTED)
-            self._evicted.append(oldest)
 
     def _give_up(self, request: RequestId, reason: HoldEnd) -> None:
         """Give up a request's ticket: the workers will be told to end its hold.

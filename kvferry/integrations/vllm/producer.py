@@ -573,18 +573,22 @@ class Producer:
             self._holds.reclaim(self._pressure.enough(0))
         return self._holds.ending
 
-    def relieve_block_pressure(self) -> bool:
+    def relieve_block_pressure(self, *, request_waits: bool = False) -> bool:
         """If requests wait for blocks, end holds of conversations, and otherwise silent holds.
 
         The consumer of a silent hold seems to be gone.
 
         Must be called once, at the end of each scheduling pass.
 
+        Args:
+            request_waits: Whether a request waits for blocks of which neither
+                ``allocation_attempted`` nor ``has_pending_block_frees`` says so.
+
         Returns:
             Whether the scheduler half must ask the ranks, in the coming step, for the holds that
             are silent now.
         """
-        request_waits = bool(self._blocks_needed) or self._running_request_waits
+        request_waits |= bool(self._blocks_needed) or self._running_request_waits
         needed = sum(self._blocks_needed.values())
         self._blocks_needed.clear()
         self._running_request_waits = False

@@ -66,6 +66,13 @@ def image(offset: int, length: int = 2, name: str = "image") -> Any:
     )
 
 
+def step(**tokens: int) -> Any:
+    """A ``SchedulerOutput`` that computes some tokens of each request."""
+    return SimpleNamespace(
+        num_scheduled_tokens=tokens, total_num_scheduled_tokens=sum(tokens.values())
+    )
+
+
 def full(groups: int = 1) -> tuple[CacheGroup, ...]:
     """Groups of full attention in pages of 16 tokens."""
     return tuple(CacheGroup(index=index, tokens=16) for index in range(groups))
@@ -467,6 +474,10 @@ class TestBlocksAreLacking:
         passes.lack(tokens=1000)
         assert passes.ended() == ["r2"]
 
+    def test_a_request_that_vllm_tries_no_allocation_for_waits_like_others(self) -> None:
+        passes = Passes()
+        assert passes.producer.relieve_block_pressure(request_waits=True)
+
     def test_nothing_goes_when_nobody_waits_any_more(self) -> None:
         passes = Passes()
         passes.lack()
@@ -551,6 +562,24 @@ class TestConsumer:
         counted = {"loads": once, "tokens": {"loopback": 40}, "failed_loads": once}
         assert metrics.take() == counted
         assert metrics.take() is None
+
+    def test_request_that_was_loaded_and_is_not_computed_waits_for_blocks(self) -> None:
+        """If another request is computed meanwhile, the loaded one may wait for its turn only."""
+        made = consumer()
+        for name in ("waits", "aborted", "ends"):
+            each = request(48, ticket(), name=name)
+            made.on_new_request(each)
+            made.blocks_allocated(each, blocks(21, 22, 23), 40)
+            if name == "aborted":
+                made.request_finished(each)
+        assert not made.loaded_request_waits(step())
+        made.loads_finished(["waits", "aborted", "ends"])
+        assert not made.loaded_request_waits(step(another=1))
+        assert made.loaded_request_waits(step())
+        made.request_finished(request(48, name="ends"))
+        assert made.loaded_request_waits(step())
+        assert not made.loaded_request_waits(step(waits=8))
+        assert not made.loaded_request_waits(step())
 
     def test_full_local_hit_only_tells_the_producer(self) -> None:
         made = consumer()
