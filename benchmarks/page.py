@@ -48,6 +48,7 @@ PARTS = (
     Part(name="nixl", title="the driver nixl, beside NIXL's own API"),
     Part(name="ucx", title="the driver ucx, beside NIXL on the same transports"),
     Part(name="end_to_end", title="real vLLM engines, beside NixlConnector"),
+    Part(name="second_turn", title="conversations, with and without tickets for next turns"),
     Part(name="steps", title="what an engine step costs"),
     Part(name="channel", title="the side channel, and memory for each peer"),
     Part(name="replies", title="what hostile replies cost"),

@@ -23,6 +23,7 @@ from kvferry.core import side_channel_messages as side
 from kvferry.core.endpoint.producer import SlotTable
 from kvferry.core.errors import TicketError
 from kvferry.core.layout import ContextParallel, Field, Group, GroupKind, Layout, axis
+from kvferry.core.lifecycle.digest import BlockDigests, chain
 from kvferry.core.lifecycle.holds import Hold
 from kvferry.core.lifecycle.ticket import Ticket
 from kvferry.core.memory import Region
@@ -328,6 +329,11 @@ LARGE_TICKET = replace(
 )
 
 
+CHAIN = BlockDigests(
+    tokens=16, salt=bytes(range(16)), digests=chain(range(40), 16, bytes(range(16)), None, {1: [2]})
+)
+
+
 def _ticket(offer: TicketParams, ticket: Ticket, *, signed: bool, proved: bool) -> Sample:
     """Return the sample of ``kv_transfer_params``, as JSON."""
     secrets, key = SECRETS if signed else None, TICKET_KEY if proved else None
@@ -387,6 +393,9 @@ TICKETS = {
     "ticket, proved": _ticket(OFFER, TICKET, signed=False, proved=True),
     "ticket, signed": _ticket(OFFER, TICKET, signed=True, proved=False),
     "ticket, signed and proved": _ticket(OFFER, TICKET, signed=True, proved=True),
+    "ticket of a conversation": _ticket(
+        replace(OFFER, blocks=CHAIN), replace(TICKET, blocks=CHAIN), signed=True, proved=True
+    ),
     "ticket, large, proved": _ticket(LARGE_OFFER, LARGE_TICKET, signed=False, proved=True),
     "ticket, large, signed": _ticket(LARGE_OFFER, LARGE_TICKET, signed=True, proved=False),
     "ticket, large, signed and proved": _ticket(

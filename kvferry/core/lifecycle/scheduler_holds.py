@@ -49,10 +49,11 @@ class HoldOrders:
 
 @dataclass(slots=True, kw_only=True)
 class _Entry:
-    """The hold of a request, and whether its ticket was made."""
+    """The hold of a request, whether its ticket was made, and whether it is a conversation's."""
 
     hold: Hold
     ticketed: bool = False
+    is_conversation: bool = False
     pages: frozenset[int] = frozenset()
     """Ids of the pages that count against ``max_pages``; empty before the ticket is made, and after
     the ticket was given up."""
@@ -86,6 +87,8 @@ class SchedulerHolds:
         self._pages = Counter[int]()
         """Page id to the number of tickets that hold the page: requests with a common prefix share
         pages."""
+        self._firm_pages = Counter[int]()
+        """The same, without the tickets of conversations."""
         self._evicted: list[RequestId] = []
         self._oldest: dict[RequestId, None] = {}
         """Requests with a ticket that was not given up, the oldest first."""
@@ -113,6 +116,11 @@ class SchedulerHolds:
         return len(self._pages)
 
     @property
+    def reclaimable_pages(self) -> int:
+        """Number of pages that are kept for tickets of conversations only (see ``reclaim``)."""
+        return len(self._pages) - len(self._firm_pages)
+
+    @property
     def ticketed(self) -> int:
         """Number of requests whose ticket was made, and neither given up nor reported as sent.
 
@@ -124,6 +132,11 @@ class SchedulerHolds:
     def ending(self) -> bool:
         """Whether a request whose hold was ended early is not reported as sent yet."""
         return bool(self._ending)
+
+    @property
+    def reclaiming(self) -> bool:
+        """Whether a request whose hold ``reclaim`` has ended is not reported as sent yet."""
+        return any(self._entries[each].given_up is HoldEnd.RECLAIMED for each in self._ending)
 
     def take_on(self, request: RequestId) -> Hold | None:
         """Give a hold to a request that another engine will decode.
@@ -180,6 +193,9 @@ class SchedulerHolds:
         if ttl is not None:
             self._ttls.append((entry.hold, ttl))
             self._conversations[request] = None
+            entry.is_conversation = True
+        else:
+            self._firm_pages.update(pages)
         self._pages.update(pages)
         self._make_room(request)
         return entry.hold
@@ -354,8 +370,10 @@ class SchedulerHolds:
 
     def _let_go(self, entry: _Entry) -> None:
         """Stop counting the pages of a hold against ``max_pages``."""
-        self._pages.subtract(entry.pages)
-        for page in entry.pages:
-            if not self._pages[page]:
-                del self._pages[page]
+        counters = (self._pages,) if entry.is_conversation else (self._pages, self._firm_pages)
+        for counter in counters:
+            counter.subtract(entry.pages)
+            for page in entry.pages:
+                if not counter[page]:
+                    del counter[page]
         entry.pages = frozenset()

@@ -106,7 +106,12 @@ HELD = Metric(
 HELD_FRACTION = Metric(
     name="held_fraction",
     kind=MetricKind.GAUGE,
-    text="Blocks held for other engines, over those that may be held (max_held_fraction of all).",
+    text="Blocks held for decode, over those that may be held (max_held_fraction of all).",
+)
+CONVERSATION_PAGES = Metric(
+    name="conversation_pages",
+    kind=MetricKind.GAUGE,
+    text="Blocks held for the next turns of conversations only, which go when others need them.",
 )
 
 METRICS = (
@@ -119,6 +124,7 @@ METRICS = (
     NO_TICKETS,
     HELD,
     HELD_FRACTION,
+    CONVERSATION_PAGES,
     *endpoint_metrics.FIGURES,
 )
 """All metrics. In Prometheus their names begin with ``vllm:kvferry_``."""

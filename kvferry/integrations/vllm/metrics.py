@@ -59,7 +59,7 @@ SECONDS_BUCKETS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0,
 LABEL_VALUES = {
     STAGE_SECONDS: tuple(Stage),
     REFUSED: tuple(TicketReason),
-    HOLDS: tuple(HoldOutcome),
+    HOLDS: tuple(outcome for outcome in HoldOutcome if outcome is not HoldOutcome.RECLAIMED),
     CONVERSATION_HOLDS: tuple(HoldOutcome),
     NO_TICKETS: tuple(NoTicket),
 }

@@ -31,6 +31,7 @@ from kvferry.integrations.vllm.adapter_files import AdapterError
 from kvferry.integrations.vllm.cache_groups import CacheGroup
 from kvferry.integrations.vllm.metric_definitions import (
     CONVERSATION_HOLDS,
+    CONVERSATION_PAGES,
     HELD,
     HELD_FRACTION,
     HOLDS,
@@ -513,7 +514,10 @@ class Producer:
         While more than ``max_held`` blocks are held, the oldest hold is ended (evicted).
         """
         self._metrics.set(HELD, self._holds.held_pages)
-        self._metrics.set(HELD_FRACTION, self._holds.held_pages / self._may_hold)
+        reclaimable = self._holds.reclaimable_pages
+        if self._conversation_ttl is not None:
+            self._metrics.set(CONVERSATION_PAGES, reclaimable)
+        self._metrics.set(HELD_FRACTION, (self._holds.held_pages - reclaimable) / self._may_hold)
         for request_id in self._holds.take_evicted():
             logger.warning(
                 "request %s: its ticket was given up before it was used (stage held, cause "
@@ -595,8 +599,8 @@ class Producer:
         silent = self._pressure.take_silent()
         if not request_waits:
             return False
-        if self._holds.ending or self._holds.reclaim(self._pressure.enough(needed)):
-            return False  # what has ended is given back first
+        if self._holds.reclaiming or self._holds.reclaim(self._pressure.enough(needed)):
+            return False  # these blocks come back first
         self._report_given_up(self._holds.give_up(silent, self._pressure.enough(needed)))
         return self._pressure.ask(self._clock(), held=self._holds.ticketed)
 

@@ -33,7 +33,7 @@ def prompt_digest(request: Request, tokens: int, adapter: bytes | None = None) -
         salt and embeddings are equal.
     """
     ids = request.prompt_token_ids or []  # none if the prompt has embeddings only
-    if ids and tokens > len(ids):
+    if ids and tokens > len(ids) and has_chain(request):
         ids = request.all_token_ids
     return digest(
         ids[:tokens],

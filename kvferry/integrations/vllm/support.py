@@ -43,7 +43,9 @@ def check_engine(vllm_config: VllmConfig) -> None:
 
 
 def check_siblings(own: KVTransferConfig, engine: KVTransferConfig) -> None:
-    """Refuse other connectors that cannot run with this one under vLLM's MultiConnector.
+    """Refuse a role that this connector's settings exclude, and siblings that it cannot run with.
+
+    Siblings are the other connectors under vLLM's MultiConnector.
 
     Args:
         own: The configuration of this connector.
@@ -181,13 +183,6 @@ def _unsupported_transfer(vllm_config: VllmConfig) -> Iterator[str]:
             "ranks all keep the whole cache, and only the first can load it; set kv_role "
             '"kv_producer"'
         )
-    two_way = transfer.kv_connector_extra_config.get("bidirectional_kv_xfer")
-    if two_way and transfer.kv_role != "kv_both":
-        yield (
-            f"bidirectional_kv_xfer with kv_role {transfer.kv_role!r}: each engine both loads and "
-            "hands over, and vLLM frees blocks in a safe order only where its role says so; set "
-            'kv_role "kv_both" on both engines, or remove bidirectional_kv_xfer'
-        )
     if transfer.enable_permute_local_kv:
         yield (
             "enable_permute_local_kv: nothing is permuted here, any layout is read into any other; "
@@ -196,12 +191,19 @@ def _unsupported_transfer(vllm_config: VllmConfig) -> Iterator[str]:
 
 
 def _unsupported_siblings(own: KVTransferConfig, engine: KVTransferConfig) -> Iterator[str]:
-    """Yield each reason why this connector cannot run with the others under a MultiConnector.
+    """Yield each reason why this connector cannot run in its role, or under a MultiConnector.
 
     Args:
         own: The configuration of this connector.
         engine: The configuration with which the engine was started.
     """
+    wrong_roles = sorted({own.kv_role, engine.kv_role} - {"kv_both"}, key=str)
+    if own.kv_connector_extra_config.get("bidirectional_kv_xfer") and wrong_roles:
+        yield (
+            f"bidirectional_kv_xfer with kv_role {wrong_roles[0]!r}: each engine both loads and "
+            "hands over, and vLLM frees blocks in a safe order for that only where the role says "
+            'so; set kv_role "kv_both" on both engines, or remove bidirectional_kv_xfer'
+        )
     children = engine.kv_connector_extra_config.get("connectors", [])
     names = [child.get("kv_connector") for child in children if isinstance(child, Mapping)]
     ticket_connectors = [name for name in names if name in TICKET_CONNECTORS]

@@ -167,7 +167,10 @@ def test_one_line_at_start(prefill: Engine) -> None:
     ("options", "reason"),
     [
         ({"extra": {"drivr": "loopback"}}, "did you mean 'driver'"),
-        ({"extra": {"bidirectional_kv_xfer": True}}, "no second turn"),
+        (
+            {"extra": {"bidirectional_kv_xfer": True}, "transfer": {"kv_role": "kv_producer"}},
+            "bidirectional_kv_xfer with kv_role 'kv_producer'",
+        ),
         ({"extra": {"driver": "carrier-pigeon"}}, "loopback"),
         ({"extra": {"driver_options": {"speed": 9}}}, "speed"),
         ({"transfer": {"kv_buffer_device": "cuda"}}, "'cuda' and the cache is in 'cpu' memory"),

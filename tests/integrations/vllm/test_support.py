@@ -148,3 +148,15 @@ def test_a_loader_below_a_producer(role: str) -> None:
         check_siblings(transfer(role), transfer("kv_producer", "KVFerryConnector"))
     check_siblings(transfer(role), transfer("kv_consumer", "KVFerryConnector"))
     check_siblings(transfer("kv_producer"), transfer("kv_producer", "KVFerryConnector"))
+
+
+@pytest.mark.parametrize("role", ["kv_producer", "kv_consumer"])
+def test_conversations_in_one_direction(role: str) -> None:
+    own = transfer(role)
+    own.kv_connector_extra_config["bidirectional_kv_xfer"] = True
+    with pytest.raises(ConfigError, match=f"with kv_role '{role}'.*set kv_role \"kv_both\""):
+        check_siblings(own, own)
+    own.kv_role = "kv_both"
+    check_siblings(own, own)
+    with pytest.raises(ConfigError, match="bidirectional_kv_xfer with kv_role 'kv_consumer'"):
+        check_siblings(own, transfer("kv_consumer", "KVFerryConnector"))

@@ -189,6 +189,7 @@ STEERING_HERE = [
     ("port", 5601),
     ("ticket_key", "00" * 32),
     ("proof", "00" * 64),
+    ("blocks", {"tokens": 16, "salt": "00" * 16, "digests": ""}),
     ("of_a_newer_version", "?"),
     ("signature", "00" * 32),
 ]

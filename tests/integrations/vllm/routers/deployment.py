@@ -48,6 +48,7 @@ class Servers:
         *,
         extra: Mapping[str, Any],
         strangers: Collection[str] = (),
+        options: Mapping[str, Any] | None = None,
     ) -> None:
         """Begin to start the servers.
 
@@ -57,12 +58,13 @@ class Servers:
             sides: Each server's name and the settings of its own in ``kv_transfer_config``.
             extra: Settings of all in ``kv_connector_extra_config``.
             strangers: The servers that have another ticket secret than the others.
+            options: Of all engines, in place of those in `engines.OPTIONS`.
         """
         self.model = str(model)
         self._model, self._folder, self._sides = model, folder, sides
         self._template = folder / "template"
         self._template.write_text(TEMPLATE)
-        self._extra = dict(extra)
+        self._extra, self._options = dict(extra), dict(options or {})
         self._security = _write_keys(folder, list(sides))
         for name in strangers:
             secret = _write(folder / f"{name}.ticket-secret", random.randbytes(32).hex())
@@ -91,6 +93,7 @@ class Servers:
             chat_template=str(self._template),
             kv_transfer_config=CONNECTOR | transfer | dict(self._sides[name]),
             port=port,
+            **self._options,
         )
 
     def wait_started(self) -> Self:

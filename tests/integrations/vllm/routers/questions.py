@@ -12,8 +12,19 @@ from typing import Any
 
 from examples.tiny_llama import WORDS, prompt
 
-TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor %}" + WORDS[0]
-"""A chat template for the tiny Llama, which has none: the message, then one word."""
+ANSWER_FOLLOWS = 0
+"""The token that stands before every answer in a chat."""
+
+TEMPLATE = (
+    "{% for message in messages %}"
+    f"{{% if message['role'] == 'assistant' %}}{WORDS[ANSWER_FOLLOWS]} {{% endif %}}"
+    "{{ message['content'] }} {% endfor %}"
+    f"{WORDS[ANSWER_FOLLOWS]}"
+)
+"""A chat template for the tiny Llama, which has none.
+
+The prompt of a turn begins with the prompt and the answer of the turn before.
+"""
 
 MAX_TOKENS = 24
 AT_ONCE = 8
@@ -45,7 +56,7 @@ class Question:
     @property
     def prompt(self) -> list[int]:
         """The tokens that the engine sees."""
-        return [*self.tokens, 0] if self.chat else [*self.tokens]
+        return [*self.tokens, ANSWER_FOLLOWS] if self.chat else [*self.tokens]
 
     def body(self, model: str) -> dict[str, Any]:
         text = " ".join(WORDS[token] for token in self.tokens)

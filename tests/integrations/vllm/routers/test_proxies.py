@@ -91,7 +91,7 @@ def test_conversations(
     questions: list[Question],
     texts: list[str],
 ) -> None:
-    """Decode makes no tickets for prefill, so that each turn is prefilled as the first one is."""
+    """Without ``bidirectional_kv_xfer``, each turn is prefilled as the first one is."""
     router = started(proxy(vllm_source / MULTI_TURN, HEALTH[MULTI_TURN], servers, tmp_path))
     for _ in range(2):
         turn = [replace(q, more={"conversation_id": f"{n}"}) for n, q in enumerate(questions)]
