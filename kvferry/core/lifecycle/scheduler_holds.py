@@ -182,10 +182,13 @@ class SchedulerHolds:
 
         Returns:
             The hold; ``None`` if ``take_on`` gave the request no hold, if the request has its
-            ticket already, or if it has more than ``max_pages`` pages.
+            ticket already, if it has more than ``max_pages`` pages, or if a conversation has no
+            room (``has_room``).
         """
         entry = self._entries.get(request)
         if entry is None or entry.ticketed or not self.fits(len(pages)):
+            return None
+        if ttl is not None and not self.has_room(pages):
             return None
         entry.ticketed, entry.pages = True, pages
         self._ready.append((entry.hold, lease))
@@ -203,6 +206,16 @@ class SchedulerHolds:
     def fits(self, pages: int) -> bool:
         """Return whether ``max_pages`` allows a ticket for a request with this number of pages."""
         return self._max_pages is None or pages <= self._max_pages
+
+    def has_room(self, pages: frozenset[int]) -> bool:
+        """Return whether ``max_pages`` allows a conversation's ticket beside the prompts' tickets.
+
+        Only tickets of other conversations are given up for a conversation's ticket.
+
+        Args:
+            pages: ids of the conversation's pages.
+        """
+        return self._max_pages is None or len(self._firm_pages.keys() | pages) <= self._max_pages
 
     def take_evicted(self) -> list[RequestId]:
         """Return the requests whose holds were ended early because of ``max_pages``.

@@ -293,6 +293,13 @@ class Producer:
             )
             return None
         is_conversation = self._is_conversation(request)
+        if is_conversation and not self._holds.has_room(blocks):
+            self._no_conversation_ticket(
+                request,
+                f"it has {len(blocks)} blocks, and with those held for prompts that would be more "
+                f"than {self._max_held}, which may be held: set a larger max_held_fraction",
+            )
+            return None
         hold = self._holds.ticket(
             RequestId(request.request_id),
             self._lease,

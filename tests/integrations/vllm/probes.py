@@ -165,8 +165,8 @@ def slow_reads(engine: Any, gate: str) -> None:
         found = zip(transfers, poll(self, transfers), strict=True)
         return [Status(state=State.PENDING) if each in slow else status for each, status in found]
 
-    LoopbackTransport.read = slow_read  # type: ignore[method-assign]
-    LoopbackTransport.poll = slow_poll  # type: ignore[method-assign]
+    LoopbackTransport.read = slow_read  # type: ignore[assignment, method-assign]
+    LoopbackTransport.poll = slow_poll  # type: ignore[assignment, method-assign]
 
 
 def _wait_for(gate: str) -> None:

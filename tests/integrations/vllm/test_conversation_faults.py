@@ -48,8 +48,9 @@ def prefill(start_engine: StartEngine) -> Engine:
 
 @pytest.fixture(scope="module")
 def decode(start_engine: StartEngine) -> Engine:
-    """Holds its answers for a long time."""
-    return start_engine("decode", ROLE, extra=TWO_WAY, transfer=RECOMPUTE)
+    """Holds its answers for a long time, and schedules a step ahead."""
+    options = {"transfer": RECOMPUTE, "async_scheduling": True}
+    return start_engine("decode", ROLE, extra=TWO_WAY, **options)
 
 
 @pytest.fixture(scope="module")

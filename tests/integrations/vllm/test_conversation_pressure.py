@@ -60,6 +60,14 @@ def pair(engines: Pair) -> Iterator[Pair]:
         yield engines
 
 
+@pytest.fixture
+def gate(tmp_path: Path) -> Iterator[Path]:
+    """A file that does not exist before a test makes it, or ends; see `probes.slow_reads`."""
+    path = tmp_path / "gate"
+    yield path
+    path.touch()
+
+
 def talk(pair: Pair, count: int, seed: int) -> list[Conversation]:
     """Conversations after their first turns, the oldest first; decode holds 8 blocks of each."""
     prefill, decode = pair
@@ -105,12 +113,11 @@ def test_running_request_is_not_preempted(reference: Engine, pair: Pair) -> None
     assert decode.run(probes.metrics).get(PREEMPTIONS, 0) == 0
 
 
-def test_reclaimed_while_it_is_pulled(reference: Engine, pair: Pair, tmp_path: Path) -> None:
+def test_reclaimed_while_it_is_pulled(reference: Engine, pair: Pair, gate: Path) -> None:
     """A claim does not protect a conversation: prefill's fence fails, and it computes."""
     [oldest, *_] = talk(pair, FITTING, seed=20)
     prefill, decode = pair
     failed = prefill.run(probes.metrics).get(FAILED, 0)
-    gate = tmp_path / "gate"
     prefill.run(probes.slow_reads, str(gate))
     turn = [*oldest.tokens, *prompt(20, seed=70)]
     [request] = prefill.submit(turn, max_tokens=1, params=oldest.ticket)
@@ -174,14 +181,11 @@ def route(
     return [decoding[request] for request in requests]
 
 
-def test_loaded_request_that_waits_for_blocks(
-    reference: Engine, pair: Pair, tmp_path: Path
-) -> None:
+def test_loaded_request_that_waits_for_blocks(reference: Engine, pair: Pair, gate: Path) -> None:
     """While a request loads, an answer takes the blocks that the rest of its prompt needs."""
     prefill, decode = pair
     front, whole = prompt(32, seed=120), [*prompt(32, seed=120), *prompt(500, seed=121)]
     [ticket, other] = prefill.prefill(front, prompt(992, seed=122))
-    gate = tmp_path / "gate"
     decode.run(probes.slow_reads, str(gate))
     [request] = decode.submit(whole, params=ticket)
     eventually(gate.with_suffix(".reached").exists)

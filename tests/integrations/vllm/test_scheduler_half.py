@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
@@ -268,6 +269,22 @@ class TestProducer:
         made.sends_finished(["r"])
         made.take_on(each)
         assert made.request_finished(each, [[4, 5, 6]], SERVING)
+
+    def test_answer_is_not_held_in_place_of_a_prompt(
+        self, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        metrics = Metrics(driver="loopback")
+        made = producer(max_held=4, metrics=metrics, conversation_ttl=480.0)
+        first, answer = request(40, PREFILL), request(32, {"do_remote_prefill": True}, name="a")
+        for each in (first, answer):
+            made.take_on(each)
+        assert made.request_finished(first, [[1, 2, 3]], SERVING)
+        with caplog.at_level(logging.INFO):
+            assert made.request_finished(answer, [[4, 5]], SERVING) is None
+        assert "it has 2 blocks, and with those held for prompts" in caplog.text
+        counted = metrics.take() or {}
+        assert counted["conversation_holds"] == {"loopback": {"refused": 1}}
+        assert made.drain().ends == ()
 
     def test_clients_cannot_pin_the_whole_cache(self, caplog: pytest.LogCaptureFixture) -> None:
         metrics = Metrics(driver="loopback")
