@@ -171,7 +171,7 @@ class SchedulerHolds:
         The workers will be told to start the lease. The caller must not free the request's pages
         until ``sent`` is called for it. If more than ``max_pages`` pages are then kept for tickets,
         others are given up, the oldest first and conversations before all others: their holds end
-        early. A conversation's ticket makes only other conversations' tickets be given up.
+        early.
 
         Args:
             request: the request.
@@ -182,8 +182,8 @@ class SchedulerHolds:
 
         Returns:
             The hold; ``None`` if ``take_on`` gave the request no hold, if the request has its
-            ticket already, if it has more than ``max_pages`` pages, or if ``ttl`` is given and the
-            tickets that are no conversations' leave no room for its pages.
+            ticket already, if it has more than ``max_pages`` pages, or if a conversation has no
+            room (``has_room``).
         """
         entry = self._entries.get(request)
         if entry is None or entry.ticketed or not self.fits(len(pages)):
@@ -208,12 +208,12 @@ class SchedulerHolds:
         return self._max_pages is None or pages <= self._max_pages
 
     def has_room(self, pages: frozenset[int]) -> bool:
-        """Return whether ``max_pages`` allows a conversation's ticket for these pages.
+        """Return whether ``max_pages`` allows a conversation's ticket beside the prompts' tickets.
 
-        It does if no tickets need to be given up but those of other conversations.
+        Only tickets of other conversations are given up for a conversation's ticket.
 
         Args:
-            pages: ids of the pages.
+            pages: ids of the conversation's pages.
         """
         added = sum(page not in self._firm_pages for page in pages)
         return self._max_pages is None or len(self._firm_pages) + added <= self._max_pages
@@ -221,7 +221,8 @@ class SchedulerHolds:
     def take_evicted(self) -> list[RequestId]:
         """Return the requests whose holds were ended early because of ``max_pages``.
 
-        Each request is returned once.
+        Each request is returned once. Those of conversations are left out: their pages were kept
+        only as long as there was room.
         """
         evicted, self._evicted = self._evicted, []
         return evicted
@@ -359,8 +360,9 @@ class SchedulerHolds:
         while self._max_pages is not None and len(self._pages) > self._max_pages:
             candidates = chain(self._conversations, self._oldest)
             oldest = next(request for request in candidates if request != newest)
+            if oldest not in self._conversations:
+                self._evicted.append(oldest)
             self._give_up(oldest, HoldEnd.EVICTED)
-            self._evicted.append(oldest)
 
     def _give_up(self, request: RequestId, reason: HoldEnd) -> None:
         """Give up a request's ticket: the workers will be told to end its hold.
