@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.core.lifecycle.holds import EndedHold, HoldEnd, RequestId
+from kvferry.core.lifecycle.holds import EndedHold, Hold, HoldEnd, RequestId
 from kvferry.core.lifecycle.reclamation import Silence
 from kvferry.core.lifecycle.ticket import Ticket
 from kvferry.core.metrics import Metrics
@@ -21,7 +21,7 @@ from kvferry.integrations.vllm.consumer import Consumer
 from kvferry.integrations.vllm.producer import Producer
 from kvferry.integrations.vllm.security import SecuritySettings
 from kvferry.integrations.vllm.side_channel import EngineSideChannel
-from kvferry.integrations.vllm.ticket_params import KEY, read_ticket
+from kvferry.integrations.vllm.ticket_params import KEY, ParallelSizes, read_ticket
 from tests.integrations.vllm import test_scheduler_half as halves
 from tests.integrations.vllm.test_scheduler_half import TICKET_KEY, blocks, image, request
 
@@ -209,7 +209,7 @@ class TestAnswers:
             conversation_ttl=TTL,
             backoff=1,
             computed=False,
-            sizes=halves.ParallelSizes(),
+            sizes=ParallelSizes(),
         )
         assert finished(made, answered(40, 9, 48), [[7]]) is None
 
@@ -262,7 +262,7 @@ class Passes:
         common = {"metrics": self.metrics, "clock": lambda: self.now}
         self.producer = producer(**common, **settings)
         self.producer.set_rank_count(1)
-        self.names = {}
+        self.names: dict[Hold, str] = {}
         for number in range(4):
             self.hold(answered(31, 2, 32, name=f"a{number}"), 2 * number + 1)
         self.hold(request(32, halves.PREFILL, name="p"), 9)
