@@ -365,6 +365,17 @@ def test_an_answer_evicts_other_answers_only() -> None:
     assert SchedulerHolds(4).has_room(frozenset(range(99)))
 
 
+def test_a_prompt_that_was_sent_leaves_room_for_answers() -> None:
+    harness = ConversationsHarness()
+    harness.hold("p", 1, 2, 3, 4)
+    harness.answer("a", 5)
+    assert harness.scheduler_holds.reclaimable_pages == 1
+    assert not harness.scheduler_holds.has_room(frozenset({6, 7, 8}))
+    harness.scheduler_holds.sent(RequestId("p"))
+    assert harness.scheduler_holds.reclaimable_pages == 1
+    assert harness.scheduler_holds.has_room(frozenset({6, 7, 8, 9, 10, 11}))
+
+
 def test_answers_that_ended_otherwise_are_not_reclaimed() -> None:
     harness = ConversationsHarness()
     for name in "abc":

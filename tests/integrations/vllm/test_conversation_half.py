@@ -493,6 +493,27 @@ class TestTurns:
         assert loaded(made, spoken(request(80, None))) == 0
         assert not made.pending
 
+    @pytest.mark.parametrize("flags", [{}, {"do_remote_decode": False}])
+    def test_request_that_nobody_else_decodes_is_no_turn(self, flags: dict[str, bool]) -> None:
+        params = {
+            name: value
+            for name, value in conversation_ticket().items()
+            if name != "do_remote_decode"
+        }
+        made = consumer()
+        assert loaded(made, turn(80, params | flags)) == 0
+        assert not made.pending
+
+    def test_request_with_both_flags_is_no_turn(self) -> None:
+        """It comes with the ticket of a prompt, which it needs, and is decoded elsewhere."""
+        made = consumer(engine="another")
+        params = halves.ticket() | {"do_remote_decode": True}
+        assert loaded(made, turn(40, params)) == 40
+        other = changed(turn(41, params, name="other"), 3)
+        made.on_new_request(other)
+        made.blocks_allocated(other, blocks(21, 22, 23), 40)
+        assert made.drain().refused
+
     def test_ticket_is_left_alone_where_the_second_turn_is_off(self) -> None:
         made = consumer(continues=False)
         assert loaded(made, turn(80)) == 0
