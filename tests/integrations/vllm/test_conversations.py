@@ -232,10 +232,10 @@ def test_poisoned_caches(reference: Engine, world: World, covered: int) -> None:
 
 def test_many_at_once(reference: Engine, world: World) -> None:
     """Conversations whose turns are prefilled and decoded in the same steps."""
-    talks: list[list[int]] = [[] for _ in range(12)]
+    talks: list[list[int]] = [[] for _ in range(6)]
     tickets: list[Any] = [PREFILL] * len(talks)
     for turn in range(3):
-        talks = [[*talk, *words(9 * number + 3)] for number, talk in enumerate(talks)]
+        talks = [[*talk, *words(19 * number + 3)] for number, talk in enumerate(talks)]
         prefilled = world.ahead.generate(*talks, max_tokens=1, params=tickets)
         params = [each.params for each in prefilled]
         stop = [stop_token(reference, talk, 5 * turn + 2) for talk in talks]
