@@ -278,7 +278,8 @@ class FerryScheduler:
         """
         ranks, self._unsent_ranks = self._unsent_ranks, ()
         loads = self._consumer.drain()
-        asks_silent = self._producer.relieve_block_pressure()
+        loaded_request_waits = self._consumer.loaded_request_waits(scheduler_output)
+        asks_silent = self._producer.relieve_block_pressure(request_waits=loaded_request_waits)
         return StepMetadata(
             ranks=ranks,
             ticket_key=self._ticket_key.public if ranks else b"",

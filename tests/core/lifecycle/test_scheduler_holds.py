@@ -144,9 +144,9 @@ class LimitedHarness:
     def __init__(self) -> None:
         self.scheduler_holds = SchedulerHolds(16, max_pages=4)
 
-    def hold(self, name: str, *pages: int) -> Hold | None:
+    def hold(self, name: str, *pages: int, ttl: float | None = None) -> Hold | None:
         take_on(self.scheduler_holds, RequestId(name))
-        return self.scheduler_holds.ticket(RequestId(name), 30.0, frozenset(pages))
+        return self.scheduler_holds.ticket(RequestId(name), 30.0, frozenset(pages), ttl=ttl)
 
     def ends(self) -> tuple[Hold, ...]:
         return self.scheduler_holds.drain().ends
@@ -234,6 +234,23 @@ def test_a_request_with_more_pages_than_the_limit_gets_no_ticket() -> None:
     assert harness.hold("b", 2, 3, 4, 5, 6) is None
     assert harness.scheduler_holds.drop(RequestId("b"))
     assert kept not in harness.ends()
+
+
+def test_a_conversation_makes_no_ticket_of_a_prompt_go() -> None:
+    """It gets a ticket only beside those, for which other conversations go, without a warning."""
+    harness = LimitedHarness()
+    firm = harness.hold("prompt", 1, 2)
+    older = harness.hold("older", 2, 3, ttl=480.0)
+    assert not harness.scheduler_holds.has_room(frozenset({3, 4, 5}))
+    assert harness.hold("large", 3, 4, 5, ttl=480.0) is None
+    assert harness.ends() == ()
+    newer = harness.hold("newer", 4, 5, ttl=480.0)
+    assert harness.ends() == (older,)
+    harness.hold("another prompt", 6, 7)
+    assert harness.ends() == (newer,)
+    harness.hold("third prompt", 8)
+    assert harness.ends() == (firm,)
+    assert harness.scheduler_holds.take_evicted() == ["prompt"]
 
 
 ANY = Hold(slot=0, generation=1)
