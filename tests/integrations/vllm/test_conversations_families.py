@@ -254,7 +254,7 @@ def test_poisoned_caches(world: World, covered: int) -> None:
     room = -covered % 32
     world.prefill.run(contents.fill, float("nan"))
     asked = conversation.ask(words(min(room - 1, 5)))
-    assert asked.pulled == covered if len(asked.prompt) > covered + 1 else 0
+    assert asked.pulled == covered
     eventually(lambda: world.decode.run(probes.free_blocks) == free[1])
     world.decode.run(contents.fill, float("nan"))
     options = {"max_tokens": -len(asked.prompt) % 32 + 1}
