@@ -164,22 +164,6 @@ def test_history_of_another_conversation(reference: Engine, world: World) -> Non
     conversation.end()
 
 
-def test_stop_strings(reference: Engine, world: World) -> None:
-    """vLLM aborts a request at a stop string, so its answer gets no ticket."""
-    conversation = between(world, "plain", "ahead")
-    spoken = words(40)
-    [expected] = reference.generate(spoken, max_tokens=40)
-    stop = expected.text.split()[20]
-    turn = conversation.say(spoken, max_tokens=40, stop=[stop])
-    assert turn.completion.finish_reason == "stop"
-    assert turn.completion.text == expected.text[: expected.text.index(stop)]
-    assert conversation.ticket is None
-    turn = conversation.say(words(20), max_tokens=12)
-    assert same_answer(reference, turn, max_tokens=12)
-    assert (turn.pulled, turn.computed) == (0, len(turn.prompt))
-    conversation.end()
-
-
 def test_samples(reference: Engine, world: World) -> None:
     """Each sample of an answer is held; vLLM passes on the ticket of the sample that ended last."""
     conversation = between(world, "plain", "ahead")
