@@ -215,8 +215,8 @@ class SchedulerHolds:
         Args:
             pages: ids of the conversation's pages.
         """
-        added = sum(page not in self._firm_pages for page in pages)
-        return self._max_pages is None or len(self._firm_pages) + added <= self._max_pages
+        new = sum(page not in self._firm_pages for page in pages)
+        return self._max_pages is None or len(self._firm_pages) + new <= self._max_pages
 
     def take_evicted(self) -> list[RequestId]:
         """Return the requests whose holds were ended early because of ``max_pages``.

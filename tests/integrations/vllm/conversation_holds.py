@@ -45,6 +45,12 @@ def outcomes(engine: Engine) -> dict[str, float]:
     return {key[len(name) : -2]: value for key, value in samples.items() if key.startswith(name)}
 
 
+def counted(engine: Engine, before: dict[str, float], **more: int) -> None:
+    """Wait until an engine's ``outcomes`` are so many more: metrics may come a step later."""
+    wanted = {outcome: before[outcome] + count for outcome, count in more.items()}
+    eventually(lambda: wanted.items() <= outcomes(engine).items())
+
+
 def forged(ticket: dict[str, Any], words: list[int]) -> dict[str, Any]:
     """A ticket whose digests say that it was made for another prompt."""
     blocks = ticket["kvferry"]["blocks"]

@@ -19,14 +19,14 @@ TWO_WAY: dict[str, Any] = {"bidirectional_kv_xfer": True, "kv_recompute_threshol
 ROLE = "kv_both"
 RECOMPUTE = {"kv_load_failure_policy": "recompute"}
 COMPUTED = "vllm:prompt_tokens_by_source[local_compute]"
-EDITED = 'edited_histories_total{driver="%s"}'
+EDITED = 'edited_histories_total{driver="loopback"}'
 
 _seeds = itertools.count(5000)
 
 
-def words(count: int, vocabulary: int = 512) -> list[int]:
+def words(count: int) -> list[int]:
     """Return new tokens: no two calls return the same, so that no engine has them in its cache."""
-    return [token % vocabulary for token in prompt(count, seed=next(_seeds))]
+    return prompt(count, seed=next(_seeds))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,7 +166,7 @@ def idle(*engines: Engine) -> list[int]:
     return [idle_blocks(engine) for engine in engines]
 
 
-def edited_histories(engine: Engine, driver: str = "loopback") -> float:
+def edited_histories(engine: Engine) -> float:
     """Return how many turns loaded nothing of the last one in an engine."""
     exposed: dict[str, float] = engine.run(probes.exposed)
-    return exposed.get(EDITED % driver, 0)
+    return exposed.get(EDITED, 0)

@@ -12,6 +12,7 @@ from examples.tiny_llama import prompt
 from tests.integrations.vllm import probes
 from tests.integrations.vllm.conftest import StartEngine
 from tests.integrations.vllm.conversation_holds import (
+    counted,
     forged,
     held,
     kept,
@@ -35,7 +36,7 @@ SOON = 4
 """In so many steps of an engine a request has blocks that others held."""
 PREEMPTIONS = "vllm:num_preemptions"
 FAILED = "vllm:kvferry_failed_loads"
-REFUSED = 'tickets_refused_total{driver="loopback",reason="signature"}'
+REFUSED = 'refused_tickets_total{driver="loopback",reason="signature"}'
 
 Pair = tuple[Engine, Engine]
 
@@ -95,7 +96,7 @@ def test_new_request_is_served_at_once(reference: Engine, pair: Pair) -> None:
         decode.step(SOON)
         assert decode.finished == [request]
     decode.results([request])
-    assert outcomes(decode)["reclaimed"] - before["reclaimed"] == 1
+    counted(decode, before, reclaimed=1)
     for each, pulled in ((second, len(second.tokens) - 1), (first, 0)):
         turn = each.say(prompt(5, seed=51), max_tokens=5)
         assert turn.completion.text == texts(reference, turn.prompt, max_tokens=5)[0]
@@ -109,7 +110,7 @@ def test_running_request_is_not_preempted(reference: Engine, pair: Pair) -> None
     decode, before = pair[1], outcomes(pair[1])
     [text] = texts(decode, prompt(100, seed=60), max_tokens=300)
     assert text == texts(reference, prompt(100, seed=60), max_tokens=300)[0]
-    assert outcomes(decode)["reclaimed"] - before["reclaimed"] == 1
+    counted(decode, before, reclaimed=1)
     assert decode.run(probes.metrics).get(PREEMPTIONS, 0) == 0
 
 
@@ -197,7 +198,7 @@ def test_loaded_request_that_waits_for_blocks(reference: Engine, pair: Pair, gat
     gate.touch()
     [completion] = decode.results([request])
     assert completion.text == texts(reference, whole)[0]
-    assert outcomes(decode)["reclaimed"] > before["reclaimed"]
+    counted(decode, before, reclaimed=1)
 
 
 def test_altered_ticket_is_refused_by_its_signature(reference: Engine, pair: Pair) -> None:

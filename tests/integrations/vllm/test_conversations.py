@@ -164,22 +164,6 @@ def test_history_of_another_conversation(reference: Engine, world: World) -> Non
     conversation.end()
 
 
-def test_stop_strings(reference: Engine, world: World) -> None:
-    """vLLM aborts a request at a stop string, so its answer gets no ticket."""
-    conversation = between(world, "plain", "ahead")
-    spoken = words(40)
-    [expected] = reference.generate(spoken, max_tokens=40)
-    stop = expected.text.split()[20]
-    turn = conversation.say(spoken, max_tokens=40, stop=[stop])
-    assert turn.completion.finish_reason == "stop"
-    assert turn.completion.text == expected.text[: expected.text.index(stop)]
-    assert conversation.ticket is None
-    turn = conversation.say(words(20), max_tokens=12)
-    assert same_answer(reference, turn, max_tokens=12)
-    assert (turn.pulled, turn.computed) == (0, len(turn.prompt))
-    conversation.end()
-
-
 def test_samples(reference: Engine, world: World) -> None:
     """Each sample of an answer is held; vLLM passes on the ticket of the sample that ended last."""
     conversation = between(world, "plain", "ahead")
@@ -232,10 +216,10 @@ def test_poisoned_caches(reference: Engine, world: World, covered: int) -> None:
 
 def test_many_at_once(reference: Engine, world: World) -> None:
     """Conversations whose turns are prefilled and decoded in the same steps."""
-    talks: list[list[int]] = [[] for _ in range(12)]
+    talks: list[list[int]] = [[] for _ in range(6)]
     tickets: list[Any] = [PREFILL] * len(talks)
     for turn in range(3):
-        talks = [[*talk, *words(9 * number + 3)] for number, talk in enumerate(talks)]
+        talks = [[*talk, *words(19 * number + 3)] for number, talk in enumerate(talks)]
         prefilled = world.ahead.generate(*talks, max_tokens=1, params=tickets)
         params = [each.params for each in prefilled]
         stop = [stop_token(reference, talk, 5 * turn + 2) for talk in talks]

@@ -32,7 +32,8 @@ class Drafters:
 
     Attributes:
         plain: Does not draft.
-        one, two: Draft with layers that have a cache; ``two`` has blocks of 64 tokens.
+        one, two: Draft with layers that have a cache; ``two`` has blocks of 64 tokens, and
+            schedules asynchronously.
     """
 
     plain: Engine
@@ -57,7 +58,7 @@ def drafters(
         started = Drafters(
             plain=engines.launch("plain", ROLE, **two_way),
             one=engines.launch("one", ROLE, **drafting),
-            two=engines.launch("two", ROLE, block_size=64, **drafting),
+            two=engines.launch("two", ROLE, block_size=64, async_scheduling=True, **drafting),
         )
         engines.wait_started()
         yield started

@@ -203,17 +203,18 @@ def stops_at(ordinary: Engine, length: int) -> tuple[list[int], int]:
 
 
 def test_a_state_of_one_token_more_shows(world: World) -> None:
-    """The control: with tickets that claim a token less than the states cover, texts are wrong."""
-    if world.family != "granite4":
-        pytest.skip("pages of attention can be used for fewer tokens")
+    """The control: a ticket that claims a token less than its states cover gives a wrong text.
+
+    Pages of attention can be used for fewer tokens than they cover.
+    """
     engine = world.ahead
     conversation = Conversation(prefill=world.prefill, decode=engine)
     engine.run(claim_less, 1)
-    conversation.say(words(40), max_tokens=30)
+    local = cached(world, conversation.say(words(40), max_tokens=30))
     engine.run(claim_less, 0)
     turn = conversation.say(words(20), max_tokens=12)
-    assert turn.pulled == 68
-    assert not same_answer(world.ordinary, turn, max_tokens=12)
+    assert turn.pulled == 68 - local
+    assert same_answer(world.ordinary, turn, max_tokens=12) == (world.family == "gemma3")
     conversation.end()
 
 
@@ -253,7 +254,7 @@ def test_poisoned_caches(world: World, covered: int) -> None:
     room = -covered % 32
     world.prefill.run(contents.fill, float("nan"))
     asked = conversation.ask(words(min(room - 1, 5)))
-    assert asked.pulled == covered if len(asked.prompt) > covered + 1 else 0
+    assert asked.pulled == covered
     eventually(lambda: world.decode.run(probes.free_blocks) == free[1])
     world.decode.run(contents.fill, float("nan"))
     options = {"max_tokens": -len(asked.prompt) % 32 + 1}
