@@ -172,10 +172,11 @@ class Consumer:
             _log_turn_refusal(request, error)
             self._metrics.add(REFUSED, reason=error.reason.value)
             return
+        if common < ticket.tokens:
+            self._metrics.add(EDITED_HISTORIES)
         if common:
             self._wait(request, replace(ticket, tokens=common, blocks=None))
         else:
-            self._metrics.add(EDITED_HISTORIES)
             self._reports.nothing_loaded(
                 request.request_id,
                 ticket,
@@ -228,7 +229,7 @@ class Consumer:
             if external:
                 self._begin_load(request, entry, blocks, external)
             else:
-                self._release_unused(request.request_id, entry, "no token is left to load")
+                self._release_unused(request.request_id, entry, "it needs none, or too few tokens")
         elif external:
             self._loading[request.request_id] = None
             self._refused.append((request.request_id, str(entry)))

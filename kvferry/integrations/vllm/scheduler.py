@@ -133,12 +133,6 @@ class FerryScheduler:
             host=self._config.side_channel_host,
             key=self._security.access.public,
         )
-        if self._config.bidirectional_kv_xfer and transfer.kv_load_failure_policy == "fail":
-            logger.warning(
-                'kv_load_failure_policy is "fail": a request whose conversation\'s pages are given '
-                'back while it waits for them fails then; set "recompute" where the next turn is '
-                "prefilled (bidirectional_kv_xfer)"
-            )
         warn_of_open_access(self._security, self._config.side_channel_host)
         if transfer.is_kv_producer:
             chosen = "side_channel_host" in transfer.kv_connector_extra_config

@@ -182,7 +182,7 @@ def test_nobody_asks_again(start_engine: StartEngine, prefill: Engine) -> None:
         counted(brief, before, expired=1)
     start, serving = brief.log().split("serves engine")
     assert not re.search("WARNING.*(kvferry|expired|lease)", serving)
-    assert 'kv_load_failure_policy is "fail"' in start
+    assert "kv_load_failure_policy is 'fail'" in start
     brief.close()
 
 
