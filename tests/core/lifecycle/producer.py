@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from kvferry.core.layout import Field, Group, GroupKind, Layout, axis
 from kvferry.core.lifecycle.digest import digest
-from kvferry.core.lifecycle.holds import Hold, Incarnation, RequestId, random_incarnation
+from kvferry.core.lifecycle.holds import Hold, HoldEnd, Incarnation, RequestId, random_incarnation
 from kvferry.core.lifecycle.reclamation import GONE_SECONDS, BlockPressure, Silence
 from kvferry.core.lifecycle.scheduler_holds import HoldOrders, SchedulerHolds
 from kvferry.core.lifecycle.ticket import Ticket
@@ -389,7 +389,7 @@ class Producer:
         silent, waits = self.pressure.take_silent(), self.starved
         if waits is None:
             return False
-        if self.scheduler_holds.ending or self._reclaim(self.pressure.enough(waits.size)):
+        if self.scheduler_holds.reclaiming or self._reclaim(self.pressure.enough(waits.size)):
             return False
         for each in self.scheduler_holds.give_up(silent, self.pressure.enough(waits.size)):
             youngest = min(ages.get(each.hold, 0.0) for ages in self._ages.values())
@@ -453,8 +453,8 @@ class Producer:
         ttl = TTL if prompt.conversation else None
         hold = self.scheduler_holds.ticket(prompt.id, LEASE, frozenset(prompt.pages), ttl=ttl)
         require(hold == prompt.hold, "a ticket for another hold", prompt)
-        evicted = self.scheduler_holds.take_evicted()
-        self.evicted.update(self.requests[request].hold for request in evicted)
+        entries = self.scheduler_holds._entries.values()
+        self.evicted.update(e.hold for e in entries if e.given_up is HoldEnd.EVICTED)
         prompt.at = PrefillState.HELD
         ticket = _ticket(self, prompt, prompt.hold)
         made = self._clock()

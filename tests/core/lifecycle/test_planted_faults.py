@@ -464,7 +464,10 @@ class ReclaimedByOneRank(SentByOneRank):
     def _hear_sent(self, rank: int, request: RequestId) -> None:
         prompt = self.requests.get(request)
         is_reclaimed = prompt is not None and prompt.hold in self.reclaimed
-        (super() if is_reclaimed else super(SentByOneRank, self))._hear_sent(rank, request)
+        if is_reclaimed:
+            super()._hear_sent(rank, request)
+        else:
+            Producer._hear_sent(self, rank, request)
 
 
 class ReclaimedWordClearedAfterwards(EndedWordClearedAfterwards):
@@ -473,7 +476,10 @@ class ReclaimedWordClearedAfterwards(EndedWordClearedAfterwards):
     def end(self, hold: Hold) -> None:
         held = self._find(hold)
         is_answer = held is not None and held.ttl is not None
-        (super() if is_answer else super(EndedWordClearedAfterwards, self)).end(hold)
+        if is_answer:
+            super().end(hold)
+        else:
+            WorkerHolds.end(self, hold)
 
 
 class AnswersNeverReclaimed(SchedulerHolds):

@@ -70,17 +70,23 @@ class Conversations(RuleBasedStateMachine):
     world: TwoEngines
     mode: str
 
-    @initialize(mode=st.sampled_from(["roles", "answers", "both"]))
-    def start(self, mode: str) -> None:
+    @initialize(
+        mode=st.sampled_from(["roles", "answers", "both"]),
+        full=st.sampled_from([(), (0, 1), (1, 0)]),
+    )
+    def start(self, mode: str, full: tuple[int, ...]) -> None:
         """Begin a simulation.
 
         With ``mode`` "roles", engine A decodes, and its answers are held; engine B prefills, and
         its prompts are held. With "answers", both hold only answers, and with "both", each engine
         has both roles. Then an engine must keep some pages for itself: a prompt's hold is not ended
-        while a consumer waits for it, so that without a limit each could wait for the other.
+        while a consumer waits for it, so that without a limit each could wait for the other. With
+        ``full``, the engines are filled in this order (``fill``).
         """
         self.mode = mode
         self.world = TwoEngines(self.parts, PAGES - LARGEST if mode == "both" else None)
+        if full:
+            self.fill(full, 1, Leaves.NOTHING)
 
     def allowed(self, engine: Engine, leaves: Leaves) -> Leaves:
         """Return what a request leaves to be held, as its engine's role allows."""
@@ -91,12 +97,13 @@ class Conversations(RuleBasedStateMachine):
 
     @rule(
         index=st.integers(0, 1),
-        back=st.sampled_from([None, 0, 0, 1, 2]),
+        back=st.sampled_from([None, "new", 0, 1]),
         size=st.integers(1, LARGEST),
         chunks=st.integers(1, 2),
         leaves=LEAVES,
         errs=NEITHER_NOR,
         aborts=NEITHER_NOR,
+        after_abort=NEITHER_NOR,
         steps=st.integers(0, 4),
         items=st.integers(0, 3),
         how=st.fixed_dictionaries({"ahead": st.booleans(), "works": st.booleans()}),
@@ -105,19 +112,33 @@ class Conversations(RuleBasedStateMachine):
     def ask(
         self,
         index: int,
-        back: int | None,
+        back: int | str | None,
         leaves: Leaves,
         aborts: bool,
+        after_abort: bool,
         steps: int,
         items: int,
         how: dict[str, bool],
         picks: bytes,
         **kind: Any,
     ) -> None:
-        """Add a request, which may load with a ticket of the other engine, and run a few steps."""
+        """Add a request, which may load with a ticket of the other engine, and run a few steps.
+
+        With ``after_abort``, one is aborted first, whose pages the devices have yet to write.
+        """
         engine, world = self.world.engines[index], self.world
+        if after_abort:
+            aborted = world.ask(engine, size=LARGEST, chunks=1, leaves=Leaves.NOTHING)
+            world.run(engine, items=0, ahead=False, works=False)
+            if aborted is not None:
+                engine.abort(aborted)
+        if back == "new":  # while the other engine's devices still work for it
+            kept = self.allowed(engine.other, Leaves.ANSWER)
+            world.ask(engine.other, size=LARGEST, chunks=1, leaves=kept)
+            world.run(engine.other, items=0)
+            back = 0
         issues = [issue for issue in world.issues if issue.engine != engine.name]
-        source = issues[-1 - back] if back is not None and back < len(issues) else None
+        source = issues[-1 - back] if isinstance(back, int) and back < len(issues) else None
         leaves = self.allowed(engine, leaves)
         turn = world.ask(engine, leaves=leaves, source=source, **kind)
         for _ in range(steps):
@@ -134,14 +155,13 @@ class Conversations(RuleBasedStateMachine):
         seconds=st.integers(0, 4),
         picks=PICKS,
     )
-    def fill(
-        self,
-        indices: tuple[int, int],
-        rounds: int,
-        leaves: Leaves,
-        seconds: int,
-        picks: bytes,
-    ) -> None:
+    def overfill(self, seconds: int, picks: bytes, **how: Any) -> None:
+        """Fill both engines, and let some time pass."""
+        self.fill(**how)
+        self.world.now += seconds
+        self.drift(picks)
+
+    def fill(self, indices: tuple[int, ...], rounds: int, leaves: Leaves) -> None:
         """Fill both engines with held pages, and ask each one to go on with those of the other."""
         world = self.world
         engines = [world.engines[index] for index in indices]
@@ -158,8 +178,6 @@ class Conversations(RuleBasedStateMachine):
                 kept = self.allowed(engine, leaves)
                 world.ask(engine, size=LARGEST, chunks=1, leaves=kept, source=issue)
             self._claim(engine)
-        world.now += seconds
-        self.drift(picks)
 
     def _claim(self, engine: Engine) -> None:
         """Let an engine schedule its requests, and claim the holds for which they wait."""
@@ -270,11 +288,11 @@ class AbortKeepsTheHold(Engine):
 class AbortReportsTheHold(Rank):
     """The abort of a load ends the hold of its request as if that had a ticket."""
 
-    def abort(self, request: RequestId) -> None:
+    def launch(self) -> None:
         for held in list(self.holds._held.values()):
-            if held.request == request:
+            if held.request in self.inbox[0].aborts:
                 self.holds.end(held.hold)
-        super().abort(request)
+        super().launch()
 
 
 class FailureEndsTheHold(Rank):

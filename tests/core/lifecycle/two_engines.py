@@ -601,7 +601,7 @@ class Engine:
         if not waits:
             return False
         needed = self.pressure.enough(sum(waits))
-        if self.holds.ending or self.reclaim(needed):
+        if self.holds.reclaiming or self.reclaim(needed):
             return False
         self.holds.give_up(silent, needed)
         return self.pressure.ask(self.world.now, held=self.holds.ticketed)
