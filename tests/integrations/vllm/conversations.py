@@ -167,6 +167,6 @@ def idle(*engines: Engine) -> list[int]:
 
 
 def edited_histories(engine: Engine) -> float:
-    """Return how many turns loaded nothing of the last one in an engine."""
+    """Return how many turns loaded nothing of the last one; it may be counted a step later."""
     exposed: dict[str, float] = engine.run(probes.exposed)
     return exposed.get(EDITED, 0)

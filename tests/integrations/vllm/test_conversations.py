@@ -160,7 +160,7 @@ def test_history_of_another_conversation(reference: Engine, world: World) -> Non
     turn = conversation.say(words(20), max_tokens=12)
     assert same_answer(reference, turn, max_tokens=12)
     assert (turn.pulled, turn.computed) == (0, len(turn.prompt))
-    assert edited_histories(world.plain) == before + 1
+    eventually(lambda: edited_histories(world.plain) == before + 1)
     conversation.end()
 
 

@@ -15,7 +15,6 @@ from tests.integrations.vllm.conversations import (
     RECOMPUTE,
     ROLE,
     TWO_WAY,
-    edited_histories,
     idle,
     words,
 )
@@ -128,4 +127,3 @@ def test_history_that_changed_in_an_image(engines: tuple[Engine, Engine, Engine]
     whole = talk.tokens + 30
     # Blocks up to 96 are common, and the image has the tokens 40 to 106.
     assert talk.say(ordinary, words(30)) == (whole - 32, 32)
-    assert not edited_histories(prefill)
