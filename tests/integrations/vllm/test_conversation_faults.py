@@ -247,14 +247,22 @@ def test_ticket_used_twice_at_once(reference: Engine, talk: Conversation) -> Non
 def test_conversation_ticket_on_the_wrong_leg(reference: Engine, talk: Conversation) -> None:
     """Decode refuses its own ticket; prefill loads with it as if it were to decode."""
     turn = [*talk.tokens, *prompt(20, seed=15)]
-    for engine, legs in (
-        (talk.decode, {"do_remote_prefill": True, "do_remote_decode": False}),
-        (talk.decode, {"do_remote_prefill": True, "do_remote_decode": True}),
-        (talk.prefill, {"do_remote_prefill": True, "do_remote_decode": False}),
-    ):
-        [text] = texts(engine, turn, params={**(talk.ticket or {}), **legs})
-        assert text == texts(reference, turn)[0]
-    assert talk.decode.run(kept) == 2  # the answers of the first two, not the one that was read
+    params = {**(talk.ticket or {}), "do_remote_prefill": True, "do_remote_decode": False}
+    expected = texts(reference, turn)
+    assert texts(talk.decode, turn, params=params) == expected
+    before = pulled_by(talk.prefill)
+    assert texts(talk.prefill, turn, params=params) == expected
+    assert pulled_by(talk.prefill) - before == len(talk.tokens) - 1
+    eventually(lambda: talk.decode.run(kept) == 1)  # what decode answered itself just now
+
+
+def test_conversation_ticket_with_both_flags(reference: Engine, talk: Conversation) -> None:
+    """Such a turn is prefilled for another engine, whichever engine gets it."""
+    turn = [*talk.tokens, *prompt(20, seed=16)]
+    params = {**(talk.ticket or {}), "do_remote_prefill": True, "do_remote_decode": True}
+    for engine, other in ((talk.decode, talk.prefill), (talk.prefill, talk.decode)):
+        [handed_over] = engine.generate(turn, params=params, max_tokens=1)
+        assert texts(other, turn, params=handed_over.params) == texts(reference, turn)
 
 
 def test_prefill_ticket_on_prefill(reference: Engine, talk: Conversation) -> None:
