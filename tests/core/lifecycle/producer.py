@@ -447,7 +447,8 @@ class Producer:
         return StepWork(prompt, prompt.epoch, prompt.pages, last, prompt.late)
 
     def _finish(self, prompt: PrefillRequest) -> None:
-        if prompt.errs or prompt.hold is None:
+        has_room = self.scheduler_holds.has_room(frozenset(prompt.pages))
+        if prompt.errs or prompt.hold is None or (prompt.conversation and not has_room):
             self.abort(prompt)
             return
         ttl = TTL if prompt.conversation else None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import run_state_machine_as_test
 
@@ -25,5 +26,6 @@ SEARCH = settings(
 )
 
 
+@pytest.mark.timeout(300)
 def test_the_protocol_holds_in_every_order_of_events() -> None:
     run_state_machine_as_test(Protocol, settings=SEARCH)

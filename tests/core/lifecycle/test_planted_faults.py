@@ -657,6 +657,7 @@ FOUND_BY_TABLE = {
 }
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("fault", PLANTED)
 def test_planted_fault_is_caught(fault: str) -> None:
     class Planted(Protocol):

@@ -242,6 +242,7 @@ class Conversations(RuleBasedStateMachine):
             self.world.finish()
 
 
+@pytest.mark.timeout(300)
 def test_two_engines_that_load_from_each_other_make_progress() -> None:
     run_state_machine_as_test(Conversations, settings=SEARCH)
 
@@ -349,6 +350,7 @@ PLANTED: dict[str, Parts] = {
 }
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("fault", PLANTED)
 def test_planted_fault_is_caught(fault: str) -> None:
     class Planted(Conversations):

@@ -19,6 +19,7 @@ from kvferry.integrations.vllm.adapter_files import AdapterError
 from kvferry.integrations.vllm.cache_groups import CacheGroup
 from kvferry.integrations.vllm.consumer import Consumer
 from kvferry.integrations.vllm.producer import Producer
+from kvferry.integrations.vllm.request_reports import RequestReports
 from kvferry.integrations.vllm.security import SecuritySettings
 from kvferry.integrations.vllm.side_channel import EngineSideChannel
 from kvferry.integrations.vllm.ticket_params import KEY, ParallelSizes, read_ticket
@@ -403,11 +404,13 @@ class TestTurns:
     def test_history_that_was_shortened(self) -> None:
         assert loaded(consumer(), turn(50)) == 48
 
-    def test_edited_history_is_counted_and_computed(self) -> None:
+    def test_edited_history_is_counted_and_computed(self, caplog: pytest.LogCaptureFixture) -> None:
         metrics = Metrics(driver="loopback")
-        made = consumer(metrics=metrics)
+        made = consumer(metrics=metrics, reports=RequestReports(log=True))
         each = changed(turn(80), 3)
-        assert loaded(made, each) == 0
+        with caplog.at_level(logging.INFO):
+            assert loaded(made, each) == 0
+        assert "the prompt does not begin with its 64 tokens" in caplog.text
         made.blocks_allocated(each, blocks(21, 22, 23, 24, 25), 0)
         assert made.drain().loads == ()
         assert metrics.take() == {"edited_histories": {"loopback": 1}}
@@ -515,9 +518,9 @@ class TestTurns:
         assert made.drain().refused
 
     def test_ticket_is_left_alone_where_the_second_turn_is_off(self) -> None:
-        made = consumer(continues=False)
-        assert loaded(made, turn(80)) == 0
-        assert not made.pending
+        for made in (consumer(continues=False), halves.consumer(engine="prefill")):
+            assert loaded(made, turn(80)) == 0
+            assert not made.pending
 
     def test_turn_that_vllm_has_refused(self) -> None:
         made = consumer()
