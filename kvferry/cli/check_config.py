@@ -104,6 +104,11 @@ def run(text: str, peers: Sequence[str] = ()) -> int:
     for extra in _own_settings(given):
         for warning in examine_security_settings(acceptable(extra))[0].exposed:
             typer.echo(f"note: {warning}")
+    if is_transfer(given):
+        policy = str(given.get("kv_load_failure_policy") or "fail")
+        for extra in _own_settings(given):
+            if risk := support.late_turn_risk(acceptable(extra), policy):
+                typer.echo(f"note: {risk}")
     typer.echo(_summary(len(found), given, peers))
     return int(bool(found))
 

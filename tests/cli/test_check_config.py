@@ -190,6 +190,21 @@ def test_every_key_and_secret_that_cannot_be_read_is_listed(
     assert missing == []
 
 
+@pytest.mark.parametrize("policy", ["recompute", "fail", None])
+def test_turns_that_may_fail_are_a_note(
+    capsys: pytest.CaptureFixture[str], policy: str | None
+) -> None:
+    given = transfer(
+        kv_role="kv_both",
+        kv_load_failure_policy=policy,
+        kv_connector_extra_config={"bidirectional_kv_xfer": True},
+    )
+    assert run(json.dumps(given)) == 0
+    notes = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note:")]
+    assert len(notes) == (policy != "recompute")
+    assert all("kv_load_failure_policy is 'fail', with bidirectional" in note for note in notes)
+
+
 def test_secret_that_others_can_read_is_a_note(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -182,10 +182,13 @@ class SchedulerHolds:
 
         Returns:
             The hold; ``None`` if ``take_on`` gave the request no hold, if the request has its
-            ticket already, or if it has more than ``max_pages`` pages.
+            ticket already, if it has more than ``max_pages`` pages, or if a conversation has no
+            room (``has_room``).
         """
         entry = self._entries.get(request)
         if entry is None or entry.ticketed or not self.fits(len(pages)):
+            return None
+        if ttl is not None and not self.has_room(pages):
             return None
         entry.ticketed, entry.pages = True, pages
         self._ready.append((entry.hold, lease))
@@ -204,10 +207,22 @@ class SchedulerHolds:
         """Return whether ``max_pages`` allows a ticket for a request with this number of pages."""
         return self._max_pages is None or pages <= self._max_pages
 
+    def has_room(self, pages: frozenset[int]) -> bool:
+        """Return whether ``max_pages`` allows a conversation's ticket beside the prompts' tickets.
+
+        Only tickets of other conversations are given up for a conversation's ticket.
+
+        Args:
+            pages: ids of the conversation's pages.
+        """
+        new = sum(page not in self._firm_pages for page in pages)
+        return self._max_pages is None or len(self._firm_pages) + new <= self._max_pages
+
     def take_evicted(self) -> list[RequestId]:
         """Return the requests whose holds were ended early because of ``max_pages``.
 
-        Each request is returned once.
+        Each request is returned once. Those of conversations are left out: their pages were kept
+        only as long as there was room.
         """
         evicted, self._evicted = self._evicted, []
         return evicted
@@ -345,8 +360,9 @@ class SchedulerHolds:
         while self._max_pages is not None and len(self._pages) > self._max_pages:
             candidates = chain(self._conversations, self._oldest)
             oldest = next(request for request in candidates if request != newest)
+            if oldest not in self._conversations:
+                self._evicted.append(oldest)
             self._give_up(oldest, HoldEnd.EVICTED)
-            self._evicted.append(oldest)
 
     def _give_up(self, request: RequestId, reason: HoldEnd) -> None:
         """Give up a request's ticket: the workers will be told to end its hold.

@@ -47,6 +47,8 @@ In this order, copies stay large between engines that split heads differently. A
 user sets takes precedence, and works as well.
 """
 
+logger = logging.getLogger(__name__)
+
 
 class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
     """Hand over requests' KV cache from the vLLM engine that prefills to the one that decodes.
@@ -83,10 +85,11 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
             support.check_engine(vllm_config)
             # MultiConnector builds its children with a configuration of their own.
             engine = get_current_vllm_config_or_none() or vllm_config
-            support.check_siblings(
-                vllm_config.kv_transfer_config,
-                engine.kv_transfer_config or vllm_config.kv_transfer_config,
-            )
+            own = vllm_config.kv_transfer_config
+            outer = engine.kv_transfer_config or own
+            support.check_siblings(own, outer)
+            if risk := support.late_turn_risk(settings, outer.kv_load_failure_policy):
+                logger.warning(risk)
             if vllm_config.lora_config is not None:
                 self._adapter_loads = observe_loads(vllm_config)
 

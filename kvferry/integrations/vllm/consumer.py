@@ -39,6 +39,7 @@ from kvferry.integrations.vllm.ticket_params import KEY, read_ticket
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
 logger = logging.getLogger(__name__)
@@ -119,6 +120,8 @@ class Consumer:
         self._waiting: dict[str, Ticket | TicketError] = {}
         # Requests whose load is under way; None if the ticket was refused.
         self._loading: dict[str, LoadingRequest | None] = {}
+        # Requests whose load is over, and of which vLLM has computed no token since.
+        self._loaded: set[str] = set()
         self._users = HoldUsers()
         self._prepare: list[Ticket] = []
         self._loads: list[Load] = []
@@ -169,10 +172,11 @@ class Consumer:
             _log_turn_refusal(request, error)
             self._metrics.add(REFUSED, reason=error.reason.value)
             return
+        if common < ticket.tokens:
+            self._metrics.add(EDITED_HISTORIES)
         if common:
             self._wait(request, replace(ticket, tokens=common, blocks=None))
         else:
-            self._metrics.add(EDITED_HISTORIES)
             self._reports.nothing_loaded(
                 request.request_id,
                 ticket,
@@ -225,7 +229,7 @@ class Consumer:
             if external:
                 self._begin_load(request, entry, blocks, external)
             else:
-                self._release_unused(request.request_id, entry, "no token is left to load")
+                self._release_unused(request.request_id, entry, "it needs none, or too few tokens")
         elif external:
             self._loading[request.request_id] = None
             self._refused.append((request.request_id, str(entry)))
@@ -245,6 +249,9 @@ class Consumer:
             self._release_unused(request.request_id, entry, "it ended before it had blocks")
         elif request.request_id in self._loading:
             self._aborted.append(request.request_id)
+            if (loading := self._loading[request.request_id]) is not None:
+                loading.is_aborted = True
+        self._loaded.discard(request.request_id)
 
     def loads_reported(self, records: Mapping[str, LoadRecord]) -> None:
         """Record the figures of loads that have ended on some ranks, for ``loads_finished``.
@@ -272,6 +279,8 @@ class Consumer:
             # orders, some before they hear of the next load. Only a load that all ranks have
             # reported counts as over: no rank reads for it any more when "done" is sent.
             self._users.over(RequestId(request_id), loaded=request_id not in failed)
+            if not loading.is_aborted:
+                self._loaded.add(request_id)
             if request_id in failed:
                 self._metrics.add(FAILED)
                 self._reports.failed(loading)
@@ -279,6 +288,23 @@ class Consumer:
                 self._metrics.add(LOADS)
                 self._metrics.add(TOKENS, loading.tokens)
                 self._reports.loaded(loading)
+
+    def loaded_request_waits(self, scheduler_output: SchedulerOutput) -> bool:
+        """Return whether a request whose load is over waits for blocks for the rest of its prompt.
+
+        vLLM calls no hook for such a request. It waits for blocks if it is not computed although
+        nothing else is. While other requests are computed, it may wait for its turn; and they will
+        lack blocks before long, or end.
+
+        Must be called once, at the end of each scheduling pass.
+
+        Args:
+            scheduler_output: vLLM's plan of the step.
+        """
+        if not self._loaded:
+            return False
+        self._loaded.difference_update(scheduler_output.num_scheduled_tokens)
+        return bool(self._loaded) and scheduler_output.total_num_scheduled_tokens == 0
 
     def drain(self) -> LoadMessages:
         """Return the messages to the workers that were queued since the last call."""
@@ -343,8 +369,9 @@ class Consumer:
         That is a request that is prefilled here for another engine, with a ticket in its params.
         """
         params = request.kv_transfer_params or {}
-        has_ticket = KEY in params or bool(params.get("remote_block_ids"))
-        return self._continues and has_ticket and bool(params.get("do_remote_decode"))
+        is_prefill = params.get("do_remote_decode") and not params.get("do_remote_prefill")
+        has_ticket = KEY in params or params.get("remote_block_ids")
+        return self._continues and bool(is_prefill and has_ticket)
 
     def _admit_maker(self, request: Request) -> Ticket:
         """Return the ticket in a request's ``kv_transfer_params`` if its maker is admitted.

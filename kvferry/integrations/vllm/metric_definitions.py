@@ -77,7 +77,7 @@ TOKENS = Metric(
 EDITED_HISTORIES = Metric(
     name="edited_histories",
     kind=MetricKind.COUNTER,
-    text="Turns that loaded nothing because their prompt does not begin as the last turn did.",
+    text="Turns of conversations whose prompt does not begin with all tokens of the ticket.",
 )
 HOLDS = Metric(
     name="holds",

@@ -293,6 +293,13 @@ class Producer:
             )
             return None
         is_conversation = self._is_conversation(request)
+        if is_conversation and not self._holds.has_room(blocks):
+            self._no_conversation_ticket(
+                request,
+                f"it has {len(blocks)} blocks, and with those held for prompts that would be more "
+                f"than {self._max_held}, which may be held: set a larger max_held_fraction",
+            )
+            return None
         hold = self._holds.ticket(
             RequestId(request.request_id),
             self._lease,
@@ -386,7 +393,8 @@ class Producer:
         matter: its pages are complete in the end.
         """
         params = request.kv_transfer_params or {}
-        return self._conversation_ttl is not None and bool(params.get("do_remote_prefill"))
+        is_answered_here = params.get("do_remote_prefill") and not params.get("do_remote_decode")
+        return self._conversation_ttl is not None and bool(is_answered_here)
 
     def _conversation_tokens(self, request: Request) -> int:
         """Return how many tokens the ticket of an answer covers, or 0 if it gets no ticket.
@@ -577,18 +585,22 @@ class Producer:
             self._holds.reclaim(self._pressure.enough(0))
         return self._holds.ending
 
-    def relieve_block_pressure(self) -> bool:
+    def relieve_block_pressure(self, *, request_waits: bool = False) -> bool:
         """If requests wait for blocks, end holds of conversations, and otherwise silent holds.
 
         The consumer of a silent hold seems to be gone.
 
         Must be called once, at the end of each scheduling pass.
 
+        Args:
+            request_waits: Whether a request waits for blocks of which neither
+                ``allocation_attempted`` nor ``has_pending_block_frees`` says so.
+
         Returns:
             Whether the scheduler half must ask the ranks, in the coming step, for the holds that
             are silent now.
         """
-        request_waits = bool(self._blocks_needed) or self._running_request_waits
+        request_waits |= bool(self._blocks_needed) or self._running_request_waits
         needed = sum(self._blocks_needed.values())
         self._blocks_needed.clear()
         self._running_request_waits = False

@@ -23,11 +23,13 @@ HOLD_ENDS: Mapping[HoldEnd, str] = {
     HoldEnd.READ: "were read",
     HoldEnd.ABANDONED: "were abandoned",
     HoldEnd.EXPIRED: "expired",
+    HoldEnd.EVICTED: "were evicted",
     HoldEnd.RECLAIMED: "were reclaimed",
     HoldEnd.ORPHANED: "were orphaned",
     HoldEnd.REVOKED: "were revoked",
 }
-"""How the line says that a hold has ended. An evicted hold has a warning of its own."""
+"""How the line says that a hold has ended. If the hold of a prompt is evicted, a warning says so
+instead."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -64,6 +66,7 @@ class LoadingRequest:
         begun: When it got its blocks, in seconds since the epoch.
         headers: The request's trace headers.
         record: The figures of the load on the ranks that have reported them; ``None`` if none has.
+        is_aborted: Whether the request has ended already.
     """
 
     request_id: str
@@ -72,6 +75,7 @@ class LoadingRequest:
     begun: float
     headers: Headers = None
     record: LoadRecord | None = None
+    is_aborted: bool = False
 
 
 class RequestReports:
@@ -138,7 +142,7 @@ class RequestReports:
             seconds: How long the blocks were held.
         """
         reader = request.ended.engine if request.ended is not None else ""
-        if self._log and end in HOLD_ENDS:
+        if self._log and (end is not HoldEnd.EVICTED or request.is_conversation):
             logger.info(
                 "request %s: its %d tokens (%d blocks) %s%s after %.2f s",
                 on_one_line(request.request_id),

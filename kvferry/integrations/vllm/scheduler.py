@@ -133,12 +133,6 @@ class FerryScheduler:
             host=self._config.side_channel_host,
             key=self._security.access.public,
         )
-        if self._config.bidirectional_kv_xfer and transfer.kv_load_failure_policy == "fail":
-            logger.warning(
-                'kv_load_failure_policy is "fail": a request whose conversation\'s pages are given '
-                'back while it waits for them fails then; set "recompute" where the next turn is '
-                "prefilled (bidirectional_kv_xfer)"
-            )
         warn_of_open_access(self._security, self._config.side_channel_host)
         if transfer.is_kv_producer:
             chosen = "side_channel_host" in transfer.kv_connector_extra_config
@@ -278,7 +272,8 @@ class FerryScheduler:
         """
         ranks, self._unsent_ranks = self._unsent_ranks, ()
         loads = self._consumer.drain()
-        asks_silent = self._producer.relieve_block_pressure()
+        loaded_request_waits = self._consumer.loaded_request_waits(scheduler_output)
+        asks_silent = self._producer.relieve_block_pressure(request_waits=loaded_request_waits)
         return StepMetadata(
             ranks=ranks,
             ticket_key=self._ticket_key.public if ranks else b"",

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from kvferry.integrations.vllm import versions
 from kvferry.integrations.vllm.caches.cache_specs import refusals
-from kvferry.integrations.vllm.config import ConfigError
+from kvferry.integrations.vllm.config import Config, ConfigError
 
 if TYPE_CHECKING:
     from vllm.config import KVTransferConfig, VllmConfig
@@ -56,6 +56,22 @@ def check_siblings(own: KVTransferConfig, engine: KVTransferConfig) -> None:
         ConfigError: Names the setting and the remedy.
     """
     _refuse("KVFerryConnector cannot work with", _unsupported_siblings(own, engine))
+
+
+def late_turn_risk(config: Config, failure_policy: str) -> str | None:
+    """Return a warning that the next turn of a conversation may fail; ``None`` if it cannot.
+
+    Args:
+        config: The connector's settings.
+        failure_policy: The engine's ``kv_load_failure_policy``.
+    """
+    if not config.bidirectional_kv_xfer or failure_policy == "recompute":
+        return None
+    return (
+        f"kv_load_failure_policy is {failure_policy!r}, with bidirectional_kv_xfer: a turn ends "
+        "with an error on prefill if it comes after decoder_kv_blocks_ttl, after a restart of "
+        'decode, or when decode has given the pages back; set "recompute", which computes it'
+    )
 
 
 def check_groups(kv_cache_config: KVCacheConfig) -> None:

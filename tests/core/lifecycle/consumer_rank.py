@@ -226,6 +226,8 @@ class ConsumerRank:
         try:
             self.check(pull.request)
         except TicketError as exc:
+            ours = pull.request.issue.ticket.incarnation == self._payloads[0].incarnation
+            require(pull.request.forged or not ours, "refused a good ticket:", exc)
             self._on_handshake_failed(load_id, exc)
             return
         wanted = self.loads.wanted(load_id)

@@ -26,11 +26,19 @@ def require(holds: bool, what: str, *details: object) -> None:
 
 
 class Content(NamedTuple):
-    """The content of a page: the request that computed it, its index, and if it is complete."""
+    """The content of a page.
+
+    Attributes:
+        owner: the request that computed it.
+        number: its index.
+        final: whether the request's steps, and its drafter, are over with it.
+        late: whether it has the token that a step under way computes when an answer has ended.
+    """
 
     owner: int
     number: int
     final: bool
+    late: bool = False
 
 
 @dataclass(slots=True, eq=False)

@@ -11,13 +11,16 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from kvferry.core.errors import HandshakeError, TransportError
 from tests.core.lifecycle.invariants import check_scheduler_holds
-from tests.core.lifecycle.producer import LEASE, LOAD_TIMEOUT, PAGES, PrefillState
+from tests.core.lifecycle.producer import LEASE, LOAD_TIMEOUT, PAGES, TTL, PrefillState
 from tests.core.lifecycle.simulation import PLANS, Components, Simulation
 
 T = TypeVar("T")
 
 PICKS = st.binary(max_size=8) | st.binary(min_size=24, max_size=60)
 """Which of the possible moves come next: few, or many."""
+
+KINDS = ["plain", "drafter", "conversation"]
+"""What ``Simulation.ask`` makes."""
 
 
 class Protocol(RuleBasedStateMachine):
@@ -67,14 +70,14 @@ class Protocol(RuleBasedStateMachine):
     @rule(
         size=st.integers(1, 2),
         chunks=st.integers(1, 2),
-        drafter=st.booleans(),
+        kind=st.sampled_from(KINDS),
         remote=st.sampled_from([True, True, True, False]),
         errs=st.sampled_from([False, False, False, True]),
         until=st.sampled_from(["asked", "scheduled", "preempted", "aborted", "ticket", "ready"]),
     )
-    def ask(self, until: str, size: int, chunks: int, **kind: bool) -> None:
+    def ask(self, until: str, size: int, chunks: int, kind: str, **more: bool) -> None:
         producer = self.simulation.producer
-        self.simulation.ask(size=size, chunks=chunks, **kind)
+        self.simulation.ask(size=size, chunks=chunks, kind=kind, **more)
         if until in ("scheduled", "preempted", "aborted"):
             if producer.can_schedule:
                 producer.schedule()
@@ -90,7 +93,7 @@ class Protocol(RuleBasedStateMachine):
         cached=st.sampled_from([0, 0, 0, 1, 2]),
         fits=st.sampled_from([True] * 7 + [False]),
         forged=st.sampled_from([False] * 7 + [True]),
-        drafter=st.booleans(),
+        kind=st.sampled_from(KINDS),
         ordered=st.booleans(),
         together=st.booleans(),
         sample=st.booleans(),
@@ -106,7 +109,7 @@ class Protocol(RuleBasedStateMachine):
         cached: int,
         fits: bool,
         forged: bool,
-        drafter: bool,
+        kind: str,
         ordered: bool,
         together: bool,
         sample: bool,
@@ -117,17 +120,17 @@ class Protocol(RuleBasedStateMachine):
     ) -> None:
         simulation = self.simulation
         if back is None:
-            issue = simulation.fresh(drafter=drafter, ordered=ordered)
+            issue = simulation.fresh(kind=kind, ordered=ordered)
         else:
             issue = simulation.issues[-1 - back] if back < len(simulation.issues) else None
         consumers = [simulation.consumers["AB".index(name)] for name in engines]
-        kind: dict[str, Any] = {"cached": cached, "fits": fits, "forged": forged, "sample": sample}
+        how: dict[str, Any] = {"cached": cached, "fits": fits, "forged": forged, "sample": sample}
         if issue is not None and together:
             for consumer in consumers:
-                simulation.hand(consumer, issue, **kind)
+                simulation.hand(consumer, issue, **how)
         for consumer in consumers:
             if issue is not None and not together:
-                simulation.hand(consumer, issue, **kind)
+                simulation.hand(consumer, issue, **how)
             for _ in range(rounds):
                 simulation.pull(consumer, items)
             for request in list(consumer.requests.values())[-1:] if aborts else ():
@@ -180,7 +183,7 @@ class Protocol(RuleBasedStateMachine):
                 moves[pick % len(moves)]()
 
     @rule(
-        seconds=st.sampled_from([0.0, 0.0, 0.0, 0.5, LEASE - 0.5, LEASE, LOAD_TIMEOUT]),
+        seconds=st.sampled_from([0.0, 0.0, 0.0, 0.5, LEASE - 0.5, LEASE, LOAD_TIMEOUT, TTL]),
         resets=st.sampled_from([False, False, False, True]),
         patient=st.sampled_from([False, False, True]),
         picks=PICKS,
@@ -261,7 +264,7 @@ class Protocol(RuleBasedStateMachine):
                 severs=severs, failing=failing, messages=messages, gracefully=index == 0
             )
             if index == 1:
-                simulation.fresh(drafter=False, ordered=False)
+                simulation.fresh(kind="plain", ordered=False)
         elif what == "part":
             for rank in (r for e in simulation.consumers for r in e.ranks[index % 2 :]):
                 rank.handle_producer_death(failing=how == "links are failing")

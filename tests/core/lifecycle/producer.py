@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from kvferry.core.layout import Field, Group, GroupKind, Layout, axis
 from kvferry.core.lifecycle.digest import digest
-from kvferry.core.lifecycle.holds import Hold, Incarnation, RequestId, random_incarnation
+from kvferry.core.lifecycle.holds import Hold, HoldEnd, Incarnation, RequestId, random_incarnation
 from kvferry.core.lifecycle.reclamation import GONE_SECONDS, BlockPressure, Silence
 from kvferry.core.lifecycle.scheduler_holds import HoldOrders, SchedulerHolds
 from kvferry.core.lifecycle.ticket import Ticket
@@ -38,6 +38,8 @@ from tests.core.ticket_proofs import proved
 PAGES = 4
 """Pages of an engine's cache, without the null page."""
 LEASE = 10.0
+TTL = 15.0
+"""How long a conversation's hold is kept until it is claimed; longer than a lease."""
 LOAD_TIMEOUT = 25.0
 """Longer than a lease, so that holds of waiting loads need renewal."""
 STEPS_AHEAD = 2
@@ -65,6 +67,9 @@ class PrefillRequest:
         drafter: whether a drafter writes its pages again after the results of the last step.
         remote: whether another engine will decode it.
         errs: whether it ends with an error, so that no ticket is made.
+        conversation: whether its ticket is for the next turn of a conversation. If a step more was
+            scheduled when it ends, its ticket covers the token which that step computes.
+        late: whether such a step was scheduled.
     """
 
     uid: int
@@ -74,6 +79,8 @@ class PrefillRequest:
     drafter: bool
     remote: bool
     errs: bool
+    conversation: bool = False
+    late: bool = False
     at: PrefillState = PrefillState.WAITING
     epoch: int = 0
     chunk: int = 0
@@ -91,16 +98,18 @@ class PrefillRequest:
 
     def content(self, index: int) -> Content:
         """Return the content of page ``index`` when it is complete."""
-        return Content(owner=self.uid, number=index, final=True)
+        late = self.late and index == self.size - 1
+        return Content(owner=self.uid, number=index, final=True, late=late)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class IssuedTicket:
-    """A ticket, with its request and its producer."""
+    """A ticket, with its request, its producer, and when it was made."""
 
     ticket: Ticket
     prompt: PrefillRequest
     producer: Producer
+    made: float = 0.0
 
 
 class StepWork(NamedTuple):
@@ -110,6 +119,7 @@ class StepWork(NamedTuple):
     epoch: int
     pages: tuple[int, ...]
     last: bool
+    late: bool = False
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -161,7 +171,8 @@ class ProducerRank:
         step = self.inbox.popleft()
         self._apply(step.orders)
         for work in step.work:
-            self._queue_writes(work, final=work.last and not work.prompt.drafter)
+            final = work.late or (work.last and not work.prompt.drafter)
+            self._queue_writes(work, final=final)
         if step.asks:
             step.silent[self.rank] = self.worker_holds.silent(self._now(), GONE_SECONDS, PAGES)
             step.ages[self.rank] = self.table.ages(self._now())
@@ -232,15 +243,17 @@ class ProducerRank:
             self.table.end(hold, Cause(why="dropped"))
         for request, hold in orders.take_ons:
             self.table.take_on(request, hold)
+        ttls = dict(orders.ttls)
         for hold, lease in orders.ready:
-            self.table.order(hold, lease, now)
+            self.table.order(hold, lease, ttls.get(hold), now)
             self.stream.append(partial(self.passed.append, hold))
         for hold in orders.ends:
             self.table.end(hold, Cause(why="reset"))
 
     def _queue_writes(self, work: StepWork, *, final: bool) -> None:
         for index, page in enumerate(work.pages):
-            content = work.prompt.content(index)._replace(final=final)
+            late = work.late and page == work.pages[-1]
+            content = work.prompt.content(index)._replace(final=final, late=late)
             self.stream.append(partial(self.pages.__setitem__, page, content))
 
 
@@ -268,6 +281,8 @@ class Producer:
         self.scheduler_holds = scheduler_holds(slots, max_pages=max_held)
         self.pressure = pressure(PAGES, ranks)
         self.orphaned: list[Hold] = []
+        self.reclaimed: list[Hold] = []
+        self.evicted: set[Hold | None] = set()
         self._clock = clock
         self._ages: dict[int, dict[Hold, float]] = {}
         self.ranks = [
@@ -301,9 +316,11 @@ class Producer:
         for prompt in self.at(PrefillState.WAITING):
             if prompt.size <= len(self.free):
                 self._take_in(prompt)
-        work = [self._next_chunk(p) for p in self.at(PrefillState.RUNNING) if p.chunk < p.chunks]
-        asks = self._relieve()
+        running = self.at(PrefillState.RUNNING)
+        work = [self._next_chunk(p) for p in running if p.chunk < p.chunks + p.conversation]
+        asks = self.relieve()
         step = Step(orders=self.scheduler_holds.drain(), work=work, asks=asks)
+        self._check_ends(set(step.orders.ends))
         self.given_up.update(step.orders.ends)
         self._check_limit()
         self.steps.append(step)
@@ -332,6 +349,7 @@ class Producer:
         """Preempt a request: it gives up its pages, keeps its hold and starts again."""
         self._free(prompt)
         prompt.at, prompt.chunk, prompt.epoch = PrefillState.WAITING, 0, prompt.epoch + 1
+        prompt.late = False
 
     def abort(self, prompt: PrefillRequest) -> None:
         """End a request before it has a ticket: its pages are free at once."""
@@ -363,16 +381,45 @@ class Producer:
 
     # Inside.
 
-    def _relieve(self) -> bool:
-        """Give up silent holds if a request waits for pages; return whether to ask the ranks."""
+    def relieve(self) -> bool:
+        """Give up holds if a request waits for pages; return whether to ask the ranks.
+
+        Those of conversations go first, then silent ones.
+        """
         silent, waits = self.pressure.take_silent(), self.starved
         if waits is None:
+            return False
+        if self.scheduler_holds.reclaiming or self._reclaim(self.pressure.enough(waits.size)):
             return False
         for each in self.scheduler_holds.give_up(silent, self.pressure.enough(waits.size)):
             youngest = min(ages.get(each.hold, 0.0) for ages in self._ages.values())
             require(youngest >= GONE_SECONDS, "given up, though its consumer lives:", each)
             self.orphaned.append(each.hold)
         return self.pressure.ask(self._clock(), held=self.scheduler_holds.ticketed)
+
+    def _reclaim(self, pages: int) -> int:
+        """Give up holds of conversations; return how many."""
+        kept = self.conversations
+        given = self.scheduler_holds.reclaim(pages)
+        oldest = [prompt.hold for prompt in kept[:given] if prompt.hold is not None]
+        self.reclaimed += oldest
+        return given
+
+    @property
+    def conversations(self) -> list[PrefillRequest]:
+        """Return the held answers whose ticket was not given up, the oldest ticket first."""
+        held = [issue.prompt for issue in self.issues if issue.producer is self]
+        gone = {*self.reset_holds, *self.orphaned, *self.reclaimed, *self.evicted}
+        return [
+            prompt
+            for prompt in held
+            if prompt.conversation and prompt.at is PrefillState.HELD and prompt.hold not in gone
+        ]
+
+    def _check_ends(self, ends: set[Hold]) -> None:
+        """Check that the scheduler half has a reason for each hold that it has ended."""
+        reasons = {*self.reset_holds, *self.orphaned, *self.reclaimed, *self.evicted}
+        require(ends <= reasons, "ended by the scheduler, without a reason:", ends - reasons)
 
     def _check_limit(self) -> None:
         """Check that no more pages are held than the limit, without those that were given up."""
@@ -396,17 +443,26 @@ class Producer:
     def _next_chunk(self, prompt: PrefillRequest) -> StepWork:
         prompt.chunk += 1
         last = prompt.chunk == prompt.chunks
-        return StepWork(prompt, prompt.epoch, prompt.pages, last)
+        prompt.late = prompt.chunk > prompt.chunks
+        return StepWork(prompt, prompt.epoch, prompt.pages, last, prompt.late)
 
     def _finish(self, prompt: PrefillRequest) -> None:
         if prompt.errs or prompt.hold is None:
             self.abort(prompt)
             return
-        hold = self.scheduler_holds.ticket(prompt.id, LEASE, frozenset(prompt.pages))
+        ttl = TTL if prompt.conversation else None
+        hold = self.scheduler_holds.ticket(prompt.id, LEASE, frozenset(prompt.pages), ttl=ttl)
         require(hold == prompt.hold, "a ticket for another hold", prompt)
+        entries = self.scheduler_holds._entries.values()
+        self.evicted.update(e.hold for e in entries if e.given_up is HoldEnd.EVICTED)
         prompt.at = PrefillState.HELD
         ticket = _ticket(self, prompt, prompt.hold)
-        self.issues.append(IssuedTicket(ticket=ticket, prompt=prompt, producer=self))
+        made = self._clock()
+        self.issues.append(IssuedTicket(ticket=ticket, prompt=prompt, producer=self, made=made))
+
+    def computed(self, prompt: PrefillRequest) -> bool:
+        """Return whether a ticket may say that the pages are complete."""
+        return not prompt.drafter and not prompt.conversation
 
     def _hear_sent(self, rank: int, request: RequestId) -> None:
         self._check_sent(rank, request)
@@ -463,7 +519,7 @@ def _ticket(producer: Producer, prompt: PrefillRequest, hold: Hold) -> Ticket:
         first_index=(0,),
         tokens=len(prompt.tokens),
         digest=tokens_digest(prompt.tokens),
-        computed=not prompt.drafter,
+        computed=producer.computed(prompt),
         tp_size=len(producer.ranks),
     )
     return proved(ticket, producer.ticket_key)

@@ -29,6 +29,8 @@ class ActiveHold:
 
     request: RequestId
     lease: float | None = None
+    ttl: float | None = None
+    """Seconds from ``order`` and ``ready`` until the first renewal; for conversations only."""
     deadline: float | None = None
     is_ready: bool = False
     said: dict[str, dict[int, int]] = field(default_factory=dict)
@@ -39,6 +41,15 @@ class ActiveHold:
     """When the hold was ordered or became ready, whichever is later."""
     renewed: float = -math.inf
     """When an engine without heartbeats last renewed the hold."""
+
+    @property
+    def is_unclaimed(self) -> bool:
+        """Whether it is a conversation's, and was never renewed."""
+        return self.ttl is not None and not self.claims and self.renewed == -math.inf
+
+    def term(self, lease: float) -> float:
+        """Return how long the hold is kept from now on; ``lease`` is its lease."""
+        return self.ttl if self.ttl is not None and self.is_unclaimed else lease
 
 
 class ProtocolTable:
@@ -63,16 +74,16 @@ class ProtocolTable:
     def take_on(self, request: RequestId, hold: Hold) -> None:
         self.active[hold] = ActiveHold(request=request)
 
-    def order(self, hold: Hold, lease: float, now: float) -> None:
-        if hold in self.active:
-            self.active[hold].lease = lease
-            self.active[hold].deadline = now + lease
-            self.active[hold].alive = now
+    def order(self, hold: Hold, lease: float, ttl: float | None, now: float) -> None:
+        active = self.active.get(hold)
+        if active is not None:
+            active.lease, active.ttl, active.alive = lease, ttl, now
+            active.deadline = now + active.term(lease)
 
     def passed(self, hold: Hold, now: float) -> None:
         active = self.active.get(hold)
         if active is not None and active.lease is not None:
-            active.is_ready, active.deadline = True, now + active.lease
+            active.is_ready, active.deadline = True, now + active.term(active.lease)
             active.alive = max(active.alive, now)
 
     def renewed(self, renewal: Renewal, now: float) -> NoteOutcome:
@@ -109,12 +120,13 @@ class ProtocolTable:
         return ages
 
     def expire(self, now: float) -> list[RequestId]:
+        """End what is past its deadline; return the requests that a consumer should have read."""
         holds = self.active.items()
-        late = {h: s.request for h, s in holds if s.deadline is not None and s.deadline <= now}
+        late = {h: s for h, s in holds if s.deadline is not None and s.deadline <= now}
         for hold in late:
             self.expired[hold.slot] = hold
             self.end(hold, Cause(why="expired"))
-        return list(late.values())
+        return [active.request for active in late.values() if not active.is_unclaimed]
 
     def fresh(self, hold: Hold, now: float) -> bool:
         """Return whether a hold's pages are ready and more than half of its lease is left."""

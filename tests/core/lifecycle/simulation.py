@@ -28,6 +28,7 @@ from tests.core.lifecycle.fabric import Fabric, Message, require
 from tests.core.lifecycle.invariants import check_end, check_rest, check_scheduler_holds
 from tests.core.lifecycle.producer import (
     LEASE,
+    TTL,
     IssuedTicket,
     PrefillRequest,
     PrefillState,
@@ -132,8 +133,8 @@ class Simulation:
     def _client_moves(self) -> Iterator[Move]:
         """Yield new requests and tickets, while the engines are idle."""
         if len(self.producer.at(PrefillState.WAITING, PrefillState.RUNNING)) == 0:
-            for drafter in (False, True):
-                yield partial(self.ask, size=2, drafter=drafter)
+            for kind in ("plain", "drafter"):
+                yield partial(self.ask, size=2, kind=kind)
         for issue in self.issues[-2:]:
             stands = issue.ticket.hold in self.producer.ranks[0].table.active
             for engine in self.consumers if stands else ():
@@ -196,12 +197,16 @@ class Simulation:
         self,
         *,
         size: int,
-        drafter: bool,
+        kind: str,
         chunks: int = 1,
         remote: bool = True,
         errs: bool = False,
     ) -> None:
-        """Add a request to the prefill engine, if an id is free."""
+        """Add a request to the prefill engine, if an id is free.
+
+        ``kind`` is "plain", "drafter" (a drafter writes its pages last) or "conversation" (its
+        answer is held for the next turn).
+        """
         free = [i for i in IDS if i not in self.producer.requests]
         if free:
             prompt = PrefillRequest(
@@ -209,7 +214,8 @@ class Simulation:
                 id=free[0],
                 size=size,
                 chunks=chunks,
-                drafter=drafter,
+                drafter=kind == "drafter",
+                conversation=kind == "conversation",
                 remote=remote,
                 errs=errs,
             )
@@ -241,13 +247,15 @@ class Simulation:
                 self._forged.add(request.uid)
             engine.add(request)
 
-    def fresh(self, *, drafter: bool, ordered: bool) -> IssuedTicket | None:
+    def fresh(self, *, kind: str, ordered: bool) -> IssuedTicket | None:
         """Return a new ticket, if the prefill engine has room for the request.
 
         With ``ordered``, its ranks have the order for it, and their devices have not gone on.
         """
         issued = len(self.issues)
-        self.ask(size=2, drafter=drafter)
+        self.ask(size=2, kind=kind)
+        if kind == "conversation" and self.producer.can_schedule:
+            self.producer.schedule()  # so that a step more is under way when the answer ends
         self.compute(tail=False)
         if ordered and self.producer.can_schedule:
             self.producer.schedule()
@@ -310,12 +318,17 @@ class Simulation:
 
         Meanwhile renewals and heartbeats arrive only at the ranks in ``heard``.
         """
+        self._claim(self.producer.ranks[heard])
         for _ in IDS:
             if self.producer.starved is None:
-                self.ask(size=2, drafter=False)
+                self.ask(size=2, kind="plain")
                 self._producer_step(tail=True)
-        for _ in range(3):  # asked in the second step at the latest, answered in the third
+        # Conversations' holds go in the first step, and are back after two more. Then the ranks are
+        # asked, and have answered a step later.
+        for _ in range(6):
             self._producer_step(tail=True)
+        answers = self.producer.conversations if self.producer.starved is not None else []
+        require(not answers, "kept for a next turn, though requests wait for pages:", answers)
         ranks = self.producer.ranks[heard]
         kept = self._claimed(ranks)
         for second in range(int(seconds) + 1):
@@ -326,9 +339,10 @@ class Simulation:
         orphaned = len(self.producer.orphaned)
         for _ in range(3):
             self._producer_step(tail=True)
+        waited = waits is not None and waits.at is PrefillState.WAITING
         given_up = self.producer.orphaned[orphaned:]
         require(not set(kept) & set(given_up), "given up, though a consumer waits for it:", kept)
-        helped = given_up or waits is None or waits.at is not PrefillState.WAITING
+        helped = given_up or not waited
         require(bool(helped) or not left, "kept, though it is silent and pages are lacking:", left)
 
     def _lost(self) -> list[Hold]:
@@ -489,6 +503,9 @@ class Simulation:
             if self.producer.requests:
                 self.wait(LEASE + 1)
                 self.settle()
+        if self.producer.requests:
+            self.wait(TTL)
+            self.settle()
         check_end(self)
 
     # Inside.

@@ -7,6 +7,7 @@ protocol table), except those in ``FOUND_BY_TABLE``, which violate an invariant 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -15,7 +16,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from kvferry.core.errors import KVFerryError
+from kvferry.core.errors import KVFerryError, TicketError
 from kvferry.core.lifecycle import loads as loads_module
 from kvferry.core.lifecycle.hold_users import HoldUsers
 from kvferry.core.lifecycle.holds import NOTHING, Hold, RequestId
@@ -30,7 +31,7 @@ from tests.core.lifecycle.consumer_rank import ConsumerRank
 from tests.core.lifecycle.decode_requests import DecodeRequest, RankLoad
 from tests.core.lifecycle.fabric import Link, ProtocolViolation, Transfer
 from tests.core.lifecycle.machine import Protocol
-from tests.core.lifecycle.producer import Producer
+from tests.core.lifecycle.producer import TTL, PrefillRequest, Producer
 from tests.core.lifecycle.simulation import Components
 
 SEARCH = settings(
@@ -435,6 +436,142 @@ class SampleCountsAsOnlyUser(HoldUsers):
         return super().order(request)
 
 
+# Faults in holding answers for the next turn of a conversation.
+
+
+class AnswerSaidToBeComputed(Producer):
+    """An answer's ticket says ``computed``, although a step under way computes its last token."""
+
+    def computed(self, prompt: PrefillRequest) -> bool:
+        return not prompt.drafter
+
+
+class ReclaimedAtOnce(Producer):
+    """A reclaimed hold's pages are given back before any rank has reported the request sent."""
+
+    def _reclaim(self, pages: int) -> int:
+        kept = self.conversations
+        given = super()._reclaim(pages)
+        for prompt in kept[:given]:
+            self.reported[prompt.id].clear()
+            self._give_back(prompt)
+        return given
+
+
+class ReclaimedByOneRank(SentByOneRank):
+    """A reclaimed hold's pages are given back when the first rank has reported the request sent."""
+
+    def _hear_sent(self, rank: int, request: RequestId) -> None:
+        prompt = self.requests.get(request)
+        is_reclaimed = prompt is not None and prompt.hold in self.reclaimed
+        if is_reclaimed:
+            super()._hear_sent(rank, request)
+        else:
+            Producer._hear_sent(self, rank, request)
+
+
+class ReclaimedWordClearedAfterwards(EndedWordClearedAfterwards):
+    """The same for the holds of answers only."""
+
+    def end(self, hold: Hold) -> None:
+        held = self._find(hold)
+        is_answer = held is not None and held.ttl is not None
+        if is_answer:
+            super().end(hold)
+        else:
+            WorkerHolds.end(self, hold)
+
+
+class AnswersNeverReclaimed(SchedulerHolds):
+    def reclaim(self, pages: int) -> int:
+        return 0
+
+
+class NewestAnswerReclaimed(SchedulerHolds):
+    def reclaim(self, pages: int) -> int:
+        self._conversations = dict(reversed(self._conversations.items()))
+        return super().reclaim(pages)
+
+
+class PromptsReclaimed(SchedulerHolds):
+    def reclaim(self, pages: int) -> int:
+        answers, self._conversations = self._conversations, dict(self._oldest)
+        given = super().reclaim(pages)
+        self._conversations = {each: None for each in answers if each in self._conversations}
+        return given
+
+
+class TtlOfTheScheduler(Producer):
+    """The scheduler half ends an answer's hold when its own clock says that the TTL is over."""
+
+    def schedule(self) -> None:
+        for prompt in self.conversations:
+            made = next(issue.made for issue in self.issues if issue.prompt is prompt)
+            if self._clock() - made >= TTL:
+                self.scheduler_holds.revoke(prompt.id)
+        super().schedule()
+
+
+class TtlOfTheConsumer(ConsumerRank):
+    """The consumer refuses an answer's ticket when its own clock says that the TTL is over."""
+
+    def check(self, request: DecodeRequest) -> None:
+        super().check(request)
+        if request.issue.prompt.conversation and self.now() - request.issue.made >= TTL:
+            raise TicketError("too old")
+
+
+class NoTtl(WorkerHolds):
+    """An answer is held for a lease only."""
+
+    def order(self, hold: Hold, lease: float, now: float, ttl: float | None = None) -> None:
+        super().order(hold, lease, now)
+
+
+class TtlFromTheOrder(WorkerHolds):
+    """The TTL does not start again when the pages are ready."""
+
+    def ready(self, hold: Hold, now: float) -> None:
+        held = self._find(hold)
+        deadline = held.deadline if held is not None else None
+        super().ready(hold, now)
+        if held is not None and held.is_unclaimed:
+            held.deadline = deadline
+
+
+class TtlAtEachRenewal(WorkerHolds):
+    """A renewal gives an answer's hold another TTL, not a lease."""
+
+    def renew(self, message: Renewal, now: float) -> NoteOutcome:
+        outcome = super().renew(message, now)
+        held = self._named(message)
+        if held is not None and held.ttl is not None and held.is_ready:
+            held.deadline = now + held.ttl
+        return outcome
+
+
+class TtlAfterTheClaim(WorkerHolds):
+    """A claim that comes before the pages are ready does not end the TTL."""
+
+    def ready(self, hold: Hold, now: float) -> None:
+        super().ready(hold, now)
+        held = self._find(hold)
+        if held is not None and held.ttl is not None and held.is_ready:
+            held.deadline = now + held.ttl
+
+
+class ClaimBeforeTheOrderLost(WorkerHolds):
+    """A claim that comes before the order is forgotten with the order."""
+
+    def order(self, hold: Hold, lease: float, now: float, ttl: float | None = None) -> None:
+        held = self._find(hold)
+        if held is not None:
+            self._disclaim(held)
+            held.claimants.clear()
+            held.renewed = -math.inf
+        super().order(hold, lease, now, ttl)
+
+
 def _changed(message: Release, **changes: Any) -> Release:
     return Release(**{**{f: getattr(message, f) for f in message.__struct_fields__}, **changes})
 
@@ -489,10 +626,35 @@ PLANTED: dict[str, Components] = {
     "done never ordered": Components(users=DoneNeverOrdered),
     "every load sends done": Components(users=EveryLoadSendsDone),
     "a sample counts as the only user": Components(users=SampleCountsAsOnlyUser),
+    "an answer's ticket says computed": Components(producer=AnswerSaidToBeComputed),
+    "a reclaimed hold's pages given back at once": Components(producer=ReclaimedAtOnce),
+    "a reclaimed hold's pages given back when one rank has sent": Components(
+        producer=ReclaimedByOneRank
+    ),
+    "a reclaimed hold's slot word is cleared after its pages are given back": Components(
+        worker_holds=ReclaimedWordClearedAfterwards
+    ),
+    "answers are never reclaimed": Components(scheduler_holds=AnswersNeverReclaimed),
+    "the newest answer is reclaimed": Components(scheduler_holds=NewestAnswerReclaimed),
+    "prompts are reclaimed": Components(scheduler_holds=PromptsReclaimed),
+    "the scheduler half counts the TTL": Components(producer=TtlOfTheScheduler),
+    "the consumer counts the TTL": Components(consumer_rank=TtlOfTheConsumer),
+    "no TTL": Components(worker_holds=NoTtl),
+    "the TTL counts from the order": Components(worker_holds=TtlFromTheOrder),
+    "a TTL at each renewal": Components(worker_holds=TtlAtEachRenewal),
+    "a claim before ready does not count": Components(worker_holds=TtlAfterTheClaim),
+    "a claim before the order is lost": Components(worker_holds=ClaimBeforeTheOrderLost),
 }
 
 
-FOUND_BY_TABLE = {"drops after take-ons", "one rank counted twice"}
+FOUND_BY_TABLE = {
+    "drops after take-ons",
+    "one rank counted twice",
+    "the TTL counts from the order",
+    "a TTL at each renewal",
+    "a claim before ready does not count",
+    "a claim before the order is lost",
+}
 
 
 @pytest.mark.parametrize("fault", PLANTED)

@@ -144,9 +144,9 @@ class LimitedHarness:
     def __init__(self) -> None:
         self.scheduler_holds = SchedulerHolds(16, max_pages=4)
 
-    def hold(self, name: str, *pages: int) -> Hold | None:
+    def hold(self, name: str, *pages: int, ttl: float | None = None) -> Hold | None:
         take_on(self.scheduler_holds, RequestId(name))
-        return self.scheduler_holds.ticket(RequestId(name), 30.0, frozenset(pages))
+        return self.scheduler_holds.ticket(RequestId(name), 30.0, frozenset(pages), ttl=ttl)
 
     def ends(self) -> tuple[Hold, ...]:
         return self.scheduler_holds.drain().ends
@@ -236,6 +236,23 @@ def test_a_request_with_more_pages_than_the_limit_gets_no_ticket() -> None:
     assert kept not in harness.ends()
 
 
+def test_a_conversation_makes_no_ticket_of_a_prompt_go() -> None:
+    """It gets a ticket only beside those, for which other conversations go, without a warning."""
+    harness = LimitedHarness()
+    firm = harness.hold("prompt", 1, 2)
+    older = harness.hold("older", 2, 3, ttl=480.0)
+    assert not harness.scheduler_holds.has_room(frozenset({3, 4, 5}))
+    assert harness.hold("large", 3, 4, 5, ttl=480.0) is None
+    assert harness.ends() == ()
+    newer = harness.hold("newer", 4, 5, ttl=480.0)
+    assert harness.ends() == (older,)
+    harness.hold("another prompt", 6, 7)
+    assert harness.ends() == (newer,)
+    harness.hold("third prompt", 8)
+    assert harness.ends() == (firm,)
+    assert harness.scheduler_holds.take_evicted() == ["prompt"]
+
+
 ANY = Hold(slot=0, generation=1)
 
 
@@ -263,3 +280,123 @@ def test_orders_can_be_pickled() -> None:
     assert orders.ready
     assert orders.ends
     assert pickle.loads(pickle.dumps(orders)) == orders
+
+
+class ConversationsHarness(LimitedHarness):
+    """``SchedulerHolds`` limited to six pages, with holds of prompts and of answers."""
+
+    def __init__(self) -> None:
+        self.scheduler_holds = SchedulerHolds(16, max_pages=6)
+
+    def answer(self, name: str, *pages: int) -> Hold | None:
+        take_on(self.scheduler_holds, RequestId(name))
+        return self.scheduler_holds.ticket(RequestId(name), 30.0, frozenset(pages), ttl=480.0)
+
+
+def test_a_conversation_s_ticket_tells_the_workers_its_time_to_live() -> None:
+    harness = ConversationsHarness()
+    hold = harness.answer("a", 1, 2)
+    prompt = harness.hold("p", 3)
+    orders = harness.scheduler_holds.drain()
+    assert (orders.ready, orders.ttls) == (((hold, 30.0), (prompt, 30.0)), ((hold, 480.0),))
+    assert not harness.scheduler_holds.drain().ttls
+
+
+def test_as_many_answers_are_reclaimed_as_needed_the_oldest_first() -> None:
+    harness = ConversationsHarness()
+    holds = [harness.answer(name, 2 * i, 2 * i + 1) for i, name in enumerate("abc")]
+    harness.scheduler_holds.drain()
+    assert harness.scheduler_holds.reclaimable_pages == 6
+    assert harness.scheduler_holds.reclaim(3) == 2
+    assert harness.ends() == tuple(holds[:2])
+    assert harness.scheduler_holds.reclaiming
+    assert (harness.scheduler_holds.held_pages, harness.scheduler_holds.ticketed) == (2, 1)
+    assert harness.scheduler_holds.reclaim(99) == 1
+    assert harness.scheduler_holds.reclaim(1) == 0
+    assert harness.scheduler_holds.take_evicted() == []
+    assert {harness.scheduler_holds.sent(RequestId(each)) for each in "abc"} == {HoldEnd.RECLAIMED}
+    assert not harness.scheduler_holds.reclaiming
+
+
+def test_a_page_of_several_answers_is_free_when_all_are_reclaimed() -> None:
+    harness = ConversationsHarness()
+    for name in "abc":
+        harness.answer(name, 1, 2)
+    assert harness.scheduler_holds.reclaimable_pages == 2
+    assert harness.scheduler_holds.reclaim(1) == 3
+
+
+def test_prompts_are_not_reclaimed() -> None:
+    """Pages that a prompt's ticket holds, too, stay held when an answer is reclaimed."""
+    harness = ConversationsHarness()
+    harness.hold("p", 1, 2)
+    answer = harness.answer("a", 2, 3)
+    harness.scheduler_holds.drain()
+    assert harness.scheduler_holds.reclaimable_pages == 1
+    assert harness.scheduler_holds.reclaim(3) == 1
+    assert harness.ends() == (answer,)
+    assert harness.scheduler_holds.held_pages == 2
+
+
+def test_answers_are_evicted_before_prompts() -> None:
+    harness = ConversationsHarness()
+    prompt = harness.hold("p", 1, 2)
+    answers = harness.answer("a", 3, 4), harness.answer("b", 5, 6)
+    assert not harness.ends()
+    harness.hold("q", 7, 8, 9)
+    assert harness.ends() == answers
+    harness.hold("r", 10, 11)
+    assert harness.ends() == (prompt,)
+    assert harness.scheduler_holds.take_evicted() == ["p"]
+    assert harness.scheduler_holds.sent(RequestId("a")) is HoldEnd.EVICTED
+
+
+def test_an_answer_evicts_other_answers_only() -> None:
+    harness = ConversationsHarness()
+    harness.hold("p", 1, 2, 3)
+    older = harness.answer("a", 4, 5, 6)
+    assert harness.scheduler_holds.has_room(frozenset({3, 7, 8, 9}))
+    assert harness.answer("b", 3, 7, 8, 9) is not None
+    assert harness.ends() == (older,)
+    assert not harness.scheduler_holds.has_room(frozenset({7, 8, 9, 10}))
+    assert harness.answer("c", 7, 8, 9, 10) is None
+    assert harness.scheduler_holds.drop(RequestId("c"))
+    assert not harness.ends()
+    assert SchedulerHolds(4).has_room(frozenset(range(99)))
+
+
+def test_a_prompt_that_was_sent_leaves_room_for_answers() -> None:
+    harness = ConversationsHarness()
+    harness.hold("p", 1, 2, 3, 4)
+    harness.answer("a", 5)
+    assert harness.scheduler_holds.reclaimable_pages == 1
+    assert not harness.scheduler_holds.has_room(frozenset({6, 7, 8}))
+    harness.scheduler_holds.sent(RequestId("p"))
+    assert harness.scheduler_holds.reclaimable_pages == 1
+    assert harness.scheduler_holds.has_room(frozenset({6, 7, 8, 9, 10, 11}))
+
+
+def test_answers_that_ended_otherwise_are_not_reclaimed() -> None:
+    harness = ConversationsHarness()
+    for name in "abc":
+        harness.answer(name, ord(name))
+    harness.scheduler_holds.revoke(RequestId("a"))
+    harness.scheduler_holds.sent(RequestId("b"))
+    assert harness.scheduler_holds.reclaim(9) == 1
+    assert harness.scheduler_holds.reclaimable_pages == 0
+    assert harness.scheduler_holds.sent(RequestId("a")) is HoldEnd.REVOKED
+    assert harness.scheduler_holds.sent(RequestId("c")) is HoldEnd.RECLAIMED
+    harness.answer("d", 4)
+    harness.scheduler_holds.reset()
+    assert harness.scheduler_holds.reclaim(9) == 0
+    assert not harness.scheduler_holds.reclaiming
+    assert harness.scheduler_holds.sent(RequestId("d")) is HoldEnd.REVOKED
+
+
+def test_a_reset_keeps_the_reason_of_answers_that_were_reclaimed() -> None:
+    harness = ConversationsHarness()
+    hold = harness.answer("a", 1)
+    harness.scheduler_holds.reclaim(1)
+    harness.scheduler_holds.reset()
+    assert harness.ends() == (hold,)
+    assert harness.scheduler_holds.sent(RequestId("a")) is HoldEnd.RECLAIMED

@@ -11,6 +11,7 @@ import pytest
 from kvferry.core.errors import TicketError
 from kvferry.core.layout import Dim, Field, Group, GroupKind, Layout
 from kvferry.core.lifecycle import ticket as module
+from kvferry.core.lifecycle.digest import MAX_BLOCK_DIGESTS, BlockDigests
 from kvferry.core.lifecycle.holds import Hold
 from kvferry.core.lifecycle.ticket import Ticket, check_against, page_limits
 from kvferry.core.memory import Region
@@ -82,6 +83,47 @@ def test_a_value_out_of_bounds_is_refused(changes: dict[str, Any], complaint: st
 )
 def test_values_at_the_bounds_are_allowed(changes: dict[str, Any]) -> None:
     assert replace(TICKET, **changes) != TICKET
+
+
+def blocks(tokens: int = 16, salt: int = 16, digests: int = 3 * 16) -> BlockDigests:
+    """Return digests of blocks of ``tokens``, with that many bytes of salt and digests."""
+    return BlockDigests(tokens=tokens, salt=bytes(salt), digests=bytes(digests))
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"tokens": 0}, "blocks of 0 tokens"),
+        ({"tokens": -16}, "blocks of -16 tokens"),
+        ({"tokens": module.MAX_TOKENS + 1}, "blocks of"),
+        ({"salt": 0}, "a salt of 0 bytes; it has 16"),
+        ({"salt": 15}, "a salt of 15 bytes"),
+        ({"salt": 17}, "a salt of 17 bytes"),
+        ({"digests": 47}, "digests of 47 bytes; each has 16"),
+        ({"digests": 4 * 16}, "4 digests of blocks of 16 for 50 tokens"),
+        ({"tokens": 17}, "3 digests of blocks of 17 for 50 tokens"),
+        ({"tokens": 51, "digests": 16}, "1 digests of blocks of 51 for 50 tokens"),
+    ],
+)
+def test_digests_out_of_bounds_are_refused(changes: dict[str, int], complaint: str) -> None:
+    with pytest.raises(TicketError, match=complaint):
+        replace(TICKET, blocks=blocks(**changes))
+
+
+def test_more_digests_than_allowed_are_refused() -> None:
+    most = replace(TICKET, tokens=module.MAX_TOKENS, blocks=blocks(1, 16, MAX_BLOCK_DIGESTS * 16))
+    with pytest.raises(TicketError, match="513 digests of blocks; 512 are allowed"):
+        replace(most, blocks=blocks(1, 16, (MAX_BLOCK_DIGESTS + 1) * 16))
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"tokens": module.MAX_TOKENS, "digests": 0}, {"tokens": 1}, {"digests": 16}]
+)
+def test_digests_at_the_bounds_are_allowed(changes: dict[str, int]) -> None:
+    """A ticket may have fewer digests than blocks: with states, there are none."""
+    made = replace(TICKET, blocks=blocks(**changes))
+    assert made.blocks is not None
+    assert msgspec.convert(msgspec.to_builtins(made), Ticket) == made
 
 
 def test_too_many_pages_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

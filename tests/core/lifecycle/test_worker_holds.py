@@ -321,3 +321,99 @@ def test_a_renewal_does_not_extend_the_lease_of_pages_that_are_not_ready() -> No
     assert harness.worker_holds.expire(129.9) == []
     assert harness.worker_holds.expire(130.0) == [A]
     assert HOLD not in harness.worker_holds
+
+
+TTL = 480.0
+
+
+class AnswerHarness(WorkerHoldsHarness):
+    """``WorkerHolds`` with an answer in slot 1, which is held for the next turn."""
+
+    def __init__(self, *, claimed_first: bool = False, engine: str = "d") -> None:
+        super().__init__(ordered=False, ready=False)
+        if claimed_first:
+            assert self.claim(99.0, engine) is NoteOutcome.RENEWED
+        orders = HoldOrders(ready=((HOLD, 30.0),), ttls=((HOLD, TTL),))
+        self.worker_holds.apply(orders, 100.0)
+
+    def claim(self, now: float, engine: str = "d") -> NoteOutcome:
+        renewal = Renewal(
+            incarnation=INCARNATION,
+            slot=HOLD.slot,
+            generation=HOLD.generation,
+            engine=engine,
+            life=5 if engine else 0,
+        )
+        return self.worker_holds.renew(renewal, now)
+
+    def ends_at(self, deadline: float) -> bool:
+        """Return whether the hold ends at that moment, and not a second before."""
+        self.worker_holds.expire(deadline - 1.0)
+        stands = HOLD in self.worker_holds
+        self.worker_holds.expire(deadline)
+        return stands and HOLD not in self.worker_holds
+
+
+def test_an_answer_is_held_for_its_ttl_from_when_it_is_ready() -> None:
+    assert AnswerHarness().ends_at(100.0 + TTL)
+    harness = AnswerHarness()
+    harness.worker_holds.ready(HOLD, 150.0)
+    assert harness.words == [NOTHING, HOLD.ready]
+    assert harness.ends_at(150.0 + TTL)
+    assert harness.worker_holds.take_ended() == [EndedHold(request=A, end=HoldEnd.EXPIRED)]
+
+
+@pytest.mark.parametrize("engine", ["d", ""])
+def test_each_renewal_of_an_answer_is_one_lease(engine: str) -> None:
+    """An engine that knows no heartbeats renews without its name."""
+    harness = AnswerHarness()
+    harness.worker_holds.ready(HOLD, 100.0)
+    harness.claim(101.0, engine)
+    harness.claim(120.0, engine)
+    assert harness.ends_at(150.0)
+
+
+@pytest.mark.parametrize("engine", ["d", ""])
+def test_a_claim_that_comes_before_the_order_ends_the_ttl(engine: str) -> None:
+    harness = AnswerHarness(claimed_first=True, engine=engine)
+    harness.worker_holds.ready(HOLD, 110.0)
+    assert harness.ends_at(140.0)
+
+
+def test_a_claim_between_order_and_ready_ends_the_ttl() -> None:
+    harness = AnswerHarness()
+    harness.claim(105.0)
+    harness.worker_holds.ready(HOLD, 110.0)
+    assert harness.ends_at(140.0)
+
+
+def test_only_answers_that_somebody_has_claimed_are_named_when_they_expire() -> None:
+    """That a client does not go on with its conversation is no fault."""
+    harness = AnswerHarness()
+    harness.worker_holds.ready(HOLD, 100.0)
+    assert harness.worker_holds.expire(100.0 + TTL) == []
+    assert harness.worker_holds.take_sent() == [A]
+    for engine in ("d", ""):
+        harness = AnswerHarness(claimed_first=True, engine=engine)
+        harness.worker_holds.ready(HOLD, 100.0)
+        assert harness.worker_holds.expire(130.0) == [A]
+        assert harness.worker_holds.take_sent() == [A]
+
+
+def test_a_slot_that_held_an_answer_has_no_ttl_for_the_next_request() -> None:
+    harness = AnswerHarness()
+    harness.worker_holds.end(HOLD)
+    other = Hold(slot=HOLD.slot, generation=8)
+    harness.worker_holds.take_on(B, other)
+    harness.worker_holds.apply(HoldOrders(ready=((other, 30.0),)), 100.0)
+    harness.worker_holds.ready(other, 100.0)
+    assert harness.worker_holds.expire(130.0) == [B]
+
+
+def test_an_answer_that_its_orders_end_at_once_is_never_ready() -> None:
+    harness = WorkerHoldsHarness(ordered=False, ready=False)
+    orders = HoldOrders(ready=((HOLD, 30.0),), ttls=((HOLD, TTL),), ends=(HOLD,))
+    harness.worker_holds.apply(orders, 100.0)
+    harness.worker_holds.ready(HOLD, 100.0)
+    assert harness.is_over
+    assert harness.worker_holds.take_sent() == [A]

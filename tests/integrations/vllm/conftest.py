@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from tests.integrations.vllm import engines, families
-from tests.integrations.vllm.engines import Engine
+from tests.integrations.vllm.engines import ROOT, Engine
+from tests.integrations.vllm.next_version.sdist import SdistError, fetch
 
 CONNECTOR = {
     "kv_connector": "KVFerryConnector",
@@ -119,6 +120,19 @@ def prefill(start_shared_engine: StartEngine) -> Engine:
 def decode(start_shared_engine: StartEngine) -> Engine:
     """Decodes what others prefilled, and fails what it cannot load."""
     return start_shared_engine("decode", "kv_consumer")
+
+
+@pytest.fixture(scope="session")
+def vllm_source() -> Path:
+    """The source distribution of the installed vLLM, which has tests, examples and benchmarks."""
+    from tests.integrations.vllm.caches.census import installed
+    from tests.integrations.vllm.next_version.source import Source
+
+    version = Source(installed()).version
+    try:
+        return fetch("vllm", version, ROOT / ".cache" / "vllm-next")
+    except SdistError as error:
+        pytest.skip(f"the source of vLLM {version} was not fetched: {error}")
 
 
 def _build(folder: Path) -> None:

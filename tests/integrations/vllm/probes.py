@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kvferry.core.transport import PeerId, TransferId
+    from kvferry.core.transport import PeerId, Status, TransferId
     from kvferry.core.transport.copies import Copies
     from kvferry.drivers.loopback import LoopbackTransport
 
@@ -136,6 +137,36 @@ def gate_reads(engine: Any, gate: str, before: bool) -> None:
         return transfer
 
     LoopbackTransport.read = read  # type: ignore[assignment, method-assign]
+
+
+def slow_reads(engine: Any, gate: str) -> None:
+    """From now on a read of pages seems to be under way until the file ``gate`` exists.
+
+    Unlike with `gate_reads`, the endpoint's thread goes on meanwhile, so that it renews leases.
+    """
+    from kvferry.core.transport import State, Status
+    from kvferry.drivers.loopback import LoopbackTransport
+
+    read, poll = LoopbackTransport.read, LoopbackTransport.poll
+    slow: set[TransferId] = set()
+
+    def slow_read(
+        self: LoopbackTransport, peer: PeerId, copies: Copies, notify: bytes | None = None
+    ) -> TransferId:
+        transfer = read(self, peer, copies, notify)
+        if copies.total > 8 * len(copies):
+            slow.add(transfer)
+            Path(gate).with_suffix(".reached").touch()
+        return transfer
+
+    def slow_poll(self: LoopbackTransport, transfers: Sequence[TransferId]) -> list[Status]:
+        if Path(gate).exists():
+            slow.clear()
+        found = zip(transfers, poll(self, transfers), strict=True)
+        return [Status(state=State.PENDING) if each in slow else status for each, status in found]
+
+    LoopbackTransport.read = slow_read  # type: ignore[assignment, method-assign]
+    LoopbackTransport.poll = slow_poll  # type: ignore[assignment, method-assign]
 
 
 def _wait_for(gate: str) -> None:

@@ -6,6 +6,13 @@ import pytest
 
 from examples.tiny_llama import prompt
 from tests.integrations.vllm.conftest import StartEngine
+from tests.integrations.vllm.conversations import (
+    RECOMPUTE,
+    ROLE,
+    TWO_WAY,
+    Conversation,
+    check_turns,
+)
 from tests.integrations.vllm.engines import Engine
 from tests.integrations.vllm.ranks import at_rest, come_to
 from tests.integrations.vllm.steps import hand_over, pulled, texts
@@ -78,3 +85,15 @@ def test_ranks_of_another_number(
     assert pulled(counters) == sum(LENGTHS)
     come_to(rest, source, target)
     split.close()
+
+
+def test_conversation(reference: Engine, start_engine: StartEngine) -> None:
+    """Prefill pulls the turns before from decode, answers included."""
+    extra = NIXL | TWO_WAY
+    prefill, decode = (
+        start_engine(f"nixl-{name}", ROLE, extra=extra, transfer=RECOMPUTE)
+        for name in ("asking", "answering")
+    )
+    check_turns(reference, Conversation(prefill=prefill, decode=decode))
+    prefill.close()
+    decode.close()

@@ -10,6 +10,13 @@ import pytest
 
 from examples.tiny_llama import prompt
 from tests.integrations.vllm.conftest import StartEngine
+from tests.integrations.vllm.conversations import (
+    RECOMPUTE,
+    ROLE,
+    TWO_WAY,
+    Conversation,
+    check_turns,
+)
 from tests.integrations.vllm.engines import Engine
 from tests.integrations.vllm.ranks import at_rest, come_to
 from tests.integrations.vllm.steps import hand_over, pulled, texts
@@ -74,3 +81,15 @@ def test_swapped_caches(reference: Engine, engines: Engines) -> None:
     y[-1] = x[-1]
     [completion] = credulous.generate(x, params=source.prefill(y))
     assert completion.text == texts(reference, y)[0] != texts(reference, x)[0]
+
+
+def test_conversation(reference: Engine, start_engine: StartEngine) -> None:
+    """Prefill pulls the turns before from decode, answers included."""
+    extra = {"driver": "ucx"} | TWO_WAY
+    prefill, decode = (
+        start_engine(f"ucx-{name}", ROLE, extra=extra, transfer=RECOMPUTE)
+        for name in ("asking", "answering")
+    )
+    check_turns(reference, Conversation(prefill=prefill, decode=decode))
+    prefill.close()
+    decode.close()

@@ -230,7 +230,8 @@ def test_a_request_that_loads_nothing_is_logged(caplog: pytest.LogCaptureFixture
     half.on_new_request(gone)
     half.request_finished(gone)
     assert lines(caplog) == [
-        "request cached: loaded nothing of request r from engine prefill: no token is left to load",
+        "request cached: loaded nothing of request r from engine prefill: it needs none, or too "
+        "few tokens",
         "request gone: loaded nothing of request r from engine prefill: it ended before it had "
         "blocks",
     ]

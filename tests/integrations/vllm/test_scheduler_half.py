@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
@@ -63,6 +64,13 @@ def image(offset: int, length: int = 2, name: str = "image") -> Any:
     """A ``MultiModalFeatureSpec``."""
     return SimpleNamespace(
         identifier=name, mm_position=SimpleNamespace(offset=offset, length=length)
+    )
+
+
+def step(**tokens: int) -> Any:
+    """A ``SchedulerOutput`` that computes some tokens of each request."""
+    return SimpleNamespace(
+        num_scheduled_tokens=tokens, total_num_scheduled_tokens=sum(tokens.values())
     )
 
 
@@ -261,6 +269,22 @@ class TestProducer:
         made.sends_finished(["r"])
         made.take_on(each)
         assert made.request_finished(each, [[4, 5, 6]], SERVING)
+
+    def test_answer_is_not_held_in_place_of_a_prompt(
+        self, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        metrics = Metrics(driver="loopback")
+        made = producer(max_held=4, metrics=metrics, conversation_ttl=480.0)
+        first, answer = request(40, PREFILL), request(32, {"do_remote_prefill": True}, name="a")
+        for each in (first, answer):
+            made.take_on(each)
+        assert made.request_finished(first, [[1, 2, 3]], SERVING)
+        with caplog.at_level(logging.INFO):
+            assert made.request_finished(answer, [[4, 5]], SERVING) is None
+        assert "it has 2 blocks, and with those held for prompts" in caplog.text
+        counted = metrics.take() or {}
+        assert counted["conversation_holds"] == {"loopback": {"refused": 1}}
+        assert made.drain().ends == ()
 
     def test_clients_cannot_pin_the_whole_cache(self, caplog: pytest.LogCaptureFixture) -> None:
         metrics = Metrics(driver="loopback")
@@ -467,6 +491,10 @@ class TestBlocksAreLacking:
         passes.lack(tokens=1000)
         assert passes.ended() == ["r2"]
 
+    def test_a_request_that_vllm_tries_no_allocation_for_waits_like_others(self) -> None:
+        passes = Passes()
+        assert passes.producer.relieve_block_pressure(request_waits=True)
+
     def test_nothing_goes_when_nobody_waits_any_more(self) -> None:
         passes = Passes()
         passes.lack()
@@ -551,6 +579,24 @@ class TestConsumer:
         counted = {"loads": once, "tokens": {"loopback": 40}, "failed_loads": once}
         assert metrics.take() == counted
         assert metrics.take() is None
+
+    def test_request_that_was_loaded_and_is_not_computed_waits_for_blocks(self) -> None:
+        """If another request is computed meanwhile, the loaded one may wait for its turn only."""
+        made = consumer()
+        for name in ("waits", "aborted", "ends"):
+            each = request(48, ticket(), name=name)
+            made.on_new_request(each)
+            made.blocks_allocated(each, blocks(21, 22, 23), 40)
+            if name == "aborted":
+                made.request_finished(each)
+        assert not made.loaded_request_waits(step())
+        made.loads_finished(["waits", "aborted", "ends"])
+        assert not made.loaded_request_waits(step(another=1))
+        assert made.loaded_request_waits(step())
+        made.request_finished(request(48, name="ends"))
+        assert made.loaded_request_waits(step())
+        assert not made.loaded_request_waits(step(waits=8))
+        assert not made.loaded_request_waits(step())
 
     def test_full_local_hit_only_tells_the_producer(self) -> None:
         made = consumer()

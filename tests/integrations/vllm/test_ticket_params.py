@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.core.errors import TicketError, TicketReason
+from kvferry.core.lifecycle.digest import MAX_BLOCK_DIGESTS, BlockDigests, chain
 from kvferry.core.lifecycle.holds import Hold
 from kvferry.core.lifecycle.ticket import Ticket
 from kvferry.core.security import TicketKey, TicketSecrets
@@ -397,3 +398,115 @@ def test_anything_else_is_refused_and_nothing_else_raised(
         del where[key]
     with contextlib.suppress(TicketError):
         assert isinstance(read_ticket(params, secrets), Ticket)
+
+
+# Of conversations.
+
+SALT = bytes(range(16))
+CHAIN = BlockDigests(tokens=16, salt=SALT, digests=chain(range(96), 16, SALT, None, {}))
+ANSWER = replace(OFFER, blocks=CHAIN, computed=False)
+
+
+@pytest.mark.parametrize("secrets", [None, SECRETS])
+def test_the_digests_of_a_conversation_travel(secrets: TicketSecrets | None) -> None:
+    got = read_ticket(travelled(ANSWER.params(secrets, TICKET_KEY)), secrets)
+    assert got.blocks == CHAIN
+    assert is_proved(got)
+    none = replace(CHAIN, digests=b"")
+    assert read_ticket(
+        replace(ANSWER, blocks=none).params(secrets, TICKET_KEY), secrets
+    ).blocks == (none)
+
+
+def test_a_conversation_s_ticket_asks_for_the_prefill_of_the_next_turn() -> None:
+    flags = "do_remote_decode", "do_remote_prefill"
+    assert [ANSWER.params()[flag] for flag in flags] == [True, False]
+    assert [OFFER.params()[flag] for flag in flags] == [False, True]
+    assert set(ANSWER.params()) == NIXL_KEYS | {KEY}
+    assert set(ANSWER.params()[KEY]) == set(OFFER.params()[KEY]) | {"blocks"}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"tokens": 8},
+        {"salt": "00" * 16},
+        {"digests": CHAIN.digests[:-16].hex()},
+        {"digests": (CHAIN.digests[:-1] + b"?").hex()},
+    ],
+)
+def test_digests_cannot_be_altered(change: dict[str, object]) -> None:
+    params = ANSWER.params(SECRETS, TICKET_KEY)
+    params[KEY]["blocks"] |= change
+    with pytest.raises(TicketError, match="altered or made up"):
+        read_ticket(params, SECRETS)
+    proved = ANSWER.params(None, TICKET_KEY)
+    proved[KEY]["blocks"] |= change
+    assert not is_proved(read_ticket(proved))
+    del params[KEY]["blocks"], proved[KEY]["blocks"]
+    with pytest.raises(TicketError, match="altered or made up"):
+        read_ticket(params, SECRETS)
+    assert not is_proved(read_ticket(proved))
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"tokens": 0}, "blocks of 0 tokens"),
+        ({"tokens": -1}, "blocks of -1 tokens"),
+        ({"tokens": 1 << 63}, "blocks.tokens"),
+        ({"tokens": 16.5}, "blocks.tokens"),
+        ({"tokens": 17}, "6 digests of blocks of 17 for 96 tokens"),
+        ({"salt": "00" * 15}, "a salt of 15 bytes"),
+        ({"salt": "0"}, "blocks.salt"),
+        ({"salt": None}, "blocks.salt"),
+        ({"digests": "00"}, "digests of 1 bytes"),
+        ({"digests": "GG"}, "blocks.digests"),
+        ({"digests": "00" * 16 * 7}, "7 digests of blocks of 16 for 96 tokens"),
+        ({"digests": "00" * 16 * (MAX_BLOCK_DIGESTS + 1)}, "blocks.digests"),
+    ],
+)
+def test_digests_out_of_bounds_are_refused(change: dict[str, object], complaint: str) -> None:
+    params = ANSWER.params()
+    params[KEY]["blocks"] |= change
+    params[KEY]["signature"] = SECRETS.sign(ticket._signed_content(params)).hex()
+    with pytest.raises(TicketError, match=complaint):
+        read_ticket(params, SECRETS)
+
+
+@pytest.mark.parametrize("key", ["tokens", "salt", "digests"])
+def test_digests_of_which_a_part_is_missing_are_refused(key: str) -> None:
+    params = ANSWER.params(None, TICKET_KEY)
+    del params[KEY]["blocks"][key]
+    with pytest.raises(TicketError, match=key):
+        read_ticket(params)
+
+
+def test_what_a_newer_version_adds_to_the_digests_is_skipped_and_proved() -> None:
+    params = ANSWER.params()
+    params[KEY]["blocks"]["of_a_newer_version"] = [1]
+    params[KEY]["signature"] = SECRETS.sign(ticket._signed_content(params)).hex()
+    assert read_ticket(params, SECRETS).blocks == CHAIN
+    params[KEY]["blocks"]["of_a_newer_version"] = [2]
+    with pytest.raises(TicketError, match="altered or made up"):
+        read_ticket(params, SECRETS)
+
+
+def test_an_older_engine_reads_a_conversation_s_ticket_like_any_other() -> None:
+    """It skips ``blocks``, and checks a signature and a proof that cover all that it got."""
+    params = travelled(ANSWER.params(SECRETS, TICKET_KEY))
+    own = {name: value for name, value in params[KEY].items() if name != "signature"}
+    known = {key for key, _ in STEERING}
+    signature = bytes.fromhex(params[KEY]["signature"])
+    SECRETS.check({name: params[name] for name in known} | {KEY: own}, signature)
+
+
+@given(data=st.data())
+def test_any_digests_are_read_or_refused_and_nothing_else_raised(data: st.DataObject) -> None:
+    params = ANSWER.params(None, TICKET_KEY)
+    where = data.draw(st.sampled_from([params[KEY], params[KEY]["blocks"]]))
+    key = data.draw(st.sampled_from(["blocks", "tokens", "salt", "digests"]))
+    hexadecimal = st.binary(max_size=96).map(bytes.hex)
+    where[key] = data.draw(json_values | hexadecimal | st.integers(-2, 1 << 64))
+    with contextlib.suppress(TicketError):
+        assert isinstance(read_ticket(params), Ticket)

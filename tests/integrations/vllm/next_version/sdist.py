@@ -6,6 +6,8 @@ only the indexes that pip is configured for are used, not pip's download.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import hashlib
 import html.parser
 import os
@@ -30,6 +32,8 @@ class SdistError(Exception):
 def fetch(name: str, version: str, folder: Path, indexes: list[str] | None = None) -> Path:
     """Return the unpacked source distribution of a version; download it if it is not there.
 
+    Of several processes that ask for it at the same time, one downloads it.
+
     Args:
         name: The distribution's name.
         version: Its version.
@@ -41,11 +45,32 @@ def fetch(name: str, version: str, folder: Path, indexes: list[str] | None = Non
             unpacked.
     """
     unpacked = folder / f"{name}-{version}"
-    if (unpacked / "PKG-INFO").is_file():
-        return unpacked
     folder.mkdir(parents=True, exist_ok=True)
+    with _locked(folder):
+        if not (unpacked / "PKG-INFO").is_file():
+            _fetch(name, version, folder, configured_indexes() if indexes is None else indexes)
+    return unpacked
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Lock a folder; wait while another process has it locked."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _fetch(name: str, version: str, folder: Path, indexes: list[str]) -> None:
+    """Download and unpack the source distribution of a version.
+
+    Raises:
+        SdistError: See ``fetch``.
+    """
     archive = folder / f"{name}-{version}.tar.gz"
-    _download(_link(name, version, configured_indexes() if indexes is None else indexes), archive)
+    _download(_link(name, version, indexes), archive)
     partial = folder / f".{name}-{version}"
     shutil.rmtree(partial, ignore_errors=True)
     try:
@@ -53,11 +78,11 @@ def fetch(name: str, version: str, folder: Path, indexes: list[str] | None = Non
             opened.extractall(partial, filter="data")
     except tarfile.TarError as exc:
         raise SdistError(f"{archive.name} was not unpacked: {exc}") from exc
+    unpacked = folder / f"{name}-{version}"
     shutil.rmtree(unpacked, ignore_errors=True)
     (partial / f"{name}-{version}").rename(unpacked)
     shutil.rmtree(partial)
     archive.unlink()
-    return unpacked
 
 
 def configured_indexes() -> list[str]:

@@ -7,10 +7,11 @@ import io
 import tarfile
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -21,6 +22,12 @@ NOBODY = "http://127.0.0.1:9"
 
 
 class Quiet(SimpleHTTPRequestHandler):
+    served: ClassVar[list[str]] = []
+    """The paths that were asked for."""
+
+    def log_request(self, code: int | str = "-", size: int | str = "-") -> None:
+        self.served.append(self.path)
+
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002
         """Say nothing."""
 
@@ -50,6 +57,7 @@ def index(tmp_path: Path) -> Iterator[tuple[Path, str]]:
     """The folder and the address of an index."""
     folder = tmp_path / "index"
     folder.mkdir()
+    Quiet.served.clear()
     handler = partial(Quiet, directory=str(folder))
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         thread = threading.Thread(target=server.serve_forever)
@@ -67,6 +75,15 @@ def test_it_is_unpacked_and_kept(index: tuple[Path, str], tmp_path: Path) -> Non
     assert (found / "PKG-INFO").read_text() == "one"
     assert [path.name for path in kept.iterdir()] == ["some_thing-1.0"]
     assert fetch("some_thing", "1.0", kept, [NOBODY]) == found
+
+
+def test_one_of_several_downloads_it(index: tuple[Path, str], tmp_path: Path) -> None:
+    folder, address = index
+    publish(folder, archive("some_thing-1.0/PKG-INFO"))
+    with ThreadPoolExecutor(8) as pool:
+        fetches = [pool.submit(fetch, "some_thing", "1.0", tmp_path, [address]) for _ in range(8)]
+        assert {each.result() for each in fetches} == {tmp_path / "some_thing-1.0"}
+    assert Quiet.served.count("/some_thing-1.0.tar.gz") == 1
 
 
 def test_a_version_that_no_index_has(index: tuple[Path, str], tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from tests.integrations.vllm.engines import Engine
-from tests.integrations.vllm.next_version.sdist import SdistError, fetch
 from tests.integrations.vllm.routers.deployment import DECODE, PREFILL, Router, Servers
 from tests.integrations.vllm.routers.questions import MAX_TOKENS, Question, mixture
 
@@ -17,9 +16,6 @@ LEASE_SECONDS = 15.0
 """A hold whose ticket was lost on its way ends after this time, for which tests wait."""
 
 REQUESTS = 100
-
-ROOT = Path(__file__).resolve().parents[4]
-SOURCES = ROOT / ".cache" / "vllm-next"
 
 
 @pytest.fixture(scope="session")
@@ -77,16 +73,3 @@ def router_program() -> Path:
     if not program.exists():
         pytest.skip("vllm-router is not installed; `make venv` installs it")
     return program
-
-
-@pytest.fixture(scope="session")
-def vllm_source() -> Path:
-    """The source distribution of the installed vLLM, which has proxies among its examples."""
-    from tests.integrations.vllm.caches.census import installed
-    from tests.integrations.vllm.next_version.source import Source
-
-    version = Source(installed()).version
-    try:
-        return fetch("vllm", version, SOURCES)
-    except SdistError as error:
-        pytest.skip(f"the source of vLLM {version} was not fetched: {error}")

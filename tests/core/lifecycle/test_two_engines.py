@@ -1,0 +1,359 @@
+"""Two engines that each prefill for and decode from the other: the model test, and planted faults.
+
+``KVFERRY_MODEL_EXAMPLES=20000 pytest tests/core/lifecycle/test_two_engines.py`` searches longer,
+with new examples each time; without it, the search is short and always the same.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any, ClassVar
+
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    rule,
+    run_state_machine_as_test,
+)
+
+from kvferry.core.errors import KVFerryError, TransportError
+from kvferry.core.lifecycle.holds import RequestId
+from kvferry.core.lifecycle.loads import LoadId
+from kvferry.core.lifecycle.scheduler_holds import SchedulerHolds
+from tests.core.lifecycle.fabric import ProtocolViolation
+from tests.core.lifecycle.producer import LEASE, LOAD_TIMEOUT, TTL
+from tests.core.lifecycle.two_engines import (
+    LARGEST,
+    PAGES,
+    Engine,
+    Leaves,
+    Parts,
+    Rank,
+    Stage,
+    Turn,
+    TwoEngines,
+)
+
+EXAMPLES = os.environ.get("KVFERRY_MODEL_EXAMPLES")
+
+SEARCH = settings(
+    max_examples=int(EXAMPLES or 300),
+    derandomize=EXAMPLES is None,
+    database=None,
+    stateful_step_count=20,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+)
+
+HUNT = settings(
+    SEARCH,
+    max_examples=2000,
+    derandomize=True,
+    phases=[Phase.generate],
+    report_multiple_bugs=False,
+    print_blob=False,
+)
+
+PICKS = st.binary(max_size=8) | st.binary(min_size=24, max_size=60)
+LEAVES = st.sampled_from(list(Leaves))
+NEITHER_NOR = st.sampled_from([False, False, False, True])
+
+
+class Conversations(RuleBasedStateMachine):
+    """Any order of requests, steps, deliveries, aborts and failures."""
+
+    parts: ClassVar[Parts] = Parts()
+    world: TwoEngines
+    mode: str
+
+    @initialize(
+        mode=st.sampled_from(["roles", "answers", "both"]),
+        full=st.sampled_from([(), (0, 1), (1, 0)]),
+    )
+    def start(self, mode: str, full: tuple[int, ...]) -> None:
+        """Begin a simulation.
+
+        With ``mode`` "roles", engine A decodes, and its answers are held; engine B prefills, and
+        its prompts are held. With "answers", both hold only answers, and with "both", each engine
+        has both roles. Then an engine must keep some pages for itself: a prompt's hold is not ended
+        while a consumer waits for it, so that without a limit each could wait for the other. With
+        ``full``, the engines are filled in this order (``fill``).
+        """
+        self.mode = mode
+        self.world = TwoEngines(self.parts, PAGES - LARGEST if mode == "both" else None)
+        if full:
+            self.fill(full, 1, Leaves.NOTHING)
+
+    def allowed(self, engine: Engine, leaves: Leaves) -> Leaves:
+        """Return what a request leaves to be held, as its engine's role allows."""
+        if leaves is Leaves.NOTHING or self.mode == "both":
+            return leaves
+        prefills = self.mode == "roles" and engine.name == "B"
+        return Leaves.PROMPT if prefills else Leaves.ANSWER
+
+    @rule(
+        index=st.integers(0, 1),
+        back=st.sampled_from([None, "new", 0, 1]),
+        size=st.integers(1, LARGEST),
+        chunks=st.integers(1, 2),
+        leaves=LEAVES,
+        errs=NEITHER_NOR,
+        aborts=NEITHER_NOR,
+        after_abort=NEITHER_NOR,
+        steps=st.integers(0, 4),
+        items=st.integers(0, 3),
+        how=st.fixed_dictionaries({"ahead": st.booleans(), "works": st.booleans()}),
+        picks=PICKS,
+    )
+    def ask(
+        self,
+        index: int,
+        back: int | str | None,
+        leaves: Leaves,
+        aborts: bool,
+        after_abort: bool,
+        steps: int,
+        items: int,
+        how: dict[str, bool],
+        picks: bytes,
+        **kind: Any,
+    ) -> None:
+        """Add a request, which may load with a ticket of the other engine, and run a few steps.
+
+        With ``after_abort``, one is aborted first, whose pages the devices have yet to write.
+        """
+        engine, world = self.world.engines[index], self.world
+        if after_abort:
+            aborted = world.ask(engine, size=LARGEST, chunks=1, leaves=Leaves.NOTHING)
+            world.run(engine, items=0, ahead=False, works=False)
+            if aborted is not None:
+                engine.abort(aborted)
+        if back == "new":  # while the other engine's devices still work for it
+            kept = self.allowed(engine.other, Leaves.ANSWER)
+            world.ask(engine.other, size=LARGEST, chunks=1, leaves=kept)
+            world.run(engine.other, items=0)
+            back = 0
+        issues = [issue for issue in world.issues if issue.engine != engine.name]
+        source = issues[-1 - back] if isinstance(back, int) and back < len(issues) else None
+        leaves = self.allowed(engine, leaves)
+        turn = world.ask(engine, leaves=leaves, source=source, **kind)
+        for _ in range(steps):
+            world.run(engine, items=items, **how)
+        if aborts and turn is not None:
+            engine.abort(turn)
+            world.run(engine, items=items, **how)
+        self.drift(picks)
+
+    @rule(
+        indices=st.sampled_from([(0, 1), (1, 0)]),
+        rounds=st.integers(0, 3),
+        leaves=LEAVES,
+        seconds=st.integers(0, 4),
+        picks=PICKS,
+    )
+    def overfill(self, seconds: int, picks: bytes, **how: Any) -> None:
+        """Fill both engines, and let some time pass."""
+        self.fill(**how)
+        self.world.now += seconds
+        self.drift(picks)
+
+    def fill(self, indices: tuple[int, ...], rounds: int, leaves: Leaves) -> None:
+        """Fill both engines with held pages, and ask each one to go on with those of the other."""
+        world = self.world
+        engines = [world.engines[index] for index in indices]
+        for engine in engines:
+            held = self.allowed(engine, Leaves.ANSWER)
+            for _ in range(PAGES // LARGEST):
+                world.ask(engine, size=LARGEST, chunks=1, leaves=held)
+        for _ in range(2 + rounds):
+            for engine in engines:
+                world.run(engine, items=0)
+        issues = world.issues[-4:]
+        for engine in engines:
+            for issue in [each for each in issues if each.engine != engine.name]:
+                kept = self.allowed(engine, leaves)
+                world.ask(engine, size=LARGEST, chunks=1, leaves=kept, source=issue)
+            self._claim(engine)
+
+    def _claim(self, engine: Engine) -> None:
+        """Let an engine schedule its requests, and claim the holds for which they wait."""
+        if engine.can_schedule:
+            engine.schedule()
+        for rank in engine.ranks:
+            while rank.inbox:
+                rank.launch()
+            rank.tick()
+        while self.world.fabric.messages:
+            self.world.deliver(self.world.fabric.messages[0])
+
+    @rule(
+        index=st.integers(0, 1),
+        items=st.integers(0, 4),
+        ahead=st.booleans(),
+        works=st.booleans(),
+    )
+    def run(self, index: int, items: int, ahead: bool, works: bool) -> None:
+        self.world.run(self.world.engines[index], items=items, ahead=ahead, works=works)
+
+    @rule(picks=PICKS)
+    def drift(self, picks: bytes) -> None:
+        """Let any of the possible things happen next."""
+        for pick in picks:
+            if moves := self.world.moves():
+                moves[pick % len(moves)]()
+
+    @rule(index=st.integers(0, 1), which=st.integers(0, 4), picks=PICKS)
+    def abort(self, index: int, which: int, picks: bytes) -> None:
+        engine = self.world.engines[index]
+        if turns := list(engine.turns.values()):
+            engine.abort(turns[which % len(turns)])
+        self.drift(picks)
+
+    @rule(
+        seconds=st.sampled_from([1.0, LEASE - 0.5, TTL - 0.5, TTL, LOAD_TIMEOUT]),
+        settles=st.booleans(),
+        picks=PICKS,
+    )
+    def wait(self, seconds: float, settles: bool, picks: bytes) -> None:
+        """Let time pass, or let everything proceed for a while."""
+        if settles:
+            self.world.settle(2)
+        else:
+            self.world.now += seconds
+        self.drift(picks)
+
+    @rule(index=st.integers(0, 7), loses=st.booleans(), picks=PICKS)
+    def harm(self, index: int, loses: bool, picks: bytes) -> None:
+        """Lose a message, or let a transfer fail."""
+        fabric = self.world.fabric
+        if loses and fabric.messages:
+            del fabric.messages[index % len(fabric.messages)]
+        elif fabric.transfers:
+            fabric.fail(fabric.transfers[index % len(fabric.transfers)], TransportError("cut"))
+        self.drift(picks)
+
+    def teardown(self) -> None:
+        # After a failure, report that failure and nothing else.
+        if hasattr(self, "world") and sys.exc_info()[0] is None:
+            self.world.finish()
+
+
+def test_two_engines_that_load_from_each_other_make_progress() -> None:
+    run_state_machine_as_test(Conversations, settings=SEARCH)
+
+
+class ClaimedAnswersStay(Engine):
+    """The holds of answers for which the other engine waits are not reclaimed."""
+
+    def reclaim(self, pages: int) -> int:
+        holds = [rank.holds._held for rank in self.ranks]
+        held = [each for table in holds for each in table.values()]
+        claimed = any(each.ttl is not None and each.claimants for each in held)
+        return 0 if claimed else super().reclaim(pages)
+
+
+class NothingReclaimed(SchedulerHolds):
+    def reclaim(self, pages: int) -> int:
+        return 0
+
+
+class ReclaimedAtOnce(Engine):
+    """A reclaimed hold's pages are given back before the ranks have cleared its word."""
+
+    def reclaim(self, pages: int) -> int:
+        given = super().reclaim(pages)
+        ended = set(self.holds._ends)
+        for turn in [turn for turn in self.at(Stage.HELD) if turn.hold in ended]:
+            self.give_back(turn)
+        return given
+
+
+class AnswerSaidToBeComputed(Engine):
+    def computed(self, turn: Turn) -> bool:
+        return True
+
+
+class AbortKeepsTheHold(Engine):
+    """The abort of a load leaves the hold that its request has for the other engine."""
+
+    def drop(self, turn: Turn) -> None:
+        if turn.stage is not Stage.ABORTED:
+            super().drop(turn)
+
+
+class AbortReportsTheHold(Rank):
+    """The abort of a load ends the hold of its request as if that had a ticket."""
+
+    def launch(self) -> None:
+        for held in list(self.holds._held.values()):
+            if held.request in self.inbox[0].aborts:
+                self.holds.end(held.hold)
+        super().launch()
+
+
+class FailureEndsTheHold(Rank):
+    """A failed load ends the hold of its request, which is computed and gets a ticket."""
+
+    def launch(self) -> None:
+        failed = {request for request, error in self.received if error is not None}
+        for held in list(self.holds._held.values()):
+            if held.request in failed and held.lease is None:
+                self.holds.drop(held.hold)
+        super().launch()
+
+
+class SentOfOneIsReceivedOfTheOther(Rank):
+    """A request that was reported received is not reported sent."""
+
+    _seen: frozenset[RequestId] = frozenset()
+
+    def launch(self) -> None:
+        self._seen |= {request for request, _ in self.received}
+        ended = self.holds._ended
+        self.holds._ended = [each for each in ended if each.request not in self._seen]
+        super().launch()
+
+
+class ReceivedReportedAsSent(Engine):
+    """The report that a load is over counts as the report that the request's hold has ended."""
+
+    def _hear_received(self, rank: int, request: RequestId, error: KVFerryError | None) -> None:
+        super()._hear_received(rank, request, error)
+        turn = self.turns.get(request)
+        if turn is not None and turn.leaves is not Leaves.NOTHING and turn.stage is Stage.RUNNING:
+            self.sent[request].add(rank)
+
+
+class ReadBeforeTheDeviceHasFinished(Rank):
+    """A load does not wait for work of the device that writes the same pages."""
+
+    def read_when_passed(self, load_id: LoadId) -> None:
+        self.connected(load_id)
+
+
+PLANTED: dict[str, Parts] = {
+    "claimed answers are not reclaimed": Parts(engine=ClaimedAnswersStay),
+    "nothing is reclaimed": Parts(scheduler_holds=NothingReclaimed),
+    "a reclaimed hold's pages given back at once": Parts(engine=ReclaimedAtOnce),
+    "an answer's ticket says computed": Parts(engine=AnswerSaidToBeComputed),
+    "the abort of a load leaves its request's hold": Parts(engine=AbortKeepsTheHold),
+    "the abort of a load reports its request's hold": Parts(rank=AbortReportsTheHold),
+    "a failed load ends its request's hold": Parts(rank=FailureEndsTheHold),
+    "received, so not sent": Parts(rank=SentOfOneIsReceivedOfTheOther),
+    "received counts as sent": Parts(engine=ReceivedReportedAsSent),
+    "a load does not wait for the device": Parts(rank=ReadBeforeTheDeviceHasFinished),
+}
+
+
+@pytest.mark.parametrize("fault", PLANTED)
+def test_planted_fault_is_caught(fault: str) -> None:
+    class Planted(Conversations):
+        parts = PLANTED[fault]
+
+    Planted.__qualname__ = f"Planted[{fault}]"
+    with pytest.raises(ProtocolViolation):
+        run_state_machine_as_test(Planted, settings=HUNT)

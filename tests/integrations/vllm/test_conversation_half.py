@@ -1,0 +1,646 @@
+"""The two roles of the scheduler half for the second turn of a conversation. Needs no vLLM."""
+
+from __future__ import annotations
+
+import json
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvferry.core.lifecycle.holds import EndedHold, Hold, HoldEnd, RequestId
+from kvferry.core.lifecycle.reclamation import Silence
+from kvferry.core.lifecycle.ticket import Ticket
+from kvferry.core.metrics import Metrics
+from kvferry.core.security import Access, TicketKey, TicketSecrets, generate
+from kvferry.core.security.proof import check
+from kvferry.integrations.vllm.adapter_files import AdapterError
+from kvferry.integrations.vllm.cache_groups import CacheGroup
+from kvferry.integrations.vllm.consumer import Consumer
+from kvferry.integrations.vllm.producer import Producer
+from kvferry.integrations.vllm.security import SecuritySettings
+from kvferry.integrations.vllm.side_channel import EngineSideChannel
+from kvferry.integrations.vllm.ticket_params import KEY, ParallelSizes, read_ticket
+from tests.integrations.vllm import test_scheduler_half as halves
+from tests.integrations.vllm.test_scheduler_half import TICKET_KEY, blocks, image, request
+
+TTL = 480.0
+DECODE = EngineSideChannel(engine="decode", incarnation=6, host="10.0.0.2", port=5700)
+DECODED = {"do_remote_prefill": True}
+STATE = (CacheGroup(index=0, tokens=1 << 20, is_state=True),)
+SECRETS = TicketSecrets.of(["the secret of both engines"])
+PEER, STRANGER = bytes([1]) * 32, bytes([2]) * 32
+
+
+def spoken(each: Any, generated: int = 0) -> Any:
+    """A request with ``all_token_ids``, of which some were generated."""
+    last = each.prompt_token_ids[-1] if each.prompt_token_ids else 0
+    each.all_token_ids = [*each._all_token_ids, *(last + 1 + i for i in range(generated))]
+    each.num_tokens = len(each.all_token_ids)
+    return each
+
+
+def answered(
+    prompt: int = 40, generated: int = 9, computed: int | None = None, **settings: Any
+) -> Any:
+    """A request that was prefilled elsewhere and has generated tokens; the last has no KV."""
+    computed = prompt + generated - 1 if computed is None else computed
+    params = settings.pop("params", DECODED)
+    return spoken(request(prompt, dict(params), computed=computed, **settings), generated)
+
+
+def producer(**settings: Any) -> Producer:
+    return halves.producer(**({"conversation_ttl": TTL} | settings))
+
+
+def finished(made: Producer, each: Any, ids: list[list[int]] | None = None) -> Any:
+    """The params of an answer that ended; its blocks are as many as it needs."""
+    made.take_on(each)
+    ids = ids or [list(range(1, 1 + -(-each.num_tokens // 16)))]
+    return made.request_finished(each, ids, DECODE)
+
+
+def conversation_ticket(tokens: int = 64, **settings: Any) -> dict[str, Any]:
+    """The params of an answer whose ticket covers some tokens, all in sequence from 0."""
+    serving = settings.pop("serving", DECODE)
+    mm_features = settings.pop("mm_features", [])
+    lora = settings.pop("lora", None)
+    each = answered(tokens - 9, 10, tokens)
+    each.mm_features, each.lora_request = mm_features, lora
+    made = producer(**settings)
+    made.take_on(each)
+    ids = [list(range(1, 1 + -(-tokens // 16)))]
+    params = made.request_finished(each, ids, serving)
+    assert params is not None
+    return json.loads(json.dumps(params))  # type: ignore[no-any-return]
+
+
+def counted(metrics: Metrics, name: str) -> dict[str, float]:
+    """A metric by its label."""
+    data: dict[str, Any] = metrics.take() or {}
+    found: dict[str, float] = data.get(name, {}).get("loopback", {})
+    return found
+
+
+class TestAnswers:
+    """The tickets of answers, on the engine that decodes."""
+
+    def test_ticket_covers_the_generated_tokens_and_is_not_computed(self) -> None:
+        made = producer()
+        each = answered(40, 9)
+        params = finished(made, each, [[7, 8, 9, 3]])
+        assert (params["do_remote_decode"], params["do_remote_prefill"]) == (True, False)
+        assert params["remote_num_tokens"] == 48
+        got = read_ticket(params)
+        assert (got.tokens, got.pages, got.computed) == (48, ((7, 8, 9),), False)
+        assert got.blocks is not None
+        assert (got.blocks.tokens, len(got.blocks), len(got.blocks.salt)) == (16, 3, 16)
+        check(got.proof, TICKET_KEY.public)
+        orders = made.drain()
+        [(_, hold)] = orders.take_ons
+        assert (orders.ready, orders.ttls) == (((hold, 30.0),), ((hold, TTL),))
+
+    @pytest.mark.parametrize(
+        ("computed", "covered"),
+        [
+            (40, 40),  # one token was generated, and nothing was computed of it
+            (48, 48),
+            (49, 49),  # a step under way computes the last one
+            (53, 49),  # drafts were computed, too
+        ],
+    )
+    def test_ticket_covers_what_is_computed_and_known(self, computed: int, covered: int) -> None:
+        got = read_ticket(finished(producer(), answered(40, 9, computed)))
+        assert got.tokens == covered
+
+    def test_ticket_leaves_out_what_a_predictor_made_of_unverified_tokens(self) -> None:
+        assert read_ticket(finished(producer(tail=3), answered(40, 9, 49))).tokens == 46
+        made = producer(tail=50)
+        assert finished(made, answered(40, 9, 49)) is None
+        assert made.drain().ready == ()
+
+    @pytest.mark.parametrize("status", ["FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED"])
+    def test_answer_that_came_to_its_end_is_held(self, status: str) -> None:
+        assert finished(producer(), answered(status=status)) is not None
+
+    @pytest.mark.parametrize(
+        "status", ["FINISHED_ABORTED", "FINISHED_ERROR", "FINISHED_IGNORED", "FINISHED_REPETITION"]
+    )
+    def test_other_answers_are_not(self, status: str) -> None:
+        metrics = Metrics(driver="loopback")
+        made = producer(metrics=metrics)
+        each = answered(status=status)
+        made.take_on(each)
+        made.drain()
+        assert made.request_finished(each, [[1, 2, 3, 4]], DECODE) is None
+        assert len(made.drain().drops) == 1
+        assert metrics.take() is None
+
+    def test_nothing_is_held_where_the_second_turn_is_off(self) -> None:
+        made = producer(conversation_ttl=None)
+        assert finished(made, answered()) is None
+        assert not made.drain()
+
+    def test_a_request_with_both_flags_is_handed_over_as_a_prompt(self) -> None:
+        """Such a request is prefilled here with what another engine has, and decoded elsewhere."""
+        made = producer()
+        each = answered(40, 1, 40, params=DECODED | {"do_remote_decode": True})
+        got = read_ticket(finished(made, each))
+        assert (got.blocks, got.tokens) == (None, 40)
+        assert made.drain().ttls == ()
+
+    def test_preempted_request_keeps_its_hold(self) -> None:
+        made = producer()
+        each = answered()
+        made.take_on(each)
+        [(_, hold)] = made.drain().take_ons
+        assert read_ticket(finished(made, each)).hold == hold
+        assert made.drain().take_ons == ()
+
+    def test_each_ticket_has_a_salt_of_its_own(self) -> None:
+        first, second = (read_ticket(finished(producer(), answered())) for _ in range(2))
+        assert first.digest == second.digest
+        assert first.blocks is not None
+        assert second.blocks is not None
+        assert first.blocks.salt != second.blocks.salt
+        assert not set(chunks(first.blocks.digests)) & set(chunks(second.blocks.digests))
+
+    def test_long_answer_has_few_digests(self) -> None:
+        each = answered(512 * 16, 2, 512 * 16 + 1)
+        got = read_ticket(finished(producer(slots=1024), each))
+        assert got.blocks is not None
+        assert (got.blocks.tokens, len(got.blocks)) == (32, 256)
+
+    def test_digest_blocks_are_whole_pages_of_every_group(self) -> None:
+        groups = (CacheGroup(index=0, tokens=16), CacheGroup(index=1, tokens=24))
+        got = read_ticket(finished(producer(groups=groups), answered(), [[1, 2, 3], [4, 5]]))
+        assert got.blocks is not None
+        assert (got.blocks.tokens, len(got.blocks)) == (48, 1)
+
+    def test_embeddings_get_no_ticket(self, caplog: pytest.LogCaptureFixture) -> None:
+        metrics = Metrics(driver="loopback")
+        each = answered()
+        each.prompt_embeds = object()
+        with caplog.at_level(logging.INFO):
+            assert finished(producer(metrics=metrics), each) is None
+        assert "its prompt has embeddings" in caplog.text
+        assert counted(metrics, "conversation_holds") == {"refused": 1}
+
+    def test_states_are_held_if_nothing_went_beyond_the_known_tokens(self) -> None:
+        got = read_ticket(finished(producer(groups=STATE), answered(40, 9, 49), [[7]]))
+        assert got.blocks is not None
+        assert (got.tokens, got.blocks.digests) == (49, b"")
+        metrics = Metrics(driver="loopback")
+        for made, computed in (
+            (producer(groups=STATE, metrics=metrics), 50),
+            (halves.producer(groups=STATE, metrics=metrics, conversation_ttl=TTL), 50),
+        ):
+            assert finished(made, answered(40, 9, computed), [[7]]) is None
+        assert counted(metrics, "conversation_holds") == {"refused": 2}
+
+    def test_states_are_not_held_where_drafts_are_computed(self) -> None:
+        """A drafter, too, advances a state beyond the tokens that are verified."""
+        made = Producer(
+            STATE,
+            metrics=Metrics(driver="loopback"),
+            slots=8,
+            lease=30.0,
+            conversation_ttl=TTL,
+            backoff=1,
+            computed=False,
+            sizes=ParallelSizes(),
+        )
+        assert finished(made, answered(40, 9, 48), [[7]]) is None
+
+    def test_answer_larger_than_the_limit(self, caplog: pytest.LogCaptureFixture) -> None:
+        metrics = Metrics(driver="loopback")
+        with caplog.at_level(logging.INFO):
+            assert finished(producer(max_held=3, metrics=metrics), answered()) is None
+        assert "not held for the next turn" in caplog.text
+        assert "it has 4 blocks, and 3 may be held" in caplog.text
+        data: dict[str, Any] = metrics.take() or {}
+        assert data == {"conversation_holds": {"loopback": {"refused": 1}}}
+
+    def test_answer_without_a_slot(self) -> None:
+        metrics = Metrics(driver="loopback")
+        made = producer(slots=1, metrics=metrics)
+        made.take_on(answered(name="first"))
+        assert finished(made, answered(name="second")) is None
+        assert counted(metrics, "conversation_holds") == {"refused": 1}
+
+    def test_answer_whose_adapter_is_not_known(self) -> None:
+        def unknown(request: Any) -> bytes | None:
+            raise AdapterError("not known")
+
+        metrics = Metrics(driver="loopback")
+        assert finished(producer(adapter_content=unknown, metrics=metrics), answered()) is None
+        assert counted(metrics, "conversation_holds") == {"refused": 1}
+
+    @pytest.mark.parametrize("end", list(HoldEnd))
+    def test_its_end_is_counted_by_itself(self, end: HoldEnd) -> None:
+        metrics = Metrics(driver="loopback")
+        made = producer(metrics=metrics)
+        finished(made, answered())
+        made.holds_ended({"r": EndedHold(request=RequestId("r"), end=end)})
+        made.sends_finished(["r"])
+        data: dict[str, Any] = metrics.take() or {}
+        assert data == {"conversation_holds": {"loopback": {"made": 1, end.value: 1}}}
+
+
+def chunks(digests: bytes) -> list[bytes]:
+    """The digests of a chain."""
+    return [digests[i : i + 16] for i in range(0, len(digests), 16)]
+
+
+class Passes:
+    """An engine of one rank that holds four answers and a prompt, of two blocks each."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.now = 100.0
+        self.metrics = Metrics(driver="loopback")
+        common = {"metrics": self.metrics, "clock": lambda: self.now}
+        self.producer = producer(**common, **settings)
+        self.producer.set_rank_count(1)
+        self.names: dict[Hold, str] = {}
+        for number in range(4):
+            self.hold(answered(31, 2, 32, name=f"a{number}"), 2 * number + 1)
+        self.hold(request(32, halves.PREFILL, name="p"), 9)
+
+    def hold(self, each: Any, block: int) -> None:
+        assert finished(self.producer, each, [[block, block + 1]])
+        [(name, hold)] = self.producer.drain().take_ons
+        self.names[hold] = name
+
+    def lack(self, tokens: int = 40) -> bool:
+        """A pass in which a request gets no blocks; whether the ranks are asked."""
+        self.producer.allocation_attempted(request(tokens, name="new"), 0)
+        return self.producer.relieve_block_pressure()
+
+    def ended(self) -> list[str]:
+        return [self.names[hold] for hold in self.producer.drain().ends]
+
+
+class TestBlocksAreLacking:
+    def test_answers_go_at_once_the_oldest_first(self) -> None:
+        passes = Passes()
+        assert not passes.lack(48)  # three blocks, but 1/16 of the cache at least, which is four
+        assert passes.ended() == ["a0", "a1"]
+
+    def test_no_more_go_before_these_blocks_are_back(self) -> None:
+        passes = Passes()
+        passes.lack(48)
+        passes.ended()
+        assert not passes.lack(48)
+        assert passes.ended() == []
+        passes.producer.sends_finished(["a0"])
+        assert not passes.lack(48)
+        assert passes.ended() == []
+        passes.producer.sends_finished(["a1"])
+        passes.lack(64 * 16)
+        assert passes.ended() == ["a2", "a3"]
+
+    def test_prompts_go_only_if_no_answers_are_left(self) -> None:
+        passes = Passes()
+        [hold] = [hold for hold, name in passes.names.items() if name == "p"]
+        silent = {0: [Silence(request=RequestId("p"), hold=hold, age=9.0)]}
+        passes.producer.silence_reported(silent)
+        assert not passes.lack(1000)
+        assert passes.ended() == ["a0", "a1", "a2", "a3"]
+        passes.producer.sends_finished(["a0", "a1", "a2", "a3"])
+        assert passes.lack(1000)
+        passes.producer.silence_reported(silent)
+        passes.lack(1000)
+        assert passes.ended() == ["p"]
+
+    def test_nothing_goes_if_nobody_waits(self) -> None:
+        passes = Passes()
+        assert not passes.producer.relieve_block_pressure()
+        assert passes.ended() == []
+
+    def test_running_request_is_not_preempted_while_answers_go(self) -> None:
+        passes = Passes()
+        assert passes.producer.has_pending_block_frees()
+        assert passes.producer.has_pending_block_frees()
+        assert passes.ended() == ["a0", "a1"]
+        passes.producer.relieve_block_pressure()
+        passes.producer.sends_finished(["a0", "a1"])
+        assert passes.producer.has_pending_block_frees()
+        assert passes.ended() == ["a2", "a3"]
+        passes.producer.sends_finished(["a2", "a3"])
+        assert not passes.producer.has_pending_block_frees()
+
+    def test_reclaimed_answers_are_counted(self) -> None:
+        passes = Passes()
+        passes.lack(48)
+        passes.producer.sends_finished(["a0", "a1"])
+        assert counted(passes.metrics, "conversation_holds") == {"made": 4, "reclaimed": 2}
+
+    def test_metrics_of_held_blocks(self) -> None:
+        passes = Passes()
+        passes.producer.update_metrics()
+        data: dict[str, Any] = passes.metrics.take() or {}
+        assert data["held_pages"] == {"loopback": 10}
+        assert data["conversation_pages"] == {"loopback": 8}
+        assert data["held_fraction"] == {"loopback": 2 / 64}
+
+
+def consumer(**settings: Any) -> Consumer:
+    common: dict[str, Any] = {"engine": "prefill", "continues": True, "recompute_threshold": 16}
+    return halves.consumer(**(common | settings))
+
+
+def turn(prompt: int = 80, params: dict[str, Any] | None = None, **settings: Any) -> Any:
+    """The next turn of a conversation, which is to be decoded elsewhere."""
+    return spoken(request(prompt, params or conversation_ticket(), **settings))
+
+
+def changed(each: Any, position: int) -> Any:
+    """A turn with another token at a position."""
+    for ids in (each.prompt_token_ids, each._all_token_ids, each.all_token_ids):
+        ids[position] += 1000
+    return each
+
+
+def loaded(made: Consumer, each: Any, computed: int = 0) -> int:
+    """How many tokens a turn is to load, as asked twice."""
+    made.on_new_request(each)
+    tokens = made.num_matched_tokens(each, computed)
+    assert made.num_matched_tokens(each, computed) == tokens
+    return tokens
+
+
+class TestTurns:
+    """Requests that go on with a conversation, on the engine that prefills."""
+
+    def test_all_that_the_ticket_covers_is_loaded(self) -> None:
+        made = consumer()
+        each = turn(80, conversation_ticket(57))
+        assert loaded(made, each) == 57
+        made.blocks_allocated(each, blocks(21, 22, 23, 24), 57)
+        messages = made.drain()
+        [load] = messages.loads
+        assert load.ranges == ((0, 57),)
+        assert load.local[0].ids.tolist() == [21, 22, 23, 24]
+        assert (load.report, load.shared) == (True, False)
+        assert [prepared.tokens for prepared in messages.prepare] == [57]
+        assert not load.ticket.computed
+
+    def test_what_is_cached_here_is_not_loaded(self) -> None:
+        assert loaded(consumer(), turn(80, conversation_ticket(57)), 32) == 25
+
+    def test_prompt_that_is_the_whole_ticket(self) -> None:
+        assert loaded(consumer(), turn(57, conversation_ticket(57))) == 57
+
+    @pytest.mark.parametrize(
+        ("position", "common"), [(63, 48), (48, 48), (47, 32), (16, 16), (79, 64)]
+    )
+    def test_turn_loads_up_to_the_last_block_before_a_changed_token(
+        self, position: int, common: int
+    ) -> None:
+        assert loaded(consumer(), changed(turn(80), position)) == common
+
+    def test_history_that_was_shortened(self) -> None:
+        assert loaded(consumer(), turn(50)) == 48
+
+    def test_edited_history_is_counted_and_computed(self) -> None:
+        metrics = Metrics(driver="loopback")
+        made = consumer(metrics=metrics)
+        each = changed(turn(80), 3)
+        assert loaded(made, each) == 0
+        made.blocks_allocated(each, blocks(21, 22, 23, 24, 25), 0)
+        assert made.drain().loads == ()
+        assert metrics.take() == {"edited_histories": {"loopback": 1}}
+
+    @pytest.mark.parametrize(("threshold", "tokens"), [(0, 9), (9, 9), (10, 0)])
+    def test_few_tokens_are_computed(self, threshold: int, tokens: int) -> None:
+        """Then "done" is sent, since nobody else will load them."""
+        made = consumer(recompute_threshold=threshold)
+        each = turn(80, conversation_ticket(57))
+        assert loaded(made, each, 48) == tokens
+        made.blocks_allocated(each, blocks(21, 22, 23, 24, 25), tokens)
+        [load] = made.drain().loads
+        assert (load.reads, load.report) == (bool(tokens), bool(tokens))
+
+    def test_threshold_is_none_for_what_another_engine_has_prefilled(self) -> None:
+        made = consumer(engine="another", recompute_threshold=1000)
+        assert loaded(made, spoken(request(40, halves.ticket()))) == 40
+
+    def test_states_are_loaded_whole_or_not_at_all(self) -> None:
+        params = conversation_ticket(57, groups=STATE)
+        metrics = Metrics(driver="loopback")
+        made = consumer(groups=STATE, metrics=metrics)
+        assert loaded(made, turn(80, params, name="longer")) == 57
+        assert loaded(made, turn(57, params, name="same")) == 0  # its last token is computed here
+        assert loaded(made, changed(turn(80, params, name="other"), 56)) == 0
+        assert loaded(made, turn(56, params, name="shorter")) == 0
+        assert metrics.take() == {"edited_histories": {"loopback": 2}}
+
+    def test_states_with_digests_are_not_cut(self) -> None:
+        """The producer's groups are no states, so its ticket has digests of blocks."""
+        assert loaded(consumer(groups=STATE), changed(turn(80), 60)) == 0
+
+    @pytest.mark.parametrize(
+        ("images", "common"),
+        [
+            ([(40, 20)], 32),  # cut by the change: up to the block before it
+            ([(40, 8)], 48),
+            ([(48, 4)], 48),
+            ([(20, 15), (34, 20)], 16),  # without the second, the first would be cut
+            ([(2, 50)], 0),
+        ],
+    )
+    def test_no_image_is_cut(self, images: list[tuple[int, int]], common: int) -> None:
+        features = [image(*where) for where in images]
+        each = turn(80, conversation_ticket(mm_features=features))
+        each.mm_features = features
+        assert loaded(consumer(), changed(each, 63)) == common
+
+    def test_another_image_ends_what_is_common(self) -> None:
+        each = turn(80, conversation_ticket(mm_features=[image(33, name="cat")]))
+        each.mm_features = [image(33, name="dog")]
+        assert loaded(consumer(), each) == 32
+
+    def test_another_salt_or_adapter_has_nothing_in_common(self) -> None:
+        salted = turn(80)
+        salted.cache_salt = "another"
+        assert loaded(consumer(), salted) == 0
+        adapted = turn(80)
+        adapted.lora_request = SimpleNamespace(lora_name="sql")
+        assert loaded(consumer(), adapted) == 0
+        lora = SimpleNamespace(lora_name="sql")
+        same = turn(80, conversation_ticket(lora=lora, adapter_content=lambda each: b"weights"))
+        same.lora_request = lora
+        assert loaded(consumer(adapter_content=lambda each: b"weights"), same) == 64
+        assert loaded(consumer(adapter_content=lambda each: b"others"), same) == 0
+
+    def test_tokens_are_compared_without_verify_prompt_too(self) -> None:
+        assert loaded(consumer(verify_prompt=False), changed(turn(80), 20)) == 16
+
+    def test_embeddings_have_nothing_in_common(self) -> None:
+        each = turn(80)
+        each.prompt_embeds = object()
+        assert loaded(consumer(), each) == 0
+
+    def test_ticket_of_a_prompt_has_nothing_in_common(self) -> None:
+        """It has no digests of blocks."""
+        params = halves.ticket() | {"do_remote_decode": True, "do_remote_prefill": False}
+        assert loaded(consumer(engine="another"), turn(80, params)) == 0
+
+    def test_requests_without_a_ticket_are_no_turns(self) -> None:
+        made = consumer()
+        assert loaded(made, spoken(request(80, {"do_remote_decode": True}))) == 0
+        assert loaded(made, spoken(request(80, None))) == 0
+        assert not made.pending
+
+    @pytest.mark.parametrize("flags", [{}, {"do_remote_decode": False}])
+    def test_request_that_nobody_else_decodes_is_no_turn(self, flags: dict[str, bool]) -> None:
+        params = {
+            name: value
+            for name, value in conversation_ticket().items()
+            if name != "do_remote_decode"
+        }
+        made = consumer()
+        assert loaded(made, turn(80, params | flags)) == 0
+        assert not made.pending
+
+    def test_request_with_both_flags_is_no_turn(self) -> None:
+        """It comes with the ticket of a prompt, which it needs, and is decoded elsewhere."""
+        made = consumer(engine="another")
+        params = halves.ticket() | {"do_remote_decode": True}
+        assert loaded(made, turn(40, params)) == 40
+        other = changed(turn(41, params, name="other"), 3)
+        made.on_new_request(other)
+        made.blocks_allocated(other, blocks(21, 22, 23), 40)
+        assert made.drain().refused
+
+    def test_ticket_is_left_alone_where_the_second_turn_is_off(self) -> None:
+        made = consumer(continues=False)
+        assert loaded(made, turn(80)) == 0
+        assert not made.pending
+
+    def test_turn_that_vllm_has_refused(self) -> None:
+        made = consumer()
+        each = turn(80)
+        each.abort_immediately = True
+        assert loaded(made, each) == 0
+        assert not made.pending
+
+    def test_two_turns_with_one_ticket_share_its_hold(self) -> None:
+        params = conversation_ticket()
+        made = consumer()
+        first, second = turn(80, params, name="a"), changed(turn(80, params, name="b"), 40)
+        assert (loaded(made, first), loaded(made, second)) == (64, 32)
+        for each, tokens in ((first, 64), (second, 32)):
+            made.blocks_allocated(each, blocks(21, 22, 23, 24, 25), tokens)
+        assert [load.shared for load in made.drain().loads] == [True, True]
+        made.loads_finished(["a", "b"])
+        [done] = made.drain().loads
+        assert (done.reads, done.report, done.shared) == (False, False, False)
+
+    def test_turn_that_ends_before_it_has_blocks_says_done(self) -> None:
+        made = consumer()
+        each = turn(80)
+        made.on_new_request(each)
+        made.request_finished(each)
+        [load] = made.drain().loads
+        assert (load.reads, load.report) == (False, False)
+
+    def test_turn_is_computed_after_a_failed_load(self) -> None:
+        """vLLM asks again with the load's tokens taken back."""
+        made = consumer()
+        each = turn(80)
+        assert loaded(made, each) == 64
+        made.blocks_allocated(each, blocks(21, 22, 23, 24, 25), 64)
+        made.loads_finished(["r"], failed={"r"})
+        assert made.num_matched_tokens(each, 0) == 0
+
+
+class TestRefused:
+    """Tickets of which a turn can make no use. The whole prompt is computed, and nothing fails."""
+
+    def refused(self, made: Consumer, each: Any, metrics: Metrics) -> dict[str, float]:
+        """Why a turn's ticket was refused; asserts that vLLM computes the turn."""
+        assert loaded(made, each) == 0
+        made.blocks_allocated(each, blocks(21, 22, 23, 24, 25), 0)
+        made.request_finished(each)
+        messages = made.drain()
+        assert messages == type(messages)()
+        return counted(metrics, "refused_tickets")
+
+    @pytest.mark.parametrize(
+        ("settings", "reason"),
+        [
+            ({"engine": "decode"}, "own"),
+            ({"may_load": False}, "role"),
+            ({"security": SecuritySettings(secrets=SECRETS)}, "signature"),
+            (
+                {
+                    "security": SecuritySettings(
+                        access=Access(own=generate(), peers=frozenset({PEER}))
+                    )
+                },
+                "admission",
+            ),
+        ],
+    )
+    def test_what_this_engine_may_not_load(
+        self, settings: dict[str, Any], reason: str, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        metrics = Metrics(driver="loopback")
+        made = consumer(metrics=metrics, **settings)
+        assert self.refused(made, turn(80), metrics) == {reason: 1}
+        assert "the whole prompt is computed" in caplog.text
+        assert f"cause {reason}, of engine decode" in caplog.text
+
+    @pytest.mark.parametrize(
+        ("change", "reason"),
+        [
+            (lambda params: params.pop(KEY), "foreign"),
+            (lambda params: params[KEY].update(version=2), "version"),
+            (lambda params: params[KEY].update(tokens="many"), "malformed"),
+            (lambda params: params[KEY]["blocks"].update(salt="00"), "malformed"),
+            (lambda params: params[KEY]["blocks"].update(digests="00"), "malformed"),
+            (lambda params: params[KEY]["blocks"].update(tokens=0), "malformed"),
+            (lambda params: params[KEY].update(blocks=7), "malformed"),
+            (lambda params: params[KEY].update(proof="", ticket_key=""), "proof"),
+        ],
+    )
+    def test_what_is_no_ticket(self, change: Any, reason: str) -> None:
+        params = conversation_ticket()
+        change(params)
+        metrics = Metrics(driver="loopback")
+        made = consumer(metrics=metrics)
+        assert self.refused(made, turn(80, params), metrics) == {reason: 1}
+
+    def test_adapter_whose_content_is_not_known(self) -> None:
+        def unknown(request: Any) -> bytes | None:
+            raise AdapterError("not known")
+
+        metrics = Metrics(driver="loopback")
+        made = consumer(metrics=metrics, adapter_content=unknown)
+        assert self.refused(made, turn(80), metrics) == {"adapter": 1}
+
+    def test_forged_digests_are_found_by_the_proof(self) -> None:
+        """The scheduler half cannot know, so the ranks check the proof before they read."""
+        params = conversation_ticket()
+        other = conversation_ticket()
+        params[KEY]["blocks"] = other[KEY]["blocks"]
+        made = consumer()
+        each = turn(80, params)
+        assert loaded(made, each) == 64
+        made.blocks_allocated(each, blocks(21, 22, 23, 24, 25), 64)
+        [load] = made.drain().loads
+        with pytest.raises(Exception, match="altered"):
+            check(load.ticket.proof, TICKET_KEY.public)
+
+
+def test_ticket_is_that_of_the_last_answer_only() -> None:
+    """A ticket proves what one engine has held; another engine's key does not prove it."""
+    made = consumer()
+    each = turn(80, conversation_ticket(ticket_key=TicketKey()))
+    assert loaded(made, each) == 64
+    [prepared] = made.drain().prepare
+    assert isinstance(prepared, Ticket)
+    with pytest.raises(Exception, match="key"):
+        check(prepared.proof, TICKET_KEY.public)
