@@ -2,11 +2,13 @@
 
     python multi_turn_client.py FOLDER MODEL
 
-FOLDER has ``benchmark_serving_multi_turn.py`` of vLLM's source distribution, of which this runs the
-part that sends requests and takes times, as with ``--send-conversation-id --no-early-stop``, one
-client. Every line of the input is a JSON object with ``url`` and ``conversations``, and every line
-of the output a list with a ``RequestStats`` of that script for each request. What the script itself
-has to say goes to stderr.
+FOLDER has ``benchmark_serving_multi_turn.py`` of vLLM's source distribution. This runs the part of
+the script that sends requests and takes times (``client_main``), as one client with
+``--send-conversation-id``, and not the part that starts clients, which now and then loses a sample.
+
+Every line of the input is a JSON object with ``url`` and ``conversations``. Every line of the
+output is a list with the script's ``RequestStats`` of each request. What the script itself has to
+say goes to stderr.
 """
 
 from __future__ import annotations
@@ -16,7 +18,9 @@ import importlib
 import importlib.util
 import json
 import os
+import queue
 import sys
+import threading
 import types
 from typing import Any
 
@@ -84,9 +88,16 @@ def _run(
         send_conversation_id=True,
         headers={},
     )
-    benchmark = client.BenchmarkArgs(url=url, num_clients=1, early_stop=False)
-    _, stats = asyncio.run(client.main_mp(arguments, requests, benchmark, tokenizer, conversations))
-    return [each._asdict() for each in stats]
+    tasks, results = queue.SimpleQueue[Any](), queue.SimpleQueue[Any]()
+    for task in (*conversations.items(), (client.TERM_SIGNAL, client.TERM_SIGNAL)):
+        tasks.put(task)
+    stop = threading.Event()
+    asyncio.run(
+        client.client_main(
+            arguments, requests, 0, tokenizer, stop, tasks, results, queue.SimpleQueue[Any]()
+        )
+    )
+    return [results.get()._asdict() for _ in range(results.qsize())]
 
 
 if __name__ == "__main__":
