@@ -121,6 +121,11 @@ class SchedulerHolds:
         return len(self._pages) - len(self._firm_pages)
 
     @property
+    def conversations(self) -> int:
+        """Number of conversations whose ticket was made, and not given up or reported as sent."""
+        return len(self._conversations)
+
+    @property
     def ticketed(self) -> int:
         """Number of requests whose ticket was made, and neither given up nor reported as sent.
 

@@ -102,7 +102,7 @@ class CacheGroup:
         return first, list(ids[first:])
 
     def consumer_pages(
-        self, blocks: Sequence[KVCacheBlock], tokens: int
+        self, blocks: Sequence[KVCacheBlock], tokens: int, *, cached_later: bool = False
     ) -> tuple[TokenRange | None, Pages]:
         """Return the tokens that a consumer loads for a request, and the pages it loads them into.
 
@@ -112,6 +112,10 @@ class CacheGroup:
                 block, and fills all others.
             tokens: How many of the request's first tokens are cached or loaded once the load has
                 ended.
+            cached_later: Whether the pages enter the prefix cache after the load. Then they are
+                loaded from their first token on, also where the request itself needs only later
+                tokens of the first page: a shorter prompt with the same beginning has a window
+                that begins there.
 
         Returns:
             The range of tokens to load, and the pages that the load fills: it zeroes what it does
@@ -127,6 +131,8 @@ class CacheGroup:
         # The window may begin after the last token: then the range is empty, and the load only
         # zeroes the pages.
         first = min(max(cached * self.tokens, self.num_skipped_tokens(tokens)), tokens)
+        if cached_later:
+            first -= first % self.tokens
         ids = [block.block_id for block in blocks[cached:]]
         return (first, tokens), Pages(ids=np.array(ids, dtype=np.int64), first_index=cached)
 

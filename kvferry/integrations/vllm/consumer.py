@@ -78,6 +78,7 @@ class Consumer:
             an order that is safe for loads.
         continues: Whether the next turn of a conversation loads from the engine that answered.
         recompute_threshold: The least number of tokens that such a turn loads; fewer are computed.
+        caches_prefixes: Whether this engine caches prefixes, and so loaded pages.
         verify_prompt: Whether tickets that were made for another prompt are refused.
         backoff: How many tokens at a prompt's end a producer leaves to this engine; see
             ``prefill_backoff``.
@@ -94,6 +95,7 @@ class Consumer:
         metrics: Metrics,
         engine: str,
         may_load: bool,
+        caches_prefixes: bool = False,
         continues: bool = False,
         recompute_threshold: int = 0,
         verify_prompt: bool,
@@ -111,6 +113,7 @@ class Consumer:
         self._metrics = metrics
         self._engine = engine
         self._may_load = may_load
+        self._caches_prefixes = caches_prefixes
         self._continues = continues
         self._recompute_threshold = recompute_threshold
         self._verify_prompt = verify_prompt
@@ -508,7 +511,12 @@ class Consumer:
             blocks: The request's blocks.
         """
         last = self._tokens_to_have(request, ticket)
-        wanted = [group.consumer_pages(blocks.blocks[group.index], last) for group in self._groups]
+        wanted = [
+            group.consumer_pages(
+                blocks.blocks[group.index], last, cached_later=self._caches_prefixes
+            )
+            for group in self._groups
+        ]
         return Load(
             request=RequestId(request.request_id),
             ticket=ticket,

@@ -131,6 +131,13 @@ class Producer:
         self._may_hold = max(slots if max_held is None else max_held, 1)
         self._lease = lease
         self._conversation_ttl = conversation_ttl
+        if conversation_ttl is not None and self._needs_exact_length and not computed:
+            self._conversation_ttl = None
+            logger.warning(
+                "bidirectional_kv_xfer: answers get no tickets, because drafts take the states and "
+                "windows of this model past an answer's last token; start without "
+                "speculative_config"
+            )
         # A digest covers whole blocks of every group. States and windows are used for all tokens of
         # a ticket or for none, so that models with these need no digests.
         self._digest_unit = math.lcm(*(group.tokens for group in groups if not group.is_state))
@@ -145,6 +152,8 @@ class Producer:
         # Requests to which vLLM gave no blocks in this scheduling pass: how many blocks each needs.
         self._blocks_needed: dict[str, int] = {}
         self._running_request_waits = False
+        # Those of the last pass. vLLM may pass over a request once for other reasons than blocks.
+        self._waited_before: set[str] = set()
         self._ticket_key = ticket_key
 
     def on_new_request(self, request: Request) -> None:
@@ -202,9 +211,9 @@ class Producer:
             tokens = self._conversation_tokens(request)
         else:
             tokens = self._ticket_tokens(request) if self._is_handed_over(request) else 0
-        digest = self._ticket_digest(request, tokens) if tokens else None
-        hold = self._ticket_hold(request, tokens, block_ids) if digest is not None else None
-        if hold is None or digest is None:
+        digests = self._ticket_digests(request, tokens) if tokens else None
+        hold = self._ticket_hold(request, tokens, block_ids) if digests is not None else None
+        if hold is None or digests is None:
             self._holds.drop(request_id)
             return None
         page_lists = [
@@ -221,14 +230,14 @@ class Producer:
             pages=[ids for _, ids in page_lists],
             first_index=[first for first, _ in page_lists],
             tokens=tokens,
-            digest=digest,
+            digest=digests[0],
             # A ticket with an adapter may be revoked until the next step begins, so nobody may read
             # before that. With asynchronous scheduling, a step that is under way writes the KV of
             # an answer's last token.
             computed=self._computed and request.lora_request is None and not is_conversation,
             sizes=self._sizes,
             key=serving.key,
-            blocks=self._block_digests(request, tokens) if is_conversation else None,
+            blocks=digests[1],
         ).params(self._secrets, self._ticket_key)
 
     def revoke(self, request_ids: Sequence[str]) -> None:
@@ -241,32 +250,36 @@ class Producer:
             request_ids: vLLM's ids of the requests; those without a ticket are ignored.
         """
         for request_id in request_ids:
-            if self._holds.revoke(RequestId(request_id)):
+            held = self._held.get(request_id)
+            is_conversation = held is not None and held.is_conversation
+            if self._holds.revoke(RequestId(request_id)) and not is_conversation:
                 self._metrics.add(NO_TICKETS, reason=NoTicket.ADAPTER.value)
 
-    def _ticket_digest(self, request: Request, tokens: int) -> bytes | None:
-        """Return the digest for the ticket of a request, or ``None`` if it gets no ticket.
+    def _ticket_digests(
+        self, request: Request, tokens: int
+    ) -> tuple[bytes, BlockDigests | None] | None:
+        """Return the digests for the ticket of a request, or ``None`` if it gets no ticket.
 
         Args:
             request: vLLM's request.
             tokens: How many tokens the ticket covers.
+
+        Returns:
+            The digest over all of these tokens, and for a conversation's ticket one for each block
+            of them.
         """
         try:
-            return prompt_digest(request, tokens, self._adapter_content(request))
+            adapter = self._adapter_content(request)
         except AdapterError as exc:
             self._no_ticket(request, NoTicket.ADAPTER, str(exc))
             return None
-
-    def _block_digests(self, request: Request, tokens: int) -> BlockDigests:
-        """Return the chain of digests for the ticket of an answer, which covers ``tokens``.
-
-        Called only if ``_ticket_digest`` has succeeded, so the content of the request's adapter is
-        known.
-        """
-        every = digest_block(tokens, self._digest_unit)
-        covered = 0 if self._needs_exact_length else tokens
-        salt = randomness.token_bytes(SALT_BYTES)
-        return block_digests(request, covered, every, salt, self._adapter_content(request))
+        blocks = None
+        if self._is_conversation(request):
+            every = digest_block(tokens, self._digest_unit)
+            covered = 0 if self._needs_exact_length else tokens
+            salt = randomness.token_bytes(SALT_BYTES)
+            blocks = block_digests(request, covered, every, salt, adapter)
+        return prompt_digest(request, tokens, adapter), blocks
 
     def _ticket_hold(
         self, request: Request, tokens: int, block_ids: Sequence[Sequence[int]]
@@ -415,11 +428,10 @@ class Producer:
             # verified; whoever reads the ticket computes them itself (see ``prefill_backoff``).
             known: int = request.num_tokens
             return max(0, min(computed, known) - self._backoff)
-        if computed > request.num_tokens or not self._computed:
+        if computed > request.num_tokens:
             self._no_conversation_ticket(
                 request,
-                "more was computed than its tokens, as with speculative decoding, so its states "
-                "and windows are past them",
+                "more was computed than its tokens, so its states and windows are past them",
             )
             return 0
         return computed
@@ -600,15 +612,19 @@ class Producer:
             Whether the scheduler half must ask the ranks, in the coming step, for the holds that
             are silent now.
         """
-        request_waits |= bool(self._blocks_needed) or self._running_request_waits
         needed = sum(self._blocks_needed.values())
+        waits_again = not self._waited_before.isdisjoint(self._blocks_needed)
+        reclaims = waits_again or request_waits or self._running_request_waits
+        self._waited_before = set(self._blocks_needed)
         self._blocks_needed.clear()
         self._running_request_waits = False
         silent = self._pressure.take_silent()
-        if not request_waits:
+        if not (needed or reclaims):
             return False
-        if self._holds.reclaiming or self._holds.reclaim(self._pressure.enough(needed)):
-            return False  # these blocks come back first
+        if reclaims and not self._holds.reclaiming:
+            self._holds.reclaim(self._pressure.enough(needed))
+        if self._holds.conversations or self._holds.reclaiming:
+            return False  # holds of prompts go only when none of conversations is left
         self._report_given_up(self._holds.give_up(silent, self._pressure.enough(needed)))
         return self._pressure.ask(self._clock(), held=self._holds.ticketed)
 

@@ -118,6 +118,7 @@ class FerryScheduler:
             metrics=self._metrics,
             engine=transfer.engine_id,
             may_load=transfer.is_kv_consumer,
+            caches_prefixes=bool(vllm_config.cache_config.enable_prefix_caching),
             continues=self._config.bidirectional_kv_xfer,
             recompute_threshold=self._config.kv_recompute_threshold,
             verify_prompt=self._config.verify_prompt,

@@ -8,6 +8,7 @@ the requests whose sends and loads are over.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
@@ -52,6 +53,12 @@ The wait releases the interpreter's lock; an engine that spins would starve the 
 request that arrives during the wait is delayed by no more than this.
 """
 
+QUIET_SECONDS = 1.0
+"""For how long nothing must have been computed before steps wait because pages are held.
+
+The wait delays a request that comes meanwhile; without it, such steps keep a core busy.
+"""
+
 
 class FerryWorker:
     """Apply the scheduler's messages to one rank's endpoint, and report sends and loads that ended.
@@ -87,6 +94,7 @@ class FerryWorker:
         self._drain = drain
         self._mark_work = mark_work
         self._idle = False
+        self._computed = time.monotonic()
         self._asks_silent = False
         self._problems: tuple[str, ...] = ()
         self.handshake = RankHandshake(
@@ -176,6 +184,8 @@ class FerryWorker:
             self._endpoint.abort(RequestId(request))
         self._asks_silent = step.asks_silent
         self._idle = step.idle
+        if not step.idle:
+            self._computed = time.monotonic()
 
     def results(self) -> KVConnectorTransferResults:
         """Return the requests that were sent, and those whose load ended, since the last call.
@@ -183,15 +193,21 @@ class FerryWorker:
         A request with a ticket counts as sent when this rank no longer keeps its pages for another
         engine: they were read, or their hold ended otherwise. A request whose load failed is in
         ``finished_recving`` and in ``failed_recving``. In a step without tokens to compute, the
-        call may wait for up to ``IDLE_SECONDS``.
+        call may wait for up to ``IDLE_SECONDS``: while loads are under way, and, if nothing was
+        computed for ``QUIET_SECONDS``, while pages are held. vLLM makes such steps without a pause.
         """
-        if self._idle and (self._endpoint.pending or self._problems):
+        if self._idle and (self._endpoint.pending or self._problems or self._holds_quietly()):
             self._endpoint.wait(IDLE_SECONDS)
         results = self._endpoint.results()
         self._collect(results)
         return versions.transfer_results(
             sent=set(results.sent), received=set(results.received), failed=set(results.failed)
         )
+
+    def _holds_quietly(self) -> bool:
+        """Return whether pages are held, and nothing was computed for ``QUIET_SECONDS``."""
+        quiet = time.monotonic() - self._computed > QUIET_SECONDS
+        return quiet and self._endpoint.held > 0
 
     def _collect(self, results: Results) -> None:
         """Keep the figures of loads, and how holds ended, for the next report.

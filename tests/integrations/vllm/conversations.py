@@ -122,7 +122,9 @@ def same_answer(ordinary: Engine, turn: Turn, **options: Any) -> bool:
     return (got.tokens, got.finish_reason) == (expected.tokens, expected.finish_reason)
 
 
-def check_turns(ordinary: Engine, conversation: Conversation, block: int = 0) -> None:
+def check_turns(
+    ordinary: Engine, conversation: Conversation, block: int = 0, *, left: int = 0
+) -> None:
     """Lead three turns: right texts, and prefill computes only what is new.
 
     That is what the user says, and the token that decode sampled last. Neither engine schedules
@@ -133,13 +135,14 @@ def check_turns(ordinary: Engine, conversation: Conversation, block: int = 0) ->
         conversation: A conversation without turns.
         block: Tokens of a block, if prefill caches prefixes. The whole blocks of the prompt before
             are in its cache then, and it pulls what follows these blocks.
+        left: How many tokens of each prompt prefill leaves to decode.
     """
     local, options = 0, conversation.options
     for spoken in (40, 30, 70):
         known = len(conversation.tokens)
         turn = conversation.say(words(spoken), max_tokens=50)
         assert same_answer(ordinary, turn, max_tokens=50, **options)
-        assert turn.computed == (spoken + 1 if known else spoken)
+        assert turn.computed == spoken + bool(known) - left
         assert turn.pulled == (known - 1 - local if known else 0)
         local = len(turn.prompt) // block * block if block else 0
     conversation.end()

@@ -276,6 +276,7 @@ class TestProducer:
         metrics = Metrics(driver="loopback")
         made = producer(max_held=4, metrics=metrics, conversation_ttl=480.0)
         first, answer = request(40, PREFILL), request(32, {"do_remote_prefill": True}, name="a")
+        answer.all_token_ids = answer.prompt_token_ids
         for each in (first, answer):
             made.take_on(each)
         assert made.request_finished(first, [[1, 2, 3]], SERVING)
