@@ -27,12 +27,13 @@ from kvferry.core.lifecycle.scheduler_holds import HoldOrders, SchedulerHolds
 from kvferry.core.lifecycle.ticket import Ticket
 from kvferry.core.lifecycle.worker_holds import NoteOutcome, WorkerHolds
 from kvferry.core.messages import Heartbeat, Release, Renewal
+from kvferry.core.side_channel_messages import encode
 from tests.core.lifecycle.consumer_rank import ConsumerRank
 from tests.core.lifecycle.decode_requests import DecodeRequest, RankLoad
-from tests.core.lifecycle.fabric import Link, ProtocolViolation, Transfer
+from tests.core.lifecycle.fabric import Link, Message, ProtocolViolation, Transfer
 from tests.core.lifecycle.machine import Protocol
 from tests.core.lifecycle.producer import TTL, PrefillRequest, Producer
-from tests.core.lifecycle.simulation import Components
+from tests.core.lifecycle.simulation import PLANS, Components, Simulation
 
 SEARCH = settings(
     max_examples=3000,
@@ -640,21 +641,18 @@ PLANTED: dict[str, Components] = {
     "the scheduler half counts the TTL": Components(producer=TtlOfTheScheduler),
     "the consumer counts the TTL": Components(consumer_rank=TtlOfTheConsumer),
     "no TTL": Components(worker_holds=NoTtl),
-    "the TTL counts from the order": Components(worker_holds=TtlFromTheOrder),
-    "a TTL at each renewal": Components(worker_holds=TtlAtEachRenewal),
-    "a claim before ready does not count": Components(worker_holds=TtlAfterTheClaim),
-    "a claim before the order is lost": Components(worker_holds=ClaimBeforeTheOrderLost),
 }
 
-
-FOUND_BY_TABLE = {
-    "drops after take-ons",
-    "one rank counted twice",
-    "the TTL counts from the order",
-    "a TTL at each renewal",
-    "a claim before ready does not count",
-    "a claim before the order is lost",
+PLANTED_IN_TIME: dict[str, type[WorkerHolds]] = {
+    "the TTL counts from the order": TtlFromTheOrder,
+    "a TTL at each renewal": TtlAtEachRenewal,
+    "a claim before ready does not count": TtlAfterTheClaim,
+    "a claim before the order is lost": ClaimBeforeTheOrderLost,
 }
+"""Faults that show only if an answer is claimed at one moment, and then not renewed for long."""
+
+
+FOUND_BY_TABLE = {"drops after take-ons", "one rank counted twice"}
 
 
 @pytest.mark.timeout(300)
@@ -666,3 +664,53 @@ def test_planted_fault_is_caught(fault: str) -> None:
     Planted.__qualname__ = f"Planted[{fault}]"
     with pytest.raises(ProtocolViolation):
         run_state_machine_as_test(Planted, settings=SEARCH)
+
+
+def hold_an_answer(worker_holds: type[WorkerHolds], claimed: str) -> None:
+    """Hold an answer that is claimed once, and compare every second with the protocol table."""
+    components = Components(worker_holds=worker_holds)
+    simulation = Simulation(ranks=1, plans=(PLANS[1][0],) * 2, slots=4, components=components)
+    [rank] = simulation.producer.ranks
+    issue = simulation.fresh(kind="conversation", ordered=False)
+    assert issue is not None
+    for moment in ("before the order", "before ready", "after ready"):
+        if moment == "before ready":
+            simulation.producer.schedule()
+            rank.launch()
+        elif moment == "after ready":
+            while rank.stream:
+                rank.device()
+            rank.tick()
+        if moment == claimed:
+            hold = issue.ticket.hold
+            renewal = Renewal(
+                incarnation=issue.ticket.incarnation,
+                slot=hold.slot,
+                generation=hold.generation,
+                engine="A",
+                life=1,
+            )
+            payload = encode([renewal])
+            rank.hear(Message(sender="A", rank=0, payload=payload, origins=(0,)))
+        simulation.wait(2.0)
+    while issue.ticket.hold in rank.table.active:
+        simulation.wait(1.0)
+        rank.tick()
+
+
+MOMENTS = ("never", "before the order", "before ready", "after ready")
+
+
+@pytest.mark.parametrize("claimed", MOMENTS)
+def test_an_answer_is_held_as_the_protocol_table_says(claimed: str) -> None:
+    hold_an_answer(WorkerHolds, claimed)
+
+
+@pytest.mark.parametrize("fault", PLANTED_IN_TIME)
+def test_planted_fault_in_time_is_caught(fault: str) -> None:
+    def at_any_moment() -> None:
+        for claimed in MOMENTS:
+            hold_an_answer(PLANTED_IN_TIME[fault], claimed)
+
+    with pytest.raises(ProtocolViolation):
+        at_any_moment()
