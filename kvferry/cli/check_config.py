@@ -57,10 +57,13 @@ class Transfer:
     Attributes:
         kv_role: The role.
         kv_connector_extra_config: The settings.
+        kv_load_failure_policy: What becomes of a request whose load failed; vLLM's default if the
+            key is missing.
     """
 
     kv_role: str
     kv_connector_extra_config: Mapping[str, Any]
+    kv_load_failure_policy: str = "fail"
 
     @property
     def is_kv_consumer(self) -> bool:
@@ -71,7 +74,12 @@ class Transfer:
     def of(cls, transfer: Mapping[str, Any]) -> Transfer:
         """Return a connector's part from its keys and values."""
         role = str(transfer.get("kv_role"))
-        return cls(kv_role=role, kv_connector_extra_config=extra_of(transfer))
+        policy = str(transfer.get("kv_load_failure_policy") or "fail")
+        return cls(
+            kv_role=role,
+            kv_connector_extra_config=extra_of(transfer),
+            kv_load_failure_policy=policy,
+        )
 
 
 def print_schema() -> None:
@@ -105,9 +113,8 @@ def run(text: str, peers: Sequence[str] = ()) -> int:
         for warning in examine_security_settings(acceptable(extra))[0].exposed:
             typer.echo(f"note: {warning}")
     if is_transfer(given):
-        policy = str(given.get("kv_load_failure_policy") or "fail")
         for extra in _own_settings(given):
-            if risk := support.late_turn_risk(acceptable(extra), policy):
+            if risk := support.late_turn_risk(acceptable(extra), Transfer.of(given)):
                 typer.echo(f"note: {risk}")
     typer.echo(_summary(len(found), given, peers))
     return int(bool(found))

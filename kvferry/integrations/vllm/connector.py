@@ -47,8 +47,6 @@ In this order, copies stay large between engines that split heads differently. A
 user sets takes precedence, and works as well.
 """
 
-logger = logging.getLogger(__name__)
-
 
 class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
     """Hand over requests' KV cache from the vLLM engine that prefills to the one that decodes.
@@ -88,8 +86,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
             own = vllm_config.kv_transfer_config
             outer = engine.kv_transfer_config or own
             support.check_siblings(own, outer)
-            if risk := support.late_turn_risk(settings, outer.kv_load_failure_policy):
-                logger.warning(risk)
+            support.warn_of_late_turns(settings, outer)
             if vllm_config.lora_config is not None:
                 self._adapter_loads = observe_loads(vllm_config)
 

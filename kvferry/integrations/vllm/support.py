@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,8 @@ if TYPE_CHECKING:
     from vllm.config import KVTransferConfig, VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
+
+logger = logging.getLogger(__name__)
 
 TICKET_CONNECTORS = frozenset(
     {
@@ -58,20 +61,27 @@ def check_siblings(own: KVTransferConfig, engine: KVTransferConfig) -> None:
     _refuse("KVFerryConnector cannot work with", _unsupported_siblings(own, engine))
 
 
-def late_turn_risk(config: Config, failure_policy: str) -> str | None:
+def late_turn_risk(config: Config, engine: KVTransferConfig) -> str | None:
     """Return a warning that the next turn of a conversation may fail; ``None`` if it cannot.
 
     Args:
         config: The connector's settings.
-        failure_policy: The engine's ``kv_load_failure_policy``.
+        engine: The configuration with which the engine was started, such as MultiConnector's.
     """
-    if not config.bidirectional_kv_xfer or failure_policy == "recompute":
+    if not config.bidirectional_kv_xfer or engine.kv_load_failure_policy == "recompute":
         return None
     return (
-        f"kv_load_failure_policy is {failure_policy!r}, with bidirectional_kv_xfer: a turn ends "
-        "with an error on prefill if it comes after decoder_kv_blocks_ttl, after a restart of "
-        'decode, or when decode has given the pages back; set "recompute", which computes it'
+        f"kv_load_failure_policy is {engine.kv_load_failure_policy!r}, with bidirectional_kv_xfer: "
+        "a turn ends with an error on prefill if it comes after decoder_kv_blocks_ttl, after a "
+        'restart of decode, or when decode has given the pages back; set "recompute", which '
+        "computes it"
     )
+
+
+def warn_of_late_turns(config: Config, engine: KVTransferConfig) -> None:
+    """Log ``late_turn_risk``, if there is one; the arguments are the same."""
+    if risk := late_turn_risk(config, engine):
+        logger.warning(risk)
 
 
 def check_groups(kv_cache_config: KVCacheConfig) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import MagicMock, call
+from unittest.mock import ANY, MagicMock, call
 
 import pytest
 
@@ -220,9 +220,11 @@ def test_what_is_checked_at_start(
     found = None if outer is None else around
     monkeypatch.setattr(vllm.connector, "get_current_vllm_config_or_none", lambda: found)
     made(vllm, Role.WORKER)
+    engine = "around" if outer == "another's" else TRANSFER
     assert vllm.halves.support.mock_calls == [
         call.check_engine(CONFIG),
-        call.check_siblings(TRANSFER, "around" if outer == "another's" else TRANSFER),
+        call.check_siblings(TRANSFER, engine),
+        call.warn_of_late_turns(ANY, engine),
     ]
     assert vllm.halves.share_log_handlers.called
     assert not vllm.halves.scheduler.called
