@@ -20,6 +20,7 @@ SUITES = {
     "tests/drivers/nixl/": "nixl",
     "tests/integrations/vllm/geometry/": "geometry",
     "tests/integrations/vllm/routers/": "routers",
+    "tests/integrations/vllm/test_conversation": "conversations",
     "tests/integrations/vllm/": "vllm",
     "tests/examples/": "examples",
     "tests/testing/": "planted faults",
