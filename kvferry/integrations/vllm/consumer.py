@@ -511,10 +511,10 @@ class Consumer:
             blocks: The request's blocks.
         """
         last = self._tokens_to_have(request, ticket)
+        # If a conversation's last message is edited, prefill computes from what it has cached.
+        cached_later = self._caches_prefixes and self._is_turn(request)
         wanted = [
-            group.consumer_pages(
-                blocks.blocks[group.index], last, cached_later=self._caches_prefixes
-            )
+            group.consumer_pages(blocks.blocks[group.index], last, cached_later=cached_later)
             for group in self._groups
         ]
         return Load(

@@ -6,56 +6,60 @@ from pathlib import Path
 
 import pytest
 
-from examples.tiny_llama import prompt
+from tests.integrations.vllm import probes
+from tests.integrations.vllm.conversations import (
+    RECOMPUTE,
+    ROLE,
+    TWO_WAY,
+    Conversation,
+    same_answer,
+    words,
+)
 from tests.integrations.vllm.engines import Engine
 from tests.integrations.vllm.families import WINDOW
 from tests.integrations.vllm.fleet import fleet
-from tests.integrations.vllm.steps import pulled_by, texts
+from tests.integrations.vllm.steps import eventually
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 
 
-def changed_at(whole: list[int], position: int) -> list[int]:
-    """A prompt that goes on otherwise from a position, and ends soon after."""
-    return [*whole[:position], *((token + 1) % 512 for token in whole[position : position + 3])]
-
-
-@pytest.mark.parametrize(("there", "here", "loads"), [(96, 32, True), (32, 96, False)])
-def test_a_shorter_prompt_with_the_same_beginning(
+@pytest.mark.parametrize(
+    ("prefill_block", "decode_block", "loads"), [(32, 96, True), (96, 32, False)]
+)
+def test_an_edited_message_after_a_loaded_turn(
     checkpoints: dict[str, Path],
     tmp_path_factory: pytest.TempPathFactory,
-    there: int,
-    here: int,
+    prefill_block: int,
+    decode_block: int,
     loads: bool,
 ) -> None:
-    """Its window begins earlier: decode must not have a part of a page in its cache.
+    """Its prompt is shorter, so its window begins earlier, and prefill has a hit in its own cache.
 
-    Prefill with smaller blocks has freed that part, so decode computes the prompt itself.
+    Decode with smaller blocks has freed a part of the window's first page, so prefill computes the
+    turn instead of loading it.
     """
+    assert WINDOW == 80, "so that windows begin where a page is split"
+    options = {"extra": TWO_WAY, "transfer": RECOMPUTE}
     with fleet(checkpoints["gemma3"], tmp_path_factory.mktemp("windows")) as engines:
         ordinary = engines.launch("ordinary")
-        prefill = engines.launch("prefill", "kv_producer", block_size=there)
-        decode = engines.launch(
-            "decode",
-            "kv_consumer",
-            transfer={"kv_load_failure_policy": "recompute"},
-            block_size=here,
-            enable_prefix_caching=True,
+        prefill = engines.launch(
+            "prefill", ROLE, **options, block_size=prefill_block, enable_prefix_caching=True
         )
+        decode = engines.launch("decode", ROLE, **options, block_size=decode_block)
         engines.wait_started()
-        assert WINDOW == 80, "so that windows begin where a page is split"
-        for seed in range(3):
-            whole = prompt(329 + 5 * seed, seed=seed)
-            check(ordinary, prefill, decode, whole, loads)
-            front = (len(whole) - 1) // here * here
-            check(ordinary, prefill, decode, changed_at(whole, front), loads=None)
+        for longer in (0, 5, 10):
+            conversation = Conversation(prefill=prefill, decode=decode)
+            lead(conversation, ordinary, 300 + longer, loads)
 
 
-def check(
-    ordinary: Engine, prefill: Engine, decode: Engine, asked: list[int], loads: bool | None
-) -> None:
-    """Compare texts; ``loads`` says whether decode must load, ``None`` if that does not matter."""
-    before = pulled_by(decode)
-    [completion] = decode.generate(asked, params=prefill.prefill(asked))
-    assert completion.text == texts(ordinary, asked)[0]
-    assert loads is None or (pulled_by(decode) > before) == loads
+def lead(conversation: Conversation, ordinary: Engine, spoken: int, loads: bool) -> None:
+    """Two turns, and the second again with other words at the end of what prefill has cached."""
+    conversation.say(words(spoken), max_tokens=30)
+    eventually(lambda: conversation.prefill.run(probes.reset_prefix_cache))
+    known, ticket = list(conversation.tokens), conversation.ticket
+    turn = conversation.say(words(5), max_tokens=20)
+    assert same_answer(ordinary, turn, max_tokens=20)
+    assert (turn.computed <= 6) == loads
+    edited = Conversation(prefill=conversation.prefill, decode=conversation.decode)
+    edited.tokens, edited.ticket = known[: len(known) // 96 * 96], ticket
+    assert same_answer(ordinary, edited.say(words(3), max_tokens=20), max_tokens=20)
