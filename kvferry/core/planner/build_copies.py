@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -23,7 +24,10 @@ from kvferry.core.planner.strides import entry_offsets
 from kvferry.core.planner.strips import Strides, StripBatch
 from kvferry.core.planner.token_blocks import LAST_TOKEN, BlockMap, sub_blocks
 from kvferry.core.transport.copies import Copies, Segment
+from kvferry.core.transport.paged import PagedCopies, PlacedStrips, Strips, StripSide
 
+MIN_PAGED_COPIES = 64
+"""With fewer copies than this, naming pages is not cheaper than writing out addresses."""
 MAX_COPIES = 1 << 24
 """The most copies that ``build_copies`` returns; each takes 24 bytes in the arrays."""
 
@@ -173,6 +177,14 @@ class _Places:
         pages = self.ids * strides.page
         return pages + entry_offsets(strides.within, self.within) if strides.within else pages
 
+    def numbers(self, pages: int) -> I64Array:
+        """Return the number of each sub-block's place, (s,) int64; see ``transport.paged``.
+
+        Args:
+            pages: number of pages that the rank has.
+        """
+        return self.within * pages + self.ids
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Part:
@@ -182,14 +194,20 @@ class _Part:
     sub-blocks that lie one after another on both sides.
 
     Attributes:
+        match: the groups that are read.
         batch: the strips.
+        near: the sub-blocks in local pages, before any were joined to one place.
+        far: the same sub-blocks in remote pages.
         local: (s,) int64, bytes to add to the local address of any strip for each place.
         remote: (s,) int64, bytes to add to the remote address of any strip for each place.
         nbytes: length in bytes of every copy at each place, (s,) int64, or as one integer if all
             are equal.
     """
 
+    match: Match
     batch: StripBatch
+    near: _Places
+    far: _Places
     local: I64Array
     remote: I64Array
     nbytes: I64Array | int
@@ -197,6 +215,11 @@ class _Part:
     @property
     def copies(self) -> int:
         return len(self.batch.local) * len(self.local)
+
+    @property
+    def unjoined(self) -> int:
+        """The number of copies if no sub-blocks were joined."""
+        return len(self.batch.local) * len(self.near.ids)
 
 
 def build_copies(
@@ -218,6 +241,34 @@ def build_copies(
         PageError: a range or a page list does not fit the layouts, or there would be more than
             ``MAX_COPIES`` copies.
     """
+    return _written_out(_all_parts(source, request), workspace)
+
+
+def build_paged(source: Source, request: ReadRequest) -> PagedCopies | None:
+    """Return the copies of ``build_copies``, named by pages, if that is cheaper.
+
+    It is where few of the copies are neighbours that ``build_copies`` would join: a transport with
+    the capability ``paged_reads`` is then spared an address for each of them.
+
+    Args:
+        source: as for ``build_copies``.
+        request: as for ``build_copies``.
+
+    Returns:
+        The copies, in arrays of their own; no sub-blocks are joined. ``None`` if their addresses
+        are better written out, by ``build_copies``.
+
+    Raises:
+        PageError: as for ``build_copies``.
+    """
+    parts = _all_parts(source, request)
+    joined = sum(part.copies for part in parts)
+    if joined < MIN_PAGED_COPIES or 2 * joined <= sum(part.unjoined for part in parts):
+        return None
+    return PagedCopies(parts=tuple(map(_placed, parts)))
+
+
+def _all_parts(source: Source, request: ReadRequest) -> list[_Part]:
     _check_local(source.local_layout, request)
     _check_length("remote page lists", request.remote, source.remote_layout)
     parts = [part for match in source.matches for part in _parts(match, request)]
@@ -227,7 +278,48 @@ def build_copies(
             f"one request would take {count} copies from remote rank {source.remote}; {MAX_COPIES} "
             "are allowed: give both engines layouts that have more in one piece"
         )
-    arrays = (workspace or Workspace()).take(count)
+    return parts
+
+
+def _placed(part: _Part) -> PlacedStrips:
+    """Return a part's copies by strips and places; the strips are made once for a plan."""
+    strips = part.match.strips.get(part.batch)
+    if strips is None:
+        strips = part.match.strips[part.batch] = _strips(part.match, part.batch)
+    return PlacedStrips(
+        strips=strips,
+        local=part.near.numbers(strips.local.pages),
+        remote=part.far.numbers(strips.remote.pages),
+    )
+
+
+def _strips(match: Match, batch: StripBatch) -> Strips:
+    """Return a batch of strips with the places that they have in all pages."""
+    starts = [0, *(stop for stop, _, _ in batch.cuts)]
+    near, far = match.pairing.block_maps(batch.strides.granularity)
+    return Strips(
+        nbytes=batch.nbytes,
+        local=_side(batch.local, batch.strides.local, match.local_pages, near),
+        remote=_side(batch.remote, batch.strides.remote, match.remote_pages, far),
+        segments=tuple(
+            Segment(start=start, stop=stop, local=local, remote=remote)
+            for start, (stop, local, remote) in zip(starts, batch.cuts, strict=False)
+        ),
+    )
+
+
+def _side(start: I64Array, strides: Strides, pages: int, block_map: BlockMap) -> StripSide:
+    index = np.arange(block_map.per_page if strides.within else 1, dtype=np.int64)
+    return StripSide(
+        start=start.view(np.uint64),
+        within=entry_offsets(strides.within, index) if strides.within else index,
+        stride=strides.page,
+        pages=pages,
+    )
+
+
+def _written_out(parts: Sequence[_Part], workspace: Workspace | None) -> Copies:
+    arrays = (workspace or Workspace()).take(sum(part.copies for part in parts))
     start = 0
     for part in parts:
         _fill(part, [array[start : start + part.copies] for array in arrays])
@@ -258,7 +350,7 @@ def _parts(match: Match, request: ReadRequest) -> Iterator[_Part]:
         if granularity not in places:
             places[granularity] = _locate(match, request, start, stop, granularity)
         if len(places[granularity][0].ids):
-            yield _part(batch, *places[granularity])
+            yield _part(match, batch, *places[granularity])
 
 
 def _check_room(match: Match, stop: int, pages: Pages) -> None:
@@ -343,24 +435,26 @@ def _locate_on_side(
     return _Places(ids=ids, within=within)
 
 
-def _part(batch: StripBatch, local: _Places, remote: _Places) -> _Part:
+def _part(match: Match, batch: StripBatch, local: _Places, remote: _Places) -> _Part:
     """Return the copies of a batch of strips in sub-blocks of a request.
 
     Consecutive sub-blocks are joined into one place if, on both sides, every strip begins in the
     second where it ended in the first.
 
     Args:
+        match: the groups that are read.
         batch: the strips.
         local: where the sub-blocks lie in local pages.
         remote: where the same sub-blocks lie in remote pages.
     """
+    part = partial(_Part, match=match, batch=batch, near=local, far=remote)
     near, far = local.offsets(batch.strides.local), remote.offsets(batch.strides.remote)
     apart = (np.diff(near) != batch.nbytes) | (np.diff(far) != batch.nbytes)
     if apart.all():
-        return _Part(batch=batch, local=near, remote=far, nbytes=batch.nbytes)
+        return part(local=near, remote=far, nbytes=batch.nbytes)
     first = np.flatnonzero(np.concatenate(([True], apart)))
     nbytes = np.diff(first, append=len(near)) * batch.nbytes
-    return _Part(batch=batch, local=near[first], remote=far[first], nbytes=nbytes)
+    return part(local=near[first], remote=far[first], nbytes=nbytes)
 
 
 def _fill(part: _Part, arrays: Sequence[I64Array]) -> None:

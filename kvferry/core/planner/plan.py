@@ -18,6 +18,7 @@ from kvferry.core.layout.fields import FieldSet
 from kvferry.core.planner.coverage import EngineHoldings, assign_pieces, engine_holdings
 from kvferry.core.planner.strips import Overlap, Overlaps, StripBatch, find_strips
 from kvferry.core.planner.token_blocks import Pairing
+from kvferry.core.transport.paged import Strips
 from kvferry.core.work_budget import WorkBudget
 
 MAX_WINDOWS = 256
@@ -39,6 +40,8 @@ class Match:
         parts: the overlaps (each a local field, a remote field, and the part of the tensor that
             both hold), in sets whose fields differ only in where they start.
         batches: the strips of these fields: runs of bytes that are contiguous on both sides.
+        strips: for batches that were read by pages, their strips with all places that they have
+            (see ``build_copies.build_read``).
     """
 
     local_group: int
@@ -48,6 +51,7 @@ class Match:
     remote_pages: int
     parts: tuple[Overlaps, ...] = field(repr=False)
     batches: tuple[StripBatch, ...] = field(repr=False)
+    strips: dict[StripBatch, Strips] = field(default_factory=dict, init=False, repr=False)
 
     @property
     def overlaps(self) -> tuple[Overlap, ...]:

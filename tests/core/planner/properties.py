@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from random import Random
+from unittest.mock import patch
 
 import numpy as np
 from msgspec.structs import replace as replace_field
@@ -25,18 +26,28 @@ from kvferry.core.layout import (
     GroupKind,
     Layout,
 )
-from kvferry.core.planner.build_copies import Pages, ReadRequest, build_copies, unwritten_spans
+from kvferry.core.planner import build_copies as build_copies_module
+from kvferry.core.planner.build_copies import (
+    Pages,
+    ReadRequest,
+    build_copies,
+    build_paged,
+    unwritten_spans,
+)
 from kvferry.core.planner.plan import Plan, make_plan
+from kvferry.core.transport.paged import check_places
 from tests.core.planner.engine_pairs import POOL
 from tests.core.planner.oracle import (
     ZERO,
     EnginePair,
+    Labels,
     check_rank,
     entries,
     field_offsets,
     is_wanted,
     pages,
     poison,
+    run,
     tokens_of_page,
     zero,
 )
@@ -380,6 +391,37 @@ def _right(pair: EnginePair, rng: Random) -> None:
     check_rank(pair, rng.randrange(len(pair.local)))
 
 
+def check_pages_name_the_same(pair: EnginePair) -> None:
+    """Check that copies named by pages, written out, are those that ``build_copies`` returns."""
+    for found in plans(pair):
+        layout = pair.local[found.rank]
+        for source in found.sources:
+            with patch.object(build_copies_module, "MIN_PAGED_COPIES", 1):
+                paged = build_paged(source, pair.request)
+            if paged is None:
+                continue
+            check_places(paged)
+            written, expected = paged.written_out(), build_copies(source, pair.request)
+            assert (len(paged), paged.total) == (len(written), written.total)
+            assert paged.total == expected.total
+            far = pair.remote[source.remote]
+            theirs = labels(far)
+            results = [poison(layout), poison(layout)]
+            for copies, memory in zip((written, expected), results, strict=True):
+                run(copies, layout, memory, far, theirs)
+            for one, other in zip(*results, strict=True):
+                assert np.array_equal(one, other)
+
+
+def labels(layout: Layout) -> list[Labels]:
+    """Return memory of a layout in which every byte is unlike every other."""
+    starts = np.cumsum([0, *(region.nbytes for region in layout.regions)])
+    return [
+        np.arange(start, start + region.nbytes, dtype=np.int64)
+        for start, region in zip(starts, layout.regions, strict=False)
+    ]
+
+
 CHECKS: dict[str, Callable[[EnginePair, Random], None]] = {
     "every byte is right": _right,
     "producers are notified": lambda pair, _: check_producers_are_told(pair),
@@ -390,4 +432,5 @@ CHECKS: dict[str, Callable[[EnginePair, Random], None]] = {
     "page ids out of range": check_strange_ids,
     "nothing requested is zeroed": check_nothing_wanted_is_zeroed,
     "equal layouts need the fewest copies": check_equal_layouts_move_whole,
+    "copies named by pages are the same": lambda pair, _: check_pages_name_the_same(pair),
 }

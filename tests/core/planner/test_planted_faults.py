@@ -425,14 +425,44 @@ def fields_of_one_shape_share_their_offset(patch: Patch) -> None:
 def pages_join_by_local_addresses_only(patch: Patch) -> None:
     """Adjacent local pages are one copy, even if the remote ones are not adjacent."""
 
-    def one_sided(real: Any, batch: Any, local: Any, remote: Any) -> Any:
-        found = real(batch, local, local)
+    def one_sided(real: Any, match: Any, batch: Any, local: Any, remote: Any) -> Any:
+        found = real(match, batch, local, local)
         near = local.offsets(batch.strides.local)
         far = remote.offsets(batch.strides.remote)
         kept = np.searchsorted(np.arange(len(near)), np.flatnonzero(np.isin(near, found.local)))
         return replace(found, remote=far[kept][: len(found.local)])
 
     replace_function(patch, build_copies, "_part", one_sided)
+
+
+# Faults in copies that are named by pages.
+
+
+def places_are_numbered_by_page(patch: Patch) -> None:
+    """The places of a page follow each other, where they should be apart by all pages."""
+
+    def by_page(self: Any, real: Any, pages: int) -> I64Array:
+        del real
+        found: I64Array = self.ids * (int(self.within.max(initial=0)) + 1) + self.within
+        return found % pages
+
+    replace_method(patch, build_copies._Places, "numbers", by_page)
+
+
+def remote_places_lie_at_the_page_start(patch: Patch) -> None:
+    def at_start(real: Any, start: I64Array, strides: Any, pages: int, block_map: Any) -> Any:
+        side = real(start, strides, pages, block_map)
+        return replace(side, within=np.zeros_like(side.within))
+
+    replace_function(patch, build_copies, "_side", at_start)
+
+
+def strips_are_those_of_the_first_batch(patch: Patch) -> None:
+    def first(real: Any, match: Match, batch: Any) -> Any:
+        del batch
+        return real(match, match.batches[0])
+
+    replace_function(patch, build_copies, "_strips", first)
 
 
 # Faults in what is zeroed.
@@ -485,6 +515,7 @@ def unread_groups_are_not_zeroed(patch: Patch) -> None:
 
 
 BYTES = "every byte is right"
+BY_PAGES = "copies named by pages are the same"
 
 PLANTED: dict[Callable[[Patch], None], str] = {
     replicas_are_read_in_order: "replicated ranks are read evenly",
@@ -531,6 +562,9 @@ PLANTED: dict[Callable[[Patch], None], str] = {
     runs_coalesce_across_regions: BYTES,
     fields_of_one_shape_share_their_offset: BYTES,
     pages_join_by_local_addresses_only: BYTES,
+    places_are_numbered_by_page: BY_PAGES,
+    remote_places_lie_at_the_page_start: BY_PAGES,
+    strips_are_those_of_the_first_batch: BY_PAGES,
     the_head_is_not_zeroed: BYTES,
     the_tail_is_not_zeroed: BYTES,
     whole_pages_are_zeroed: "nothing requested is zeroed",

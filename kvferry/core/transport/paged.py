@@ -1,0 +1,223 @@
+"""A batch of copies that is named by pages, for drivers that can prepare a peer's memory once.
+
+The copies of one request repeat a pattern: every strip (a run of bytes that is contiguous on both
+sides) occurs in every page, a fixed distance from page to page. So where a request's copies are
+scattered, they are named by the strips, which stay the same for all requests between two ranks, and
+by two short arrays of places. Their addresses are the outer sum of both, which a driver need not
+write out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvferry.core.errors import TransportUsageError
+from kvferry.core.memory import I64Array, Region, U64Array
+from kvferry.core.transport.copies import Copies, Segment
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StripSide:
+    """Where n strips lie on one side, in all pages.
+
+    A page has k places for a strip. The places of all pages are numbered: place ``w * pages + p``
+    is place ``w`` of page ``p``.
+
+    Attributes:
+        start: (n,) uint64, address of each strip at place 0 of page 0.
+        within: (k,) int64, bytes from a page's place 0 to each of its places, not negative.
+        stride: bytes from one page to the next, not negative.
+        pages: number of pages.
+    """
+
+    start: U64Array
+    within: I64Array
+    stride: int
+    pages: int
+
+    @property
+    def places(self) -> int:
+        """The number of places of all pages."""
+        return len(self.within) * self.pages
+
+    def offsets(self, places: I64Array) -> I64Array:
+        """Return the bytes from place 0 of page 0 to each of these places, (s,) int64."""
+        inside, page = np.divmod(places, self.pages)
+        offsets: I64Array = self.within[inside] + page * self.stride
+        return offsets
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Strips:
+    """n strips of equal length: runs of bytes that are contiguous on both sides, in every page.
+
+    Equal requests name the same object, so a driver may keep what it has prepared for it.
+
+    Attributes:
+        nbytes: length of each strip, at least 1.
+        local: where the strips lie on this side.
+        remote: where they lie on the peer's side.
+        segments: the strips cut by region: each segment, with all pages, lies in one local and one
+            remote region. ``start`` and ``stop`` are indices of strips.
+
+    Raises:
+        TransportUsageError: an array has another shape or type, the segments do not cover the
+            strips in order and without gaps, or a strip leaves its regions in some page.
+    """
+
+    nbytes: int
+    local: StripSide
+    remote: StripSide
+    segments: tuple[Segment, ...]
+
+    def __post_init__(self) -> None:
+        n = len(self.local.start)
+        for name, side in (("local", self.local), ("remote", self.remote)):
+            _check_form(name, side, n)
+        position = 0
+        for segment in self.segments:
+            if segment.start != position or segment.stop <= position:
+                raise TransportUsageError(f"the segments do not cover the {n} strips in order")
+            position = segment.stop
+            self._check_bounds("local", self.local, segment, segment.local)
+            self._check_bounds("remote", self.remote, segment, segment.remote)
+        if position != n or self.nbytes < 1:
+            raise TransportUsageError(
+                f"{n} strips of {self.nbytes} bytes, {position} of them in segments: all must be, "
+                "and have at least 1 byte"
+            )
+
+    def __len__(self) -> int:
+        return len(self.local.start)
+
+    def _check_bounds(self, name: str, side: StripSide, segment: Segment, region: Region) -> None:
+        """Refuse strips that leave their region in some page."""
+        start = side.start[segment.start : segment.stop]
+        low = int(start.min()) + int(side.within.min())
+        last = (side.pages - 1) * side.stride + int(side.within.max())
+        high = int(start.max()) + last + self.nbytes
+        if low < region.address or high > region.end:
+            raise TransportUsageError(
+                f"strips {segment.start} to {segment.stop - 1} leave their {name} region: bytes "
+                f"{low:#x} to {high:#x}, in {region} which ends at {region.end:#x}"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PlacedStrips:
+    """Strips, and the s places at which each of them is copied: n * s copies.
+
+    Attributes:
+        strips: the strips.
+        local: (s,) int64, number of each place on this side; see ``StripSide``.
+        remote: (s,) int64, number of each place on the peer's side. The copies of place ``i`` go
+            between ``local[i]`` and ``remote[i]``.
+    """
+
+    strips: Strips
+    local: I64Array
+    remote: I64Array
+
+    def __len__(self) -> int:
+        return len(self.strips) * len(self.local)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PagedCopies:
+    """A batch of copies, named by strips and places.
+
+    The arrays of places may be views of memory that the caller reuses as soon as the callee has
+    returned. What ``Strips`` has stays as it is.
+
+    Attributes:
+        parts: the strips with their places.
+    """
+
+    parts: tuple[PlacedStrips, ...]
+
+    def __len__(self) -> int:
+        """Return the number of copies."""
+        return sum(map(len, self.parts))
+
+    @property
+    def total(self) -> int:
+        """The number of bytes of all copies together."""
+        return sum(len(part) * part.strips.nbytes for part in self.parts)
+
+    def written_out(self) -> Copies:
+        """Return the same copies with their addresses written out, in new arrays."""
+        sides: list[list[U64Array]] = [[], [], []]
+        segments: list[Segment] = []
+        count = 0
+        for part in self.parts:
+            strips, places = part.strips, len(part.local)
+            for array, side, numbers in zip(
+                sides, (strips.local, strips.remote), (part.local, part.remote), strict=False
+            ):
+                offsets = side.offsets(numbers).astype(np.uint64)
+                array.append((side.start[:, None] + offsets).ravel())
+            sides[2].append(np.full(len(part), strips.nbytes, np.uint64))
+            segments += _moved(strips.segments, count, places)
+            count += len(part)
+        local, remote, nbytes = (np.concatenate([*one, _EMPTY]) for one in sides)
+        return Copies(local=local, remote=remote, nbytes=nbytes, segments=tuple(segments))
+
+
+_EMPTY = np.empty(0, np.uint64)
+
+
+def check_places(paged: PagedCopies) -> None:
+    """Refuse a batch that names places which do not exist.
+
+    Raises:
+        TransportUsageError: an array of places is not int64 of the same length as the other, or has
+            a number that is out of range.
+    """
+    for part in paged.parts:
+        strips = part.strips
+        _check_numbers("local", part.local, strips.local, len(part.local))
+        _check_numbers("remote", part.remote, strips.remote, len(part.local))
+
+
+def _check_numbers(name: str, numbers: I64Array, side: StripSide, count: int) -> None:
+    if numbers.dtype != np.int64 or numbers.shape != (count,):
+        raise TransportUsageError(
+            f"{name} places have type {numbers.dtype} and shape {numbers.shape}; both arrays must "
+            f"be int64 of shape ({count},)"
+        )
+    if count and not 0 <= int(numbers.min()) <= int(numbers.max()) < side.places:
+        raise TransportUsageError(
+            f"{name} places {int(numbers.min())} to {int(numbers.max())}: there are {side.places}, "
+            "numbered from 0"
+        )
+
+
+def _check_form(name: str, side: StripSide, n: int) -> None:
+    if side.start.dtype != np.uint64 or side.start.shape != (n,) or not n:
+        raise TransportUsageError(
+            f"{name} starts have type {side.start.dtype} and shape {side.start.shape}; they must "
+            f"be uint64 of shape ({n},), of at least one strip"
+        )
+    within = side.within
+    bad = within.dtype != np.int64 or within.ndim != 1 or not len(within) or int(within.min()) < 0
+    if bad or side.pages < 1 or side.stride < 0:
+        raise TransportUsageError(
+            f"{name} strips at {within!r:.100} within {side.pages} pages, {side.stride} bytes "
+            "apart: at least one place and one page are needed, and no distance is negative"
+        )
+
+
+def _moved(segments: Sequence[Segment], start: int, places: int) -> list[Segment]:
+    """Return segments of strips as segments of copies, each strip being copied ``places`` times."""
+    return [
+        Segment(
+            start=start + each.start * places,
+            stop=start + each.stop * places,
+            local=each.local,
+            remote=each.remote,
+        )
+        for each in segments
+    ]
