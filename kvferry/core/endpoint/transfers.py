@@ -52,6 +52,21 @@ class Outcome:
     seconds: float
     post_seconds: float
 
+    def after(self, earlier: Outcome) -> Outcome:
+        """Return the outcome of two successive reads as that of one; this was the second.
+
+        The time between the reads counts as ``seconds``, but not as ``post_seconds``.
+        """
+        end = self.begun + self.seconds if self.begun else earlier.begun + earlier.seconds
+        return Outcome(
+            error=self.error,
+            copies=earlier.copies + self.copies,
+            nbytes=earlier.nbytes + self.nbytes,
+            begun=earlier.begun,
+            seconds=end - earlier.begun,
+            post_seconds=earlier.post_seconds + self.post_seconds,
+        )
+
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Grace:

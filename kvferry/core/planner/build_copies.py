@@ -8,9 +8,9 @@ arrays that are reused.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 
 import numpy as np
 
@@ -24,8 +24,8 @@ from kvferry.core.planner.strips import Strides, StripBatch
 from kvferry.core.planner.token_blocks import LAST_TOKEN, BlockMap, sub_blocks
 from kvferry.core.transport.copies import Copies, Segment
 
-MAX_COPIES = 1 << 24
-"""The most copies that ``build_copies`` returns; each takes 24 bytes in the arrays."""
+BATCH_COPIES = 1 << 18
+"""The most copies that are built and read at once; each takes 24 bytes in the arrays."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -198,6 +198,72 @@ class _Part:
     def copies(self) -> int:
         return len(self.batch.local) * len(self.local)
 
+    def cut(self, limit: int) -> Iterator[_Part]:
+        """Yield the part in pieces of at most ``limit`` copies, in the order of its copies."""
+        if self.copies <= limit:
+            yield self
+            return
+        places, strips = _even(len(self.local), limit), max(1, limit // len(self.local))
+        for first in range(0, len(self.batch.local), strips):
+            batch = self.batch.select(first, first + strips)
+            for place in range(0, len(self.local), places):
+                here = slice(place, place + places)
+                yield _Part(
+                    batch=batch,
+                    local=self.local[here],
+                    remote=self.remote[here],
+                    nbytes=self.nbytes if isinstance(self.nbytes, int) else self.nbytes[here],
+                )
+
+
+def _even(count: int, limit: int) -> int:
+    """Return the length of the pieces if ``count`` is cut into as few as ``limit`` allows."""
+    return -(-count // -(-count // limit))
+
+
+class CopyBatches:
+    """The copies that read one request's pages from one remote rank, built batch by batch.
+
+    The batches, one after another, are what ``build_copies`` returns for the whole request. Every
+    batch is built when it is asked for, so a request of any number of copies takes the memory of
+    one batch.
+
+    Args:
+        source: one of the plan's ``sources``: what the local rank reads from the remote rank.
+        request: what to read. Its remote pages are untrusted.
+        workspace: provides the arrays of every batch, which is then valid until the next call with
+            this workspace.
+        limit: the most copies in a batch.
+
+    Attributes:
+        complete: whether all batches were built.
+    """
+
+    __slots__ = ("_batches", "_next", "_workspace", "complete")
+
+    def __init__(
+        self,
+        source: Source,
+        request: ReadRequest,
+        workspace: Workspace,
+        limit: int = BATCH_COPIES,
+    ) -> None:
+        self._workspace = workspace
+        self._batches = _in_batches(_request_parts(source, request), limit)
+        self._next: list[_Part] | None = None
+        self.complete = False
+
+    def build(self) -> Copies:
+        """Return the next batch; the first may be empty. ``complete`` must be ``False``.
+
+        Raises:
+            PageError: a range or a page list does not fit the layouts.
+        """
+        batch = next(self._batches) if self._next is None else self._next
+        self._next = next(self._batches, None)
+        self.complete = self._next is None
+        return _copies(batch, self._workspace)
+
 
 def build_copies(
     source: Source, request: ReadRequest, workspace: Workspace | None = None
@@ -215,25 +281,45 @@ def build_copies(
             this workspace. ``None`` for new arrays, which belong to the caller.
 
     Raises:
-        PageError: a range or a page list does not fit the layouts, or there would be more than
-            ``MAX_COPIES`` copies.
+        PageError: a range or a page list does not fit the layouts.
     """
-    _check_local(source.local_layout, request)
-    _check_length("remote page lists", request.remote, source.remote_layout)
-    parts = [part for match in source.matches for part in _parts(match, request)]
-    count = sum(part.copies for part in parts)
-    if count > MAX_COPIES:
-        raise PageError(
-            f"one request would take {count} copies from remote rank {source.remote}; {MAX_COPIES} "
-            "are allowed: give both engines layouts that have more in one piece"
-        )
-    arrays = (workspace or Workspace()).take(count)
+    return _copies(list(_request_parts(source, request)), workspace or Workspace())
+
+
+def _copies(parts: Sequence[_Part], workspace: Workspace) -> Copies:
+    """Return the copies of several parts, in arrays of the workspace."""
+    arrays = workspace.take(sum(part.copies for part in parts))
     start = 0
     for part in parts:
         _fill(part, [array[start : start + part.copies] for array in arrays])
         start += part.copies
     local, remote, nbytes = (array.view(np.uint64) for array in arrays)
     return Copies(local=local, remote=remote, nbytes=nbytes, segments=tuple(_segments(parts)))
+
+
+def _in_batches(parts: Iterable[_Part], limit: int) -> Iterator[list[_Part]]:
+    """Yield the parts, cut where necessary, as one or more batches of at most ``limit`` copies."""
+    batch: list[_Part] = []
+    room = limit
+    for piece in chain.from_iterable(part.cut(limit) for part in parts):
+        if piece.copies > room:
+            yield batch
+            batch, room = [], limit
+        batch.append(piece)
+        room -= piece.copies
+    yield batch
+
+
+def _request_parts(source: Source, request: ReadRequest) -> Iterator[_Part]:
+    """Yield the parts of a request's copies from one remote rank.
+
+    Raises:
+        PageError: a range or a page list does not fit the layouts.
+    """
+    _check_local(source.local_layout, request)
+    _check_length("remote page lists", request.remote, source.remote_layout)
+    for match in source.matches:
+        yield from _parts(match, request)
 
 
 def _check_local(layout: Layout, request: ReadRequest) -> None:

@@ -25,8 +25,16 @@ from kvferry.core.layout import (
     GroupKind,
     Layout,
 )
-from kvferry.core.planner.build_copies import Pages, ReadRequest, build_copies, unwritten_spans
+from kvferry.core.planner.build_copies import (
+    CopyBatches,
+    Pages,
+    ReadRequest,
+    Workspace,
+    build_copies,
+    unwritten_spans,
+)
 from kvferry.core.planner.plan import Plan, make_plan
+from kvferry.core.transport.copies import Copies
 from tests.core.planner.engine_pairs import POOL
 from tests.core.planner.oracle import (
     ZERO,
@@ -376,6 +384,34 @@ def _wanted_pages(group: Group, wanted: tuple[int, int]) -> list[int]:
     ]
 
 
+# Batches.
+
+
+def check_batches_are_the_whole(pair: EnginePair, rng: Random) -> None:
+    """Check that the batches of a request together are its copies, and are few enough."""
+    workspace, limit = Workspace(), rng.choice([1, 2, 3, 8, 20])
+    for source in make_plan(pair.local, pair.remote, rng.randrange(len(pair.local))).sources:
+        whole = _rows(build_copies(source, pair.request))
+        batches = CopyBatches(source, pair.request, workspace, limit)
+        found: list[list[tuple[object, ...]]] = []
+        while not batches.complete:
+            found.append(_rows(batches.build()))
+        assert [row for batch in found for row in batch] == whole
+        assert max(map(len, found)) <= limit
+        assert len(found) <= 1 + 2 * len(whole) // (limit + 1)
+
+
+def _rows(copies: Copies) -> list[tuple[object, ...]]:
+    """Return each copy, with its regions, as (local, remote, nbytes, local and remote region)."""
+    regions = [
+        (segment.local, segment.remote)
+        for segment in copies.segments
+        for _ in range(segment.start, segment.stop)
+    ]
+    numbers = (array.tolist() for array in (copies.local, copies.remote, copies.nbytes))
+    return list(zip(*numbers, regions, strict=True))
+
+
 def _right(pair: EnginePair, rng: Random) -> None:
     check_rank(pair, rng.randrange(len(pair.local)))
 
@@ -390,4 +426,5 @@ CHECKS: dict[str, Callable[[EnginePair, Random], None]] = {
     "page ids out of range": check_strange_ids,
     "nothing requested is zeroed": check_nothing_wanted_is_zeroed,
     "equal layouts need the fewest copies": check_equal_layouts_move_whole,
+    "batches are the whole": check_batches_are_the_whole,
 }
