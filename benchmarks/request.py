@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, nullcontext
 from functools import partial
 from importlib.util import find_spec
@@ -42,7 +42,6 @@ from kvferry.core.memory import Region
 from kvferry.core.messages import WORD_BYTES
 from kvferry.core.planner.build_copies import Pages
 from kvferry.core.transport import PeerId, Transport
-from kvferry.core.transport.copies import Copies
 
 BLOCKS, NIXL_BLOCKS = 20_000, 2_048
 NIXL_DIM = 32
@@ -211,16 +210,19 @@ def _lists(count: int, blocks: int, scattered: bool) -> tuple[list[int], list[in
 
 def _end_at_fence(transport: type[Transport], clocks: Clocks) -> None:
     """The first read is the pages; the next one, of the slot word, is not."""
-    read = transport.read
+    for method in ("read", "read_pages"):
+        setattr(transport, method, _noted(getattr(transport, method), clocks))
 
-    def noted(self: Transport, peer: PeerId, copies: Copies, notify: bytes | None = None) -> Any:
+
+def _noted(read: Callable[..., Any], clocks: Clocks) -> Callable[..., Any]:
+    def noted(self: Transport, peer: PeerId, copies: Any, notify: bytes | None = None) -> Any:
         if copies.total == WORD_BYTES:
             clocks.over()
         found = read(self, peer, copies, notify)
         clocks.posted()
         return found
 
-    transport.read = noted  # type: ignore[method-assign]
+    return noted
 
 
 def nixl_there() -> bool:

@@ -42,6 +42,7 @@ from kvferry.core.transport import (
     Transport,
 )
 from kvferry.core.transport.copies import Copies, Segment
+from kvferry.core.transport.paged import PagedCopies
 
 
 class Fault(enum.Enum):
@@ -137,7 +138,7 @@ class FaultyTransport(Transport):
             With AFTER_DISCONNECT, a transfer with DOOM stays FAILING until ``disconnect``.
     """
 
-    interface_version: ClassVar[tuple[int, int]] = (1, 0)
+    interface_version: ClassVar[tuple[int, int]] = (1, 2)
 
     def __init__(
         self,
@@ -255,6 +256,15 @@ class FaultyTransport(Transport):
         """Start a read with the fault that the schedule has for it; see ``Transport.read``."""
         return self._start("read", peer, copies, notify)
 
+    def read_pages(
+        self, peer: PeerId, pages: PagedCopies, notify: bytes | None = None
+    ) -> TransferId:
+        """Start a read by pages with the fault that the schedule has for it.
+
+        With a fault that changes which bytes move, it becomes a ``read`` of the same copies.
+        """
+        return self._start("read_pages", peer, pages, notify)
+
     def write(self, peer: PeerId, copies: Copies, notify: bytes | None = None) -> TransferId:
         """Start a write with the fault that the schedule has for it; see ``Transport.write``."""
         return self._start("write", peer, copies, notify)
@@ -284,21 +294,30 @@ class FaultyTransport(Transport):
             self._inner.forget(record.inner)
         del self._transfers[transfer]
 
-    def _start(self, op: str, peer: PeerId, copies: Copies, notify: bytes | None) -> TransferId:
+    def _start(
+        self, op: str, peer: PeerId, copies: Copies | PagedCopies, notify: bytes | None
+    ) -> TransferId:
         fault = self._next_fault()
+        if isinstance(copies, PagedCopies):
+            segments = [segment for part in copies.parts for segment in part.strips.segments]
+            if fault in (Fault.FAIL, Fault.TRUNCATE, Fault.LIE):
+                op, copies = "read", copies.written_out()
+        else:
+            segments = list(copies.segments)
         transfer = _Transfer(
             inner=TransferId(0),
             peer=peer,
-            regions=frozenset(segment.local for segment in copies.segments),
+            regions=frozenset(segment.local for segment in segments),
             fault=fault,
             polls=self._schedule.polls if fault in (Fault.DELAY, Fault.DOOM) else 0,
         )
         if self._alive():
             # An empty notification is a mistake, and stays one.
             dropped = fault in (Fault.FAIL, Fault.TRUNCATE, Fault.DOOM, Fault.DROP)
-            transfer.inner = getattr(self._inner, op)(
-                peer, _remaining_copies(copies, fault), None if dropped and notify else notify
-            )
+            if isinstance(copies, Copies):
+                copies = _remaining_copies(copies, fault)
+            begin = getattr(self._inner, op)
+            transfer.inner = begin(peer, copies, None if dropped and notify else notify)
         else:
             error = PeerLostError(f"{self._name} has died")
             transfer.status = Status(state=State.FAILED, error=error)

@@ -17,7 +17,7 @@ from kvferry.cli.plan.engines import Engine, EngineError
 from kvferry.core.errors import PlanError
 from kvferry.core.layout import Group, GroupKind, Layout
 from kvferry.core.memory import CUDA, I64Array
-from kvferry.core.planner.build_copies import Pages, ReadRequest, Workspace, build_copies
+from kvferry.core.planner.build_copies import CopyBatches, Pages, ReadRequest, Workspace
 from kvferry.core.planner.plan import Plan, Source, make_plan
 from kvferry.core.planner.strips import Overlap
 
@@ -235,9 +235,11 @@ def _counted(
             ranges: list[tuple[int, int] | None] = [None] * len(local)
             ranges[group] = start, stop
             request = ReadRequest(ranges=tuple(ranges), local=local, remote=remote)
-            batch = build_copies(source, request, workspace).nbytes
-            nbytes, counts = np.unique(batch.astype(np.int64), return_counts=True)
-            counts_of_stretches.append(ByteCounts(nbytes=nbytes, counts=counts * times))
+            batches = CopyBatches(source, request, workspace)
+            while not batches.complete:
+                lengths = batches.build().nbytes.view(np.int64)
+                nbytes, counts = np.unique(lengths, return_counts=True)
+                counts_of_stretches.append(ByteCounts(nbytes=nbytes, counts=counts * times))
     return merged(counts_of_stretches)
 
 

@@ -43,10 +43,9 @@ from kvferry.core.lifecycle.loads import Action, LoadAction, LoadId, Loads
 from kvferry.core.lifecycle.ticket import Ticket
 from kvferry.core.messages import RankPayload, Release
 from kvferry.core.metrics import MAX_NAME, QUARANTINED, UNTOLD, LoadRecord, Metrics, Stage
-from kvferry.core.planner.build_copies import Spans, Workspace, build_copies, unwritten_spans
+from kvferry.core.planner.build_copies import CopyBatches, Spans, Workspace, unwritten_spans
 from kvferry.core.side_channel_messages import encode
 from kvferry.core.transport import PeerId, Quiescence, Transport
-from kvferry.core.transport.copies import Copies
 
 TICK_SECONDS = 0.002
 """Time between two checks of deadlines, and between two checks whether a hold's pages are computed
@@ -100,6 +99,8 @@ class LoadManager:
         self._containment = containment
         self._zero = zero
         self._load_timeout = options.load_timeout
+        self._max_copies = options.max_copies
+        self._paged_reads = transport.capabilities.paged_reads
         self._clock = clock
         self._metrics = metrics
         self._reported = reported
@@ -411,30 +412,47 @@ class LoadManager:
     # The data.
 
     def _read(self, action: Action, state: LoadState) -> None:
-        load_id, rank = action.load, action.rank
+        source = state.known_peer.sources[action.rank]
+        batches = CopyBatches(source, state.request, self._workspace, self._max_copies)
+        self._read_batch(action, state, batches, None)
 
-        def build() -> Copies:
-            peer = state.known_peer
-            return build_copies(peer.sources[rank], state.request, self._workspace)
+    def _read_batch(
+        self, action: Action, state: LoadState, batches: CopyBatches, before: Outcome | None
+    ) -> None:
+        """Read the next batch of copies, and after it those that remain.
+
+        Batches do not overlap: the next one is queued when this one has ended. So other loads are
+        read in between, and a load that has failed ends with the batch under way.
+
+        Args:
+            action: the load's read from one producer rank.
+            state: the load.
+            batches: the copies of that read.
+            before: the outcome of the batches that were read; ``None`` before the first.
+        """
+        peer = state.known_peer
+        if action.rank not in peer.ids:
+            self._on_lost(action, peer.gone())
+            return
 
         def finished(outcome: Outcome) -> None:
             try:
-                self._on_read_ended(action, state, outcome)
+                whole = outcome if before is None else outcome.after(before)
+                if outcome.error or batches.complete or not self._loads.wanted(action.load):
+                    self._on_read_ended(action, state, whole)
+                else:
+                    self._read_batch(action, state, batches, whole)
             except Exception as exc:  # noqa: BLE001  the read is over, so its load can fail
                 error = self._containment.caught("a read that has ended", exc)
-                self._loads.lost(load_id, rank, error)
+                self._loads.lost(action.load, action.rank, error)
 
-        peer = state.known_peer
-        if rank not in peer.ids:
-            self._on_lost(action, peer.gone())
-            return
         read = Read(
-            peer=peer.ids[rank],
-            build=build,
+            peer=peer.ids[action.rank],
+            build=batches.build_paged if self._paged_reads else batches.build,
             finished=finished,
             failing=lambda error: self._on_failing(action, error),
-            tags={(load_id, rank)},
-            throughput=self._slow_path_warnings.measure(peer, rank),
+            tags={(action.load, action.rank)},
+            throughput=self._slow_path_warnings.measure(peer, action.rank),
         )
         self._transfers.add(read)
 

@@ -10,6 +10,7 @@ from kvferry.core.handshake import Judgements
 from kvferry.core.lifecycle.holds import EndedHold, Incarnation, RequestId
 from kvferry.core.messages import Coordinates
 from kvferry.core.metrics import LoadRecord
+from kvferry.core.planner.build_copies import BATCH_COPIES
 from kvferry.core.security import OPEN, Access
 
 
@@ -46,6 +47,8 @@ class EndpointOptions:
         liveness_interval: time between two pings of a producer; 0 for no pings.
         liveness_misses: number of pings in a row without an answer after which a producer counts
             as dead.
+        max_copies: the most copies in one read. A load that takes more from one rank of a producer
+            is read in several batches, one after another.
         engine_ttl: time after which a producer that no load and no waiting request uses is
             disconnected.
         judgements: which differences between two engines an operator may allow, and whether the
@@ -56,6 +59,7 @@ class EndpointOptions:
     handshake_timeout: float = 10.0
     lease: float = 30.0
     load_timeout: float = 60.0
+    max_copies: int = BATCH_COPIES
     liveness_interval: float = 5.0
     liveness_misses: int = 3
     engine_ttl: float = 600.0

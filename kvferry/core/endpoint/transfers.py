@@ -20,6 +20,7 @@ from kvferry.core.errors import (
 )
 from kvferry.core.transport import PeerId, State, Status, TransferId, Transport
 from kvferry.core.transport.copies import Copies
+from kvferry.core.transport.paged import PagedCopies
 
 CANCEL_SECONDS = 1.0
 """How long a cancelled read may take to end by itself; see ``Grace``."""
@@ -52,6 +53,21 @@ class Outcome:
     seconds: float
     post_seconds: float
 
+    def after(self, earlier: Outcome) -> Outcome:
+        """Return the outcome of two successive reads as that of one; this was the second.
+
+        The time between the reads counts as ``seconds``, but not as ``post_seconds``.
+        """
+        end = self.begun + self.seconds if self.begun else earlier.begun + earlier.seconds
+        return Outcome(
+            error=self.error,
+            copies=earlier.copies + self.copies,
+            nbytes=earlier.nbytes + self.nbytes,
+            begun=earlier.begun,
+            seconds=end - earlier.begun,
+            post_seconds=earlier.post_seconds + self.post_seconds,
+        )
+
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Grace:
@@ -77,7 +93,8 @@ class Read:
 
     Attributes:
         peer: the connection to read over.
-        build: returns the copies. It is called when the read is posted, because the arrays may be
+        build: returns the copies; named by pages only if the transport has ``paged_reads``. It is
+            called when the read is posted, because the arrays may be
             a workspace that the next read fills again. If it raises, the read fails with that
             exception.
         finished: called once, with the outcome, when the read has ended.
@@ -100,7 +117,7 @@ class Read:
     """
 
     peer: PeerId
-    build: Callable[[], Copies]
+    build: Callable[[], Copies | PagedCopies]
     finished: Callable[[Outcome], None]
     failing: Callable[[KVFerryError], None]
     notify: bytes | None = None
@@ -305,7 +322,7 @@ class Transfers:
             copies = read.build()
             read.copies, read.nbytes = len(copies), copies.total
             begun = self._clock()  # a measured time does not include building the copies
-            transfer = self._transport.read(read.peer, copies, read.notify)
+            transfer = self._begin(read, copies)
         except Exception as exc:  # noqa: BLE001  a driver's bug, or no memory, fails this read only
             self._finish(read, as_ours(exc))
         else:
@@ -314,6 +331,11 @@ class Transfers:
             self._under_way[read.peer] += read.nbytes
             if read.throughput is not None:
                 read.throughput.begin(begun)
+
+    def _begin(self, read: Read, copies: Copies | PagedCopies) -> TransferId:
+        if isinstance(copies, PagedCopies):
+            return self._transport.read_pages(read.peer, copies, read.notify)
+        return self._transport.read(read.peer, copies, read.notify)
 
     def _poll(self) -> bool:
         ids = [each for each, read in self._posted.items() if read.peer not in self._disconnecting]

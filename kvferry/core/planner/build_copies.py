@@ -8,10 +8,10 @@ arrays that are reused.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
+from itertools import chain, pairwise
 
 import numpy as np
 
@@ -28,8 +28,8 @@ from kvferry.core.transport.paged import PagedCopies, PlacedStrips, Strips, Stri
 
 MIN_PAGED_COPIES = 64
 """With fewer copies than this, naming pages is not cheaper than writing out addresses."""
-MAX_COPIES = 1 << 24
-"""The most copies that ``build_copies`` returns; each takes 24 bytes in the arrays."""
+BATCH_COPIES = 1 << 18
+"""The most copies that are built and read at once; each takes 24 bytes in the arrays."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -187,6 +187,21 @@ class _Places:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _SubBlocks:
+    """Sub-blocks of a request in the pages of both ranks.
+
+    Attributes:
+        match: the groups that are read.
+        local: where the sub-blocks lie in local pages.
+        remote: where the same sub-blocks lie in remote pages.
+    """
+
+    match: Match
+    local: _Places
+    remote: _Places
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Part:
     """n strips, each of which is copied at s places: n * s copies.
 
@@ -194,32 +209,101 @@ class _Part:
     sub-blocks that lie one after another on both sides.
 
     Attributes:
-        match: the groups that are read.
         batch: the strips.
-        near: the sub-blocks in local pages, before any were joined to one place.
-        far: the same sub-blocks in remote pages.
         local: (s,) int64, bytes to add to the local address of any strip for each place.
         remote: (s,) int64, bytes to add to the remote address of any strip for each place.
         nbytes: length in bytes of every copy at each place, (s,) int64, or as one integer if all
             are equal.
+        sub_blocks: the sub-blocks, before any were joined; ``None`` for a piece of a part.
     """
 
-    match: Match
     batch: StripBatch
-    near: _Places
-    far: _Places
     local: I64Array
     remote: I64Array
     nbytes: I64Array | int
+    sub_blocks: _SubBlocks | None = None
 
     @property
     def copies(self) -> int:
         return len(self.batch.local) * len(self.local)
 
-    @property
-    def unjoined(self) -> int:
-        """The number of copies if no sub-blocks were joined."""
-        return len(self.batch.local) * len(self.near.ids)
+    def cut(self, limit: int) -> Iterator[_Part]:
+        """Yield the part in pieces of at most ``limit`` copies, in the order of its copies."""
+        if self.copies <= limit:
+            yield self
+            return
+        places, strips = _even(len(self.local), limit), max(1, limit // len(self.local))
+        for first in range(0, len(self.batch.local), strips):
+            batch = self.batch.select(first, first + strips)
+            for place in range(0, len(self.local), places):
+                here = slice(place, place + places)
+                yield _Part(
+                    batch=batch,
+                    local=self.local[here],
+                    remote=self.remote[here],
+                    nbytes=self.nbytes if isinstance(self.nbytes, int) else self.nbytes[here],
+                )
+
+
+def _even(count: int, limit: int) -> int:
+    """Return the length of the pieces if ``count`` is cut into as few as ``limit`` allows."""
+    return -(-count // -(-count // limit))
+
+
+class CopyBatches:
+    """The copies that read one request's pages from one remote rank, built batch by batch.
+
+    The batches, one after another, are what ``build_copies`` returns for the whole request. Every
+    batch is built when it is asked for, so a request of any number of copies takes the memory of
+    one batch.
+
+    Args:
+        source: one of the plan's ``sources``: what the local rank reads from the remote rank.
+        request: what to read. Its remote pages are untrusted.
+        workspace: provides the arrays of every batch, which is then valid until the next call with
+            this workspace.
+        limit: the most copies in a batch.
+
+    Attributes:
+        complete: whether all batches were built.
+    """
+
+    __slots__ = ("_batches", "_next", "_workspace", "complete")
+
+    def __init__(
+        self,
+        source: Source,
+        request: ReadRequest,
+        workspace: Workspace,
+        limit: int = BATCH_COPIES,
+    ) -> None:
+        self._workspace = workspace
+        self._batches = _in_batches(_request_parts(source, request), limit)
+        self._next: list[_Part] | None = None
+        self.complete = False
+
+    def build(self) -> Copies:
+        """Return the next batch; the first may be empty. ``complete`` must be ``False``.
+
+        Raises:
+            PageError: a range or a page list does not fit the layouts.
+        """
+        return _copies(self._take(), self._workspace)
+
+    def build_paged(self) -> Copies | PagedCopies:
+        """Return the next batch as ``build`` does, but named by pages where that is cheaper.
+
+        Raises:
+            PageError: a range or a page list does not fit the layouts.
+        """
+        parts = self._take()
+        return _paged(parts) or _copies(parts, self._workspace)
+
+    def _take(self) -> list[_Part]:
+        batch = next(self._batches) if self._next is None else self._next
+        self._next = next(self._batches, None)
+        self.complete = self._next is None
+        return batch
 
 
 def build_copies(
@@ -238,58 +322,38 @@ def build_copies(
             this workspace. ``None`` for new arrays, which belong to the caller.
 
     Raises:
-        PageError: a range or a page list does not fit the layouts, or there would be more than
-            ``MAX_COPIES`` copies.
+        PageError: a range or a page list does not fit the layouts.
     """
-    return _written_out(_all_parts(source, request), workspace)
+    return _copies(list(_request_parts(source, request)), workspace or Workspace())
 
 
-def build_paged(source: Source, request: ReadRequest) -> PagedCopies | None:
-    """Return the copies of ``build_copies``, named by pages, if that is cheaper.
+def _paged(parts: Sequence[_Part]) -> PagedCopies | None:
+    """Return the copies of several parts, named by pages, if that is cheaper.
 
-    It is where few of the copies are neighbours that ``build_copies`` would join: a transport with
-    the capability ``paged_reads`` is then spared an address for each of them.
-
-    Args:
-        source: as for ``build_copies``.
-        request: as for ``build_copies``.
+    It is where few of the copies are neighbours on both sides, which are joined when addresses are
+    written out.
 
     Returns:
-        The copies, in arrays of their own; no sub-blocks are joined. ``None`` if their addresses
-        are better written out, by ``build_copies``.
-
-    Raises:
-        PageError: as for ``build_copies``.
+        The copies, in arrays of their own; ``None`` if their addresses are better written out.
     """
-    parts = _all_parts(source, request)
+    whole = [(part.batch, part.sub_blocks) for part in parts if part.sub_blocks is not None]
     joined = sum(part.copies for part in parts)
-    if joined < MIN_PAGED_COPIES or 2 * joined <= sum(part.unjoined for part in parts):
+    unjoined = sum(len(batch.local) * len(each.local.ids) for batch, each in whole)
+    if joined < MIN_PAGED_COPIES or len(whole) < len(parts) or 2 * joined <= unjoined:
         return None
-    return PagedCopies(parts=tuple(map(_placed, parts)))
+    return PagedCopies(parts=tuple(_placed(*each) for each in whole))
 
 
-def _all_parts(source: Source, request: ReadRequest) -> list[_Part]:
-    _check_local(source.local_layout, request)
-    _check_length("remote page lists", request.remote, source.remote_layout)
-    parts = [part for match in source.matches for part in _parts(match, request)]
-    count = sum(part.copies for part in parts)
-    if count > MAX_COPIES:
-        raise PageError(
-            f"one request would take {count} copies from remote rank {source.remote}; {MAX_COPIES} "
-            "are allowed: give both engines layouts that have more in one piece"
-        )
-    return parts
-
-
-def _placed(part: _Part) -> PlacedStrips:
-    """Return a part's copies by strips and places; the strips are made once for a plan."""
-    strips = part.match.strips.get(part.batch)
+def _placed(batch: StripBatch, sub_blocks: _SubBlocks) -> PlacedStrips:
+    """Return the copies of strips in sub-blocks; the strips are made once for a plan."""
+    known = sub_blocks.match.strips
+    strips = known.get(batch)
     if strips is None:
-        strips = part.match.strips[part.batch] = _strips(part.match, part.batch)
+        strips = known[batch] = _strips(sub_blocks.match, batch)
     return PlacedStrips(
         strips=strips,
-        local=part.near.numbers(strips.local.pages),
-        remote=part.far.numbers(strips.remote.pages),
+        local=sub_blocks.local.numbers(strips.local.pages),
+        remote=sub_blocks.remote.numbers(strips.remote.pages),
     )
 
 
@@ -318,14 +382,40 @@ def _side(start: I64Array, strides: Strides, pages: int, block_map: BlockMap) ->
     )
 
 
-def _written_out(parts: Sequence[_Part], workspace: Workspace | None) -> Copies:
-    arrays = (workspace or Workspace()).take(sum(part.copies for part in parts))
+def _copies(parts: Sequence[_Part], workspace: Workspace) -> Copies:
+    """Return the copies of several parts, in arrays of the workspace."""
+    arrays = workspace.take(sum(part.copies for part in parts))
     start = 0
     for part in parts:
         _fill(part, [array[start : start + part.copies] for array in arrays])
         start += part.copies
     local, remote, nbytes = (array.view(np.uint64) for array in arrays)
     return Copies(local=local, remote=remote, nbytes=nbytes, segments=tuple(_segments(parts)))
+
+
+def _in_batches(parts: Iterable[_Part], limit: int) -> Iterator[list[_Part]]:
+    """Yield the parts, cut where necessary, as one or more batches of at most ``limit`` copies."""
+    batch: list[_Part] = []
+    room = limit
+    for piece in chain.from_iterable(part.cut(limit) for part in parts):
+        if piece.copies > room:
+            yield batch
+            batch, room = [], limit
+        batch.append(piece)
+        room -= piece.copies
+    yield batch
+
+
+def _request_parts(source: Source, request: ReadRequest) -> Iterator[_Part]:
+    """Yield the parts of a request's copies from one remote rank.
+
+    Raises:
+        PageError: a range or a page list does not fit the layouts.
+    """
+    _check_local(source.local_layout, request)
+    _check_length("remote page lists", request.remote, source.remote_layout)
+    for match in source.matches:
+        yield from _parts(match, request)
 
 
 def _check_local(layout: Layout, request: ReadRequest) -> None:
@@ -344,13 +434,13 @@ def _parts(match: Match, request: ReadRequest) -> Iterator[_Part]:
         return
     start, stop = match.pairing.round_outwards(*wanted)
     _check_room(match, stop, request.local[match.local_group])
-    places: dict[int, tuple[_Places, _Places]] = {}
+    places: dict[int, _SubBlocks] = {}
     for batch in match.batches:
         granularity = batch.strides.granularity
         if granularity not in places:
             places[granularity] = _locate(match, request, start, stop, granularity)
-        if len(places[granularity][0].ids):
-            yield _part(match, batch, *places[granularity])
+        if len(places[granularity].local.ids):
+            yield _part(batch, places[granularity])
 
 
 def _check_room(match: Match, stop: int, pages: Pages) -> None:
@@ -375,7 +465,7 @@ def _check_room(match: Match, stop: int, pages: Pages) -> None:
 
 def _locate(
     match: Match, request: ReadRequest, start: int, stop: int, granularity: int
-) -> tuple[_Places, _Places]:
+) -> _SubBlocks:
     """Return where the sub-blocks lie that a range of tokens has and both ranks hold.
 
     Args:
@@ -384,16 +474,16 @@ def _locate(
         start: index of the range's first token, as ``match.pairing`` numbers tokens.
         stop: index of the token after the range's last, numbered likewise.
         granularity: number of tokens in a sub-block, a run of tokens in one page on both sides.
-
-    Returns:
-        Where the sub-blocks lie in local pages, and where they lie in remote pages.
     """
     near, far = match.pairing.block_maps(granularity)
     index = sub_blocks(start, stop, granularity, near, far)
     local, remote = request.local[match.local_group], request.remote[match.remote_group]
-    return (
-        _locate_on_side(f"local group {match.local_group}", local, match.local_pages, near, index),
-        _locate_on_side(
+    return _SubBlocks(
+        match=match,
+        local=_locate_on_side(
+            f"local group {match.local_group}", local, match.local_pages, near, index
+        ),
+        remote=_locate_on_side(
             f"remote group {match.remote_group}", remote, match.remote_pages, far, index
         ),
     )
@@ -435,20 +525,15 @@ def _locate_on_side(
     return _Places(ids=ids, within=within)
 
 
-def _part(match: Match, batch: StripBatch, local: _Places, remote: _Places) -> _Part:
+def _part(batch: StripBatch, sub_blocks: _SubBlocks) -> _Part:
     """Return the copies of a batch of strips in sub-blocks of a request.
 
     Consecutive sub-blocks are joined into one place if, on both sides, every strip begins in the
     second where it ended in the first.
-
-    Args:
-        match: the groups that are read.
-        batch: the strips.
-        local: where the sub-blocks lie in local pages.
-        remote: where the same sub-blocks lie in remote pages.
     """
-    part = partial(_Part, match=match, batch=batch, near=local, far=remote)
-    near, far = local.offsets(batch.strides.local), remote.offsets(batch.strides.remote)
+    part = partial(_Part, batch=batch, sub_blocks=sub_blocks)
+    near = sub_blocks.local.offsets(batch.strides.local)
+    far = sub_blocks.remote.offsets(batch.strides.remote)
     apart = (np.diff(near) != batch.nbytes) | (np.diff(far) != batch.nbytes)
     if apart.all():
         return part(local=near, remote=far, nbytes=batch.nbytes)

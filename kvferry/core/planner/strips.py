@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -156,6 +156,17 @@ class StripBatch:
     local: I64Array
     remote: I64Array
     cuts: tuple[tuple[int, Region, Region], ...]
+
+    def select(self, start: int, stop: int) -> StripBatch:
+        """Return the strips from index ``start`` up to ``stop``, whose arrays are views."""
+        stops = [0, *(end for end, _, _ in self.cuts)]
+        cuts = tuple(
+            (min(end, stop) - start, local, remote)
+            for begin, (end, local, remote) in zip(stops, self.cuts, strict=False)
+            if begin < stop and end > start
+        )
+        local, remote = self.local[start:stop], self.remote[start:stop]
+        return replace(self, local=local, remote=remote, cuts=cuts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -15,10 +15,12 @@ from kvferry.core.transport.base import (
     BaseTransport,
     DriverConnection,
     DriverTransfer,
+    PagedRequest,
     TransferRequest,
 )
 from kvferry.core.transport.copies import Copies, Segment
 from kvferry.core.transport.options import parse_options
+from kvferry.core.transport.paged import PagedCopies, PlacedStrips, Strips, StripSide
 from kvferry.core.transport.threads import EnterThread, enter_nothing, start_thread
 
 __all__ = [
@@ -30,11 +32,16 @@ __all__ = [
     "DriverTransfer",
     "EnterThread",
     "Notification",
+    "PagedCopies",
+    "PagedRequest",
     "PeerId",
+    "PlacedStrips",
     "Quiescence",
     "Segment",
     "State",
     "Status",
+    "StripSide",
+    "Strips",
     "TransferId",
     "TransferRequest",
     "Transport",

@@ -56,7 +56,8 @@ from kvferry.core.transport.api import (
     unsupported_op,
 )
 from kvferry.core.transport.bounds import check_copies
-from kvferry.core.transport.copies import Copies
+from kvferry.core.transport.copies import Copies, Segment
+from kvferry.core.transport.paged import PagedCopies, check_places
 
 _POLL_SECONDS = 0.0005
 """The pause between two polls of the transfers that ``_end_transfers`` waits for."""
@@ -118,6 +119,25 @@ class TransferRequest(NamedTuple, Generic[ConnectionT]):
     remote: frozenset[Region]
     notify: bytes | None
     write: bool
+
+
+class PagedRequest(NamedTuple, Generic[ConnectionT]):
+    """A read by pages to start. Everything in it has been checked.
+
+    Attributes:
+        connection: the connection to the peer.
+        pages: the copies. The arrays of places belong to the caller of ``read_pages``, who reuses
+            them as soon as ``_start_paged`` has returned; the ``Strips`` never change.
+        local: the distinct local regions of the segments; all are registered.
+        remote: the distinct remote regions of the segments; all are among ``connection.regions``.
+        notify: the payload to send to the peer when all bytes have arrived, or ``None``.
+    """
+
+    connection: ConnectionT
+    pages: PagedCopies
+    local: frozenset[Region]
+    remote: frozenset[Region]
+    notify: bytes | None
 
 
 class _Record(NamedTuple, Generic[TransferT]):
@@ -254,6 +274,10 @@ class BaseTransport(Transport, Generic[RegistrationT, AddressT, ConnectionT, Tra
 
         If the peer is gone, do not raise: return a transfer that is FAILED.
         """
+
+    def _start_paged(self, request: PagedRequest[ConnectionT]) -> TransferT:
+        """Start a read by pages, as ``_start`` does. Called only with the capability."""
+        raise NotImplementedError(f"{type(self).__name__} has paged_reads, and no _start_paged")
 
     def _progress(self, transfers: Sequence[TransferT]) -> None:
         """Make progress, and update the transfers' statuses; called by ``poll``. Never block.
@@ -468,6 +492,24 @@ class BaseTransport(Transport, Generic[RegistrationT, AddressT, ConnectionT, Tra
         """Implement ``Transport.read`` by ``_start``."""
         return self._start_checked("read", peer, copies, notify)
 
+    def read_pages(
+        self, peer: PeerId, pages: PagedCopies, notify: bytes | None = None
+    ) -> TransferId:
+        """Implement ``Transport.read_pages`` by ``_start_paged``."""
+        if not self._capabilities.paged_reads:
+            raise unsupported_op(self, "read by pages")
+        self._check_usable()
+        connection = self._find_peer(peer)
+        if notify is not None:
+            self._check_payload(notify)
+        segments = [segment for part in pages.parts for segment in part.strips.segments]
+        local = self._local_regions(segments)
+        remote = _remote_regions(segments, connection)
+        check_places(pages)
+        self._check_outstanding()
+        request = PagedRequest(connection, pages, local, remote, notify)
+        return self._record(peer, local, self._start_paged(request))
+
     def write(self, peer: PeerId, copies: Copies, notify: bytes | None = None) -> TransferId:
         """Implement ``Transport.write`` by ``_start``."""
         return self._start_checked("write", peer, copies, notify)
@@ -540,8 +582,8 @@ class BaseTransport(Transport, Generic[RegistrationT, AddressT, ConnectionT, Tra
         connection = self._find_peer(peer)
         if notify is not None:
             self._check_payload(notify)
-        local = self._local_regions(copies)
-        remote = _remote_regions(copies, connection)
+        local = self._local_regions(copies.segments)
+        remote = _remote_regions(copies.segments, connection)
         if len(copies.nbytes) > len(self._ends):
             self._ends = np.empty(1 << (len(copies) - 1).bit_length(), np.uint64)
         check_copies(copies, self._ends)
@@ -549,6 +591,9 @@ class BaseTransport(Transport, Generic[RegistrationT, AddressT, ConnectionT, Tra
         transfer = self._start(
             TransferRequest(connection, copies, local, remote, notify, op == "write")
         )
+        return self._record(peer, local, transfer)
+
+    def _record(self, peer: PeerId, local: frozenset[Region], transfer: TransferT) -> TransferId:
         transfer_id = TransferId(next(self._ids))
         self._transfers[transfer_id] = _Record(peer, local, transfer)
         return transfer_id
@@ -561,9 +606,9 @@ class BaseTransport(Transport, Generic[RegistrationT, AddressT, ConnectionT, Tra
             size = len(payload) if isinstance(payload, bytes) else type(payload).__name__
             raise TransportUsageError(f"a notification is 1 to {limit} bytes; this one: {size}")
 
-    def _local_regions(self, copies: Copies) -> frozenset[Region]:
+    def _local_regions(self, segments: Sequence[Segment]) -> frozenset[Region]:
         """Return the distinct local regions of a batch; refuse one that is not registered."""
-        regions = frozenset([segment.local for segment in copies.segments])
+        regions = frozenset([segment.local for segment in segments])
         for region in _missing(regions, self._registered):
             raise TransportUsageError(
                 f"local {region} is not registered; {len(self._registered)} regions are"
@@ -584,9 +629,9 @@ class BaseTransport(Transport, Generic[RegistrationT, AddressT, ConnectionT, Tra
             )
 
 
-def _remote_regions(copies: Copies, connection: DriverConnection) -> frozenset[Region]:
+def _remote_regions(segments: Sequence[Segment], connection: DriverConnection) -> frozenset[Region]:
     """Return the distinct remote regions of a batch; refuse one that is not among the peer's."""
-    regions, known = frozenset([segment.remote for segment in copies.segments]), connection.regions
+    regions, known = frozenset([segment.remote for segment in segments]), connection.regions
     for region in _missing(regions, known):
         raise TransportUsageError(
             f"remote {region} is not among the {len(known)} regions known of {connection.name}: if "

@@ -38,6 +38,10 @@ Registration = NewType("Registration", object)
 Rows = npt.NDArray[np.uint64]
 """(n, 3) uint64, one side of n copies: address, length in bytes and device index of each."""
 
+StridedRows = npt.NDArray[np.uint64]
+"""(n, 5) uint64, n series of descriptors that are evenly spaced: address of the first, length of
+each in bytes, device index, bytes from one to the next, and number of descriptors."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TransferChunk:
@@ -55,6 +59,23 @@ class TransferChunk:
     write: bool
     local: object
     remote: object
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PreparedList:
+    """A list of descriptors that one agent has prepared, valid until ``Agent.release_list``.
+
+    Attributes:
+        agent: the agent that prepared the list.
+        native: NIXL's own handle.
+    """
+
+    agent: Agent
+    native: object
+
+
+Indices = npt.NDArray[np.int32]
+"""(n,) int32, indices of descriptors in a ``PreparedList``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -280,6 +301,60 @@ class Agent:
         op = "WRITE" if chunk.write else "READ"
         try:
             native = self._agent.initialize_xfer(op, chunk.local, chunk.remote, name)
+        except self._library.errors as exc:
+            raise self._error(exc, f"cannot prepare a transfer with {name}", known=True) from exc
+        return Handle(agent=self, native=native, name=name)
+
+    def prepare_list(self, rows: StridedRows, kind: str, name: str) -> PreparedList:
+        """Prepare a list of descriptors, so that transfers can name them by index.
+
+        What NIXL keeps grows with the rows, not with the descriptors that they stand for.
+
+        Args:
+            rows: (n, 5) uint64, C-contiguous: the rows of the list. The descriptors of a row follow
+                those of the row before it.
+            kind: the memory kind of all descriptors.
+            name: the name of the remote agent that has the memory; empty for this side's memory.
+
+        Raises:
+            PeerLostError: NIXL has dropped the remote agent.
+            TransportError: NIXL refuses.
+        """
+        try:
+            native = self._agent.prep_xfer_dlist(name, rows, SEGMENTS[kind])
+        except self._library.errors as exc:
+            raise self._error(exc, "cannot prepare descriptors", known=bool(name)) from exc
+        return PreparedList(agent=self, native=native)
+
+    def release_list(self, prepared: PreparedList) -> None:
+        """Release a prepared list; transfers that were made of it go on.
+
+        Raises:
+            TransportError: NIXL refuses.
+        """
+        try:
+            self._agent.release_dlist_handle(prepared.native)
+        except self._library.errors as exc:
+            raise self._error(exc, "cannot release prepared descriptors") from exc
+
+    def prepare_indexed(
+        self, lists: tuple[PreparedList, PreparedList], local: Indices, remote: Indices, name: str
+    ) -> Handle:
+        """Make a NIXL transfer that reads descriptors of prepared lists. ``post`` starts it.
+
+        Args:
+            lists: the local list and the remote one.
+            local: (n,) int32, indices in the local list.
+            remote: (n,) int32, indices in the remote list.
+            name: the name of the remote agent.
+
+        Raises:
+            PeerLostError: NIXL has dropped the remote agent.
+            TransportError: NIXL refuses.
+        """
+        near, far = lists
+        try:
+            native = self._agent.make_prepped_xfer("READ", near.native, local, far.native, remote)
         except self._library.errors as exc:
             raise self._error(exc, f"cannot prepare a transfer with {name}", known=True) from exc
         return Handle(agent=self, native=native, name=name)

@@ -20,6 +20,7 @@ from kvferry.drivers.nixl.agent import Agent, Handle, Registration, TransferChun
 from kvferry.drivers.nixl.library import NixlLibrary
 from kvferry.drivers.nixl.options import NixlOptions, without_threads
 from kvferry.drivers.nixl.peer import NixlPeer
+from kvferry.drivers.nixl.prepared_strips import PagedChunk
 
 _FAILED_BEFORE = "a transfer has failed before"
 
@@ -66,7 +67,7 @@ class AgentPair:
         # Held because ``connect`` and ``disconnect`` may run at the same time as other calls.
         self._lock = threading.Lock()
 
-    def prepare(self, peer: NixlPeer, chunk: TransferChunk) -> Handle:
+    def prepare(self, peer: NixlPeer, chunk: TransferChunk | PagedChunk) -> Handle:
         """Make a NIXL transfer for the copies of a chunk, in the agent that posts transfers now.
 
         Args:
@@ -84,7 +85,11 @@ class AgentPair:
             peer.load_metadata(agent)
         except ConnectError as exc:
             raise PeerLostError(str(exc)) from exc
-        return agent.prepare(chunk, agent.name if peer.itself else peer.name)
+        name = agent.name if peer.itself else peer.name
+        if isinstance(chunk, PagedChunk):
+            lists = peer.prepared.lists(agent, chunk.strips, name)
+            return agent.prepare_indexed(lists, chunk.local, chunk.remote, name)
+        return agent.prepare(chunk, name)
 
     def register(self, region: Region) -> Registration:
         """Register memory with every agent, and return a handle for ``deregister``.

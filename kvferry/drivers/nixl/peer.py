@@ -10,6 +10,7 @@ from kvferry.core.errors import ConnectError, TransportError
 from kvferry.core.memory import Region
 from kvferry.drivers.nixl.address import NixlAddress
 from kvferry.drivers.nixl.agent import Agent
+from kvferry.drivers.nixl.prepared_strips import PreparedStrips
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -31,6 +32,7 @@ class NixlPeer:
             spans that were in the metadata it loaded last.
         lost: whether NIXL has dropped the peer, as it does when the connection breaks.
         failed: whether a transfer with the peer has failed.
+        prepared: the descriptors that NIXL has prepared for reads from the peer by pages.
     """
 
     name: str
@@ -42,6 +44,7 @@ class NixlPeer:
     loaded: dict[Agent, frozenset[int]] = field(default_factory=dict)
     lost: bool = False
     failed: bool = False
+    prepared: PreparedStrips = field(default_factory=PreparedStrips)
 
     @property
     def identity(self) -> Hashable:
@@ -60,6 +63,7 @@ class NixlPeer:
         if self.itself or self.loaded.get(agent) == self.keys:
             return
         try:
+            self.prepared.release()
             name = agent.add(self.metadata)
         except TransportError as exc:
             if agent not in self.loaded:
@@ -84,7 +88,7 @@ class NixlPeer:
         Returns:
             The errors of the agents that did not forget the peer; empty if all did.
         """
-        failed = []
+        failed = self.prepared.release()
         for agent in self.loaded:
             try:
                 agent.remove(self.name)

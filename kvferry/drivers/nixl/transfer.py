@@ -11,6 +11,7 @@ from kvferry.core.errors import TransportError
 from kvferry.core.transport import State, Status
 from kvferry.drivers.nixl.agent import Handle, Telemetry, TransferChunk, bare
 from kvferry.drivers.nixl.peer import NixlPeer
+from kvferry.drivers.nixl.prepared_strips import PagedChunk
 
 AT_ONCE = 2
 """The most chunks of a transfer that are posted at once. When the peer dies, NIXL fails all posted
@@ -49,11 +50,11 @@ class NixlTransfer:
     """
 
     peer: NixlPeer
-    prepare: Callable[[TransferChunk], Handle]
+    prepare: Callable[[TransferChunk | PagedChunk], Handle]
     flush: Callable[[], None] | None = None
     send: Callable[[], None] | None = None
     status: Status = _PENDING
-    waiting: deque[TransferChunk] = field(default_factory=deque)
+    waiting: deque[TransferChunk | PagedChunk] = field(default_factory=deque)
     running: list[Handle] = field(default_factory=list)
     ended: list[Handle] = field(default_factory=list)
     telemetry: list[Telemetry] | None = None
@@ -68,7 +69,7 @@ class NixlTransfer:
         """Whether no chunk is running, and none waits to be posted."""
         return not self.running and not self.waiting
 
-    def post(self, chunks: Iterable[TransferChunk]) -> None:
+    def post(self, chunks: Iterable[TransferChunk | PagedChunk]) -> None:
         """Post the first ``AT_ONCE`` chunks, and keep the others for ``advance`` to post."""
         self.waiting.extend(chunks)
         self._post_some()

@@ -24,6 +24,7 @@ from kvferry.core.transport import (
     Capabilities,
     EnterThread,
     Notification,
+    PagedRequest,
     Quiescence,
     State,
     TransferId,
@@ -42,6 +43,7 @@ from kvferry.drivers.nixl.descriptor_lists import DescriptorLists
 from kvferry.drivers.nixl.idle_peers import IdlePeers
 from kvferry.drivers.nixl.options import NixlOptions
 from kvferry.drivers.nixl.peer import NixlPeer, check_backend
+from kvferry.drivers.nixl.prepared_strips import can_prepare, paged_chunks
 from kvferry.drivers.nixl.registrations import Registrations
 from kvferry.drivers.nixl.transfer import NixlTransfer
 from kvferry.drivers.ucx_format import FormatError
@@ -56,15 +58,15 @@ logger = logging.getLogger(__name__)
 class NixlTransport(BaseTransport[None, NixlPeer, NixlPeer, NixlTransfer]):
     """Read and write through a NIXL backend: CPU and CUDA memory, of one host or of several.
 
-    Each transfer goes to NIXL as arrays, in chunks; NIXL's prepared descriptor lists are not used.
-    ``read`` and ``write`` return when NIXL has posted the first chunks; a backend may move a
-    chunk's bytes while it posts the chunk. NIXL's threads go on with posted chunks and serve peers;
-    ``poll`` posts the other chunks, and the ``poll`` that finds that all bytes have landed sends
-    the notification. A transfer of which a chunk failed stays FAILING until ``disconnect``, because
-    NIXL does not report when the other copies of that chunk have ended. Transfers cannot be
-    cancelled, because NIXL does not wait for the end of a transfer that it cancels; ``disconnect``
-    waits until posted chunks have ended, and then until the GPUs have done the copies that were
-    enqueued on them.
+    Each transfer goes to NIXL in chunks: ``read`` and ``write`` pass arrays of addresses,
+    ``read_pages`` indices of descriptors that NIXL has prepared for the strips. ``read`` and
+    ``write`` return when NIXL has posted the first chunks; a backend may move a chunk's bytes while
+    it posts the chunk. NIXL's threads go on with posted chunks and serve peers; ``poll`` posts the
+    other chunks, and the ``poll`` that finds that all bytes have landed sends the notification. A
+    transfer of which a chunk failed stays FAILING until ``disconnect``, because NIXL does not
+    report when the other copies of that chunk have ended. Transfers cannot be cancelled, because
+    NIXL does not wait for the end of a transfer that it cancels; ``disconnect`` waits until posted
+    chunks have ended, and then until the GPUs have done the copies that were enqueued on them.
 
     A read into CUDA memory is DONE after the GPU was told to flush, where it needs that. What a
     peer writes into this side's memory is not flushed here; kvferry itself only reads.
@@ -80,7 +82,7 @@ class NixlTransport(BaseTransport[None, NixlPeer, NixlPeer, NixlTransfer]):
             type; the backend is unknown, does not start, or reaches no other process.
     """
 
-    interface_version: ClassVar[tuple[int, int]] = (1, 1)
+    interface_version: ClassVar[tuple[int, int]] = (1, 2)
 
     def __init__(self, *, enter: EnterThread = enter_nothing, **options: object) -> None:
         self._device_waits = DeviceWaits(enter)
@@ -98,6 +100,7 @@ class NixlTransport(BaseTransport[None, NixlPeer, NixlPeer, NixlTransfer]):
                 background_progress=self._options.progress_thread,
                 quiescence=Quiescence.AFTER_DISCONNECT,
                 concurrent_connect=True,
+                paged_reads=True,
             ),
         )
         self._arrived: list[Notification] = []
@@ -148,9 +151,11 @@ class NixlTransport(BaseTransport[None, NixlPeer, NixlPeer, NixlTransfer]):
         for record in self._transfers.values():
             if not record.final:
                 in_use |= record.local
+        self._release_prepared()
         self._registrations.add(region, in_use)
 
     def _deregister(self, region: Region, registration: None) -> None:
+        self._release_prepared()
         self._registrations.remove(region)
 
     # Connections.
@@ -201,6 +206,7 @@ class NixlTransport(BaseTransport[None, NixlPeer, NixlPeer, NixlTransfer]):
             self._remove_remote(connection, transfers)
             self._settle(transfers)
         else:
+            connection.prepared.release()
             self._idle.add(connection)
 
     def _path(self, connection: NixlPeer) -> str:
@@ -212,15 +218,7 @@ class NixlTransport(BaseTransport[None, NixlPeer, NixlPeer, NixlTransfer]):
         if not self._options.progress_thread:
             # So that UCX notices before it reads that a peer has closed.
             self._look()
-        peer, notify = request.connection, request.notify
-        into = set() if request.write else _devices(request.local)
-        transfer = NixlTransfer(
-            peer=peer,
-            prepare=partial(self._agents.prepare, peer),
-            flush=partial(_flush, into) if into else None,
-            send=None if notify is None else partial(self._agent.notify, peer.name, notify),
-            telemetry=[] if self._options.telemetry else None,
-        )
+        transfer = self._transfer(request, into=set() if request.write else _devices(request.local))
         transfer.post(
             [
                 self._agent.make_chunk(write=request.write, kinds=kinds, local=local, remote=remote)
@@ -229,6 +227,36 @@ class NixlTransport(BaseTransport[None, NixlPeer, NixlPeer, NixlTransfer]):
         )
         _note_failure(transfer)
         return transfer
+
+    def _start_paged(self, request: PagedRequest[NixlPeer]) -> NixlTransfer:
+        connection, pages, local, remote, notify = request
+        if not can_prepare(pages):
+            copies = pages.written_out()
+            return self._start(TransferRequest(connection, copies, local, remote, notify, False))
+        if not self._options.progress_thread:
+            self._look()
+        transfer = self._transfer(request, into=_devices(local))
+        transfer.post(paged_chunks(pages))
+        _note_failure(transfer)
+        return transfer
+
+    def _transfer(
+        self, request: TransferRequest[NixlPeer] | PagedRequest[NixlPeer], into: set[int]
+    ) -> NixlTransfer:
+        """Return the transfer of a request, without its chunks.
+
+        Args:
+            request: the request.
+            into: the CUDA devices that bytes go to.
+        """
+        peer, notify = request.connection, request.notify
+        return NixlTransfer(
+            peer=peer,
+            prepare=partial(self._agents.prepare, peer),
+            flush=partial(_flush, into) if into else None,
+            send=None if notify is None else partial(self._agent.notify, peer.name, notify),
+            telemetry=[] if self._options.telemetry else None,
+        )
 
     def _progress(self, transfers: Sequence[NixlTransfer]) -> None:
         if not self._options.progress_thread:
@@ -367,6 +395,11 @@ class NixlTransport(BaseTransport[None, NixlPeer, NixlPeer, NixlTransfer]):
         return self._device_waits.wait(cuda, _devices(list(self._registered)), deadline)
 
     # What NIXL knows of peers.
+
+    def _release_prepared(self) -> None:
+        """Release what NIXL has prepared of this side's memory, which is about to change."""
+        for connection in list(self._peers.values()):
+            connection.prepared.release()
 
     def _reload(self, connection: NixlPeer, address: NixlPeer) -> None:
         """Have NIXL load a connected peer's new metadata.

@@ -6,6 +6,7 @@ from kvferry.testing.contract.closing import ClosingTests
 from kvferry.testing.contract.concurrent_connect import ConcurrentConnectTests
 from kvferry.testing.contract.in_flight import InFlightTests
 from kvferry.testing.contract.notifications import NotificationTests
+from kvferry.testing.contract.paged_reads import PagedReadTests
 from kvferry.testing.contract.peers import PeerTests
 from kvferry.testing.contract.processes import ProcessTests
 from kvferry.testing.contract.quiescence import QuiescenceTests
@@ -22,6 +23,7 @@ __all__ = [
     "ContractSettings",
     "InFlightTests",
     "NotificationTests",
+    "PagedReadTests",
     "PeerTests",
     "ProcessTests",
     "QuiescenceTests",
@@ -36,6 +38,7 @@ __all__ = [
 
 class TransportContract(
     TransferTests,
+    PagedReadTests,
     NotificationTests,
     RefusalTests,
     PeerTests,

@@ -36,6 +36,16 @@ def test_bytes_of_several_ranks_are_summed_and_the_longest_times_kept() -> None:
     assert times == (3.0, 2.5, 4.5)
 
 
+def test_successive_reads_have_one_outcome() -> None:
+    error = EndpointClosedError("cancelled")
+    both = outcome(error=error, begun=10.0).after(outcome())
+    assert (both.error, both.copies, both.nbytes) == (error, 4, 20)
+    assert (both.begun, both.seconds, both.post_seconds) == (5.0, 8.0, 2.0)
+    never_posted = outcome(begun=0.0, seconds=0.0, post_seconds=0.0)
+    both = never_posted.after(outcome())
+    assert (both.begun, both.seconds, both.post_seconds) == (5.0, 3.0, 1.0)
+
+
 def test_the_record_of_a_failed_load_names_the_stage() -> None:
     state = LoadState(load_id=LoadId(1), load=sample_load(), begun=1.0, handshake_succeeded=1.5)
     record = state.record(None, None)

@@ -19,11 +19,19 @@ from kvferry.core.memory import Region
 from kvferry.core.messages import WORD_BYTES, Note, Release, Renewal, decode_notes
 from kvferry.core.side_channel_messages import encode
 from kvferry.core.transport import PeerId
+from kvferry.core.transport.copies import Copies
 from kvferry.drivers.loopback import notifications as loopback
 from kvferry.drivers.ucx import messages as ucx
 
 TABLE = Region(address=1 << 40, nbytes=1 << 20)
 PLENTY = 1 << 20
+
+
+def copies_of(read: Read) -> Copies:
+    """Return a read's copies, which slot reads write out."""
+    copies = read.build()
+    assert isinstance(copies, Copies)
+    return copies
 
 
 def release(number: int, engine: str = "decode") -> Release:
@@ -106,7 +114,7 @@ class SlotReadsHarness:
 
     def write(self, read: Read, values: Sequence[int]) -> None:
         """Write values into a batch's scratch words, as a driver would."""
-        for address, value in zip(read.build().local.tolist(), values, strict=True):
+        for address, value in zip(copies_of(read).local.tolist(), values, strict=True):
             self.scratch._words[(address - self.scratch.region.address) // WORD_BYTES] = value
 
 
@@ -164,7 +172,7 @@ def test_slot_reads_with_the_same_rank_and_kind_of_note_share_a_batch() -> None:
     assert reads[0].notify is not None
     assert decode_notes(reads[0].notify) == [release(3), release(9)]
     assert [read.notify is None for read in reads] == [False, False, True, False]
-    copies = reads[0].build()
+    copies = copies_of(reads[0])
     assert [each - TABLE.address for each in copies.remote.tolist()] == [24, 72]
     assert copies.nbytes.tolist() == [8, 8]
     harness.write(reads[0], [70, 71])
@@ -343,7 +351,9 @@ def test_every_read_is_reported_once(
         harness.post(data.draw(st.integers(300, 3000)))
         while ended < len(harness.queue.reads):
             read = harness.queue.reads[ended]
-            slots = [(each - TABLE.address) // WORD_BYTES for each in read.build().remote.tolist()]
+            slots = [
+                (each - TABLE.address) // WORD_BYTES for each in copies_of(read).remote.tolist()
+            ]
             harness.write(read, [slot + 1 for slot in slots])
             harness.queue.end(ended, TransportError("out") if data.draw(st.booleans()) else None)
             ended += 1

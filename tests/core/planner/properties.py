@@ -28,14 +28,16 @@ from kvferry.core.layout import (
 )
 from kvferry.core.planner import build_copies as build_copies_module
 from kvferry.core.planner.build_copies import (
+    CopyBatches,
     Pages,
     ReadRequest,
+    Workspace,
     build_copies,
-    build_paged,
     unwritten_spans,
 )
 from kvferry.core.planner.plan import Plan, make_plan
-from kvferry.core.transport.paged import check_places
+from kvferry.core.transport.copies import Copies
+from kvferry.core.transport.paged import PagedCopies, check_places
 from tests.core.planner.engine_pairs import POOL
 from tests.core.planner.oracle import (
     ZERO,
@@ -387,6 +389,34 @@ def _wanted_pages(group: Group, wanted: tuple[int, int]) -> list[int]:
     ]
 
 
+# Batches.
+
+
+def check_batches_are_the_whole(pair: EnginePair, rng: Random) -> None:
+    """Check that the batches of a request together are its copies, and are few enough."""
+    workspace, limit = Workspace(), rng.choice([1, 2, 3, 8, 20])
+    for source in make_plan(pair.local, pair.remote, rng.randrange(len(pair.local))).sources:
+        whole = _rows(build_copies(source, pair.request))
+        batches = CopyBatches(source, pair.request, workspace, limit)
+        found: list[list[tuple[object, ...]]] = []
+        while not batches.complete:
+            found.append(_rows(batches.build()))
+        assert [row for batch in found for row in batch] == whole
+        assert max(map(len, found)) <= limit
+        assert len(found) <= 1 + 2 * len(whole) // (limit + 1)
+
+
+def _rows(copies: Copies) -> list[tuple[object, ...]]:
+    """Return each copy, with its regions, as (local, remote, nbytes, local and remote region)."""
+    regions = [
+        (segment.local, segment.remote)
+        for segment in copies.segments
+        for _ in range(segment.start, segment.stop)
+    ]
+    numbers = (array.tolist() for array in (copies.local, copies.remote, copies.nbytes))
+    return list(zip(*numbers, regions, strict=True))
+
+
 def _right(pair: EnginePair, rng: Random) -> None:
     check_rank(pair, rng.randrange(len(pair.local)))
 
@@ -397,8 +427,8 @@ def check_pages_name_the_same(pair: EnginePair) -> None:
         layout = pair.local[found.rank]
         for source in found.sources:
             with patch.object(build_copies_module, "MIN_PAGED_COPIES", 1):
-                paged = build_paged(source, pair.request)
-            if paged is None:
+                paged = CopyBatches(source, pair.request, Workspace()).build_paged()
+            if not isinstance(paged, PagedCopies):
                 continue
             check_places(paged)
             written, expected = paged.written_out(), build_copies(source, pair.request)
@@ -433,4 +463,5 @@ CHECKS: dict[str, Callable[[EnginePair, Random], None]] = {
     "nothing requested is zeroed": check_nothing_wanted_is_zeroed,
     "equal layouts need the fewest copies": check_equal_layouts_move_whole,
     "copies named by pages are the same": lambda pair, _: check_pages_name_the_same(pair),
+    "batches are the whole": check_batches_are_the_whole,
 }

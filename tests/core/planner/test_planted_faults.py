@@ -425,8 +425,9 @@ def fields_of_one_shape_share_their_offset(patch: Patch) -> None:
 def pages_join_by_local_addresses_only(patch: Patch) -> None:
     """Adjacent local pages are one copy, even if the remote ones are not adjacent."""
 
-    def one_sided(real: Any, match: Any, batch: Any, local: Any, remote: Any) -> Any:
-        found = real(match, batch, local, local)
+    def one_sided(real: Any, batch: Any, sub_blocks: Any) -> Any:
+        local, remote = sub_blocks.local, sub_blocks.remote
+        found = real(batch, replace(sub_blocks, remote=local))
         near = local.offsets(batch.strides.local)
         far = remote.offsets(batch.strides.remote)
         kept = np.searchsorted(np.arange(len(near)), np.flatnonzero(np.isin(near, found.local)))
@@ -463,6 +464,38 @@ def strips_are_those_of_the_first_batch(patch: Patch) -> None:
         return real(match, match.batches[0])
 
     replace_function(patch, build_copies, "_strips", first)
+
+
+# Faults in batches.
+
+
+def batches_have_the_first_regions(patch: Patch) -> None:
+    """A part of the strips keeps the regions of the first strips."""
+
+    def unmoved(self: Any, real: Any, start: int, stop: int) -> Any:
+        found = real(self, start, stop)
+        return replace(found, cuts=real(self, 0, len(found.local)).cuts)
+
+    replace_method(patch, strips.StripBatch, "select", unmoved)
+
+
+def lengths_are_not_cut(patch: Patch) -> None:
+    """Every piece of a part has the lengths of the part's first copies."""
+
+    def first_lengths(self: Any, real: Any, limit: int) -> Any:
+        for piece in real(self, limit):
+            whole = isinstance(self.nbytes, int)
+            lengths = self.nbytes if whole else self.nbytes[: len(piece.local)]
+            yield replace(piece, nbytes=lengths)
+
+    replace_method(patch, build_copies._Part, "cut", first_lengths)
+
+
+def batches_end_one_copy_late(patch: Patch) -> None:
+    def longer(real: Any, parts: Any, limit: int) -> Any:
+        return real(parts, limit + 1)
+
+    replace_function(patch, build_copies, "_in_batches", longer)
 
 
 # Faults in what is zeroed.
@@ -565,6 +598,9 @@ PLANTED: dict[Callable[[Patch], None], str] = {
     places_are_numbered_by_page: BY_PAGES,
     remote_places_lie_at_the_page_start: BY_PAGES,
     strips_are_those_of_the_first_batch: BY_PAGES,
+    batches_have_the_first_regions: "batches are the whole",
+    lengths_are_not_cut: "batches are the whole",
+    batches_end_one_copy_late: "batches are the whole",
     the_head_is_not_zeroed: BYTES,
     the_tail_is_not_zeroed: BYTES,
     whole_pages_are_zeroed: "nothing requested is zeroed",

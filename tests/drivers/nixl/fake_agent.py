@@ -7,6 +7,7 @@ import itertools
 from kvferry.core.errors import TransportError
 from kvferry.core.memory import Region
 from kvferry.drivers.nixl.agent import Agent, Handle, Registration, Telemetry, TransferChunk
+from kvferry.drivers.nixl.prepared_strips import PagedChunk
 
 
 class FakeAgent(Agent):
@@ -64,7 +65,7 @@ class FakeAgent(Agent):
     def close(self, *, quiet: bool) -> None:
         self.closed = True
 
-    def prepare(self, part: TransferChunk, name: str = "peer") -> Handle:
+    def prepare(self, part: TransferChunk | PagedChunk, name: str = "peer") -> Handle:
         if self.gone is not None:
             raise self.gone
         made = Handle(agent=self, native=part, name=name)

@@ -1,0 +1,138 @@
+"""Descriptors that NIXL prepares once for a peer's strips, and names by index for each read.
+
+A strip lies in every page, a fixed distance from page to page. NIXL takes that as one row of
+address, length, device, stride and count, so what it keeps does not grow with the number of pages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvferry.core.errors import TransportError
+from kvferry.core.memory import Region
+from kvferry.core.transport import PagedCopies, PlacedStrips, Segment, Strips, StripSide
+from kvferry.drivers.nixl.agent import CHUNK_ROWS, Agent, Indices, PreparedList, StridedRows
+
+MAX_ROWS = 1 << 16
+"""The most rows of a list; strips that need more are not prepared."""
+MAX_INDEX = np.iinfo(np.int32).max
+"""NIXL's indices are of 32 bits."""
+
+Lists = tuple[PreparedList, PreparedList]
+"""The local and the remote list of some strips."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PagedChunk:
+    """The copies that one NIXL transfer makes, named by the indices of prepared descriptors.
+
+    Attributes:
+        strips: the strips whose descriptors are named.
+        local: (n,) int32, indices of local descriptors.
+        remote: (n,) int32, indices of remote descriptors.
+    """
+
+    strips: Strips
+    local: Indices
+    remote: Indices
+
+
+class PreparedStrips:
+    """The lists that the agents of this side have prepared for one peer.
+
+    They name memory that is registered now, on either side. So they are released before anything is
+    registered anew or deregistered, and before the agents forget the peer.
+    """
+
+    def __init__(self) -> None:
+        self._lists: dict[tuple[Agent, Strips], Lists] = {}
+
+    def lists(self, agent: Agent, strips: Strips, name: str) -> Lists:
+        """Return the lists of strips, which are prepared if they were not yet.
+
+        Args:
+            agent: the agent that will post.
+            strips: the strips.
+            name: the name of the remote agent.
+
+        Raises:
+            PeerLostError: NIXL has dropped the remote agent.
+            TransportError: NIXL refuses.
+        """
+        found = self._lists.get((agent, strips))
+        if found is None:
+            [(near, far), *_] = _kinds(strips)
+            found = (
+                agent.prepare_list(_rows(strips, strips.local, "local"), near, ""),
+                agent.prepare_list(_rows(strips, strips.remote, "remote"), far, name),
+            )
+            self._lists[agent, strips] = found
+        return found
+
+    def release(self) -> list[TransportError]:
+        """Release all lists; transfers that were made of them go on.
+
+        Returns:
+            The errors of the lists that NIXL did not release; empty if it released all.
+        """
+        lists, self._lists = self._lists, {}
+        failed = []
+        for prepared in (each for pair in lists.values() for each in pair):
+            try:
+                prepared.agent.release_list(prepared)
+            except TransportError as exc:
+                failed.append(exc)
+        return failed
+
+
+def can_prepare(pages: PagedCopies) -> bool:
+    """Return whether NIXL can name all these copies by index."""
+    return all(map(_fits, dict.fromkeys(part.strips for part in pages.parts)))
+
+
+def paged_chunks(pages: PagedCopies) -> Iterator[PagedChunk]:
+    """Cut a batch for which ``can_prepare`` holds into chunks of at most ``CHUNK_ROWS`` copies."""
+    for part in pages.parts:
+        local = _indices(part, part.strips.local, part.local)
+        remote = _indices(part, part.strips.remote, part.remote)
+        for start in range(0, len(local), CHUNK_ROWS):
+            chunk = slice(start, start + CHUNK_ROWS)
+            yield PagedChunk(strips=part.strips, local=local[chunk], remote=remote[chunk])
+
+
+def _fits(strips: Strips) -> bool:
+    sides = (strips.local, strips.remote)
+    rows = max(len(side.within) for side in sides) * len(strips)
+    descriptors = max(side.places for side in sides) * len(strips)
+    return rows <= MAX_ROWS and descriptors <= MAX_INDEX and len(_kinds(strips)) == 1
+
+
+def _kinds(strips: Strips) -> set[tuple[str, str]]:
+    """Return the memory kinds (local, remote) that occur; NIXL's lists have one kind each."""
+    return {(segment.local.kind, segment.remote.kind) for segment in strips.segments}
+
+
+def _indices(part: PlacedStrips, side: StripSide, places: np.ndarray) -> Indices:
+    first = np.arange(len(part.strips), dtype=np.int32)[:, None] * np.int32(side.places)
+    indices: Indices = (first + places.astype(np.int32)).ravel()
+    return indices
+
+
+def _rows(strips: Strips, side: StripSide, name: str) -> StridedRows:
+    """Return a row for each strip and each of its places in a page, which names all pages."""
+    rows = np.empty((len(strips), len(side.within), 5), np.uint64)
+    rows[:, :, 0] = side.start[:, None] + side.within.astype(np.uint64)
+    rows[:, :, 1] = strips.nbytes
+    rows[:, :, 2] = _devices(strips.segments, name)[:, None]
+    rows[:, :, 3] = side.stride
+    rows[:, :, 4] = side.pages
+    return rows.reshape(-1, 5)
+
+
+def _devices(segments: Sequence[Segment], name: str) -> np.ndarray:
+    regions: list[Region] = [getattr(segment, name) for segment in segments]
+    lengths = [segment.stop - segment.start for segment in segments]
+    return np.repeat(np.array([region.device for region in regions], np.uint64), lengths)
