@@ -50,6 +50,7 @@ def _capabilities(can: Capabilities) -> dict[str, object]:
         "quiescence": can.quiescence.value,
         "max_outstanding": can.max_outstanding,
         "concurrent_connect": can.concurrent_connect,
+        "paged_reads": can.paged_reads,
     }
 
 
