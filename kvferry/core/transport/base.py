@@ -398,9 +398,10 @@ class BaseTransport(Transport, Generic[RegistrationT, AddressT, ConnectionT, Tra
         Raises:
             TransportUsageError: the peer is not connected.
         """
-        if peer not in self._peers:
+        connection = self._peers.get(peer)
+        if connection is None:
             raise TransportUsageError(f"no peer {peer}; connected: {list(self._peers)[:16]}")
-        return self._peers[peer]
+        return connection
 
     def _find_transfer(self, transfer: TransferId) -> TransferT:
         """Return the driver's object of a transfer.
@@ -408,9 +409,10 @@ class BaseTransport(Transport, Generic[RegistrationT, AddressT, ConnectionT, Tra
         Raises:
             TransportUsageError: there is no transfer of that id.
         """
-        if transfer not in self._transfers:
+        record = self._transfers.get(transfer)
+        if record is None:
             raise TransportUsageError(f"no transfer {transfer}: never started, or forgotten")
-        return self._transfers[transfer].transfer
+        return record.transfer
 
     # The interface.
 
