@@ -85,8 +85,9 @@ class NixlTransfer:
                 continue
             if ended:
                 self._ended_well(handle)
-        self._post_some()
-        self._conclude()
+        if self.waiting or not self.running:
+            self._post_some()
+            self._conclude()
 
     def fail(self, error: TransportError) -> None:
         """Make a PENDING transfer FAILING. If it is FAILING already, its first error stays."""
