@@ -1,7 +1,7 @@
 """How fast the drivers move blocks, beside memcpy and NIXL's own Python API on the same work.
 
     python benchmarks/drivers.py [--driver NAME]... [--op read] [--megabytes 128] [--rounds 15]
-                                 [--pages huge] [--quick] [--json FILE]
+                                 [--pages huge] [--only latency] [--quick] [--json FILE]
 
 For each driver another process has a buffer, and this one reads it, in blocks of several sizes, in
 random order on both sides and in a row; then the same within this process, between two transports.
@@ -315,11 +315,13 @@ def main() -> None:
         for block in (QUICK_BLOCKS if options.quick else BLOCKS)
         for order in ORDERS
     ]
+    if options.only:
+        grid = []
     alone = [case for case in grid if case.where == "there"] * ("loopback" in drivers)
     nbytes, rounds = options.megabytes << 20, options.rounds
     with rows.progress(len(grid) + len(drivers) + len(alone)) as show:
         with ExitStack() as stack:
-            lab = Lab(drivers, cpu(options.pages, nbytes), stack)
+            lab = Lab(drivers, cpu(options.pages, nbytes), stack, within=bool(grid))
             found = speeds(lab, grid, rounds, show)
             found += latency.measured(lab, 20 if options.quick else 300, show)
         if alone:
@@ -358,6 +360,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--megabytes", type=int, help="of each buffer; default 128")
     parser.add_argument("--rounds", type=int, help="default 15")
     parser.add_argument("--pages", choices=peer_process.PAGES, default="huge", help="of the memory")
+    parser.add_argument("--only", choices=("latency",), help="default: speeds and latency")
     parser.add_argument("--quick", action="store_true", help="to see that it runs: a few seconds")
     found = parser.parse_args()
     found.megabytes = found.megabytes or (4 if found.quick else 128)

@@ -30,7 +30,7 @@ from kvferry.core.transport.base import TransferRequest
 from kvferry.core.transport.copies import Copies, Segment
 from kvferry.drivers.loopback import LoopbackTransport
 from kvferry.drivers.loopback.transport import LoopbackConnection
-from kvferry.drivers.loopback.worker_pool import LoopbackTransfer
+from kvferry.drivers.loopback.worker_pool import ChunkedTransfer, LoopbackTransfer
 from kvferry.testing import Buffer, Fault, FaultyTransport, Schedule
 from kvferry.testing.memory import Bytes, CpuBuffer
 
@@ -87,7 +87,7 @@ class ProgressOnlyInPoll(LimitedTransport):
         )
         self._arrived: list[Notification] = []
         self._unsent: list[tuple[LoopbackConnection, bytes]] = []
-        self._not_begun: list[LoopbackTransfer] = []
+        self._not_begun: list[ChunkedTransfer] = []
 
     def _start(self, request: TransferRequest[LoopbackConnection]) -> LoopbackTransfer:
         self._not_begun.append(self._make_transfer(request))

@@ -29,11 +29,12 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import operator
 import os
 import threading
 import time
 from abc import abstractmethod
-from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from typing import ClassVar, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
@@ -63,6 +64,9 @@ _POLL_SECONDS = 0.0005
 """The pause between two polls of the transfers that ``_end_transfers`` waits for."""
 
 _SCRATCH_COPIES = 4096
+
+_local: Callable[[Segment], Region] = operator.attrgetter("local")
+_remote: Callable[[Segment], Region] = operator.attrgetter("remote")
 
 
 class DriverConnection(Protocol):
@@ -398,9 +402,10 @@ class BaseTransport(Transport, Generic[RegistrationT, AddressT, ConnectionT, Tra
         Raises:
             TransportUsageError: the peer is not connected.
         """
-        if peer not in self._peers:
+        connection = self._peers.get(peer)
+        if connection is None:
             raise TransportUsageError(f"no peer {peer}; connected: {list(self._peers)[:16]}")
-        return self._peers[peer]
+        return connection
 
     def _find_transfer(self, transfer: TransferId) -> TransferT:
         """Return the driver's object of a transfer.
@@ -408,9 +413,10 @@ class BaseTransport(Transport, Generic[RegistrationT, AddressT, ConnectionT, Tra
         Raises:
             TransportUsageError: there is no transfer of that id.
         """
-        if transfer not in self._transfers:
+        record = self._transfers.get(transfer)
+        if record is None:
             raise TransportUsageError(f"no transfer {transfer}: never started, or forgotten")
-        return self._transfers[transfer].transfer
+        return record.transfer
 
     # The interface.
 
@@ -608,8 +614,8 @@ class BaseTransport(Transport, Generic[RegistrationT, AddressT, ConnectionT, Tra
 
     def _local_regions(self, segments: Sequence[Segment]) -> frozenset[Region]:
         """Return the distinct local regions of a batch; refuse one that is not registered."""
-        regions = frozenset([segment.local for segment in segments])
-        for region in _missing(regions, self._registered):
+        regions = frozenset(map(_local, segments))
+        for region in regions.difference(self._registered):
             raise TransportUsageError(
                 f"local {region} is not registered; {len(self._registered)} regions are"
             )
@@ -631,21 +637,13 @@ class BaseTransport(Transport, Generic[RegistrationT, AddressT, ConnectionT, Tra
 
 def _remote_regions(segments: Sequence[Segment], connection: DriverConnection) -> frozenset[Region]:
     """Return the distinct remote regions of a batch; refuse one that is not among the peer's."""
-    regions, known = frozenset([segment.remote for segment in segments]), connection.regions
-    for region in _missing(regions, known):
+    regions, known = frozenset(map(_remote, segments)), connection.regions
+    for region in regions.difference(known):
         raise TransportUsageError(
             f"remote {region} is not among the {len(known)} regions known of {connection.name}: if "
             "it was registered after its address was made, connect again with a new one"
         )
     return regions
-
-
-def _missing(regions: frozenset[Region], known: Collection[Region]) -> Iterable[Region]:
-    # Hashing a region takes longer than looking it up. ``frozenset.difference`` with a set or dict
-    # reuses the hashes that the frozenset has stored.
-    if isinstance(known, (dict, set, frozenset)):
-        return regions.difference(known)
-    return [region for region in regions if region not in known]
 
 
 def _all_final(transfers: Sequence[DriverTransfer]) -> bool:

@@ -26,11 +26,30 @@ def check_copies(copies: Copies, ends: U64Array) -> None:
     Raises:
         TransportUsageError: as for ``checked_length`` and ``check_bounds``.
     """
+    if len(copies.nbytes) == 1 and _one_within(copies):
+        return
     n = checked_length(copies)
     if n:
         ends = ends[:n]
         check_bounds(copies, "local", ends)
         check_bounds(copies, "remote", ends)
+
+
+def _one_within(copies: Copies) -> bool:
+    """Return whether a batch of one copy is well formed, and within its segment's regions.
+
+    Python's integers take a fifth of the time of numpy's functions here.
+    """
+    if not _well_formed(copies, 1) or len(copies.segments) != 1:
+        return False
+    (segment,) = copies.segments
+    here, there = segment.local, segment.remote
+    local, remote, nbytes = copies.local.item(), copies.remote.item(), copies.nbytes.item()
+    return (
+        (segment.start, segment.stop) == (0, 1)
+        and here.address <= local <= here.address + here.nbytes - nbytes
+        and there.address <= remote <= there.address + there.nbytes - nbytes
+    )
 
 
 def checked_length(copies: Copies) -> int:

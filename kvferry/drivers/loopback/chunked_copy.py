@@ -11,7 +11,7 @@ import ctypes
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -49,6 +49,27 @@ class Chunk:
     local: U64Array
     remote: U64Array
     nbytes: int
+
+
+class OneCopy(NamedTuple):
+    """A copy of one contiguous range.
+
+    Attributes:
+        local: the address of the first byte in this process.
+        remote: the address of the first byte in the peer's process.
+        nbytes: the length in bytes; may be 0.
+    """
+
+    local: int
+    remote: int
+    nbytes: int
+
+    def chunk(self) -> Chunk:
+        """Return a chunk that has only this copy."""
+        ranges = np.array(
+            [[(self.local, self.nbytes)], [(self.remote, self.nbytes)]], dtype=np.uint64
+        )
+        return Chunk(local=ranges[0], remote=ranges[1], nbytes=self.nbytes)
 
 
 class CopyRuns:

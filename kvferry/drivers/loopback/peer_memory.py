@@ -11,20 +11,25 @@ from typing import ClassVar
 import numpy as np
 
 from kvferry.core.errors import ConnectError, PeerLostError, TransportError
+from kvferry.core.memory import Region
 from kvferry.core.transport.procfs import boot_id, pid_namespace, start_time
 from kvferry.drivers.loopback.address import LoopbackAddress
-from kvferry.drivers.loopback.chunked_copy import Chunk, copy_in_process
+from kvferry.drivers.loopback.chunked_copy import Chunk, OneCopy, copy_in_process
 from kvferry.drivers.loopback.process_memory import (
     vm_copy,
     vm_peek,
+    vm_read_then_peek,
     why_forbidden,
 )
 from kvferry.drivers.loopback.registry import (
     Claims,
+    Entry,
     RegionRegistry,
     check_claims,
     claims_of,
     registry_in_this_process,
+    row_of,
+    row_offset,
 )
 
 # A copy within these limits takes microseconds, so it keeps the interpreter's lock; see vm_copy.
@@ -71,6 +76,23 @@ class PeerMemory(ABC):
             TransportError: the peer has deregistered one of these regions, the kernel refuses to
                 access the peer's memory, or memory of either side is not mapped.
         """
+
+    def move_one(self, copy: OneCopy, region: Region, entry: Entry, *, write: bool) -> None:
+        """Make one copy, with a check of the peer's registry before and after it.
+
+        Args:
+            copy: the copy to make.
+            region: the peer's region that the copy uses.
+            entry: the region's entry in the peer's registry.
+            write: whether the local side is the source.
+
+        Raises:
+            PeerLostError: as for ``move``.
+            TransportError: as for ``move``.
+        """
+        claims = claims_of([(region, entry)])
+        self.move(copy.chunk(), claims, write=write)
+        self.check(claims)
 
 
 def open_memory(address: LoopbackAddress) -> PeerMemory:
@@ -188,6 +210,27 @@ class OtherProcess(PeerMemory):
         if moved != chunk.nbytes:
             self.check(claims)
             raise self._faulted(chunk, moved)
+
+    def move_one(self, copy: OneCopy, region: Region, entry: Entry, *, write: bool) -> None:
+        """As ``PeerMemory.move_one``, but a read has only the check after it, in the same call."""
+        if write or not self._read_one(copy, region, entry):
+            # Whatever has failed in ``_read_one`` fails here again, with the reason.
+            PeerMemory.move_one(self, copy, region, entry, write=write)
+
+    def _read_one(self, copy: OneCopy, region: Region, entry: Entry) -> bool:
+        """Make one copy and check the registry; return whether both succeeded."""
+        row = row_of(region, entry)
+        seen = vm_read_then_peek(
+            self.pid,
+            copy.local,
+            (copy.remote, copy.nbytes),
+            (
+                (self.registry, len(self.instance)),
+                (self.registry + row_offset(entry), len(row)),
+            ),
+            brief=copy.nbytes <= _BRIEF_BYTES,
+        )
+        return seen == self.instance + row
 
     def _lost_or_forbidden(self, exc: OSError) -> TransportError:
         if exc.errno in (errno.ESRCH, errno.EFAULT):

@@ -9,6 +9,7 @@ import ctypes
 import errno
 import functools
 import os
+import struct
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +24,11 @@ _PR_SET_PTRACER = 0x59616D61
 _PR_SET_PTRACER_ANY = ctypes.c_ulong(-1)
 _MS_ASYNC = 1
 _PAGE = os.sysconf("SC_PAGE_SIZE")
+_TWO_IOVECS = struct.Struct("4Q")
+_THREE_IOVECS = struct.Struct("6Q")
+
+Span = tuple[int, int]
+"""A range of memory: the address of its first byte, and its length in bytes."""
 
 
 @functools.cache
@@ -89,6 +95,30 @@ def vm_peek(pid: int, address: int, out: U64Array) -> None:
     iovecs = np.array([[out.ctypes.data, out.nbytes], [address, out.nbytes]], np.uint64)
     if vm_copy(pid, iovecs[:1], iovecs[1:], brief=True) != out.nbytes:
         raise OSError(errno.EFAULT, os.strerror(errno.EFAULT))
+
+
+def vm_read_then_peek(
+    pid: int, target: int, source: Span, peeks: tuple[Span, Span], *, brief: bool
+) -> bytes:
+    """Read a range of another process's memory, and after that two short ones, in one system call.
+
+    Args:
+        pid: the other process.
+        target: the address, in this process, to which the bytes of ``source`` go.
+        source: the range to read.
+        peeks: the two ranges to read after ``source``. The kernel reads ranges in their order.
+        brief: as for ``vm_copy``.
+
+    Returns:
+        The bytes of both ``peeks``, one after the other; empty if not all bytes could be read. Then
+        some bytes at ``target`` may have been overwritten.
+    """
+    (first, n), (second, m) = peeks
+    peeked = ctypes.create_string_buffer(n + m)
+    local = _TWO_IOVECS.pack(target, source[1], ctypes.addressof(peeked), n + m)
+    remote = _THREE_IOVECS.pack(*source, first, n, second, m)
+    moved = _libc(holding_lock=brief).process_vm_readv(pid, local, 2, remote, 3, 0)
+    return peeked.raw if moved == source[1] + n + m else b""
 
 
 def allow_readers() -> None:

@@ -2,8 +2,8 @@
 
 A registry is a table in the memory of its owner, the transport whose regions it lists: 16 random
 bytes, the *instance*, then one row (key, address, length) for each registered region. A peer reads
-the table with the same system call as the data: before each chunk of a transfer, and after the last
-chunk. So
+the table with the same system call as the data: before each chunk of a transfer (but for a small
+read of one copy), and after the last chunk. So
 
 - no other process is taken for the owner: a process that got the same pid, a restarted process and
   a forked child (whose copy of the registry the kernel wipes) do not have the instance at the
@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import secrets
+import struct
 import threading
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -30,6 +31,7 @@ MAX_REGIONS = 1 << 16
 INSTANCE_WORDS = 2
 ROW_WORDS = 3
 _MADV_WIPEONFORK = 18
+_ROW = struct.Struct("3Q")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +83,21 @@ def claims_of(entries: Iterable[tuple[Region, Entry]]) -> Claims:
         rows=np.array(rows, np.uint64).tobytes(),
         words=INSTANCE_WORDS + ROW_WORDS * (max(slots, default=-1) + 1),
     )
+
+
+def row_of(region: Region, entry: Entry) -> bytes:
+    """Return the bytes of the row that a registry has for a region.
+
+    Args:
+        region: the region.
+        entry: its entry; the row begins ``row_offset(entry)`` bytes after the registry's first.
+    """
+    return _ROW.pack(entry.key, region.address, region.nbytes)
+
+
+def row_offset(entry: Entry) -> int:
+    """Return how many bytes of a registry come before a region's row."""
+    return 8 * (INSTANCE_WORDS + ROW_WORDS * entry.slot)
 
 
 def check_claims(words: U64Array, instance: bytes, claims: Claims, owner: str) -> None:

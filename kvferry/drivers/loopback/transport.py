@@ -20,6 +20,8 @@ from kvferry.core.transport import (
     EnterThread,
     Notification,
     Quiescence,
+    State,
+    Status,
     TransferRequest,
     enter_nothing,
     parse_options,
@@ -28,11 +30,16 @@ from kvferry.core.transport import (
 from kvferry.drivers.loopback import address as wire
 from kvferry.drivers.loopback import process_memory
 from kvferry.drivers.loopback.address import LoopbackAddress, LoopbackRegion
-from kvferry.drivers.loopback.chunked_copy import CopyRunsPool
+from kvferry.drivers.loopback.chunked_copy import CopyRunsPool, OneCopy
 from kvferry.drivers.loopback.notifications import MAX_NOTIFICATION, Mailbox, NotificationChannel
 from kvferry.drivers.loopback.peer_memory import PeerMemory, open_memory
 from kvferry.drivers.loopback.registry import Entry, RegionRegistry, claims_of
-from kvferry.drivers.loopback.worker_pool import LoopbackTransfer, WorkerPool
+from kvferry.drivers.loopback.worker_pool import (
+    MOVED,
+    ChunkedTransfer,
+    LoopbackTransfer,
+    WorkerPool,
+)
 
 
 class LoopbackOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -85,7 +92,8 @@ class LoopbackTransport(
     Small transfers run within ``read`` and ``write``, larger ones on threads, in chunks. Before
     each chunk, and once more after the last, the transport checks that the peer lives and still has
     the regions registered: a transfer is DONE only if the peer had them registered after the last
-    byte moved.
+    byte moved. A small read of one copy has only the last check, in the system call that moves the
+    bytes: so if the check fails, bytes may have arrived.
 
     Not usable in a forked child.
 
@@ -120,6 +128,7 @@ class LoopbackTransport(
         self._mailbox = Mailbox(self._registry.instance, self.name, enter)
         self._workers = WorkerPool(self.name, self._options.threads, enter)
         self._pool = CopyRunsPool()
+        self._one_call = min(self._options.inline_bytes, self._options.chunk_bytes)
 
     # Memory.
 
@@ -200,6 +209,9 @@ class LoopbackTransport(
     # Transfers.
 
     def _start(self, request: TransferRequest[LoopbackConnection]) -> LoopbackTransfer:
+        nbytes = request.copies.nbytes
+        if len(nbytes) == len(request.remote) == 1 and nbytes.item() <= self._one_call:
+            return self._move_one(request)
         transfer = self._make_transfer(request)
         if transfer.runs.small(self._options.inline_bytes):
             self._workers.run_here(transfer)
@@ -215,11 +227,23 @@ class LoopbackTransport(
             self._workers.stop(transfer, error)
         return self._workers.wait_final(transfers, time.monotonic() + self.grace_seconds)
 
-    def _make_transfer(self, request: TransferRequest[LoopbackConnection]) -> LoopbackTransfer:
+    def _move_one(self, request: TransferRequest[LoopbackConnection]) -> LoopbackTransfer:
+        """Make a transfer's only copy, and return the transfer, which is final."""
+        peer, copies, (region,) = request.connection, request.copies, request.remote
+        copy = OneCopy(copies.local.item(), copies.remote.item(), copies.nbytes.item())
+        try:
+            peer.memory.move_one(copy, region, peer.regions[region], write=request.write)
+            if request.notify is not None:
+                peer.channel.send(request.notify)
+        except TransportError as exc:
+            return LoopbackTransfer(status=Status(state=State.FAILED, error=exc))
+        return MOVED
+
+    def _make_transfer(self, request: TransferRequest[LoopbackConnection]) -> ChunkedTransfer:
         peer, notify = request.connection, request.notify
         runs = self._pool.take(len(request.copies.nbytes))
         runs.fill(request.copies, write=request.write)
-        return LoopbackTransfer(
+        return ChunkedTransfer(
             memory=peer.memory,
             write=request.write,
             runs=runs,

@@ -26,7 +26,27 @@ _DONE = Status(state=State.DONE)
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class LoopbackTransfer:
-    """One transfer, which is moved in *chunks*: parts that one system call moves.
+    """One transfer.
+
+    Attributes:
+        status: the status that ``poll`` returns.
+    """
+
+    status: Status = _PENDING
+
+    @property
+    def final(self) -> bool:
+        """Whether the transfer is DONE or FAILED: it touches no memory any more."""
+        return self.status.state.final
+
+
+MOVED = LoopbackTransfer(status=_DONE)
+"""Every transfer that was DONE before its ``read`` or ``write`` returned."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class ChunkedTransfer(LoopbackTransfer):
+    """A transfer which is moved in *chunks*: parts that one system call moves.
 
     A transfer ends in one of two ways. Once all bytes have been moved, the transfer is
     *concluding*: it can no longer be cancelled, the peer is checked a last time, the notification
@@ -42,7 +62,6 @@ class LoopbackTransfer:
         claims: the peer's regions that the transfer uses, as the peer's registry must list them.
         send: sends the notification that is bound to the transfer; ``None`` if there is none.
         release: gives ``runs`` back to the pool.
-        status: the status that ``poll`` returns.
         position: how many bytes of ``runs`` were handed out as chunks so far; the next chunk starts
             at this position.
         running: how many chunks threads are moving now.
@@ -57,17 +76,11 @@ class LoopbackTransfer:
     claims: Claims
     send: Callable[[], None] | None
     release: Callable[[CopyRuns], None]
-    status: Status = _PENDING
     position: int = 0
     running: int = 0
     concluding: bool = False
     stop: TransportError | None = None
     limit: int
-
-    @property
-    def final(self) -> bool:
-        """Whether the transfer is DONE or FAILED: it touches no memory any more."""
-        return self.status.state.final
 
     @property
     def handed_out(self) -> bool:
@@ -128,13 +141,13 @@ class WorkerPool:
         self._enter = enter
         self._wanted = threads
         self._threads: list[threading.Thread] = []
-        self._queue: deque[LoopbackTransfer] = deque()
+        self._queue: deque[ChunkedTransfer] = deque()
         self._closing = False
         # Guards the fields of submitted transfers, ``_queue`` and ``_closing``; notified when any
         # of them changes.
         self._changed = threading.Condition()
 
-    def run_here(self, transfer: LoopbackTransfer) -> None:
+    def run_here(self, transfer: ChunkedTransfer) -> None:
         """Run a small transfer on the calling thread, and set its final status."""
         try:
             while not transfer.handed_out:
@@ -145,7 +158,7 @@ class WorkerPool:
         else:
             transfer.end(_DONE)
 
-    def submit(self, transfer: LoopbackTransfer) -> None:
+    def submit(self, transfer: ChunkedTransfer) -> None:
         """Queue a transfer for the threads, behind the transfers that were submitted before it."""
         even_share = transfer.runs.total // (2 * self._wanted)
         transfer.limit = min(transfer.limit, max(_SMALLEST_CHUNK, even_share))
@@ -165,6 +178,8 @@ class WorkerPool:
             transfer: a transfer of this pool's transport.
             error: the error that the transfer fails with.
         """
+        if not isinstance(transfer, ChunkedTransfer):
+            return  # it ended before its ``read`` or ``write`` returned
         with self._changed:
             if transfer.final or transfer.concluding or transfer.stop is not None:
                 return
@@ -209,11 +224,11 @@ class WorkerPool:
                     transfer.end(_DONE if error is None else _failed(error))
                     self._changed.notify_all()
 
-    def _next(self) -> tuple[LoopbackTransfer, tuple[int, int]] | None:
+    def _next(self) -> tuple[ChunkedTransfer, tuple[int, int]] | None:
         """Wait until a chunk is to be moved, or the pool closes.
 
         Returns:
-            The chunk's transfer and span (see ``LoopbackTransfer.next_span``); ``None`` if the pool
+            The chunk's transfer and span (see ``ChunkedTransfer.next_span``); ``None`` if the pool
             closes.
         """
         with self._changed:
@@ -226,7 +241,7 @@ class WorkerPool:
                 self._queue.popleft()
             return transfer, span
 
-    def _chunk_ended(self, transfer: LoopbackTransfer, error: TransportError | None) -> bool:
+    def _chunk_ended(self, transfer: ChunkedTransfer, error: TransportError | None) -> bool:
         """Record that a chunk has ended, and make its transfer fail if the chunk failed.
 
         Args:
@@ -244,7 +259,7 @@ class WorkerPool:
             transfer.concluding = transfer.running == 0 and transfer.handed_out
             return transfer.concluding
 
-    def _fail(self, transfer: LoopbackTransfer, error: TransportError | None) -> None:
+    def _fail(self, transfer: ChunkedTransfer, error: TransportError | None) -> None:
         """Stop an unfinished transfer: FAILING while one of its chunks is running, else FAILED.
 
         The caller holds ``_changed``.

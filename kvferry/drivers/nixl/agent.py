@@ -35,15 +35,17 @@ CHUNK_ROWS = 4096
 Registration = NewType("Registration", object)
 """NIXL's handle of registered memory."""
 
-Rows = npt.NDArray[np.uint64]
-"""(n, 3) uint64, one side of n copies: address, length in bytes and device index of each."""
+Rows = npt.NDArray[np.uint64] | list[tuple[int, int, int]]
+"""One side of n copies: address, length in bytes and device index of each, as (n, 3) uint64,
+C-contiguous, or as a list of n tuples."""
 
 StridedRows = npt.NDArray[np.uint64]
 """(n, 5) uint64, n series of descriptors that are evenly spaced: address of the first, length of
 each in bytes, device index, bytes from one to the next, and number of descriptors."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+# Not frozen, as ``Handle``: to make a frozen dataclass takes a microsecond.
+@dataclass(slots=True, kw_only=True, eq=False)
 class TransferChunk:
     """The copies that one NIXL transfer makes, as NIXL's descriptors.
 
@@ -67,24 +69,24 @@ class PreparedList:
 
     Attributes:
         agent: the agent that prepared the list.
-        native: NIXL's own handle.
+        native: the handle of NIXL's Python API, which owns the list.
     """
 
     agent: Agent
-    native: object
+    native: Any
 
 
 Indices = npt.NDArray[np.int32]
 """(n,) int32, indices of descriptors in a ``PreparedList``."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(slots=True, kw_only=True, eq=False)
 class Handle:
     """A NIXL transfer, valid until ``Agent.release``.
 
     Attributes:
         agent: the agent that made the transfer.
-        native: NIXL's own handle.
+        native: the handle of NIXL's native agent.
         name: the name of the remote agent.
     """
 
@@ -145,6 +147,8 @@ class Agent:
             # Calls come from different threads, if one at a time.
             sync_mode=api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT,
         )
+        self._success: object = api.nixlBind.NIXL_SUCCESS
+        self._under_way: object = api.nixlBind.NIXL_IN_PROG
         self._own = NativeThreads()
         with self._own.starting():
             with library.patient(options.progress_milliseconds):
@@ -271,18 +275,19 @@ class Agent:
         Args:
             write: whether the local side is the source.
             kinds: the memory kinds of the local and of the remote side.
-            local: (n, 3) uint64, C-contiguous, n at least 1: address, length in bytes and device
-                index of each local range.
-            remote: (n, 3) uint64, C-contiguous: the same for each remote range.
+            local: the local side of n copies, n at least 1.
+            remote: the remote side of these copies.
 
         Raises:
             TransportError: NIXL refuses.
         """
+        near, far = kinds
+        make, memory = self._library.api.nixlBind.nixlXferDList, self._agent.nixl_mems
         try:
             return TransferChunk(
                 write=write,
-                local=self._agent.get_xfer_descs(local, SEGMENTS[kinds[0]]),
-                remote=self._agent.get_xfer_descs(remote, SEGMENTS[kinds[1]]),
+                local=make(memory[SEGMENTS[near]], local),
+                remote=make(memory[SEGMENTS[far]], remote),
             )
         except self._library.errors as exc:
             raise self._error(exc, "cannot describe a transfer") from exc
@@ -298,9 +303,9 @@ class Agent:
             PeerLostError: NIXL has dropped the remote agent.
             TransportError: NIXL refuses.
         """
-        op = "WRITE" if chunk.write else "READ"
+        op = self._agent.nixl_ops["WRITE" if chunk.write else "READ"]
         try:
-            native = self._agent.initialize_xfer(op, chunk.local, chunk.remote, name)
+            native = self._agent.agent.createXferReq(op, chunk.local, chunk.remote, name, b"", [])
         except self._library.errors as exc:
             raise self._error(exc, f"cannot prepare a transfer with {name}", known=True) from exc
         return Handle(agent=self, native=native, name=name)
@@ -353,8 +358,9 @@ class Agent:
             TransportError: NIXL refuses.
         """
         near, far = lists
+        op, here, there = self._agent.nixl_ops["READ"], near.native._handle, far.native._handle
         try:
-            native = self._agent.make_prepped_xfer("READ", near.native, local, far.native, remote)
+            native = self._agent.agent.makeXferReq(op, here, local, there, remote, b"", [], False)
         except self._library.errors as exc:
             raise self._error(exc, f"cannot prepare a transfer with {name}", known=True) from exc
         return Handle(agent=self, native=native, name=name)
@@ -369,10 +375,10 @@ class Agent:
             TransportError: the transfer failed; ``PeerLostError`` if NIXL has lost the peer.
         """
         try:
-            state = self._agent.transfer(handle.native)
+            status = self._agent.agent.postXferReq(handle.native, b"")
         except self._library.errors as exc:
             raise self._failing(exc, handle.name) from exc
-        return state == "DONE" or self._check_running(state, handle.name)
+        return self._succeeded(status, handle.name)
 
     def check(self, handle: Handle) -> bool:
         """Make progress with a posted transfer, and return whether it has succeeded.
@@ -384,10 +390,10 @@ class Agent:
             TransportError: the transfer failed; ``PeerLostError`` if NIXL has lost the peer.
         """
         try:
-            state = self._agent.check_xfer_state(handle.native)
+            status = self._agent.agent.getXferStatus(handle.native)
         except self._library.errors as exc:
             raise self._failing(exc, handle.name) from exc
-        return state == "DONE" or self._check_running(state, handle.name)
+        return self._succeeded(status, handle.name)
 
     def release(self, handle: Handle) -> None:
         """Release a handle. NIXL tries to cancel a running transfer, but does not wait for its end.
@@ -396,7 +402,7 @@ class Agent:
             TransportError: NIXL refuses.
         """
         try:
-            self._agent.release_xfer_handle(handle.native)
+            self._agent.agent.releaseXferReq(handle.native)
         except self._library.errors as exc:
             raise self._error(exc, "cannot release a transfer") from exc
 
@@ -407,7 +413,7 @@ class Agent:
             TransportError: NIXL has no telemetry of the transfer.
         """
         with self._mapped("has no telemetry"):
-            native = self._agent.get_xfer_telemetry(handle.native)
+            native = self._agent.agent.getXferTelemetry(handle.native)
         return Telemetry(
             nbytes=native.totalBytes,
             descriptors=native.descCount,
@@ -428,8 +434,10 @@ class Agent:
             PeerLostError: the connection is broken, or NIXL has dropped the remote agent.
             TransportError: NIXL refuses.
         """
-        with self._mapped(f"cannot notify {name}", known=True):
-            self._agent.send_notif(name, payload)
+        try:
+            self._agent.agent.genNotif(name, payload)
+        except self._library.errors as exc:
+            raise self._error(exc, f"cannot notify {name}", known=True) from exc
 
     def notifications(self) -> dict[str, list[bytes]]:
         """Return the payloads that arrived since the last call, by the sending agent's name.
@@ -437,16 +445,18 @@ class Agent:
         Raises:
             TransportError: NIXL refuses, or its backend carries no notifications.
         """
-        with self._mapped("cannot look for notifications"):
+        try:
             arrived: dict[str, list[bytes]] = self._agent.get_new_notifs()
-            return arrived
+        except self._library.errors as exc:
+            raise self._error(exc, "cannot look for notifications") from exc
+        return arrived
 
     @contextlib.contextmanager
     def _mapped(self, trouble: str, *, known: bool = False) -> Iterator[None]:
         """Within the context, turn an error of NIXL into a ``TransportError``.
 
-        Methods that are called for each transfer do not use this context manager, since entering
-        one costs as much as a call of NIXL.
+        Methods that are called for each transfer or notification do not use this context manager,
+        since entering one costs as much as a call of NIXL.
 
         Args:
             trouble: what failed, for the error's text.
@@ -491,24 +501,25 @@ class Agent:
         self._failed = True
         return self._error(error, f"a transfer with {name} failed", known=True)
 
-    def _check_running(self, state: str, name: str) -> bool:
-        """Raise an error for a transfer that has failed, and return False for one under way.
+    def _succeeded(self, status: object, name: str) -> bool:
+        """Return whether a posted transfer has succeeded, given NIXL's status of it.
 
         Args:
-            state: NIXL's word for the transfer's state, which the caller has found not to be
-                "DONE": "PROC" if the transfer is under way, any other word if it has failed.
+            status: the status, of NIXL's enumeration.
             name: the name of the remote agent.
 
         Returns:
-            False, as the result of ``post`` and ``check`` for a transfer that is under way.
+            True if the transfer has succeeded, False if it is under way.
 
         Raises:
             TransportError: the transfer has failed.
         """
-        if state == "PROC":
+        if status == self._success:
+            return True
+        if status == self._under_way:
             return False
         self._failed = True
-        raise TransportError(f"a transfer with {name} failed: NIXL says {state}")
+        raise TransportError(f"a transfer with {name} failed: NIXL says {status}")
 
     def _start(self, params: dict[str, str]) -> None:
         try:

@@ -85,8 +85,9 @@ class NixlTransfer:
                 continue
             if ended:
                 self._ended_well(handle)
-        self._post_some()
-        self._conclude()
+        if self.waiting or not self.running:
+            self._post_some()
+            self._conclude()
 
     def fail(self, error: TransportError) -> None:
         """Make a PENDING transfer FAILING. If it is FAILING already, its first error stays."""
@@ -149,8 +150,11 @@ class NixlTransfer:
         if self.telemetry is not None:
             with contextlib.suppress(TransportError):
                 self.telemetry.append(handle.agent.telemetry(handle))
-        with contextlib.suppress(TransportError):
+        # Not ``contextlib.suppress``, which takes as long as the call.
+        try:  # noqa: SIM105
             handle.agent.release(handle)
+        except TransportError:
+            pass
 
     def _ended_badly(self, handle: Handle, error: TransportError) -> None:
         self.running.remove(handle)
@@ -159,7 +163,7 @@ class NixlTransfer:
 
     def _conclude(self) -> None:
         """If all chunks have succeeded, flush, send the notification and become DONE."""
-        if not self.drained or self.status.state is not State.PENDING:
+        if not self.drained or self.status is not _PENDING:
             return
         try:
             if self.flush is not None:

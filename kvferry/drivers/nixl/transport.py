@@ -299,11 +299,13 @@ class NixlTransport(BaseTransport[None, NixlPeer, NixlPeer, NixlTransfer]):
         Without a progress thread, only this call serves peers.
         """
         with self._looking:
-            self._arrived += [
-                Notification(sender=sender, payload=payload)
-                for sender, payloads in self._agent.notifications().items()
-                for payload in payloads
-            ]
+            arrived = self._agent.notifications()
+            if arrived:
+                self._arrived += [
+                    Notification(sender=sender, payload=payload)
+                    for sender, payloads in arrived.items()
+                    for payload in payloads
+                ]
 
     def _close(self, transfers: Sequence[NixlTransfer]) -> None:
         # Before the handles are released: afterwards all of them look drained.

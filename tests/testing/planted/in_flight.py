@@ -17,6 +17,7 @@ from kvferry.core.transport import (
 )
 from kvferry.core.transport.copies import Copies
 from kvferry.drivers.loopback import LoopbackTransport
+from kvferry.drivers.loopback.worker_pool import ChunkedTransfer
 from tests.testing.correct_drivers import FailingUntilDisconnect
 from tests.testing.planted.base import Watched, caught_by, connection_of, failed, transfer_of
 
@@ -75,7 +76,9 @@ class CancelsLaterTransfers(LoopbackTransport):
 
     def read(self, peer: PeerId, copies: Copies, notify: bytes | None = None) -> TransferId:
         transfer = super().read(peer, copies, notify)
-        self._transfers[transfer].transfer.limit = 1 << 12
+        job = transfer_of(self, transfer)
+        if isinstance(job, ChunkedTransfer):
+            job.limit = 1 << 12
         return transfer
 
     def poll(self, transfers: Sequence[TransferId]) -> list[Status]:

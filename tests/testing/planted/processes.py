@@ -20,6 +20,7 @@ from kvferry.core.transport import (
 from kvferry.core.transport.copies import Copies
 from kvferry.drivers.loopback import LoopbackTransport
 from kvferry.drivers.loopback.peer_memory import OtherProcess
+from kvferry.drivers.loopback.worker_pool import ChunkedTransfer
 from tests.testing.planted.base import (
     DONE,
     PENDING,
@@ -103,7 +104,9 @@ class DeathFailsOnlyOneTransfer(Watched):
 
     def seen(self, transfer: TransferId, status: Status) -> Status:
         others = [
-            one for one, (_, _, job) in self._transfers.items() if job.stop and one < transfer
+            one
+            for one, (_, _, job) in self._transfers.items()
+            if isinstance(job, ChunkedTransfer) and job.stop and one < transfer
         ]
         return PENDING if others else status
 

@@ -35,6 +35,7 @@ from kvferry.core.transport.copies import Copies
 from kvferry.drivers.loopback import LoopbackTransport
 from kvferry.drivers.loopback.peer_memory import OtherProcess
 from kvferry.drivers.loopback.process_memory import vm_copy
+from kvferry.drivers.loopback.worker_pool import ChunkedTransfer
 from tests.testing.planted.base import Watched, caught_by, connection_of, cut, transfer_of
 
 _LATE_SECONDS = 0.1
@@ -164,7 +165,9 @@ class LandsOnlyWhatHadBegun(LateBytes):
 
     def cancel(self, transfer: TransferId) -> None:
         job = transfer_of(self, transfer)
-        if not job.final and job.position > job.limit * job.running:
+        if not isinstance(job, ChunkedTransfer) or job.final:
+            return
+        if job.position > job.limit * job.running:
             self.land_repeatedly(transfer)
         super().cancel(transfer)
 
