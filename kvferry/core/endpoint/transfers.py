@@ -191,6 +191,9 @@ class Transfers:
             self._post_one(read)
             if time.perf_counter() - read.started > LONG_SECONDS:
                 break
+            # It may have ended already, and the next post may take long.
+            if read.urgent and not self._urgent and self._poll():
+                return True
         return posted and (self._poll() or posted)
 
     def cancel(self, tag: Hashable, grace: Grace | None = None) -> None:

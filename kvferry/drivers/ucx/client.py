@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 
 from kvferry.core.errors import ConnectError, PeerLostError, TransportError
 from kvferry.core.transport import EnterThread
+from kvferry.core.transport.copies import Copies
 from kvferry.drivers.ucx import ucp as statuses
-from kvferry.drivers.ucx.address import KeyId, UcxAddress
+from kvferry.drivers.ucx.address import KeyId, UcxAddress, UcxRegion
 from kvferry.drivers.ucx.connection import (
     ClientWorker,
     ConnectionState,
@@ -27,18 +29,17 @@ from kvferry.drivers.ucx.messages import (
     Welcome,
     Withdrawn,
 )
-from kvferry.drivers.ucx.progress import FairLock
+from kvferry.drivers.ucx.progress import POLLED_SECONDS, FairLock
 from kvferry.drivers.ucx.transfer import UcxTransfer
 from kvferry.drivers.ucx.ucp import Ucp
+from kvferry.drivers.ucx.ucp_structs import Code
 from kvferry.drivers.ucx.worker import Worker, wait_closed
-
-_POLLED_SECONDS = 0.0003
-"""While calls of the transport follow each other within this time, they drive the client side, and
-the progress thread does not: the two would only hand the interpreter's lock to each other, which
-takes up to 5 ms each time."""
 
 _START_SECONDS = 0.005
 """How long ``read`` and ``write`` drive the transfer that they start before they return."""
+
+_SMALL_SECONDS = 0.0001
+"""How long a small read is waited for before it returns."""
 
 _LIVENESS_SECONDS = 0.2
 """How often to check whether the peers' processes on this host run. UCX notices the death of a
@@ -96,7 +97,7 @@ class Client:
     @property
     def driven_elsewhere(self) -> bool:
         """Whether ``run_once`` ran within a call of the transport in the last 0.3 ms."""
-        return time.monotonic() - self.last_driven < _POLLED_SECONDS
+        return time.monotonic() - self.last_driven < POLLED_SECONDS
 
     @property
     def needs_timer(self) -> bool:
@@ -105,6 +106,13 @@ class Client:
         connections = list(self._connections.values())
         return bool(self._transfers) or any(
             connection.state is not ConnectionState.READY for connection in connections
+        )
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a transfer, message or connection is under way, or messages were not handled."""
+        return self.needs_timer or any(
+            worker.needs_thread or worker.closing or worker.lingering for worker in self.workers
         )
 
     def run_once(self) -> bool:
@@ -240,18 +248,60 @@ class Client:
 
     # Transfers.
 
-    def start(self, transfer: UcxTransfer) -> None:
+    def start(self, transfer: UcxTransfer) -> bool:
         """Start a transfer, and let UCP work on it for 5 ms at most.
 
         If this process copies the bytes itself (cma), a short transfer then ends without the
         progress thread.
+
+        Returns:
+            Whether there may be more to do.
         """
         self._transfers.append(transfer)
-        now = time.monotonic()
+        now, busy = time.monotonic(), True
         transfer.advance(now, self._idle_timeout)
-        while not transfer.final and self.run_once() and time.monotonic() - now < _START_SECONDS:
-            pass
+        while busy and not transfer.final and time.monotonic() - now < _START_SECONDS:
+            busy = self.run_once()
         self.last_driven = time.monotonic()
+        return busy or self.has_work
+
+    def read_small(
+        self, peer: UcxPeer, region: UcxRegion, copies: Copies, params: int, notify: bytes | None
+    ) -> UcxTransfer | None:
+        """Read one range of CPU memory, and let UCP work on it for 0.1 ms at most.
+
+        The read gets ahead of what is under way in the same worker: UCX takes turns between the
+        connections.
+
+        Args:
+            peer: the peer.
+            region: the remote region.
+            copies: the only copy, of at most ``BRIEF_BYTES``.
+            params: the address of the local registration's request parameters.
+            notify: the payload to send when the bytes have arrived, or ``None``.
+
+        Returns:
+            The transfer, which may be under way; ``None`` if it must be started by ``start``.
+        """
+        connection, key = peer.connection, KeyId(region.key)
+        if not connection.reads_directly or key in connection.withdrawn:
+            return None
+        try:
+            remote_key = connection.remote_key(region)
+        except TransportError:
+            return None
+        worker, alone = connection.client_worker.worker, not self._transfers
+        local, remote, nbytes = int(copies.local[0]), int(copies.remote[0]), int(copies.nbytes[0])
+        answer = self._ucp.get(connection.endpoint, local, nbytes, remote, remote_key, params)
+        if statuses.status_of(answer) == Code.IN_PROGRESS:
+            code = worker.complete(answer, _SMALL_SECONDS, alone=alone)
+            answer = answer if code == Code.IN_PROGRESS else code % (1 << 64)
+        send = None if notify is None else partial(connection.notify, notify)
+        transfer = UcxTransfer.of_small_read(peer, key, send, worker.poster, answer)
+        if not transfer.final:
+            self._transfers.append(transfer)
+        self.last_driven = time.monotonic()
+        return transfer
 
     def stop(self) -> None:
         """End the copy thread, if there is one."""

@@ -1,18 +1,16 @@
-"""Loops over UCP's functions, compiled by numba: they run without the interpreter and its lock.
+"""Loops over UCP's functions as machine code: they run without the interpreter and its lock.
 
-The extra ``ucx`` installs numba, and vLLM depends on it. Importing numba and compiling take one to
-three seconds, so a thread does both; it starts with the process's first ``connect``. Until it has
-finished, or if numba is not installed, the Python loops of ``posting.py`` run instead: they make
-the same calls, but take up to twice the time for blocks of 4 KiB in random order (docs/adr/0031).
+LLVM makes them in a tenth of a second, by llvmlite, which the extra ``ucx`` installs, and which
+vLLM installs, too. Without llvmlite, the Python loops of ``posting.py`` run instead: they make the
+same calls, but take up to twice the time for blocks of 4 KiB in random order (docs/adr/0031).
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
-import importlib.util
 import logging
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,8 +19,7 @@ from typing import Any
 import numpy as np
 
 from kvferry.core.memory import U64Array
-from kvferry.core.transport import EnterThread, enter_nothing, start_thread
-from kvferry.drivers.ucx.posting import PlainPoster, PostedRuns
+from kvferry.drivers.ucx.posting import PlainPoster, PostedRuns, Poster
 from kvferry.drivers.ucx.ucp import ERRORS_FROM, Endpoint, Ucp, WorkerHandle
 
 logger = logging.getLogger(__name__)
@@ -31,222 +28,293 @@ WORTH_CALLING = 16
 """With fewer runs than this, the Python loop runs: entering a compiled loop would cost more than it
 saves."""
 
-_NO_NUMBA = (
-    "ucx posts by a loop in Python, since numba is not installed: transfers of many blocks of "
-    "4 KiB within a host take up to twice as long; pip install numba"
+_PROBLEM = (
+    "ucx posts by a loop in Python, since llvmlite does not work here (%s): transfers of many "
+    "blocks of 4 KiB within a host take up to twice as long; pip install llvmlite"
 )
 
 _WORD = ctypes.c_uint64
+Loop = Callable[..., int]
+"""A compiled loop, which takes numbers of 64 bits and returns one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loops:
-    """The compiled loops, as functions that take only numbers and arrays.
+    """The compiled loops, which know functions and arrays by their addresses.
 
     Attributes:
-        get: posts reads, as ``Poster.post``.
-        put: posts writes, as ``Poster.post``.
-        sweep: frees completed requests, as ``Poster.sweep``.
-        progress: takes a worker's handle and a number of nanoseconds. Lets UCP work for this time
-            and returns 1, or returns 0 as soon as there is nothing to do.
-        copy: copies ranges of memory, as ``Poster.copy``.
+        post: takes ``ucp_get_nbx`` or ``ucp_put_nbx``, an endpoint, n, five arrays of n numbers
+            (as in ``PostedRuns``), and the array of n numbers that gets the answers.
+        sweep: takes ``ucp_request_check_status``, ``ucp_request_free``, an array, the first index
+            to look at, the length of the array, and where to add the status of the first error.
+            Returns what ``Poster.sweep`` returns first.
+        progress: takes ``ucp_worker_progress``, ``clock_gettime``, a worker and a number of
+            nanoseconds. Lets UCP work for this time and returns 1, or returns 0 as soon as there is
+            nothing to do.
+        copy: takes ``memmove``, n, and the arrays of targets, sources and lengths.
+        owner: LLVM's owner of the code, to keep alive.
     """
 
-    get: Callable[..., None]
-    put: Callable[..., None]
-    sweep: Callable[[U64Array, int], tuple[int, int]]
-    progress: Callable[[int, int], int]
-    copy: Callable[[U64Array, U64Array, U64Array], None]
+    post: Loop
+    sweep: Loop
+    progress: Loop
+    copy: Loop
+    owner: object
 
 
 class CompiledPoster:
-    """Post to UCP by compiled loops once they are ready, and by Python loops until then.
-
-    Implements ``Poster``.
+    """Post to UCP by compiled loops: implements ``Poster``.
 
     Args:
         ucp: the loaded libucp.
-        compile_with: compiles the loops; ``None`` if numba is not installed.
+        loops: the loops.
     """
 
-    def __init__(self, ucp: Ucp, compile_with: Callable[[Ucp], Loops] | None) -> None:
-        self._ucp = ucp
-        self._plain = PlainPoster(ucp)
-        self._compile = compile_with
-        self._loops: Loops | None = None
-        self._thread: threading.Thread | None = None
-        self._starting = threading.Lock()
-        self._started = False
+    compiled = True
 
-    @property
-    def compiled(self) -> bool:
-        """Whether the compiled loops are ready."""
-        return self._loops is not None
+    def __init__(self, ucp: Ucp, loops: Loops) -> None:
+        self._plain = PlainPoster(ucp)
+        self._loops = loops
+        libc = ctypes.CDLL(None)
+        self._get = _address(ucp.function("ucp_get_nbx"))
+        self._put = _address(ucp.function("ucp_put_nbx"))
+        self._check = _address(ucp.function("ucp_request_check_status"))
+        self._free = _address(ucp.function("ucp_request_free"))
+        self._progress = _address(ucp.function("ucp_worker_progress"))
+        self._clock, self._memmove = _address(libc.clock_gettime), _address(libc.memmove)
 
     def post(self, endpoint: Endpoint, batch: PostedRuns, *, write: bool) -> U64Array:
         """Post every run of a batch, as ``Poster.post``."""
         n = len(batch.local)
-        if self._loops is None or n < WORTH_CALLING:
+        if n < WORTH_CALLING:
             return self._plain.post(endpoint, batch, write=write)
         answers = np.empty(n, np.uint64)
-        loop = self._loops.put if write else self._loops.get
-        loop(endpoint, batch.local, batch.nbytes, batch.remote, batch.keys, batch.params, answers)
+        columns = (batch.local, batch.nbytes, batch.remote, batch.keys, batch.params, answers)
+        call = self._put if write else self._get
+        self._loops.post(call, endpoint, n, *(column.ctypes.data for column in columns))
         return answers
 
     def sweep(self, requests: U64Array, start: int) -> tuple[int, int]:
         """Free completed requests, as ``Poster.sweep``."""
-        if self._loops is None or len(requests) - start < WORTH_CALLING:
+        if len(requests) - start < WORTH_CALLING:
             return self._plain.sweep(requests, start)
-        swept, code = self._loops.sweep(requests, start)
-        return int(swept), int(code)
+        code = np.zeros(1, np.int64)
+        array, n, place = requests.ctypes.data, len(requests), code.ctypes.data
+        swept = self._loops.sweep(self._check, self._free, array, start, n, place)
+        return swept, int(code[0])
 
     def progress(self, worker: WorkerHandle, seconds: float) -> bool:
         """Let UCP work for a time, as ``Poster.progress``."""
-        if self._loops is None:
-            return self._plain.progress(worker, seconds)
-        return bool(self._loops.progress(worker, int(seconds * 1e9)))
+        return bool(self._loops.progress(self._progress, self._clock, worker, int(seconds * 1e9)))
 
     def copy(self, targets: U64Array, sources: U64Array, nbytes: U64Array) -> None:
         """Copy ranges of memory, as ``Poster.copy``."""
-        loops = self._loops
-        copy = self._plain.copy if loops is None or len(targets) < WORTH_CALLING else loops.copy
-        copy(targets, sources, nbytes)
-
-    def wait(self) -> bool:
-        """Wait until compiling has ended; start it unless it was started before.
-
-        Returns:
-            Whether the compiled loops are ready; False if numba is missing or does not work.
-        """
-        self.start_compiling()
-        if self._thread is not None:
-            self._thread.join()
-        return self._loops is not None
-
-    def start_compiling(self, enter: EnterThread = enter_nothing) -> None:
-        """Start compiling the loops in a thread, or log that numba is missing.
-
-        Only the first call does anything.
-
-        Args:
-            enter: called first in the thread.
-        """
-        # Several transports of the process may call this at once.
-        with self._starting:
-            if self._started:
-                return
-            self._started = True
-            if self._compile is None:
-                logger.warning(_NO_NUMBA)
-                return
-            # Not a daemon, so that the process does not end while the compiler works.
-            self._thread = start_thread(self._run, name="ucx-compile", enter=enter, daemon=False)
-
-    def _run(self) -> None:
-        if self._compile is not None:
-            try:
-                self._loops = self._compile(self._ucp)
-            # What a numba raises that does not fit the installed numpy.
-            except (ImportError, AttributeError, SystemError) as exc:
-                logger.warning("ucx posts by a loop in Python: numba does not work here (%s)", exc)
+        if len(targets) < WORTH_CALLING:
+            self._plain.copy(targets, sources, nbytes)
+            return
+        arrays = (array.ctypes.data for array in (targets, sources, nbytes))
+        self._loops.copy(self._memmove, len(targets), *arrays)
 
 
 @functools.cache
-def poster(ucp: Ucp) -> CompiledPoster:
-    """Return the loops that post to a libucp; all transports of the process share them."""
-    installed = importlib.util.find_spec("numba") is not None
-    return CompiledPoster(ucp, _compile if installed else None)
+def poster(ucp: Ucp) -> Poster:
+    """Return the loops that post to a libucp: compiled ones, or without llvmlite those in Python.
+
+    Logs a warning if llvmlite is missing.
+    """
+    try:
+        return CompiledPoster(ucp, compiled_loops())
+    # What an llvmlite raises whose LLVM is missing, or whose interface is another.
+    except (ImportError, AttributeError, OSError, RuntimeError) as exc:
+        logger.warning(_PROBLEM, exc)
+        return PlainPoster(ucp)
 
 
-def _compile(ucp: Ucp) -> Loops:
-    import numba
+@functools.cache
+def compiled_loops() -> Loops:
+    """Compile the loops, once per process.
 
-    jit: Any = numba.njit(nogil=True)
-    loops = Loops(
-        get=jit(_post_loop(ucp.function("ucp_get_nbx"))),
-        put=jit(_post_loop(ucp.function("ucp_put_nbx"))),
-        sweep=jit(_sweep_loop(ucp)),
-        progress=jit(_progress_loop(ucp)),
-        copy=jit(_copy_loop()),
+    Raises:
+        ImportError: llvmlite is not installed.
+    """
+    from llvmlite import binding, ir
+
+    with contextlib.suppress(RuntimeError):  # from llvmlite 0.45 on, LLVM needs no such call
+        binding.initialize()
+    binding.initialize_native_target()
+    binding.initialize_native_asmprinter()
+    module = ir.Module("kvferry")
+    for write in (_write_post, _write_sweep, _write_progress, _write_copy):
+        write(ir, module)
+    target = binding.Target.from_default_triple().create_target_machine()
+    engine = binding.create_mcjit_compiler(binding.parse_assembly(str(module)), target)
+    engine.finalize_object()
+
+    def loop(name: str, arguments: int) -> Loop:
+        made: Loop = ctypes.CFUNCTYPE(_WORD, *[_WORD] * arguments)(
+            engine.get_function_address(name)
+        )
+        return made
+
+    return Loops(
+        post=loop("post", 9),
+        sweep=loop("sweep", 6),
+        progress=loop("progress", 4),
+        copy=loop("copy", 5),
+        owner=engine,
     )
-    # numba compiles a function when it is first called. These first calls have nothing to do.
-    none = np.empty(0, np.uint64)
-    for loop in (loops.get, loops.put):
-        loop(1, none, none, none, none, none, none)
-    loops.sweep(none, 0)
-    loops.progress(1, 0)
-    loops.copy(none, none, none)
-    return loops
 
 
-# Each function below returns a loop for numba, which treats the variables of the enclosing function
-# as constants: above all, the addresses of C functions.
+def _address(function: Any) -> int:  # noqa: ANN401
+    """Return the address of a C function."""
+    return ctypes.cast(function, ctypes.c_void_p).value or 0
 
 
-def _post_loop(call: Any) -> Callable[..., None]:  # noqa: ANN401
-    def post(
-        endpoint: Any,  # noqa: ANN401
-        local: U64Array,
-        nbytes: U64Array,
-        remote: U64Array,
-        keys: U64Array,
-        params: U64Array,
-        answers: U64Array,
-    ) -> None:
-        for i in range(len(local)):
-            answers[i] = call(endpoint, local[i], nbytes[i], remote[i], keys[i], params[i])
-
-    return post
+# llvmlite has no types, so ``Any`` stands for its objects. Every number below has 64 bits.
 
 
-def _sweep_loop(ucp: Ucp) -> Callable[[U64Array, int], tuple[int, int]]:
-    check, free = ucp.loopable("ucp_request_check_status"), ucp.loopable("ucp_request_free")
-    errors_from = np.uint64(ERRORS_FROM)
-    signed: Any = np.int64
+class _Function:
+    """Writes a function for LLVM, whose arguments and result are numbers.
 
-    def sweep(requests: U64Array, start: int) -> tuple[int, int]:
-        first = 0
-        for i in range(start, len(requests)):
-            answer = requests[i]
-            code = 0
-            if answer >= errors_from:
-                code = signed(answer)
-            elif answer != 0:
-                code = check(answer)
-                if code > 0:
-                    return i, first
-                free(answer)
-            if first == 0 and code < 0:
-                first = code
-        return len(requests), first
+    Args:
+        ir: the module ``llvmlite.ir``.
+        module: LLVM's module that gets the function.
+        name: the function's name.
+        arguments: how many arguments it has.
 
-    return sweep
+    Attributes:
+        arguments: the arguments.
+        build: llvmlite's builder, at the end of what is written.
+    """
+
+    def __init__(self, ir: Any, module: Any, name: str, arguments: int) -> None:  # noqa: ANN401
+        self._ir, self._word = ir, ir.IntType(64)
+        self._function = ir.Function(module, self._type(arguments), name)
+        self.arguments = self._function.args
+        self.build = ir.IRBuilder(self._function.append_basic_block())
+
+    def number(self, value: int) -> Any:  # noqa: ANN401
+        """Return a constant."""
+        return self._word(value)
+
+    def array(self, n: int) -> Any:  # noqa: ANN401
+        """Return the address of a new array of n numbers, which lives as long as the call."""
+        return self.build.ptrtoint(self.build.alloca(self._word, n), self._word)
+
+    def load(self, array: Any, index: Any) -> Any:  # noqa: ANN401
+        """Return an element of the array at an address."""
+        return self.build.load(self._element(array, index))
+
+    def store(self, array: Any, index: Any, value: Any) -> None:  # noqa: ANN401
+        """Set an element of the array at an address."""
+        self.build.store(value, self._element(array, index))
+
+    def call(self, function: Any, *arguments: Any) -> Any:  # noqa: ANN401
+        """Call the C function at an address, and return its result."""
+        pointer = self.build.inttoptr(function, self._type(len(arguments)).as_pointer())
+        return self.build.call(pointer, arguments)
+
+    def call_for_int(self, function: Any, *arguments: Any) -> Any:  # noqa: ANN401
+        """Call the C function at an address, whose result is an ``int`` of 32 bits."""
+        result = self.build.trunc(self.call(function, *arguments), self._ir.IntType(32))
+        return self.build.sext(result, self._word)
+
+    def repeat(self, write: Callable[[], None]) -> None:
+        """Write an endless loop, whose body ``write`` writes, with a ``return`` in it."""
+        body = self._function.append_basic_block()
+        self.build.branch(body)
+        self.build.position_at_end(body)
+        write()
+        self.build.branch(body)
+
+    def for_each(self, start: Any, stop: Any, write: Callable[[Any], None]) -> None:  # noqa: ANN401
+        """Write a function that does for each index what ``write`` writes, and returns ``stop``."""
+        zero, counter = self.number(0), self.array(1)
+        self.store(counter, zero, start)
+
+        def body() -> None:
+            index = self.load(counter, zero)
+            with self.build.if_then(self.build.icmp_unsigned(">=", index, stop)):
+                self.build.ret(stop)
+            write(index)
+            self.store(counter, zero, self.build.add(index, self.number(1)))
+
+        self.repeat(body)
+
+    def _element(self, array: Any, index: Any) -> Any:  # noqa: ANN401
+        address = self.build.add(array, self.build.mul(index, self.number(8)))
+        return self.build.inttoptr(address, self._word.as_pointer())
+
+    def _type(self, arguments: int) -> Any:  # noqa: ANN401
+        return self._ir.FunctionType(self._word, [self._word] * arguments)
 
 
-def _progress_loop(ucp: Ucp) -> Callable[[int, int], int]:
-    call, clock = ucp.function("ucp_worker_progress"), ctypes.CDLL(None).clock_gettime
-    clock.restype, clock.argtypes = ctypes.c_int, [ctypes.c_int, _WORD]
-    monotonic, second = time.CLOCK_MONOTONIC, 1_000_000_000
+def _write_post(ir: Any, module: Any) -> None:  # noqa: ANN401
+    function = _Function(ir, module, "post", 9)
+    call, endpoint, n, *columns, answers = function.arguments
 
-    def progress(worker: int, nanoseconds: int) -> int:
-        now: Any = np.empty(2, np.int64)
-        clock(monotonic, now.ctypes.data)
-        end = now[0] * second + now[1] + nanoseconds
-        while now[0] * second + now[1] < end:
-            if call(worker) == 0:
-                return 0
-            clock(monotonic, now.ctypes.data)
-        return 1
+    def post(index: Any) -> None:  # noqa: ANN401
+        row = [function.load(column, index) for column in columns]
+        function.store(answers, index, function.call(call, endpoint, *row))
 
-    return progress
+    function.for_each(function.number(0), n, post)
 
 
-def _copy_loop() -> Callable[[U64Array, U64Array, U64Array], None]:
-    memmove = ctypes.CDLL(None).memmove
-    memmove.restype, memmove.argtypes = _WORD, [_WORD, _WORD, _WORD]
+def _write_sweep(ir: Any, module: Any) -> None:  # noqa: ANN401
+    function = _Function(ir, module, "sweep", 6)
+    check, free, requests, start, n, first_error = function.arguments
+    build, zero, code = function.build, function.number(0), function.array(1)
 
-    def copy(targets: U64Array, sources: U64Array, nbytes: U64Array) -> None:
-        for i in range(len(targets)):
-            memmove(targets[i], sources[i], nbytes[i])
+    def sweep(index: Any) -> None:  # noqa: ANN401
+        answer = function.load(requests, index)
+        function.store(code, zero, answer)  # 0 or an error, if it is no request
+        is_request = build.and_(
+            build.icmp_unsigned("!=", answer, zero),
+            build.icmp_unsigned("<", answer, function.number(ERRORS_FROM)),
+        )
+        with build.if_then(is_request):
+            status = function.call_for_int(check, answer)
+            with build.if_then(build.icmp_signed(">", status, zero)):
+                build.ret(index)  # in progress
+            function.call(free, answer)
+            function.store(code, zero, status)
+        is_first = build.and_(
+            build.icmp_signed("<", function.load(code, zero), zero),
+            build.icmp_signed("==", function.load(first_error, zero), zero),
+        )
+        with build.if_then(is_first):
+            function.store(first_error, zero, function.load(code, zero))
 
-    return copy
+    function.for_each(start, n, sweep)
+
+
+def _write_progress(ir: Any, module: Any) -> None:  # noqa: ANN401
+    function = _Function(ir, module, "progress", 4)
+    progress, clock, worker, nanoseconds = function.arguments
+    build, zero, timespec = function.build, function.number(0), function.array(2)
+
+    def now() -> Any:  # noqa: ANN401
+        function.call(clock, function.number(time.CLOCK_MONOTONIC), timespec)
+        seconds = build.mul(function.load(timespec, zero), function.number(1_000_000_000))
+        return build.add(seconds, function.load(timespec, function.number(1)))
+
+    end = build.add(now(), nanoseconds)
+
+    def turn() -> None:
+        with build.if_then(build.icmp_signed(">=", now(), end)):
+            build.ret(function.number(1))
+        with build.if_then(build.icmp_signed("==", function.call_for_int(progress, worker), zero)):
+            build.ret(zero)
+
+    function.repeat(turn)
+
+
+def _write_copy(ir: Any, module: Any) -> None:  # noqa: ANN401
+    function = _Function(ir, module, "copy", 5)
+    memmove, n, targets, sources, nbytes = function.arguments
+
+    def copy(index: Any) -> None:  # noqa: ANN401
+        row = [function.load(column, index) for column in (targets, sources, nbytes)]
+        function.call(memmove, *row)
+
+    function.for_each(function.number(0), n, copy)

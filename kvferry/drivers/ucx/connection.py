@@ -13,9 +13,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from kvferry.core.errors import PeerLostError, TransportError
-from kvferry.core.memory import Region, U64Array
+from kvferry.core.memory import CPU, Region, U64Array
 from kvferry.drivers.ucx.address import Identity, Instance, KeyId, UcxAddress, UcxRegion
-from kvferry.drivers.ucx.message_transfer import consecutive
+from kvferry.drivers.ucx.message_transfer import consecutive, needs_messages
 from kvferry.drivers.ucx.messages import (
     Bye,
     ConnectionId,
@@ -99,6 +99,8 @@ class UcxConnection:
         open_windows: how many groups of runs that were posted together (``Window``) are under way.
         transports: UCX's names of the transports that the connection uses, such as ``tcp``; empty
             until it is ready.
+        has_native: whether UCX reaches the server's CPU memory without messages of this driver;
+            False until it is ready.
         refusals: the server's answers to ``Store`` and ``Fetch`` messages, by the messages'
             numbers: the reason for a refusal, or an empty string if there was none.
         fetch_targets: where the bytes of each unanswered ``Fetch`` go, by the message's number.
@@ -119,6 +121,7 @@ class UcxConnection:
     queued_notifications: deque[bytes] = field(default_factory=deque)
     open_windows: int = 0
     transports: frozenset[str] = frozenset()
+    has_native: bool = False
     refusals: dict[int, str] = field(default_factory=dict)
     fetch_targets: dict[int, ScatterTarget] = field(default_factory=dict)
     _last_request: int = 0
@@ -207,9 +210,15 @@ class UcxConnection:
         self.state = ConnectionState.READY
         used = self.ucp.transports(self.endpoint)
         self.transports = frozenset(name.partition("/")[0] for name in used)
+        self.has_native = not needs_messages(self.transports, frozenset({CPU}))
         self.withdrawn.update(map(KeyId, withdrawn))
         while self.queued_notifications:
             self._send(Note(self.id, self.queued_notifications.popleft()))
+
+    @property
+    def reads_directly(self) -> bool:
+        """Whether reads of CPU memory can be posted now, without messages of this driver."""
+        return self.has_native and self.state is ConnectionState.READY
 
     def notify(self, payload: bytes) -> None:
         """Send a notification, queue it until the connection is ready, or drop it if broken."""

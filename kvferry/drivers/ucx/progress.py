@@ -22,6 +22,11 @@ from kvferry.drivers.ucx.worker import Worker
 if TYPE_CHECKING:
     from kvferry.drivers.ucx.client import Client
 
+POLLED_SECONDS = 0.0003
+"""While calls of the transport follow each other within this time, they drive a side, and the
+progress thread does not: the two would only hand the interpreter's lock to each other, which takes
+up to 5 ms each time."""
+
 _PAUSE_SECONDS = 0.0005
 """How long ``wait_until`` sleeps before it checks its condition again, if there is nothing to do.
 """

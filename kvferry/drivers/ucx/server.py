@@ -9,6 +9,7 @@ that does not confirm in time is disconnected; then the server drops what still 
 from __future__ import annotations
 
 import contextlib
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -36,7 +37,7 @@ from kvferry.drivers.ucx.messages import (
     Welcome,
     Withdrawn,
 )
-from kvferry.drivers.ucx.progress import FairLock
+from kvferry.drivers.ucx.progress import POLLED_SECONDS, FairLock
 from kvferry.drivers.ucx.ucp import Endpoint
 from kvferry.drivers.ucx.worker import Worker, wait_closed
 from kvferry.drivers.ucx_format import FormatError, check_worker_address, is_known
@@ -90,6 +91,7 @@ class Server:
 
     Attributes:
         lock: protects this object and its worker.
+        last_driven: when ``poll`` last ran, by ``time.monotonic``.
         worker: the worker whose address peers get.
         format_known: whether this process's UCX uses the address format that ``ucx_format`` checks.
         withdrawals: how many registrations this side has announced to end (withdrawn) so far.
@@ -114,6 +116,7 @@ class Server:
         self._stored: deque[Stored] = deque()
         self._notifications: list[Notification] = []
         self._notification_bytes = 0
+        self.last_driven = 0.0
         self.withdrawals = 0
         self.regions: dict[KeyId, Region] = {}
 
@@ -124,13 +127,16 @@ class Server:
 
     @property
     def driven_elsewhere(self) -> bool:
-        """Always False: only progress threads call this side's ``run_once``."""
-        return False
+        """Whether ``poll`` ran in the last 0.3 ms."""
+        return time.monotonic() - self.last_driven < POLLED_SECONDS
 
     @property
     def needs_timer(self) -> bool:
-        """Whether clients wait for an answer to ``Hello``: UCX may have no event when it is due."""
-        return bool(self._waiting_hellos)
+        """Whether clients wait for an answer to ``Hello``: UCX may have no event when it is due.
+
+        Also while calls of the transport drive this side: they may end, and do not arm the worker.
+        """
+        return bool(self._waiting_hellos) or self.driven_elsewhere
 
     def run_once(self) -> bool:
         """Let UCP work, and handle what has arrived.
@@ -138,7 +144,19 @@ class Server:
         Returns:
             Whether there may be more to do at once.
         """
-        busy = self.worker.run_once()
+        return self._handle(busy=self.worker.run_once())
+
+    def poll(self) -> bool:
+        """As ``run_once``, within a call of the transport: for a short time."""
+        self.last_driven = time.monotonic()
+        return self._handle(busy=self.worker.poll()) or self.worker.sending
+
+    def _handle(self, *, busy: bool) -> bool:
+        """Handle what has arrived.
+
+        Returns:
+            Whether there may be more to do at once.
+        """
         for number, _ in self.worker.failures():
             if number in self._by_endpoint:
                 self._close(self._by_endpoint[number])

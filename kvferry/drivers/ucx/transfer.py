@@ -45,6 +45,14 @@ MAX_MESSAGE_WINDOWS = 16
 """The most windows of a transfer that are under way at once if its bytes go by messages."""
 
 _NO_REQUESTS: U64Array = np.empty(0, np.uint64)
+_NO_RUNS = MergedCopies(
+    local=_NO_REQUESTS,
+    remote=_NO_REQUESTS,
+    nbytes=_NO_REQUESTS,
+    segment=np.empty(0, np.int64),
+    end_bytes=_NO_REQUESTS,
+)
+_ONLY_CPU = frozenset({CPU})
 _PENDING = Status(state=State.PENDING)
 _DONE = Status(state=State.DONE)
 
@@ -106,6 +114,7 @@ class UcxTransfer:
         position: how many runs have been posted.
         windows: the windows that are under way.
         unconfirmed: whether bytes of a failed write may still arrive at the peer.
+        reported: whether ``poll`` has returned that the transfer is final.
     """
 
     peer: UcxPeer
@@ -124,6 +133,43 @@ class UcxTransfer:
     position: int = 0
     windows: list[Window] = field(default_factory=list)
     unconfirmed: bool = False
+    reported: bool = False
+
+    @classmethod
+    def of_small_read(
+        cls,
+        peer: UcxPeer,
+        key: KeyId,
+        send_notification: Callable[[], None] | None,
+        poster: Poster,
+        answer: int,
+    ) -> UcxTransfer:
+        """Return the transfer of a read of CPU memory whose only run has been posted.
+
+        Args:
+            peer: the peer.
+            key: the key of the remote registration.
+            send_notification: sends the bound notification; ``None`` if there is none.
+            poster: the loops that collect the request.
+            answer: what UCP returned, as for ``Window.requests``; 0 if the bytes have arrived.
+        """
+        transfer = cls(
+            peer=peer,
+            connection=peer.connection,
+            write=False,
+            runs=_NO_RUNS,
+            segments=[],
+            memory_kinds=_ONLY_CPU,
+            remote_keys=frozenset((key,)),
+            send_notification=send_notification,
+            poster=poster,
+        )
+        if answer:
+            requests = np.array([answer], np.uint64)
+            transfer._add(Window(connection=peer.connection, requests=requests), 0)
+        else:
+            transfer._complete()
+        return transfer
 
     @property
     def final(self) -> bool:

@@ -48,7 +48,7 @@ from kvferry.drivers.ucx.options import UcxOptions, default_settings, user_setti
 from kvferry.drivers.ucx.progress import ProgressDriver, ProgressTarget, ProgressThread
 from kvferry.drivers.ucx.server import Server
 from kvferry.drivers.ucx.transfer import UcxTransfer
-from kvferry.drivers.ucx.ucp import Memory, Ucp
+from kvferry.drivers.ucx.ucp import BRIEF_BYTES, Memory, Ucp
 from kvferry.drivers.ucx.worker import Worker
 
 logger = logging.getLogger(__name__)
@@ -263,8 +263,6 @@ class UcxTransport(BaseTransport[Registration, UcxAddress, UcxPeer, UcxTransfer]
         return address.identity
 
     def _connect(self, address: UcxAddress) -> UcxPeer:
-        # Compile now, since a transport that connects is about to move bytes.
-        self._poster.start_compiling(self._enter)
         regions = wire.regions_of(address)
         with self._client.lock:
             connection = self._client.open_connection(address)
@@ -321,12 +319,28 @@ class UcxTransport(BaseTransport[Registration, UcxAddress, UcxPeer, UcxTransfer]
     # Transfers.
 
     def _start(self, request: TransferRequest[UcxPeer]) -> UcxTransfer:
+        if _is_small_read(request):
+            with self._client.lock:
+                small = self._start_small(request)
+            if small is not None:
+                if not small.final or small.connection.client_worker.worker.needs_thread:
+                    self._progress_driver.wake()
+                return small
         runs = merge_copies(request.copies)
         with self._client.lock:
             transfer = self._make_transfer(request, runs)
-            self._client.start(transfer)
-        self._progress_driver.wake()
+            busy = self._client.start(transfer)
+        if busy:
+            self._progress_driver.wake()
         return transfer
+
+    def _start_small(self, request: TransferRequest[UcxPeer]) -> UcxTransfer | None:
+        [segment], peer = request.copies.segments, request.connection
+        region = peer.regions.get(segment.remote)
+        if region is None:
+            return None
+        params = structs.address_of(self._registered[segment.local].params)
+        return self._client.read_small(peer, region, request.copies, params, request.notify)
 
     def _make_transfer(self, request: TransferRequest[UcxPeer], runs: MergedCopies) -> UcxTransfer:
         """Return a transfer that has not been started.
@@ -373,7 +387,11 @@ class UcxTransport(BaseTransport[Registration, UcxAddress, UcxPeer, UcxTransfer]
         return LocalDevices(self._cuda, found, self._enter) if self._cuda and found else None
 
     def _progress(self, transfers: Sequence[UcxTransfer]) -> None:
-        self._progress_driver.run_once()
+        # A caller that has news to handle need not wait while others move.
+        if not any(one.final and not one.reported for one in transfers):
+            self._progress_driver.run_once()
+        for one in transfers:
+            one.reported = one.final
 
     def _fail(self, transfer: UcxTransfer, error: TransportError) -> None:
         with self._client.lock:
@@ -426,11 +444,25 @@ class UcxTransport(BaseTransport[Registration, UcxAddress, UcxPeer, UcxTransfer]
                     f"{connection.name}, which takes none: it may be stopped"
                 )
             latest.notify(payload)
-        self._progress_driver.wake()
+            sent = (
+                latest.state is ConnectionState.READY
+                and not latest.client_worker.worker.needs_thread
+            )
+        if not sent:
+            self._progress_driver.wake()
 
     def _receive(self) -> list[Notification]:
-        with self._server.lock:
-            return self._server.take_notifications()
+        if not self._server.lock.try_acquire():
+            with self._server.lock:
+                return self._server.take_notifications()
+        try:
+            busy = self._server.poll()
+            found = self._server.take_notifications()
+        finally:
+            self._server.lock.release()
+        if busy:
+            self._progress_driver.wake()
+        return found
 
     # The end.
 
@@ -449,6 +481,17 @@ class UcxTransport(BaseTransport[Registration, UcxAddress, UcxPeer, UcxTransfer]
         """End the threads. Called when the process ends, during which UCX must not run."""
         if self._end():
             self._progress_driver.stop()
+
+
+def _is_small_read(request: TransferRequest[UcxPeer]) -> bool:
+    """Return whether a transfer reads one range of CPU memory, of at most ``BRIEF_BYTES``."""
+    copies = request.copies
+    if request.write or len(copies) != 1 or len(copies.segments) != 1:
+        return False
+    [segment] = copies.segments
+    if segment.local.kind != CPU or segment.remote.kind != CPU:
+        return False
+    return 0 < int(copies.nbytes[0]) <= BRIEF_BYTES
 
 
 @functools.cache

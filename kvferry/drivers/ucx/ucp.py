@@ -32,6 +32,10 @@ MAX_PACKED_KEY = 1 << 12
 _MARGIN = bytes(256)
 """Appended to bytes of which UCX does not know the length, since it may read beyond their end."""
 
+BRIEF_BYTES = 1 << 16
+"""Calls that move no more bytes than this keep the interpreter's lock: the call takes some 10 µs,
+and a thread that gives the lock away may wait 5 ms for it."""
+
 _MESSAGE_ID = 1
 _Functions = dict[str, Any]
 """Typed functions of a library, by name."""
@@ -107,11 +111,13 @@ class Ucp:
                 "names another"
             )
         try:
-            self._calls, self._loopable = _declare(library)
+            self._calls, brief = _declare(library)
         except AttributeError as exc:
             raise DriverError(f"UCX {self.version}: {exc}: its build is not complete") from exc
         self.check = self._calls["ucp_request_check_status"]
         self.free = self._calls["ucp_request_free"]
+        self._get, self._send = brief["ucp_get_nbx"], brief["ucp_am_send_nbx"]
+        self._progress_briefly = brief["ucp_worker_progress"]
         self._check_threads()
         self._quieten(library)
         self._plain = structs.RequestParams()
@@ -279,6 +285,14 @@ class Ucp:
         done: int = self._calls["ucp_worker_progress"](worker)
         return done
 
+    def progress_briefly(self, worker: WorkerHandle) -> int:
+        """Let UCP make progress once, as ``progress``, but keep the interpreter's lock.
+
+        To get the lock back may take 5 ms. So this is for workers that have only little to do.
+        """
+        done: int = self._progress_briefly(worker)
+        return done
+
     def set_message_handler(self, worker: WorkerHandle, callback: Any) -> None:  # noqa: ANN401
         """Have UCP deliver the messages that a worker receives to a callback.
 
@@ -355,10 +369,36 @@ class Ucp:
             0 if the message was sent, an error status, or the address of a request that completes
             when UCP needs the data no longer.
         """
+        call = self._calls["ucp_am_send_nbx"] if nbytes > BRIEF_BYTES else self._send
         params = ctypes.byref(self._eager)
-        return self._nbx(
-            "ucp_am_send_nbx", endpoint, _MESSAGE_ID, head, len(head), body, nbytes, params
-        )
+        answer: int = call(endpoint, _MESSAGE_ID, head, len(head), body, nbytes, params)
+        return answer
+
+    def get(
+        self,
+        endpoint: Endpoint,
+        local: int,
+        nbytes: int,
+        remote: int,
+        key: RemoteKey,
+        params: int,
+    ) -> int:
+        """Read a few bytes of the peer's memory, at most ``BRIEF_BYTES``.
+
+        Args:
+            endpoint: the endpoint to the peer.
+            local: the local address.
+            nbytes: the number of bytes.
+            remote: the remote address.
+            key: the key to the remote memory.
+            params: the address of the ``RequestParams`` that name the local registration.
+
+        Returns:
+            0 if the bytes have arrived, an error status, or the address of a request that completes
+            when they have.
+        """
+        answer: int = self._get(endpoint, local, nbytes, remote, key, params)
+        return answer
 
     def transports(self, endpoint: Endpoint) -> list[str]:
         """Return the transports and devices of an endpoint, such as ``tcp/eth0``.
@@ -398,14 +438,6 @@ class Ucp:
     def function(self, name: str) -> Any:  # noqa: ANN401
         """Return a ctypes function of libucp, by its name."""
         return self._calls[name]
-
-    def loopable(self, name: str) -> Any:  # noqa: ANN401
-        """Return a ctypes function of libucp, by its name, for compiled loops.
-
-        Unlike ``function``, it never returns a function that keeps the interpreter's lock: compiled
-        loops run without the lock.
-        """
-        return self._loopable[name]
 
     def _check_threads(self) -> None:
         found = structs.LibraryAttributes()
@@ -477,18 +509,18 @@ def error(code: int, trouble: str) -> TransportError:
 
 
 def _declare(library: ctypes.CDLL) -> tuple[_Functions, _Functions]:
-    """Return the functions of a library.
+    """Return the functions of a library, twice.
 
     Returns:
-        The functions for calls from Python, then those for compiled loops. Of the former, functions
-        that only look at a request keep the interpreter's lock; all others release it.
+        The functions for most calls: those that only look at a request keep the interpreter's lock,
+        and all others release it. Then the functions for calls that take little time: they keep it.
 
     Raises:
         AttributeError: the library lacks a function.
     """
     keeping_lock = ctypes.PyDLL(None, handle=library._handle)
     calls = _typed(library, _FUNCTIONS) | _typed(keeping_lock, _NON_BLOCKING)
-    return calls, calls | _typed(library, _NON_BLOCKING)
+    return calls, _typed(keeping_lock, _FUNCTIONS)
 
 
 def _typed(library: ctypes.CDLL, functions: Mapping[str, tuple[Any, list[Any]]]) -> _Functions:

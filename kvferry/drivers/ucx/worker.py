@@ -26,6 +26,9 @@ _RUN_SECONDS = 0.0005
 
 _PAUSE_SECONDS = 0.0005
 
+_POLL_TURNS = 16
+"""How often ``poll`` lets UCP work at most."""
+
 _MAX_FREE_BUFFERS = 32
 """How many unused buffers a pool keeps."""
 
@@ -202,6 +205,48 @@ class Worker:
     def progress(self, seconds: float) -> None:
         """Let UCP work for a time, or until it has nothing to do."""
         self.poster.progress(self.handle, seconds)
+
+    def poll(self) -> bool:
+        """Let UCP deliver what has arrived; keep the interpreter's lock, and do not arm the worker.
+
+        Returns:
+            Whether there may be more to do.
+        """
+        turns = 0
+        while turns < _POLL_TURNS and self._ucp.progress_briefly(self.handle):
+            turns += 1
+        self._sweep()
+        self._message_arrived = False
+        return turns == _POLL_TURNS
+
+    def complete(self, request: int, seconds: float, *, alone: bool) -> int:
+        """Let UCP work until a request has completed or the time is up.
+
+        Args:
+            request: the address of the request, which is freed if it has completed.
+            seconds: how long to wait at most.
+            alone: whether nothing else is under way in the worker, so that each call is short.
+
+        Returns:
+            The status of the request; ``Code.IN_PROGRESS`` if it has not completed.
+        """
+        progress = self._ucp.progress_briefly if alone else self._ucp.progress
+        end = 0.0
+        while True:
+            progress(self.handle)
+            code: int = self._ucp.check(request)
+            if code != Code.IN_PROGRESS:
+                self._ucp.free(request)
+                return code
+            now = time.monotonic()
+            end = end or now + seconds
+            if now > end:
+                return code
+
+    @property
+    def needs_thread(self) -> bool:
+        """Whether messages are being sent, or messages or failures that arrived wait."""
+        return self._message_arrived or bool(self._sending) or bool(self._failed)
 
     def run_once(self, seconds: float = _RUN_SECONDS) -> bool:
         """Let UCP work for a time; free what messages and closed endpoints no longer need.

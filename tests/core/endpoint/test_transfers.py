@@ -216,6 +216,22 @@ def test_peers_take_turns_and_urgent_reads_go_first() -> None:
     assert [nbytes for _, nbytes, _ in driver.posted] == [5, 6, 1, 4, 2, 3]
 
 
+def test_an_urgent_read_that_has_ended_is_reported_before_another_read_is_posted() -> None:
+    class Immediate(Driver):
+        def read(self, peer: PeerId, copies: Copies, notify: bytes | None) -> TransferId:
+            transfer = super().read(peer, copies, notify)
+            self.statuses[transfer] = DONE
+            return transfer
+
+    driver = Immediate()
+    harness = TransfersHarness(driver)
+    harness.add("pages", nbytes=2)
+    harness.add("word", nbytes=1, urgent=True)
+    assert harness.transfers.progress()
+    assert harness.finished_names == ["word"]
+    assert [nbytes for _, nbytes, _ in driver.posted] == [1]
+
+
 def test_for_a_peer_at_its_byte_limit_only_urgent_reads_are_posted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -1,103 +1,157 @@
-"""When loops are compiled, and what runs until then or where they cannot be compiled."""
+"""Compiled loops do what the loops in Python do, which run where the former cannot be compiled."""
 
 from __future__ import annotations
 
+import ctypes
 import logging
-import threading
+import sys
+from collections.abc import Iterator
 from typing import Any, cast
 
 import numpy as np
 import pytest
 
 from kvferry.core.memory import U64Array
-from kvferry.drivers.ucx.compiled_loops import WORTH_CALLING, CompiledPoster, Loops
-from kvferry.drivers.ucx.posting import PostedRuns
-from kvferry.drivers.ucx.ucp import Endpoint, Ucp
+from kvferry.drivers.ucx.compiled_loops import WORTH_CALLING, compiled_loops, poster
+from kvferry.drivers.ucx.posting import PlainPoster, PostedRuns, Poster
+from kvferry.drivers.ucx.ucp import Endpoint, Ucp, WorkerHandle
+from kvferry.drivers.ucx.ucp_structs import Code
 
-PLAIN, COMPILED = 0, 4096
+pytest.importorskip("llvmlite")
+
+WORD = ctypes.c_uint64
+REQUEST = 1 << 40
+"""The address of the first request; the next have the numbers after it."""
+FAILED, LOST = (1 << 64) + Code.CANCELED, (1 << 64) + Code.TIMED_OUT
+N = 2 * WORTH_CALLING
 
 
-class ImmediateUcp:
-    """A libucp whose calls complete at once."""
+class FakeUcp:
+    """A libucp of Python functions, which C can call."""
+
+    def __init__(self) -> None:
+        self.posted: list[tuple[str, tuple[int, ...]]] = []
+        self.statuses: dict[int, int] = {}
+        self.freed: list[int] = []
+        self.turns = 0
+        self._functions: dict[str, Any] = {
+            "ucp_get_nbx": self._poster("get"),
+            "ucp_put_nbx": self._poster("put"),
+            "ucp_request_check_status": ctypes.CFUNCTYPE(ctypes.c_int, WORD)(self.check),
+            "ucp_request_free": ctypes.CFUNCTYPE(None, WORD)(self.free),
+            "ucp_worker_progress": ctypes.CFUNCTYPE(ctypes.c_uint, WORD)(self.progress),
+        }
 
     def function(self, name: str) -> Any:
-        del name
-        return lambda *_: PLAIN
+        return self._functions[name]
+
+    def check(self, request: int) -> int:
+        return self.statuses.get(request, Code.OK)
+
+    def free(self, request: int) -> None:
+        self.freed.append(request)
+
+    def progress(self, worker: int) -> int:
+        """Make progress, which leaves nothing to do in the third turn."""
+        del worker
+        self.turns += 1
+        return int(self.turns < 3)
+
+    def _poster(self, op: str) -> Any:
+        def post(*arguments: int) -> int:
+            self.posted.append((op, arguments))
+            return arguments[1] % 5
+
+        return ctypes.CFUNCTYPE(WORD, *[WORD] * 6)(post)
 
 
-LIBRARY = cast(Ucp, ImmediateUcp())
+@pytest.fixture
+def ucp() -> FakeUcp:
+    return FakeUcp()
 
 
-def loops(ucp: Ucp) -> Loops:
-    """Make loops that write ``COMPILED`` into every answer."""
-    del ucp
-
-    def post(*arguments: Any) -> None:
-        arguments[-1][:] = COMPILED
-
-    return Loops(get=post, put=post, sweep=not_called, progress=not_called, copy=not_called)
+@pytest.fixture(params=["compiled", "Python"])
+def loops(request: pytest.FixtureRequest, ucp: FakeUcp) -> Poster:
+    library = cast(Ucp, ucp)
+    return PlainPoster(library) if request.param == "Python" else poster(library)
 
 
-def not_called(*_: Any) -> Any:
-    raise AssertionError("not called")
+@pytest.fixture
+def without_llvmlite(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    compiled_loops.cache_clear()
+    monkeypatch.setitem(sys.modules, "llvmlite", None)
+    yield
+    compiled_loops.cache_clear()
 
 
-def answers(poster: CompiledPoster, n: int) -> set[int]:
-    column: U64Array = np.ones(n, np.uint64)
-    batch = PostedRuns(local=column, nbytes=column, remote=column, keys=column, params=column)
-    return set(poster.post(Endpoint(1), batch, write=False).tolist())
+def test_the_loops_are_compiled_where_llvmlite_is_installed(ucp: FakeUcp) -> None:
+    assert poster(cast(Ucp, ucp)).compiled
 
 
-def test_compiled_loops_run_once_ready_and_for_enough_runs() -> None:
-    allowed = threading.Event()
-
-    def compile_when_allowed(library: Ucp) -> Loops:
-        allowed.wait()
-        return loops(library)
-
-    poster = CompiledPoster(LIBRARY, compile_when_allowed)
-    poster.start_compiling()
-    assert not poster.compiled
-    assert answers(poster, 10 * WORTH_CALLING) == {PLAIN}
-    allowed.set()
-    assert poster.wait()
-    assert poster.compiled
-    assert answers(poster, WORTH_CALLING) == {COMPILED}
-    assert answers(poster, WORTH_CALLING - 1) == {PLAIN}
-
-
-def test_loops_are_compiled_once() -> None:
-    compiled: list[Ucp] = []
-
-    def count(library: Ucp) -> Loops:
-        compiled.append(library)
-        return loops(library)
-
-    poster = CompiledPoster(LIBRARY, count)
-    for _ in range(3):
-        poster.start_compiling()
-    assert poster.wait()
-    assert compiled == [LIBRARY]
-
-
-def test_without_numba_python_loop_runs_and_warns_once(
-    caplog: pytest.LogCaptureFixture,
+@pytest.mark.parametrize("write", [False, True])
+@pytest.mark.parametrize("n", [0, 1, WORTH_CALLING - 1, WORTH_CALLING, 3000])
+def test_every_run_is_posted_once_and_in_order(
+    loops: Poster, ucp: FakeUcp, n: int, write: bool
 ) -> None:
-    poster = CompiledPoster(LIBRARY, None)
+    columns: U64Array = np.arange(5 * n, dtype=np.uint64).reshape(5, n) + np.uint64(1 << 47)
+    local, nbytes, remote, keys, params = columns
+    batch = PostedRuns(local=local, nbytes=nbytes, remote=remote, keys=keys, params=params)
+    answers = loops.post(Endpoint(7), batch, write=write)
+    expected = np.stack([local, nbytes, remote, keys, params], axis=1).tolist()
+    assert ucp.posted == [("put" if write else "get", (7, *row)) for row in expected]
+    assert answers.tolist() == [row[0] % 5 for row in expected]
+
+
+def test_requests_are_freed_up_to_the_first_that_is_in_progress(
+    loops: Poster, ucp: FakeUcp
+) -> None:
+    requests: U64Array = np.arange(N, dtype=np.uint64) + np.uint64(REQUEST)
+    requests[3] = 0
+    ucp.statuses[REQUEST + 20] = Code.IN_PROGRESS
+    assert loops.sweep(requests, 0) == (20, 0)
+    assert ucp.freed == [REQUEST + i for i in range(20) if i != 3]
+    ucp.statuses.clear()
+    assert loops.sweep(requests, 20) == (N, 0)
+    assert ucp.freed == [REQUEST + i for i in range(N) if i != 3]
+
+
+def test_the_first_error_counts_be_it_of_a_post_or_of_a_request(
+    loops: Poster, ucp: FakeUcp
+) -> None:
+    requests: U64Array = np.zeros(N, np.uint64)
+    requests[5], requests[6], requests[7] = REQUEST, LOST, FAILED
+    ucp.statuses[REQUEST] = Code.UNREACHABLE
+    assert loops.sweep(requests, 0) == (N, Code.UNREACHABLE)
+    assert ucp.freed == [REQUEST]
+    assert loops.sweep(requests, 6) == (N, Code.TIMED_OUT)
+    assert loops.sweep(requests, 8) == (N, 0)
+
+
+def test_progress_ends_when_nothing_is_to_do_or_the_time_is_up(loops: Poster, ucp: FakeUcp) -> None:
+    # The loop in Python uses the method, and the compiled one the function.
+    assert not loops.progress(WorkerHandle(1), 1000.0)
+    assert ucp.turns == 3
+    assert loops.progress(WorkerHandle(1), 0.0)
+
+
+@pytest.mark.parametrize("n", [0, 1, N])
+def test_ranges_of_memory_are_copied(loops: Poster, n: int) -> None:
+    source = np.random.default_rng(1).integers(1, 255, (n, 64), np.uint8)
+    target = np.zeros_like(source)
+    rows = np.arange(n, dtype=np.uint64) * np.uint64(64)
+    nbytes: U64Array = np.full(n, 60, np.uint64)
+    sources, targets = (rows + np.uint64(one.ctypes.data) for one in (source, target))
+    loops.copy(targets, sources, nbytes)
+    np.testing.assert_array_equal(target[:, :60], source[:, :60])
+    assert not target[:, 60:].any()
+
+
+def test_without_llvmlite_the_loops_in_python_run_with_one_warning(
+    without_llvmlite: None, ucp: FakeUcp, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.WARNING):
-        poster.start_compiling()
-        poster.start_compiling()
-    assert not poster.wait()
-    assert answers(poster, 10 * WORTH_CALLING) == {PLAIN}
+        found = {poster(cast(Ucp, ucp)) for _ in range(2)}
+    [loops] = found
+    assert not loops.compiled
     [record] = caplog.records
-    assert "pip install numba" in record.getMessage()
-
-
-def test_broken_numba_is_reported(caplog: pytest.LogCaptureFixture) -> None:
-    def fail(library: Ucp) -> Loops:
-        raise ImportError("numba needs NumPy 2.4 or less")
-
-    poster = CompiledPoster(LIBRARY, fail)
-    assert not poster.wait()
-    assert answers(poster, 10 * WORTH_CALLING) == {PLAIN}
-    assert "numba needs NumPy 2.4 or less" in caplog.text
+    assert "pip install llvmlite" in record.getMessage()

@@ -23,6 +23,7 @@ from kvferry.core.transport import Quiescence, State, registry
 from kvferry.core.transport.copies import Copies, copies_between
 from kvferry.drivers.ucx import UcxTransport, client, transport
 from kvferry.drivers.ucx.merged_copies import MergedCopies, merge_copies
+from kvferry.drivers.ucx.ucp import BRIEF_BYTES
 from kvferry.testing.peers import Process
 from tests.drivers.ucx.helpers import MIB, again_and_again, at_last, ended, moves, stop, until
 
@@ -105,7 +106,7 @@ def test_many_runs_through_compiled_loops(
     make: Make, options: Mapping[str, object], threads: int
 ) -> None:
     one, other = make(**options, threads=threads), make(**options)
-    assert one._poster.wait(), "numba, which the extra ucx installs, is missing"
+    assert one._poster.compiled, "llvmlite, which the extra ucx installs, is missing"
     n, size = 30_000, 16
     mine, theirs = np.zeros(2 * n * size, np.uint8), np.zeros(2 * n * size, np.uint8)
     local, remote = region_of(mine), region_of(theirs)
@@ -124,13 +125,51 @@ def test_many_runs_through_compiled_loops(
         np.testing.assert_array_equal(target.reshape(-1, size), expected)
 
 
-def test_the_loops_are_compiled_from_the_first_connection_on(make: Make) -> None:
+@pytest.mark.parametrize("nbytes", [1, 8, BRIEF_BYTES, BRIEF_BYTES + 1])
+@pytest.mark.parametrize("options", [{}, TCP], ids=["shared memory", "tcp"])
+def test_small_reads_move_all_bytes_and_then_notify(
+    make: Make, options: Mapping[str, object], nbytes: int
+) -> None:
+    one, other = make(**options), make(**options)
+    source = np.random.default_rng(6).integers(1, 255, MIB, np.uint8)
+    target = np.zeros_like(source)
+    local, remote = region_of(target), region_of(source)
+    one.register(local)
+    other.register(remote)
+    peer = one.connect(other.address())
+    row = (local.address + 3, remote.address + 5, nbytes)
+    transfers = []
+    for number in range(20):
+        copies = copies_between([row], local=local, remote=remote)
+        transfers.append(one.read(peer, copies, b"%d" % number))
+        assert until(ended(one, transfers[-1], State.DONE))
+    np.testing.assert_array_equal(target[3 : 3 + nbytes], source[5 : 5 + nbytes])
+    assert not target[:3].any()
+    assert not target[3 + nbytes :].any()
+    arrived: list[bytes] = []
+
+    def all_arrived() -> bool:
+        arrived.extend(one.payload for one in other.notifications())
+        return len(arrived) == len(transfers)
+
+    assert until(all_arrived)
+    assert arrived == [b"%d" % number for number in range(20)]
+    # A finished transfer does not keep polls from making progress in others.
+    whole = one.read(peer, again_and_again(local, remote, 1))
+    assert until(lambda: all(s.state is State.DONE for s in one.poll([*transfers, whole])))
+
+
+def test_a_small_read_of_memory_that_was_deregistered_fails(make: Make) -> None:
     one, other = make(), make()
-    one.connect(other.address())
-    thread = one._poster._thread
-    assert thread is not None
-    thread.join()
-    assert one._poster.compiled
+    mine, theirs = np.zeros(4096, np.uint8), np.ones(4096, np.uint8)
+    local, remote = region_of(mine), region_of(theirs)
+    one.register(local)
+    other.register(remote)
+    peer = one.connect(other.address())
+    other.deregister(remote)
+    transfer = one.read(peer, again_and_again(local, remote, 1))
+    assert until(ended(one, transfer, State.FAILED))
+    assert not mine.any()
 
 
 @pytest.mark.parametrize("available", [1, 2])
@@ -139,7 +178,7 @@ def test_a_large_read_within_a_host_is_copied_by_two_threads_on_two_cores(
 ) -> None:
     monkeypatch.setattr(client, "available_cores", lambda: available)
     one, other = make(), make()
-    assert one._poster.wait(), "numba, which the extra ucx installs, is missing"
+    assert one._poster.compiled, "llvmlite, which the extra ucx installs, is missing"
     source = np.random.default_rng(4).integers(0, 255, (8 * MIB // 4096, 4096), np.uint8)
     target = np.zeros_like(source)
     local, remote = region_of(target), region_of(source)
@@ -194,7 +233,7 @@ def test_a_region_that_the_peer_deregisters_while_a_read_begins_is_refused(
 ) -> None:
     """Another thread connects with the peer's new address after the base has found the region."""
     one, other = make(), make()
-    mine, theirs = np.zeros(4096, np.uint8), np.ones(4096, np.uint8)
+    mine, theirs = np.zeros(MIB, np.uint8), np.ones(MIB, np.uint8)
     local, remote = region_of(mine), region_of(theirs)
     one.register(local)
     other.register(remote)
