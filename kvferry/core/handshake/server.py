@@ -138,12 +138,15 @@ class HandshakeServer:
         self.close()
 
     def _serve(self) -> None:
-        poller = zmq.Poller()
-        for each in (self._socket, self._gate.socket, *self._watch.sources):
+        poller, idle_poller = zmq.Poller(), zmq.Poller()
+        for each in (self._socket, self._gate.socket, self._watch.socket):
             poller.register(each, zmq.POLLIN)
+            idle_poller.register(each, zmq.POLLIN)
+        idle_poller.register(self._watch.arrivals, zmq.POLLIN)
         while not self._stopped.is_set():
             try:
-                self._turn(dict(poller.poll(self._watch.pause)))
+                pause = self._watch.pause
+                self._turn(dict((idle_poller if pause is None else poller).poll(pause)))
             except zmq.ContextTerminated:
                 break
             except Exception:
@@ -334,7 +337,7 @@ def _bind(
     )
     gate = ZapHandler(context, access)
     gate.guard(made)
-    watch = ConnectionLimits(context, made, gate.tell)
+    watch = ConnectionLimits(context, made, access, gate.tell)
     try:
         made.bind(endpoint(numeric, port))
     except zmq.ZMQError as exc:
