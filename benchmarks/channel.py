@@ -34,7 +34,7 @@ from kvferry.core.handshake.connection import SideChannelConnection
 from kvferry.core.handshake.dialer import Dialer
 from kvferry.core.handshake.server import BACKLOG
 from kvferry.core.handshake.shapes import EngineShape
-from kvferry.core.security import OPEN
+from kvferry.core.security import NEARBY, OPEN
 from kvferry.core.side_channel_messages import (
     PayloadRequest,
     Payloads,
@@ -63,7 +63,7 @@ class Producer:
     def __init__(self, layers: int, ranks: int) -> None:
         many_files()
         raw = engines.payloads(engines.engine(Shape(tp=ranks), layers, 20_000), NAME)
-        self._server = HandshakeServer(raw, engine=NAME, incarnation=INCARNATION)
+        self._server = HandshakeServer(raw, engine=NAME, incarnation=INCARNATION, access=NEARBY)
         self._bare = zmq.Context().socket(zmq.ROUTER)
         self._bare.setsockopt(zmq.BACKLOG, BACKLOG)
         self._port = self._bare.bind_to_random_port("tcp://127.0.0.1")
