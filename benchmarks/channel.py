@@ -33,12 +33,14 @@ from kvferry.core.handshake import HandshakeServer
 from kvferry.core.handshake.connection import SideChannelConnection
 from kvferry.core.handshake.dialer import Dialer
 from kvferry.core.handshake.server import BACKLOG
-from kvferry.core.security import OPEN
+from kvferry.core.handshake.shapes import EngineShape
+from kvferry.core.security import NEARBY, OPEN
 from kvferry.core.side_channel_messages import (
     PayloadRequest,
     Payloads,
     Ping,
     Pong,
+    Reply,
     decode_request,
     encode,
 )
@@ -59,13 +61,19 @@ class Producer:
     """An engine's side channel, its steps, and a bare socket that answers the same."""
 
     def __init__(self, layers: int, ranks: int) -> None:
-        _many_files()
+        many_files()
         raw = engines.payloads(engines.engine(Shape(tp=ranks), layers, 20_000), NAME)
-        self._server = HandshakeServer(raw, engine=NAME, incarnation=INCARNATION)
+        self._server = HandshakeServer(raw, engine=NAME, incarnation=INCARNATION, access=NEARBY)
         self._bare = zmq.Context().socket(zmq.ROUTER)
         self._bare.setsockopt(zmq.BACKLOG, BACKLOG)
         self._port = self._bare.bind_to_random_port("tcp://127.0.0.1")
-        self._reply = encode(Payloads(ranks=raw))
+        whole = Payloads(ranks=raw)
+        shape = EngineShape.of(raw)
+        if shape is None:
+            raise SystemExit("the payloads do not end with their fields")
+        self._shape = shape.digest
+        self._replies = encode(whole), encode(shape.heads(whole))
+        self._reply = self._replies[0]
         threading.Thread(target=self._answer, daemon=True).start()
         self._stop = threading.Event()
         self._steps: list[float] = []
@@ -76,6 +84,20 @@ class Producer:
     def ports(self) -> tuple[int, int]:
         """The server's, and the bare socket's."""
         return self._server.port, self._port
+
+    def shape(self) -> bytes:
+        """The digest of the engine's shape."""
+        return self._shape
+
+    def leave_out(self, leave_out: bool) -> int:
+        """Choose whether the bare socket leaves out the shape; the bytes of its answer."""
+        self._reply = self._replies[leave_out]
+        return len(self._reply)
+
+    def most(self) -> int:
+        """The most connections that the side channel takes in this process."""
+        files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        return files // 4
 
     def begin(self) -> None:
         """Make steps from now on."""
@@ -125,7 +147,7 @@ class Consumers:
     """Some of the clients: a thread each, as an endpoint has one for each handshake."""
 
     def __init__(self, count: int) -> None:
-        _many_files()
+        many_files()
         self._count = count
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, self._context.get(zmq.SOCKET_LIMIT))
@@ -137,7 +159,7 @@ class Consumers:
 
     def ask(self, port: int) -> list[float]:
         """Each asks for the payloads; how many seconds each waited."""
-        return self._all(lambda: _fetched(port, self._context))
+        return self._all(lambda: fetched(port, self._context))
 
     def stay(self, port: int) -> int:
         """Each makes a connection that it keeps; how many did."""
@@ -185,12 +207,17 @@ class Consumers:
         return waited
 
 
-def _fetched(port: int, context: Any) -> None:
+WHOLE = PayloadRequest(oldest=1, newest=1, engine=NAME)
+
+
+def fetched(
+    port: int, context: Any, request: PayloadRequest = WHOLE, kind: type[Reply] = Payloads
+) -> None:
     """What a consumer does but for the decoding, which is not the server's and would hold it up."""
     line = _line(port, context)
     try:
-        if not isinstance(line.ask(PayloadRequest(oldest=1, newest=1, engine=NAME)), Payloads):
-            raise SystemExit("it did not answer with payloads")
+        if not isinstance(line.ask(request), kind):
+            raise SystemExit(f"it did not answer with {kind.__name__}")
     finally:
         line.close()
 
@@ -208,7 +235,7 @@ def _line(port: int, context: Any) -> SideChannelConnection:
     )
 
 
-def _many_files() -> None:
+def many_files() -> None:
     """As vLLM does: a connection is a file."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 65_535), hard))

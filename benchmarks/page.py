@@ -51,6 +51,7 @@ PARTS = (
     Part(name="second_turn", title="conversations, with and without tickets for next turns"),
     Part(name="steps", title="what an engine step costs"),
     Part(name="channel", title="the side channel, and memory for each peer"),
+    Part(name="cold_start", title="a thousand consumer engines at one side channel"),
     Part(name="replies", title="what hostile replies cost"),
     Part(name="fence", title="what the fence costs"),
     Part(name="proofs", title="what proofs of tickets cost"),

@@ -36,8 +36,15 @@ class LRUCache(Generic[V]):
                 self._entries.move_to_end(key)
             return self._entries.get(key, (None, 0))[0]
 
+    def items(self) -> dict[Hashable, V]:
+        """Return all keys with their values, the least recently used first."""
+        with self._lock:
+            return {key: value for key, (value, _) in self._entries.items()}
+
     def put(self, key: Hashable, value: V, weight: int = 0) -> None:
         """Store a value, and drop the least recently used values while a limit is exceeded.
+
+        The value is now the most recently used.
 
         Args:
             key: the key; a value that the key had before is replaced.
@@ -48,6 +55,7 @@ class LRUCache(Generic[V]):
         with self._lock:
             self._weight += weight - self._entries.get(key, (None, 0))[1]
             self._entries[key] = value, weight
+            self._entries.move_to_end(key)
             while len(self._entries) > self._max_entries or self._is_too_heavy:
                 _, (_, lost) = self._entries.popitem(last=False)
                 self._weight -= lost

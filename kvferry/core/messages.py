@@ -40,6 +40,8 @@ WORD_BYTES = 8
 """Size of a slot word."""
 MAX_SLOTS = 1 << 32
 """Slots are numbered below this."""
+FIELDS_KEY = b"\xa6fields"
+"""What stands between the groups and the fields of an encoded layout."""
 MAX_CACHED_LAYOUTS = 1 << 8
 """The most decoded layouts that are cached, by the bytes of their groups and fields."""
 MAX_CACHED_LAYOUT_BYTES = 1 << 18
@@ -222,6 +224,26 @@ def decode_payload(data: bytes) -> RankPayload:
         return RankPayload(layout=_layout(unread.layout), **header)
     except DECODE_ERRORS as exc:
         raise WireError(f"not a payload of this protocol: {exc}") from exc
+
+
+def shape_of(data: bytes) -> bytes:
+    """Return the end of an encoded payload: the groups and the fields of its layout.
+
+    Payloads of ranks that are laid out alike have equal ends, wherever their memory lies.
+
+    Args:
+        data: an encoded ``RankPayload``.
+
+    Returns:
+        The end, from the value of ``groups`` on; empty if the payload does not end with groups and
+        fields, as one of a newer build may not.
+
+    Raises:
+        WireError: the payload is too long or malformed.
+    """
+    layout = decode(_payload, data, MAX_PAYLOAD_BYTES, "payload").layout
+    end = bytes(layout.groups) + FIELDS_KEY + bytes(layout.fields)
+    return end if data.endswith(end) else b""
 
 
 def _layout(unread: _Unread) -> Layout:

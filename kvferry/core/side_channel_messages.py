@@ -35,6 +35,10 @@ only a few longer ones. The payloads of 8 ranks of 80 layers take 309 kB."""
 MAX_PAYLOAD_BYTES = 1 << 19
 """The longest payload of one rank: 80 layers take 39 kB. A payload is decoded in one call, which
 keeps the interpreter's lock, for 20 ms if the payload has this length."""
+SHAPE_DIGEST_BYTES = 32
+"""The length of the digest of an engine's shape."""
+MAX_KNOWN_SHAPES = 1 << 4
+"""The most shapes that a ``PayloadRequest`` names."""
 MAX_PONG_BYTES = 1 << 13
 """The longest answer to a ping, which may be a refusal."""
 GENERATION_LIMIT = 1 << 63
@@ -53,6 +57,7 @@ Name = Annotated[str, Meta(min_length=1, max_length=256)]
 Text = Annotated[str, Meta(max_length=MAX_TEXT)]
 Count = Annotated[int, Meta(ge=1, le=1 << 16)]
 Index = Annotated[int, Meta(ge=0, lt=1 << 16)]
+ShapeDigest = Annotated[bytes, Meta(min_length=SHAPE_DIGEST_BYTES, max_length=SHAPE_DIGEST_BYTES)]
 RandomBits = Annotated[int, Meta(ge=1, le=GENERATION_LIMIT - 1)]
 Life = Annotated[int, Meta(ge=0, le=GENERATION_LIMIT - 1)]
 
@@ -86,10 +91,18 @@ SPOKEN = Versions(oldest=OLDEST_PROTOCOL, newest=NEWEST_PROTOCOL)
 """The versions that this build speaks."""
 
 
-class PayloadRequest(Versions, frozen=True, kw_only=True, tag="ask"):
-    """Ask a side channel for the payloads of all ranks of an engine."""
+class PayloadRequest(Versions, frozen=True, kw_only=True, tag="ask", omit_defaults=True):
+    """Ask a side channel for the payloads of all ranks of an engine.
+
+    Attributes:
+        oldest, newest: the protocol versions that the asking engine speaks.
+        engine: the engine that is asked.
+        known: digests of the shapes that the asking engine knows. An engine that has one of them
+            answers with ``PayloadHeads``; older builds ignore them.
+    """
 
     engine: Name
+    known: Annotated[list[ShapeDigest], Meta(max_length=MAX_KNOWN_SHAPES)] = []
 
 
 class Ping(Struct, frozen=True, kw_only=True, tag="ping"):
@@ -117,10 +130,37 @@ class Payloads(Struct, frozen=True, kw_only=True, tag="payloads"):
     ticket_key: Annotated[bytes, Meta(max_length=TICKET_KEY_BYTES)] = b""
 
     def __post_init__(self) -> None:
-        if len(self.ticket_key) not in (0, TICKET_KEY_BYTES):
-            raise WireError(
-                f"a ticket_key of {len(self.ticket_key)} bytes; it has {TICKET_KEY_BYTES}"
-            )
+        _check_ticket_key(self.ticket_key)
+
+
+class PayloadHeads(Struct, frozen=True, kw_only=True, tag="heads"):
+    """Answer a ``PayloadRequest`` that names the engine's shape.
+
+    A payload ends with the groups and fields of its layout. The shape of an engine is these ends
+    of all its ranks' payloads; see ``kvferry.core.handshake.shapes``.
+
+    Attributes:
+        shape: digest of the engine's shape, one of ``PayloadRequest.known``.
+        ranks: every rank's payload without its end.
+        ticket_key: as in ``Payloads``.
+    """
+
+    shape: ShapeDigest
+    ranks: Annotated[list[bytes], Meta(min_length=1, max_length=MAX_RANKS)]
+    ticket_key: Annotated[bytes, Meta(max_length=TICKET_KEY_BYTES)] = b""
+
+    def __post_init__(self) -> None:
+        _check_ticket_key(self.ticket_key)
+
+
+def _check_ticket_key(key: bytes) -> None:
+    """Refuse a ticket key of a wrong length.
+
+    Raises:
+        WireError: the key has a wrong length.
+    """
+    if len(key) not in (0, TICKET_KEY_BYTES):
+        raise WireError(f"a ticket_key of {len(key)} bytes; it has {TICKET_KEY_BYTES}")
 
 
 class _AfterRanks(Struct, frozen=True, kw_only=True):
@@ -155,7 +195,7 @@ class Refusal(Struct, frozen=True, kw_only=True, tag="refusal"):
 
 
 Request = PayloadRequest | Ping | Health
-Reply = Payloads | Pong | Condition | Refusal
+Reply = Payloads | PayloadHeads | Pong | Condition | Refusal
 
 
 T = TypeVar("T")

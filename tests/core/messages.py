@@ -12,7 +12,11 @@ from kvferry.core.layout import Dim, Field, Group, GroupKind, Layout
 from kvferry.core.memory import Region
 from kvferry.core.messages import MAX_SLOTS
 from kvferry.core.security.proof import FINGERPRINT_BYTES, TICKET_KEY_BYTES
-from kvferry.core.side_channel_messages import GENERATION_LIMIT
+from kvferry.core.side_channel_messages import (
+    GENERATION_LIMIT,
+    MAX_KNOWN_SHAPES,
+    SHAPE_DIGEST_BYTES,
+)
 
 names = st.text(min_size=1, max_size=20)
 texts = st.text(max_size=50)
@@ -86,17 +90,28 @@ def payloads(draw: st.DrawFn) -> wire.RankPayload:
     )
 
 
+shape_digests = st.binary(min_size=SHAPE_DIGEST_BYTES, max_size=SHAPE_DIGEST_BYTES)
 asks = st.builds(
-    lambda v, e: side.PayloadRequest(oldest=v[0], newest=v[1], engine=e), versions, names
+    lambda v, e, k: side.PayloadRequest(oldest=v[0], newest=v[1], engine=e, known=k),
+    versions,
+    names,
+    st.lists(shape_digests, max_size=MAX_KNOWN_SHAPES),
 )
 requests = (
     asks | st.builds(side.Ping, engine=names) | st.builds(side.Health, engine=names | st.just(""))
 )
+ticket_keys = st.just(b"") | st.binary(min_size=TICKET_KEY_BYTES, max_size=TICKET_KEY_BYTES)
 replies = (
     st.builds(
         side.Payloads,
         ranks=st.lists(st.binary(max_size=50), min_size=1, max_size=4),
-        ticket_key=st.just(b"") | st.binary(min_size=TICKET_KEY_BYTES, max_size=TICKET_KEY_BYTES),
+        ticket_key=ticket_keys,
+    )
+    | st.builds(
+        side.PayloadHeads,
+        shape=shape_digests,
+        ranks=st.lists(st.binary(max_size=50), min_size=1, max_size=4),
+        ticket_key=ticket_keys,
     )
     | st.builds(side.Pong, incarnation=random_bits)
     | st.builds(side.Refusal, reason=texts)

@@ -225,3 +225,12 @@ def test_several_threads_may_plan() -> None:
     assert len(found) == 8
     for made, far in found:
         assert_equal(made, make_plan(tp(1), [each.layout for each in far], 0))
+
+
+def test_items_are_in_the_order_of_use() -> None:
+    cache: LRUCache[int] = LRUCache(3)
+    for key in "abc":
+        cache.put(key, ord(key))
+    cache.put("a", 1)
+    cache.get("b")
+    assert list(cache.items().items()) == [("c", ord("c")), ("a", 1), ("b", ord("b"))]

@@ -22,6 +22,7 @@ from kvferry.core import messages as wire
 from kvferry.core import side_channel_messages as side
 from kvferry.core.endpoint.producer import SlotTable
 from kvferry.core.errors import TicketError
+from kvferry.core.handshake.shapes import EngineShape
 from kvferry.core.layout import ContextParallel, Field, Group, GroupKind, Layout, axis
 from kvferry.core.lifecycle.digest import BlockDigests, chain
 from kvferry.core.lifecycle.holds import Hold
@@ -224,8 +225,15 @@ PAYLOADS = {
 
 # Requests, replies and notes.
 
+SHAPE = EngineShape.of([side.encode(FULL_PAYLOAD)])
+if SHAPE is None:
+    raise ValueError("a payload of this build does not end with its fields")
+
 REQUESTS: dict[str, side.Request] = {
     "request, ask": side.PayloadRequest(oldest=1, newest=1, engine="prefill"),
+    "request, ask with known shapes": side.PayloadRequest(
+        oldest=1, newest=1, engine="prefill", known=[bytes(range(32)), SHAPE.digest]
+    ),
     "request, ping": side.Ping(engine="prefill"),
     "request, health": side.Health(),
     "request, health of one engine": side.Health(engine="prefill"),
@@ -235,6 +243,10 @@ REPLIES: dict[str, side.Reply] = {
     "reply, payloads": side.Payloads(ranks=[b"rank 0", b"rank 1" * 50]),
     "reply, payloads with a key": side.Payloads(
         ranks=[side.encode(FULL_PAYLOAD)], ticket_key=TICKET_KEY.public
+    ),
+    "reply, heads": side.PayloadHeads(shape=bytes(range(32)), ranks=[b"rank 0", b"rank 1"]),
+    "reply, heads with a key": SHAPE.heads(
+        side.Payloads(ranks=[side.encode(FULL_PAYLOAD)], ticket_key=TICKET_KEY.public)
     ),
     "reply, pong": side.Pong(incarnation=INCARNATION),
     "reply, condition": side.Condition(engine="prefill", incarnation=INCARNATION),

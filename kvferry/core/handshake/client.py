@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
@@ -12,19 +13,23 @@ from kvferry.core.handshake.compatibility import EngineInfo, engine_info
 from kvferry.core.handshake.dialer import Dialer, HungUpError
 from kvferry.core.handshake.exchange import asked, explained, unexpected
 from kvferry.core.handshake.reply_limits import ReplyLimits
-from kvferry.core.handshake.sockets import Context
+from kvferry.core.handshake.shapes import EngineShape, ShapeCache
+from kvferry.core.handshake.sockets import Context, place
 from kvferry.core.lifecycle.holds import Incarnation
 from kvferry.core.security import OPEN, Access
 from kvferry.core.side_channel_messages import (
     MAX_REPLY_BYTES,
     NEWEST_PROTOCOL,
     OLDEST_PROTOCOL,
+    PayloadHeads,
     PayloadRequest,
     Payloads,
     Ping,
     Pong,
     Reply,
 )
+
+logger = logging.getLogger(__name__)
 
 
 def fetch(
@@ -99,18 +104,49 @@ def fetching(call: Dialer, engine: str, reading: ReplyLimits) -> Iterator[Engine
         with explained(engine, call), ExitStack() as long:
             published = _published(call, engine, reading, long, deadline)
             turn.enter_context(reading.turn(deadline))
-            info = engine_info(published.ranks, published.ticket_key)
+            ranks = published.payloads()
+            info = engine_info(ranks, published.reply.ticket_key)
             if info.engine != engine:
                 raise HandshakeError(f"it answered with the ranks of engine {info.engine!r}")
-            sizes = tuple(map(len, published.ranks))
-            del published
+            shape = published.shape or EngineShape.of(ranks)
+            if shape is not None:
+                _shapes.remember(shape)
+            sizes = tuple(map(len, ranks))
+            del published, ranks, shape
         yield EngineReply(info=info, sizes=sizes, numeric=call.found)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Published:
+    """An engine's answer to a ``PayloadRequest``.
+
+    Attributes:
+        reply: the answer.
+        shape: the shape that was left out of the answer; ``None`` if the answer is whole.
+    """
+
+    reply: Payloads | PayloadHeads
+    shape: EngineShape | None = None
+
+    def payloads(self) -> list[bytes]:
+        """Return every rank's whole payload.
+
+        Raises:
+            HandshakeError: the payloads would be longer than a whole reply may be.
+        """
+        if self.shape is None or isinstance(self.reply, Payloads):
+            return self.reply.ranks
+        return self.shape.whole(self.reply)
 
 
 def _published(
     call: Dialer, engine: str, reading: ReplyLimits, long: ExitStack, deadline: float
-) -> Payloads:
-    """Return every rank's encoded payload and the engine's ticket key.
+) -> _Published:
+    """Return an engine's answer: what its ranks publish, and its ticket key.
+
+    The request names the shapes that are known here, and an engine with one of them leaves it out.
+    An answer that leaves out what was not named cannot be used: the engine is then asked once more,
+    for everything.
 
     The first connection accepts a short answer only, and is closed if the answer is long. Then the
     request is sent again on a second connection, once there is room for a long answer
@@ -127,9 +163,20 @@ def _published(
     Raises:
         HandshakeError: no valid answer came, or no room for a long answer was free in time.
     """
-    ask = PayloadRequest(oldest=OLDEST_PROTOCOL, newest=NEWEST_PROTOCOL, engine=engine)
+    known = _shapes.known()
     try:
-        return _payloads(asked(call, ask, deadline))
+        reply = asked(call, _request(engine, list(known)), deadline)
+        if isinstance(reply, PayloadHeads):
+            shape = known.get(reply.shape)
+            if shape is not None and len(shape.ends) == len(reply.ranks):
+                return _Published(reply=reply, shape=shape)
+            logger.warning(
+                "engine %s at %s left the shape %s of %d ranks out of its answer, which it was not "
+                "told to be known: it is asked for everything",
+                *(engine, place(call.host, call.port), reply.shape.hex(), len(reply.ranks)),
+            )
+            reply = asked(call, _request(engine), deadline)
+        return _Published(reply=_payloads(reply))
     except HungUpError as exc:
         # Keep only the text: the traceback would keep all that was decoded from the answer alive
         # until a garbage collection, which would stop all threads while it frees it.
@@ -137,14 +184,26 @@ def _published(
     long.enter_context(reading.room(deadline))
     call.longest = MAX_REPLY_BYTES
     try:
-        reply = asked(call, ask, deadline)
+        reply = asked(call, _request(engine), deadline)
     except AdmissionError:
         raise
     except HandshakeError as exc:
         raise HandshakeError(
             f"{closed}, or its answer has more than {MAX_REPLY_BYTES} bytes"
         ) from exc
-    return _payloads(reply)
+    return _Published(reply=_payloads(reply))
+
+
+def _request(engine: str, known: Sequence[bytes] = ()) -> PayloadRequest:
+    """Return the request for what an engine's ranks publish.
+
+    Args:
+        engine: id of the engine.
+        known: digests of the shapes that the engine may leave out of its answer.
+    """
+    return PayloadRequest(
+        oldest=OLDEST_PROTOCOL, newest=NEWEST_PROTOCOL, engine=engine, known=list(known)
+    )
 
 
 def _payloads(reply: Reply) -> Payloads:
@@ -174,3 +233,6 @@ def ping(
         if not isinstance(reply, Pong):
             raise unexpected(reply)
         return Incarnation(reply.incarnation)
+
+
+_shapes = ShapeCache()

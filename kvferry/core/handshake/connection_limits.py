@@ -8,6 +8,11 @@ completing a message; the kernel counts the bytes. A request of kvferry has one 
 
 Peers keep connections for days, so a connection is checked only while bytes arrive: an idle side
 channel costs nothing.
+
+A peer that has completed a request is admitted, and its connection is never closed to make room for
+another. A stranger is a connection that has completed none. Where the limit is reached, the network
+address with the most strangers loses its oldest, so strangers from one address push out none from
+another; first of all those go whose address is in no admitted network.
 """
 
 from __future__ import annotations
@@ -24,10 +29,15 @@ from dataclasses import dataclass
 import zmq
 
 from kvferry.core.handshake.sockets import Context, Socket
+from kvferry.core.security import Access
 
-MAX_CONNECTIONS = 1024
-"""The most connections; fewer where the process may open few files. A connection takes two
-descriptors, and all connections together take at most half of the process's descriptors."""
+MAX_CONNECTIONS = 1 << 14
+"""The most connections where peers are admitted by key or by network, which take some 20 KB each;
+fewer where the process may open few files. A connection takes two descriptors, and all connections
+together take at most half of the process's descriptors. (vLLM's server raises its limit to 65,535,
+where it may.)"""
+MAX_OPEN_CONNECTIONS = 1 << 10
+"""The most connections where anybody at any address is admitted."""
 MAX_BYTES = 1 << 17
 """The most bytes that a connection may send after its last complete request; it is closed if it
 sends more."""
@@ -52,13 +62,22 @@ class ConnectionLimits:
     Args:
         context: the side channel's ZMQ context.
         channel: the side channel's socket, not bound yet.
+        access: which clients are admitted.
         tell: logs a text; called about peers whose ZMQ handshake fails, and about connections that
             are closed here.
     """
 
-    def __init__(self, context: Context, channel: Socket, tell: Callable[[str], None]) -> None:
+    def __init__(
+        self, context: Context, channel: Socket, access: Access, tell: Callable[[str], None]
+    ) -> None:
         self._channel = channel
+        self._access = access
         self._tell = tell
+        self._strangers: dict[str, dict[int, None]] = {}
+        """The connections that have completed no request, the oldest first, by their address; all
+        from addresses that are not admitted stand together under an empty one."""
+        self._pending = 0
+        """The sum of ``pending`` of all connections."""
         self._open: dict[int, _Connection] = {}
         self._busy: dict[int, _Connection] = {}
         self._numbers: dict[int, int] = {}
@@ -73,9 +92,12 @@ class ConnectionLimits:
         self.socket.connect(PLACE)
 
     @property
-    def sources(self) -> tuple[Socket, int]:
-        """A socket and a file descriptor for the server to poll; ``hear`` reads from both."""
-        return self.socket, self._arrivals.fileno()
+    def arrivals(self) -> int:
+        """A file descriptor to poll while ``pause`` is ``None``; ``look`` reads from it.
+
+        It need not be polled at other times: ``look`` is called within ``LOOK_MS`` anyway.
+        """
+        return self._arrivals.fileno()
 
     @property
     def pause(self) -> int | None:
@@ -83,11 +105,11 @@ class ConnectionLimits:
         return LOOK_MS if self._busy else None
 
     def hear(self) -> None:
-        """Find out which connections were opened, were closed, or have received bytes.
+        """Find out which connections were opened or closed.
 
         Also logs why a ZMQ handshake has failed.
         """
-        while self.socket.poll(0):
+        while int(self.socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             event, value = struct.unpack("=hi", self.socket.recv_multipart()[0])
             if event == zmq.EVENT_ACCEPTED:
                 self._accepted(value)
@@ -95,9 +117,6 @@ class ConnectionLimits:
                 self._forget(value)
             else:
                 self._explain(value)
-        for second, _ in self._arrivals.poll(0):
-            fd = self._numbers[second]
-            self._busy[fd] = self._open[fd]
 
     def heard(self, fd: int) -> None:
         """Record that a complete message was received: its bytes no longer count for the limits.
@@ -106,7 +125,11 @@ class ConnectionLimits:
             fd: libzmq's descriptor of the connection that sent the message.
         """
         if fd in self._open:
-            self._open[fd].settle()
+            connection = self._open[fd]
+            if not connection.settled:
+                self._no_stranger(fd)
+            self._pending -= connection.pending
+            connection.settle()
 
     def look(self) -> None:
         """Close connections that sent too many bytes since their last complete message.
@@ -114,19 +137,33 @@ class ConnectionLimits:
         Does nothing if the last check was less than ``LOOK_MS`` ago.
         """
         now = time.monotonic()
+        if self._busy and now < self._next_look:
+            return
+        for second, _ in self._arrivals.poll(0):
+            fd = self._numbers[second]
+            self._busy[fd] = self._open[fd]
         if not self._busy or now < self._next_look:
             return
         self._next_look = now + LOOK_MS / 1e3
+        most = 0
         for fd, connection in list(self._busy.items()):
+            before = connection.pending
             if not connection.grown():
                 del self._busy[fd]
                 self._arrivals.modify(connection.socket.fileno(), ARRIVAL)
-        sent = {fd: each.received - each.settled for fd, each in self._open.items()}
-        total = sum(sent.values())
-        for fd in sorted(sent, key=sent.__getitem__, reverse=True):
-            if sent[fd] <= MAX_BYTES and total <= MAX_ALL_BYTES:
+            self._pending += connection.pending - before
+            most = max(most, connection.pending)
+        if most > MAX_BYTES or self._pending > MAX_ALL_BYTES:
+            self._cut_largest()
+
+    def _cut_largest(self) -> None:
+        """Close those connections that sent most since their last complete message."""
+        total = self._pending
+        for fd in sorted(self._open, key=lambda fd: self._open[fd].pending, reverse=True):
+            pending = self._open[fd].pending
+            if pending <= MAX_BYTES and total <= MAX_ALL_BYTES:
                 return
-            total -= sent[fd]
+            total -= pending
             self._cut(fd, "it sent more than a question takes, and did not end it")
 
     def close(self) -> None:
@@ -140,7 +177,7 @@ class ConnectionLimits:
         """Begin to watch a connection that libzmq has accepted, through a duplicate descriptor.
 
         libzmq may close its own descriptor at any time, and the same number then means another
-        file. If there are too many connections, the oldest that sent no complete request is closed.
+        file. If there are too many connections, a stranger's is closed.
 
         Args:
             fd: libzmq's descriptor of the connection.
@@ -155,16 +192,38 @@ class ConnectionLimits:
         self._open[fd] = self._busy[fd] = _Connection(socket=connection)  # it may have sent already
         self._numbers[connection.fileno()] = fd
         self._arrivals.register(connection.fileno(), ARRIVAL)
-        if len(self._open) > _most():
-            # Close the oldest connection that sent no complete request yet: a peer sends one at
-            # once, and a stranger never can where the engine has keys.
-            idle = next((one for one, each in self._open.items() if not each.settled), fd)
-            self._cut(idle, f"it asked for nothing yet, and there are {_most()} others")
+        address = _peer(connection)
+        self._open[fd].address = address if self._access.allows(address) else ""
+        self._strangers.setdefault(self._open[fd].address, {})[fd] = None
+        most = _most(self._access)
+        if len(self._open) > most:
+            idle = self._oldest_stranger()
+            self._cut(idle, f"it asked for nothing yet, and there are {most} others")
             self._forget(idle)
+
+    def _oldest_stranger(self) -> int:
+        """Return libzmq's descriptor of the connection to close where there are too many.
+
+        There is always one: the newest connection has completed no request.
+        """
+        if "" in self._strangers:
+            return next(iter(self._strangers[""]))
+        address = max(self._strangers, key=lambda each: len(self._strangers[each]))
+        return next(iter(self._strangers[address]))
+
+    def _no_stranger(self, fd: int) -> None:
+        """Remove a connection from the strangers, because it has completed a request or ended."""
+        address = self._open[fd].address
+        among = self._strangers.get(address, {})
+        among.pop(fd, None)
+        if not among:
+            self._strangers.pop(address, None)
 
     def _forget(self, fd: int) -> None:
         self._busy.pop(fd, None)
         if fd in self._open:
+            self._no_stranger(fd)
+            self._pending -= self._open[fd].pending
             connection = self._open.pop(fd).socket
             # Closing the second descriptor would not end this registration, because libzmq's
             # descriptor keeps the connection open.
@@ -202,12 +261,19 @@ class _Connection:
         socket: a duplicate of libzmq's descriptor of the connection.
         received: number of bytes that had arrived from the peer at the last check.
         settled: number of bytes that had arrived when the peer's last complete message was
-            received; ``received`` less ``settled`` counts for the limits.
+            received.
+        address: the peer's address; empty if it is not admitted.
     """
 
     socket: socket.socket
     received: int = 0
     settled: int = 0
+    address: str = ""
+
+    @property
+    def pending(self) -> int:
+        """The bytes that arrived since the last complete message; they count for the limits."""
+        return self.received - self.settled
 
     def grown(self) -> bool:
         """Update ``received``, and return whether it has grown since the last check."""
@@ -218,10 +284,15 @@ class _Connection:
         self.settled = self.received = _received(self.socket)
 
 
-def _most() -> int:
-    """Return the limit on connections: ``MAX_CONNECTIONS``, or less if few files may be open."""
+def _most(access: Access) -> int:
+    """Return the limit on connections, which is lower if few files may be open.
+
+    Args:
+        access: which clients are admitted.
+    """
+    most = MAX_OPEN_CONNECTIONS if access.admits_anybody else MAX_CONNECTIONS
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return MAX_CONNECTIONS if files == resource.RLIM_INFINITY else min(MAX_CONNECTIONS, files // 4)
+    return most if files == resource.RLIM_INFINITY else min(most, files // 4)
 
 
 def _second(fd: int) -> socket.socket | None:

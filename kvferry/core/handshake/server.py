@@ -13,6 +13,7 @@ import zmq
 from kvferry.core.errors import HandshakeError, WireError
 from kvferry.core.handshake.compatibility import engine_info, unspoken
 from kvferry.core.handshake.connection_limits import ConnectionLimits
+from kvferry.core.handshake.shapes import EngineShape
 from kvferry.core.handshake.sockets import (
     Context,
     Socket,
@@ -29,6 +30,7 @@ from kvferry.core.side_channel_messages import (
     MAX_PAYLOAD_BYTES,
     MAX_REPLY_BYTES,
     MAX_REQUEST_BYTES,
+    MAX_SHORT_REPLY_BYTES,
     SPOKEN,
     Condition,
     Health,
@@ -95,7 +97,9 @@ class HandshakeServer:
         self._engine = engine
         self._incarnation = incarnation
         self._problems = problems
-        self._payloads = _checked(payloads, engine, incarnation, ticket_key)
+        whole = _checked(payloads, engine, incarnation, ticket_key)
+        self._payloads = _frame(whole)
+        self._shape, self._heads = _without_shape(whole)
         self._pong = zmq.Frame(encode(Pong(incarnation=incarnation)), copy=True)
         self._host = bare(host)
         self._closing = threading.Lock()
@@ -134,12 +138,15 @@ class HandshakeServer:
         self.close()
 
     def _serve(self) -> None:
-        poller = zmq.Poller()
-        for each in (self._socket, self._gate.socket, *self._watch.sources):
+        poller, idle_poller = zmq.Poller(), zmq.Poller()
+        for each in (self._socket, self._gate.socket, self._watch.socket):
             poller.register(each, zmq.POLLIN)
+            idle_poller.register(each, zmq.POLLIN)
+        idle_poller.register(self._watch.arrivals, zmq.POLLIN)
         while not self._stopped.is_set():
             try:
-                self._turn(dict(poller.poll(self._watch.pause)))
+                pause = self._watch.pause
+                self._turn(dict((idle_poller if pause is None else poller).poll(pause)))
             except zmq.ContextTerminated:
                 break
             except Exception:
@@ -187,7 +194,9 @@ class HandshakeServer:
             return _refusal(reason)
         if isinstance(request, Health):
             return self._condition()
-        return self._payloads if isinstance(request, PayloadRequest) else self._pong
+        if isinstance(request, PayloadRequest):
+            return self._heads if self._shape in request.known else self._payloads
+        return self._pong
 
     def _condition(self) -> zmq.Frame:
         problems = [problem[:MAX_REASON] for problem in self._problems()][:MAX_PROBLEMS]
@@ -228,11 +237,8 @@ def check_address(host: str, port: int) -> None:
 
 def _checked(
     payloads: Sequence[bytes], engine: str, incarnation: int, ticket_key: bytes
-) -> zmq.Frame:
-    """Check the payloads, and return the answer to every ``PayloadRequest`` as one ZMQ frame.
-
-    The frame is copied into ZMQ's memory once, for all clients. (A frame that lends Python's memory
-    to ZMQ would need pyzmq's collector thread.)
+) -> Payloads:
+    """Check the payloads, and return the answer to a ``PayloadRequest``.
 
     Args:
         payloads: every rank's encoded ``RankPayload``, in rank order.
@@ -256,10 +262,35 @@ def _checked(
             f"payloads of engine {info.engine!r}, incarnation {info.incarnation}, for the side "
             f"channel of engine {engine!r}, incarnation {incarnation}"
         )
-    return _frame(Payloads(ranks=list(payloads), ticket_key=ticket_key))
+    return Payloads(ranks=list(payloads), ticket_key=ticket_key)
+
+
+def _without_shape(whole: Payloads) -> tuple[bytes, zmq.Frame]:
+    """Return the answer to a ``PayloadRequest`` that names the engine's shape.
+
+    Args:
+        whole: the answer to every other ``PayloadRequest``.
+
+    Returns:
+        The digest of the shape, and the answer. The digest is empty, and so in no request, if the
+        shape cannot be left out, or the answer would be long without it.
+    """
+    shape = EngineShape.of(whole.ranks)
+    frame = _frame(whole if shape is None else shape.heads(whole))
+    if shape is None or len(frame) > MAX_SHORT_REPLY_BYTES:
+        return b"", frame
+    return shape.digest, frame
 
 
 def _frame(reply: Reply) -> zmq.Frame:
+    """Return an answer as a frame.
+
+    It is copied into ZMQ's memory once, for all clients. (A frame that lends Python's memory to ZMQ
+    would need pyzmq's collector thread.)
+
+    Raises:
+        HandshakeError: a peer would refuse the answer, because it is too long.
+    """
     data = encode(reply)
     if len(data) > MAX_REPLY_BYTES:
         raise HandshakeError(
@@ -306,7 +337,7 @@ def _bind(
     )
     gate = ZapHandler(context, access)
     gate.guard(made)
-    watch = ConnectionLimits(context, made, gate.tell)
+    watch = ConnectionLimits(context, made, access, gate.tell)
     try:
         made.bind(endpoint(numeric, port))
     except zmq.ZMQError as exc:

@@ -50,6 +50,11 @@ class Access:
         """This engine's public key, which its tickets carry; empty if it has no keys."""
         return self.own.public if self.own is not None else b""
 
+    @property
+    def admits_anybody(self) -> bool:
+        """Whether peers are admitted without a key and at every address."""
+        return self.own is None and self.networks is None
+
     def check_server(self, key: bytes) -> None:
         """Check that this engine may connect to a side channel that has this public key.
 

@@ -16,6 +16,8 @@ from kvferry.core import side_channel_messages as wire
 from kvferry.core.errors import HandshakeError
 from kvferry.core.handshake import HandshakeServer, fetch, ping
 from kvferry.core.handshake import connection_limits as watch
+from kvferry.core.security import NEARBY, OPEN, Access, Networks
+from kvferry.core.security.keys import generate
 from tests.core.messages import encoded, payload
 
 LONG = 60.0
@@ -104,7 +106,9 @@ def is_closed(raw: socket.socket, seconds: float = 1) -> bool:
     """Wait for a connection to be closed, for at most ``seconds``; return whether it was."""
     raw.settimeout(seconds)
     try:
-        return raw.recv(1) == b""
+        while raw.recv(1000):
+            pass
+        return True
     except TimeoutError:
         return False
     except OSError:
@@ -114,7 +118,7 @@ def is_closed(raw: socket.socket, seconds: float = 1) -> bool:
 def test_beyond_the_limit_idle_connections_are_closed(
     server: HandshakeServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(watch, "MAX_CONNECTIONS", 4)
+    monkeypatch.setattr(watch, "MAX_OPEN_CONNECTIONS", 4)
     with caplog.at_level(logging.WARNING), contextlib.ExitStack() as stack:
         asking = stack.enter_context(connect(server))
         assert ping_is_answered(asking)
@@ -124,6 +128,56 @@ def test_beyond_the_limit_idle_connections_are_closed(
         assert ping_is_answered(asking)
     assert "asked for nothing yet, and there are 4 others" in caplog.text
     assert still_serves(server)
+
+
+def connect_from(server: HandshakeServer, address: str) -> socket.socket:
+    """Return a connection from one of this host's loopback addresses that sent nothing."""
+    return socket.create_connection((server.host, server.port), LONG, (address, 0))
+
+
+def test_strangers_of_one_address_push_out_none_of_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(watch, "MAX_CONNECTIONS", 4)
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(
+            HandshakeServer(encoded(payload()), engine="prefill", incarnation=7, access=NEARBY)
+        )
+        asking = stack.enter_context(connect(server))
+        assert ping_is_answered(asking)
+        slow = stack.enter_context(connect(server))
+        many = [stack.enter_context(connect_from(server, "127.0.0.2")) for _ in range(6)]
+        assert all(is_closed(raw, LONG) for raw in many[:4])
+        assert ping_is_answered(slow)
+        assert ping_is_answered(asking)
+
+
+def test_addresses_that_are_not_admitted_go_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "MAX_CONNECTIONS", 3)
+    access = Access(networks=Networks.of(["127.0.0.1"]))
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(
+            HandshakeServer(encoded(payload()), engine="prefill", incarnation=7, access=access)
+        )
+        admitted = [stack.enter_context(connect(server)) for _ in range(2)]
+        stranger = stack.enter_context(connect_from(server, "127.0.0.2"))
+        admitted.append(stack.enter_context(connect(server)))
+        assert is_closed(stranger, LONG)
+        assert all(map(ping_is_answered, admitted))
+
+
+def test_where_all_are_admitted_the_newest_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "MAX_CONNECTIONS", 3)
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(
+            HandshakeServer(encoded(payload()), engine="prefill", incarnation=7, access=NEARBY)
+        )
+        admitted = []
+        for _ in range(3):
+            admitted.append(stack.enter_context(connect(server)))
+            assert ping_is_answered(admitted[-1])
+        assert is_closed(stack.enter_context(connect_from(server, "127.0.0.1")), LONG)
+        assert all(map(ping_is_answered, admitted))
 
 
 def ping_is_answered(raw: socket.socket) -> bool:
@@ -169,17 +223,28 @@ def test_an_endless_reply_is_refused(frame: bytes) -> None:
 
 
 @pytest.mark.parametrize(
-    ("files", "most"), [(16, 4), (1024, 256), (1 << 20, 1024), (resource.RLIM_INFINITY, 1024)]
+    ("files", "admitted", "anybody"),
+    [
+        (16, 4, 4),
+        (1024, 256, 256),
+        (65_535, 16_383, 1024),
+        (1 << 20, 16_384, 1024),
+        (resource.RLIM_INFINITY, 16_384, 1024),
+    ],
 )
 def test_the_connection_limit_is_a_quarter_of_the_file_limit(
     files: int,
-    most: int,
+    admitted: int,
+    anybody: int,
     server: HandshakeServer,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (files, files))
-    assert watch._most() == most
+    keys = generate()
+    keyed = Access(own=keys, peers=frozenset({keys.public}))
+    assert watch._most(NEARBY) == watch._most(keyed) == admitted
+    assert watch._most(OPEN) == anybody
     if files == 16:
         with caplog.at_level(logging.WARNING), contextlib.ExitStack() as stack:
             idle = [stack.enter_context(connect(server)) for _ in range(6)]

@@ -1,0 +1,102 @@
+"""Shapes of engines by their digests, so that a handshake need not send what the asker knows.
+
+The engines of a deployment publish the same groups and fields, each at its own addresses
+(ADR 17). A rank's payload ends with them, and they are nearly all of it. An asker names the shapes
+that it knows, and an engine with one of these answers without the ends (ADR 41).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from kvferry.core.errors import HandshakeError
+from kvferry.core.lru_cache import LRUCache
+from kvferry.core.messages import shape_of
+from kvferry.core.side_channel_messages import (
+    MAX_KNOWN_SHAPES,
+    MAX_REPLY_BYTES,
+    SHAPE_DIGEST_BYTES,
+    PayloadHeads,
+    Payloads,
+)
+
+MAX_ALL_SHAPE_BYTES = 1 << 23
+"""The most bytes of all shapes that are remembered."""
+PERSON = b"kvferry shape"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineShape:
+    """The groups and fields that all ranks of an engine publish.
+
+    Attributes:
+        digest: BLAKE2b (32 bytes) over each rank's end: its length, as 8 bytes little-endian, and
+            the end itself.
+        ends: the end of each rank's payload, in rank order; see ``shape_of``.
+    """
+
+    digest: bytes
+    ends: tuple[bytes, ...]
+
+    @classmethod
+    def of(cls, payloads: Sequence[bytes]) -> EngineShape | None:
+        """Return the shape of an engine; ``None`` if a payload does not end with its fields.
+
+        Args:
+            payloads: every rank's encoded payload, in rank order.
+
+        Raises:
+            WireError: a payload is too long or malformed.
+        """
+        ends = tuple(map(shape_of, payloads))
+        if not all(ends):
+            return None
+        hashed = hashlib.blake2b(digest_size=SHAPE_DIGEST_BYTES, person=PERSON)
+        for end in ends:
+            hashed.update(len(end).to_bytes(8, "little"))
+            hashed.update(end)
+        return cls(digest=hashed.digest(), ends=ends)
+
+    def heads(self, payloads: Payloads) -> PayloadHeads:
+        """Return the payloads of an engine of this shape without their ends."""
+        ranks = [
+            data[: len(data) - len(end)]
+            for data, end in zip(payloads.ranks, self.ends, strict=True)
+        ]
+        return PayloadHeads(shape=self.digest, ranks=ranks, ticket_key=payloads.ticket_key)
+
+    def whole(self, heads: PayloadHeads) -> list[bytes]:
+        """Return the whole payloads of an engine that answered without their ends.
+
+        The result is as untrusted as the answer is.
+
+        Args:
+            heads: the answer; it has as many ranks as this shape.
+
+        Raises:
+            HandshakeError: the payloads would be longer than a whole reply may be.
+        """
+        nbytes = sum(map(len, heads.ranks)) + sum(map(len, self.ends))
+        if nbytes > MAX_REPLY_BYTES:
+            raise HandshakeError(
+                f"all ranks' payloads take {nbytes} bytes; {MAX_REPLY_BYTES} are allowed: use "
+                "fewer ranks per engine, or describe each rank's memory with fewer fields"
+            )
+        return [head + end for head, end in zip(heads.ranks, self.ends, strict=True)]
+
+
+class ShapeCache:
+    """Remember the shapes of engines that were met last. Safe to use from any thread."""
+
+    def __init__(self) -> None:
+        self._shapes: LRUCache[EngineShape] = LRUCache(MAX_KNOWN_SHAPES, MAX_ALL_SHAPE_BYTES)
+
+    def known(self) -> Mapping[bytes, EngineShape]:
+        """Return the shapes that are remembered, by digest; they outlive the cache's memory."""
+        return {shape.digest: shape for shape in self._shapes.items().values()}
+
+    def remember(self, shape: EngineShape) -> None:
+        """Remember a shape that was met: one that was remembered before is now the newest."""
+        self._shapes.put(shape.digest, shape, sum(map(len, shape.ends)))
