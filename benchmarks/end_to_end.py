@@ -9,7 +9,9 @@ here, and likewise two by ``NixlConnector``; the two pairs take turns. Prompts a
 the time is taken: it is what decode needs, from a request that brings its ticket to its first
 token, with so many requests at once, and how many requests it answers a second (two tokens each).
 The pair whose turn it is not stands still (SIGSTOP), since nobody serves by both: NIXL's progress
-thread takes a core of each of NixlConnector's engines, whether there is anything to do or not.
+thread takes a core of each of NixlConnector's engines, whether there is anything to do or not. A
+third pair is NixlConnector's with a progress thread that sleeps as our driver's does ("asleep"): it
+has no setting for that, but so it would be where there are cores to spare.
 Every round ends with a look at what vLLM counted: all prompt tokens came from the other engine.
 
 It needs vLLM's CPU build and NIXL.
@@ -48,8 +50,11 @@ BLOCK_NBYTES = 2 * 4 * BLOCK_TOKENS * 8 * 16 * 128
 PROMPT_NBYTES = BLOCK_NBYTES * PROMPT_TOKENS // BLOCK_TOKENS
 
 NIXL_CONNECTOR = "NixlConnector"
+ASLEEP = ", NIXL's progress thread asleep"
 GOAL = rows.goal(1.0, at_least=False)
 """Of the time to the first token: no longer than with NixlConnector."""
+ASLEEP_GOAL = rows.goal(0.9, at_least=False)
+"""The same where NixlConnector's progress thread leaves the cores to others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,12 +114,17 @@ class Fleet:
         if builder.exitcode:
             raise SystemExit("no checkpoint could be made; transformers and torch make it")
 
-    def launch(self, driver: str | None) -> Pair:
-        """A pair of KVFerryConnector over a driver, or of NixlConnector; it has to be its turn."""
-        name = driver or NIXL_CONNECTOR
+    def launch(self, driver: str | None, *, patient: bool = False) -> Pair:
+        """A pair of KVFerryConnector over a driver, or of NixlConnector; it has to be its turn.
+
+        Args:
+            driver: none for NixlConnector.
+            patient: whether the progress thread of NixlConnector's NIXL sleeps.
+        """
+        name = driver or f"{NIXL_CONNECTOR}{'-asleep' * patient}"
         # Prompts come again and again: prefill keeps them, decode must not.
         prefill, decode = (
-            self._engine(f"{name}-{role}", transfer(driver, role), cached)
+            self._engine(f"{name}-{role}", transfer(driver, role), cached, patient)
             for role, cached in (("kv_producer", True), ("kv_consumer", False))
         )
         pair = Pair(name=name, prefill=prefill, decode=decode)
@@ -123,9 +133,11 @@ class Fleet:
             decode.started()
         return pair
 
-    def _engine(self, name: str, config: dict[str, Any], cached: bool) -> serving.Engine:
+    def _engine(
+        self, name: str, config: dict[str, Any], cached: bool, patient: bool
+    ) -> serving.Engine:
         own = {"kv_transfer_config": config, "enable_prefix_caching": cached}
-        engine = serving.Engine(name, self._folder, self._arguments | own)
+        engine = serving.Engine(name, self._folder, self._arguments | own, patient=patient)
         self._stack.callback(engine.close)
         return engine
 
@@ -157,31 +169,34 @@ def prompts(count: int) -> list[list[int]]:
 
 
 def beside(
-    ours: Pair, theirs: Pair, options: argparse.Namespace, show: rows.Show
+    ours: Pair, theirs: Pair, asleep: Pair, options: argparse.Namespace, show: rows.Show
 ) -> Iterator[rows.Row]:
-    """Both pairs by turns; where few are at once, and it is soon done, more often."""
+    """All pairs by turns; where few are at once, and it is soon done, more often."""
+    pairs = (ours, theirs, asleep)
     for number in options.at_once:
         rounds = options.rounds * (1 if options.quick or number > 8 else 2 if number > 1 else 4)
         show(f"{ours.name} and {theirs.name}, {number} at once")
         given = prompts(max(number, 2))
-        found = np.empty((2, rounds, 2))
-        for pair in (ours, theirs):
+        found = np.empty((len(pairs), rounds, 2))
+        for pair in pairs:
             pair.first_tokens(given, number)  # what is done once is done
         for index in range(rounds):
-            for turn in range(2):
-                which = (index + turn) % 2
-                found[which, index] = (ours, theirs)[which].first_tokens(given, number)
-        yield _first(ours.name, number, found[:, :, 0])
-        yield _per_second(ours.name, number, found[:, :, 1])
+            for turn in range(len(pairs)):
+                which = (index + turn) % len(pairs)
+                found[which, index] = pairs[which].first_tokens(given, number)
+        case = f"{ours.name}, {number} at once"
+        for of, target, suffix in ((1, GOAL, ""), (2, ASLEEP_GOAL, ASLEEP)):
+            times = found[[0, of]]
+            yield _first(case + suffix, times[:, :, 0], target)
+            yield _per_second(case + suffix, times[:, :, 1])
 
 
-def _first(name: str, number: int, times: common.Times) -> rows.Row:
+def _first(case: str, times: common.Times, target: str) -> rows.Row:
     found = common.ratio(*times)
-    target = GOAL
     return rows.compared(
         found,
         section="time to decode's first token, vLLM on a CPU",
-        case=f"{name}, {number} at once",
+        case=case,
         measured=float(f"{np.median(times[0]) * 1e3:.3g}"),
         unit="ms",
         of=f"time with {_their_connector()}",
@@ -189,13 +204,13 @@ def _first(name: str, number: int, times: common.Times) -> rows.Row:
     )
 
 
-def _per_second(name: str, number: int, times: common.Times) -> rows.Row:
+def _per_second(case: str, times: common.Times) -> rows.Row:
     ours, theirs = times
     found = common.ratio(theirs, ours)
     return rows.compared(
         found,
         section="requests a second at decode, vLLM on a CPU",
-        case=f"{name}, {number} at once",
+        case=case,
         measured=float(f"{1 / np.median(ours):.3g}"),
         unit="requests/s",
         of=f"that with {_their_connector()}",
@@ -219,17 +234,18 @@ def main() -> None:
         rows.nothing("vLLM is not installed here")
     with ExitStack() as stack, rows.progress(len(names) * (len(options.at_once) + 1) + 1) as show:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="kvferry-bench-"))
-        show(f"starting two engines of {NIXL_CONNECTOR}")
+        show(f"starting four engines of {NIXL_CONNECTOR}")
         serving.prepare(folder)
         fleet = Fleet(Path(folder), max(options.at_once), stack)
         theirs, found = fleet.launch(None), list[rows.Row]()
+        asleep = fleet.launch(None, patient=True)
         for name in names:
             show(f"starting two engines with driver {name}")
             with ExitStack() as own:
                 ours = fleet.launch(name)
                 own.callback(ours.prefill.close)
                 own.callback(ours.decode.close)
-                found += beside(ours, theirs, options, show)
+                found += beside(ours, theirs, asleep, options, show)
     found.sort(key=lambda row: row.section, reverse=True)
     rows.show(found)
     rows.write(options.json, found)

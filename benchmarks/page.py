@@ -44,6 +44,7 @@ PARTS = (
     Part(name="planning", title="handshake and planning, beside vLLM's worker"),
     Part(name="handshake", title="a peer known to NIXL, beside vLLM's worker"),
     Part(name="request", title="one request, from the plan to posted, beside vLLM's worker"),
+    Part(name="request_profile", title="what one request costs in Python"),
     Part(name="drivers", title="each driver, beside memcpy and NIXL"),
     Part(name="nixl", title="the driver nixl, beside NIXL's own API"),
     Part(name="ucx", title="the driver ucx, beside NIXL on the same transports"),

@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
@@ -69,16 +69,27 @@ def prepare(folder: str) -> None:
 
 
 class Engine:
-    """One engine. It serves when ``started`` has returned; closing it twice is fine."""
+    """One engine. It serves when ``started`` has returned; closing it twice is fine.
 
-    def __init__(self, name: str, folder: Path, arguments: dict[str, Any]) -> None:
+    Args:
+        name: of its log.
+        folder: where that is.
+        arguments: of ``AsyncEngineArgs``.
+        patient: whether threads of NIXL's that NixlConnector starts sleep while nothing arrives.
+    """
+
+    def __init__(
+        self, name: str, folder: Path, arguments: dict[str, Any], *, patient: bool = False
+    ) -> None:
         context = multiprocessing.get_context("forkserver")
         self._log = folder / f"{name}.log"
         self._log.touch()
         self._connection, theirs = context.Pipe()
         environment = {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(next(SIDE_CHANNELS))}
         self._process = context.Process(
-            target=_main, args=(theirs, str(self._log), environment, arguments), daemon=True
+            target=_main,
+            args=(theirs, str(self._log), environment, arguments, patient),
+            daemon=True,
         )
         self._process.start()
         theirs.close()
@@ -145,7 +156,11 @@ class Engine:
 
 
 def _main(
-    connection: Connection, log: str, environment: dict[str, str], arguments: dict[str, Any]
+    connection: Connection,
+    log: str,
+    environment: dict[str, str],
+    arguments: dict[str, Any],
+    patient: bool,
 ) -> None:
     os.setpgid(0, 0)
     # Some of the files beside this one have the name of a package that vLLM may yet import.
@@ -155,26 +170,35 @@ def _main(
     engine_process.log_to(log)
     os.environ.update(environment)
     frugal.adapt()
-    _help_nixl_connector()
-    asyncio.run(_serve(connection, arguments))
+    with _nixl_connector_helped(patient):
+        asyncio.run(_serve(connection, arguments))
 
 
-def _help_nixl_connector() -> None:
+@contextlib.contextmanager
+def _nixl_connector_helped(patient: bool) -> Iterator[None]:
     """vLLM's NixlConnector takes any package of NIXL's, and is not kept to one core.
 
     It knows only the package ``nixl``, which stands for that of one CUDA version. And on a CPU it
     moves each engine to the last core, two engines to the same one.
+
+    Args:
+        patient: whether NIXL's progress threads sleep for as long as those of the driver ``nixl``.
     """
     from vllm.platforms.cpu import CpuPlatform
 
     from kvferry.core.errors import DriverError
     from kvferry.drivers.nixl import library
+    from kvferry.drivers.nixl.options import NixlOptions
 
     CpuPlatform.discover_numa_topology = classmethod(lambda cls: [])
-    with contextlib.suppress(DriverError):
-        package = library.load().package
-        for part in ("", "._api", "._bindings"):
-            sys.modules[f"nixl{part}"] = importlib.import_module(f"{package}{part}")
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(DriverError):
+            found = library.load()
+            for part in ("", "._api", "._bindings"):
+                sys.modules[f"nixl{part}"] = importlib.import_module(f"{found.package}{part}")
+            if patient:
+                stack.enter_context(found.patient(NixlOptions().progress_milliseconds))
+        yield
 
 
 async def _serve(connection: Connection, arguments: dict[str, Any]) -> None:

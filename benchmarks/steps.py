@@ -66,7 +66,7 @@ class Engine:
     def __init__(self, what: str, count: int, port: int) -> None:
         self._port = port
         self._transport = NoTransport(lambda: None, pending=what == "loading")
-        self._scheduler, self._worker = _connector(self._transport)
+        self._scheduler, self._worker = connector(self._make_endpoint, SLOTS)
         self._endpoint = self._worker._worker._endpoint
         getattr(self, f"_{what}")(count)
         self._settle(what, count)
@@ -91,35 +91,30 @@ class Engine:
 
     def step(self) -> None:
         """As vLLM's engine core and model runner do it."""
-        from vllm.v1.outputs import KVConnectorOutput
+        step(self._scheduler, self._worker)
 
-        scheduler, worker = self._scheduler, self._worker
-        meta = scheduler.build_connector_meta(SimpleNamespace(total_num_scheduled_tokens=1))
-        worker.bind_connector_metadata(meta)
-        worker.start_load_kv(None)
-        worker.wait_for_save()
-        results = worker.get_transfer_results(set())
-        errors = worker.get_block_ids_with_load_errors()
-        worker.get_kv_connector_stats()
-        health = worker.build_connector_worker_meta()
-        worker.clear_connector_metadata()
-        output = KVConnectorOutput(
-            finished_sending=results.finished_sending,
-            finished_recving=results.finished_recving,
-            invalid_block_ids=errors,
-            kv_connector_worker_meta=health,
+    def _make_endpoint(self) -> Any:
+        from kvferry.core.endpoint import Endpoint, EndpointOptions, Identity
+        from kvferry.core.lifecycle.holds import Incarnation
+
+        [layout] = engines.engine(Shape(), 1, SLOTS)
+        return Endpoint(
+            identity=Identity(engine="engine", incarnation=Incarnation(9)),
+            driver="nixl",
+            transport=self._transport,
+            layout=layout,
+            slots=SLOTS,
+            options=EndpointOptions(load_timeout=LONG),
+            zero=lambda spans: None,
         )
-        scheduler.update_connector_output(output)
-        scheduler.get_kv_connector_stats()
-        scheduler.has_pending_push_work()
 
     # What waits.
 
     def _held(self, count: int) -> None:
         for index in range(count):
-            request = _request(f"held-{index}", {"do_remote_decode": True})
+            request = make_request(f"held-{index}", {"do_remote_decode": True})
             self._arrive(request)
-            self._scheduler.update_state_after_alloc(request, _blocks(index), 0)
+            self._scheduler.update_state_after_alloc(request, make_blocks([1 + index]), 0)
             self.step()
             request.num_computed_tokens = TOKENS
             self._scheduler.request_finished_all_groups(request, ([1 + index],))
@@ -127,19 +122,19 @@ class Engine:
 
     def _waiting(self, count: int) -> None:
         for index in range(count):
-            self._arrive(_request(f"waiting-{index}", self._ticket(index)))
+            self._arrive(make_request(f"waiting-{index}", self._ticket(index)))
         self.step()
 
     def _loading(self, count: int) -> None:
         for index in range(count):
-            request = _request(f"loading-{index}", self._ticket(index))
+            request = make_request(f"loading-{index}", self._ticket(index))
             tokens = self._arrive(request)
-            self._scheduler.update_state_after_alloc(request, _blocks(index), tokens)
+            self._scheduler.update_state_after_alloc(request, make_blocks([1 + index]), tokens)
         self.step()
 
     def _peers(self, count: int) -> None:
         for index in range(count):
-            self._arrive(_request(f"peers-{index}", self._ticket(index, f"prefill-{index}")))
+            self._arrive(make_request(f"peers-{index}", self._ticket(index, f"prefill-{index}")))
         self.step()
 
     def _arrive(self, request: Any) -> int:
@@ -213,62 +208,93 @@ class Host:
         return self._engine.steps()
 
 
-def _connector(transport: NoTransport) -> tuple[Any, Any]:
-    """The scheduler's and the worker's connector of one rank, over a transport that does nothing.
+def connector(
+    make_endpoint: Callable[[], Any],
+    slots: int,
+    layers: int = 1,
+    *,
+    engine: str = "engine",
+    driver: str = "nixl",
+    verify_prompt: bool = False,
+) -> tuple[Any, Any]:
+    """The scheduler's and the worker's connector of one rank.
 
     What describes vLLM's tensors and makes the driver is left out: it is over when steps begin.
+
+    Args:
+        make_endpoint: makes the worker's endpoint.
+        slots: blocks of the engine.
+        layers: of the model.
+        engine: its id.
+        driver: its name.
+        verify_prompt: whether tickets that were made for another prompt are refused.
     """
     from vllm.config import KVTransferConfig, set_current_vllm_config
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
-    from kvferry.core.endpoint import Endpoint, EndpointOptions, Identity
-    from kvferry.core.lifecycle.holds import Incarnation
     from kvferry.integrations.vllm.connector import KVFerryConnector
     from kvferry.integrations.vllm.worker import FerryWorker
 
     os.environ[SECRET] = SECRET
-    config = vllm_worker.config(1)
+    config = vllm_worker.config(layers)
     config.kv_transfer_config = KVTransferConfig(
         kv_connector="KVFerryConnector",
         kv_connector_module_path="kvferry.integrations.vllm",
         kv_role="kv_both",
-        engine_id="engine",
+        engine_id=engine,
         kv_connector_extra_config={
-            "verify_prompt": False,
+            "driver": driver,
+            "verify_prompt": verify_prompt,
             "kv_lease_duration": LONG,
             "ticket_secrets": [f"env:{SECRET}"],
         },
     )
-    caches = vllm_worker.cache_config(1, SLOTS, engines.HEADS)
+    caches = vllm_worker.cache_config(layers, slots, engines.HEADS)
     with set_current_vllm_config(config):
         scheduler = KVFerryConnector(config, KVConnectorRole.SCHEDULER, caches)
         worker = KVFerryConnector(config, KVConnectorRole.WORKER, caches)
-    [layout] = engines.engine(Shape(), 1, SLOTS)
-    endpoint = Endpoint(
-        identity=Identity(engine="engine", incarnation=Incarnation(9)),
-        driver="nixl",
-        transport=transport,
-        layout=layout,
-        slots=SLOTS,
-        options=EndpointOptions(load_timeout=LONG),
-        zero=lambda spans: None,
-    )
+    endpoint = make_endpoint()
     worker._worker = FerryWorker(endpoint, lambda: None)
     endpoint.join([endpoint.payload])
     return scheduler, worker
 
 
-def _request(name: str, params: dict[str, Any]) -> Any:
+def step(scheduler: Any, worker: Any) -> Any:
+    """A step, as vLLM's engine core and model runner do it; what the worker reported in it."""
+    from vllm.v1.outputs import KVConnectorOutput
+
+    plan = SimpleNamespace(total_num_scheduled_tokens=1, num_scheduled_tokens={})
+    worker.bind_connector_metadata(scheduler.build_connector_meta(plan))
+    worker.start_load_kv(None)
+    worker.wait_for_save()
+    results = worker.get_transfer_results(set())
+    errors = worker.get_block_ids_with_load_errors()
+    worker.get_kv_connector_stats()
+    health = worker.build_connector_worker_meta()
+    worker.clear_connector_metadata()
+    output = KVConnectorOutput(
+        finished_sending=results.finished_sending,
+        finished_recving=results.finished_recving,
+        invalid_block_ids=errors,
+        kv_connector_worker_meta=health,
+    )
+    scheduler.update_connector_output(output)
+    scheduler.get_kv_connector_stats()
+    scheduler.has_pending_push_work()
+    return results
+
+
+def make_request(name: str, params: dict[str, Any], tokens: int = TOKENS) -> Any:
     """A ``Request``, after its last step."""
     return SimpleNamespace(
         request_id=name,
-        prompt_token_ids=list(range(TOKENS)),
+        prompt_token_ids=list(range(tokens)),
         prompt_embeds=None,
         prompt_is_token_ids=None,
-        _all_token_ids=list(range(TOKENS)),
-        num_prompt_tokens=TOKENS,
+        _all_token_ids=list(range(tokens)),
+        num_prompt_tokens=tokens,
         num_computed_tokens=0,
-        num_tokens=TOKENS,
+        num_tokens=tokens,
         max_tokens=1,
         kv_transfer_params=params,
         lora_request=None,
@@ -281,9 +307,10 @@ def _request(name: str, params: dict[str, Any]) -> Any:
     )
 
 
-def _blocks(index: int) -> Any:
-    block = SimpleNamespace(block_id=1 + index, is_null=False, block_hash=None)
-    return SimpleNamespace(blocks=[[block]])
+def make_blocks(ids: Sequence[int]) -> Any:
+    """The blocks of a request, as vLLM's scheduler has them."""
+    made = [SimpleNamespace(block_id=each, is_null=False, block_hash=None) for each in ids]
+    return SimpleNamespace(blocks=[made])
 
 
 def _many_files() -> None:

@@ -42,12 +42,15 @@ from kvferry.core.transport import EnterThread, Notification, Transport, enter_n
 logger = logging.getLogger(__name__)
 
 BUSY_SECONDS = 0.0002
-"""Pause between two rounds of the thread while transfers are under way, or while the device has
-work on a load's pages."""
+"""Pause between two rounds of the thread while transfers are under way whose end only a poll tells,
+or while the device has work on a load's pages."""
+WOKEN_SECONDS = 0.002
+"""Pause while transfers are under way and the driver ends the pause when one of them ends."""
 LOADING_SECONDS = 5 * BUSY_SECONDS
 """Pause while loads only wait for a handshake, or for the producer to compute their pages."""
 LISTEN_SECONDS = 0.001
-"""Least time between two calls of the transport's ``notifications``."""
+"""Least time between two calls of the transport's ``notifications``, while pages are held;
+``HELD_SECONDS`` otherwise."""
 HELD_SECONDS = 0.005
 """Pause while consumers may send messages about holds, or a connection is being closed."""
 IDLE_SECONDS = 0.05
@@ -142,6 +145,7 @@ class Endpoint:
         )
         self._results = _ResultQueue()
         self._next_listen = 0.0
+        self._is_woken = transport.wake_when_ended(self._wake.set)
         # Written by one thread and read by others; each is replaced in one step.
         self._last_round = time.monotonic()
         self._failure: BaseException | None = None
@@ -181,6 +185,7 @@ class Endpoint:
         if orders:
             self._check_open()
             self._hold_server.apply(orders, passed)
+            self._next_listen = 0.0  # a hold may be the first
             self._wake.set()
 
     def silent(self) -> list[Silence]:
@@ -474,7 +479,7 @@ class Endpoint:
         busy = self._step("reading", self._transfers.progress) or busy
         self._last_round = now = time.monotonic()
         if now >= self._next_listen:
-            self._next_listen = now + LISTEN_SECONDS
+            self._next_listen = now + (LISTEN_SECONDS if self.held else HELD_SECONDS)
             self._listen()
         return busy
 
@@ -539,8 +544,10 @@ class Endpoint:
         """Return how many seconds to wait for a command before the next round begins."""
         if busy:
             return 0.0
-        if len(self._transfers) or len(self._device_sync):
+        if len(self._device_sync) or (len(self._transfers) and not self._is_woken):
             return BUSY_SECONDS
+        if len(self._transfers):
+            return WOKEN_SECONDS
         if len(self._load_manager):
             return LOADING_SECONDS
         if self._connections.closing:

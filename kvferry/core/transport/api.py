@@ -50,7 +50,7 @@ from __future__ import annotations
 
 import enum
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, NewType
 
@@ -328,6 +328,22 @@ class Transport(ABC):
         """
         del peer
         return ""
+
+    def wake_when_ended(self, wake: Callable[[], None]) -> bool:
+        """Have ``wake`` called when transfers end, so that the caller may poll them less often.
+
+        Called at most once, before the first transfer.
+
+        Args:
+            wake: takes no arguments, returns at once and raises nothing. A driver calls it, from
+                any thread, each time a transfer has become final outside of a call of this
+                transport: ``poll`` then returns the final status. It may call it more often.
+
+        Returns:
+            Whether the driver calls ``wake``. If not, which is the default, only ``poll`` tells.
+        """
+        del wake
+        return False
 
     # What the capabilities may deny; by default, all of it is refused.
 

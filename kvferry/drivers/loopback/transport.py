@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import time
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, ClassVar
@@ -207,6 +207,11 @@ class LoopbackTransport(
         return connection.memory.path
 
     # Transfers.
+
+    def wake_when_ended(self, wake: Callable[[], None]) -> bool:
+        """Implement ``Transport.wake_when_ended``: the threads that move bytes call ``wake``."""
+        self._workers.ended = wake
+        return True
 
     def _start(self, request: TransferRequest[LoopbackConnection]) -> LoopbackTransfer:
         nbytes = request.copies.nbytes

@@ -134,6 +134,9 @@ class WorkerPool:
         name: the name of the threads.
         threads: how many threads to start.
         enter: called first in each thread.
+
+    Attributes:
+        ended: called, on one of the threads, when a transfer has become final there.
     """
 
     def __init__(self, name: str, threads: int, enter: EnterThread) -> None:
@@ -143,6 +146,7 @@ class WorkerPool:
         self._threads: list[threading.Thread] = []
         self._queue: deque[ChunkedTransfer] = deque()
         self._closing = False
+        self.ended: Callable[[], None] = lambda: None
         # Guards the fields of submitted transfers, ``_queue`` and ``_closing``; notified when any
         # of them changes.
         self._changed = threading.Condition()
@@ -223,6 +227,8 @@ class WorkerPool:
                 with self._changed:
                     transfer.end(_DONE if error is None else _failed(error))
                     self._changed.notify_all()
+            if transfer.final:
+                self.ended()
 
     def _next(self) -> tuple[ChunkedTransfer, tuple[int, int]] | None:
         """Wait until a chunk is to be moved, or the pool closes.

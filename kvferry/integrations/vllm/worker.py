@@ -53,10 +53,12 @@ The wait releases the interpreter's lock; an engine that spins would starve the 
 request that arrives during the wait is delayed by no more than this.
 """
 
-QUIET_SECONDS = 1.0
-"""For how long nothing must have been computed before steps wait because pages are held.
+QUIET_SHARE = 0.1
+"""How long a step without tokens waits because pages are held, as a share of the time for which
+nothing was computed; at most ``IDLE_SECONDS``.
 
-The wait delays a request that comes meanwhile; without it, such steps keep a core busy.
+Without the wait, such steps keep a core busy. A request that comes meanwhile is delayed by no more
+than this share of the time for which the engine had nothing to do.
 """
 
 
@@ -94,6 +96,7 @@ class FerryWorker:
         self._drain = drain
         self._mark_work = mark_work
         self._idle = False
+        self._has_reported_loads = False
         self._computed = time.monotonic()
         self._asks_silent = False
         self._problems: tuple[str, ...] = ()
@@ -184,8 +187,6 @@ class FerryWorker:
             self._endpoint.abort(RequestId(request))
         self._asks_silent = step.asks_silent
         self._idle = step.idle
-        if not step.idle:
-            self._computed = time.monotonic()
 
     def results(self) -> KVConnectorTransferResults:
         """Return the requests that were sent, and those whose load ended, since the last call.
@@ -193,21 +194,33 @@ class FerryWorker:
         A request with a ticket counts as sent when this rank no longer keeps its pages for another
         engine: they were read, or their hold ended otherwise. A request whose load failed is in
         ``finished_recving`` and in ``failed_recving``. In a step without tokens to compute, the
-        call may wait for up to ``IDLE_SECONDS``: while loads are under way, and, if nothing was
-        computed for ``QUIET_SECONDS``, while pages are held. vLLM makes such steps without a pause.
+        call may wait for up to ``IDLE_SECONDS``: while loads are under way, and, for less if tokens
+        were computed lately, while pages are held. vLLM makes such steps with hardly a pause.
         """
-        if self._idle and (self._endpoint.pending or self._problems or self._holds_quietly()):
-            self._endpoint.wait(IDLE_SECONDS)
+        if not self._idle:
+            self._computed = time.monotonic()
+        elif (seconds := self._longest_wait()) > 0:
+            self._endpoint.wait(seconds)
         results = self._endpoint.results()
+        self._has_reported_loads = bool(results.received)
         self._collect(results)
         return versions.transfer_results(
             sent=set(results.sent), received=set(results.received), failed=set(results.failed)
         )
 
-    def _holds_quietly(self) -> bool:
-        """Return whether pages are held, and nothing was computed for ``QUIET_SECONDS``."""
-        quiet = time.monotonic() - self._computed > QUIET_SECONDS
-        return quiet and self._endpoint.held > 0
+    def _longest_wait(self) -> float:
+        """Return for how many seconds an idle step may wait for a result; 0 for not at all.
+
+        With asynchronous scheduling, vLLM takes notice of a step's report when it has run the next
+        one: so a step that follows a report of loads does not wait.
+        """
+        if self._has_reported_loads:
+            return 0.0
+        if self._endpoint.pending or self._problems:
+            return IDLE_SECONDS
+        if self._endpoint.held:
+            return min(IDLE_SECONDS, QUIET_SHARE * (time.monotonic() - self._computed))
+        return 0.0
 
     def _collect(self, results: Results) -> None:
         """Keep the figures of loads, and how holds ended, for the next report.

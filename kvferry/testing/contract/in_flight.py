@@ -16,6 +16,7 @@ from kvferry.testing.contract.workbench import MIB, Workbench, refused
 from kvferry.testing.peers import Process, TransportPeer
 
 _ATTEMPTS = 3
+_MANY = 64
 _A_WHILE = 0.25
 
 
@@ -104,6 +105,24 @@ class InFlightTests(ContractSettings):
         lab.finish(other)
         np.testing.assert_array_equal(spare.get(), remote.get()[8192:12_288])
         lab.settled(lasting, peer)
+
+    def test_the_end_of_a_transfer_wakes_the_caller(
+        self, lab: Workbench, shared_process: Process
+    ) -> None:
+        """A driver that says that it calls ``wake`` does so after a transfer has become final."""
+        woken = threading.Event()
+        if not lab.transport.wake_when_ended(woken.set):
+            return
+        peer = lab.transport.connect(shared_process.address())
+        zeros, sizes = [0] * _MANY, [MIB] * _MANY
+        copies = batch(lab.mine.region, shared_process.region, zeros, zeros, sizes)
+        for _ in range(_ATTEMPTS):  # a busy machine may hold this side up until one has ended
+            transfer = lab.start(lab.an_op, peer, copies)
+            while True:
+                woken.clear()
+                if lab.state(transfer).final:
+                    break
+                assert woken.wait(lab.settings.patience), "the caller was not woken"
 
     def test_disconnect_fails_what_is_in_flight(
         self, lab: Workbench, remote: TransportPeer, op: str

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -229,12 +230,13 @@ def test_it_publishes_its_payload_and_drains_when_it_ends(half: Any, endpoint: M
 
 
 @pytest.mark.parametrize(
-    ("idle", "pending", "problems", "waits"),
+    ("idle", "pending", "problems", "held", "waits"),
     [
-        (True, 1, (), True),
-        (True, 0, ("it burns",), True),
-        (True, 0, (), False),
-        (False, 1, ("it burns",), False),
+        (True, 1, (), 0, True),
+        (True, 0, ("it burns",), 0, True),
+        (True, 0, (), 1, True),
+        (True, 0, (), 0, False),
+        (False, 1, ("it burns",), 1, False),
     ],
 )
 def test_a_step_waits_only_if_it_runs_nothing(
@@ -243,12 +245,53 @@ def test_a_step_waits_only_if_it_runs_nothing(
     idle: bool,
     pending: int,
     problems: tuple[str, ...],
+    held: int,
     waits: bool,
 ) -> None:
-    endpoint.pending, endpoint.problems = pending, problems
+    endpoint.pending, endpoint.problems, endpoint.held = pending, problems, held
     endpoint.results.return_value = Results()
     worker = half.FerryWorker(endpoint, lambda: None)
     worker.take_report()
     worker.apply(half.StepMetadata(idle=idle))
     worker.results()
     assert endpoint.wait.called is waits
+
+
+def test_a_step_that_follows_a_report_of_loads_does_not_wait(
+    half: Any, endpoint: MagicMock
+) -> None:
+    """With asynchronous scheduling, it would delay what vLLM does with the report."""
+    endpoint.pending, endpoint.problems = 1, ()
+    worker = half.FerryWorker(endpoint, lambda: None)
+    waited: list[bool] = []
+    for _ in range(3):
+        endpoint.wait.reset_mock()
+        endpoint.results.side_effect = [
+            Results(received=frozenset({RequestId("a")} if not waited else ()))
+        ]
+        worker.apply(half.StepMetadata(idle=True))
+        worker.results()
+        waited.append(endpoint.wait.called)
+    assert waited == [True, False, True]
+
+
+@pytest.mark.parametrize(("quiet", "least", "most"), [(0.02, 0.001, 0.003), (60.0, 0.004, 0.02)])
+def test_a_step_waits_for_held_pages_the_longer_the_less_was_computed(
+    half: Any,
+    endpoint: MagicMock,
+    monkeypatch: pytest.MonkeyPatch,
+    quiet: float,
+    least: float,
+    most: float,
+) -> None:
+    endpoint.pending, endpoint.problems, endpoint.held = 0, (), 1
+    endpoint.results.return_value = Results()
+    now = [1000.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    worker = half.FerryWorker(endpoint, lambda: None)
+    worker.take_report()
+    now[0] += quiet
+    worker.apply(half.StepMetadata(idle=True))
+    worker.results()
+    [waited] = endpoint.wait.call_args.args
+    assert least < waited < most

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -28,6 +28,14 @@ class ClaimsToCancel(LoopbackTransport):
 
     def cancel(self, transfer: TransferId) -> None:
         transfer_of(self, transfer)
+
+
+@caught_by("test_the_end_of_a_transfer_wakes_the_caller")
+class ClaimsToWake(LoopbackTransport):
+    """It says that it wakes the caller, and never does."""
+
+    def wake_when_ended(self, wake: Callable[[], None]) -> bool:
+        return True
 
 
 @caught_by("test_quiet_after_a_cancel")
