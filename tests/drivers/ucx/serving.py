@@ -43,4 +43,4 @@ class Mapped(PeerServer):
         if self._begun is None:
             return ""
         (status,) = self.transport.poll([self._begun])
-        return status.state.value
+        return str(status.state.value)
