@@ -120,6 +120,17 @@ def unmatched(before: page.Store, after: page.Store) -> int:
     return sum(len(_by_case(after[part]).keys() - _by_case(before.get(part, {}))) for part in after)
 
 
+def differing(before: page.Store, after: page.Store) -> list[str]:
+    """Return the names of the conditions, such as the processor, that are not as they were."""
+    pairs = [
+        (before[part].get("conditions", {}), entry.get("conditions", {}))
+        for part, entry in after.items()
+        if part in before
+    ]
+    names = {name for pair in pairs for found in pair for name in found} - {*page.UNPRINTED}
+    return sorted(name for name in names if any(a.get(name) != b.get(name) for a, b in pairs))
+
+
 def _by_case(entry: Mapping[str, Any]) -> dict[tuple[str, str, str], rows.Row]:
     found = (row for section in page.sections_of(entry).values() for row in section)
     return {(row.section, row.case, row.of): row for row in found}

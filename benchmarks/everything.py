@@ -112,6 +112,8 @@ def _compared(before: page.Store, after: page.Store, margin: float) -> bool:
     """Print the cases that have changed, and return whether any became worse beyond the margin."""
     found = compare.changes(before, after)
     compare.show(found, margin)
+    if differing := compare.differing(before, after):
+        console.print(f"not as in the earlier results: {', '.join(differing)}")
     worse: int = sum(change.is_worse(margin) for change in found)
     console.print(
         f"{len(found)} cases have changed, {worse} became worse by more than {margin:.0%} "

@@ -90,6 +90,15 @@ def test_cases_without_an_earlier_result_are_counted(compare: Any) -> None:
     assert compare.unmatched({}, after) == 2
 
 
+def test_conditions_that_differ_are_named(compare: Any) -> None:
+    before, after = store(("one", 1.0)), store(("one", 1.0))
+    before["drivers"]["conditions"] = {"date": "then", "load": 1, "kernel": "6.1", "nixl": "1.5"}
+    after["drivers"]["conditions"] = {"date": "now", "load": 2, "kernel": "6.2", "source": "0"}
+    assert compare.differing(before, after) == ["kernel", "nixl"]
+    assert compare.differing(before, before) == []
+    assert compare.differing({}, after) == []
+
+
 def test_the_committed_results_are_the_default(compare: Any) -> None:
     found = compare.baseline(None)
     assert compare.changes(found, found) == []
