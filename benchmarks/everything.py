@@ -3,10 +3,10 @@
     python benchmarks/everything.py [--only NAME]... [--against [FILE]] [--again] [--long]
                                     [--newer FOLDER]
 
-It takes less than 15 minutes on two cores that do nothing else. After an interruption or a
-failure, call it again: parts that were measured on this machine, with this source of kvferry and of
-the benchmarks, are not measured again. A benchmark that cannot run here is left out with the
-reason; the page keeps its earlier results.
+It takes less than 15 minutes on two cores that do nothing else; parts that take longer are run
+with ``--long`` or ``--only``. After an interruption or a failure, call it again: parts that were
+measured on this machine, with this source of kvferry and of the benchmarks, are not measured again.
+A benchmark that cannot run here is left out with the reason; the page keeps its earlier results.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def main() -> int:
     except compare.BaselineError as exc:
         console.print(f"[red]{exc}[/]")
         return UNUSABLE
-    parts = [part for part in page.PARTS if not options.only or part.name in options.only]
+    parts = _parts(options)
     store = page.load(options.results)
     try:
         failed = _measure(parts, store, options)
@@ -74,6 +74,17 @@ def _baseline(against: str | None) -> page.Store | None:
     if against is None:
         return None
     return compare.baseline(Path(against) if against else None)
+
+
+def _parts(options: argparse.Namespace) -> list[page.Part]:
+    """Return the parts to measure; those that take long only where that is asked for."""
+    if options.only:
+        return [part for part in page.PARTS if part.name in options.only]
+    left_out = [each for each in page.PARTS if each.takes_long and _extent(options) == "short"]
+    if left_out:
+        names = ", ".join(part.name for part in left_out)
+        console.print(f"left out, as they take minutes each: {names} (--long, or --only NAME)")
+    return [part for part in page.PARTS if part not in left_out]
 
 
 def _measure(parts: Sequence[page.Part], store: page.Store, options: argparse.Namespace) -> int:
@@ -237,7 +248,9 @@ def _options() -> argparse.Namespace:
     extent = parser.add_mutually_exclusive_group()
     extent.add_argument("--quick", action="store_true", help="to see that all run")
     extent.add_argument(
-        "--long", action="store_true", help="more rounds where the default has few: half an hour"
+        "--long",
+        action="store_true",
+        help="also the parts that take minutes each, and more rounds of others: half an hour",
     )
     parser.add_argument(
         "--newer", type=Path, default=NEWER, help="the source of a newer vLLM, if it is there"

@@ -41,25 +41,29 @@ class Part:
 
     Attributes:
         name: of the script, and ``title``: on the page.
-        short: arguments with which ``make bench`` runs it, so that all parts take less than 15
-            minutes; ``--long`` leaves them out.
+        short: arguments with which ``make bench`` runs it, so that all parts together take less
+            than 15 minutes; ``--long`` leaves them out.
+        takes_long: whether it takes minutes whatever its arguments, and is run with ``--long`` or
+            by its name only. (Where vLLM's worker has a descriptor for each block, one call of it
+            takes seconds.)
     """
 
     name: str
     title: str
     short: tuple[str, ...] = ()
+    takes_long: bool = False
 
 
 PARTS = (
     Part(
         name="planning",
         title="handshake and planning, beside vLLM's worker",
-        short=("--seconds", "1.5"),
+        takes_long=True,
     ),
     Part(
         name="handshake",
         title="a peer known to NIXL, beside vLLM's worker",
-        short=("--seconds", "2"),
+        takes_long=True,
     ),
     Part(
         name="request",
@@ -91,11 +95,11 @@ PARTS = (
 HEAD = """# Performance
 
 Written by `make bench` (under 15 minutes, no GPU needed) from what it measured; run it where you
-mean to use kvferry. Rates depend on the machine, so what counts here are the ratios: each is the
-median of ratios between two things done by turns in the same rounds, with its interval of 95 %
-confidence. A target is met if all of the interval keeps it, missed if none of it does, and
-otherwise open.
-`kvferry bench DRIVER` measures one driver on its own.
+mean to use kvferry. `make bench BENCH_OPTIONS=--long` measures all parts, with more rounds. Rates
+depend on the machine, so what counts here are the ratios: each is the median of ratios between two
+things done by turns in the same rounds, with its interval of 95 % confidence. A target is met if
+all of the interval keeps it, missed if none of it does, and otherwise open. `kvferry bench DRIVER`
+measures one driver on its own.
 
 Three parts measure beside the NIXL worker of vLLM: of the installed 0.32, and of 0.33, the newest,
 where its source is at hand (`make bench` looks in `.cache/vllm-next`). 0.33 has no build for CPUs,
