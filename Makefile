@@ -67,6 +67,9 @@ GPU_OPTIONS ?=
 # Of `make serve`: such as SERVE_OPTIONS='--port 9000'; examples/serving/serve.py --help lists them.
 SERVE_OPTIONS ?=
 
+# Of `make bench`: such as BENCH_OPTIONS='--only drivers --against'; --help lists them.
+BENCH_OPTIONS ?=
+
 # Of `make vllm-next`: --page FILE writes the list into a page of the documentation, too.
 NEXT_OPTIONS ?=
 
@@ -184,9 +187,10 @@ vllm-next: version $(STAMP) ## Compare another vLLM with the installed one, by s
 version:
 	@test -n '$(VERSION)' || $(call hint,VERSION_HINT)
 
-# Not part of 'test': figures mean little on a machine that does something else meanwhile.
-bench: $(STAMP) ## Measure everything against its peers (some minutes), and write docs/performance.md
-	$(BIN)/python benchmarks/everything.py
+# Not part of 'test': figures mean little on a machine that does something else meanwhile. A second
+# call goes on where one was interrupted.
+bench: $(STAMP) ## Measure all beside its peers (15 minutes); BENCH_OPTIONS=--against: what got worse?
+	$(BIN)/python benchmarks/everything.py $(BENCH_OPTIONS)
 
 # Needs torch and numpy, but neither `make venv` nor a network: the rest is in the bundle, if that was
 # made elsewhere and copied here. Status 3: there is no GPU, or something is missing.

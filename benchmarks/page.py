@@ -27,6 +27,9 @@ PLOTS = "plots"
 
 BUSY = "**Other work wanted the same cores meanwhile: take these figures as rough.**"
 
+UNPRINTED = ("date", "load", "load after", "source", "extent")
+"""Conditions that the page does not list with the others."""
+
 Store = dict[str, dict[str, Any]]
 """By part: ``conditions`` and ``rows`` of the last run that measured something, and ``missing`` or
 ``failed`` (with its ``date``) where a later one did not."""
@@ -34,26 +37,61 @@ Store = dict[str, dict[str, Any]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """A script of this folder."""
+    """A script of this folder.
+
+    Attributes:
+        name: of the script, and ``title``: on the page.
+        short: arguments with which ``make bench`` runs it, so that all parts together take less
+            than 15 minutes; ``--long`` leaves them out.
+        takes_long: whether it takes minutes whatever its arguments, and is run with ``--long`` or
+            by its name only. (Where vLLM's worker has a descriptor for each block, one call of it
+            takes seconds.)
+    """
 
     name: str
     title: str
+    short: tuple[str, ...] = ()
+    takes_long: bool = False
 
 
 PARTS = (
-    Part(name="planning", title="handshake and planning, beside vLLM's worker"),
-    Part(name="handshake", title="a peer known to NIXL, beside vLLM's worker"),
-    Part(name="request", title="one request, from the plan to posted, beside vLLM's worker"),
+    Part(
+        name="planning",
+        title="handshake and planning, beside vLLM's worker",
+        takes_long=True,
+    ),
+    Part(
+        name="handshake",
+        title="a peer known to NIXL, beside vLLM's worker",
+        takes_long=True,
+    ),
+    Part(
+        name="request",
+        title="one request, from the plan to posted, beside vLLM's worker",
+        short=("--seconds", "3"),
+    ),
     Part(name="request_profile", title="what one request costs in Python"),
     Part(name="drivers", title="each driver, beside memcpy and NIXL"),
     Part(name="nixl", title="the driver nixl, beside NIXL's own API"),
     Part(name="ucx", title="the driver ucx, beside NIXL on the same transports"),
-    Part(name="end_to_end", title="real vLLM engines, beside NixlConnector"),
-    Part(name="second_turn", title="conversations, with and without tickets for next turns"),
-    Part(name="steps", title="what an engine step costs"),
-    Part(name="channel", title="the side channel, and memory for each peer"),
-    Part(name="cold_start", title="a thousand consumer engines at one side channel"),
-    Part(name="replies", title="what hostile replies cost"),
+    Part(
+        name="end_to_end", title="real vLLM engines, beside NixlConnector", short=("--rounds", "4")
+    ),
+    Part(
+        name="second_turn",
+        title="conversations, with and without tickets for next turns",
+        short=("--rounds", "4"),
+    ),
+    Part(name="steps", title="what an engine step costs", short=("--seconds", "6")),
+    Part(
+        name="channel", title="the side channel, and memory for each peer", short=("--rounds", "5")
+    ),
+    Part(
+        name="cold_start",
+        title="a thousand consumer engines at one side channel",
+        takes_long=True,
+    ),
+    Part(name="replies", title="what hostile replies cost", short=("--rounds", "2")),
     Part(name="fence", title="what the fence costs"),
     Part(name="proofs", title="what proofs of tickets cost"),
     Part(name="orphaned", title="how long prefill stands still when decode dies"),
@@ -62,11 +100,12 @@ PARTS = (
 
 HEAD = """# Performance
 
-Written by `make bench` (some minutes, no GPU needed) from what it measured; run it where you mean
-to use kvferry. Rates depend on the machine, so what counts here are the ratios: each is the median
-of ratios between two things done by turns in the same rounds, with its interval of 95 % confidence.
-A target is met if all of the interval keeps it, missed if none of it does, and otherwise open.
-`kvferry bench DRIVER` measures one driver on its own.
+Written by `make bench` (under 15 minutes, no GPU needed) from what it measured; run it where you
+mean to use kvferry. `make bench BENCH_OPTIONS=--long` measures all parts, with more rounds. Rates
+depend on the machine, so what counts here are the ratios: each is the median of ratios between two
+things done by turns in the same rounds, with its interval of 95 % confidence. A target is met if
+all of the interval keeps it, missed if none of it does, and otherwise open. `kvferry bench DRIVER`
+measures one driver on its own.
 
 Three parts measure beside the NIXL worker of vLLM: of the installed 0.32, and of 0.33, the newest,
 where its source is at hand (`make bench` looks in `.cache/vllm-next`). 0.33 has no build for CPUs,
@@ -205,7 +244,7 @@ def _heading(said: str) -> str:
 
 def _conditions(found: Mapping[str, Any]) -> str:
     load = f"load {found['load']} before and {found['load after']} after"
-    rest = {key: value for key, value in found.items() if key not in ("date", "load", "load after")}
+    rest = {key: value for key, value in found.items() if key not in UNPRINTED}
     said = f"{found['date']}, {load}; " + ", ".join(f"{k} {v}" for k, v in rest.items()) + "."
     busy = max(found["load"], found["load after"]) > found.get("cores", 1)
     return f"{said} {BUSY}" if busy else said

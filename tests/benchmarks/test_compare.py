@@ -1,0 +1,113 @@
+"""Results compared with earlier ones, from fixed rows."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.benchmarks.scripts import SCRIPTS_FOLDER
+
+
+@pytest.fixture
+def compare(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The module ``compare``, which imports other scripts as scripts do."""
+    monkeypatch.syspath_prepend(str(SCRIPTS_FOLDER))
+    before = set(sys.modules)
+    yield importlib.import_module("compare")
+    for name in {"common", "compare", "page", "rows"} - before:
+        sys.modules.pop(name, None)
+
+
+def store(*found: tuple[str, float], spread: float = 0.1, **fields: Any) -> dict[str, Any]:
+    """Return results of a part, from the case and ratio of each row."""
+    rows = [
+        {
+            "section": "a section",
+            "case": case,
+            "measured": 1.5,
+            "unit": "ms",
+            "ratio": ratio,
+            "of": "time with another",
+            "target": None,
+            "met": None,
+            "low": ratio * (1 - spread),
+            "high": ratio * (1 + spread),
+            **fields,
+        }
+        for case, ratio in found
+    ]
+    return {"drivers": {"rows": rows}}
+
+
+def test_only_intervals_that_lie_apart_are_changes_worst_first(compare: Any) -> None:
+    before = store(("slightly", 1.0), ("faster", 1.0), ("slower", 1.0), ("slowest", 1.0))
+    after = store(("slightly", 1.15), ("faster", 0.5), ("slower", 2.0), ("slowest", 3.0))
+    found = compare.changes(before, after)
+    assert [change.after.case for change in found] == ["slowest", "slower", "faster"]
+    assert [change.is_worse(0.2) for change in found] == [True, True, False]
+
+
+@pytest.mark.parametrize(
+    ("fields", "higher"),
+    [
+        ({"of": "time with another"}, False),
+        ({"of": "speed of memcpy"}, True),
+        ({"of": "that with vLLM's NixlConnector"}, True),
+        ({"of": "vLLM's worker's time to ours"}, True),
+        ({"of": "our CPU time to a bare socket's"}, False),
+        ({"of": "time of a loop", "target": "≥ 5"}, True),
+        ({"of": "speed of memcpy", "target": "≤ 1"}, False),
+    ],
+)
+def test_what_is_better_follows_from_the_target_or_from_what_the_ratio_is_to(
+    compare: Any, fields: dict[str, Any], higher: bool
+) -> None:
+    [change] = compare.changes(store(("one", 1.0), **fields), store(("one", 2.0), **fields))
+    assert change.factor == (2.0 if higher else 0.5)
+    assert change.is_worse(0.2) is not higher
+
+
+@pytest.mark.parametrize(("margin", "worse"), [(0.4, True), (0.6, False)])
+def test_a_change_within_the_margin_is_not_worse(compare: Any, margin: float, worse: bool) -> None:
+    [change] = compare.changes(store(("one", 1.0)), store(("one", 1.5)))
+    assert change.is_worse(margin) is worse
+
+
+def test_a_change_of_something_else_does_not_count(compare: Any) -> None:
+    fields: dict[str, Any] = {"section": "process_vm_readv alone, two processes"}
+    [change] = compare.changes(store(("one", 1.0), **fields), store(("one", 9.0), **fields))
+    assert not change.is_worse(0.2)
+
+
+def test_cases_without_an_earlier_result_are_counted(compare: Any) -> None:
+    before, after = store(("one", 1.0)), store(("one", 1.0), ("other", 1.0))
+    assert compare.changes(before, after) == []
+    assert compare.unmatched(before, after) == 1
+    assert compare.unmatched({}, after) == 2
+
+
+def test_conditions_that_differ_are_named(compare: Any) -> None:
+    before, after = store(("one", 1.0)), store(("one", 1.0))
+    before["drivers"]["conditions"] = {"date": "then", "load": 1, "kernel": "6.1", "nixl": "1.5"}
+    after["drivers"]["conditions"] = {"date": "now", "load": 2, "kernel": "6.2", "source": "0"}
+    assert compare.differing(before, after) == ["kernel", "nixl"]
+    assert compare.differing(before, before) == []
+    assert compare.differing({}, after) == []
+
+
+def test_the_committed_results_are_the_default(compare: Any) -> None:
+    found = compare.baseline(None)
+    assert compare.changes(found, found) == []
+    assert set(found) <= {part.name for part in importlib.import_module("page").PARTS}
+
+
+@pytest.mark.parametrize("text", ["no JSON", "[]", '{"drivers": {"rows": [{}]}}', '{"drivers": 1}'])
+def test_other_files_are_refused(compare: Any, tmp_path: Any, text: str) -> None:
+    file = tmp_path / "other.json"
+    file.write_text(text, encoding="utf-8")
+    with pytest.raises(compare.BaselineError, match="pass a file of results"):
+        compare.baseline(file)
