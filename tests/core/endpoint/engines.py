@@ -92,7 +92,9 @@ class Rank:
 class Steps:
     """Relays handshakes to all ranks of an engine, as its scheduler half does in its steps."""
 
-    def __init__(self, ranks: list[Rank], options: EndpointOptions, clock: Callable[[], float]):
+    def __init__(
+        self, ranks: list[Rank], options: EndpointOptions, clock: Callable[[], float]
+    ) -> None:
         self._ranks = ranks
         self._relay = HandshakeRelay(options, clock)
         self._lock = threading.Lock()
