@@ -176,7 +176,8 @@ class FerryWorker:
         if step.orders:
             self._endpoint.apply(step.orders, passed)
         self._relayed = step.relayed
-        self._endpoint.relay(step.relayed)
+        if step.relayed:
+            self._endpoint.relay(step.relayed)
         for ticket in step.prepare:
             self._endpoint.prepare(ticket)
         for load in step.loads:
