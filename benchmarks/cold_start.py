@@ -27,9 +27,9 @@ import rows
 import worker_process
 import zmq
 
-from kvferry.core.endpoint.handshakes import PeerKey
 from kvferry.core.endpoint.liveness import LivenessChecks
 from kvferry.core.endpoint.options import DEFAULTS
+from kvferry.core.endpoint.peer_key import PeerKey
 from kvferry.core.lifecycle.holds import Incarnation
 from kvferry.core.side_channel_messages import (
     NEWEST_PROTOCOL,

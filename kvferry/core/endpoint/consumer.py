@@ -19,6 +19,7 @@ from kvferry.core.endpoint.lease_renewal import LeaseRenewal, PendingTickets
 from kvferry.core.endpoint.load import Load, LoadState
 from kvferry.core.endpoint.options import EndpointOptions
 from kvferry.core.endpoint.peers import Peer, Peers, PeerUse
+from kvferry.core.endpoint.relayed_replies import RelayedHandshakes
 from kvferry.core.endpoint.slot_reads import (
     FingerprintReads,
     ScratchWords,
@@ -158,6 +159,10 @@ class LoadManager:
             own: the payload of every rank, in rank order.
         """
         self._peers.join(own, self._own.rank)
+
+    def relay(self, handshakes: RelayedHandshakes) -> None:
+        """Use what the engine's scheduler half has learnt about producers."""
+        self._peers.relay(handshakes)
 
     def prepare(self, ticket: Ticket) -> None:
         """Connect to a ticket's producer, and renew the ticket's hold until the load begins.

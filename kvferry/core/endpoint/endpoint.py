@@ -23,6 +23,7 @@ from kvferry.core.endpoint.error_containment import ErrorContainment
 from kvferry.core.endpoint.load import Load
 from kvferry.core.endpoint.options import DEFAULTS, EndpointOptions, Identity, Results
 from kvferry.core.endpoint.producer import HoldServer, SlotTable
+from kvferry.core.endpoint.relayed_replies import RelayedHandshakes
 from kvferry.core.endpoint.slot_reads import ScratchWords
 from kvferry.core.endpoint.transfers import Transfers
 from kvferry.core.errors import EndpointClosedError, KVFerryError, TicketError, TransportError
@@ -223,6 +224,22 @@ class Endpoint:
             EndpointClosedError: the endpoint is closed, or has failed.
         """
         self._command(lambda: self._load_manager.join(payloads))
+
+    def relay(self, handshakes: RelayedHandshakes) -> None:
+        """Use what the engine's scheduler half has learnt about producers, in place of asking them.
+
+        The scheduler half has a ``HandshakeRelay`` for that. An endpoint that is told nothing asks
+        and pings producers itself. Call this method before those that use the same step's tickets.
+
+        Args:
+            handshakes: what ``HandshakeRelay.take`` has returned; each of its results must reach
+                the endpoint, in order.
+
+        Raises:
+            EndpointClosedError: the endpoint is closed, or has failed.
+        """
+        if handshakes:
+            self._command(lambda: self._load_manager.relay(handshakes))
 
     def prepare(self, ticket: Ticket) -> None:
         """Connect to a ticket's producer, and renew the ticket's hold until the load begins.

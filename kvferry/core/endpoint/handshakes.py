@@ -1,8 +1,8 @@
 """Handshakes with producers: concurrent, each on a thread of its own, with pauses after failures.
 
 ``Handshakes`` starts them, on the endpoint's thread. ``HandshakeWorker`` performs one: it fetches
-what a producer publishes from its side channel, checks that the two engines are compatible, and
-plans the reads.
+what a producer publishes from its side channel, or takes it from the replies that the engine's
+scheduler half relays, checks that the two engines are compatible, and plans the reads.
 """
 
 from __future__ import annotations
@@ -14,15 +14,18 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Generic, TypeVar
 
 from kvferry.core.endpoint.options import EndpointOptions
+from kvferry.core.endpoint.peer_key import PeerKey
+from kvferry.core.endpoint.relayed_replies import EncodedReply, RelayedReplies
 from kvferry.core.error_causes import RAISE_LIMITS
 from kvferry.core.errors import HandshakeError, KVFerryError, PlanError
 from kvferry.core.handshake import agree
 from kvferry.core.handshake.client import EngineReply, fetching
-from kvferry.core.handshake.compatibility import differing_software
+from kvferry.core.handshake.compatibility import differing_software, engine_info
 from kvferry.core.handshake.dialer import Dialer
+from kvferry.core.handshake.exchange import explained
 from kvferry.core.handshake.reply_limits import ReplyLimits
 from kvferry.core.messages import RankPayload
 from kvferry.core.planner.plan import Plan
@@ -44,37 +47,6 @@ MAX_REMEMBERED = 1 << 12
 """The most engines whose failures are remembered."""
 
 
-class PeerKey(NamedTuple):
-    """The producer that a ticket names, and its address; identifies a handshake.
-
-    ``key`` and ``ticket_key`` belong to it, so that failed handshakes for a forged ticket, whose
-    keys differ, do not delay the handshake for a genuine one.
-
-    Attributes:
-        engine: the producer's id.
-        host, port: address of the producer's side channel.
-        key: public key that encrypts the side channel; empty without encryption.
-        routed: a second address, (host, port), to ask if the first does not answer; ``None`` if
-            there is none.
-        ticket_key: the public key that proves the ticket; empty if the ticket has no proof.
-    """
-
-    engine: str
-    host: str
-    port: int
-    key: bytes = b""
-    routed: tuple[str, int] | None = None
-    ticket_key: bytes = b""
-
-    @property
-    def places(self) -> tuple[PeerKey, ...]:
-        """Return the addresses to ask, in order, each as a ``PeerKey`` without ``routed``."""
-        if self.routed is None:
-            return (self,)
-        host, port = self.routed
-        return self._replace(routed=None), self._replace(host=host, port=port, routed=None)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HandshakeResult:
     """The result of a handshake that succeeded.
@@ -90,6 +62,8 @@ class HandshakeResult:
         numeric: the IP address of the side channel.
         memory: the objects to keep for the producer: ``id(object)`` to estimated bytes; see
             ``memory_of``.
+        watch: the number of the scheduler half's watch of the producer, see ``EncodedReply``;
+            ``None`` if this rank must ping the producer itself.
     """
 
     payloads: tuple[RankPayload, ...]
@@ -100,6 +74,7 @@ class HandshakeResult:
     ticket_key: bytes = b""
     numeric: str = ""
     memory: Mapping[int, int] = field(default_factory=dict)
+    watch: int | None = None
 
 
 DECODED = 5
@@ -108,8 +83,8 @@ RANK_BYTES, REGION_BYTES, FACT_BYTES, CUT_BYTES = 2000, 200, 200, 100
 """Estimated bytes of memory of, in this order: a payload without its regions, entries of
 ``agreement`` and fields; a region; an entry; and an entry of a plan's ``StripBatch.cuts``."""
 
-Heard = Callable[[HandshakeResult | KVFerryError], None]
-"""Called with the outcome of a handshake: its result, or the error."""
+T = TypeVar("T")
+"""The result of a handshake: a ``HandshakeResult``, or the reply where it is only passed on."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -126,7 +101,7 @@ class _Backoff:
     until: float = 0.0
 
 
-class Handshakes:
+class Handshakes(Generic[T]):
     """Start handshakes, at most ``MAX_HANDSHAKES`` at once.
 
     All callers that ask for a handshake with the same producer share one. After a failure, the next
@@ -144,16 +119,18 @@ class Handshakes:
 
     def __init__(
         self,
-        shake: Callable[[PeerKey], HandshakeResult],
+        shake: Callable[[PeerKey], T],
         post: Callable[[Callable[[], None]], None],
         clock: Callable[[], float],
-        used: Callable[[HandshakeResult], None] = lambda _: None,
+        used: Callable[[T], None] = lambda _: None,
     ) -> None:
         self._used = used
         self._shake = shake
         self._post = post
         self._clock = clock
-        self._asked: dict[PeerKey, list[Heard]] = {}
+        self._asked: dict[PeerKey, list[Callable[[T | KVFerryError], None]]] = {}
+        self._expected: dict[PeerKey, float] = {}
+        """Producer whose reply will be relayed to when the handshake begins without it."""
         self._queued: deque[PeerKey] = deque()
         self._delayed: dict[PeerKey, float] = {}
         self._backoffs: dict[PeerKey, _Backoff] = {}
@@ -164,7 +141,7 @@ class Handshakes:
         """Return the number of handshakes that were asked for and are not over."""
         return len(self._asked)
 
-    def ask(self, key: PeerKey, heard: Heard) -> None:
+    def ask(self, key: PeerKey, heard: Callable[[T | KVFerryError], None]) -> None:
         """Ask for a handshake with a producer, or share one that is waiting or under way already.
 
         Args:
@@ -184,11 +161,29 @@ class Handshakes:
         Args:
             now: seconds, on this object's clock.
         """
-        for key in [key for key, due in self._delayed.items() if due <= now]:
+        for key in [key for key, until in self._expected.items() if until <= now]:
+            del self._expected[key]
+        due_keys = [key for key, due in self._delayed.items() if due <= now]
+        for key in [key for key in due_keys if key not in self._expected]:
             del self._delayed[key]
             self._queued.append(key)
         while self._queued and self._running < MAX_HANDSHAKES:
             self._start(self._take())
+
+    def expect(self, key: PeerKey, until: float) -> None:
+        """Delay handshakes with a producer until its reply has been relayed (see ``arrived``).
+
+        Args:
+            key: the producer; ignored if too many are expected.
+            until: when a handshake begins without the reply, on this object's clock.
+        """
+        if len(self._expected) < MAX_REMEMBERED:
+            self._expected[key] = until
+
+    def arrived(self, key: PeerKey) -> None:
+        """Start a handshake that waits for the relayed reply of its producer, if there is one."""
+        self._expected.pop(key, None)
+        self.progress(self._clock())
 
     def failed(self, key: PeerKey) -> None:
         """Delay the next handshake with a producer that could not be reached or used."""
@@ -240,13 +235,13 @@ class Handshakes:
 
     def _run(self, key: PeerKey) -> None:
         try:
-            result: HandshakeResult | KVFerryError = self._shake(key)
+            result: T | KVFerryError = self._shake(key)
         except Exception as exc:  # noqa: BLE001  whoever waits must hear of any failure
             result = exc if isinstance(exc, KVFerryError) else HandshakeError(f"failed: {exc!r}")
             _forget_frames(result)
         self._post(lambda: self._over(key, result))
 
-    def _over(self, key: PeerKey, result: HandshakeResult | KVFerryError) -> None:
+    def _over(self, key: PeerKey, result: T | KVFerryError) -> None:
         """Process the outcome of a handshake, on the endpoint's thread."""
         self._running -= 1
         if isinstance(result, KVFerryError):
@@ -277,10 +272,13 @@ class HandshakeWorker:
     Args:
         options: the handshake timeout, this engine's keys and the networks that it may connect to,
             and the differences between engines that are accepted.
+        relayed: the replies that the engine's scheduler half has fetched; a producer without one is
+            asked here.
     """
 
-    def __init__(self, options: EndpointOptions) -> None:
+    def __init__(self, options: EndpointOptions, relayed: RelayedReplies) -> None:
         self._options = options
+        self._relayed = relayed
         self._own: tuple[RankPayload, ...] = ()
         self._rank = 0
         self._planner = PlanCache((), 0)
@@ -322,8 +320,13 @@ class HandshakeWorker:
         if not self._own:
             raise HandshakeError("this endpoint has not joined its engine: call join() first")
         begun, options = time.perf_counter(), self._options
+        relayed = self._relayed.take(key)
         with ExitStack() as turn:
-            place, fetched = self._fetch(key, turn)
+            if relayed is None:
+                place, fetched = self._fetch(key, turn)
+            else:
+                begun -= relayed.seconds
+                place, fetched = relayed.place, self._decode(relayed, turn)
             info, own = fetched.info, self._own[self._rank]
             if info.ticket_key:
                 load_library()
@@ -340,6 +343,7 @@ class HandshakeWorker:
             ticket_key=info.ticket_key,
             numeric=fetched.numeric,
             memory=memory,
+            watch=relayed.watch if relayed is not None else None,
         )
 
     def _plan(self, ranks: Sequence[RankPayload]) -> Plan:
@@ -359,11 +363,28 @@ class HandshakeWorker:
             told = differing_software(own, ranks[0], self._options.judgements)
             raise PlanError(f"{exc}{told}") from exc
 
-    def _fetch(self, key: PeerKey, turn: ExitStack) -> tuple[PeerKey, EngineReply]:
-        """Ask at the addresses of a producer in turn, until one answers with ``key.ticket_key``.
+    def _decode(self, relayed: EncodedReply, turn: ExitStack) -> EngineReply:
+        """Decode and check a reply that the scheduler half has relayed.
 
-        The last address's answer is returned whatever its key is. The addresses share the
-        handshake's timeout, so that an address that does not answer leaves time for the next.
+        Args:
+            relayed: the reply; untrusted, because it is a peer's.
+            turn: receives this handshake's turn to decode a reply (see ``ReplyLimits.turn``).
+
+        Raises:
+            HandshakeError: the reply is not valid; the message says where it came from.
+        """
+        place, timeout = relayed.place, self._options.handshake_timeout
+        call = dialer(place, timeout, self._options)
+        call.numeric.append(relayed.numeric)
+        with explained(place.engine, call):
+            turn.enter_context(self._reply_limits.turn(time.monotonic() + timeout))
+            info = engine_info(relayed.ranks, relayed.ticket_key)
+            if info.engine != place.engine:
+                raise HandshakeError(f"it answered with the ranks of engine {info.engine!r}")
+        return EngineReply(info=info, sizes=tuple(map(len, relayed.ranks)), numeric=relayed.numeric)
+
+    def _fetch(self, key: PeerKey, turn: ExitStack) -> tuple[PeerKey, EngineReply]:
+        """Ask at the addresses of a producer in turn; see ``first_answer``.
 
         Args:
             key: the producer.
@@ -374,39 +395,77 @@ class HandshakeWorker:
             The address that answered, and its answer.
 
         Raises:
-            HandshakeError: no address answered with that key, and the last one did not answer.
-                The message says why, for each address that did not answer.
+            HandshakeError: see ``first_answer``.
         """
-        deadline = time.monotonic() + self._options.handshake_timeout
-        places, failures = list(key.places), list[HandshakeError]()
-        while True:
-            place, left = places.pop(0), max(deadline - time.monotonic(), 0.0)
-            dialer = self._dialer(place, left / (1 + len(places)))
-            try:
-                with ExitStack() as attempt:
-                    fetched = attempt.enter_context(
-                        fetching(dialer, place.engine, self._reply_limits)
-                    )
-                    # Another key means another engine with the same id: a loopback address, for
-                    # instance, leads to another engine on each host.
-                    if fetched.info.ticket_key == key.ticket_key or not places:
-                        turn.push(attempt.pop_all())
-                        return place, fetched
-            except HandshakeError as exc:
-                failures.append(exc)
-                if not places:
-                    raise type(exc)("; and ".join(map(str, failures))) from exc
 
-    def _dialer(self, place: PeerKey, timeout: float) -> Dialer:
-        """Return a ``Dialer`` for the address of a side channel, with a timeout in seconds."""
-        return Dialer(
-            host=place.host,
-            port=place.port,
-            timeout=timeout,
-            context=None,
-            access=self._options.access,
-            key=place.key,
-        )
+        def ask(place: PeerKey, timeout: float, attempt: ExitStack) -> tuple[bytes, EngineReply]:
+            call = dialer(place, timeout, self._options)
+            reply = attempt.enter_context(fetching(call, place.engine, self._reply_limits))
+            return reply.info.ticket_key, reply
+
+        return first_answer(key, self._options.handshake_timeout, ask, turn)
+
+
+def first_answer(
+    key: PeerKey,
+    timeout: float,
+    ask: Callable[[PeerKey, float, ExitStack], tuple[bytes, T]],
+    turn: ExitStack,
+) -> tuple[PeerKey, T]:
+    """Ask at the addresses of a producer in turn, until one answers with ``key.ticket_key``.
+
+    The last address's answer is returned whatever its key is. The addresses share the timeout, so
+    that an address that does not answer leaves time for the next.
+
+    Args:
+        key: the producer.
+        timeout: seconds for all addresses together.
+        ask: asks at one address, within some seconds; returns the ticket key that was answered, and
+            the answer. What it enters on the stack is left when the answer is not the one that is
+            returned, or when ``turn`` is closed.
+        turn: receives what ``ask`` entered for the answer that is returned.
+
+    Returns:
+        The address that answered, and its answer.
+
+    Raises:
+        HandshakeError: no address answered with that key, and the last one did not answer. The
+            message says why, for each address that did not answer.
+    """
+    deadline = time.monotonic() + timeout
+    places, failures = list(key.places), list[HandshakeError]()
+    while True:
+        place, left = places.pop(0), max(deadline - time.monotonic(), 0.0)
+        try:
+            with ExitStack() as attempt:
+                ticket_key, reply = ask(place, left / (1 + len(places)), attempt)
+                # Another key means another engine with the same id: a loopback address, for
+                # instance, leads to another engine on each host.
+                if ticket_key == key.ticket_key or not places:
+                    turn.push(attempt.pop_all())
+                    return place, reply
+        except HandshakeError as exc:
+            failures.append(exc)
+            if not places:
+                raise type(exc)("; and ".join(map(str, failures))) from exc
+
+
+def dialer(place: PeerKey, timeout: float, options: EndpointOptions) -> Dialer:
+    """Return a ``Dialer`` for the address of a side channel.
+
+    Args:
+        place: the address, as one of ``PeerKey.places``.
+        timeout: seconds for connecting, and for each answer.
+        options: this engine's keys and the networks that it may connect to.
+    """
+    return Dialer(
+        host=place.host,
+        port=place.port,
+        timeout=timeout,
+        context=None,
+        access=options.access,
+        key=place.key,
+    )
 
 
 def memory_of(

@@ -23,8 +23,8 @@ from contextlib import suppress
 
 import zmq
 
-from kvferry.core.endpoint.handshakes import PeerKey
 from kvferry.core.endpoint.options import EndpointOptions
+from kvferry.core.endpoint.peer_key import PeerKey
 from kvferry.core.errors import HandshakeError, KVFerryError, PeerLostError, WireError
 from kvferry.core.handshake.connection import AGAIN_SECONDS
 from kvferry.core.handshake.dialer import Dialer, answer, why_unreachable
@@ -39,8 +39,13 @@ QUICK_SECONDS = 0.1
 nobody listens any more), the next ping follows after this pause and not after a whole interval, so
 that a process that has ended is soon given up."""
 
-Lost = Callable[[KVFerryError], None]
-"""Called with the error when a producer is lost."""
+Lost = Callable[[KVFerryError | None], None]
+"""Called with the error when a producer is lost; with ``None`` when it is not wanted any more."""
+
+
+def always() -> bool:
+    """Return ``True``: a producer is watched until the caller ends that."""
+    return True
 
 
 class LivenessCheck:
@@ -55,6 +60,7 @@ class LivenessCheck:
             number means that it was restarted, so the producer is lost.
         options: how often to ping, and how many misses in a row mean that the producer is dead.
         polled: the epoll object of the thread; the check registers its descriptor there.
+        wanted: called before each ping; the check ends when it returns ``False``.
     """
 
     def __init__(
@@ -65,7 +71,9 @@ class LivenessCheck:
         *,
         options: EndpointOptions,
         polled: select.epoll,
+        wanted: Callable[[], bool] = always,
     ) -> None:
+        self.wanted = wanted
         self._incarnation = incarnation
         self._options = options
         self._polled = polled
@@ -286,7 +294,13 @@ class LivenessChecks:
         self._poller: _Poller | None = None
 
     def start(
-        self, key: PeerKey, numeric: str, incarnation: Incarnation, *, lost: Lost
+        self,
+        key: PeerKey,
+        numeric: str,
+        incarnation: Incarnation,
+        *,
+        lost: Lost,
+        wanted: Callable[[], bool] = always,
     ) -> Callable[[], None]:
         """Ping a producer until it is lost or the check is ended.
 
@@ -295,7 +309,8 @@ class LivenessChecks:
             numeric: the IP address of its side channel, found by the handshake.
             incarnation: the random number that the engine made when it started.
             lost: called at most once, on the pinging thread, when the producer is dead or was
-                restarted, or refuses pings.
+                restarted, or refuses pings, or ``wanted`` has returned ``False``.
+            wanted: called on the pinging thread, before each ping; returns whether to go on.
 
         Returns:
             A function that ends the check. The function returns at once, and a second call does
@@ -309,7 +324,7 @@ class LivenessChecks:
             self._poller = _Poller()
         poller = self._poller
         check = LivenessCheck(
-            key, numeric, incarnation, options=self._options, polled=poller.polled
+            key, numeric, incarnation, options=self._options, polled=poller.polled, wanted=wanted
         )
         poller.post(lambda: poller.add(check, lost))
         return lambda: poller.post(lambda: poller.remove(check))
@@ -433,6 +448,9 @@ class _Poller:
 
     def _turn(self, check: LivenessCheck, now: float) -> None:
         """Let one check take its next step; an error ends only this check."""
+        if now >= check.due and not check.wanted():
+            self._give_up(check, None)
+            return
         self._polling.pop(check.descriptor, None)
         try:
             check.turn(now)
@@ -449,8 +467,8 @@ class _Poller:
             check.queued = check.due
             heapq.heappush(self._due, (check.due, next(self._numbers), check))
 
-    def _give_up(self, check: LivenessCheck, error: KVFerryError) -> None:
-        """End a check because its producer is lost, and call its ``lost``."""
+    def _give_up(self, check: LivenessCheck, error: KVFerryError | None) -> None:
+        """End a check because its producer is lost, or not wanted, and call its ``lost``."""
         lost = self._checks.get(check)
         self.remove(check)
         if lost is not None:

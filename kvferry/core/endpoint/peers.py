@@ -1,8 +1,10 @@
 """The producer engines of a rank (its peers): how they are connected, used and given up.
 
 A ticket names a producer. ``Peers`` makes a handshake with it, connects to its ranks, checks its
-fingerprint (a hash of its ticket key, read from its memory), and from then on pings it. A peer is
-disconnected (given up) when it fails, when it was idle for long, or to make room for another.
+fingerprint (a hash of its ticket key, read from its memory), and from then on pings it. Where a
+scheduler half asks and pings producers for all ranks of its engine (``HandshakeRelay``), the reply
+and what the pings say come from there. A peer is disconnected (given up) when it fails, when it was
+idle for long, or to make room for another.
 """
 
 from __future__ import annotations
@@ -18,9 +20,16 @@ from typing import TYPE_CHECKING
 
 from kvferry.core.endpoint.connections import Connections
 from kvferry.core.endpoint.error_containment import ErrorContainment
-from kvferry.core.endpoint.handshakes import HandshakeResult, Handshakes, HandshakeWorker, PeerKey
+from kvferry.core.endpoint.handshakes import (
+    LONGEST_BACKOFF_SECONDS,
+    HandshakeResult,
+    Handshakes,
+    HandshakeWorker,
+)
 from kvferry.core.endpoint.liveness import LivenessChecks
 from kvferry.core.endpoint.options import EndpointOptions
+from kvferry.core.endpoint.peer_key import PeerKey
+from kvferry.core.endpoint.relayed_replies import RelayedHandshakes, RelayedReplies
 from kvferry.core.error_causes import RAISE_LIMITS
 from kvferry.core.errors import (
     ConnectError,
@@ -53,6 +62,10 @@ driver and for incoming connections."""
 MAX_KEPT_BYTES = 48 << 20
 """The most memory, in bytes, for what all peers publish and for the plans of reading from them. An
 engine of 8 ranks and 80 layers takes 2 MB, a further engine with the same layout some 20 kB."""
+RELAYED_TTL_SECONDS = 5.0
+"""For how much longer than ``engine_ttl`` a rank keeps an idle peer which another process
+watches (``HandshakeRelay``). That process learns of a load's end some steps later, and must not
+be the last to let go."""
 MAX_DOWN = 1 << 12
 """The most engines that are counted as down. There is a limit because clients choose which engines
 tickets name."""
@@ -99,6 +112,8 @@ class Peer:
             they need no measurement. Kept by ``SlowPathWarnings``.
         ticket_key: the public key that the producer publishes for the proofs of its tickets; empty
             if it publishes none.
+        watch: the number of the watch under which the scheduler half pings the producer; ``None``
+            if this rank pings it.
     """
 
     key: PeerKey
@@ -116,6 +131,7 @@ class Peer:
     path: str | None = None
     throughput: dict[int, Throughput | None] = field(default_factory=dict)
     ticket_key: bytes = b""
+    watch: int | None = None
     _uses: Counter[PeerUse] = field(default_factory=Counter, init=False)
 
     def __post_init__(self) -> None:
@@ -238,7 +254,8 @@ class Peers:
         self._stop_watching: dict[Peer, Callable[[], None]] = {}
         """Peer to the function that ends the peer's liveness check."""
         self._memory = PeerMemoryBudget()
-        self._handshake_worker = HandshakeWorker(options)
+        self._relayed = RelayedReplies(options.handshake_timeout, clock)
+        self._handshake_worker = HandshakeWorker(options, self._relayed)
         self._handshakes = Handshakes(
             self._handshake_worker.perform, post, clock, self._handshake_worker.used
         )
@@ -257,6 +274,42 @@ class Peers:
         """
         self._rank = rank
         self._handshake_worker.join(own, rank)
+
+    def relay(self, handshakes: RelayedHandshakes) -> None:
+        """Use what the engine's scheduler half has learnt about producers.
+
+        Handshakes with producers that it asks wait for the reply, and begin without it after
+        ``handshake_timeout`` and the longest pause after a failure.
+
+        Args:
+            handshakes: the messages of one step.
+        """
+        ended = dict(handshakes.unwatched)
+        self._relayed.end_watches(list(ended))
+        for peer in list(self._by_name.values()) if ended else ():
+            if peer.connected and peer.watch is not None and peer.watch in ended:
+                self._unwatched(peer, ended[peer.watch])
+        until = self._clock() + self._options.handshake_timeout + LONGEST_BACKOFF_SECONDS
+        for key in handshakes.expected:
+            self._handshakes.expect(key, until)
+        for key, outcome in handshakes.outcomes:
+            self._relayed.put(key, outcome)
+            self._handshakes.arrived(key)
+
+    def _unwatched(self, peer: Peer, error: KVFerryError | None) -> None:
+        """Give up a peer that the scheduler half watches no more.
+
+        Args:
+            peer: the peer. If it is not lost but used, it is connected anew when its loads are
+                over.
+            error: why it is lost; ``None`` if the scheduler half knows of no use of it.
+        """
+        if error is not None:
+            self._lost(peer, error)
+        elif peer.is_used:
+            peer.suspect = True
+        else:
+            self.forget(peer)
 
     def reach(self, ticket: Ticket, ready: Ready, failed: Failed, *, loads: bool = False) -> None:
         """Connect to a ticket's producer unless it is connected; call ``ready`` or ``failed``.
@@ -283,14 +336,7 @@ class Peers:
             peer.last_used = self._clock()
             self._call_ready(peer, ready, failed)
         else:
-            key = PeerKey(
-                ticket.engine,
-                ticket.host,
-                ticket.port,
-                ticket.key,
-                routed=ticket.routed,
-                ticket_key=ticket.ticket_key,
-            )
+            key = PeerKey.of(ticket)
             self._handshakes.ask(
                 key, lambda result: self._on_handshake(key, ticket, result, ready, failed)
             )
@@ -396,7 +442,7 @@ class Peers:
         for peer in list(self._by_name.values()):
             if peer.is_used:
                 peer.last_used = now
-            elif now - peer.last_used >= self._options.engine_ttl:
+            elif now - peer.last_used >= self._ttl(peer):
                 logger.info("engine %s: idle, released", peer.key.engine)
                 self.forget(peer)
 
@@ -407,6 +453,10 @@ class Peers:
         """
         self._handshakes.close()
         self._liveness.close()
+
+    def _ttl(self, peer: Peer) -> float:
+        """Return after how many seconds without use a peer is released."""
+        return self._options.engine_ttl + (0.0 if peer.watch is None else RELAYED_TTL_SECONDS)
 
     def _after_handshake(
         self, key: PeerKey, result: HandshakeResult | KVFerryError, ready: Ready, failed: Failed
@@ -571,6 +621,7 @@ class Peers:
                 ticket_key=result.ticket_key,
                 numeric=result.numeric,
                 memory=result.memory,
+                watch=result.watch,
             )
         except Exception as exc:  # noqa: BLE001  what this peer published fails only it
             self._memory.remove(result.memory)
@@ -587,8 +638,8 @@ class Peers:
             peer: the producer, which is connected and checked.
 
         Returns:
-            The producer; or the error if its liveness check cannot be started, and then the
-            producer was given up.
+            The producer; or the error if its liveness check cannot be started, or the scheduler
+            half's has ended, and then the producer was given up.
         """
         name = _name(key, result)
         if (error := self._watch(peer)) is not None:
@@ -602,17 +653,23 @@ class Peers:
         self._warn(name, result)
         return peer
 
-    def _watch(self, peer: Peer) -> ConnectError | None:
-        """Begin the liveness check of a peer, if the options ask for one.
+    def _watch(self, peer: Peer) -> KVFerryError | None:
+        """Begin the liveness check of a peer, if the options ask for one and nobody else makes it.
 
         Returns:
-            ``None``; or the error if the check cannot be started.
+            ``None``; or the error if the check cannot be started, or the scheduler half's has ended
+            while the peer was connected.
         """
+        if peer.watch is not None:
+            if self._relayed.is_watched(peer.watch):
+                return None
+            return PeerLostError(f"engine {peer.key.engine} was lost while it was connected")
         if not self._options.liveness_interval:
             return None
 
-        def lost(error: KVFerryError) -> None:
-            self._post(lambda: self._lost(peer, error) if peer.connected else None)
+        def lost(error: KVFerryError | None) -> None:
+            if error is not None:
+                self._post(lambda: self._lost(peer, error) if peer.connected else None)
 
         try:
             self._stop_watching[peer] = self._liveness.start(

@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 
-from kvferry.core.errors import AdmissionError, HandshakeError
+from kvferry.core.errors import AdmissionError, HandshakeError, WireError
 from kvferry.core.handshake.compatibility import EngineInfo, engine_info
 from kvferry.core.handshake.dialer import Dialer, HungUpError
 from kvferry.core.handshake.exchange import asked, explained, unexpected
@@ -137,6 +137,37 @@ class _Published:
         if self.shape is None or isinstance(self.reply, Payloads):
             return self.reply.ranks
         return self.shape.whole(self.reply)
+
+
+@contextmanager
+def receiving(call: Dialer, engine: str, reading: ReplyLimits) -> Iterator[Payloads]:
+    """Fetch what an engine's ranks publish, without decoding it: to pass it on to other processes.
+
+    Until the ``with`` block ends, no other handshake with the same ``reading`` receives a reply
+    beyond its limits; the caller counts the reply there (``ReplyLimits.made``) inside the block.
+
+    Args:
+        call: how to reach the side channel.
+        engine: id of the engine.
+        reading: the limits on replies, shared by the handshakes that must wait for each other.
+
+    Yields:
+        Every rank's whole encoded payload, and the engine's ticket key.
+
+    Raises:
+        HandshakeError: as ``fetching``.
+    """
+    deadline = time.monotonic() + call.timeout
+    with ExitStack() as turn:
+        with explained(engine, call):
+            published = _published(call, engine, reading, turn, deadline)
+            turn.enter_context(reading.turn(deadline))
+            ranks = published.payloads()
+            # Not checked here: a shape is known by its bytes, so it can only stand for itself.
+            with suppress(WireError):  # whoever decodes the payloads says what is wrong with them
+                if (shape := published.shape or EngineShape.of(ranks)) is not None:
+                    _shapes.remember(shape)
+        yield Payloads(ranks=ranks, ticket_key=published.reply.ticket_key)
 
 
 def _published(

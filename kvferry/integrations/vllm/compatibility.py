@@ -15,9 +15,10 @@ import json
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from kvferry.core.endpoint import Identity
+from kvferry.core.endpoint import EndpointOptions, Identity
 from kvferry.core.handshake import Judgements
 from kvferry.core.lifecycle.holds import Incarnation
+from kvferry.core.security import Access
 from kvferry.integrations.vllm import versions
 from kvferry.integrations.vllm.caches.quantization import cache_format
 from kvferry.integrations.vllm.config import Config
@@ -63,6 +64,25 @@ def compatibility_facts(vllm_config: VllmConfig) -> dict[str, str]:
     tables = {**FACTS, **JUDGEMENTS, **TOLD}
     values = {name: value_of(vllm_config) for name, value_of in tables.items()}
     return {name: _truncated(value) for name, value in values.items() if value is not None}
+
+
+def endpoint_options(config: Config, access: Access) -> EndpointOptions:
+    """Return the options of a rank's endpoint, and of the scheduler half's ``HandshakeRelay``.
+
+    Args:
+        config: The connector's settings.
+        access: The engine's keys, and the networks that it may connect to.
+    """
+    return EndpointOptions(
+        handshake_timeout=config.handshake_timeout,
+        lease=config.kv_lease_duration,
+        load_timeout=config.load_timeout,
+        liveness_interval=config.liveness_interval,
+        liveness_misses=config.liveness_misses,
+        engine_ttl=config.engine_ttl,
+        judgements=judgements(config),
+        access=access,
+    )
 
 
 def judgements(config: Config) -> Judgements:

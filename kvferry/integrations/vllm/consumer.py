@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from kvferry.core.endpoint import Load
+from kvferry.core.endpoint import HandshakeRelay, Load
 from kvferry.core.error_causes import on_one_line, with_remedy
 from kvferry.core.errors import HandshakeError, TicketError, TicketReason
 from kvferry.core.lifecycle.hold_users import HoldUsers
@@ -86,6 +86,8 @@ class Consumer:
         adapter_content: Returns the content of a request's LoRA adapter (``Adapters.content``).
         lora_enabled: Whether the engine accepts requests with LoRA adapters.
         reports: Logs each request's load.
+        relay: Asks the engines that made tickets what the workers need of them; ``None`` if each
+            worker asks for itself.
     """
 
     def __init__(
@@ -104,7 +106,9 @@ class Consumer:
         adapter_content: Callable[[Request], bytes | None] = lambda request: None,
         lora_enabled: bool = False,
         reports: RequestReports | None = None,
+        relay: HandshakeRelay | None = None,
     ) -> None:
+        self._relay = relay
         self._reports = reports or RequestReports()
         self._lora_enabled = lora_enabled
         self._adapter_content = adapter_content
@@ -191,6 +195,8 @@ class Consumer:
         self._waiting[request.request_id] = ticket
         self._users.add(RequestId(request.request_id), ticket)
         self._prepare.append(ticket)
+        if self._relay is not None:
+            self._relay.begin(request.request_id, ticket)
 
     def num_matched_tokens(self, request: Request, computed: int) -> int:
         """Return how many tokens of a request, beyond the cached ones, are to be loaded.
@@ -281,7 +287,10 @@ class Consumer:
             # vLLM calls this when every rank has reported the load. Ranks end loads in different
             # orders, some before they hear of the next load. Only a load that all ranks have
             # reported counts as over: no rank reads for it any more when "done" is sent.
-            self._users.over(RequestId(request_id), loaded=request_id not in failed)
+            loaded = request_id not in failed
+            self._users.over(RequestId(request_id), loaded=loaded)
+            if self._relay is not None:
+                self._relay.end(request_id, loaded=None if loading.is_aborted else loaded)
             if not loading.is_aborted:
                 self._loaded.add(request_id)
             if request_id in failed:
@@ -313,6 +322,8 @@ class Consumer:
         """Return the messages to the workers that were queued since the last call."""
         for ticket in self._users.take_unused():
             self._loads.append(self._release_only(ticket.request, ticket, shared=False))
+            if self._relay is not None:
+                self._relay.reach(ticket)
         messages = LoadMessages(
             prepare=tuple(self._prepare),
             loads=tuple(self._loads),
@@ -549,6 +560,8 @@ class Consumer:
         shared = self._shares(request_id)
         self._loads.append(self._release_only(request_id, ticket, shared=shared))
         self._users.over(RequestId(request_id), loaded=False)
+        if self._relay is not None:
+            self._relay.end(request_id)
 
     def _release_only(self, request_id: str, ticket: Ticket, *, shared: bool) -> Load:
         """Return a load that reads nothing, and only tells the producer that it may free the pages.

@@ -12,7 +12,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from kvferry.core.endpoint import Load
+from kvferry.core.endpoint import Load, RelayedHandshakes
 from kvferry.core.lifecycle.holds import EndedHold
 from kvferry.core.lifecycle.reclamation import Silence
 from kvferry.core.lifecycle.scheduler_holds import HoldOrders
@@ -105,6 +105,8 @@ class StepMetadata(KVConnectorMetadata):
             ``ranks``.
         orders: Changes to the holds of requests that this engine prefills for others: which holds
             begin, may be read, or end.
+        relayed: What the scheduler half has learnt about the engines that made tickets. Workers
+            take the replies to its handshakes in place of asking these engines themselves.
         prepare: Tickets of new requests. Workers connect to the engines that made the tickets
             before the requests have blocks.
         loads: Loads to start. A load that reads nothing only tells the producer that it may free
@@ -123,6 +125,7 @@ class StepMetadata(KVConnectorMetadata):
     ranks: tuple[bytes, ...] = ()
     ticket_key: bytes = b""
     orders: HoldOrders = HoldOrders()  # noqa: RUF009 - frozen
+    relayed: RelayedHandshakes = RelayedHandshakes()  # noqa: RUF009 - frozen
     prepare: tuple[Ticket, ...] = ()
     loads: tuple[Load, ...] = ()
     refused: tuple[tuple[str, str], ...] = ()

@@ -11,6 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from kvferry.core.endpoint import HandshakeRelay
 from kvferry.core.handshake import HandshakeServer
 from kvferry.core.lifecycle.holds import random_incarnation
 from kvferry.core.metrics import Metrics
@@ -20,6 +21,7 @@ from kvferry.integrations.vllm import versions
 from kvferry.integrations.vllm.adapter_loads import AdapterReport
 from kvferry.integrations.vllm.adapters import Adapters, lora_settings
 from kvferry.integrations.vllm.cache_groups import cache_groups
+from kvferry.integrations.vllm.compatibility import endpoint_options
 from kvferry.integrations.vllm.consumer import Consumer
 from kvferry.integrations.vllm.metadata import RankHandshake, RankReport, StepMetadata
 from kvferry.integrations.vllm.metrics import FerryStats
@@ -113,6 +115,7 @@ class FerryScheduler:
             adapter_content=self._adapters.content,
             reports=reports,
         )
+        self._relay = HandshakeRelay(endpoint_options(self._config, self._security.access))
         self._consumer = Consumer(
             groups,
             metrics=self._metrics,
@@ -127,6 +130,7 @@ class FerryScheduler:
             adapter_content=self._adapters.content,
             lora_enabled=vllm_config.lora_config is not None,
             reports=reports,
+            relay=self._relay,
         )
         self._serving = EngineSideChannel(
             engine=transfer.engine_id,
@@ -279,6 +283,7 @@ class FerryScheduler:
             ranks=ranks,
             ticket_key=self._ticket_key.public if ranks else b"",
             orders=self._producer.drain(),
+            relayed=self._relay.take(),
             prepare=loads.prepare,
             loads=loads.loads,
             refused=loads.refused,
@@ -328,13 +333,14 @@ class FerryScheduler:
     def pending(self) -> bool:
         """Whether vLLM must run a step even if there is no token to compute.
 
-        ``True`` while messages about loads are to be sent to the workers. Also ``True`` for a while
-        after a worker reported a problem, because the worker can report only in a step that the
-        problem has ended.
+        ``True`` while messages about loads are to be sent to the workers, and while engines are
+        asked for what the workers need. Also ``True`` for a while after a worker reported a
+        problem, because the worker can report only in a step that the problem has ended.
         """
         has_problems = any(self._problems.values())
         changed_lately = time.monotonic() < self._problems_changed + PROBLEM_STEPS_SECONDS
-        return self._consumer.pending or (has_problems and changed_lately)
+        has_messages = self._consumer.pending or self._relay.pending
+        return has_messages or (has_problems and changed_lately)
 
     def reset(self) -> None:
         """End every hold that a ticket names, so that vLLM's next prefix-cache reset succeeds."""
@@ -346,7 +352,11 @@ class FerryScheduler:
         return [f"rank {rank}: {problem}" for rank, each in problems for problem in each]
 
     def close(self) -> None:
-        """Close the side channel, and read no secrets again. A second call has no effect."""
+        """Close the side channel, ask no engine, and read no secrets again.
+
+        A second call has no effect.
+        """
+        self._relay.close()
         self._security_files.close()
         self._close_server()
         self._adapters.close()

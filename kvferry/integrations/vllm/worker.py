@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from kvferry.core import messages as wire
 from kvferry.core import side_channel_messages
-from kvferry.core.endpoint import Endpoint, EndpointOptions, Results
+from kvferry.core.endpoint import Endpoint, RelayedHandshakes, Results
 from kvferry.core.errors import TicketError
 from kvferry.core.lifecycle.holds import EndedHold, Hold, HoldEnd, Incarnation, RequestId
 from kvferry.core.lifecycle.scheduler_holds import HoldOrders
@@ -24,7 +24,7 @@ from kvferry.integrations.vllm import config as configuration
 from kvferry.integrations.vllm import support, versions
 from kvferry.integrations.vllm.caches.cache_layout import describe
 from kvferry.integrations.vllm.caches.layer_facts import layer_facts
-from kvferry.integrations.vllm.compatibility import judgements, rank_identity
+from kvferry.integrations.vllm.compatibility import endpoint_options, rank_identity
 from kvferry.integrations.vllm.device import current_device, thread_setup, work_marker
 from kvferry.integrations.vllm.metadata import RankHandshake, RankReport, StepMetadata
 from kvferry.integrations.vllm.metrics import FerryStats
@@ -51,6 +51,12 @@ IDLE_SECONDS = 0.005
 
 The wait releases the interpreter's lock; an engine that spins would starve the endpoint's thread. A
 request that arrives during the wait is delayed by no more than this.
+"""
+
+ASKING_SECONDS = 0.001
+"""Longest wait for a result, in seconds, in such a step while a handshake has just begun.
+
+The scheduler half makes the handshake, and passes the reply on with the next step.
 """
 
 QUIET_SHARE = 0.1
@@ -99,6 +105,7 @@ class FerryWorker:
         self._has_reported_loads = False
         self._computed = time.monotonic()
         self._asks_silent = False
+        self._relayed = RelayedHandshakes()
         self._problems: tuple[str, ...] = ()
         self.handshake = RankHandshake(
             payload=side_channel_messages.encode(endpoint.payload), library=endpoint.library
@@ -143,16 +150,7 @@ class FerryWorker:
             transport=make_transport(config, {region.kind for region in layout.regions}, enter),
             layout=layout,
             slots=kv_cache_config.num_blocks,
-            options=EndpointOptions(
-                handshake_timeout=config.handshake_timeout,
-                lease=config.kv_lease_duration,
-                load_timeout=config.load_timeout,
-                liveness_interval=config.liveness_interval,
-                liveness_misses=config.liveness_misses,
-                engine_ttl=config.engine_ttl,
-                judgements=judgements(config),
-                access=security.access,
-            ),
+            options=endpoint_options(config, security.access),
             zero=zero_function(caches.values()),
             enter=enter,
         )
@@ -177,6 +175,9 @@ class FerryWorker:
         passed = self._mark_work() if step.orders.ready or step.loads else None
         if step.orders:
             self._endpoint.apply(step.orders, passed)
+        self._relayed = step.relayed
+        if step.relayed:
+            self._endpoint.relay(step.relayed)
         for ticket in step.prepare:
             self._endpoint.prepare(ticket)
         for load in step.loads:
@@ -194,8 +195,9 @@ class FerryWorker:
         A request with a ticket counts as sent when this rank no longer keeps its pages for another
         engine: they were read, or their hold ended otherwise. A request whose load failed is in
         ``finished_recving`` and in ``failed_recving``. In a step without tokens to compute, the
-        call may wait for up to ``IDLE_SECONDS``: while loads are under way, and, for less if tokens
-        were computed lately, while pages are held. vLLM makes such steps with hardly a pause.
+        call may wait for up to ``IDLE_SECONDS``: while loads or handshakes are under way, and, for
+        less if tokens were computed lately, while pages are held. vLLM makes such steps with hardly
+        a pause.
         """
         if not self._idle:
             self._computed = time.monotonic()
@@ -216,7 +218,9 @@ class FerryWorker:
         """
         if self._has_reported_loads:
             return 0.0
-        if self._endpoint.pending or self._problems:
+        if self._relayed.is_quick:
+            return ASKING_SECONDS
+        if self._endpoint.pending or self._relayed.is_asking or self._problems:
             return IDLE_SECONDS
         if self._endpoint.held:
             return min(IDLE_SECONDS, QUIET_SHARE * (time.monotonic() - self._computed))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -13,8 +14,15 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.core.endpoint import Endpoint, EndpointOptions, Identity, Load, Results
-from kvferry.core.errors import KVFerryError
+from kvferry.core.endpoint import (
+    Endpoint,
+    EndpointOptions,
+    HandshakeRelay,
+    Identity,
+    Load,
+    Results,
+)
+from kvferry.core.errors import EndpointClosedError, KVFerryError
 from kvferry.core.handshake import HandshakeServer
 from kvferry.core.layout import Field, Group, GroupKind, Layout, axis
 from kvferry.core.lifecycle.digest import digest
@@ -81,6 +89,52 @@ class Rank:
         return blocks.reshape(-1, *blocks.shape[2:])
 
 
+class Steps:
+    """Relays handshakes to all ranks of an engine, as its scheduler half does in its steps."""
+
+    def __init__(
+        self, ranks: list[Rank], options: EndpointOptions, clock: Callable[[], float]
+    ) -> None:
+        self._ranks = ranks
+        self._relay = HandshakeRelay(options, clock)
+        self._lock = threading.Lock()
+        self._is_over = threading.Event()
+        self.may_step = threading.Event()
+        self.may_step.set()
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def begin(self, request: str, ticket: Ticket) -> None:
+        """A request came with a ticket; its load is started when this method has returned."""
+        with self._lock:
+            self._relay.begin(request, ticket)
+            self._step()
+
+    def end(self, request: str, *, loaded: bool | None) -> None:
+        """A request's load is over."""
+        with self._lock:
+            self._relay.end(request, loaded=loaded)
+
+    def close(self) -> None:
+        """Make no more steps."""
+        self._is_over.set()
+        self.may_step.set()
+        self._thread.join()
+        self._relay.close()
+
+    def _run(self) -> None:
+        while not self._is_over.wait(0.002):
+            self.may_step.wait()
+            with self._lock:
+                self._step()
+
+    def _step(self) -> None:
+        news = self._relay.take()
+        for rank in self._ranks:
+            with contextlib.suppress(EndpointClosedError):
+                rank.endpoint.relay(news)
+
+
 @dataclass(kw_only=True)
 class Engine:
     """All ranks of an engine, its scheduler's holds and its side channel."""
@@ -94,6 +148,7 @@ class Engine:
     ticket_key: TicketKey | None = None
     ids: Iterator[int] = field(default_factory=itertools.count)
     sent: list[list[RequestId]] = field(default_factory=list)
+    steps: Steps | None = None
 
     def step(self, passed: Callable[[], bool] | None = None) -> None:
         """Do one engine step: send the orders to every rank."""
@@ -165,11 +220,15 @@ class Engine:
             report=not nothing,
             shared=shared,
         )
+        if self.steps is not None:
+            self.steps.begin(request, ticket)
         for rank in self.ranks:
             rank.endpoint.load(load, passed)
 
     def prepare(self, ticket: Ticket) -> None:
         """Tell every rank that a request with this ticket waits for local pages."""
+        if self.steps is not None:
+            self.steps.begin(ticket.request, ticket)
         for rank in self.ranks:
             rank.endpoint.prepare(ticket)
 
@@ -179,6 +238,8 @@ class Engine:
         for rank in self.ranks:
             results = until(rank.endpoint, lambda r: RequestId(request) in r.received)
             failed.update(results.failed)
+        if self.steps is not None:
+            self.steps.end(request, loaded=not failed)
         return Results(received=frozenset({RequestId(request)}), failed=failed)
 
     def released(self, request: str) -> list[EndedHold]:
@@ -318,8 +379,12 @@ def engine(
     ticket_key: TicketKey | None = None,
     enter: EnterThread = enter_nothing,
     zero: Callable[[Spans], None] = zero_cpu,
+    relays: bool = False,
 ) -> Iterator[Engine]:
-    """Run an engine until the block ends; without a ticket key, as older builds do."""
+    """Run an engine until the block ends; without a ticket key, as older builds do.
+
+    With ``relays``, its ranks do not ask producers themselves (``HandshakeRelay``).
+    """
     shape = shape or Shape()
     incarnation = random_incarnation()
     with contextlib.ExitStack() as stack:
@@ -368,6 +433,9 @@ def engine(
             rank.endpoint.join(payloads)
             if ticket_key is not None:
                 rank.endpoint.prove(ticket_key.public)
+        steps = Steps(ranks, options or EndpointOptions(), clock) if relays else None
+        if steps is not None:
+            stack.callback(steps.close)
         yield Engine(
             name=name,
             shape=shape,
@@ -376,4 +444,5 @@ def engine(
             scheduler_holds=SchedulerHolds(shape.pages),
             incarnation=incarnation,
             ticket_key=ticket_key,
+            steps=steps,
         )

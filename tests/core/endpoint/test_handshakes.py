@@ -10,7 +10,8 @@ from collections.abc import Callable
 import pytest
 
 from kvferry.core.endpoint import handshakes as module
-from kvferry.core.endpoint.handshakes import MAX_HANDSHAKES, HandshakeResult, Handshakes, PeerKey
+from kvferry.core.endpoint.handshakes import MAX_HANDSHAKES, HandshakeResult, Handshakes
+from kvferry.core.endpoint.peer_key import PeerKey
 from kvferry.core.errors import HandshakeError, KVFerryError
 from kvferry.core.planner.plan import Plan
 

@@ -16,8 +16,9 @@ import pytest
 import zmq
 
 from kvferry.core.endpoint import EndpointOptions, peers
-from kvferry.core.endpoint.handshakes import PeerKey, memory_of
+from kvferry.core.endpoint.handshakes import memory_of
 from kvferry.core.endpoint.liveness import LivenessChecks
+from kvferry.core.endpoint.peer_key import PeerKey
 from kvferry.core.endpoint.peers import PeerMemoryBudget, PeerStatus, most_peers
 from kvferry.core.errors import ConnectError, HandshakeError, KVFerryError
 from kvferry.core.handshake.sockets import Context
@@ -292,7 +293,7 @@ def test_a_silent_producer_does_not_delay_the_detection_of_another_ones_death() 
         engine("two") as two,
         socket.create_server(("127.0.0.1", 0)) as silent,
     ):
-        checks, lost = LivenessChecks(options), queue.SimpleQueue[KVFerryError]()
+        checks, lost = LivenessChecks(options), queue.SimpleQueue[KVFerryError | None]()
 
         def start_check(name: str, port: int, incarnation: int) -> Callable[[], None]:
             key = PeerKey(name, "127.0.0.1", port)

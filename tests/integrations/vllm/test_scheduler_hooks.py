@@ -470,8 +470,14 @@ class TestConsuming:
         half.blocks_allocated(each, blocks(21, 22, 23), 40)
         step = half.build_step(OUTPUT)
         assert (len(step.prepare), len(step.loads), step.idle) == (1, 1, False)
-        assert half.build_step(IDLE).idle
-        assert not half.pending
+        assert [key.engine for key in step.relayed.expected] == ["prefill"]
+        later = half.build_step(IDLE)
+        assert (later.idle, later.prepare, later.loads, later.relayed.expected) == (
+            True,
+            (),
+            (),
+            (),
+        )
         half.worker_output(heard(vllm, recving={"r"}))
         assert half.take_stats().data == {
             "loads": {"loopback": 1},

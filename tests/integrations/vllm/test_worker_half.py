@@ -12,7 +12,8 @@ import pytest
 
 from kvferry.core import messages as wire
 from kvferry.core import side_channel_messages as side
-from kvferry.core.endpoint import Load, Results
+from kvferry.core.endpoint import Load, RelayedHandshakes, Results
+from kvferry.core.endpoint.peer_key import PeerKey
 from kvferry.core.errors import StaleError
 from kvferry.core.lifecycle.holds import EndedHold, Hold, HoldEnd, RequestId
 from kvferry.core.lifecycle.reclamation import Silence
@@ -88,6 +89,7 @@ def test_a_step_is_applied_whole_and_in_order(half: Any, endpoint: MagicMock) ->
         ranks=tuple(side.encode(one) for one in ranks),
         ticket_key=b"key",
         orders=READY,
+        relayed=RelayedHandshakes(expected=(PeerKey.of(ticket()),)),
         prepare=(ticket(),),
         loads=(load("a"), load("b")),
         refused=(("c", "another prompt"),),
@@ -101,6 +103,7 @@ def test_a_step_is_applied_whole_and_in_order(half: Any, endpoint: MagicMock) ->
         call.prove(b"key"),
         call.join(ranks),
         call.apply(READY, mark),
+        call.relay(step.relayed),
         call.prepare(ticket()),
         call.load(step.loads[0], mark),
         call.load(step.loads[1], mark),

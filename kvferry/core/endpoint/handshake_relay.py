@@ -1,0 +1,373 @@
+"""Handshakes and liveness checks that a scheduler half makes once for all ranks of its engine.
+
+Every rank of an engine needs the same replies of the same producers, and must know when one of
+these is dead. ``HandshakeRelay`` asks each producer once, and pings it from then on. What it learns
+goes to the endpoints of all ranks with the messages of each step (``Endpoint.relay``). A rank that
+needs a reply which is not on its way, because it alone has given the producer up, asks for itself,
+and then pings for itself.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Hashable
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+
+import msgspec
+
+from kvferry.core.endpoint.handshakes import Handshakes, dialer, first_answer
+from kvferry.core.endpoint.liveness import LivenessChecks
+from kvferry.core.endpoint.options import EndpointOptions
+from kvferry.core.endpoint.peer_key import PeerKey
+from kvferry.core.endpoint.peers import Name, most_peers
+from kvferry.core.endpoint.relayed_replies import EncodedReply, RelayedHandshakes
+from kvferry.core.error_causes import RAISE_LIMITS
+from kvferry.core.errors import ConnectError, HandshakeError, KVFerryError, TicketError, WireError
+from kvferry.core.handshake.client import receiving
+from kvferry.core.handshake.exchange import explained
+from kvferry.core.handshake.reply_limits import ReplyLimits
+from kvferry.core.lifecycle.holds import Incarnation
+from kvferry.core.lifecycle.ticket import Ticket
+from kvferry.core.security import proof
+from kvferry.core.security.proof import load_library
+from kvferry.core.side_channel_messages import MAX_PAYLOAD_BYTES, RandomBits, decode
+
+MAX_STEP_BYTES = 1 << 20
+"""The most bytes of replies in the messages of one step, beyond the first reply."""
+MAX_TICKETS = 16
+"""The most tickets of one handshake that are looked at for a genuine one."""
+QUICK_SECONDS = 0.1
+"""For how long after a handshake has begun its reply may come within milliseconds. Later, it comes
+when a pause or a timeout is over."""
+
+
+class _PayloadStart(msgspec.Struct, frozen=True, kw_only=True):
+    """What the relay needs of a rank's payload; the ranks decode and check all of it."""
+
+    engine: str
+    incarnation: RandomBits
+
+
+_start = msgspec.msgpack.Decoder(_PayloadStart)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Answer:
+    """A producer's reply, and the incarnation that its first rank names."""
+
+    reply: EncodedReply
+    incarnation: Incarnation
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Producer:
+    """A producer whose reply the ranks were sent, and which is pinged.
+
+    Attributes:
+        key: the producer, as the first ticket named it.
+        number: the number of the watch, which the reply and ``RelayedHandshakes.unwatched`` name.
+        stop: ends the pings.
+        last_used: when a request last began or ceased to use the producer.
+        is_doubted: whether a load from it has failed since it was asked, so that some rank may have
+            given it up: it is asked again when it is next used.
+    """
+
+    key: PeerKey
+    number: int
+    last_used: float
+    stop: Callable[[], None] = lambda: None
+    is_doubted: bool = False
+
+
+class HandshakeRelay:
+    """Ask and ping producers for all ranks of an engine; used by the scheduler half's thread.
+
+    No method blocks: handshakes and pings run on threads of their own, and what they have learnt is
+    processed when a method is called next.
+
+    Args:
+        options: timeouts and intervals, this engine's keys, and the networks that it may connect
+            to; the same as those of the ranks' endpoints.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self, options: EndpointOptions, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._options = options
+        self._clock = clock
+        self._posted: deque[Callable[[], None]] = deque()
+        self._reply_limits = ReplyLimits()
+        self._handshakes = Handshakes(self._fetch, self._posted.append, clock)
+        self._liveness = LivenessChecks(options)
+        self._tickets: dict[PeerKey, list[Ticket]] = {}
+        """Producer that is being asked, to tickets for which that is done."""
+        self._users: dict[Hashable, Name] = {}
+        self._uses: Counter[Name] = Counter()
+        self._producers: dict[Name, _Producer] = {}
+        self._numbers = itertools.count(1)
+        self._quick_until = 0.0
+        self._expected: list[PeerKey] = []
+        self._outcomes: deque[tuple[PeerKey, EncodedReply | KVFerryError]] = deque()
+        self._unwatched: dict[int, KVFerryError | None] = {}
+
+    @property
+    def pending(self) -> bool:
+        """Return whether ``take`` has, or will soon have, messages that the ranks wait for."""
+        messages = self._posted or self._expected or self._outcomes or self._unwatched
+        return bool(messages) or len(self._handshakes) > 0
+
+    def begin(self, request: Hashable, ticket: Ticket) -> None:
+        """Count a request as a user of its ticket's producer, and ask the producer if need be.
+
+        Args:
+            request: identifies the request until ``end``.
+            ticket: the request's ticket.
+        """
+        self.end(request)
+        self.reach(ticket)
+        name = _name(ticket)
+        self._users[request] = name
+        self._uses[name] += 1
+
+    def reach(self, ticket: Ticket) -> None:
+        """Ask a ticket's producer, unless the ranks know it already.
+
+        Args:
+            ticket: the ticket, which the ranks are sent in the next step.
+        """
+        self._run_posted()
+        now = self._clock()
+        name = _name(ticket)
+        producer = self._producers.get(name)
+        if producer is not None and not self._is_wanted(name, producer):
+            self._end(name, producer, None)
+            producer = None
+        if producer is not None:
+            producer.last_used = now
+            if not producer.is_doubted:
+                return
+        key = PeerKey.of(ticket)
+        tickets = self._tickets.get(key)
+        if tickets is None:
+            self._tickets[key] = [ticket]
+            self._expected.append(key)
+            self._quick_until = now + QUICK_SECONDS
+            self._handshakes.ask(key, lambda outcome: self._on_outcome(key, outcome))
+        elif len(tickets) < MAX_TICKETS:
+            tickets.append(ticket)
+
+    def end(self, request: Hashable, *, loaded: bool | None = None) -> None:
+        """Count a request no longer as a user of its producer.
+
+        Args:
+            request: the request; ignored if it is not counted.
+            loaded: whether its load succeeded; ``None`` if it had none, or was given up here.
+        """
+        name = self._users.pop(request, None)
+        if name is None:
+            return
+        self._uses[name] -= 1
+        if not self._uses[name]:
+            del self._uses[name]
+        if (producer := self._producers.get(name)) is None:
+            return
+        producer.last_used = self._clock()
+        if loaded:
+            self._handshakes.succeeded(producer.key)
+        elif loaded is not None:
+            producer.is_doubted = True
+            self._handshakes.failed(producer.key)
+
+    def take(self) -> RelayedHandshakes:
+        """Return what the ranks' endpoints are to be told in this step.
+
+        Replies beyond ``MAX_STEP_BYTES`` wait for the next step.
+        """
+        self._run_posted()
+        now = self._clock()
+        self._handshakes.progress(now)
+        unwatched, self._unwatched = self._unwatched, {}
+        expected, self._expected = self._expected, []
+        outcomes, left = list[tuple[PeerKey, EncodedReply | KVFerryError]](), MAX_STEP_BYTES
+        while self._outcomes and left > 0:
+            key, outcome = self._outcomes.popleft()
+            if isinstance(outcome, EncodedReply):
+                left -= outcome.nbytes
+                self._reply_limits.used(outcome.nbytes)
+            outcomes.append((key, outcome))
+        return RelayedHandshakes(
+            unwatched=tuple(unwatched.items()),
+            expected=tuple(expected),
+            outcomes=tuple(outcomes),
+            is_asking=bool(self._tickets),
+            is_quick=bool(self._tickets) and now < self._quick_until,
+        )
+
+    def close(self) -> None:
+        """End all pings, and start no more handshakes; return at once."""
+        self._handshakes.close()
+        self._liveness.close()
+
+    def _run_posted(self) -> None:
+        """Process what handshakes and pings have posted from their threads."""
+        while self._posted:
+            self._posted.popleft()()
+
+    def _fetch(self, key: PeerKey) -> _Answer:
+        """Ask a producer what its ranks publish; runs on a thread of its own.
+
+        Raises:
+            HandshakeError: see ``first_answer``.
+        """
+        begun = time.perf_counter()
+
+        def ask(place: PeerKey, timeout: float, attempt: ExitStack) -> tuple[bytes, _Answer]:
+            call = dialer(place, timeout, self._options)
+            published = attempt.enter_context(receiving(call, place.engine, self._reply_limits))
+            with explained(place.engine, call):
+                incarnation = _incarnation_of(published.ranks[0], place.engine)
+            reply = EncodedReply(
+                place=place,
+                ranks=tuple(published.ranks),
+                ticket_key=published.ticket_key,
+                numeric=call.found,
+            )
+            return published.ticket_key, _Answer(reply=reply, incarnation=incarnation)
+
+        with ExitStack() as turn:
+            _, answer = first_answer(key, self._options.handshake_timeout, ask, turn)
+            self._reply_limits.made(answer.reply.nbytes)
+        if answer.reply.ticket_key:
+            load_library()
+        seconds = time.perf_counter() - begun
+        return replace(answer, reply=replace(answer.reply, seconds=seconds))
+
+    def _on_outcome(self, key: PeerKey, outcome: _Answer | KVFerryError) -> None:
+        """Queue the outcome of a handshake for the ranks, and begin to ping the producer."""
+        tickets = self._tickets.pop(key)
+        if isinstance(outcome, KVFerryError):
+            self._outcomes.append((key, outcome))
+            return
+        reply = outcome.reply
+        # The ranks refuse other tickets; what only those name is not watched.
+        if any(_is_made_by(ticket, outcome) for ticket in tickets):
+            watched = self._watch(key, outcome)
+            if isinstance(watched, KVFerryError):
+                self._reply_limits.used(reply.nbytes)
+                self._outcomes.append((key, watched))
+                return
+            reply = replace(reply, watch=watched)
+        self._outcomes.append((key, reply))
+
+    def _watch(self, key: PeerKey, answer: _Answer) -> int | ConnectError | None:
+        """Ping a producer from now on, unless it is pinged already.
+
+        Args:
+            key: the producer.
+            answer: its answer.
+
+        Returns:
+            The number of the watch; ``None`` if there are too many; or the error if the pings
+            cannot be started.
+        """
+        reply = answer.reply
+        name = key.engine, answer.incarnation, reply.ticket_key
+        if (known := self._producers.get(name)) is not None:
+            known.is_doubted = False
+            return known.number
+        if not self._has_room():
+            return None
+        number = next(self._numbers)
+        producer = _Producer(key=key, number=number, last_used=self._clock())
+
+        def lost(error: KVFerryError | None) -> None:
+            self._posted.append(lambda: self._end(name, producer, error))
+
+        if self._options.liveness_interval:
+            try:
+                producer.stop = self._liveness.start(
+                    reply.place,
+                    reply.numeric,
+                    answer.incarnation,
+                    lost=lost,
+                    wanted=lambda: self._is_wanted(name, producer),
+                )
+            except (OSError, RuntimeError) as exc:  # no file descriptor or no thread is left
+                return ConnectError(f"cannot watch engine {key.engine}: {exc}; {RAISE_LIMITS}")
+        self._producers[name] = producer
+        return number
+
+    def _is_wanted(self, name: Name, producer: _Producer) -> bool:
+        """Return whether a producer was used within ``engine_ttl``. Safe to use from any thread."""
+        unused = self._clock() - producer.last_used
+        return bool(self._uses.get(name)) or unused < self._options.engine_ttl
+
+    def _has_room(self) -> bool:
+        """Return whether one more producer can be watched; end the watch of an unused one for it.
+
+        That is the one which was not used for longest.
+        """
+        if len(self._producers) < most_peers():
+            return True
+        unused = [each for each in self._producers.items() if not self._uses.get(each[0])]
+        if not unused:
+            return False
+        name, producer = min(unused, key=lambda each: each[1].last_used)
+        self._end(name, producer, None)
+        return True
+
+    def _end(self, name: Name, producer: _Producer, error: KVFerryError | None) -> None:
+        """End the watch of a producer, and have the ranks told.
+
+        Args:
+            name: the producer.
+            producer: its watch; ignored if it has ended.
+            error: why the producer is lost; ``None`` if it is not used any more.
+        """
+        if self._producers.get(name) is not producer:
+            return
+        del self._producers[name]
+        producer.stop()
+        self._unwatched[producer.number] = error
+        # A reply that was not sent yet would be used after the watch has ended.
+        why = error or HandshakeError(f"engine {name[0]} was released meanwhile")
+        for index, (key, outcome) in enumerate(self._outcomes):
+            if isinstance(outcome, EncodedReply) and outcome.watch == producer.number:
+                self._reply_limits.used(outcome.nbytes)
+                self._outcomes[index] = key, why
+
+
+def _name(ticket: Ticket) -> Name:
+    return ticket.engine, ticket.incarnation, ticket.ticket_key
+
+
+def _is_made_by(ticket: Ticket, answer: _Answer) -> bool:
+    """Return whether the engine that answered made a ticket; see ``check_maker``."""
+    try:
+        proof.check(ticket.proof, answer.reply.ticket_key)
+    except TicketError:
+        return False
+    return ticket.incarnation == answer.incarnation
+
+
+def _incarnation_of(payload: bytes, engine: str) -> Incarnation:
+    """Return the incarnation that a rank's payload names.
+
+    Args:
+        payload: the encoded payload; untrusted.
+        engine: the id of the engine that was asked.
+
+    Raises:
+        HandshakeError: the payload is malformed, or another engine's.
+    """
+    try:
+        start = decode(_start, payload, MAX_PAYLOAD_BYTES, "payload")
+    except WireError as exc:
+        raise HandshakeError(f"payload of rank 0: {exc}") from exc
+    if start.engine != engine:
+        raise HandshakeError(f"it answered with the ranks of engine {start.engine!r}")
+    return Incarnation(start.incarnation)

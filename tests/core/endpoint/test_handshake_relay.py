@@ -1,0 +1,440 @@
+"""``HandshakeRelay`` asks and pings each producer once, for all ranks of an engine."""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import socket
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import zmq
+
+from kvferry.core.endpoint import (
+    EndpointOptions,
+    HandshakeRelay,
+    RelayedHandshakes,
+    handshake_relay,
+)
+from kvferry.core.endpoint.peer_key import PeerKey
+from kvferry.core.endpoint.relayed_replies import (
+    ERROR_SECONDS,
+    MAX_STORED_BYTES,
+    EncodedReply,
+    RelayedReplies,
+)
+from kvferry.core.errors import (
+    ConnectError,
+    HandshakeError,
+    KVFerryError,
+    PeerLostError,
+    TicketError,
+)
+from kvferry.core.lifecycle.holds import RequestId
+from kvferry.core.lifecycle.ticket import Ticket
+from kvferry.core.security import TicketKey
+from kvferry.core.side_channel_messages import (
+    PayloadRequest,
+    Payloads,
+    Pong,
+    decode_request,
+    encode,
+)
+from kvferry.core.transport import PeerId
+from tests.core.endpoint.engines import (
+    Clock,
+    Engine,
+    RecordingTransport,
+    Shape,
+    engine,
+    eventually,
+)
+
+KEY = PeerKey("prefill", "127.0.0.1", 1)
+TTL = 100.0
+
+
+class SideChannel:
+    """Answers for what a producer's ranks publish, and counts who asks."""
+
+    def __init__(self, producer: Engine, *, payloads: list[bytes] | None = None) -> None:
+        key = producer.ticket_key.public if producer.ticket_key is not None else b""
+        published = [encode(rank.endpoint.payload) for rank in producer.ranks]
+        self._payloads = encode(Payloads(ranks=payloads or published, ticket_key=key))
+        self._pong = encode(Pong(incarnation=producer.incarnation))
+        self._is_over = threading.Event()
+        self.asked = 0
+        self.pinged_by: set[bytes] = set()
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
+        self.port: int = self._socket.bind_to_random_port("tcp://127.0.0.1")
+        self._thread = threading.Thread(target=self._serve)
+        self._thread.start()
+
+    def __enter__(self) -> SideChannel:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End, as the side channel of an engine that is killed."""
+        self._is_over.set()
+        self._thread.join()
+
+    def _serve(self) -> None:
+        while not self._is_over.is_set():
+            if not self._socket.poll(5):
+                continue
+            who, message = self._socket.recv_multipart()
+            if isinstance(decode_request(message), PayloadRequest):
+                self.asked += 1
+                self._socket.send_multipart([who, self._payloads])
+            else:
+                self.pinged_by.add(who)
+                self._socket.send_multipart([who, self._pong])
+        self._socket.close(0)
+
+
+@contextlib.contextmanager
+def relaying(
+    options: EndpointOptions = EndpointOptions(),  # noqa: B008 - frozen
+    shape: Shape | None = None,
+) -> Iterator[tuple[HandshakeRelay, Clock]]:
+    """Make a relay, and a clock for it that tests can move forward."""
+    clock = Clock()
+    relay = HandshakeRelay(options, clock)
+    try:
+        yield relay, clock
+    finally:
+        relay.close()
+
+
+def outcome_of(relay: HandshakeRelay) -> EncodedReply | KVFerryError:
+    """Take steps until a handshake is over."""
+    taken: list[RelayedHandshakes] = []
+
+    def is_over() -> bool:
+        taken.append(relay.take())
+        return bool(taken[-1].outcomes)
+
+    eventually(is_over, "a handshake is over")
+    [(_, outcome)] = taken[-1].outcomes
+    return outcome
+
+
+def reply_of(relay: HandshakeRelay) -> EncodedReply:
+    outcome = outcome_of(relay)
+    assert isinstance(outcome, EncodedReply)
+    return outcome
+
+
+def at(channel: SideChannel, ticket: Ticket) -> Ticket:
+    return replace(ticket, port=channel.port)
+
+
+@pytest.mark.parametrize(("relays", "times"), [(True, 1), (False, 2)])
+def test_a_producer_is_asked_and_pinged_once_for_two_ranks(relays: bool, times: int) -> None:
+    options = EndpointOptions(liveness_interval=0.05, liveness_misses=100)
+    with (
+        engine("prefill") as prefill,
+        SideChannel(prefill) as channel,
+        engine("decode", Shape(tp=2), options=options, relays=relays) as decode,
+    ):
+        for number in range(3):
+            name = f"p-{number}"
+            decode.pull(f"d-{number}", at(channel, prefill.serve(name, [1 + number], 4)), [2])
+            assert not decode.outcome(f"d-{number}").failed
+        eventually(lambda: len(channel.pinged_by) >= times, "the producer is pinged")
+        assert (channel.asked, len(channel.pinged_by)) == (times, times)
+
+
+def test_all_ranks_learn_that_a_producer_died_and_release_it() -> None:
+    drivers = [RecordingTransport(), RecordingTransport()]
+    free = iter(drivers)
+    with (
+        engine("prefill") as prefill,
+        engine("decode", Shape(tp=2), transport=lambda: next(free), relays=True) as decode,
+    ):
+        prefill.compute("p-1", [1], 4)
+        decode.pull("d-1", prefill.finish("p-1", [1], 4, computed=False, order=False), [2])
+        eventually(lambda: all(each.open_connections for each in drivers), "all are connected")
+        prefill.server.close()
+        error = decode.outcome("d-1").failed[RequestId("d-1")]
+        assert isinstance(error, PeerLostError)
+        assert "missed 3 of 3 pings" in str(error)
+        eventually(lambda: not any(each.open_connections for each in drivers), "all are released")
+
+
+def test_a_load_waits_for_the_step_that_brings_the_reply() -> None:
+    with (
+        engine("prefill") as prefill,
+        SideChannel(prefill) as channel,
+        engine("decode", Shape(tp=2), relays=True) as decode,
+    ):
+        assert decode.steps is not None
+        decode.steps.may_step.clear()
+        decode.pull("d-1", at(channel, prefill.serve("p-1", [1], 4)), [2])
+        assert not decode.ranks[0].endpoint.wait(0.3)
+        decode.steps.may_step.set()
+        assert not decode.outcome("d-1").failed
+        assert channel.asked == 1
+
+
+def test_ranks_ask_themselves_if_no_reply_comes_in_time() -> None:
+    clock = Clock()
+    with (
+        engine("prefill") as prefill,
+        SideChannel(prefill) as channel,
+        engine("decode", Shape(tp=2), clock=clock, relays=True) as decode,
+    ):
+        assert decode.steps is not None
+        decode.steps.may_step.clear()
+        decode.pull("d-1", at(channel, prefill.serve("p-1", [1], 4)), [2])
+        eventually(lambda: channel.asked == 1, "the producer is asked")
+        clock.skip(20.0)
+        assert not decode.outcome("d-1").failed
+        assert channel.asked == 3
+
+
+def test_all_ranks_get_the_error_of_a_failed_handshake() -> None:
+    with engine("prefill") as prefill, engine("decode", Shape(tp=2), relays=True) as decode:
+        ticket = prefill.serve("p-1", [1], 4)
+        with socket.create_server(("127.0.0.1", 0)) as unused:
+            port = unused.getsockname()[1]
+        decode.pull("d-1", replace(ticket, port=port), [2])
+        error = decode.outcome("d-1").failed[RequestId("d-1")]
+        assert type(error) is HandshakeError
+        assert f"engine 'prefill' at 127.0.0.1 port {port}: nobody listens there" in str(error)
+
+
+class FailingFirst(RecordingTransport):
+    """Connects nowhere at first."""
+
+    fails = True
+
+    def connect(self, address: bytes) -> PeerId:
+        failing, self.fails = self.fails, False
+        if failing:
+            raise ConnectError("the cable is out")
+        return super().connect(address)
+
+
+def test_after_a_failed_load_the_producer_is_asked_again_once_for_all_ranks() -> None:
+    drivers = iter([FailingFirst(), RecordingTransport()])
+    with (
+        engine("prefill") as prefill,
+        SideChannel(prefill) as channel,
+        engine("decode", Shape(tp=2), transport=lambda: next(drivers), relays=True) as decode,
+    ):
+        decode.pull("d-1", at(channel, prefill.serve("p-1", [1], 4)), [2])
+        error = decode.outcome("d-1").failed[RequestId("d-1")]
+        assert "the cable is out" in str(error)
+        decode.pull("d-2", at(channel, prefill.serve("p-2", [2], 4)), [3])
+        assert not decode.outcome("d-2").failed
+        assert channel.asked == 2
+
+
+def test_a_reply_whose_watch_has_ended_is_not_used() -> None:
+    with (
+        engine("prefill") as prefill,
+        SideChannel(prefill) as channel,
+        engine("decode") as decode,
+    ):
+        ticket = at(channel, prefill.serve("p-1", [1], 4))
+        [rank] = decode.ranks
+        ranks = tuple(encode(each.endpoint.payload) for each in prefill.ranks)
+        reply = EncodedReply(place=PeerKey.of(ticket), ranks=ranks, numeric="127.0.0.1", watch=7)
+        rank.endpoint.relay(RelayedHandshakes(outcomes=((PeerKey.of(ticket), reply),)))
+        rank.endpoint.relay(RelayedHandshakes(unwatched=((7, PeerLostError("it died")),)))
+        decode.pull("d-1", ticket, [2])
+        assert not decode.outcome("d-1").failed
+        eventually(lambda: len(channel.pinged_by) == 1, "the rank pings the producer itself")
+        assert channel.asked == 1
+
+
+def test_a_relayed_reply_is_checked_as_one_that_the_rank_has_fetched() -> None:
+    with (
+        engine("prefill", agreement={"model": "one"}) as prefill,
+        engine("decode", Shape(tp=2), agreement={"model": "two"}, relays=True) as decode,
+    ):
+        decode.pull("d-1", prefill.serve("p-1", [1], 4), [2])
+        error = decode.outcome("d-1").failed[RequestId("d-1")]
+        assert "They differ in model: 'two' here, 'one' there" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("payload", "why"),
+    [
+        pytest.param(b"\xc1", "payload of rank 0: not a payload", id="malformed"),
+        pytest.param(
+            encode(Pong(incarnation=1)), "payload of rank 0: not a payload", id="another-message"
+        ),
+    ],
+)
+def test_a_malformed_reply_fails_the_handshake(payload: bytes, why: str) -> None:
+    with engine("prefill") as prefill, SideChannel(prefill, payloads=[payload]) as channel:
+        ticket = at(channel, prefill.serve("p-1", [1], 4))
+        with relaying() as (relay, _):
+            relay.begin("r", ticket)
+            error = outcome_of(relay)
+    assert isinstance(error, HandshakeError)
+    assert why in str(error)
+    assert str(ticket.port) in str(error)
+
+
+def test_only_the_maker_of_a_ticket_is_watched() -> None:
+    with (
+        engine("prefill", ticket_key=TicketKey()) as prefill,
+        SideChannel(prefill) as channel,
+        relaying() as (relay, _),
+    ):
+        ticket = at(channel, prefill.serve("p-1", [1], 4))
+        relay.begin("old", replace(ticket, incarnation=ticket.incarnation ^ 1))
+        assert reply_of(relay).watch is None
+        relay.begin("forged", replace(ticket, proof=None))
+        assert reply_of(relay).watch is None
+        relay.begin("genuine", ticket)
+        assert reply_of(relay).watch is not None
+        relay.begin("next", ticket)
+        assert not relay.take()
+        assert channel.asked == 3
+
+
+def test_a_producer_that_nobody_uses_is_released_and_asked_again() -> None:
+    options = EndpointOptions(engine_ttl=TTL, liveness_interval=0.05, liveness_misses=1000)
+    with engine("prefill") as prefill, relaying(options) as (relay, clock):
+        ticket = prefill.serve("p-1", [1], 4)
+        relay.begin("r", ticket)
+        watch = reply_of(relay).watch
+        assert watch is not None
+        clock.skip(2 * TTL)
+        assert not relay.take().unwatched  # a request uses it
+        relay.end("r", loaded=True)
+        clock.skip(2 * TTL)
+        eventually(lambda: relay.pending, "the check has ended without a step")
+        assert relay.take().unwatched == ((watch, None),)
+        relay.begin("s", ticket)
+        assert reply_of(relay).watch != watch
+
+
+def test_without_pings_too_a_producer_is_asked_again_after_its_time() -> None:
+    options = EndpointOptions(engine_ttl=TTL, liveness_interval=0.0)
+    with engine("prefill") as prefill, relaying(options) as (relay, clock):
+        ticket = prefill.serve("p-1", [1], 4)
+        relay.begin("r", ticket)
+        watch = reply_of(relay).watch
+        relay.end("r")
+        clock.skip(2 * TTL)
+        relay.begin("s", ticket)
+        assert relay.take().unwatched == ((watch, None),)
+        assert reply_of(relay).watch != watch
+
+
+def test_the_longest_unused_producer_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handshake_relay, "most_peers", lambda: 1)
+    with engine("one") as one, engine("two") as two, relaying() as (relay, _):
+        relay.begin("r", one.serve("p-1", [1], 4))
+        first = reply_of(relay).watch
+        relay.begin("s", two.serve("p-1", [1], 4))
+        assert reply_of(relay).watch is None  # the first is used, so the ranks ping the second
+        relay.end("r")
+        relay.end("s")
+        relay.begin("t", two.serve("p-2", [2], 4))
+        outcomes: list[EncodedReply | KVFerryError] = []
+        ended: list[int] = []
+
+        def is_over() -> bool:
+            taken = relay.take()
+            outcomes.extend(outcome for _, outcome in taken.outcomes)
+            ended.extend(number for number, _ in taken.unwatched)
+            return bool(outcomes)
+
+        eventually(is_over, "the second is asked again")
+        assert isinstance(outcomes[0], EncodedReply)
+        assert outcomes[0].watch is not None
+        assert ended == [first]
+
+
+def test_long_replies_are_spread_over_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handshake_relay, "MAX_STEP_BYTES", 1)
+    with engine("one") as one, engine("two") as two, relaying() as (relay, _):
+        for name, each in (("r", one), ("s", two)):
+            relay.begin(name, each.serve("p-1", [1], 4))
+        taken = [relay.take()]
+        while sum(len(each.outcomes) for each in taken) < 2:
+            taken.append(relay.take())
+        assert max(len(each.outcomes) for each in taken) == 1
+        assert not relay.pending
+
+
+def test_a_reply_that_was_not_sent_yet_is_not_sent_if_its_producer_is_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with engine("prefill") as prefill, SideChannel(prefill) as channel, relaying() as (relay, _):
+        with monkeypatch.context() as context:
+            context.setattr(handshake_relay, "MAX_STEP_BYTES", 0)
+            relay.begin("r", at(channel, prefill.serve("p-1", [1], 4)))
+            eventually(lambda: not relay.take().is_asking, "the producer has answered")
+            channel.close()
+            eventually(lambda: bool(relay.take().unwatched), "the producer is lost")
+        assert isinstance(outcome_of(relay), PeerLostError)
+
+
+def test_what_is_relayed_survives_the_way_to_another_process() -> None:
+    reply = EncodedReply(place=KEY, ranks=(b"a", b"b"), numeric="127.0.0.1", watch=3)
+    told = RelayedHandshakes(
+        unwatched=((1, PeerLostError("it died")), (2, None)),
+        expected=(KEY,),
+        outcomes=((KEY, reply), (KEY, ConnectError("no file is left"))),
+    )
+    came = pickle.loads(pickle.dumps(told))
+    assert (came.expected, came.outcomes[0]) == (told.expected, told.outcomes[0])
+    errors = [came.unwatched[0][1], came.outcomes[1][1]]
+    assert [(type(error), str(error)) for error in errors] == [
+        (PeerLostError, "it died"),
+        (ConnectError, "no file is left"),
+    ]
+
+
+def test_replies_that_nobody_takes_are_dropped() -> None:
+    clock = Clock()
+    replies = RelayedReplies(10.0, clock)
+    replies.put(KEY, EncodedReply(place=KEY, ranks=(b"a",)))
+    clock.skip(5.0)
+    assert replies.take(KEY) is not None
+    assert replies.take(KEY) is None
+    replies.put(KEY, EncodedReply(place=KEY, ranks=(b"a",)))
+    clock.skip(11.0)
+    assert replies.take(KEY) is None
+
+
+def test_an_error_is_not_kept_for_later_requests() -> None:
+    clock = Clock()
+    replies = RelayedReplies(10.0, clock)
+    replies.put(KEY, HandshakeError("nobody listens"))
+    with pytest.raises(HandshakeError, match="nobody listens"):
+        replies.take(KEY)
+    replies.put(KEY, HandshakeError("nobody listens"))
+    clock.skip(2 * ERROR_SECONDS)
+    assert replies.take(KEY) is None
+
+
+def test_the_oldest_replies_go_if_all_are_too_long() -> None:
+    replies = RelayedReplies(10.0, Clock())
+    keys = [PeerKey(f"e-{number}", "127.0.0.1", 1) for number in range(4)]
+    for key in keys:
+        replies.put(key, EncodedReply(place=key, ranks=(bytes(MAX_STORED_BYTES // 3),)))
+    assert [replies.take(key) is not None for key in keys] == [False, True, True, True]
+
+
+def test_a_ticket_of_an_earlier_life_is_refused_by_every_rank() -> None:
+    with engine("prefill") as prefill, engine("decode", Shape(tp=2), relays=True) as decode:
+        ticket = prefill.serve("p-1", [1], 4)
+        decode.pull("d-1", replace(ticket, incarnation=ticket.incarnation ^ 1), [2])
+        error = decode.outcome("d-1").failed[RequestId("d-1")]
+        assert isinstance(error, TicketError)
+        assert "restarted since" in str(error)
+        decode.pull("d-2", ticket, [2])
+        assert not decode.outcome("d-2").failed
