@@ -189,7 +189,7 @@ version:
 
 # Not part of 'test': figures mean little on a machine that does something else meanwhile. A second
 # call goes on where one was interrupted.
-bench: $(STAMP) ## Measure all beside its peers (15 minutes); BENCH_OPTIONS=--against: what got worse?
+bench: $(STAMP) ## Measure all beside its peers (about 15 minutes); BENCH_OPTIONS=--against: what got worse?
 	$(BIN)/python benchmarks/everything.py $(BENCH_OPTIONS)
 
 # Needs torch and numpy, but neither `make venv` nor a network: the rest is in the bundle, if that was

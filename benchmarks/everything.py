@@ -3,7 +3,7 @@
     python benchmarks/everything.py [--only NAME]... [--against [FILE]] [--again] [--long]
                                     [--newer FOLDER]
 
-It takes less than 15 minutes on two cores that do nothing else; parts that take longer are run
+It takes about 15 minutes on two cores that do nothing else; parts that take longer are run
 with ``--long`` or ``--only``. After an interruption or a failure, call it again: parts that were
 measured on this machine, with this source of kvferry and of the benchmarks, are not measured again.
 A benchmark that cannot run here is left out with the reason; the page keeps its earlier results.

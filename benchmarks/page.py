@@ -42,7 +42,7 @@ class Part:
     Attributes:
         name: of the script, and ``title``: on the page.
         short: arguments with which ``make bench`` runs it, so that all parts together take less
-            than 15 minutes; ``--long`` leaves them out.
+            than about 15 minutes; ``--long`` leaves them out.
         takes_long: whether it takes minutes whatever its arguments, and is run with ``--long`` or
             by its name only. (Where vLLM's worker has a descriptor for each block, one call of it
             takes seconds.)
@@ -100,7 +100,7 @@ PARTS = (
 
 HEAD = """# Performance
 
-Written by `make bench` (under 15 minutes, no GPU needed) from what it measured; run it where you
+Written by `make bench` (about 15 minutes, no GPU needed) from what it measured; run it where you
 mean to use kvferry. `make bench BENCH_OPTIONS=--long` measures all parts, with more rounds. Rates
 depend on the machine, so what counts here are the ratios: each is the median of ratios between two
 things done by turns in the same rounds, with its interval of 95 % confidence. A target is met if
