@@ -41,7 +41,7 @@ class Match:
             both hold), in sets whose fields differ only in where they start.
         batches: the strips of these fields: runs of bytes that are contiguous on both sides.
         strips: for batches that were read by pages, their strips with all places that they have
-            (see ``build_copies.build_read``).
+            (see ``build_copies.CopyBatches.build_paged``).
     """
 
     local_group: int

@@ -87,8 +87,7 @@ class AgentPair:
             raise PeerLostError(str(exc)) from exc
         name = agent.name if peer.itself else peer.name
         if isinstance(chunk, PagedChunk):
-            lists = peer.prepared.lists(agent, chunk.strips, name)
-            return agent.prepare_indexed(lists, chunk.local, chunk.remote, name)
+            return peer.prepared.prepare(agent, chunk, name)
         return agent.prepare(chunk, name)
 
     def register(self, region: Region) -> Registration:

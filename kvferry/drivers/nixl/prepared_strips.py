@@ -6,6 +6,7 @@ address, length, device, stride and count, so what it keeps does not grow with t
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -14,7 +15,14 @@ import numpy as np
 from kvferry.core.errors import TransportError
 from kvferry.core.memory import Region
 from kvferry.core.transport import PagedCopies, PlacedStrips, Segment, Strips, StripSide
-from kvferry.drivers.nixl.agent import CHUNK_ROWS, Agent, Indices, PreparedList, StridedRows
+from kvferry.drivers.nixl.agent import (
+    CHUNK_ROWS,
+    Agent,
+    Handle,
+    Indices,
+    PreparedList,
+    StridedRows,
+)
 
 MAX_ROWS = 1 << 16
 """The most rows of a list; strips that need more are not prepared."""
@@ -49,19 +57,26 @@ class PreparedStrips:
 
     def __init__(self) -> None:
         self._lists: dict[tuple[Agent, Strips], Lists] = {}
+        # Held because ``connect`` may post waiting chunks while memory is registered.
+        self._lock = threading.Lock()
 
-    def lists(self, agent: Agent, strips: Strips, name: str) -> Lists:
-        """Return the lists of strips, which are prepared if they were not yet.
+    def prepare(self, agent: Agent, chunk: PagedChunk, name: str) -> Handle:
+        """Make a NIXL transfer for the copies of a chunk; its lists are prepared if need be.
 
         Args:
             agent: the agent that will post.
-            strips: the strips.
+            chunk: the copies.
             name: the name of the remote agent.
 
         Raises:
             PeerLostError: NIXL has dropped the remote agent.
             TransportError: NIXL refuses.
         """
+        with self._lock:
+            lists = self._prepared(agent, chunk.strips, name)
+            return agent.prepare_indexed(lists, chunk.local, chunk.remote, name)
+
+    def _prepared(self, agent: Agent, strips: Strips, name: str) -> Lists:
         found = self._lists.get((agent, strips))
         if found is None:
             [(near, far), *_] = _kinds(strips)
@@ -78,13 +93,14 @@ class PreparedStrips:
         Returns:
             The errors of the lists that NIXL did not release; empty if it released all.
         """
-        lists, self._lists = self._lists, {}
         failed = []
-        for prepared in (each for pair in lists.values() for each in pair):
-            try:
-                prepared.agent.release_list(prepared)
-            except TransportError as exc:
-                failed.append(exc)
+        with self._lock:
+            for prepared in (each for pair in self._lists.values() for each in pair):
+                try:
+                    prepared.agent.release_list(prepared)
+                except TransportError as exc:
+                    failed.append(exc)
+            self._lists.clear()
         return failed
 
 
@@ -107,7 +123,10 @@ def _fits(strips: Strips) -> bool:
     sides = (strips.local, strips.remote)
     rows = max(len(side.within) for side in sides) * len(strips)
     descriptors = max(side.places for side in sides) * len(strips)
-    return rows <= MAX_ROWS and descriptors <= MAX_INDEX and len(_kinds(strips)) == 1
+    # NIXL refuses rows whose descriptors overlap, even of one page.
+    apart = all(side.stride >= strips.nbytes for side in sides)
+    small = rows <= MAX_ROWS and descriptors <= MAX_INDEX
+    return apart and small and len(_kinds(strips)) == 1
 
 
 def _kinds(strips: Strips) -> set[tuple[str, str]]:

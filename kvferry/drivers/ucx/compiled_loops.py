@@ -21,12 +21,15 @@ import numpy as np
 from kvferry.core.memory import U64Array
 from kvferry.drivers.ucx.posting import PlainPoster, PostedRuns, Poster
 from kvferry.drivers.ucx.ucp import ERRORS_FROM, Endpoint, Ucp, WorkerHandle
+from kvferry.drivers.ucx.ucp_structs import STATUS
 
 logger = logging.getLogger(__name__)
 
 WORTH_CALLING = 16
 """With fewer runs than this, the Python loop runs: entering a compiled loop would cost more than it
 saves."""
+
+STATUS_BITS = 8 * ctypes.sizeof(STATUS)
 
 _PROBLEM = (
     "ucx posts by a loop in Python, since llvmlite does not work here (%s): transfers of many "
@@ -214,9 +217,12 @@ class _Function:
         pointer = self.build.inttoptr(function, self._type(len(arguments)).as_pointer())
         return self.build.call(pointer, arguments)
 
-    def call_for_int(self, function: Any, *arguments: Any) -> Any:  # noqa: ANN401
-        """Call the C function at an address, whose result is an ``int`` of 32 bits."""
-        result = self.build.trunc(self.call(function, *arguments), self._ir.IntType(32))
+    def call_for(self, bits: int, function: Any, *arguments: Any) -> Any:  # noqa: ANN401
+        """Call the C function at an address, whose result is a signed number of so many bits.
+
+        The bits above these are undefined in the register that the function returns.
+        """
+        result = self.build.trunc(self.call(function, *arguments), self._ir.IntType(bits))
         return self.build.sext(result, self._word)
 
     def repeat(self, write: Callable[[], None]) -> None:
@@ -273,7 +279,7 @@ def _write_sweep(ir: Any, module: Any) -> None:  # noqa: ANN401
             build.icmp_unsigned("<", answer, function.number(ERRORS_FROM)),
         )
         with build.if_then(is_request):
-            status = function.call_for_int(check, answer)
+            status = function.call_for(STATUS_BITS, check, answer)
             with build.if_then(build.icmp_signed(">", status, zero)):
                 build.ret(index)  # in progress
             function.call(free, answer)
@@ -303,7 +309,7 @@ def _write_progress(ir: Any, module: Any) -> None:  # noqa: ANN401
     def turn() -> None:
         with build.if_then(build.icmp_signed(">=", now(), end)):
             build.ret(function.number(1))
-        with build.if_then(build.icmp_signed("==", function.call_for_int(progress, worker), zero)):
+        with build.if_then(build.icmp_signed("==", function.call_for(32, progress, worker), zero)):
             build.ret(zero)
 
     function.repeat(turn)

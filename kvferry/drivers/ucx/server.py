@@ -149,7 +149,9 @@ class Server:
     def poll(self) -> bool:
         """As ``run_once``, within a call of the transport: for a short time."""
         self.last_driven = time.monotonic()
-        return self._handle(busy=self.worker.poll()) or self.worker.sending
+        busy = self._handle(busy=self.worker.poll())
+        waits = self.worker.sending or self.worker.closing or bool(self._waiting_hellos)
+        return busy or waits
 
     def _handle(self, *, busy: bool) -> bool:
         """Handle what has arrived.

@@ -323,7 +323,7 @@ class UcxTransport(BaseTransport[Registration, UcxAddress, UcxPeer, UcxTransfer]
             with self._client.lock:
                 small = self._start_small(request)
             if small is not None:
-                if not small.final or small.connection.client_worker.worker.needs_thread:
+                if not small.final or self._client.has_work:
                     self._progress_driver.wake()
                 return small
         runs = merge_copies(request.copies)

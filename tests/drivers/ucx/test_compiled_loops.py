@@ -37,7 +37,7 @@ class FakeUcp:
         self._functions: dict[str, Any] = {
             "ucp_get_nbx": self._poster("get"),
             "ucp_put_nbx": self._poster("put"),
-            "ucp_request_check_status": ctypes.CFUNCTYPE(ctypes.c_int, WORD)(self.check),
+            "ucp_request_check_status": ctypes.CFUNCTYPE(ctypes.c_uint8, WORD)(self.check),
             "ucp_request_free": ctypes.CFUNCTYPE(None, WORD)(self.free),
             "ucp_worker_progress": ctypes.CFUNCTYPE(ctypes.c_uint, WORD)(self.progress),
         }
