@@ -137,8 +137,7 @@ class ConnectionLimits:
         Does nothing if the last check was less than ``LOOK_MS`` ago.
         """
         now = time.monotonic()
-        if self._busy and now < self._next_look:
-            return
+        # Always, since an arrival that was not fetched is lost once libzmq has read its bytes.
         for second, _ in self._arrivals.poll(0):
             fd = self._numbers[second]
             self._busy[fd] = self._open[fd]

@@ -138,15 +138,12 @@ class HandshakeServer:
         self.close()
 
     def _serve(self) -> None:
-        poller, idle_poller = zmq.Poller(), zmq.Poller()
-        for each in (self._socket, self._gate.socket, self._watch.socket):
+        poller = zmq.Poller()
+        for each in (self._socket, self._gate.socket, self._watch.socket, self._watch.arrivals):
             poller.register(each, zmq.POLLIN)
-            idle_poller.register(each, zmq.POLLIN)
-        idle_poller.register(self._watch.arrivals, zmq.POLLIN)
         while not self._stopped.is_set():
             try:
-                pause = self._watch.pause
-                self._turn(dict((idle_poller if pause is None else poller).poll(pause)))
+                self._turn(dict(poller.poll(self._watch.pause)))
             except zmq.ContextTerminated:
                 break
             except Exception:
