@@ -28,6 +28,8 @@ from kvferry.core.transport.paged import PagedCopies, PlacedStrips, Strips, Stri
 
 MIN_PAGED_COPIES = 64
 """With fewer copies than this, naming pages is not cheaper than writing out addresses."""
+MAX_PAGED_PLACES = 1 << 16
+"""Strips with more places than this in a page are not named by pages, all strips together."""
 BATCH_COPIES = 1 << 18
 """The most copies that are built and read at once; each takes 24 bytes in the arrays."""
 
@@ -200,6 +202,12 @@ class _SubBlocks:
     local: _Places
     remote: _Places
 
+    @property
+    def places(self) -> int:
+        """The most sub-blocks that a page has on either side, of all that the rank may read."""
+        group = self.match.pairing
+        return max(group.local.block_tokens, group.remote.block_tokens, 1)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Part:
@@ -340,6 +348,9 @@ def _paged(parts: Sequence[_Part]) -> PagedCopies | None:
     joined = sum(part.copies for part in parts)
     unjoined = sum(len(batch.local) * len(each.local.ids) for batch, each in whole)
     if joined < MIN_PAGED_COPIES or len(whole) < len(parts) or 2 * joined <= unjoined:
+        return None
+    # A bound on what is kept for a plan: a peer's layout decides how many places a page has.
+    if any(len(batch.local) * each.places > MAX_PAGED_PLACES for batch, each in whole):
         return None
     return PagedCopies(parts=tuple(_placed(*each) for each in whole))
 

@@ -7,7 +7,6 @@ import logging
 import os
 import resource
 import socket
-import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -61,30 +60,6 @@ def send_until_closed(raw: socket.socket, chunk: bytes, limit: int) -> int:
         while sent < limit:
             sent += raw.send(chunk)
     return sent
-
-
-def test_short_bursts_beside_another_that_sends_count_too(server: HandshakeServer) -> None:
-    """Bytes that libzmq reads at once count, even while another connection never pauses."""
-    ended = threading.Event()
-    with connect(server) as other, connect(server) as raw, ThreadPoolExecutor(1) as pool:
-        companion = pool.submit(trickle, other, ended)
-        sent = 0
-        with contextlib.suppress(OSError):
-            while sent < 4 * watch.MAX_BYTES:
-                raw.sendall(MORE * 2000)
-                sent += 6000
-                ended.wait(watch.LOOK_MS / 1e3)
-        ended.set()
-        companion.result()
-    assert sent < 2 * watch.MAX_BYTES
-    assert still_serves(server)
-
-
-def trickle(raw: socket.socket, ended: threading.Event) -> None:
-    """Send a few bytes of an unfinished message again and again, until the event is set."""
-    with contextlib.suppress(OSError):
-        while not ended.wait(0.005):
-            raw.sendall(MORE)
 
 
 def resident_bytes() -> int:
