@@ -65,6 +65,18 @@ class PagedReadTests(ContractSettings):
             content = expected(part, content, remote.get())
         np.testing.assert_array_equal(lab.mine.get(), content)
 
+    def test_strips_of_one_page(self, lab: Workbench, remote: TransportPeer) -> None:
+        """Of one page, the distance to the next means nothing."""
+        many = strips_between(lab.mine.region, remote.region)
+        one, other = (
+            replace(side, within=np.zeros(1, np.int64), stride=0, pages=1)
+            for side in (many.local, many.remote)
+        )
+        strips = replace(many, local=one, remote=other)
+        peer = lab.transport.connect(remote.address())
+        if not refuses_pages(lab, peer, strips):
+            read_pages(lab, peer, remote, strips, np.zeros(1), np.zeros(1))
+
     def test_empty_paged_read_is_done(self, lab: Workbench, remote: TransportPeer) -> None:
         strips = strips_between(lab.mine.region, remote.region)
         peer = lab.transport.connect(remote.address())
