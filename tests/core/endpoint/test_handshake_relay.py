@@ -17,6 +17,7 @@ from kvferry.core.endpoint import (
     HandshakeRelay,
     RelayedHandshakes,
     handshake_relay,
+    handshakes,
 )
 from kvferry.core.endpoint.peer_key import PeerKey
 from kvferry.core.endpoint.relayed_replies import (
@@ -355,6 +356,29 @@ def test_the_longest_unused_producer_makes_room(monkeypatch: pytest.MonkeyPatch)
         assert isinstance(outcomes[0], EncodedReply)
         assert outcomes[0].watch is not None
         assert ended == [first]
+
+
+def test_a_handshake_that_no_rank_waits_for_asks_for_no_steps_and_does_not_begin(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with (
+        engine("prefill") as prefill,
+        SideChannel(prefill) as channel,
+        relaying() as (relay, clock),
+    ):
+        ticket = at(channel, prefill.serve("p-1", [1], 4))
+        with monkeypatch.context() as context:
+            context.setattr(handshakes, "MAX_HANDSHAKES", 0)
+            relay.begin("r", ticket)
+            assert relay.take().is_asking
+            relay.end("r")
+            assert relay.pending  # ranks wait for what they were told to expect
+            clock.skip(20.0)
+            assert not relay.pending
+        assert relay.take() == RelayedHandshakes()
+        assert channel.asked == 0
+        relay.begin("s", ticket)
+        assert reply_of(relay).watch is not None
 
 
 def test_long_replies_are_spread_over_steps(monkeypatch: pytest.MonkeyPatch) -> None:
