@@ -43,6 +43,10 @@ from kvferry.core.side_channel_messages import MAX_PAYLOAD_BYTES, RandomBits, de
 
 MAX_STEP_BYTES = 1 << 20
 """The most bytes of replies in the messages of one step, beyond the first reply."""
+ASK_AGAIN_SECONDS = LONGEST_BACKOFF_SECONDS
+"""How long after it was asked a producer may be asked again because a load from it has failed. A
+ticket that its engine refuses may be the cause, and would have all ranks sent the reply each time.
+Until then, a rank that needs the reply asks for itself, at once."""
 MAX_TICKETS = 16
 """The most tickets of one handshake that are looked at for a genuine one."""
 QUICK_SECONDS = 0.1
@@ -90,13 +94,16 @@ class _Producer:
         number: the number of the watch, which the reply and ``RelayedHandshakes.unwatched`` name.
         stop: ends the pings.
         last_used: when a request last began or ceased to use the producer.
+        asked: when it was last asked.
         is_doubted: whether a load from it has failed since it was asked, so that some rank may have
-            given it up: it is asked again when it is next used.
+            given it up: it is asked again when it is next used, ``ASK_AGAIN_SECONDS`` after it was
+            last asked at the earliest.
     """
 
     key: PeerKey
     number: int
     last_used: float
+    asked: float
     stop: Callable[[], None] = lambda: None
     is_doubted: bool = False
 
@@ -124,7 +131,7 @@ class HandshakeRelay:
         self._liveness = LivenessChecks(options)
         self._asking: dict[PeerKey, _Asking] = {}
         """The producers that are being asked, in the order in which that began."""
-        self._users: dict[Hashable, Name] = {}
+        self._users: dict[Hashable, tuple[Name, Proof | None]] = {}
         self._uses: Counter[Name] = Counter()
         self._producers: dict[Name, _Producer] = {}
         self._numbers = itertools.count(1)
@@ -149,7 +156,7 @@ class HandshakeRelay:
         self.end(request)
         self.reach(ticket)
         name = _name(ticket)
-        self._users[request] = name
+        self._users[request] = name, ticket.proof
         self._uses[name] += 1
 
     def reach(self, ticket: Ticket) -> None:
@@ -168,8 +175,9 @@ class HandshakeRelay:
             producer = None
         if producer is not None:
             producer.last_used = now
-            if not producer.is_doubted:
+            if not producer.is_doubted or now < producer.asked + ASK_AGAIN_SECONDS:
                 return
+            producer.asked = now
         key = PeerKey.of(ticket)
         made = ticket.incarnation, ticket.proof
         asking = self._asking.get(key)
@@ -188,7 +196,7 @@ class HandshakeRelay:
             request: the request; ignored if it is not counted.
             loaded: whether its load succeeded; ``None`` if it had none, or was given up here.
         """
-        name = self._users.pop(request, None)
+        name, made = self._users.pop(request, (None, None))
         if name is None:
             return
         self._uses[name] -= 1
@@ -199,9 +207,8 @@ class HandshakeRelay:
         producer.last_used = self._clock()
         if loaded:
             self._handshakes.succeeded(producer.key)
-        elif loaded is not None:
+        elif loaded is not None and _is_proven(made, producer.key.ticket_key):
             producer.is_doubted = True
-            self._handshakes.failed(producer.key)
 
     def take(self) -> RelayedHandshakes:
         """Return what the ranks' endpoints are to be told in this step.
@@ -317,12 +324,13 @@ class HandshakeRelay:
         reply = answer.reply
         name = key.engine, answer.incarnation, reply.ticket_key
         if (known := self._producers.get(name)) is not None:
-            known.is_doubted = False
+            known.is_doubted, known.asked = False, self._clock()
             return known.number
         if not self._has_room():
             return None
         number = next(self._numbers)
-        producer = _Producer(key=key, number=number, last_used=self._clock())
+        now = self._clock()
+        producer = _Producer(key=key, number=number, last_used=now, asked=now)
 
         def lost(error: KVFerryError | None) -> None:
             self._posted.append(lambda: self._end(name, producer, error))

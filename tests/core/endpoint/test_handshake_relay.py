@@ -303,6 +303,37 @@ def test_only_the_maker_of_a_ticket_is_watched() -> None:
         assert channel.asked == 3
 
 
+def test_a_failed_load_has_the_producer_asked_again_not_at_once_and_if_its_ticket_is_proven() -> (
+    None
+):
+    with (
+        engine("prefill", ticket_key=TicketKey()) as prefill,
+        SideChannel(prefill) as channel,
+        relaying(EndpointOptions(liveness_interval=0.0)) as (relay, clock),
+    ):
+        ticket = at(channel, prefill.serve("p-1", [1], 4))
+        assert ticket.proof is not None
+        altered = replace(ticket, proof=replace(ticket.proof, content=bytes(32)))
+        relay.begin("genuine", ticket)
+        watch = reply_of(relay).watch
+        clock.skip(10.0)
+        relay.begin("altered", altered)
+        relay.end("altered", loaded=False)
+        relay.begin("r", ticket)
+        assert not relay.take()
+        relay.end("r", loaded=False)
+        relay.begin("s", ticket)
+        assert relay.take().expected
+        assert reply_of(relay).watch == watch
+        relay.end("s", loaded=False)
+        relay.begin("t", ticket)
+        assert not relay.take()  # ranks that lack the reply ask at once
+        clock.skip(10.0)
+        relay.begin("u", ticket)
+        assert reply_of(relay).watch == watch
+        assert channel.asked == 3
+
+
 def test_a_producer_that_nobody_uses_is_released_and_asked_again() -> None:
     options = EndpointOptions(engine_ttl=TTL, liveness_interval=0.05, liveness_misses=1000)
     with engine("prefill") as prefill, relaying(options) as (relay, clock):
