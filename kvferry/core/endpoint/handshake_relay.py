@@ -78,11 +78,12 @@ class _Asking:
 
     Attributes:
         since: when the handshake was asked for.
-        tickets: the incarnation and proof of each ticket for which that was done.
+        tickets: the incarnation and proof of each ticket for which that was done, the newest
+            ``MAX_TICKETS``.
     """
 
     since: float
-    tickets: list[tuple[int, Proof | None]]
+    tickets: dict[tuple[int, Proof | None], None]
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -182,12 +183,14 @@ class HandshakeRelay:
         made = ticket.incarnation, ticket.proof
         asking = self._asking.get(key)
         if asking is None:
-            self._asking[key] = _Asking(since=now, tickets=[made])
+            self._asking[key] = _Asking(since=now, tickets={made: None})
             self._expected.append(key)
             self._quick_until = now + QUICK_SECONDS
             self._handshakes.ask(key, lambda outcome: self._on_outcome(key, outcome))
-        elif len(asking.tickets) < MAX_TICKETS:
-            asking.tickets.append(made)
+        elif made not in asking.tickets:
+            if len(asking.tickets) >= MAX_TICKETS:
+                del asking.tickets[next(iter(asking.tickets))]
+            asking.tickets[made] = None
 
     def end(self, request: Hashable, *, loaded: bool | None = None) -> None:
         """Count a request no longer as a user of its producer.

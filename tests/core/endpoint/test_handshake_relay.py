@@ -224,14 +224,18 @@ class FailingFirst(RecordingTransport):
 
 def test_after_a_failed_load_the_producer_is_asked_again_once_for_all_ranks() -> None:
     drivers = iter([FailingFirst(), RecordingTransport()])
+    clock = Clock()
     with (
         engine("prefill") as prefill,
         SideChannel(prefill) as channel,
-        engine("decode", Shape(tp=2), transport=lambda: next(drivers), relays=True) as decode,
+        engine(
+            "decode", Shape(tp=2), transport=drivers.__next__, clock=clock, relays=True
+        ) as decode,
     ):
         decode.pull("d-1", at(channel, prefill.serve("p-1", [1], 4)), [2])
         error = decode.outcome("d-1").failed[RequestId("d-1")]
         assert "the cable is out" in str(error)
+        clock.skip(handshake_relay.ASK_AGAIN_SECONDS)
         decode.pull("d-2", at(channel, prefill.serve("p-2", [2], 4)), [3])
         assert not decode.outcome("d-2").failed
         assert channel.asked == 2
@@ -332,6 +336,18 @@ def test_a_failed_load_has_the_producer_asked_again_not_at_once_and_if_its_ticke
         relay.begin("u", ticket)
         assert reply_of(relay).watch == watch
         assert channel.asked == 3
+
+
+def test_a_genuine_ticket_after_many_others_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    with engine("prefill") as prefill, relaying() as (relay, _):
+        ticket = prefill.serve("p-1", [1], 4)
+        with monkeypatch.context() as context:
+            context.setattr(handshakes, "MAX_HANDSHAKES", 0)
+            for number in range(1, 2 * handshake_relay.MAX_TICKETS):
+                relay.begin(f"r-{number}", replace(ticket, incarnation=ticket.incarnation ^ number))
+            for number in range(2 * handshake_relay.MAX_TICKETS):
+                relay.begin(f"s-{number}", ticket)
+        assert reply_of(relay).watch is not None
 
 
 def test_a_producer_that_nobody_uses_is_released_and_asked_again() -> None:
