@@ -290,9 +290,9 @@ class HandshakeRelay:
 
         with ExitStack() as turn:
             _, answer = first_answer(key, self._options.handshake_timeout, ask, turn)
+            if answer.reply.ticket_key:
+                load_library()
             self._reply_limits.made(answer.reply.nbytes)
-        if answer.reply.ticket_key:
-            load_library()
         seconds = time.perf_counter() - begun
         return replace(answer, reply=replace(answer.reply, seconds=seconds))
 
