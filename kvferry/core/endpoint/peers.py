@@ -438,6 +438,7 @@ class Peers:
             now: seconds, on this object's clock.
         """
         self._handshakes.progress(now)
+        self._relayed.progress()
         self._fingerprints.progress(now)
         self._status.progress(now)
         for peer in [each for each in self._deferred if not (each.connected and each.loads)]:
