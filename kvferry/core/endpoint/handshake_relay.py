@@ -15,10 +15,16 @@ from collections import Counter, deque
 from collections.abc import Callable, Hashable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from itertools import takewhile
 
 import msgspec
 
-from kvferry.core.endpoint.handshakes import Handshakes, dialer, first_answer
+from kvferry.core.endpoint.handshakes import (
+    LONGEST_BACKOFF_SECONDS,
+    Handshakes,
+    dialer,
+    first_answer,
+)
 from kvferry.core.endpoint.liveness import LivenessChecks
 from kvferry.core.endpoint.options import EndpointOptions
 from kvferry.core.endpoint.peer_key import PeerKey
@@ -32,11 +38,15 @@ from kvferry.core.handshake.reply_limits import ReplyLimits
 from kvferry.core.lifecycle.holds import Incarnation
 from kvferry.core.lifecycle.ticket import Ticket
 from kvferry.core.security import proof
-from kvferry.core.security.proof import load_library
+from kvferry.core.security.proof import Proof, load_library
 from kvferry.core.side_channel_messages import MAX_PAYLOAD_BYTES, RandomBits, decode
 
 MAX_STEP_BYTES = 1 << 20
 """The most bytes of replies in the messages of one step, beyond the first reply."""
+ASK_AGAIN_SECONDS = LONGEST_BACKOFF_SECONDS
+"""How long after it was asked a producer may be asked again because a load from it has failed. A
+ticket that its engine refuses may be the cause, and would have all ranks sent the reply each time.
+Until then, a rank that needs the reply asks for itself, at once."""
 MAX_TICKETS = 16
 """The most tickets of one handshake that are looked at for a genuine one."""
 QUICK_SECONDS = 0.1
@@ -62,6 +72,20 @@ class _Answer:
     incarnation: Incarnation
 
 
+@dataclass(slots=True, kw_only=True)
+class _Asking:
+    """A producer that is being asked.
+
+    Attributes:
+        since: when the handshake was asked for.
+        tickets: the incarnation and proof of each ticket for which that was done, the newest
+            ``MAX_TICKETS``.
+    """
+
+    since: float
+    tickets: dict[tuple[int, Proof | None], None]
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Producer:
     """A producer whose reply the ranks were sent, and which is pinged.
@@ -71,13 +95,16 @@ class _Producer:
         number: the number of the watch, which the reply and ``RelayedHandshakes.unwatched`` name.
         stop: ends the pings.
         last_used: when a request last began or ceased to use the producer.
+        asked: when it was last asked.
         is_doubted: whether a load from it has failed since it was asked, so that some rank may have
-            given it up: it is asked again when it is next used.
+            given it up: it is asked again when it is next used, ``ASK_AGAIN_SECONDS`` after it was
+            last asked at the earliest.
     """
 
     key: PeerKey
     number: int
     last_used: float
+    asked: float
     stop: Callable[[], None] = lambda: None
     is_doubted: bool = False
 
@@ -103,9 +130,9 @@ class HandshakeRelay:
         self._reply_limits = ReplyLimits()
         self._handshakes = Handshakes(self._fetch, self._posted.append, clock)
         self._liveness = LivenessChecks(options)
-        self._tickets: dict[PeerKey, list[Ticket]] = {}
-        """Producer that is being asked, to tickets for which that is done."""
-        self._users: dict[Hashable, Name] = {}
+        self._asking: dict[PeerKey, _Asking] = {}
+        """The producers that are being asked, in the order in which that began."""
+        self._users: dict[Hashable, tuple[Name, Proof | None]] = {}
         self._uses: Counter[Name] = Counter()
         self._producers: dict[Name, _Producer] = {}
         self._numbers = itertools.count(1)
@@ -118,7 +145,7 @@ class HandshakeRelay:
     def pending(self) -> bool:
         """Return whether ``take`` has, or will soon have, messages that the ranks wait for."""
         messages = self._posted or self._expected or self._outcomes or self._unwatched
-        return bool(messages) or len(self._handshakes) > 0
+        return bool(messages) or self._is_awaited(self._clock())
 
     def begin(self, request: Hashable, ticket: Ticket) -> None:
         """Count a request as a user of its ticket's producer, and ask the producer if need be.
@@ -130,7 +157,7 @@ class HandshakeRelay:
         self.end(request)
         self.reach(ticket)
         name = _name(ticket)
-        self._users[request] = name
+        self._users[request] = name, ticket.proof
         self._uses[name] += 1
 
     def reach(self, ticket: Ticket) -> None:
@@ -139,8 +166,9 @@ class HandshakeRelay:
         Args:
             ticket: the ticket, which the ranks are sent in the next step.
         """
-        self._run_posted()
         now = self._clock()
+        self._cancel_late(now)
+        self._run_posted()
         name = _name(ticket)
         producer = self._producers.get(name)
         if producer is not None and not self._is_wanted(name, producer):
@@ -148,17 +176,21 @@ class HandshakeRelay:
             producer = None
         if producer is not None:
             producer.last_used = now
-            if not producer.is_doubted:
+            if not producer.is_doubted or now < producer.asked + ASK_AGAIN_SECONDS:
                 return
+            producer.asked = now
         key = PeerKey.of(ticket)
-        tickets = self._tickets.get(key)
-        if tickets is None:
-            self._tickets[key] = [ticket]
+        made = ticket.incarnation, ticket.proof
+        asking = self._asking.get(key)
+        if asking is None:
+            self._asking[key] = _Asking(since=now, tickets={made: None})
             self._expected.append(key)
             self._quick_until = now + QUICK_SECONDS
             self._handshakes.ask(key, lambda outcome: self._on_outcome(key, outcome))
-        elif len(tickets) < MAX_TICKETS:
-            tickets.append(ticket)
+        elif made not in asking.tickets:
+            if len(asking.tickets) >= MAX_TICKETS:
+                del asking.tickets[next(iter(asking.tickets))]
+            asking.tickets[made] = None
 
     def end(self, request: Hashable, *, loaded: bool | None = None) -> None:
         """Count a request no longer as a user of its producer.
@@ -167,7 +199,7 @@ class HandshakeRelay:
             request: the request; ignored if it is not counted.
             loaded: whether its load succeeded; ``None`` if it had none, or was given up here.
         """
-        name = self._users.pop(request, None)
+        name, made = self._users.pop(request, (None, None))
         if name is None:
             return
         self._uses[name] -= 1
@@ -178,17 +210,17 @@ class HandshakeRelay:
         producer.last_used = self._clock()
         if loaded:
             self._handshakes.succeeded(producer.key)
-        elif loaded is not None:
+        elif loaded is not None and _is_proven(made, producer.key.ticket_key):
             producer.is_doubted = True
-            self._handshakes.failed(producer.key)
 
     def take(self) -> RelayedHandshakes:
         """Return what the ranks' endpoints are to be told in this step.
 
         Replies beyond ``MAX_STEP_BYTES`` wait for the next step.
         """
-        self._run_posted()
         now = self._clock()
+        self._cancel_late(now)
+        self._run_posted()
         self._handshakes.progress(now)
         unwatched, self._unwatched = self._unwatched, {}
         expected, self._expected = self._expected, []
@@ -199,18 +231,36 @@ class HandshakeRelay:
                 left -= outcome.nbytes
                 self._reply_limits.used(outcome.nbytes)
             outcomes.append((key, outcome))
+        is_asking = self._is_awaited(now)
         return RelayedHandshakes(
             unwatched=tuple(unwatched.items()),
             expected=tuple(expected),
             outcomes=tuple(outcomes),
-            is_asking=bool(self._tickets),
-            is_quick=bool(self._tickets) and now < self._quick_until,
+            is_asking=is_asking,
+            is_quick=is_asking and now < self._quick_until,
         )
 
     def close(self) -> None:
         """End all pings, and start no more handshakes; return at once."""
         self._handshakes.close()
         self._liveness.close()
+
+    def _is_late(self, asking: _Asking, now: float) -> bool:
+        """Return whether no rank waits for an outcome any more; see ``Peers.relay``."""
+        longest = self._options.handshake_timeout + LONGEST_BACKOFF_SECONDS
+        return now - asking.since >= longest
+
+    def _is_awaited(self, now: float) -> bool:
+        """Return whether ranks wait for the outcome of a handshake."""
+        newest = next(reversed(self._asking.values()), None)
+        return newest is not None and not self._is_late(newest, now)
+
+    def _cancel_late(self, now: float) -> None:
+        """Cancel the handshakes that have not begun in the time for which ranks wait."""
+        waiting = self._asking.items()
+        late = {key for key, _ in takewhile(lambda each: self._is_late(each[1], now), waiting)}
+        for key in self._handshakes.cancel(late) if late else ():
+            del self._asking[key]
 
     def _run_posted(self) -> None:
         """Process what handshakes and pings have posted from their threads."""
@@ -240,21 +290,21 @@ class HandshakeRelay:
 
         with ExitStack() as turn:
             _, answer = first_answer(key, self._options.handshake_timeout, ask, turn)
+            if answer.reply.ticket_key:
+                load_library()
             self._reply_limits.made(answer.reply.nbytes)
-        if answer.reply.ticket_key:
-            load_library()
         seconds = time.perf_counter() - begun
         return replace(answer, reply=replace(answer.reply, seconds=seconds))
 
     def _on_outcome(self, key: PeerKey, outcome: _Answer | KVFerryError) -> None:
         """Queue the outcome of a handshake for the ranks, and begin to ping the producer."""
-        tickets = self._tickets.pop(key)
+        tickets = self._asking.pop(key).tickets
         if isinstance(outcome, KVFerryError):
             self._outcomes.append((key, outcome))
             return
         reply = outcome.reply
         # The ranks refuse other tickets; what only those name is not watched.
-        if any(_is_made_by(ticket, outcome) for ticket in tickets):
+        if any(_is_made_by(outcome, *ticket) for ticket in tickets):
             watched = self._watch(key, outcome)
             if isinstance(watched, KVFerryError):
                 self._reply_limits.used(reply.nbytes)
@@ -277,12 +327,13 @@ class HandshakeRelay:
         reply = answer.reply
         name = key.engine, answer.incarnation, reply.ticket_key
         if (known := self._producers.get(name)) is not None:
-            known.is_doubted = False
+            known.is_doubted, known.asked = False, self._clock()
             return known.number
         if not self._has_room():
             return None
         number = next(self._numbers)
-        producer = _Producer(key=key, number=number, last_used=self._clock())
+        now = self._clock()
+        producer = _Producer(key=key, number=number, last_used=now, asked=now)
 
         def lost(error: KVFerryError | None) -> None:
             self._posted.append(lambda: self._end(name, producer, error))
@@ -345,13 +396,24 @@ def _name(ticket: Ticket) -> Name:
     return ticket.engine, ticket.incarnation, ticket.ticket_key
 
 
-def _is_made_by(ticket: Ticket, answer: _Answer) -> bool:
-    """Return whether the engine that answered made a ticket; see ``check_maker``."""
+def _is_made_by(answer: _Answer, incarnation: int, made: Proof | None) -> bool:
+    """Return whether the engine that answered made a ticket; see ``check_maker``.
+
+    Args:
+        answer: the engine's answer.
+        incarnation: the incarnation that the ticket names.
+        made: the ticket's proof.
+    """
+    return incarnation == answer.incarnation and _is_proven(made, answer.reply.ticket_key)
+
+
+def _is_proven(made: Proof | None, ticket_key: bytes) -> bool:
+    """Return whether a ticket's proof fits the ticket key that its maker publishes."""
     try:
-        proof.check(ticket.proof, answer.reply.ticket_key)
+        proof.check(made, ticket_key)
     except TicketError:
         return False
-    return ticket.incarnation == answer.incarnation
+    return True
 
 
 def _incarnation_of(payload: bytes, engine: str) -> Incarnation:

@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
@@ -199,6 +199,22 @@ class Handshakes(Generic[T]):
     def succeeded(self, key: PeerKey) -> None:
         """Forget the failures of a producer that is connected, so that no pause delays it."""
         self._backoffs.pop(key, None)
+
+    def cancel(self, keys: Set[PeerKey]) -> Set[PeerKey]:
+        """Cancel handshakes that have not begun; who asked for them is not called.
+
+        Args:
+            keys: the producers.
+
+        Returns:
+            Those whose handshake was cancelled.
+        """
+        cancelled = (self._delayed.keys() | set(self._queued)) & keys
+        self._queued = deque(key for key in self._queued if key not in cancelled)
+        for key in cancelled:
+            self._delayed.pop(key, None)
+            del self._asked[key]
+        return cancelled
 
     def close(self) -> None:
         """Start no more handshakes. Return without waiting for the handshakes under way."""

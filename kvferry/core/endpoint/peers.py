@@ -325,7 +325,8 @@ class Peers:
                 ``Peer``), the call waits until the other loads from the producer are over:
                 otherwise loads that overlap would keep the producer from being connected anew.
         """
-        peer = self._by_name.get((ticket.engine, ticket.incarnation, ticket.ticket_key))
+        name = ticket.engine, ticket.incarnation, ticket.ticket_key
+        peer = self._by_name.get(name)
         if peer is not None and peer.suspect and not peer.loads:
             self._forget_with_idle(peer)
             peer = None
@@ -335,6 +336,9 @@ class Peers:
         elif peer is not None:
             peer.last_used = self._clock()
             self._call_ready(peer, ready, failed)
+        elif (waiting := self._connecting.get(name)) is not None:
+            # A relayed reply was taken by the handshake before: another one would ask the producer.
+            waiting.append((ready, failed))
         else:
             key = PeerKey.of(ticket)
             self._handshakes.ask(
@@ -434,6 +438,7 @@ class Peers:
             now: seconds, on this object's clock.
         """
         self._handshakes.progress(now)
+        self._relayed.progress()
         self._fingerprints.progress(now)
         self._status.progress(now)
         for peer in [each for each in self._deferred if not (each.connected and each.loads)]:

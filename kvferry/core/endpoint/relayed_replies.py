@@ -145,6 +145,12 @@ class RelayedReplies:
         with self._lock:
             return number in self._watches
 
+    def progress(self) -> None:
+        """Drop replies that no handshake took in time."""
+        if self._stored:
+            with self._lock:
+                self._drop_old()
+
     def _drop_old(self) -> None:
         """Drop what is too old, and the oldest replies while all together are too long."""
         now, nbytes = self._clock(), 0

@@ -17,6 +17,7 @@ from kvferry.core.endpoint import (
     HandshakeRelay,
     RelayedHandshakes,
     handshake_relay,
+    handshakes,
 )
 from kvferry.core.endpoint.peer_key import PeerKey
 from kvferry.core.endpoint.relayed_replies import (
@@ -223,14 +224,18 @@ class FailingFirst(RecordingTransport):
 
 def test_after_a_failed_load_the_producer_is_asked_again_once_for_all_ranks() -> None:
     drivers = iter([FailingFirst(), RecordingTransport()])
+    clock = Clock()
     with (
         engine("prefill") as prefill,
         SideChannel(prefill) as channel,
-        engine("decode", Shape(tp=2), transport=lambda: next(drivers), relays=True) as decode,
+        engine(
+            "decode", Shape(tp=2), transport=drivers.__next__, clock=clock, relays=True
+        ) as decode,
     ):
         decode.pull("d-1", at(channel, prefill.serve("p-1", [1], 4)), [2])
         error = decode.outcome("d-1").failed[RequestId("d-1")]
         assert "the cable is out" in str(error)
+        clock.skip(handshake_relay.ASK_AGAIN_SECONDS)
         decode.pull("d-2", at(channel, prefill.serve("p-2", [2], 4)), [3])
         assert not decode.outcome("d-2").failed
         assert channel.asked == 2
@@ -302,6 +307,49 @@ def test_only_the_maker_of_a_ticket_is_watched() -> None:
         assert channel.asked == 3
 
 
+def test_a_failed_load_has_the_producer_asked_again_not_at_once_and_if_its_ticket_is_proven() -> (
+    None
+):
+    with (
+        engine("prefill", ticket_key=TicketKey()) as prefill,
+        SideChannel(prefill) as channel,
+        relaying(EndpointOptions(liveness_interval=0.0)) as (relay, clock),
+    ):
+        ticket = at(channel, prefill.serve("p-1", [1], 4))
+        assert ticket.proof is not None
+        altered = replace(ticket, proof=replace(ticket.proof, content=bytes(32)))
+        relay.begin("genuine", ticket)
+        watch = reply_of(relay).watch
+        clock.skip(10.0)
+        relay.begin("altered", altered)
+        relay.end("altered", loaded=False)
+        relay.begin("r", ticket)
+        assert not relay.take()
+        relay.end("r", loaded=False)
+        relay.begin("s", ticket)
+        assert relay.take().expected
+        assert reply_of(relay).watch == watch
+        relay.end("s", loaded=False)
+        relay.begin("t", ticket)
+        assert not relay.take()  # ranks that lack the reply ask at once
+        clock.skip(10.0)
+        relay.begin("u", ticket)
+        assert reply_of(relay).watch == watch
+        assert channel.asked == 3
+
+
+def test_a_genuine_ticket_after_many_others_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    with engine("prefill") as prefill, relaying() as (relay, _):
+        ticket = prefill.serve("p-1", [1], 4)
+        with monkeypatch.context() as context:
+            context.setattr(handshakes, "MAX_HANDSHAKES", 0)
+            for number in range(1, 2 * handshake_relay.MAX_TICKETS):
+                relay.begin(f"r-{number}", replace(ticket, incarnation=ticket.incarnation ^ number))
+            for number in range(2 * handshake_relay.MAX_TICKETS):
+                relay.begin(f"s-{number}", ticket)
+        assert reply_of(relay).watch is not None
+
+
 def test_a_producer_that_nobody_uses_is_released_and_asked_again() -> None:
     options = EndpointOptions(engine_ttl=TTL, liveness_interval=0.05, liveness_misses=1000)
     with engine("prefill") as prefill, relaying(options) as (relay, clock):
@@ -355,6 +403,29 @@ def test_the_longest_unused_producer_makes_room(monkeypatch: pytest.MonkeyPatch)
         assert isinstance(outcomes[0], EncodedReply)
         assert outcomes[0].watch is not None
         assert ended == [first]
+
+
+def test_a_handshake_that_no_rank_waits_for_asks_for_no_steps_and_does_not_begin(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with (
+        engine("prefill") as prefill,
+        SideChannel(prefill) as channel,
+        relaying() as (relay, clock),
+    ):
+        ticket = at(channel, prefill.serve("p-1", [1], 4))
+        with monkeypatch.context() as context:
+            context.setattr(handshakes, "MAX_HANDSHAKES", 0)
+            relay.begin("r", ticket)
+            assert relay.take().is_asking
+            relay.end("r")
+            assert relay.pending  # ranks wait for what they were told to expect
+            clock.skip(20.0)
+            assert not relay.pending
+        assert relay.take() == RelayedHandshakes()
+        assert channel.asked == 0
+        relay.begin("s", ticket)
+        assert reply_of(relay).watch is not None
 
 
 def test_long_replies_are_spread_over_steps(monkeypatch: pytest.MonkeyPatch) -> None:
