@@ -81,7 +81,7 @@ class Output:
 
 
 @pytest.mark.vllm
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)
 def test_make_serve_hands_requests_over_and_ends_all_on_an_interrupt(tmp_path: Path) -> None:
     pytest.importorskip("vllm_router")
     first = free_ports()

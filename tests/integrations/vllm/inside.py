@@ -157,8 +157,9 @@ def waits_in_a_step(engine: Any) -> dict[str, bool]:
     from kvferry.integrations.vllm.worker import FerryWorker
     from tests.core.messages import payload
 
-    def waits(*, problems: tuple[str, ...] = (), pending: int = 0, idle: bool = True) -> bool:
-        endpoint = MagicMock(payload=payload(), problems=problems, pending=pending)
+    def waits(idle: bool = True, **said: Any) -> bool:
+        nothing = {"payload": payload(), "problems": (), "pending": 0, "held": 0}
+        endpoint = MagicMock(**{**nothing, **said})
         worker = FerryWorker(endpoint, lambda: None)
         worker.take_report()
         worker.apply(StepMetadata(idle=idle))
@@ -168,6 +169,7 @@ def waits_in_a_step(engine: Any) -> dict[str, bool]:
     return {
         "well": waits(),
         "loads": waits(pending=1),
+        "holds pages": waits(held=1),
         "unwell": waits(problems=("it burns",)),
         "unwell and busy": waits(problems=("it burns",), idle=False),
     }

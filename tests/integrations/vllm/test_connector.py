@@ -68,6 +68,7 @@ class TestInVllm:
         assert reference.run(inside.waits_in_a_step) == {
             "well": False,
             "loads": True,
+            "holds pages": True,
             "unwell": True,
             "unwell and busy": False,
         }
