@@ -21,10 +21,11 @@ PAGE = 16 << 10
 FENCE = 8
 SECTION = "latency between two processes"
 NIXL, CALL = "NIXL's own calls", "a call to the other process over a socket"
-FIGURES = {
-    "read of a page of 16 KiB": (PAGE, b""),
-    "fence: read of 8 bytes and a notification": (FENCE, peer_process.DONE),
-}
+PAGE_CASE, FENCE_CASE = "read of a page of 16 KiB", "fence: read of 8 bytes and a notification"
+NOTIFICATION_CASE = "notification, one way"
+FIGURES = {PAGE_CASE: (PAGE, b""), FENCE_CASE: (FENCE, peer_process.DONE)}
+MOST = {PAGE_CASE: 1.5, FENCE_CASE: 1.2, NOTIFICATION_CASE: 1.2}
+"""The targets, beside NIXL's own calls."""
 
 
 def measured(lab: Any, rounds: int, show: rows.Show) -> list[rows.Row]:
@@ -82,7 +83,7 @@ def _notification(
     else:
         of, theirs = CALL, _halved(_call(lab))
     times = common.by_turns(max(2, rounds // 20), [ours, theirs])[:, :, 0] * 1e6
-    return _row(driver, "notification, one way", of, times)
+    return _row(driver, NOTIFICATION_CASE, of, times)
 
 
 PINGS = 20
@@ -145,4 +146,5 @@ def _row(driver: str, case: str, of: str, times: common.Times) -> rows.Row:
         measured=float(f"{np.median(ours):.3g}"),
         unit="µs",
         of=f"time of {of}",
+        target=rows.goal(MOST[case], at_least=False) if of == NIXL else None,
     )
