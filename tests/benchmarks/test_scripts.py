@@ -53,7 +53,8 @@ def test_drivers_with_writes(tmp_path: Path) -> None:
 @limit
 def test_end_to_end_with_loopback(tmp_path: Path) -> None:
     found = quick_rows("end_to_end", tmp_path, "--driver", "loopback")
-    assert {row["case"] for row in found} == {"loopback, 2 at once"}
+    beside = {"loopback, 2 at once", "loopback, 2 at once, NIXL's progress thread asleep"}
+    assert {row["case"] for row in found} == beside
 
 
 @limit
