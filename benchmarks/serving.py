@@ -114,7 +114,17 @@ class Engine:
         self, prompts: Sequence[list[int]], tickets: Sequence[Ticket], at_once: int, max_tokens: int
     ) -> Answers:
         """Requests, of which so many are under way at a time."""
+        self.begin(prompts, tickets, at_once, max_tokens)
+        return self.answers()
+
+    def begin(
+        self, prompts: Sequence[list[int]], tickets: Sequence[Ticket], at_once: int, max_tokens: int
+    ) -> None:
+        """The same without waiting; ``answers`` has to be called once then."""
         self._connection.send((prompts, tickets, at_once, max_tokens))
+
+    def answers(self) -> Answers:
+        """Wait for the answers to ``begin``."""
         answers: Answers = self._receive(ANSWER_SECONDS)
         return answers
 

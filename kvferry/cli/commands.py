@@ -16,21 +16,26 @@ import typer
 
 import kvferry
 from kvferry.cli import refused
+from kvferry.cli.options import (
+    Bandwidths,
+    CacheDtype,
+    ChunkTokens,
+    CurvePeer,
+    CurvePeers,
+    CurveSecretKey,
+    DecodeEngine,
+    HopMilliseconds,
+    JsonInsteadOfTables,
+    LayoutsFolder,
+    ModelConfig,
+    PictureFile,
+    PrefillEngine,
+    PrefillRate,
+    Prompts,
+    RequestTokens,
+    RunningEngines,
+)
 from kvferry.core.errors import KVFerryError
-
-CurveSecretKey = Annotated[
-    str,
-    typer.Option(
-        metavar="PLACE",
-        help="Where this command's own secret key is, for a side channel with keys: file:PATH or "
-        "env:NAME. The engine's curve_peers has to list the public one.",
-        show_default=False,
-    ),
-]
-CurvePeer = Annotated[
-    str,
-    typer.Option(metavar="KEY", help="That engine's public key, or its place.", show_default=False),
-]
 
 app = typer.Typer(
     name="kvferry",
@@ -384,64 +389,22 @@ def bench(
 
 @app.command()
 def plan(
-    model: Annotated[
-        Path | None,
-        typer.Argument(
-            metavar="CONFIG",
-            help="A model's config.json, or its folder. Needed if an engine is given by settings.",
-            show_default=False,
-        ),
-    ] = None,
-    prefill: Annotated[
-        str | None,
-        typer.Option(
-            metavar="SETTINGS|FILE",
-            help="The prefill engine: settings as above, or a JSON file with its layouts.",
-            show_default=False,
-        ),
-    ] = None,
-    decode: Annotated[
-        str | None,
-        typer.Option(
-            metavar="SETTINGS|FILE", help="The decode engine, likewise.", show_default=False
-        ),
-    ] = None,
-    addresses: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--from",
-            metavar="HOST:PORT",
-            help="Take the layouts of a running engine from its side channel; then --prefill or "
-            "--decode is left out. If given twice, the first is the prefill engine.",
-            show_default=False,
-        ),
-    ] = None,
+    model: ModelConfig = None,
+    prefill: PrefillEngine = None,
+    decode: DecodeEngine = None,
+    addresses: RunningEngines = None,
     curve_secret_key: CurveSecretKey = "",
-    curve_peer: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="KEY",
-            help="The public key of a running engine, or its place; one for each --from in "
-            "their order.",
-            show_default=False,
-        ),
-    ] = None,
-    tokens: Annotated[
-        int, typer.Option(min=1, max=1 << 24, help="How long the request is.")
-    ] = 4096,
-    dtype: Annotated[
-        str | None,
-        typer.Option(help="Element type of the cache, if not the config's.", show_default=False),
-    ] = None,
-    svg: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Draw a picture (needs kvferry[plot])."),
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
-    write_layouts: Annotated[
-        Path | None,
-        typer.Option(metavar="FOLDER", help="Write prefill.json and decode.json there."),
-    ] = None,
+    curve_peer: CurvePeers = None,
+    tokens: RequestTokens = 4096,
+    dtype: CacheDtype = None,
+    bandwidth: Bandwidths = None,
+    prompt: Prompts = None,
+    chunk: ChunkTokens = 8192,
+    prefill_rate: PrefillRate = 10_000.0,
+    hop: HopMilliseconds = 0.0,
+    svg: PictureFile = None,
+    as_json: JsonInsteadOfTables = False,
+    write_layouts: LayoutsFolder = None,
 ) -> None:
     """Show which decode rank reads what from which prefill rank, in how many copies of which size.
 
@@ -466,6 +429,7 @@ def plan(
       kvferry plan --prefill prefill.json --decode decode.json --svg plan.svg
       kvferry plan --from 10.0.0.5:5600 --from 10.0.0.6:5600
       kvferry plan path/to/model --from 10.0.0.5:5600 --decode tp=4
+      kvferry plan path/to/model --prefill tp=8 --decode tp=8 --bandwidth 25Gbit
 
     No engine has to run. CONFIG may be the config of a multimodal model: its text part is read,
     since images become tokens of the same cache. Layers with states (Mamba 1 and 2, gated delta
@@ -480,8 +444,12 @@ def plan(
     that no two pages are moved by one copy. Where copies are small, other layouts and block sizes
     are tried, and those that would help are printed. Exit status 1 if the two engines cannot
     exchange pages.
+
+    With --bandwidth, a table follows: how long until decode has a prompt's cache, if it is moved
+    after prefill, and if pages are moved chunk by chunk while prefill computes (early tickets).
     """
     from kvferry.cli.plan import run
+    from kvferry.cli.plan.early import make_question
 
     run(
         model=model,
@@ -492,6 +460,7 @@ def plan(
         peers=curve_peer or (),
         tokens=tokens,
         dtype=dtype,
+        early=make_question(bandwidth or (), prompt or (), chunk, prefill_rate, hop / 1e3),
         svg=svg,
         as_json=as_json,
         write_layouts=write_layouts,

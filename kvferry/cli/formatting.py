@@ -27,6 +27,17 @@ def _three_digits(value: float) -> str:
     return text.rstrip("0").rstrip(".") if decimals else text
 
 
+def duration(seconds: float) -> str:
+    """Return a duration with three significant digits, such as ``1.25 s`` or ``104 ms``.
+
+    Args:
+        seconds: The duration in seconds.
+    """
+    if seconds >= 1 or not seconds:
+        return f"{_three_digits(seconds)} s"
+    return f"{_three_digits(seconds * 1e3)} ms"
+
+
 def numbers(values: Iterable[int]) -> str:
     """Return numbers as text, consecutive numbers as a range, such as ``0-4, 6``.
 

@@ -23,7 +23,8 @@ leaves out the transfer of 1 GiB. If the driver cannot run on a machine, say why
 by the test's name.
 
 ``FaultyTransport`` wraps any driver and injects faults into its transfers, by schedule or by seed,
-for tests of code that uses a transport.
+for tests of code that uses a transport. It also keeps reads to a rate of bytes per second;
+``kvferry.testing.throttled.ThrottledTransport`` does so as a driver, in an engine.
 """
 
 from __future__ import annotations

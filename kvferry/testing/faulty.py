@@ -9,6 +9,8 @@ Faults can also be random, by seed:
 
     Schedule(seed=7, rate=0.1, faults=(Fault.DELAY, Fault.FAIL))
 
+Beside that, all reads can be kept to a rate, as on a slower network (``bytes_per_second``).
+
 All faults but ``LIE`` are within the contract of a transport: users of a transport have to cope
 with them.
 """
@@ -18,7 +20,8 @@ from __future__ import annotations
 import enum
 import itertools
 import random
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
@@ -43,6 +46,7 @@ from kvferry.core.transport import (
 )
 from kvferry.core.transport.copies import Copies, Segment
 from kvferry.core.transport.paged import PagedCopies
+from kvferry.testing.pacer import ReadPacer
 
 
 class Fault(enum.Enum):
@@ -112,6 +116,7 @@ class _Transfer:
     """A transfer and its fault.
 
     Attributes:
+        number: The id of the transfer.
         inner: The id of the transfer in the wrapped transport; 0 if that had died before.
         peer: The id of the transfer's peer.
         regions: The local regions that the transfer uses.
@@ -120,6 +125,7 @@ class _Transfer:
         status: The status that ``poll`` returns.
     """
 
+    number: TransferId
     inner: TransferId
     peer: PeerId
     regions: frozenset[Region]
@@ -136,6 +142,10 @@ class FaultyTransport(Transport):
         schedule: Which calls get a fault; none by default.
         quiescence: The ``quiescence`` that ``capabilities`` report; by default that of ``inner``.
             With AFTER_DISCONNECT, a transfer with DOOM stays FAILING until ``disconnect``.
+        bytes_per_second: What all reads together may move in a second, above 0; ``None`` for no
+            limit. A read that succeeds stays PENDING for that long. Its bytes, and the notification
+            that is bound to it, may arrive sooner.
+        clock: Returns the seconds since some fixed time, for ``bytes_per_second``.
     """
 
     interface_version: ClassVar[tuple[int, int]] = (1, 2)
@@ -146,12 +156,15 @@ class FaultyTransport(Transport):
         schedule: Schedule | None = None,
         *,
         quiescence: Quiescence | None = None,
+        bytes_per_second: float | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._inner = inner
         self._schedule = schedule or Schedule()
         self._quiescence = quiescence or inner.capabilities.quiescence
         self._name = inner.name
         self._capabilities = replace(inner.capabilities, quiescence=self._quiescence)
+        self._pacer = None if bytes_per_second is None else ReadPacer(bytes_per_second, clock)
         self._calls = itertools.count()
         self._ids = itertools.count(1)
         self._transfers: dict[TransferId, _Transfer] = {}
@@ -227,6 +240,7 @@ class FaultyTransport(Transport):
         for transfer in list(self._transfers.values()):  # others may begin meanwhile
             if transfer.peer == peer:
                 transfer.polls = 0
+                self._end_pacing(transfer)
                 self._update(transfer, count=False, disconnected=True)
 
     def notifications(self) -> list[Notification]:
@@ -242,6 +256,7 @@ class FaultyTransport(Transport):
     def cancel(self, transfer: TransferId) -> None:
         """Cancel the transfer in the wrapped transport, unless that has died."""
         record = self._record(transfer)
+        self._end_pacing(record)
         if self._alive():
             self._inner.cancel(record.inner)
 
@@ -305,6 +320,7 @@ class FaultyTransport(Transport):
         else:
             segments = list(copies.segments)
         transfer = _Transfer(
+            number=TransferId(next(self._ids)),
             inner=TransferId(0),
             peer=peer,
             regions=frozenset(segment.local for segment in segments),
@@ -321,9 +337,10 @@ class FaultyTransport(Transport):
         else:
             error = PeerLostError(f"{self._name} has died")
             transfer.status = Status(state=State.FAILED, error=error)
-        number = TransferId(next(self._ids))
-        self._transfers[number] = transfer
-        return number
+        if self._pacer is not None and op != "write":
+            self._pacer.begin(transfer.number, _nbytes(copies))
+        self._transfers[transfer.number] = transfer
+        return transfer.number
 
     def _update(self, transfer: _Transfer, *, count: bool, disconnected: bool = False) -> None:
         """Update a transfer's status from the wrapped transfer's status and the transfer's fault.
@@ -350,6 +367,19 @@ class FaultyTransport(Transport):
                 transfer.status = Status(state=State.FAILED, error=_injected(transfer.fault))
             case _:
                 transfer.status = status
+        if transfer.status.state is State.DONE and self._is_paced(transfer):
+            transfer.status = _PENDING
+        elif transfer.status.state.final:
+            self._end_pacing(transfer)
+
+    def _is_paced(self, transfer: _Transfer) -> bool:
+        """Return whether a transfer is a read that has to stay PENDING to keep to the rate."""
+        return self._pacer is not None and self._pacer.is_under_way(transfer.number)
+
+    def _end_pacing(self, transfer: _Transfer) -> None:
+        """Take a transfer out of what shares the rate: it may end now, or has ended."""
+        if self._pacer is not None:
+            self._pacer.end(transfer.number)
 
     def _next_fault(self) -> Fault | None:
         """Count a call, and return its fault; if the fault is DIE, let the transport die."""
@@ -397,6 +427,11 @@ def _remaining_copies(copies: Copies, fault: Fault | None) -> Copies:
         nbytes=copies.nbytes[:half],
         segments=tuple(segments),
     )
+
+
+def _nbytes(copies: Copies | PagedCopies) -> int:
+    """Return how many bytes a transfer moves."""
+    return copies.total if isinstance(copies, PagedCopies) else int(copies.nbytes.sum())
 
 
 def _injected(fault: Fault) -> TransportError:

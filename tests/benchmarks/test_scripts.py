@@ -69,6 +69,7 @@ def test_end_to_end_with_loopback(tmp_path: Path) -> None:
         pytest.param("cold_start", marks=pytest.mark.vllm),  # slow: many clients
         pytest.param("replies", marks=pytest.mark.vllm),  # slow: many hostile engines
         pytest.param("orphaned", marks=pytest.mark.vllm),
+        pytest.param("early", marks=pytest.mark.vllm),
         pytest.param("second_turn", marks=pytest.mark.routers),  # needs vLLM's source
         "fence",
         "proofs",

@@ -383,7 +383,7 @@ def test_too_small_cache_is_reported_with_largest_request(tmp_path: Path, capsys
     )
     sides = [f"--{name}={tmp_path / name}.json" for name in ("prefill", "decode")]
     ran = run_kvferry(capsys, "plan", *sides, "--tokens=65")
-    assert (ran.status, "choose --tokens up to 64" in ran.err) == (1, True)
+    assert (ran.status, "choose at most 64 tokens" in ran.err) == (1, True)
 
 
 def test_readme_shows_the_printed_plan(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -62,6 +62,11 @@ class TestDelayed(StateMachineTests):
     lasting_bytes = LASTING
 
 
+class TestPaced(InFlightTests, StateMachineTests):
+    factory = "tests.testing.correct_drivers:paced"
+    lasting_bytes = 2 << 30
+
+
 class TestTwoMemoryKinds(ContractSettings):
     factory = "tests.testing.correct_drivers:TwoMemoryKinds"
     memory = "tests.testing.correct_drivers:OddBuffer"

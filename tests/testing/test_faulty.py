@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
@@ -56,8 +57,20 @@ class Pair:
         return [one.payload for one in received]
 
 
-def make_pair(schedule: Schedule, quiescence: Quiescence | None = None) -> Pair:
-    reader = FaultyTransport(LoopbackTransport(), schedule, quiescence=quiescence)
+class Clock:
+    """A clock that stands still unless a test moves it."""
+
+    def __init__(self) -> None:
+        self.seconds = 100.0
+
+    def __call__(self) -> float:
+        return self.seconds
+
+
+def make_pair(
+    schedule: Schedule | None = None, quiescence: Quiescence | None = None, **pacing: Any
+) -> Pair:
+    reader = FaultyTransport(LoopbackTransport(), schedule, quiescence=quiescence, **pacing)
     source = LoopbackTransport()
     target, content = allocate("cpu", 2 * HALF), allocate("cpu", 2 * HALF)
     content.put(pattern(2 * HALF, 1))
@@ -218,5 +231,83 @@ def test_every_faulty_transfer_is_right_or_fails() -> None:
             assert pair.moved() == [True, True]
         pair.reader.forget(transfer)
     assert outcomes == {DONE, FAILED}
+    pair.reader.close()
+    pair.source.close()
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def paced(clock: Clock) -> Iterator[Pair]:
+    """A pair that reads 2 * HALF bytes, which is what ``Pair.read`` reads, in a second."""
+    made = make_pair(bytes_per_second=2 * HALF, clock=clock)
+    yield made
+    made.reader.close()
+    made.source.close()
+
+
+def settled(pair: Pair, transfer: TransferId) -> State:
+    """Return a transfer's state once loopback has had time to move the bytes."""
+    until = time.monotonic() + 30
+    while pair.moved() != [True, True] and time.monotonic() < until:
+        time.sleep(0.001)
+    return pair.states(transfer, 3)[-1]
+
+
+def test_paced_read_ends_when_its_bytes_have_had_their_time(paced: Pair, clock: Clock) -> None:
+    transfer = paced.read()
+    assert settled(paced, transfer) is P
+    with pytest.raises(TransportUsageError, match="not final"):
+        paced.reader.forget(transfer)
+    clock.seconds += 0.99
+    assert paced.states(transfer, 1) == [P]
+    clock.seconds += 0.02
+    assert paced.states(transfer, 1) == [DONE]
+    paced.reader.forget(transfer)
+    paced.reader.deregister(paced.target.region)
+
+
+def test_paced_reads_share_the_rate(paced: Pair, clock: Clock) -> None:
+    first = paced.read()
+    clock.seconds += 0.5
+    second = paced.read()
+    assert settled(paced, second) is P
+    clock.seconds += 0.9  # of 0.5 and 1 s of bytes, 0.45 s each
+    assert [status.state for status in paced.reader.poll([first, second])] == [P, P]
+    clock.seconds += 0.2
+    assert [status.state for status in paced.reader.poll([first, second])] == [DONE, P]
+    clock.seconds += 0.45
+    assert paced.states(second, 1) == [DONE]
+
+
+@pytest.mark.parametrize("how", ["cancel", "disconnect"])
+def test_paced_read_that_is_given_up_ends_at_once(paced: Pair, how: str) -> None:
+    transfer = paced.read()
+    assert settled(paced, transfer) is P
+    if how == "cancel":
+        paced.reader.cancel(transfer)
+    else:
+        paced.reader.disconnect(paced.peer)
+    assert paced.states(transfer, 1)[0].final
+
+
+@pytest.mark.parametrize(
+    ("fault", "meanwhile", "end"),
+    [(Fault.DELAY, P, DONE), (Fault.FAIL, FAILED, FAILED), (Fault.LIE, P, DONE)],
+)
+def test_paced_read_may_have_a_fault(
+    clock: Clock, fault: Fault, meanwhile: State, end: State
+) -> None:
+    pair = make_pair(Schedule(at={0: fault}), bytes_per_second=2 * HALF, clock=clock)
+    transfer = pair.read()
+    until = time.monotonic() + 30
+    while pair.states(transfer, 9)[-1] is not meanwhile and time.monotonic() < until:
+        time.sleep(0.001)
+    assert pair.states(transfer, 9)[-1] is meanwhile
+    clock.seconds += 1.1
+    assert pair.states(transfer, 9)[-1] is end
     pair.reader.close()
     pair.source.close()

@@ -11,6 +11,7 @@ from rich.console import Console
 
 from kvferry.cli.plan import report
 from kvferry.cli.plan.advice import Advice, advise, advise_alike, is_many, is_small
+from kvferry.cli.plan.early import EarlyQuestion, early_cases
 from kvferry.cli.plan.engines import (
     Engine,
     EngineError,
@@ -57,6 +58,7 @@ def run(
     peers: Sequence[str] = (),
     tokens: int = 4096,
     dtype: str | None = None,
+    early: EarlyQuestion | None = None,
     svg: Path | None = None,
     as_json: bool = False,
     write_layouts: Path | None = None,
@@ -73,6 +75,7 @@ def run(
         peers: The public key of each running engine, if their side channels have keys.
         tokens: Number of tokens in the request.
         dtype: Element type of the cache; by default the config file's.
+        early: What to compute about early tickets; ``None`` for nothing.
         svg: File for a picture.
         as_json: Whether to print JSON instead of tables.
         write_layouts: Folder for both engines' layouts as JSON.
@@ -83,18 +86,20 @@ def run(
     described = None if model is None else read_model(model, dtype)
     if described is None and dtype is not None:
         raise SettingsError("--dtype is for a model's config file; layouts say their own")
+    longest = max(tokens, early.longest if early else 0)
     texts = {"prefill": prefill, "decode": decode}
     running = _running(texts, addresses, secret_key, peers)
     refusal = tuple(_refusal(running))
     producer, consumer = (
         _running_side(name, running[name], described)
         if text is None
-        else _side(name, text, described, tokens)
+        else _side(name, text, described, longest)
         for name, text in texts.items()
     )
     producer, consumer = _with_equal_keys(producer, consumer), _with_equal_keys(consumer, producer)
     estimate = _estimate(producer, consumer, tokens, refusal)
     advice = _advice(described, producer, consumer, estimate)
+    cases = early_cases(early, producer.engine, consumer.engine, estimate) if early else []
     notes = (*producer.notes, *consumer.notes, *refusal)
     if write_layouts is not None:
         for side in (producer, consumer):
@@ -103,9 +108,12 @@ def run(
         _draw(svg, estimate, producer, consumer)
     if as_json:
         record = report.json_record(estimate, producer.engine, consumer.engine, advice)
-        Console().print_json(json.dumps(record | {"notes": notes}))
-    else:
-        _print(described, estimate, producer, consumer, advice, notes)
+        more = {"early": report.early_record(early, cases) if early else None, "notes": notes}
+        Console().print_json(json.dumps(record | more))
+        return
+    _print(described, estimate, producer, consumer, advice, notes)
+    if early is not None:
+        report.print_early(Console(highlight=False), early, cases)
 
 
 def _running(

@@ -86,11 +86,14 @@ class ReadEstimate:
         decode: The index of the decode rank.
         source: The part of the decode rank's plan for the prefill rank.
         sizes: How many copies of which size one request takes.
+        early_bytes: How many of the bytes are final once their token is computed: those of cache
+            groups with neither a sliding window nor states.
     """
 
     decode: int
     source: Source = field(repr=False)
     sizes: ByteCounts
+    early_bytes: int
 
     @property
     def prefill(self) -> int:
@@ -125,6 +128,11 @@ class Estimate:
     def sizes(self) -> ByteCounts:
         """How many copies of which size the whole request takes."""
         return merged(read.sizes for read in self.reads)
+
+    @property
+    def early_bytes(self) -> int:
+        """How many of the bytes are final once their token is computed."""
+        return sum(read.early_bytes for read in self.reads)
 
     @property
     def busiest(self) -> int:
@@ -195,7 +203,15 @@ def estimate_reads(
         readers = planned.readers
         for source in planned.sources:
             counted = _counted(planned, source, decode, tokens, workspace)
-            reads.append(ReadEstimate(decode=rank, source=source, sizes=counted))
+            early = (counted[group].total for group in counted if _is_early(decode, group))
+            reads.append(
+                ReadEstimate(
+                    decode=rank,
+                    source=source,
+                    sizes=merged(counted.values()),
+                    early_bytes=sum(early),
+                )
+            )
     return Estimate(tokens=tokens, reads=tuple(reads), readers=readers, told=told)
 
 
@@ -213,7 +229,7 @@ def _planned(prefill: Engine, decode: Engine, rank: int) -> Plan:
 
 def _counted(
     planned: Plan, source: Source, decode: Engine, tokens: int, workspace: Workspace
-) -> ByteCounts:
+) -> dict[int, ByteCounts]:
     """Count the copies with which one decode rank reads a request from one prefill rank.
 
     Args:
@@ -223,13 +239,17 @@ def _counted(
         tokens: Number of tokens in the request.
         workspace: Arrays to reuse.
 
+    Returns:
+        The copies by the index of the decode engine's cache group.
+
     Raises:
         EngineError: A cache is too small for the request.
     """
     local = _pages("decode", source.local_layout, tokens)
     remote = _pages("prefill", source.remote_layout, tokens)
-    counts_of_stretches: list[ByteCounts] = []
+    counts_of_groups: dict[int, ByteCounts] = {}
     for group in {match.local_group for match in source.matches}:
+        counts_of_stretches: list[ByteCounts] = []
         first = decode.first_token(group, tokens)
         for start, stop, times in _stretches(source, group, first, tokens):
             ranges: list[tuple[int, int] | None] = [None] * len(local)
@@ -240,7 +260,21 @@ def _counted(
                 lengths = batches.build().nbytes.view(np.int64)
                 nbytes, counts = np.unique(lengths, return_counts=True)
                 counts_of_stretches.append(ByteCounts(nbytes=nbytes, counts=counts * times))
-    return merged(counts_of_stretches)
+        counts_of_groups[group] = merged(counts_of_stretches)
+    return counts_of_groups
+
+
+def _is_early(decode: Engine, group: int) -> bool:
+    """Return whether a cache group's bytes are final once their token is computed.
+
+    A sliding window drops tokens again, and every token changes a state.
+
+    Args:
+        decode: The decode engine.
+        group: The index of the cache group.
+    """
+    kind = decode.ranks[0].groups[group].kind
+    return kind is not GroupKind.STATE and not decode.window(group)
 
 
 def _pages(side: str, layout: Layout, tokens: int) -> tuple[Pages, ...]:
@@ -261,8 +295,8 @@ def _pages(side: str, layout: Layout, tokens: int) -> tuple[Pages, ...]:
         if 0 < there <= needed:
             raise EngineError(
                 f"a request of {tokens} tokens takes {needed} pages, and group {index} of {side} "
-                f"has {there}, of which the first is never used: choose --tokens up to "
-                f"{(there - 1) * _span(group)}"
+                f"has {there}, of which the first is never used: choose at most "
+                f"{(there - 1) * _span(group)} tokens"
             )
         lists.append(Pages(ids=np.arange(needed, 0, -1, dtype=np.int64)))
     return tuple(lists)

@@ -10,8 +10,9 @@ from rich.markup import escape
 from rich.padding import Padding
 from rich.table import Table
 
-from kvferry.cli.formatting import counted, numbers, size
+from kvferry.cli.formatting import counted, duration, numbers, size
 from kvferry.cli.plan.advice import IPC_SECONDS, Advice, Change, is_many, is_small
+from kvferry.cli.plan.early import EarlyCase, EarlyQuestion
 from kvferry.cli.plan.engines import Engine
 from kvferry.cli.plan.estimate import ByteCounts, Estimate, ReadEstimate
 from kvferry.cli.plan.model import Model
@@ -196,6 +197,43 @@ def print_advice(console: Console, estimate: Estimate, given: Advice) -> None:
             console.print(_indented(line, 4), style="dim")
     if not given.changes:
         console.print("  Nothing that was tried, on either side or both, would halve them.")
+    console.print()
+
+
+def print_early(console: Console, question: EarlyQuestion, cases: Sequence[EarlyCase]) -> None:
+    """Print how long until decode has the cache, by ordinary tickets and by early ones.
+
+    Args:
+        console: Where to print.
+        question: What was computed.
+        cases: The results.
+    """
+    hop = f", and decode starts to read {duration(question.hop_seconds)} after prefill's end"
+    console.print(
+        "Until decode has a prompt's cache, by an ordinary ticket (sequential) and by an early "
+        f"one, if prefill computes {question.prefill_rate:,.6g} tokens/s in chunks of "
+        f"{counted(question.chunk, 'token')}{hop * bool(question.hop_seconds)}:"
+    )
+    table = Table(box=None, pad_edge=False)
+    late = any(case.late_bytes for case in cases)
+    table.add_column("bandwidth", no_wrap=True)
+    for heading in ("prompt", "chunks", "prefill", "moving", *["at end"] * late):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for heading in ("sequential", "early", "saved"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for case in cases:
+        at_end = duration(case.late_bytes / case.bandwidth.bytes_per_second)
+        table.add_row(
+            escape(case.bandwidth.text),
+            f"{case.prompt:,}",
+            f"{case.chunks:,}",
+            *map(duration, (case.prefill_seconds, case.move_seconds)),
+            *[at_end] * late,
+            *map(duration, (case.sequential_seconds, case.early_seconds)),
+            f"{case.saved:.0%}",
+        )
+    console.print(table)
+    console.print()
 
 
 def _ipc_cost(copies: int) -> str:
@@ -294,6 +332,21 @@ def json_record(
         ],
         "decode": [_rank(decode, rank) | _decode_reads(estimate, rank) for rank in _ranks(decode)],
         "advice": None if given is None else asdict(given),
+    }
+
+
+def early_record(question: EarlyQuestion, cases: Sequence[EarlyCase]) -> Record:
+    """Return for ``--json`` what early tickets save, in tokens, bytes and seconds.
+
+    Args:
+        question: What was computed.
+        cases: The results.
+    """
+    return {
+        "chunk": question.chunk,
+        "prefill_rate": question.prefill_rate,
+        "hop_seconds": question.hop_seconds,
+        "cases": [asdict(case) | {"saved": case.saved} for case in cases],
     }
 
 

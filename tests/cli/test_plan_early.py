@@ -1,0 +1,207 @@
+"""``kvferry plan --bandwidth``: what early tickets save. Expected figures were computed by hand."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvferry.cli.plan.early import early_cases, make_question
+from kvferry.cli.plan.engines import PlanSettings, make_engine
+from kvferry.cli.plan.estimate import estimate_reads
+from kvferry.cli.plan.model import read_model
+from tests.cli import hybrid_configs as configs
+from tests.cli.plan_command import TINY, WINDOWS, make_plan, run_kvferry, write_config
+
+Capture = pytest.CaptureFixture[str]
+
+ROOT = Path(__file__).parents[2]
+TOKEN_BYTES = 4 * 4 * 32
+"""Of ``TINY``."""
+PROMPT_BYTES = 4096 * TOKEN_BYTES
+
+
+def cases_of(
+    folder: Path, capsys: Capture, *options: str, model: dict[str, Any] = TINY
+) -> list[dict[str, Any]]:
+    """Return the cases in the output of ``kvferry plan --json`` between equal engines."""
+    found = make_plan(capsys, [write_config(folder, model)], "tp=1", "tp=1", *options)
+    cases: list[dict[str, Any]] = found["early"]["cases"]
+    return cases
+
+
+@pytest.mark.parametrize(
+    ("bandwidth", "chunk", "hop", "early"),
+    [
+        # 4,096 tokens at 1,024 tokens/s take 4 s; X is 2, 4 and 8 s.
+        pytest.param(PROMPT_BYTES / 2, 1024, 0, 4 + 2 / 4, id="moving is faster"),
+        pytest.param(PROMPT_BYTES / 4, 1024, 0, 4 + 4 / 4, id="as fast"),
+        pytest.param(PROMPT_BYTES / 8, 1024, 0, 4 / 4 + 8, id="moving is slower"),
+        pytest.param(PROMPT_BYTES / 2, 1024, 250, 4 + 2 / 4, id="no hop after prefill"),
+        # The last chunk has 1,096 tokens.
+        pytest.param(PROMPT_BYTES / 2, 1500, 0, 4 + 2 * 1096 / 4096, id="shorter last chunk"),
+        # The last chunk has 96 tokens: it is computed while the one before is still being moved.
+        pytest.param(
+            PROMPT_BYTES / 3, 2000, 0, 4000 / 1024 + 3 * 2096 / 4096, id="short last chunk waits"
+        ),
+        pytest.param(PROMPT_BYTES / 2, 4096, 250, 4 + 2, id="one chunk saves only the hop"),
+    ],
+)
+def test_times_until_decode_has_the_cache(
+    tmp_path: Path, capsys: Capture, bandwidth: float, chunk: int, hop: int, early: float
+) -> None:
+    options = f"--bandwidth={bandwidth:.6f}B/s", f"--chunk={chunk}", f"--hop={hop}"
+    (case,) = cases_of(tmp_path, capsys, *options, "--prefill-rate=1024")
+    moving = PROMPT_BYTES / bandwidth
+    assert case["prefill_seconds"] == 4
+    assert case["move_seconds"] == pytest.approx(moving)
+    assert case["sequential_seconds"] == pytest.approx(4 + hop / 1000 + moving)
+    assert case["early_seconds"] == pytest.approx(early)
+    assert case["saved"] == pytest.approx(1 - early / case["sequential_seconds"])
+
+
+def test_windows_are_moved_at_the_end(tmp_path: Path, capsys: Capture) -> None:
+    options = "--bandwidth=1MB/s", "--chunk=1024", "--prefill-rate=1024"
+    (case,) = cases_of(tmp_path, capsys, *options, model=WINDOWS)
+    # Two of four layers have a window of 20 tokens, 2 pages of 16.
+    early, late = 4096 * TOKEN_BYTES // 2, 32 * TOKEN_BYTES // 2
+    assert (case["early_bytes"], case["late_bytes"]) == (early, late)
+    assert case["early_seconds"] == pytest.approx(4 + early / 4 / 1e6 + late / 1e6)
+
+
+def test_states_are_moved_at_the_end(tmp_path: Path, capsys: Capture) -> None:
+    (case,) = cases_of(tmp_path, capsys, "--bandwidth=25Gbit", model=configs.QWEN3_NEXT)
+    assert case["late_bytes"] == 36 * (8192 * 3 * 2 + 32 * 128 * 128 * 2)
+    assert case["early_bytes"] % (12 * 2048) == 0
+
+
+def test_each_prompt_at_each_bandwidth(tmp_path: Path, capsys: Capture) -> None:
+    options = "--bandwidth=1Gbit", "--bandwidth=2Gbit", "--prompt=100", "--prompt=20000"
+    cases = cases_of(tmp_path, capsys, *options)
+    assert [(case["bandwidth"]["text"], case["prompt"]) for case in cases] == [
+        ("1Gbit", 100),
+        ("1Gbit", 20000),
+        ("2Gbit", 100),
+        ("2Gbit", 20000),
+    ]
+    assert [case["early_bytes"] for case in cases[:2]] == [112 * TOKEN_BYTES, 20000 * TOKEN_BYTES]
+
+
+@pytest.mark.parametrize(
+    ("text", "rate"),
+    [
+        ("25Gbit", 25e9 / 8),
+        ("25 Gbit/s", 25e9 / 8),
+        ("800kbps", 1e5),
+        ("40MB/s", 40e6),
+        ("1.5GiB/s", 1.5 * (1 << 30)),
+        ("2KiB", 2048),
+        ("0.4Tbit", 5e10),
+    ],
+)
+def test_units_of_a_bandwidth(tmp_path: Path, capsys: Capture, text: str, rate: float) -> None:
+    (case,) = cases_of(tmp_path, capsys, f"--bandwidth={text}")
+    assert case["bandwidth"] == {"text": text, "bytes_per_second": pytest.approx(rate)}
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--bandwidth=25"], "--bandwidth '25' is no rate: write a number with a unit"),
+        (["--bandwidth=25Gb"], "bits as in 25Gbit, or bytes as in 40MB/s"),
+        (["--bandwidth=-1GB/s"], "is no rate"),
+        (["--bandwidth=1e9B/s"], "is no rate"),
+        (["--bandwidth=0Gbit"], "is 0 bytes per second: give one from 1B/s to 1000TB/s"),
+        (["--bandwidth=9000TB/s"], "is 9e+15 bytes per second"),
+        (["--prompt=4096"], "--prompt 4096 is a prompt for --bandwidth: add --bandwidth"),
+    ],
+)
+def test_invalid_options_are_refused(
+    tmp_path: Path, capsys: Capture, options: list[str], said: str
+) -> None:
+    model = write_config(tmp_path, TINY)
+    ran = run_kvferry(capsys, "plan", model, "--prefill=tp=1", "--decode=tp=1", *options)
+    assert ran.status == 1
+    assert said in ran.err
+
+
+def test_prompt_that_does_not_fit_is_named(tmp_path: Path, capsys: Capture) -> None:
+    make_plan(capsys, [write_config(tmp_path, TINY)], "tp=1", "tp=1", f"--write-layouts={tmp_path}")
+    sides = [f"--{name}={tmp_path / name}.json" for name in ("prefill", "decode")]
+    ran = run_kvferry(capsys, "plan", *sides, "--bandwidth=25Gbit", "--prompt=5000")
+    assert ran.status == 1
+    assert "--prompt 5000: a request of 5000 tokens" in ran.err
+    assert "choose at most 4096 tokens" in ran.err
+
+
+def test_without_bandwidth_nothing_is_computed(tmp_path: Path, capsys: Capture) -> None:
+    model = write_config(tmp_path, TINY)
+    assert make_plan(capsys, [model], "tp=1", "tp=1")["early"] is None
+    ran = run_kvferry(capsys, "plan", model, "--prefill=tp=1", "--decode=tp=1")
+    assert "saved" not in ran.out
+
+
+def test_table_as_text(tmp_path: Path, capsys: Capture) -> None:
+    sides = "--prefill=tp=1", "--decode=tp=1"
+    options = "--bandwidth=1MB/s", "--chunk=1024", "--prefill-rate=1024", "--hop=20"
+    ran = run_kvferry(capsys, "plan", write_config(tmp_path, TINY), *sides, *options)
+    for part in (
+        "if prefill computes 1,024 tokens/s in chunks of 1,024 tokens, and decode starts to read "
+        "20 ms after prefill's end:",
+        "bandwidth prompt chunks prefill moving sequential early saved",
+        "1MB/s 4,096 4 4 s 2.1 s 6.12 s 4.52 s 26%",
+    ):
+        assert part in ran.words
+    model = write_config(tmp_path, WINDOWS)
+    assert "moving at end sequential" in run_kvferry(capsys, "plan", model, *sides, *options).words
+
+
+def test_documented_table_is_what_the_command_prints(
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    page = (ROOT / "docs" / "early-tickets.md").read_text()
+    command = page.split("```\nkvferry plan ", 1)[1].split("\n```", 1)[0].replace("\\\n", " ")
+    rows = [
+        " ".join(cell.strip() for cell in line.strip("|").split("|"))
+        for line in page.splitlines()
+        if line.startswith("|") and "Gbit |" in line
+    ]
+    ran = run_kvferry(capsys, "plan", *shlex.split(command))
+    assert [row for row in rows if row not in ran.words] == []
+    assert len(rows) == 9
+
+
+@given(
+    prompt=st.integers(1, 3000),
+    chunk=st.integers(1, 3000),
+    prefill_rate=st.floats(1, 1e6),
+    megabytes=st.floats(0.01, 1e4),
+    windows=st.booleans(),
+)
+def test_times_are_those_of_chunks_moved_one_after_the_other(
+    tmp_path_factory: pytest.TempPathFactory,
+    prompt: int,
+    chunk: int,
+    prefill_rate: float,
+    megabytes: float,
+    windows: bool,
+) -> None:
+    folder = tmp_path_factory.mktemp("model")
+    model = read_model(Path(write_config(folder, WINDOWS if windows else TINY)))
+    engine = make_engine(model, PlanSettings(), prompt)
+    question = make_question([f"{megabytes:.6f}MB/s"], [], chunk, prefill_rate, 0)
+    assert question is not None
+    (case,) = early_cases(question, engine, engine, estimate_reads(engine, engine, prompt))
+    rate = question.bandwidths[0].bytes_per_second
+    moved = 0.0
+    for start in range(0, prompt, chunk):
+        stop = min(start + chunk, prompt)
+        nbytes = case.early_bytes * (stop - start) / prompt
+        moved = max(moved, stop / prefill_rate) + nbytes / rate
+    assert case.early_seconds == pytest.approx(moved + case.late_bytes / rate)
+    assert case.early_seconds <= case.sequential_seconds * (1 + 1e-9)
