@@ -64,6 +64,7 @@ def test_end_to_end_with_loopback(tmp_path: Path) -> None:
         pytest.param("planning", marks=pytest.mark.vllm),
         pytest.param("handshake", marks=[nixl, pytest.mark.vllm]),
         pytest.param("request", marks=pytest.mark.vllm),
+        pytest.param("request_profile", marks=pytest.mark.vllm),
         pytest.param("steps", marks=pytest.mark.vllm),
         pytest.param("channel", marks=pytest.mark.vllm),  # slow: a thousand clients
         pytest.param("cold_start", marks=pytest.mark.vllm),  # slow: many clients
