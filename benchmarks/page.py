@@ -202,7 +202,7 @@ def _target_cells(row: rows.Row) -> Sequence[str]:
 
 def _reasons(unmet: Sequence[rows.Row]) -> Iterator[str]:
     """What ``limits.toml`` says about rows that miss their target."""
-    limits = tomllib.loads(LIMITS.read_text(encoding="utf-8"))["limit"] if LIMITS.exists() else []
+    limits = _texts().get("limit", [])
     said = [limit for limit in limits if any(_about(limit, row) for row in unmet)]
     rest = [row for row in unmet if not any(_about(limit, row) for limit in limits)]
     items = [f"- *{limit['work']}*: {' '.join(limit['why'].split())}" for limit in said]
@@ -211,6 +211,11 @@ def _reasons(unmet: Sequence[rows.Row]) -> Iterator[str]:
     if items:
         yield "### Why not\n"
         yield "\n".join(items)
+
+
+def _texts() -> dict[str, Any]:
+    """What ``limits.toml`` says."""
+    return tomllib.loads(LIMITS.read_text(encoding="utf-8")) if LIMITS.exists() else {}
 
 
 def _about(limit: Mapping[str, Any], row: rows.Row) -> bool:
@@ -222,12 +227,15 @@ def _about(limit: Mapping[str, Any], row: rows.Row) -> bool:
 
 
 def _bodies(store: Store, drawn: Mapping[str, str]) -> Iterator[str]:
+    notes = _texts().get("notes", {})
     for part in PARTS:
         entry = store.get(part.name, {})
         if not entry.get("rows"):
             continue
         yield f"## {_heading(part.title)}\n"
         yield f"`python benchmarks/{part.name}.py`. {_conditions(entry['conditions'])}\n"
+        if part.name in notes:
+            yield f"{' '.join(notes[part.name].split())}\n"
         if why := entry.get("missing") or entry.get("failed"):
             yield f"Not measured again on {entry['date']}: {why}\n"
         for section, found in sections_of(entry).items():
