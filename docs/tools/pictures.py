@@ -61,7 +61,8 @@ HOLD: Mapping[tuple[str, str], tuple[str, ...]] = {
 """
 
 HOLD_REPORTED = frozenset({"done", "abandon", "expire", "give up"})
-"""The events that end a hold and have its request reported as sent."""
+"""The events that end a hold and have its request reported as sent: at once, or with the order if
+it is still being computed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -407,7 +408,8 @@ def hold() -> str:
         310,
         "over: from one decode engine, every rank that reads here has said “done” or “abandon”;\n"
         "or, not in Computing: the lease has ended, or prefill gives the hold up.\n"
-        "First the word becomes 0, then the request is reported sent, once.",
+        "First the word becomes 0, then the request is reported sent, once "
+        "(from Computing: with the order).",
         size=12,
         anchor="middle",
     )

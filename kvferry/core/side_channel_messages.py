@@ -41,6 +41,18 @@ MAX_KNOWN_SHAPES = 1 << 4
 """The most shapes that a ``PayloadRequest`` names."""
 MAX_PONG_BYTES = 1 << 13
 """The longest answer to a ping, which may be a refusal."""
+ROOM_BYTES = 16
+"""The length of a room's name."""
+MAX_FOLLOWED = 96
+"""The most rooms in one ``Follow``."""
+MAX_WAIT_MS = 200
+"""How long a ``Follow`` may have its answer delayed; shorter than the time after which a client
+sends a request again."""
+MAX_PART_BYTES = MAX_SHORT_REPLY_BYTES - (1 << 14)
+"""The longest part. The rest of the answer has room for the other fields of ``MAX_FOLLOWED``
+rooms."""
+MAX_VERSION = (1 << 53) - 1
+"""The highest version of a room."""
 GENERATION_LIMIT = 1 << 63
 """Generations and incarnations are at least 1 and below this."""
 MAX_RANKS = 1 << 12
@@ -59,6 +71,7 @@ Count = Annotated[int, Meta(ge=1, le=1 << 16)]
 Index = Annotated[int, Meta(ge=0, lt=1 << 16)]
 ShapeDigest = Annotated[bytes, Meta(min_length=SHAPE_DIGEST_BYTES, max_length=SHAPE_DIGEST_BYTES)]
 RandomBits = Annotated[int, Meta(ge=1, le=GENERATION_LIMIT - 1)]
+Room = Annotated[bytes, Meta(min_length=ROOM_BYTES, max_length=ROOM_BYTES)]
 Life = Annotated[int, Meta(ge=0, le=GENERATION_LIMIT - 1)]
 
 
@@ -115,6 +128,54 @@ class Health(Struct, frozen=True, kw_only=True, tag="health"):
     """Ask about an engine's health; an empty name stands for any engine that listens there."""
 
     engine: Annotated[str, Meta(max_length=256)] = ""
+
+
+class Follow(Struct, frozen=True, kw_only=True, tag="follow"):
+    """Ask what an engine knows about rooms; older builds refuse this.
+
+    Attributes:
+        engine: the engine that is asked.
+        rooms: rooms, each with the version that is known; 0 if nothing is.
+        wait_ms: for how many milliseconds to delay the answer if nothing is newer.
+    """
+
+    engine: Name
+    rooms: Annotated[
+        list[tuple[Room, Annotated[int, Meta(ge=0, le=MAX_VERSION)]]],
+        Meta(max_length=MAX_FOLLOWED),
+    ]
+    wait_ms: Annotated[int, Meta(ge=0, le=MAX_WAIT_MS)] = 0
+
+
+class RoomNews(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What an engine knows about one room.
+
+    Attributes:
+        room: the room.
+        version: grows with each change.
+        part: the newest part, encoded by the integration; empty if nothing was computed yet.
+        is_last: whether nothing follows: ``part`` is the ticket, or ``error`` says why there is
+            none.
+        error: why there is no ticket; empty if there is one or may be.
+    """
+
+    room: Room
+    version: Annotated[int, Meta(ge=1, le=MAX_VERSION)]
+    part: Annotated[bytes, Meta(max_length=MAX_PART_BYTES)] = b""
+    is_last: bool = False
+    error: Text = ""
+
+
+class Followed(Struct, frozen=True, kw_only=True, tag="followed"):
+    """Answer a ``Follow``.
+
+    Attributes:
+        incarnation: the engine's; another one knows nothing about the rooms of an earlier.
+        rooms: news of those rooms that have any; of the others in a further answer.
+    """
+
+    incarnation: RandomBits
+    rooms: Annotated[list[RoomNews], Meta(max_length=MAX_FOLLOWED)]
 
 
 class Payloads(Struct, frozen=True, kw_only=True, tag="payloads"):
@@ -194,8 +255,8 @@ class Refusal(Struct, frozen=True, kw_only=True, tag="refusal"):
     reason: Text
 
 
-Request = PayloadRequest | Ping | Health
-Reply = Payloads | PayloadHeads | Pong | Condition | Refusal
+Request = PayloadRequest | Ping | Health | Follow
+Reply = Payloads | PayloadHeads | Pong | Condition | Followed | Refusal
 
 
 T = TypeVar("T")

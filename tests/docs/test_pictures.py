@@ -141,7 +141,7 @@ class PicturedHold:
     def __init__(self) -> None:
         self.words = [NOTHING]
         self.incarnation = random_incarnation()
-        self.holds = WorkerHolds(self.words, self.incarnation)
+        self.holds = WorkerHolds(self.words, self.incarnation, [0] * len(self.words))
         self.now = 0.0
 
     def state(self) -> str:
@@ -223,6 +223,16 @@ def hold_steps() -> Iterator[tuple[str, str, str, list[RequestId]]]:
                 paths.append((*path, event))
 
 
+def test_a_hold_that_ends_while_computing_is_reported_with_the_order() -> None:
+    for event in HOLD_REPORTED.intersection(HOLD["computing", "free"]):
+        hold = PicturedHold()
+        for each in ("take on", event):
+            HOLD_EVENTS[each](hold)
+        assert not hold.holds.take_sent()
+        HOLD_EVENTS["ticket"](hold)
+        assert hold.holds.take_sent() == [REQUEST]
+
+
 def test_hold_transitions_match_the_picture() -> None:
     causes: dict[tuple[str, str], set[str]] = defaultdict(set)
     reported = set()
@@ -237,7 +247,7 @@ def test_hold_transitions_match_the_picture() -> None:
     assert reported == {
         (before, event)
         for (before, after), events in HOLD.items()
-        if after == "free"
+        if after == "free" and before != "computing"
         for event in HOLD_REPORTED.intersection(events)
     }
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from kvferry.core.endpoint.log_messages import ExpiredHolds
 from kvferry.core.error_causes import on_one_line
@@ -33,30 +34,19 @@ FINGERPRINT_WORDS = FINGERPRINT_BYTES // WORD_BYTES
 """Number of 8-byte words of a fingerprint."""
 
 
-class SlotTable:
-    """One 8-byte word per slot, in CPU memory that peers read one-sidedly.
-
-    In front of the words is a header with the fingerprint of the key that proves the engine's
-    tickets; the header is zero until ``write_fingerprint`` is called. The table owns its memory,
-    whose address never changes.
+class WordArray:
+    """8-byte words in CPU memory that peers read one-sidedly; the memory belongs to the caller.
 
     Args:
-        slots: number of slots.
+        words: the memory, (n,) uint64.
 
     Attributes:
-        region: the memory of the slot words.
-        header: the memory of the fingerprint.
+        region: that memory.
     """
 
-    def __init__(self, slots: int) -> None:
-        memory = np.zeros(FINGERPRINT_WORDS + max(slots, 1), dtype=np.uint64)
-        self._header, self._words = memory[:FINGERPRINT_WORDS], memory[FINGERPRINT_WORDS:]
-        self.region: Region = region_of(self._words)
-        self.header: Region = region_of(self._header)
-
-    def write_fingerprint(self, fingerprint: bytes) -> None:
-        """Write a fingerprint of ``FINGERPRINT_BYTES`` into the header."""
-        self._header[:] = np.frombuffer(fingerprint, dtype="<u8")
+    def __init__(self, words: npt.NDArray[np.uint64]) -> None:
+        self._words = words
+        self.region: Region = region_of(words)
 
     def __len__(self) -> int:
         return len(self._words)
@@ -66,6 +56,36 @@ class SlotTable:
 
     def __setitem__(self, slot: int, word: int) -> None:
         self._words[slot] = word  # one aligned 8-byte store: a peer sees the old or the new word
+
+
+class SlotTable(WordArray):
+    """One 8-byte word per slot, in CPU memory that peers read one-sidedly.
+
+    In front of the words is a header with the fingerprint of the key that proves the engine's
+    tickets; the header is zero until ``write_fingerprint`` is called. Behind the words are as many
+    watermarks, which say how far the pages of a request are computed. The table owns its memory,
+    whose address never changes.
+
+    Args:
+        slots: number of slots.
+
+    Attributes:
+        region: the memory of the slot words.
+        header: the memory of the fingerprint.
+        watermarks: the watermarks.
+    """
+
+    def __init__(self, slots: int) -> None:
+        slots = max(slots, 1)
+        memory = np.zeros(FINGERPRINT_WORDS + 2 * slots, dtype=np.uint64)
+        super().__init__(memory[FINGERPRINT_WORDS:-slots])
+        self._header = memory[:FINGERPRINT_WORDS]
+        self.header: Region = region_of(self._header)
+        self.watermarks = WordArray(memory[-slots:])
+
+    def write_fingerprint(self, fingerprint: bytes) -> None:
+        """Write a fingerprint of ``FINGERPRINT_BYTES`` into the header."""
+        self._header[:] = np.frombuffer(fingerprint, dtype="<u8")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -120,7 +140,7 @@ class HoldServer:
         clock: Callable[[], float],
         metrics: Metrics,
     ) -> None:
-        self._holds = WorkerHolds(table, incarnation)
+        self._holds = WorkerHolds(table, incarnation, table.watermarks)
         self._clock = clock
         self._metrics = metrics
         self._computing: list[_ComputingHold] = []

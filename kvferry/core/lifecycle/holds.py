@@ -28,6 +28,10 @@ NOTHING = 0
 _READY = 1
 """The bit of a slot word that says that the pages may be read."""
 
+_TOKEN_BITS = 32
+"""The lower bits of a watermark, which have the number of tokens. The upper ones have as many low
+bits of the generation."""
+
 
 class HoldEnd(enum.StrEnum):
     """How a hold with a ticket ended."""
@@ -115,6 +119,26 @@ class Hold:
         True if the word equals ``computing`` or ``ready`` of this hold.
         """
         return word >> 1 == self.generation
+
+    def watermark(self, tokens: int) -> int:
+        """Return the watermark that says that the pages of this many first tokens are computed."""
+        low = self.generation & ((1 << _TOKEN_BITS) - 1)
+        return low << _TOKEN_BITS | min(tokens, (1 << _TOKEN_BITS) - 1)
+
+    def marked_tokens(self, watermark: int) -> int:
+        """Return for how many first tokens a watermark says that their pages are computed.
+
+        Another hold of the slot may have the same low bits of the generation. So the slot word must
+        have been read before, and said that this hold stood: a hold begins with a watermark of 0.
+
+        Args:
+            watermark: the watermark of the hold's slot.
+
+        Returns:
+            The number of tokens; 0 if the watermark is another hold's.
+        """
+        tokens = watermark & ((1 << _TOKEN_BITS) - 1)
+        return tokens if watermark == self.watermark(tokens) else 0
 
 
 def random_generation() -> int:

@@ -8,12 +8,21 @@ arrive in its pages any more.
 
 CHECK and FENCE read the hold's slot word on the producer rank: CHECK finds out before the data is
 read whether the pages are computed, and FENCE after it whether they were held all the time.
+
+An early load begins before the producer has made the ticket, with a part: a ticket that covers the
+tokens so far. Until the last part comes, which is the ticket, it goes round, per producer rank:
+
+    WAIT -> (CHECK ->) MARK -> READ of the pages that are computed -> WAIT
+
+Then it goes on like any other load, and reads the rest. If a part names another hold, because the
+request was preempted, everything is read again.
 """
 
 from __future__ import annotations
 
 import enum
 import itertools
+import math
 from dataclasses import dataclass, field
 from typing import NewType
 
@@ -24,14 +33,20 @@ from kvferry.core.metrics import Stage
 LoadId = NewType("LoadId", int)
 """Identifies one load. Request ids are reused, load ids never are."""
 
+MARK_SECONDS = 0.005
+"""The least time between two reads of a watermark for a load from one producer rank."""
+
 
 class LoadAction(enum.Enum):
     """What the endpoint has to do for a load."""
 
     CHECK = "check"
     """Read the slot word before the pages are read. No notification is bound to this read."""
+    MARK = "mark"
+    """Read the watermark of the hold's slot: how far the pages are computed. No notification is
+    bound to this read."""
     READ = "read"
-    """Read the pages. No notification is bound to this read."""
+    """Read the pages, all or some of them. No notification is bound to this read."""
     FENCE = "fence"
     """Read the slot word after the pages were read. "done" is bound to this read, unless the load
     shares its hold with other requests."""
@@ -56,6 +71,10 @@ class Action:
         rank: index of the producer rank that the action concerns; -1 for a report.
         error: with ``REPORT``, why the load failed; ``None`` in all other cases.
         stage: with ``REPORT``, the stage in which the load failed; ``None`` in all other cases.
+        since: with ``READ``, for how many first tokens the pages that could be read early were read
+            before.
+        until: with a ``READ`` of pages that can be read early, the number of first tokens for which
+            they are read; ``None`` to read all that is left, of all groups.
     """
 
     op: LoadAction
@@ -63,6 +82,8 @@ class Action:
     rank: int = -1
     error: KVFerryError | None = None
     stage: Stage | None = field(default=None, compare=False)
+    since: int = 0
+    until: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,9 +103,12 @@ class _At(enum.Enum):
     """How far a load is on one producer rank.
 
     RECHECK: the slot word said that the pages are still being computed; the next ``tick`` has it
-    read again. OVER: nothing more is read from the rank.
+    read again. IDLE: an early load waits for more pages to be computed, or for its last part; a
+    later ``tick`` has the watermark read. OVER: nothing more is read from the rank.
     """
 
+    IDLE = enum.auto()
+    MARKING = enum.auto()
     CHECKING = enum.auto()
     RECHECK = enum.auto()
     READING = enum.auto()
@@ -93,8 +117,8 @@ class _At(enum.Enum):
 
     @property
     def waits(self) -> bool:
-        """Return whether a read (check, data or fence) from the rank is under way."""
-        return self in (_At.CHECKING, _At.READING, _At.FENCING)
+        """Return whether a read (of a word or of data) from the rank is under way."""
+        return self in (_At.MARKING, _At.CHECKING, _At.READING, _At.FENCING)
 
     @property
     def stage(self) -> Stage | None:
@@ -103,6 +127,8 @@ class _At(enum.Enum):
 
 
 _STAGES = {
+    _At.IDLE: Stage.CHECK,
+    _At.MARKING: Stage.CHECK,
     _At.CHECKING: Stage.CHECK,
     _At.RECHECK: Stage.CHECK,
     _At.READING: Stage.TRANSFER,
@@ -112,10 +138,32 @@ _STAGES = {
 
 
 @dataclass(slots=True, kw_only=True)
-class _Load:
-    """One load; see ``Loads.begin`` for the first six fields.
+class _Progress:
+    """What an early load has read from one producer rank.
 
     Attributes:
+        hold: the hold for which this is so.
+        stood: whether the slot word was read, and said that the hold stands; or whether it must,
+            because the last part has come. The watermark is read only after that.
+        until: for how many first tokens the pages were read.
+        reading: for how many first tokens they will have been read when the read under way ends.
+    """
+
+    hold: Hold
+    stood: bool = False
+    until: int = 0
+    reading: int = 0
+
+
+@dataclass(slots=True, kw_only=True)
+class _Load:
+    """One load; see ``Loads.begin`` for the first seven fields.
+
+    Attributes:
+        tokens: with ``early``, the number of tokens that the newest part covers.
+        unit: early reads end at multiples of this number of tokens.
+        progress: what was read early, by the index of the producer rank.
+        next_mark: when the watermarks may be read again.
         parties: the producer ranks that the load reads from or notifies; ``None`` until its
             handshake is over, empty if the handshake failed.
         at: how far the load is on each producer rank that it reads from, by the rank's index.
@@ -131,6 +179,11 @@ class _Load:
     reads: bool
     shared: bool
     deadline: float
+    early: bool
+    tokens: int
+    unit: int = 1
+    progress: dict[int, _Progress] = field(default_factory=dict)
+    next_mark: float = -math.inf
     parties: tuple[RemoteRank, ...] | None = None
     at: dict[int, _At] = field(default_factory=dict)
     failure: KVFerryError | None = None
@@ -151,8 +204,15 @@ class _Load:
 
     @property
     def is_computing(self) -> bool:
-        """Return whether some rank's slot word said "computing", and is yet to be read again."""
-        return _At.RECHECK in self.at.values()
+        """Return whether some rank's pages were still being computed when that was last read."""
+        return not {_At.RECHECK, _At.IDLE}.isdisjoint(self.at.values())
+
+    def early_reads(self, rank: int) -> _Progress:
+        """Return what was read early from a producer rank under the hold of the newest part."""
+        progress = self.progress.get(rank)
+        if progress is None or progress.hold != self.hold:
+            progress = self.progress[rank] = _Progress(hold=self.hold)
+        return progress
 
 
 class Loads:
@@ -217,6 +277,7 @@ class Loads:
         reads: bool,
         deadline: float,
         shared: bool = False,
+        early: int = 0,
     ) -> LoadId:
         """Start a load whose handshake is under way.
 
@@ -229,6 +290,8 @@ class Loads:
             deadline: when the load fails if it is not over, in seconds on the clock of ``tick``.
             shared: whether other requests of this engine use the hold. If so, neither "done" nor
                 "abandon" is sent to the producer, whatever the outcome of this load.
+            early: for an early load, the number of tokens that the part covers; 0 for a load with a
+                ticket. An early load does not fail at its deadline before its last part has come.
 
         Returns:
             The id of the load, for all other methods.
@@ -241,8 +304,41 @@ class Loads:
             reads=reads,
             shared=shared,
             deadline=deadline,
+            early=bool(early),
+            tokens=early,
         )
         return load_id
+
+    def extend(self, load_id: LoadId, hold: Hold, tokens: int, deadline: float) -> None:
+        """Record a newer part of an early load.
+
+        Args:
+            load_id: the load; ignored if it has its last part.
+            hold: the hold that the part names. If it is another one, what was read counts no more.
+            tokens: the number of tokens that the part covers.
+            deadline: as for ``begin``.
+        """
+        load = self._loads.get(load_id)
+        if load is not None and load.early and not load.reported:
+            load.tokens = max(tokens, load.tokens) if hold == load.hold else tokens
+            load.hold, load.deadline = hold, deadline
+
+    def finish(self, load_id: LoadId, hold: Hold, *, computed: bool, deadline: float) -> None:
+        """Record the last part of an early load, which is the ticket: the rest is read now.
+
+        Args:
+            load_id: the load; ignored if it has its last part.
+            hold: the hold that the ticket names.
+            computed: as for ``begin``.
+            deadline: as for ``begin``.
+        """
+        load = self._loads.get(load_id)
+        if load is None or not load.early or load.reported:
+            return
+        load.hold, load.early, load.computed, load.deadline = hold, False, computed, deadline
+        for rank in [rank for rank, at in load.at.items() if at is _At.IDLE]:
+            self._step(load_id, load, rank, first=True)
+        self._finish_if_over(load_id, load)
 
     def request(self, load_id: LoadId) -> RequestId:
         """Return the request of a load that is still kept.
@@ -252,7 +348,9 @@ class Loads:
         """
         return self._loads[load_id].request
 
-    def handshake_succeeded(self, load_id: LoadId, parties: tuple[RemoteRank, ...]) -> None:
+    def handshake_succeeded(
+        self, load_id: LoadId, parties: tuple[RemoteRank, ...], unit: int = 1
+    ) -> None:
         """Queue the first read from each producer rank of a load whose handshake has succeeded.
 
         This is the read of the pages, or a read of the slot word before them (a check) if the
@@ -263,18 +361,19 @@ class Loads:
         Args:
             load_id: the load.
             parties: the producer ranks that this rank reads from or notifies.
+            unit: early reads end at multiples of this number of tokens.
         """
         load = self._loads.get(load_id)
         if load is None or load.parties is not None:
             return
-        load.parties = parties
+        load.parties, load.unit = parties, unit
         if load.reported:  # it failed during the handshake: the ranks can only be told now
             self._tell_abandon(load_id, load)
             del self._loads[load_id]
             return
         for party in parties:
             if load.reads and party.reads:
-                self._step(load_id, load, party.rank, first=True)
+                self._proceed(load_id, load, party.rank)
         self._finish_if_over(load_id, load)
 
     def handshake_failed(self, load_id: LoadId, error: KVFerryError) -> None:
@@ -300,6 +399,9 @@ class Loads:
     def checked(self, load_id: LoadId, rank: int, word: int) -> None:
         """Act on the slot word read before the pages: read the pages, check again later, or fail.
 
+        If an early load's hold does not stand, its producer has not begun it yet, or the request
+        was preempted: the slot word is read again later.
+
         Args:
             load_id: the load.
             rank: index of the producer rank.
@@ -308,15 +410,50 @@ class Loads:
         load = self._at(load_id, rank, _At.CHECKING)
         if load is None:
             return
-        if load.failure or not load.hold.stands(word):
-            self._over(load_id, load, rank, load.failure or _stale("before the read"))
-        elif word == load.hold.ready:
+        progress, stands = load.progress.get(rank), load.hold.stands(word)
+        if load.failure:
+            self._over(load_id, load, rank, load.failure)
+        elif self._is_outdated(load, rank) or not (stands or progress is None or progress.stood):
+            self._proceed(load_id, load, rank)
+        elif not stands:
+            self._over(load_id, load, rank, _stale("before the read"))
+        elif load.early:
+            load.early_reads(rank).stood = True
+            self._do(load_id, load, rank, _At.MARKING, LoadAction.MARK)
+        elif word == load.hold.ready or load.computed:
             self._step(load_id, load, rank)
         else:
             load.at[rank] = _At.RECHECK
 
+    def marked(self, load_id: LoadId, rank: int, watermark: int) -> None:
+        """Act on the watermark: read the pages that are computed, or wait for more.
+
+        Args:
+            load_id: the load.
+            rank: index of the producer rank.
+            watermark: the watermark that was read.
+        """
+        load = self._at(load_id, rank, _At.MARKING)
+        if load is None:
+            return
+        if load.failure:
+            self._over(load_id, load, rank, load.failure)
+        elif not load.early or self._is_outdated(load, rank):
+            self._proceed(load_id, load, rank)
+        else:
+            progress = load.early_reads(rank)
+            tokens = min(load.hold.marked_tokens(watermark), load.tokens)
+            progress.reading = tokens // load.unit * load.unit
+            if progress.reading > progress.until:
+                self._read(load_id, load, rank, until=progress.reading)
+            else:
+                load.at[rank] = _At.IDLE
+
     def read(self, load_id: LoadId, rank: int) -> None:
         """Queue the read of a slot word (the fence), after all pages from its rank have arrived.
+
+        After an early read, more pages are read when they are computed, or the rest if the last
+        part has come.
 
         If the load has failed meanwhile, the load ends on this rank without a fence.
 
@@ -327,8 +464,12 @@ class Loads:
         load = self._at(load_id, rank, _At.READING)
         if load is None:
             return
+        progress = load.progress.get(rank)
         if load.failure:
             self._over(load_id, load, rank, load.failure)
+        elif progress is not None and progress.reading > progress.until:
+            progress.until = progress.reading
+            self._proceed(load_id, load, rank)
         else:
             self._do(load_id, load, rank, _At.FENCING, LoadAction.FENCE)
 
@@ -391,7 +532,8 @@ class Loads:
     def tick(self, now: float) -> None:
         """Check again where pages were still being computed; fail loads past their deadline.
 
-        To check means to read the slot word before the pages are read.
+        To check means to read the slot word before the pages are read. For early loads, read the
+        watermarks where a part covers more than was read.
 
         Args:
             now: seconds, on the clock of the deadlines.
@@ -399,11 +541,28 @@ class Loads:
         for load_id, load in list(self._loads.items()):
             if load.reported:
                 continue
-            if load.failure is None and now >= load.deadline:
+            if load.failure is None and not load.early and now >= load.deadline:
                 self._fail(load_id, load, _late(load))
                 continue
             for rank in [r for r, at in load.at.items() if at is _At.RECHECK]:
                 self._do(load_id, load, rank, _At.CHECKING, LoadAction.CHECK)
+            if load.early and now >= load.next_mark:
+                load.next_mark = now + MARK_SECONDS
+                self._mark(load_id, load)
+
+    def _mark(self, load_id: LoadId, load: _Load) -> None:
+        """Queue the reads of an early load's watermarks, each after that of its slot word."""
+        for rank in [rank for rank, at in load.at.items() if at is _At.IDLE]:
+            progress = load.early_reads(rank)
+            if not progress.stood:
+                self._do(load_id, load, rank, _At.CHECKING, LoadAction.CHECK)
+            elif load.tokens - progress.until >= load.unit:
+                self._do(load_id, load, rank, _At.MARKING, LoadAction.MARK)
+
+    def _is_outdated(self, load: _Load, rank: int) -> bool:
+        """Return whether a read from a rank was queued for another hold than the newest part's."""
+        progress = load.progress.get(rank)
+        return progress is not None and progress.hold != load.hold
 
     def _at(self, load_id: LoadId, rank: int, at: _At) -> _Load | None:
         """Return the load if its state on a producer rank is ``at``; otherwise ``None``."""
@@ -421,9 +580,33 @@ class Loads:
                 before the pages, unless the ticket said that they are complete.
         """
         if first and not load.computed:
+            if load.progress:  # the answer is no longer one that came too early
+                load.early_reads(rank).stood = True
             self._do(load_id, load, rank, _At.CHECKING, LoadAction.CHECK)
         else:
-            self._do(load_id, load, rank, _At.READING, LoadAction.READ)
+            self._read(load_id, load, rank)
+
+    def _proceed(self, load_id: LoadId, load: _Load, rank: int) -> None:
+        """Begin to read all from a rank, or what is left; an early load waits for ``tick``."""
+        if load.early:
+            load.at[rank] = _At.IDLE
+        else:
+            self._step(load_id, load, rank, first=True)
+
+    def _read(self, load_id: LoadId, load: _Load, rank: int, until: int | None = None) -> None:
+        """Queue the read of a rank's pages that were not read before.
+
+        Args:
+            load_id: the id of ``load``.
+            load: the load.
+            rank: index of the producer rank.
+            until: as in ``Action``.
+        """
+        since = load.early_reads(rank).until if load.progress else 0
+        load.at[rank] = _At.READING
+        self._actions.append(
+            Action(op=LoadAction.READ, load=load_id, rank=rank, since=since, until=until)
+        )
 
     def _do(self, load_id: LoadId, load: _Load, rank: int, at: _At, op: LoadAction) -> None:
         """Queue the action ``op`` for a producer rank, and set the load's state there to ``at``."""
@@ -448,7 +631,7 @@ class Loads:
         if load.failure is None:
             load.failure, load.failed_at = error, load.failed_at or load.stage
             for rank, at in load.at.items():
-                if at is _At.RECHECK:
+                if at in (_At.RECHECK, _At.IDLE):
                     load.at[rank] = _At.OVER
                 elif at.waits:
                     self._actions.append(Action(op=LoadAction.CANCEL, load=load_id, rank=rank))
@@ -463,7 +646,7 @@ class Loads:
         """
         if load.reported or any(at is not _At.OVER for at in load.at.values()):
             return
-        if load.parties is None and load.failure is None:
+        if (load.parties is None or load.early) and load.failure is None:
             return
         if load.failure is not None:
             self._tell_abandon(load_id, load)

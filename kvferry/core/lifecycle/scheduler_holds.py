@@ -27,7 +27,10 @@ class HoldOrders:
     Attributes:
         drops: holds to end that never got a ticket. Their requests are not reported as sent.
         take_ons: holds to start, as (request, hold), for requests that another engine will decode
-            and that are computed from this step on.
+            and that are computed from this step on. A hold may have the slot of one of ``drops``.
+        watermarks: holds without a ticket whose request is still computed, as (hold, tokens). The
+            pages of this many first tokens are computed once the device has finished all work
+            enqueued before this step.
         ready: holds whose ticket was made, as (hold, lease in seconds). Their pages may be read
             once the device has finished all work enqueued before this step.
         ttls: for the holds of conversations among ``ready``, as (hold, seconds): how long to keep
@@ -39,12 +42,18 @@ class HoldOrders:
 
     drops: tuple[Hold, ...] = ()
     take_ons: tuple[tuple[RequestId, Hold], ...] = ()
+    watermarks: tuple[tuple[Hold, int], ...] = ()
     ready: tuple[tuple[Hold, float], ...] = ()
     ttls: tuple[tuple[Hold, float], ...] = ()
     ends: tuple[Hold, ...] = ()
 
     def __bool__(self) -> bool:
-        return bool(self.drops or self.take_ons or self.ready or self.ends)
+        return bool(self.drops or self.take_ons or self.ready or self.ends or self.watermarks)
+
+    @property
+    def needs_device(self) -> bool:
+        """Return whether the worker must say when the device has finished its earlier work."""
+        return bool(self.ready or self.watermarks)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -98,7 +107,10 @@ class SchedulerHolds:
         self._draw = draw
         self._entries: dict[RequestId, _Entry] = {}
         self._drops: list[Hold] = []
+        self._replaced: list[Hold] = []
+        """Holds to drop whose slot another hold of the same request has."""
         self._take_ons: list[tuple[RequestId, Hold]] = []
+        self._watermarks: dict[RequestId, int] = {}
         self._ready: list[tuple[Hold, float]] = []
         self._ttls: list[tuple[Hold, float]] = []
         self._ends: list[Hold] = []
@@ -146,7 +158,8 @@ class SchedulerHolds:
     def take_on(self, request: RequestId) -> Hold | None:
         """Give a hold to a request that another engine will decode.
 
-        A request that comes back after preemption keeps its hold.
+        Called when the request gets its blocks. A request that comes back after a preemption gets a
+        new hold, in the same slot, because its pages are others, or were others' meanwhile.
 
         Returns:
             The hold; ``None`` if no slot is free, or if an earlier request with this id has a
@@ -155,13 +168,44 @@ class SchedulerHolds:
         """
         entry = self._entries.get(request)
         if entry is not None:
-            return None if entry.ticketed else entry.hold
+            return None if entry.ticketed else self._replace(request, entry)
         if not self._free:
             return None
         hold = Hold(slot=self._free.popleft(), generation=self._draw())
         self._entries[request] = _Entry(hold=hold)
         self._take_ons.append((request, hold))
         return hold
+
+    def _replace(self, request: RequestId, entry: _Entry) -> Hold:
+        """Give a request a new hold for one that it has lost its pages of, and return it."""
+        old, entry.hold = entry.hold, Hold(slot=entry.hold.slot, generation=self._draw())
+        if (request, old) in self._take_ons:  # the workers never heard of it
+            self._take_ons.remove((request, old))
+        else:
+            self._replaced.append(old)
+        self._take_ons.append((request, entry.hold))
+        self._watermarks.pop(request, None)
+        return entry.hold
+
+    def mark(self, request: RequestId, tokens: int) -> Hold | None:
+        """Order the watermark of a request that is still computed.
+
+        The workers write it when their devices have finished all work that was enqueued before the
+        step of the next ``drain``. So call this method one step after the one that computes the
+        tokens, and not for the last ones: the ticket is for these.
+
+        Args:
+            request: the request.
+            tokens: the number of first tokens whose pages are computed then.
+
+        Returns:
+            The request's hold; ``None`` if it has none, or if its ticket was made.
+        """
+        entry = self._entries.get(request)
+        if entry is None or entry.ticketed:
+            return None
+        self._watermarks[request] = tokens
+        return entry.hold
 
     def ticket(
         self,
@@ -195,6 +239,7 @@ class SchedulerHolds:
             return None
         if ttl is not None and not self.has_room(pages):
             return None
+        self._watermarks.pop(request, None)
         entry.ticketed, entry.pages = True, pages
         self._ready.append((entry.hold, lease))
         self._oldest[request] = None
@@ -253,6 +298,7 @@ class SchedulerHolds:
         if entry is None or entry.ticketed:
             return False
         del self._entries[request]
+        self._watermarks.pop(request, None)
         if (request, entry.hold) in self._take_ons:  # the workers never heard of it
             self._take_ons.remove((request, entry.hold))
             self._free.append(entry.hold.slot)
@@ -339,16 +385,20 @@ class SchedulerHolds:
         """Return the orders for the workers that have been collected since the last call.
 
         The caller sends the result to every worker. The slots of the holds in ``drops`` are free
-        from now on.
+        from now on, unless ``take_ons`` has them again.
         """
+        marked = self._watermarks.items()
         orders = HoldOrders(
-            drops=tuple(self._drops),
+            drops=(*self._drops, *self._replaced),
             take_ons=tuple(self._take_ons),
+            watermarks=tuple((self._entries[request].hold, tokens) for request, tokens in marked),
             ready=tuple(self._ready),
             ttls=tuple(self._ttls),
             ends=tuple(self._ends),
         )
         self._free.extend(hold.slot for hold in self._drops)
+        self._watermarks.clear()
+        self._replaced.clear()
         for pending in (self._drops, self._take_ons, self._ready, self._ttls, self._ends):
             pending.clear()
         return orders

@@ -43,7 +43,7 @@ because a consumer that knows no heartbeats renews that often."""
 
 
 class SlotWords(Protocol):
-    """A slot table: one 8-byte word per slot, in memory that peers can read."""
+    """One 8-byte word per slot, in memory that peers can read: slot words, or watermarks."""
 
     def __len__(self) -> int: ...
     def __setitem__(self, slot: int, word: int, /) -> None: ...
@@ -98,6 +98,8 @@ class _Held:
     """When the lease ends, on this rank's clock; ``None`` while there is no ticket."""
     is_ready: bool = False
     """Whether the slot word says that the pages may be read."""
+    marked: int = 0
+    """The number of tokens in the watermark."""
     readers: dict[str, _Reader] = field(default_factory=dict)
     """Consumer engine id to what its ranks have sent."""
     alive: float = -math.inf
@@ -120,27 +122,33 @@ class _Held:
 class WorkerHolds:
     """Keep the holds of one producer rank.
 
-    ``take_on`` starts a hold before its request is computed. ``order`` is called when the hold's
-    ticket was made, and ``ready`` when the device has computed all of the request's pages. The hold
-    ends when the ranks of a consumer engine have sent "done" or "abandon", when its lease expires,
-    or when the scheduler process says so. A renewal with the id of the consumer engine says that
-    this engine waits for the hold (claims it). The engine's heartbeats then count as signs of life
-    for the hold.
+    ``take_on`` starts a hold before its request is computed, and ``mark`` says how far the device
+    has come with it, so that consumers can read the first pages early. ``order`` is called when the
+    hold's ticket was made, and ``ready`` when the device has computed all of the request's pages.
+    The hold ends when the ranks of a consumer engine have sent "done" or "abandon", when its lease
+    expires, or when the scheduler process says so. A renewal with the id of the consumer engine
+    says that this engine waits for the hold (claims it). The engine's heartbeats then count as
+    signs of life for the hold.
 
     Not thread-safe: the caller serialises.
 
     Args:
         words: the slot table, all zero; its memory belongs to the caller.
         incarnation: the random number that identifies this start of the engine.
+        watermarks: the watermarks of the slots, all zero; their memory belongs to the caller.
     """
 
-    def __init__(self, words: SlotWords, incarnation: Incarnation) -> None:
+    def __init__(self, words: SlotWords, incarnation: Incarnation, watermarks: SlotWords) -> None:
         self._words = words
+        self._watermarks = watermarks
         self._incarnation = incarnation
         self._held: dict[int, _Held] = {}
         self._soonest = math.inf
         """No lease expires earlier than this: saves scanning thousands of holds in each turn."""
         self._ended: list[EndedHold] = []
+        self._unordered: dict[Hold, EndedHold] = {}
+        """Holds that consumers have ended before ``order`` was called. Their requests may still be
+        computed, so they are not reported as sent before that."""
         self._expired: dict[int, int] = {}
         """Slot to the generation of the slot's last expired hold, to recognise a late "done"."""
         self._claims = Counter[_Claimant]()
@@ -166,7 +174,7 @@ class WorkerHolds:
         """Carry out what the scheduler process has ordered in an engine step.
 
         For each hold in ``orders.ready``, the caller must call ``ready`` when the device has
-        finished the request's work.
+        finished the request's work, and for each in ``orders.watermarks`` it must call ``mark``.
 
         Args:
             orders: what the scheduler process has sent.
@@ -189,6 +197,7 @@ class WorkerHolds:
         the step's work ends.
         """
         self._held[hold.slot] = _Held(request=request, hold=hold)
+        self._watermarks[hold.slot] = 0  # first: a consumer that reads the word reads this after it
         self._words[hold.slot] = hold.computing
 
     def drop(self, hold: Hold) -> None:
@@ -196,11 +205,29 @@ class WorkerHolds:
 
         Its request is not reported as sent.
         """
+        self._unordered.pop(hold, None)
         if self._find(hold):
             self._clear(hold)
 
+    def mark(self, hold: Hold, tokens: int) -> None:
+        """Write into the watermark of a hold that the pages of some first tokens are computed.
+
+        Called when the device has finished the work that computes them. Ignored if the hold has
+        ended, or if the watermark says as much already.
+
+        Args:
+            hold: the hold.
+            tokens: number of tokens.
+        """
+        held = self._find(hold)
+        if held and tokens > held.marked:
+            held.marked = tokens
+            self._watermarks[hold.slot] = hold.watermark(tokens)
+
     def order(self, hold: Hold, lease: float, now: float, ttl: float | None = None) -> None:
         """Start the lease of a hold whose ticket was made.
+
+        If consumers have ended the hold before, ``take_sent`` will now return its request.
 
         The caller must call ``ready`` when the device has finished the request's work. If that
         never happens (because the device failed), the hold ends when its lease expires.
@@ -212,6 +239,8 @@ class WorkerHolds:
             ttl: for a conversation's hold, how many seconds to keep it until its first renewal,
                 which starts the lease; ``None`` for other holds.
         """
+        if ended := self._unordered.pop(hold, None):
+            self._ended.append(ended)
         held = self._find(hold)
         if held:
             held.lease, held.ttl, held.alive = lease, ttl, now
@@ -344,7 +373,9 @@ class WorkerHolds:
 
         The hold ends when ``message.expected`` ranks of one consumer engine have sent one of these
         messages. A message also counts if it arrives before ``order`` or ``ready`` is called: the
-        consumer may be faster than the scheduler process's next message to this worker.
+        consumer may be faster than the scheduler process's next message to this worker, or it has
+        given up a request that is still computed. ``take_sent`` returns the request not before
+        ``order`` was called for it.
 
         Returns:
             ``COUNTED``, or ``ENDED`` if the hold has ended with this message; ``REPEATED``,
@@ -469,4 +500,8 @@ class WorkerHolds:
             engine: the consumer engine that ended it; empty if none did.
         """
         self._clear(held.hold)
-        self._ended.append(EndedHold(request=held.request, end=end, engine=engine))
+        ended = EndedHold(request=held.request, end=end, engine=engine)
+        if held.lease is None:
+            self._unordered[held.hold] = ended
+        else:
+            self._ended.append(ended)

@@ -154,7 +154,7 @@ class ProducerRank:
         self.rank = rank
         self.words = [0] * slots
         self.pages: list[Content | None] = [None] * (PAGES + 1)
-        self.worker_holds = worker_holds(self.words, incarnation)
+        self.worker_holds = worker_holds(self.words, incarnation, [0] * slots)
         self.table = ProtocolTable(incarnation)
         self.inbox: deque[Step] = deque()
         self.stream: deque[Callable[[], None]] = deque()
@@ -346,7 +346,7 @@ class Producer:
                 self._hear_sent(rank, request)
 
     def preempt(self, prompt: PrefillRequest) -> None:
-        """Preempt a request: it gives up its pages, keeps its hold and starts again."""
+        """Preempt a request: it gives up its pages, and starts again with another hold."""
         self._free(prompt)
         prompt.at, prompt.chunk, prompt.epoch = PrefillState.WAITING, 0, prompt.epoch + 1
         prompt.late = False
@@ -437,7 +437,8 @@ class Producer:
         prompt.at = PrefillState.RUNNING
         if prompt.remote:
             hold = self.scheduler_holds.take_on(prompt.id)
-            require(prompt.hold in (None, hold), "another hold after preemption", prompt)
+            kept = prompt.hold is not None and prompt.hold == hold
+            require(not kept, "the same hold after a preemption", prompt)
             prompt.hold, prompt.remote = hold, hold is not None
 
     def _next_chunk(self, prompt: PrefillRequest) -> StepWork:

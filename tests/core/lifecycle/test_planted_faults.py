@@ -203,7 +203,9 @@ class SlotFreeAtTheTicket(SchedulerHolds):
         self._free.pop()
 
 
-class NewHoldAfterPreemption(SchedulerHolds):
+class OldHoldForgottenAtPreemption(SchedulerHolds):
+    """A request that comes back after a preemption gets a new hold, and keeps the old one, too."""
+
     def take_on(self, request: RequestId) -> Hold | None:
         if request in self._entries and not self._entries[request].ticketed:
             del self._entries[request]
@@ -249,12 +251,12 @@ class ReadsAfterTheReport(Loads):
     """A handshake that ends late begins a load that was aborted."""
 
     def handshake_succeeded(
-        self, load_id: LoadId, parties: tuple[loads_module.RemoteRank, ...]
+        self, load_id: LoadId, parties: tuple[loads_module.RemoteRank, ...], unit: int = 1
     ) -> None:
         load = self._loads.get(load_id)
         if load is not None:
             load.reported, load.failure = False, None
-        super().handshake_succeeded(load_id, parties)
+        super().handshake_succeeded(load_id, parties, unit)
 
 
 class OneFenceForAll(Loads):
@@ -597,7 +599,9 @@ PLANTED: dict[str, Components] = {
     "drops after take-ons": Components(worker_holds=DropsLate),
     "reset forgotten": Components(worker_holds=ResetForgotten),
     "the slot is free at the ticket": Components(scheduler_holds=SlotFreeAtTheTicket),
-    "a new hold after preemption": Components(scheduler_holds=NewHoldAfterPreemption),
+    "the old hold forgotten at a preemption": Components(
+        scheduler_holds=OldHoldForgottenAtPreemption
+    ),
     "held without limit": Components(scheduler_holds=HeldWithoutLimit),
     "pages given back when one rank has sent": Components(producer=SentByOneRank),
     "the fence ignored": Components(loads=FenceIgnored),

@@ -26,7 +26,7 @@ class WorkerHoldsHarness:
     """``WorkerHolds`` with eight holds that are ready at 100.0."""
 
     def __init__(self) -> None:
-        self.worker_holds = WorkerHolds([0] * len(HOLDS), INCARNATION)
+        self.worker_holds = WorkerHolds([0] * len(HOLDS), INCARNATION, [0] * len(HOLDS))
         for hold in HOLDS:
             self.worker_holds.take_on(RequestId(f"r{hold.slot}"), hold)
             self.worker_holds.order(hold, LEASE, 100.0)
@@ -64,7 +64,7 @@ class WorkerHoldsHarness:
 
 
 def test_the_age_of_an_unclaimed_hold_starts_when_it_is_ready() -> None:
-    worker_holds = WorkerHolds([0, 0], INCARNATION)
+    worker_holds = WorkerHolds([0, 0], INCARNATION, [0, 0])
     worker_holds.take_on(RequestId("a"), HOLDS[0])
     assert worker_holds.age(HOLDS[0], 100.0) is None
     worker_holds.order(HOLDS[0], LEASE, 100.0)
@@ -121,7 +121,7 @@ def test_a_consumer_without_heartbeats_counts_as_alive_for_a_third_of_a_lease() 
 
 def test_a_consumer_without_heartbeats_may_renew_before_the_hold_is_ordered() -> None:
     """That is common: a ticket often arrives before the next step's orders."""
-    worker_holds = WorkerHolds([0], INCARNATION)
+    worker_holds = WorkerHolds([0], INCARNATION, [0])
     worker_holds.take_on(RequestId("a"), HOLDS[0])
     renewal = Renewal(incarnation=INCARNATION, slot=0, generation=HOLDS[0].generation)
     assert worker_holds.renew(renewal, 100.0) is NoteOutcome.RENEWED

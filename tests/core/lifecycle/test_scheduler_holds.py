@@ -30,12 +30,62 @@ def test_a_request_is_taken_on_ticketed_and_sent() -> None:
     assert not scheduler_holds.drain()
 
 
-def test_a_preempted_request_keeps_its_hold_without_a_new_order() -> None:
+def test_a_preempted_request_gets_a_new_hold_in_its_slot() -> None:
+    scheduler_holds = SchedulerHolds(1)
+    old = take_on(scheduler_holds, A)
+    scheduler_holds.drain()
+    new = take_on(scheduler_holds, A)
+    assert new.slot == old.slot
+    assert new.generation != old.generation
+    assert scheduler_holds.drain() == HoldOrders(drops=(old,), take_ons=((A, new),))
+    assert scheduler_holds.take_on(B) is None
+    assert scheduler_holds.ticket(A, 30.0) == new
+
+
+def test_a_hold_that_the_workers_never_heard_of_is_replaced_without_a_drop() -> None:
+    scheduler_holds = SchedulerHolds(1)
+    take_on(scheduler_holds, A)
+    new = take_on(scheduler_holds, A)
+    assert scheduler_holds.drain() == HoldOrders(take_ons=((A, new),))
+
+
+def test_a_request_that_is_dropped_after_a_preemption_frees_its_slot_once() -> None:
+    scheduler_holds = SchedulerHolds(1)
+    old = take_on(scheduler_holds, A)
+    scheduler_holds.drain()
+    take_on(scheduler_holds, A)
+    assert scheduler_holds.drop(A)
+    other = take_on(scheduler_holds, B)
+    assert scheduler_holds.drain() == HoldOrders(drops=(old,), take_ons=((B, other),))
+    assert scheduler_holds.take_on(C) is None
+
+
+def test_a_watermark_is_ordered_once_for_the_newest_tokens() -> None:
     scheduler_holds = SchedulerHolds(4)
     hold = take_on(scheduler_holds, A)
-    scheduler_holds.drain()
-    assert scheduler_holds.take_on(A) == hold
+    assert scheduler_holds.mark(B, 16) is None
+    assert scheduler_holds.mark(A, 16) == hold
+    assert scheduler_holds.mark(A, 32) == hold
+    orders = scheduler_holds.drain()
+    assert orders.watermarks == ((hold, 32),)
+    assert orders.needs_device
     assert not scheduler_holds.drain()
+
+
+@pytest.mark.parametrize("end", ["ticket", "drop", "preemption"])
+def test_a_watermark_is_not_ordered_for_a_hold_that_is_computed_or_gone(end: str) -> None:
+    scheduler_holds = SchedulerHolds(4)
+    take_on(scheduler_holds, A)
+    scheduler_holds.drain()
+    scheduler_holds.mark(A, 16)
+    if end == "ticket":
+        scheduler_holds.ticket(A, 30.0)
+        assert scheduler_holds.mark(A, 32) is None
+    elif end == "drop":
+        scheduler_holds.drop(A)
+    else:
+        scheduler_holds.take_on(A)
+    assert not scheduler_holds.drain().watermarks
 
 
 def test_requests_get_distinct_slots_and_generations() -> None:

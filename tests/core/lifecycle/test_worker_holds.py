@@ -27,8 +27,8 @@ class WorkerHoldsHarness:
     """``WorkerHolds`` with two slots and a request in slot 1."""
 
     def __init__(self, *, ordered: bool = True, ready: bool = True) -> None:
-        self.words = [NOTHING, NOTHING]
-        self.worker_holds = WorkerHolds(self.words, INCARNATION)
+        self.words, self.watermarks = [NOTHING, NOTHING], [0, 0]
+        self.worker_holds = WorkerHolds(self.words, INCARNATION, self.watermarks)
         self.worker_holds.take_on(A, HOLD)
         if ordered:
             self.worker_holds.order(HOLD, 30.0, 100.0)
@@ -140,7 +140,7 @@ def test_the_slot_word_is_cleared_before_the_request_is_reported_sent() -> None:
             sent_too_early.extend(worker_holds.take_sent())
             super().__setitem__(slot, word)
 
-    worker_holds = WorkerHolds(RecordingWords([NOTHING, NOTHING]), INCARNATION)
+    worker_holds = WorkerHolds(RecordingWords([NOTHING, NOTHING]), INCARNATION, [0, 0])
     for end in (
         worker_holds.end,
         lambda _: worker_holds.end_all(),
@@ -260,7 +260,7 @@ def test_the_lease_starts_when_the_hold_first_becomes_ready() -> None:
 
 
 def test_each_of_several_leases_expires_at_its_own_time() -> None:
-    worker_holds = WorkerHolds([NOTHING] * 4, INCARNATION)
+    worker_holds = WorkerHolds([NOTHING] * 4, INCARNATION, [0] * 4)
     holds = [Hold(slot=slot, generation=slot + 1) for slot in range(4)]
     for hold, lease in zip(holds, (30.0, 10.0, 20.0, 5.0), strict=True):
         worker_holds.take_on(RequestId(str(hold.slot)), hold)
@@ -417,3 +417,56 @@ def test_an_answer_that_its_orders_end_at_once_is_never_ready() -> None:
     harness.worker_holds.ready(HOLD, 100.0)
     assert harness.is_over
     assert harness.worker_holds.take_sent() == [A]
+
+
+def test_a_watermark_has_the_tokens_and_grows() -> None:
+    harness = WorkerHoldsHarness(ordered=False, ready=False)
+    for tokens, marked in ((16, 16), (48, 48), (32, 48)):
+        harness.worker_holds.mark(HOLD, tokens)
+        assert HOLD.marked_tokens(harness.watermarks[HOLD.slot]) == marked
+    other = Hold(slot=HOLD.slot, generation=HOLD.generation + 1)
+    assert other.marked_tokens(harness.watermarks[HOLD.slot]) == 0
+
+
+def test_a_watermark_is_zero_before_the_next_hold_s_slot_word_is_written() -> None:
+    seen: list[int] = []
+
+    class Words(list[int]):
+        def __setitem__(self, slot: Any, word: Any) -> None:
+            seen.append(watermarks[slot])
+            super().__setitem__(slot, word)
+
+    watermarks = [0, 0]
+    holds = WorkerHolds(Words([NOTHING, NOTHING]), INCARNATION, watermarks)
+    holds.take_on(A, HOLD)
+    holds.mark(HOLD, 16)
+    holds.drop(HOLD)
+    holds.take_on(B, Hold(slot=HOLD.slot, generation=8))
+    assert seen == [0, HOLD.watermark(16), 0]
+
+
+def test_a_watermark_of_a_hold_that_has_ended_is_not_written() -> None:
+    harness = WorkerHoldsHarness()
+    harness.release()
+    harness.worker_holds.mark(HOLD, 16)
+    assert harness.watermarks == [0, 0]
+
+
+@pytest.mark.parametrize("abandoned", [False, True])
+def test_a_hold_that_ends_while_computing_is_reported_with_the_order(abandoned: bool) -> None:
+    harness = WorkerHoldsHarness(ordered=False, ready=False)
+    assert harness.release(abandoned=abandoned) is NoteOutcome.ENDED
+    assert harness.is_over
+    assert not harness.worker_holds.take_ended()
+    harness.worker_holds.order(HOLD, 30.0, 100.0)
+    end = HoldEnd.ABANDONED if abandoned else HoldEnd.READ
+    assert harness.worker_holds.take_ended() == [EndedHold(request=A, end=end, engine="d")]
+    assert harness.words == [NOTHING, NOTHING]
+
+
+def test_a_hold_that_ends_while_computing_and_is_dropped_is_not_reported() -> None:
+    harness = WorkerHoldsHarness(ordered=False, ready=False)
+    harness.release(abandoned=True)
+    harness.worker_holds.drop(HOLD)
+    harness.worker_holds.order(HOLD, 30.0, 100.0)
+    assert not harness.worker_holds.take_ended()

@@ -172,7 +172,7 @@ class Rank:
         self.engine, self.index = engine, index
         self.words = [NOTHING] * PAGES
         self.pages: list[Content | None] = [None] * (PAGES + 1)
-        self.holds = parts.worker_holds(self.words, engine.incarnation)
+        self.holds = parts.worker_holds(self.words, engine.incarnation, [0] * len(self.words))
         self.loads = parts.loads()
         self.inbox: deque[Step] = deque()
         self.stream: deque[Callable[[], None]] = deque()

@@ -1,0 +1,207 @@
+"""The rooms of a producer engine: what its side channel tells about requests that it computes.
+
+A router that sends a request to the prefill and to the decode engine at once names it by a room.
+The prefill engine's scheduler half opens the room when the request comes, publishes a part when a
+chunk of the prompt is computed, and ends the room with the ticket, which is the last part, or with
+the reason why there is none. Whoever follows the room gets the newest part. See docs/protocol.md,
+"Early tickets".
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import NewType
+
+from kvferry.core.side_channel_messages import (
+    MAX_PART_BYTES,
+    MAX_VERSION,
+    ROOM_BYTES,
+    RoomNews,
+)
+
+RoomId = NewType("RoomId", bytes)
+"""A room, as messages name it."""
+
+MAX_ROOMS = 1 << 12
+"""The most rooms of an engine."""
+KEPT_SECONDS = 60.0
+"""How long a room that is over is kept for followers that come late."""
+MAX_KEPT_BYTES = 1 << 26
+"""The most bytes of the parts of rooms that are over. The oldest go first."""
+MAX_ANSWER_BYTES = MAX_PART_BYTES
+"""The most bytes of parts and errors in one answer. Those of a single room always fit."""
+MAX_REASON = 1024
+"""The longest reason, in characters."""
+
+
+def room_id(text: str) -> RoomId:
+    """Return the room that a router names by a text, such as Mooncake's ``transfer_id``."""
+    data = text.encode(errors="surrogatepass")
+    return RoomId(hashlib.blake2b(data, digest_size=ROOM_BYTES, person=b"kvferry room").digest())
+
+
+@dataclass(slots=True, kw_only=True)
+class _Room:
+    """The newest news of a room, and when it was over; ``None`` if it is not."""
+
+    news: RoomNews
+    over: float | None = None
+
+
+class Rooms:
+    """Keep the rooms of an engine. Thread-safe; no method blocks.
+
+    Args:
+        clock: seconds, monotonic.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._rooms: dict[RoomId, _Room] = {}
+        self._over: dict[RoomId, None] = {}
+        """The rooms that are over, the first that was first."""
+        self._kept_bytes = 0
+        self._version = 0
+        self._changed: Callable[[], None] = lambda: None
+
+    def __len__(self) -> int:
+        """Return the number of rooms, including those that are over and kept."""
+        return len(self._rooms)
+
+    def listen(self, changed: Callable[[], None]) -> None:
+        """Have a function called after each change, on the thread that made the change."""
+        self._changed = changed
+
+    def open(self, room: RoomId) -> bool:
+        """Begin a room: its request has come.
+
+        Returns:
+            Whether the room is open now; ``False`` if another request has it, or if there are too
+            many. Then the request is served without a room.
+        """
+        with self._lock:
+            self._drop_old()
+            known = self._rooms.get(room)
+            if known is not None and known.over is None:
+                return False
+            if known is not None:
+                self._drop(room)
+            if len(self._rooms) >= MAX_ROOMS and not self._drop_oldest():
+                return False
+            self._put(room, b"")
+        self._changed()
+        return True
+
+    def publish(self, room: RoomId, part: bytes) -> bool:
+        """Publish a newer part of a room, in place of the one before.
+
+        Args:
+            room: the room.
+            part: the encoded part.
+
+        Returns:
+            Whether it was published; ``False`` if the room is not open, or the part is too long.
+        """
+        return self._replace(room, part, is_last=False)
+
+    def finish(self, room: RoomId, ticket: bytes) -> bool:
+        """End a room with its last part, which is the ticket.
+
+        Args:
+            room: the room.
+            ticket: the encoded ticket. If it is too long, the room ends with an error.
+
+        Returns:
+            Whether it was published; ``False`` if the room is not open, or the ticket is too long.
+        """
+        if len(ticket) > MAX_PART_BYTES:
+            self.close(
+                room,
+                f"its ticket has {len(ticket)} bytes; {MAX_PART_BYTES} can be followed: let the "
+                "router send the request to prefill first, and pass the ticket on",
+            )
+            return False
+        return self._replace(room, ticket, is_last=True)
+
+    def close(self, room: RoomId, reason: str) -> None:
+        """End a room without a ticket. Ignored if it is not open.
+
+        Args:
+            room: the room.
+            reason: why there is no ticket.
+        """
+        text = reason[:MAX_REASON].encode(errors="replace").decode()
+        self._replace(room, b"", is_last=True, error=text or "no reason was given")
+
+    def news(self, asked: Iterable[tuple[RoomId, int]]) -> list[RoomNews]:
+        """Return what is newer than what a follower knows.
+
+        Args:
+            asked: rooms, each with the version that the follower knows; 0 if it knows nothing.
+
+        Returns:
+            The news, of as many rooms as fit into one answer.
+        """
+        found, left = [], MAX_ANSWER_BYTES
+        with self._lock:
+            self._drop_old()
+            for room, version in asked:
+                known = self._rooms.get(room)
+                if known is None and version:
+                    found.append(
+                        RoomNews(room=room, version=version, is_last=True, error="it is forgotten")
+                    )
+                elif known is not None and known.news.version > version:
+                    left -= len(known.news.part) + len(known.news.error.encode())
+                    if left < 0:
+                        break
+                    found.append(known.news)
+        return found
+
+    def _replace(self, room: RoomId, part: bytes, *, is_last: bool, error: str = "") -> bool:
+        """Replace the news of a room that is open; return whether it was."""
+        if len(part) > MAX_PART_BYTES:
+            return False
+        with self._lock:
+            known = self._rooms.get(room)
+            if known is None or known.over is not None:
+                return False
+            self._put(room, part, is_last=is_last, error=error)
+            self._drop_old()
+        self._changed()
+        return True
+
+    def _put(self, room: RoomId, part: bytes, *, is_last: bool = False, error: str = "") -> None:
+        self._version = self._version % MAX_VERSION + 1
+        news = RoomNews(room=room, version=self._version, part=part, is_last=is_last, error=error)
+        self._rooms[room] = _Room(news=news, over=self._clock() if is_last else None)
+        if is_last:
+            self._over[room] = None
+            self._kept_bytes += len(part)
+
+    def _drop_old(self) -> None:
+        """Forget rooms that were over long ago, or that take too much memory."""
+        until = self._clock() - KEPT_SECONDS
+        while self._over:
+            over = self._rooms[next(iter(self._over))].over
+            if self._kept_bytes <= MAX_KEPT_BYTES and over is not None and over > until:
+                return
+            self._drop_oldest()
+
+    def _drop_oldest(self) -> bool:
+        """Forget the room that was over first; return whether there was one."""
+        oldest = next(iter(self._over), None)
+        if oldest is None:
+            return False
+        self._drop(oldest)
+        return True
+
+    def _drop(self, room: RoomId) -> None:
+        """Forget a room that is over."""
+        del self._over[room]
+        self._kept_bytes -= len(self._rooms.pop(room).news.part)

@@ -1,0 +1,390 @@
+"""The model test of early tickets, and the faults that it must find, planted one at a time.
+
+``KVFERRY_MODEL_EXAMPLES=20000 pytest tests/core/lifecycle/test_early_tickets.py -k order`` searches
+longer, with new examples each time; without it, the search is short and always the same.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    rule,
+    run_state_machine_as_test,
+)
+
+from kvferry.core.errors import KVFerryError
+from kvferry.core.lifecycle import loads as loads_module
+from kvferry.core.lifecycle.holds import Hold, RequestId
+from kvferry.core.lifecycle.loads import LoadAction, LoadId, Loads
+from kvferry.core.lifecycle.scheduler_holds import SchedulerHolds
+from kvferry.core.lifecycle.worker_holds import NoteOutcome, WorkerHolds
+from kvferry.core.messages import Release
+from tests.core.lifecycle.early_engines import (
+    PLANS,
+    Components,
+    Decode,
+    DecodeRequest,
+    EarlySimulation,
+    Part,
+    Prefill,
+    PrefillRank,
+    Prompt,
+)
+from tests.core.lifecycle.fabric import ProtocolViolation
+from tests.core.lifecycle.producer import LEASE, LOAD_TIMEOUT, PrefillState
+
+EXAMPLES = os.environ.get("KVFERRY_MODEL_EXAMPLES")
+
+SEARCH = settings(
+    max_examples=int(EXAMPLES or 400),
+    derandomize=EXAMPLES is None,
+    database=None,
+    stateful_step_count=20,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+)
+FAULT_SEARCH = settings(
+    max_examples=3000,
+    derandomize=True,
+    database=None,
+    stateful_step_count=20,
+    deadline=None,
+    phases=[Phase.generate],
+    suppress_health_check=list(HealthCheck),
+    report_multiple_bugs=False,
+    print_blob=False,
+)
+
+PICKS = st.binary(min_size=4, max_size=60)
+"""Which of the possible moves come next."""
+
+
+class EarlyTickets(RuleBasedStateMachine):
+    """Any order of requests, steps, deliveries, preemptions and failures."""
+
+    components: ClassVar[Components] = Components()
+    simulation: EarlySimulation
+
+    @initialize(plan=st.sampled_from(range(len(PLANS))), slots=st.integers(1, 2))
+    def start(self, plan: int, slots: int) -> None:
+        self.simulation = EarlySimulation(plan=PLANS[plan], slots=slots, components=self.components)
+
+    @rule(
+        size=st.integers(1, 3),
+        drafter=st.booleans(),
+        fits=st.sampled_from([True] * 5 + [False]),
+        decodes=st.sampled_from([True] * 4 + [False]),
+        picks=PICKS,
+    )
+    def ask(self, size: int, picks: bytes, **how: bool) -> None:
+        self.simulation.ask(size=size, **how)
+        self.drift(picks)
+
+    @rule(script=st.lists(st.sampled_from("SLLCCCHHKK11RRP"), min_size=4, max_size=16))
+    def proceed(self, script: list[str]) -> None:
+        """Let some part proceed while the others wait, in any sequence."""
+        simulation = self.simulation
+        acts = {
+            "S": simulation.schedule,
+            "L": simulation.launch,
+            "C": simulation.compute,
+            "H": simulation.hear,
+            "K": simulation.look,
+            "1": lambda: simulation.land(1),
+            "R": simulation.read,
+            "P": self.preempt_one,
+        }
+        for each in script:
+            acts[each]()
+
+    def preempt_one(self) -> None:
+        prefill = self.simulation.prefill
+        for prompt in prefill.at(PrefillState.RUNNING)[:1]:
+            prefill.preempt(prompt)
+
+    @rule(picks=PICKS)
+    def drift(self, picks: bytes) -> None:
+        for pick in picks:
+            moves = self.simulation.moves()
+            if moves:
+                moves[pick % len(moves)]()
+
+    @rule(
+        what=st.sampled_from(["preempt", "preempt", "abort"]),
+        index=st.integers(0, 2),
+        picks=PICKS,
+    )
+    def stop_prefill(self, what: str, index: int, picks: bytes) -> None:
+        prefill = self.simulation.prefill
+        found = prefill.at(PrefillState.RUNNING)
+        if found:
+            stop = prefill.preempt if what == "preempt" else prefill.abort
+            stop(found[index % len(found)])
+        self.drift(picks)
+
+    @rule(index=st.integers(0, 2), picks=PICKS)
+    def abort_decode(self, index: int, picks: bytes) -> None:
+        decode = self.simulation.decode
+        if decode.requests:
+            decode.abort(decode.requests[index % len(decode.requests)])
+        self.drift(picks)
+
+    @rule(rank=st.integers(0, 1), failing=st.booleans(), picks=PICKS)
+    def sever(self, rank: int, failing: bool, picks: bytes) -> None:
+        ranks = self.simulation.decode.ranks
+        ranks[rank % len(ranks)].sever(failing=failing)
+        self.drift(picks)
+
+    @rule(seconds=st.sampled_from([0.0, 0.005, 0.005, LEASE, LOAD_TIMEOUT]), picks=PICKS)
+    def rest(self, seconds: float, picks: bytes) -> None:
+        if seconds:
+            self.simulation.wait(seconds)
+        else:
+            self.simulation.settle()
+        self.drift(picks)
+
+    def teardown(self) -> None:
+        # After a failure, report that failure and nothing else.
+        if hasattr(self, "simulation") and sys.exc_info()[0] is None:
+            self.simulation.finish()
+
+
+@pytest.mark.timeout(300)
+def test_early_tickets_hold_in_every_order_of_events() -> None:
+    run_state_machine_as_test(EarlyTickets, settings=SEARCH)
+
+
+# Faults that docs/protocol.md lists.
+
+
+class GenerationKeptAtPreemption(SchedulerHolds):
+    def take_on(self, request: RequestId) -> Hold | None:
+        entry = self._entries.get(request)
+        return super().take_on(request) if entry is None or entry.ticketed else entry.hold
+
+
+class LastChunkPublishedEarly(Prefill):
+    """The watermark for a chunk is ordered with the very step that computes it."""
+
+    def publish(self, prompt: Prompt) -> None:
+        self.publish_chunks(prompt, prompt.chunk + 1)
+
+
+class MarkedBeforeTheEvent(PrefillRank):
+    def queue_mark(self, hold: Hold, tokens: int) -> None:
+        self.worker_holds.mark(hold, tokens)
+
+
+class AnyPartAccepted(Decode):
+    """No part is compared with the prompt, nor the ticket."""
+
+    def admits(self, request: DecodeRequest, part: Part) -> bool:
+        return True
+
+
+class SentWhileComputing(WorkerHolds):
+    """A hold that its consumer ends is reported sent at once, though it has no ticket."""
+
+    def release(self, message: Release) -> NoteOutcome:
+        outcome = super().release(message)
+        self._ended += self._unordered.values()
+        self._unordered.clear()
+        return outcome
+
+
+class MarkedBeforeItsGeneration(Loads):
+    """The watermark is read first, and then the slot word."""
+
+    _marks: dict[tuple[LoadId, int], int]
+
+    def _mark(self, load_id: LoadId, load: Any) -> None:
+        for rank in load.at:
+            load.early_reads(rank).stood = True
+        super()._mark(load_id, load)
+
+    def marked(self, load_id: LoadId, rank: int, watermark: int) -> None:
+        load = self._at(load_id, rank, loads_module._At.MARKING)
+        if load is None or load.failure or not load.early or not load.hold.marked_tokens(watermark):
+            super().marked(load_id, rank, watermark)
+            return
+        self.__dict__.setdefault("_marks", {})[load_id, rank] = watermark
+        self._do(load_id, load, rank, loads_module._At.CHECKING, LoadAction.CHECK)
+
+    def checked(self, load_id: LoadId, rank: int, word: int) -> None:
+        mark = self.__dict__.get("_marks", {}).pop((load_id, rank), None)
+        load = self._at(load_id, rank, loads_module._At.CHECKING)
+        if load is None or load.failure or mark is None or not load.early:
+            super().checked(load_id, rank, word)
+            return
+        if self._is_outdated(load, rank) or not load.hold.stands(word):
+            self._proceed(load_id, load, rank)
+            return
+        load.at[rank] = loads_module._At.MARKING
+        super().marked(load_id, rank, mark)
+
+
+# Further faults.
+
+
+class WatermarkNotZeroed(WorkerHolds):
+    def take_on(self, request: RequestId, hold: Hold) -> None:
+        watermarks, self._watermarks = self._watermarks, [0] * len(self._watermarks)
+        super().take_on(request, hold)
+        self._watermarks = watermarks
+
+
+class WatermarksIgnored(Loads):
+    """All pages that a part names are read."""
+
+    def marked(self, load_id: LoadId, rank: int, watermark: int) -> None:
+        load = self._loads.get(load_id)
+        super().marked(load_id, rank, load.hold.watermark(load.tokens) if load else watermark)
+
+
+class PagesOfTheOldHoldKept(Loads):
+    """After a preemption, what was read is not read again."""
+
+    def extend(self, load_id: LoadId, hold: Hold, tokens: int, deadline: float) -> None:
+        super().extend(load_id, hold, tokens, deadline)
+        self._keep(load_id)
+
+    def finish(self, load_id: LoadId, hold: Hold, *, computed: bool, deadline: float) -> None:
+        load = self._loads.get(load_id)
+        if load is not None and load.early and not load.reported:
+            load.hold = hold
+            self._keep(load_id)
+        super().finish(load_id, hold, computed=computed, deadline=deadline)
+
+    def _keep(self, load_id: LoadId) -> None:
+        load = self._loads.get(load_id)
+        for progress in load.progress.values() if load is not None else ():
+            progress.hold = load.hold if load is not None else progress.hold
+
+
+class OldReadNotAwaited(Loads):
+    """After a preemption, pages are read again while the old read is under way."""
+
+    def finish(self, load_id: LoadId, hold: Hold, *, computed: bool, deadline: float) -> None:
+        load = self._loads.get(load_id)
+        for rank, at in load.at.items() if load is not None and load.early else ():
+            if at is loads_module._At.READING and load is not None and hold != load.hold:
+                load.at[rank] = loads_module._At.IDLE
+        super().finish(load_id, hold, computed=computed, deadline=deadline)
+
+
+class OverBeforeTheTicket(Loads):
+    """A load is over when all that the newest part names was read."""
+
+    def _mark(self, load_id: LoadId, load: Any) -> None:
+        super()._mark(load_id, load)
+        if load.progress and all(p.until == load.tokens for p in load.progress.values()):
+            for rank in load.at:
+                self._do(load_id, load, rank, loads_module._At.FENCING, LoadAction.FENCE)
+
+
+class GoneFailsAnEarlyLoad(Loads):
+    """The slot word may be read before the hold is taken on, or after a preemption."""
+
+    def checked(self, load_id: LoadId, rank: int, word: int) -> None:
+        load = self._loads.get(load_id)
+        if load is not None and load.early and not load.failure and not load.hold.stands(word):
+            load.early_reads(rank).stood = True
+        super().checked(load_id, rank, word)
+
+
+class DeadlineWhileComputing(Loads):
+    def tick(self, now: float) -> None:
+        for load_id, load in list(self._loads.items()):
+            if load.early and not load.reported and now >= load.deadline:
+                self._fail(load_id, load, KVFerryError("late"))
+        super().tick(now)
+
+
+class OldHoldNotDropped(SchedulerHolds):
+    def _replace(self, request: RequestId, entry: Any) -> Hold:
+        slot = self._free.popleft() if self._free else entry.hold.slot
+        hold = entry.hold = Hold(slot=slot, generation=self._draw())
+        self._take_ons.append((request, hold))
+        return hold
+
+
+class AbandonForgottenBeforeTheOrder(WorkerHolds):
+    def order(self, hold: Hold, lease: float, now: float, ttl: float | None = None) -> None:
+        self._unordered.pop(hold, None)
+        super().order(hold, lease, now, ttl)
+
+
+class NoFence(Loads):
+    def fenced(self, load_id: LoadId, rank: int, word: int) -> None:
+        load = self._loads.get(load_id)
+        super().fenced(load_id, rank, word if load is None else load.hold.ready)
+
+
+PLANTED: dict[str, Components] = {
+    "the generation kept at a preemption": Components(scheduler_holds=GenerationKeptAtPreemption),
+    "the last chunk published early": Components(prefill=LastChunkPublishedEarly),
+    "a watermark before its event": Components(prefill_rank=MarkedBeforeTheEvent),
+    "a part of one prompt taken for another": Components(decode=AnyPartAccepted),
+    "a hold reported sent while computing": Components(worker_holds=SentWhileComputing),
+    "the watermark not zeroed at take-on": Components(worker_holds=WatermarkNotZeroed),
+    "watermarks ignored": Components(loads=WatermarksIgnored),
+    "pages of the old hold kept": Components(loads=PagesOfTheOldHoldKept),
+    "a read of the old hold not awaited": Components(loads=OldReadNotAwaited),
+    "over before the ticket": Components(loads=OverBeforeTheTicket),
+    "gone fails an early load": Components(loads=GoneFailsAnEarlyLoad),
+    "the deadline counts while prefill computes": Components(loads=DeadlineWhileComputing),
+    "the old hold not dropped": Components(scheduler_holds=OldHoldNotDropped),
+    "an abandon before the order forgotten": Components(
+        worker_holds=AbandonForgottenBeforeTheOrder
+    ),
+    "no fence": Components(loads=NoFence),
+}
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("fault", PLANTED)
+def test_planted_fault_is_caught(fault: str) -> None:
+    class Planted(EarlyTickets):
+        components = replace(PLANTED[fault])
+
+    # Hypothesis takes the seed from the name.
+    Planted.__qualname__ = f"Planted[{fault}]"
+    with pytest.raises(ProtocolViolation):
+        run_state_machine_as_test(Planted, settings=FAULT_SEARCH)
+
+
+def read_beside_a_take_on(loads: type[Loads]) -> None:
+    """Read the words of a slot when the ranks begin another hold there, after an old watermark."""
+    simulation = EarlySimulation(plan=PLANS[0], slots=1, components=Components(loads=loads))
+    simulation.ask(size=3, drafter=False, fits=True, decodes=False)
+    while simulation.prefill.prompts:
+        simulation.compute()
+        simulation.wait(LEASE)
+    simulation.ask(size=3, drafter=False, fits=True, decodes=True)
+    for _ in range(2):  # the part is published before any rank has heard of the hold
+        simulation.schedule()
+    simulation.hear()
+    simulation.look()
+    simulation.land(1)
+    for rank in simulation.prefill.ranks:
+        rank.launch()
+    simulation.read()
+    simulation.finish()
+
+
+def test_an_old_watermark_is_not_taken_for_the_next_hold_s() -> None:
+    read_beside_a_take_on(Loads)
+
+
+def test_a_watermark_read_before_its_generation_is_caught() -> None:
+    with pytest.raises(ProtocolViolation, match="stale bytes accepted"):
+        read_beside_a_take_on(MarkedBeforeItsGeneration)

@@ -1,0 +1,184 @@
+"""``Rooms``: what followers hear, and the limits."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvferry.core.lifecycle import rooms as rooms_module
+from kvferry.core.lifecycle.rooms import KEPT_SECONDS, RoomId, Rooms, room_id
+from kvferry.core.side_channel_messages import (
+    MAX_FOLLOWED,
+    MAX_PART_BYTES,
+    MAX_SHORT_REPLY_BYTES,
+    MAX_VERSION,
+    Follow,
+    Followed,
+    RoomNews,
+    decode_reply,
+    decode_request,
+    encode,
+)
+
+A, B = room_id("a"), room_id("b")
+
+
+class Clock:
+    """A clock that stands still unless a test moves it."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def news(rooms: Rooms, room: RoomId, version: int = 0) -> RoomNews | None:
+    found = rooms.news([(room, version)])
+    return found[0] if found else None
+
+
+def test_a_follower_hears_each_change_once() -> None:
+    rooms, version = Rooms(), 0
+    assert news(rooms, A) is None
+    assert rooms.open(A)
+    for change, part, is_last in (
+        (lambda: None, b"", False),
+        (lambda: rooms.publish(A, b"one"), b"one", False),
+        (lambda: rooms.publish(A, b"two"), b"two", False),
+        (lambda: rooms.finish(A, b"ticket"), b"ticket", True),
+    ):
+        change()
+        found = news(rooms, A, version)
+        assert found is not None
+        assert (found.part, found.is_last, found.error) == (part, is_last, "")
+        assert found.version > version
+        version = found.version
+        assert news(rooms, A, version) is None
+
+
+def test_only_the_newest_part_is_heard() -> None:
+    rooms = Rooms()
+    rooms.open(A)
+    rooms.publish(A, b"one")
+    rooms.publish(A, b"two")
+    found = news(rooms, A)
+    assert found is not None
+    assert found.part == b"two"
+
+
+def test_a_room_that_is_closed_says_why() -> None:
+    rooms = Rooms()
+    rooms.open(A)
+    rooms.close(A, "aborted \ud800" + "x" * 5000)
+    found = news(rooms, A)
+    assert found is not None
+    assert found.is_last
+    assert found.error.startswith("aborted ")
+    decode_reply(encode(Followed(incarnation=1, rooms=[found])))
+    assert not rooms.publish(A, b"late")
+    assert not rooms.finish(A, b"late")
+
+
+def test_a_room_is_opened_again_when_it_is_over() -> None:
+    rooms = Rooms()
+    assert rooms.open(A)
+    assert not rooms.open(A)
+    rooms.finish(A, b"ticket")
+    old = news(rooms, A)
+    assert rooms.open(A)
+    new = news(rooms, A, old.version if old is not None else 0)
+    assert new is not None
+    assert (new.part, new.is_last) == (b"", False)
+
+
+def test_a_room_that_nobody_opened_cannot_be_published() -> None:
+    rooms = Rooms()
+    assert not rooms.publish(A, b"part")
+    assert not rooms.finish(A, b"ticket")
+    rooms.close(A, "nothing")
+    assert len(rooms) == 0
+
+
+def test_a_room_that_is_over_is_kept_for_a_while() -> None:
+    clock = Clock()
+    rooms = Rooms(clock)
+    rooms.open(A)
+    rooms.finish(A, b"ticket")
+    clock.now = KEPT_SECONDS - 1
+    assert news(rooms, A) is not None
+    clock.now = KEPT_SECONDS
+    assert news(rooms, A) is None
+    found = news(rooms, A, 3)
+    assert found is not None
+    assert found.error
+
+
+def test_rooms_that_are_over_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rooms_module, "MAX_ROOMS", 2)
+    rooms = Rooms()
+    assert rooms.open(A)
+    assert rooms.open(B)
+    assert not rooms.open(room_id("c"))
+    rooms.finish(A, b"ticket")
+    assert rooms.open(room_id("c"))
+    assert news(rooms, A) is None
+
+
+def test_parts_of_rooms_that_are_over_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rooms_module, "MAX_KEPT_BYTES", 100)
+    rooms = Rooms()
+    for name in "abc":
+        rooms.open(room_id(name))
+        rooms.finish(room_id(name), b"x" * 50)
+    assert [news(rooms, room_id(name)) is None for name in "abc"] == [True, False, False]
+
+
+def test_a_part_that_is_too_long_is_not_published() -> None:
+    rooms = Rooms()
+    rooms.open(A)
+    assert rooms.publish(A, b"x" * MAX_PART_BYTES)
+    assert not rooms.publish(A, b"x" * (MAX_PART_BYTES + 1))
+    assert not rooms.finish(A, b"x" * (MAX_PART_BYTES + 1))
+    found = news(rooms, A)
+    assert found is not None
+    assert str(MAX_PART_BYTES) in found.error
+
+
+def test_an_answer_has_as_many_rooms_as_fit() -> None:
+    rooms = Rooms()
+    names = [room_id(str(i)) for i in range(MAX_FOLLOWED)]
+    for name in names:
+        rooms.open(name)
+        rooms.publish(name, b"x" * (MAX_PART_BYTES // 10))
+    found = rooms.news([(name, 0) for name in names])
+    assert len(found) == 10
+    data = encode(Followed(incarnation=1, rooms=found))
+    assert len(data) <= MAX_SHORT_REPLY_BYTES
+    assert decode_reply(data) == Followed(incarnation=1, rooms=found)
+
+
+def test_the_longest_answers_fit() -> None:
+    rooms = Rooms()
+    names = [room_id(str(i)) for i in range(MAX_FOLLOWED)]
+    for name in names:
+        rooms.open(name)
+        rooms.close(name, "\U0001f600" * 5000)
+    found = rooms.news([(name, 0) for name in names])
+    decode_reply(encode(Followed(incarnation=1, rooms=found)))
+
+
+def test_the_longest_request_fits() -> None:
+    rooms = [(bytes(room_id(str(i))), MAX_VERSION) for i in range(MAX_FOLLOWED)]
+    request = Follow(engine="e" * 256, rooms=rooms, wait_ms=200)
+    assert decode_request(encode(request)) == request
+
+
+def test_changes_are_told() -> None:
+    told: list[int] = []
+    rooms = Rooms()
+    rooms.listen(lambda: told.append(len(rooms)))
+    rooms.open(A)
+    rooms.publish(A, b"part")
+    rooms.publish(B, b"part")
+    rooms.close(A, "over")
+    assert len(told) == 3
