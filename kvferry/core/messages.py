@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Annotated
 
 import msgspec
-from msgspec import Meta, Raw, Struct
+from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
 from kvferry.core.errors import WireError
 from kvferry.core.layout import MAX_FIELDS, MAX_GROUPS, MAX_REGIONS, Field, Group, Layout
@@ -81,6 +81,7 @@ class _PayloadHeader(Versions, frozen=True, kw_only=True):
     lease: Annotated[float, Meta(gt=0, le=MAX_LEASE)] | None = None
     heartbeats: bool = False
     fingerprint: Region | None = None
+    watermarks: Region | UnsetType = UNSET
 
     def __post_init__(self) -> None:
         Versions.__post_init__(self)
@@ -94,6 +95,12 @@ class _PayloadHeader(Versions, frozen=True, kw_only=True):
             raise WireError(
                 f"fingerprint of {header.nbytes} bytes at {header.address:#x}: it has "
                 f"{FINGERPRINT_BYTES}, at a multiple of {WORD_BYTES}"
+            )
+        marks = self.watermarks
+        if marks and (marks.nbytes != self.slots.nbytes or marks.address % WORD_BYTES):
+            raise WireError(
+                f"watermarks of {marks.nbytes} bytes at {marks.address:#x}: they have as many as "
+                f"the slot table, {self.slots.nbytes}, at a multiple of {WORD_BYTES}"
             )
 
 
@@ -117,10 +124,12 @@ class RankPayload(_PayloadHeader, frozen=True, kw_only=True):
             the whole notification that contains a heartbeat.
         fingerprint: the two words before the table, which hold the fingerprint of the key that
             proves the engine's tickets; ``None`` if the rank's build does not prove tickets.
+        watermarks: the memory of the watermarks, one for each slot word, which tell how far the
+            pages are computed; left out by builds without early tickets.
 
     Raises:
-        WireError: the range of versions is empty; or ``slots`` or ``fingerprint`` has a wrong
-            size or is not aligned to 8 bytes.
+        WireError: the range of versions is empty; or ``slots``, ``fingerprint`` or ``watermarks``
+            has a wrong size or is not aligned to 8 bytes.
     """
 
     layout: Layout

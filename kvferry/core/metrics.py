@@ -211,6 +211,7 @@ class LoadRecord:
         reads: whether there was anything to pull; if not, the producer was only notified.
         tokens: number of tokens to pull, in the KV-cache group where most are pulled.
         copies, nbytes: number of copies that this rank read, and their bytes in total.
+        early_nbytes: those of ``nbytes`` that were read while the producer computed the rest.
         seconds: time from the start of the load to its report.
         wait_seconds: time that the request waited for pages before the load began; 0 if
             ``Endpoint.prepare`` was not called for it.
@@ -239,6 +240,7 @@ class LoadRecord:
     transfer_seconds: float = 0.0
     fence_seconds: float = 0.0
     ended: float = 0.0
+    early_nbytes: int = 0
 
     @property
     def peer(self) -> str:
@@ -265,7 +267,12 @@ class LoadRecord:
             other: the figures of the load on another rank, or on several.
         """
         slower = max(self, other, key=lambda each: each.seconds)
-        return replace(slower, copies=self.copies + other.copies, nbytes=self.nbytes + other.nbytes)
+        return replace(
+            slower,
+            copies=self.copies + other.copies,
+            nbytes=self.nbytes + other.nbytes,
+            early_nbytes=self.early_nbytes + other.early_nbytes,
+        )
 
 
 class Metrics:

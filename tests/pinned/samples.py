@@ -218,6 +218,9 @@ FULL_PAYLOAD = _payload(
 
 PAYLOADS = {
     "payload, every optional field": FULL_PAYLOAD,
+    "payload, with watermarks": _payload(
+        STATES, watermarks=Region(address=(1 << 21) + 4096, nbytes=4096)
+    ),
     "payload, no optional field": _payload(EMPTY),
     "payload, states": _payload(STATES),
     "payload, opaque pages": _payload(OPAQUE),
@@ -235,6 +238,10 @@ REQUESTS: dict[str, side.Request] = {
         oldest=1, newest=1, engine="prefill", known=[bytes(range(32)), SHAPE.digest]
     ),
     "request, ping": side.Ping(engine="prefill"),
+    "request, follow": side.Follow(
+        engine="prefill", rooms=[(bytes(range(16)), 0), (bytes(16), 1 << 40)], wait_ms=200
+    ),
+    "request, follow at once": side.Follow(engine="prefill", rooms=[(bytes(16), 0)]),
     "request, health": side.Health(),
     "request, health of one engine": side.Health(engine="prefill"),
 }
@@ -247,6 +254,15 @@ REPLIES: dict[str, side.Reply] = {
     "reply, heads": side.PayloadHeads(shape=bytes(range(32)), ranks=[b"rank 0", b"rank 1"]),
     "reply, heads with a key": SHAPE.heads(
         side.Payloads(ranks=[side.encode(FULL_PAYLOAD)], ticket_key=TICKET_KEY.public)
+    ),
+    "reply, followed": side.Followed(
+        incarnation=INCARNATION,
+        rooms=[
+            side.RoomNews(room=bytes(16), version=1),
+            side.RoomNews(room=bytes(range(16)), version=2, part=b"a part"),
+            side.RoomNews(room=b"x" * 16, version=3, part=b"a ticket", is_last=True),
+            side.RoomNews(room=b"y" * 16, version=1 << 40, is_last=True, error="aborted"),
+        ],
     ),
     "reply, pong": side.Pong(incarnation=INCARNATION),
     "reply, condition": side.Condition(engine="prefill", incarnation=INCARNATION),

@@ -5,6 +5,7 @@ from kvferry.core.endpoint.handshake_relay import HandshakeRelay
 from kvferry.core.endpoint.load import Load
 from kvferry.core.endpoint.options import EndpointOptions, Identity, Results
 from kvferry.core.endpoint.relayed_replies import RelayedHandshakes
+from kvferry.core.endpoint.room_follower import RoomFollower
 from kvferry.core.metrics import LoadRecord
 
 __all__ = [
@@ -16,4 +17,5 @@ __all__ = [
     "LoadRecord",
     "RelayedHandshakes",
     "Results",
+    "RoomFollower",
 ]

@@ -16,7 +16,7 @@ from kvferry.core.endpoint import log_messages
 from kvferry.core.endpoint.connections import Connections
 from kvferry.core.endpoint.error_containment import ErrorContainment, as_ours
 from kvferry.core.endpoint.lease_renewal import LeaseRenewal, PendingTickets
-from kvferry.core.endpoint.load import Load, LoadState
+from kvferry.core.endpoint.load import Load, LoadState, early_unit
 from kvferry.core.endpoint.options import EndpointOptions
 from kvferry.core.endpoint.peers import Peer, Peers, PeerUse
 from kvferry.core.endpoint.relayed_replies import RelayedHandshakes
@@ -193,6 +193,7 @@ class LoadManager:
             computed=load.ticket.computed,
             reads=load.reads,
             shared=load.shared,
+            early=load.ticket.tokens if load.is_early else 0,
             deadline=self._clock() + self._load_timeout,
         )
         state = LoadState(load_id=load_id, load=load, begun=time.perf_counter())
@@ -214,12 +215,46 @@ class LoadManager:
             loads=True,
         )
 
+    def extend(self, request: RequestId, part: Ticket, *, is_last: bool) -> None:
+        """Use a newer part of a request's early load; ignored if the request has none.
+
+        If the part is not its producer's, the load fails.
+
+        Args:
+            request: the request.
+            part: the part, or the ticket.
+            is_last: whether it is the ticket.
+        """
+        state = self._latest(request)
+        if state is None or not state.load.is_early or state.load_id not in self._loads:
+            return
+        load_id, peer, hold = state.load_id, state.peer, part.hold
+        self._touched.add(load_id)
+        try:
+            _check_same_engine(state.load.ticket, part)
+            if peer is not None:
+                peer.check(part)
+        except TicketError as exc:
+            self._loads.abort(load_id, exc)
+            return
+        state.extend(part, is_last=is_last)
+        deadline = self._clock() + self._load_timeout
+        if is_last:
+            if peer is not None:
+                self._renew(load_id, state, peer)
+            self._loads.finish(load_id, hold, computed=part.computed, deadline=deadline)
+        else:
+            self._loads.extend(load_id, hold, part.tokens, deadline)
+
     def abort(self, request: RequestId) -> None:
         """Fail the latest load of a request, if any of its loads is not over."""
-        latest_first = reversed(self._states.values())
-        states = (state for state in latest_first if state.load.request == request)
-        if (state := next(states, None)) is not None:
+        if (state := self._latest(request)) is not None:
             self._abort(state)
+
+    def _latest(self, request: RequestId) -> LoadState | None:
+        """Return the latest load of a request, if any of its loads is not over."""
+        latest_first = reversed(self._states.values())
+        return next((state for state in latest_first if state.load.request == request), None)
 
     def abort_all(self) -> None:
         """Fail all loads that are not over. Called when the endpoint closes."""
@@ -347,7 +382,7 @@ class LoadManager:
         """
         if action.op is LoadAction.READ:
             self._read(action, state)
-        elif action.op in (LoadAction.CHECK, LoadAction.FENCE):
+        elif action.op in (LoadAction.CHECK, LoadAction.MARK, LoadAction.FENCE):
             if action.op is LoadAction.FENCE:
                 self._lease_renewal.settle(state.renewal, action.rank)
             self._slot_reads.add(self._slot_read(action, state))
@@ -367,7 +402,7 @@ class LoadManager:
             action: the action.
             error: why it could not be performed.
         """
-        if action.op in (LoadAction.READ, LoadAction.CHECK, LoadAction.FENCE):
+        if action.op in (LoadAction.READ, LoadAction.CHECK, LoadAction.MARK, LoadAction.FENCE):
             self._loads.lost(action.load, action.rank, error)
 
     # Handshake.
@@ -400,8 +435,10 @@ class LoadManager:
         except Exception as exc:  # noqa: BLE001  zeroing may raise any type
             self._on_not_connected(load_id, as_ours(exc))
         else:
-            self._renew(load_id, state, peer)
-            self._loads.handshake_succeeded(load_id, peer.parties)
+            if not state.load.is_early:
+                self._renew(load_id, state, peer)
+            unit = early_unit(peer.plan) if state.load.is_early and peer.has_watermarks else 0
+            self._loads.handshake_succeeded(load_id, peer.parties, unit)
 
     def _renew(self, load_id: LoadId, state: LoadState, peer: Peer) -> None:
         """Begin to renew the lease of a load's hold, if the load has anything to read."""
@@ -418,7 +455,8 @@ class LoadManager:
 
     def _read(self, action: Action, state: LoadState) -> None:
         source = state.known_peer.sources[action.rank]
-        batches = CopyBatches(source, state.request, self._workspace, self._max_copies)
+        request = state.request_for(source, action.since, action.until)
+        batches = CopyBatches(source, request, self._workspace, self._max_copies)
         self._read_batch(action, state, batches, None)
 
     def _read_batch(
@@ -463,6 +501,8 @@ class LoadManager:
 
     def _on_read_ended(self, action: Action, state: LoadState, outcome: Outcome) -> None:
         state.add(outcome)
+        if action.until is not None:
+            state.early_nbytes += outcome.nbytes
         if outcome.error is None:
             self._loads.read(action.load, action.rank)
         else:
@@ -470,6 +510,8 @@ class LoadManager:
 
     def _slot_read(self, action: Action, state: LoadState) -> SlotRead:
         """Return the read of a hold's slot word: before the pages (a check) or after (the fence).
+
+        Or the read of its watermark, before the pages that are read early.
 
         "done" is bound to the fence, unless the load shares its hold with other requests.
         """
@@ -483,6 +525,7 @@ class LoadManager:
             landed=lambda value, seconds: self._on_word(action, value, seconds),
             lost=lambda error: self._on_lost(action, error),
             failing=lambda error: self._on_failing(action, error),
+            is_watermark=action.op is LoadAction.MARK,
         )
 
     def _on_lost(self, action: Action, error: KVFerryError) -> None:
@@ -581,15 +624,17 @@ class LoadManager:
         self._transfers.cancel(tag, state.grace)
 
     def _on_word(self, action: Action, value: int, seconds: float) -> None:
-        """Process the slot word that a check or a fence has read.
+        """Process the slot word that a check or a fence has read, or a watermark.
 
         Args:
-            action: the check or the fence.
-            value: the slot word.
+            action: the check or the fence, or the read of the watermark.
+            value: the slot word or the watermark.
             seconds: how long the read took.
         """
         if action.op is LoadAction.CHECK:
             self._loads.checked(action.load, action.rank, value)
+        elif action.op is LoadAction.MARK:
+            self._loads.marked(action.load, action.rank, value)
         else:
             state = self._states[action.load]
             state.fence_seconds = max(state.fence_seconds, seconds)
@@ -649,3 +694,19 @@ class LoadManager:
                 if peer is not None:
                     peer.release(PeerUse.LOAD)
         self._touched.clear()
+
+
+def _check_same_engine(ticket: Ticket, part: Ticket) -> None:
+    """Refuse a part that names another engine than the first part of its load.
+
+    Raises:
+        TicketError: the engine, its incarnation or its ticket key differs.
+    """
+    first, other = ((each.engine, each.incarnation, each.ticket_key) for each in (ticket, part))
+    if first != other:
+        raise TicketError(
+            f"a part of the prompt is from engine {part.engine!r} (incarnation "
+            f"{part.incarnation}), and the first was from {ticket.engine!r} (incarnation "
+            f"{ticket.incarnation})",
+            reason=TicketReason.MISMATCH,
+        )

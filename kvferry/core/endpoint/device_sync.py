@@ -5,21 +5,22 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvferry.core.endpoint.load import Load
 from kvferry.core.errors import DeadlineError, EndpointClosedError, KVFerryError
 from kvferry.core.lifecycle.holds import RequestId
+from kvferry.core.lifecycle.ticket import Ticket
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False)
 class _WaitingLoad:
     """A load that has not begun, because the device may still work on its pages.
 
     Attributes:
-        load: the load.
+        load: the load, with the newest part of an early load.
         passed: returns whether the device has finished the earlier work on the load's pages.
         until: when the load fails if the device has still not finished.
     """
@@ -70,6 +71,23 @@ class DeviceSync:
         """
         until = self._clock() + self._patience
         self._waiting.append(_WaitingLoad(load=load, passed=passed, until=until))
+
+    def extend(self, request: RequestId, part: Ticket, *, is_last: bool) -> bool:
+        """Use a newer part of an early load that has not begun.
+
+        Args:
+            request: the request.
+            part: the part, or the ticket.
+            is_last: whether it is the ticket.
+
+        Returns:
+            Whether the request has such a load.
+        """
+        for one in self._waiting:
+            if one.load.request == request and one.load.is_early:
+                one.load = replace(one.load, ticket=part, is_early=not is_last)
+                return True
+        return False
 
     def progress(self) -> bool:
         """Begin, in order, the loads whose wait is over; a load that waited too long fails.

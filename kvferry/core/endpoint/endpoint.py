@@ -175,10 +175,11 @@ class Endpoint:
 
         Args:
             orders: the scheduler's decisions. All take effect before this method returns, except
-                ``ready``, which takes effect when ``passed`` has returned ``True``.
-            passed: returns whether the device has finished the work that fills the pages of
-                ``orders.ready``; polled on the endpoint's thread. ``None`` if the device has
-                finished already.
+                ``ready`` and ``watermarks``, which take effect when ``passed`` has returned
+                ``True``.
+            passed: returns whether the device has finished the work that was enqueued before this
+                call; polled on the endpoint's thread. ``None`` if the device has finished already,
+                or if ``orders.needs_device`` is false.
 
         Raises:
             EndpointClosedError: the endpoint is closed, or has failed.
@@ -275,6 +276,21 @@ class Endpoint:
             self._post(lambda: self._load_manager.begin(load))
         else:
             self._post(lambda: self._device_sync.add(load, passed))
+
+    def extend(self, request: RequestId, part: Ticket, *, is_last: bool = False) -> None:
+        """Use a newer part of a request's early load (``Load.is_early``).
+
+        Only the newest part counts, so parts may be left out, but not the last.
+
+        Args:
+            request: the request; nothing happens if it has no early load that is under way.
+            part: the part, or the ticket.
+            is_last: whether it is the ticket. ``EndpointOptions.load_timeout`` counts from now.
+
+        Raises:
+            EndpointClosedError: the endpoint is closed, or has failed.
+        """
+        self._command(lambda: self._extend(request, part, is_last=is_last))
 
     def refuse(self, request: RequestId, error: KVFerryError) -> None:
         """Report a request as failed, without starting a load.
@@ -411,8 +427,9 @@ class Endpoint:
             layout: this rank's memory.
         """
         try:
-            own = (self._slot_table.region, self._slot_table.header, self._scratch.region)
-            for region in (*layout.regions, *own):
+            table = self._slot_table
+            words = (table.region, table.header, table.watermarks.region, self._scratch.region)
+            for region in (*layout.regions, *words):
                 self._transport.register(region)
             return self._make_payload(driver, layout)
         except BaseException:
@@ -436,6 +453,7 @@ class Endpoint:
             lease=self._lease,
             heartbeats=True,
             fingerprint=self._slot_table.header,
+            watermarks=self._slot_table.watermarks.region,
         )
 
     def _post(self, command: Callable[[], None]) -> None:
@@ -536,6 +554,10 @@ class Endpoint:
 
     def _report_sent(self) -> None:
         self._results.add_ended(self._hold_server.take_ended())
+
+    def _extend(self, request: RequestId, part: Ticket, *, is_last: bool) -> None:
+        if not self._device_sync.extend(request, part, is_last=is_last):
+            self._load_manager.extend(request, part, is_last=is_last)
 
     def _abort(self, request: RequestId) -> None:
         self._device_sync.give_up(request)

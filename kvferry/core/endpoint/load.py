@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import math
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from kvferry.core.endpoint.peers import Peer
 from kvferry.core.endpoint.transfers import Grace, Outcome
 from kvferry.core.errors import EndpointClosedError, KVFerryError
-from kvferry.core.layout import HOLE
+from kvferry.core.layout import HOLE, GroupKind
 from kvferry.core.lifecycle.holds import RequestId
 from kvferry.core.lifecycle.loads import LoadId
 from kvferry.core.lifecycle.renewals import RenewalId
 from kvferry.core.lifecycle.ticket import Ticket
 from kvferry.core.metrics import LoadRecord, Stage
 from kvferry.core.planner.build_copies import Pages, ReadRequest
+from kvferry.core.planner.plan import Plan, Source
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +41,10 @@ class Load:
             this load sends the producer neither "done" nor "abandon"; a later load that is not
             shared must. A shared load that pulls nothing and is not reported contacts nobody: it
             only ends the wait that one ``Endpoint.prepare`` with the ticket began.
+        is_early: whether ``ticket`` is a part: a ticket that covers the tokens so far, of a request
+            that the producer still computes. ``ranges`` and ``local`` are those of the whole
+            request. Further parts and the ticket itself follow by ``Endpoint.extend``. An early
+            load must not be shared.
     """
 
     request: RequestId
@@ -47,6 +53,7 @@ class Load:
     local: tuple[Pages, ...]
     report: bool = True
     shared: bool = False
+    is_early: bool = False
 
     @property
     def reads(self) -> bool:
@@ -62,7 +69,7 @@ class LoadState:
 
     Attributes:
         load_id: the load's id in ``Loads``.
-        load: what the engine has asked for.
+        load: what the engine has asked for, with the newest part of an early load.
         begun: when the load began, by ``time.perf_counter``.
         grace: the time that the load's cancelled reads are given to end; ``None`` if no read was
             cancelled.
@@ -71,6 +78,9 @@ class LoadState:
             not renewed.
         handshake_succeeded: when the handshake succeeded, by ``time.perf_counter``; 0 before.
         copies, nbytes: number of copies and bytes in the reads that have ended.
+        early_nbytes: those of ``nbytes`` that were read before the last part of an early load.
+        early_groups: the local groups whose pages are read early, by the index of the producer
+            rank.
         failed_at: ``Stage.WAIT`` if the load had failed before it began; otherwise ``None``, even
             if the load fails later: ``Loads`` knows that stage.
         wait_seconds: how long requests with the ticket had waited for pages before the load.
@@ -86,6 +96,8 @@ class LoadState:
     handshake_succeeded: float = 0.0
     copies: int = 0
     nbytes: int = 0
+    early_nbytes: int = 0
+    early_groups: dict[int, frozenset[int]] = field(default_factory=dict)
     failed_at: Stage | None = None
     wait_seconds: float = 0.0
     check_seconds: float = 0.0
@@ -109,6 +121,38 @@ class LoadState:
             load = self.load
             self._request = ReadRequest(ranges=load.ranges, local=load.local, remote=remote)
         return self._request
+
+    def extend(self, part: Ticket, *, is_last: bool) -> None:
+        """Replace the part of an early load by a newer one.
+
+        Args:
+            part: the part, or the ticket.
+            is_last: whether it is the ticket.
+        """
+        self.load = replace(self.load, ticket=part, is_early=not is_last)
+        self._request = None
+
+    def request_for(self, source: Source, since: int, until: int | None) -> ReadRequest:
+        """Return what is read from a producer rank by one of the reads of an early load.
+
+        Pages that a part names can be read early, and those of all other groups with the rest.
+
+        Args:
+            source: what this rank reads from that rank.
+            since: for how many first tokens the pages were read early before.
+            until: for how many first tokens they are read early now; ``None`` to read the rest.
+        """
+        request = self.request
+        if since == 0 and until is None:
+            return request
+        if since == 0:
+            self.early_groups[source.remote] = _early_groups(source, request)
+        early = self.early_groups.get(source.remote, frozenset())
+        ranges = [
+            _clip(wanted, since, until) if group in early else wanted if until is None else None
+            for group, wanted in enumerate(request.ranges)
+        ]
+        return replace(request, ranges=tuple(ranges))
 
     @property
     def known_peer(self) -> Peer:
@@ -159,6 +203,7 @@ class LoadState:
             tokens=max((last - first for first, last in filter(None, self.load.ranges)), default=0),
             copies=self.copies,
             nbytes=self.nbytes,
+            early_nbytes=self.early_nbytes,
             seconds=now - self.begun,
             wait_seconds=self.wait_seconds,
             handshake_seconds=max(self.handshake_succeeded - self.begun, 0.0),
@@ -168,3 +213,41 @@ class LoadState:
             fence_seconds=self.fence_seconds,
             ended=time.time(),
         )
+
+
+def early_unit(plan: Plan) -> int:
+    """Return of how many tokens early reads read a multiple: whole pages of both engines.
+
+    Args:
+        plan: the plan of this rank.
+    """
+    return math.lcm(
+        *(
+            group.block_tokens * group.context.size
+            for source in plan.sources
+            for match in source.matches
+            for group in (match.pairing.local, match.pairing.remote)
+            if group.kind is not GroupKind.STATE
+        )
+    )
+
+
+def _early_groups(source: Source, request: ReadRequest) -> frozenset[int]:
+    """Return the local groups that are read from no other groups than those that a part names."""
+    late = {
+        match.local_group
+        for match in source.matches
+        if not len(request.remote[match.remote_group].ids)
+        or match.pairing.local.kind is GroupKind.STATE
+    }
+    wanted = {group for group, tokens in enumerate(request.ranges) if tokens is not None}
+    return frozenset(wanted - late)
+
+
+def _clip(wanted: tuple[int, int] | None, since: int, until: int | None) -> tuple[int, int] | None:
+    """Return the part of a range of tokens from ``since`` on, and before ``until`` if it is set."""
+    if wanted is None:
+        return None
+    first = max(wanted[0], since)
+    last = wanted[1] if until is None else min(wanted[1], until)
+    return (first, last) if first < last else None

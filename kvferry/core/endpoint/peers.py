@@ -40,6 +40,7 @@ from kvferry.core.errors import (
 from kvferry.core.lifecycle.holds import Incarnation
 from kvferry.core.lifecycle.loads import RemoteRank
 from kvferry.core.lifecycle.ticket import Ticket, check_against, check_maker, page_limits
+from kvferry.core.memory import Region
 from kvferry.core.messages import RankPayload
 from kvferry.core.metrics import LOST_PEERS, MAX_NAME, PEERS_DOWN, PEERS_UP, Metrics, Stage
 from kvferry.core.planner.plan import Plan, Source
@@ -174,6 +175,11 @@ class Peer:
             TicketError: see ``kvferry.core.lifecycle.ticket.check_against``.
         """
         check_against(ticket, self.payloads, self.page_limits, ticket_key=self.ticket_key)
+
+    @property
+    def has_watermarks(self) -> bool:
+        """Return whether every rank of the producer publishes watermarks."""
+        return all(isinstance(payload.watermarks, Region) for payload in self.payloads)
 
     @property
     def lease(self) -> float | None:

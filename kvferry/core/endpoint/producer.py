@@ -94,12 +94,15 @@ class _ComputingHold:
 
     Attributes:
         hold: the hold, which becomes ready when ``passed`` returns ``True``.
+        tokens: the number of first tokens whose pages are computed then; ``None`` if it is all, so
+            that the hold becomes ready.
         passed: returns whether the device has finished all work that fills the pages.
         has_failed: whether ``passed`` has raised before; only the first exception is logged.
     """
 
     hold: Hold
     passed: Callable[[], bool]
+    tokens: int | None = None
     has_failed: bool = False
 
     def has_passed(self) -> bool:
@@ -163,15 +166,31 @@ class HoldServer:
         Args:
             orders: the scheduler's decisions.
             passed: returns whether the device has finished all work that fills the pages of
-                ``orders.ready``; polled by ``tick``. ``None`` if the device has finished already.
+                ``orders.ready`` and of ``orders.watermarks``; polled by ``tick``. ``None`` if the
+                device has finished already.
         """
+        marks: list[tuple[Hold, int | None]] = [*orders.watermarks]
+        marks += [(hold, None) for hold, _ in orders.ready]
         with self._lock:
             self._holds.apply(orders, self._clock())
-            for hold, _ in orders.ready:
+            for hold, tokens in marks:
                 if passed is None:
-                    self._holds.ready(hold, self._clock())
+                    self._computed(hold, tokens)
                 else:
-                    self._computing.append(_ComputingHold(hold=hold, passed=passed))
+                    one = _ComputingHold(hold=hold, passed=passed, tokens=tokens)
+                    self._computing.append(one)
+
+    def _computed(self, hold: Hold, tokens: int | None) -> None:
+        """Write that a hold's pages are computed.
+
+        Args:
+            hold: the hold.
+            tokens: of how many first tokens; ``None`` for all, so that the hold becomes ready.
+        """
+        if tokens is None:
+            self._holds.ready(hold, self._clock())
+        else:
+            self._holds.mark(hold, tokens)
 
     def hear(self, notifications: Iterable[Notification]) -> None:
         """Process messages from consumers; malformed messages are logged and dropped."""
@@ -210,7 +229,7 @@ class HoldServer:
                 if one.hold not in self._holds:
                     continue
                 if one.has_passed():
-                    self._holds.ready(one.hold, now)
+                    self._computed(one.hold, one.tokens)
                 else:
                     computing.append(one)
             self._computing = computing

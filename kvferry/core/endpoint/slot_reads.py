@@ -43,7 +43,7 @@ FINGERPRINT_WORDS = FINGERPRINT_BYTES // WORD_BYTES
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SlotRead:
-    """A read of one 8-byte word: a slot word, or a part of a producer's fingerprint.
+    """A read of one 8-byte word: a slot word, a watermark, or a part of a producer's fingerprint.
 
     Attributes:
         tag: identifies what the word is read for, so that the read can be dropped by
@@ -59,6 +59,8 @@ class SlotRead:
             will fail, while bytes may still land.
         is_header: whether the word is part of the fingerprint; if so, ``slot`` is the word's index
             in the fingerprint.
+        is_watermark: whether the word is the slot's watermark, not its slot word. The producer rank
+            must publish watermarks.
     """
 
     tag: Hashable
@@ -70,11 +72,14 @@ class SlotRead:
     lost: Callable[[KVFerryError], None]
     failing: Callable[[KVFerryError], None]
     is_header: bool = False
+    is_watermark: bool = False
 
     @property
     def region(self) -> Region:
         """Return the region of the producer rank's memory that contains the word."""
         payload = self.peer.payloads[self.rank]
+        if self.is_watermark:
+            return payload.watermarks or payload.slots
         return payload.fingerprint or payload.slots if self.is_header else payload.slots
 
 
@@ -162,9 +167,10 @@ class SlotReads:
         if not self._waiting:
             return
         waiting, self._waiting = self._waiting, []
-        groups: dict[tuple[Peer, int, type, bool], list[SlotRead]] = defaultdict(list)
+        groups: dict[tuple[Peer, int, type, bool, bool], list[SlotRead]] = defaultdict(list)
         for read in waiting:
-            groups[read.peer, read.rank, type(read.note), read.is_header].append(read)
+            kind = type(read.note), read.is_header, read.is_watermark
+            groups[read.peer, read.rank, *kind].append(read)
         for reads in groups.values():
             try:
                 batches = self._batches(reads, max_notification)

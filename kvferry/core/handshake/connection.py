@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import select
 import struct
 import time
 from contextlib import suppress
@@ -80,6 +81,39 @@ class SideChannelConnection:
                     f"{self._dialer.timeout:g} s: its process is stopped or overloaded"
                     f"{self._dialer.or_another_port}"
                 )
+
+    def ask_until(self, request: Request, descriptor: int, deadline: float) -> Reply | None:
+        """Send a request, and return the answer unless something else becomes more urgent.
+
+        The answer may be that to an earlier request, for which an earlier call has not waited.
+
+        Args:
+            request: the request.
+            descriptor: the call returns at once when this descriptor is readable; the caller reads
+                from it. Must be the same in each call.
+            deadline: by ``time.monotonic``, in seconds.
+
+        Returns:
+            The answer; ``None`` if the descriptor is readable, and no answer has come.
+
+        Raises:
+            HandshakeError: no answer came, or the connection has ended.
+        """
+        self._poller.register(descriptor, zmq.POLLIN)
+        with suppress(zmq.Again):
+            self._channel.send(encode(request), zmq.DONTWAIT)
+        while not self._wait(AGAIN_SECONDS):
+            if select.select([descriptor], [], [], 0)[0]:
+                return None
+            if time.monotonic() >= deadline:
+                raise HandshakeError(
+                    f"it took the connection, but did not answer within {self._dialer.timeout:g} "
+                    "s: its process is stopped or overloaded"
+                )
+            with suppress(zmq.Again):
+                self._channel.send(encode(request), zmq.DONTWAIT)
+        self._unanswered = 1
+        return self._receive()
 
     def close(self) -> None:
         """Close the connection."""

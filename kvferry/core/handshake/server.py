@@ -24,7 +24,9 @@ from kvferry.core.handshake.sockets import (
     place,
     receive,
 )
+from kvferry.core.handshake.waiting_follows import WaitingFollows
 from kvferry.core.handshake.zap import ZapHandler
+from kvferry.core.lifecycle.rooms import Rooms
 from kvferry.core.security import OPEN, Access
 from kvferry.core.side_channel_messages import (
     MAX_PAYLOAD_BYTES,
@@ -33,6 +35,8 @@ from kvferry.core.side_channel_messages import (
     MAX_SHORT_REPLY_BYTES,
     SPOKEN,
     Condition,
+    Follow,
+    Followed,
     Health,
     PayloadRequest,
     Payloads,
@@ -40,6 +44,7 @@ from kvferry.core.side_channel_messages import (
     Refusal,
     Reply,
     Request,
+    RoomNews,
     decode_request,
     encode,
 )
@@ -76,6 +81,8 @@ class HandshakeServer:
         problems: returns the engine's problems, each as a text, for health requests; called on the
             server's thread, and must not block.
         ticket_key: the public key that proves the engine's tickets; empty if they have no proofs.
+        rooms: the engine's rooms, which others may follow; ``None`` if it has none. Another server
+            may be given the same rooms when this one is closed.
 
     Raises:
         HandshakeError: a client would refuse the payloads, or the address cannot be bound; the
@@ -93,6 +100,7 @@ class HandshakeServer:
         access: Access = OPEN,
         problems: Callable[[], Sequence[str]] = tuple,
         ticket_key: bytes = b"",
+        rooms: Rooms | None = None,
     ) -> None:
         self._engine = engine
         self._incarnation = incarnation
@@ -110,6 +118,8 @@ class HandshakeServer:
         except HandshakeError:
             self._context.destroy(0)
             raise
+        self._has_rooms = rooms is not None
+        self._follows = WaitingFollows(rooms if rooms is not None else Rooms(), self._send_news)
         self._port = int(self._socket.get_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
         self._thread = threading.Thread(target=self._serve, name="kvferry-handshake", daemon=True)
         self._thread.start()
@@ -130,6 +140,7 @@ class HandshakeServer:
             self._stopped.set()
             self._context.term()  # wakes the thread, and waits until it has closed its socket
             self._thread.join()
+            self._follows.close()
 
     def __enter__(self) -> HandshakeServer:
         return self
@@ -141,9 +152,10 @@ class HandshakeServer:
         poller = zmq.Poller()
         for each in (self._socket, self._gate.socket, self._watch.socket, self._watch.arrivals):
             poller.register(each, zmq.POLLIN)
+        poller.register(self._follows.descriptor, zmq.POLLIN)
         while not self._stopped.is_set():
             try:
-                self._turn(dict(poller.poll(self._watch.pause)))
+                self._turn(dict(poller.poll(self._follows.pause(self._watch.pause))))
             except zmq.ContextTerminated:
                 break
             except Exception:
@@ -155,7 +167,7 @@ class HandshakeServer:
         self._gate.socket.close(0)
         self._watch.close()
 
-    def _turn(self, ready: Mapping[Socket, int]) -> None:
+    def _turn(self, ready: Mapping[Socket | int, int]) -> None:
         self._watch.hear()
         self._watch.look()
         if self._gate.socket in ready:
@@ -164,23 +176,37 @@ class HandshakeServer:
             received = receive(self._socket, zmq.DONTWAIT)
             self._watch.heard(received.descriptor)
             self._answer(received.frames, self._gate.reason_against_user(received.user))
+        if self._follows.descriptor in ready:
+            self._follows.hear()
+        self._follows.progress()
 
     def _answer(self, frames: list[bytes], reason: str) -> None:
         """Answer a request, or refuse it if there is a reason why its client is not admitted."""
         routing_id, *rest = frames
         envelope = [b""] if len(rest) > 1 and not rest[0] else []
+        leading = (routing_id, *envelope)
         if reason:
-            reply = _refusal(reason)
-        elif len(rest) == len(envelope) + 1:
-            reply = self._reply(rest[-1])
+            self._send(leading, _refusal(reason))
+        elif len(rest) != len(envelope) + 1:
+            self._send(leading, _refusal("a request is one frame, or an empty one and one"))
+        elif isinstance(reply := self._reply(rest[-1]), Follow):
+            self._follows.add(leading, reply)
         else:
-            reply = _refusal("a request is one frame, or an empty one and one")
+            self._send(leading, reply)
+
+    def _send_news(self, envelope: Sequence[bytes], news: list[RoomNews]) -> None:
+        """Answer a request that follows rooms."""
+        self._send(envelope, _frame(Followed(incarnation=self._incarnation, rooms=news)))
+
+    def _send(self, envelope: Sequence[bytes], reply: zmq.Frame) -> None:
+        """Send a reply to a client, to which the frames of the envelope lead."""
         # A ROUTER socket never blocks: it drops a reply for which the client's queue has no room.
-        for frame in (routing_id, *envelope):
+        for frame in envelope:
             self._socket.send(frame, zmq.SNDMORE | zmq.DONTWAIT)
         self._socket.send(reply, zmq.DONTWAIT, copy=False)
 
-    def _reply(self, message: bytes) -> zmq.Frame:
+    def _reply(self, message: bytes) -> zmq.Frame | Follow:
+        """Return the reply to a request, or the request if it may have to wait for an answer."""
         try:
             request = decode_request(message)
         except WireError as exc:
@@ -191,6 +217,8 @@ class HandshakeServer:
             return _refusal(reason)
         if isinstance(request, Health):
             return self._condition()
+        if isinstance(request, Follow):
+            return request
         if isinstance(request, PayloadRequest):
             return self._heads if self._shape in request.known else self._payloads
         return self._pong
@@ -208,6 +236,8 @@ class HandshakeServer:
             return f"engine {request.engine!r} is not here: this is engine {self._engine!r}"
         if isinstance(request, PayloadRequest) and request.common(SPOKEN) is None:
             return f"who asks is incompatible: {unspoken(request)}"
+        if isinstance(request, Follow) and not self._has_rooms:
+            return "this engine has no rooms that can be followed"
         return ""
 
 

@@ -161,7 +161,7 @@ class _Load:
 
     Attributes:
         tokens: with ``early``, the number of tokens that the newest part covers.
-        unit: early reads end at multiples of this number of tokens.
+        unit: early reads end at multiples of this number of tokens; 0 if nothing is read early.
         progress: what was read early, by the index of the producer rank.
         next_mark: when the watermarks may be read again.
         parties: the producer ranks that the load reads from or notifies; ``None`` until its
@@ -361,7 +361,8 @@ class Loads:
         Args:
             load_id: the load.
             parties: the producer ranks that this rank reads from or notifies.
-            unit: early reads end at multiples of this number of tokens.
+            unit: early reads end at multiples of this number of tokens; 0 to read nothing before
+                the last part of an early load has come.
         """
         load = self._loads.get(load_id)
         if load is None or load.parties is not None:
@@ -546,7 +547,7 @@ class Loads:
                 continue
             for rank in [r for r, at in load.at.items() if at is _At.RECHECK]:
                 self._do(load_id, load, rank, _At.CHECKING, LoadAction.CHECK)
-            if load.early and now >= load.next_mark:
+            if load.early and load.unit and now >= load.next_mark:
                 load.next_mark = now + MARK_SECONDS
                 self._mark(load_id, load)
 

@@ -67,14 +67,17 @@ class Rooms:
         """The rooms that are over, the first that was first."""
         self._kept_bytes = 0
         self._version = 0
-        self._changed: Callable[[], None] = lambda: None
+        self._changed: Callable[[RoomId], None] = lambda _: None
 
     def __len__(self) -> int:
         """Return the number of rooms, including those that are over and kept."""
         return len(self._rooms)
 
-    def listen(self, changed: Callable[[], None]) -> None:
-        """Have a function called after each change, on the thread that made the change."""
+    def listen(self, changed: Callable[[RoomId], None]) -> None:
+        """Have a function called with each room that changes, on the thread that changes it.
+
+        It replaces the function that was passed before.
+        """
         self._changed = changed
 
     def open(self, room: RoomId) -> bool:
@@ -94,7 +97,7 @@ class Rooms:
             if len(self._rooms) >= MAX_ROOMS and not self._drop_oldest():
                 return False
             self._put(room, b"")
-        self._changed()
+        self._changed(room)
         return True
 
     def publish(self, room: RoomId, part: bytes) -> bool:
@@ -173,7 +176,7 @@ class Rooms:
                 return False
             self._put(room, part, is_last=is_last, error=error)
             self._drop_old()
-        self._changed()
+        self._changed(room)
         return True
 
     def _put(self, room: RoomId, part: bytes, *, is_last: bool = False, error: str = "") -> None:

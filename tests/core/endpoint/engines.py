@@ -26,7 +26,8 @@ from kvferry.core.errors import EndpointClosedError, KVFerryError
 from kvferry.core.handshake import HandshakeServer
 from kvferry.core.layout import Field, Group, GroupKind, Layout, axis
 from kvferry.core.lifecycle.digest import digest
-from kvferry.core.lifecycle.holds import EndedHold, RequestId, random_incarnation
+from kvferry.core.lifecycle.holds import EndedHold, Hold, RequestId, random_incarnation
+from kvferry.core.lifecycle.rooms import Rooms
 from kvferry.core.lifecycle.scheduler_holds import SchedulerHolds
 from kvferry.core.lifecycle.ticket import Ticket
 from kvferry.core.memory import CPU, region_of
@@ -146,6 +147,7 @@ class Engine:
     scheduler_holds: SchedulerHolds
     incarnation: int
     ticket_key: TicketKey | None = None
+    rooms: Rooms = field(default_factory=Rooms)
     ids: Iterator[int] = field(default_factory=itertools.count)
     sent: list[list[RequestId]] = field(default_factory=list)
     steps: Steps | None = None
@@ -178,6 +180,12 @@ class Engine:
         assert hold is not None
         if order:
             self.step()
+        return self.ticket(request, hold, pages, tokens, computed=computed)
+
+    def ticket(
+        self, request: str, hold: Hold, pages: list[int], tokens: int, *, computed: bool
+    ) -> Ticket:
+        """Return a ticket, or a part, for these pages."""
         ticket = Ticket(
             engine=self.name,
             incarnation=self.incarnation,
@@ -209,21 +217,28 @@ class Engine:
         first_index: int = 0,
         nothing: bool = False,
         shared: bool = False,
+        early: int = 0,
         passed: Callable[[], bool] | None = None,
     ) -> None:
-        """Start a load on every rank."""
+        """Start a load on every rank; with ``early``, one of so many tokens that has a part."""
         load = Load(
             request=RequestId(request),
             ticket=ticket,
-            ranges=(None if nothing else (first, ticket.tokens),),
+            ranges=(None if nothing else (first, early or ticket.tokens),),
             local=(Pages(ids=np.array(pages, dtype=np.int64), first_index=first_index),),
             report=not nothing,
             shared=shared,
+            is_early=bool(early),
         )
         if self.steps is not None:
             self.steps.begin(request, ticket)
         for rank in self.ranks:
             rank.endpoint.load(load, passed)
+
+    def extend(self, request: str, part: Ticket, *, is_last: bool = False) -> None:
+        """Tell every rank of a newer part of an early load."""
+        for rank in self.ranks:
+            rank.endpoint.extend(RequestId(request), part, is_last=is_last)
 
     def prepare(self, ticket: Ticket) -> None:
         """Tell every rank that a request with this ticket waits for local pages."""
@@ -420,6 +435,7 @@ def engine(
                 )
             )
         payloads = [rank.endpoint.payload for rank in ranks]
+        rooms = Rooms(clock)
         server = HandshakeServer(
             [encode(payload) for payload in payloads],
             engine=name,
@@ -427,6 +443,7 @@ def engine(
             host=host,
             port=port,
             ticket_key=ticket_key.public if ticket_key is not None else b"",
+            rooms=rooms,
         )
         stack.enter_context(server)
         for rank in ranks:
@@ -444,5 +461,6 @@ def engine(
             scheduler_holds=SchedulerHolds(shape.pages),
             incarnation=incarnation,
             ticket_key=ticket_key,
+            rooms=rooms,
             steps=steps,
         )

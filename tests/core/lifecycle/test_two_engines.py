@@ -21,7 +21,7 @@ from hypothesis.stateful import (
 )
 
 from kvferry.core.errors import KVFerryError, TransportError
-from kvferry.core.lifecycle.holds import RequestId
+from kvferry.core.lifecycle.holds import EndedHold, RequestId
 from kvferry.core.lifecycle.loads import LoadId
 from kvferry.core.lifecycle.scheduler_holds import SchedulerHolds
 from tests.core.lifecycle.fabric import ProtocolViolation
@@ -287,12 +287,13 @@ class AbortKeepsTheHold(Engine):
 
 
 class AbortReportsTheHold(Rank):
-    """The abort of a load ends the hold of its request as if that had a ticket."""
+    """The abort of a load reports the hold of its request as if that had a ticket."""
 
     def launch(self) -> None:
         for held in list(self.holds._held.values()):
             if held.request in self.inbox[0].aborts:
-                self.holds.end(held.hold)
+                self.holds.drop(held.hold)
+                self.holds._ended.append(EndedHold(request=held.request))
         super().launch()
 
 

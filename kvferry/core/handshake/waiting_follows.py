@@ -1,0 +1,139 @@
+"""The requests to a side channel that follow rooms and wait for news."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from kvferry.core.lifecycle.rooms import RoomId, Rooms
+from kvferry.core.side_channel_messages import Follow, RoomNews
+
+MAX_WAITING = 1 << 10
+"""The most requests that wait for news at once; one of each connection. Others are answered at
+once."""
+
+Answer = Callable[[Sequence[bytes], list[RoomNews]], None]
+"""Called with the frames that lead to a client, and the news for it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Waiting:
+    """A request that waits.
+
+    Attributes:
+        envelope: the frames that lead to the client; the first identifies the connection.
+        follow: the request.
+        until: when it is answered without news, by ``time.monotonic``.
+    """
+
+    envelope: Sequence[bytes]
+    follow: Follow
+    until: float
+
+
+class WaitingFollows:
+    """Answer requests that follow rooms, when there is news or their time is over.
+
+    Used by the side channel's thread only.
+
+    Args:
+        rooms: the engine's rooms, whose changes are heard from now on until ``close``.
+        answer: sends an answer.
+
+    Attributes:
+        descriptor: becomes readable when a room has changed.
+    """
+
+    def __init__(self, rooms: Rooms, answer: Answer) -> None:
+        self._rooms = rooms
+        self._answer = answer
+        self._waiting: dict[bytes, _Waiting] = {}
+        self._by_room: dict[RoomId, set[bytes]] = defaultdict(set)
+        self._changed: deque[RoomId] = deque()
+        self._lock = threading.Lock()
+        self._is_closed = False
+        self.descriptor = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        rooms.listen(self._hear)
+
+    def add(self, envelope: Sequence[bytes], follow: Follow) -> None:
+        """Answer a request now if there is news for it, or have it wait.
+
+        A request that waits on the same connection is dropped.
+
+        Args:
+            envelope: the frames that lead to the client.
+            follow: the request.
+        """
+        client = bytes(envelope[0])
+        self._remove(client)
+        news = self._news(follow)
+        if news or not follow.wait_ms or len(self._waiting) >= MAX_WAITING:
+            self._answer(envelope, news)
+            return
+        until = time.monotonic() + follow.wait_ms / 1000
+        self._waiting[client] = _Waiting(envelope=envelope, follow=follow, until=until)
+        for room, _ in follow.rooms:
+            self._by_room[RoomId(room)].add(client)
+
+    def pause(self, longest: int | None) -> int | None:
+        """Return for how many milliseconds to wait for events before ``progress`` is due.
+
+        Args:
+            longest: the result if no request waits for less; ``None`` for no limit.
+        """
+        if not self._waiting:
+            return longest
+        soonest = min(each.until for each in self._waiting.values())
+        left = max(0, int((soonest - time.monotonic()) * 1000) + 1)
+        return left if longest is None else min(left, longest)
+
+    def progress(self) -> None:
+        """Answer the requests for which there is news, and those whose time is over."""
+        if not self._waiting and not self._changed:
+            return
+        clients: dict[bytes, None] = {}
+        while self._changed:
+            clients.update(dict.fromkeys(self._by_room.get(self._changed.popleft(), ())))
+        for client in clients:
+            if news := self._news(self._waiting[client].follow):
+                self._answer(self._remove(client), news)
+        now = time.monotonic()
+        for client in [each for each, one in self._waiting.items() if one.until <= now]:
+            self._answer(self._remove(client), [])
+
+    def hear(self) -> None:
+        """Read from ``descriptor``, so that it becomes readable again with the next change."""
+        os.eventfd_read(self.descriptor)
+
+    def close(self) -> None:
+        """Hear of no more changes. May be called twice."""
+        with self._lock:
+            if not self._is_closed:
+                self._is_closed = True
+                os.close(self.descriptor)
+
+    def _hear(self, room: RoomId) -> None:
+        """Note that a room has changed; called on the thread that has changed it."""
+        with self._lock:
+            if not self._is_closed:
+                self._changed.append(room)
+                os.eventfd_write(self.descriptor, 1)
+
+    def _news(self, follow: Follow) -> list[RoomNews]:
+        return self._rooms.news([(RoomId(room), version) for room, version in follow.rooms])
+
+    def _remove(self, client: bytes) -> Sequence[bytes]:
+        """Forget the request that waits on a connection, if there is one; return its envelope."""
+        one = self._waiting.pop(client, None)
+        if one is None:
+            return ()
+        for room, _ in one.follow.rooms:
+            clients = self._by_room[RoomId(room)]
+            clients.discard(client)
+            if not clients:
+                del self._by_room[RoomId(room)]
+        return one.envelope

@@ -1,0 +1,349 @@
+"""Loads that begin while the producer computes the rest of the request."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import pytest
+
+from kvferry.core.endpoint import EndpointOptions, LoadRecord
+from kvferry.core.errors import DeadlineError, KVFerryError, TicketError
+from kvferry.core.lifecycle.holds import Hold, HoldEnd, RequestId
+from kvferry.core.lifecycle.ticket import Ticket
+from kvferry.core.security import TicketKey
+from tests.core.endpoint.engines import (
+    LAYERS,
+    Clock,
+    Engine,
+    Shape,
+    engine,
+    eventually,
+    expected,
+    fill,
+    until,
+)
+from tests.core.endpoint.test_rolling_upgrade import side_channel_with
+from tests.core.ticket_proofs import altered
+
+CHUNK = 8
+"""Tokens of a chunk; two pages of prefill."""
+TOKENS = 3 * CHUNK
+FROM, TO = [1, 2, 3, 4, 5, 6], [8, 9, 10, 11, 12, 13]
+GARBAGE = np.float32(-1)
+
+
+@dataclass(kw_only=True)
+class Prompt:
+    """A request that the prefill engine computes chunk by chunk."""
+
+    prefill: Engine
+    pages: list[int] = field(default_factory=lambda: list(FROM))
+    hold: Hold | None = None
+    port: int = 0
+
+    def take_on(self) -> None:
+        """Begin, or begin again after a preemption."""
+        self.hold = self.prefill.scheduler_holds.take_on(RequestId("p"))
+        assert self.hold is not None
+        self.prefill.step()
+
+    def compute(self, chunks: int) -> None:
+        """Compute so many chunks in all."""
+        pages = self.pages[: chunks * CHUNK // self.prefill.shape.block]
+        for rank in self.prefill.ranks:
+            fill(self.prefill.shape, rank, pages, chunks * CHUNK)
+
+    def part(self, chunks: int, passed: Callable[[], bool] | None = None) -> Ticket:
+        """Order the watermark for so many chunks, and return the part for them."""
+        hold = self.prefill.scheduler_holds.mark(RequestId("p"), chunks * CHUNK)
+        assert hold is not None
+        self.prefill.step(passed)
+        pages = self.pages[: chunks * CHUNK // self.prefill.shape.block]
+        part = self.prefill.ticket("p", hold, pages, chunks * CHUNK, computed=False)
+        return replace(part, port=self.port or part.port)
+
+    def finish(self, *, computed: bool = True, order: bool = True) -> Ticket:
+        """Compute what is left, and return the ticket."""
+        self.compute(3)
+        ticket = self.prefill.finish("p", self.pages, TOKENS, computed=computed, order=order)
+        return replace(ticket, port=self.port or ticket.port)
+
+
+@contextmanager
+def both(
+    prefill: Shape | None = None,
+    decode: Shape | None = None,
+    options: EndpointOptions | None = None,
+    clock: Clock | None = None,
+    ticket_key: TicketKey | None = None,
+) -> Iterator[tuple[Prompt, Engine]]:
+    """Run two engines, and take on a prompt."""
+    with (
+        engine("prefill", prefill, ticket_key=ticket_key) as one,
+        engine("decode", decode, options=options, clock=clock or Clock()) as other,
+    ):
+        prompt = Prompt(prefill=one)
+        prompt.take_on()
+        yield prompt, other
+
+
+def has_tokens(decode: Engine, tokens: int) -> bool:
+    """Return whether every rank of the decode engine has the first tokens."""
+    return all(
+        np.array_equal(
+            rank.tokens(TO, layer)[:tokens], expected(decode.shape, tokens, layer, rank.first_head)
+        )
+        for rank in decode.ranks
+        for layer in range(LAYERS)
+    )
+
+
+def wait_for(decode: Engine, tokens: int) -> None:
+    eventually(lambda: has_tokens(decode, tokens), f"{tokens} tokens were read early")
+
+
+def records(decode: Engine) -> list[LoadRecord]:
+    """Wait until every rank has reported the load; return its figures, which all succeeded."""
+    found: list[LoadRecord] = []
+    for rank in decode.ranks:
+        results = until(rank.endpoint, lambda r: RequestId("d") in r.received)
+        assert not results.failed
+        found += results.loads
+    return found
+
+
+def failure(decode: Engine) -> KVFerryError:
+    """Wait until every rank has reported the load, which failed; return one of the errors."""
+    return decode.outcome("d").failed[RequestId("d")]
+
+
+SHAPES = [
+    (Shape(), Shape()),
+    (Shape(tp=2), Shape()),
+    (Shape(), Shape(tp=2)),
+    (Shape(block=2, pages=32), Shape(block=4)),
+]
+
+
+@pytest.mark.parametrize(
+    ("of_prefill", "of_decode"), SHAPES, ids=["1-1", "2-1", "1-2", "other pages"]
+)
+def test_finished_chunks_are_read_while_the_rest_is_computed(
+    of_prefill: Shape, of_decode: Shape
+) -> None:
+    with both(of_prefill, of_decode) as (prompt, decode):
+        if of_prefill.block == 2:
+            prompt.pages = list(range(1, 13))
+        prompt.compute(1)
+        decode.pull("d", prompt.part(1), TO, early=TOKENS)
+        wait_for(decode, CHUNK)
+        prompt.compute(2)
+        decode.extend("d", prompt.part(2))
+        wait_for(decode, 2 * CHUNK)
+        decode.extend("d", prompt.finish(), is_last=True)
+        for record in records(decode):
+            assert record.early_nbytes * 3 == record.nbytes * 2
+        assert has_tokens(decode, TOKENS)
+        assert [each.end for each in prompt.prefill.released("p")] == [HoldEnd.READ] * of_prefill.tp
+
+
+def test_nothing_is_read_before_the_device_has_passed_its_chunk() -> None:
+    with both() as (prompt, decode):
+        asked: list[bool] = []
+        is_over = False
+
+        def passed() -> bool:
+            asked.append(is_over)
+            return is_over
+
+        decode.pull("d", prompt.part(1, passed), TO, early=TOKENS)
+        eventually(lambda: len(asked) > 20, "the device is asked")
+        assert not has_tokens(decode, 1)
+        prompt.compute(1)
+        is_over = True
+        wait_for(decode, CHUNK)
+        decode.extend("d", prompt.finish(), is_last=True)
+        records(decode)
+        assert has_tokens(decode, TOKENS)
+
+
+def test_a_ticket_that_comes_before_any_part_was_read_is_enough() -> None:
+    with both() as (prompt, decode):
+        part = prompt.part(1, lambda: False)
+        decode.pull("d", part, TO, early=TOKENS)
+        decode.extend("d", prompt.finish(computed=False), is_last=True)
+        [record] = records(decode)
+        assert record.early_nbytes == 0
+        assert has_tokens(decode, TOKENS)
+        prompt.prefill.released("p")
+
+
+@pytest.mark.parametrize("read", [0, 1, 2])
+@pytest.mark.parametrize("again", [True, False], ids=["a part again", "only the ticket"])
+def test_after_a_preemption_everything_is_read_again(read: int, again: bool) -> None:
+    with both() as (prompt, decode):
+        prompt.compute(2)
+        decode.pull("d", prompt.part(1), TO, early=TOKENS)
+        if read:
+            decode.extend("d", prompt.part(read))
+            wait_for(decode, read * CHUNK)
+        # The old pages are another request's now.
+        for rank in prompt.prefill.ranks:
+            rank.cache[:, FROM] = GARBAGE
+        prompt.pages = [7, 8, 9, 10, 11, 12]
+        prompt.take_on()
+        if again:
+            prompt.compute(1)
+            decode.extend("d", prompt.part(1))
+            wait_for(decode, CHUNK)
+        decode.extend("d", prompt.finish(), is_last=True)
+        records(decode)
+        assert has_tokens(decode, TOKENS)
+        prompt.prefill.released("p")
+        assert prompt.prefill.ranks[0].endpoint.held == 0
+
+
+@pytest.mark.parametrize("parts", [0, 1, 2])
+def test_a_load_that_is_given_up_ends_the_hold_with_the_order(parts: int) -> None:
+    with both() as (prompt, decode):
+        prompt.compute(2)
+        decode.pull("d", prompt.part(1, None if parts else lambda: False), TO, early=TOKENS)
+        for chunks in range(1, parts + 1):
+            decode.extend("d", prompt.part(chunks))
+            wait_for(decode, chunks * CHUNK)
+        endpoint = prompt.prefill.ranks[0].endpoint
+        decode.ranks[0].endpoint.abort(RequestId("d"))
+        failure(decode)
+        if parts:  # connected, so that "abandon" is sent
+            eventually(lambda: endpoint.held == 0, "the hold ends")
+            assert not endpoint.results().sent
+            prompt.finish()
+            [ended] = prompt.prefill.released("p")
+            assert ended.end is HoldEnd.ABANDONED
+
+
+def test_a_load_that_is_given_up_after_a_preemption_abandons_the_new_hold() -> None:
+    with both() as (prompt, decode):
+        prompt.compute(1)
+        decode.pull("d", prompt.part(1), TO, early=TOKENS)
+        wait_for(decode, CHUNK)
+        prompt.take_on()
+        decode.extend("d", prompt.part(1))
+        decode.ranks[0].endpoint.abort(RequestId("d"))
+        failure(decode)
+        prompt.finish()
+        [ended] = prompt.prefill.released("p")
+        assert ended.end is HoldEnd.ABANDONED
+
+
+def test_the_load_timeout_counts_from_the_last_part() -> None:
+    clock = Clock()
+    with both(clock=clock, options=EndpointOptions(load_timeout=5.0)) as (prompt, decode):
+        prompt.compute(1)
+        decode.pull("d", prompt.part(1), TO, early=TOKENS)
+        wait_for(decode, CHUNK)
+        clock.skip(100.0)
+        prompt.compute(2)
+        decode.extend("d", prompt.part(2))
+        wait_for(decode, 2 * CHUNK)
+        decode.extend("d", prompt.finish(computed=False, order=False), is_last=True)
+        eventually(lambda: decode.ranks[0].endpoint.pending == 1, "it waits for ready")
+        clock.skip(100.0)
+        assert isinstance(failure(decode), DeadlineError)
+
+
+def test_of_an_older_producer_nothing_is_read_early() -> None:
+    with both() as (prompt, decode), side_channel_with(prompt.prefill, {}, "watermarks") as port:
+        prompt.port = port
+        prompt.compute(1)
+        decode.pull("d", prompt.part(1), TO, early=TOKENS)
+        decode.extend("d", prompt.part(2))
+        decode.extend("d", prompt.finish(), is_last=True)
+        [record] = records(decode)
+        assert record.early_nbytes == 0
+        assert has_tokens(decode, TOKENS)
+        prompt.prefill.released("p")
+
+
+def test_an_older_consumer_loads_what_was_published_early() -> None:
+    with both() as (prompt, decode):
+        prompt.part(1)
+        decode.pull("d", prompt.finish(), TO)
+        records(decode)
+        assert has_tokens(decode, TOKENS)
+        prompt.prefill.released("p")
+
+
+HOSTILE: dict[str, Callable[[Ticket], Ticket]] = {
+    "another hold": lambda part: altered(part, hold=Hold(slot=0, generation=5)),
+    "other pages": lambda part: altered(part, pages=((6, 5, 4, 3),)),
+    "no proof": lambda part: replace(part, proof=None),
+    "another engine": lambda part: replace(part, engine="another"),
+    "another incarnation": lambda part: replace(part, incarnation=part.incarnation ^ 1 or 2),
+    "pages out of range": lambda part: altered(part, pages=((1, 2, 3, 1 << 20),)),
+}
+
+
+@pytest.mark.parametrize("what", HOSTILE)
+@pytest.mark.parametrize("is_last", [False, True], ids=["part", "last part"])
+def test_a_part_that_was_altered_fails_the_load(what: str, is_last: bool) -> None:
+    with both(ticket_key=TicketKey()) as (prompt, decode):
+        prompt.compute(1)
+        decode.pull("d", prompt.part(1), TO, early=TOKENS)
+        wait_for(decode, CHUNK)
+        part = prompt.finish() if is_last else prompt.part(2)
+        decode.extend("d", HOSTILE[what](part), is_last=is_last)
+        assert isinstance(failure(decode), TicketError)
+
+
+def test_an_altered_first_part_fails_the_load_before_anything_is_read() -> None:
+    with both(ticket_key=TicketKey()) as (prompt, decode):
+        prompt.compute(1)
+        decode.pull("d", altered(prompt.part(1), pages=((6, 5),)), TO, early=TOKENS)
+        assert isinstance(failure(decode), TicketError)
+        assert np.isnan(decode.ranks[0].cache[:, TO]).all()
+        assert prompt.prefill.ranks[0].endpoint.held == 1
+
+
+def test_a_part_that_names_too_few_pages_fails_the_load() -> None:
+    with both() as (prompt, decode):
+        prompt.compute(2)
+        part = prompt.part(2)
+        decode.pull("d", replace(part, pages=(part.pages[0][:2],)), TO, early=TOKENS)
+        failure(decode)
+
+
+def test_parts_for_a_request_without_an_early_load_are_ignored() -> None:
+    with both() as (prompt, decode):
+        part = prompt.part(1)
+        decode.extend("d", part)
+        decode.extend("d", part, is_last=True)
+        decode.pull("d", prompt.finish(), TO)
+        decode.extend("d", part, is_last=True)
+        records(decode)
+        assert has_tokens(decode, TOKENS)
+
+
+def test_parts_that_come_while_the_device_works_on_the_pages_are_used() -> None:
+    with both() as (prompt, decode):
+        is_over = False
+        decode.pull("d", prompt.part(1), TO, early=TOKENS, passed=lambda: is_over)
+        decode.extend("d", prompt.part(2))
+        decode.extend("d", prompt.finish(), is_last=True)
+        is_over = True
+        records(decode)
+        assert has_tokens(decode, TOKENS)
+
+
+def test_a_load_from_a_producer_that_is_gone_fails() -> None:
+    with engine("decode") as decode:
+        with engine("prefill") as prefill:
+            prompt = Prompt(prefill=prefill)
+            prompt.take_on()
+            prompt.compute(1)
+            decode.pull("d", prompt.part(1), TO, early=TOKENS)
+            wait_for(decode, CHUNK)
+        failure(decode)
