@@ -156,8 +156,9 @@ class Rooms:
             for room, version in asked:
                 known = self._rooms.get(room)
                 if known is None and version:
+                    newer = min(version + 1, MAX_VERSION)
                     found.append(
-                        RoomNews(room=room, version=version, is_last=True, error="it is forgotten")
+                        RoomNews(room=room, version=newer, is_last=True, error="it is forgotten")
                     )
                 elif known is not None and known.news.version > version:
                     left -= len(known.news.part) + len(known.news.error.encode())

@@ -1,0 +1,417 @@
+"""``RoomFollower`` and the side channel that it follows rooms on, over real sockets."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Hashable, Iterator, Sequence
+
+import pytest
+import zmq
+
+from kvferry.core.endpoint import EndpointOptions, RoomFollower, room_follower
+from kvferry.core.endpoint.peer_key import PeerKey
+from kvferry.core.errors import (
+    AdmissionError,
+    DeadlineError,
+    HandshakeError,
+    KVFerryError,
+    PeerLostError,
+    RefusedError,
+)
+from kvferry.core.handshake import HandshakeServer, waiting_follows
+from kvferry.core.lifecycle.rooms import Rooms, room_id
+from kvferry.core.security import Access, Networks
+from kvferry.core.side_channel_messages import (
+    MAX_FOLLOWED,
+    MAX_PART_BYTES,
+    Follow,
+    Followed,
+    Ping,
+    Pong,
+    Refusal,
+    Reply,
+    RoomNews,
+    decode_reply,
+    decode_request,
+    encode,
+)
+from tests.core.endpoint.engines import Clock, eventually
+from tests.core.messages import encoded, payload
+
+A, B = room_id("a"), room_id("b")
+NO_WAIT = EndpointOptions(handshake_timeout=0.3)
+
+
+@contextlib.contextmanager
+def producer(rooms: Rooms | None, incarnation: int = 7, port: int = 0) -> Iterator[PeerKey]:
+    """Run a side channel, and yield where it is."""
+    ranks = encoded(payload(0, incarnation=incarnation))
+    with HandshakeServer(
+        ranks, engine="prefill", incarnation=incarnation, port=port, rooms=rooms
+    ) as server:
+        yield PeerKey("prefill", server.host, server.port)
+
+
+@contextlib.contextmanager
+def follower(
+    options: EndpointOptions | None = None, clock: Clock | None = None
+) -> Iterator[RoomFollower]:
+    made = RoomFollower(options or EndpointOptions(), clock or Clock())
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def heard(follower: RoomFollower, request: Hashable) -> RoomNews | KVFerryError:
+    """Wait for news of a request's room."""
+    found: list[RoomNews | KVFerryError] = []
+
+    def has_news() -> bool:
+        if (news := follower.news(request)) is not None:
+            found.append(news)
+        return bool(found)
+
+    eventually(has_news, f"news of {request}")
+    return found[0]
+
+
+def part(follower: RoomFollower, request: str) -> bytes:
+    """Wait for a part with content."""
+    while True:
+        news = heard(follower, request)
+        assert isinstance(news, RoomNews), news
+        if news.part:
+            return news.part
+
+
+def test_a_request_hears_of_its_room_until_the_ticket() -> None:
+    rooms = Rooms()
+    with producer(rooms) as key, follower() as following:
+        following.follow("d", A, key)  # before prefill has the request
+        rooms.open(A)
+        queued = heard(following, "d")
+        assert isinstance(queued, RoomNews)
+        assert (queued.part, queued.is_last) == (b"", False)
+        rooms.publish(A, b"one")
+        assert part(following, "d") == b"one"
+        rooms.publish(A, b"two")
+        assert part(following, "d") == b"two"
+        rooms.finish(A, b"ticket")
+        last = heard(following, "d")
+        assert isinstance(last, RoomNews)
+        assert (last.part, last.is_last) == (b"ticket", True)
+        assert following.news("d") is None
+        assert not following.pending
+        following.end("d")
+        assert following.following == 0
+
+
+def test_who_comes_late_hears_the_newest() -> None:
+    rooms = Rooms()
+    rooms.open(A)
+    rooms.publish(A, b"one")
+    rooms.finish(A, b"ticket")
+    with producer(rooms) as key, follower() as following:
+        following.follow("d", A, key)
+        news = heard(following, "d")
+        assert isinstance(news, RoomNews)
+        assert (news.part, news.is_last) == (b"ticket", True)
+
+
+def test_requests_of_one_room_hear_the_same() -> None:
+    rooms = Rooms()
+    rooms.open(A)
+    with producer(rooms) as key, follower() as following:
+        following.follow("d-1", A, key)
+        rooms.finish(A, b"ticket")
+        assert part(following, "d-1") == b"ticket"
+        following.follow("d-2", A, key)
+        assert part(following, "d-2") == b"ticket"
+        following.end("d-1")
+        following.follow("d-3", A, key)
+        assert part(following, "d-3") == b"ticket"
+
+
+def test_all_rooms_of_a_producer_are_asked_for_over_one_connection() -> None:
+    rooms = Rooms()
+    names = [room_id(str(i)) for i in range(2 * MAX_FOLLOWED + 1)]
+    before = set(threading.enumerate())
+    with producer(rooms) as key, follower() as following:
+        for index, name in enumerate(names):
+            rooms.open(name)
+            following.follow(index, name, key)
+        for name in names:
+            rooms.finish(name, bytes(name))
+        for index, name in enumerate(names):
+            while not (isinstance(news := heard(following, index), RoomNews) and news.part):
+                pass
+            assert news.part == name
+        made = set(threading.enumerate()) - before
+        assert len([t for t in made if t.name == "kvferry-rooms-prefill"]) == 1
+
+
+def test_a_room_that_ends_without_a_ticket_says_why() -> None:
+    rooms = Rooms()
+    with producer(rooms) as key, follower() as following:
+        rooms.open(A)
+        following.follow("d", A, key)
+        rooms.close(A, "it was aborted")
+        error = heard(following, "d")
+        while isinstance(error, RoomNews):
+            error = heard(following, "d")
+        assert "it was aborted" in str(error)
+        assert following.news("d") is error
+
+
+def test_a_room_that_is_forgotten_fails() -> None:
+    rooms, clock = Rooms(), Clock()
+    rooms.open(A)
+    with producer(rooms) as key, follower(clock=clock) as following:
+        following.follow("d", A, key)
+        heard(following, "d")
+        rooms._rooms.clear()
+        assert "forgotten" in str(heard(following, "d"))
+
+
+def test_a_room_that_nobody_opens_fails_after_the_load_timeout() -> None:
+    clock = Clock()
+    with producer(Rooms()) as key, follower(clock=clock) as following:
+        following.follow("d", A, key)
+        assert following.news("d") is None
+        clock.skip(61.0)
+        assert following.pending
+        assert isinstance(heard(following, "d"), DeadlineError)
+
+
+def test_a_request_in_the_queue_waits_as_long_as_prefill_answers() -> None:
+    rooms, clock = Rooms(), Clock()
+    rooms.open(A)
+    with producer(rooms) as key, follower(clock=clock) as following:
+        following.follow("d", A, key)
+        heard(following, "d")
+        clock.skip(10_000.0)
+        assert following.news("d") is None
+        rooms.finish(A, b"ticket")
+        assert part(following, "d") == b"ticket"
+
+
+def test_a_request_that_ended_is_forgotten() -> None:
+    rooms = Rooms()
+    with producer(rooms) as key, follower() as following:
+        following.follow("d", A, key)
+        with pytest.raises(ValueError, match="end"):
+            following.follow("d", B, key)
+        following.end("d")
+        following.end("d")
+        assert following.news("d") is None
+        following.follow("d", A, key)
+        rooms.open(A)
+        heard(following, "d")
+
+
+def test_an_engine_without_rooms_refuses() -> None:
+    with producer(None) as key, follower() as following:
+        following.follow("d", A, key)
+        error = heard(following, "d")
+        assert isinstance(error, RefusedError)
+        assert "upgrade" in str(error)
+
+
+def test_a_producer_that_nobody_reaches_fails_its_rooms() -> None:
+    with producer(Rooms()) as key:
+        pass
+    with follower(NO_WAIT) as following:
+        following.follow("d", A, key)
+        assert isinstance(heard(following, "d"), HandshakeError)
+
+
+def test_a_producer_that_ends_fails_its_rooms() -> None:
+    rooms = Rooms()
+    rooms.open(A)
+    with follower(NO_WAIT) as following:
+        with producer(rooms) as key:
+            following.follow("d", A, key)
+            heard(following, "d")
+        assert isinstance(heard(following, "d"), HandshakeError)
+
+
+def test_a_producer_that_was_restarted_fails_its_rooms() -> None:
+    rooms = Rooms()
+    rooms.open(A)
+    with follower() as following:
+        with producer(rooms) as key:
+            following.follow("d", A, key)
+            heard(following, "d")
+        with producer(Rooms(), incarnation=8, port=key.port):
+            assert isinstance(heard(following, "d"), PeerLostError)
+
+
+def test_an_address_that_is_not_admitted_is_not_dialled() -> None:
+    access = Access(networks=Networks.of(["10.1.2.0/24"]))
+    with producer(Rooms()) as key, follower(EndpointOptions(access=access)) as following:
+        following.follow("d", A, key)
+        assert isinstance(heard(following, "d"), AdmissionError)
+
+
+@pytest.mark.parametrize("limit", ["MAX_REQUESTS", "MAX_PRODUCERS"])
+def test_there_are_limits(limit: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(room_follower, limit, 1)
+    with producer(Rooms()) as key, follower() as following:
+        following.follow("d-1", A, key)
+        following.follow("d-2", B, key._replace(port=1))
+        assert isinstance(following.news("d-2"), HandshakeError)
+        assert following.news("d-1") is None
+        following.end("d-2")
+
+
+# Hostile side channels.
+
+
+@contextlib.contextmanager
+def hostile(answer: Callable[[Follow], bytes]) -> Iterator[PeerKey]:
+    """Run a side channel that answers every request so."""
+    context = zmq.Context()
+    socket = context.socket(zmq.ROUTER)
+    port = socket.bind_to_random_port("tcp://127.0.0.1")
+    over = threading.Event()
+
+    def serve() -> None:
+        while not over.is_set():
+            if socket.poll(10):
+                client, *_, message = socket.recv_multipart()
+                request = decode_request(message)
+                if isinstance(request, Follow):
+                    socket.send_multipart([client, answer(request)])
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        yield PeerKey("prefill", "127.0.0.1", port)
+    finally:
+        over.set()
+        thread.join()
+        context.destroy(0)
+
+
+def followed(*rooms: RoomNews, incarnation: int = 7) -> bytes:
+    return encode(Followed(incarnation=incarnation, rooms=list(rooms)))
+
+
+BAD_ANSWERS: dict[str, bytes] = {
+    "no message": b"\xc1",
+    "a pong": encode(Pong(incarnation=7)),
+    "too long a part": followed(RoomNews(room=A, version=1, part=b"x" * (MAX_PART_BYTES + 1))),
+    "a refusal": encode(Refusal(reason="no")),
+    "too many rooms": followed(*[RoomNews(room=A, version=1)] * (MAX_FOLLOWED + 1)),
+    "a short room": followed(RoomNews(room=A[:3], version=1)),
+    "version 0": followed(RoomNews(room=A, version=0)),
+}
+
+
+@pytest.mark.parametrize("what", BAD_ANSWERS)
+def test_a_bad_answer_fails_the_rooms(what: str) -> None:
+    with hostile(lambda _: BAD_ANSWERS[what]) as key, follower(NO_WAIT) as following:
+        following.follow("d", A, key)
+        assert isinstance(heard(following, "d"), HandshakeError)
+
+
+def test_news_that_were_not_asked_for_or_are_old_are_ignored() -> None:
+    answers = [
+        followed(RoomNews(room=B, version=9, part=b"other")),
+        followed(RoomNews(room=A, version=5, part=b"five")),
+        followed(RoomNews(room=A, version=4, part=b"four")),
+        followed(RoomNews(room=A, version=6, part=b"six", is_last=True)),
+        followed(RoomNews(room=A, version=7, part=b"seven")),
+    ]
+    with (
+        hostile(lambda _: answers.pop(0) if len(answers) > 1 else answers[0]) as key,
+        follower() as following,
+    ):
+        following.follow("d", A, key)
+        seen: list[RoomNews] = []
+        while not seen or not seen[-1].is_last:
+            news = heard(following, "d")
+            assert isinstance(news, RoomNews)
+            seen.append(news)
+        assert [news.part for news in seen] in ([b"five", b"six"], [b"six"])
+        assert following.news("d") is None
+
+
+# Hostile clients of a side channel.
+
+
+@contextlib.contextmanager
+def client(key: PeerKey) -> Iterator[Callable[..., list[Reply]]]:
+    """Yield a function that sends messages, and returns the answers that come before a pong."""
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.linger = 0
+        socket.connect(f"tcp://{key.host}:{key.port}")
+
+        def ask(*messages: bytes) -> list[Reply]:
+            for message in (*messages, encode(Ping(engine="prefill"))):
+                socket.send(message)
+            answers: list[Reply] = []
+            while True:
+                assert socket.poll(20_000), "no answer"
+                answer = decode_reply(socket.recv())
+                if isinstance(answer, Pong):
+                    return answers
+                answers.append(answer)
+
+        yield ask
+
+
+def follow(rooms: Sequence[tuple[bytes, int]], wait_ms: int = 0) -> bytes:
+    return encode(Follow(engine="prefill", rooms=list(rooms), wait_ms=wait_ms))
+
+
+BAD_REQUESTS: dict[str, bytes] = {
+    "too many rooms": follow([(bytes(A), 0)] * (MAX_FOLLOWED + 1)),
+    "too long a wait": follow([(bytes(A), 0)], wait_ms=201),
+    "a negative version": follow([(bytes(A), -1)]),
+    "a long room": follow([(bytes(A) * 2, 0)]),
+    "another engine": encode(Follow(engine="another", rooms=[])),
+}
+
+
+@pytest.mark.parametrize("what", BAD_REQUESTS)
+def test_a_bad_request_is_refused(what: str) -> None:
+    with producer(Rooms()) as key, client(key) as ask:
+        [answer] = ask(BAD_REQUESTS[what])
+        assert isinstance(answer, Refusal)
+
+
+def test_a_further_request_replaces_the_one_that_waits() -> None:
+    rooms = Rooms()
+    with producer(rooms) as key, client(key) as ask:
+        answers = ask(*[follow([(bytes(A), 0)], wait_ms=200)] * 100)
+        rooms.open(A)
+        answers += ask()
+        assert len(answers) < 100
+
+
+def test_beyond_the_limit_requests_are_answered_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waiting_follows, "MAX_WAITING", 0)
+    with producer(Rooms()) as key, client(key) as ask:
+        answers = ask(*[follow([(bytes(A), 0)], wait_ms=200)] * 3)
+        assert answers == [Followed(incarnation=7, rooms=[])] * 3
+
+
+def test_one_room_many_times_in_a_request_is_answered() -> None:
+    rooms = Rooms()
+    rooms.open(A)
+    with producer(rooms) as key, client(key) as ask:
+        [answer] = ask(follow([(bytes(A), 0)] * MAX_FOLLOWED))
+        assert isinstance(answer, Followed)
+
+
+def test_changes_after_the_server_was_closed_are_not_heard() -> None:
+    rooms = Rooms()
+    with producer(rooms) as key:
+        port = key.port
+    rooms.open(A)
+    with producer(rooms, port=port) as key, follower() as following:
+        following.follow("d", A, key)
+        heard(following, "d")
