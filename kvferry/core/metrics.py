@@ -75,6 +75,12 @@ BYTES = Metric(
     text="Bytes of KV cache that were pulled from other engines.",
     labels=("driver", "peer", "path"),
 )
+EARLY_BYTES = Metric(
+    name="early_bytes",
+    kind=MetricKind.COUNTER,
+    text="Those of these bytes that were pulled while the producer computed the rest.",
+    labels=("driver", "peer", "path"),
+)
 COPIES = Metric(
     name="copies",
     kind=MetricKind.COUNTER,
@@ -165,6 +171,7 @@ IGNORED = Metric(
 
 FIGURES = (
     BYTES,
+    EARLY_BYTES,
     COPIES,
     PULLS,
     LOAD_SECONDS,
@@ -345,6 +352,8 @@ class Metrics:
             return
         for figure, value in ((BYTES, record.nbytes), (COPIES, record.copies), (PULLS, 1)):
             self.add(figure, value, peer=record.peer, path=record.path)
+        if record.early_nbytes:
+            self.add(EARLY_BYTES, record.early_nbytes, peer=record.peer, path=record.path)
         self.observe(LOAD_SECONDS, record.seconds)
         for stage, seconds in record.stages.items():
             self.count_stage(stage, seconds, record.peer)

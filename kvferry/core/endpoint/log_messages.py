@@ -40,11 +40,12 @@ def loaded(load: Load, error: KVFerryError | None, record: LoadRecord) -> None:
         logger.debug("request %s: nothing to pull from engine %s", load.request, record.engine)
     else:
         logger.debug(
-            "request %s: this rank pulled %d tokens, %d bytes in %d copies from engine %s in "
-            "%.1f ms",
+            "request %s: this rank pulled %d tokens, %d bytes (%d early) in %d copies from engine "
+            "%s in %.1f ms",
             load.request,
             record.tokens,
             record.nbytes,
+            record.early_nbytes,
             record.copies,
             record.engine,
             record.seconds * 1e3,

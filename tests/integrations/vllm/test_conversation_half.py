@@ -151,13 +151,15 @@ class TestAnswers:
         assert (got.blocks, got.tokens) == (None, 40)
         assert made.drain().ttls == ()
 
-    def test_preempted_request_keeps_its_hold(self) -> None:
+    def test_preempted_request_gets_another_hold(self) -> None:
         made = producer()
         each = answered()
         made.take_on(each)
-        [(_, hold)] = made.drain().take_ons
-        assert read_ticket(finished(made, each)).hold == hold
-        assert made.drain().take_ons == ()
+        [(_, old)] = made.drain().take_ons
+        ticket = read_ticket(finished(made, each))  # takes it on again
+        orders = made.drain()
+        assert orders.drops == (old,)
+        assert [hold for _, hold in orders.take_ons] == [ticket.hold]
 
     def test_each_ticket_has_a_salt_of_its_own(self) -> None:
         first, second = (read_ticket(finished(producer(), answered())) for _ in range(2))

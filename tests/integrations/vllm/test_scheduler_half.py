@@ -250,12 +250,15 @@ class TestProducer:
         taker.on_new_request(request(tokens, params))
         assert len(taker.drain().prepare) == 1
 
-    def test_hold_survives_preemption(self) -> None:
+    def test_preempted_request_gets_another_hold_in_its_slot(self) -> None:
         made = producer()
         each = request(40, PREFILL)
         made.take_on(each)
+        [(_, old)] = made.drain().take_ons
         made.take_on(each)
-        assert len(made.drain().take_ons) == 1
+        orders = made.drain()
+        assert orders.drops == (old,)
+        assert [hold.slot for _, hold in orders.take_ons] == [old.slot]
 
     def test_id_that_is_still_held(self, caplog: pytest.LogCaptureFixture) -> None:
         """The pages of the first request stay its own; the second is served without a ticket."""
