@@ -148,6 +148,11 @@ class LoadManager:
         """Return how many loads are not over."""
         return len(self._loads)
 
+    @property
+    def only_computing(self) -> bool:
+        """Return whether all loads wait for their producers to compute more pages."""
+        return self._loads.only_computing
+
     # What the integration asks for.
 
     def join(self, own: Sequence[RankPayload]) -> None:

@@ -48,12 +48,13 @@ or while the device has work on a load's pages."""
 WOKEN_SECONDS = 0.002
 """Pause while transfers are under way and the driver ends the pause when one of them ends."""
 LOADING_SECONDS = 5 * BUSY_SECONDS
-"""Pause while loads only wait for a handshake, or for the producer to compute their pages."""
+"""Pause while loads only wait for a handshake, or for a slot word that says ``ready``."""
 LISTEN_SECONDS = 0.001
 """Least time between two calls of the transport's ``notifications``, while pages are held;
 ``HELD_SECONDS`` otherwise."""
 HELD_SECONDS = 0.005
-"""Pause while consumers may send messages about holds, or a connection is being closed."""
+"""Pause while consumers may send messages about holds, while a connection is being closed, or while
+loads only wait for watermarks."""
 IDLE_SECONDS = 0.05
 """Pause while nothing is under way; any call of the engine ends the pause at once."""
 JOIN_SECONDS = 10.0
@@ -588,7 +589,7 @@ class Endpoint:
         if len(self._transfers):
             return WOKEN_SECONDS
         if len(self._load_manager):
-            return LOADING_SECONDS
+            return HELD_SECONDS if self._load_manager.only_computing else LOADING_SECONDS
         if self._connections.closing:
             return HELD_SECONDS
         return HELD_SECONDS if self.held else IDLE_SECONDS

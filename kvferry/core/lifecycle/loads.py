@@ -207,6 +207,12 @@ class _Load:
         """Return whether some rank's pages were still being computed when that was last read."""
         return not {_At.RECHECK, _At.IDLE}.isdisjoint(self.at.values())
 
+    @property
+    def is_idle(self) -> bool:
+        """Return whether it is an early load of which nothing is under way."""
+        connected = self.early and self.parties is not None and self.failure is None
+        return connected and all(at is _At.IDLE for at in self.at.values())
+
     def early_reads(self, rank: int) -> _Progress:
         """Return what was read early from a producer rank under the hold of the newest part."""
         progress = self.progress.get(rank)
@@ -250,6 +256,11 @@ class Loads:
         """Return whether some rank's slot word said "computing", and is yet to be read again."""
         load = self._loads.get(load_id)
         return load is not None and load.is_computing
+
+    @property
+    def only_computing(self) -> bool:
+        """Return whether all loads are early ones that wait for more pages to be computed."""
+        return all(load.is_idle or load.reported for load in self._loads.values())
 
     def wanted(self, load_id: LoadId) -> bool:
         """Return whether a load's data is still wanted: it has not failed and is not reported."""
