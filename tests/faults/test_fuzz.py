@@ -74,6 +74,7 @@ REQUESTS = [
     for each in (
         ASK,
         PING,
+        side.Follow(engine="prefill", rooms=[(bytes(16), 3), (bytes(range(16)), 0)]),
         side.Health(),
         side.Health(engine="prefill"),
     )
@@ -107,6 +108,15 @@ DECODERS: dict[str, tuple[Callable[[Mutator], bytes], Callable[[bytes], object]]
         packed(
             side.encode(side.Payloads(ranks=RANKS)),
             side.encode(side.Pong(incarnation=7)),
+            side.encode(
+                side.Followed(
+                    incarnation=7,
+                    rooms=[
+                        side.RoomNews(room=bytes(16), version=4, part=b"a part"),
+                        side.RoomNews(room=bytes(16), version=5, is_last=True, error="aborted"),
+                    ],
+                )
+            ),
             side.encode(side.Condition(engine="prefill", incarnation=7, problems=["none"])),
             side.encode(side.Refusal(reason="no")),
         ),
@@ -168,6 +178,7 @@ class SideChannel:
 SERVER_SCRIPT = """
 import logging, os, sys
 from kvferry.core.handshake import HandshakeServer
+from kvferry.core.lifecycle.rooms import Rooms
 from kvferry.core.security import OPEN, Access, KeyPair
 class Fatal(logging.Handler):
     def emit(self, record):  # an exception that the server survived, and did not expect
@@ -176,7 +187,11 @@ logging.getLogger().addHandler(Fatal(logging.ERROR))
 secret, *ranks = map(bytes.fromhex, sys.argv[1:])
 listed = frozenset([ranks.pop(0)])
 access = Access(own=KeyPair.of(secret.hex(), "here"), peers=listed) if secret else OPEN
-with HandshakeServer(ranks, engine="prefill", incarnation=7, access=access) as server:
+rooms = Rooms()
+rooms.open(bytes(range(16)))
+with HandshakeServer(
+    ranks, engine="prefill", incarnation=7, access=access, rooms=rooms
+) as server:
     print(server.port, flush=True)
     sys.stdin.read()
 """
