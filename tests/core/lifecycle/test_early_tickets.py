@@ -338,7 +338,6 @@ PLANTED: dict[str, Components] = {
     "the watermark not zeroed at take-on": Components(worker_holds=WatermarkNotZeroed),
     "watermarks ignored": Components(loads=WatermarksIgnored),
     "pages of the old hold kept": Components(loads=PagesOfTheOldHoldKept),
-    "a read of the old hold not awaited": Components(loads=OldReadNotAwaited),
     "over before the ticket": Components(loads=OverBeforeTheTicket),
     "gone fails an early load": Components(loads=GoneFailsAnEarlyLoad),
     "the deadline counts while prefill computes": Components(loads=DeadlineWhileComputing),
@@ -388,3 +387,30 @@ def test_an_old_watermark_is_not_taken_for_the_next_hold_s() -> None:
 def test_a_watermark_read_before_its_generation_is_caught() -> None:
     with pytest.raises(ProtocolViolation, match="stale bytes accepted"):
         read_beside_a_take_on(MarkedBeforeItsGeneration)
+
+
+def finish_beside_an_old_read(loads: type[Loads]) -> None:
+    """Hear of the ticket of another hold while pages of the one before are being read."""
+    simulation = EarlySimulation(plan=PLANS[0], slots=1, components=Components(loads=loads))
+    simulation.ask(size=3, drafter=False, fits=True, decodes=True)
+    for _ in range(2):
+        simulation.compute()
+    simulation.hear()
+    simulation.look()
+    for _ in range(2):  # the slot word, and then the watermark
+        simulation.land(1)
+    [prompt] = simulation.prefill.at(PrefillState.RUNNING)
+    simulation.prefill.preempt(prompt)
+    while prompt.at is not PrefillState.HELD:
+        simulation.compute()
+    simulation.hear()
+    simulation.finish()
+
+
+def test_a_read_of_an_old_hold_is_awaited() -> None:
+    finish_beside_an_old_read(Loads)
+
+
+def test_a_read_of_an_old_hold_that_is_not_awaited_is_caught() -> None:
+    with pytest.raises(ProtocolViolation, match="two transfers of one load"):
+        finish_beside_an_old_read(OldReadNotAwaited)
