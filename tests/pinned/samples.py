@@ -42,7 +42,14 @@ from kvferry.drivers.ucx import messages
 from kvferry.drivers.ucx.address import KeyId, ProcessIdentity
 from kvferry.drivers.ucx.message_transfer import build_rows, check_rows
 from kvferry.integrations.vllm.prompts import prompt_digest
-from kvferry.integrations.vllm.ticket_params import ParallelSizes, TicketParams, read_ticket
+from kvferry.integrations.vllm.ticket_params import (
+    ParallelSizes,
+    Part,
+    TicketParams,
+    encode_part,
+    read_part,
+    read_ticket,
+)
 
 INCARNATION = 0x0123456789ABCDEF
 LARGEST = (1 << 63) - 1
@@ -377,6 +384,22 @@ def _ticket(offer: TicketParams, ticket: Ticket, *, signed: bool, proved: bool) 
     return Sample(make=made, read=found, found=ticket, objects=[offer])
 
 
+def _part(offer: TicketParams, ticket: Ticket) -> Sample:
+    """Return the sample of a part of a ticket, signed and proven, as a room has it."""
+
+    def found(data: bytes) -> object:
+        got = read_part(data, SECRETS, is_last=False)
+        check_proof(got.ticket.proof, TICKET_KEY.public)
+        return replace(got, ticket=replace(got.ticket, proof=None))
+
+    return Sample(
+        make=lambda: encode_part(offer.params(SECRETS, TICKET_KEY)),
+        read=found,
+        found=Part(ticket=ticket, total=offer.total, is_last=False),
+        objects=[offer],
+    )
+
+
 def _refused_ticket(offer: TicketParams) -> Sample:
     """Return the sample of a ticket without proof and signature, which is refused."""
 
@@ -429,6 +452,7 @@ TICKETS = {
     "ticket, large, signed and proved": _ticket(
         LARGE_OFFER, LARGE_TICKET, signed=True, proved=True
     ),
+    "part of a ticket": _part(replace(OFFER, total=100), TICKET),
     "digest of token ids": _digest(_request()),
     "digest of all but embeddings": _digest(
         _request(

@@ -14,19 +14,21 @@ import logging
 import re
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from kvferry.core.endpoint import HandshakeRelay, Load
-from kvferry.core.error_causes import on_one_line, with_remedy
-from kvferry.core.errors import HandshakeError, TicketError, TicketReason
+from kvferry.core.endpoint import HandshakeRelay, Load, RoomFollower
+from kvferry.core.error_causes import cause_of, on_one_line, with_remedy
+from kvferry.core.errors import HandshakeError, KVFerryError, TicketError, TicketReason
 from kvferry.core.lifecycle.hold_users import HoldUsers
 from kvferry.core.lifecycle.holds import RequestId
 from kvferry.core.lifecycle.ticket import Ticket
 from kvferry.core.metrics import REFUSED, LoadRecord, Metrics
 from kvferry.integrations.vllm.adapter_files import AdapterError
 from kvferry.integrations.vllm.cache_groups import NO_PAGES, CacheGroup
+from kvferry.integrations.vllm.early_requests import EarlyRequest, EarlyRequests
 from kvferry.integrations.vllm.metric_definitions import (
+    EARLY_LOADS,
     EDITED_HISTORIES,
     FAILED,
     LOADS,
@@ -35,7 +37,13 @@ from kvferry.integrations.vllm.metric_definitions import (
 from kvferry.integrations.vllm.prompts import common_tokens, handed_over_tokens, prompt_digest
 from kvferry.integrations.vllm.request_reports import LoadingRequest, RequestReports
 from kvferry.integrations.vllm.security import SecuritySettings
-from kvferry.integrations.vllm.ticket_params import KEY, read_ticket
+from kvferry.integrations.vllm.ticket_params import (
+    KEY,
+    Part,
+    names_room,
+    read_room,
+    read_ticket,
+)
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -63,6 +71,7 @@ class LoadMessages:
 
     prepare: tuple[Ticket, ...] = ()
     loads: tuple[Load, ...] = ()
+    parts: Mapping[str, Part] = field(default_factory=dict)
     refused: tuple[tuple[str, str], ...] = ()
     aborted: tuple[str, ...] = ()
 
@@ -88,6 +97,8 @@ class Consumer:
         reports: Logs each request's load.
         relay: Asks the engines that made tickets what the workers need of them; ``None`` if each
             worker asks for itself.
+        follower: Follows requests that are prefilled while they wait here; ``None`` to refuse them.
+        blocks: How many blocks this engine has.
     """
 
     def __init__(
@@ -107,6 +118,8 @@ class Consumer:
         lora_enabled: bool = False,
         reports: RequestReports | None = None,
         relay: HandshakeRelay | None = None,
+        follower: RoomFollower | None = None,
+        blocks: int = 0,
     ) -> None:
         self._relay = relay
         self._reports = reports or RequestReports()
@@ -132,6 +145,10 @@ class Consumer:
         self._users = HoldUsers()
         self._prepare: list[Ticket] = []
         self._loads: list[Load] = []
+        self._early = EarlyRequests(
+            follower, security=security, check=self._check_part, blocks=blocks
+        )
+        self._parts: dict[str, Part] = {}
         self._refused: list[tuple[str, str]] = []
         self._aborted: list[str] = []
 
@@ -158,13 +175,32 @@ class Consumer:
             self._begin_turn(request)
             return
         try:
+            if names_room(request.kv_transfer_params):
+                self._follow(request)
+                return
             ticket = self._admit(request)
         except TicketError as error:
-            _log_refusal(request, error)
-            self._waiting[request.request_id] = error
-            self._metrics.add(REFUSED, reason=error.reason.value)
+            self._refuse(request, error)
         else:
             self._wait(request, ticket)
+
+    def _refuse(self, request: Request, error: TicketError) -> None:
+        """Log and count that a ticket is refused; the request's load will be reported as failed."""
+        _log_refusal(request, error)
+        self._waiting[request.request_id] = error
+        self._metrics.add(REFUSED, reason=error.reason.value)
+
+    def _follow(self, request: Request) -> None:
+        """Follow the room of a request whose prompt another engine is to compute meanwhile.
+
+        Raises:
+            TicketError: This engine may not load, or not from the engine that the request names.
+        """
+        self._check_may_load()
+        name, producer = read_room(request.kv_transfer_params)
+        self._check_maker(producer.engine, producer.key)
+        is_sample = SAMPLE.match(request.request_id) is not None
+        self._early.follow(request, name, producer, may_begin=not is_sample)
 
     def _begin_turn(self, request: Request) -> None:
         """Check the ticket with which a request continues a conversation.
@@ -198,7 +234,7 @@ class Consumer:
         if self._relay is not None:
             self._relay.begin(request.request_id, ticket)
 
-    def num_matched_tokens(self, request: Request, computed: int) -> int:
+    def num_matched_tokens(self, request: Request, computed: int) -> int | None:
         """Return how many tokens of a request, beyond the cached ones, are to be loaded.
 
         The tokens of a refused ticket count, too, so that vLLM waits for a load, which is then
@@ -211,13 +247,91 @@ class Consumer:
             computed: How many of the request's tokens are cached here already.
 
         Returns:
-            The number of tokens; 0 if the request has no ticket.
+            The number of tokens; 0 if the request has no ticket. ``None`` if the request has to
+            wait for the engine that prefills: until that has begun, or, if the load may not begin
+            early, until it has made the ticket.
         """
+        early = self._early.get(request.request_id)
+        if early is not None:
+            self._take_news(early)
         entry = self._waiting.get(request.request_id)
         if entry is None:
-            return 0
+            return self._num_early_tokens(early, computed) if early is not None else 0
         tokens = max(0, self._tokens_to_have(request, entry) - computed)
         return 0 if self._is_turn(request) and tokens < self._recompute_threshold else tokens
+
+    def _num_early_tokens(self, early: EarlyRequest, computed: int) -> int | None:
+        """Return ``num_matched_tokens`` of a request whose ticket has not come."""
+        if early.unused is not None:  # vLLM has preempted it since
+            return 0
+        if early.part is None:
+            return None
+        tokens = max(0, self._tokens_to_have(early.request, early.part) - computed)
+        if tokens and not self._early.has_room(early, self._blocks_for(tokens)):
+            return None
+        return tokens
+
+    def _blocks_for(self, tokens: int) -> int:
+        """Return how many blocks a load of this many tokens fills."""
+        return sum(1 if group.is_state else -(-tokens // group.tokens) for group in self._groups)
+
+    def _take_news(self, early: EarlyRequest) -> None:
+        """Act on what the engine that prefills a request has said since the last call."""
+        news = self._early.take(early)
+        if isinstance(news, Part):
+            self._take_part(early, news)
+        elif news is not None:
+            self._early.end(early.request.request_id)
+            self._give_up_early(early, news)
+
+    def _take_part(self, early: EarlyRequest, part: Part) -> None:
+        """Use a newer part of a request's ticket, or the ticket.
+
+        Args:
+            early: The request.
+            part: The part.
+        """
+        request, ticket = early.request, part.ticket
+        loading = self._loading.get(request.request_id) if early.blocks else None
+        if part.is_last:
+            self._early.end(request.request_id)
+        if loading is not None:
+            self._parts[request.request_id] = part
+            loading.ticket = ticket
+            if part.is_last:  # So that requests which come with the same ticket know of this load.
+                self._users.add(RequestId(request.request_id), ticket)
+                self._users.order(RequestId(request.request_id))
+        elif part.is_last:
+            self._wait(request, ticket)
+            if early.unused is not None:
+                del self._waiting[request.request_id]
+                self._release_unused(request.request_id, ticket, early.unused)
+        elif self._relay is not None and early.unused is None:
+            self._relay.begin(request.request_id, ticket)
+
+    def _give_up_early(self, early: EarlyRequest, error: KVFerryError) -> None:
+        """Have a request fail whose ticket will not come, or whose part of it is refused.
+
+        Args:
+            early: The request, which is not followed any more.
+            error: Why.
+        """
+        request = early.request
+        if early.unused is not None:  # it has ended, or needed nothing
+            return
+        if early.blocks:
+            _log_no_ticket(early, error)
+            self._parts.pop(request.request_id, None)
+            self._aborted.append(request.request_id)
+            return
+        if self._relay is not None:
+            self._relay.end(request.request_id)
+        if isinstance(error, TicketError):
+            self._refuse(request, error)
+        else:
+            _log_no_ticket(early, error)
+            self._metrics.add(FAILED)
+            self._waiting[request.request_id] = TicketError(str(error))
 
     def blocks_allocated(self, request: Request, blocks: KVCacheBlocks, external: int) -> None:
         """Queue the load of a request, or only a "done" to the producer if nothing is to be loaded.
@@ -233,8 +347,8 @@ class Consumer:
         """
         entry = self._waiting.pop(request.request_id, None)
         if entry is None:
-            return
-        if isinstance(entry, Ticket):
+            self._early_blocks_allocated(request.request_id, blocks, external)
+        elif isinstance(entry, Ticket):
             if external:
                 self._begin_load(request, entry, blocks, external)
             else:
@@ -243,16 +357,37 @@ class Consumer:
             self._loading[request.request_id] = None
             self._refused.append((request.request_id, str(entry)))
 
+    def _early_blocks_allocated(
+        self, request_id: str, blocks: KVCacheBlocks, external: int
+    ) -> None:
+        """Queue the load of a request whose ticket has not come, if its room is followed.
+
+        Args:
+            request_id: vLLM's id of the request.
+            blocks: The request's blocks.
+            external: How many of the request's tokens are to be loaded into the blocks.
+        """
+        early = self._early.get(request_id)
+        if early is None or early.blocks or early.unused is not None:
+            return
+        if external and early.part is not None:
+            self._early.begin(early, self._blocks_for(external))
+            self._begin_load(early.request, early.part, blocks, external)
+        else:
+            early.unused = "it needs none, or too few tokens"
+
     def request_finished(self, request: Request) -> None:
         """Abort the load of a request that ended, or tell the producer that none will come.
 
         Called when vLLM has finished or aborted the request. If the request never had a load, the
-        producer is told "done", so that it frees the pages, unless other requests may load them.
-        Nothing happens if the load is over.
+        producer is told "done", so that it frees the pages, unless other requests may load them. If
+        the producer has not made the ticket yet, it is told when it has. Nothing happens if the
+        load is over.
 
         Args:
             request: vLLM's request.
         """
+        self._end_early(request.request_id)
         entry = self._waiting.pop(request.request_id, None)
         if isinstance(entry, Ticket):
             self._release_unused(request.request_id, entry, "it ended before it had blocks")
@@ -261,6 +396,19 @@ class Consumer:
             if (loading := self._loading[request.request_id]) is not None:
                 loading.is_aborted = True
         self._loaded.discard(request.request_id)
+
+    def _end_early(self, request_id: str) -> None:
+        """End an early load of a request that ended, or wait for its ticket to give it back."""
+        early = self._early.get(request_id)
+        if early is None:
+            return
+        if early.blocks:
+            self._early.end(request_id)
+            self._parts.pop(request_id, None)
+        else:
+            early.unused = "it ended before it had blocks"
+            if self._relay is not None:
+                self._relay.end(request_id)
 
     def loads_reported(self, records: Mapping[str, LoadRecord]) -> None:
         """Record the figures of loads that have ended on some ranks, for ``loads_finished``.
@@ -284,6 +432,8 @@ class Consumer:
             loading = self._loading.pop(request_id, None)
             if loading is None:
                 continue
+            self._early.end(request_id)  # if it has failed before its ticket came
+            self._parts.pop(request_id, None)
             # vLLM calls this when every rank has reported the load. Ranks end loads in different
             # orders, some before they hear of the next load. Only a load that all ranks have
             # reported counts as over: no rank reads for it any more when "done" is sent.
@@ -299,6 +449,7 @@ class Consumer:
             else:
                 self._metrics.add(LOADS)
                 self._metrics.add(TOKENS, loading.tokens)
+                self._metrics.add(EARLY_LOADS, int(loading.is_early))
                 self._reports.loaded(loading)
 
     def loaded_request_waits(self, scheduler_output: SchedulerOutput) -> bool:
@@ -320,6 +471,9 @@ class Consumer:
 
     def drain(self) -> LoadMessages:
         """Return the messages to the workers that were queued since the last call."""
+        if self._early.pending:
+            for early in self._early:
+                self._take_news(early)
         for ticket in self._users.take_unused():
             self._loads.append(self._release_only(ticket.request, ticket, shared=False))
             if self._relay is not None:
@@ -327,18 +481,25 @@ class Consumer:
         messages = LoadMessages(
             prepare=tuple(self._prepare),
             loads=tuple(self._loads),
+            parts=dict(self._parts),
             refused=tuple(self._refused),
             aborted=tuple(self._aborted),
         )
-        for sent in (self._prepare, self._loads, self._refused, self._aborted):
+        for sent in (self._prepare, self._loads, self._parts, self._refused, self._aborted):
             sent.clear()
         return messages
 
     @property
     def pending(self) -> bool:
-        """Whether ``drain`` has messages to return."""
-        messages = self._prepare or self._loads or self._refused or self._aborted
-        return bool(messages) or self._users.pending
+        """Whether ``drain`` has messages to return, or will have some that no request waits for."""
+        messages = self._prepare or self._loads or self._parts or self._refused or self._aborted
+        early = self._early.pending or self._early.waits_to_release
+        return bool(messages) or self._users.pending or early
+
+    @property
+    def follows(self) -> bool:
+        """Whether requests wait for what the engines that prefill them say."""
+        return bool(self._early)
 
     def _admit(self, request: Request) -> Ticket:
         """Check the ticket in a request's ``kv_transfer_params``, and return it.
@@ -395,21 +556,37 @@ class Consumer:
                 required, or is of this engine itself or of one to which this engine may not
                 connect.
         """
+        self._check_may_load()
+        ticket = read_ticket(
+            request.kv_transfer_params, self._security.secrets, prompt=request.num_prompt_tokens
+        )
+        self._check_maker(ticket.engine, ticket.key)
+        return ticket
+
+    def _check_part(self, request: Request, part: Part) -> None:
+        """Refuse a part of a ticket that does not fit a request.
+
+        Raises:
+            TicketError: This engine may not connect to the one that made it; or it was made for
+                another prompt or number of tokens.
+        """
+        self._check_maker(part.ticket.engine, part.ticket.key)
+        if self._verify_prompt:
+            self._check_prompt(request, part.ticket)
+        self._check_tokens(request, part.total)
+
+    def _check_may_load(self) -> None:
+        """Refuse any ticket if this engine's ``kv_role`` does not let it load.
+
+        Raises:
+            TicketError: This engine may not load.
+        """
         if not self._may_load:
             raise TicketError(
                 'this engine\'s kv_role is "kv_producer", so it may not load: set "kv_consumer" or '
                 '"kv_both"',
                 reason=TicketReason.ROLE,
             )
-        ticket = read_ticket(
-            request.kv_transfer_params, self._security.secrets, prompt=request.num_prompt_tokens
-        )
-        self._check_server(ticket)
-        if ticket.engine == self._engine:
-            raise TicketError(
-                f"it was made by this very engine, {self._engine!r}", reason=TicketReason.OWN
-            )
-        return ticket
 
     def _check_prompt(self, request: Request, ticket: Ticket) -> None:
         """Refuse a ticket that was made for another prompt, or with another LoRA adapter.
@@ -437,18 +614,24 @@ class Consumer:
             return ", or with a LoRA adapter, while this request has none"
         return ""
 
-    def _check_server(self, ticket: Ticket) -> None:
-        """Refuse a ticket of an engine to whose side channel this engine may not connect.
+    def _check_maker(self, engine: str, key: bytes) -> None:
+        """Refuse a ticket of this very engine, or of one to which it may not connect.
+
+        Args:
+            engine: The id of the engine that the ticket names.
+            key: The public key of its side channel.
 
         Raises:
-            TicketError: The side channel's public key, which the ticket names, is not accepted.
+            TicketError: The ticket is refused.
         """
         try:
-            self._security.access.check_server(ticket.key)
+            self._security.access.check_server(key)
         except HandshakeError as exc:
+            raise TicketError(f"engine {engine!r}: {exc}", reason=TicketReason.ADMISSION) from exc
+        if engine == self._engine:
             raise TicketError(
-                f"engine {ticket.engine!r}: {exc}", reason=TicketReason.ADMISSION
-            ) from exc
+                f"it was made by this very engine, {self._engine!r}", reason=TicketReason.OWN
+            )
 
     def _check_tokens(self, request: Request, tokens: int) -> None:
         """Refuse a ticket that covers another number of tokens than this engine needs.
@@ -476,12 +659,12 @@ class Consumer:
                 reason=TicketReason.TOKENS,
             )
 
-    def _tokens_to_have(self, request: Request, entry: Ticket | TicketError) -> int:
+    def _tokens_to_have(self, request: Request, entry: Ticket | Part | TicketError) -> int:
         """Return how many of a prompt's first tokens are not computed here, but cached or loaded.
 
         Args:
             request: vLLM's request.
-            entry: The request's ticket, or why it was refused.
+            entry: The request's ticket, a part of it, or why it was refused.
         """
         if self._is_turn(request):  # prefilled here, so its prompt is truncated already
             total = request.num_prompt_tokens
@@ -489,39 +672,44 @@ class Consumer:
             total = handed_over_tokens(request, self._backoff)
         if isinstance(entry, Ticket):
             total = min(total, entry.tokens)
+        elif isinstance(entry, Part):
+            total = min(total, entry.total)
         # The last token is computed here, from the states before it. A prompt too short to be
         # truncated was computed whole, so its states are past that token and cannot be used.
         return 0 if self._needs_exact_length and total >= request.num_prompt_tokens else total
 
     def _begin_load(
-        self, request: Request, ticket: Ticket, blocks: KVCacheBlocks, tokens: int
+        self, request: Request, made: Ticket | Part, blocks: KVCacheBlocks, tokens: int
     ) -> None:
         """Queue the load that fills a request's blocks.
 
         Args:
             request: vLLM's request.
-            ticket: The request's ticket.
+            made: The request's ticket, or the part that has come of it.
             blocks: The request's blocks.
             tokens: How many tokens are to be loaded.
         """
-        self._loads.append(self._load(request, ticket, blocks))
+        load = self._load(request, made, blocks)
+        self._loads.append(load)
         self._loading[request.request_id] = LoadingRequest(
             request_id=request.request_id,
-            ticket=ticket,
+            ticket=load.ticket,
             tokens=tokens,
             begun=time.time(),
             headers=request.trace_headers,
+            is_early=load.is_early,
         )
 
-    def _load(self, request: Request, ticket: Ticket, blocks: KVCacheBlocks) -> Load:
+    def _load(self, request: Request, made: Ticket | Part, blocks: KVCacheBlocks) -> Load:
         """Return the load that fills a request's blocks.
 
         Args:
             request: vLLM's request.
-            ticket: The request's ticket.
+            made: The request's ticket, or the part that has come of it.
             blocks: The request's blocks.
         """
-        last = self._tokens_to_have(request, ticket)
+        is_early = isinstance(made, Part)
+        last = self._tokens_to_have(request, made)
         # If a conversation's last message is edited, prefill computes from what it has cached.
         cached_later = self._caches_prefixes and self._is_turn(request)
         wanted = [
@@ -530,10 +718,11 @@ class Consumer:
         ]
         return Load(
             request=RequestId(request.request_id),
-            ticket=ticket,
+            ticket=made.ticket if isinstance(made, Part) else made,
             ranges=tuple(tokens for tokens, _ in wanted),
             local=tuple(pages for _, pages in wanted),
-            shared=self._shares(request.request_id),
+            shared=not is_early and self._shares(request.request_id),
+            is_early=is_early,
         )
 
     def _shares(self, request_id: str) -> bool:
@@ -600,6 +789,18 @@ def _log_refusal(request: Request, error: TicketError) -> None:
         error.reason,
         _named(params.get("remote_engine_id"), 64),
         _named(params.get("remote_request_id"), MAX_ID_LOGGED),
+    )
+
+
+def _log_no_ticket(early: EarlyRequest, error: KVFerryError) -> None:
+    """Log that a request fails because its ticket does not come, or a part of it is refused."""
+    logger.warning(
+        "request %s: the engine that prefills it made no ticket that can be used: %s (stage early, "
+        "cause %s, of engine %s)",
+        on_one_line(early.request.request_id),
+        with_remedy(error),
+        cause_of(error),
+        on_one_line(early.producer.engine, 64),
     )
 
 

@@ -19,6 +19,7 @@ from kvferry.core.lifecycle.scheduler_holds import HoldOrders
 from kvferry.core.lifecycle.ticket import Ticket
 from kvferry.core.metrics import LoadRecord
 from kvferry.integrations.vllm.adapter_loads import AdapterReport
+from kvferry.integrations.vllm.ticket_params import Part
 
 Value = TypeVar("Value")
 
@@ -111,6 +112,8 @@ class StepMetadata(KVConnectorMetadata):
             before the requests have blocks.
         loads: Loads to start. A load that reads nothing only tells the producer that it may free
             the pages.
+        parts: Newer parts of the tickets of requests whose loads are early, by request; the last
+            part is the ticket.
         refused: Ids of requests whose ticket was refused, each with the reason.
         aborted: Ids of requests that ended while their load was under way.
         asks_silent: Whether every rank is to report the holds whose consumer seems to be gone,
@@ -118,6 +121,7 @@ class StepMetadata(KVConnectorMetadata):
         asks_adapters: The number of this step if every rank is to report which LoRA adapters it
             loaded, because requests wait for that; otherwise 0.
         idle: Whether the engine runs no token in this step, so that workers may wait for loads.
+        follows: Whether requests wait for what the engines that prefill them say.
         blocks: The blocks of each request whose load starts, or whose ticket was refused; empty
             where vLLM takes the ids of requests whose load failed (see ``versions.LoadBlocks``).
     """
@@ -128,9 +132,11 @@ class StepMetadata(KVConnectorMetadata):
     relayed: RelayedHandshakes = RelayedHandshakes()  # noqa: RUF009 - frozen
     prepare: tuple[Ticket, ...] = ()
     loads: tuple[Load, ...] = ()
+    parts: Mapping[str, Part] = field(default_factory=dict)
     refused: tuple[tuple[str, str], ...] = ()
     aborted: tuple[str, ...] = ()
     asks_silent: bool = False
     asks_adapters: int = 0
     idle: bool = False
+    follows: bool = False
     blocks: Mapping[str, tuple[int, ...]] = field(default_factory=dict)

@@ -64,6 +64,11 @@ LOADS = Metric(
     kind=MetricKind.COUNTER,
     text="Loads of KV cache from another engine that succeeded, each counted once.",
 )
+EARLY_LOADS = Metric(
+    name="early_loads",
+    kind=MetricKind.COUNTER,
+    text="Those of the loads that succeeded which began while prefill was computing.",
+)
 FAILED = Metric(
     name="failed_loads",
     kind=MetricKind.COUNTER,
@@ -116,6 +121,7 @@ CONVERSATION_PAGES = Metric(
 
 METRICS = (
     LOADS,
+    EARLY_LOADS,
     FAILED,
     TOKENS,
     EDITED_HISTORIES,

@@ -4,6 +4,7 @@ A request that asks for ``do_remote_decode`` is prefilled here. When the request
 blocks are held and its ``kv_transfer_params`` become a ticket, with which another engine reads the
 blocks. The hold ends when that engine has read them, when the lease runs out, or when this engine
 needs the blocks. A hold is silent if no consumer has given a sign of life for it for some time.
+While a request is computed, ``PromptParts`` publishes what is computed already.
 
 With ``bidirectional_kv_xfer``, the answers to requests that were prefilled elsewhere get tickets,
 too: for the engine that prefills the next turn of their conversation. See
@@ -24,6 +25,7 @@ from kvferry.core.layout import HOLE
 from kvferry.core.lifecycle.digest import SALT_BYTES, BlockDigests, digest_block
 from kvferry.core.lifecycle.holds import EndedHold, Hold, HoldEnd, RequestId
 from kvferry.core.lifecycle.reclamation import BlockPressure, Silence
+from kvferry.core.lifecycle.rooms import Rooms
 from kvferry.core.lifecycle.scheduler_holds import HoldOrders, SchedulerHolds
 from kvferry.core.metrics import Metric, Metrics
 from kvferry.core.security import TicketKey, TicketSecrets
@@ -39,6 +41,7 @@ from kvferry.integrations.vllm.metric_definitions import (
     HoldOutcome,
     NoTicket,
 )
+from kvferry.integrations.vllm.prompt_parts import PromptParts
 from kvferry.integrations.vllm.prompts import (
     block_digests,
     cuts_media,
@@ -50,6 +53,8 @@ from kvferry.integrations.vllm.request_reports import HeldRequest, RequestReport
 from kvferry.integrations.vllm.ticket_params import ParallelSizes, TicketParams
 
 if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
     from kvferry.integrations.vllm.side_channel import EngineSideChannel
@@ -98,6 +103,9 @@ class Producer:
         ticket_key: The key that proves that this engine made a ticket; ``None`` leaves out the
             proof.
         reports: Logs how each request's hold ended.
+        rooms: The rooms in which parts of tickets are published; ``None`` for none.
+        lookahead: How many tokens behind a chunk of a prompt drafts are written for; see
+            ``PromptParts``.
     """
 
     def __init__(
@@ -118,6 +126,8 @@ class Producer:
         ticket_key: TicketKey | None = None,
         adapter_content: Callable[[Request], bytes | None] = lambda request: None,
         reports: RequestReports | None = None,
+        rooms: Rooms | None = None,
+        lookahead: int = 0,
     ) -> None:
         self._adapter_content = adapter_content
         self._reports = reports or RequestReports()
@@ -155,6 +165,14 @@ class Producer:
         # Those of the last pass. vLLM may pass over a request once for other reasons than blocks.
         self._waited_before: set[str] = set()
         self._ticket_key = ticket_key
+        self._parts = PromptParts(
+            groups,
+            holds=self._holds,
+            rooms=Rooms() if rooms is None else rooms,
+            lookahead=lookahead,
+        )
+        # How often each request was preempted before it got the blocks that it has.
+        self._preemptions: dict[str, int] = {}
 
     def on_new_request(self, request: Request) -> None:
         """Remove the last ``backoff`` tokens of a prompt that is prefilled for another engine.
@@ -162,12 +180,14 @@ class Producer:
         A prompt stays as it is if it was truncated before, if it is not longer than ``backoff``, if
         the request asks for ``prompt_logprobs``, or if an image would be cut. If this engine's
         ``kv_role`` forbids that other engines load from it, the request is counted and logged as
-        one without a ticket.
+        one without a ticket. If the request names a room, the room is opened.
 
         Args:
             request: vLLM's request, changed in place.
         """
         params = request.kv_transfer_params or {}
+        if self._is_handed_over(request):
+            self._parts.open(request)
         if _asks_for_remote_decode(request) and not self._hands_over:
             self._refuse_role(request)
         if not self._is_handed_over(request) or not self._must_be_truncated(request):
@@ -182,13 +202,18 @@ class Producer:
         """Give a hold (a slot and random bits) to a request that may get a ticket.
 
         Called when vLLM has allocated blocks for the request. After a preemption, vLLM allocates
-        blocks again, and the request keeps its hold, or may get one now.
+        blocks again, and the request gets a new hold: what was published of its pages was of
+        others. vLLM calls this also when it goes on with a request whose load has ended, and which
+        has its blocks already.
 
         Args:
             request: vLLM's request; ignored unless it asks for ``do_remote_decode``, or its answer
                 is held for the next turn of its conversation.
         """
-        if self._is_handed_over(request) or self._is_conversation(request):
+        if not self._is_handed_over(request) and not self._is_conversation(request):
+            return
+        if self._preemptions.get(request.request_id) != request.num_preemptions:
+            self._preemptions[request.request_id] = request.num_preemptions
             self._holds.take_on(RequestId(request.request_id))
 
     def request_finished(
@@ -205,6 +230,15 @@ class Producer:
             The ticket as ``kv_transfer_params`` for the decoding engine, or ``None`` if no ticket
             is made and vLLM may free the blocks at once.
         """
+        self._preemptions.pop(request.request_id, None)
+        ticket = self._make_ticket(request, block_ids, serving)
+        self._parts.end(request, ticket)
+        return ticket
+
+    def _make_ticket(
+        self, request: Request, block_ids: Sequence[Sequence[int]], serving: EngineSideChannel
+    ) -> dict[str, Any] | None:
+        """Make the ticket of a request that ended, or end its hold; see ``request_finished``."""
         request_id = RequestId(request.request_id)
         is_conversation = self._is_conversation(request)
         if is_conversation:
@@ -220,12 +254,9 @@ class Producer:
             group.producer_pages(block_ids[group.index], tokens) for group in self._groups
         ]
         logger.debug("request %s: %d tokens in %s are held", request_id, tokens, hold)
-        return TicketParams(
-            engine=serving.engine,
-            incarnation=serving.incarnation,
+        return self._params(
+            serving,
             request=request_id,
-            host=serving.host,
-            port=serving.port,
             hold=hold,
             pages=[ids for _, ids in page_lists],
             first_index=[first for first, _ in page_lists],
@@ -235,10 +266,49 @@ class Producer:
             # before that. With asynchronous scheduling, a step that is under way writes the KV of
             # an answer's last token.
             computed=self._computed and request.lora_request is None and not is_conversation,
-            sizes=self._sizes,
-            key=serving.key,
             blocks=digests[1],
+        )
+
+    def _params(self, serving: EngineSideChannel, **facts: Any) -> dict[str, Any]:  # noqa: ANN401
+        """Return a ticket or a part of one as ``kv_transfer_params``, proven and signed.
+
+        Args:
+            serving: This engine and the address of its side channel.
+            facts: The other attributes of ``TicketParams``.
+        """
+        return TicketParams(
+            engine=serving.engine,
+            incarnation=serving.incarnation,
+            host=serving.host,
+            port=serving.port,
+            key=serving.key,
+            sizes=self._sizes,
+            **facts,
         ).params(self._secrets, self._ticket_key)
+
+    def publish_parts(self, scheduler_output: SchedulerOutput, serving: EngineSideChannel) -> None:
+        """Publish what the last step has computed of prompts that are decoded elsewhere.
+
+        Must be called once for each step, before ``drain``.
+
+        Args:
+            scheduler_output: vLLM's plan of the step.
+            serving: This engine and the address of its side channel.
+        """
+        for part in self._parts.next_step(scheduler_output):
+            request, tokens = part.request, part.tokens
+            params = self._params(
+                serving,
+                request=RequestId(request.request_id),
+                hold=part.hold,
+                pages=part.pages,
+                first_index=[0] * len(part.pages),
+                tokens=tokens,
+                digest=prompt_digest(request, tokens),
+                computed=False,
+                total=request.num_prompt_tokens,
+            )
+            self._parts.publish(part, params)
 
     def revoke(self, request_ids: Sequence[str]) -> None:
         """End the holds of requests whose tickets were just made and must not be used.
@@ -576,13 +646,15 @@ class Producer:
             1 if group.is_state else -(-tokens // group.tokens) for group in self._groups
         )
 
-    def blocks_allocated(self, request: Request) -> None:
+    def blocks_allocated(self, request: Request, blocks: KVCacheBlocks) -> None:
         """Record that vLLM allocated blocks for a request, so that it no longer waits for blocks.
 
         Args:
             request: vLLM's request.
+            blocks: All blocks that it has.
         """
         self._blocks_needed.pop(request.request_id, None)
+        self._parts.place(request, blocks)
 
     def has_pending_block_frees(self) -> bool:
         """Record that a running request waits for a block, for ``relieve_block_pressure``.

@@ -67,6 +67,7 @@ class LoadingRequest:
         headers: The request's trace headers.
         record: The figures of the load on the ranks that have reported them; ``None`` if none has.
         is_aborted: Whether the request has ended already.
+        is_early: Whether the load began before the ticket came.
     """
 
     request_id: str
@@ -76,6 +77,7 @@ class LoadingRequest:
     headers: Headers = None
     record: LoadRecord | None = None
     is_aborted: bool = False
+    is_early: bool = False
 
 
 class RequestReports:
@@ -97,11 +99,12 @@ class RequestReports:
             return
         if self._log:
             logger.info(
-                "request %s: loaded %d tokens (%.1f MiB) of request %s from engine %s in %.1f ms "
+                "request %s: loaded %d tokens (%.1f MiB%s) of request %s from engine %s in %.1f ms "
                 "(%s)",
                 on_one_line(request.request_id),
                 request.tokens,
                 record.nbytes / (1 << 20),
+                _describe_early(request, record),
                 on_one_line(ticket.request),
                 on_one_line(ticket.engine),
                 record.seconds * 1e3,
@@ -109,6 +112,8 @@ class RequestReports:
             )
         if self._spans is not None:
             attributes = _describe_load(request) | {"bytes": record.nbytes}
+            if request.is_early:
+                attributes["early_bytes"] = record.early_nbytes
             self._spans.loaded(request.headers, record, **attributes)
 
     def failed(self, request: LoadingRequest) -> None:
@@ -171,6 +176,11 @@ def _describe_load(request: LoadingRequest) -> dict[str, str | int]:
         "prefill_engine": request.ticket.engine,
         "tokens": request.tokens,
     }
+
+
+def _describe_early(request: LoadingRequest, record: LoadRecord) -> str:
+    """Return how much of a load came before its ticket, as text; empty if it did not begin then."""
+    return f", {record.early_nbytes / (1 << 20):.1f} of it early" if request.is_early else ""
 
 
 def _describe_stages(record: LoadRecord) -> str:

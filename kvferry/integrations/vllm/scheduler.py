@@ -11,9 +11,10 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from kvferry.core.endpoint import HandshakeRelay
+from kvferry.core.endpoint import HandshakeRelay, RoomFollower
 from kvferry.core.handshake import HandshakeServer
 from kvferry.core.lifecycle.holds import random_incarnation
+from kvferry.core.lifecycle.rooms import Rooms
 from kvferry.core.metrics import Metrics
 from kvferry.core.security import TicketKey
 from kvferry.integrations.vllm import config as configuration
@@ -97,6 +98,7 @@ class FerryScheduler:
             log=self._config.log_requests,
             spans=RequestSpans() if is_traced(vllm_config) else None,
         )
+        self._rooms = Rooms()
         self._producer = Producer(
             groups,
             metrics=self._metrics,
@@ -114,8 +116,12 @@ class FerryScheduler:
             ticket_key=self._ticket_key,
             adapter_content=self._adapters.content,
             reports=reports,
+            rooms=self._rooms,
+            lookahead=versions.prefill_lookahead(vllm_config),
         )
-        self._relay = HandshakeRelay(endpoint_options(self._config, self._security.access))
+        options = endpoint_options(self._config, self._security.access)
+        self._relay = HandshakeRelay(options)
+        self._follower = RoomFollower(options)
         self._consumer = Consumer(
             groups,
             metrics=self._metrics,
@@ -131,6 +137,8 @@ class FerryScheduler:
             lora_enabled=vllm_config.lora_config is not None,
             reports=reports,
             relay=self._relay,
+            follower=self._follower,
+            blocks=kv_cache_config.num_blocks,
         )
         self._serving = EngineSideChannel(
             engine=transfer.engine_id,
@@ -189,6 +197,7 @@ class FerryScheduler:
             self._security.access,
             self._current_problems,
             ticket_key=self._ticket_key.public,
+            rooms=self._rooms,
             about=EngineFacts(
                 role=self._role,
                 library=handshakes[0].library,
@@ -223,15 +232,18 @@ class FerryScheduler:
         Returns:
             The number of tokens beyond the cached ones, and whether they are loaded asynchronously:
             ``True`` unless the number is 0. ``None`` and ``False`` while the content of the
-            request's LoRA adapter is not known.
+            request's LoRA adapter is not known, and while the request waits for the engine that
+            prefills it.
         """
         if request.request_id in self._unchecked:
             if self._adapters.waits(request):
                 return None, False
             self._unchecked.discard(request.request_id)
             self._consumer.on_new_request(request)
-        self._producer.allocation_attempted(request, computed)
         tokens = self._consumer.num_matched_tokens(request, computed)
+        if tokens is None:
+            return None, False
+        self._producer.allocation_attempted(request, computed)
         return tokens, tokens > 0
 
     def blocks_allocated(self, request: Request, blocks: KVCacheBlocks, external: int) -> None:
@@ -245,7 +257,7 @@ class FerryScheduler:
             blocks: The request's blocks.
             external: How many of the request's tokens are to be loaded into the blocks.
         """
-        self._producer.blocks_allocated(request)
+        self._producer.blocks_allocated(request, blocks)
         self._producer.take_on(request)
         self._consumer.blocks_allocated(request, blocks, external)
         self._load_blocks.allocated(request.request_id, blocks, external)
@@ -276,6 +288,7 @@ class FerryScheduler:
             scheduler_output: vLLM's plan of the step.
         """
         ranks, self._unsent_ranks = self._unsent_ranks, ()
+        self._producer.publish_parts(scheduler_output, self._serving)
         loads = self._consumer.drain()
         loaded_request_waits = self._consumer.loaded_request_waits(scheduler_output)
         asks_silent = self._producer.relieve_block_pressure(request_waits=loaded_request_waits)
@@ -286,11 +299,13 @@ class FerryScheduler:
             relayed=self._relay.take(),
             prepare=loads.prepare,
             loads=loads.loads,
+            parts=loads.parts,
             refused=loads.refused,
             aborted=loads.aborted,
             asks_silent=asks_silent,
             asks_adapters=self._adapters.next_step(),
             idle=scheduler_output.total_num_scheduled_tokens == 0,
+            follows=self._consumer.follows,
             blocks=self._load_blocks.take(),
         )
 
@@ -357,6 +372,7 @@ class FerryScheduler:
         A second call has no effect.
         """
         self._relay.close()
+        self._follower.close()
         self._security_files.close()
         self._close_server()
         self._adapters.close()

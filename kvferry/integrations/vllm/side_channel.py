@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from kvferry.core.handshake import EngineInfo, HandshakeServer, engine_info
 from kvferry.core.handshake.sockets import is_loopback_host, own_address
+from kvferry.core.lifecycle.rooms import Rooms
 from kvferry.core.security import NEARBY, Access
 from kvferry.integrations.vllm.config import DEFAULT_DRIVER, Config
 
@@ -90,6 +91,7 @@ def serve(
     problems: Callable[[], Sequence[str]] = tuple,
     *,
     ticket_key: bytes = b"",
+    rooms: Rooms | None = None,
     about: EngineFacts,
 ) -> tuple[EngineSideChannel, HandshakeServer]:
     """Open the side channel and serve what this engine's ranks publish.
@@ -100,6 +102,7 @@ def serve(
         access: Which engines may connect.
         problems: Returns the engine's current problems; called from the server's thread.
         ticket_key: The public key with which peers verify this engine's tickets.
+        rooms: What decode engines may follow; ``None`` for nothing.
         about: What the log line says of the engine, beyond what its ranks publish.
 
     Returns:
@@ -118,6 +121,7 @@ def serve(
         access=access,
         problems=problems,
         ticket_key=ticket_key,
+        rooms=rooms,
     )
     logger.info(
         "KVFerryConnector serves engine %s as %s: %s",

@@ -9,20 +9,24 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
+from urllib.parse import urlsplit
 
 import msgspec
 from msgspec import Meta, Struct
 
+from kvferry.core.endpoint.peer_key import PeerKey
 from kvferry.core.errors import TicketError, TicketReason
 from kvferry.core.layout import MAX_GROUPS
 from kvferry.core.lifecycle.digest import DIGEST_BYTES, MAX_BLOCK_DIGESTS, BlockDigests
 from kvferry.core.lifecycle.holds import Hold
 from kvferry.core.lifecycle.ticket import MAX_TEXT, MAX_TOKENS, Ticket
-from kvferry.core.security import Proof, TicketKey, TicketSecrets
+from kvferry.core.security import KEY_BYTES, Proof, TicketKey, TicketSecrets
 from kvferry.core.security.proof import content_of
 from kvferry.core.side_channel_messages import DECODE_ERRORS
 
 VERSION = 1
+MAX_TRANSFER_ID = 1024
+"""The most characters of a ``transfer_id``."""
 KEY = "kvferry"
 """The key for everything that NixlConnector's keys cannot express."""
 
@@ -64,6 +68,8 @@ class _FerryParams(Struct, frozen=True, kw_only=True):
     proof: Hex = ""
     signature: Hex = ""
     blocks: _BlockDigests | None = None
+    part: bool = False
+    total: Integer = 0
 
 
 class _NixlParams(Struct, frozen=True, kw_only=True):
@@ -75,6 +81,19 @@ class _NixlParams(Struct, frozen=True, kw_only=True):
     remote_port: Integer
     remote_block_ids: Annotated[list[list[Integer]], Meta(max_length=MAX_GROUPS)]
     tp_size: Integer
+
+
+class _RoomParams(Struct, frozen=True, kw_only=True):
+    """The keys of MooncakeConnector with which a router names a room, and one more.
+
+    ``remote_bootstrap_addr`` is the address of the producer's side channel, and
+    ``remote_bootstrap_key`` the side channel's public key; empty if it is not encrypted.
+    """
+
+    transfer_id: Annotated[str, Meta(min_length=1, max_length=MAX_TRANSFER_ID)]
+    remote_engine_id: Annotated[str, Meta(min_length=1, max_length=MAX_TEXT)]
+    remote_bootstrap_addr: Annotated[str, Meta(min_length=1, max_length=MAX_TEXT + 16)]
+    remote_bootstrap_key: Hex = ""
 
 
 SIGNATURE = "signature"
@@ -102,7 +121,9 @@ class ParallelSizes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TicketParams:
-    """A producer's ticket for one request; ``Ticket`` explains the attributes.
+    """A producer's ticket for one request, or a part of it; ``Ticket`` explains the attributes.
+
+    In a part, ``total`` is the number of tokens that the ticket will cover; in a ticket it is 0.
 
     Unlike ``Ticket``, this class validates nothing: an engine whose side channel is not open yet,
     as in a test of the scheduler alone, hands out params with port 0, which every reader refuses.
@@ -122,6 +143,7 @@ class TicketParams:
     sizes: ParallelSizes
     key: bytes = b""
     blocks: BlockDigests | None = None
+    total: int = 0
 
     def params(
         self, secrets: TicketSecrets | None = None, ticket_key: TicketKey | None = None
@@ -174,6 +196,7 @@ class TicketParams:
                 "first_index": list(self.first_index),
                 **({"key": self.key.hex()} if self.key else {}),
                 **({"blocks": _digest_params(self.blocks)} if self.blocks is not None else {}),
+                **({"part": True, "total": self.total} if self.total else {}),
             },
         }
 
@@ -202,9 +225,78 @@ def read_ticket(
     Raises:
         TicketError: The ticket is refused: another connector made it; its format has another
             version; it is malformed or lists more pages than the prompt has tokens; its signature
-            is missing, wrong or not expected; or it has neither signature nor proof. A proof can be
-            verified only after the handshake (``core.lifecycle.ticket.check_against``).
+            is missing, wrong or not expected; it has neither signature nor proof; or it is a part.
+            A proof can be verified only after the handshake
+            (``core.lifecycle.ticket.check_against``).
     """
+    ferry, ticket = _read(params, secrets, prompt)
+    if ferry.part:
+        raise TicketError(
+            f"it is a part of a ticket, for {ferry.tokens} of {ferry.total} tokens; parts come by "
+            "the side channel only: let the router pass on what prefill answers"
+        )
+    return ticket
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """What a producer says in a room: how much of a prompt is computed, and in which pages.
+
+    Attributes:
+        ticket: The ticket; or, before the last part, one that covers the tokens that are computed,
+            with the pages of full attention only.
+        total: How many tokens the ticket covers, or will cover.
+        is_last: Whether it is the ticket.
+    """
+
+    ticket: Ticket
+    total: int
+    is_last: bool
+
+
+def encode_part(params: Mapping[str, Any]) -> bytes:
+    """Return params as they are published in a room."""
+    return msgspec.json.encode(params)
+
+
+def read_part(
+    data: bytes,
+    secrets: TicketSecrets | None = None,
+    *,
+    is_last: bool,
+    prompt: int = MAX_TOKENS,
+) -> Part:
+    """Return what a producer has published in a room.
+
+    Args:
+        data: What it has published, not trusted.
+        secrets: As for ``read_ticket``.
+        is_last: Whether the producer says that it is the ticket.
+        prompt: As for ``read_ticket``.
+
+    Raises:
+        TicketError: It is refused as ``read_ticket`` refuses tickets; or only one of it and
+            ``is_last`` says that it is a part; or a part covers no fewer tokens than the ticket.
+    """
+    try:
+        params = msgspec.json.decode(data, type=dict[str, Any])
+    except DECODE_ERRORS as exc:
+        raise TicketError(f"a part of the ticket: {exc}") from exc
+    if is_last:
+        ticket = read_ticket(params, secrets, prompt=prompt)
+        return Part(ticket=ticket, total=ticket.tokens, is_last=True)
+    ferry, ticket = _read(params, secrets, prompt)
+    if not ferry.part or not ticket.tokens < ferry.total <= MAX_TOKENS:
+        raise TicketError(
+            f"a part of the ticket covers {ticket.tokens} tokens, and the ticket {ferry.total}"
+        )
+    return Part(ticket=ticket, total=ferry.total, is_last=False)
+
+
+def _read(
+    params: Mapping[str, Any], secrets: TicketSecrets | None, prompt: int
+) -> tuple[_FerryParams, Ticket]:
+    """Return the ticket or part in ``kv_transfer_params``; ``read_ticket`` explains the rest."""
     if KEY not in params:
         raise TicketError(
             f"the ticket has no {KEY!r} key, so another connector made it: let both engines use "
@@ -230,7 +322,7 @@ def read_ticket(
             reason=TicketReason.PROOF,
         )
     host, port, routed = _addresses(ferry, nixl, signed=secrets is not None)
-    return Ticket(
+    return ferry, Ticket(
         engine=nixl.remote_engine_id,
         incarnation=_number(ferry.incarnation),
         request=nixl.remote_request_id[:MAX_TEXT],  # vLLM's users choose it
@@ -248,6 +340,68 @@ def read_ticket(
         proof=proof,
         blocks=_block_digests(ferry.blocks),
     )
+
+
+def names_room(params: Mapping[str, Any]) -> bool:
+    """Return whether params ask to decode a prompt that the producer has not computed yet.
+
+    They name a room, then, and have no ticket.
+
+    Args:
+        params: The params of a request with ``do_remote_prefill``.
+    """
+    has_ticket = KEY in params or params.get("remote_block_ids")
+    return bool(params.get("transfer_id")) and not has_ticket
+
+
+def room_name(params: Mapping[str, Any]) -> str | None:
+    """Return the router's name of the room of a request that is prefilled for another engine.
+
+    Returns:
+        The name; ``None`` if the request has none, or one that no engine can follow.
+    """
+    name = params.get("transfer_id")
+    return name if isinstance(name, str) and 1 <= len(name) <= MAX_TRANSFER_ID else None
+
+
+def read_room(params: Mapping[str, Any]) -> tuple[str, PeerKey]:
+    """Return the room in a decode request's ``kv_transfer_params``, and the producer.
+
+    Args:
+        params: The params, which came from a client and are not trusted.
+
+    Returns:
+        The router's name of the room; and the engine that computes the prompt, with the address and
+        the public key of its side channel.
+
+    Raises:
+        TicketError: A key is missing or malformed.
+    """
+    room = _convert(dict(params), _RoomParams, "kv_transfer_params without a ticket")
+    host, port = _address(room.remote_bootstrap_addr)
+    key = bytes.fromhex(room.remote_bootstrap_key)
+    if len(key) not in (0, KEY_BYTES):
+        raise TicketError(f"remote_bootstrap_key has {len(key)} bytes; a key has {KEY_BYTES}")
+    return room.transfer_id, PeerKey(room.remote_engine_id, host, port, key)
+
+
+def _address(text: str) -> tuple[str, int]:
+    """Return host and port of ``remote_bootstrap_addr``.
+
+    Raises:
+        TicketError: It is not ``HOST:PORT``, with or without a scheme such as ``http://``.
+    """
+    try:
+        parts = urlsplit(text if "://" in text else f"//{text}")
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        host, port = None, None
+    if not host or not port:
+        raise TicketError(
+            f"remote_bootstrap_addr {text!r} is not HOST:PORT: let the router send the address of "
+            "prefill's side channel (side_channel_host and side_channel_port)"
+        )
+    return host, port
 
 
 def _block_digests(params: _BlockDigests | None) -> BlockDigests | None:

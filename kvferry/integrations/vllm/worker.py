@@ -54,9 +54,11 @@ request that arrives during the wait is delayed by no more than this.
 """
 
 ASKING_SECONDS = 0.001
-"""Longest wait for a result, in seconds, in such a step while a handshake has just begun.
+"""Longest wait for a result, in seconds, in such a step while a handshake has just begun, or while
+requests wait for the engines that prefill them.
 
-The scheduler half makes the handshake, and passes the reply on with the next step.
+The scheduler half makes the handshake, and follows the requests; it passes on what it learns with
+the next step.
 """
 
 QUIET_SHARE = 0.1
@@ -77,7 +79,7 @@ class FerryWorker:
         endpoint: The endpoint of this rank.
         mark_work: Marks the work enqueued on the device so far, and returns a function that tells
             whether the device has done this work; returns ``None`` if there is nothing to wait for.
-            Called in steps in which tickets are made or loads start.
+            Called in steps in which tickets or parts of them are made, or loads start.
         drain: Seconds that ``close`` waits at most for other engines to read the held pages.
         security_files: Reads the keys of this rank's peers again; closed with the endpoint.
         follows: Whether requests are followed in the log or in traces, so that the scheduler half
@@ -102,6 +104,7 @@ class FerryWorker:
         self._drain = drain
         self._mark_work = mark_work
         self._idle = False
+        self._follows_rooms = False
         self._has_reported_loads = False
         self._computed = time.monotonic()
         self._asks_silent = False
@@ -172,7 +175,7 @@ class FerryWorker:
             self._endpoint.join([wire.decode_payload(data) for data in step.ranks])
         # Mark the device's work before vLLM enqueues the work of this step: reads and loads need
         # not wait for that. They must wait for the zeroing of new pages, which is enqueued already.
-        passed = self._mark_work() if step.orders.ready or step.loads else None
+        passed = self._mark_work() if step.orders.needs_device or step.loads else None
         if step.orders:
             self._endpoint.apply(step.orders, passed)
         self._relayed = step.relayed
@@ -182,12 +185,15 @@ class FerryWorker:
             self._endpoint.prepare(ticket)
         for load in step.loads:
             self._endpoint.load(load, passed)
+        for name, part in step.parts.items():
+            self._endpoint.extend(RequestId(name), part.ticket, is_last=part.is_last)
         for request, reason in step.refused:
             self._endpoint.refuse(RequestId(request), TicketError(reason))
         for request in step.aborted:
             self._endpoint.abort(RequestId(request))
         self._asks_silent = step.asks_silent
         self._idle = step.idle
+        self._follows_rooms = step.follows
 
     def results(self) -> KVConnectorTransferResults:
         """Return the requests that were sent, and those whose load ended, since the last call.
@@ -218,7 +224,7 @@ class FerryWorker:
         """
         if self._has_reported_loads:
             return 0.0
-        if self._relayed.is_quick:
+        if self._relayed.is_quick or self._follows_rooms:
             return ASKING_SECONDS
         if self._endpoint.pending or self._relayed.is_asking or self._problems:
             return IDLE_SECONDS

@@ -156,6 +156,7 @@ class TestAnswers:
         each = answered()
         made.take_on(each)
         [(_, old)] = made.drain().take_ons
+        each.num_preemptions += 1
         ticket = read_ticket(finished(made, each))  # takes it on again
         orders = made.drain()
         assert orders.drops == (old,)
@@ -378,7 +379,7 @@ def changed(each: Any, position: int) -> Any:
     return each
 
 
-def loaded(made: Consumer, each: Any, computed: int = 0) -> int:
+def loaded(made: Consumer, each: Any, computed: int = 0) -> int | None:
     """How many tokens a turn is to load, as asked twice."""
     made.on_new_request(each)
     tokens = made.num_matched_tokens(each, computed)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +17,8 @@ from kvferry.core.metrics import LoadRecord, Metrics
 from kvferry.integrations.vllm.consumer import Consumer
 from kvferry.integrations.vllm.metric_definitions import HoldOutcome
 from kvferry.integrations.vllm.producer import Producer
-from kvferry.integrations.vllm.request_reports import RequestReports
+from kvferry.integrations.vllm.request_reports import LoadingRequest, RequestReports
+from kvferry.integrations.vllm.ticket_params import read_ticket
 from kvferry.integrations.vllm.tracing import Headers
 from tests.integrations.vllm.test_scheduler_half import (
     PREFILL,
@@ -199,6 +201,21 @@ def test_a_load_is_logged_with_both_ids_and_its_stages(caplog: pytest.LogCapture
         "request d: loaded 40 tokens (4.0 MiB) of request r from engine prefill in 12.4 ms "
         "(wait 0.2, handshake 0.0, check 0.1, post 1.0, transfer 10.8, fence 0.3)"
     ]
+
+
+def test_an_early_load_says_how_much_came_early(caplog: pytest.LogCaptureFixture) -> None:
+    loading = LoadingRequest(
+        request_id="d", ticket=read_ticket(ticket()), tokens=40, begun=0.0, headers=HEADERS
+    )
+    spans: Any = Spans()
+    for is_early in (False, True):
+        loading.is_early = is_early
+        loading.record = replace(RECORD, early_nbytes=3 << 20)
+        RequestReports(log=True, spans=spans).loaded(loading)
+    first, second = lines(caplog)
+    assert "(4.0 MiB)" in first
+    assert "(4.0 MiB, 3.0 of it early)" in second
+    assert ["early_bytes" in attributes for *_, attributes in spans.made] == [False, True]
 
 
 def test_ranks_that_end_in_different_steps_make_one_line(caplog: pytest.LogCaptureFixture) -> None:

@@ -49,6 +49,7 @@ def request(
         num_computed_tokens=tokens if computed is None else computed,
         num_tokens=tokens,
         max_tokens=9,
+        num_preemptions=0,
         kv_transfer_params=params,
         lora_request=None,
         mm_features=[],
@@ -255,6 +256,9 @@ class TestProducer:
         each = request(40, PREFILL)
         made.take_on(each)
         [(_, old)] = made.drain().take_ons
+        made.take_on(each)  # as vLLM does when it goes on after a load
+        assert not made.drain()
+        each.num_preemptions += 1
         made.take_on(each)
         orders = made.drain()
         assert orders.drops == (old,)
@@ -469,7 +473,7 @@ class TestBlocksAreLacking:
         passes = Passes()
         each = request(40, name="new")
         passes.producer.allocation_attempted(each, 0)
-        passes.producer.blocks_allocated(each)
+        passes.producer.blocks_allocated(each, blocks(1, 2, 3))
         assert not passes.producer.relieve_block_pressure()
 
     def test_as_many_go_as_are_waited_for_the_oldest_first(

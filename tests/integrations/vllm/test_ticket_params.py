@@ -18,7 +18,14 @@ from kvferry.core.lifecycle.ticket import Ticket
 from kvferry.core.security import TicketKey, TicketSecrets
 from kvferry.core.security.proof import check
 from kvferry.integrations.vllm import ticket_params as ticket
-from kvferry.integrations.vllm.ticket_params import KEY, ParallelSizes, TicketParams, read_ticket
+from kvferry.integrations.vllm.ticket_params import (
+    KEY,
+    ParallelSizes,
+    TicketParams,
+    encode_part,
+    read_part,
+    read_ticket,
+)
 
 SECRETS = TicketSecrets.of(["the secret of both engines"])
 TICKET_KEY = TicketKey()
@@ -191,6 +198,8 @@ STEERING_HERE = [
     ("ticket_key", "00" * 32),
     ("proof", "00" * 64),
     ("blocks", {"tokens": 16, "salt": "00" * 16, "digests": ""}),
+    ("part", True),
+    ("total", 98),
     ("of_a_newer_version", "?"),
     ("signature", "00" * 32),
 ]
@@ -264,12 +273,54 @@ def test_what_steers_a_read_is_proved(key: str, value: object) -> None:
 
 
 @pytest.mark.parametrize(
-    ("key", "value"), [each for each in STEERING_HERE if each[0] != "signature"]
+    ("key", "value"), [each for each in STEERING_HERE if each[0] not in ("signature", "part")]
 )
 def test_what_steers_a_read_is_proved_under_our_key(key: str, value: object) -> None:
     params = OFFER.params(None, TICKET_KEY)
     params[KEY][key] = value
     assert not is_proved(read_ticket(params))
+
+
+PART = replace(OFFER, tokens=64, total=96)
+"""A part of ``OFFER``."""
+
+
+def test_a_part_is_read_as_one() -> None:
+    part = read_part(encode_part(PART.params(SECRETS)), SECRETS, is_last=False)
+    assert (part.ticket.tokens, part.total, part.is_last) == (64, 96, False)
+    with pytest.raises(TicketError, match="part of a ticket, for 64 of 96 tokens"):
+        read_ticket(PART.params(SECRETS), SECRETS)
+    with pytest.raises(TicketError, match="part of a ticket"):
+        read_part(encode_part(PART.params(SECRETS)), SECRETS, is_last=True)
+    with pytest.raises(TicketError, match="covers 96 tokens, and the ticket 0"):
+        read_part(encode_part(OFFER.params(SECRETS)), SECRETS, is_last=False)
+
+
+@pytest.mark.parametrize("total", [64, 63, -1, 1 << 33])
+def test_a_part_covers_less_than_the_ticket(total: int) -> None:
+    params = encode_part(replace(PART, total=total).params(SECRETS))
+    with pytest.raises(TicketError, match="covers 64 tokens"):
+        read_part(params, SECRETS, is_last=False)
+
+
+def test_a_part_cannot_be_made_a_ticket() -> None:
+    for secrets, key in ((SECRETS, None), (None, TICKET_KEY)):
+        params = PART.params(secrets, key)
+        del params[KEY]["part"]
+        if secrets is not None:
+            with pytest.raises(TicketError, match="altered or made up"):
+                read_ticket(params, secrets)
+        else:
+            assert not is_proved(read_ticket(params))
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"[]", b"{", b"7", b"\xff", b"[" * 100_000, b'{"kvferry": {}}'], ids=range(7)
+)
+@pytest.mark.parametrize("is_last", [False, True])
+def test_malformed_parts(data: bytes, is_last: bool) -> None:
+    with pytest.raises(TicketError):
+        read_part(data, is_last=is_last)
 
 
 def test_a_proof_that_was_taken_away() -> None:

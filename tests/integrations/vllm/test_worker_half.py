@@ -20,6 +20,7 @@ from kvferry.core.lifecycle.reclamation import Silence
 from kvferry.core.lifecycle.scheduler_holds import HoldOrders
 from kvferry.core.lifecycle.ticket import Ticket
 from kvferry.core.metrics import LoadRecord
+from kvferry.integrations.vllm.ticket_params import Part
 from tests.core.messages import payload
 from tests.integrations.vllm import without_vllm
 
@@ -92,6 +93,7 @@ def test_a_step_is_applied_whole_and_in_order(half: Any, endpoint: MagicMock) ->
         relayed=RelayedHandshakes(expected=(PeerKey.of(ticket()),)),
         prepare=(ticket(),),
         loads=(load("a"), load("b")),
+        parts={"f": Part(ticket=ticket(), total=4, is_last=True)},
         refused=(("c", "another prompt"),),
         aborted=("d", "e"),
     )
@@ -107,6 +109,7 @@ def test_a_step_is_applied_whole_and_in_order(half: Any, endpoint: MagicMock) ->
         call.prepare(ticket()),
         call.load(step.loads[0], mark),
         call.load(step.loads[1], mark),
+        call.extend("f", ticket(), is_last=True),
     ]
     assert (refused[0], refused.args[0]) == ("refuse", "c")
     assert isinstance(refused.args[1], half.TicketError)
@@ -126,6 +129,7 @@ def test_an_empty_step_asks_the_endpoint_for_nothing(half: Any, endpoint: MagicM
     [
         (HoldOrders(drops=(HOLD,)), (), False),
         (READY, (), True),
+        (HoldOrders(watermarks=((HOLD, 32),)), (), True),
         (HoldOrders(), ("a",), True),
     ],
 )

@@ -42,6 +42,7 @@ class Server:
         params: what ended requests left for another engine.
         computed: how many tokens were computed here, by request.
         pulled: the requests that had something loaded.
+        early: how many loads began before their ticket had come.
         copied: how many pages of the prefix cache were copied before they were written.
         reported: how often the ranks together reported a request sent or received.
     """
@@ -53,6 +54,7 @@ class Server:
     params: dict[str, dict[str, Any] | None] = field(default_factory=dict)
     computed: Counter[str] = field(default_factory=Counter)
     pulled: set[str] = field(default_factory=set)
+    early: int = 0
     copied: int = 0
     reported: Counter[tuple[str, str]] = field(default_factory=Counter)
 
@@ -91,6 +93,7 @@ class Server:
         from vllm.v1.outputs import ModelRunnerOutput
 
         out = self.scheduler.schedule()
+        self.early += sum(load.is_early for load in out.kv_connector_metadata.loads)
         self._prepare(out)
         self.pulled |= {load.request for load in out.kv_connector_metadata.loads if load.reads}
         for rank in self.engine.ranks:

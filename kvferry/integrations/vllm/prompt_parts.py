@@ -1,0 +1,213 @@
+"""Publish, while a prompt is computed for another engine, which of its pages are computed already.
+
+A router that sends both legs of a request at once gives them a common ``transfer_id``, which names
+a room on the side channel of the engine that prefills. Decode follows the room. After each step
+that computes a chunk of the prompt, a part is published there: a ticket for the tokens so far, with
+the pages of full attention. The last part is the ticket. See docs/protocol.md, "Early loads".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from kvferry.core.lifecycle.holds import Hold, RequestId
+from kvferry.core.lifecycle.rooms import RoomId, Rooms, room_id
+from kvferry.core.lifecycle.scheduler_holds import SchedulerHolds
+from kvferry.integrations.vllm.cache_groups import CacheGroup
+from kvferry.integrations.vllm.prompts import has_chain
+from kvferry.integrations.vllm.ticket_params import encode_part, room_name
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NewPart:
+    """A part that can be published.
+
+    Attributes:
+        request: vLLM's request.
+        room: Its room.
+        hold: Its hold.
+        tokens: How many first tokens of the prompt are computed.
+        pages: The ids of the pages of these tokens in each group that is transferred; none in
+            groups of windows and states, whose pages change with the next chunk.
+    """
+
+    request: Request
+    room: RoomId
+    hold: Hold
+    tokens: int
+    pages: list[list[int]]
+
+
+@dataclass(slots=True, kw_only=True)
+class _Prompt:
+    """A request that has a room, and no ticket yet.
+
+    Attributes:
+        request: vLLM's request.
+        room: Its room.
+        pages: The ids of its blocks in each group that is transferred.
+        due: How many tokens are computed when the last step is over that computes any of them.
+        is_placed: Whether it got its blocks in the step that is being scheduled, so that ``pages``
+            has those of this step.
+    """
+
+    request: Request
+    room: RoomId
+    pages: list[list[int]] = field(default_factory=list)
+    due: int = 0
+    is_placed: bool = False
+
+
+class PromptParts:
+    """Open the rooms of requests, publish parts of their tickets, and then the tickets.
+
+    Args:
+        groups: The engine's cache groups that are transferred.
+        holds: The holds of the requests.
+        rooms: The rooms, which the side channel serves.
+        lookahead: How many tokens behind a chunk are written by drafts, and again by the next
+            chunk: as many before its end are left to the next part.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[CacheGroup],
+        *,
+        holds: SchedulerHolds,
+        rooms: Rooms,
+        lookahead: int = 0,
+    ) -> None:
+        self._groups = groups
+        self._has_full_attention = any(not group.needs_exact_length for group in groups)
+        self._holds = holds
+        self._rooms = rooms
+        self._lookahead = lookahead
+        self._prompts: dict[str, _Prompt] = {}
+        # Those of which the last step computed a chunk.
+        self._computed: list[str] = []
+
+    def open(self, request: Request) -> None:
+        """Open the room of a request that is prefilled for another engine, if it names one.
+
+        Args:
+            request: vLLM's request; one that was preempted comes again, and keeps its room.
+        """
+        name = room_name(request.kv_transfer_params or {})
+        if name is None or request.request_id in self._prompts:
+            return
+        room = room_id(name)
+        if self._rooms.open(room):
+            self._prompts[request.request_id] = _Prompt(request=request, room=room)
+
+    def place(self, request: Request, blocks: KVCacheBlocks) -> None:
+        """Record the blocks of a request that gets blocks for the first time, or again.
+
+        Args:
+            request: vLLM's request; ignored if it has no room.
+            blocks: All blocks that it has.
+        """
+        prompt = self._prompts.get(request.request_id)
+        if prompt is not None:
+            prompt.pages = [
+                [block.block_id for block in blocks.blocks[group.index]] for group in self._groups
+            ]
+            prompt.due, prompt.is_placed = 0, True
+
+    def next_step(self, scheduler_output: SchedulerOutput) -> list[NewPart]:
+        """Order the watermarks of what the last step has computed, and record what this one will.
+
+        Must be called once for each step, before the orders about holds are drained.
+
+        Args:
+            scheduler_output: vLLM's plan of the step.
+
+        Returns:
+            The parts to publish.
+        """
+        if not self._prompts:
+            return []
+        self._add_blocks(scheduler_output)
+        computed, self._computed = self._computed, []
+        prompts = filter(None, map(self._prompts.get, computed))
+        parts = [part for prompt in prompts if (part := self._mark(prompt)) is not None]
+        scheduled = scheduler_output.num_scheduled_tokens
+        for request_id in self._prompts.keys() & scheduled.keys():
+            prompt = self._prompts[request_id]
+            prompt.due = prompt.request.num_computed_tokens + scheduled[request_id]
+            self._computed.append(request_id)
+        return parts
+
+    def publish(self, part: NewPart, params: Mapping[str, Any]) -> None:
+        """Publish a part in its room.
+
+        Args:
+            part: The part.
+            params: It, as ``kv_transfer_params``.
+        """
+        self._rooms.publish(part.room, encode_part(params))
+
+    def end(self, request: Request, ticket: Mapping[str, Any] | None) -> None:
+        """Publish the ticket of a request that has ended, or that there will be none.
+
+        Args:
+            request: vLLM's request; ignored if it has no room.
+            ticket: Its ticket as ``kv_transfer_params``; ``None`` if it gets none.
+        """
+        prompt = self._prompts.pop(request.request_id, None)
+        if prompt is None:
+            return
+        if ticket is None:
+            self._rooms.close(prompt.room, f"its request is {request.status.name}")
+        else:
+            self._rooms.finish(prompt.room, encode_part(ticket))
+
+    def _add_blocks(self, scheduler_output: SchedulerOutput) -> None:
+        """Record the blocks that requests get in addition in this step."""
+        cached = scheduler_output.scheduled_cached_reqs
+        for request_id, added in zip(cached.req_ids, cached.new_block_ids, strict=True):
+            prompt = self._prompts.get(request_id)
+            if prompt is not None and added is not None and not prompt.is_placed:
+                for group, pages in zip(self._groups, prompt.pages, strict=True):
+                    pages.extend(added[group.index])
+        for request_id in scheduler_output.num_scheduled_tokens:
+            if (prompt := self._prompts.get(request_id)) is not None:
+                prompt.is_placed = False
+
+    def _mark(self, prompt: _Prompt) -> NewPart | None:
+        """Order the watermark of what the last step has computed of a prompt.
+
+        Returns:
+            The part to publish; ``None`` if nothing can be read early.
+        """
+        request, tokens = prompt.request, prompt.due - self._lookahead
+        was_preempted = request.num_computed_tokens < prompt.due
+        # The ticket is for the end of the prompt.
+        if was_preempted or not 0 < tokens < request.num_prompt_tokens:
+            return None
+        # A ticket with an adapter may be revoked. A digest of embeddings for each part is slow.
+        if not self._has_full_attention or request.lora_request or not has_chain(request):
+            return None
+        hold = self._holds.mark(RequestId(request.request_id), tokens)
+        if hold is None:
+            return None
+        pages = self._readable_pages(prompt, tokens)
+        return NewPart(request=request, room=prompt.room, hold=hold, tokens=tokens, pages=pages)
+
+    def _readable_pages(self, prompt: _Prompt, tokens: int) -> list[list[int]]:
+        """Return the pages per group that can be read once a prompt's first tokens are computed.
+
+        Args:
+            prompt: The prompt.
+            tokens: The number of tokens.
+        """
+        return [
+            [] if group.needs_exact_length else group.producer_pages(ids, tokens)[1]
+            for group, ids in zip(self._groups, prompt.pages, strict=True)
+        ]
