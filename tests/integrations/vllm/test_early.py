@@ -327,3 +327,31 @@ def test_windows_and_states_at_the_end(
         assert legs.texts() == texts(plain, prompt(600, seed=31))
         assert early_loads(here) > 0
         come_to(rest, there, here)
+
+
+@pytest.mark.parametrize("method", ["eagle", "mtp"])
+def test_drafters_on_both_sides(
+    checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory, method: str
+) -> None:
+    """Their layers have caches, too, which drafts write behind a chunk."""
+    speculation: dict[str, Any] = {"method": method, "num_speculative_tokens": 2}
+    if method == "eagle":
+        speculation |= {"model": str(checkpoints["drafter"]), "max_model_len": 1024}
+    model = checkpoints["llama" if method == "eagle" else "predictor"]
+    drafting: dict[str, Any] = {"speculative_config": speculation}
+    with fleet(model, tmp_path_factory.mktemp(method)) as engines:
+        plain = engines.launch("ordinary")
+        chunks = drafting | {"max_num_batched_tokens": 64}
+        there = engines.launch("prefill", "kv_producer", **chunks)
+        here = engines.launch("decode", "kv_consumer", **drafting)
+        engines.wait_started()
+        rest = at_rest(there, here)
+        legs = Legs(there, here, prompt(600, seed=32))
+        with there.paused():
+            legs.begin_prefill()
+            legs.begin_decode()
+            there.step(3)
+            legs.wait_begun()
+        assert legs.texts() == texts(plain, prompt(600, seed=32))
+        assert early_loads(here) == 1
+        come_to(rest, there, here)
