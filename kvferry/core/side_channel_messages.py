@@ -157,6 +157,9 @@ class RoomNews(Struct, frozen=True, kw_only=True, omit_defaults=True):
         is_last: whether nothing follows: ``part`` is the ticket, or ``error`` says why there is
             none.
         error: why there is no ticket; empty if there is one or may be.
+
+    Raises:
+        WireError: it is the last news, and has neither a ticket nor a reason.
     """
 
     room: Room
@@ -164,6 +167,10 @@ class RoomNews(Struct, frozen=True, kw_only=True, omit_defaults=True):
     part: Annotated[bytes, Meta(max_length=MAX_PART_BYTES)] = b""
     is_last: bool = False
     error: Text = ""
+
+    def __post_init__(self) -> None:
+        if self.is_last and not self.part and not self.error:
+            raise WireError("the last news of a room has neither a ticket nor a reason")
 
 
 class Followed(Struct, frozen=True, kw_only=True, tag="followed"):

@@ -108,20 +108,25 @@ class Rooms:
             part: the encoded part.
 
         Returns:
-            Whether it was published; ``False`` if the room is not open, or the part is too long.
+            Whether it was published; ``False`` if the room is not open, or the part is empty or too
+            long.
         """
-        return self._replace(room, part, is_last=False)
+        return bool(part) and self._replace(room, part, is_last=False)
 
     def finish(self, room: RoomId, ticket: bytes) -> bool:
         """End a room with its last part, which is the ticket.
 
         Args:
             room: the room.
-            ticket: the encoded ticket. If it is too long, the room ends with an error.
+            ticket: the encoded ticket. If it is empty or too long, the room ends with an error.
 
         Returns:
-            Whether it was published; ``False`` if the room is not open, or the ticket is too long.
+            Whether it was published; ``False`` if the room is not open, or the ticket is empty or
+            too long.
         """
+        if not ticket:
+            self.close(room, "its ticket is empty")
+            return False
         if len(ticket) > MAX_PART_BYTES:
             self.close(
                 room,

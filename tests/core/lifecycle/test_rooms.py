@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
+from kvferry.core.errors import WireError
 from kvferry.core.lifecycle import rooms as rooms_module
 from kvferry.core.lifecycle.rooms import KEPT_SECONDS, RoomId, Rooms, room_id
 from kvferry.core.side_channel_messages import (
@@ -171,6 +173,24 @@ def test_the_longest_request_fits() -> None:
     rooms = [(bytes(room_id(str(i))), MAX_VERSION) for i in range(MAX_FOLLOWED)]
     request = Follow(engine="e" * 256, rooms=rooms, wait_ms=200)
     assert decode_request(encode(request)) == request
+
+
+def test_an_empty_ticket_ends_the_room_with_an_error() -> None:
+    rooms = Rooms()
+    rooms.open(A)
+    assert not rooms.publish(A, b"")
+    assert not rooms.finish(A, b"")
+    [news] = rooms.news([(A, 0)])
+    assert (news.part, news.is_last) == (b"", True)
+    assert "empty" in news.error
+
+
+def test_last_news_without_ticket_or_reason_is_refused() -> None:
+    good = Followed(incarnation=1, rooms=[RoomNews(room=A, version=1, is_last=True, error="E")])
+    bad = msgspec.msgpack.decode(encode(good))
+    del bad["rooms"][0]["error"]
+    with pytest.raises(WireError, match="neither"):
+        decode_reply(msgspec.msgpack.encode(bad))
 
 
 def test_changes_are_told() -> None:
