@@ -97,19 +97,20 @@ class SideChannelConnection:
             The answer; ``None`` if the descriptor is readable, and no answer has come.
 
         Raises:
-            HandshakeError: no answer came, or the connection has ended.
+            HandshakeError: no answer came by the deadline, also if the descriptor is readable; or
+                the connection has ended.
         """
         self._poller.register(descriptor, zmq.POLLIN)
         with suppress(zmq.Again):
             self._channel.send(encode(request), zmq.DONTWAIT)
         while not self._wait(AGAIN_SECONDS):
-            if select.select([descriptor], [], [], 0)[0]:
-                return None
             if time.monotonic() >= deadline:
                 raise HandshakeError(
                     f"it took the connection, but did not answer within {self._dialer.timeout:g} "
                     "s: its process is stopped or overloaded"
                 )
+            if _is_readable(descriptor):
+                return None
             with suppress(zmq.Again):
                 self._channel.send(encode(request), zmq.DONTWAIT)
         self._unanswered = 1
@@ -162,6 +163,12 @@ class SideChannelConnection:
                 raise self._dialer.why_ended(*self._ended)
             return True  # the answer came before the connection ended
         return self._channel in ready
+
+
+def _is_readable(descriptor: int) -> bool:
+    poll = select.poll()  # select.select refuses descriptors from 1,024 on
+    poll.register(descriptor, select.POLLIN)
+    return bool(poll.poll(0))
 
 
 def _connect(dialer: Dialer, numeric: str) -> tuple[Socket, Socket]:
