@@ -254,7 +254,7 @@ class Handshakes(Generic[T]):
             result: T | KVFerryError = self._shake(key)
         except Exception as exc:  # noqa: BLE001  whoever waits must hear of any failure
             result = exc if isinstance(exc, KVFerryError) else HandshakeError(f"failed: {exc!r}")
-            _forget_frames(result)
+            forget_frames(result)
         self._post(lambda: self._over(key, result))
 
     def _over(self, key: PeerKey, result: T | KVFerryError) -> None:
@@ -269,7 +269,7 @@ class Handshakes(Generic[T]):
             heard(result)
 
 
-def _forget_frames(error: BaseException | None) -> None:
+def forget_frames(error: BaseException | None) -> None:
     """Remove the tracebacks from an error and its causes.
 
     The error is kept until the requests that it fails are reported. With the tracebacks, it would

@@ -9,15 +9,17 @@ connection, for all of its rooms.
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import select
 import threading
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
+from typing import Protocol
 
-from kvferry.core.endpoint.handshakes import dialer
+from kvferry.core.endpoint.handshakes import dialer, forget_frames
 from kvferry.core.endpoint.options import EndpointOptions
 from kvferry.core.endpoint.peer_key import PeerKey
 from kvferry.core.error_causes import RAISE_LIMITS
@@ -45,6 +47,8 @@ MAX_PRODUCERS = 1 << 8
 """The most producers whose rooms are followed at once."""
 MAX_REQUESTS = 1 << 10
 """The most requests whose rooms are followed at once."""
+MAX_UNSEEN_BYTES = 1 << 27
+"""The most bytes of parts that requests have not fetched yet, of all rooms together."""
 LINGER_SECONDS = 10.0
 """How long a connection is kept without a room to follow."""
 TURN_MS = 20
@@ -53,6 +57,16 @@ SHORTEST_SECONDS = 0.002
 """The least time between two questions, also if a producer answers at once, though without news."""
 PAUSE_SECONDS = 0.1
 """The pause after an attempt that failed."""
+FINAL = (RefusedError, AdmissionError)
+"""What an address that answers so will answer the next time, too."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Follower:
+    """A request that follows a room: since when, and the version that it has seen (0: none)."""
+
+    since: float
+    seen: int = 0
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -60,32 +74,96 @@ class _Room:
     """A room that is followed.
 
     Attributes:
-        since: when that began.
         version: the version of the newest news; 0 if there was none.
-        news: the newest news.
+        changed: when that came.
+        news: the newest news; ``None`` if all requests have seen it.
+        is_wanted: whether ``news`` is to be asked for again, for a request that came later.
+        is_last: whether the newest news is the ticket.
+        has_part: whether there was news with a part.
         error: why the room is not followed any more.
-        requests: the requests that follow it, each with the version that it has seen.
+        requests: the requests that follow it.
     """
 
-    since: float
     version: int = 0
+    changed: float = 0.0
     news: RoomNews | None = None
+    is_wanted: bool = False
+    is_last: bool = False
+    has_part: bool = False
     error: KVFerryError | None = None
-    requests: dict[Hashable, int] = field(default_factory=dict)
+    requests: dict[Hashable, _Follower] = field(default_factory=dict)
+
+    @property
+    def known(self) -> int:
+        """Return the version to name when the room is asked about."""
+        return 0 if self.is_wanted else self.version
 
     @property
     def is_over(self) -> bool:
         """Return whether nothing is asked about the room any more."""
-        return self.error is not None or (self.news is not None and self.news.is_last)
+        return self.error is not None or (self.is_last and not self.is_wanted)
+
+    def is_unseen(self, request: Hashable) -> bool:
+        """Return whether there is news that a request has not seen."""
+        return self.news is not None and self.requests[request].seen < self.version
+
+
+class _Inbox:
+    """The news that requests have not seen yet, and how much memory it takes.
+
+    Attributes:
+        lock: guards everything here and in all rooms; the methods are called with it held.
+        changed: the requests that have news, or an error.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._bytes = 0
+        self.lock = threading.Lock()
+        self.changed: set[Hashable] = set()
+
+    def keep(self, room: _Room, news: RoomNews) -> None:
+        """Keep news of a room in place of older news."""
+        self.drop(room)
+        room.version, room.changed, room.is_wanted = news.version, self._clock(), False
+        if news.error:
+            self.fail([room], HandshakeError(f"the prefill engine makes no ticket: {news.error}"))
+            return
+        if self._bytes + len(news.part) > MAX_UNSEEN_BYTES:
+            self.fail([room], _too_much())
+            return
+        room.news, room.is_last = news, news.is_last
+        room.has_part = room.has_part or bool(news.part)
+        self._bytes += len(news.part)
+        self.changed.update(request for request in room.requests if room.is_unseen(request))
+
+    def fail(self, rooms: Iterable[_Room], error: KVFerryError) -> None:
+        """Fail those of the rooms that are not over."""
+        for room in rooms:
+            if not room.is_over:
+                room.error = error
+                self.changed.update(room.requests)
+
+    def trim(self, room: _Room) -> None:
+        """Drop a room's news if all requests have seen it."""
+        if not any(map(room.is_unseen, room.requests)):
+            self.drop(room)
+
+    def drop(self, room: _Room) -> None:
+        """Drop a room's news, if it has any."""
+        if room.news is not None:
+            self._bytes -= len(room.news.part)
+            room.news = None
 
 
 class RoomFollower:
-    """Follow rooms of producers. No method blocks.
+    """Follow rooms of producers. No method blocks. Used by one thread only.
 
     Args:
         options: timeouts, this engine's keys, and the networks that it may connect to. A room that
-            its producer does not know fails after ``load_timeout``; all rooms of a producer that
-            does not answer fail after ``handshake_timeout``.
+            its producer does not know fails after ``load_timeout``, as does one that has not
+            changed for that time after its first part; all rooms of a producer that does not
+            answer fail after ``handshake_timeout``.
         clock: seconds, monotonic.
     """
 
@@ -94,9 +172,12 @@ class RoomFollower:
     ) -> None:
         self._options = options
         self._clock = clock
-        self._lock = threading.Lock()
+        self._inbox = _Inbox(clock)
+        self._lock = self._inbox.lock
         self._producers: dict[PeerKey, _Producer] = {}
         self._requests: dict[Hashable, tuple[_Producer | None, RoomId, _Room]] = {}
+        self._due = math.inf
+        """No request is late before this time."""
         self._is_closed = False
 
     @property
@@ -107,10 +188,8 @@ class RoomFollower:
     @property
     def pending(self) -> bool:
         """Return whether a request has news that ``news`` has not returned."""
-        with self._lock:
-            return any(
-                self._is_news(request, room) for request, (_, _, room) in self._requests.items()
-            )
+        self._fail_late()
+        return bool(self._inbox.changed)
 
     def follow(self, request: Hashable, room: RoomId, producer: PeerKey) -> None:
         """Follow a request's room from now on.
@@ -127,12 +206,12 @@ class RoomFollower:
             raise ValueError(f"request {request!r} follows a room already: call end() first")
         with self._lock:
             following, error = self._producer(producer)
-            if following is None:
-                found = _Room(since=self._clock(), error=error)
-            else:
-                found = following.rooms.setdefault(room, _Room(since=self._clock()))
-            found.requests[request] = 0
+            found = _Room(error=error) if following is None else following.enter(room)
+            found.requests[request] = _Follower(since=self._clock())
             self._requests[request] = following, room, found
+            if found.error is not None or found.news is not None:
+                self._inbox.changed.add(request)
+            self._due = min(self._due, self._late_at(request, found))
         if following is not None:
             following.wake()
 
@@ -145,16 +224,20 @@ class RoomFollower:
         Returns:
             The newest news, or why the room is not followed any more; ``None`` if nothing is new.
         """
-        if request not in self._requests:
+        self._fail_late()
+        if request not in self._inbox.changed:
             return None
         _, _, room = self._requests[request]
         with self._lock:
-            if not self._is_news(request, room):
-                return None
-            if room.news is not None and room.requests[request] < room.version:
-                room.requests[request] = room.version
-                return room.news
-            return room.error or _unknown(self._options.load_timeout)
+            news = room.news
+            if news is None or not room.is_unseen(request):
+                return room.error
+            room.requests[request].seen = room.version
+            self._inbox.trim(room)
+            if room.error is None:
+                self._inbox.changed.discard(request)
+            self._due = min(self._due, self._late_at(request, room))
+            return news
 
     def end(self, request: Hashable) -> None:
         """Follow a request's room no more; ignored if it follows none."""
@@ -162,9 +245,11 @@ class RoomFollower:
         if room is None:
             return
         with self._lock:
+            self._inbox.changed.discard(request)
             del room.requests[request]
+            self._inbox.trim(room)
             if following is not None and name is not None and not room.requests:
-                following.rooms.pop(name, None)
+                following.leave(name, room)
 
     def close(self) -> None:
         """Follow nothing any more; return at once."""
@@ -176,15 +261,48 @@ class RoomFollower:
         for producer in producers:
             producer.wake()
 
-    def _is_news(self, request: Hashable, room: _Room) -> bool:
-        unseen = room.requests[request] < room.version
-        late = self._clock() - room.since >= self._options.load_timeout
-        return unseen or room.error is not None or (late and not room.version)
+    def _late_at(self, request: Hashable, room: _Room) -> float:
+        """Return when a request is late if nothing is heard of its room; the lock is held."""
+        if room.is_over or room.is_unseen(request):
+            return math.inf
+        follower = room.requests[request]
+        if not follower.seen:
+            return follower.since + self._options.load_timeout
+        may_hang = room.has_part and not room.is_last
+        return room.changed + self._options.load_timeout if may_hang else math.inf
+
+    def _fail_late(self) -> None:
+        """Fail the rooms of which nothing was heard for too long."""
+        now = self._clock()
+        if now < self._due:
+            return
+        self._due = math.inf
+        with self._lock:
+            for request, (_, name, room) in list(self._requests.items()):
+                late_at = self._late_at(request, room)
+                if late_at > now:
+                    self._due = min(self._due, late_at)
+                    continue
+                seconds = self._options.load_timeout
+                if room.requests[request].seen:
+                    self._inbox.fail([room], _stalled(seconds))
+                else:
+                    self._part_from(request, name, room, _unknown(seconds))
+
+    def _part_from(self, request: Hashable, name: RoomId, room: _Room, error: KVFerryError) -> None:
+        """Fail one request of a room, and not the others; the lock is held."""
+        following, _, _ = self._requests[request]
+        alone = _Room(error=error)
+        alone.requests[request] = room.requests.pop(request)
+        self._requests[request] = None, name, alone
+        self._inbox.changed.add(request)
+        if following is not None and not room.requests:
+            following.leave(name, room)
 
     def _producer(self, key: PeerKey) -> tuple[_Producer | None, KVFerryError | None]:
         """Return what follows a producer's rooms; or why these cannot be followed."""
         known = self._producers.get(key)
-        has_room = known is not None or len(self._producers) < MAX_PRODUCERS
+        has_room = known is not None or len(self._producers) < MAX_PRODUCERS or self._evict()
         if not has_room or len(self._requests) >= MAX_REQUESTS:
             return None, HandshakeError(
                 f"more than {MAX_REQUESTS} requests, or requests of more than {MAX_PRODUCERS} "
@@ -193,23 +311,46 @@ class RoomFollower:
         if known is not None:
             return known, None
         try:
-            made = _Producer(key, self._options, self._lock, self._forget)
+            made = _Producer(key, self._options, self._inbox, self._forget)
         except (OSError, RuntimeError) as exc:  # no file descriptor or no thread is left
             return None, HandshakeError(f"{exc}; {RAISE_LIMITS}")
         self._producers[key] = made
         return made, None
 
-    def _forget(self, producer: _Producer) -> bool:
-        """Forget a producer without rooms, or any when this object is closed; the lock is held.
+    def _evict(self) -> bool:
+        """Forget a producer that has no rooms, and whose thread only waits for some.
+
+        A thread that waits for a peer is counted until it ends, so that there cannot be too many.
+
+        Returns:
+            Whether there was one.
+        """
+        for key, producer in self._producers.items():
+            if producer.is_idle and not producer.rooms:
+                del self._producers[key]
+                producer.rouse()
+                return True
+        return False
+
+    def _forget(self, producer: _Producer, *, is_over: bool) -> bool:
+        """Forget a producer that has no rooms, or whose thread ends; the lock is held.
+
+        Args:
+            producer: the producer.
+            is_over: whether its thread ends now, whatever the reason.
 
         Returns:
             Whether it was forgotten, so that its thread ends.
         """
-        if producer.rooms and not self._is_closed:
+        if producer.rooms and not self._is_closed and not is_over:
             return False
         if self._producers.get(producer.key) is producer:
             del self._producers[producer.key]
         return True
+
+
+class _Forget(Protocol):
+    def __call__(self, producer: _Producer, *, is_over: bool) -> bool: ...
 
 
 class _Producer:
@@ -218,30 +359,34 @@ class _Producer:
     Args:
         key: the producer.
         options: see ``RoomFollower``.
-        lock: guards ``rooms``, and is held when ``forget`` is called.
-        forget: called when there was nothing to follow for a while; returns whether the thread is
-            to end.
+        inbox: keeps the news; its lock guards ``rooms``, and is held when ``forget`` is called.
+        forget: called when there was nothing to follow for a while, or the thread ends; returns
+            whether the thread is to end.
 
     Attributes:
         key: the producer.
         rooms: the rooms to follow.
+        is_idle: whether the thread only waits for ``wake``.
     """
 
     def __init__(
-        self,
-        key: PeerKey,
-        options: EndpointOptions,
-        lock: threading.Lock,
-        forget: Callable[[_Producer], bool],
+        self, key: PeerKey, options: EndpointOptions, inbox: _Inbox, forget: _Forget
     ) -> None:
         self.key = key
         self.rooms: dict[RoomId, _Room] = {}
+        self.is_idle = False
         self._options = options
-        self._lock = lock
+        self._inbox = inbox
+        self._lock = inbox.lock
         self._forget = forget
         self._incarnation = 0
         self._answered = time.monotonic()
+        """When an answer came last, or there was a room to ask about after there was none."""
         self._turns = itertools.count()
+        self._place = 0
+        """The index of the address that is asked."""
+        self._failures: dict[int, KVFerryError] = {}
+        """Since the last answer: how each address has failed last, the latest at the end."""
         self._woken = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         name = f"kvferry-rooms-{key.engine[:16]}"
         try:
@@ -250,40 +395,77 @@ class _Producer:
             os.close(self._woken)
             raise
 
+    def enter(self, name: RoomId) -> _Room:
+        """Return a room that a request is about to follow; the lock is held."""
+        was_busy = any(not room.is_over for room in self.rooms.values())
+        room = self.rooms.setdefault(name, _Room())
+        if room.news is None and room.version and room.error is None:
+            room.is_wanted = True
+        if not was_busy:
+            self._answered = time.monotonic()
+            self._failures.clear()
+        return room
+
+    def leave(self, name: RoomId, room: _Room) -> None:
+        """Follow a room no more; the lock is held."""
+        if self.rooms.get(name) is room:
+            del self.rooms[name]
+
     def wake(self) -> None:
         """Have the thread look for rooms now."""
-        with self._lock, suppress(OSError):
+        with self._lock:
+            self.rouse()
+
+    def rouse(self) -> None:
+        """Do what ``wake`` does; the lock is held."""
+        with suppress(OSError):
             if self._woken >= 0:
                 os.eventfd_write(self._woken, 1)
 
     def _run(self) -> None:
-        while True:
-            if self._has_rooms():
-                try:
-                    self._connect_and_follow()
-                except KVFerryError as exc:
-                    self._failed(exc)
-                except Exception as exc:  # noqa: BLE001  the requests must hear of any failure
-                    self._failed(HandshakeError(f"failed: {exc!r}"))
-                time.sleep(PAUSE_SECONDS)
-            else:
-                self._sleep(LINGER_SECONDS)
+        try:
+            while not self._is_over():
+                self._turn()
+        finally:
             with self._lock:
-                if self._forget(self):
-                    woken, self._woken = self._woken, -1
-                    os.close(woken)
-                    return
+                self._forget(self, is_over=True)
+                ended = HandshakeError("the thread that follows this engine's rooms has ended")
+                self._inbox.fail(self.rooms.values(), ended)
+                woken, self._woken = self._woken, -1
+                os.close(woken)
+
+    def _is_over(self) -> bool:
+        with self._lock:
+            return self._forget(self, is_over=False)
+
+    def _turn(self) -> None:
+        """Follow the rooms until that fails; or wait for some."""
+        try:
+            if not self._has_rooms():
+                self._sleep(LINGER_SECONDS)
+                return
+            self._connect_and_follow()
+        except KVFerryError as exc:
+            self._failed(exc)
+        except Exception as exc:  # noqa: BLE001  the requests must hear of any failure
+            self._failed(HandshakeError(f"failed: {exc!r}"))
+        time.sleep(PAUSE_SECONDS)
 
     def _connect_and_follow(self) -> None:
         """Follow the rooms over one connection, until none was left for a while.
 
+        The addresses of the producer share the timeout, as in ``first_answer``.
+
         Raises:
             KVFerryError: the connection cannot be made, or has ended.
         """
-        place = self.key.places[next(self._turns) % len(self.key.places)]
-        call = dialer(place, self._options.handshake_timeout, self._options)
+        places = self.key.places
+        place = places[self._place]
+        timeout = self._options.handshake_timeout
+        call = dialer(place, timeout / len(places), self._options)
         with explained(place.engine, call), closing(SideChannelConnection(call)) as connection:
-            until = time.monotonic() + LINGER_SECONDS
+            begun = time.monotonic()
+            until = begun + LINGER_SECONDS
             while time.monotonic() < until:
                 rooms, wait_ms = self._asked()
                 if not rooms:
@@ -293,7 +475,10 @@ class _Producer:
                     continue
                 until = time.monotonic() + LINGER_SECONDS
                 follow = Follow(engine=self.key.engine, rooms=rooms, wait_ms=wait_ms)
-                deadline = time.monotonic() + self._options.handshake_timeout
+                silent_since = self._answered
+                deadline = min(
+                    max(silent_since, begun) + timeout / len(places), silent_since + timeout
+                )
                 reply = connection.ask_until(follow, self._woken, deadline)
                 time.sleep(SHORTEST_SECONDS)
                 self._clear()
@@ -303,7 +488,7 @@ class _Producer:
     def _asked(self) -> tuple[list[tuple[bytes, int]], int]:
         """Return the rooms to ask about next, with their versions, and how long to wait."""
         with self._lock:
-            rooms = [(name, r.version) for name, r in self.rooms.items() if not r.is_over]
+            rooms = [(name, r.known) for name, r in self.rooms.items() if not r.is_over]
         if len(rooms) <= MAX_FOLLOWED:
             return [(bytes(name), version) for name, version in rooms], MAX_WAIT_MS
         first = next(self._turns) * MAX_FOLLOWED % len(rooms)
@@ -315,54 +500,51 @@ class _Producer:
 
         Raises:
             HandshakeError: it is no answer to what was asked.
-            PeerLostError: it is from another start of the engine.
         """
         if not isinstance(reply, Followed):
             raise unexpected(reply)
-        self._answered = time.monotonic()
         with self._lock:
+            self._answered = time.monotonic()
+            self._failures.clear()
             is_new = self._incarnation not in (0, reply.incarnation)
             self._incarnation = reply.incarnation
-            known = [room for room in self.rooms.values() if room.version]
-            for news in () if is_new else reply.rooms:
+            if is_new:
+                known = [room for room in self.rooms.values() if room.version]
+                restarted = PeerLostError(f"engine {self.key.engine} was restarted")
+                self._inbox.fail(known, restarted)
+                return
+            for news in reply.rooms:
                 room = self.rooms.get(RoomId(news.room))
-                if room is not None and not room.is_over and news.version > room.version:
-                    _keep(room, news)
-        if is_new:
-            self._fail(known, PeerLostError(f"engine {self.key.engine} was restarted"))
+                if room is not None and not room.is_over and news.version > room.known:
+                    self._inbox.keep(room, news)
 
     def _failed(self, error: KVFerryError) -> None:
-        """Fail all rooms if it makes no sense to ask again."""
-        silent = time.monotonic() - self._answered
-        is_final = isinstance(error, RefusedError | AdmissionError)
-        if not is_final and silent < self._options.handshake_timeout:
-            return
-        if isinstance(error, RefusedError):
-            error = RefusedError(
-                f"{error}. An engine that prefills for requests with a transfer_id needs a kvferry "
-                "that has early tickets: upgrade it, or let the router send requests to prefill "
-                "first"
-            )
-        with self._lock:
-            rooms = list(self.rooms.values())
-        self._fail(rooms, error)
+        """Fail all rooms if it makes no sense to ask again.
 
-    def _fail(self, rooms: Sequence[_Room], error: KVFerryError) -> None:
+        That is so if every address has refused this engine, or nothing was answered for too long.
+        """
+        forget_frames(error)
         with self._lock:
-            for room in rooms:
-                if not room.is_over:
-                    room.error = error
+            self._failures.pop(self._place, None)
+            self._failures[self._place] = error
+            self._place = (self._place + 1) % len(self.key.places)
+            failures = list(self._failures.values())
+            refusals = [each for each in failures if isinstance(each, FINAL)]
+            is_silent = time.monotonic() >= self._answered + self._options.handshake_timeout
+            if len(refusals) == len(self.key.places) or is_silent:
+                self._inbox.fail(self.rooms.values(), _joined(failures))
 
     def _has_rooms(self) -> bool:
         with self._lock:
-            has = any(not room.is_over for room in self.rooms.values())
-        if not has:
-            self._answered = time.monotonic()
-        return has
+            return any(not room.is_over for room in self.rooms.values())
 
     def _sleep(self, seconds: float) -> None:
         """Wait for ``wake``."""
-        select.select([self._woken], [], [], seconds)
+        poll = select.poll()  # select.select refuses descriptors from 1,024 on
+        poll.register(self._woken, select.POLLIN)
+        self.is_idle = True
+        poll.poll(math.ceil(seconds * 1e3))
+        self.is_idle = False
         self._clear()
 
     def _clear(self) -> None:
@@ -370,13 +552,33 @@ class _Producer:
             os.eventfd_read(self._woken)
 
 
-def _keep(room: _Room, news: RoomNews) -> None:
-    """Keep news of a room; an older version never comes back."""
-    room.version, room.news = news.version, news
-    if news.error:
-        room.error = HandshakeError(f"the prefill engine makes no ticket: {news.error}")
-        room.news = None
-        room.version = 0
+def _joined(failures: Sequence[KVFerryError]) -> KVFerryError:
+    """Return one error for the failures at all addresses of a producer."""
+    last = failures[-1]
+    text = "; and ".join(map(str, failures))
+    if all(isinstance(each, RefusedError) for each in failures):
+        return RefusedError(
+            f"{text}. An engine that prefills for requests with a transfer_id needs a kvferry that "
+            "has early tickets: upgrade it, or let the router send requests to prefill first"
+        )
+    return last if len(failures) == 1 else type(last)(text)
+
+
+def _too_much() -> HandshakeError:
+    """Return the error of a room whose news there is no memory for."""
+    return HandshakeError(
+        f"the parts of tickets that no request has taken yet would take more than "
+        f"{MAX_UNSEEN_BYTES} bytes: use more decode engines"
+    )
+
+
+def _stalled(seconds: float) -> DeadlineError:
+    """Return the error of a room of which no part came for ``load_timeout`` seconds."""
+    return DeadlineError(
+        f"the prefill engine has computed nothing of this request for {seconds:g} s "
+        "(load_timeout), though its side channel answers: look whether it hangs or has preempted "
+        "the request, or set a longer load_timeout"
+    )
 
 
 def _unknown(seconds: float) -> DeadlineError:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import resource
 import threading
+import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 
+import msgspec
 import pytest
 import zmq
 
@@ -19,19 +23,23 @@ from kvferry.core.errors import (
     PeerLostError,
     RefusedError,
 )
-from kvferry.core.handshake import HandshakeServer, waiting_follows
+from kvferry.core.handshake import HandshakeServer, server, waiting_follows
 from kvferry.core.lifecycle.rooms import Rooms, room_id
 from kvferry.core.security import Access, Networks
 from kvferry.core.side_channel_messages import (
     MAX_FOLLOWED,
     MAX_PART_BYTES,
+    MAX_REQUEST_BYTES,
     Follow,
     Followed,
+    Health,
+    PayloadRequest,
     Ping,
     Pong,
     Refusal,
     Reply,
     RoomNews,
+    decode,
     decode_reply,
     decode_request,
     encode,
@@ -77,7 +85,7 @@ def heard(follower: RoomFollower, request: Hashable) -> RoomNews | KVFerryError:
     return found[0]
 
 
-def part(follower: RoomFollower, request: str) -> bytes:
+def part(follower: RoomFollower, request: Hashable) -> bytes:
     """Wait for a part with content."""
     while True:
         news = heard(follower, request)
@@ -165,6 +173,85 @@ def test_a_room_that_ends_without_a_ticket_says_why() -> None:
         assert following.news("d") is error
 
 
+def test_a_request_that_comes_later_waits_as_long_as_the_first() -> None:
+    clock = Clock()
+    with producer(Rooms()) as key, follower(clock=clock) as following:
+        following.follow("d-1", A, key)
+        clock.skip(50.0)
+        following.follow("d-2", A, key)
+        clock.skip(11.0)
+        assert isinstance(heard(following, "d-1"), DeadlineError)
+        assert following.news("d-2") is None
+        following.end("d-1")
+        assert not following.pending
+        clock.skip(50.0)
+        assert isinstance(heard(following, "d-2"), DeadlineError)
+
+
+def test_a_room_that_changes_no_more_fails_after_the_load_timeout() -> None:
+    rooms, clock = Rooms(), Clock()
+    rooms.open(A)
+    rooms.publish(A, b"one")
+    with producer(rooms) as key, follower(clock=clock) as following:
+        following.follow("d", A, key)
+        assert part(following, "d") == b"one"
+        clock.skip(50.0)
+        assert not following.pending
+        rooms.publish(A, b"two")
+        assert part(following, "d") == b"two"
+        clock.skip(50.0)
+        assert not following.pending
+        clock.skip(11.0)
+        assert following.pending
+        error = heard(following, "d")
+        assert isinstance(error, DeadlineError)
+        assert "hangs" in str(error)
+
+
+def test_a_room_whose_ticket_has_come_is_not_late() -> None:
+    rooms, clock = Rooms(), Clock()
+    rooms.open(A)
+    rooms.finish(A, b"ticket")
+    with producer(rooms) as key, follower(clock=clock) as following:
+        following.follow("d-1", A, key)
+        following.follow("never opened", B, key)
+        assert part(following, "d-1") == b"ticket"
+        clock.skip(100.0)
+        following.follow("d-2", A, key)
+        assert following.pending  # because of the request that is late
+        assert part(following, "d-2") == b"ticket"
+
+
+def test_parts_that_every_request_has_seen_take_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(room_follower, "MAX_UNSEEN_BYTES", 10)
+    rooms = Rooms()
+    with producer(rooms) as key, follower() as following:
+        for name in (A, B):
+            rooms.open(name)
+            following.follow(name, name, key)
+            rooms.publish(name, b"123456")
+            assert part(following, name) == b"123456"
+        rooms.publish(A, b"abcdef")
+        eventually(lambda: following.pending, "a part")
+        rooms.publish(B, b"abcdef")
+        error = heard(following, B)
+        assert isinstance(error, HandshakeError)
+        assert "10 bytes" in str(error)
+        assert part(following, A) == b"abcdef"
+        following.end(B)
+        rooms.finish(A, b"7890")
+        assert part(following, A) == b"7890"
+
+
+def test_errors_keep_nothing_else_in_memory() -> None:
+    with silent() as key, follower(NO_WAIT) as following:
+        following.follow("d", A, key)
+        error: BaseException | None = heard(following, "d")  # type: ignore[assignment]
+        while error is not None:
+            assert error.__traceback__ is None
+            error = error.__cause__ or error.__context__
+
+
 def test_a_room_that_is_forgotten_fails() -> None:
     rooms, clock = Rooms(), Clock()
     rooms.open(A)
@@ -217,6 +304,118 @@ def test_an_engine_without_rooms_refuses() -> None:
         error = heard(following, "d")
         assert isinstance(error, RefusedError)
         assert "upgrade" in str(error)
+
+
+def test_an_older_build_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = msgspec.msgpack.Decoder(PayloadRequest | Ping | Health)
+    monkeypatch.setattr(
+        server, "decode_request", lambda data: decode(known, data, MAX_REQUEST_BYTES, "request")
+    )
+    with producer(Rooms()) as key, follower() as following:
+        following.follow("d", A, key)
+        error = heard(following, "d")
+        assert isinstance(error, RefusedError)
+        assert "follow" in str(error)
+        assert "upgrade" in str(error)
+
+
+def test_the_next_address_is_asked_if_one_refuses() -> None:
+    rooms = Rooms()
+    rooms.open(A)
+    rooms.finish(A, b"ticket")
+    with producer(None) as refusing, producer(rooms) as key, follower() as following:
+        both = refusing._replace(routed=(key.host, key.port))
+        following.follow("d", A, both)
+        assert part(following, "d") == b"ticket"
+
+
+def test_rooms_fail_once_every_address_has_refused() -> None:
+    with producer(None) as one, producer(None) as two, follower() as following:
+        following.follow("d", A, one._replace(routed=(two.host, two.port)))
+        error = heard(following, "d")
+        assert isinstance(error, RefusedError)
+        assert str(one.port) in str(error)
+        assert str(two.port) in str(error)
+
+
+def test_the_connection_is_made_anew_after_a_pause() -> None:
+    rooms = Rooms()
+    rooms.open(A)
+    rooms.finish(A, b"one")
+    with follower(EndpointOptions(handshake_timeout=2.0)) as following:
+        with producer(rooms) as key:
+            following.follow("d-1", A, key)
+            assert part(following, "d-1") == b"one"
+            following.end("d-1")
+        time.sleep(2.5)  # longer than the timeout, while nothing is followed
+        rooms.open(B)
+        rooms.finish(B, b"two")
+        with producer(rooms, port=key.port):
+            following.follow("d-2", B, key)
+            assert part(following, "d-2") == b"two"
+
+
+def test_more_open_files_than_select_takes() -> None:
+    rooms = Rooms()
+    rooms.open(A)
+    with producer(rooms) as key, contextlib.ExitStack() as opened:
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        opened.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 4096)), hard))
+        first = os.open(os.devnull, os.O_RDONLY)
+        opened.callback(os.close, first)
+        while (last := os.dup(first)) < 1100:
+            opened.callback(os.close, last)
+        opened.callback(os.close, last)
+        following = opened.enter_context(follower())
+        following.follow("d-1", A, key)
+        rooms.finish(A, b"one")
+        assert part(following, "d-1") == b"one"
+        following.end("d-1")
+        following.follow("d-2", A, key)
+        assert part(following, "d-2") == b"one"
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_producer_whose_thread_has_ended_is_followed_anew(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def ends(_: object) -> None:
+        raise SystemExit
+
+    rooms = Rooms()
+    rooms.open(A)
+    rooms.finish(A, b"ticket")
+    with producer(rooms) as key, follower() as following:
+        with monkeypatch.context() as broken:
+            broken.setattr(room_follower, "SideChannelConnection", ends)
+            following.follow("d-1", A, key)
+            assert isinstance(heard(following, "d-1"), HandshakeError)
+        following.end("d-1")
+        following.follow("d-2", A, key)
+        assert part(following, "d-2") == b"ticket"
+
+
+def test_a_producer_without_rooms_makes_room_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(room_follower, "MAX_PRODUCERS", 1)
+    monkeypatch.setattr(room_follower, "LINGER_SECONDS", 1000.0)
+    rooms = Rooms()
+    rooms.open(A)
+    rooms.finish(A, b"ticket")
+    with producer(rooms) as one, producer(rooms) as two, follower() as following:
+        following.follow("d-1", A, one)
+        assert part(following, "d-1") == b"ticket"
+        following.end("d-1")
+
+        def is_taken() -> bool:
+            following.follow("d-2", A, two)
+            is_refused = isinstance(following.news("d-2"), HandshakeError)
+            if is_refused:
+                following.end("d-2")
+            return not is_refused
+
+        eventually(is_taken, "the first one's thread waits for rooms")
+        assert part(following, "d-2") == b"ticket"
 
 
 def test_a_producer_that_nobody_reaches_fails_its_rooms() -> None:
@@ -297,6 +496,49 @@ def hostile(answer: Callable[[Follow], bytes]) -> Iterator[PeerKey]:
 
 def followed(*rooms: RoomNews, incarnation: int = 7) -> bytes:
     return encode(Followed(incarnation=incarnation, rooms=list(rooms)))
+
+
+@contextlib.contextmanager
+def silent() -> Iterator[PeerKey]:
+    """Run a side channel that takes connections and requests, and answers nothing."""
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as socket:
+        socket.linger = 0
+        port = socket.bind_to_random_port("tcp://127.0.0.1")
+        yield PeerKey("prefill", "127.0.0.1", port)
+
+
+def test_a_silent_side_channel_fails_its_rooms() -> None:
+    with silent() as key, follower(NO_WAIT) as following:
+        following.follow("d", A, key)
+        error = heard(following, "d")
+        assert isinstance(error, HandshakeError)
+        assert "stopped or overloaded" in str(error)
+
+
+def test_new_requests_do_not_put_off_the_end_of_a_silent_side_channel() -> None:
+    with silent() as key, follower(NO_WAIT) as following:
+        following.follow("d", A, key)
+        requests = iter(range(1000))
+
+        def is_over() -> bool:
+            request = next(requests)
+            following.follow(request, B, key)
+            following.end(request)
+            time.sleep(0.01)
+            return following.news("d") is not None
+
+        eventually(is_over, "an error")
+        assert isinstance(following.news("d"), HandshakeError)
+
+
+def test_the_next_address_is_asked_if_one_is_silent() -> None:
+    rooms = Rooms()
+    rooms.open(A)
+    rooms.finish(A, b"ticket")
+    options = EndpointOptions(handshake_timeout=2.0)
+    with silent() as first, producer(rooms) as key, follower(options) as following:
+        following.follow("d", A, first._replace(routed=(key.host, key.port)))
+        assert part(following, "d") == b"ticket"
 
 
 BAD_ANSWERS: dict[str, bytes] = {
