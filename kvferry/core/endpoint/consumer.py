@@ -16,7 +16,7 @@ from kvferry.core.endpoint import log_messages
 from kvferry.core.endpoint.connections import Connections
 from kvferry.core.endpoint.error_containment import ErrorContainment, as_ours
 from kvferry.core.endpoint.lease_renewal import LeaseRenewal, PendingTickets
-from kvferry.core.endpoint.load import Load, LoadState, early_unit
+from kvferry.core.endpoint.load import Load, LoadState, check_same_engine, early_unit
 from kvferry.core.endpoint.options import EndpointOptions
 from kvferry.core.endpoint.peers import Peer, Peers, PeerUse
 from kvferry.core.endpoint.relayed_replies import RelayedHandshakes
@@ -128,6 +128,8 @@ class LoadManager:
         self._slow_path_warnings = SlowPathWarnings(own.driver, self._peers.path)
         self._loads = Loads()
         self._states: dict[LoadId, LoadState] = {}
+        self._by_request: dict[RequestId, list[LoadId]] = defaultdict(list)
+        """The loads in ``_states`` of each request, in the order in which they began."""
         self._workspace = Workspace()
         self._lease_renewal = LeaseRenewal(
             engine=own.engine,
@@ -203,6 +205,7 @@ class LoadManager:
         )
         state = LoadState(load_id=load_id, load=load, begun=time.perf_counter())
         self._states[load_id] = state
+        self._by_request[load.request].append(load_id)
         if load.ticket.engine == self._own.engine:
             reason = TicketReason.OWN
             self._on_not_connected(
@@ -233,23 +236,22 @@ class LoadManager:
         state = self._latest(request)
         if state is None or not state.load.is_early or state.load_id not in self._loads:
             return
-        load_id, peer, hold = state.load_id, state.peer, part.hold
+        load_id, peer = state.load_id, state.peer
         self._touched.add(load_id)
         try:
-            _check_same_engine(state.load.ticket, part)
+            check_same_engine(state.load.ticket, part)
             if peer is not None:
                 peer.check(part)
-        except TicketError as exc:
-            self._loads.abort(load_id, exc)
-            return
-        state.extend(part, is_last=is_last)
-        deadline = self._clock() + self._load_timeout
-        if is_last:
-            if peer is not None:
-                self._renew(load_id, state, peer)
-            self._loads.finish(load_id, hold, computed=part.computed, deadline=deadline)
-        else:
-            self._loads.extend(load_id, hold, part.tokens, deadline)
+            state.extend(part, is_last=is_last)
+            deadline = self._clock() + self._load_timeout
+            if is_last:
+                if peer is not None:
+                    self._renew(load_id, state, peer)
+                self._loads.finish(load_id, part.hold, computed=part.computed, deadline=deadline)
+            else:
+                self._loads.extend(load_id, part.hold, part.tokens, deadline)
+        except Exception as exc:  # noqa: BLE001  a load that misses its last part would never end
+            self._loads.abort(load_id, as_ours(exc))
 
     def abort(self, request: RequestId) -> None:
         """Fail the latest load of a request, if any of its loads is not over."""
@@ -258,8 +260,8 @@ class LoadManager:
 
     def _latest(self, request: RequestId) -> LoadState | None:
         """Return the latest load of a request, if any of its loads is not over."""
-        latest_first = reversed(self._states.values())
-        return next((state for state in latest_first if state.load.request == request), None)
+        load_ids = self._by_request.get(request)
+        return self._states[load_ids[-1]] if load_ids else None
 
     def abort_all(self) -> None:
         """Fail all loads that are not over. Called when the endpoint closes."""
@@ -695,23 +697,15 @@ class LoadManager:
         """
         for load_id in self._touched:
             if load_id not in self._loads and load_id in self._states:
-                peer = self._states.pop(load_id).peer
-                if peer is not None:
-                    peer.release(PeerUse.LOAD)
+                state = self._states.pop(load_id)
+                self._forget_request(state.load.request, load_id)
+                if state.peer is not None:
+                    state.peer.release(PeerUse.LOAD)
         self._touched.clear()
 
-
-def _check_same_engine(ticket: Ticket, part: Ticket) -> None:
-    """Refuse a part that names another engine than the first part of its load.
-
-    Raises:
-        TicketError: the engine, its incarnation or its ticket key differs.
-    """
-    first, other = ((each.engine, each.incarnation, each.ticket_key) for each in (ticket, part))
-    if first != other:
-        raise TicketError(
-            f"a part of the prompt is from engine {part.engine!r} (incarnation "
-            f"{part.incarnation}), and the first was from {ticket.engine!r} (incarnation "
-            f"{ticket.incarnation})",
-            reason=TicketReason.MISMATCH,
-        )
+    def _forget_request(self, request: RequestId, load_id: LoadId) -> None:
+        """Forget that a request has this load."""
+        load_ids = self._by_request[request]
+        load_ids.remove(load_id)
+        if not load_ids:
+            del self._by_request[request]

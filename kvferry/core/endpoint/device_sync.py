@@ -7,8 +7,8 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from kvferry.core.endpoint.load import Load
-from kvferry.core.errors import DeadlineError, EndpointClosedError, KVFerryError
+from kvferry.core.endpoint.load import Load, check_same_engine
+from kvferry.core.errors import DeadlineError, EndpointClosedError, KVFerryError, TicketError
 from kvferry.core.lifecycle.holds import RequestId
 from kvferry.core.lifecycle.ticket import Ticket
 
@@ -55,6 +55,8 @@ class DeviceSync:
         self._clock = clock
         self._patience = patience
         self._waiting: deque[_WaitingLoad] = deque()
+        self._early: dict[RequestId, _WaitingLoad] = {}
+        """The latest early load of each request in ``_waiting``."""
 
     def __len__(self) -> int:
         """Return how many loads wait for the device."""
@@ -70,10 +72,15 @@ class DeviceSync:
             passed: returns whether the device has finished; polled.
         """
         until = self._clock() + self._patience
-        self._waiting.append(_WaitingLoad(load=load, passed=passed, until=until))
+        one = _WaitingLoad(load=load, passed=passed, until=until)
+        self._waiting.append(one)
+        if load.is_early:
+            self._early[load.request] = one
 
     def extend(self, request: RequestId, part: Ticket, *, is_last: bool) -> bool:
         """Use a newer part of an early load that has not begun.
+
+        If the part is not of the first part's engine, the load fails.
 
         Args:
             request: the request.
@@ -83,11 +90,19 @@ class DeviceSync:
         Returns:
             Whether the request has such a load.
         """
-        for one in self._waiting:
-            if one.load.request == request and one.load.is_early:
-                one.load = replace(one.load, ticket=part, is_early=not is_last)
-                return True
-        return False
+        one = self._early.get(request)
+        if one is None:
+            return False
+        try:
+            check_same_engine(one.load.ticket, part)
+        except TicketError as exc:
+            self._remove(one)
+            self._begin(one.load, exc)
+            return True
+        one.load = replace(one.load, ticket=part, is_early=not is_last)
+        if is_last:
+            del self._early[request]
+        return True
 
     def progress(self) -> bool:
         """Begin, in order, the loads whose wait is over; a load that waited too long fails.
@@ -100,11 +115,13 @@ class DeviceSync:
         """
         begun = False
         while self._waiting:
-            is_over, error = self._check(self._waiting[0])
+            one = self._waiting[0]
+            is_over, error = self._check(one)
             if not is_over:
                 break
             begun = True
-            self._begin(self._waiting.popleft().load, error)
+            self._remove(one)
+            self._begin(one.load, error)
         return begun
 
     def give_up(self, request: RequestId | None = None) -> None:
@@ -114,8 +131,14 @@ class DeviceSync:
             request: the request whose loads to fail; ``None`` for all requests.
         """
         for one in [one for one in self._waiting if request in (None, one.load.request)]:
-            self._waiting.remove(one)
+            self._remove(one)
             self._begin(one.load, EndpointClosedError("given up by this engine"))
+
+    def _remove(self, one: _WaitingLoad) -> None:
+        """Forget a load that begins, or fails."""
+        self._waiting.remove(one)  # mostly the first
+        if self._early.get(one.load.request) is one:
+            del self._early[one.load.request]
 
     def _check(self, one: _WaitingLoad) -> tuple[bool, KVFerryError | None]:
         """Return whether a load's wait is over, and with which error it fails (``None``: begin)."""

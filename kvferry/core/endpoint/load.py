@@ -10,7 +10,7 @@ import numpy as np
 
 from kvferry.core.endpoint.peers import Peer
 from kvferry.core.endpoint.transfers import Grace, Outcome
-from kvferry.core.errors import EndpointClosedError, KVFerryError
+from kvferry.core.errors import EndpointClosedError, KVFerryError, TicketError, TicketReason
 from kvferry.core.layout import HOLE, GroupKind
 from kvferry.core.lifecycle.holds import RequestId
 from kvferry.core.lifecycle.loads import LoadId
@@ -251,3 +251,19 @@ def _clip(wanted: tuple[int, int] | None, since: int, until: int | None) -> tupl
     first = max(wanted[0], since)
     last = wanted[1] if until is None else min(wanted[1], until)
     return (first, last) if first < last else None
+
+
+def check_same_engine(ticket: Ticket, part: Ticket) -> None:
+    """Refuse a part that names another engine than the first part of its load.
+
+    Raises:
+        TicketError: the engine, its incarnation or its ticket key differs.
+    """
+    first, other = ((each.engine, each.incarnation, each.ticket_key) for each in (ticket, part))
+    if first != other:
+        raise TicketError(
+            f"a part of the prompt is from engine {part.engine!r} (incarnation "
+            f"{part.incarnation}), and the first was from {ticket.engine!r} (incarnation "
+            f"{ticket.incarnation})",
+            reason=TicketReason.MISMATCH,
+        )

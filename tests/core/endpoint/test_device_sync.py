@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
+
+import pytest
 
 from kvferry.core.endpoint.device_sync import DeviceSync
 from kvferry.core.endpoint.load import Load
@@ -10,9 +13,10 @@ from kvferry.core.errors import (
     DeadlineError,
     EndpointClosedError,
     KVFerryError,
+    TicketError,
 )
 from kvferry.core.lifecycle.holds import RequestId
-from tests.core.endpoint.samples import sample_load
+from tests.core.endpoint.samples import sample_load, sample_ticket
 
 
 class Device:
@@ -26,8 +30,8 @@ class Device:
     def _begin(self, load: Load, error: KVFerryError | None) -> None:
         self.begun.append((load.request, error))
 
-    def add(self, request: str, passed: Callable[[], bool]) -> None:
-        self.device_sync.add(sample_load(request), passed)
+    def add(self, request: str, passed: Callable[[], bool], **how: Any) -> None:
+        self.device_sync.add(sample_load(request, **how), passed)
 
 
 def test_loads_begin_in_order_as_the_device_finishes() -> None:
@@ -68,3 +72,27 @@ def test_one_waiting_load_or_all_of_them_can_be_given_up() -> None:
     assert [request for request, _ in device.begun] == ["b", "a", "c"]
     assert all(isinstance(error, EndpointClosedError) for _, error in device.begun)
     assert len(device.device_sync) == 0
+
+
+@pytest.mark.parametrize("is_last", [False, True], ids=["part", "last part"])
+def test_a_part_of_another_engine_fails_the_load_that_waits(is_last: bool) -> None:
+    device = Device()
+    for request in "ab":
+        device.add(request, lambda: False, is_early=True)
+    part = sample_ticket(engine="another")
+    assert device.device_sync.extend(RequestId("b"), part, is_last=is_last)
+    [(request, error)] = device.begun
+    assert request == "b"
+    assert isinstance(error, TicketError)
+    assert not device.device_sync.extend(RequestId("b"), sample_ticket(), is_last=is_last)
+    assert len(device.device_sync) == 1
+
+
+def test_only_an_early_load_is_extended_until_its_last_part() -> None:
+    device = Device()
+    device.add("a", lambda: False)
+    device.add("b", lambda: False, is_early=True)
+    assert not device.device_sync.extend(RequestId("a"), sample_ticket(), is_last=False)
+    assert device.device_sync.extend(RequestId("b"), sample_ticket(), is_last=False)
+    assert device.device_sync.extend(RequestId("b"), sample_ticket(), is_last=True)
+    assert not device.device_sync.extend(RequestId("b"), sample_ticket(), is_last=True)
