@@ -302,6 +302,7 @@ class LoadManager:
     def _tick(self, now: float) -> None:
         """Do the periodic work. An error in one step does not keep the other steps from running."""
         for activity, step in (
+            ("reconnecting", self._end_early_loads),
             ("looking after peers", self._peers.progress),
             ("closing connections", self._connections.progress),
             ("looking after tickets", self._pending_tickets.progress),
@@ -312,12 +313,31 @@ class LoadManager:
         ):
             self._containment.run(activity, partial(step, now), None, serves_all=True)
 
+    def _end_early_loads(self, now: float) -> None:
+        """Fail the early loads that alone keep suspect peers from being connected anew.
+
+        Loads that wait for the new connection have a deadline, and early loads have none while the
+        producer computes.
+        """
+        del now
+        for peer in self._peers.awaited:
+            load_ids = [load_id for load_id, state in self._states.items() if state.peer is peer]
+            if all(map(self._loads.is_early, load_ids)):
+                error = PeerLostError(
+                    f"a read from engine {peer.key.engine} had failed, and other loads wait until "
+                    "it is connected anew"
+                )
+                for load_id in load_ids:
+                    self._loads.abort(load_id, error)
+                    self._touched.add(load_id)
+
     def _end_lingering(self, state: LoadState, reads: Sequence[Read]) -> bool:
         """End cancelled reads that go on, by closing their connections.
 
         Closing a connection also fails all other loads that read over it, even from other engines.
         So while any load that has not failed uses one of the connections, nothing is closed until
-        the deadline of the cancelled load has passed.
+        the deadline of the cancelled load has passed. Early loads that only wait for their producer
+        do not count: they may do so for long.
 
         Args:
             state: the load that was cancelled.
@@ -335,10 +355,13 @@ class LoadManager:
         return True
 
     def _are_wanted(self, connections: Collection[PeerId]) -> bool:
-        """Return whether any load that has not failed has a peer with one of these connections."""
+        """Return whether any load that has not failed has a peer with one of these connections.
+
+        Early loads that only wait for their producer do not count.
+        """
         peers = {peer for each in connections for peer in self._peers.using(each)}
         return any(
-            state.peer in peers and self._loads.wanted(load_id)
+            state.peer in peers and self._loads.wanted(load_id) and not self._loads.is_idle(load_id)
             for load_id, state in self._states.items()
         )
 

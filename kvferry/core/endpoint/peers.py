@@ -422,6 +422,11 @@ class Peers:
         """Return the peers that use a connection; several engines may share it."""
         return [peer for peer in self._by_name.values() if connection in peer.ids.values()]
 
+    @property
+    def awaited(self) -> list[Peer]:
+        """Return the suspect peers that loads wait for: they are to be connected anew."""
+        return [peer for peer in self._deferred if peer.connected]
+
     def path(self, peer: Peer) -> str:
         """Return the driver's name for what carries a peer's bytes, such as ``rc_mlx5``.
 

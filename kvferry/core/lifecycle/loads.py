@@ -262,6 +262,26 @@ class Loads:
         """Return whether all loads are early ones that wait for more pages to be computed."""
         return all(load.is_idle or load.reported for load in self._loads.values())
 
+    def is_early(self, load_id: LoadId) -> bool:
+        """Return whether a load has not failed and waits for its last part: it has no deadline."""
+        load = self._loads.get(load_id)
+        return load is not None and load.early and load.failure is None and not load.reported
+
+    def is_idle(self, load_id: LoadId) -> bool:
+        """Return whether a load is an early one, and none of its reads is under way."""
+        load = self._loads.get(load_id)
+        return load is not None and load.is_idle
+
+    def is_discarded(self, load_id: LoadId, rank: int) -> bool:
+        """Return whether the read under way is for another hold than the newest part's.
+
+        Args:
+            load_id: the load.
+            rank: index of the producer rank that is read from.
+        """
+        load = self._loads.get(load_id)
+        return load is not None and self._is_outdated(load, rank)
+
     def wanted(self, load_id: LoadId) -> bool:
         """Return whether a load's data is still wanted: it has not failed and is not reported."""
         load = self._loads.get(load_id)

@@ -178,6 +178,38 @@ def test_what_is_under_way_for_an_older_hold_is_awaited_and_counts_nothing(
     assert load.tick() == ([] if is_last else [(LoadAction.CHECK, 0, None)])
 
 
+def test_a_read_for_an_older_hold_is_discarded() -> None:
+    load = EarlyLoad()
+    load.begin_reading()
+    assert not load.loads.is_discarded(load.id, 0)
+    load.loads.extend(load.id, OTHER, 8, 10.0)
+    assert load.loads.is_discarded(load.id, 0)
+    load.read()
+    load.tick()
+    assert not load.loads.is_discarded(load.id, 0)
+
+
+def test_an_early_load_is_early_until_its_last_part_and_idle_between_its_reads() -> None:
+    load = EarlyLoad()
+    assert load.loads.is_early(load.id)
+    assert load.loads.is_idle(load.id)
+    load.begin_reading()
+    assert load.loads.is_early(load.id)
+    assert not load.loads.is_idle(load.id)
+    load.read()
+    assert load.loads.is_idle(load.id)
+    load.finish()
+    assert not load.loads.is_early(load.id)
+    assert not load.loads.is_idle(load.id)
+
+
+def test_an_early_load_that_has_failed_is_neither_early_nor_idle() -> None:
+    load = EarlyLoad()
+    load.loads.abort(load.id, KVFerryError("given up"))
+    assert not load.loads.is_early(load.id)
+    assert not load.loads.is_idle(load.id)
+
+
 def test_a_check_that_was_too_early_is_repeated_after_the_last_part() -> None:
     load = EarlyLoad()
     load.tick()
