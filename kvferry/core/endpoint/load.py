@@ -105,6 +105,13 @@ class LoadState:
     transfer_seconds: float = 0.0
     fence_seconds: float = 0.0
     _request: ReadRequest | None = field(default=None, init=False)
+    _early_remote: frozenset[int] = field(init=False)
+    """The producer's groups of which the first part names pages. The ticket names pages of all
+    groups, and may come before the first early read."""
+
+    def __post_init__(self) -> None:
+        named = (group for group, ids in enumerate(self.load.ticket.pages) if ids)
+        self._early_remote = frozenset(named)
 
     @property
     def request(self) -> ReadRequest:
@@ -146,7 +153,7 @@ class LoadState:
         if since == 0 and until is None:
             return request
         if since == 0:
-            self.early_groups[source.remote] = _early_groups(source, request)
+            self.early_groups[source.remote] = _early_groups(source, request, self._early_remote)
         early = self.early_groups.get(source.remote, frozenset())
         ranges = [
             _clip(wanted, since, until) if group in early else wanted if until is None else None
@@ -232,13 +239,18 @@ def early_unit(plan: Plan) -> int:
     )
 
 
-def _early_groups(source: Source, request: ReadRequest) -> frozenset[int]:
-    """Return the local groups that are read from no other groups than those that a part names."""
+def _early_groups(source: Source, request: ReadRequest, named: frozenset[int]) -> frozenset[int]:
+    """Return the local groups that are read from no other groups than those that a part names.
+
+    Args:
+        source: what this rank reads from a producer rank.
+        request: the token ranges and pages of the whole request.
+        named: the producer's groups of which parts name pages.
+    """
     late = {
         match.local_group
         for match in source.matches
-        if not len(request.remote[match.remote_group].ids)
-        or match.pairing.local.kind is GroupKind.STATE
+        if match.remote_group not in named or match.pairing.local.kind is GroupKind.STATE
     }
     wanted = {group for group, tokens in enumerate(request.ranges) if tokens is not None}
     return frozenset(wanted - late)
