@@ -96,7 +96,8 @@ PULLS = Metric(
 LOAD_SECONDS = Metric(
     name="load_seconds",
     kind=MetricKind.HISTOGRAM,
-    text="Time from the start of a load of KV cache to its end, on each rank.",
+    text="Time from the start of a load of KV cache to its end, on each rank. An early load starts "
+    "with its ticket.",
 )
 STAGE_SECONDS = Metric(
     name="stage_seconds",
@@ -218,8 +219,11 @@ class LoadRecord:
         reads: whether there was anything to pull; if not, the producer was only notified.
         tokens: number of tokens to pull, in the KV-cache group where most are pulled.
         copies, nbytes: number of copies that this rank read, and their bytes in total.
-        early_nbytes: those of ``nbytes`` that were read while the producer computed the rest.
-        seconds: time from the start of the load to its report.
+        early_nbytes: those of ``nbytes`` that were read while the producer computed the rest,
+            without what was read again because the request was preempted.
+        seconds: time from the start of the load to its report; of an early load, from its last
+            part, if that came. Early reads count in no stage, except that what is left of one is
+            part of the check.
         wait_seconds: time that the request waited for pages before the load began; 0 if
             ``Endpoint.prepare`` was not called for it.
         handshake_seconds: the part of ``seconds`` until the producer was connected.

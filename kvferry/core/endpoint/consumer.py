@@ -530,9 +530,9 @@ class LoadManager:
         self._transfers.add(read)
 
     def _on_read_ended(self, action: Action, state: LoadState, outcome: Outcome) -> None:
-        state.add(outcome)
-        if action.until is not None:
-            state.early_nbytes += outcome.nbytes
+        is_early = action.until is not None
+        is_discarded = is_early and self._loads.is_discarded(action.load, action.rank)
+        state.add(outcome, is_early=is_early, is_discarded=is_discarded)
         if outcome.error is None:
             self._loads.read(action.load, action.rank)
         else:

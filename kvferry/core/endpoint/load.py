@@ -70,7 +70,8 @@ class LoadState:
     Attributes:
         load_id: the load's id in ``Loads``.
         load: what the engine has asked for, with the newest part of an early load.
-        begun: when the load began, by ``time.perf_counter``.
+        begun: when the load began, by ``time.perf_counter``; of an early load, when its last part
+            came.
         grace: the time that the load's cancelled reads are given to end; ``None`` if no read was
             cancelled.
         peer: the producer; ``None`` until the load's handshake has succeeded.
@@ -78,7 +79,8 @@ class LoadState:
             not renewed.
         handshake_succeeded: when the handshake succeeded, by ``time.perf_counter``; 0 before.
         copies, nbytes: number of copies and bytes in the reads that have ended.
-        early_nbytes: those of ``nbytes`` that were read before the last part of an early load.
+        early_nbytes: those of ``nbytes`` that were read before the last part of an early load, and
+            are used.
         early_groups: the local groups whose pages are read early, by the index of the producer
             rank.
         failed_at: ``Stage.WAIT`` if the load had failed before it began; otherwise ``None``, even
@@ -136,8 +138,12 @@ class LoadState:
             part: the part, or the ticket.
             is_last: whether it is the ticket.
         """
+        if part.hold != self.load.ticket.hold:
+            self.early_nbytes = 0  # all is read again
         self.load = replace(self.load, ticket=part, is_early=not is_last)
         self._request = None
+        if is_last:
+            self.begun = time.perf_counter()
 
     def request_for(self, source: Source, since: int, until: int | None) -> ReadRequest:
         """Return what is read from a producer rank by one of the reads of an early load.
@@ -177,16 +183,26 @@ class LoadState:
         """Return the number of this rank's pages that the load may fill."""
         return sum(int(np.count_nonzero(pages.ids != HOLE)) for pages in self.load.local)
 
-    def add(self, outcome: Outcome) -> None:
+    def add(self, outcome: Outcome, *, is_early: bool = False, is_discarded: bool = False) -> None:
         """Add the outcome of the read from one producer rank to the load's figures.
 
         The numbers of copies and bytes of all producer ranks are added up. Of the ranks' times, the
         longest counts for each stage.
+
+        Args:
+            outcome: the outcome.
+            is_early: whether the read began before the last part of an early load was used. Its
+                times do not count: the producer computed meanwhile.
+            is_discarded: whether what an early read has read is not used, because the request was
+                preempted.
         """
         self.copies += outcome.copies
         self.nbytes += outcome.nbytes
-        if outcome.begun:
-            self.check_seconds = max(self.check_seconds, outcome.begun - self.handshake_succeeded)
+        if is_early:
+            self.early_nbytes += 0 if is_discarded else outcome.nbytes
+        elif outcome.begun:
+            waited = outcome.begun - max(self.handshake_succeeded, self.begun)
+            self.check_seconds = max(self.check_seconds, waited)
             self.post_seconds = max(self.post_seconds, outcome.post_seconds)
             transfer_seconds = outcome.seconds - outcome.post_seconds
             self.transfer_seconds = max(self.transfer_seconds, transfer_seconds)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,9 +15,11 @@ from kvferry.core.errors import (
     EndpointClosedError,
     StaleError,
 )
+from kvferry.core.layout import Group, GroupKind
 from kvferry.core.lifecycle.loads import LoadId
+from kvferry.core.lifecycle.ticket import Ticket
 from kvferry.core.metrics import Stage
-from tests.core.endpoint.samples import sample_load
+from tests.core.endpoint.samples import sample_load, sample_ticket
 
 
 def outcome(**how: Any) -> Outcome:
@@ -86,3 +90,48 @@ def test_holes_do_not_count_as_pages_and_remote_pages_are_the_tickets() -> None:
 def test_a_load_can_be_copied_with_other_values() -> None:
     assert dataclasses.replace(sample_load(), report=False).report is False
     assert sample_load().report
+
+
+def part(*pages: tuple[int, ...], generation: int = 7) -> Ticket:
+    """Return a part, or a ticket, of a producer with a group for each of these."""
+    ticket = sample_ticket(generation=generation)
+    return dataclasses.replace(ticket, pages=pages, first_index=(0,) * len(pages))
+
+
+def early(first: Ticket) -> LoadState:
+    load = dataclasses.replace(sample_load(ranges=((0, 8), (0, 8))), ticket=first, is_early=True)
+    return LoadState(load_id=LoadId(1), load=load, begun=1.0, handshake_succeeded=2.0)
+
+
+def test_a_ticket_before_the_first_early_read_does_not_add_to_what_is_read_early() -> None:
+    pairing = SimpleNamespace(local=Group(kind=GroupKind.PAGED, block_tokens=4))
+    matches = [SimpleNamespace(local_group=n, remote_group=n, pairing=pairing) for n in (0, 1)]
+    source: Any = SimpleNamespace(remote=0, matches=matches)
+    state = early(part((1,), ()))
+    state.extend(part((1, 2), (3, 4)), is_last=True)
+    assert state.request_for(source, 0, 4).ranges == ((0, 4), None)
+    assert state.request_for(source, 4, None).ranges == ((4, 8), (0, 8))
+
+
+def test_the_times_of_an_early_load_count_from_its_last_part() -> None:
+    state = early(part((1,)))
+    state.add(outcome(), is_early=True)
+    before = time.perf_counter()
+    state.extend(part((1, 2)), is_last=True)
+    assert state.record(None, None).seconds <= time.perf_counter() - before
+    state.add(outcome(begun=state.begun + 1.0))
+    record = state.record(None, None)
+    assert record.handshake_seconds == 0.0
+    assert record.check_seconds == pytest.approx(1.0)
+    assert record.post_seconds == 1.0
+    assert (record.nbytes, record.early_nbytes) == (20, 10)
+
+
+def test_bytes_of_an_older_hold_were_not_read_early() -> None:
+    state = early(part((1,)))
+    state.add(outcome(), is_early=True)
+    state.extend(part((1,), generation=8), is_last=False)
+    state.add(outcome(), is_early=True, is_discarded=True)
+    state.add(outcome(nbytes=3), is_early=True)
+    state.extend(part((1, 2), generation=8), is_last=True)
+    assert (state.nbytes, state.early_nbytes) == (23, 3)
