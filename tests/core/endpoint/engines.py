@@ -56,6 +56,7 @@ class Shape:
     """Shape of an engine's cache: pages of [heads, tokens, dim] or [tokens, heads, dim].
 
     ``memory`` is the kind of memory that the layout claims; the cache is a numpy array always.
+    With ``windowed``, the last layer is a group of its own, as one with a sliding window is.
     """
 
     tp: int = 1
@@ -64,6 +65,7 @@ class Shape:
     pages: int = PAGES
     replicated: bool = False
     memory: str = CPU
+    windowed: bool = False
 
     @property
     def heads(self) -> int:
@@ -362,7 +364,7 @@ def layout_of(shape: Shape, cache: npt.NDArray[np.float32], rank: int) -> Layout
     fields = tuple(
         Field(
             key=f"layer{layer}",
-            group=0,
+            group=int(shape.windowed and layer == LAYERS - 1),
             region=0,
             offset=layer * shape.pages * page,
             page_stride=page,
@@ -377,7 +379,8 @@ def layout_of(shape: Shape, cache: npt.NDArray[np.float32], rank: int) -> Layout
     )
     group = Group(kind=GroupKind.PAGED, block_tokens=shape.block)
     region = dataclasses.replace(region_of(cache), kind=shape.memory)
-    return Layout(regions=(region,), groups=(group,), fields=fields)
+    groups = (group, group) if shape.windowed else (group,)
+    return Layout(regions=(region,), groups=groups, fields=fields)
 
 
 @contextlib.contextmanager

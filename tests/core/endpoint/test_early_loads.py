@@ -3,31 +3,51 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
 
-from kvferry.core.endpoint import EndpointOptions, LoadRecord, RoomFollower
+from kvferry.core.endpoint import EndpointOptions, Load, LoadRecord, RoomFollower
 from kvferry.core.endpoint.peer_key import PeerKey
-from kvferry.core.errors import DeadlineError, KVFerryError, TicketError
+from kvferry.core.errors import (
+    DeadlineError,
+    KVFerryError,
+    PeerLostError,
+    TicketError,
+    TransportError,
+)
 from kvferry.core.lifecycle.digest import digest
 from kvferry.core.lifecycle.holds import Hold, HoldEnd, RequestId
 from kvferry.core.lifecycle.rooms import room_id
 from kvferry.core.lifecycle.ticket import Ticket
+from kvferry.core.planner.build_copies import Pages
 from kvferry.core.security import TicketKey
+from kvferry.core.transport import PeerId, State, Status, TransferId
+from kvferry.core.transport.copies import Copies
 from tests.core.endpoint.engines import (
+    DIM,
+    HEADS,
     LAYERS,
     Clock,
     Engine,
+    RecordingTransport,
     Shape,
     engine,
     eventually,
     expected,
     fill,
     until,
+)
+from tests.core.endpoint.loads import outcome, pull
+from tests.core.endpoint.test_cancelled_loads import (
+    LOAD_TIMEOUT,
+    StalledReadsTransport,
+    abort,
+    pass_time,
+    three_engines,
 )
 from tests.core.endpoint.test_rolling_upgrade import side_channel_with
 from tests.core.ticket_proofs import altered
@@ -154,6 +174,82 @@ def test_finished_chunks_are_read_while_the_rest_is_computed(
         assert [each.end for each in prompt.prefill.released("p")] == [HoldEnd.READ] * of_prefill.tp
 
 
+def windowed(ticket: Ticket, window: int | None = None) -> Ticket:
+    """Return a ticket, or a part without ``window``, with a second group, from that page on."""
+    [pages] = ticket.pages
+    of_window = () if window is None else pages[window:]
+    return replace(ticket, pages=(pages, of_window), first_index=(0, window or 0))
+
+
+def test_windows_are_read_with_the_last_part() -> None:
+    shape = Shape(windowed=True)
+    with both(shape, shape) as (prompt, decode):
+        prompt.compute(2)
+        local = [
+            Pages(ids=np.array(ids), first_index=first) for ids, first in ((TO, 0), (TO[2:], 2))
+        ]
+        load = Load(
+            request=RequestId("d"),
+            ticket=windowed(prompt.part(1)),
+            ranges=((0, TOKENS), (CHUNK, TOKENS)),
+            local=tuple(local),
+            is_early=True,
+        )
+        [rank] = decode.ranks
+        rank.endpoint.load(load)
+        decode.extend("d", windowed(prompt.part(2)))
+        early = expected(shape, 2 * CHUNK, 0, 0)
+        eventually(
+            lambda: np.array_equal(rank.tokens(TO, 0)[: 2 * CHUNK], early), "full attention is read"
+        )
+        assert np.isnan(rank.tokens(TO[2:], 1)).all(), "the window is not read"
+        decode.extend("d", windowed(prompt.finish(), 2), is_last=True)
+        [record] = records(decode)
+        assert record.early_nbytes == CHUNK_NBYTES, "two chunks of one of two layers"
+        assert record.nbytes == CHUNK_NBYTES * 5 // 2
+        assert np.array_equal(rank.tokens(TO, 0), expected(shape, TOKENS, 0, 0))
+        assert np.array_equal(rank.tokens(TO[2:], 1), expected(shape, TOKENS, 1, 0)[CHUNK:])
+
+
+@pytest.mark.parametrize(
+    ("of_prefill", "pages"),
+    [(Shape(), FROM), (Shape(block=2, pages=32), list(range(1, 13)))],
+    ids=["equal pages", "smaller pages"],
+)
+def test_only_whole_pages_of_both_engines_are_read_early(
+    of_prefill: Shape, pages: list[int]
+) -> None:
+    with both(of_prefill) as (prompt, decode):
+        prompt.pages = pages
+        prompt.compute(1)
+        hold = prompt.prefill.scheduler_holds.mark(RequestId("p"), 6)
+        assert hold is not None
+        prompt.prefill.step()
+        part = prompt.prefill.ticket("p", hold, pages[: 8 // of_prefill.block], 6, computed=False)
+        decode.pull("d", part, TO, early=TOKENS)
+        wait_for(decode, 4)
+        decode.extend("d", prompt.finish(), is_last=True)
+        [record] = records(decode)
+        assert record.early_nbytes == CHUNK_NBYTES // 2
+        assert has_tokens(decode, TOKENS)
+
+
+def test_a_prefix_that_decode_has_is_not_read_early() -> None:
+    with both() as (prompt, decode):
+        [rank] = decode.ranks
+        rank.cache[:, TO[:2]] = GARBAGE
+        prompt.compute(2)
+        decode.pull("d", prompt.part(1), TO[2:], first=CHUNK, first_index=2, early=TOKENS)
+        decode.extend("d", prompt.part(2))
+        arrived = expected(decode.shape, 2 * CHUNK, 1, 0)[CHUNK:]
+        eventually(lambda: np.array_equal(rank.tokens(TO[2:4], 1), arrived), "a chunk is read")
+        decode.extend("d", prompt.finish(), is_last=True)
+        [record] = records(decode)
+        assert (record.early_nbytes, record.nbytes) == (CHUNK_NBYTES, 2 * CHUNK_NBYTES)
+        assert np.array_equal(rank.tokens(TO[2:], 0), expected(decode.shape, TOKENS, 0, 0)[CHUNK:])
+        assert (rank.cache[:, TO[:2]] == GARBAGE).all()
+
+
 def test_nothing_is_read_before_the_device_has_passed_its_chunk() -> None:
     with both() as (prompt, decode):
         asked: list[bool] = []
@@ -197,6 +293,7 @@ def test_after_a_preemption_everything_is_read_again(read: int, again: bool) -> 
         # The old pages are another request's now.
         for rank in prompt.prefill.ranks:
             rank.cache[:, FROM] = GARBAGE
+        decode.ranks[0].cache[:, TO] = GARBAGE
         prompt.pages = [7, 8, 9, 10, 11, 12]
         prompt.take_on()
         if again:
@@ -204,7 +301,8 @@ def test_after_a_preemption_everything_is_read_again(read: int, again: bool) -> 
             decode.extend("d", prompt.part(1))
             wait_for(decode, CHUNK)
         decode.extend("d", prompt.finish(), is_last=True)
-        records(decode)
+        [record] = records(decode)
+        assert record.early_nbytes == (CHUNK_NBYTES if again else 0)
         assert has_tokens(decode, TOKENS)
         prompt.prefill.released("p")
         assert prompt.prefill.ranks[0].endpoint.held == 0
@@ -289,6 +387,7 @@ HOSTILE: dict[str, Callable[[Ticket], Ticket]] = {
     "another incarnation": lambda part: replace(part, incarnation=part.incarnation ^ 1 or 2),
     "pages out of range": lambda part: altered(part, pages=((1, 2, 3, 1 << 20),)),
 }
+CHUNK_NBYTES = LAYERS * CHUNK * HEADS * DIM * 4
 
 
 @pytest.mark.parametrize("what", HOSTILE)
@@ -301,6 +400,97 @@ def test_a_part_that_was_altered_fails_the_load(what: str, is_last: bool) -> Non
         part = prompt.finish() if is_last else prompt.part(2)
         decode.extend("d", HOSTILE[what](part), is_last=is_last)
         assert isinstance(failure(decode), TicketError)
+
+
+@pytest.mark.parametrize("is_last", [False, True], ids=["part", "last part"])
+def test_a_part_on_which_the_check_itself_fails_ends_the_load(is_last: bool) -> None:
+    with both() as (prompt, decode):
+        prompt.compute(1)
+        decode.pull("d", prompt.part(1), TO, early=TOKENS)
+        wait_for(decode, CHUNK)
+        part = prompt.part(2)
+        object.__setattr__(part, "pages", None)
+        decode.extend("d", part, is_last=is_last)
+        assert isinstance(failure(decode), KVFerryError)
+
+
+class FailingReadTransport(RecordingTransport):
+    """A transport on which the next read of pages fails if the test says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.next_fails = False
+        self._failed: set[TransferId] = set()
+
+    def read(self, peer: PeerId, copies: Copies, notify: bytes | None = None) -> TransferId:
+        transfer = super().read(peer, copies, notify)
+        if self.next_fails and notify is None:
+            self._failed.add(transfer)
+            self.next_fails = False
+        return transfer
+
+    def poll(self, transfers: Sequence[TransferId]) -> list[Status]:
+        failed = Status(state=State.FAILED, error=TransportError("a link flapped"))
+        found = zip(transfers, super().poll(transfers), strict=True)
+        return [failed if transfer in self._failed else status for transfer, status in found]
+
+
+def test_an_early_load_does_not_keep_a_connection_on_which_a_read_failed() -> None:
+    driver = FailingReadTransport()
+    options = EndpointOptions(liveness_interval=0.0)
+    with (
+        engine("prefill") as prefill,
+        engine("decode", options=options, transport=lambda: driver) as decode,
+    ):
+        prompt = Prompt(prefill=prefill)
+        prompt.take_on()
+        prompt.compute(1)
+        decode.pull("d", prompt.part(1), TO, early=TOKENS)
+        wait_for(decode, CHUNK)
+        driver.next_fails = True
+        pull(prefill, decode, 7)
+        assert "a link flapped" in str(outcome(decode, 7))
+        assert len(driver.connected) == 1
+        pull(prefill, decode, 14)
+        ended = until_both(decode, "d", "d-14")
+        assert isinstance(ended["d"], PeerLostError)
+        assert ended["d-14"] is None
+        assert len(driver.connected) == 2
+        eventually(lambda: prefill.ranks[0].endpoint.held == 0, "prefill is told")
+
+
+def until_both(decode: Engine, *requests: str) -> dict[str, KVFerryError | None]:
+    """Wait until these loads are over, and return the error of each."""
+    ended: dict[str, KVFerryError | None] = {}
+
+    def are_over() -> bool:
+        results = decode.ranks[0].endpoint.results()
+        ended.update({name: results.failed.get(name) for name in results.received})
+        return set(requests) <= set(ended)
+
+    eventually(are_over, "the loads are over")
+    return ended
+
+
+def test_an_idle_early_load_does_not_keep_a_cancelled_read_going() -> None:
+    driver, clock = StalledReadsTransport(fails_when_cancelled=False), Clock()
+    driver.may_end = True
+    with three_engines(driver, clock) as (prefill, other, decode):
+        prompt = Prompt(prefill=prefill)
+        prompt.take_on()
+        prompt.compute(1)
+        decode.pull("d", prompt.part(1), TO, early=TOKENS)
+        wait_for(decode, CHUNK)
+        reads = len(driver.reads)
+        pass_time(clock, other, decode, 0.0)
+        driver.may_end = False
+        pull(prefill, decode, 7)
+        eventually(lambda: len(driver.reads) > reads, "it is read")
+        abort(driver, decode, 7)
+        pass_time(clock, other, decode, LOAD_TIMEOUT / 2)
+        ended = until_both(decode, "d", "d-7")
+        assert isinstance(ended["d"], PeerLostError)
+        assert len(driver.disconnected) == 1
 
 
 def test_an_altered_first_part_fails_the_load_before_anything_is_read() -> None:
