@@ -107,13 +107,18 @@ class LoadState:
     transfer_seconds: float = 0.0
     fence_seconds: float = 0.0
     _request: ReadRequest | None = field(default=None, init=False)
-    _early_remote: frozenset[int] = field(init=False)
-    """The producer's groups of which the first part names pages. The ticket names pages of all
-    groups, and may come before the first early read."""
+    _named: frozenset[int] | None = field(default=None, init=False)
 
-    def __post_init__(self) -> None:
-        named = (group for group, ids in enumerate(self.load.ticket.pages) if ids)
-        self._early_remote = frozenset(named)
+    @property
+    def named_early(self) -> frozenset[int]:
+        """Return the producer's groups of which the first part of an early load names pages.
+
+        The ticket names pages of all groups, and may come before the first early read.
+        """
+        if self._named is None:
+            pages = self.load.ticket.pages
+            self._named = frozenset(group for group, ids in enumerate(pages) if ids)
+        return self._named
 
     @property
     def request(self) -> ReadRequest:
@@ -138,6 +143,7 @@ class LoadState:
             part: the part, or the ticket.
             is_last: whether it is the ticket.
         """
+        self._named = self.named_early
         if part.hold != self.load.ticket.hold:
             self.early_nbytes = 0  # all is read again
         self.load = replace(self.load, ticket=part, is_early=not is_last)
@@ -159,7 +165,7 @@ class LoadState:
         if since == 0 and until is None:
             return request
         if since == 0:
-            self.early_groups[source.remote] = _early_groups(source, request, self._early_remote)
+            self.early_groups[source.remote] = _early_groups(source, request, self.named_early)
         early = self.early_groups.get(source.remote, frozenset())
         ranges = [
             _clip(wanted, since, until) if group in early else wanted if until is None else None
