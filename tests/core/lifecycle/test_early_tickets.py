@@ -335,7 +335,6 @@ PLANTED: dict[str, Components] = {
     "a watermark before its event": Components(prefill_rank=MarkedBeforeTheEvent),
     "a part of one prompt taken for another": Components(decode=AnyPartAccepted),
     "a hold reported sent while computing": Components(worker_holds=SentWhileComputing),
-    "the watermark not zeroed at take-on": Components(worker_holds=WatermarkNotZeroed),
     "watermarks ignored": Components(loads=WatermarksIgnored),
     "pages of the old hold kept": Components(loads=PagesOfTheOldHoldKept),
     "over before the ticket": Components(loads=OverBeforeTheTicket),
@@ -345,7 +344,6 @@ PLANTED: dict[str, Components] = {
     "an abandon before the order forgotten": Components(
         worker_holds=AbandonForgottenBeforeTheOrder
     ),
-    "no fence": Components(loads=NoFence),
 }
 
 
@@ -414,3 +412,56 @@ def test_a_read_of_an_old_hold_is_awaited() -> None:
 def test_a_read_of_an_old_hold_that_is_not_awaited_is_caught() -> None:
     with pytest.raises(ProtocolViolation, match="two transfers of one load"):
         finish_beside_an_old_read(OldReadNotAwaited)
+
+
+def read_behind_an_old_watermark(worker_holds: type[WorkerHolds]) -> None:
+    """Read the words of a slot after a take-on there, before its device has computed anything."""
+    components = Components(worker_holds=worker_holds)
+    simulation = EarlySimulation(plan=PLANS[0], slots=1, components=components)
+    simulation.ask(size=3, drafter=False, fits=True, decodes=False)
+    while simulation.prefill.prompts:
+        simulation.compute()
+        simulation.wait(LEASE)
+    simulation.ask(size=3, drafter=False, fits=True, decodes=True)
+    for _ in range(2):  # the part is published with the second step
+        simulation.launch()
+    simulation.hear()
+    simulation.read()
+    simulation.finish()
+
+
+def test_the_watermark_of_the_hold_before_is_not_read() -> None:
+    read_behind_an_old_watermark(WorkerHolds)
+
+
+def test_a_watermark_that_is_not_zeroed_at_take_on_is_caught() -> None:
+    with pytest.raises(ProtocolViolation, match="stale bytes accepted"):
+        read_behind_an_old_watermark(WatermarkNotZeroed)
+
+
+def read_after_the_lease(loads: type[Loads]) -> None:
+    """Read pages whose lease is over, and which another prompt has got."""
+    simulation = EarlySimulation(plan=PLANS[0], slots=2, components=Components(loads=loads))
+    simulation.ask(size=3, drafter=False, fits=True, decodes=True)
+    [prompt] = simulation.prefill.prompts.values()
+    while prompt.at is not PrefillState.HELD:
+        simulation.compute()
+    simulation.hear()
+    while simulation.prefill.prompts:
+        simulation.wait(LEASE)
+        simulation.compute()
+    simulation.ask(size=3, drafter=False, fits=True, decodes=False)
+    for _ in range(4):
+        simulation.compute()
+    for _ in range(2):  # the pages, and then the fence
+        simulation.land(1 << 10)
+    simulation.finish()
+
+
+def test_pages_whose_lease_is_over_are_not_accepted() -> None:
+    read_after_the_lease(Loads)
+
+
+def test_no_fence_is_caught() -> None:
+    with pytest.raises(ProtocolViolation, match="stale bytes accepted"):
+        read_after_the_lease(NoFence)
