@@ -294,6 +294,7 @@ def make_request(name: str, params: dict[str, Any], tokens: int = TOKENS) -> Any
         _all_token_ids=list(range(tokens)),
         num_prompt_tokens=tokens,
         num_computed_tokens=0,
+        num_preemptions=0,
         num_tokens=tokens,
         max_tokens=1,
         kv_transfer_params=params,
