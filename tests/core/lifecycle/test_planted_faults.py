@@ -616,7 +616,6 @@ PLANTED: dict[str, Components] = {
     "renewals ignored": Components(worker_holds=RenewalsIgnored),
     "the oldest of all ranks counts": Components(pressure=OldestRankCounts),
     "ranks are never asked for silent holds": Components(pressure=NeverAsksForSilentHolds),
-    "heartbeats ignored": Components(worker_holds=HeartbeatsIgnored),
     "an ended hold's slot word is cleared after its pages are given back": Components(
         worker_holds=EndedWordClearedAfterwards
     ),
@@ -683,6 +682,29 @@ def test_an_answer_reclaimed_before_an_older_one_is_caught() -> None:
     """A search rarely has two answers, and reclaims one of them."""
     with pytest.raises(ProtocolViolation):
         reclaim_one_of_two(NewestAnswerReclaimed)
+
+
+def starve_two_claimed(worker_holds: type[WorkerHolds]) -> list[Hold]:
+    """Let a prompt wait for pages that two loads claim for long; return the holds given up."""
+    components = Components(worker_holds=worker_holds, strict=False)
+    simulation = Simulation(ranks=1, plans=(PLANS[1][0],) * 2, slots=4, components=components)
+    for engine in simulation.consumers:
+        issue = simulation.fresh(kind="plain", ordered=True)
+        assert issue is not None
+        simulation.hand(engine, issue)
+        simulation.pull(engine, 0)
+    simulation.starve(12.0, slice(None))
+    return simulation.producer.orphaned
+
+
+def test_claimed_holds_are_not_given_up() -> None:
+    assert not starve_two_claimed(WorkerHolds)
+
+
+def test_heartbeats_ignored_are_caught() -> None:
+    """A search rarely has two claimed holds while a prompt waits for pages, and for so long."""
+    with pytest.raises(ProtocolViolation):
+        starve_two_claimed(HeartbeatsIgnored)
 
 
 def hold_an_answer(worker_holds: type[WorkerHolds], claimed: str) -> None:
