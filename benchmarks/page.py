@@ -80,7 +80,7 @@ PARTS = (
     Part(
         name="second_turn",
         title="conversations, with and without tickets for next turns",
-        short=("--rounds", "4"),
+        takes_long=True,
     ),
     Part(name="steps", title="what an engine step costs", short=("--seconds", "6")),
     Part(
