@@ -31,6 +31,7 @@ from engines import Shape
 
 from kvferry.core.handshake import HandshakeServer
 from kvferry.core.handshake.connection import SideChannelConnection
+from kvferry.core.handshake.connection_limits import most_connections
 from kvferry.core.handshake.dialer import Dialer
 from kvferry.core.handshake.server import BACKLOG
 from kvferry.core.handshake.shapes import EngineShape
@@ -96,8 +97,7 @@ class Producer:
 
     def most(self) -> int:
         """The most connections that the side channel takes in this process."""
-        files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        return files // 4
+        return most_connections(NEARBY)
 
     def begin(self) -> None:
         """Make steps from now on."""
@@ -296,7 +296,7 @@ def _rush(
         found.append([took[which] for which in range(3)])
     last, median, slow, cpu = np.array(found).transpose(2, 1, 0)
     clients = f"{options.clients:,} at once"
-    yield _row(
+    yield row(
         "side channel",
         f"seconds until the last of {clients} is served",
         last[0],
@@ -305,7 +305,7 @@ def _rush(
         "2 s",
         "≤ 1",
     )
-    yield _row(
+    yield row(
         "side channel",
         f"handshakes per second, {clients}",
         options.clients / last[0],
@@ -315,10 +315,10 @@ def _rush(
     )
     spent = (cpu[:2] - cpu[2]) / options.clients * 1e6
     of = "our CPU time to a bare socket's"
-    yield _row("side channel", "CPU for each handshake", spent[0], "µs", spent[0] / spent[1], of)
+    yield row("side channel", "CPU for each handshake", spent[0], "µs", spent[0] / spent[1], of)
     for case, figures in (("median", median), ("slowest of 100", slow)):
         for which, beside in ((1, "a bare socket in its place"), (2, "nobody asking")):
-            yield _row(
+            yield row(
                 "engine steps of 4 ms CPU beside it",
                 f"{case}, {clients}",
                 figures[0] * 1e3,
@@ -374,9 +374,9 @@ def _stay(
     said = f"{count:,} connections, a ping every {PING_SECONDS:g} s"
     one = np.array([1.0])
     stays = "connections that stay"
-    yield _row(stays, f"{said}: answered after", np.array(waited) * 1e3, "ms", one, "itself")
-    yield _row(stays, f"{said}: a core's share", np.array([share]) * 1e2, "%", one, "itself")
-    yield _row(
+    yield row(stays, f"{said}: answered after", np.array(waited) * 1e3, "ms", one, "itself")
+    yield row(stays, f"{said}: a core's share", np.array([share]) * 1e2, "%", one, "itself")
+    yield row(
         stays,
         f"{said}: engine step of 4 ms CPU",
         np.array([median]) * 1e3,
@@ -384,10 +384,10 @@ def _stay(
         np.array([median / alone]),
         "the same while nobody asks",
     )
-    yield _row(stays, "memory of the server for each", np.array([grown]) / 1e3, "KB", one, "itself")
+    yield row(stays, "memory of the server for each", np.array([grown]) / 1e3, "KB", one, "itself")
 
 
-def _row(
+def row(
     section: str,
     case: str,
     figures: common.Times,
@@ -396,6 +396,7 @@ def _row(
     of: str,
     target: str | None = None,
 ) -> rows.Row:
+    """A row of figures, with the ratios that were found in the rounds."""
     ratio = common.ratio(ratios, np.ones(len(ratios)))
     return rows.compared(
         ratio,

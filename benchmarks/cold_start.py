@@ -182,7 +182,7 @@ class _Run:
             found.append([took[which] for which in range(3)])
         last, median, _, cpu = np.array(found).transpose(2, 1, 0)
         section = f"cold start: {self.who}, {nbytes / 1e3:,.0f} KB for an answer"
-        yield _row(
+        yield channel.row(
             section,
             "seconds until the last is served",
             last[0],
@@ -191,7 +191,7 @@ class _Run:
             f"handshake_timeout, {LIMIT_SECONDS:g} s",
             "≤ 1",
         )
-        yield _row(
+        yield channel.row(
             section,
             "the same, beside a bare socket",
             last[0],
@@ -200,7 +200,7 @@ class _Run:
             "our time to a bare socket's",
         )
         spent = (cpu[:2] - cpu[2] * last[:2]) / count * 1e6
-        yield _row(
+        yield channel.row(
             section,
             "CPU of the server for each handshake",
             spent[0],
@@ -212,7 +212,7 @@ class _Run:
             (1, "a bare socket in its place", STEP_TARGET),
             (2, "nobody asking", None),
         ):
-            yield _row(
+            yield channel.row(
                 section,
                 "engine step of 4 ms CPU, median",
                 median[0] * 1e3,
@@ -243,7 +243,7 @@ class _Run:
         section = f"watching: {self.who}"
         shares = [each[3] - idle[3] for each in figures]
         ours = np.array(shares[:1])
-        yield _row(
+        yield channel.row(
             section,
             f"{pings}: a core's share",
             ours * 1e2,
@@ -252,7 +252,7 @@ class _Run:
             f"{CPU_SHARE:.0%} of a core",
             CPU_TARGET,
         )
-        yield _row(
+        yield channel.row(
             section,
             f"{pings}: a core's share",
             ours * 1e2,
@@ -261,7 +261,7 @@ class _Run:
             "a bare socket's",
         )
         step = np.array([figures[0][1]])
-        yield _row(
+        yield channel.row(
             section,
             f"{pings}: engine step of 4 ms CPU, median",
             step * 1e3,
@@ -270,7 +270,7 @@ class _Run:
             "the same while nobody asks",
             STEP_TARGET,
         )
-        yield _row(
+        yield channel.row(
             section,
             "memory of the server for each",
             np.array(grown[:1]),
@@ -302,27 +302,6 @@ class _Run:
 
 def _shares(count: int, among: Sequence[object]) -> list[int]:
     return [(count + index) // len(among) for index in range(len(among))]
-
-
-def _row(
-    section: str,
-    case: str,
-    figures: common.Times,
-    unit: str,
-    ratios: common.Times,
-    of: str,
-    target: str | None = None,
-) -> rows.Row:
-    ratio = common.ratio(ratios, np.ones(len(ratios)))
-    return rows.compared(
-        ratio,
-        section=section,
-        case=case,
-        measured=f"{np.median(figures):,.3g}",
-        unit=unit,
-        of=of,
-        target=target,
-    )
 
 
 if __name__ == "__main__":

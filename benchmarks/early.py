@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import multiprocessing
 import os
 import sys
 import tempfile
@@ -281,21 +280,6 @@ def _prompt(tokens: int, seed: int = 0) -> list[int]:
     return prompt(tokens, seed)
 
 
-def _build(folder: Path) -> None:
-    from examples.tiny_llama import build
-
-    build(folder, max_tokens=MOST_TOKENS, **SHAPE)
-
-
-def _checkpoint(folder: Path) -> None:
-    context = multiprocessing.get_context("forkserver")
-    builder = context.Process(target=_build, args=(folder,))
-    builder.start()
-    builder.join()
-    if builder.exitcode:
-        raise SystemExit("no checkpoint could be made; transformers and torch make it")
-
-
 def _install_driver(folder: Path) -> None:
     """Let this process, and those that it starts, find the driver that keeps to a rate."""
     from tests.cli.command import install_drivers
@@ -322,7 +306,7 @@ def main() -> None:
         _install_driver(folder / "drivers")
         serving.prepare(str(folder))
         show("starting the engine that prefills")
-        _checkpoint(folder / "model")
+        serving.make_model(folder / "model", max_tokens=MOST_TOKENS, **SHAPE)
         fleet, prompt = Fleet(folder, stack), _prompt(options.prompt)
         rate = options.rate * 1e6 if options.rate else _rate(fleet, prompt)
         show(f"starting an engine that reads {rate / 1e6:.3g} MB/s")

@@ -20,7 +20,6 @@ It needs vLLM's CPU build and NIXL.
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -106,13 +105,7 @@ class Fleet:
             "max_model_len": 2 * PROMPT_TOKENS,
             "max_num_seqs": max(8, most),
         }
-        builder = multiprocessing.get_context("forkserver").Process(
-            target=_build, args=(folder / "model",)
-        )
-        builder.start()
-        builder.join()
-        if builder.exitcode:
-            raise SystemExit("no checkpoint could be made; transformers and torch make it")
+        serving.make_model(folder / "model", max_tokens=2 * PROMPT_TOKENS, **SHAPE)
 
     def launch(self, driver: str | None, *, patient: bool = False) -> Pair:
         """A pair of KVFerryConnector over a driver, or of NixlConnector; it has to be its turn.
@@ -153,12 +146,6 @@ def transfer(driver: str | None, role: str) -> dict[str, Any]:
         "kv_connector_extra_config": {"driver": driver},
         **common_part,
     }
-
-
-def _build(folder: Path) -> None:
-    from examples.tiny_llama import build
-
-    build(folder, max_tokens=2 * PROMPT_TOKENS, **SHAPE)
 
 
 def prompts(count: int) -> list[list[int]]:

@@ -29,7 +29,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import subprocess
 import sys
 import tempfile
@@ -255,21 +254,6 @@ def vllm_source() -> Path:
         raise SystemExit(rows.NOTHING) from exc
 
 
-def _build(folder: Path) -> None:
-    from examples.tiny_llama import build
-
-    build(folder, max_tokens=MOST_TOKENS, **SHAPE)
-
-
-def _checkpoint(folder: Path) -> None:
-    context = multiprocessing.get_context("forkserver")
-    builder = context.Process(target=_build, args=(folder,))
-    builder.start()
-    builder.join()
-    if builder.exitcode:
-        raise SystemExit("no checkpoint could be made; transformers and torch make it")
-
-
 def main() -> None:
     options = _options()
     if find_spec("vllm") is None:
@@ -279,7 +263,7 @@ def main() -> None:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvferry-bench-")))
         source = vllm_source()
         serving.prepare(str(folder))
-        _checkpoint(folder / "model")
+        serving.make_model(folder / "model", max_tokens=MOST_TOKENS, **SHAPE)
         client = Client(source, folder / "model", folder / "client.log", stack)
         settings = {"with tickets": WITH_TICKETS, "without": {}}
         pairs = [Pair(name, folder, source, extra, stack) for name, extra in settings.items()]

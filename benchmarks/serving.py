@@ -49,6 +49,27 @@ class Answers:
     pulled: float
 
 
+def make_model(folder: Path, **shape: Any) -> None:
+    """Write a checkpoint of a small model with random weights, from a process that ends then.
+
+    Args:
+        folder: where to.
+        shape: arguments of ``examples.tiny_llama.build``.
+    """
+    context = multiprocessing.get_context("forkserver")
+    builder = context.Process(target=_build, args=(folder, shape))
+    builder.start()
+    builder.join()
+    if builder.exitcode:
+        raise SystemExit("no checkpoint could be made; transformers and torch make it")
+
+
+def _build(folder: Path, shape: dict[str, Any]) -> None:
+    from examples.tiny_llama import build
+
+    build(folder, **shape)
+
+
 def prepare(folder: str) -> None:
     """Let engines be forked from a process that has imported vLLM; before the first one.
 

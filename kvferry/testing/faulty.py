@@ -338,7 +338,7 @@ class FaultyTransport(Transport):
             error = PeerLostError(f"{self._name} has died")
             transfer.status = Status(state=State.FAILED, error=error)
         if self._pacer is not None and op != "write":
-            self._pacer.begin(transfer.number, _nbytes(copies))
+            self._pacer.begin(transfer.number, copies.total)
         self._transfers[transfer.number] = transfer
         return transfer.number
 
@@ -427,11 +427,6 @@ def _remaining_copies(copies: Copies, fault: Fault | None) -> Copies:
         nbytes=copies.nbytes[:half],
         segments=tuple(segments),
     )
-
-
-def _nbytes(copies: Copies | PagedCopies) -> int:
-    """Return how many bytes a transfer moves."""
-    return copies.total if isinstance(copies, PagedCopies) else int(copies.nbytes.sum())
 
 
 def _injected(fault: Fault) -> TransportError:

@@ -23,7 +23,7 @@ from kvferry.core.error_causes import RAISE_LIMITS
 from kvferry.core.errors import HandshakeError, KVFerryError, PlanError
 from kvferry.core.handshake import agree
 from kvferry.core.handshake.client import EngineReply, fetching
-from kvferry.core.handshake.compatibility import differing_software, engine_info
+from kvferry.core.handshake.compatibility import answer_info, differing_software
 from kvferry.core.handshake.dialer import Dialer
 from kvferry.core.handshake.exchange import explained
 from kvferry.core.handshake.reply_limits import ReplyLimits
@@ -394,9 +394,7 @@ class HandshakeWorker:
         call.numeric.append(relayed.numeric)
         with explained(place.engine, call):
             turn.enter_context(self._reply_limits.turn(time.monotonic() + timeout))
-            info = engine_info(relayed.ranks, relayed.ticket_key)
-            if info.engine != place.engine:
-                raise HandshakeError(f"it answered with the ranks of engine {info.engine!r}")
+            info = answer_info(place.engine, relayed.ranks, relayed.ticket_key)
         return EngineReply(info=info, sizes=tuple(map(len, relayed.ranks)), numeric=relayed.numeric)
 
     def _fetch(self, key: PeerKey, turn: ExitStack) -> tuple[PeerKey, EngineReply]:

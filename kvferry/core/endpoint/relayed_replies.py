@@ -155,8 +155,9 @@ class RelayedReplies:
         """Drop what is too old, and the oldest replies while all together are too long."""
         now, nbytes = self._clock(), 0
         for key, (since, outcome) in reversed(list(self._stored.items())):
-            is_reply = isinstance(outcome, EncodedReply)
-            nbytes += outcome.nbytes if isinstance(outcome, EncodedReply) else 0
-            keep = self._keep if is_reply else ERROR_SECONDS
+            keep = ERROR_SECONDS
+            if isinstance(outcome, EncodedReply):
+                nbytes += outcome.nbytes
+                keep = self._keep
             if now - since > keep or nbytes > MAX_STORED_BYTES:
                 del self._stored[key]

@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 
 from kvferry.core.errors import AdmissionError, HandshakeError, WireError
-from kvferry.core.handshake.compatibility import EngineInfo, engine_info
+from kvferry.core.handshake.compatibility import EngineInfo, answer_info
 from kvferry.core.handshake.dialer import Dialer, HungUpError
 from kvferry.core.handshake.exchange import asked, explained, unexpected
 from kvferry.core.handshake.reply_limits import ReplyLimits
@@ -105,9 +105,7 @@ def fetching(call: Dialer, engine: str, reading: ReplyLimits) -> Iterator[Engine
             published = _published(call, engine, reading, long, deadline)
             turn.enter_context(reading.turn(deadline))
             ranks = published.payloads()
-            info = engine_info(ranks, published.reply.ticket_key)
-            if info.engine != engine:
-                raise HandshakeError(f"it answered with the ranks of engine {info.engine!r}")
+            info = answer_info(engine, ranks, published.reply.ticket_key)
             shape = published.shape or EngineShape.of(ranks)
             if shape is not None:
                 _shapes.remember(shape)

@@ -111,6 +111,23 @@ def engine_info(payloads: Sequence[bytes], ticket_key: bytes = b"") -> EngineInf
     )
 
 
+def answer_info(engine: str, payloads: Sequence[bytes], ticket_key: bytes) -> EngineInfo:
+    """Decode and check what a side channel answered when it was asked for an engine.
+
+    Args:
+        engine: id of the engine that was asked for.
+        payloads: as for ``engine_info``.
+        ticket_key: as for ``engine_info``.
+
+    Raises:
+        HandshakeError: as ``engine_info``, or the payloads are another engine's.
+    """
+    info = engine_info(payloads, ticket_key)
+    if info.engine != engine:
+        raise HandshakeError(f"it answered with the ranks of engine {info.engine!r}")
+    return info
+
+
 def agree(
     mine: RankPayload,
     theirs: RankPayload,

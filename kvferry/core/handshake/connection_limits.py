@@ -188,13 +188,14 @@ class ConnectionLimits:
         if _port(connection) != _listening(self._channel):
             connection.close()
             return
-        self._open[fd] = self._busy[fd] = _Connection(socket=connection)  # it may have sent already
+        peer = _peer(connection)
+        address = peer if self._access.allows(peer) else ""
+        # Busy, since it may have sent already.
+        self._open[fd] = self._busy[fd] = _Connection(socket=connection, address=address)
         self._numbers[connection.fileno()] = fd
         self._arrivals.register(connection.fileno(), ARRIVAL)
-        address = _peer(connection)
-        self._open[fd].address = address if self._access.allows(address) else ""
-        self._strangers.setdefault(self._open[fd].address, {})[fd] = None
-        most = _most(self._access)
+        self._strangers.setdefault(address, {})[fd] = None
+        most = most_connections(self._access)
         if len(self._open) > most:
             idle = self._oldest_stranger()
             self._cut(idle, f"it asked for nothing yet, and there are {most} others")
@@ -283,7 +284,7 @@ class _Connection:
         self.settled = self.received = _received(self.socket)
 
 
-def _most(access: Access) -> int:
+def most_connections(access: Access) -> int:
     """Return the limit on connections, which is lower if few files may be open.
 
     Args:

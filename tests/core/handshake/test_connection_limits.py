@@ -243,8 +243,8 @@ def test_the_connection_limit_is_a_quarter_of_the_file_limit(
     monkeypatch.setattr(resource, "getrlimit", lambda _: (files, files))
     keys = generate()
     keyed = Access(own=keys, peers=frozenset({keys.public}))
-    assert watch._most(NEARBY) == watch._most(keyed) == admitted
-    assert watch._most(OPEN) == anybody
+    assert watch.most_connections(NEARBY) == watch.most_connections(keyed) == admitted
+    assert watch.most_connections(OPEN) == anybody
     if files == 16:
         with caplog.at_level(logging.WARNING), contextlib.ExitStack() as stack:
             idle = [stack.enter_context(connect(server)) for _ in range(6)]
