@@ -8,7 +8,9 @@ such that moving a prompt takes half as long as computing it, which is measured 
 printed. Three ways take turns: prefill alone; the sequential way, which gives decode the ticket of
 prefill's answer; and the early way, which sends the request to both engines at once, with a common
 ``transfer_id`` (the contract of vLLM's MooncakeConnector). The time is from the first request until
-decode's first token.
+decode's first token. The engines that prefill and decode have half of the cores each, as if they
+were on hosts of their own: an engine whose requests wait makes empty steps, and where cores are
+shared these take time from the other.
 
 With T_p, prefill alone, X, the bytes by the rate, and n chunks, the early way is to take
 T_p + X/n and at most 10 % more (``docs/early-tickets.md``). A second decode engine, without a rate,
@@ -91,6 +93,11 @@ class Fleet:
 
     def __init__(self, folder: Path, stack: ExitStack) -> None:
         self._folder, self._stack = folder, stack
+        cores = sorted(os.sched_getaffinity(0))
+        self._cores = {
+            "kv_producer": cores[: len(cores) // 2],
+            "kv_consumer": cores[len(cores) // 2 :],
+        }
         self.prefill = self._engine("prefill", "kv_producer", {})
         self.prefill.started()
 
@@ -110,7 +117,7 @@ class Fleet:
             "kv_load_failure_policy": "fail",
         }
         own = {"model": str(self._folder / "model"), "kv_transfer_config": transfer}
-        engine = serving.Engine(name, self._folder, ARGUMENTS | own)
+        engine = serving.Engine(name, self._folder, ARGUMENTS | own, cores=self._cores[role])
         self._stack.callback(engine.close)
         return engine
 

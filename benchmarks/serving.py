@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
@@ -97,10 +97,17 @@ class Engine:
         folder: where that is.
         arguments: of ``AsyncEngineArgs``.
         patient: whether threads of NIXL's that NixlConnector starts sleep while nothing arrives.
+        cores: the only ones that it runs on; none: all that this process may use.
     """
 
     def __init__(
-        self, name: str, folder: Path, arguments: dict[str, Any], *, patient: bool = False
+        self,
+        name: str,
+        folder: Path,
+        arguments: dict[str, Any],
+        *,
+        patient: bool = False,
+        cores: Collection[int] = (),
     ) -> None:
         context = multiprocessing.get_context("forkserver")
         self._log = folder / f"{name}.log"
@@ -109,7 +116,7 @@ class Engine:
         environment = {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(next(SIDE_CHANNELS))}
         self._process = context.Process(
             target=_main,
-            args=(theirs, str(self._log), environment, arguments, patient),
+            args=(theirs, str(self._log), environment, arguments, patient, cores),
             daemon=True,
         )
         self._process.start()
@@ -192,8 +199,11 @@ def _main(
     environment: dict[str, str],
     arguments: dict[str, Any],
     patient: bool,
+    cores: Collection[int],
 ) -> None:
     os.setpgid(0, 0)
+    if cores:
+        os.sched_setaffinity(0, cores)  # before the first further thread
     # Some of the files beside this one have the name of a package that vLLM may yet import.
     sys.path = [path for path in sys.path if Path(path) != Path(__file__).parent]
     from tests.integrations.vllm import engine_process, frugal
