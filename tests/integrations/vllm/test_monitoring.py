@@ -11,7 +11,9 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +31,10 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 
 TARGETS = {"prefill": "kv_producer", "decode": "kv_consumer"}
 """The servers, which have these names and roles."""
-LENGTH = 100
+LENGTH, LONGER = 100, 900
+"""Tokens of the prompts that are handed over with a ticket, and early."""
+CHUNK = 64
+"""Tokens of a step of prefill: an early prompt takes many."""
 MAY_BE_EMPTY = {
     "Failures by stage and cause",
     "Peers",
@@ -54,8 +59,8 @@ class Servers:
             "decode": self.decode.address.removeprefix("http://"),
         }
 
-    def hand_over(self, seed: int) -> None:
-        """Do what a router does."""
+    def hand_over(self, seed: int) -> dict[str, Any]:
+        """Do what a router does; return the ticket."""
         asked = prompt(LENGTH, seed=seed)
         wanted = {"do_remote_decode": True}
         status, answer = self.prefill.complete(
@@ -64,6 +69,29 @@ class Servers:
         assert status == 200, answer
         params = answer["kv_transfer_params"]
         status, answer = self.decode.complete(self.decode.model, asked, params=params)
+        assert status == 200, self.decode.log()[-3000:]
+        return dict(params)
+
+    def hand_over_early(self, ticket: dict[str, Any], seed: int) -> None:
+        """Do what a router does that sends both legs at once.
+
+        Args:
+            ticket: an earlier one, for where prefill is.
+            seed: of the prompt.
+        """
+        asked, room = prompt(LONGER, seed=seed), {"transfer_id": f"monitored-{seed}"}
+        there = {
+            "do_remote_prefill": True,
+            "remote_engine_id": ticket["remote_engine_id"],
+            "remote_bootstrap_addr": f"http://{ticket['remote_host']}:{ticket['remote_port']}",
+        }
+        with ThreadPoolExecutor(1) as beside:
+            leg = beside.submit(self.decode.complete, self.decode.model, asked, params=there | room)
+            status, answer = self.prefill.complete(
+                self.prefill.model, asked, max_tokens=1, params={"do_remote_decode": True} | room
+            )
+            assert status == 200, answer
+            status, answer = leg.result()
         assert status == 200, self.decode.log()[-3000:]
 
 
@@ -155,7 +183,13 @@ def servers(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
                 "kv_role": role,
                 "kv_connector_extra_config": PATIENT,
             }
-            server = HttpServer(name, checkpoint, folder, kv_transfer_config=transfer)
+            server = HttpServer(
+                name,
+                checkpoint,
+                folder,
+                kv_transfer_config=transfer,
+                max_num_batched_tokens=CHUNK,
+            )
             stack.callback(server.close)
             started[name] = server
         yield Servers(**{name: server.wait_started() for name, server in started.items()})
@@ -170,12 +204,16 @@ def prometheus(servers: Servers, tmp_path_factory: pytest.TempPathFactory) -> It
         eventually(running.ready)
         loads = 'vllm:kvferry_loads_total{role="decode"}'
         before = servers.decode.counter("vllm:kvferry_loads", "")
-        servers.hand_over(seed=1)
-        eventually(lambda: running.number(loads) == before + 1)
+        ticket = servers.hand_over(seed=1)
+        servers.hand_over_early(ticket, seed=5)
+        eventually(lambda: running.number(loads) == before + 2)
+        assert servers.decode.counter("vllm:kvferry_early_loads", "") > 0
         for seed in (2, 3, 4):
             servers.hand_over(seed=seed)
-        eventually(lambda: running.number(loads) == before + 4)
-        eventually(lambda: running.number("sum(rate(vllm:kvferry_loads_total[5m]))") is not None)
+        eventually(lambda: running.number(loads) == before + 5)
+        for counter in ("loads", "early_loads", "early_bytes"):
+            rate = f"sum(rate(vllm:kvferry_{counter}_total[5m]))"
+            eventually(partial(lambda each: running.number(each) is not None, rate))
         yield running
 
 
