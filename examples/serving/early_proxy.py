@@ -23,7 +23,7 @@ from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from aiohttp import ClientError, ClientResponse, ClientSession, ClientTimeout, web
+from aiohttp import ClientError, ClientResponse, ClientSession, ClientTimeout, TCPConnector, web
 
 PATHS = ("/v1/completions", "/v1/chat/completions")
 ONE_TOKEN = {"max_tokens": 1, "n": 1, "stream": False}
@@ -98,7 +98,10 @@ class Proxy:
         return app
 
     async def _connect(self, app: web.Application) -> AsyncIterator[None]:
-        async with ClientSession(timeout=ClientTimeout(total=None)) as self._session:
+        # A connection for each request: a server may close one that is kept just as it is used.
+        connector = TCPConnector(force_close=True, limit=0)
+        timeout = ClientTimeout(total=None)
+        async with ClientSession(connector=connector, timeout=timeout) as self._session:
             yield
 
     async def _health(self, request: web.Request) -> web.Response:
