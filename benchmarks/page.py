@@ -82,6 +82,11 @@ PARTS = (
         title="conversations, with and without tickets for next turns",
         takes_long=True,
     ),
+    Part(
+        name="early",
+        title="pages that cross while prefill computes",
+        takes_long=True,
+    ),
     Part(name="steps", title="what an engine step costs", short=("--seconds", "6")),
     Part(
         name="channel", title="the side channel, and memory for each peer", short=("--rounds", "5")
