@@ -50,7 +50,7 @@ WOKEN_SECONDS = 0.002
 LOADING_SECONDS = 5 * BUSY_SECONDS
 """Pause while loads only wait for a handshake, or for a slot word that says ``ready``."""
 LISTEN_SECONDS = 0.001
-"""Least time between two calls of the transport's ``notifications``, while pages are held;
+"""Least time between two calls of the transport's ``notifications``, while tickets are out;
 ``HELD_SECONDS`` otherwise."""
 HELD_SECONDS = 0.005
 """Pause while consumers may send messages about holds, while a connection is being closed, or while
@@ -515,7 +515,9 @@ class Endpoint:
         busy = self._step("reading", self._transfers.progress) or busy
         self._last_round = now = time.monotonic()
         if now >= self._next_listen:
-            self._next_listen = now + (LISTEN_SECONDS if self.held else HELD_SECONDS)
+            self._next_listen = now + (
+                LISTEN_SECONDS if self._hold_server.is_awaited else HELD_SECONDS
+            )
             self._listen()
         return busy
 
@@ -592,7 +594,7 @@ class Endpoint:
             return HELD_SECONDS if self._load_manager.only_computing else LOADING_SECONDS
         if self._connections.closing:
             return HELD_SECONDS
-        return HELD_SECONDS if self.held else IDLE_SECONDS
+        return HELD_SECONDS if self._hold_server.is_awaited else IDLE_SECONDS
 
 
 class _ResultQueue:

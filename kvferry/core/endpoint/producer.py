@@ -158,6 +158,16 @@ class HoldServer:
         with self._lock:
             return self._holds.held
 
+    @property
+    def is_awaited(self) -> bool:
+        """Return whether consumers may wait for what ``tick`` does, or send messages about holds.
+
+        That is so while a hold has a ticket, or pages wait for the device. A request that is still
+        computed needs nothing: what consumers may say of it meanwhile can wait for its ticket.
+        """
+        with self._lock:
+            return bool(self._holds.ticketed or self._computing)
+
     def apply(self, orders: HoldOrders, passed: Callable[[], bool] | None) -> None:
         """Begin, mark as ready, and end holds, as the engine's scheduler has decided.
 

@@ -143,6 +143,8 @@ class WorkerHolds:
         self._watermarks = watermarks
         self._incarnation = incarnation
         self._held: dict[int, _Held] = {}
+        self._ticketed: set[int] = set()
+        """The slots of those holds whose ticket was made."""
         self._soonest = math.inf
         """No lease expires earlier than this: saves scanning thousands of holds in each turn."""
         self._ended: list[EndedHold] = []
@@ -160,6 +162,11 @@ class WorkerHolds:
     def held(self) -> int:
         """Number of holds that have not ended."""
         return len(self._held)
+
+    @property
+    def ticketed(self) -> int:
+        """Number of holds that have not ended and whose ticket was made."""
+        return len(self._ticketed)
 
     @property
     def slots(self) -> int:
@@ -244,6 +251,7 @@ class WorkerHolds:
         held = self._find(hold)
         if held:
             held.lease, held.ttl, held.alive = lease, ttl, now
+            self._ticketed.add(hold.slot)
             self._set_deadline(held, now + held.term(lease))
 
     def ready(self, hold: Hold, now: float) -> None:
@@ -489,6 +497,7 @@ class WorkerHolds:
     def _clear(self, hold: Hold) -> None:
         """Clear the slot word of a hold, and forget the hold."""
         self._words[hold.slot] = NOTHING
+        self._ticketed.discard(hold.slot)
         self._disclaim(self._held.pop(hold.slot))
 
     def _over(self, held: _Held, end: HoldEnd | None = None, engine: str = "") -> None:

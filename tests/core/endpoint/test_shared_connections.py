@@ -43,7 +43,7 @@ from tests.core.endpoint.metric_totals import MetricTotals
 LOAD_TIMEOUT = 100.0
 
 
-NUMBERS = itertools.count(1)
+NUMBERS = itertools.count(10)
 
 
 def load_by_name(
