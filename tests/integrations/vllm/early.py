@@ -54,8 +54,13 @@ class Legs:
 
     def texts(self) -> list[str]:
         """Wait for both legs; the texts, and none where a request failed."""
-        completions = self.decode.results(self.here)
+        texts = self.decoded()
         self.prefill.results(self.there)
+        return texts
+
+    def decoded(self) -> list[str]:
+        """Wait for decode alone; the texts, and none where a request failed."""
+        completions = self.decode.results(self.here)
         return [c.text if c.finish_reason == "length" else "" for c in completions]
 
     def wait_begun(self) -> None:
