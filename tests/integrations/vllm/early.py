@@ -93,7 +93,11 @@ def early_loads(engine: Engine) -> float:
 
 def side_channel(engine: Any) -> dict[str, str]:
     """What a router says of this engine to decode."""
-    serving = engine.engine_core.engine_core.scheduler.connector._scheduler._serving
+    connector = engine.engine_core.engine_core.scheduler.connector
+    children = getattr(connector, "_connectors", [connector])  # of a MultiConnector
+    [serving] = [
+        each._scheduler._serving for each in children if type(each).__name__ == "KVFerryConnector"
+    ]
     return {
         "remote_engine_id": serving.engine,
         "remote_bootstrap_addr": f"http://{serving.host}:{serving.port}",
@@ -111,6 +115,12 @@ def status(engine: Any, request_id: str) -> str:
     """The status of a request; empty if the scheduler does not know it."""
     found = _request(engine, request_id)
     return found.status.name if found is not None else ""
+
+
+def computed_tokens(engine: Any, request_id: str) -> int:
+    """How many tokens of a request are computed or scheduled; 0 if it is not known."""
+    found = _request(engine, request_id)
+    return found.num_computed_tokens if found is not None else 0
 
 
 def read_tokens(engine: Any, request_id: str) -> int:
