@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from examples.tiny_llama import prompt
 from tests.integrations.vllm import probes
 from tests.integrations.vllm.engines import PREFILL, Engine
-from tests.integrations.vllm.steps import eventually
+from tests.integrations.vllm.ranks import at_rest, come_to
+from tests.integrations.vllm.steps import eventually, texts
 
 ROOMS = itertools.count()
 SENTINEL = 7.5
@@ -26,14 +28,21 @@ class Legs:
         prefill: The engine that computes them.
         decode: The other one.
         prompts: Their tokens.
+        there: Options of the requests on prefill.
         options: Of the requests on decode.
     """
 
     def __init__(
-        self, prefill: Engine, decode: Engine, *prompts: Sequence[int], **options: Any
+        self,
+        prefill: Engine,
+        decode: Engine,
+        *prompts: Sequence[int],
+        there: Mapping[str, Any] | None = None,
+        **options: Any,
     ) -> None:
         self.prefill, self.decode = prefill, decode
         self._prompts, self._options = prompts, options
+        self._options_there = there or {}
         self._rooms = [f"room-{next(ROOMS)}" for _ in prompts]
         self._producer = prefill.run(side_channel)
         self.there: list[str] = []
@@ -42,7 +51,9 @@ class Legs:
     def begin_prefill(self) -> None:
         """Hand the requests to prefill."""
         params = [PREFILL | {"transfer_id": room} for room in self._rooms]
-        self.there = self.prefill.submit(*self._prompts, params=params, max_tokens=1)
+        self.there = self.prefill.submit(
+            *self._prompts, params=params, max_tokens=1, **self._options_there
+        )
 
     def begin_decode(self) -> None:
         """Hand the requests to decode."""
@@ -83,6 +94,35 @@ def hand_over_early(
     legs.begin_prefill()
     legs.begin_decode()
     return legs.texts()
+
+
+def check_early(
+    ordinary: Engine, prefill: Engine, decode: Engine, chunk: int, seed: int = 40
+) -> None:
+    """Hand prompts over while prefill computes them, and preempt one.
+
+    Args:
+        ordinary: An ordinary engine: what decode must agree with.
+        prefill: Computes ``chunk`` tokens in a step.
+        decode: The engine that reads.
+        chunk: See above.
+        seed: The prompts'.
+    """
+    rest, begun = at_rest(prefill, decode), early_loads(decode)
+    prompts = [prompt(length, seed) for length in (1, chunk, chunk + 1, 3 * chunk, 5 * chunk + 7)]
+    wanted = texts(ordinary, *prompts)
+    assert [hand_over_early(prefill, decode, each)[0] for each in prompts] == wanted
+    assert hand_over_early(prefill, decode, *prompts) == wanted
+    legs = Legs(prefill, decode, prompts[-1])
+    with prefill.paused():
+        legs.begin_prefill()
+        legs.begin_decode()
+        prefill.step(3)
+        legs.wait_begun()
+        prefill.run(preempt)
+    assert legs.texts() == wanted[-1:]
+    assert early_loads(decode) > begun
+    come_to(rest, prefill, decode)
 
 
 def early_loads(engine: Engine) -> float:
