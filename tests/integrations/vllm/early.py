@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from examples.tiny_llama import prompt
 from tests.integrations.vllm import probes
 from tests.integrations.vllm.engines import PREFILL, Engine
-from tests.integrations.vllm.steps import eventually
+from tests.integrations.vllm.ranks import at_rest, come_to
+from tests.integrations.vllm.steps import eventually, texts
 
 ROOMS = itertools.count()
 SENTINEL = 7.5
@@ -26,14 +28,21 @@ class Legs:
         prefill: The engine that computes them.
         decode: The other one.
         prompts: Their tokens.
+        there: Options of the requests on prefill.
         options: Of the requests on decode.
     """
 
     def __init__(
-        self, prefill: Engine, decode: Engine, *prompts: Sequence[int], **options: Any
+        self,
+        prefill: Engine,
+        decode: Engine,
+        *prompts: Sequence[int],
+        there: Mapping[str, Any] | None = None,
+        **options: Any,
     ) -> None:
         self.prefill, self.decode = prefill, decode
         self._prompts, self._options = prompts, options
+        self._options_there = there or {}
         self._rooms = [f"room-{next(ROOMS)}" for _ in prompts]
         self._producer = prefill.run(side_channel)
         self.there: list[str] = []
@@ -42,7 +51,9 @@ class Legs:
     def begin_prefill(self) -> None:
         """Hand the requests to prefill."""
         params = [PREFILL | {"transfer_id": room} for room in self._rooms]
-        self.there = self.prefill.submit(*self._prompts, params=params, max_tokens=1)
+        self.there = self.prefill.submit(
+            *self._prompts, params=params, max_tokens=1, **self._options_there
+        )
 
     def begin_decode(self) -> None:
         """Hand the requests to decode."""
@@ -54,8 +65,13 @@ class Legs:
 
     def texts(self) -> list[str]:
         """Wait for both legs; the texts, and none where a request failed."""
-        completions = self.decode.results(self.here)
+        texts = self.decoded()
         self.prefill.results(self.there)
+        return texts
+
+    def decoded(self) -> list[str]:
+        """Wait for decode alone; the texts, and none where a request failed."""
+        completions = self.decode.results(self.here)
         return [c.text if c.finish_reason == "length" else "" for c in completions]
 
     def wait_begun(self) -> None:
@@ -80,6 +96,35 @@ def hand_over_early(
     return legs.texts()
 
 
+def check_early(
+    ordinary: Engine, prefill: Engine, decode: Engine, chunk: int, seed: int = 40
+) -> None:
+    """Hand prompts over while prefill computes them, and preempt one.
+
+    Args:
+        ordinary: An ordinary engine: what decode must agree with.
+        prefill: Computes ``chunk`` tokens in a step.
+        decode: The engine that reads.
+        chunk: See above.
+        seed: The prompts'.
+    """
+    rest, begun = at_rest(prefill, decode), early_loads(decode)
+    prompts = [prompt(length, seed) for length in (1, chunk, chunk + 1, 3 * chunk, 5 * chunk + 7)]
+    wanted = texts(ordinary, *prompts)
+    assert [hand_over_early(prefill, decode, each)[0] for each in prompts] == wanted
+    assert hand_over_early(prefill, decode, *prompts) == wanted
+    legs = Legs(prefill, decode, prompts[-1])
+    with prefill.paused():
+        legs.begin_prefill()
+        legs.begin_decode()
+        prefill.step(3)
+        legs.wait_begun()
+        prefill.run(preempt)
+    assert legs.texts() == wanted[-1:]
+    assert early_loads(decode) > begun
+    come_to(rest, prefill, decode)
+
+
 def early_loads(engine: Engine) -> float:
     """How many loads of an engine began while prefill was computing."""
     counters: dict[str, float] = engine.run(probes.metrics)
@@ -88,7 +133,11 @@ def early_loads(engine: Engine) -> float:
 
 def side_channel(engine: Any) -> dict[str, str]:
     """What a router says of this engine to decode."""
-    serving = engine.engine_core.engine_core.scheduler.connector._scheduler._serving
+    connector = engine.engine_core.engine_core.scheduler.connector
+    children = getattr(connector, "_connectors", [connector])  # of a MultiConnector
+    [serving] = [
+        each._scheduler._serving for each in children if type(each).__name__ == "KVFerryConnector"
+    ]
     return {
         "remote_engine_id": serving.engine,
         "remote_bootstrap_addr": f"http://{serving.host}:{serving.port}",
@@ -106,6 +155,12 @@ def status(engine: Any, request_id: str) -> str:
     """The status of a request; empty if the scheduler does not know it."""
     found = _request(engine, request_id)
     return found.status.name if found is not None else ""
+
+
+def computed_tokens(engine: Any, request_id: str) -> int:
+    """How many tokens of a request are computed or scheduled; 0 if it is not known."""
+    found = _request(engine, request_id)
+    return found.num_computed_tokens if found is not None else 0
 
 
 def read_tokens(engine: Any, request_id: str) -> int:

@@ -5,11 +5,8 @@ What varies cheaply is tested in ``geometry/test_early.py``, under vLLM's schedu
 
 from __future__ import annotations
 
-import contextlib
 import multiprocessing
-import os
 import re
-import signal
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +14,7 @@ from typing import Any
 import pytest
 
 from examples.tiny_llama import build, prompt
-from tests.integrations.vllm import killing, probes
+from tests.integrations.vllm import probes
 from tests.integrations.vllm.conftest import StartEngine
 from tests.integrations.vllm.early import (
     SENTINEL,
@@ -39,8 +36,6 @@ LENGTHS = (1, 2, 31, 64, 65, 130, 255, 256, 257, 600, 1025, 2047, 3840)
 CHUNKS = (64, 256, 512)
 """The sequential way is what a prompt of one chunk takes."""
 TOKENS = "vllm:kvferry_tokens"
-QUICK = {"liveness_interval": 0.2, "liveness_misses": 3, "handshake_timeout": 3.0}
-"""Options of a decode engine that finds out soon that prefill is gone."""
 PATIENT = {"kv_lease_duration": 600.0}
 """Options of a prefill engine whose leases outlast any test."""
 
@@ -69,7 +64,7 @@ def ordinary(start_engine: StartEngine, model: Path) -> Engine:
 
 @pytest.fixture(scope="module")
 def decode(start_engine: StartEngine, model: Path) -> Engine:
-    return start_engine("early-decode", "kv_consumer", model=model, extra=QUICK, **LONG)
+    return start_engine("early-decode", "kv_consumer", model=model, **LONG)
 
 
 @pytest.fixture(scope="module")
@@ -243,35 +238,6 @@ def test_cached_prefixes_and_steps_ahead(
     eventually(lambda: engines[0].run(probes.free_blocks) == free)
     for engine in engines:
         engine.close()
-
-
-@pytest.mark.parametrize("fault", ["killed", "stopped"])
-def test_prefill_that_is_gone_at_a_chunk(
-    ordinary: Engine, decode: Engine, model: Path, start_engine: StartEngine, fault: str
-) -> None:
-    """Only its requests fail, whether they have begun or wait."""
-    options = LONG | {"max_num_batched_tokens": 64}
-    victim = start_engine(f"early-{fault}", "kv_producer", model=model, **options)
-    rest = at_rest(decode)
-    begun = Legs(victim, decode, prompt(300, seed=26))
-    waiting = Legs(victim, decode, prompt(300, seed=27))
-    pids = victim.run(killing.victim).pids
-    with contextlib.suppress(OSError), victim.paused():
-        begun.begin_prefill()
-        begun.begin_decode()
-        victim.step(2)
-        begun.wait_begun()
-        waiting.begin_prefill()
-        waiting.begin_decode()
-        for pid in pids:
-            os.kill(pid, signal.SIGKILL if fault == "killed" else signal.SIGSTOP)
-        for legs in (begun, waiting):
-            [completion] = decode.results(legs.here)
-            assert completion.finish_reason == "error"
-        for pid in pids if fault == "stopped" else []:
-            os.kill(pid, signal.SIGCONT)
-        come_to(rest, decode)
-    victim.close()
 
 
 @pytest.mark.parametrize("split", ["prefill", "decode"])

@@ -12,10 +12,12 @@ import pytest
 
 from examples.tiny_llama import prompt
 from tests.integrations.vllm import probes
+from tests.integrations.vllm.early import Legs, early_loads
 from tests.integrations.vllm.engines import PREFILL, Engine
 from tests.integrations.vllm.fleet import fleet
 from tests.integrations.vllm.lora import RANK, load, lora, write_adapter
 from tests.integrations.vllm.messages import Completion
+from tests.integrations.vllm.ranks import at_rest, come_to
 from tests.integrations.vllm.steps import pulled_by
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
@@ -27,11 +29,12 @@ OPTIONS: dict[str, Any] = {
     "max_lora_rank": RANK,
     "max_loras": 2,
 }
+CHUNK = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Engines:
-    """Two engines that prefill, ``ranks`` with two ranks, and two that decode.
+    """Two engines that prefill, ``ranks`` with two ranks, ``prefill`` in chunks; two that decode.
 
     ``believing`` accepts any ticket. Without a ticket, it is an ordinary engine, which the others
     must agree with.
@@ -50,7 +53,7 @@ def engines(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
     }  # as on a GPU: steps are built before the last one's report
     with fleet(checkpoint, tmp_path_factory.mktemp("lora"), **OPTIONS) as started:
         found = Engines(
-            prefill=started.launch("prefill", "kv_producer", **ahead),
+            prefill=started.launch("prefill", "kv_producer", max_num_batched_tokens=CHUNK, **ahead),
             ranks=started.launch("ranks", "kv_producer", tensor_parallel_size=2),
             decode=started.launch("decode", "kv_consumer", **ahead),
             believing=started.launch("believing", "kv_consumer", extra={"verify_prompt": False}),
@@ -265,3 +268,69 @@ def test_weights_replaced_under_a_request(engines: Engines, first: Path, tmp_pat
     [ticket] = engines.ranks.prefill(asked, lora=old)
     assert "kvferry" not in ticket
     assert "vLLM keeps blocks of those in its prefix cache" in engines.ranks.log()
+
+
+def early_legs(engines: Engines, asked: list[int], there: Adapter, here: Adapter) -> Legs:
+    """Both legs of a request, with one adapter on prefill and another on decode, or the same."""
+    legs = Legs(
+        engines.prefill, engines.decode, asked, there={"lora": there}, lora=here, max_tokens=12
+    )
+    legs.begin_prefill()
+    legs.begin_decode()
+    return legs
+
+
+def test_early_hand_over(engines: Engines, first: Path) -> None:
+    """A ticket with an adapter may be revoked, so it comes at the end; others have parts."""
+    rest = at_rest(engines.prefill, engines.decode)
+    for adapter, begun in ((lora(first), 0), (None, 1)):
+        for length in (5, CHUNK, 300):
+            asked = prompt(length, seed=90)
+            before = pulled_by(engines.decode), early_loads(engines.decode)
+            with engines.prefill.paused():
+                legs = early_legs(engines, asked, adapter, adapter)
+                engines.prefill.step(3)
+                if adapter is None and length == 300:
+                    legs.wait_begun()
+            assert legs.texts() == [text(engines.believing, asked, adapter)]
+            after = pulled_by(engines.decode), early_loads(engines.decode)
+            assert after == (before[0] + length, before[1] + begun * (length == 300))
+    come_to(rest, engines.prefill, engines.decode)
+
+
+@pytest.mark.parametrize(
+    ("there", "here"), [("first", "second"), ("first", None), (None, "first"), ("first", "other")]
+)
+def test_early_parts_for_another_adapter_are_refused(
+    engines: Engines, first: Path, second: Path, there: str | None, here: str | None
+) -> None:
+    """Those of a prompt without an adapter at the first one, while prefill computes the rest."""
+    adapters: dict[str | None, Adapter] = {
+        None: None,
+        "first": lora(first),
+        "second": lora(second, name="second", number=2),
+        "other": lora(second, number=12),
+    }
+    rest, before = at_rest(engines.decode), engines.decode.log().count(ANOTHER_PROMPT)
+    with engines.prefill.paused():
+        asked = prompt(300, seed=91)
+        legs = early_legs(engines, asked, adapters[there], adapters[here])
+        engines.prefill.step(3 if there is None else 6)
+        assert legs.decoded() == [""]
+    assert engines.decode.log().count(ANOTHER_PROMPT) == before + 1
+    engines.prefill.results(legs.there)
+    come_to(rest, engines.decode)
+
+
+def test_early_request_whose_prefill_makes_no_ticket(engines: Engines, tmp_path: Path) -> None:
+    """Decode hears so at once, and prefill holds nothing."""
+    adapter = lora(write_adapter(tmp_path / "early", seed=10), name="early", number=20)
+    for engine in (engines.prefill, engines.decode):
+        engine.run(load, adapter)
+    rest = at_rest(engines.prefill, engines.decode)
+    with engines.prefill.paused():
+        legs = early_legs(engines, prompt(150, seed=92), adapter, adapter)
+        engines.prefill.step(2)
+        write_adapter(tmp_path / "early", seed=11)
+    assert legs.texts() == [""]
+    come_to(rest, engines.prefill, engines.decode)

@@ -10,12 +10,27 @@ import pytest
 from examples.tiny_llama import prompt
 from tests.integrations.vllm import probes
 from tests.integrations.vllm.conftest import CONNECTOR, StartEngine
+from tests.integrations.vllm.early import (
+    Legs,
+    computed_tokens,
+    early_loads,
+    hand_over_early,
+    preempt,
+)
 from tests.integrations.vllm.engines import Engine, EngineError
-from tests.integrations.vllm.steps import eventually, hand_over, idle_blocks, pulled, texts
+from tests.integrations.vllm.steps import (
+    eventually,
+    hand_over,
+    idle_blocks,
+    pulled,
+    pulled_by,
+    texts,
+)
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 
 LENGTHS = (5, 33, 64, 200)
+CHUNK = 64
 PULLED = "vllm:kvferry_tokens"
 
 OFFLOADING: dict[str, Any] = {
@@ -43,7 +58,11 @@ def ferry(role: str) -> dict[str, Any]:
 
 
 def start_with(
-    start_engine: StartEngine, name: str, *children: dict[str, Any], role: str = "kv_both"
+    start_engine: StartEngine,
+    name: str,
+    *children: dict[str, Any],
+    role: str = "kv_both",
+    **options: Any,
 ) -> Engine:
     """An engine with several connectors, in this order."""
     transfer = {
@@ -51,7 +70,7 @@ def start_with(
         "kv_role": role,
         "kv_connector_extra_config": {"connectors": list(children)},
     }
-    return start_engine(name, kv_transfer_config=transfer, enable_prefix_caching=True)
+    return start_engine(name, kv_transfer_config=transfer, enable_prefix_caching=True, **options)
 
 
 @pytest.fixture(scope="module")
@@ -60,9 +79,14 @@ def engines(
 ) -> Iterator[dict[str, Engine]]:
     """By name: those that have only kvferry, have it first, and have it second."""
     producer, consumer = ferry("kv_producer"), ferry("kv_consumer")
+    chunks: dict[str, Any] = {"max_num_batched_tokens": CHUNK}
     started = {
-        "prefill, kvferry first": start_with(start_engine, "first-p", producer, OFFLOADING),
-        "prefill, kvferry second": start_with(start_engine, "second-p", OFFLOADING, producer),
+        "prefill, kvferry first": start_with(
+            start_engine, "first-p", producer, OFFLOADING, **chunks
+        ),
+        "prefill, kvferry second": start_with(
+            start_engine, "second-p", OFFLOADING, producer, **chunks
+        ),
         "decode, kvferry first": start_with(start_engine, "first-d", consumer, OFFLOADING),
         "decode, kvferry second": start_with(start_engine, "second-d", OFFLOADING, consumer),
     }
@@ -123,6 +147,87 @@ def test_both_have_the_pages(
     assert counters[PULLED] == by_kvferry
     assert pulled(counters) == by_kvferry or 192
     eventually(lambda: prefill.run(probes.free_blocks) == free)
+
+
+EARLY_PAIRS = [pair for pair in PAIRS if pair[0] != "prefill"]
+
+
+@pytest.mark.parametrize(("source", "target"), EARLY_PAIRS)
+def test_early_hand_over(
+    reference: Engine, engines: dict[str, Engine], source: str, target: str
+) -> None:
+    """Chunk by chunk, while the other connector keeps the same pages."""
+    prefill, decode = engines[source], engines[target]
+    seed = 30 + EARLY_PAIRS.index((source, target))
+    prompts = [prompt(length, seed=seed) for length in (*LENGTHS, 600)]
+    free, begun = [idle_blocks(each) for each in (prefill, decode)], early_loads(decode)
+    assert hand_over_early(prefill, decode, *prompts) == texts(reference, *prompts)
+    assert early_loads(decode) > begun
+    eventually(lambda: [each.run(probes.free_blocks) for each in (prefill, decode)] == free)
+
+
+@pytest.mark.parametrize("source", ["prefill, kvferry first", "prefill, kvferry second"])
+def test_early_pages_that_were_offloaded(
+    reference: Engine, engines: dict[str, Engine], source: str
+) -> None:
+    """Prefill has a prompt's beginning from the other connector, also after a preemption."""
+    prefill, decode = engines[source], engines["decode"]
+    first = prompt(200, seed=40)
+    longer = [*first, *prompt(300, seed=41)]
+    texts(prefill, first)
+    eventually(lambda: prefill.run(probes.forget_prefixes))
+    free, offloaded = [idle_blocks(each) for each in (prefill, decode)], pulled_by(prefill)
+    legs = Legs(prefill, decode, longer)
+    with prefill.paused():
+        legs.begin_prefill()
+        legs.begin_decode()
+        while prefill.run(computed_tokens, legs.there[0]) < 192 + 2 * CHUNK:
+            prefill.step()
+        legs.wait_begun()
+        prefill.run(preempt)
+    assert legs.texts() == texts(reference, longer)
+    assert pulled_by(prefill) >= offloaded + 192
+    eventually(lambda: [each.run(probes.free_blocks) for each in (prefill, decode)] == free)
+
+
+@pytest.mark.parametrize(
+    ("target", "by_kvferry"), [("decode, kvferry first", 200), ("decode, kvferry second", 0)]
+)
+def test_early_if_both_have_the_pages(
+    reference: Engine, engines: dict[str, Engine], target: str, by_kvferry: int
+) -> None:
+    """The first child that has them loads; prefill gives back what is not read with the ticket."""
+    prefill, decode = engines["prefill, kvferry first"], engines[target]
+    wanted = prompt(200, seed=41)
+    assert hand_over_early(prefill, decode, wanted) == texts(reference, wanted)
+    eventually(lambda: decode.run(probes.forget_prefixes))
+    free, before = idle_blocks(prefill), decode.run(probes.metrics)
+    assert hand_over_early(prefill, decode, wanted) == texts(reference, wanted)
+    after = decode.run(probes.metrics)
+    assert after[PULLED] - before[PULLED] == by_kvferry
+    assert pulled(after) - pulled(before) == by_kvferry or 192
+    eventually(lambda: prefill.run(probes.free_blocks) == free)
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_early_aborts(reference: Engine, engines: dict[str, Engine], side: str) -> None:
+    prefill, decode = engines["prefill, kvferry second"], engines["decode, kvferry second"]
+    free = [idle_blocks(each) for each in (prefill, decode)]
+    for steps in range(1, 6):
+        legs = Legs(prefill, decode, prompt(300, seed=steps + (50 if side == "decode" else 60)))
+        with prefill.paused():
+            legs.begin_prefill()
+            legs.begin_decode()
+            prefill.step(steps)
+            if 1 < steps < 5:
+                legs.wait_begun()
+            if side == "decode":
+                decode.abort(legs.here[0])
+            else:
+                prefill.abort(legs.there[0])
+        eventually(lambda: [each.run(probes.free_blocks) for each in (prefill, decode)] == free)
+    wanted = prompt(300, seed=70)
+    assert hand_over_early(prefill, decode, wanted) == texts(reference, wanted)
 
 
 @pytest.mark.parametrize("target", ["decode, kvferry first", "decode, kvferry second"])

@@ -13,6 +13,7 @@ from tests.integrations.vllm.conversations import (
     Conversation,
     check_turns,
 )
+from tests.integrations.vllm.early import check_early
 from tests.integrations.vllm.engines import Engine
 from tests.integrations.vllm.ranks import at_rest, come_to
 from tests.integrations.vllm.steps import hand_over, pulled, texts
@@ -21,6 +22,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.nixl, pytest.mark.timeout(600)]
 
 NIXL = {"driver": "nixl"}
 LENGTHS = (2, 5, 31, 32, 33, 64, 65, 255, 256, 300, 511)
+CHUNK = 64
 TP2 = {"tensor_parallel_size": 2}
 
 
@@ -85,6 +87,13 @@ def test_ranks_of_another_number(
     assert pulled(counters) == sum(LENGTHS)
     come_to(rest, source, target)
     split.close()
+
+
+def test_early(reference: Engine, target: Engine, start_engine: StartEngine) -> None:
+    """In chunks, with one preemption."""
+    chunked = start_engine("nixl-chunks", "kv_producer", extra=NIXL, max_num_batched_tokens=CHUNK)
+    check_early(reference, chunked, target, CHUNK)
+    chunked.close()
 
 
 def test_conversation(reference: Engine, start_engine: StartEngine) -> None:

@@ -17,6 +17,7 @@ from tests.integrations.vllm.conversations import (
     Conversation,
     check_turns,
 )
+from tests.integrations.vllm.early import check_early
 from tests.integrations.vllm.engines import Engine
 from tests.integrations.vllm.ranks import at_rest, come_to
 from tests.integrations.vllm.steps import hand_over, pulled, texts
@@ -24,6 +25,7 @@ from tests.integrations.vllm.steps import hand_over, pulled, texts
 pytestmark = [pytest.mark.vllm, pytest.mark.ucx, pytest.mark.timeout(600)]
 
 LENGTHS = (2, 5, 31, 32, 33, 65, 256, 511)
+CHUNK = 64
 # Where UCX has shared memory, it moves bytes by that, and connects and talks by tcp.
 TRANSPORTS = {"memory": ["self", "sm", "tcp"], "tcp": ["self", "tcp"]}
 
@@ -36,8 +38,9 @@ class Engines:
     start: StartEngine
     _started: dict[str, Engine] = field(default_factory=dict)
 
-    def __call__(self, role: str, ranks: int = 1, **extra: Any) -> Engine:
-        name = "-".join(["ucx", self.way, role, str(ranks), *extra])
+    def __call__(self, role: str, ranks: int = 1, chunk: int = 0, **extra: Any) -> Engine:
+        name = "-".join(["ucx", self.way, role, str(ranks), str(chunk), *extra])
+        chunks = {"max_num_batched_tokens": chunk} if chunk else {}
         if name not in self._started:
             options = {"transports": TRANSPORTS[self.way]}
             self._started[name] = self.start(
@@ -45,6 +48,7 @@ class Engines:
                 f"kv_{role}",
                 extra={"driver": "ucx", "driver_options": options, **extra},
                 tensor_parallel_size=ranks,
+                **chunks,
             )
         return self._started[name]
 
@@ -81,6 +85,12 @@ def test_swapped_caches(reference: Engine, engines: Engines) -> None:
     y[-1] = x[-1]
     [completion] = credulous.generate(x, params=source.prefill(y))
     assert completion.text == texts(reference, y)[0] != texts(reference, x)[0]
+
+
+def test_early(reference: Engine, engines: Engines) -> None:
+    """In chunks, with one preemption."""
+    chunked = engines("producer", chunk=CHUNK)
+    check_early(reference, chunked, engines("consumer"), CHUNK)
 
 
 def test_conversation(reference: Engine, start_engine: StartEngine) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from examples.tiny_llama import prompt
+from tests.integrations.vllm.early import Legs, early_loads, hand_over_early, preempt
 from tests.integrations.vllm.engines import Engine
 from tests.integrations.vllm.fleet import fleet
 from tests.integrations.vllm.steps import hand_over, idle_blocks, pulled_by, texts
@@ -30,11 +31,13 @@ class Model:
 
     Attributes:
         left: prompt tokens that are left to the engine that decodes.
+        chunk: how many tokens its engines compute in a step.
         options: for its engines.
         steady: an ordinary engine's text does not depend on how its tokens were computed.
     """
 
     left: int = 0
+    chunk: int = 64
     options: dict[str, Any] = field(default_factory=dict)
     steady: bool = True
 
@@ -43,7 +46,7 @@ MODELS = {
     "llama": Model(),
     "gemma3": Model(left=1),
     # Before 0.32, vLLM's CPU build has no convolution of float32.
-    "granite4": Model(left=1, options={"dtype": "bfloat16"}, steady=False),
+    "granite4": Model(left=1, chunk=192, options={"dtype": "bfloat16"}, steady=False),
 }
 
 LOADS_ONE_GROUP_ONLY = OTHERS[0]
@@ -90,7 +93,8 @@ def engines(
     model: str = request.param
     started: dict[str, list[Engine]] = {}
     folder = tmp_path_factory.mktemp(model)
-    with fleet(checkpoints[model], folder, **MODELS[model].options) as launched:
+    chunks = {"max_num_batched_tokens": MODELS[model].chunk}
+    with fleet(checkpoints[model], folder, **MODELS[model].options, **chunks) as launched:
 
         def start(name: str) -> Engine:
             if name == ORDINARY:
@@ -119,6 +123,31 @@ def test_pair(request: pytest.FixtureRequest, engines: EnginesOf, source: str, t
     free, before = [idle_blocks(each) for each in (prefill, decode)], pulled_by(decode)
     assert handed_over(model, prefill, decode, prompts) == expected
     assert pulled_by(decode) - before == sum(length - model.left for length in LENGTHS)
+    assert [idle_blocks(each) for each in (prefill, decode)] == free
+
+
+@pytest.mark.parametrize(("engines", "source", "target"), list(pairs()), indirect=["engines"])
+def test_early_pair(
+    request: pytest.FixtureRequest, engines: EnginesOf, source: str, target: str
+) -> None:
+    """Decode reads the pages of finished chunks, also of one that is computed again."""
+    model = MODELS[request.node.callspec.params["engines"]]
+    prefill, decode = engines(source, 0), engines(target, 1 if source == target else 0)
+    seed = next(_seeds)
+    prompts = [prompt(length, seed) for length in (1, 33, 65, 200, 700)]
+    expected = right_texts(model, engines, prompts)
+    free, begun = [idle_blocks(each) for each in (prefill, decode)], early_loads(decode)
+    early = [hand_over_early(prefill, decode, each, max_tokens=16)[0] for each in prompts]
+    assert early == expected
+    legs = Legs(prefill, decode, prompts[-1], max_tokens=16)
+    with prefill.paused():
+        legs.begin_prefill()
+        legs.begin_decode()
+        prefill.step(2)
+        legs.wait_begun()
+        prefill.run(preempt)
+    assert legs.texts() == expected[-1:]
+    assert early_loads(decode) > begun
     assert [idle_blocks(each) for each in (prefill, decode)] == free
 
 
