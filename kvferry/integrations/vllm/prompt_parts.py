@@ -3,7 +3,7 @@
 A router that sends both legs of a request at once gives them a common ``transfer_id``, which names
 a room on the side channel of the engine that prefills. Decode follows the room. After each step
 that computes a chunk of the prompt, a part is published there: a ticket for the tokens so far, with
-the pages of full attention. The last part is the ticket. See docs/protocol.md, "Early loads".
+the pages of full attention. The last part is the ticket. See docs/protocol.md, "Early tickets".
 """
 
 from __future__ import annotations
