@@ -114,7 +114,7 @@ def engines(
 
 @pytest.mark.parametrize(("engines", "source", "target"), list(pairs()), indirect=["engines"])
 def test_pair(request: pytest.FixtureRequest, engines: EnginesOf, source: str, target: str) -> None:
-    """Right texts, every token from the other engine, every block free again."""
+    """Right texts, every token from the other engine, every block free again; early, too."""
     model = MODELS[request.node.callspec.params["engines"]]
     prefill, decode = engines(source, 0), engines(target, 1 if source == target else 0)
     seed = next(_seeds)
@@ -123,20 +123,15 @@ def test_pair(request: pytest.FixtureRequest, engines: EnginesOf, source: str, t
     free, before = [idle_blocks(each) for each in (prefill, decode)], pulled_by(decode)
     assert handed_over(model, prefill, decode, prompts) == expected
     assert pulled_by(decode) - before == sum(length - model.left for length in LENGTHS)
+    check_early(model, engines, prefill, decode)
     assert [idle_blocks(each) for each in (prefill, decode)] == free
 
 
-@pytest.mark.parametrize(("engines", "source", "target"), list(pairs()), indirect=["engines"])
-def test_early_pair(
-    request: pytest.FixtureRequest, engines: EnginesOf, source: str, target: str
-) -> None:
-    """Decode reads the pages of finished chunks, also of one that is computed again."""
-    model = MODELS[request.node.callspec.params["engines"]]
-    prefill, decode = engines(source, 0), engines(target, 1 if source == target else 0)
+def check_early(model: Model, engines: EnginesOf, prefill: Engine, decode: Engine) -> None:
+    """Decode reads the pages of finished chunks, also of some that are computed again."""
     seed = next(_seeds)
     prompts = [prompt(length, seed) for length in (1, 33, 65, 200, 700)]
-    expected = right_texts(model, engines, prompts)
-    free, begun = [idle_blocks(each) for each in (prefill, decode)], early_loads(decode)
+    expected, begun = right_texts(model, engines, prompts), early_loads(decode)
     early = [hand_over_early(prefill, decode, each, max_tokens=16)[0] for each in prompts]
     assert early == expected
     legs = Legs(prefill, decode, prompts[-1], max_tokens=16)
@@ -148,7 +143,6 @@ def test_early_pair(
         prefill.run(preempt)
     assert legs.texts() == expected[-1:]
     assert early_loads(decode) > begun
-    assert [idle_blocks(each) for each in (prefill, decode)] == free
 
 
 def right_texts(model: Model, engines: EnginesOf, prompts: list[list[int]]) -> list[str]:
