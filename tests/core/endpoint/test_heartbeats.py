@@ -20,6 +20,8 @@ from tests.core.endpoint.engines import Clock, Engine, RecordingTransport, Shape
 
 NO_LIVENESS_CHECKS = EndpointOptions(liveness_interval=0, load_timeout=1000.0)
 HOLDS = 300
+LONG_LEASE = 3000.0
+"""Seconds; a third of it does not pass in any test, however slow."""
 
 
 def pass_seconds(clock: Clock, seconds: int, *drivers: RecordingTransport) -> None:
@@ -51,16 +53,17 @@ def test_holds_of_a_live_consumer_are_never_silent() -> None:
         engine("prefill", shape, transport=lambda: next(made), clock=clock) as prefill,
         engine("decode", Shape(pages=8), options=NO_LIVENESS_CHECKS, clock=clock) as decode,
     ):
-        tickets = [prefill.serve(f"p-{i}", [i + 1], 4) for i in range(HOLDS)]
-        for ticket in tickets:
-            decode.prepare(ticket)
+        for i in range(HOLDS):
+            prefill.compute(f"p-{i}", [i + 1], 4)
+            decode.prepare(prefill.finish(f"p-{i}", [i + 1], 4, lease=LONG_LEASE))
         for driver in drivers:
             wait_for_renewals(driver, HOLDS)
             driver.received.clear()
+        before = clock()
         pass_seconds(clock, 9, *drivers)
         assert count_silent_holds(prefill) == [0, 0]
         for driver in drivers:
-            assert 9 <= len(driver.notes(Heartbeat)) <= 11
+            assert 9 <= len(driver.notes(Heartbeat)) <= clock() - before + 2
             assert not driver.notes(Renewal)
 
 
