@@ -20,8 +20,8 @@ from tests.core.endpoint.engines import Clock, Engine, RecordingTransport, Shape
 
 NO_LIVENESS_CHECKS = EndpointOptions(liveness_interval=0, load_timeout=1000.0)
 HOLDS = 300
-LONG_LEASE = 3000.0
-"""Seconds; a third of it does not pass in any test, however slow."""
+LONG_LEASES = EndpointOptions(lease=3000.0)
+"""Holds are renewed after a third of this, which does not pass in any test, however slow."""
 
 
 def pass_seconds(clock: Clock, seconds: int, *drivers: RecordingTransport) -> None:
@@ -50,12 +50,13 @@ def test_holds_of_a_live_consumer_are_never_silent() -> None:
     made = iter(drivers)
     shape = Shape(tp=2, pages=HOLDS + 1)
     with (
-        engine("prefill", shape, transport=lambda: next(made), clock=clock) as prefill,
+        engine(
+            "prefill", shape, transport=lambda: next(made), options=LONG_LEASES, clock=clock
+        ) as prefill,
         engine("decode", Shape(pages=8), options=NO_LIVENESS_CHECKS, clock=clock) as decode,
     ):
         for i in range(HOLDS):
-            prefill.compute(f"p-{i}", [i + 1], 4)
-            decode.prepare(prefill.finish(f"p-{i}", [i + 1], 4, lease=LONG_LEASE))
+            decode.prepare(prefill.serve(f"p-{i}", [i + 1], 4))
         for driver in drivers:
             wait_for_renewals(driver, HOLDS)
             driver.received.clear()
