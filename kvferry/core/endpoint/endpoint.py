@@ -56,7 +56,8 @@ HELD_SECONDS = 0.005
 """Pause while consumers may send messages about holds, while a connection is being closed, or while
 loads only wait for watermarks."""
 IDLE_SECONDS = 0.05
-"""Pause while nothing is under way; any call of the engine ends the pause at once."""
+"""Pause while nothing is under way, or requests are only computed; any call of the engine
+ends the pause at once."""
 JOIN_SECONDS = 10.0
 """How long ``close`` waits for the endpoint's thread and for the driver's calls to return."""
 WIND_DOWN_SECONDS = 2.0

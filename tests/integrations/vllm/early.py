@@ -96,6 +96,20 @@ def hand_over_early(
     return legs.texts()
 
 
+def hand_over_preempted(
+    prefill: Engine, decode: Engine, asked: Sequence[int], steps: int, **options: Any
+) -> list[str]:
+    """The text of decode, where prefill preempts the request after some steps, read in part."""
+    legs = Legs(prefill, decode, asked, **options)
+    with prefill.paused():
+        legs.begin_prefill()
+        legs.begin_decode()
+        prefill.step(steps)
+        legs.wait_begun()
+        prefill.run(preempt)
+    return legs.texts()
+
+
 def check_early(
     ordinary: Engine, prefill: Engine, decode: Engine, chunk: int, seed: int = 40
 ) -> None:
@@ -113,14 +127,7 @@ def check_early(
     wanted = texts(ordinary, *prompts)
     assert [hand_over_early(prefill, decode, each)[0] for each in prompts] == wanted
     assert hand_over_early(prefill, decode, *prompts) == wanted
-    legs = Legs(prefill, decode, prompts[-1])
-    with prefill.paused():
-        legs.begin_prefill()
-        legs.begin_decode()
-        prefill.step(3)
-        legs.wait_begun()
-        prefill.run(preempt)
-    assert legs.texts() == wanted[-1:]
+    assert hand_over_preempted(prefill, decode, prompts[-1], 3) == wanted[-1:]
     assert early_loads(decode) > begun
     come_to(rest, prefill, decode)
 

@@ -134,19 +134,30 @@ def test_the_same_content_elsewhere(engines: Engines, first: Path, tmp_path: Pat
     assert got == text(engines.believing, asked, lora(first))
 
 
-@pytest.mark.parametrize(
-    ("there", "here"), [("first", "second"), ("first", None), (None, "first"), ("first", "other")]
-)
-def test_another_adapter_is_refused(
-    engines: Engines, first: Path, second: Path, there: str | None, here: str | None
-) -> None:
-    """Another name, none, or other weights under the same name."""
-    adapters: dict[str | None, Adapter] = {
+@pytest.fixture
+def adapters(first: Path, second: Path) -> dict[str | None, Adapter]:
+    """What a request may have on either side; "other" has the name of "first"."""
+    return {
         None: None,
         "first": lora(first),
         "second": lora(second, name="second", number=2),
         "other": lora(second, number=12),
     }
+
+
+others = pytest.mark.parametrize(
+    ("there", "here"), [("first", "second"), ("first", None), (None, "first"), ("first", "other")]
+)
+
+
+@others
+def test_another_adapter_is_refused(
+    engines: Engines,
+    adapters: dict[str | None, Adapter],
+    there: str | None,
+    here: str | None,
+) -> None:
+    """Another name, none, or other weights under the same name."""
     asked = prompt(70, seed=62)
     refused(engines, asked, adapters[there], adapters[here], ANOTHER_PROMPT)
 
@@ -298,19 +309,14 @@ def test_early_hand_over(engines: Engines, first: Path) -> None:
     come_to(rest, engines.prefill, engines.decode)
 
 
-@pytest.mark.parametrize(
-    ("there", "here"), [("first", "second"), ("first", None), (None, "first"), ("first", "other")]
-)
+@others
 def test_early_parts_for_another_adapter_are_refused(
-    engines: Engines, first: Path, second: Path, there: str | None, here: str | None
+    engines: Engines,
+    adapters: dict[str | None, Adapter],
+    there: str | None,
+    here: str | None,
 ) -> None:
     """Those of a prompt without an adapter at the first one, while prefill computes the rest."""
-    adapters: dict[str | None, Adapter] = {
-        None: None,
-        "first": lora(first),
-        "second": lora(second, name="second", number=2),
-        "other": lora(second, number=12),
-    }
     rest, before = at_rest(engines.decode), engines.decode.log().count(ANOTHER_PROMPT)
     with engines.prefill.paused():
         asked = prompt(300, seed=91)

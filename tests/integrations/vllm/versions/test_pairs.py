@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from examples.tiny_llama import prompt
-from tests.integrations.vllm.early import Legs, early_loads, hand_over_early, preempt
+from tests.integrations.vllm.early import early_loads, hand_over_early, hand_over_preempted
 from tests.integrations.vllm.engines import Engine
 from tests.integrations.vllm.fleet import fleet
 from tests.integrations.vllm.steps import hand_over, idle_blocks, pulled_by, texts
@@ -134,14 +134,8 @@ def check_early(model: Model, engines: EnginesOf, prefill: Engine, decode: Engin
     expected, begun = right_texts(model, engines, prompts), early_loads(decode)
     early = [hand_over_early(prefill, decode, each, max_tokens=16)[0] for each in prompts]
     assert early == expected
-    legs = Legs(prefill, decode, prompts[-1], max_tokens=16)
-    with prefill.paused():
-        legs.begin_prefill()
-        legs.begin_decode()
-        prefill.step(2)
-        legs.wait_begun()
-        prefill.run(preempt)
-    assert legs.texts() == expected[-1:]
+    preempted = hand_over_preempted(prefill, decode, prompts[-1], 2, max_tokens=16)
+    assert preempted == expected[-1:]
     assert early_loads(decode) > begun
 
 
