@@ -7,6 +7,7 @@ import enum
 from kvferry.core.errors import (
     AdmissionError,
     ConnectError,
+    CopyError,
     DeadlineError,
     EndpointClosedError,
     HandshakeError,
@@ -46,6 +47,8 @@ class Cause(enum.StrEnum):
     """The driver failed."""
     PAGES = "pages"
     """The page lists do not fit."""
+    COPY = "copy"
+    """The pages were loaded into host memory, and could not be copied to the device."""
     OTHER = "other"
 
 
@@ -64,6 +67,7 @@ _CAUSES: tuple[tuple[type[KVFerryError], Cause], ...] = (
     (PeerLostError, Cause.PEER_LOST),
     (TransportError, Cause.TRANSPORT),
     (PageError, Cause.PAGES),
+    (CopyError, Cause.COPY),
 )
 """The first entry with a matching class applies."""
 

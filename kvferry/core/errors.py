@@ -95,6 +95,10 @@ class DeadlineError(KVFerryError):
     """A load did not end in time; the message names the stage that the load was in."""
 
 
+class CopyError(KVFerryError):
+    """Pages could not be copied between the device and host memory; nothing is under way."""
+
+
 class EndpointClosedError(KVFerryError):
     """The endpoint has been closed."""
 

@@ -39,6 +39,17 @@ class Stage(enum.StrEnum):
     FENCE = "fence"
     """After the data, the hold's slot word is read, which says whether the pages were held all the
     time."""
+    COPY = "copy"
+    """Where the cache is staged: the loaded pages are copied from host memory to the device."""
+
+
+class CopyDirection(enum.StrEnum):
+    """Where a copy of a staged cache goes."""
+
+    TO_HOST = "to_host"
+    """From the device to host pages, for other engines to read."""
+    TO_DEVICE = "to_device"
+    """From host pages that were loaded to the device."""
 
 
 class MetricKind(enum.StrEnum):
@@ -169,6 +180,31 @@ IGNORED = Metric(
     kind=MetricKind.COUNTER,
     text="Other messages that end holds, for holds that had ended or never existed.",
 )
+COPY_SECONDS = Metric(
+    name="copy_seconds",
+    kind=MetricKind.HISTOGRAM,
+    text="Time of each request's copy between the device and host pages, where the cache is staged "
+    "(kv_buffer_device cpu).",
+    labels=("driver", "direction"),
+)
+HOST_PAGES = Metric(
+    name="host_pages",
+    kind=MetricKind.GAUGE,
+    text="Host pages that each rank has for staging, by use: for holds, or for loads.",
+    labels=("driver", "use"),
+)
+HOST_PAGES_USED = Metric(
+    name="host_pages_used",
+    kind=MetricKind.GAUGE,
+    text="Those of the host pages that requests have reserved or use.",
+    labels=("driver", "use"),
+)
+HOST_PAGE_WAITS = Metric(
+    name="host_page_wait_seconds",
+    kind=MetricKind.HISTOGRAM,
+    text="Time that requests waited for host pages, by use, and whether they got them.",
+    labels=("driver", "use", "outcome"),
+)
 
 FIGURES = (
     BYTES,
@@ -188,8 +224,12 @@ FIGURES = (
     QUARANTINED,
     LATE,
     IGNORED,
+    COPY_SECONDS,
 )
 """All metrics of an endpoint."""
+
+HOST_FIGURES = (HOST_PAGES, HOST_PAGES_USED, HOST_PAGE_WAITS)
+"""The metrics of the host pages of an engine whose cache is staged (``count_host_pages``)."""
 
 MAX_OBSERVED = 1 << 14
 """The most observed values that are kept for one histogram and its labels until they are taken;
@@ -230,6 +270,8 @@ class LoadRecord:
         check_seconds, post_seconds, transfer_seconds, fence_seconds: the parts of ``seconds`` in
             the other stages (see ``Stage``). If the load reads from several producer ranks, each
             value is the longest time that the stage took on any of them.
+        copy_seconds: where the cache is staged, the part of ``seconds`` from the end of the fence
+            until the pages were on the device; otherwise 0.
         ended: when the load was reported, in seconds since the epoch.
     """
 
@@ -250,6 +292,7 @@ class LoadRecord:
     post_seconds: float = 0.0
     transfer_seconds: float = 0.0
     fence_seconds: float = 0.0
+    copy_seconds: float = 0.0
     ended: float = 0.0
     early_nbytes: int = 0
 
@@ -260,14 +303,18 @@ class LoadRecord:
 
     @property
     def stages(self) -> dict[Stage, float]:
-        """Seconds spent in each stage, without the handshake: several loads may share one."""
-        return {
+        """Seconds spent in each stage, without the handshake: several loads may share one.
+
+        The copy is left out where the cache is not staged.
+        """
+        stages = {
             Stage.WAIT: self.wait_seconds,
             Stage.CHECK: self.check_seconds,
             Stage.POST: self.post_seconds,
             Stage.TRANSFER: self.transfer_seconds,
             Stage.FENCE: self.fence_seconds,
         }
+        return {**stages, Stage.COPY: self.copy_seconds} if self.copy_seconds else stages
 
     def combine(self, other: LoadRecord) -> LoadRecord:
         """Return the figures of a request's load on two ranks together.

@@ -4,6 +4,7 @@ from kvferry.core.endpoint.endpoint import Endpoint
 from kvferry.core.endpoint.handshake_relay import HandshakeRelay
 from kvferry.core.endpoint.load import Load
 from kvferry.core.endpoint.options import EndpointOptions, Identity, Results
+from kvferry.core.endpoint.page_copies import PageCopies
 from kvferry.core.endpoint.relayed_replies import RelayedHandshakes
 from kvferry.core.endpoint.room_follower import RoomFollower
 from kvferry.core.metrics import LoadRecord
@@ -15,6 +16,7 @@ __all__ = [
     "Identity",
     "Load",
     "LoadRecord",
+    "PageCopies",
     "RelayedHandshakes",
     "Results",
     "RoomFollower",

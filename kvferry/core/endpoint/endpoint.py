@@ -18,15 +18,23 @@ from functools import partial
 from kvferry.core.endpoint import log_messages
 from kvferry.core.endpoint.connections import STUCK_SECONDS, BlockingCalls, Connections
 from kvferry.core.endpoint.consumer import LoadManager
+from kvferry.core.endpoint.copy_stage import CopyStage
 from kvferry.core.endpoint.device_sync import DeviceSync
 from kvferry.core.endpoint.error_containment import ErrorContainment
 from kvferry.core.endpoint.load import Load
 from kvferry.core.endpoint.options import DEFAULTS, EndpointOptions, Identity, Results
+from kvferry.core.endpoint.page_copies import PageCopies
 from kvferry.core.endpoint.producer import HoldServer, SlotTable
 from kvferry.core.endpoint.relayed_replies import RelayedHandshakes
 from kvferry.core.endpoint.slot_reads import ScratchWords
 from kvferry.core.endpoint.transfers import Transfers
-from kvferry.core.errors import EndpointClosedError, KVFerryError, TicketError, TransportError
+from kvferry.core.errors import (
+    CopyError,
+    EndpointClosedError,
+    KVFerryError,
+    TicketError,
+    TransportError,
+)
 from kvferry.core.layout import Layout
 from kvferry.core.lifecycle.holds import EndedHold, RequestId
 from kvferry.core.lifecycle.reclamation import Silence
@@ -85,6 +93,10 @@ class Endpoint:
             GPU, it chooses the thread's device. Pass the same to the driver
             (``kvferry.create_transport``), for the driver's own threads.
         clock: seconds, monotonic.
+        copies: where no driver can register the engine's memory: copies its blocks to and from host
+            pages. ``layout`` is then that of the host pages, of which ``zero`` zeroes bytes; the
+            ids in tickets and in ``Load.local`` are theirs, and orders and loads name the copies
+            (docs/protocol.md, "Staging"). ``None`` where ``layout`` is the engine's own memory.
 
     Attributes:
         payload: what the engine's handshake tells peers about this rank: its layout, the address of
@@ -107,6 +119,7 @@ class Endpoint:
         zero: Callable[[Spans], None] = zero_cpu,
         enter: EnterThread = enter_nothing,
         clock: Callable[[], float] = time.monotonic,
+        copies: PageCopies | None = None,
     ) -> None:
         self._identity = identity
         self._transport = transport
@@ -147,6 +160,18 @@ class Endpoint:
             self._load_manager.begin, clock=clock, patience=options.load_timeout
         )
         self._results = _ResultQueue()
+        self._stage = (
+            None
+            if copies is None
+            else CopyStage(
+                copies,
+                server=self._hold_server,
+                report=self._report_load,
+                metrics=self._metrics,
+                clock=clock,
+                patience=options.load_timeout,
+            )
+        )
         self._next_listen = 0.0
         self._is_woken = transport.wake_when_ended(self._wake.set)
         # Written by one thread and read by others; each is replaced in one step.
@@ -185,10 +210,12 @@ class Endpoint:
 
         Raises:
             EndpointClosedError: the endpoint is closed, or has failed.
+            CopyError: the endpoint stages, and a copy is missing; or it does not, and has one.
         """
         if orders:
             self._check_open()
-            self._hold_server.apply(orders, passed)
+            self._check_staged(bool(orders.copies))
+            (self._hold_server if self._stage is None else self._stage).apply(orders, passed)
             self._next_listen = 0.0  # a hold may be the first
             self._wake.set()
 
@@ -266,15 +293,20 @@ class Endpoint:
                 load is reported.
             passed: returns whether the device has finished all work on the load's pages that was
                 enqueued before this call; polled on the endpoint's thread, and nothing is read
-                before it has returned ``True``. ``None`` if the device has finished already.
+                before it has returned ``True`` (with ``Load.copy``: nothing is copied to the
+                device). ``None`` if the device has finished already.
 
         Raises:
             EndpointClosedError: the endpoint is closed, or has failed.
+            CopyError: the load has a copy, and the endpoint does not stage.
         """
         self._check_open()
+        self._check_staged(load.copy is not None)
         if load.report:
             self._results.expect()
-        if passed is None:
+        if load.copy is not None:
+            self._post(lambda: self._begin_staged(load, passed))
+        elif passed is None:
             self._post(lambda: self._load_manager.begin(load))
         else:
             self._post(lambda: self._device_sync.add(load, passed))
@@ -333,6 +365,7 @@ class Endpoint:
             problems.append("the endpoint is closed")
         for source in (self._connections, self._blocking_calls, self._containment):
             problems += source.problems
+        problems += () if self._stage is None else self._stage.problems
         if not problems and time.monotonic() - self._last_round > STUCK_SECONDS:
             problems.append(
                 "a call of the driver does not return: restart the engine if that lasts"
@@ -387,6 +420,7 @@ class Endpoint:
         Raises:
             TransportError: a call of the driver does not return, or the transport cannot end its
                 transfers. Bytes may still land, so the memory must stay allocated.
+            CopyError: a copy between the device and host pages does not end; likewise.
         """
         if self._closing:
             return
@@ -404,6 +438,11 @@ class Endpoint:
                 "may still touch this endpoint's memory: keep it until the process ends"
             )
         self._transport.close()
+        if self._unfinished_copies:
+            raise CopyError(
+                f"{self._unfinished_copies} copies between the device and host pages have not "
+                "ended; keep the memory on both sides until the process ends"
+            )
 
     # On the caller's thread.
 
@@ -468,6 +507,13 @@ class Endpoint:
         self._check_open()
         self._post(command)
 
+    def _check_staged(self, has_copy: bool) -> None:
+        if has_copy and self._stage is None:
+            raise CopyError(
+                "a copy between the device and host pages was ordered, and this endpoint has no "
+                "copies: pass it copies, or leave the copy out"
+            )
+
     def _check_open(self) -> None:
         if self._closing or self._failure is not None:
             raise EndpointClosedError("the endpoint is closed") from self._failure
@@ -495,7 +541,8 @@ class Endpoint:
             self._run_commands()
             self._containment.run("giving loads up", self._abort_all, None)
             busy = self._step("performing loads", self._load_manager.progress)
-            if not (busy or len(self._transfers)):
+            busy = self._copy_pages() or busy
+            if not (busy or len(self._transfers) or self._unfinished_copies):
                 break
             if not self._step("reading", self._transfers.progress):
                 time.sleep(BUSY_SECONDS)
@@ -514,6 +561,7 @@ class Endpoint:
         busy = self._step("beginning loads", self._device_sync.progress) or busy
         busy = self._step("performing loads", self._load_manager.progress) or busy
         busy = self._step("reading", self._transfers.progress) or busy
+        busy = self._copy_pages() or busy
         self._last_round = now = time.monotonic()
         if now >= self._next_listen:
             self._next_listen = now + (
@@ -528,6 +576,13 @@ class Endpoint:
         If it raises an exception, log that ``activity`` has failed, and return ``False``.
         """
         return self._containment.run(activity, step, False, serves_all=True)
+
+    @property
+    def _unfinished_copies(self) -> int:
+        return 0 if self._stage is None else self._stage.running
+
+    def _copy_pages(self) -> bool:
+        return self._stage is not None and self._step("copying pages", self._stage.progress)
 
     def _run_commands(self) -> bool:
         """Run the posted commands, and return whether there were any."""
@@ -557,7 +612,11 @@ class Endpoint:
         return list(self._transport.notifications())
 
     def _report_sent(self) -> None:
-        self._results.add_ended(self._hold_server.take_ended())
+        ended = self._hold_server.take_ended()
+        if self._stage is None:
+            self._results.add_ended([each.request for each in ended], ended)
+        else:
+            self._results.add_ended(*self._stage.take_ended(ended))
 
     def _extend(self, request: RequestId, part: Ticket, *, is_last: bool) -> None:
         if not self._device_sync.extend(request, part, is_last=is_last):
@@ -571,7 +630,20 @@ class Endpoint:
         self._device_sync.give_up()
         self._load_manager.abort_all()
 
+    def _begin_staged(self, load: Load, passed: Callable[[], bool] | None) -> None:
+        """Begin a load into host pages, which waits for the device only before its copy."""
+        if self._stage is not None and load.copy is not None:
+            self._stage.begin(load, load.copy, passed)
+            self._load_manager.begin(load)
+
     def _on_load_over(self, load: Load, error: KVFerryError | None, record: LoadRecord) -> None:
+        """Report a load that is over, or have its pages copied to the device before."""
+        if self._stage is not None and load.copy is not None:
+            self._stage.loaded(load, error, record)
+        else:
+            self._report_load(load, error, record)
+
+    def _report_load(self, load: Load, error: KVFerryError | None, record: LoadRecord) -> None:
         """Log a load that is over, count it in the metrics, and queue its result for the engine."""
         count = partial(self._count, load, error, record)
         self._containment.run("counting a load", count, None)
@@ -587,7 +659,9 @@ class Endpoint:
         """Return how many seconds to wait for a command before the next round begins."""
         if busy:
             return 0.0
-        if len(self._device_sync) or (len(self._transfers) and not self._is_woken):
+        if len(self._device_sync) or (self._stage is not None and self._stage.is_busy):
+            return BUSY_SECONDS
+        if len(self._transfers) and not self._is_woken:
             return BUSY_SECONDS
         if len(self._transfers):
             return WOKEN_SECONDS
@@ -605,6 +679,7 @@ class _ResultQueue:
         self._changed = threading.Condition()
         self._received: dict[RequestId, KVFerryError | None] = {}
         self._records: list[LoadRecord] = []
+        self._sent: set[RequestId] = set()
         self._ended: dict[RequestId, EndedHold] = {}
         self._expected = 0
         self._has_failed = False
@@ -641,10 +716,16 @@ class _ResultQueue:
             self._received[request] = error
             self._changed.notify_all()
 
-    def add_ended(self, holds: Collection[EndedHold]) -> None:
-        """Add holds that have ended: this rank no longer holds the pages of their requests."""
-        if holds:
+    def add_ended(self, sent: Collection[RequestId], holds: Collection[EndedHold]) -> None:
+        """Add requests that were sent, and holds that have ended.
+
+        Args:
+            sent: requests whose pages this rank no longer holds.
+            holds: how their holds have ended; where the cache is staged, maybe those of others.
+        """
+        if sent or holds:
             with self._changed:
+                self._sent.update(sent)
                 self._ended.update((each.request, each) for each in holds)
                 self._changed.notify_all()
 
@@ -659,9 +740,10 @@ class _ResultQueue:
         with self._changed:
             received, self._received = self._received, {}
             records, self._records = self._records, []
+            sent, self._sent = self._sent, set()
             ended, self._ended = self._ended, {}
         return Results(
-            sent=frozenset(ended),
+            sent=frozenset(sent),
             ended=tuple(ended.values()),
             received=frozenset(received),
             failed={request: error for request, error in received.items() if error is not None},
@@ -686,4 +768,4 @@ class _ResultQueue:
             self._changed.wait(timeout)
 
     def _is_worth_waking(self) -> bool:
-        return bool(self._received or self._ended or self._has_failed)
+        return bool(self._received or self._sent or self._ended or self._has_failed)

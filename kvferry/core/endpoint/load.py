@@ -15,6 +15,7 @@ from kvferry.core.layout import HOLE, GroupKind
 from kvferry.core.lifecycle.holds import RequestId
 from kvferry.core.lifecycle.loads import LoadId
 from kvferry.core.lifecycle.renewals import RenewalId
+from kvferry.core.lifecycle.staging import PageCopy
 from kvferry.core.lifecycle.ticket import Ticket
 from kvferry.core.metrics import LoadRecord, Stage
 from kvferry.core.planner.build_copies import Pages, ReadRequest
@@ -45,6 +46,9 @@ class Load:
             that the producer still computes. ``ranges`` and ``local`` are those of the whole
             request. Further parts and the ticket itself follow by ``Endpoint.extend``. An early
             load must not be shared.
+        copy: where the cache is staged, the blocks to fill from the pages in ``local``, which are
+            host pages: they are copied when the load has succeeded, before it is reported. ``None``
+            where ``local`` has the blocks themselves, or nothing is pulled.
     """
 
     request: RequestId
@@ -54,6 +58,7 @@ class Load:
     report: bool = True
     shared: bool = False
     is_early: bool = False
+    copy: PageCopy | None = None
 
     @property
     def reads(self) -> bool:

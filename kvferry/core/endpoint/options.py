@@ -80,8 +80,11 @@ class Results:
 
     Attributes:
         sent: requests whose pages this rank no longer holds for other engines. The engine may free
-            the pages once all its ranks have returned the request here.
-        ended: how the hold of each of these requests ended on this rank.
+            the pages once all its ranks have returned the request here. Where the cache is staged,
+            these are the engine's own pages (blocks): they are free when they were copied.
+        ended: how the hold of each of these requests ended on this rank. Where the cache is staged,
+            these are requests that are over, each once: their host pages, and the slot of their
+            hold, are free once all ranks have returned the request here.
         received: requests whose load is over, successfully or not, or that ``Endpoint.refuse`` was
             called for: no byte lands in their pages any more.
         failed: request to the reason, for the requests of ``received`` whose load failed: their

@@ -16,6 +16,7 @@ from itertools import chain
 
 from kvferry.core.lifecycle.holds import Hold, HoldEnd, RequestId, random_generation
 from kvferry.core.lifecycle.reclamation import Silence
+from kvferry.core.lifecycle.staging import HoldCopy, PageCopy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +36,8 @@ class HoldOrders:
             once the device has finished all work enqueued before this step.
         ttls: for the holds of conversations among ``ready``, as (hold, seconds): how long to keep
             the hold until a consumer claims it by a renewal. The lease applies from then on.
+        copies: where the cache is staged, the copy for each of ``ready``, which makes its pages
+            readable (docs/protocol.md, "Staging"); otherwise none.
         ends: holds with a ticket that are to end now (because of ``SchedulerHolds.reset``, because
             too many pages are held, or because the consumer is gone). Their requests are reported
             as sent.
@@ -45,6 +48,7 @@ class HoldOrders:
     watermarks: tuple[tuple[Hold, int], ...] = ()
     ready: tuple[tuple[Hold, float], ...] = ()
     ttls: tuple[tuple[Hold, float], ...] = ()
+    copies: tuple[HoldCopy, ...] = ()
     ends: tuple[Hold, ...] = ()
 
     def __bool__(self) -> bool:
@@ -113,6 +117,7 @@ class SchedulerHolds:
         self._watermarks: dict[RequestId, int] = {}
         self._ready: list[tuple[Hold, float]] = []
         self._ttls: list[tuple[Hold, float]] = []
+        self._copies: list[HoldCopy] = []
         self._ends: list[Hold] = []
         self._ending: set[RequestId] = set()
         """Requests whose tickets were given up and that are not reported as sent yet."""
@@ -214,6 +219,7 @@ class SchedulerHolds:
         pages: frozenset[int] = frozenset(),
         *,
         ttl: float | None = None,
+        copy: PageCopy | None = None,
     ) -> Hold | None:
         """Return the hold to put into the ticket of a computed request.
 
@@ -225,9 +231,13 @@ class SchedulerHolds:
         Args:
             request: the request.
             lease: its lease in seconds.
-            pages: ids of its pages.
+            pages: ids of its pages; where the cache is staged, of its host pages.
             ttl: for a conversation's ticket, how many seconds to keep the hold until a consumer
                 claims it, which starts the lease; ``None`` for other tickets.
+            copy: where the cache is staged, the copy that fills the host pages. The request's
+                blocks may be freed when it is reported as sent, and ``sent`` is called when it is
+                over. The ticket must not say ``computed``: a fence would accept host pages that
+                are not copied yet.
 
         Returns:
             The hold; ``None`` if ``take_on`` gave the request no hold, if the request has its
@@ -242,6 +252,8 @@ class SchedulerHolds:
         self._watermarks.pop(request, None)
         entry.ticketed, entry.pages = True, pages
         self._ready.append((entry.hold, lease))
+        if copy is not None:
+            self._copies.append(HoldCopy(request=request, hold=entry.hold, copy=copy))
         self._oldest[request] = None
         if ttl is not None:
             self._ttls.append((entry.hold, ttl))
@@ -309,7 +321,8 @@ class SchedulerHolds:
     def sent(self, request: RequestId) -> HoldEnd | None:
         """Free the slot of a request.
 
-        Called when every worker has reported the request as sent.
+        Called when every worker has reported the request as sent; where the cache is staged, when
+        every worker has reported it as over.
 
         Returns:
             Why the request's ticket was given up; ``None`` if it was not, or if the request has no
@@ -394,6 +407,7 @@ class SchedulerHolds:
             watermarks=tuple((self._entries[request].hold, tokens) for request, tokens in marked),
             ready=tuple(self._ready),
             ttls=tuple(self._ttls),
+            copies=tuple(self._copies),
             ends=tuple(self._ends),
         )
         self._free.extend(hold.slot for hold in self._drops)
@@ -401,6 +415,7 @@ class SchedulerHolds:
         self._replaced.clear()
         for pending in (self._drops, self._take_ons, self._ready, self._ttls, self._ends):
             pending.clear()
+        self._copies.clear()
         return orders
 
     def _make_room(self, newest: RequestId) -> None:

@@ -1,0 +1,252 @@
+"""The host pages of an engine that stages its cache, as its scheduler process gives them out.
+
+Where no driver can register the engine's memory, its pages are copied to pages in host memory (host
+pages), and peers read those. A host page has the bytes of one block, and a rank has as many host
+pages as the others. The scheduler process chooses their ids, as it chooses blocks
+(docs/protocol.md, "Staging").
+"""
+
+from __future__ import annotations
+
+import enum
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from kvferry.core.layout import HOLE
+from kvferry.core.lifecycle.holds import RequestId
+
+
+class Reservation(enum.Enum):
+    """Whether a request has the host pages that it needs."""
+
+    GRANTED = "granted"
+    """They are reserved."""
+    WAITING = "waiting"
+    """Too few are free, or an earlier request waits. Ask again in a later step."""
+    REFUSED = "refused"
+    """The request gets none: it waited too long, it needs more than there are, or an earlier
+    request with its id has not given back its own."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PageWait:
+    """The end of a request's wait for host pages.
+
+    Attributes:
+        seconds: how long it waited.
+        granted: whether it got them.
+    """
+
+    seconds: float
+    granted: bool
+
+
+@dataclass(slots=True, kw_only=True)
+class _Wish:
+    """The host pages that a request has reserved, or waits for."""
+
+    count: int
+    since: float
+    pages: Sequence[int] = ()
+    state: Reservation = Reservation.WAITING
+
+
+class HostPages:
+    """Give host pages to requests, in the order in which they ask.
+
+    A request first reserves as many as it may need (``reserve``), and then takes those that it
+    needs (``take``). Pages that were taken are in use by the workers. They return when every rank
+    has said that it does not use them any more: with ``over``, or with ``give_back`` where the
+    caller knows.
+
+    An engine that both serves and loads has one of these for each, with ids of their own: loads
+    that wait for holds, whose consumer waits for loads, could otherwise wait for each other.
+
+    Args:
+        ids: the ids of the pages, without the hole.
+        patience: seconds that a request waits at most, counted from its first ``reserve``.
+        clock: seconds, monotonic.
+
+    Attributes:
+        ranks: how many ranks must say that a request is ``over``.
+
+    Raises:
+        ValueError: the hole is among the ids.
+    """
+
+    def __init__(
+        self, ids: range, *, patience: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        if HOLE in ids:
+            raise ValueError(f"host pages {ids}: {HOLE} is the hole, so begin with {HOLE + 1}")
+        self.ranks = 1
+        self._total = len(ids)
+        self._free = list(ids)
+        """In ascending order, so that the pages of a request are neighbours and are read in few
+        copies."""
+        self._patience = patience
+        self._clock = clock
+        self._wishes: dict[RequestId, _Wish] = {}
+        self._waiting: dict[RequestId, _Wish] = {}
+        """Those of ``_wishes`` that wait, the first to ask first."""
+        self._taken: dict[RequestId, tuple[int, ...]] = {}
+        self._over: dict[RequestId, set[int]] = defaultdict(set)
+        """Request to the ranks that have said that it is over; empty sets are left out."""
+        self._waits: list[PageWait] = []
+
+    @property
+    def total(self) -> int:
+        """Number of pages."""
+        return self._total
+
+    @property
+    def used(self) -> int:
+        """Number of pages that are reserved or taken."""
+        return self._total - len(self._free)
+
+    @property
+    def taken(self) -> int:
+        """Number of requests whose pages the workers use. Steps must go on while there are any."""
+        return len(self._taken)
+
+    @property
+    def waiting(self) -> int:
+        """Number of requests that wait for pages."""
+        return len(self._waiting)
+
+    @property
+    def lacking(self) -> int:
+        """Number of pages that must become free so that a request that waits gets its own.
+
+        It is the first that waits; 0 if none does.
+        """
+        first = next(iter(self._waiting.values()), None)
+        return 0 if first is None else max(0, first.count - len(self._free))
+
+    def reserve(self, request: RequestId, count: int) -> Reservation:
+        """Reserve pages for a request, or wait for them. Call it again while the request waits.
+
+        A request that needs more than it has reserved gives these back, and waits anew.
+
+        Args:
+            request: the request.
+            count: how many pages it may need.
+        """
+        if request in self._taken:
+            return Reservation.REFUSED
+        wish = self._wishes.get(request)
+        if wish is None:
+            wish = self._wishes[request] = _Wish(count=count, since=self._clock())
+            self._waiting[request] = wish
+        elif count > wish.count and wish.state is not Reservation.REFUSED:
+            self._return(wish.pages)
+            wish.count, wish.pages, wish.state = count, (), Reservation.WAITING
+            self._waiting[request] = wish
+        if wish.state is Reservation.WAITING and self._is_hopeless(wish):
+            self._settle(request, Reservation.REFUSED)
+        self._grant()
+        return wish.state
+
+    def cancel(self, request: RequestId) -> None:
+        """End a request's reservation or its wait. Pages that were taken stay taken.
+
+        Call it when a request ends, whatever ``reserve`` has answered.
+        """
+        wish = self._wishes.pop(request, None)
+        self._waiting.pop(request, None)
+        if wish is not None:
+            self._return(wish.pages)
+            self._grant()
+
+    def take(self, request: RequestId, count: int) -> tuple[int, ...] | None:
+        """Take the pages that a request needs, and end its reservation.
+
+        A request that has reserved too few gets free pages, if no other request waits for them.
+
+        Args:
+            request: the request.
+            count: how many pages it needs.
+
+        Returns:
+            Their ids, ascending; ``None`` if it gets none.
+        """
+        if request in self._taken:
+            return None
+        wish = self._wishes.get(request)
+        reserved = wish.pages if wish is not None else ()
+        if len(reserved) >= count:
+            pages = tuple(reserved[:count])
+            if wish is not None:
+                wish.pages = reserved[count:]
+        elif self._waiting.keys() <= {request} and count <= len(self._free):
+            pages = self._draw(count)
+        else:
+            return None
+        self._taken[request] = pages
+        self.cancel(request)
+        return pages
+
+    def over(self, request: RequestId, rank: int) -> bool:
+        """Record that a rank does not use the pages that a request has taken any more.
+
+        Args:
+            request: the request; ignored if it has taken none.
+            rank: index of the rank.
+
+        Returns:
+            Whether it was the last rank, so that the pages are free.
+        """
+        if request not in self._taken:
+            return False
+        self._over[request].add(rank)
+        if len(self._over[request]) < self.ranks:
+            return False
+        self.give_back(request)
+        return True
+
+    def give_back(self, request: RequestId) -> None:
+        """Free the pages that a request has taken. No rank may use them any more."""
+        self._over.pop(request, None)
+        self._return(self._taken.pop(request, ()))
+        self._grant()
+
+    def take_waits(self) -> list[PageWait]:
+        """Return how requests' waits have ended since the last call, also those of no time."""
+        waits, self._waits = self._waits, []
+        return waits
+
+    def _is_hopeless(self, wish: _Wish) -> bool:
+        """Return whether a request that waits gets no pages: too many, or it waited too long."""
+        return wish.count > self._total or self._clock() >= wish.since + self._patience
+
+    def _grant(self) -> None:
+        """Give pages to the requests that wait, until too few are left for the first of them."""
+        while self._waiting:
+            request, wish = next(iter(self._waiting.items()))
+            if self._is_hopeless(wish):
+                self._settle(request, Reservation.REFUSED)
+            elif wish.count <= len(self._free):
+                wish.pages = self._draw(wish.count)
+                self._settle(request, Reservation.GRANTED)
+            else:
+                return
+
+    def _settle(self, request: RequestId, state: Reservation) -> None:
+        """End a request's wait."""
+        wish = self._waiting.pop(request)
+        wish.state = state
+        granted = state is Reservation.GRANTED
+        self._waits.append(PageWait(seconds=self._clock() - wish.since, granted=granted))
+
+    def _draw(self, count: int) -> tuple[int, ...]:
+        """Take free pages; there must be enough."""
+        rest = len(self._free) - count
+        pages = tuple(self._free[rest:])
+        del self._free[rest:]
+        return pages
+
+    def _return(self, pages: Sequence[int]) -> None:
+        if pages:
+            self._free = sorted((*self._free, *pages))  # linear: both are sorted

@@ -1,0 +1,284 @@
+"""Which copies between device and host pages a rank begins, and what it reports when.
+
+Where no driver can register the engine's memory, peers read and the rank loads into pages in host
+memory (host pages), and every byte crosses once more, between the device and them
+(docs/protocol.md, "Staging"). The state machines here decide the order: ``StagedHolds`` for pages
+that peers read, ``StagedLoads`` for pages that are loaded. The caller makes the copies.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from kvferry.core.errors import CopyError, KVFerryError
+from kvferry.core.lifecycle.holds import Hold, RequestId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PageCopy:
+    """A copy of whole blocks between the device and host pages, one way or the other.
+
+    Attributes:
+        blocks: ids of the blocks on the device, without holes.
+        pages: ids of the host pages, one for each block.
+
+    Raises:
+        CopyError: there are not as many pages as blocks.
+    """
+
+    blocks: tuple[int, ...] = ()
+    pages: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if len(self.blocks) != len(self.pages):
+            raise CopyError(
+                f"a copy of {len(self.blocks)} blocks names {len(self.pages)} host pages: it needs "
+                "one for each block"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HoldCopy:
+    """The copy that fills the host pages of a ticket.
+
+    Attributes:
+        request, hold: the request whose ticket was made, and its hold.
+        copy: its blocks, and the host pages that the ticket names.
+    """
+
+    request: RequestId
+    hold: Hold
+    copy: PageCopy
+
+
+class _At(enum.Enum):
+    """How far a copy is."""
+
+    DEVICE = "device"
+    """The device has not finished its earlier work on the blocks."""
+    FENCE = "fence"
+    """Of a load: the device has, but the load is not over."""
+    COPYING = "copying"
+    """The copy is under way."""
+    OVER = "over"
+    """The copy has passed, or none will begin."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Staged:
+    """A hold whose copy was ordered."""
+
+    order: HoldCopy
+    at: _At = _At.DEVICE
+    is_copied: bool = False
+    has_ended: bool = False
+    """Whether the hold has ended, so that its slot word is cleared."""
+
+
+class StagedHolds:
+    """Copy the pages of requests with a ticket to the host, and say when both sides are free.
+
+    A hold's pages may be read when its copy has passed (``is_copied``). Its blocks are then free:
+    the request is *sent*. Its host pages are free when it is *over*: the hold has ended, and no
+    copy writes them any more. Each request is sent once and over once. Not thread-safe.
+    """
+
+    def __init__(self) -> None:
+        self._staged: dict[Hold, _Staged] = {}
+        self._of: dict[RequestId, Hold] = {}
+        self._copies: list[HoldCopy] = []
+        self._sent: list[RequestId] = []
+        self._over: list[RequestId] = []
+        self._failed: list[Hold] = []
+
+    def __len__(self) -> int:
+        """Return how many holds are not over."""
+        return len(self._staged)
+
+    def __contains__(self, hold: Hold) -> bool:
+        """Return whether a hold is not over."""
+        return hold in self._staged
+
+    def order(self, order: HoldCopy) -> None:
+        """Add a hold whose ticket was made. Call it before the hold can end."""
+        self._staged[order.hold] = _Staged(order=order)
+        self._of[order.request] = order.hold
+
+    def passed(self, hold: Hold) -> None:
+        """Begin a hold's copy: the device has finished all work that fills its blocks.
+
+        If the hold has ended, nothing is copied.
+        """
+        staged = self._staged.get(hold)
+        if staged is not None and staged.at is _At.DEVICE:
+            staged.at = _At.COPYING
+            self._copies.append(staged.order)
+
+    def copied(self, hold: Hold) -> None:
+        """Free the blocks of a hold: its copy has passed, and the host pages may be read."""
+        staged = self._staged.get(hold)
+        if staged is not None and staged.at is _At.COPYING:
+            staged.is_copied = True
+            self._finish(staged)
+
+    def failed(self, hold: Hold) -> None:
+        """End a hold and free its blocks: its copy has failed, or cannot begin.
+
+        Nothing may read the blocks or write the host pages for the copy any more. Where the caller
+        cannot tell, it must not call this, so that neither is ever given back.
+        """
+        staged = self._staged.get(hold)
+        if staged is not None and staged.at is not _At.OVER:
+            self._failed.append(hold)
+            self._finish(staged)
+
+    def ended(self, request: RequestId) -> None:
+        """Record that a request's hold has ended: its slot word is cleared."""
+        hold = self._of.get(request)
+        if hold is None:
+            return
+        staged = self._staged[hold]
+        staged.has_ended = True
+        if staged.at is _At.DEVICE:
+            self._finish(staged)
+        elif staged.at is _At.OVER:
+            self._forget(staged)
+
+    def is_copied(self, hold: Hold) -> bool:
+        """Return whether a hold's pages may be read, so that its slot word may say ``ready``."""
+        staged = self._staged.get(hold)
+        return staged is not None and staged.is_copied
+
+    def take_copies(self) -> list[HoldCopy]:
+        """Return the copies to begin, from the device to the host. Each is returned once."""
+        copies, self._copies = self._copies, []
+        return copies
+
+    def take_failed(self) -> list[Hold]:
+        """Return the holds to end because their copy has failed. Each is returned once."""
+        failed, self._failed = self._failed, []
+        return failed
+
+    def take_sent(self) -> list[RequestId]:
+        """Return the requests whose blocks this rank does not need any more, each once."""
+        sent, self._sent = self._sent, []
+        return sent
+
+    def take_over(self) -> list[RequestId]:
+        """Return the requests whose host pages this rank does not use any more, each once."""
+        over, self._over = self._over, []
+        return over
+
+    def _finish(self, staged: _Staged) -> None:
+        """Free the blocks: the copy is over, or will not begin."""
+        staged.at = _At.OVER
+        self._sent.append(staged.order.request)
+        if staged.has_ended:
+            self._forget(staged)
+
+    def _forget(self, staged: _Staged) -> None:
+        del self._staged[staged.order.hold], self._of[staged.order.request]
+        self._over.append(staged.order.request)
+
+
+@dataclass(slots=True, kw_only=True)
+class _StagedLoad:
+    """A load whose pages are copied to the device when it has succeeded."""
+
+    copy: PageCopy
+    at: _At = _At.DEVICE
+    is_loaded: bool = False
+    error: KVFerryError | None = None
+
+
+class StagedLoads:
+    """Copy loaded pages from the host to the device, and report each load once.
+
+    A copy begins when the load has succeeded, its fence included, *and* the device has finished its
+    earlier work on the blocks. So no byte that the fence did not accept reaches a block. A load
+    that failed is reported without a copy. Not thread-safe.
+    """
+
+    def __init__(self) -> None:
+        self._loads: dict[RequestId, _StagedLoad] = {}
+        self._copies: list[tuple[RequestId, PageCopy]] = []
+        self._over: list[tuple[RequestId, KVFerryError | None]] = []
+
+    def __len__(self) -> int:
+        """Return how many loads are not over."""
+        return len(self._loads)
+
+    def __contains__(self, request: RequestId) -> bool:
+        """Return whether a request's load is not over."""
+        return request in self._loads
+
+    def begin(self, request: RequestId, copy: PageCopy) -> None:
+        """Add a request's load into host pages."""
+        self._loads[request] = _StagedLoad(copy=copy)
+
+    def passed(self, request: RequestId) -> None:
+        """Record that the device has finished its earlier work on a load's blocks."""
+        load = self._loads.get(request)
+        if load is not None and load.at is _At.DEVICE:
+            load.at = _At.FENCE
+            self._proceed(request, load)
+
+    def loaded(self, request: RequestId, error: KVFerryError | None) -> None:
+        """Record that a load into host pages is over, and no byte lands in them any more.
+
+        Args:
+            request: the request.
+            error: why the load failed; ``None`` if it succeeded.
+        """
+        load = self._loads.get(request)
+        if load is not None and not load.is_loaded:
+            load.is_loaded = True
+            load.error = load.error or error
+            self._proceed(request, load)
+
+    def copied(self, request: RequestId) -> None:
+        """Report a load whose copy has passed."""
+        load = self._loads.get(request)
+        if load is not None and load.at is _At.COPYING:
+            self._end(request, load)
+
+    def failed(self, request: RequestId, error: KVFerryError) -> None:
+        """Have a load fail whose copy has failed, or cannot begin.
+
+        Nothing may read the host pages or write the blocks for the copy any more. Where the caller
+        cannot tell, it must not call this, so that neither is ever given back.
+
+        Args:
+            request: the request.
+            error: why.
+        """
+        load = self._loads.get(request)
+        if load is None:
+            return
+        load.error = load.error or error
+        if load.is_loaded:
+            self._end(request, load)
+
+    def take_copies(self) -> list[tuple[RequestId, PageCopy]]:
+        """Return the copies to begin, from the host to the device. Each is returned once."""
+        copies, self._copies = self._copies, []
+        return copies
+
+    def take_over(self) -> list[tuple[RequestId, KVFerryError | None]]:
+        """Return the loads to report, each with why it failed (``None`` if it did not), once."""
+        over, self._over = self._over, []
+        return over
+
+    def _proceed(self, request: RequestId, load: _StagedLoad) -> None:
+        if not load.is_loaded:
+            return
+        if load.error is not None:
+            self._end(request, load)
+        elif load.at is _At.FENCE:
+            load.at = _At.COPYING
+            self._copies.append((request, load.copy))
+
+    def _end(self, request: RequestId, load: _StagedLoad) -> None:
+        del self._loads[request]
+        self._over.append((request, load.error))
