@@ -20,6 +20,7 @@ from kvferry.core.endpoint import (
     HandshakeRelay,
     Identity,
     Load,
+    PageCopies,
     Results,
 )
 from kvferry.core.errors import EndpointClosedError, KVFerryError
@@ -398,10 +399,12 @@ def engine(
     enter: EnterThread = enter_nothing,
     zero: Callable[[Spans], None] = zero_cpu,
     relays: bool = False,
+    copies: Callable[[npt.NDArray[np.float32]], PageCopies] | None = None,
 ) -> Iterator[Engine]:
     """Run an engine until the block ends; without a ticket key, as older builds do.
 
-    With ``relays``, its ranks do not ask producers themselves (``HandshakeRelay``).
+    With ``relays``, its ranks do not ask producers themselves (``HandshakeRelay``). With
+    ``copies``, it is staged: its caches are host pages, for each of which that is called.
     """
     shape = shape or Shape()
     incarnation = random_incarnation()
@@ -427,6 +430,7 @@ def engine(
                 clock=clock,
                 enter=enter,
                 zero=zero,
+                copies=None if copies is None else copies(cache),
             )
             stack.enter_context(endpoint)
             ranks.append(

@@ -24,6 +24,7 @@ from kvferry.core.lifecycle.loads import Action, LoadId, Loads
 from kvferry.core.lifecycle.reclamation import BlockPressure, Silence
 from kvferry.core.lifecycle.renewals import RenewalId, RenewalRequest, Renewals
 from kvferry.core.lifecycle.scheduler_holds import HoldOrders, SchedulerHolds
+from kvferry.core.lifecycle.staging import PageCopy
 from kvferry.core.lifecycle.ticket import Ticket
 from kvferry.core.lifecycle.worker_holds import NoteOutcome, WorkerHolds
 from kvferry.core.messages import Heartbeat, Release, Renewal
@@ -192,8 +193,9 @@ class SlotFreeAtTheTicket(SchedulerHolds):
         pages: frozenset[int] = frozenset(),
         *,
         ttl: float | None = None,
+        copy: PageCopy | None = None,
     ) -> Hold | None:
-        hold = super().ticket(request, lease, pages, ttl=ttl)
+        hold = super().ticket(request, lease, pages, ttl=ttl, copy=copy)
         if hold is not None:
             self._free.append(hold.slot)
         return hold

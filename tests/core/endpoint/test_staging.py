@@ -1,0 +1,382 @@
+"""Engines whose cache is staged through host pages: real endpoints, a device that is late."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvferry.core.endpoint import EndpointOptions
+from kvferry.core.error_causes import Cause, cause_of
+from kvferry.core.errors import CopyError, DeadlineError, EndpointClosedError, StaleError
+from kvferry.core.lifecycle.holds import RequestId
+from kvferry.core.lifecycle.scheduler_holds import HoldOrders
+from kvferry.core.lifecycle.staging import PageCopy
+from kvferry.core.metrics import COPY_SECONDS, FAILURES, STAGE_SECONDS, CopyDirection, Stage
+from tests.core.endpoint.engines import (
+    LAYERS,
+    Clock,
+    Engine,
+    Rank,
+    Shape,
+    engine,
+    eventually,
+    expected,
+    until,
+)
+from tests.core.endpoint.late_device import LateDevice, failed_copy
+from tests.core.endpoint.metric_totals import MetricTotals
+from tests.core.endpoint.staged_engines import StagedEngine, staged_engine
+
+SHAPES = [
+    pytest.param(Shape(), Shape(), id="equal"),
+    pytest.param(Shape(tp=2, block=2), Shape(heads_first=False), id="tp 2 to 1, HND to NHD"),
+    pytest.param(Shape(block=8, heads_first=False), Shape(tp=2, block=4), id="tp 1 to 2"),
+]
+TOKENS = 7
+BLOCKS = [30, 21]
+"""Two blocks, for ``TOKENS`` of ``Shape()``; no host page has these ids."""
+
+
+@contextlib.contextmanager
+def pair(**how: Any) -> Iterator[tuple[StagedEngine, StagedEngine]]:
+    """Run a staged prefill and a staged decode engine."""
+    with staged_engine("prefill", **how) as prefill, staged_engine("decode", **how) as decode:
+        yield prefill, decode
+
+
+def assert_held(ranks: list[Rank], shape: Shape, blocks: list[int], tokens: int) -> None:
+    """Check that blocks hold a request's tokens, and zeros after the last."""
+    for rank in ranks:
+        for layer in range(LAYERS):
+            found = rank.tokens(blocks, layer)
+            wanted = expected(shape, tokens, layer, rank.first_head)
+            np.testing.assert_array_equal(found[:tokens], wanted)
+            np.testing.assert_array_equal(found[tokens:], 0)
+
+
+def assert_untouched(decode: StagedEngine) -> None:
+    """Check that nothing was copied to a device."""
+    assert all(np.isnan(device.read()).all() for device in decode.devices)
+
+
+@pytest.mark.parametrize(("remote", "local"), SHAPES)
+@pytest.mark.parametrize("tokens", [1, 7, 12])
+@pytest.mark.parametrize("which", ["both", "producer", "consumer"])
+def test_pages_arrive_whichever_engine_is_staged(
+    remote: Shape, local: Shape, tokens: int, which: str
+) -> None:
+    prefills = (
+        engine("prefill", remote) if which == "consumer" else staged_engine("prefill", remote)
+    )
+    decodes = engine("decode", local) if which == "producer" else staged_engine("decode", local)
+    with prefills as prefill, decodes as decode:
+        high = 0 if isinstance(prefill, Engine) else 20
+        source = [high + page for page in [5, 2, 9, 7, 3, 8]][: -(-tokens // remote.block)]
+        target = [4, 11, 6, 1, 2, 3, 13][: -(-tokens // local.block)]
+        decode.pull("d-1", prefill.serve("p-1", source, tokens), target)
+        assert not decode.outcome("d-1").failed
+        ranks = decode.ranks if isinstance(decode, Engine) else decode.device_ranks
+        assert_held(ranks, local, target, tokens)
+        if isinstance(prefill, StagedEngine):
+            prefill.over("p-1")
+            assert prefill.host_pages.used == 0
+        if isinstance(decode, StagedEngine):
+            assert decode.host_pages.used == 0
+
+
+def test_blocks_are_free_before_anybody_reads() -> None:
+    with pair() as (prefill, decode):
+        ticket = prefill.serve("p-1", BLOCKS, TOKENS)
+        prefill.sent("p-1")
+        assert prefill.ranks[0].endpoint.held == 1
+        assert prefill.host_pages.taken == 1
+        prefill.devices[0].write(BLOCKS, np.float32(5))  # another request has them
+        decode.pull("d-1", ticket, [8, 9])
+        assert not decode.outcome("d-1").failed
+        assert_held(decode.device_ranks, decode.shape, [8, 9], TOKENS)
+        prefill.over("p-1")
+
+
+def test_pages_are_read_only_when_their_copy_has_passed() -> None:
+    with pair() as (prefill, decode):
+        [device] = prefill.devices
+        device.lets.clear()
+        ticket = prefill.serve("p-1", BLOCKS, TOKENS)
+        decode.pull("d-1", ticket, [8, 9])
+        eventually(lambda: bool(device.begun), "the copy begins")
+        [rank] = prefill.ranks
+        assert not rank.endpoint.wait(0.05)
+        assert not rank.endpoint.results().sent
+        assert decode.ranks[0].endpoint.pending == 1
+        device.lets.set()
+        assert not decode.outcome("d-1").failed
+        assert_held(decode.device_ranks, decode.shape, [8, 9], TOKENS)
+        until(rank.endpoint, lambda r: "p-1" in r.sent)
+
+
+def test_the_copy_waits_for_the_device() -> None:
+    is_computed = False
+    with pair() as (prefill, _):
+        prefill.compute("p-1", BLOCKS, TOKENS)
+        prefill.finish("p-1", BLOCKS, TOKENS, passed=lambda: is_computed)
+        assert not prefill.ranks[0].endpoint.wait(0.05)
+        assert prefill.devices[0].begun == []
+        is_computed = True
+        prefill.sent("p-1")
+
+
+def test_nothing_is_copied_if_the_hold_ends_before() -> None:
+    with pair() as (prefill, _):
+        prefill.compute("p-1", BLOCKS, TOKENS)
+        prefill.finish("p-1", BLOCKS, TOKENS, passed=lambda: False)
+        prefill.engine.scheduler_holds.reset()
+        prefill.engine.step()
+        results = until(prefill.ranks[0].endpoint, lambda r: bool(r.ended))
+        assert results.sent == {"p-1"}
+        assert prefill.devices[0].begun == []
+
+
+def test_pages_are_over_only_when_the_copy_has_passed() -> None:
+    with pair() as (prefill, _):
+        [device], [rank] = prefill.devices, prefill.ranks
+        device.lets.clear()
+        prefill.serve("p-1", BLOCKS, TOKENS)
+        eventually(lambda: bool(device.begun), "the copy begins")
+        prefill.engine.scheduler_holds.reset()
+        prefill.engine.step()
+        eventually(lambda: rank.endpoint.held == 0, "the hold ends")
+        results = rank.endpoint.results()
+        assert not results.sent
+        assert not results.ended
+        device.lets.set()
+        results = until(rank.endpoint, lambda r: bool(r.sent))
+        assert [each.request for each in results.ended] == ["p-1"]
+
+
+@pytest.mark.parametrize("when", ["begin", "pass"])
+def test_a_hold_ends_whose_copy_fails(when: str) -> None:
+    with pair() as (prefill, decode):
+        [device] = prefill.devices
+        if when == "begin":
+            device.refuses = failed_copy()
+        else:
+            device.fails = failed_copy()
+        ticket = prefill.serve("p-1", BLOCKS, TOKENS)
+        results = until(prefill.ranks[0].endpoint, lambda r: bool(r.ended))
+        assert results.sent == {"p-1"}
+        decode.pull("d-1", ticket, [8, 9])
+        assert isinstance(decode.outcome("d-1").failed[RequestId("d-1")], StaleError)
+        assert_untouched(decode)
+        assert prefill.ranks[0].endpoint.healthy
+
+
+def test_a_hold_ends_whose_device_does_not_answer() -> None:
+    def broken() -> bool:
+        raise RuntimeError("no device")
+
+    with pair() as (prefill, _):
+        prefill.compute("p-1", BLOCKS, TOKENS)
+        prefill.finish("p-1", BLOCKS, TOKENS, passed=broken)
+        assert until(prefill.ranks[0].endpoint, lambda r: bool(r.ended)).sent == {"p-1"}
+
+
+def test_nothing_reaches_the_device_that_the_fence_refused() -> None:
+    with pair() as (prefill, decode):
+        ticket = prefill.serve("p-1", BLOCKS, TOKENS)
+        prefill.sent("p-1")
+        prefill.engine.scheduler_holds.reset()
+        prefill.engine.step()
+        prefill.over("p-1")
+        decode.pull("d-1", ticket, [8, 9])
+        assert isinstance(decode.outcome("d-1").failed[RequestId("d-1")], StaleError)
+        assert_untouched(decode)
+        assert decode.devices[0].begun == []
+        assert decode.host_pages.used == 0
+
+
+def test_a_load_is_reported_when_its_copy_has_passed() -> None:
+    with pair() as (prefill, decode):
+        [device], [rank] = decode.devices, decode.ranks
+        device.lets.clear()
+        decode.pull("d-1", prefill.serve("p-1", BLOCKS, TOKENS), [8, 9])
+        eventually(lambda: bool(device.begun), "the copy begins")
+        prefill.over("p-1")  # nobody has to wait for the device of the consumer
+        assert not rank.endpoint.wait(0.05)
+        assert rank.endpoint.pending == 1
+        rank.endpoint.abort(RequestId("d-1"))
+        device.lets.set()
+        assert not decode.outcome("d-1").failed
+        assert rank.endpoint.pending == 0
+        assert device.copied[0][:2] == ("into", (8, 9))
+
+
+@pytest.mark.parametrize("when", ["begin", "pass"])
+def test_a_load_fails_whose_copy_fails(when: str) -> None:
+    with pair() as (prefill, decode):
+        [device] = decode.devices
+        if when == "begin":
+            device.refuses = failed_copy()
+        else:
+            device.fails = failed_copy()
+        decode.pull("d-1", prefill.serve("p-1", BLOCKS, TOKENS), [8, 9])
+        error = decode.outcome("d-1").failed[RequestId("d-1")]
+        assert isinstance(error, CopyError)
+        assert cause_of(error) is Cause.COPY
+        totals = MetricTotals(decode.engine)
+        assert totals.of(FAILURES) == {("prefill", Stage.COPY, Cause.COPY): 1}
+        assert decode.ranks[0].endpoint.healthy
+
+
+def test_a_load_is_copied_when_the_device_has_done_its_earlier_work() -> None:
+    has_zeroed = False
+    with pair() as (prefill, decode):
+        decode.pull("d-1", prefill.serve("p-1", BLOCKS, TOKENS), [8, 9], passed=lambda: has_zeroed)
+        prefill.over("p-1")  # it was read, and fenced
+        assert decode.devices[0].begun == []
+        has_zeroed = True
+        assert not decode.outcome("d-1").failed
+        assert_held(decode.device_ranks, decode.shape, [8, 9], TOKENS)
+
+
+def test_a_load_does_not_wait_for_the_device_for_ever() -> None:
+    clock = Clock()
+    with pair(clock=clock) as (prefill, decode):
+        decode.pull("d-1", prefill.serve("p-1", BLOCKS, TOKENS), [8, 9], passed=lambda: False)
+        prefill.over("p-1")
+        clock.skip(EndpointOptions().load_timeout)
+        assert isinstance(decode.outcome("d-1").failed[RequestId("d-1")], DeadlineError)
+        assert_untouched(decode)
+
+
+def test_a_load_fails_whose_device_does_not_answer() -> None:
+    def broken() -> bool:
+        raise RuntimeError("no device")
+
+    with pair() as (prefill, decode):
+        decode.pull("d-1", prefill.serve("p-1", BLOCKS, TOKENS), [8, 9], passed=broken)
+        assert isinstance(decode.outcome("d-1").failed[RequestId("d-1")], CopyError)
+        assert_untouched(decode)
+
+
+@pytest.mark.parametrize("way", ["out", "into"])
+@pytest.mark.parametrize("when", ["begin", "pass"])
+def test_memory_is_kept_if_the_end_of_a_copy_is_unknown(way: str, when: str) -> None:
+    lost = RuntimeError("the device is gone")
+    with contextlib.ExitStack() as stack:
+        prefill = stack.enter_context(staged_engine("prefill"))
+        decode = stack.enter_context(staged_engine("decode"))
+        hurt = prefill if way == "out" else decode
+        [device], [rank] = hurt.devices, hurt.ranks
+        if when == "begin":
+            device.refuses = lost
+        else:
+            device.fails = lost
+        decode.pull("d-1", prefill.serve("p-1", BLOCKS, TOKENS), [8, 9])
+        eventually(lambda: not rank.endpoint.healthy, "the endpoint reports a problem")
+        assert "may still be under way" in rank.endpoint.problems[0]
+        if way == "out":
+            hurt.engine.scheduler_holds.reset()
+            hurt.engine.step()
+            eventually(lambda: rank.endpoint.held == 0, "the hold ends")
+        rank.endpoint.wait(0.02)
+        results = rank.endpoint.results()
+        assert not results.sent
+        assert not results.ended
+        assert not results.received
+        with pytest.raises(CopyError, match="keep the memory"):
+            rank.endpoint.close()
+
+
+def test_closing_waits_for_copies() -> None:
+    with pair() as (prefill, _):
+        [device], [rank] = prefill.devices, prefill.ranks
+        device.lets.clear()
+        prefill.serve("p-1", BLOCKS, TOKENS)
+        eventually(lambda: bool(device.begun), "the copy begins")
+        device.lets.set()
+        rank.endpoint.close()
+        assert len(device.copied) == 1
+
+
+def test_an_endpoint_that_does_not_stage_refuses_copies() -> None:
+    with engine("prefill") as prefill:
+        prefill.compute("p-1", [1], 4)
+        holds = prefill.scheduler_holds
+        assert holds.ticket(RequestId("p-1"), 30.0, copy=PageCopy(blocks=(1,), pages=(2,)))
+        orders = holds.drain()
+        with pytest.raises(CopyError, match="has no copies"):
+            prefill.ranks[0].endpoint.apply(orders)
+
+
+def test_a_staged_endpoint_refuses_a_ticket_without_a_copy() -> None:
+    with staged_engine("prefill") as prefill:
+        prefill.compute("p-1", BLOCKS, TOKENS)
+        holds = prefill.engine.scheduler_holds
+        hold = holds.ticket(RequestId("p-1"), 30.0)
+        assert hold is not None
+        with pytest.raises(CopyError, match="its copy was not ordered"):
+            prefill.ranks[0].endpoint.apply(HoldOrders(ready=((hold, 30.0),)))
+
+
+def test_a_closed_staged_endpoint_takes_no_load() -> None:
+    with pair() as (prefill, decode):
+        ticket = prefill.serve("p-1", BLOCKS, TOKENS)
+        decode.ranks[0].endpoint.close()
+        with pytest.raises(EndpointClosedError):
+            decode.pull("d-1", ticket, [8, 9])
+
+
+def test_a_conversations_hold_is_staged_with_its_time_to_live() -> None:
+    clock = Clock()
+    with pair(clock=clock) as (prefill, _):
+        prefill.compute("p-1", BLOCKS, TOKENS)
+        prefill.finish("p-1", BLOCKS, TOKENS, ttl=5.0)
+        prefill.sent("p-1")
+        clock.skip(6.0)
+        prefill.over("p-1")
+        assert prefill.host_pages.used == 0
+
+
+def test_the_time_of_copies_is_counted() -> None:
+    with pair() as (prefill, decode):
+        decode.pull("d-1", prefill.serve("p-1", BLOCKS, TOKENS), [8, 9])
+        decode.outcome("d-1")
+        prefill.over("p-1")
+        assert [*MetricTotals(prefill.engine).of(COPY_SECONDS)] == [(CopyDirection.TO_HOST,)]
+        totals = MetricTotals(decode.engine)
+        assert [*totals.of(COPY_SECONDS)] == [(CopyDirection.TO_DEVICE,)]
+        assert (Stage.COPY,) in totals.of(STAGE_SECONDS)
+
+
+def test_many_requests_of_one_step_are_copied_each_by_itself() -> None:
+    with pair() as (prefill, decode):
+        requests = {f"p-{i}": [2 * i + 1, 2 * i + 2] for i in range(5)}
+        for request, blocks in requests.items():
+            prefill.compute(request, blocks, TOKENS)
+        tickets = [
+            prefill.finish(request, blocks, TOKENS, order=False)
+            for request, blocks in requests.items()
+        ]
+        prefill.engine.step(lambda: True)
+        for ticket in tickets:
+            decode.pull(f"d-{ticket.request}", ticket, requests[ticket.request])
+        for ticket in tickets:
+            eventually(
+                lambda name=ticket.request: any(  # type: ignore[misc]
+                    copied[1] == tuple(requests[name]) for copied in decode.devices[0].copied
+                ),
+                "its load is copied",
+            )
+        assert_held(decode.device_ranks, decode.shape, requests["p-3"], TOKENS)
+
+
+def test_the_stand_in_cannot_be_read_from_the_host() -> None:
+    host = np.zeros((1, 3, 2), dtype=np.float32)
+    device = LateDevice(host, blocks=4)
+    device.write([2], np.float32(3))
+    assert (device.read()[:, 2] == 3).all()
+    assert not (device.memory[:, 2] == 3).any()

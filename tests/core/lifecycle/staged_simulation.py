@@ -1,0 +1,939 @@
+"""The simulation of staging: both engines have blocks on a device, and host pages that peers reach.
+
+It runs the real ``HostPages``, ``StagedHolds``, ``StagedLoads``, ``SchedulerHolds``,
+``WorkerHolds`` and ``Loads`` of one prefill and one decode engine, on the simulated transport of
+``fabric``. The delays are vLLM's, as in ``producer`` and ``consumer``. A copy between the device
+and the host moves one block at a time, in any order with everything else.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+
+from kvferry.core.errors import CopyError, DeadlineError, KVFerryError, PeerLostError, StaleError
+from kvferry.core.lifecycle.holds import NOTHING, Hold, RequestId, random_incarnation
+from kvferry.core.lifecycle.host_pages import HostPages, Reservation
+from kvferry.core.lifecycle.loads import Action, LoadAction, LoadId, Loads, RemoteRank
+from kvferry.core.lifecycle.scheduler_holds import HoldOrders, SchedulerHolds
+from kvferry.core.lifecycle.staging import HoldCopy, PageCopy, StagedHolds, StagedLoads
+from kvferry.core.lifecycle.worker_holds import WorkerHolds
+from kvferry.core.messages import Release, decode_notes
+from kvferry.core.side_channel_messages import encode
+from kvferry.core.transport import State
+from tests.core.lifecycle.decode_requests import DecodeState
+from tests.core.lifecycle.early_engines import PLANS as PLANS
+from tests.core.lifecycle.fabric import Content, Fabric, Link, Message, Transfer, require
+from tests.core.lifecycle.producer import LEASE, LOAD_TIMEOUT, STEPS_AHEAD, PrefillState
+
+BLOCKS = 4
+"""Blocks of a device, without the null block."""
+PATIENCE = LEASE / 2
+"""Seconds that a request waits for host pages."""
+
+Plan = tuple[tuple[RemoteRank, ...], ...]
+Move = Callable[[], None]
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Prompt:
+    """A request to the prefill engine, which is computed in one step.
+
+    Attributes:
+        size: number of its blocks.
+        pages: its host pages, once it has a ticket.
+        is_held: whether its hold is not over on every rank.
+        has_failed: whether a copy of it has failed.
+    """
+
+    uid: int
+    id: RequestId
+    size: int
+    at: PrefillState = PrefillState.WAITING
+    epoch: int = 0
+    is_scheduled: bool = False
+    hold: Hold | None = None
+    blocks: tuple[int, ...] = ()
+    pages: tuple[int, ...] = ()
+    computed: bool = False
+    is_held: bool = False
+    has_failed: bool = False
+
+    def content(self, index: int, *, final: bool = True) -> Content:
+        return Content(owner=self.uid, number=index, final=final)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class PrefillStep:
+    """What the prefill scheduler sends to every rank, and what the ranks report.
+
+    ``work`` are prompts with the number of their preemptions and their blocks.
+    """
+
+    orders: HoldOrders
+    work: list[tuple[Prompt, int, tuple[int, ...]]]
+    outputs: dict[int, tuple[list[RequestId], list[RequestId]]] = field(default_factory=dict)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class HostCopy:
+    """A copy of a hold's blocks to the host that is under way."""
+
+    order: HoldCopy
+    items: list[tuple[int, int]]
+
+
+class PrefillRank:
+    """One rank of the prefill engine."""
+
+    def __init__(self, rank: int, slots: int, prefill: Prefill) -> None:
+        components = prefill.components
+        self.rank, self.prefill = rank, prefill
+        self.words = [NOTHING] * slots
+        self.device_blocks: list[Content | None] = [None] * (BLOCKS + 1)
+        self.pages: list[Content | None] = [None] * (prefill.host_pages.total + 1)
+        self.worker_holds = components.worker_holds(self.words, prefill.incarnation, [0] * slots)
+        self.staged = components.staged_holds()
+        self.ordered: list[Hold] = []
+        self.copies: list[HostCopy] = []
+        self.inbox: deque[PrefillStep] = deque()
+        self.stream: deque[Callable[[], object]] = deque()
+
+    def moves(self) -> Iterator[Move]:
+        if self.inbox:
+            yield self.launch
+        if self.stream:
+            yield self.device
+        yield self.tick
+        for copy in self.copies:
+            yield partial(self.copy, copy, 0)
+            yield partial(self.copy, copy, -1)
+
+    def launch(self) -> None:
+        """Run a step: apply its orders, queue its work, collect its reports."""
+        step, now = self.inbox.popleft(), self.prefill.now()
+        for each in step.orders.copies:
+            self.staged.order(each)
+            self.ordered.append(each.hold)
+        self.worker_holds.apply(step.orders, now)
+        for each in step.orders.copies:
+            self.stream.append(partial(self.staged.passed, each.hold))
+        for prompt, _, blocks in step.work:
+            self._write(prompt, blocks, final=False)
+        self._hear_ended()
+        reports = self.staged.take_sent(), self.staged.take_over()
+        self.stream.append(partial(step.outputs.__setitem__, self.rank, reports))
+        for prompt, _, blocks in step.work:  # a drafter goes on after the report
+            self._write(prompt, blocks, final=True)
+
+    def device(self) -> None:
+        """Let the device do the next work in its queue."""
+        self.stream.popleft()()
+
+    def tick(self) -> None:
+        """Begin copies, write the words of those that have passed, and expire leases."""
+        self.copies += [
+            HostCopy(order=each, items=list(zip(each.copy.blocks, each.copy.pages, strict=True)))
+            for each in self.staged.take_copies()
+        ]
+        now = self.prefill.now()
+        for hold in [hold for hold in self.ordered if self.staged.is_copied(hold)]:
+            self.ordered.remove(hold)
+            self.worker_holds.ready(hold, now)
+        for hold in self.staged.take_failed():
+            self.worker_holds.end(hold)
+        self.worker_holds.expire(now)
+        self._hear_ended()
+
+    def copy(self, copy: HostCopy, pick: int) -> None:
+        """Let one block of a copy reach the host."""
+        if copy not in self.copies:
+            return
+        if copy.items:
+            block, page = copy.items.pop(pick)
+            self.pages[page] = self.device_blocks[block]
+        if not copy.items:
+            self.copies.remove(copy)
+            self.staged.copied(copy.order.hold)
+
+    def fail(self, copy: HostCopy) -> None:
+        """Let a copy fail."""
+        self.copies.remove(copy)
+        self.prefill.held[copy.order.request].has_failed = True
+        self.staged.failed(copy.order.hold)
+
+    def hear(self, message: Message) -> None:
+        for note in decode_notes(message.payload):
+            assert isinstance(note, Release)
+            self.worker_holds.release(note)
+
+    def _hear_ended(self) -> None:
+        for each in self.worker_holds.take_ended():
+            self.staged.ended(each.request)
+
+    def _write(self, prompt: Prompt, blocks: tuple[int, ...], *, final: bool) -> None:
+        for index, block in enumerate(blocks):
+            content = prompt.content(index, final=final)
+            self.stream.append(partial(self.device_blocks.__setitem__, block, content))
+
+
+class Prefill:
+    """The prefill engine: its scheduler, and its ranks."""
+
+    def __init__(
+        self,
+        *,
+        ranks: int,
+        slots: int,
+        pages: int,
+        components: Components,
+        now: Callable[[], float],
+    ) -> None:
+        self.now, self.components = now, components
+        self.incarnation = random_incarnation()
+        self.host_pages = components.host_pages(range(1, pages + 1), patience=PATIENCE, clock=now)
+        self.host_pages.ranks = ranks
+        self.scheduler_holds = components.scheduler_holds(slots)
+        self.ranks = [components.prefill_rank(i, slots, self) for i in range(ranks)]
+        self.prompts: dict[RequestId, Prompt] = {}
+        self.held: dict[RequestId, Prompt] = {}
+        self.issues: list[Prompt] = []
+        self.free = list(range(1, BLOCKS + 1))
+        self.steps: deque[PrefillStep] = deque()
+        self.sent: dict[RequestId, set[int]] = defaultdict(set)
+        self.over: dict[RequestId, set[int]] = defaultdict(set)
+
+    def at(self, *where: PrefillState) -> list[Prompt]:
+        return [prompt for prompt in self.prompts.values() if prompt.at in where]
+
+    @property
+    def is_idle(self) -> bool:
+        """Return whether no step has to be made."""
+        return not (self.prompts or self.held or self.steps)
+
+    def moves(self) -> Iterator[Move]:
+        if len(self.steps) < STEPS_AHEAD and (self.prompts or self.held):
+            yield self.schedule
+        if self.steps and self.can_process:
+            yield self.process
+        for rank in self.ranks:
+            yield from rank.moves()
+
+    def schedule(self) -> None:
+        """Schedule a step: take requests on that have host pages, and send the orders."""
+        for prompt in self.at(PrefillState.WAITING):
+            self._take_in(prompt)
+        work = [(p, p.epoch, p.blocks) for p in self.at(PrefillState.RUNNING) if not p.is_scheduled]
+        for prompt, _, _ in work:
+            prompt.is_scheduled = True
+        step = PrefillStep(orders=self.scheduler_holds.drain(), work=work)
+        self.steps.append(step)
+        for rank in self.ranks:
+            rank.inbox.append(step)
+
+    @property
+    def can_process(self) -> bool:
+        return len(self.steps[0].outputs) == len(self.ranks)
+
+    def process(self) -> None:
+        """Process the results of the oldest step."""
+        step = self.steps.popleft()
+        for prompt, epoch, _ in step.work:
+            if prompt.at is PrefillState.RUNNING and prompt.epoch == epoch:
+                self._finish(prompt)
+        for rank, (sent, over) in step.outputs.items():
+            for request in sent:
+                self.hear_sent(rank, request)
+            for request in over:
+                self._hear_over(rank, request)
+
+    def preempt(self, prompt: Prompt) -> None:
+        self._free(prompt)
+        prompt.at, prompt.epoch, prompt.is_scheduled = PrefillState.WAITING, prompt.epoch + 1, False
+
+    def abort(self, prompt: Prompt) -> None:
+        """End a request before it has a ticket."""
+        self.scheduler_holds.drop(prompt.id)
+        self.host_pages.cancel(prompt.id)
+        self._free(prompt)
+        prompt.at = PrefillState.OVER
+        del self.prompts[prompt.id]
+
+    def reset(self) -> None:
+        for prompt in self.held.values():
+            prompt.has_failed = True
+        self.scheduler_holds.reset()
+
+    def is_computed(self) -> bool:
+        """Return whether tickets say that their pages are complete."""
+        return False
+
+    def _take_in(self, prompt: Prompt) -> None:
+        found = self.host_pages.reserve(prompt.id, prompt.size)
+        if found is Reservation.WAITING or prompt.size > len(self.free):
+            return
+        if found is Reservation.GRANTED:
+            prompt.hold = self.scheduler_holds.take_on(prompt.id)
+        prompt.blocks = tuple(self.free.pop() for _ in range(prompt.size))
+        prompt.at = PrefillState.RUNNING
+
+    def _finish(self, prompt: Prompt) -> None:
+        pages = self.host_pages.take(prompt.id, prompt.size) if prompt.hold else None
+        if pages is None:
+            self.abort(prompt)
+            return
+        self._check_unread(pages)
+        copy = PageCopy(blocks=prompt.blocks, pages=pages)
+        hold = self.scheduler_holds.ticket(prompt.id, LEASE, frozenset(pages), copy=copy)
+        require(hold == prompt.hold, "a ticket for another hold", prompt)
+        prompt.at, prompt.pages, prompt.is_held = PrefillState.HELD, pages, True
+        prompt.computed = self.is_computed()
+        self.held[prompt.id] = prompt
+        self.issues.append(prompt)
+
+    def _check_unread(self, pages: tuple[int, ...]) -> None:
+        """Check that no rank lets anybody read these pages, nor writes them."""
+        for rank in self.ranks:
+            for prompt in self.issues:
+                hold = prompt.hold
+                stands = hold is not None and hold.stands(rank.words[hold.slot])
+                clash = stands and not set(prompt.pages).isdisjoint(pages)
+                require(not clash, "host pages given out while their slot word is valid")
+            for copy in rank.copies:
+                clash = not set(copy.order.copy.pages).isdisjoint(pages)
+                require(not clash, "host pages given out that a copy writes")
+
+    def hear_sent(self, rank: int, request: RequestId) -> None:
+        """Take a request's blocks back when every rank has reported it as sent."""
+        prompt = self.prompts.get(request)
+        held = prompt is not None and prompt.at is PrefillState.HELD
+        require(held, "reported sent, but the scheduler has no such held request:", request)
+        require(rank not in self.sent[request], "reported sent twice by one rank:", request)
+        self.sent[request].add(rank)
+        if prompt is None or len(self.sent[request]) < len(self.ranks):
+            return
+        for each in self.ranks:
+            copying = any(copy.order.hold == prompt.hold for copy in each.copies)
+            require(not copying, "blocks given back while they are copied")
+        del self.sent[request], self.prompts[request]
+        self._free(prompt)
+        prompt.at = PrefillState.OVER
+
+    def _hear_over(self, rank: int, request: RequestId) -> None:
+        prompt = self.held.get(request)
+        require(prompt is not None, "reported over, but no such hold:", request)
+        require(rank not in self.over[request], "reported over twice by one rank:", request)
+        self.over[request].add(rank)
+        if self.host_pages.over(request, rank) and prompt is not None:
+            require(len(self.over[request]) == len(self.ranks), "host pages given back too early")
+            prompt.is_held = False
+            self.scheduler_holds.sent(request)
+            del self.over[request], self.held[request]
+
+    def _free(self, prompt: Prompt) -> None:
+        self.free.extend(prompt.blocks)
+        prompt.blocks = ()
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class DecodeRequest:
+    """A request to the decode engine that came with a ticket.
+
+    Attributes:
+        excuses: why its load may fail.
+    """
+
+    uid: int
+    prompt: Prompt
+    stage: DecodeState = DecodeState.WAITING
+    blocks: tuple[int, ...] = ()
+    pages: tuple[int, ...] = ()
+    reports: dict[int, KVFerryError | None] = field(default_factory=dict)
+    excuses: list[str] = field(default_factory=list)
+
+    @property
+    def id(self) -> RequestId:
+        return RequestId(f"decode-{self.uid}")
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class DecodeStep:
+    """What the decode scheduler sends to every rank, and the loads that the ranks report.
+
+    ``begins`` are requests, and whether anything is read for them.
+    """
+
+    begins: list[tuple[DecodeRequest, bool]]
+    aborts: list[DecodeRequest]
+    outputs: dict[int, list[tuple[DecodeRequest, KVFerryError | None]]] = field(
+        default_factory=dict
+    )
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class RankLoad:
+    """A rank's part of a load; ``reads`` are its transfers of pages, by producer rank."""
+
+    request: DecodeRequest
+    pulls: bool
+    is_over: bool = False
+    reads: dict[int, Transfer] = field(default_factory=dict)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class DeviceCopy:
+    """A copy of a request's host pages to the device that is under way."""
+
+    request: DecodeRequest
+    items: list[tuple[int, int]]
+
+
+class DecodeRank:
+    """One rank of the decode engine: its memory, its ``Loads``, and the work of an endpoint."""
+
+    def __init__(self, rank: int, simulation: StagedSimulation) -> None:
+        self.rank, self.simulation = rank, simulation
+        self.remote_ranks = simulation.plan[rank]
+        self.loads = simulation.components.loads()
+        self.staged = simulation.components.staged_loads()
+        self.pages: list[dict[int, Content | None]] = [{} for _ in range(simulation.pages + 1)]
+        self.device_blocks: list[dict[int, Content | None]] = [{} for _ in range(BLOCKS + 1)]
+        self.inbox: deque[DecodeStep] = deque()
+        self.stream: deque[Callable[[], object]] = deque()
+        self.pulls: dict[LoadId, RankLoad] = {}
+        self.requests: dict[RequestId, DecodeRequest] = {}
+        self.handshakes: list[LoadId] = []
+        self.transfers: list[Transfer] = []
+        self.copies: list[DeviceCopy] = []
+        self.results: list[tuple[DecodeRequest, KVFerryError | None]] = []
+        self.link = Link()
+
+    def moves(self) -> Iterator[Move]:
+        if self.inbox:
+            yield self.launch
+        if self.stream:
+            yield self.device
+        for load_id in self.handshakes:
+            yield partial(self.answer, load_id)
+        if any(t.state is not State.PENDING for t in self.transfers):
+            yield self.poll
+        if len(self.loads):
+            yield self.tick
+        for copy in self.copies:
+            yield partial(self.copy, copy, 0)
+            yield partial(self.copy, copy, -1)
+
+    def launch(self) -> None:
+        """Run a step: begin and abort loads, and report results."""
+        step = self.inbox.popleft()
+        for request, pulls in step.begins:
+            self._begin(request, pulls=pulls)
+        for load_id, pull in self.pulls.items():
+            if pull.request in step.aborts and not pull.is_over:
+                self.loads.abort(load_id, KVFerryError("given up"))
+        step.outputs[self.rank], self.results = self.results, []
+        self.perform()
+
+    def device(self) -> None:
+        """Let the device do the next work in its queue."""
+        self.stream.popleft()()
+        self.copy_pages()
+
+    def _begin(self, request: DecodeRequest, *, pulls: bool) -> None:
+        prompt = request.prompt
+        assert prompt.hold is not None
+        if pulls:
+            self.requests[request.id] = request
+            self.staged.begin(request.id, PageCopy(blocks=request.blocks, pages=request.pages))
+            for block in request.blocks:  # vLLM zeroes new blocks
+                self.stream.append(partial(self.device_blocks.__setitem__, block, {}))
+            self.stream.append(partial(self.staged.passed, request.id))
+        load_id = self.loads.begin(
+            request.id,
+            prompt.hold,
+            computed=prompt.computed,
+            reads=pulls,
+            deadline=self.simulation.now + LOAD_TIMEOUT,
+        )
+        self.pulls[load_id] = RankLoad(request=request, pulls=pulls)
+        self.handshakes.append(load_id)
+
+    def answer(self, load_id: LoadId) -> None:
+        self.handshakes.remove(load_id)
+        for page in self.pulls[load_id].request.pages if self.loads.wanted(load_id) else ():
+            self.pages[page] = {}
+        self.loads.handshake_succeeded(load_id, self.remote_ranks)
+        self.perform()
+
+    def tick(self) -> None:
+        self.loads.tick(self.simulation.now)
+        self.perform()
+
+    def poll(self) -> None:
+        """Poll all transfers, then perform the resulting actions."""
+        for transfer in list(self.transfers):
+            [load_id], rank = transfer.loads, transfer.rank
+            error = transfer.error or PeerLostError("lost")
+            if transfer.state is State.FAILING:
+                self.loads.failing(load_id, rank, error)
+            elif transfer.state.final:
+                self.transfers.remove(transfer)
+                if transfer.state is State.FAILED:
+                    self.loads.lost(load_id, rank, error)
+                else:
+                    self._arrived(load_id, transfer)
+        self.perform()
+
+    def _arrived(self, load_id: LoadId, transfer: Transfer) -> None:
+        rank, word = transfer.rank, transfer.words.get(load_id, 0)
+        if transfer.op is LoadAction.READ:
+            self.loads.read(load_id, rank)
+        elif transfer.op is LoadAction.CHECK:
+            self.loads.checked(load_id, rank, word)
+        else:
+            self.loads.fenced(load_id, rank, word)
+
+    def perform(self) -> None:
+        while actions := self.loads.take_actions():
+            for action in sorted(actions, key=lambda action: action.op is LoadAction.REPORT):
+                self._perform(action, self.pulls[action.load])
+        self.copy_pages()
+
+    def _perform(self, action: Action, pull: RankLoad) -> None:
+        if action.op is LoadAction.REPORT:
+            self._end(action, pull)
+        elif action.op is LoadAction.CANCEL:
+            for transfer in self._running(action.load, action.rank):
+                transfer.cancel(action.load)
+        elif action.op in (LoadAction.DONE, LoadAction.ABANDON):
+            if not self.link.broken:
+                abandoned = action.op is LoadAction.ABANDON
+                message = self._message(action.rank, pull, abandoned=abandoned)
+                self.simulation.fabric.messages.append(message)
+        else:
+            self._post(action, pull)
+
+    def _post(self, action: Action, pull: RankLoad) -> None:
+        hold, is_read = pull.request.prompt.hold, action.op is LoadAction.READ
+        assert hold is not None
+        items = list(zip(pull.request.pages, pull.request.prompt.pages, strict=True))
+        transfer = Transfer(
+            op=action.op,
+            link=self.link,
+            rank=action.rank,
+            loads=(action.load,),
+            items=items if is_read else [hold.slot],
+            take=self._take_page if is_read else partial(self._take_word, action),
+            message=(
+                self._message(action.rank, pull, abandoned=False)
+                if action.op is LoadAction.FENCE
+                else None
+            ),
+        )
+        if action.op is LoadAction.FENCE:
+            require(pull.reads[action.rank].state is State.DONE, "a fence before the data")
+        if is_read:
+            pull.reads[action.rank] = transfer
+        self.transfers.append(transfer)
+        try:
+            self.simulation.fabric.post(transfer)
+        except PeerLostError as exc:
+            self.transfers.remove(transfer)
+            pull.request.excuses.append("lost")
+            self.loads.lost(action.load, action.rank, exc)
+
+    def _take_page(self, item: tuple[int, int], source: int) -> None:
+        page, remote = item
+        self.pages[page][source] = self.simulation.prefill.ranks[source].pages[remote]
+
+    def _take_word(self, action: Action, slot: int, source: int) -> None:
+        for transfer in self._running(action.load, action.rank):
+            transfer.words[action.load] = self.simulation.prefill.ranks[source].words[slot]
+
+    def _message(self, rank: int, pull: RankLoad, *, abandoned: bool) -> Message:
+        hold = pull.request.prompt.hold
+        assert hold is not None
+        release = Release(
+            incarnation=self.simulation.prefill.incarnation,
+            slot=hold.slot,
+            generation=hold.generation,
+            engine="decode",
+            rank=self.rank,
+            expected=sum(rank in [r.rank for r in ranks] for ranks in self.simulation.plan),
+            abandoned=abandoned,
+        )
+        return Message(sender="decode", rank=rank, payload=encode([release]), origins=(0,))
+
+    def _end(self, action: Action, pull: RankLoad) -> None:
+        """End a load into host pages; it is reported when its copy has passed."""
+        require(not self._running(action.load), "over while bytes may land")
+        pull.is_over = True
+        if pull.pulls:
+            self.staged.loaded(pull.request.id, action.error)
+
+    def copy_pages(self) -> None:
+        """Begin the copies that are due, and report the loads that are over."""
+        for request_id, copy in self.staged.take_copies():
+            items = list(zip(copy.pages, copy.blocks, strict=True))
+            self.copies.append(DeviceCopy(request=self.requests[request_id], items=items))
+        for request_id, error in self.staged.take_over():
+            self._report(self.requests.pop(request_id), error)
+
+    def copy(self, copy: DeviceCopy, pick: int) -> None:
+        """Let one host page of a copy reach the device."""
+        if copy not in self.copies:
+            return
+        if copy.items:
+            page, block = copy.items.pop(pick)
+            self._check_page(copy.request, page, self.pages[page], "stale bytes reach the device")
+            self.device_blocks[block] = dict(self.pages[page])
+        if not copy.items:
+            self.copies.remove(copy)
+            self.staged.copied(copy.request.id)
+            self.copy_pages()
+
+    def fail(self, copy: DeviceCopy) -> None:
+        """Let a copy fail."""
+        self.copies.remove(copy)
+        copy.request.excuses.append("its copy failed")
+        self.staged.failed(copy.request.id, CopyError("the device is broken"))
+        self.copy_pages()
+
+    def _report(self, request: DecodeRequest, error: KVFerryError | None) -> None:
+        copying = any(copy.request is request for copy in self.copies)
+        require(not copying, "reported while its pages are copied")
+        if error is None:
+            self.check_blocks(request, request.blocks)
+        else:
+            failed = request.prompt.has_failed or self.simulation.waited
+            late = isinstance(error, (StaleError, DeadlineError)) and failed
+            require(bool(request.excuses) or late, "failed without a reason:", error)
+        self.results.append((request, error))
+
+    def check_blocks(self, request: DecodeRequest, blocks: tuple[int, ...]) -> None:
+        """Check that a request's blocks hold what its ticket's request computed."""
+        for page, block in zip(request.pages, blocks, strict=True):
+            self._check_page(request, page, self.device_blocks[block], "stale bytes accepted")
+
+    def _check_page(
+        self, request: DecodeRequest, page: int, found: dict[int, Content | None], what: str
+    ) -> None:
+        """Check that a page, or its copy, holds what the ticket's request computed."""
+        wanted = request.prompt.content(request.pages.index(page))
+        for remote in self.remote_ranks:
+            got = found.get(remote.rank)
+            require(got == wanted or not remote.reads, what, got, wanted)
+
+    def _running(self, load_id: LoadId, rank: int | None = None) -> list[Transfer]:
+        return [t for t in self.transfers if load_id in t.loads and rank in (None, t.rank)]
+
+    def may_touch(self, request: DecodeRequest) -> bool:
+        """Return whether a byte can still land in a request's host pages, or be copied."""
+        pages = {
+            item[0]
+            for transfer in self.transfers
+            if transfer.op is LoadAction.READ and not transfer.state.final
+            for item in transfer.items
+        }
+        copied = any(copy.request is request for copy in self.copies)
+        return copied or not pages.isdisjoint(request.pages)
+
+    def sever(self, *, failing: bool) -> None:
+        """Break the connection, and make another for later transfers."""
+        for pull in self.pulls.values():
+            pull.request.excuses.append("severed")
+        self.simulation.fabric.sever(self.link, failing=failing)
+        for load_id, pull in self.pulls.items():
+            if not pull.is_over:
+                self.loads.abort(load_id, PeerLostError("severed"))
+        self.link = Link()
+        self.perform()
+
+
+class Decode:
+    """The decode engine's scheduler, and its ranks."""
+
+    def __init__(self, simulation: StagedSimulation) -> None:
+        self.simulation = simulation
+        self.host_pages = simulation.components.host_pages(
+            range(1, simulation.pages + 1), patience=PATIENCE, clock=lambda: simulation.now
+        )
+        self.ranks = [
+            simulation.components.decode_rank(i, simulation) for i in range(len(simulation.plan))
+        ]
+        self.requests: list[DecodeRequest] = []
+        self.free = list(range(1, BLOCKS + 1))
+        self.steps: deque[DecodeStep] = deque()
+        self._unused: list[DecodeRequest] = []
+
+    @property
+    def is_idle(self) -> bool:
+        """Return whether no step has to be made."""
+        return not (self.requests or self.steps or self._unused)
+
+    def moves(self) -> Iterator[Move]:
+        if len(self.steps) < STEPS_AHEAD and (self.requests or self._unused):
+            yield self.schedule
+        if self.steps and self.can_process:
+            yield self.process
+        for rank in self.ranks:
+            yield from rank.moves()
+
+    def schedule(self) -> None:
+        """Schedule a step: begin the loads of requests that have host pages and blocks."""
+        begins = [(request, True) for request in list(self.requests) if self._alloc(request)]
+        begins += [(request, False) for request in self._unused]
+        aborts = [r for r in self.requests if r.stage is DecodeState.ABORTED]
+        step = DecodeStep(begins=begins, aborts=aborts)
+        self._unused = []
+        self.steps.append(step)
+        for rank in self.ranks:
+            rank.inbox.append(step)
+
+    def _alloc(self, request: DecodeRequest) -> bool:
+        """Return whether a request's load begins."""
+        if request.stage is not DecodeState.WAITING:
+            return False
+        size = request.prompt.size
+        found = self.host_pages.reserve(request.id, size)
+        if found is Reservation.REFUSED:
+            require(self.simulation.waited or size > self.simulation.pages, "refused at once")
+            self.abort(request)
+        if found is not Reservation.GRANTED or size > len(self.free):
+            return False
+        pages = self.host_pages.take(request.id, size)
+        require(pages is not None, "host pages were reserved, and are not there")
+        request.pages = pages or ()
+        request.blocks = tuple(self.free.pop() for _ in range(size))
+        request.stage = DecodeState.LOADING
+        return True
+
+    @property
+    def can_process(self) -> bool:
+        return len(self.steps[0].outputs) == len(self.ranks)
+
+    def process(self) -> None:
+        step = self.steps.popleft()
+        for rank, results in step.outputs.items():
+            for request, error in results:
+                require(rank not in request.reports, "reported received twice")
+                request.reports[rank] = error
+                if len(request.reports) == len(self.ranks):
+                    self._decode(request)
+                    self.finish(request)
+
+    def _decode(self, request: DecodeRequest) -> None:
+        """Read a request's blocks on all devices, if its load has succeeded, in a next step."""
+        if not any(request.reports.values()):
+            for rank in self.ranks:
+                rank.stream.append(partial(rank.check_blocks, request, request.blocks))
+
+    def abort(self, request: DecodeRequest) -> None:
+        if request.stage is DecodeState.WAITING:
+            self._unused.append(request)
+            self.finish(request)
+        elif request.stage is DecodeState.LOADING:
+            request.stage = DecodeState.ABORTED
+            request.excuses.append("aborted")
+
+    def finish(self, request: DecodeRequest) -> None:
+        """End a request: its blocks and its host pages are free again."""
+        touched = any(rank.may_touch(request) for rank in self.ranks)
+        require(not touched, "given back while bytes can land, or are copied")
+        self.host_pages.cancel(request.id)
+        self.host_pages.give_back(request.id)
+        self.free.extend(request.blocks)
+        request.stage = DecodeState.OVER
+        self.requests.remove(request)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Components:
+    """The classes that a simulation is made of; a planted fault replaces one of them."""
+
+    host_pages: type[HostPages] = HostPages
+    staged_holds: type[StagedHolds] = StagedHolds
+    staged_loads: type[StagedLoads] = StagedLoads
+    scheduler_holds: type[SchedulerHolds] = SchedulerHolds
+    worker_holds: type[WorkerHolds] = WorkerHolds
+    loads: type[Loads] = Loads
+    prefill: type[Prefill] = Prefill
+    prefill_rank: type[PrefillRank] = PrefillRank
+    decode: type[Decode] = Decode
+    decode_rank: type[DecodeRank] = DecodeRank
+
+
+class StagedSimulation:
+    """Both engines, what is under way between them, and the clock."""
+
+    def __init__(
+        self, *, plan: Plan = PLANS[0], slots: int = 2, pages: int = 2, components: Components
+    ) -> None:
+        self.plan, self.pages, self.components = plan, pages, components
+        self.now, self.waited = 0.0, False
+        self.fabric = Fabric()
+        self._uids = itertools.count(1)
+        self._slots = slots
+        ranks = 1 + max(remote.rank for row in plan for remote in row)
+        self.prefill = components.prefill(
+            ranks=ranks, slots=slots, pages=pages, components=components, now=lambda: self.now
+        )
+        self.decode = components.decode(self)
+
+    def ask(self, size: int = 1) -> Prompt | None:
+        """Send a request to prefill, unless too many are under way."""
+        uid = next(self._uids)
+        request = RequestId(f"prompt-{uid % 4}")  # ids are reused
+        if len(self.prefill.prompts) >= 3 or request in self.prefill.prompts:
+            return None
+        prompt = self.prefill.prompts[request] = Prompt(uid=uid, id=request, size=size)
+        return prompt
+
+    def hand(self, prompt: Prompt) -> DecodeRequest | None:
+        """Hand the ticket of a prompt to decode, unless too many requests are under way."""
+        if prompt.hold is None or len(self.decode.requests) >= 3:
+            return None
+        request = DecodeRequest(uid=next(self._uids), prompt=prompt)
+        if not prompt.is_held or any(r.prompt is prompt for r in self.decode.requests):
+            request.excuses.append("its ticket was used before")
+        for other in self.decode.requests:
+            if other.prompt is prompt:
+                other.excuses.append("its ticket is used twice")
+        self.decode.requests.append(request)
+        return request
+
+    def moves(self) -> list[Move]:
+        """Return every step that some part of the simulation can take now."""
+        return [*self.prefill.moves(), *self._fabric_moves(), *self.decode.moves()]
+
+    def _fabric_moves(self) -> Iterator[Move]:
+        for transfer in self.fabric.transfers:
+            for pick in (0, 1):
+                yield partial(self.fabric.land, transfer, pick)
+        for message in self.fabric.messages:
+            yield partial(self.deliver, message)
+
+    def deliver(self, message: Message) -> None:
+        self.fabric.messages.remove(message)
+        self.prefill.ranks[message.rank].hear(message)
+
+    # One part proceeds, and the others wait.
+
+    def schedule(self) -> None:
+        """Schedule a step of prefill and let its ranks run it, but not their devices."""
+        if len(self.prefill.steps) < STEPS_AHEAD:
+            self.prefill.schedule()
+        for rank in self.prefill.ranks:
+            while rank.inbox:
+                rank.launch()
+
+    def device(self, *, items: int = 1 << 10) -> None:
+        """Let prefill's devices work, and process what the steps have reported."""
+        for rank in self.prefill.ranks:
+            for _ in range(min(items, len(rank.stream))):
+                rank.device()
+        while self.prefill.steps and self.prefill.can_process:
+            self.prefill.process()
+
+    def copy_out(self, *, items: int = 1 << 10) -> None:
+        """Begin copies to the host, and let some blocks of each arrive there."""
+        for rank in self.prefill.ranks:
+            rank.tick()
+            for copy in list(rank.copies):
+                for _ in range(items):
+                    rank.copy(copy, 0)
+            rank.tick()
+
+    def begin_loads(self, *, device: bool = True) -> None:
+        """Schedule a step of decode and let its ranks run it; with ``device``, the devices too."""
+        if len(self.decode.steps) < STEPS_AHEAD:
+            self.decode.schedule()
+        for rank in self.decode.ranks:
+            while rank.inbox:
+                rank.launch()
+            while device and rank.stream:
+                rank.device()
+            while rank.handshakes:
+                rank.answer(rank.handshakes[0])
+
+    def land(self, *, items: int = 1 << 10) -> None:
+        """Let some items of each transfer land, and poll all transfers."""
+        for rank in self.decode.ranks:
+            for transfer in list(rank.transfers):
+                for _ in range(items):
+                    if not transfer.state.final:
+                        self.fabric.land(transfer, 0)
+            rank.poll()
+            rank.tick()
+
+    def copy_in(self, *, items: int = 1 << 10) -> None:
+        """Let some host pages of each copy reach decode's devices."""
+        for rank in self.decode.ranks:
+            for copy in list(rank.copies):
+                for _ in range(items):
+                    rank.copy(copy, 0)
+
+    def hear(self) -> None:
+        """Deliver all messages, and process what decode's steps have reported."""
+        while self.fabric.messages:
+            self.deliver(self.fabric.messages[0])
+        while self.decode.steps and self.decode.can_process:
+            self.decode.process()
+
+    def wait(self, seconds: float) -> None:
+        """Let time pass; leases may expire, and waits for host pages end."""
+        self.now += seconds
+        self.waited = self.waited or seconds >= PATIENCE
+        for rank in self.prefill.ranks:
+            rank.tick()
+
+    def issue(self, size: int = 1) -> Prompt:
+        """Return a prompt whose ticket was made, and whose copies to the host are ordered."""
+        prompt = self.ask(size)
+        assert prompt is not None
+        for _ in range(2):
+            self.schedule()
+            self.device()
+        self.schedule()
+        return prompt
+
+    def settle(self) -> None:
+        """Let everything proceed, and time pass, until nothing is under way."""
+        for turn in range(400):
+            if self.prefill.is_idle and self.decode.is_idle and not self.fabric.messages:
+                return
+            self.schedule()
+            self.device()
+            self.copy_out()
+            self.begin_loads()
+            self.land()
+            self.copy_in()
+            self.hear()
+            if turn % 40 == 39:
+                self.wait(LEASE)
+        require(False, "no rest:", self.prefill.prompts, self.decode.requests)
+
+    def finish(self) -> None:
+        """Let everything end, and check that nothing is left and all can be used again."""
+        self.settle()
+        prefill, decode = self.prefill, self.decode
+        require(sorted(prefill.free) == list(range(1, BLOCKS + 1)), "prefill lost blocks")
+        require(sorted(decode.free) == list(range(1, BLOCKS + 1)), "decode lost blocks")
+        for pages in (prefill.host_pages, decode.host_pages):
+            require(pages.used == pages.waiting == pages.taken == 0, "host pages lost", pages.used)
+        self.schedule()  # what is still to be dropped
+        for rank in prefill.ranks:
+            require(rank.worker_holds.held == len(rank.staged) == 0, "a worker still holds")
+            require(set(rank.words) == {NOTHING}, "words left:", rank.words)
+        for other in decode.ranks:
+            while other.stream:
+                other.device()
+            require(len(other.staged) == 0, "a load is left")
+        holds = prefill.scheduler_holds
+        require(holds.held == 0, "the scheduler still holds", holds.held)
+        taken = [holds.take_on(RequestId(f"after-{i}")) for i in range(self._slots + 1)]
+        slots = {hold.slot for hold in taken if hold is not None}
+        require(len(slots) == self._slots, "slots lost, or given twice:", slots)
