@@ -26,7 +26,9 @@ def test_table_cells_have_at_most_forty_words() -> None:
     assert len(rows()) > 20
 
 
-@pytest.mark.parametrize(("title", "rows"), [("Time line", 20), ("Early tickets", 6)])
+@pytest.mark.parametrize(
+    ("title", "rows"), [("Time line", 20), ("Early tickets", 6), ("Staging", 8)]
+)
 def test_time_line_has_a_section_for_each_row_in_order(title: str, rows: int) -> None:
     _, after = PAGE.split(f"## {title}\n")
     time_line, _ = after.split("\n## ", 1)

@@ -132,6 +132,7 @@ METRICS = (
     HELD_FRACTION,
     CONVERSATION_PAGES,
     *endpoint_metrics.FIGURES,
+    *endpoint_metrics.HOST_FIGURES,
 )
 """All metrics. In Prometheus their names begin with ``vllm:kvferry_``."""
 BY_NAME = {metric.name: metric for metric in METRICS}

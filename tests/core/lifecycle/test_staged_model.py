@@ -81,17 +81,34 @@ class Staging(RuleBasedStateMachine):
             plan=PLANS[plan], slots=slots, pages=pages, components=self.components
         )
 
-    @rule(sizes=st.lists(st.integers(1, 3), min_size=1, max_size=2), picks=PICKS)
-    def ask(self, sizes: list[int], picks: bytes) -> None:
+    @rule(
+        sizes=st.lists(st.integers(1, 2) | st.integers(1, 3), min_size=1, max_size=2),
+        until=st.sampled_from(["asked", "ticket", "copying", "copied", "handed"]),
+        picks=PICKS,
+    )
+    def ask(self, sizes: list[int], until: str, picks: bytes) -> None:
+        simulation = self.simulation
         for size in sizes:
-            self.simulation.ask(size)
+            simulation.ask(size)
+        for _ in range(3 if until != "asked" else 0):
+            simulation.schedule()
+            simulation.device()
+        if until in ("copying", "copied", "handed"):
+            simulation.copy_out(items=1 if until == "copying" else 4)
+        if until == "handed":
+            self.hand_newest()
         self.drift(picks)
 
-    @rule(index=st.integers(-3, -1), picks=PICKS)
-    def hand(self, index: int, picks: bytes) -> None:
-        issues = self.simulation.prefill.issues
+    @rule(index=st.integers(-3, -1), rounds=st.integers(0, 3), items=st.integers(1, 4), picks=PICKS)
+    def hand(self, index: int, rounds: int, items: int, picks: bytes) -> None:
+        simulation = self.simulation
+        issues = simulation.prefill.issues
         if len(issues) >= -index:
-            self.simulation.hand(issues[index])
+            simulation.hand(issues[index])
+        for _ in range(rounds):
+            simulation.begin_loads()
+            simulation.land(items=items)
+            simulation.copy_in(items=1)
         self.drift(picks)
 
     @rule(script=st.lists(st.sampled_from("SSDdCCccHBBbLLlIIiR"), min_size=4, max_size=16))
