@@ -298,10 +298,11 @@ class Endpoint:
 
         Raises:
             EndpointClosedError: the endpoint is closed, or has failed.
-            CopyError: the load has a copy, and the endpoint does not stage.
+            CopyError: the load has a copy, and the endpoint does not stage; or it reads without a
+                copy, and the endpoint stages.
         """
         self._check_open()
-        self._check_staged(load.copy is not None)
+        self._check_staged(load.copy is not None, is_needed=load.reads)
         if load.report:
             self._results.expect()
         if load.copy is not None:
@@ -507,11 +508,17 @@ class Endpoint:
         self._check_open()
         self._post(command)
 
-    def _check_staged(self, has_copy: bool) -> None:
+    def _check_staged(self, has_copy: bool, *, is_needed: bool = False) -> None:
+        """Refuse a copy in an endpoint without ``PageCopies``, and in others its lack."""
         if has_copy and self._stage is None:
             raise CopyError(
                 "a copy between the device and host pages was ordered, and this endpoint has no "
                 "copies: pass it copies, or leave the copy out"
+            )
+        if is_needed and not has_copy and self._stage is not None:
+            raise CopyError(
+                "pages are to be loaded, and their copy to the device was not ordered: this "
+                "endpoint stages its cache, so set Load.copy"
             )
 
     def _check_open(self) -> None:
@@ -582,7 +589,10 @@ class Endpoint:
         return 0 if self._stage is None else self._stage.running
 
     def _copy_pages(self) -> bool:
-        return self._stage is not None and self._step("copying pages", self._stage.progress)
+        busy = self._stage is not None and self._step("copying pages", self._stage.progress)
+        if busy:
+            self._next_listen = 0.0  # a hold may be ready, or may have ended
+        return busy
 
     def _run_commands(self) -> bool:
         """Run the posted commands, and return whether there were any."""

@@ -322,6 +322,15 @@ def test_a_staged_endpoint_refuses_a_ticket_without_a_copy() -> None:
             prefill.ranks[0].endpoint.apply(HoldOrders(ready=((hold, 30.0),)))
 
 
+def test_a_staged_endpoint_refuses_a_load_without_a_copy() -> None:
+    with pair() as (prefill, decode):
+        ticket = prefill.serve("p-1", BLOCKS, TOKENS)
+        with pytest.raises(CopyError, match=r"set Load\.copy"):
+            decode.engine.pull("d-1", ticket, [3, 4])
+        decode.engine.pull("d-1", ticket, [], nothing=True)
+        prefill.over("p-1")
+
+
 def test_a_closed_staged_endpoint_takes_no_load() -> None:
     with pair() as (prefill, decode):
         ticket = prefill.serve("p-1", BLOCKS, TOKENS)
