@@ -59,8 +59,8 @@ def test_a_load_is_counted_by_the_rank_that_read_it() -> None:
         assert totals.of(PEERS_UP) == {("0",): 1}
         [seconds] = totals.of(LOAD_SECONDS)[()]
         stages = {stage: value for (stage,), [value] in totals.of(STAGE_SECONDS).items()}
-        assert set(stages) == set(Stage)
-        inside = [stages[each] for each in Stage if each not in (Stage.WAIT, Stage.HANDSHAKE)]
+        assert set(stages) == set(Stage) - {Stage.COPY}  # no cache is staged
+        inside = [stages[each] for each in stages if each not in (Stage.WAIT, Stage.HANDSHAKE)]
         assert 0 < sum(inside) <= seconds
         assert stages[Stage.HANDSHAKE] > 0
         assert stages[Stage.FENCE] > 0
