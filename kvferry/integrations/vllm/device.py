@@ -45,6 +45,21 @@ def current_device(kind: str) -> torch.device:
     return torch.device(kind, torch.get_device_module(kind).current_device())
 
 
+def has_streams(device: torch.device) -> bool:
+    """Return whether torch has streams and events for a device, so that copies can be awaited.
+
+    Args:
+        device: the device.
+    """
+    import torch
+
+    try:
+        module = torch.get_device_module(device)
+    except RuntimeError:  # torch has no module for this kind of device
+        return False
+    return device.type != CPU and hasattr(module, "Stream") and hasattr(module, "Event")
+
+
 def work_marker(device: torch.device) -> Callable[[], Callable[[], bool] | None]:
     """Return a function that marks the work enqueued so far on a device's current stream.
 
@@ -54,8 +69,9 @@ def work_marker(device: torch.device) -> Callable[[], Callable[[], bool] | None]
     Returns:
         A function that marks the work and returns a second function, which tells whether that work
         is done. On CPUs it returns ``None`` instead: work is done when the call that does it ends.
+        So it does on devices without streams, whose work is done in the order of the calls.
     """
-    if device.type == CPU:
+    if not has_streams(device):
         return lambda: None
 
     import torch
@@ -72,7 +88,7 @@ def work_marker(device: torch.device) -> Callable[[], Callable[[], bool] | None]
 
 
 class HighPriorityStream:
-    """A stream of its own for short work, of high priority; on the CPU, nothing.
+    """A stream of its own for short work, of high priority; on devices without streams, nothing.
 
     On the calling thread's current stream, which may be the engine's, the work would wait for a
     whole step of the model.
@@ -94,7 +110,7 @@ class HighPriorityStream:
         """
         import torch
 
-        if self._device.type == CPU:
+        if not has_streams(self._device):
             yield
             return
         module = torch.get_device_module(self._device)
@@ -107,3 +123,15 @@ class HighPriorityStream:
             finally:
                 self._done.record(self._stream)
                 self._done.synchronize()
+
+
+def storage_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the whole storage of a tensor as bytes, without a copy.
+
+    Args:
+        tensor: any tensor; its storage stays alive with the result.
+    """
+    import torch
+
+    storage = tensor.untyped_storage()
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)

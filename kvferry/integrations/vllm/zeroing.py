@@ -11,7 +11,7 @@ import numpy as np
 from kvferry.core.memory import CPU, I64Array, region_of
 from kvferry.core.planner.build_copies import Spans, SpanSegment
 from kvferry.core.planner.zeroing import zero_cpu
-from kvferry.integrations.vllm.device import HighPriorityStream
+from kvferry.integrations.vllm.device import HighPriorityStream, storage_of
 
 if TYPE_CHECKING:
     import torch
@@ -45,7 +45,7 @@ def device_zero_function(
         caches: vLLM's cache tensors. The returned function keeps their memory alive.
         stream_of: Makes the stream for a device's zeroing.
     """
-    memory = {region_of(tensor): _bytes_of(tensor) for tensor in caches}
+    memory = {region_of(tensor): storage_of(tensor) for tensor in caches}
     streams = {tensor.device: stream_of(tensor.device) for tensor in memory.values()}
 
     def zero(spans: Spans) -> None:
@@ -62,14 +62,6 @@ def _zero_segment(memory: torch.Tensor, spans: Spans, segment: SpanSegment) -> N
     here = slice(segment.start, segment.stop)
     offsets = (spans.address[here] - np.uint64(segment.region.address)).astype(np.int64)
     _zero(memory, offsets, spans.nbytes[here].astype(np.int64))
-
-
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the whole storage of a tensor as bytes, without a copy."""
-    import torch
-
-    storage = tensor.untyped_storage()
-    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
 
 
 def _zero(memory: torch.Tensor, offsets: I64Array, lengths: I64Array) -> None:

@@ -1,0 +1,264 @@
+"""The layout of a pool of host pages, for memory that no transport can register.
+
+A host page has the bytes of one block id of a cache: those of all regions, one after the other. So
+a host page is contiguous, and one copy moves it between the device and the pool, or between the
+pools of two engines whose layouts are equal. Fields and groups are those of the cache.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from operator import attrgetter
+
+import msgspec
+import numpy as np
+
+from kvferry.core.errors import LayoutError
+from kvferry.core.layout.fields import Dim, Field
+from kvferry.core.layout.layout import Layout
+from kvferry.core.memory import I64Array, Region
+
+ROW_ALIGNMENT = 16
+"""Rows begin at multiples of this number of bytes in a host page; so all elements are aligned."""
+
+MAX_PLANES = 1 << 20
+"""The most rows, of all fields together, that are looked at."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, order=True)
+class Rows:
+    """A run of bytes that every block id has at one place of a cache's memory: one row per id.
+
+    Attributes:
+        region: index of the cache's region.
+        offset: bytes from the region's start to the row of id 0.
+        stride: bytes from one row to the next.
+        nbytes: length of a row in bytes.
+        page_offset: bytes from the start of a host page to the row in that page.
+    """
+
+    region: int
+    offset: int
+    stride: int
+    nbytes: int
+    page_offset: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostPageFormat:
+    """What a host page consists of.
+
+    Attributes:
+        cache: the layout of the cache.
+        rows: the rows of a page, in the order in which they lie in it.
+        page_bytes: length of a host page in bytes; 0 if the cache has no fields.
+    """
+
+    cache: Layout
+    rows: tuple[Rows, ...]
+    page_bytes: int
+
+    @classmethod
+    def of(cls, cache: Layout) -> HostPageFormat:
+        """Return what the host pages of a cache consist of.
+
+        Args:
+            cache: the layout of the cache.
+
+        Raises:
+            LayoutError: the bytes of a block id cannot be described as rows.
+        """
+        rows, end = [], 0
+        merged = list(_merge(_field_rows(cache.fields)))
+        _check_disjoint(merged, max((f.pages for f in cache.fields), default=0))
+        for row in merged:
+            rows.append(replace(row, page_offset=end))
+            end += -(-row.nbytes // ROW_ALIGNMENT) * ROW_ALIGNMENT
+        return cls(cache=cache, rows=tuple(rows), page_bytes=end)
+
+    def layout(self, memory: Region | None, pages: int) -> Layout:
+        """Return the layout of a pool, with the fields and groups of the cache.
+
+        Args:
+            memory: the pool's memory; ``None`` if the cache has no fields.
+            pages: number of host pages; page ids are below this number.
+
+        Raises:
+            LayoutError: the pages do not fit the memory, or the places of a field's elements in a
+                host page are not evenly spaced.
+        """
+        fields = self.cache.fields
+        if not fields or memory is None:
+            return Layout(regions=(), groups=self.cache.groups, fields=())
+        places = _Places(self.rows)
+        return Layout(
+            regions=(memory,),
+            groups=self.cache.groups,
+            fields=tuple([self._field(f, places, pages) for f in fields]),
+        )
+
+    def _field(self, f: Field, places: _Places, pages: int) -> Field:
+        """Return a field of the cache as it lies in the pool."""
+        there = places.find(f, _starts(f))
+        dims = iter(_spaced(f, there))
+
+        def moved(axis: tuple[Dim, ...]) -> tuple[Dim, ...]:
+            return tuple([next(dims) if _is_outer(f, dim) else dim for dim in axis])
+
+        return msgspec.structs.replace(
+            f,
+            region=0,
+            offset=int(there.flat[0]),
+            page_stride=self.page_bytes,
+            pages=pages,
+            tokens=moved(f.tokens),
+            shard=moved(f.shard),
+            inner=tuple([moved(axis) for axis in f.inner]),
+        )
+
+
+class _Places:
+    """Where bytes of a cache lie in a host page.
+
+    Args:
+        rows: the rows of a host page.
+    """
+
+    def __init__(self, rows: Sequence[Rows]) -> None:
+        self._rows: dict[tuple[int, int], list[Rows]] = {}
+        for row in rows:
+            self._rows.setdefault((row.region, row.stride), []).append(row)
+
+    def find(self, f: Field, starts: I64Array) -> I64Array:
+        """Return where bytes of block id 0 lie in a host page.
+
+        Args:
+            f: the field to which the bytes belong.
+            starts: bytes from the start of the field's region, of any shape.
+        """
+        rows = self._rows[f.region, f.page_stride]
+        first = np.array([row.offset for row in rows], dtype=np.int64)
+        there = np.array([row.page_offset for row in rows], dtype=np.int64)
+        index = np.searchsorted(first, starts, side="right") - 1
+        places: I64Array = starts - first[index] + there[index]
+        return places
+
+
+def _is_outer(f: Field, dim: Dim) -> bool:
+    """Return whether a dim of a field steps from one row of a block id to another."""
+    return dim.extent > 1 and dim.stride >= f.page_stride
+
+
+def _starts(f: Field) -> I64Array:
+    """Return the first byte of each row of a field, from its region's start, for block id 0.
+
+    Returns:
+        One axis for each outer dim of the field, in the order of ``Field.dims``.
+    """
+    outer = [dim for dim in f.dims if _is_outer(f, dim)]
+    starts = np.array(f.offset, dtype=np.int64)
+    for dim in outer:
+        starts = np.add.outer(starts, dim.stride * np.arange(dim.extent, dtype=np.int64))
+    return starts
+
+
+def _spaced(f: Field, places: I64Array) -> Iterator[Dim]:
+    """Yield the outer dims of a field with their strides in a host page.
+
+    Args:
+        f: the field.
+        places: what ``_Places.find`` returns for ``_starts(f)``.
+
+    Raises:
+        LayoutError: the places are not evenly spaced.
+    """
+    expected = np.array(places.flat[0], dtype=np.int64)
+    for axis, extent in enumerate(places.shape):
+        stride = int(np.diff(places, axis=axis).flat[0])
+        expected = np.add.outer(expected, stride * np.arange(extent, dtype=np.int64))
+        if stride < 1:
+            raise _unstageable(f)
+        yield Dim(extent=extent, stride=stride)
+    if not np.array_equal(expected, places):
+        raise _unstageable(f)
+
+
+def _unstageable(f: Field) -> LayoutError:
+    return LayoutError(
+        f"field {f.key!r} cannot be staged in host memory: its elements lie so that no rows of "
+        "bytes belong to one block id; choose another order of the cache's axes"
+    )
+
+
+def _field_rows(fields: Iterable[Field]) -> Iterator[Rows]:
+    """Yield each row of each field, in any order.
+
+    Raises:
+        LayoutError: a field's row is longer than the distance of two rows, or there are too many.
+    """
+    count = 0
+    for f in fields:
+        nbytes = f.unit + sum((d.extent - 1) * d.stride for d in f.dims if not _is_outer(f, d))
+        starts = _starts(f)
+        count += starts.size
+        if nbytes > f.page_stride or count > MAX_PLANES:
+            raise _unstageable(f)
+        for start in starts.ravel().tolist():
+            yield Rows(region=f.region, offset=start, stride=f.page_stride, nbytes=nbytes)
+
+
+def _merge(rows: Iterable[Rows]) -> Iterator[Rows]:
+    """Yield rows that cover the given ones; those that lie between two rows of one id are merged.
+
+    Args:
+        rows: rows of one cache.
+
+    Raises:
+        LayoutError: rows of one block id reach into those of the next one.
+    """
+    ordered = sorted(set(rows), key=attrgetter("region", "stride", "offset"))
+    for _, some in itertools.groupby(ordered, attrgetter("region", "stride")):
+        yield from _merge_places(list(some))
+
+
+def _merge_places(rows: Sequence[Rows]) -> Iterator[Rows]:
+    """Yield ``_merge`` of rows of one region with one stride, the lowest offset first."""
+    current = rows[0]
+    for row in rows[1:]:
+        if row.offset >= current.offset + current.stride:
+            yield current
+            current = row
+            continue
+        end = max(current.offset + current.nbytes, row.offset + row.nbytes)
+        if end > current.offset + current.stride:
+            raise LayoutError(
+                f"region {row.region} cannot be staged in host memory: at byte {row.offset}, rows "
+                f"of {row.stride} bytes reach from one block id into the next; choose another "
+                "order of the cache's axes"
+            )
+        current = replace(current, nbytes=end - current.offset)
+    yield current
+
+
+def _check_disjoint(rows: Sequence[Rows], pages: int) -> None:
+    """Refuse rows of which those of one block id have bytes of another id.
+
+    A page is copied with all bytes of its id, so that would change another request's pages.
+
+    Args:
+        rows: merged rows.
+        pages: number of ids.
+
+    Raises:
+        LayoutError: there are such rows.
+    """
+    before, end = -1, 0
+    for row in sorted(rows, key=lambda row: (row.region, row.offset)):
+        if row.region == before and row.offset < end:
+            raise LayoutError(
+                f"region {row.region} cannot be staged in host memory: at byte {row.offset}, pages "
+                "of different block ids overlap; choose another order of the cache's axes"
+            )
+        before, end = row.region, row.offset + (pages - 1) * row.stride + row.nbytes

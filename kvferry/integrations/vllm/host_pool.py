@@ -1,0 +1,369 @@
+"""Copies between a device's cache and the pool of host pages, for memory no driver can register.
+
+The pool is one piece of host memory, pinned where the platform can, with a row for each host page.
+Copies run on threads and streams of their own, so that an engine's step never waits for them.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from kvferry.core.errors import CopyError
+from kvferry.core.layout.host_page_format import HostPageFormat, Rows
+from kvferry.core.memory import CPU, I64Array, Region, region_of
+from kvferry.core.transport import EnterThread, enter_nothing
+from kvferry.integrations.vllm.config import ConfigError
+from kvferry.integrations.vllm.device import HighPriorityStream, has_streams, storage_of
+
+if TYPE_CHECKING:
+    import torch
+
+logger = logging.getLogger(__name__)
+
+BATCH_BYTES = 32 << 20
+"""The most bytes of the device's memory that a copy takes besides the cache."""
+
+WORD_BYTES = (8, 4, 2, 1)
+"""The sizes of elements in which rows can be copied, best first."""
+
+
+class HostPool:
+    """The host memory of a rank's pool, and copies between it and the rank's cache.
+
+    The pool owns its memory, which must be kept until ``close`` has returned and no transport reads
+    it any more.
+
+    Args:
+        caches: vLLM's cache tensors; the pool keeps their memory alive.
+        form: what a host page of this cache consists of.
+        pages: number of host pages.
+        device: the device of the caches.
+        enter: called first on each of the pool's threads.
+        pin: whether the memory is to be pinned.
+
+    Attributes:
+        region: the pool's memory; ``None`` if the cache has no fields.
+
+    Raises:
+        ConfigError: the memory cannot be allocated, or the device's memory cannot be copied.
+    """
+
+    def __init__(
+        self,
+        caches: Iterable[torch.Tensor],
+        form: HostPageFormat,
+        pages: int,
+        *,
+        device: torch.device,
+        enter: EnterThread = enter_nothing,
+        pin: bool = False,
+    ) -> None:
+        self._memory = _allocate(form.page_bytes * pages, pin=pin)
+        self.region: Region | None = region_of(self._memory) if len(self._memory) else None
+        word = _word_bytes(form)
+        host = _words(self._memory, word).view(pages, form.page_bytes // word)
+        storages = {region_of(tensor): _words(storage_of(tensor), word) for tensor in caches}
+        rows = [(_rows_of(row, form, storages, word), _columns(row, word)) for row in form.rows]
+        self._copier = _copier(device, host, rows)
+        self._out = _CopyThread("kvferry-copy-out", device, enter)
+        self._into = _CopyThread("kvferry-copy-into", device, enter)
+
+    def out(self, blocks: Sequence[int], pages: Sequence[int]) -> Callable[[], bool]:
+        """Begin to copy blocks of the device to host pages; ``PageCopies`` explains the rest.
+
+        Args:
+            blocks: ids of blocks.
+            pages: the host page for each.
+
+        Returns:
+            A function that tells whether all bytes are in the host pages.
+        """
+        there, here = _index(blocks), _index(pages)
+        return self._out.run(lambda: self._copier.out(there, here))
+
+    def into(self, pages: Sequence[int], blocks: Sequence[int]) -> Callable[[], bool]:
+        """Begin to copy host pages to blocks of the device; ``PageCopies`` explains the rest.
+
+        Args:
+            pages: host pages.
+            blocks: the id of a block for each.
+
+        Returns:
+            A function that tells whether all bytes are in the device's blocks.
+        """
+        here, there = _index(pages), _index(blocks)
+        return self._into.run(lambda: self._copier.into(here, there))
+
+    def close(self) -> None:
+        """Wait for the copies that were begun, and end the threads. A second call does nothing."""
+        self._out.close()
+        self._into.close()
+
+
+class _CopyThread:
+    """Run copies one after the other, each awaited, on a thread and a stream of their own.
+
+    Args:
+        name: of the thread.
+        device: the device.
+        enter: called first on the thread.
+    """
+
+    def __init__(self, name: str, device: torch.device, enter: EnterThread) -> None:
+        self._device = device
+        self._stream = HighPriorityStream(device)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix=name, initializer=enter)
+
+    def run(self, copy: Callable[[], None]) -> Callable[[], bool]:
+        """Begin a copy.
+
+        Args:
+            copy: enqueues the copy.
+
+        Returns:
+            A function that tells whether the copy has passed, or raises what ``_copy`` has raised.
+        """
+        done: Future[None] = self._thread.submit(self._copy, copy)
+
+        def passed() -> bool:
+            if not done.done():
+                return False
+            done.result()
+            return True
+
+        return passed
+
+    def _copy(self, copy: Callable[[], None]) -> None:
+        """Do a copy, and wait for it.
+
+        Raises:
+            CopyError: the copy has failed, and the device does nothing more for it.
+        """
+        failure: Exception | None = None
+        with self._stream.awaited():  # raises itself if the device cannot be waited for
+            try:
+                copy()
+            except Exception as exc:  # noqa: BLE001 - a device library may raise any type
+                failure = exc
+        if failure is not None:
+            raise CopyError(f"the device cannot copy pages: {failure}") from failure
+
+    def close(self) -> None:
+        """Wait for all copies, and end the thread."""
+        self._thread.shutdown()
+
+
+_RowsAndColumns = tuple["torch.Tensor", slice]
+"""One row of every block of the cache, (blocks, words), and where it lies in a host page."""
+
+
+class _Copier(Protocol):
+    """Copies pages; each call enqueues or does the copy."""
+
+    def out(self, blocks: I64Array, pages: I64Array) -> None:
+        """Copy blocks to host pages."""
+
+    def into(self, pages: I64Array, blocks: I64Array) -> None:
+        """Copy host pages to blocks."""
+
+
+class _HostCopies:
+    """Copy pages of a cache that is host memory itself.
+
+    Args:
+        host: the pool, (pages, words).
+        rows: the cache.
+    """
+
+    def __init__(self, host: torch.Tensor, rows: Sequence[_RowsAndColumns]) -> None:
+        self._rows = [(row, host[:, columns]) for row, columns in rows]
+
+    def out(self, blocks: I64Array, pages: I64Array) -> None:
+        """Copy blocks to host pages."""
+        there, here = _tensor(blocks), _tensor(pages)
+        for row, host in self._rows:
+            host.index_copy_(0, here, row.index_select(0, there))
+
+    def into(self, pages: I64Array, blocks: I64Array) -> None:
+        """Copy host pages to blocks."""
+        here, there = _tensor(pages), _tensor(blocks)
+        for row, host in self._rows:
+            row.index_copy_(0, there, host.index_select(0, here))
+
+
+class _StreamedCopies:
+    """Copy pages of a device with streams, by way of a contiguous buffer in the device's memory.
+
+    The device gathers all rows of some pages in the buffer, or scatters them from there. Between
+    the buffer and the pool, each run of consecutive host pages is one copy.
+
+    Args:
+        host: the pool, (pages, words).
+        rows: the cache.
+    """
+
+    def __init__(self, host: torch.Tensor, rows: Sequence[_RowsAndColumns]) -> None:
+        self._host = host
+        self._rows = rows
+        page_bytes = host.shape[1] * host.element_size()
+        self._batch = max(1, BATCH_BYTES // max(page_bytes, 1))
+
+    def out(self, blocks: I64Array, pages: I64Array) -> None:
+        """Copy blocks to host pages."""
+        for some, here in self._batches(blocks, pages):
+            there, buffer = self._index(some), self._buffer(len(some))
+            for row, columns in self._rows:
+                buffer[:, columns].copy_(row.index_select(0, there))
+            for page, at in _runs(here):
+                self._host[page].copy_(buffer[at], non_blocking=True)
+
+    def into(self, pages: I64Array, blocks: I64Array) -> None:
+        """Copy host pages to blocks."""
+        for here, some in self._batches(pages, blocks):
+            there, buffer = self._index(some), self._buffer(len(some))
+            for page, at in _runs(here):
+                buffer[at].copy_(self._host[page], non_blocking=True)
+            for row, columns in self._rows:
+                row.index_copy_(0, there, buffer[:, columns])
+
+    def _buffer(self, pages: int) -> torch.Tensor:
+        """Return a buffer; its memory is used again when the stream has done earlier batches."""
+        return self._rows[0][0].new_empty((pages, self._host.shape[1]))
+
+    def _index(self, blocks: I64Array) -> torch.Tensor:
+        """Return ids of blocks in the device's memory."""
+        return _tensor(blocks).to(self._rows[0][0].device)
+
+    def _batches(self, one: I64Array, other: I64Array) -> Iterator[tuple[I64Array, I64Array]]:
+        for start in range(0, len(one), self._batch):
+            some = slice(start, start + self._batch)
+            yield one[some], other[some]
+
+
+class _PlatformCopies:
+    """Copy pages by vLLM's functions for a platform whose devices have no streams in torch.
+
+    Args:
+        host: the pool, (pages, words).
+        rows: the cache.
+        platform: vLLM's platform.
+    """
+
+    def __init__(
+        self,
+        host: torch.Tensor,
+        rows: Sequence[_RowsAndColumns],
+        platform: Any,  # noqa: ANN401 - these functions are not in vLLM's base class
+    ) -> None:
+        self._rows = [(row, host[:, columns]) for row, columns in rows]
+        self._platform = platform
+
+    def out(self, blocks: I64Array, pages: I64Array) -> None:
+        """Copy blocks to host pages."""
+        for row, host in self._rows:
+            there = _tensor(blocks).to(row.device)
+            self._platform.swap_out_blocks_to_host(row, host, there, _tensor(pages))
+
+    def into(self, pages: I64Array, blocks: I64Array) -> None:
+        """Copy host pages to blocks."""
+        for row, host in self._rows:
+            there = _tensor(blocks).to(row.device)
+            self._platform.insert_blocks_to_device(host, row, _tensor(pages), there)
+
+
+def _copier(device: torch.device, host: torch.Tensor, rows: Sequence[_RowsAndColumns]) -> _Copier:
+    """Return what copies between the pool and the cache of a device.
+
+    Raises:
+        ConfigError: the device has no streams in torch, and vLLM cannot copy blocks for it.
+    """
+    if device.type == CPU:
+        return _HostCopies(host, rows)
+    if has_streams(device):
+        return _StreamedCopies(host, rows)
+
+    from vllm.platforms import current_platform
+
+    wanted = ("swap_out_blocks_to_host", "insert_blocks_to_device")
+    if all(hasattr(current_platform, name) for name in wanted):
+        return _PlatformCopies(host, rows, current_platform)
+    raise ConfigError(
+        f"kv_buffer_device 'cpu' with a cache in {device.type!r} memory: torch has no streams for "
+        f"it, and vLLM's platform has no {' and no '.join(wanted)}, so that nothing can copy it; "
+        "use a vLLM platform that has these"
+    )
+
+
+def _allocate(nbytes: int, *, pin: bool) -> torch.Tensor:
+    """Return host memory.
+
+    Raises:
+        ConfigError: there is too little.
+    """
+    import torch
+
+    try:
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=pin and nbytes > 0)
+    except (RuntimeError, MemoryError) as exc:
+        raise ConfigError(
+            f"staging_bytes: {nbytes} bytes of {'pinned ' if pin else ''}host memory cannot be "
+            f"allocated ({exc}); set fewer, or raise the limit on locked memory"
+        ) from exc
+
+
+def _word_bytes(form: HostPageFormat) -> int:
+    """Return the largest size of an element by which all rows can be divided."""
+    places = [form.page_bytes]
+    for row in form.rows:
+        places += [row.offset, row.stride, row.nbytes, row.page_offset]
+    common = math.gcd(*places)
+    return next(size for size in WORD_BYTES if common % size == 0)
+
+
+def _words(memory: torch.Tensor, word: int) -> torch.Tensor:
+    """Return bytes as elements of ``word`` bytes; bytes that are left over are left out."""
+    import torch
+
+    kinds = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
+    return memory[: len(memory) // word * word].view(kinds[word])
+
+
+def _rows_of(
+    row: Rows, form: HostPageFormat, storages: Mapping[Region, torch.Tensor], word: int
+) -> torch.Tensor:
+    """Return one row of every block of a cache, (blocks, words)."""
+    storage = storages[form.cache.regions[row.region]]
+    blocks = max(f.pages for f in form.cache.fields)
+    shape, steps = (blocks, row.nbytes // word), (row.stride // word, 1)
+    return storage.as_strided(shape, steps, row.offset // word)
+
+
+def _columns(row: Rows, word: int) -> slice:
+    """Return where a row lies in a host page, in words."""
+    return slice(row.page_offset // word, (row.page_offset + row.nbytes) // word)
+
+
+def _runs(pages: I64Array) -> Iterator[tuple[slice, slice]]:
+    """Yield the runs of consecutive host pages, each with its place in ``pages``."""
+    ends = [*(np.flatnonzero(np.diff(pages) != 1) + 1).tolist(), len(pages)]
+    start = 0
+    for end in ends:
+        first = int(pages[start])
+        yield slice(first, first + end - start), slice(start, end)
+        start = end
+
+
+def _index(ids: Sequence[int]) -> I64Array:
+    return np.array(ids, dtype=np.int64)
+
+
+def _tensor(ids: I64Array) -> torch.Tensor:
+    import torch
+
+    return torch.from_numpy(ids)

@@ -1,0 +1,121 @@
+"""Host pages: whatever the order of a cache's axes, a row has all bytes of an id and no others."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvferry.core.errors import LayoutError
+from kvferry.core.layout import Field, Group, GroupKind, Layout, axis
+from kvferry.core.layout.host_page_format import HostPageFormat
+from kvferry.core.memory import Region, region_of
+
+AXES = ("layer", "part", "page", "head", "token")
+PAGES, HOST_PAGES = 7, 4
+Bytes = npt.NDArray[np.uint8]
+
+
+def cache_of(order: tuple[str, ...], sizes: dict[str, int], unit: int) -> tuple[Bytes, Layout]:
+    """A cache whose axes lie in some order, and its layout: a field per layer and part."""
+    shape = [sizes[name] for name in order]
+    strides = {name: unit * math.prod(shape[place + 1 :]) for place, name in enumerate(order)}
+    nbytes = unit * math.prod(shape)
+    memory = np.random.default_rng(nbytes).integers(1, 255, nbytes, dtype=np.uint8)
+    fields = [
+        Field(
+            key=f"{layer}/{part}",
+            group=0,
+            region=0,
+            offset=layer * strides["layer"] + part * strides["part"],
+            page_stride=strides["page"],
+            pages=sizes["page"],
+            dtype="uint8",
+            unit=unit,
+            tokens=axis((sizes["token"], strides["token"])),
+            shard=axis((sizes["head"], strides["head"])),
+            shard_range=(0, sizes["head"]),
+        )
+        for layer in range(sizes["layer"])
+        for part in range(sizes["part"])
+    ]
+    group = Group(kind=GroupKind.PAGED, block_tokens=sizes["token"])
+    return memory, Layout(regions=(region_of(memory),), groups=(group,), fields=tuple(fields))
+
+
+def content(memory: Bytes, field: Field, page: int) -> bytes:
+    """All bytes of a field in a page, in the order of its axes."""
+    first = field.offset + page * field.page_stride
+    steps = [range(0, dim.extent * dim.stride, dim.stride) for dim in field.dims]
+    starts = [first + sum(each) for each in itertools.product(*steps)]
+    return b"".join(memory[start : start + field.unit].tobytes() for start in starts)
+
+
+def copy_out(memory: Bytes, pool: Bytes, form: HostPageFormat, block: int, page: int) -> None:
+    for row in form.rows:
+        start = row.offset + block * row.stride
+        there = page * form.page_bytes + row.page_offset
+        pool[there : there + row.nbytes] = memory[start : start + row.nbytes]
+
+
+@settings(max_examples=60)
+@given(
+    order=st.permutations(AXES),
+    sizes=st.fixed_dictionaries({name: st.integers(1, 3) for name in AXES}),
+    unit=st.sampled_from([3, 16, 40]),
+)
+def test_a_host_page_has_every_byte_of_its_block(
+    order: list[str], sizes: dict[str, int], unit: int
+) -> None:
+    memory, cache = cache_of(tuple(order), sizes | {"page": PAGES}, unit)
+    form = HostPageFormat.of(cache)
+    pool = np.zeros(HOST_PAGES * form.page_bytes, dtype=np.uint8)
+    host = form.layout(region_of(pool), HOST_PAGES)
+    for block, page in ((5, 1), (2, 3), (6, 0)):
+        copy_out(memory, pool, form, block, page)
+        for ours, theirs in zip(cache.fields, host.fields, strict=True):
+            assert content(memory, ours, block) == content(pool, theirs, page)
+    assert host.groups == cache.groups
+    assert host.pages(0) == HOST_PAGES
+
+
+def test_a_page_of_equal_rows_has_no_gap() -> None:
+    sizes = {"layer": 3, "part": 2, "head": 2, "token": 4, "page": PAGES}
+    for order in itertools.permutations(AXES):
+        memory, cache = cache_of(order, sizes, 16)
+        assert HostPageFormat.of(cache).page_bytes * PAGES == len(memory)
+
+
+def test_a_cache_without_fields_has_empty_pages() -> None:
+    form = HostPageFormat.of(Layout(regions=(), groups=(), fields=()))
+    assert form.page_bytes == 0
+    assert form.layout(None, 4) == Layout(regions=(), groups=(), fields=())
+
+
+@pytest.mark.parametrize(("offset", "stride"), [(96, 64), (0, 32)])
+def test_blocks_that_share_bytes_with_other_blocks_are_refused(offset: int, stride: int) -> None:
+    """Two groups may overlay each other, but only block by block."""
+    groups = tuple(Group(kind=GroupKind.PAGED, block_tokens=1) for _ in range(2))
+    places = ((0, 64), (offset, stride))
+    fields = tuple(
+        Field(
+            key=str(group),
+            group=group,
+            region=0,
+            offset=start,
+            page_stride=step,
+            pages=4,
+            dtype="uint8",
+            unit=step,
+            tokens=axis((1, 1)),
+        )
+        for group, (start, step) in enumerate(places)
+    )
+    cache = Layout(regions=(Region(address=4096, nbytes=4096),), groups=groups, fields=fields)
+    with pytest.raises(LayoutError, match="of different block ids overlap"):
+        HostPageFormat.of(cache)

@@ -1,0 +1,253 @@
+"""Copies between a cache and its pool: whole pages, in each way that devices allow."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvferry.core.errors import CopyError
+from kvferry.core.layout import Layout
+from kvferry.core.layout.host_page_format import HostPageFormat
+from kvferry.core.layout.paged_layout import paged_layout
+from tests.gpu.torch_module import StandInDevices
+
+if TYPE_CHECKING:
+    import torch
+
+    from kvferry.integrations.vllm.host_pool import HostPool
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:torch"),
+]
+BLOCKS, PAGES = 9, 6
+SECONDS = 30.0
+KINDS = ("cpu", "cuda", "xla")
+"""Host memory; a device with streams; one that only vLLM's platform can copy."""
+
+
+class Platform:
+    """What vLLM's platforms of devices have, on host memory."""
+
+    @staticmethod
+    def swap_out_blocks_to_host(src: Any, dst: Any, blocks: Any, pages: Any) -> None:
+        dst[pages] = src[blocks].cpu()
+
+    @staticmethod
+    def insert_blocks_to_device(src: Any, dst: Any, pages: Any, blocks: Any) -> None:
+        dst[blocks] = src[pages].to(dst.device)
+
+
+@pytest.fixture
+def devices(monkeypatch: pytest.MonkeyPatch) -> StandInDevices:
+    """All kinds of devices, whose memory is the host's."""
+    import torch
+    import vllm.platforms
+
+    stand_in = StandInDevices()
+
+    def module(device: torch.device) -> object:
+        if device.type == "xla":
+            raise RuntimeError("no module")
+        return stand_in
+
+    monkeypatch.setattr(torch, "get_device_module", module)
+    monkeypatch.setattr(vllm.platforms, "current_platform", Platform)
+    return stand_in
+
+
+def caches(dtype: str, order: tuple[int, ...]) -> dict[str, torch.Tensor]:
+    """Two layers' K in two storages, of which one has a V, too; (page, token, head, element)."""
+    import torch
+
+    shape = (BLOCKS, 4, 2, 3)
+
+    def storage(layers: int) -> torch.Tensor:
+        sizes = [(layers, *shape)[axis] for axis in order]
+        count = int(np.prod(sizes))
+        made = torch.randint(-100, 100, (count,)).to(getattr(torch, dtype)).view(sizes)
+        return made.permute(*np.argsort(order).tolist())
+
+    one, other = storage(2), storage(1)
+    return {"0.k": one[0], "0.v": one[1], "1.k": other[0]}
+
+
+def pool_of(
+    tensors: dict[str, torch.Tensor], kind: str, **options: Any
+) -> tuple[HostPool, Layout, HostPageFormat]:
+    import torch
+
+    from kvferry.integrations.vllm.host_pool import HostPool
+
+    cache = paged_layout(tensors, ("page", "token", "head", "element"))
+    form = HostPageFormat.of(cache)
+    device = torch.device(kind, 0) if kind != "cpu" else torch.device(kind)
+    pool = HostPool(tensors.values(), form, PAGES, device=device, **options)
+    return pool, form.layout(pool.region, PAGES), form
+
+
+def page_bytes(layout: Layout, page: int) -> dict[str, bytes]:
+    """The bytes of each field in a page, by memory."""
+    import ctypes
+
+    found = {}
+    for field in layout.fields:
+        first = layout.regions[field.region].address + field.offset + page * field.page_stride
+        steps = [np.arange(dim.extent) * dim.stride for dim in field.dims]
+        places = np.array(first)
+        for step in steps:
+            places = np.add.outer(places, step)
+        found[field.key] = b"".join(
+            ctypes.string_at(int(place), field.unit) for place in places.ravel()
+        )
+    return found
+
+
+def await_passed(passed: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + SECONDS
+    while not passed():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+pairs = st.integers(0, PAGES).flatmap(
+    lambda count: st.tuples(
+        st.permutations(range(BLOCKS)).map(lambda ids: ids[:count]),
+        st.permutations(range(PAGES)).map(lambda ids: ids[:count]),
+    )
+)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+def test_copies_move_pages_and_nothing_else(
+    devices: StandInDevices, monkeypatch: pytest.MonkeyPatch, kind: str, dtype: str
+) -> None:
+    from kvferry.integrations.vllm import host_pool
+
+    monkeypatch.setattr(host_pool, "BATCH_BYTES", 3 * 4 * 2 * 3 * 4)  # a page or a few at once
+
+    @settings(max_examples=15)
+    @given(chosen=pairs, back=pairs, order=st.permutations(range(4)))
+    def search(
+        chosen: tuple[list[int], list[int]], back: tuple[list[int], list[int]], order: list[int]
+    ) -> None:
+        tensors = caches(dtype, (*order, 4))
+        pool, host, form = pool_of(tensors, kind)
+        cache = form.cache
+        before = [page_bytes(cache, block) for block in range(BLOCKS)]
+        await_passed(pool.out(*chosen))
+        for block, page in zip(*chosen, strict=True):
+            assert page_bytes(host, page) == before[block]
+        assert [page_bytes(cache, block) for block in range(BLOCKS)] == before
+        held = [page_bytes(host, page) for page in range(PAGES)]
+        blocks, pages = back
+        await_passed(pool.into(pages, blocks))
+        assert [page_bytes(host, page) for page in range(PAGES)] == held
+        expected = list(before)
+        for block, page in zip(*back, strict=True):
+            expected[block] = held[page]
+        assert [page_bytes(cache, block) for block in range(BLOCKS)] == expected
+        pool.close()
+
+    search()
+
+
+def test_a_copy_is_awaited_on_a_stream_of_its_own(
+    devices: StandInDevices, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The calling thread waits for nothing, and the copy for none of the engine's work."""
+    from kvferry.integrations.vllm import host_pool
+
+    pool, _, _ = pool_of(caches("float32", (0, 1, 2, 3, 4)), "cuda", enter=_choose(devices))
+    monkeypatch.setattr(host_pool._StreamedCopies, "out", lambda *given: devices.enqueue(0.2))
+    devices.set_device(0)
+    devices.enqueue(600.0)
+    began = time.monotonic()
+    passed = pool.out([1], [2])
+    assert not passed()
+    await_passed(passed)
+    assert 0.2 <= time.monotonic() - began < 600.0
+    pool.close()
+    assert devices.strays == []
+    assert [stream.priority for stream in devices.streams] == [-1]
+
+
+def test_a_copy_that_fails_raises_when_the_device_is_quiet(
+    devices: StandInDevices, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kvferry.integrations.vllm import host_pool
+
+    pool, _, _ = pool_of(caches("float32", (0, 1, 2, 3, 4)), "cuda", enter=_choose(devices))
+
+    def fail(self: object, *ids: object) -> None:
+        devices.enqueue(0.2)
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(host_pool._StreamedCopies, "into", fail)
+    devices.set_device(0)
+    began = time.monotonic()
+    passed = pool.into([1], [2])
+    with pytest.raises(CopyError, match="the device cannot copy pages: no memory"):
+        await_passed(passed)
+    assert time.monotonic() - began >= 0.2
+    pool.close()
+
+
+def test_copies_of_both_directions_do_not_wait_for_each_other(
+    devices: StandInDevices, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kvferry.integrations.vllm import host_pool
+
+    pool, _, _ = pool_of(caches("float32", (0, 1, 2, 3, 4)), "cuda", enter=_choose(devices))
+    gate = threading.Event()
+    monkeypatch.setattr(host_pool._StreamedCopies, "out", lambda *given: gate.wait(SECONDS))
+    slow = pool.out([1], [2])
+    await_passed(pool.into([3], [4]))
+    assert not slow()
+    gate.set()
+    pool.close()
+
+
+def test_memory_that_cannot_be_had_is_refused_with_the_setting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import torch
+
+    from kvferry.integrations.vllm.config import ConfigError
+
+    def refuse(*shape: object, **options: object) -> object:
+        assert options["pin_memory"] is True
+        raise RuntimeError("cudaHostAlloc failed")
+
+    tensors = caches("float32", (0, 1, 2, 3, 4))
+    monkeypatch.setattr(torch, "empty", refuse)
+    with pytest.raises(ConfigError, match=r"staging_bytes: \d+ bytes of pinned .*; set fewer"):
+        pool_of(tensors, "cpu", pin=True)
+
+
+def test_a_device_that_nothing_can_copy_is_refused(
+    devices: StandInDevices, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import vllm.platforms
+
+    from kvferry.integrations.vllm.config import ConfigError
+
+    monkeypatch.setattr(vllm.platforms, "current_platform", object())
+    with pytest.raises(ConfigError, match="nothing can copy it"):
+        pool_of(caches("float32", (0, 1, 2, 3, 4)), "xla")
+
+
+def _choose(devices: StandInDevices) -> Callable[[], None]:
+    def enter() -> None:
+        assert threading.current_thread().name.startswith("kvferry-copy-")
+        devices.set_device(0)
+
+    return enter
