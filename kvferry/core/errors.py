@@ -67,6 +67,8 @@ class TicketReason(enum.StrEnum):
     """This engine does not admit the key of the engine that made the ticket."""
     RESTARTED = "restarted"
     """The engine that made the ticket has been restarted since."""
+    HOST_PAGES = "host_pages"
+    """This engine stages its cache, and has no host pages for the load."""
     MISMATCH = "mismatch"
     """The ticket contradicts the handshake about the shape of the engine that made the ticket."""
 

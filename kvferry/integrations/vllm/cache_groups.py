@@ -84,6 +84,19 @@ class CacheGroup:
             return max(0, tokens - self.window + 1)
         return tokens // self.chunk * self.chunk if self.chunk else 0
 
+    def most_pages(self, tokens: int) -> int:
+        """Return how many pages a request of this many tokens has at most to hand over or to load.
+
+        With a window or a chunk, vLLM may keep a page more than the next token needs.
+
+        Args:
+            tokens: How many tokens the request has.
+        """
+        if self.is_state:
+            return 1
+        pages = -(-tokens // self.tokens)
+        return min(pages, pages - self.num_skipped_tokens(tokens) // self.tokens + 1)
+
     def producer_pages(self, ids: Sequence[int], tokens: int) -> tuple[int, list[int]]:
         """Return the pages that a producer's ticket lists for a request.
 

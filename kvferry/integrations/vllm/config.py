@@ -84,6 +84,14 @@ class Config:
         decoder_kv_blocks_ttl: For how many seconds an answer's pages are kept for the next turn;
             once that turn waits for them, for ``kv_lease_duration``. They are given up early while
             requests of the engine wait for blocks.
+        staging: Whether pages are handed over by way of host memory, although the driver could
+            reach the cache. Where no driver can, set ``kv_buffer_device`` "cpu" instead, which has
+            the same effect (docs/vllm.md, "Staging").
+        staging_bytes: How many bytes of pinned host memory each rank has for that. By default 4
+            GiB, or more if a request of ``max_model_len`` tokens needs more, but no more than the
+            cache has.
+        staging_timeout: For how many seconds a request waits for room in that memory. On prefill it
+            then gets no ticket; on decode its load fails.
         drain_timeout: For how many seconds a worker that is told to stop waits for decode to read
             the pages that are kept for it. ``vllm serve`` itself ends engines at once; give it
             ``--shutdown-timeout`` (seconds), so that held pages are still served after SIGTERM
@@ -126,6 +134,9 @@ class Config:
     bidirectional_kv_xfer: bool = False
     kv_recompute_threshold: Annotated[int, Meta(ge=0, le=1 << 32)] = 64
     decoder_kv_blocks_ttl: Annotated[float, Meta(ge=0.001, le=86400)] = 480.0
+    staging: bool = False
+    staging_bytes: Annotated[int, Meta(ge=1, le=1 << 50)] | None = None
+    staging_timeout: Annotated[float, Meta(ge=0, le=86400)] = 10.0
     drain_timeout: Annotated[float, Meta(ge=0, le=86400)] = 2.0
     handshake_timeout: Annotated[float, Meta(ge=0.001, le=3600)] = 10.0
     load_timeout: Annotated[float, Meta(ge=0.001, le=86400)] = 60.0

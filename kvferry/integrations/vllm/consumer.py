@@ -20,8 +20,10 @@ from typing import TYPE_CHECKING
 from kvferry.core.endpoint import HandshakeRelay, Load, RoomFollower
 from kvferry.core.error_causes import cause_of, on_one_line, with_remedy
 from kvferry.core.errors import HandshakeError, KVFerryError, TicketError, TicketReason
+from kvferry.core.layout import HOLE
 from kvferry.core.lifecycle.hold_users import HoldUsers
 from kvferry.core.lifecycle.holds import RequestId
+from kvferry.core.lifecycle.host_pages import HostPages, Reservation
 from kvferry.core.lifecycle.ticket import Ticket
 from kvferry.core.metrics import REFUSED, LoadRecord, Metrics
 from kvferry.integrations.vllm.adapter_files import AdapterError
@@ -37,6 +39,7 @@ from kvferry.integrations.vllm.metric_definitions import (
 from kvferry.integrations.vllm.prompts import common_tokens, handed_over_tokens, prompt_digest
 from kvferry.integrations.vllm.request_reports import LoadingRequest, RequestReports
 from kvferry.integrations.vllm.security import SecuritySettings
+from kvferry.integrations.vllm.staging import place_load, reserve_count
 from kvferry.integrations.vllm.ticket_params import (
     KEY,
     Part,
@@ -99,6 +102,8 @@ class Consumer:
             worker asks for itself.
         follower: Follows requests that are prefilled while they wait here; ``None`` to refuse them.
         blocks: How many blocks this engine has.
+        is_staged: Whether loads fill host pages, from which blocks are copied. No load begins
+            before its ticket has come then. ``set_host_pages`` says which host pages there are.
     """
 
     def __init__(
@@ -120,7 +125,10 @@ class Consumer:
         relay: HandshakeRelay | None = None,
         follower: RoomFollower | None = None,
         blocks: int = 0,
+        is_staged: bool = False,
     ) -> None:
+        self._is_staged = is_staged
+        self._host = HostPages(range(HOLE + 1, HOLE + 1), patience=0.0)
         self._relay = relay
         self._reports = reports or RequestReports()
         self._lora_enabled = lora_enabled
@@ -200,7 +208,8 @@ class Consumer:
         name, producer = read_room(request.kv_transfer_params)
         self._check_maker(producer.engine, producer.key)
         is_sample = SAMPLE.match(request.request_id) is not None
-        self._early.follow(request, name, producer, may_begin=not is_sample)
+        may_begin = not (is_sample or self._is_staged)
+        self._early.follow(request, name, producer, may_begin=may_begin)
 
     def _begin_turn(self, request: Request) -> None:
         """Check the ticket with which a request continues a conversation.
@@ -249,7 +258,8 @@ class Consumer:
         Returns:
             The number of tokens; 0 if the request has no ticket. ``None`` if the request has to
             wait for the engine that prefills: until that has begun, or, if the load may not begin
-            early, until it has made the ticket.
+            early, until it has made the ticket. Also ``None`` while it waits for host pages; if it
+            has waited too long, its load fails.
         """
         early = self._early.get(request.request_id)
         if early is not None:
@@ -258,7 +268,51 @@ class Consumer:
         if entry is None:
             return self._num_early_tokens(early, computed) if early is not None else 0
         tokens = max(0, self._tokens_to_have(request, entry) - computed)
+        if tokens and isinstance(entry, Ticket) and self._waits_for_host_pages(request, entry):
+            return None
         return 0 if self._is_turn(request) and tokens < self._recompute_threshold else tokens
+
+    def set_host_pages(self, host: HostPages) -> None:
+        """Set the host pages that loads fill, where the cache is staged.
+
+        Args:
+            host: The host pages; none is taken.
+        """
+        self._host = host
+
+    def _waits_for_host_pages(self, request: Request, ticket: Ticket) -> bool:
+        """Return whether a request must wait for host pages before it gets blocks.
+
+        If it has waited too long, its load will be reported as failed.
+
+        Args:
+            request: vLLM's request.
+            ticket: Its ticket.
+        """
+        if not self._is_staged:
+            return False
+        count = reserve_count(self._groups, self._tokens_to_have(request, ticket))
+        answer = self._host.reserve(RequestId(request.request_id), count)
+        if answer is Reservation.REFUSED:
+            del self._waiting[request.request_id]
+            self._refuse_host_pages(request, ticket, count)
+        return answer is Reservation.WAITING
+
+    def _refuse_host_pages(self, request: Request, ticket: Ticket, count: int) -> None:
+        """Give up a request's ticket because there are too few host pages for its load.
+
+        Args:
+            request: vLLM's request, which does not wait any more.
+            ticket: Its ticket.
+            count: How many host pages it needs at most.
+        """
+        self._release_unused(request.request_id, ticket, "it has no host pages")
+        error = TicketError(
+            f"it needs up to {count} of {self._host.total} host pages, and did not get them within "
+            "staging_timeout; set a larger staging_bytes",
+            reason=TicketReason.HOST_PAGES,
+        )
+        self._refuse(request, error)
 
     def _num_early_tokens(self, early: EarlyRequest, computed: int) -> int | None:
         """Return ``num_matched_tokens`` of a request whose ticket has not come."""
@@ -388,6 +442,7 @@ class Consumer:
             request: vLLM's request.
         """
         self._end_early(request.request_id)
+        self._host.cancel(RequestId(request.request_id))
         entry = self._waiting.pop(request.request_id, None)
         if isinstance(entry, Ticket):
             self._release_unused(request.request_id, entry, "it ended before it had blocks")
@@ -430,6 +485,7 @@ class Consumer:
         """
         for request_id in request_ids:
             loading = self._loading.pop(request_id, None)
+            self._host.give_back(RequestId(request_id))
             if loading is None:
                 continue
             self._early.end(request_id)  # if it has failed before its ticket came
@@ -690,6 +746,9 @@ class Consumer:
             tokens: How many tokens are to be loaded.
         """
         load = self._load(request, made, blocks)
+        if load is None:
+            self._fail_unplaced(request, made, tokens)
+            return
         self._loads.append(load)
         self._loading[request.request_id] = LoadingRequest(
             request_id=request.request_id,
@@ -700,8 +759,22 @@ class Consumer:
             is_early=load.is_early,
         )
 
-    def _load(self, request: Request, made: Ticket | Part, blocks: KVCacheBlocks) -> Load:
-        """Return the load that fills a request's blocks.
+    def _fail_unplaced(self, request: Request, made: Ticket | Part, tokens: int) -> None:
+        """Queue the failure of a load for which there are too few host pages.
+
+        Args:
+            request: vLLM's request.
+            made: The request's ticket, which is no part where the cache is staged.
+            tokens: How many tokens were to be loaded.
+        """
+        if isinstance(made, Ticket):
+            self._refuse_host_pages(request, made, reserve_count(self._groups, tokens))
+        error = self._waiting.pop(request.request_id, None)
+        self._loading[request.request_id] = None
+        self._refused.append((request.request_id, str(error)))
+
+    def _load(self, request: Request, made: Ticket | Part, blocks: KVCacheBlocks) -> Load | None:
+        """Return the load that fills a request's blocks; ``None`` if it has too few host pages.
 
         Args:
             request: vLLM's request.
@@ -716,13 +789,20 @@ class Consumer:
             group.consumer_pages(blocks.blocks[group.index], last, cached_later=cached_later)
             for group in self._groups
         ]
+        copy, local = None, tuple(pages for _, pages in wanted)
+        if self._is_staged:
+            placed = place_load(self._host, request.request_id, local)
+            if placed is None:
+                return None
+            copy, local = placed
         return Load(
             request=RequestId(request.request_id),
             ticket=made.ticket if isinstance(made, Part) else made,
             ranges=tuple(tokens for tokens, _ in wanted),
-            local=tuple(pages for _, pages in wanted),
+            local=local,
             shared=not is_early and self._shares(request.request_id),
             is_early=is_early,
+            copy=copy,
         )
 
     def _shares(self, request_id: str) -> bool:
@@ -746,6 +826,7 @@ class Consumer:
             why: Why it loads nothing, for the log.
         """
         self._reports.nothing_loaded(request_id, ticket, why)
+        self._host.cancel(RequestId(request_id))
         shared = self._shares(request_id)
         self._loads.append(self._release_only(request_id, ticket, shared=shared))
         self._users.over(RequestId(request_id), loaded=False)

@@ -32,14 +32,12 @@ def thread_setup(device: torch.device) -> EnterThread:
     return partial(current_platform.set_device, device)
 
 
-def current_device(kind: str) -> torch.device:
-    """Return the device that the calling thread has chosen, with its index.
-
-    Args:
-        kind: the device's type, as torch names it.
-    """
+def platform_device() -> torch.device:
+    """Return the device of vLLM's platform that the calling thread has chosen, with its index."""
     import torch
+    from vllm.platforms import current_platform
 
+    kind = current_platform.device_type
     if kind == CPU:
         return torch.device(CPU)
     return torch.device(kind, torch.get_device_module(kind).current_device())

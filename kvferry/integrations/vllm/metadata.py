@@ -33,10 +33,13 @@ class RankHandshake(KVConnectorHandshakeMetadata):
             connect.
         library: Name and version of the library that moves the rank's bytes, with its backend, for
             the log (``Transport.library``).
+        host_pages: How many host pages the rank has, the hole included, if its cache is staged;
+            otherwise 0.
     """
 
     payload: bytes
     library: str = ""
+    host_pages: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +60,8 @@ class RankReport(KVConnectorWorkerMetadata):
             is logged or traced by request.
         ended: How holds ended in this step, by request, unless the scheduler half had ordered it.
             If nothing is logged or traced by request, holds that were read are left out.
+        over: Maps each rank to the requests whose host pages it no longer uses for other engines;
+            empty if the cache is not staged.
     """
 
     problems: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
@@ -65,6 +70,7 @@ class RankReport(KVConnectorWorkerMetadata):
     failed: frozenset[str] = frozenset()
     loads: Mapping[str, LoadRecord] = field(default_factory=dict)
     ended: Mapping[str, EndedHold] = field(default_factory=dict)
+    over: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> RankReport:
         """Return these reports merged with the reports of other ranks.
@@ -81,6 +87,7 @@ class RankReport(KVConnectorWorkerMetadata):
             failed=self.failed | other.failed,
             loads=_combine(self.loads, other.loads, LoadRecord.combine),
             ended=_combine(self.ended, other.ended, EndedHold.combine),
+            over={**self.over, **other.over},
         )
 
 

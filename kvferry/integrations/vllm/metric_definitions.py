@@ -25,6 +25,8 @@ class NoTicket(enum.StrEnum):
     SCORED = "scored"
     """The request asked for ``prompt_logprobs``: its states and windows are past the position from
     which decode continues."""
+    HOST_PAGES = "host_pages"
+    """The engine stages its cache in host memory, and had too few host pages for too long."""
     CUT_MEDIA = "cut_media"
     """The prompt ends with an image, and decode must compute a part of that image's tokens."""
     ADAPTER = "adapter"

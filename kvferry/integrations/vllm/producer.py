@@ -17,13 +17,14 @@ import logging
 import math
 import secrets as randomness
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvferry.core.error_causes import on_one_line
 from kvferry.core.layout import HOLE
 from kvferry.core.lifecycle.digest import SALT_BYTES, BlockDigests, digest_block
 from kvferry.core.lifecycle.holds import EndedHold, Hold, HoldEnd, RequestId
+from kvferry.core.lifecycle.host_pages import HostPages, Reservation
 from kvferry.core.lifecycle.reclamation import BlockPressure, Silence
 from kvferry.core.lifecycle.rooms import Rooms
 from kvferry.core.lifecycle.scheduler_holds import HoldOrders, SchedulerHolds
@@ -50,6 +51,7 @@ from kvferry.integrations.vllm.prompts import (
     truncate_prompt,
 )
 from kvferry.integrations.vllm.request_reports import HeldRequest, RequestReports
+from kvferry.integrations.vllm.staging import place, reserve_count
 from kvferry.integrations.vllm.ticket_params import ParallelSizes, TicketParams
 
 if TYPE_CHECKING:
@@ -63,6 +65,9 @@ logger = logging.getLogger(__name__)
 
 COMPLETE = ("FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED")
 """Names of vLLM's ``RequestStatus`` for requests that ended with their whole prompt computed."""
+
+COPY_SECONDS = 1.0
+"""For how long after its ticket a request's blocks count as soon free, where they are copied."""
 
 LOGGED_ONCE = frozenset({NoTicket.ROLE, NoTicket.CUT_MEDIA})
 """The reasons of which only the first is logged, because every further request would log the same.
@@ -106,6 +111,8 @@ class Producer:
         rooms: The rooms in which parts of tickets are published; ``None`` for none.
         lookahead: How many tokens behind a chunk of a prompt drafts are written for; see
             ``PromptParts``.
+        is_staged: Whether tickets name host pages, to which the blocks are copied. No parts of
+            tickets are published then. ``set_host_pages`` says which host pages there are.
     """
 
     def __init__(
@@ -128,7 +135,14 @@ class Producer:
         reports: RequestReports | None = None,
         rooms: Rooms | None = None,
         lookahead: int = 0,
+        is_staged: bool = False,
     ) -> None:
+        self._is_staged = is_staged
+        self._host = HostPages(range(HOLE + 1, HOLE + 1), patience=0.0)
+        # Requests whose blocks are being copied to host pages, with the time of their ticket.
+        self._copying: dict[str, float] = {}
+        if is_staged:
+            max_held = None
         self._adapter_content = adapter_content
         self._reports = reports or RequestReports()
         # Requests with a ticket that not all workers have reported as sent.
@@ -232,6 +246,7 @@ class Producer:
         """
         self._preemptions.pop(request.request_id, None)
         ticket = self._make_ticket(request, block_ids, serving)
+        self._host.cancel(RequestId(request.request_id))
         self._parts.end(request, ticket)
         return ticket
 
@@ -246,13 +261,11 @@ class Producer:
         else:
             tokens = self._ticket_tokens(request) if self._is_handed_over(request) else 0
         digests = self._ticket_digests(request, tokens) if tokens else None
-        hold = self._ticket_hold(request, tokens, block_ids) if digests is not None else None
-        if hold is None or digests is None:
+        held = self._ticket_hold(request, tokens, block_ids) if digests is not None else None
+        if held is None or digests is None:
             self._holds.drop(request_id)
             return None
-        page_lists = [
-            group.producer_pages(block_ids[group.index], tokens) for group in self._groups
-        ]
+        hold, page_lists = held
         logger.debug("request %s: %d tokens in %s are held", request_id, tokens, hold)
         return self._params(
             serving,
@@ -264,8 +277,10 @@ class Producer:
             digest=digests[0],
             # A ticket with an adapter may be revoked until the next step begins, so nobody may read
             # before that. With asynchronous scheduling, a step that is under way writes the KV of
-            # an answer's last token.
-            computed=self._computed and request.lora_request is None and not is_conversation,
+            # an answer's last token. Host pages are filled later still.
+            computed=self._computed
+            and request.lora_request is None
+            and not (is_conversation or self._is_staged),
             blocks=digests[1],
         )
 
@@ -289,12 +304,15 @@ class Producer:
     def publish_parts(self, scheduler_output: SchedulerOutput, serving: EngineSideChannel) -> None:
         """Publish what the last step has computed of prompts that are decoded elsewhere.
 
-        Must be called once for each step, before ``drain``.
+        Where the cache is staged, nothing is published: host pages have nothing of a prompt before
+        its end. Must be called once for each step, before ``drain``.
 
         Args:
             scheduler_output: vLLM's plan of the step.
             serving: This engine and the address of its side channel.
         """
+        if self._is_staged:
+            return
         for part in self._parts.next_step(scheduler_output):
             request, tokens = part.request, part.tokens
             params = self._params(
@@ -353,8 +371,8 @@ class Producer:
 
     def _ticket_hold(
         self, request: Request, tokens: int, block_ids: Sequence[Sequence[int]]
-    ) -> Hold | None:
-        """Return the hold for the ticket of a request that ended, and count the request's blocks.
+    ) -> tuple[Hold, list[tuple[int, list[int]]]] | None:
+        """Return hold and pages for the ticket of a request that ended, and count its blocks.
 
         They count against ``max_held``; if that is exceeded, the oldest holds are ended.
 
@@ -364,8 +382,14 @@ class Producer:
             block_ids: The ids of the request's blocks, one list per cache group of vLLM.
 
         Returns:
-            The hold, or ``None`` if the request gets no ticket.
+            The hold, and for each group the index of the first page and the pages; ``None`` if the
+            request gets no ticket.
         """
+        page_lists = [
+            group.producer_pages(block_ids[group.index], tokens) for group in self._groups
+        ]
+        if self._is_staged:
+            return self._staged_hold(request, tokens, page_lists)
         blocks = frozenset().union(*block_ids) - {HOLE}
         if not self._holds.fits(len(blocks)):
             self._no_ticket(
@@ -390,23 +414,73 @@ class Producer:
             ttl=self._conversation_ttl if is_conversation else None,
         )
         if hold is None:
+            self._no_hold(request)
+            return None
+        self._record_hold(request, tokens, len(blocks))
+        return hold, page_lists
+
+    def _staged_hold(
+        self, request: Request, tokens: int, page_lists: Sequence[tuple[int, list[int]]]
+    ) -> tuple[Hold, list[tuple[int, list[int]]]] | None:
+        """Return hold and host pages for the ticket of a request that ended, and order the copy.
+
+        Args:
+            request: vLLM's request.
+            tokens: How many tokens the ticket covers.
+            page_lists: For each group, the index of the first block and the blocks.
+
+        Returns:
+            The hold, and ``page_lists`` with host pages; ``None`` if the request gets no ticket.
+        """
+        request_id = RequestId(request.request_id)
+        placed = place(self._host, request_id, [ids for _, ids in page_lists])
+        if placed is None:
+            needed = reserve_count(self._groups, request.num_prompt_tokens)
             self._no_ticket(
                 request,
-                NoTicket.NO_HOLD,
-                "its id is that of a request whose pages another engine may still read, or no slot "
-                "was free: give requests ids of their own",
+                NoTicket.HOST_PAGES,
+                f"it needed up to {needed} of {self._host.total} host pages, and did not get them "
+                "within staging_timeout: set a larger staging_bytes, or decode requests sooner",
             )
-        else:
-            self._metrics.add(_holds_metric(is_conversation), outcome=HoldOutcome.MADE.value)
-            self._held[request.request_id] = HeldRequest(
-                request_id=request.request_id,
-                tokens=tokens,
-                blocks=len(blocks),
-                made=self._clock(),
-                is_conversation=is_conversation,
-                headers=request.trace_headers,
-            )
-        return hold
+            return None
+        copy, lists = placed
+        hold = self._holds.ticket(request_id, self._lease, frozenset(copy.pages), copy=copy)
+        if hold is None:
+            self._no_hold(request)
+            self._host.give_back(request_id)
+            return None
+        self._record_hold(request, tokens, len(copy.pages))
+        self._copying[request.request_id] = self._clock()
+        firsts = [first for first, _ in page_lists]
+        return hold, list(zip(firsts, lists, strict=True))
+
+    def _no_hold(self, request: Request) -> None:
+        """Count and log that a request gets no ticket because it has no hold."""
+        self._no_ticket(
+            request,
+            NoTicket.NO_HOLD,
+            "its id is that of a request whose pages another engine may still read, or no slot was "
+            "free: give requests ids of their own",
+        )
+
+    def _record_hold(self, request: Request, tokens: int, pages: int) -> None:
+        """Count and record the hold of a request that ended.
+
+        Args:
+            request: vLLM's request.
+            tokens: How many tokens its ticket covers.
+            pages: How many pages are held.
+        """
+        is_conversation = self._is_conversation(request)
+        self._metrics.add(_holds_metric(is_conversation), outcome=HoldOutcome.MADE.value)
+        self._held[request.request_id] = HeldRequest(
+            request_id=request.request_id,
+            tokens=tokens,
+            blocks=pages,
+            made=self._clock(),
+            is_conversation=is_conversation,
+            headers=request.trace_headers,
+        )
 
     def _no_ticket(self, request: Request, reason: NoTicket, why: str) -> None:
         """Count and log that a request gets no ticket.
@@ -565,12 +639,32 @@ class Producer:
             if (held := self._held.get(request_id)) is not None:
                 held.ended = hold if held.ended is None else held.ended.combine(hold)
 
-    def sends_finished(self, request_ids: Sequence[str]) -> None:
+    def sends_finished(self, request_ids: Iterable[str]) -> None:
         """Free the hold's slot of each request that all workers have reported as sent.
+
+        Where the cache is staged, only the blocks of these requests are free, not their slots and
+        host pages (``holds_over``).
 
         Args:
             request_ids: vLLM's ids of the requests.
         """
+        if not self._is_staged:
+            self._end(request_ids)
+            return
+        for request_id in request_ids:
+            self._copying.pop(request_id, None)
+
+    def holds_over(self, over: Mapping[int, Sequence[str]]) -> None:
+        """Free slot and host pages of each request that all ranks have reported as over.
+
+        Args:
+            over: vLLM's ids of the requests whose host pages a rank no longer uses, by rank.
+        """
+        for rank, request_ids in over.items():
+            self._end(each for each in request_ids if self._host.over(RequestId(each), rank))
+
+    def _end(self, request_ids: Iterable[str]) -> None:
+        """Free the hold's slot of requests, and report how their holds ended."""
         for request_id in request_ids:
             given_up = self._holds.sent(RequestId(request_id))
             if (held := self._held.pop(request_id, None)) is not None:
@@ -621,6 +715,36 @@ class Producer:
         """Return the queued orders to workers: which holds to begin, make readable or end."""
         return self._holds.drain()
 
+    @property
+    def pending(self) -> bool:
+        """Whether host pages are held, so that ranks have to report when they are over."""
+        return bool(self._host.taken)
+
+    def set_host_pages(self, host: HostPages) -> None:
+        """Set the host pages for the requests that are prefilled here, where the cache is staged.
+
+        Args:
+            host: The host pages; none is taken.
+        """
+        self._host = host
+        self._may_hold = max(host.total, 1)
+        self._pressure = BlockPressure(host.total, host.ranks)
+
+    def waits_for_host_pages(self, request: Request) -> bool:
+        """Return whether a request must wait for host pages before it gets blocks.
+
+        Host pages for its whole prompt are reserved. If it has waited too long, it waits no longer
+        and gets no ticket.
+
+        Args:
+            request: vLLM's request.
+        """
+        if not self._is_staged or not self._is_handed_over(request):
+            return False
+        count = reserve_count(self._groups, request.num_prompt_tokens)
+        answer = self._host.reserve(RequestId(request.request_id), count)
+        return answer is Reservation.WAITING
+
     # The methods below free held blocks when requests of this engine wait for blocks.
 
     def set_rank_count(self, ranks: int) -> None:
@@ -659,11 +783,14 @@ class Producer:
     def has_pending_block_frees(self) -> bool:
         """Record that a running request waits for a block, for ``relieve_block_pressure``.
 
-        Holds of conversations are ended at once.
+        Holds of conversations are ended at once. Where the cache is staged, nothing is recorded.
 
         Returns:
             Whether held blocks will be free soon, so that vLLM need not preempt a request.
         """
+        if self._is_staged:
+            now = self._clock()
+            return any(now < made + COPY_SECONDS for made in self._copying.values())
         self._running_request_waits = True
         if not self._holds.ending:
             self._holds.reclaim(self._pressure.enough(0))
@@ -672,7 +799,8 @@ class Producer:
     def relieve_block_pressure(self, *, request_waits: bool = False) -> bool:
         """If requests wait for blocks, end holds of conversations, and otherwise silent holds.
 
-        The consumer of a silent hold seems to be gone.
+        The consumer of a silent hold seems to be gone. Where the cache is staged, requests that
+        wait for host pages count, and no others.
 
         Must be called once, at the end of each scheduling pass.
 
@@ -687,6 +815,8 @@ class Producer:
         needed = sum(self._blocks_needed.values())
         waits_again = not self._waited_before.isdisjoint(self._blocks_needed)
         reclaims = waits_again or request_waits or self._running_request_waits
+        if self._is_staged:
+            needed, reclaims = self._host.lacking, False
         self._waited_before = set(self._blocks_needed)
         self._blocks_needed.clear()
         self._running_request_waits = False

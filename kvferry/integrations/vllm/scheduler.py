@@ -18,7 +18,7 @@ from kvferry.core.lifecycle.rooms import Rooms
 from kvferry.core.metrics import Metrics
 from kvferry.core.security import TicketKey
 from kvferry.integrations.vllm import config as configuration
-from kvferry.integrations.vllm import versions
+from kvferry.integrations.vllm import staging, versions
 from kvferry.integrations.vllm.adapter_loads import AdapterReport
 from kvferry.integrations.vllm.adapters import Adapters, lora_settings
 from kvferry.integrations.vllm.cache_groups import cache_groups
@@ -99,6 +99,8 @@ class FerryScheduler:
             spans=RequestSpans() if is_traced(vllm_config) else None,
         )
         self._rooms = Rooms()
+        self._transfer = transfer
+        is_staged = staging.is_staged(transfer, self._config, vllm_config.device_config.device_type)
         self._producer = Producer(
             groups,
             metrics=self._metrics,
@@ -118,6 +120,7 @@ class FerryScheduler:
             reports=reports,
             rooms=self._rooms,
             lookahead=versions.prefill_lookahead(vllm_config),
+            is_staged=is_staged,
         )
         options = endpoint_options(self._config, self._security.access)
         self._relay = HandshakeRelay(options)
@@ -139,6 +142,7 @@ class FerryScheduler:
             relay=self._relay,
             follower=self._follower,
             blocks=kv_cache_config.num_blocks,
+            is_staged=is_staged,
         )
         self._serving = EngineSideChannel(
             engine=transfer.engine_id,
@@ -191,6 +195,11 @@ class FerryScheduler:
         self._close_server()
         self._published = self._unsent_ranks = published
         self._producer.set_rank_count(len(handshakes))
+        if counts := [each.host_pages for each in handshakes if each.host_pages]:
+            holds, loads = staging.host_pages(counts, self._transfer, self._config)
+            holds.ranks = len(handshakes)
+            self._producer.set_host_pages(holds)
+            self._consumer.set_host_pages(loads)
         self._serving, self._server = serve(
             self._unsent_ranks,
             self._config,
@@ -232,14 +241,16 @@ class FerryScheduler:
         Returns:
             The number of tokens beyond the cached ones, and whether they are loaded asynchronously:
             ``True`` unless the number is 0. ``None`` and ``False`` while the content of the
-            request's LoRA adapter is not known, and while the request waits for the engine that
-            prefills it.
+            request's LoRA adapter is not known, while the request waits for the engine that
+            prefills it, and while it waits for host pages.
         """
         if request.request_id in self._unchecked:
             if self._adapters.waits(request):
                 return None, False
             self._unchecked.discard(request.request_id)
             self._consumer.on_new_request(request)
+        if self._producer.waits_for_host_pages(request):
+            return None, False
         tokens = self._consumer.num_matched_tokens(request, computed)
         if tokens is None:
             return None, False
@@ -319,6 +330,7 @@ class FerryScheduler:
         if isinstance(report, RankReport):
             self._producer.holds_ended(report.ended)
             self._consumer.loads_reported(report.loads)
+            self._producer.holds_over(report.over)
         self._producer.sends_finished(output.finished_sending or ())
         adapters = report.adapters if isinstance(report, RankReport) else AdapterReport()
         self._producer.revoke(self._adapters.reported(adapters))
@@ -348,13 +360,14 @@ class FerryScheduler:
     def pending(self) -> bool:
         """Whether vLLM must run a step even if there is no token to compute.
 
-        ``True`` while messages about loads are to be sent to the workers, and while engines are
-        asked for what the workers need. Also ``True`` for a while after a worker reported a
-        problem, because the worker can report only in a step that the problem has ended.
+        ``True`` while messages about loads are to be sent to the workers, while engines are asked
+        for what the workers need, and while host pages are held. Also ``True`` for a while after a
+        worker reported a problem, because the worker can report only in a step that the problem has
+        ended.
         """
         has_problems = any(self._problems.values())
         changed_lately = time.monotonic() < self._problems_changed + PROBLEM_STEPS_SECONDS
-        has_messages = self._consumer.pending or self._relay.pending
+        has_messages = self._consumer.pending or self._relay.pending or self._producer.pending
         return has_messages or (has_problems and changed_lately)
 
     def reset(self) -> None:

@@ -29,6 +29,12 @@ TICKET_CONNECTORS = frozenset(
 )
 """The connectors whose tickets use NixlConnector's keys; only one of them may run at a time."""
 
+STAGED_TURNS = (
+    "bidirectional_kv_xfer with {}: host pages are reserved when a request begins, and the length "
+    "of its answer is not known then; remove one of the two"
+)
+"""Why turns are refused where a cache is staged; names the other setting."""
+
 
 def check_engine(vllm_config: VllmConfig) -> None:
     """Refuse an engine whose settings cannot work with the connector, or were not tested with it.
@@ -114,23 +120,6 @@ def check_failure_reports(transfer: KVTransferConfig, kv_cache_config: KVCacheCo
         )
 
 
-def check_buffer_device(configured: str, actual: str) -> None:
-    """Refuse a ``kv_buffer_device`` other than the caches' device: there are no staging buffers.
-
-    Args:
-        configured: The value of ``kv_buffer_device``.
-        actual: The type of the device on which the caches are.
-
-    Raises:
-        ConfigError: The two differ.
-    """
-    if configured != actual:
-        raise ConfigError(
-            f"kv_buffer_device is {configured!r} and the cache is in {actual!r} memory: there is "
-            f"no staging; remove kv_buffer_device, or set it to {actual!r}"
-        )
-
-
 def _refuse(reason: str, problems: Iterable[str]) -> None:
     """Raise one ``ConfigError`` for all problems, if there are any.
 
@@ -209,6 +198,9 @@ def _unsupported_transfer(vllm_config: VllmConfig) -> Iterator[str]:
             "ranks all keep the whole cache, and only the first can load it; set kv_role "
             '"kv_producer"'
         )
+    holds_answers = transfer.kv_connector_extra_config.get("bidirectional_kv_xfer")
+    if holds_answers and transfer.kv_buffer_device != vllm_config.device_config.device_type:
+        yield STAGED_TURNS.format(f"kv_buffer_device {transfer.kv_buffer_device!r}")
     if transfer.enable_permute_local_kv:
         yield (
             "enable_permute_local_kv: nothing is permuted here, any layout is read into any other; "
@@ -230,6 +222,9 @@ def _unsupported_siblings(own: KVTransferConfig, engine: KVTransferConfig) -> It
             "hands over, and vLLM frees blocks in a safe order for that only where the role says "
             'so; set kv_role "kv_both" on both engines, or remove bidirectional_kv_xfer'
         )
+    extra = own.kv_connector_extra_config
+    if extra.get("bidirectional_kv_xfer") and extra.get("staging"):
+        yield STAGED_TURNS.format("staging")
     children = engine.kv_connector_extra_config.get("connectors", [])
     names = [child.get("kv_connector") for child in children if isinstance(child, Mapping)]
     ticket_connectors = [name for name in names if name in TICKET_CONNECTORS]

@@ -21,11 +21,12 @@ from kvferry.core.lifecycle.scheduler_holds import HoldOrders
 from kvferry.core.metrics import LoadRecord
 from kvferry.core.security import SourceWatcher
 from kvferry.integrations.vllm import config as configuration
-from kvferry.integrations.vllm import support, versions
+from kvferry.integrations.vllm import staging, support, versions
+from kvferry.integrations.vllm.cache_groups import cache_groups
 from kvferry.integrations.vllm.caches.cache_layout import describe
 from kvferry.integrations.vllm.caches.layer_facts import layer_facts
 from kvferry.integrations.vllm.compatibility import endpoint_options, rank_identity
-from kvferry.integrations.vllm.device import current_device, thread_setup, work_marker
+from kvferry.integrations.vllm.device import platform_device, thread_setup, work_marker
 from kvferry.integrations.vllm.metadata import RankHandshake, RankReport, StepMetadata
 from kvferry.integrations.vllm.metrics import FerryStats
 from kvferry.integrations.vllm.rank_position import (
@@ -34,6 +35,7 @@ from kvferry.integrations.vllm.rank_position import (
     shared_incarnation,
 )
 from kvferry.integrations.vllm.security import read_security_settings, watch_security_files
+from kvferry.integrations.vllm.staging import StagedCache
 from kvferry.integrations.vllm.tracing import is_traced
 from kvferry.integrations.vllm.transport import make_transport
 from kvferry.integrations.vllm.zeroing import zero_function
@@ -84,6 +86,8 @@ class FerryWorker:
         security_files: Reads the keys of this rank's peers again; closed with the endpoint.
         follows: Whether requests are followed in the log or in traces, so that the scheduler half
             needs the figures of each load and hold.
+        staged: The host pages that the endpoint publishes, if the cache is staged; closed with the
+            endpoint.
     """
 
     def __init__(
@@ -94,8 +98,11 @@ class FerryWorker:
         security_files: SourceWatcher | None = None,
         *,
         follows: bool = False,
+        staged: StagedCache | None = None,
     ) -> None:
         self._endpoint = endpoint
+        self._staged = staged
+        self._over: list[str] = []
         self._security_files = security_files
         self._follows = follows
         # For the next report.
@@ -111,7 +118,9 @@ class FerryWorker:
         self._relayed = RelayedHandshakes()
         self._problems: tuple[str, ...] = ()
         self.handshake = RankHandshake(
-            payload=side_channel_messages.encode(endpoint.payload), library=endpoint.library
+            payload=side_channel_messages.encode(endpoint.payload),
+            library=endpoint.library,
+            host_pages=staged.pages if staged is not None else 0,
         )
 
     @classmethod
@@ -138,15 +147,30 @@ class FerryWorker:
         config = configuration.engine_config(vllm_config)
         support.check_groups(kv_cache_config)
         support.check_failure_reports(vllm_config.kv_transfer_config, kv_cache_config)
-        configured = vllm_config.kv_transfer_config.kv_buffer_device
-        # A pipeline stage may have no layer with a cache: then the configured device counts.
+        # A pipeline stage may have no layer with a cache: then the platform's device counts.
         found = [cache.device for cache in caches.values()]
-        device = found[0] if found else current_device(configured)
-        support.check_buffer_device(configured, device.type)
+        device = found[0] if found else platform_device()
+        transfer = vllm_config.kv_transfer_config
+        is_staged = staging.is_staged(transfer, config, device.type)
         enter = thread_setup(device)
         facts = layer_facts(vllm_config, kv_cache_config, position.shard)
         security = read_security_settings(config)
         layout = describe(caches, kv_cache_config, facts=facts, position=position.shard)
+        staged = None
+        if is_staged:
+            groups = cache_groups(kv_cache_config, position.shard.dcp_size)
+            longest = vllm_config.model_config.max_model_len
+            staged = staging.stage(
+                caches.values(),
+                layout,
+                config=config,
+                pages=kv_cache_config.num_blocks,
+                largest=staging.reserve_count(groups, longest),
+                uses=staging.uses(transfer),
+                device=device,
+                enter=enter,
+            )
+            layout = staged.layout
         endpoint = Endpoint(
             identity=rank_identity(vllm_config, incarnation, position),
             driver=config.driver,
@@ -154,14 +178,22 @@ class FerryWorker:
             layout=layout,
             slots=kv_cache_config.num_blocks,
             options=endpoint_options(config, security.access),
-            zero=zero_function(caches.values()),
+            zero=zero_function(caches.values() if staged is None else ()),
             enter=enter,
+            copies=staged.pool if staged is not None else None,
         )
         files = watch_security_files(
             config, security, who=f"rank {endpoint.payload.rank}", is_worker=True
         )
         follows = config.log_requests or is_traced(vllm_config)
-        return cls(endpoint, work_marker(device), config.drain_timeout, files, follows=follows)
+        return cls(
+            endpoint,
+            work_marker(device),
+            config.drain_timeout,
+            files,
+            follows=follows,
+            staged=staged,
+        )
 
     def apply(self, step: StepMetadata) -> None:
         """Pass the scheduler's messages of this step on to the endpoint. Never blocks.
@@ -199,11 +231,11 @@ class FerryWorker:
         """Return the requests that were sent, and those whose load ended, since the last call.
 
         A request with a ticket counts as sent when this rank no longer keeps its pages for another
-        engine: they were read, or their hold ended otherwise. A request whose load failed is in
-        ``finished_recving`` and in ``failed_recving``. In a step without tokens to compute, the
-        call may wait for up to ``IDLE_SECONDS``: while loads or handshakes are under way, and, for
-        less if tokens were computed lately, while pages are held. vLLM makes such steps with hardly
-        a pause.
+        engine: they were read, or their hold ended otherwise, or they were copied to host pages. A
+        request whose load failed is in ``finished_recving`` and in ``failed_recving``. In a step
+        without tokens to compute, the call may wait for up to ``IDLE_SECONDS``: while loads or
+        handshakes are under way, and, for less if tokens were computed lately, while pages are
+        held. vLLM makes such steps with hardly a pause.
         """
         if not self._idle:
             self._computed = time.monotonic()
@@ -238,6 +270,8 @@ class FerryWorker:
         Args:
             results: The endpoint's results.
         """
+        if self._staged is not None:
+            self._over += [hold.request for hold in results.ended]
         usual = () if self._follows else (HoldEnd.READ,)
         for hold in results.ended:
             if hold.end is not None and hold.end not in usual:
@@ -255,29 +289,33 @@ class FerryWorker:
     def take_report(self) -> RankReport | None:
         """Return what this rank has to report of this step; ``None`` if it is nothing.
 
-        That is its problems if they changed, the loads and holds that ended, and its silent holds
-        if the scheduler half asks for them by ``StepMetadata.asks_silent``. A silent hold is one
-        whose consumer seems to be gone.
+        That is its problems if they changed, the loads and holds that ended, the requests whose
+        host pages it no longer uses, and its silent holds if the scheduler half asks for them by
+        ``StepMetadata.asks_silent``. A silent hold is one whose consumer seems to be gone.
         """
         rank, problems = self._endpoint.payload.rank, self._endpoint.problems
         changed, asked = problems != self._problems, self._asks_silent
         self._problems, self._asks_silent = problems, False
         loads, self._loads = self._loads, {}
         ended, self._ended = self._ended, {}
-        if not (changed or asked or loads or ended):
+        over, self._over = tuple(self._over), []
+        if not (changed or asked or loads or ended or over):
             return None
         return RankReport(
             problems={rank: problems} if changed else {},
             silent={rank: tuple(self._endpoint.silent())} if asked else {},
             loads=loads,
             ended=ended,
+            over={rank: over} if over else {},
         )
 
     def close(self) -> None:
-        """Close the endpoint. Calling it again has no effect."""
+        """Close the endpoint, and end its copies. Calling it again has no effect."""
         if self._security_files is not None:
             self._security_files.close()
         self._endpoint.close(self._drain)
+        if self._staged is not None:
+            self._staged.pool.close()
 
 
 class UnreadRankWorker:

@@ -42,20 +42,24 @@ def test_each_thread_chooses_the_device_of_the_caches(devices: StandInDevices) -
 def test_threads_of_an_engine_on_cpus_choose_nothing() -> None:
     import torch
 
-    from kvferry.integrations.vllm.device import current_device, thread_setup, work_marker
+    from kvferry.integrations.vllm.device import platform_device, thread_setup, work_marker
 
     assert thread_setup(torch.device("cpu")) is enter_nothing
-    assert current_device("cpu") == torch.device("cpu")
+    assert platform_device() == torch.device("cpu")
     assert work_marker(torch.device("cpu"))() is None
 
 
-def test_a_rank_without_caches_has_the_device_of_its_thread(devices: StandInDevices) -> None:
+def test_a_rank_without_caches_has_the_device_of_its_thread(
+    devices: StandInDevices, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import torch
+    from vllm.platforms import current_platform
 
-    from kvferry.integrations.vllm.device import current_device
+    from kvferry.integrations.vllm.device import platform_device
 
+    monkeypatch.setattr(type(current_platform), "device_type", "cuda")
     devices.set_device(1)
-    assert current_device("cuda") == torch.device("cuda", 1)
+    assert platform_device() == torch.device("cuda", 1)
 
 
 def test_a_mark_is_passed_when_the_work_before_it_is_done(devices: StandInDevices) -> None:

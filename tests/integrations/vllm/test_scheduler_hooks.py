@@ -52,7 +52,9 @@ def configured(
             is_kv_consumer=role != "kv_producer",
             is_kv_producer=role != "kv_consumer",
             kv_connector_extra_config=extra,
+            kv_buffer_device="cpu",
         ),
+        device_config=SimpleNamespace(device_type="cpu"),
         parallel_config=SimpleNamespace(
             tensor_parallel_size=2,
             pipeline_parallel_size=3,

@@ -9,7 +9,6 @@ import pytest
 
 from kvferry.integrations.vllm.config import ConfigError
 from kvferry.integrations.vllm.support import (
-    check_buffer_device,
     check_engine,
     check_groups,
     check_siblings,
@@ -33,7 +32,10 @@ def engine(role: str = "kv_both", **changes: object) -> Any:
             "kv_role": role,
             "is_kv_consumer": role != "kv_producer",
             "enable_permute_local_kv": False,
+            "kv_buffer_device": "cpu",
+            "kv_connector_extra_config": {},
         },
+        "device_config": {"device_type": "cpu"},
         "parallel_config": {
             "prefill_context_parallel_size": 1,
             "decode_context_parallel_size": 1,
@@ -107,12 +109,6 @@ def test_replicas_of_a_cache_cannot_load_it(role: str) -> None:
         check_engine(engine(role, **ranks))
     check_engine(engine("kv_producer", **ranks))
     check_engine(engine(role, **ranks, decode_context_parallel_size=2))
-
-
-def test_there_is_no_staging() -> None:
-    check_buffer_device("cpu", "cpu")
-    with pytest.raises(ConfigError, match="'cuda' and the cache is in 'cpu' memory"):
-        check_buffer_device("cuda", "cpu")
 
 
 def test_a_model_without_a_cache() -> None:

@@ -7,6 +7,7 @@ its formulas say where each rank stands. Nothing is computed: a test writes what
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +19,8 @@ import numpy as np
 
 from kvferry.core.endpoint import Endpoint, EndpointOptions, Identity
 from kvferry.core.handshake import HandshakeServer
-from kvferry.core.layout import HOLE
+from kvferry.core.layout import HOLE, Layout
+from kvferry.core.layout.host_page_format import HostPageFormat
 from kvferry.core.lifecycle.holds import Incarnation, random_incarnation
 from kvferry.core.lifecycle.scheduler_holds import SchedulerHolds
 from kvferry.core.side_channel_messages import encode
@@ -26,7 +28,9 @@ from kvferry.drivers.loopback import LoopbackTransport
 from kvferry.integrations.vllm.cache_groups import CacheGroup, cache_groups
 from kvferry.integrations.vllm.caches.cache_layout import describe
 from kvferry.integrations.vllm.caches.pages import ShardPosition
+from kvferry.integrations.vllm.host_pool import HostPool
 from kvferry.integrations.vllm.rank_position import RankPosition, current_rank_position
+from kvferry.integrations.vllm.staging import StagedCache
 from tests.integrations.vllm.geometry.model import Bytes, Layer, Part, Setting, stage
 from tests.integrations.vllm.geometry.rank import Extent, Rank
 
@@ -53,6 +57,7 @@ class Shape:
         untransferred: layers whose group is not transferred.
         shares: layers that use another's cache, and whose.
         blocks: how many there are.
+        host_pages: how many host pages a rank has, the hole included; 0 where nothing is staged.
     """
 
     tp: int = 1
@@ -71,6 +76,7 @@ class Shape:
     untransferred: tuple[str, ...] = ()
     shares: tuple[tuple[str, str], ...] = ()
     blocks: int = 48
+    host_pages: int = 0
 
     def setting(self, position: ShardPosition) -> Setting:
         """For a rank's specs."""
@@ -276,6 +282,8 @@ def _rank(
     memory[:] = POISON
     worker: FerryWorker | UnreadRankWorker = UnreadRankWorker()
     endpoint = None
+    layout = describe(caches, config, facts=facts, position=position.shard)
+    staged = _stage(caches, layout, shape.host_pages) if shape.host_pages else None
     if not position.replica:
         endpoint = stack.enter_context(
             Endpoint(
@@ -288,12 +296,13 @@ def _rank(
                 ),
                 driver="loopback",
                 transport=LoopbackTransport(),
-                layout=describe(caches, config, facts=facts, position=position.shard),
+                layout=layout if staged is None else staged.layout,
                 slots=shape.blocks,
                 options=EndpointOptions(handshake_timeout=60.0, lease=120.0, load_timeout=120.0),
+                copies=None if staged is None else staged.pool,
             )
         )
-        worker = FerryWorker(endpoint, lambda: None)
+        worker = FerryWorker(endpoint, lambda: None, staged=staged)
     return Rank(
         position=position,
         memory=memory,
@@ -301,6 +310,17 @@ def _rank(
         worker=worker,
         endpoint=endpoint,
     )
+
+
+def _stage(caches: Mapping[str, Any], cache: Layout, pages: int) -> StagedCache:
+    """A pool of so many host pages, full of poison."""
+    import torch
+
+    form = HostPageFormat.of(cache)
+    pool = HostPool(caches.values(), form, pages, device=torch.device("cpu"))
+    if pool.region is not None:
+        ctypes.memset(pool.region.address, POISON, pool.region.nbytes)
+    return StagedCache(layout=form.layout(pool.region, pages), pool=pool, pages=pages)
 
 
 def _allocate(config: Any, shape: Shape) -> dict[str, Any]:

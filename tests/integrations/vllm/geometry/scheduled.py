@@ -8,6 +8,7 @@ that everything which kernels would read is what it must be, and writes what the
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -80,7 +81,7 @@ class Server:
     def run_dry(self) -> None:
         """Step until the scheduler has forgotten every request, and every page is free."""
         deadline = time.monotonic() + SECONDS
-        while self.scheduler.requests:
+        while self.scheduler.requests or self.scheduler.connector.has_pending_push_work():
             assert time.monotonic() < deadline, list(self.scheduler.requests)
             self.step()
         pool = self.scheduler.kv_cache_manager.block_pool
@@ -116,6 +117,8 @@ class Server:
         """What all ranks have reported, as ``KVOutputAggregator`` adds it up."""
         from vllm.v1.outputs import KVConnectorOutput
 
+        from kvferry.integrations.vllm.metadata import RankReport
+
         ranks = self.engine.ranks
         for rank in ranks:
             if idle and rank.endpoint is not None and rank.endpoint.pending:
@@ -134,8 +137,12 @@ class Server:
         self.reported.update(("sent", name) for name in sent)
         self.reported.update(("received", name) for name in received)
         failed = {name for name in received if any(name in rank.failed for rank in ranks)}
+        said = filter(None, [rank.worker.take_report() for rank in ranks])
         return KVConnectorOutput(
-            finished_sending=sent, finished_recving=received, failed_recving=failed
+            finished_sending=sent,
+            finished_recving=received,
+            failed_recving=failed,
+            kv_connector_worker_meta=functools.reduce(RankReport.aggregate, said, RankReport()),
         )
 
     def _prepare(self, out: Any) -> None:
@@ -359,7 +366,11 @@ def _vllm_config(made: Engine, batch: int, reserve: bool) -> Any:
             kv_role="kv_both",
             engine_id=made.name,
             kv_load_failure_policy="fail",
-            kv_connector_extra_config={"kv_lease_duration": 120.0},
+            kv_connector_extra_config={
+                "kv_lease_duration": 120.0,
+                "staging": bool(shape.host_pages),
+                "staging_timeout": 600.0,
+            },
         ),
         device_config=DeviceConfig("cpu"),
     )

@@ -1,0 +1,231 @@
+"""Hand a cache over by way of host pages, where no driver can reach its memory.
+
+A worker has a pool of host pages whose layout it publishes in place of the cache's (``stage``). The
+scheduler half has ids of host pages for requests: some for those that are prefilled here for other
+engines, others for loads (``host_pages``).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvferry.core.layout import HOLE, Layout
+from kvferry.core.layout.host_page_format import HostPageFormat
+from kvferry.core.lifecycle.holds import RequestId
+from kvferry.core.lifecycle.host_pages import HostPages
+from kvferry.core.lifecycle.staging import PageCopy
+from kvferry.core.planner.build_copies import Pages
+from kvferry.core.transport import EnterThread
+from kvferry.integrations.vllm.cache_groups import CacheGroup
+from kvferry.integrations.vllm.config import Config, ConfigError
+from kvferry.integrations.vllm.host_pool import HostPool
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import KVTransferConfig
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_BYTES = 4 << 30
+"""How much host memory a rank has by default, unless one request needs more."""
+
+NO_LIMIT = 1 << 31
+"""How many host pages a rank has whose host pages are empty."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagedCache:
+    """A rank's pool of host pages, in place of its cache.
+
+    Attributes:
+        layout: The layout to publish: that of the pool.
+        pool: The memory, and copies to and from the cache.
+        pages: How many host pages there are, the hole included.
+    """
+
+    layout: Layout
+    pool: HostPool
+    pages: int
+
+
+def is_staged(transfer: KVTransferConfig, config: Config, device: str) -> bool:
+    """Return whether an engine's cache is handed over by way of host memory.
+
+    Args:
+        transfer: vLLM's configuration of the connector.
+        config: The connector's settings.
+        device: The type of the device on which the caches are.
+
+    Raises:
+        ConfigError: ``kv_buffer_device`` names another device.
+    """
+    configured = transfer.kv_buffer_device
+    if configured not in (device, "cpu"):
+        raise ConfigError(
+            f"kv_buffer_device is {configured!r} and the cache is in {device!r} memory: remove "
+            f"kv_buffer_device, or set it to {device!r}, or to 'cpu', which hands pages over by "
+            "way of host memory"
+        )
+    return config.staging or configured != device
+
+
+def uses(transfer: KVTransferConfig) -> int:
+    """Return for how many uses an engine's host pages are: for holds, for loads, or both."""
+    return int(transfer.is_kv_producer) + int(transfer.is_kv_consumer)
+
+
+def stage(
+    caches: Iterable[torch.Tensor],
+    cache: Layout,
+    *,
+    config: Config,
+    pages: int,
+    largest: int,
+    uses: int,
+    device: torch.device,
+    enter: EnterThread,
+) -> StagedCache:
+    """Allocate a rank's pool of host pages.
+
+    Args:
+        caches: vLLM's cache tensors.
+        cache: Their layout.
+        config: The connector's settings.
+        pages: How many blocks the cache has.
+        largest: How many blocks the largest request may need.
+        uses: For how many uses the host pages are (``uses``).
+        device: The device of the caches.
+        enter: Called first on each of the pool's threads.
+
+    Raises:
+        ConfigError: The memory cannot be allocated, or is too little for one page for each use; or
+            the device's memory cannot be copied.
+        LayoutError: The cache cannot be staged.
+    """
+    from vllm.utils.platform_utils import is_pin_memory_available
+
+    form = HostPageFormat.of(cache)
+    count = _page_count(form, config, pages=pages, largest=largest, uses=uses)
+    pin = is_pin_memory_available()
+    pool = HostPool(caches, form, count, device=device, enter=enter, pin=pin)
+    logger.info(
+        "pages are handed over by way of host memory: %d host pages of %d bytes%s",
+        count - 1,
+        form.page_bytes,
+        ", pinned" if pin else "",
+    )
+    return StagedCache(layout=form.layout(pool.region, count), pool=pool, pages=count)
+
+
+def host_pages(
+    ranks: Iterable[int], transfer: KVTransferConfig, config: Config
+) -> tuple[HostPages, HostPages]:
+    """Return the host pages of an engine: those for holds, and those for loads.
+
+    An engine that both prefills for others and loads has half of them for each: if they shared
+    them, two engines that wait for each other could wait until they give up.
+
+    Args:
+        ranks: How many host pages each rank has, the hole included.
+        transfer: vLLM's configuration of the connector.
+        config: The connector's settings.
+    """
+    pages = min(ranks)
+    if not transfer.is_kv_consumer:
+        ends = pages
+    elif not transfer.is_kv_producer:
+        ends = HOLE + 1
+    else:
+        ends = (HOLE + 1 + pages) // 2
+    both = range(HOLE + 1, ends), range(ends, pages)
+    holds, loads = (HostPages(ids, patience=config.staging_timeout) for ids in both)
+    return holds, loads
+
+
+def reserve_count(groups: Sequence[CacheGroup], tokens: int) -> int:
+    """Return how many host pages a request of this many tokens needs at most."""
+    return sum(group.most_pages(tokens) for group in groups)
+
+
+def place(
+    host: HostPages, request: str, lists: Sequence[Sequence[int]]
+) -> tuple[PageCopy, list[list[int]]] | None:
+    """Take a host page for each of a request's blocks.
+
+    Args:
+        host: The host pages.
+        request: vLLM's id of the request.
+        lists: Ids of blocks, a list for each group.
+
+    Returns:
+        The copy between the blocks and their host pages, and the lists with the ids of the host
+        pages in place of those of the blocks; ``None`` if there are too few.
+    """
+    blocks = [block for ids in lists for block in ids if block != HOLE]
+    pages = host.take(RequestId(request), len(blocks))
+    if pages is None:
+        return None
+    of = dict(zip(blocks, pages, strict=True)) | {HOLE: HOLE}
+    return PageCopy(blocks=tuple(blocks), pages=pages), [[of[b] for b in ids] for ids in lists]
+
+
+def place_load(
+    host: HostPages, request: str, wanted: Sequence[Pages]
+) -> tuple[PageCopy, tuple[Pages, ...]] | None:
+    """Take a host page for each block that a load fills.
+
+    Args:
+        host: The host pages.
+        request: vLLM's id of the request.
+        wanted: The blocks that the load fills, for each group.
+
+    Returns:
+        The copy that fills the blocks, and the host pages in place of the blocks; ``None`` if there
+        are too few.
+    """
+    placed = place(host, request, [pages.ids.tolist() for pages in wanted])
+    if placed is None:
+        return None
+    copy, lists = placed
+    return copy, tuple(
+        Pages(ids=np.array(ids, dtype=np.int64), first_index=pages.first_index)
+        for ids, pages in zip(lists, wanted, strict=True)
+    )
+
+
+def _page_count(
+    form: HostPageFormat, config: Config, *, pages: int, largest: int, uses: int
+) -> int:
+    """Return how many host pages a rank has, the hole included; ``stage`` explains the rest.
+
+    Raises:
+        ConfigError: They are too few for one page for each use.
+    """
+    if not form.page_bytes:
+        return NO_LIMIT  # this rank has no cache
+    if config.staging_bytes is None:
+        wanted = max(DEFAULT_BYTES // form.page_bytes, uses * largest)
+        return 1 + min(wanted, max(pages - 1, uses))
+    count = config.staging_bytes // form.page_bytes
+    if count < 1 + uses:
+        raise ConfigError(
+            f"staging_bytes is {config.staging_bytes}: a host page of this model has "
+            f"{form.page_bytes} bytes on this rank, and at least {1 + uses} are needed; set "
+            f"{(1 + uses) * form.page_bytes} or more, or remove it"
+        )
+    if count - 1 < uses * largest:
+        logger.warning(
+            "staging_bytes is %d: that is room for %d blocks%s, and a request of max_model_len "
+            "tokens may need %d; larger requests are not handed over; set %d or more for all",
+            config.staging_bytes,
+            (count - 1) // uses,
+            ", for holds and for loads each" if uses > 1 else "",
+            largest,
+            (1 + uses * largest) * form.page_bytes,
+        )
+    return count
