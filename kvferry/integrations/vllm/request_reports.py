@@ -186,4 +186,5 @@ def _describe_early(request: LoadingRequest, record: LoadRecord) -> str:
 def _describe_stages(record: LoadRecord) -> str:
     """Return how many milliseconds each stage of a load took, as text."""
     seconds = {Stage.HANDSHAKE: record.handshake_seconds} | record.stages
-    return ", ".join(f"{stage.value} {seconds[stage] * 1e3:.1f}" for stage in Stage)
+    known = [stage for stage in Stage if stage in seconds]
+    return ", ".join(f"{stage.value} {seconds[stage] * 1e3:.1f}" for stage in known)

@@ -64,7 +64,7 @@ class RequestSpans:
         load = self._begin("load", self._parent(headers), at, attributes)
         parent = self._trace.set_span_in_context(load)
         for stage in Stage:
-            if seconds := stages[stage]:
+            if seconds := stages.get(stage):
                 self._begin(stage.value, parent, at, {}).end(_nanoseconds(at + seconds))
                 at += seconds
         load.end(_nanoseconds(max(at, record.ended)))
