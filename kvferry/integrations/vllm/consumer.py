@@ -39,7 +39,7 @@ from kvferry.integrations.vllm.metric_definitions import (
 from kvferry.integrations.vllm.prompts import common_tokens, handed_over_tokens, prompt_digest
 from kvferry.integrations.vllm.request_reports import LoadingRequest, RequestReports
 from kvferry.integrations.vllm.security import SecuritySettings
-from kvferry.integrations.vllm.staging import place_load, reserve_count
+from kvferry.integrations.vllm.staging import count_host_pages, place_load, reserve_count
 from kvferry.integrations.vllm.ticket_params import (
     KEY,
     Part,
@@ -279,6 +279,11 @@ class Consumer:
             host: The host pages; none is taken.
         """
         self._host = host
+
+    def update_metrics(self) -> None:
+        """Set the metrics of the host pages, where the cache is staged."""
+        if self._is_staged:
+            count_host_pages(self._metrics, self._host, "loads")
 
     def _waits_for_host_pages(self, request: Request, ticket: Ticket) -> bool:
         """Return whether a request must wait for host pages before it gets blocks.

@@ -51,7 +51,7 @@ from kvferry.integrations.vllm.prompts import (
     truncate_prompt,
 )
 from kvferry.integrations.vllm.request_reports import HeldRequest, RequestReports
-from kvferry.integrations.vllm.staging import place, reserve_count
+from kvferry.integrations.vllm.staging import count_host_pages, place, reserve_count
 from kvferry.integrations.vllm.ticket_params import ParallelSizes, TicketParams
 
 if TYPE_CHECKING:
@@ -697,6 +697,8 @@ class Producer:
 
         While more than ``max_held`` blocks are held, the oldest hold is ended (evicted).
         """
+        if self._is_staged:
+            count_host_pages(self._metrics, self._host, "holds")
         self._metrics.set(HELD, self._holds.held_pages)
         reclaimable = self._holds.reclaimable_pages
         if self._conversation_ttl is not None:

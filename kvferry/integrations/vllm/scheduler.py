@@ -346,6 +346,7 @@ class FerryScheduler:
     def take_stats(self) -> FerryStats | None:
         """Return the scheduler half's metrics since the last call; ``None`` if there are none."""
         self._producer.update_metrics()
+        self._consumer.update_metrics()
         data = self._metrics.take()
         return FerryStats(data=data) if data else None
 

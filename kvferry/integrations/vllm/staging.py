@@ -19,6 +19,7 @@ from kvferry.core.layout.host_page_format import HostPageFormat
 from kvferry.core.lifecycle.holds import RequestId
 from kvferry.core.lifecycle.host_pages import HostPages
 from kvferry.core.lifecycle.staging import PageCopy
+from kvferry.core.metrics import HOST_PAGE_WAITS, HOST_PAGES, HOST_PAGES_USED, Metrics
 from kvferry.core.planner.build_copies import Pages
 from kvferry.core.transport import EnterThread
 from kvferry.integrations.vllm.cache_groups import CacheGroup
@@ -150,6 +151,21 @@ def host_pages(
 def reserve_count(groups: Sequence[CacheGroup], tokens: int) -> int:
     """Return how many host pages a request of this many tokens needs at most."""
     return sum(group.most_pages(tokens) for group in groups)
+
+
+def count_host_pages(metrics: Metrics, host: HostPages, use: str) -> None:
+    """Set the metrics of host pages, and count the waits that have ended since the last call.
+
+    Args:
+        metrics: Where they are counted.
+        host: The host pages.
+        use: What they are for, as a label.
+    """
+    metrics.set(HOST_PAGES, host.total, use=use)
+    metrics.set(HOST_PAGES_USED, host.used, use=use)
+    for wait in host.take_waits():
+        outcome = "granted" if wait.granted else "refused"
+        metrics.observe(HOST_PAGE_WAITS, wait.seconds, use=use, outcome=outcome)
 
 
 def place(

@@ -55,6 +55,12 @@ def free_blocks(engine: Any) -> int:
     return free
 
 
+def host_pages(engine: Any) -> tuple[int, int]:
+    """How many host pages are in use: for holds, and for loads."""
+    half = engine.engine_core.engine_core.scheduler.connector._scheduler
+    return half._producer._host.used, half._consumer._host.used
+
+
 def claimed(engine: Any) -> int:
     """How many holds some consumer engine claims."""
     from tests.integrations.vllm import ranks
