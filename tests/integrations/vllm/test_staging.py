@@ -127,14 +127,14 @@ def test_parallel_chunked_cached_and_ahead(
 ) -> None:
     prefill = start_engine("there", "kv_both", extra=STAGED, **there)
     decode = start_engine("here", "kv_both", extra=STAGED, **here)
-    for source, target in ((prefill, decode), (decode, prefill)):
+    for seed, source, target in ((70, prefill, decode), (80, decode, prefill)):
         rest = at_rest(source, target)
-        for seed in (50, 51):
-            prompts = [prompt(length, seed) for length in LENGTHS[::4]]
+        for more in range(2):
+            prompts = [prompt(length, seed + more) for length in (2, 31, 65, 200, 300, 511)]
             got, counters = hand_over(source, target, *prompts)
             assert got == texts(reference, *prompts)
             assert pulled(counters) == sum(map(len, prompts))
-        again = [[*prompt(511, 51)[:200], *prompt(150, 52)], prompt(300, 51)]
+        again = [[*prompt(511, seed)[:200], *prompt(150, seed)], prompt(300, seed)]
         assert hand_over(source, target, *again)[0] == texts(reference, *again)
         come_to(rest, source, target)
         given_back(source, target)
@@ -304,7 +304,7 @@ def test_metrics(staging_prefill: Engine, staging_decode: Engine) -> None:
     there, here = (engine.run(probes.exposed) for engine in (staging_prefill, staging_decode))
     for found, direction, use in ((there, "to_host", "holds"), (here, "to_device", "loads")):
         label = f'driver="loopback",use="{use}"'
-        assert found[f'copy_seconds_count{{direction="{direction}",driver="loopback",rank="0"}}']
+        assert found[f'copy_seconds_count{{direction="{direction}",driver="loopback"}}']
         assert found[f"host_pages{{{label}}}"] > 100
         assert f"host_pages_used{{{label}}}" in found
         granted = f'driver="loopback",outcome="granted",use="{use}"'
