@@ -107,17 +107,21 @@ class Fleet:
         }
         serving.make_model(folder / "model", max_tokens=2 * PROMPT_TOKENS, **SHAPE)
 
-    def launch(self, driver: str | None, *, patient: bool = False) -> Pair:
+    def launch(
+        self, driver: str | None, *, patient: bool = False, name: str = "", **extra: Any
+    ) -> Pair:
         """A pair of KVFerryConnector over a driver, or of NixlConnector; it has to be its turn.
 
         Args:
             driver: none for NixlConnector.
             patient: whether the progress thread of NixlConnector's NIXL sleeps.
+            name: of the pair; by default the driver's.
+            extra: further settings of KVFerryConnector.
         """
-        name = driver or f"{NIXL_CONNECTOR}{'-asleep' * patient}"
+        name = name or driver or f"{NIXL_CONNECTOR}{'-asleep' * patient}"
         # Prompts come again and again: prefill keeps them, decode must not.
         prefill, decode = (
-            self._engine(f"{name}-{role}", transfer(driver, role), cached, patient)
+            self._engine(f"{name}-{role}", transfer(driver, role, **extra), cached, patient)
             for role, cached in (("kv_producer", True), ("kv_consumer", False))
         )
         pair = Pair(name=name, prefill=prefill, decode=decode)
@@ -135,7 +139,7 @@ class Fleet:
         return engine
 
 
-def transfer(driver: str | None, role: str) -> dict[str, Any]:
+def transfer(driver: str | None, role: str, **extra: Any) -> dict[str, Any]:
     """``kv_transfer_config``; what cannot be loaded is an error, and not computed again."""
     common_part = {"kv_role": role, "kv_load_failure_policy": "fail", "kv_buffer_device": "cpu"}
     if driver is None:
@@ -143,7 +147,7 @@ def transfer(driver: str | None, role: str) -> dict[str, Any]:
     return {
         "kv_connector": "KVFerryConnector",
         "kv_connector_module_path": "kvferry.integrations.vllm",
-        "kv_connector_extra_config": {"driver": driver},
+        "kv_connector_extra_config": {"driver": driver, **extra},
         **common_part,
     }
 

@@ -78,6 +78,12 @@ PARTS = (
         name="end_to_end", title="real vLLM engines, beside NixlConnector", short=("--rounds", "4")
     ),
     Part(
+        name="staging",
+        title="staging through host memory, beside the direct way",
+        short=("--rounds", "4"),
+        takes_long=True,
+    ),
+    Part(
         name="second_turn",
         title="conversations, with and without tickets for next turns",
         takes_long=True,

@@ -71,6 +71,7 @@ def test_end_to_end_with_loopback(tmp_path: Path) -> None:
         pytest.param("replies", marks=pytest.mark.vllm),  # slow: many hostile engines
         pytest.param("orphaned", marks=pytest.mark.vllm),
         pytest.param("early", marks=pytest.mark.vllm),
+        pytest.param("staging", marks=pytest.mark.vllm),
         pytest.param("second_turn", marks=pytest.mark.routers),  # needs vLLM's source
         "fence",
         "proofs",
