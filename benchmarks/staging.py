@@ -6,7 +6,7 @@ Two things are measured. How fast pages are copied between a cache and its host 
 beside a plain copy of as many contiguous bytes: blocks and host pages are in random order, 64 MiB
 at a time, and the time is that until the endpoint would know. And the time to decode's first token
 of two real vLLM engines that both stage, beside two that do not, as ``end_to_end.py`` has it; the
-two pairs take turns. On the CPU, staging is work without a gain: the first token shows what it costs.
+two pairs take turns. On the CPU, staging is work without a gain: the first token shows its cost.
 
 It needs vLLM's CPU build.
 """

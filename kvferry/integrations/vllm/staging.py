@@ -111,7 +111,7 @@ def stage(
     from vllm.utils.platform_utils import is_pin_memory_available
 
     form = HostPageFormat.of(cache)
-    count = _page_count(form, config, pages=pages, largest=largest, uses=uses)
+    count = page_count(form, config, pages=pages, largest=largest, uses=uses)
     pin = is_pin_memory_available()
     pool = HostPool(caches, form, count, device=device, enter=enter, pin=pin)
     logger.info(
@@ -214,9 +214,7 @@ def place_load(
     )
 
 
-def _page_count(
-    form: HostPageFormat, config: Config, *, pages: int, largest: int, uses: int
-) -> int:
+def page_count(form: HostPageFormat, config: Config, *, pages: int, largest: int, uses: int) -> int:
     """Return how many host pages a rank has, the hole included; ``stage`` explains the rest.
 
     Raises:
