@@ -18,6 +18,7 @@ SECONDS = {
     "loads": (35.0, 75.0),
     "quiescence": (45.0, 110.0),
     "zeroing": (20.0, 60.0),
+    "staging": (20.0, 60.0),
     "pieces": (25.0, 60.0),
     "bench": (35.0, 75.0),
 }
@@ -66,6 +67,14 @@ def all_steps(
             module="zeroing",
             needs=SECONDS["zeroing"][0],
             limit=SECONDS["zeroing"][1],
+            settings=Settings(near=near, far=far),
+        ),
+        Step(
+            name="staging",
+            title="copies between the cache and host pages",
+            module="staging",
+            needs=SECONDS["staging"][0],
+            limit=SECONDS["staging"][1],
             settings=Settings(near=near, far=far),
         ),
         *_each(drivers, "pieces", "many small copies against few large ones", near, far),

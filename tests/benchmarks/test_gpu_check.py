@@ -189,6 +189,17 @@ def test_rehearsal_writes_results(tmp_path: Path) -> None:
     assert result["tables"]["zeroing"][0]["spans"] > 0
 
 
+def test_rehearsal_of_staging_copies_both_ways(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    done = check("--rehearse", "--only", "staging", "--out", str(tmp_path))
+    assert done.returncode == 0, done.stdout + done.stderr
+    [result] = json.loads((tmp_path / "results.json").read_text(encoding="utf-8"))["steps"]
+    assert [row["way"] for row in result["tables"]["staging"]] == [
+        "to host pages",
+        "from host pages",
+    ]
+
+
 def test_driver_that_does_not_work_fails_its_step_alone(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     only = ("--only", "pieces", "--only", "zeroing")
