@@ -178,7 +178,6 @@ class CopyStage:
         with self._lock:
             for copy in orders.copies:
                 self._holds.order(copy)
-                self._ordered.append(self._hold_wait(copy, passed))
         ttls = dict(orders.ttls)
         for hold, lease in orders.ready:
             one = HoldOrders(
@@ -186,6 +185,9 @@ class CopyStage:
             )
             self._server.apply(one, partial(self._is_copied, hold))
         self._server.apply(HoldOrders(ends=orders.ends), None)
+        # Last: no copy begins, and no word says ready, of a hold that these orders end.
+        with self._lock:
+            self._ordered += [self._hold_wait(copy, passed) for copy in orders.copies]
 
     def take_ended(self, ended: Sequence[EndedHold]) -> tuple[list[RequestId], list[EndedHold]]:
         """Record which holds have ended.

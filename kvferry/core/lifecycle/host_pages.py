@@ -144,9 +144,10 @@ class HostPages:
             self._return(wish.pages)
             wish.count, wish.pages, wish.state = count, (), Reservation.WAITING
             self._waiting[request] = wish
-        if wish.state is Reservation.WAITING and self._is_hopeless(wish):
+        self._grant(asked=request)
+        if wish.state is Reservation.WAITING and self._is_late(wish):
             self._settle(request, Reservation.REFUSED)
-        self._grant()
+            self._grant()  # those behind it may need fewer
         return wish.state
 
     def cancel(self, request: RequestId) -> None:
@@ -217,19 +218,24 @@ class HostPages:
         waits, self._waits = self._waits, []
         return waits
 
-    def _is_hopeless(self, wish: _Wish) -> bool:
-        """Return whether a request that waits gets no pages: too many, or it waited too long."""
-        return wish.count > self._total or self._clock() >= wish.since + self._patience
+    def _is_late(self, wish: _Wish) -> bool:
+        """Return whether a request has waited for too long."""
+        return self._clock() >= wish.since + self._patience
 
-    def _grant(self) -> None:
-        """Give pages to the requests that wait, until too few are left for the first of them."""
+    def _grant(self, asked: RequestId | None = None) -> None:
+        """Give pages to the requests that wait, until too few are left for the first of them.
+
+        One that has waited for too long gets none, unless it is the one that was just asked about:
+        nobody may ask about the others again.
+        """
         while self._waiting:
             request, wish = next(iter(self._waiting.items()))
-            if self._is_hopeless(wish):
-                self._settle(request, Reservation.REFUSED)
-            elif wish.count <= len(self._free):
+            is_late = self._is_late(wish) and request != asked
+            if wish.count <= len(self._free) and not is_late:
                 wish.pages = self._draw(wish.count)
                 self._settle(request, Reservation.GRANTED)
+            elif wish.count > self._total or is_late:
+                self._settle(request, Reservation.REFUSED)
             else:
                 return
 

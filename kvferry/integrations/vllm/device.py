@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvferry.core.memory import CPU
 from kvferry.core.transport import EnterThread, enter_nothing
+from kvferry.integrations.vllm.config import ConfigError
 
 if TYPE_CHECKING:
     import torch
@@ -56,6 +57,23 @@ def has_streams(device: torch.device) -> bool:
     except RuntimeError:  # torch has no module for this kind of device
         return False
     return device.type != CPU and hasattr(module, "Stream") and hasattr(module, "Event")
+
+
+def check_has_streams(device: torch.device) -> None:
+    """Refuse a device of which nobody can tell when it has done the work on a page.
+
+    Args:
+        device: the device of the caches, which peers are to read.
+
+    Raises:
+        ConfigError: torch has no streams for the device.
+    """
+    if device.type != CPU and not has_streams(device):
+        raise ConfigError(
+            f"torch has no streams and events for {device.type!r}, so nobody can tell when its "
+            "pages may be read; set kv_buffer_device 'cpu', which hands pages over by way of host "
+            "memory"
+        )
 
 
 def work_marker(device: torch.device) -> Callable[[], Callable[[], bool] | None]:

@@ -69,7 +69,7 @@ class HostPool:
         self.region: Region | None = region_of(self._memory) if len(self._memory) else None
         storages = {region_of(tensor): storage_of(tensor) for tensor in caches}
         self._copier: _Copier
-        if device.type == CPU:
+        if device.type == CPU or not form.rows:  # a pipeline stage may have no cache
             self._copier = _HostCopies(self._memory, pages, form, storages)
         else:
             word = _word_bytes(form)

@@ -224,7 +224,7 @@ def page_count(form: HostPageFormat, config: Config, *, pages: int, largest: int
         return NO_LIMIT  # this rank has no cache
     if config.staging_bytes is None:
         wanted = max(DEFAULT_BYTES // form.page_bytes, uses * largest)
-        return 1 + min(wanted, max(pages - 1, uses))
+        return 1 + min(wanted, uses * max(pages - 1, 1))
     count = config.staging_bytes // form.page_bytes
     if count < 1 + uses:
         raise ConfigError(

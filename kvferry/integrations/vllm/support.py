@@ -199,7 +199,10 @@ def _unsupported_transfer(vllm_config: VllmConfig) -> Iterator[str]:
             '"kv_producer"'
         )
     holds_answers = transfer.kv_connector_extra_config.get("bidirectional_kv_xfer")
-    if holds_answers and transfer.kv_buffer_device != vllm_config.device_config.device_type:
+    if (
+        holds_answers
+        and transfer.kv_buffer_device == "cpu" != vllm_config.device_config.device_type
+    ):
         yield STAGED_TURNS.format(f"kv_buffer_device {transfer.kv_buffer_device!r}")
     if transfer.enable_permute_local_kv:
         yield (

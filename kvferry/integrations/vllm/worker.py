@@ -26,7 +26,12 @@ from kvferry.integrations.vllm.cache_groups import cache_groups
 from kvferry.integrations.vllm.caches.cache_layout import describe
 from kvferry.integrations.vllm.caches.layer_facts import layer_facts
 from kvferry.integrations.vllm.compatibility import endpoint_options, rank_identity
-from kvferry.integrations.vllm.device import platform_device, thread_setup, work_marker
+from kvferry.integrations.vllm.device import (
+    check_has_streams,
+    platform_device,
+    thread_setup,
+    work_marker,
+)
 from kvferry.integrations.vllm.metadata import RankHandshake, RankReport, StepMetadata
 from kvferry.integrations.vllm.metrics import FerryStats
 from kvferry.integrations.vllm.rank_position import (
@@ -152,6 +157,8 @@ class FerryWorker:
         device = found[0] if found else platform_device()
         transfer = vllm_config.kv_transfer_config
         is_staged = staging.is_staged(transfer, config, device.type)
+        if not is_staged:
+            check_has_streams(device)
         enter = thread_setup(device)
         facts = layer_facts(vllm_config, kv_cache_config, position.shard)
         security = read_security_settings(config)

@@ -88,6 +88,15 @@ def test_a_wait_ends_at_the_deadline_and_does_not_begin_again(pool: Pool) -> Non
     assert pool.pages.reserve(B, 4) is GRANTED
 
 
+def test_without_patience_free_pages_are_given_and_nobody_waits() -> None:
+    pages = HostPages(range(1, 11), patience=0.0)
+    assert pages.reserve(A, 10) is GRANTED
+    assert pages.reserve(B, 1) is REFUSED
+    pages.cancel(A)
+    assert pages.reserve(B, 1) is REFUSED
+    assert pages.reserve(C, 10) is GRANTED
+
+
 def test_a_request_that_is_not_asked_about_holds_others_up_until_its_deadline(pool: Pool) -> None:
     pool.fill()
     assert pool.pages.reserve(B, 10) is WAITING

@@ -8,6 +8,7 @@ import time
 import pytest
 
 from kvferry.core.transport import enter_nothing
+from kvferry.integrations.vllm.config import ConfigError
 from tests.gpu.torch_module import StandInDevices
 
 pytestmark = [
@@ -60,6 +61,22 @@ def test_a_rank_without_caches_has_the_device_of_its_thread(
     monkeypatch.setattr(type(current_platform), "device_type", "cuda")
     devices.set_device(1)
     assert platform_device() == torch.device("cuda", 1)
+
+
+def test_a_device_without_streams_is_refused(
+    devices: StandInDevices, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    from kvferry.integrations.vllm.device import check_has_streams
+
+    check_has_streams(torch.device("cpu"))
+    check_has_streams(torch.device("cuda", 1))
+    monkeypatch.setattr(torch, "get_device_module", lambda device: object())
+    with pytest.raises(
+        ConfigError, match=r"no streams and events for 'xla'.*kv_buffer_device 'cpu'"
+    ):
+        check_has_streams(torch.device("xla"))
 
 
 def test_a_mark_is_passed_when_the_work_before_it_is_done(devices: StandInDevices) -> None:

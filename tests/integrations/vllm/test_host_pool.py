@@ -160,6 +160,19 @@ def test_copies_move_pages_and_nothing_else(
     search()
 
 
+def test_a_rank_without_a_cache_copies_nothing(devices: StandInDevices) -> None:
+    """Its engine's orders name blocks of the other ranks, too."""
+    import torch
+
+    from kvferry.integrations.vllm.host_pool import HostPool
+
+    form = HostPageFormat.of(Layout(regions=(), groups=(), fields=()))
+    pool = HostPool([], form, PAGES, device=torch.device("cuda", 0), enter=_choose(devices))
+    await_passed(pool.out([1], [2]))
+    await_passed(pool.into([2], [1]))
+    pool.close()
+
+
 def test_a_copy_is_awaited_on_a_stream_of_its_own(
     devices: StandInDevices, monkeypatch: pytest.MonkeyPatch
 ) -> None:

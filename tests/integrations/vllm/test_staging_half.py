@@ -363,7 +363,14 @@ class TestSize:
 
     @pytest.mark.parametrize(
         ("default", "uses", "largest", "count"),
-        [(0, 1, 20, 20), (0, 2, 20, 40), (30 << 10, 1, 20, 30), (1 << 30, 1, 20, 63)],
+        [
+            (0, 1, 20, 20),
+            (0, 2, 20, 40),
+            (30 << 10, 1, 20, 30),
+            (1 << 30, 1, 20, 63),
+            (0, 2, 60, 120),
+            (1 << 30, 2, 20, 126),
+        ],
     )
     def test_by_default(
         self,
@@ -374,7 +381,7 @@ class TestSize:
         largest: int,
         count: int,
     ) -> None:
-        """Enough for a request, and no more than the cache."""
+        """Enough for a request, and for each use no more than the cache."""
         monkeypatch.setattr(staging, "DEFAULT_BYTES", default)
         found = staging.page_count(form, Config(), pages=64, largest=largest, uses=uses)
         assert found == 1 + count
