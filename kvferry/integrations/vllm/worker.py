@@ -320,9 +320,10 @@ class FerryWorker:
         """Close the endpoint, and end its copies. Calling it again has no effect."""
         if self._security_files is not None:
             self._security_files.close()
-        self._endpoint.close(self._drain)
-        if self._staged is not None:
-            self._staged.pool.close()
+        staged, self._staged = self._staged, None
+        self._endpoint.close(self._drain)  # raises if a copy goes on, for which nobody waits then
+        if staged is not None:
+            staged.pool.close()
 
 
 class UnreadRankWorker:
