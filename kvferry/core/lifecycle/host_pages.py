@@ -145,7 +145,7 @@ class HostPages:
             wish.count, wish.pages, wish.state = count, (), Reservation.WAITING
             self._waiting[request] = wish
         self._grant(asked=request)
-        if wish.state is Reservation.WAITING and self._is_late(wish):
+        if wish.state is Reservation.WAITING and self._is_hopeless(wish):
             self._settle(request, Reservation.REFUSED)
             self._grant()  # those behind it may need fewer
         return wish.state
@@ -218,9 +218,9 @@ class HostPages:
         waits, self._waits = self._waits, []
         return waits
 
-    def _is_late(self, wish: _Wish) -> bool:
-        """Return whether a request has waited for too long."""
-        return self._clock() >= wish.since + self._patience
+    def _is_hopeless(self, wish: _Wish) -> bool:
+        """Return whether a request that waits gets no pages: too many, or it waited too long."""
+        return wish.count > self._total or self._clock() >= wish.since + self._patience
 
     def _grant(self, asked: RequestId | None = None) -> None:
         """Give pages to the requests that wait, until too few are left for the first of them.
@@ -230,11 +230,11 @@ class HostPages:
         """
         while self._waiting:
             request, wish = next(iter(self._waiting.items()))
-            is_late = self._is_late(wish) and request != asked
-            if wish.count <= len(self._free) and not is_late:
+            is_hopeless = self._is_hopeless(wish) and request != asked
+            if wish.count <= len(self._free) and not is_hopeless:
                 wish.pages = self._draw(wish.count)
                 self._settle(request, Reservation.GRANTED)
-            elif wish.count > self._total or is_late:
+            elif is_hopeless:
                 self._settle(request, Reservation.REFUSED)
             else:
                 return
