@@ -9,6 +9,7 @@ pages as the others. The scheduler process chooses their ids, as it chooses bloc
 from __future__ import annotations
 
 import enum
+import heapq
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -71,6 +72,7 @@ class HostPages:
 
     Attributes:
         ranks: how many ranks must say that a request is ``over``.
+        patience: as the argument.
 
     Raises:
         ValueError: the hole is among the ids.
@@ -84,9 +86,9 @@ class HostPages:
         self.ranks = 1
         self._total = len(ids)
         self._free = list(ids)
-        """In ascending order, so that the pages of a request are neighbours and are read in few
-        copies."""
-        self._patience = patience
+        """A heap: the lowest ids are given out first, so that most pages of a request are
+        neighbours, and are read in few copies."""
+        self.patience = patience
         self._clock = clock
         self._wishes: dict[RequestId, _Wish] = {}
         self._waiting: dict[RequestId, _Wish] = {}
@@ -110,6 +112,10 @@ class HostPages:
     def taken(self) -> int:
         """Number of requests whose pages the workers use. Steps must go on while there are any."""
         return len(self._taken)
+
+    def has_taken(self, request: RequestId) -> bool:
+        """Return whether the workers use pages that a request of this id has taken."""
+        return request in self._taken
 
     @property
     def waiting(self) -> int:
@@ -220,7 +226,7 @@ class HostPages:
 
     def _is_hopeless(self, wish: _Wish) -> bool:
         """Return whether a request that waits gets no pages: too many, or it waited too long."""
-        return wish.count > self._total or self._clock() >= wish.since + self._patience
+        return wish.count > self._total or self._clock() >= wish.since + self.patience
 
     def _grant(self, asked: RequestId | None = None) -> None:
         """Give pages to the requests that wait, until too few are left for the first of them.
@@ -248,11 +254,8 @@ class HostPages:
 
     def _draw(self, count: int) -> tuple[int, ...]:
         """Take free pages; there must be enough."""
-        rest = len(self._free) - count
-        pages = tuple(self._free[rest:])
-        del self._free[rest:]
-        return pages
+        return tuple(heapq.heappop(self._free) for _ in range(count))
 
     def _return(self, pages: Sequence[int]) -> None:
-        if pages:
-            self._free = sorted((*self._free, *pages))  # linear: both are sorted
+        for page in pages:
+            heapq.heappush(self._free, page)
