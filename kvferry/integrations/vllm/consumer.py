@@ -39,7 +39,7 @@ from kvferry.integrations.vllm.metric_definitions import (
 from kvferry.integrations.vllm.prompts import common_tokens, handed_over_tokens, prompt_digest
 from kvferry.integrations.vllm.request_reports import LoadingRequest, RequestReports
 from kvferry.integrations.vllm.security import SecuritySettings
-from kvferry.integrations.vllm.staging import count_host_pages, place_load, reserve_count
+from kvferry.integrations.vllm.staging import count_host_pages, place_load, reserve_count, why_none
 from kvferry.integrations.vllm.ticket_params import (
     KEY,
     Part,
@@ -311,13 +311,9 @@ class Consumer:
             ticket: Its ticket.
             count: How many host pages it needs at most.
         """
+        why = why_none(self._host, request.request_id, count)
         self._release_unused(request.request_id, ticket, "it has no host pages")
-        error = TicketError(
-            f"it needs up to {count} of {self._host.total} host pages, and did not get them within "
-            "staging_timeout; set a larger staging_bytes",
-            reason=TicketReason.HOST_PAGES,
-        )
-        self._refuse(request, error)
+        self._refuse(request, TicketError(why, reason=TicketReason.HOST_PAGES))
 
     def _num_early_tokens(self, early: EarlyRequest, computed: int) -> int | None:
         """Return ``num_matched_tokens`` of a request whose ticket has not come."""

@@ -9,7 +9,8 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -18,7 +19,7 @@ import numpy.typing as npt
 from kvferry.core.errors import CopyError
 from kvferry.core.layout.host_page_format import HostPageFormat, Rows
 from kvferry.core.memory import CPU, I64Array, Region, region_of
-from kvferry.core.transport import EnterThread, enter_nothing
+from kvferry.core.transport import EnterThread, enter_nothing, start_thread
 from kvferry.integrations.vllm.config import ConfigError
 from kvferry.integrations.vllm.device import HighPriorityStream, has_streams, storage_of
 
@@ -53,6 +54,7 @@ class HostPool:
 
     Raises:
         ConfigError: the memory cannot be allocated, or the device's memory cannot be copied.
+        DriverError: ``enter`` raised.
     """
 
     def __init__(
@@ -118,12 +120,16 @@ class _CopyThread:
         name: of the thread.
         device: the device.
         enter: called first on the thread.
+
+    Raises:
+        DriverError: ``enter`` raised.
     """
 
     def __init__(self, name: str, device: torch.device, enter: EnterThread) -> None:
-        self._device = device
         self._stream = HighPriorityStream(device)
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix=name, initializer=enter)
+        self._orders: SimpleQueue[tuple[Callable[[], None], Future[None]] | None] = SimpleQueue()
+        # A daemon: a copy that never ends must not keep the process from ending.
+        self._thread = start_thread(self._run, name=name, enter=enter)
 
     def run(self, copy: Callable[[], None]) -> Callable[[], bool]:
         """Begin a copy.
@@ -134,7 +140,8 @@ class _CopyThread:
         Returns:
             A function that tells whether the copy has passed, or raises what ``_copy`` has raised.
         """
-        done: Future[None] = self._thread.submit(self._copy, copy)
+        done: Future[None] = Future()
+        self._orders.put((copy, done))
 
         def passed() -> bool:
             if not done.done():
@@ -143,6 +150,16 @@ class _CopyThread:
             return True
 
         return passed
+
+    def _run(self) -> None:
+        while (order := self._orders.get()) is not None:
+            copy, done = order
+            try:
+                self._copy(copy)
+            except Exception as exc:  # noqa: BLE001 - raised on the endpoint's thread
+                done.set_exception(exc)
+            else:
+                done.set_result(None)
 
     def _copy(self, copy: Callable[[], None]) -> None:
         """Do a copy, and wait for it.
@@ -161,7 +178,8 @@ class _CopyThread:
 
     def close(self) -> None:
         """Wait for all copies, and end the thread."""
-        self._thread.shutdown()
+        self._orders.put(None)
+        self._thread.join()
 
 
 _Elements = npt.NDArray[np.void]

@@ -51,7 +51,7 @@ from kvferry.integrations.vllm.prompts import (
     truncate_prompt,
 )
 from kvferry.integrations.vllm.request_reports import HeldRequest, RequestReports
-from kvferry.integrations.vllm.staging import count_host_pages, place, reserve_count
+from kvferry.integrations.vllm.staging import count_host_pages, place, reserve_count, why_none
 from kvferry.integrations.vllm.ticket_params import ParallelSizes, TicketParams
 
 if TYPE_CHECKING:
@@ -435,13 +435,9 @@ class Producer:
         request_id = RequestId(request.request_id)
         placed = place(self._host, request_id, [ids for _, ids in page_lists])
         if placed is None:
-            needed = reserve_count(self._groups, request.num_prompt_tokens)
-            self._no_ticket(
-                request,
-                NoTicket.HOST_PAGES,
-                f"it needed up to {needed} of {self._host.total} host pages, and did not get them "
-                "within staging_timeout: set a larger staging_bytes, or decode requests sooner",
-            )
+            count = reserve_count(self._groups, request.num_prompt_tokens)
+            why = why_none(self._host, request.request_id, count)
+            self._no_ticket(request, NoTicket.HOST_PAGES, why)
             return None
         copy, lists = placed
         hold = self._holds.ticket(request_id, self._lease, frozenset(copy.pages), copy=copy)
@@ -736,7 +732,8 @@ class Producer:
         """Return whether a request must wait for host pages before it gets blocks.
 
         Host pages for its whole prompt are reserved. If it has waited too long, it waits no longer
-        and gets no ticket.
+        and gets no ticket. vLLM lets a request that may not use cached prefixes (such as one with
+        prompt_logprobs) begin whatever this returns; it keeps its turn for host pages meanwhile.
 
         Args:
             request: vLLM's request.

@@ -136,7 +136,7 @@ def host_pages(
         transfer: vLLM's configuration of the connector.
         config: The connector's settings.
     """
-    pages = min(ranks)
+    pages = min((pages for pages in ranks if pages < NO_LIMIT), default=HOLE + 1)
     if not transfer.is_kv_consumer:
         ends = pages
     elif not transfer.is_kv_producer:
@@ -146,6 +146,27 @@ def host_pages(
     both = range(HOLE + 1, ends), range(ends, pages)
     holds, loads = (HostPages(ids, patience=config.staging_timeout) for ids in both)
     return holds, loads
+
+
+def why_none(host: HostPages, request: str, count: int) -> str:
+    """Return why a request gets none of the host pages, and what helps.
+
+    Args:
+        host: The host pages.
+        request: vLLM's id of the request.
+        count: How many it may need.
+    """
+    if host.has_taken(RequestId(request)):
+        return (
+            "its id is that of a request whose host pages are still in use: give requests ids of "
+            "their own"
+        )
+    if count > host.total:
+        return f"it may need {count} host pages, and there are {host.total}: raise staging_bytes"
+    return (
+        f"it did not get {count} of {host.total} host pages within {host.patience:g} s "
+        "(staging_timeout): raise staging_bytes, or decode requests sooner"
+    )
 
 
 def reserve_count(groups: Sequence[CacheGroup], tokens: int) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -31,6 +33,32 @@ BLOCKS, PAGES = 9, 6
 SECONDS = 30.0
 KINDS = ("cpu", "cuda", "xla")
 """Host memory; a device with streams; one that only vLLM's platform can copy."""
+
+STUCK = """
+import threading
+
+import torch
+
+from kvferry.core.layout import Layout
+from kvferry.core.layout.host_page_format import HostPageFormat
+from kvferry.integrations.vllm.host_pool import HostPool
+
+begun = threading.Event()
+
+
+class Stuck:
+    def out(self, blocks, pages):
+        begun.set()
+        threading.Event().wait()
+
+
+form = HostPageFormat.of(Layout(regions=(), groups=(), fields=()))
+pool = HostPool([], form, 2, device=torch.device("cpu"))
+pool._copier = Stuck()
+pool.out([1], [1])
+begun.wait()
+"""
+"""A process whose device never ends a copy."""
 
 
 class Platform:
@@ -264,3 +292,8 @@ def _choose(devices: StandInDevices) -> Callable[[], None]:
         devices.set_device(0)
 
     return enter
+
+
+def test_a_copy_that_never_ends_lets_the_process_end() -> None:
+    done = subprocess.run([sys.executable, "-c", STUCK], check=False, timeout=120)
+    assert done.returncode == 0

@@ -70,7 +70,7 @@ def test_a_hand_over_is_counted(reference: Engine, prefill: Engine, decode: Engi
     assert new("bytes_total") == counters["vllm:kvferry_bytes"] > 0
     assert new("copies_total") > 0
     assert 'path="process_vm"' in next(name for name in after if name.startswith("bytes_total"))
-    for stage in set(Stage) - {Stage.HANDSHAKE}:
+    for stage in set(Stage) - {Stage.HANDSHAKE, Stage.COPY}:
         assert new(f'stage_seconds_count{{driver="loopback",stage="{stage}"}}') == 2
     assert after['stage_seconds_sum{driver="loopback",stage="wait"}'] > 0
     assert after['peers_up{driver="loopback",rank="0"}'] >= 1

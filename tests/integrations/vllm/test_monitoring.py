@@ -36,13 +36,17 @@ LENGTH, LONGER = 100, 900
 CHUNK = 64
 """Tokens of a step of prefill: an early prompt takes many."""
 MAY_BE_EMPTY = {
+    "Copies between device and host",
     "Failures by stage and cause",
+    "Host pages in use",
     "Peers",
     "Quarantined pages",
     "Lost peers and unsent releases",
     "Stale reads and late readers",
+    "Waits for host pages",
 }
-"""Panels of metrics that appear with their first value, which these servers do not have."""
+"""Panels of metrics that appear with their first value, which these servers do not have: nothing
+fails, and no cache is staged."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -118,11 +118,14 @@ class TestProducer:
         made.holds_over({0: ["a"]})
         assert prefill(made, "b", 4, 5, 6) is not None
 
-    def test_a_request_id_that_comes_back_too_early_gets_no_ticket(self) -> None:
+    def test_a_request_id_that_comes_back_too_early_gets_no_ticket(
+        self, caplog: pytest.LogCaptureFixture
+    ) -> None:
         made, _ = staged_producer()
         assert prefill(made, "a", 1, 2, 3) is not None
         made.sends_finished(["a"])
         assert prefill(made, "a", 4, 5, 6) is None
+        assert "give requests ids of their own" in caplog.text
         made.holds_over({0: ["a"]})
         assert prefill(made, "a", 4, 5, 6) is not None
 
@@ -139,6 +142,8 @@ class TestProducer:
         assert made.request_finished(late, [[4, 5, 6]], SERVING) is None
         assert len(made.drain().drops) == 1
         assert "cause host_pages" in caplog.text
+        within = f"within {PATIENCE:g} s (staging_timeout): raise staging_bytes"
+        assert f"it did not get 3 of 4 host pages {within}" in caplog.text
         made.update_metrics()
         found = metrics.take() or {}
         assert found["tickets_not_made"] == {"loopback": {"host_pages": 1}}
@@ -147,9 +152,13 @@ class TestProducer:
         waits = found["host_page_wait_seconds"]["loopback"]["holds"]
         assert waits == {"granted": [0.0], "refused": [PATIENCE]}
 
-    def test_a_request_that_never_fits_does_not_wait(self) -> None:
+    def test_a_request_that_never_fits_does_not_wait(
+        self, caplog: pytest.LogCaptureFixture
+    ) -> None:
         made, _ = staged_producer(count=2)
         assert prefill(made, "large", 1, 2, 3) is None
+        why = "it may need 3 host pages, and there are 2: raise staging_bytes"
+        assert why in caplog.text
         assert prefill(made, "small", 1, 2, tokens=20) is not None
 
     def test_a_request_that_ends_early_gives_its_host_pages_back(self) -> None:
