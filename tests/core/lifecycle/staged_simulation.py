@@ -45,7 +45,7 @@ class Prompt:
     Attributes:
         size: number of its blocks.
         pages: its host pages, once it has a ticket.
-        is_held: whether its hold is not over on every rank.
+        is_handed: whether its ticket was handed to decode.
         has_failed: whether a copy of it has failed.
     """
 
@@ -59,7 +59,7 @@ class Prompt:
     blocks: tuple[int, ...] = ()
     pages: tuple[int, ...] = ()
     computed: bool = False
-    is_held: bool = False
+    is_handed: bool = False
     has_failed: bool = False
 
     def content(self, index: int, *, final: bool = True) -> Content:
@@ -289,7 +289,7 @@ class Prefill:
         copy = PageCopy(blocks=prompt.blocks, pages=pages)
         hold = self.scheduler_holds.ticket(prompt.id, LEASE, frozenset(pages), copy=copy)
         require(hold == prompt.hold, "a ticket for another hold", prompt)
-        prompt.at, prompt.pages, prompt.is_held = PrefillState.HELD, pages, True
+        prompt.at, prompt.pages = PrefillState.HELD, pages
         prompt.computed = self.is_computed()
         self.held[prompt.id] = prompt
         self.issues.append(prompt)
@@ -329,7 +329,6 @@ class Prefill:
         self.over[request].add(rank)
         if self.host_pages.over(request, rank) and prompt is not None:
             require(len(self.over[request]) == len(self.ranks), "host pages given back too early")
-            prompt.is_held = False
             self.scheduler_holds.sent(request)
             del self.over[request], self.held[request]
 
@@ -797,8 +796,9 @@ class StagedSimulation:
         if prompt.hold is None or len(self.decode.requests) >= 3:
             return None
         request = DecodeRequest(uid=next(self._uids), prompt=prompt)
-        if not prompt.is_held or any(r.prompt is prompt for r in self.decode.requests):
+        if prompt.is_handed:
             request.excuses.append("its ticket was used before")
+        prompt.is_handed = True
         for other in self.decode.requests:
             if other.prompt is prompt:
                 other.excuses.append("its ticket is used twice")

@@ -52,7 +52,7 @@ SEARCH = settings(
     suppress_health_check=list(HealthCheck),
 )
 FAULT_SEARCH = settings(
-    max_examples=3000,
+    max_examples=10000,
     derandomize=True,
     database=None,
     stateful_step_count=20,
@@ -83,14 +83,19 @@ class Staging(RuleBasedStateMachine):
 
     @rule(
         sizes=st.lists(st.integers(1, 2) | st.integers(1, 3), min_size=1, max_size=2),
-        until=st.sampled_from(["asked", "ticket", "copying", "copied", "handed"]),
+        until=st.sampled_from(["asked", "drafted", "ticket", "copying", "copied", "handed"]),
         picks=PICKS,
     )
     def ask(self, sizes: list[int], until: str, picks: bytes) -> None:
         simulation = self.simulation
         for size in sizes:
             simulation.ask(size)
-        for _ in range(3 if until != "asked" else 0):
+        if until == "drafted":  # the ticket is made while a drafter goes on
+            simulation.schedule()
+            simulation.device(items=sum(sizes) + 1)
+            simulation.schedule()
+            simulation.copy_out()
+        for _ in range(3 if until not in ("asked", "drafted") else 0):
             simulation.schedule()
             simulation.device()
         if until in ("copying", "copied", "handed"):
