@@ -62,10 +62,14 @@ def test_clients_cannot_pin_the_whole_cache(decode: Engine, start_engine: StartE
     assert prefill.prefill(prompt(511)) == [{}]
 
 
+@pytest.mark.parametrize("staged", [False, True], ids=["direct", "staged"])
 def test_an_engine_that_is_shut_down_serves_what_it_holds(
-    reference: Engine, decode: Engine, start_engine: StartEngine
+    reference: Engine, decode: Engine, start_engine: StartEngine, staged: bool
 ) -> None:
-    prefill = start_engine("leaving", "kv_producer", extra={"drain_timeout": 20.0})
+    """If its cache is staged, from host pages."""
+    prefill = start_engine(
+        "leaving", "kv_producer", extra={"drain_timeout": 20.0, "staging": staged}
+    )
     assert hand_over(prefill, decode, prompt(70))[0] == texts(reference, prompt(70))
     [ticket] = prefill.prefill(prompt(100))
     condition = health(ticket["remote_host"], ticket["remote_port"], timeout=20.0)

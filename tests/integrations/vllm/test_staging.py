@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from examples.tiny_llama import prompt
-from tests.integrations.vllm import contents, probes
+from tests.integrations.vllm import contents, killing, probes
 from tests.integrations.vllm.conftest import StartEngine
 from tests.integrations.vllm.engines import PREFILL, Engine
 from tests.integrations.vllm.fleet import fleet
@@ -39,6 +39,8 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 STAGED = {"staging": True}
 PAGE_BYTES = 32 * 4 * 2 * 2 * 32 * 4
 """Of a block of 32 tokens of the Llama: layers, K and V, heads, elements, float32."""
+
+TO_DEVICE = 'copy_seconds_count{direction="to_device",driver="loopback"}'
 
 
 @pytest.fixture(scope="module", params=ALL, ids=lambda family: str(family.name))
@@ -309,3 +311,41 @@ def test_metrics(staging_prefill: Engine, staging_decode: Engine) -> None:
         assert f"host_pages_used{{{label}}}" in found
         granted = f'driver="loopback",outcome="granted",use="{use}"'
         assert found[f"host_page_wait_seconds_count{{{granted}}}"]
+
+
+def test_prefill_that_is_killed_while_it_is_read(
+    reference: Engine, start_engine: StartEngine, staging_prefill: Engine
+) -> None:
+    """Nothing that was read reaches the device, and decode's host pages return."""
+    mortal = start_engine("mortal-prefill", "kv_producer", extra=STAGED)
+    decode = start_engine("survivor", "kv_consumer", extra=STAGED)
+    lost, kept = prompt(300, seed=61), prompt(200, seed=61)
+    [ticket] = mortal.prefill(lost)
+    copies = decode.run(probes.exposed).get(TO_DEVICE, 0)
+    decode.run(killing.kill_in_the_middle, mortal.run(killing.victim))
+    [completion] = decode.generate(lost, params=ticket)
+    mortal.kill()
+    assert completion.finish_reason == "error"
+    assert decode.run(probes.exposed).get(TO_DEVICE, 0) == copies
+    given_back(decode)
+    assert hand_over(staging_prefill, decode, kept)[0] == texts(reference, kept)
+    assert decode.run(probes.exposed)[TO_DEVICE] == copies + 1
+    given_back(staging_prefill, decode)
+    decode.close()
+
+
+def test_decode_that_is_killed(
+    reference: Engine, start_engine: StartEngine, staging_decode: Engine
+) -> None:
+    """The lease ends the holds that it had claimed, and prefill's host pages return."""
+    prefill = start_engine("bereaved", "kv_producer", extra=STAGED | {"kv_lease_duration": 3.0})
+    mortal = start_engine("mortal-decode", "kv_consumer", extra=STAGED, max_num_seqs=1)
+    mortal.submit(prompt(10), max_tokens=1000)
+    some = [prompt(length, seed=62) for length in (100, 300)]
+    mortal.submit(*some, params=prefill.prefill(*some))
+    eventually(lambda: prefill.run(probes.claimed) == len(some))
+    mortal.kill()
+    given_back(prefill)
+    assert hand_over(prefill, staging_decode, *some)[0] == texts(reference, *some)
+    given_back(prefill, staging_decode)
+    prefill.close()
