@@ -39,6 +39,7 @@ OBJECTS = (
     "config",
     "lora/request.py",
     "multimodal/inputs.py",
+    "platforms",
     "v1/core/kv_cache_manager.py",
     "v1/core/kv_cache_utils.py",
     "v1/core/sched/output.py",

@@ -289,11 +289,12 @@ def test_names_that_are_imported(old: Source, tmp_path: Path) -> None:
 def test_attributes_that_are_used(tmp_path: Path) -> None:
     """One that is defined elsewhere is no loss, nor one that kvferry does not use."""
     text = "class Request:\n    num_prompt_tokens: int\n    other = 1\n"
-    old = tree(tmp_path / "old", {"v1/request.py": text})
-    moved = tree(tmp_path / "moved", {"v1/outputs.py": text})
+    platform = {"platforms/xpu.py": "class XPUPlatform:\n    def swap_out_blocks_to_host(cls): 1\n"}
+    old = tree(tmp_path / "old", {"v1/request.py": text} | platform)
+    moved = tree(tmp_path / "moved", {"v1/outputs.py": text} | platform)
     assert found(names.attribute_section(old, moved)) == {}
     gone = found(names.attribute_section(old, tree(tmp_path / "gone")))
-    assert list(gone) == ["num_prompt_tokens"]
+    assert list(gone) == ["num_prompt_tokens", "swap_out_blocks_to_host"]
 
 
 def test_requirements() -> None:
