@@ -27,14 +27,18 @@ def prefill(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
         yield engines.launch("prefill", "kv_both").wait_started()
 
 
-@pytest.fixture(scope="module", params=["fail", "recompute"])
+@pytest.fixture(scope="module", params=["fail", "recompute", "recompute-staged"])
 def decode(
     request: pytest.FixtureRequest, checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Engine]:
-    policy = {"kv_load_failure_policy": request.param}
-    with fleet(checkpoint, tmp_path_factory.mktemp(request.param)) as engines:
+    name: str = request.param
+    with fleet(checkpoint, tmp_path_factory.mktemp(name)) as engines:
         yield engines.launch(
-            f"decode-{request.param}", "kv_both", transfer=policy, python=interpreter(OLDEST)
+            f"decode-{name}",
+            "kv_both",
+            {"staging": name.endswith("staged")},
+            {"kv_load_failure_policy": name.removesuffix("-staged")},
+            python=interpreter(OLDEST),
         ).wait_started()
 
 

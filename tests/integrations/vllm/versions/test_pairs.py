@@ -6,18 +6,19 @@ The pair of the oldest and the newest version is among the tests of ``vllm``, to
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import pytest
 
 from examples.tiny_llama import prompt
+from tests.integrations.vllm import probes
 from tests.integrations.vllm.early import early_loads, hand_over_early, hand_over_preempted
 from tests.integrations.vllm.engines import Engine
 from tests.integrations.vllm.fleet import fleet
-from tests.integrations.vllm.steps import hand_over, idle_blocks, pulled_by, texts
+from tests.integrations.vllm.steps import eventually, hand_over, idle_blocks, pulled_by, texts
 from tests.integrations.vllm.versions.environments import HERE, OTHERS, VERSIONS, interpreter
 
 pytestmark = [pytest.mark.versions, pytest.mark.timeout(600)]
@@ -52,8 +53,12 @@ MODELS = {
 LOADS_ONE_GROUP_ONLY = OTHERS[0]
 """A version that can load for models with one cache group only."""
 
-EnginesOf = Callable[[str, int], Engine]
-"""Returns an engine of a version; of several engines, that with a number."""
+
+class EnginesOf(Protocol):
+    """Returns an engine of a version; of several alike, that with a number."""
+
+    def __call__(self, version: str, number: int = 0, *, staged: bool = False) -> Engine: ...
+
 
 ORDINARY = "ordinary"
 """An engine of this version without the connector."""
@@ -91,22 +96,25 @@ def engines(
 ) -> Iterator[EnginesOf]:
     """Engines of one model, each started when it is first asked for."""
     model: str = request.param
-    started: dict[str, list[Engine]] = {}
+    started: dict[tuple[str, bool], list[Engine]] = {}
     folder = tmp_path_factory.mktemp(model)
     chunks = {"max_num_batched_tokens": MODELS[model].chunk}
     with fleet(checkpoints[model], folder, **MODELS[model].options, **chunks) as launched:
 
-        def start(name: str) -> Engine:
-            if name == ORDINARY:
-                return launched.launch(name).wait_started()
+        def start(version: str, staged: bool) -> Engine:
+            if version == ORDINARY:
+                return launched.launch(version).wait_started()
             return launched.launch(
-                f"v{name}", role(name, model), python=interpreter(name)
+                f"v{version}-staged" if staged else f"v{version}",
+                role(version, model),
+                {"staging": staged},
+                python=interpreter(version),
             ).wait_started()
 
-        def engine(name: str, number: int) -> Engine:
-            same = started.setdefault(name, [])
+        def engine(version: str, number: int = 0, *, staged: bool = False) -> Engine:
+            same = started.setdefault((version, staged), [])
             while len(same) <= number:
-                same.append(start(name))
+                same.append(start(version, staged))
             return same[number]
 
         yield engine
@@ -116,7 +124,7 @@ def engines(
 def test_pair(request: pytest.FixtureRequest, engines: EnginesOf, source: str, target: str) -> None:
     """Right texts, every token from the other engine, every block free again; early, too."""
     model = MODELS[request.node.callspec.params["engines"]]
-    prefill, decode = engines(source, 0), engines(target, 1 if source == target else 0)
+    prefill, decode = engines(source), engines(target, 1 if source == target else 0)
     seed = next(_seeds)
     prompts = [prompt(length, seed) for length in LENGTHS]
     expected = right_texts(model, engines, prompts)
@@ -139,13 +147,43 @@ def check_early(model: Model, engines: EnginesOf, prefill: Engine, decode: Engin
     assert early_loads(decode) > begun
 
 
+@pytest.mark.parametrize("engines", ["llama"], indirect=True)
+@pytest.mark.parametrize("staged", ["both", "prefill", "decode"])
+@pytest.mark.parametrize(("source", "target"), [(OTHERS[0], HERE), (HERE, OTHERS[0])])
+def test_staged_pair(engines: EnginesOf, source: str, target: str, staged: str) -> None:
+    """By way of host memory on one side or both, also with a room, which waits for the ticket."""
+    prefill = engines(source, staged=staged != "decode")
+    decode = engines(target, staged=staged != "prefill")
+    prompts = [prompt(length, next(_seeds)) for length in (*LENGTHS, 700)]
+    expected = texts(engines(ORDINARY), *prompts, max_tokens=16)
+    free = [idle_blocks(each) for each in (prefill, decode)]
+    before, copied = pulled_by(decode), copies(prefill, decode)
+    assert hand_over(prefill, decode, *prompts, max_tokens=16)[0] == expected
+    assert hand_over_early(prefill, decode, *prompts, max_tokens=16) == expected
+    assert pulled_by(decode) - before == 2 * sum(map(len, prompts))
+    assert [idle_blocks(each) for each in (prefill, decode)] == free
+    eventually(lambda: prefill.run(probes.host_pages) == decode.run(probes.host_pages) == (0, 0))
+    made = [2 * len(prompts) if staged in ("both", each) else 0 for each in ("prefill", "decode")]
+    assert [now - then for now, then in zip(copies(prefill, decode), copied, strict=True)] == made
+
+
+def copies(prefill: Engine, decode: Engine) -> list[float]:
+    """How many requests prefill has copied to host pages, and decode from there."""
+    return [
+        engine.run(probes.exposed).get(
+            f'copy_seconds_count{{direction="{direction}",driver="loopback"}}', 0
+        )
+        for engine, direction in ((prefill, "to_host"), (decode, "to_device"))
+    ]
+
+
 def right_texts(model: Model, engines: EnginesOf, prompts: list[list[int]]) -> list[str]:
     """The texts of an ordinary engine; where they depend on how tokens were computed, those of two
     engines of this version, which ``test_families.py`` compares with ordinary ones.
     """
     if model.steady:
-        return texts(engines(ORDINARY, 0), *prompts, max_tokens=16)
-    return handed_over(model, engines(HERE, 0), engines(HERE, 1), prompts)
+        return texts(engines(ORDINARY), *prompts, max_tokens=16)
+    return handed_over(model, engines(HERE), engines(HERE, 1), prompts)
 
 
 def handed_over(
