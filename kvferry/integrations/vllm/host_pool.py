@@ -47,10 +47,11 @@ class HostPool:
         pages: number of host pages.
         device: the device of the caches.
         enter: called first on each of the pool's threads.
-        pin: whether the memory is to be pinned.
+        pin: whether the memory is to be pinned; if that fails, a warning is logged.
 
     Attributes:
         region: the pool's memory; ``None`` if the cache has no fields.
+        is_pinned: whether it is pinned.
 
     Raises:
         ConfigError: the memory cannot be allocated, or the device's memory cannot be copied.
@@ -68,6 +69,7 @@ class HostPool:
         pin: bool = False,
     ) -> None:
         self._memory = _allocate(form.page_bytes * pages, pin=pin)
+        self.is_pinned = pin and self._memory.is_pinned()
         self.region: Region | None = region_of(self._memory) if len(self._memory) else None
         storages = {region_of(tensor): storage_of(tensor) for tensor in caches}
         self._copier: _Copier
@@ -341,7 +343,7 @@ def _device_copier(
 
 
 def _allocate(nbytes: int, *, pin: bool) -> torch.Tensor:
-    """Return host memory.
+    """Return host memory, pinned if that is wanted and can be had.
 
     Raises:
         ConfigError: there is too little.
@@ -351,10 +353,18 @@ def _allocate(nbytes: int, *, pin: bool) -> torch.Tensor:
     try:
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=pin and nbytes > 0)
     except (RuntimeError, MemoryError) as exc:
-        raise ConfigError(
-            f"staging_bytes: {nbytes} bytes of {'pinned ' if pin else ''}host memory cannot be "
-            f"allocated ({exc}); set fewer, or raise the limit on locked memory"
-        ) from exc
+        if not pin:
+            raise ConfigError(
+                f"staging_bytes: {nbytes} bytes of host memory cannot be allocated ({exc}); set "
+                "fewer"
+            ) from exc
+        logger.warning(
+            "%d bytes of host memory cannot be pinned (%s), so copies to and from the device are "
+            "slower: raise the limit on locked memory (ulimit -l), or set a smaller staging_bytes",
+            nbytes,
+            exc,
+        )
+    return _allocate(nbytes, pin=False)
 
 
 def _word_bytes(form: HostPageFormat) -> int:

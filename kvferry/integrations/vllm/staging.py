@@ -112,13 +112,12 @@ def stage(
 
     form = HostPageFormat.of(cache)
     count = page_count(form, config, pages=pages, largest=largest, uses=uses)
-    pin = is_pin_memory_available()
-    pool = HostPool(caches, form, count, device=device, enter=enter, pin=pin)
+    pool = HostPool(caches, form, count, device=device, enter=enter, pin=is_pin_memory_available())
     logger.info(
         "pages are handed over by way of host memory: %d host pages of %d bytes%s",
         count - 1,
         form.page_bytes,
-        ", pinned" if pin else "",
+        ", pinned" if pool.is_pinned else "",
     )
     return StagedCache(layout=form.layout(pool.region, count), pool=pool, pages=count)
 

@@ -257,6 +257,27 @@ def test_copies_of_both_directions_do_not_wait_for_each_other(
     pool.close()
 
 
+def test_memory_that_cannot_be_pinned_is_used_with_a_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    import torch
+
+    real = torch.empty
+
+    def refuse(*shape: Any, pin_memory: bool = False, **options: Any) -> torch.Tensor:
+        if pin_memory:
+            raise RuntimeError("cudaHostAlloc failed")
+        return real(*shape, **options)
+
+    tensors = caches("float32", (0, 1, 2, 3, 4))
+    monkeypatch.setattr(torch, "empty", refuse)
+    pool, _, _ = pool_of(tensors, "cpu", pin=True)
+    assert not pool.is_pinned
+    assert "cannot be pinned (cudaHostAlloc failed)" in caplog.text
+    await_passed(pool.out([1], [2]))
+    pool.close()
+
+
 def test_memory_that_cannot_be_had_is_refused_with_the_setting(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -265,12 +286,11 @@ def test_memory_that_cannot_be_had_is_refused_with_the_setting(
     from kvferry.integrations.vllm.config import ConfigError
 
     def refuse(*shape: object, **options: object) -> object:
-        assert options["pin_memory"] is True
-        raise RuntimeError("cudaHostAlloc failed")
+        raise RuntimeError("no memory")
 
     tensors = caches("float32", (0, 1, 2, 3, 4))
     monkeypatch.setattr(torch, "empty", refuse)
-    with pytest.raises(ConfigError, match=r"staging_bytes: \d+ bytes of pinned .*; set fewer"):
+    with pytest.raises(ConfigError, match=r"staging_bytes: \d+ bytes of host memory .*; set fewer"):
         pool_of(tensors, "cpu", pin=True)
 
 
