@@ -260,7 +260,7 @@ def test_rehearsal_of_all_steps(tmp_path: Path) -> None:
     done = check("--rehearse", "--limit", "1500", "--out", str(tmp_path))
     assert done.returncode == 0, done.stdout + (tmp_path / "log.txt").read_text(encoding="utf-8")
     record = json.loads((tmp_path / "results.json").read_text(encoding="utf-8"))
-    assert len(record["steps"]) == 14
+    assert len(record["steps"]) == 15
     assert not record["failed"]
     [kill] = next(
         one["tables"]["8,192 copies, peer killed"]
