@@ -1,9 +1,14 @@
-"""Copies between a cache and pinned host pages, against a reference, and behind a long kernel."""
+"""Copies between a cache and host pages, against a reference, and behind a long kernel.
+
+Each way with pinned and with unpinned host pages; the CPU's memory is not pinned in a rehearsal.
+**It has never run on a GPU.**
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import closing
 from typing import Any
 
 import numpy as np
@@ -13,7 +18,15 @@ from kvferry.core.layout.paged_layout import paged_layout
 from kvferry.integrations.vllm.host_pool import HostPool
 
 from .devices import Device
-from .outcome import Outcome, Settings, Stopwatch, median, milliseconds
+from .outcome import (
+    Outcome,
+    Settings,
+    Stopwatch,
+    TableRow,
+    gigabytes_per_second,
+    median,
+    milliseconds,
+)
 
 KERNEL_SECONDS = 1.0
 MOST_OF_KERNEL = 0.5
@@ -33,34 +46,41 @@ def run(settings: Settings) -> Outcome:
     caches = [_cache(device, blocks, layer) for layer in range(LAYERS)]
     tensors = {str(layer): cache for layer, cache in enumerate(caches)}
     form = HostPageFormat.of(paged_layout(tensors, ("page", "token", "element")))
-    pool = HostPool(
-        caches,
-        form,
-        blocks // 2,
-        device=device.torch.device(device.name),
-        enter=device.enter,
-        pin=device.is_cuda,
-    )
-    work = _Work(device, pool, caches, blocks)
+    rows = list[TableRow]()
+    for pin in (True, False) if device.is_cuda else (False,):
+        pool = HostPool(
+            caches,
+            form,
+            blocks // 2,
+            device=device.torch.device(device.name),
+            enter=device.enter,
+            pin=pin,
+        )
+        with closing(pool):
+            work = _Work(device, pool, caches, blocks, pin=pin)
+            rows += _rows(work, outcome)
+            if pin:
+                _check_beside_kernel(device, work, outcome)
+    if not device.is_cuda:
+        outcome.notes.append("No kernel runs beside it on a CPU, and nothing is pinned.")
+    outcome.tables["staging"] = rows
+    return outcome
+
+
+def _rows(work: _Work, outcome: Outcome) -> Iterator[TableRow]:
+    """Copy again and again, and yield a row for each way."""
     alone = [work.both_ways(outcome) for _ in range(ROUNDS)]
-    nbytes = work.count * form.page_bytes
     for index, way in enumerate(("to host pages", "from host pages")):
         seconds = [each[index] for each in alone]
-        row: dict[str, str | int | float] = {
+        yield {
             "way": way,
-            "MiB": nbytes >> 20,
+            "memory": "pinned" if work.pin else "unpinned",
+            "MiB": work.nbytes >> 20,
             "first ms": milliseconds(seconds[0]),
             "median ms": milliseconds(median(seconds)),
-            "GB/s": float(f"{nbytes / median(seconds) / 1e9:.3g}"),
-            "plain copy GB/s": float(f"{nbytes / work.plain(index) / 1e9:.3g}"),
+            "GB/s": gigabytes_per_second(work.nbytes, median(seconds)),
+            "plain copy GB/s": gigabytes_per_second(work.nbytes, work.plain(index)),
         }
-        outcome.tables.setdefault("staging", []).append(row)
-    if device.is_cuda:
-        _check_beside_kernel(device, work, outcome)
-    else:
-        outcome.notes.append("No kernel runs beside it on a CPU.")
-    pool.close()
-    return outcome
 
 
 def _check_beside_kernel(device: Device, work: _Work, outcome: Outcome) -> None:
@@ -86,9 +106,12 @@ def _cache(device: Device, blocks: int, layer: int) -> Any:
 class _Work:
     """Half of the blocks, to host pages and from there to the other half, in random order."""
 
-    def __init__(self, device: Device, pool: HostPool, caches: list[Any], blocks: int) -> None:
+    def __init__(
+        self, device: Device, pool: HostPool, caches: list[Any], blocks: int, *, pin: bool
+    ) -> None:
         order = np.random.default_rng(0).permutation(blocks)
-        self.count = blocks // 2
+        self.count, self.pin = blocks // 2, pin
+        self.nbytes = self.count * LAYERS * ROW_WORDS * 4
         self._device, self._pool, self._caches = device, pool, caches
         self._from, self._to = order[: self.count].tolist(), order[self.count :].tolist()
         self._pages = np.random.default_rng(1).permutation(self.count).tolist()
@@ -115,9 +138,9 @@ class _Work:
 
     def plain(self, way: int) -> float:
         """Return the seconds of a plain copy of as many contiguous bytes."""
-        torch, words = self._device.torch, self.count * LAYERS * ROW_WORDS
+        torch, words = self._device.torch, self.nbytes // 4
         there = torch.zeros(words, dtype=torch.int32, device=self._device.name)
-        here = torch.zeros(words, dtype=torch.int32, pin_memory=self._device.is_cuda)
+        here = torch.zeros(words, dtype=torch.int32, pin_memory=self.pin)
         target, source = (here, there) if way == 0 else (there, here)
         seconds = []
         for _ in range(ROUNDS):

@@ -194,9 +194,9 @@ def test_rehearsal_of_staging_copies_both_ways(tmp_path: Path) -> None:
     done = check("--rehearse", "--only", "staging", "--out", str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
     [result] = json.loads((tmp_path / "results.json").read_text(encoding="utf-8"))["steps"]
-    assert [row["way"] for row in result["tables"]["staging"]] == [
-        "to host pages",
-        "from host pages",
+    assert [(row["way"], row["memory"]) for row in result["tables"]["staging"]] == [
+        ("to host pages", "unpinned"),
+        ("from host pages", "unpinned"),
     ]
 
 
