@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
 
-from .defaults import DRIVERS, SUITE_SECONDS, TOTAL_SECONDS
+from .defaults import DRIVERS, OVER_TCP, SUITE_SECONDS, TOTAL_SECONDS
 
 NOTHING, INTERRUPTED = 3, 130
 """Exit statuses: this machine can run nothing; Ctrl-C."""
@@ -64,17 +64,17 @@ def _check(options: argparse.Namespace) -> int:
     from .outcome import Stopwatch
     from .report import RunReport
     from .runner import StepResult, run_step
-    from .steps import all_steps
+    from .steps import all_steps, named_steps
 
-    steps = [
-        step
-        for step in all_steps(
-            rehearse=options.rehearse,
-            drivers=options.driver or DRIVERS,
-            suite_seconds=options.suite_seconds,
-        )
-        if not options.only or step.name.startswith(tuple(options.only))
-    ]
+    steps = all_steps(
+        rehearse=options.rehearse,
+        drivers=options.driver or DRIVERS,
+        suite_seconds=options.suite_seconds,
+    )
+    if options.only:
+        over_tcp = options.driver or OVER_TCP
+        steps += named_steps(rehearse=options.rehearse, drivers=over_tcp)
+        steps = [step for step in steps if step.name.startswith(tuple(options.only))]
     device = Device("cpu" if options.rehearse else "cuda:0").describe()
     options.out.mkdir(parents=True, exist_ok=True)
     if not steps:
@@ -114,7 +114,10 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_check", description=__doc__)
     parser.add_argument("--rehearse", action="store_true", help="on CPU memory, with small sizes")
     parser.add_argument(
-        "--only", action="append", metavar="STEP", help="a step, or how the names of some begin"
+        "--only",
+        action="append",
+        metavar="STEP",
+        help="a step, or how the names of some begin; staged-nixl runs only so",
     )
     parser.add_argument("--driver", action="append", help="default: nixl and ucx")
     parser.add_argument(

@@ -6,5 +6,8 @@ TOTAL_SECONDS = 590.0
 DRIVERS = ("nixl", "ucx")
 """The drivers that are checked by default."""
 
+OVER_TCP = ("nixl",)
+"""Those of them that read GPU memory over tcp; ucx refuses to."""
+
 SUITE_SECONDS = 52.0
 """For each run of the suite: afterwards, no further test begins."""

@@ -26,11 +26,16 @@ from kvferry import (
     Ticket,
     create_transport,
 )
+from kvferry.core.layout.host_page_format import HostPageFormat
 from kvferry.core.lifecycle.digest import digest
 from kvferry.core.lifecycle.holds import RequestId, random_incarnation
+from kvferry.core.lifecycle.host_pages import HostPages, Reservation
+from kvferry.core.lifecycle.staging import PageCopy
 from kvferry.core.messages import RankPayload
 from kvferry.core.metrics import LoadRecord
+from kvferry.core.planner.zeroing import zero_cpu
 from kvferry.core.side_channel_messages import encode
+from kvferry.integrations.vllm.host_pool import HostPool
 from kvferry.integrations.vllm.zeroing import device_zero_function
 
 from .caches import Cache, CacheShape
@@ -53,9 +58,12 @@ class Engine:
         device: where the cache lies.
         shape: the shape of the cache.
         name: the engine's id.
+        staged: whether peers get host pages instead of the cache; pinned ones on a GPU.
     """
 
-    def __init__(self, driver: str, device: Device, shape: CacheShape, name: str) -> None:
+    def __init__(
+        self, driver: str, device: Device, shape: CacheShape, name: str, *, staged: bool = False
+    ) -> None:
         device.enter()
         self.device = device
         self.entered = EnterLog(device)
@@ -63,15 +71,31 @@ class Engine:
         self.stream = device.new_stream()
         self.cache = Cache(device, shape)
         self._stack = ExitStack()
+        layout, zero = self.cache.layout, device_zero_function([self.cache.tensor])
+        self._host_pages = HostPages(range(1, shape.pages), patience=LOAD_SECONDS)
+        self._pool: HostPool | None = None
+        if staged:
+            form = HostPageFormat.of(layout)
+            self._pool = HostPool(
+                [self.cache.tensor],
+                form,
+                shape.pages,
+                device=device.torch.device(device.name),
+                enter=self.entered,
+                pin=device.is_cuda,
+            )
+            self._stack.callback(self._pool.close)
+            layout, zero = form.layout(self._pool.region, shape.pages), zero_cpu
         self.endpoint = Endpoint(
             identity=Identity(engine=name, incarnation=random_incarnation()),
             driver=driver,
             transport=create_transport(driver, enter=self.entered),
-            layout=self.cache.layout,
+            layout=layout,
             slots=shape.pages,
             options=OPTIONS,
-            zero=device_zero_function([self.cache.tensor]),
+            zero=zero,
             enter=self.entered,
+            copies=self._pool,
         )
         self._stack.callback(self.endpoint.close)
         self.endpoint.join([self.endpoint.payload])
@@ -109,11 +133,13 @@ class Engine:
             KVFerryError: the load failed.
         """
         request = RequestId(ticket.request)
+        copy = self._host_copy(request, pages)
         load = Load(
             request=request,
             ticket=ticket,
             ranges=((0, ticket.tokens),),
-            local=(Pages(ids=np.array(pages, dtype=np.int64)),),
+            local=(Pages(ids=np.array(copy.pages if copy else pages, dtype=np.int64)),),
+            copy=copy,
         )
         self.endpoint.load(load, passed)
         while True:
@@ -121,16 +147,28 @@ class Engine:
             results = self.endpoint.results()
             if request in results.received:
                 break
+        self._host_pages.give_back(request)
         if request in results.failed:
             raise results.failed[request]
         return next(record for record in results.loads if record.request == request)
+
+    def _host_copy(self, request: RequestId, pages: Sequence[int]) -> PageCopy | None:
+        """Take host pages for a request; ``None`` if the engine is not staged."""
+        if self._pool is None:
+            return None
+        taken = self._host_pages.take(request, len(pages))
+        if taken is None:
+            raise RuntimeError(f"{len(pages)} of {self._host_pages.total} host pages are not free")
+        return PageCopy(blocks=tuple(pages), pages=taken)
 
 
 class ServingEngine(Engine):
     """An engine that serves its cache to others: it has a side channel and makes tickets."""
 
-    def __init__(self, driver: str, device: Device, shape: CacheShape, name: str) -> None:
-        super().__init__(driver, device, shape, name)
+    def __init__(
+        self, driver: str, device: Device, shape: CacheShape, name: str, *, staged: bool = False
+    ) -> None:
+        super().__init__(driver, device, shape, name, staged=staged)
         payload: RankPayload = self.endpoint.payload
         self._holds = SchedulerHolds(shape.pages)
         self._server = HandshakeServer(
@@ -138,7 +176,9 @@ class ServingEngine(Engine):
         )
         self._stack.callback(self._server.close)
 
-    def prefill(self, request: str, pages: Sequence[int], seed: int, tokens: int) -> Ticket:
+    def prefill(
+        self, request: str, pages: Sequence[int], seed: int, tokens: int, *, wait: bool = False
+    ) -> Ticket:
         """Enqueue the writing of a request's pages, and return the ticket for it.
 
         Args:
@@ -146,15 +186,23 @@ class ServingEngine(Engine):
             pages: the pages to fill.
             seed: what the content depends on.
             tokens: how many tokens the request has.
+            wait: whether to wait until the pages are written, and make the ticket then.
         """
         name = RequestId(request)
-        self._take_sent()
+        self._take_ended()
+        while self._pool and self._host_pages.reserve(name, len(pages)) is Reservation.WAITING:
+            self.endpoint.wait(LOAD_SECONDS)
+            self._take_ended()
         hold = self._holds.take_on(name)
         self.endpoint.apply(self._holds.drain())
         with self.device.on(self.stream):
             self.cache.fill(pages, seed, tokens)
             filled = self.device.record()
-        self._holds.ticket(name, OPTIONS.lease, frozenset(pages))
+        if wait:
+            self.device.wait(self.stream)
+        copy = self._host_copy(name, pages)
+        readable = copy.pages if copy else tuple(pages)
+        self._holds.ticket(name, OPTIONS.lease, frozenset(readable), copy=copy)
         self.endpoint.apply(self._holds.drain(), filled)
         if hold is None:
             raise RuntimeError(f"all {self.cache.shape.pages} slots are in use")
@@ -166,16 +214,17 @@ class ServingEngine(Engine):
             host=self._server.host,
             port=self._server.port,
             hold=hold,
-            pages=(tuple(pages),),
+            pages=(readable,),
             first_index=(0,),
             tokens=tokens,
             digest=digest([seed]),
-            computed=True,
+            computed=copy is None and filled(),
         )
 
-    def _take_sent(self) -> None:
-        for request in self.endpoint.results().sent:
-            self._holds.sent(request)
+    def _take_ended(self) -> None:
+        for each in self.endpoint.results().ended:
+            self._host_pages.give_back(each.request)
+            self._holds.sent(each.request)
 
 
 class Producer:
@@ -209,13 +258,15 @@ class Producer:
         self.process.kill()
         self.process.wait()
 
-    def open(self, driver: str, shape: CacheShape) -> None:
+    def open(self, driver: str, shape: CacheShape, *, staged: bool = False) -> None:
         """Make the engine; an earlier one is closed first."""
-        self._ask("open", driver, shape)
+        self._ask("open", driver, shape, staged)
 
-    def prefill(self, request: str, pages: Sequence[int], seed: int, tokens: int) -> Ticket:
+    def prefill(
+        self, request: str, pages: Sequence[int], seed: int, tokens: int, *, wait: bool = False
+    ) -> Ticket:
         """See ``ServingEngine.prefill``."""
-        text: bytes = self._ask("prefill", request, list(pages), seed, tokens)
+        text: bytes = self._ask("prefill", request, list(pages), seed, tokens, wait)
         return msgspec.json.decode(text, type=Ticket)
 
     def contexts(self) -> ContextReport:
@@ -248,15 +299,16 @@ class _Commands:
         self._engine: ServingEngine | None = None
         self._count = 0
 
-    def open(self, driver: str, shape: CacheShape) -> None:
+    def open(self, driver: str, shape: CacheShape, staged: bool) -> None:
         if self._engine is not None:
             self._engine.close()
         self._count += 1
         name = f"producer-{os.getpid()}-{self._count}"
-        self._engine = ServingEngine(driver, self._device, shape, name)
+        self._engine = ServingEngine(driver, self._device, shape, name, staged=staged)
 
-    def prefill(self, request: str, pages: list[int], seed: int, tokens: int) -> bytes:
-        return msgspec.json.encode(self._opened.prefill(request, pages, seed, tokens))
+    def prefill(self, request: str, pages: list[int], seed: int, tokens: int, wait: bool) -> bytes:
+        ticket = self._opened.prefill(request, pages, seed, tokens, wait=wait)
+        return msgspec.json.encode(ticket)
 
     def contexts(self) -> ContextReport:
         return self._opened.entered.report()

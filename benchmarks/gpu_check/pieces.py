@@ -50,7 +50,7 @@ def _measure(
             # Every second page, so that no two lie side by side.
             source, target = (rng.sample(range(1, shape.pages, 2), pages) for _ in range(2))
             tokens = pages * PAGE_TOKENS
-            ticket = producer.prefill(f"request-{number}", source, number, tokens)
+            ticket = producer.prefill(f"request-{number}", source, number, tokens, wait=True)
             expected = engine.cache.expected(source, number, tokens)
             index = engine.cache.index(target)
             records.append(engine.load(ticket, target, engine.poison(target)))

@@ -21,6 +21,7 @@ SECONDS = {
     "staging": (20.0, 60.0),
     "pieces": (25.0, 60.0),
     "bench": (35.0, 75.0),
+    "staged": (120.0, 500.0),
 }
 """How many seconds a step may need if nothing hangs, and after how many it is ended, by module; see
 ``_suites`` for the suite."""
@@ -83,6 +84,17 @@ def all_steps(
     ]
     patience = REHEARSAL_PATIENCE if rehearse else 1
     return [replace(step, limit=patience * step.limit) for step in steps]
+
+
+def named_steps(*, rehearse: bool, drivers: Sequence[str]) -> list[Step]:
+    """Return the steps that run only if they are named: there is no time for them among all.
+
+    Args:
+        rehearse: whether they run on CPU memory and with small sizes.
+        drivers: the drivers to check; they must read GPU memory over tcp.
+    """
+    near, far = ("cpu", "cpu") if rehearse else _devices()
+    return list(_each(drivers, "staged", "over tcp, staged beside direct", near, far))
 
 
 def _devices() -> tuple[str, str]:

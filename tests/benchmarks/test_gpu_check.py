@@ -200,6 +200,19 @@ def test_rehearsal_of_staging_copies_both_ways(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.nixl
+@pytest.mark.timeout(600)
+def test_rehearsal_over_tcp_has_staged_beside_direct(tmp_path: Path) -> None:
+    done = check("--rehearse", "--only", "staged", "--out", str(tmp_path))
+    assert done.returncode == 0, done.stdout + done.stderr
+    [result] = json.loads((tmp_path / "results.json").read_text(encoding="utf-8"))["steps"]
+    assert list(result["tables"]) == ["nixl, cpu from cpu, tcp", "nixl, cpu from cpu, tcp, staged"]
+    log = (tmp_path / "log.txt").read_text(encoding="utf-8")
+    assert "tcp/" in log
+    assert "sysv/" not in log
+    assert "cma/" not in log
+
+
 def test_driver_that_does_not_work_fails_its_step_alone(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     only = ("--only", "pieces", "--only", "zeroing")

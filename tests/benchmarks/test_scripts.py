@@ -90,6 +90,17 @@ def test_gpu_script_without_gpu() -> None:
     assert "nothing was measured" in done.stdout or "no GPU was looked for" in done.stdout
 
 
+def test_gpu_script_has_staged_loads_beside_direct_ones(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    found = quick_rows("gpu", tmp_path, "--near=cpu", "--far=cpu", "--driver=loopback", "--staged")
+    direct, staged = (
+        [row["case"] for row in found if row["section"] == f"loopback, cpu from cpu{which}"]
+        for which in ("", ", staged")
+    )
+    assert direct == staged
+    assert len(found) == len(direct) + len(staged)
+
+
 @pytest.mark.usefixtures("no_gpu")
 def test_page_names_the_part_that_cannot_run(tmp_path: Path) -> None:
     (tmp_path / "docs").mkdir()
