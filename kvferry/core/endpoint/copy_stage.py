@@ -19,7 +19,7 @@ from kvferry.core.endpoint.page_copies import PageCopies
 from kvferry.core.endpoint.producer import HoldServer
 from kvferry.core.error_causes import cause_of, on_one_line
 from kvferry.core.errors import CopyError, DeadlineError, KVFerryError
-from kvferry.core.lifecycle.holds import EndedHold, Hold, RequestId
+from kvferry.core.lifecycle.holds import EndedHold, Hold, HoldEnd, RequestId
 from kvferry.core.lifecycle.scheduler_holds import HoldOrders
 from kvferry.core.lifecycle.staging import HoldCopy, PageCopy, StagedHolds, StagedLoads
 from kvferry.core.metrics import COPY_SECONDS, CopyDirection, LoadRecord, Metrics, Stage
@@ -111,7 +111,9 @@ class CopyStage:
         self._patience = patience
         self._holds = StagedHolds()
         self._lock = threading.Lock()
-        """Guards ``_holds``, ``_ended`` and ``_ordered``."""
+        """Guards ``_holds``, ``_failed``, ``_ended`` and ``_ordered``."""
+        self._failed: set[RequestId] = set()
+        """Requests with a hold that is not over, of which the copy has failed."""
         self._ended: dict[RequestId, EndedHold] = {}
         """How holds have ended that are not over."""
         self._ordered: list[_Wait] = []
@@ -201,9 +203,12 @@ class CopyStage:
         """
         with self._lock:
             for each in ended:
-                self._ended[each.request] = each
+                is_revoked = each.end is None and each.request in self._failed
+                end = HoldEnd.REVOKED if is_revoked else each.end
+                self._ended[each.request] = replace(each, end=end)
                 self._holds.ended(each.request)
             over = [self._ended.pop(request) for request in self._holds.take_over()]
+            self._failed.difference_update(each.request for each in over)
             return self._holds.take_sent(), over
 
     # The consumer's side.
@@ -277,7 +282,9 @@ class CopyStage:
             cause_of(error),
             on_one_line(str(error)),
         )
-        self._with_holds(self._holds.failed, order.hold)
+        with self._lock:
+            self._failed.add(order.request)
+            self._holds.failed(order.hold)
 
     def _hold_wait(self, order: HoldCopy, passed: Passed | None) -> _Wait:
         """Return the wait of a hold's copy for the device; its lease ends it."""

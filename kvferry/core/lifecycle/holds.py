@@ -50,8 +50,8 @@ class HoldEnd(enum.StrEnum):
     """The ticket was given up because requests waited for pages, and no consumer gave a sign of
     life."""
     REVOKED = "revoked"
-    """The ticket was given up because the engine's caches were reset, or because the ticket must
-    not be used."""
+    """The ticket was given up because the engine's caches were reset, because the ticket must not
+    be used, or because the pages could not be copied to host pages."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

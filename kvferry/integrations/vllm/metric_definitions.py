@@ -55,8 +55,8 @@ class HoldOutcome(enum.StrEnum):
     """The hold was ended because requests waited for blocks, and no decode engine gave a sign of
     life."""
     REVOKED = "revoked"
-    """The hold was ended by a reset of the prefix cache, or because the engine had loaded another
-    LoRA adapter than the ticket's."""
+    """The hold was ended by a reset of the prefix cache, because the engine had loaded another LoRA
+    adapter than the ticket's, or because the pages could not be copied to host pages."""
     REFUSED = "refused"
     """No ticket was made; ``NoTicket`` has the reasons."""
 

@@ -12,7 +12,7 @@ import pytest
 from kvferry.core.endpoint import EndpointOptions
 from kvferry.core.error_causes import Cause, cause_of
 from kvferry.core.errors import CopyError, DeadlineError, EndpointClosedError, StaleError
-from kvferry.core.lifecycle.holds import RequestId
+from kvferry.core.lifecycle.holds import HoldEnd, RequestId
 from kvferry.core.lifecycle.scheduler_holds import HoldOrders
 from kvferry.core.lifecycle.staging import PageCopy
 from kvferry.core.metrics import COPY_SECONDS, FAILURES, STAGE_SECONDS, CopyDirection, Stage
@@ -168,6 +168,7 @@ def test_a_hold_ends_whose_copy_fails(when: str) -> None:
         ticket = prefill.serve("p-1", BLOCKS, TOKENS)
         results = until(prefill.ranks[0].endpoint, lambda r: bool(r.ended))
         assert results.sent == {"p-1"}
+        assert [hold.end for hold in results.ended] == [HoldEnd.REVOKED]
         decode.pull("d-1", ticket, [8, 9])
         assert isinstance(decode.outcome("d-1").failed[RequestId("d-1")], StaleError)
         assert_untouched(decode)
