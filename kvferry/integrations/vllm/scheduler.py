@@ -101,6 +101,7 @@ class FerryScheduler:
         self._rooms = Rooms()
         self._transfer = transfer
         is_staged = staging.is_staged(transfer, self._config, vllm_config.device_config.device_type)
+        staging.warn_of_ignored_settings(transfer, is_staged=is_staged)
         self._producer = Producer(
             groups,
             metrics=self._metrics,

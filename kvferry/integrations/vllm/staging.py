@@ -75,6 +75,23 @@ def is_staged(transfer: KVTransferConfig, config: Config, device: str) -> bool:
     return config.staging or configured != device
 
 
+def warn_of_ignored_settings(transfer: KVTransferConfig, *, is_staged: bool) -> None:
+    """Log at start which settings were set and have no effect.
+
+    Args:
+        transfer: vLLM's configuration of the connector.
+        is_staged: Whether the cache is staged.
+    """
+    if is_staged:
+        keys = ("max_held_fraction",)
+        why = "the cache is staged, and its host pages (staging_bytes) limit what is held"
+    else:
+        keys = ("staging_bytes", "staging_timeout")
+        why = "the cache is not staged; set kv_buffer_device 'cpu' to stage that of an accelerator"
+    if ignored := [key for key in keys if key in transfer.kv_connector_extra_config]:
+        logger.warning("ignored: %s, since %s", " and ".join(ignored), why)
+
+
 def uses(transfer: KVTransferConfig) -> int:
     """Return for how many uses an engine's host pages are: for holds, for loads, or both."""
     return int(transfer.is_kv_producer) + int(transfer.is_kv_consumer)

@@ -41,6 +41,7 @@ def make_transport(
     ]
     raise ConfigError(
         f"driver {config.driver!r} cannot reach {', '.join(missing)} memory, where this engine's "
-        f"cache is. Set driver to one that can; of the installed ones: "
+        "cache is: set kv_buffer_device 'cpu', which hands pages over by way of host memory, or "
+        "driver to one that can; of the installed ones: "
         f"{', '.join(able) or 'none; kvferry drivers lists them, and why one does not work'}"
     )

@@ -325,6 +325,29 @@ def test_another_device_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
+    ("is_staged", "warning"),
+    [
+        (True, "ignored: max_held_fraction, since the cache is staged"),
+        (False, "ignored: staging_bytes and staging_timeout, since the cache is not"),
+    ],
+)
+def test_ignored_settings_are_warned_of(
+    caplog: pytest.LogCaptureFixture, is_staged: bool, warning: str
+) -> None:
+    own = transfer()
+    staging.warn_of_ignored_settings(own, is_staged=is_staged)
+    assert not caplog.records
+    own.kv_connector_extra_config = {
+        "max_held_fraction": 1.0,
+        "staging_bytes": 1 << 30,
+        "staging_timeout": 5.0,
+    }
+    staging.warn_of_ignored_settings(own, is_staged=is_staged)
+    [record] = caplog.records
+    assert warning in record.getMessage()
+
+
+@pytest.mark.parametrize(
     ("role", "holds", "loads"),
     [("kv_producer", 10, 0), ("kv_consumer", 0, 10), ("kv_both", 5, 5)],
 )

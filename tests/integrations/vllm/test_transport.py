@@ -56,6 +56,7 @@ def test_driver_that_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError) as raised:
         make_transport(Config(), {"cuda"})
     assert "driver 'loopback' cannot reach cuda memory" in str(raised.value)
+    assert "set kv_buffer_device 'cpu'" in str(raised.value)
     assert str(raised.value).endswith("of the installed ones: rdma")
 
 
