@@ -258,6 +258,34 @@ def test_holds_by_outcome_and_share_of_limit_are_shown() -> None:
     assert row == [server.address, "-", "-", "25%", "1", "2", "3", "22"]
 
 
+def test_staging_is_shown_where_an_engine_stages() -> None:
+    staged = b"".join(
+        b'vllm:kvferry_host_pages{engine="0",use="%s"} %d\n'
+        b'vllm:kvferry_host_pages_used{engine="0",use="%s"} %d\n' % (use, pages, use, used)
+        for use, pages, used in ((b"holds", 40, 10), (b"loads", 40, 30))
+    )
+    copied = b'vllm:kvferry_peer_seconds_total{engine="0",peer="prefill-0",stage="copy"} 0.06\n'
+    prefill = recorded("prefill", 2) + staged
+    with (
+        MetricsServer(recorded("decode", 1), recorded("decode", 3) + copied) as decode,
+        MetricsServer(prefill) as other,
+    ):
+        loading, holding = once(decode.address, other.address)
+    assert loading["pulls"][0]["seconds_per_pull"]["copy"] == pytest.approx(0.02)
+    assert (loading["host_pages_used"], holding["host_pages_used"]) == (None, 0.75)
+    assert holding["holds"]["share_of_cache"] is None
+    with (
+        MetricsServer(recorded("decode", 1), recorded("decode", 3) + copied) as decode,
+        MetricsServer(prefill) as other,
+    ):
+        lines = screen(decode.address, other.address).splitlines()
+    assert max(map(len, lines)) <= 100
+    assert any(line.endswith(" fence   copy") for line in map(str.rstrip, lines))
+    [pulls] = [line.split() for line in lines if "process_vm" in line]
+    assert pulls[-1] == "20"
+    assert any(line.startswith(other.address) and line.endswith(" 75%") for line in lines)
+
+
 def test_engines_of_one_page_are_told_apart() -> None:
     page = b"".join(
         b'vllm:kvferry_loads_total{engine="%d"} 1\nvllm:num_requests_running{engine="%d"} %d\n'

@@ -47,9 +47,10 @@ class HoldsReport:
     """What a prefill engine holds for others.
 
     Attributes:
-        pages: How many of its blocks.
-        share_of_cache: The same as a share of all blocks.
-        share_of_limit: The same as a share of the blocks that may be held.
+        pages: How many of its blocks, or of its host pages.
+        share_of_cache: The same as a share of all blocks; ``None`` if the cache is staged, because
+            host pages are held then, and no blocks.
+        share_of_limit: The same as a share of the blocks that may be held, or of the host pages.
         outcomes: Holds by outcome.
     """
 
@@ -88,6 +89,8 @@ class EngineReport:
         failed_loads: Requests whose load failed.
         peers_up, peers_down: Prefill engines; of ranks that differ, the largest number.
         quarantined_pages: Pages that are not reused because a failed load may still write them.
+        host_pages_used: The share of its host pages that requests have reserved or use, if its
+            cache is staged. Of those for holds and those for loads, the larger share.
         pulls: What is pulled from each prefill engine, the most bytes first.
         holds: What it holds for others.
         problems: What went wrong since it started, the most recent first.
@@ -105,6 +108,7 @@ class EngineReport:
     peers_up: float | None = None
     peers_down: float | None = None
     quarantined_pages: float | None = None
+    host_pages_used: float | None = None
     pulls: list[PeerPulls] = field(default_factory=list)
     holds: HoldsReport | None = None
     problems: list[ProblemCount] = field(default_factory=list)
@@ -131,6 +135,7 @@ def engine_report(name: str, change: MetricsChange) -> EngineReport:
         peers_up=change.largest("peers_up"),
         peers_down=change.largest("peers_down"),
         quarantined_pages=change.value("quarantined_pages"),
+        host_pages_used=_host_pages_used(change),
         pulls=sorted(_pulls(change), key=lambda pull: -(pull.bytes_per_second or 0.0)),
         holds=_holds(change),
         problems=sorted(
@@ -165,6 +170,19 @@ def _pulls(change: MetricsChange) -> Iterator[PeerPulls]:
         )
 
 
+def _host_pages_used(change: MetricsChange) -> float | None:
+    """Return the share of an engine's host pages that is used; ``None`` if it has none."""
+    used = change.counted("host_pages_used", "use")
+    return max(
+        (
+            used[use].total / pages.total
+            for use, pages in change.counted("host_pages", "use").items()
+            if pages.total and use in used
+        ),
+        default=None,
+    )
+
+
 def _holds(change: MetricsChange) -> HoldsReport | None:
     """Return what an engine holds for others; ``None`` if it is not known to have held anything."""
     counted = change.counted("holds_total", "outcome")
@@ -173,7 +191,11 @@ def _holds(change: MetricsChange) -> HoldsReport | None:
         return None
     return HoldsReport(
         pages=pages,
-        share_of_cache=_share(pages, change.label(CACHE_CONFIG, "num_gpu_blocks")),
+        share_of_cache=(
+            None
+            if change.value("host_pages")
+            else _share(pages, change.label(CACHE_CONFIG, "num_gpu_blocks"))
+        ),
         share_of_limit=change.largest("held_fraction"),
         outcomes={outcome: one for (outcome,), one in counted.items()},
     )

@@ -27,7 +27,9 @@ STAGE_HEADINGS = {
     Stage.POST: "\npost",
     Stage.TRANSFER: "trans-\nfer",
     Stage.FENCE: "\nfence",
+    Stage.COPY: "\ncopy",
 }
+"""The heading of each stage; that of the copy is left out if no engine shown stages its cache."""
 
 
 def tables(engines: Sequence[EngineReport], *, once: bool = False) -> RenderableType:
@@ -92,9 +94,11 @@ def _engines(engines: Sequence[EngineReport]) -> Table:
         ("quaran-\ntined", 7),
     ):
         table.add_column(heading, justify="right", width=width, no_wrap=True)
+    if any(engine.host_pages_used is not None for engine in engines):
+        table.add_column("host\npages", justify="right", width=5, no_wrap=True)
     for engine in engines:
         if engine.error is None:
-            table.add_row(_name(engine.name), *_engine_cells(engine))
+            table.add_row(_name(engine.name), *_engine_cells(engine)[: len(table.columns) - 1])
     return table
 
 
@@ -120,18 +124,23 @@ def _engine_cells(engine: EngineReport) -> list[Text]:
         Text(number(engine.peers_up)),
         Text(number(engine.peers_down), style="red" if engine.peers_down else ""),
         Text(number(engine.quarantined_pages), style="red" if engine.quarantined_pages else ""),
+        Text(_percent(engine.host_pages_used)),
     ]
 
 
 def _pulls(engines: Sequence[EngineReport]) -> Table:
     """Return the table with a row per decode engine and prefill engine."""
-    table = _table("\ndecode", 18)
-    table.add_column("from\nprefill", width=12, no_wrap=True, overflow="ellipsis")
+    pulls = [pull for engine in engines for pull in engine.pulls]
+    is_staged = any(Stage.COPY in pull.seconds_per_pull for pull in pulls)
+    stages = [stage for stage in STAGE_HEADINGS if is_staged or stage is not Stage.COPY]
+    table = _table("\ndecode", 15 if is_staged else 18)
+    width = 10 if is_staged else 12
+    table.add_column("from\nprefill", width=width, no_wrap=True, overflow="ellipsis")
     table.add_column("\npath", width=10, no_wrap=True, overflow="ellipsis")
     for heading, width in (
         ("pulls\n/s", 6),
         ("\nMB/s", 6),
-        *((one, 6) for one in STAGE_HEADINGS.values()),
+        *((STAGE_HEADINGS[stage], 6) for stage in stages),
     ):
         table.add_column(heading, justify="right", width=width, no_wrap=True)
     for engine in engines:
@@ -143,7 +152,7 @@ def _pulls(engines: Sequence[EngineReport]) -> Table:
                 _name(", ".join(pull.paths)),
                 number(pull.pulls_per_second),
                 number(None if rate is None else rate / 1e6),
-                *(_milliseconds(pull.seconds_per_pull.get(stage)) for stage in STAGE_HEADINGS),
+                *(_milliseconds(pull.seconds_per_pull.get(stage)) for stage in stages),
             )
         if len(engine.pulls) > MAX_PEERS:
             table.add_row(_name(engine.name), f"{len(engine.pulls) - MAX_PEERS} more")
