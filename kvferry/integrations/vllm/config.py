@@ -75,7 +75,7 @@ class Config:
         max_held_fraction: How much of the cache may be kept for decode, as a fraction of its
             blocks, answers that are kept for the next turn included. Beyond this limit, the pages
             of the oldest tickets are given up, and their requests prefill again. Set a lower limit
-            where clients could pin the cache.
+            where clients could pin the cache. Ignored where the cache is staged.
         bidirectional_kv_xfer: Whether the next turn of a conversation loads, from the engine that
             decoded the last answer, what that engine computed. Set it on both engines, with
             ``kv_role`` "kv_both" (docs/vllm.md, "The second turn").
@@ -89,9 +89,10 @@ class Config:
             the same effect (docs/vllm.md, "Staging").
         staging_bytes: How many bytes of pinned host memory each rank has for that. By default 4
             GiB, or more if a request of ``max_model_len`` tokens needs more, but no more than the
-            cache has.
+            cache has. With ``kv_role`` "kv_both", half of it is for prompts that are prefilled
+            here, and half for loads.
         staging_timeout: For how many seconds a request waits for room in that memory. On prefill it
-            then gets no ticket; on decode its load fails.
+            then gets no ticket; on decode its ticket is refused.
         drain_timeout: For how many seconds a worker that is told to stop waits for decode to read
             the pages that are kept for it. ``vllm serve`` itself ends engines at once; give it
             ``--shutdown-timeout`` (seconds), so that held pages are still served after SIGTERM

@@ -107,13 +107,15 @@ NO_TICKETS = Metric(
 HELD = Metric(
     name="held_pages",
     kind=MetricKind.GAUGE,
-    text="Blocks that are held for other engines, each counted once.",
+    text="Blocks that are held for other engines, each counted once; host pages, if the cache is "
+    "staged.",
 )
 
 HELD_FRACTION = Metric(
     name="held_fraction",
     kind=MetricKind.GAUGE,
-    text="Blocks held for decode, over those that may be held (max_held_fraction of all).",
+    text="Blocks held for decode, over those that may be held: max_held_fraction of all, or all "
+    "host pages.",
 )
 CONVERSATION_PAGES = Metric(
     name="conversation_pages",

@@ -83,10 +83,10 @@ def warn_of_ignored_settings(transfer: KVTransferConfig, *, is_staged: bool) -> 
         is_staged: Whether the cache is staged.
     """
     if is_staged:
-        keys = ("max_held_fraction",)
+        keys = ["max_held_fraction"]
         why = "the cache is staged, and its host pages (staging_bytes) limit what is held"
     else:
-        keys = ("staging_bytes", "staging_timeout")
+        keys = ["staging_bytes", "staging_timeout"]
         why = "the cache is not staged; set kv_buffer_device 'cpu' to stage that of an accelerator"
     if ignored := [key for key in keys if key in transfer.kv_connector_extra_config]:
         logger.warning("ignored: %s, since %s", " and ".join(ignored), why)
