@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,6 +19,8 @@ from kvferry.core.errors import CopyError
 from kvferry.core.layout import Layout
 from kvferry.core.layout.host_page_format import HostPageFormat
 from kvferry.core.layout.paged_layout import paged_layout
+from kvferry.core.memory import region_of
+from tests.gpu import openreg
 from tests.gpu.torch_module import StandInDevices
 
 if TYPE_CHECKING:
@@ -31,8 +34,12 @@ pytestmark = [
 ]
 BLOCKS, PAGES = 9, 6
 SECONDS = 30.0
-KINDS = ("cpu", "cuda", "xla")
-"""Host memory; a device with streams; one that only vLLM's platform can copy."""
+OPENREG = pytest.param("openreg", marks=openreg.NEEDED)
+KINDS = ("cpu", "cuda", "xla", OPENREG)
+"""Host memory; a device with streams; one that only vLLM's platform can copy; PyTorch's own.
+
+``cuda`` and ``xla`` are stand-ins, whose memory is the host's.
+"""
 
 STUCK = """
 import threading
@@ -75,7 +82,7 @@ class Platform:
 
 @pytest.fixture
 def devices(monkeypatch: pytest.MonkeyPatch) -> StandInDevices:
-    """All kinds of devices, whose memory is the host's."""
+    """All kinds of devices."""
     import torch
     import vllm.platforms
 
@@ -84,24 +91,25 @@ def devices(monkeypatch: pytest.MonkeyPatch) -> StandInDevices:
     def module(device: torch.device) -> object:
         if device.type == "xla":
             raise RuntimeError("no module")
-        return stand_in
+        return openreg.module() if device.type == "openreg" else stand_in
 
     monkeypatch.setattr(torch, "get_device_module", module)
     monkeypatch.setattr(vllm.platforms, "current_platform", Platform)
     return stand_in
 
 
-def caches(dtype: str, order: tuple[int, ...]) -> dict[str, torch.Tensor]:
+def caches(dtype: str, order: tuple[int, ...], kind: str = "cpu") -> dict[str, torch.Tensor]:
     """Two layers' K in two storages, of which one has a V, too; (page, token, head, element)."""
     import torch
 
+    memory = openreg.device() if kind == "openreg" else torch.device("cpu")
     shape = (BLOCKS, 4, 2, 3)
 
     def storage(layers: int) -> torch.Tensor:
         sizes = [(layers, *shape)[axis] for axis in order]
         count = int(np.prod(sizes))
-        made = torch.randint(-100, 100, (count,)).to(getattr(torch, dtype)).view(sizes)
-        return made.permute(*np.argsort(order).tolist())
+        made = torch.randint(-100, 100, (count,)).to(getattr(torch, dtype)).to(memory)
+        return made.view(sizes).permute(*np.argsort(order).tolist())
 
     one, other = storage(2), storage(1)
     return {"0.k": one[0], "0.v": one[1], "1.k": other[0]}
@@ -121,21 +129,27 @@ def pool_of(
     return pool, form.layout(pool.region, PAGES), form
 
 
-def page_bytes(layout: Layout, page: int) -> dict[str, bytes]:
-    """The bytes of each field in a page, by memory."""
-    import ctypes
+def pages_of(
+    layout: Layout, count: int, tensors: Iterable[torch.Tensor] = ()
+) -> list[dict[str, bytes]]:
+    """The bytes of each field in each page, by memory; that of tensors is copied whole."""
+    from kvferry.integrations.vllm.device import storage_of
 
-    found = {}
-    for field in layout.fields:
-        first = layout.regions[field.region].address + field.offset + page * field.page_stride
-        steps = [np.arange(dim.extent) * dim.stride for dim in field.dims]
-        places = np.array(first)
-        for step in steps:
-            places = np.add.outer(places, step)
-        found[field.key] = b"".join(
-            ctypes.string_at(int(place), field.unit) for place in places.ravel()
+    memories = {region_of(tensor): storage_of(tensor).cpu().numpy() for tensor in tensors}
+    for region in set(layout.regions) - memories.keys():
+        memories[region] = np.frombuffer(
+            ctypes.string_at(region.address, region.nbytes), dtype=np.uint8
         )
-    return found
+    pages: list[dict[str, bytes]] = [{} for _ in range(count)]
+    for field in layout.fields:
+        places = np.array(field.offset)
+        for dim in field.dims:
+            places = np.add.outer(places, np.arange(dim.extent) * dim.stride)
+        places = np.add.outer(places, np.arange(field.unit))
+        for index, page in enumerate(pages):
+            found = memories[layout.regions[field.region]][places + index * field.page_stride]
+            page[field.key] = found.tobytes()
+    return pages
 
 
 def await_passed(passed: Callable[[], bool]) -> None:
@@ -167,22 +181,21 @@ def test_copies_move_pages_and_nothing_else(
     def search(
         chosen: tuple[list[int], list[int]], back: tuple[list[int], list[int]], order: list[int]
     ) -> None:
-        tensors = caches(dtype, (*order, 4))
-        pool, host, form = pool_of(tensors, kind)
-        cache = form.cache
-        before = [page_bytes(cache, block) for block in range(BLOCKS)]
+        tensors = caches(dtype, (*order, 4), kind)
+        pool, host, form = pool_of(tensors, kind, pin=kind == "openreg")
+        before = pages_of(form.cache, BLOCKS, tensors.values())
         await_passed(pool.out(*chosen))
+        held = pages_of(host, PAGES)
         for block, page in zip(*chosen, strict=True):
-            assert page_bytes(host, page) == before[block]
-        assert [page_bytes(cache, block) for block in range(BLOCKS)] == before
-        held = [page_bytes(host, page) for page in range(PAGES)]
+            assert held[page] == before[block]
+        assert pages_of(form.cache, BLOCKS, tensors.values()) == before
         blocks, pages = back
         await_passed(pool.into(pages, blocks))
-        assert [page_bytes(host, page) for page in range(PAGES)] == held
+        assert pages_of(host, PAGES) == held
         expected = list(before)
         for block, page in zip(*back, strict=True):
             expected[block] = held[page]
-        assert [page_bytes(cache, block) for block in range(BLOCKS)] == expected
+        assert pages_of(form.cache, BLOCKS, tensors.values()) == expected
         pool.close()
 
     search()
@@ -239,6 +252,19 @@ def test_a_copy_that_fails_raises_when_the_device_is_quiet(
     with pytest.raises(CopyError, match="the device cannot copy pages: no memory"):
         await_passed(passed)
     assert time.monotonic() - began >= 0.2
+    pool.close()
+
+
+@pytest.mark.parametrize("kind", ["cpu", OPENREG])
+def test_a_pool_copies_on_after_an_error(devices: StandInDevices, kind: str) -> None:
+    tensors = caches("float32", (0, 1, 2, 3, 4), kind)
+    pool, host, form = pool_of(tensors, kind)
+    for failing in (pool.out([1, BLOCKS], [0, 1]), pool.into([0, 1], [1, BLOCKS])):
+        with pytest.raises(CopyError, match=r"cannot copy pages: .*out of"):
+            await_passed(failing)
+    before = pages_of(form.cache, BLOCKS, tensors.values())
+    await_passed(pool.out([3, 4], [5, 1]))
+    assert [pages_of(host, PAGES)[page] for page in (5, 1)] == before[3:5]
     pool.close()
 
 

@@ -28,6 +28,7 @@ from kvferry.drivers.loopback import LoopbackTransport
 from kvferry.integrations.vllm.cache_groups import CacheGroup, cache_groups
 from kvferry.integrations.vllm.caches.cache_layout import describe
 from kvferry.integrations.vllm.caches.pages import ShardPosition
+from kvferry.integrations.vllm.device import storage_of, work_marker
 from kvferry.integrations.vllm.host_pool import HostPool
 from kvferry.integrations.vllm.rank_position import RankPosition, current_rank_position
 from kvferry.integrations.vllm.staging import StagedCache
@@ -58,6 +59,7 @@ class Shape:
         shares: layers that use another's cache, and whose.
         blocks: how many there are.
         host_pages: how many host pages a rank has, the hole included; 0 where nothing is staged.
+        device: in whose memory the caches are.
     """
 
     tp: int = 1
@@ -77,6 +79,7 @@ class Shape:
     shares: tuple[tuple[str, str], ...] = ()
     blocks: int = 48
     host_pages: int = 0
+    device: str = "cpu"
 
     def setting(self, position: ShardPosition) -> Setting:
         """For a rank's specs."""
@@ -283,7 +286,7 @@ def _rank(
     worker: FerryWorker | UnreadRankWorker = UnreadRankWorker()
     endpoint = None
     layout = describe(caches, config, facts=facts, position=position.shard)
-    staged = _stage(caches, layout, shape.host_pages) if shape.host_pages else None
+    staged = _stage(caches, layout, shape) if shape.host_pages else None
     if not position.replica:
         endpoint = stack.enter_context(
             Endpoint(
@@ -302,7 +305,7 @@ def _rank(
                 copies=None if staged is None else staged.pool,
             )
         )
-        worker = FerryWorker(endpoint, lambda: None, staged=staged)
+        worker = FerryWorker(endpoint, work_marker(_device(shape)), staged=staged)
     return Rank(
         position=position,
         memory=memory,
@@ -312,19 +315,22 @@ def _rank(
     )
 
 
-def _stage(caches: Mapping[str, Any], cache: Layout, pages: int) -> StagedCache:
-    """A pool of so many host pages, full of poison."""
-    import torch
-
-    form = HostPageFormat.of(cache)
-    pool = HostPool(caches.values(), form, pages, device=torch.device("cpu"))
+def _stage(caches: Mapping[str, Any], cache: Layout, shape: Shape) -> StagedCache:
+    """A pool of host pages, full of poison."""
+    form, pages = HostPageFormat.of(cache), shape.host_pages
+    pool = HostPool(caches.values(), form, pages, device=_device(shape))
     if pool.region is not None:
         ctypes.memset(pool.region.address, POISON, pool.region.nbytes)
     return StagedCache(layout=form.layout(pool.region, pages), pool=pool, pages=pages)
 
 
-def _allocate(config: Any, shape: Shape) -> dict[str, Any]:
+def _device(shape: Shape) -> Any:
     import torch
+
+    return torch.device(shape.device)
+
+
+def _allocate(config: Any, shape: Shape) -> dict[str, Any]:
     from vllm.v1.kv_cache_interface import (
         CircularBufferSpec,
         KVCacheLayout,
@@ -341,16 +347,29 @@ def _allocate(config: Any, shape: Shape) -> dict[str, Any]:
         for spec in own
     ]
     order = KVCacheLayout[shape.order]
-    caches: dict[str, Any] = allocate_kv_cache(config, torch.device("cpu"), order, kernels)
+    caches: dict[str, Any] = allocate_kv_cache(config, _device(shape), order, kernels)
     return caches | {user: caches[owner] for user, owner in shape.shares if owner in caches}
 
 
-def _memory(caches: Mapping[str, Any]) -> Bytes:
-    import torch
+def _memory(caches: Mapping[str, Any]) -> Any:
+    memory = storage_of(next(iter(caches.values())))
+    return memory.numpy() if memory.device.type == "cpu" else _DeviceBytes(memory)
 
-    storage = next(iter(caches.values())).untyped_storage()
-    memory: Bytes = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
-    return memory
+
+class _DeviceBytes:
+    """The memory of a device as an array; nothing else may write to it while this does."""
+
+    def __init__(self, memory: Any) -> None:
+        self._memory = memory
+
+    def __getitem__(self, places: Any) -> Bytes:
+        found: Bytes = self._memory.cpu().numpy()[places]
+        return found
+
+    def __setitem__(self, places: Any, values: Any) -> None:
+        memory = self._memory.cpu()
+        memory.numpy()[places] = values
+        self._memory.copy_(memory)
 
 
 def _extents(

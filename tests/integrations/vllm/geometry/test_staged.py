@@ -9,6 +9,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from kvferry.core.metrics import COPY_SECONDS
+from tests.gpu import openreg
 from tests.integrations.vllm.geometry import MARKS
 from tests.integrations.vllm.geometry.engine_of_ranks import Shape, runs
 from tests.integrations.vllm.geometry.model import Attention, Latent, Layer, Recurrent
@@ -40,6 +41,25 @@ def test_either_side_may_stage(name: str, staged: str) -> None:
         for side, server in (("producer", prefill), ("consumer", decode)):
             for rank in server.engine.workers:
                 assert copied(rank) == (staged in (side, "both"))
+
+
+@openreg.NEEDED
+@pytest.mark.parametrize("name", MODELS)
+def test_memory_that_the_host_cannot_touch(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """One request at a time: an operator may write bytes that it does not change."""
+    import torch
+
+    device = str(openreg.device())
+    monkeypatch.setattr(torch, "get_device_module", lambda device: openreg.module())
+    layers = MODELS[name]
+    there, here = (
+        Shape(tp=tp, block=block, host_pages=HOST_PAGES, device=device)
+        for tp, block in ((1, 16), (2, 32))
+    )
+    with serving("prefill", layers, there) as prefill, serving("decode", layers, here) as decode:
+        for prompt in ((0, 17), (1, 90), (0, 64), (2, 33)):
+            hand_over(prefill, decode, prompt)
+        assert all(copied(rank) for server in (prefill, decode) for rank in server.engine.workers)
 
 
 def copied(rank: Rank) -> bool:
