@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
-from kvferry.core.errors import DeadlineError, KVFerryError, PeerLostError, StaleError
+from kvferry.core.errors import DeadlineError, KVFerryError, StaleError
 from kvferry.core.lifecycle.holds import (
     NOTHING,
     Hold,
@@ -23,15 +23,14 @@ from kvferry.core.lifecycle.holds import (
     RequestId,
     random_incarnation,
 )
-from kvferry.core.lifecycle.loads import Action, LoadAction, LoadId, Loads, RemoteRank
+from kvferry.core.lifecycle.loads import Action, Loads, RemoteRank
 from kvferry.core.lifecycle.rooms import RoomId, Rooms, room_id
 from kvferry.core.lifecycle.scheduler_holds import HoldOrders, SchedulerHolds
 from kvferry.core.lifecycle.worker_holds import WorkerHolds
 from kvferry.core.messages import Release, decode_notes
-from kvferry.core.side_channel_messages import RoomNews, encode
-from kvferry.core.transport import State
+from kvferry.core.side_channel_messages import RoomNews
 from tests.core.lifecycle.decode_requests import DecodeState
-from tests.core.lifecycle.fabric import Content, Fabric, Link, Message, Transfer, require
+from tests.core.lifecycle.fabric import Content, Fabric, Message, require
 from tests.core.lifecycle.producer import (
     BLOCK,
     LEASE,
@@ -40,12 +39,10 @@ from tests.core.lifecycle.producer import (
     PrefillState,
     tokens_digest,
 )
+from tests.core.lifecycle.reading_rank import Move, Plan, RankLoad, ReadingRank
 
 PAGES = 4
 """Pages of an engine's cache, without the null page."""
-
-Plan = tuple[tuple[RemoteRank, ...], ...]
-Move = Callable[[], None]
 
 
 def _reads(rank: int, *, reads: bool = True) -> RemoteRank:
@@ -58,7 +55,6 @@ PLANS: tuple[Plan, ...] = (
     ((_reads(0),), (_reads(1),)),
     ((_reads(0), _reads(1, reads=False)),),
 )
-"""Per consumer rank, the producer ranks that it reads or notifies."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -366,42 +362,32 @@ class DecodeStep:
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class RankLoad:
-    """A rank's part of a load; ``reads`` are its transfers of pages, by producer rank."""
+class EarlyLoad(RankLoad):
+    """A rank's part of a load, with the newest part of its ticket that the rank has heard."""
 
-    request: DecodeRequest
     part: Part
     is_last: bool
-    reads: dict[int, Transfer] = field(default_factory=dict)
-    told: set[int] = field(default_factory=set)
-    reported: bool = False
+
+    @property
+    def hold(self) -> Hold:
+        return self.part.hold
 
 
-class DecodeRank:
+class DecodeRank(ReadingRank[EarlyLoad]):
     """One rank of the decode engine: its memory, its ``Loads``, and the work of an endpoint."""
 
+    simulation: EarlySimulation
+    unit = BLOCK
+
     def __init__(self, rank: int, simulation: EarlySimulation) -> None:
-        self.rank = rank
-        self.simulation = simulation
-        self.remote_ranks = simulation.plan[rank]
-        self.loads = simulation.components.loads()
-        self.pages: list[dict[int, Content | None]] = [{} for _ in range(PAGES + 1)]
+        super().__init__(rank, simulation, pages=PAGES)
         self.inbox: deque[DecodeStep] = deque()
-        self.pulls: dict[LoadId, RankLoad] = {}
-        self.handshakes: list[LoadId] = []
-        self.transfers: list[Transfer] = []
         self.results: list[tuple[DecodeRequest, KVFerryError | None]] = []
-        self.link = Link()
 
     def moves(self) -> Iterator[Move]:
         if self.inbox:
             yield self.launch
-        for load_id in self.handshakes:
-            yield partial(self.answer, load_id)
-        if any(t.state is not State.PENDING for t in self.transfers):
-            yield self.poll
-        if len(self.loads):
-            yield self.tick
+        yield from super().moves()
 
     def launch(self) -> None:
         """Run a step: begin, extend and abort loads, and report results."""
@@ -409,7 +395,7 @@ class DecodeRank:
         for request, part, is_last in step.parts:
             self._hear_part(request, part, is_last)
         for load_id, pull in self.pulls.items():
-            if pull.request in step.aborts and not pull.reported:
+            if pull.request in step.aborts and not pull.is_over:
                 self.loads.abort(load_id, KVFerryError("given up"))
         step.outputs[self.rank], self.results = self.results, []
         self.perform()
@@ -426,11 +412,11 @@ class DecodeRank:
                 deadline=deadline,
                 early=0 if is_last else len(part.pages) * BLOCK,
             )
-            self.pulls[load_id] = RankLoad(request=request, part=part, is_last=is_last)
+            self.pulls[load_id] = EarlyLoad(request=request, part=part, is_last=is_last)
             self.handshakes.append(load_id)
             return
         pull = self.pulls[found[0]]
-        if pull.reported or pull.is_last:
+        if pull.is_over or pull.is_last:
             return
         pull.part, pull.is_last = part, is_last
         if is_last:
@@ -438,128 +424,16 @@ class DecodeRank:
         else:
             self.loads.extend(found[0], part.hold, len(part.pages) * BLOCK, deadline)
 
-    def answer(self, load_id: LoadId) -> None:
-        self.handshakes.remove(load_id)
-        for page in self.pulls[load_id].request.pages if self.loads.wanted(load_id) else ():
-            self.pages[page] = {}
-        self.loads.handshake_succeeded(load_id, self.remote_ranks, BLOCK)
-        self.perform()
-
-    def tick(self) -> None:
-        self.loads.tick(self.simulation.now)
-        self.perform()
-
-    def poll(self) -> None:
-        """Poll all transfers, then perform the resulting actions."""
-        for transfer in list(self.transfers):
-            [load_id], rank = transfer.loads, transfer.rank
-            error = transfer.error or PeerLostError("lost")
-            if transfer.state is State.FAILING:
-                self.loads.failing(load_id, rank, error)
-            elif transfer.state.final:
-                self.transfers.remove(transfer)
-                if transfer.state is State.FAILED:
-                    self.loads.lost(load_id, rank, error)
-                else:
-                    self._arrived(load_id, transfer)
-        self.perform()
-
-    def _arrived(self, load_id: LoadId, transfer: Transfer) -> None:
-        rank, word = transfer.rank, transfer.words.get(load_id, 0)
-        if transfer.op is LoadAction.READ:
-            self.loads.read(load_id, rank)
-        elif transfer.op is LoadAction.MARK:
-            self.loads.marked(load_id, rank, word)
-        elif transfer.op is LoadAction.CHECK:
-            self.loads.checked(load_id, rank, word)
-        else:
-            self.loads.fenced(load_id, rank, word)
-
-    def perform(self) -> None:
-        while actions := self.loads.take_actions():
-            for action in sorted(actions, key=lambda action: action.op is LoadAction.REPORT):
-                self._perform(action, self.pulls[action.load])
-
-    def _perform(self, action: Action, pull: RankLoad) -> None:
-        if action.op is LoadAction.REPORT:
-            self._report(action, pull)
-        elif action.op is LoadAction.CANCEL:
-            for transfer in self._running(action.load, action.rank):
-                transfer.cancel(action.load)
-        elif action.op in (LoadAction.DONE, LoadAction.ABANDON):
-            require(action.rank not in pull.told, "a rank was told twice")
-            require(not self._running(action.load), "told while bytes may land")
-            pull.told.add(action.rank)
-            if not self.link.broken:
-                abandoned = action.op is LoadAction.ABANDON
-                message = self._message(action.rank, pull, abandoned=abandoned)
-                self.simulation.fabric.messages.append(message)
-        else:
-            self._post(action, pull)
-
-    def _post(self, action: Action, pull: RankLoad) -> None:
-        running = self._running(action.load, action.rank)
-        require(not running, "two transfers of one load from one rank")
-        require(not pull.reported, "a transfer after the report")
-        is_read = action.op is LoadAction.READ
-        transfer = Transfer(
-            op=action.op,
-            link=self.link,
-            rank=action.rank,
-            loads=(action.load,),
-            items=self._items(action, pull) if is_read else [pull.part.hold.slot],
-            take=self._take_page if is_read else partial(self._take_word, action),
-            message=(
-                self._message(action.rank, pull, abandoned=False)
-                if action.op is LoadAction.FENCE
-                else None
-            ),
-        )
-        if action.op is LoadAction.FENCE:
-            require(pull.is_last, "a fence before the ticket")
-            require(pull.reads[action.rank].state is State.DONE, "a fence before the data")
-        if is_read:
-            pull.reads[action.rank] = transfer
-        self.transfers.append(transfer)
-        try:
-            self.simulation.fabric.post(transfer)
-        except PeerLostError as exc:
-            self.transfers.remove(transfer)
-            pull.request.excuses.append("lost")
-            self.loads.lost(action.load, action.rank, exc)
-
-    def _items(self, action: Action, pull: RankLoad) -> list[tuple[int, int]]:
+    def items(self, action: Action, pull: EarlyLoad) -> list[tuple[int, int]]:
         until = len(pull.part.pages) if action.until is None else action.until // BLOCK
         pairs = list(zip(pull.request.pages, pull.part.pages, strict=False))
         return pairs[action.since // BLOCK : until]
 
-    def _take_page(self, item: tuple[int, int], source: int) -> None:
-        page, remote = item
-        self.pages[page][source] = self.simulation.prefill.ranks[source].pages[remote]
+    def check_fence(self, pull: EarlyLoad) -> None:
+        require(pull.is_last, "a fence before the ticket")
 
-    def _take_word(self, action: Action, slot: int, source: int) -> None:
-        rank = self.simulation.prefill.ranks[source]
-        words = rank.watermarks if action.op is LoadAction.MARK else rank.words
-        for transfer in self._running(action.load, action.rank):
-            transfer.words[action.load] = words[slot]
-
-    def _message(self, rank: int, pull: RankLoad, *, abandoned: bool) -> Message:
-        release = Release(
-            incarnation=self.simulation.prefill.incarnation,
-            slot=pull.part.hold.slot,
-            generation=pull.part.hold.generation,
-            engine="decode",
-            rank=self.rank,
-            expected=sum(rank in [r.rank for r in ranks] for ranks in self.simulation.plan),
-            abandoned=abandoned,
-        )
-        return Message(sender="decode", rank=rank, payload=encode([release]), origins=(0,))
-
-    def _report(self, action: Action, pull: RankLoad) -> None:
-        require(not pull.reported, "reported twice by one rank")
-        require(not self._running(action.load), "reported while bytes may land")
-        pull.reported = True
-        request, error = pull.request, action.error
+    def end(self, pull: EarlyLoad, error: KVFerryError | None) -> None:
+        request: DecodeRequest = pull.request
         if error is None:
             require(pull.is_last, "over before the ticket")
             require(request.fits, "another prompt's pages accepted")
@@ -575,30 +449,6 @@ class DecodeRank:
             for remote in self.remote_ranks:
                 got, wanted = self.pages[page].get(remote.rank), request.prompt.content(index)
                 require(got == wanted or not remote.reads, "stale bytes accepted:", got, wanted)
-
-    def _running(self, load_id: LoadId, rank: int | None = None) -> list[Transfer]:
-        return [t for t in self.transfers if load_id in t.loads and rank in (None, t.rank)]
-
-    def may_land(self, pages: tuple[int, ...]) -> bool:
-        """Return whether a byte can still land in any of these pages."""
-        items = [
-            item[0]
-            for transfer in self.transfers
-            if transfer.op is LoadAction.READ and not transfer.state.final
-            for item in transfer.items
-        ]
-        return not set(items).isdisjoint(pages)
-
-    def sever(self, *, failing: bool) -> None:
-        """Break the connection, and make another for later transfers."""
-        for pull in self.pulls.values():
-            pull.request.excuses.append("severed")
-        self.simulation.fabric.sever(self.link, failing=failing)
-        for load_id, pull in self.pulls.items():
-            if not pull.reported:
-                self.loads.abort(load_id, PeerLostError("severed"))
-        self.link = Link()
-        self.perform()
 
 
 class Decode:

@@ -14,28 +14,24 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 
-from kvferry.core.errors import CopyError, DeadlineError, KVFerryError, PeerLostError, StaleError
+from kvferry.core.errors import CopyError, DeadlineError, KVFerryError, StaleError
 from kvferry.core.lifecycle.holds import NOTHING, Hold, RequestId, random_incarnation
 from kvferry.core.lifecycle.host_pages import HostPages, Reservation
-from kvferry.core.lifecycle.loads import Action, LoadAction, LoadId, Loads, RemoteRank
+from kvferry.core.lifecycle.loads import Action, Loads
 from kvferry.core.lifecycle.scheduler_holds import HoldOrders, SchedulerHolds
 from kvferry.core.lifecycle.staging import HoldCopy, PageCopy, StagedHolds, StagedLoads
 from kvferry.core.lifecycle.worker_holds import WorkerHolds
 from kvferry.core.messages import Release, decode_notes
-from kvferry.core.side_channel_messages import encode
-from kvferry.core.transport import State
 from tests.core.lifecycle.decode_requests import DecodeState
 from tests.core.lifecycle.early_engines import PLANS as PLANS
-from tests.core.lifecycle.fabric import Content, Fabric, Link, Message, Transfer, require
+from tests.core.lifecycle.fabric import Content, Fabric, Message, require
 from tests.core.lifecycle.producer import LEASE, LOAD_TIMEOUT, STEPS_AHEAD, PrefillState
+from tests.core.lifecycle.reading_rank import Move, Plan, RankLoad, ReadingRank
 
 BLOCKS = 4
 """Blocks of a device, without the null block."""
 PATIENCE = LEASE / 2
 """Seconds that a request waits for host pages."""
-
-Plan = tuple[tuple[RemoteRank, ...], ...]
-Move = Callable[[], None]
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -373,13 +369,16 @@ class DecodeStep:
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class RankLoad:
-    """A rank's part of a load; ``reads`` are its transfers of pages, by producer rank."""
+class StagedLoad(RankLoad):
+    """A rank's part of a load, or of a "done" without one."""
 
-    request: DecodeRequest
     pulls: bool
-    is_over: bool = False
-    reads: dict[int, Transfer] = field(default_factory=dict)
+
+    @property
+    def hold(self) -> Hold:
+        hold = self.request.prompt.hold
+        assert isinstance(hold, Hold)
+        return hold
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -390,37 +389,27 @@ class DeviceCopy:
     items: list[tuple[int, int]]
 
 
-class DecodeRank:
+class DecodeRank(ReadingRank[StagedLoad]):
     """One rank of the decode engine: its memory, its ``Loads``, and the work of an endpoint."""
 
+    simulation: StagedSimulation
+
     def __init__(self, rank: int, simulation: StagedSimulation) -> None:
-        self.rank, self.simulation = rank, simulation
-        self.remote_ranks = simulation.plan[rank]
-        self.loads = simulation.components.loads()
+        super().__init__(rank, simulation, pages=simulation.pages)
         self.staged = simulation.components.staged_loads()
-        self.pages: list[dict[int, Content | None]] = [{} for _ in range(simulation.pages + 1)]
         self.device_blocks: list[dict[int, Content | None]] = [{} for _ in range(BLOCKS + 1)]
         self.inbox: deque[DecodeStep] = deque()
         self.stream: deque[Callable[[], object]] = deque()
-        self.pulls: dict[LoadId, RankLoad] = {}
         self.requests: dict[RequestId, DecodeRequest] = {}
-        self.handshakes: list[LoadId] = []
-        self.transfers: list[Transfer] = []
         self.copies: list[DeviceCopy] = []
         self.results: list[tuple[DecodeRequest, KVFerryError | None]] = []
-        self.link = Link()
 
     def moves(self) -> Iterator[Move]:
         if self.inbox:
             yield self.launch
         if self.stream:
             yield self.device
-        for load_id in self.handshakes:
-            yield partial(self.answer, load_id)
-        if any(t.state is not State.PENDING for t in self.transfers):
-            yield self.poll
-        if len(self.loads):
-            yield self.tick
+        yield from super().moves()
         for copy in self.copies:
             yield partial(self.copy, copy, 0)
             yield partial(self.copy, copy, -1)
@@ -457,121 +446,20 @@ class DecodeRank:
             reads=pulls,
             deadline=self.simulation.now + LOAD_TIMEOUT,
         )
-        self.pulls[load_id] = RankLoad(request=request, pulls=pulls)
+        self.pulls[load_id] = StagedLoad(request=request, pulls=pulls)
         self.handshakes.append(load_id)
 
-    def answer(self, load_id: LoadId) -> None:
-        self.handshakes.remove(load_id)
-        for page in self.pulls[load_id].request.pages if self.loads.wanted(load_id) else ():
-            self.pages[page] = {}
-        self.loads.handshake_succeeded(load_id, self.remote_ranks)
-        self.perform()
-
-    def tick(self) -> None:
-        self.loads.tick(self.simulation.now)
-        self.perform()
-
-    def poll(self) -> None:
-        """Poll all transfers, then perform the resulting actions."""
-        for transfer in list(self.transfers):
-            [load_id], rank = transfer.loads, transfer.rank
-            error = transfer.error or PeerLostError("lost")
-            if transfer.state is State.FAILING:
-                self.loads.failing(load_id, rank, error)
-            elif transfer.state.final:
-                self.transfers.remove(transfer)
-                if transfer.state is State.FAILED:
-                    self.loads.lost(load_id, rank, error)
-                else:
-                    self._arrived(load_id, transfer)
-        self.perform()
-
-    def _arrived(self, load_id: LoadId, transfer: Transfer) -> None:
-        rank, word = transfer.rank, transfer.words.get(load_id, 0)
-        if transfer.op is LoadAction.READ:
-            self.loads.read(load_id, rank)
-        elif transfer.op is LoadAction.CHECK:
-            self.loads.checked(load_id, rank, word)
-        else:
-            self.loads.fenced(load_id, rank, word)
-
     def perform(self) -> None:
-        while actions := self.loads.take_actions():
-            for action in sorted(actions, key=lambda action: action.op is LoadAction.REPORT):
-                self._perform(action, self.pulls[action.load])
+        super().perform()
         self.copy_pages()
 
-    def _perform(self, action: Action, pull: RankLoad) -> None:
-        if action.op is LoadAction.REPORT:
-            self._end(action, pull)
-        elif action.op is LoadAction.CANCEL:
-            for transfer in self._running(action.load, action.rank):
-                transfer.cancel(action.load)
-        elif action.op in (LoadAction.DONE, LoadAction.ABANDON):
-            if not self.link.broken:
-                abandoned = action.op is LoadAction.ABANDON
-                message = self._message(action.rank, pull, abandoned=abandoned)
-                self.simulation.fabric.messages.append(message)
-        else:
-            self._post(action, pull)
+    def items(self, action: Action, pull: StagedLoad) -> list[tuple[int, int]]:
+        return list(zip(pull.request.pages, pull.request.prompt.pages, strict=True))
 
-    def _post(self, action: Action, pull: RankLoad) -> None:
-        hold, is_read = pull.request.prompt.hold, action.op is LoadAction.READ
-        assert hold is not None
-        items = list(zip(pull.request.pages, pull.request.prompt.pages, strict=True))
-        transfer = Transfer(
-            op=action.op,
-            link=self.link,
-            rank=action.rank,
-            loads=(action.load,),
-            items=items if is_read else [hold.slot],
-            take=self._take_page if is_read else partial(self._take_word, action),
-            message=(
-                self._message(action.rank, pull, abandoned=False)
-                if action.op is LoadAction.FENCE
-                else None
-            ),
-        )
-        if action.op is LoadAction.FENCE:
-            require(pull.reads[action.rank].state is State.DONE, "a fence before the data")
-        if is_read:
-            pull.reads[action.rank] = transfer
-        self.transfers.append(transfer)
-        try:
-            self.simulation.fabric.post(transfer)
-        except PeerLostError as exc:
-            self.transfers.remove(transfer)
-            pull.request.excuses.append("lost")
-            self.loads.lost(action.load, action.rank, exc)
-
-    def _take_page(self, item: tuple[int, int], source: int) -> None:
-        page, remote = item
-        self.pages[page][source] = self.simulation.prefill.ranks[source].pages[remote]
-
-    def _take_word(self, action: Action, slot: int, source: int) -> None:
-        for transfer in self._running(action.load, action.rank):
-            transfer.words[action.load] = self.simulation.prefill.ranks[source].words[slot]
-
-    def _message(self, rank: int, pull: RankLoad, *, abandoned: bool) -> Message:
-        hold = pull.request.prompt.hold
-        assert hold is not None
-        release = Release(
-            incarnation=self.simulation.prefill.incarnation,
-            slot=hold.slot,
-            generation=hold.generation,
-            engine="decode",
-            rank=self.rank,
-            expected=sum(rank in [r.rank for r in ranks] for ranks in self.simulation.plan),
-            abandoned=abandoned,
-        )
-        return Message(sender="decode", rank=rank, payload=encode([release]), origins=(0,))
-
-    def _end(self, action: Action, pull: RankLoad) -> None:
+    def end(self, pull: StagedLoad, error: KVFerryError | None) -> None:
         """End a load into host pages; it is reported when its copy has passed."""
-        require(not self._running(action.load), "over while bytes may land")
-        pull.is_over = True
         if pull.pulls:
-            self.staged.loaded(pull.request.id, action.error)
+            self.staged.loaded(pull.request.id, error)
 
     def copy_pages(self) -> None:
         """Begin the copies that are due, and report the loads that are over."""
@@ -626,30 +514,10 @@ class DecodeRank:
             got = found.get(remote.rank)
             require(got == wanted or not remote.reads, what, got, wanted)
 
-    def _running(self, load_id: LoadId, rank: int | None = None) -> list[Transfer]:
-        return [t for t in self.transfers if load_id in t.loads and rank in (None, t.rank)]
-
     def may_touch(self, request: DecodeRequest) -> bool:
         """Return whether a byte can still land in a request's host pages, or be copied."""
-        pages = {
-            item[0]
-            for transfer in self.transfers
-            if transfer.op is LoadAction.READ and not transfer.state.final
-            for item in transfer.items
-        }
         copied = any(copy.request is request for copy in self.copies)
-        return copied or not pages.isdisjoint(request.pages)
-
-    def sever(self, *, failing: bool) -> None:
-        """Break the connection, and make another for later transfers."""
-        for pull in self.pulls.values():
-            pull.request.excuses.append("severed")
-        self.simulation.fabric.sever(self.link, failing=failing)
-        for load_id, pull in self.pulls.items():
-            if not pull.is_over:
-                self.loads.abort(load_id, PeerLostError("severed"))
-        self.link = Link()
-        self.perform()
+        return copied or self.may_land(request.pages)
 
 
 class Decode:

@@ -53,7 +53,7 @@ SEARCH = settings(
     suppress_health_check=list(HealthCheck),
 )
 FAULT_SEARCH = settings(
-    max_examples=3000,
+    max_examples=10000,
     derandomize=True,
     database=None,
     stateful_step_count=20,

@@ -1,0 +1,225 @@
+"""A consumer rank that carries out the actions of its ``Loads`` on the simulated transport.
+
+What early tickets and staging add to it is in ``early_engines`` and ``staged_simulation``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Generic, TypeVar
+
+from kvferry.core.errors import KVFerryError, PeerLostError
+from kvferry.core.lifecycle.holds import Hold
+from kvferry.core.lifecycle.loads import Action, LoadAction, LoadId, RemoteRank
+from kvferry.core.messages import Release
+from kvferry.core.side_channel_messages import encode
+from kvferry.core.transport import State
+from tests.core.lifecycle.fabric import Content, Link, Message, Transfer, require
+
+Plan = tuple[tuple[RemoteRank, ...], ...]
+"""Per consumer rank, the producer ranks that it reads or notifies."""
+Move = Callable[[], None]
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class RankLoad:
+    """A rank's part of a load.
+
+    Attributes:
+        request: with its ``pages``, and the ``excuses`` for which its load may fail.
+        reads: its transfers of pages, by producer rank.
+        told: the producer ranks that were told "done" or "abandon".
+        is_over: whether ``Loads`` has reported it.
+    """
+
+    request: Any
+    reads: dict[int, Transfer] = field(default_factory=dict)
+    told: set[int] = field(default_factory=set)
+    is_over: bool = False
+
+    @property
+    def hold(self) -> Hold:
+        """The hold whose pages it reads."""
+        raise NotImplementedError
+
+
+RankLoadT = TypeVar("RankLoadT", bound=RankLoad)
+
+
+class ReadingRank(Generic[RankLoadT]):
+    """One consumer rank: the pages that it reads into, its ``Loads``, and what is under way.
+
+    Args:
+        rank: its index.
+        simulation: both engines, and what is between them.
+        pages: how many pages it has, without the null page.
+    """
+
+    unit = 1
+    """As in ``Loads.handshake_succeeded``."""
+
+    def __init__(self, rank: int, simulation: Any, *, pages: int) -> None:
+        self.rank, self.simulation = rank, simulation
+        self.remote_ranks: tuple[RemoteRank, ...] = simulation.plan[rank]
+        self.loads = simulation.components.loads()
+        self.pages: list[dict[int, Content | None]] = [{} for _ in range(pages + 1)]
+        self.pulls: dict[LoadId, RankLoadT] = {}
+        self.handshakes: list[LoadId] = []
+        self.transfers: list[Transfer] = []
+        self.link = Link()
+
+    def moves(self) -> Iterator[Move]:
+        for load_id in self.handshakes:
+            yield partial(self.answer, load_id)
+        if any(t.state is not State.PENDING for t in self.transfers):
+            yield self.poll
+        if len(self.loads):
+            yield self.tick
+
+    def answer(self, load_id: LoadId) -> None:
+        self.handshakes.remove(load_id)
+        for page in self.pulls[load_id].request.pages if self.loads.wanted(load_id) else ():
+            self.pages[page] = {}
+        self.loads.handshake_succeeded(load_id, self.remote_ranks, self.unit)
+        self.perform()
+
+    def tick(self) -> None:
+        self.loads.tick(self.simulation.now)
+        self.perform()
+
+    def poll(self) -> None:
+        """Poll all transfers, then perform the resulting actions."""
+        for transfer in list(self.transfers):
+            [load_id], rank = transfer.loads, transfer.rank
+            error = transfer.error or PeerLostError("lost")
+            if transfer.state is State.FAILING:
+                self.loads.failing(load_id, rank, error)
+            elif transfer.state.final:
+                self.transfers.remove(transfer)
+                if transfer.state is State.FAILED:
+                    self.loads.lost(load_id, rank, error)
+                else:
+                    self._arrived(load_id, transfer)
+        self.perform()
+
+    def _arrived(self, load_id: LoadId, transfer: Transfer) -> None:
+        rank, word = transfer.rank, transfer.words.get(load_id, 0)
+        if transfer.op is LoadAction.READ:
+            self.loads.read(load_id, rank)
+        elif transfer.op is LoadAction.MARK:
+            self.loads.marked(load_id, rank, word)
+        elif transfer.op is LoadAction.CHECK:
+            self.loads.checked(load_id, rank, word)
+        else:
+            self.loads.fenced(load_id, rank, word)
+
+    def perform(self) -> None:
+        while actions := self.loads.take_actions():
+            for action in sorted(actions, key=lambda action: action.op is LoadAction.REPORT):
+                self._perform(action, self.pulls[action.load])
+
+    def _perform(self, action: Action, pull: RankLoadT) -> None:
+        if action.op is LoadAction.REPORT:
+            require(not pull.is_over, "reported twice by one rank")
+            require(not self._running(action.load), "reported while bytes may land")
+            pull.is_over = True
+            self.end(pull, action.error)
+        elif action.op is LoadAction.CANCEL:
+            for transfer in self._running(action.load, action.rank):
+                transfer.cancel(action.load)
+        elif action.op in (LoadAction.DONE, LoadAction.ABANDON):
+            require(action.rank not in pull.told, "a rank was told twice")
+            require(not self._running(action.load), "told while bytes may land")
+            pull.told.add(action.rank)
+            if not self.link.broken:
+                abandoned = action.op is LoadAction.ABANDON
+                message = self._message(action.rank, pull, abandoned=abandoned)
+                self.simulation.fabric.messages.append(message)
+        else:
+            self._post(action, pull)
+
+    def end(self, pull: RankLoadT, error: KVFerryError | None) -> None:
+        """Act on the end of a load."""
+        raise NotImplementedError
+
+    def items(self, action: Action, pull: RankLoadT) -> list[tuple[int, int]]:
+        """Return this rank's page and the producer's for each page that an action reads."""
+        raise NotImplementedError
+
+    def check_fence(self, pull: RankLoadT) -> None:
+        """Check that a load may be fenced."""
+
+    def _post(self, action: Action, pull: RankLoadT) -> None:
+        running = self._running(action.load, action.rank)
+        require(not running, "two transfers of one load from one rank")
+        require(not pull.is_over, "a transfer after the report")
+        is_read, is_fence = action.op is LoadAction.READ, action.op is LoadAction.FENCE
+        if is_fence:
+            self.check_fence(pull)
+            require(pull.reads[action.rank].state is State.DONE, "a fence before the data")
+        transfer = Transfer(
+            op=action.op,
+            link=self.link,
+            rank=action.rank,
+            loads=(action.load,),
+            items=self.items(action, pull) if is_read else [pull.hold.slot],
+            take=self._take_page if is_read else partial(self._take_word, action),
+            message=self._message(action.rank, pull, abandoned=False) if is_fence else None,
+        )
+        if is_read:
+            pull.reads[action.rank] = transfer
+        self.transfers.append(transfer)
+        try:
+            self.simulation.fabric.post(transfer)
+        except PeerLostError as exc:
+            self.transfers.remove(transfer)
+            pull.request.excuses.append("lost")
+            self.loads.lost(action.load, action.rank, exc)
+
+    def _take_page(self, item: tuple[int, int], source: int) -> None:
+        page, remote = item
+        self.pages[page][source] = self.simulation.prefill.ranks[source].pages[remote]
+
+    def _take_word(self, action: Action, slot: int, source: int) -> None:
+        rank = self.simulation.prefill.ranks[source]
+        words = rank.watermarks if action.op is LoadAction.MARK else rank.words
+        for transfer in self._running(action.load, action.rank):
+            transfer.words[action.load] = words[slot]
+
+    def _message(self, rank: int, pull: RankLoadT, *, abandoned: bool) -> Message:
+        release = Release(
+            incarnation=self.simulation.prefill.incarnation,
+            slot=pull.hold.slot,
+            generation=pull.hold.generation,
+            engine="decode",
+            rank=self.rank,
+            expected=sum(rank in [r.rank for r in ranks] for ranks in self.simulation.plan),
+            abandoned=abandoned,
+        )
+        return Message(sender="decode", rank=rank, payload=encode([release]), origins=(0,))
+
+    def _running(self, load_id: LoadId, rank: int | None = None) -> list[Transfer]:
+        return [t for t in self.transfers if load_id in t.loads and rank in (None, t.rank)]
+
+    def may_land(self, pages: tuple[int, ...]) -> bool:
+        """Return whether a byte can still land in any of these pages."""
+        items = [
+            item[0]
+            for transfer in self.transfers
+            if transfer.op is LoadAction.READ and not transfer.state.final
+            for item in transfer.items
+        ]
+        return not set(items).isdisjoint(pages)
+
+    def sever(self, *, failing: bool) -> None:
+        """Break the connection, and make another for later transfers."""
+        for pull in self.pulls.values():
+            pull.request.excuses.append("severed")
+        self.simulation.fabric.sever(self.link, failing=failing)
+        for load_id, pull in self.pulls.items():
+            if not pull.is_over:
+                self.loads.abort(load_id, PeerLostError("severed"))
+        self.link = Link()
+        self.perform()
