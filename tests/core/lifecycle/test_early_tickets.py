@@ -1,24 +1,17 @@
-"""The model test of early tickets, and the faults that it must find, planted one at a time.
-
-``KVFERRY_MODEL_EXAMPLES=20000 pytest tests/core/lifecycle/test_early_tickets.py -k order`` searches
-longer, with new examples each time; without it, the search is short and always the same.
-"""
+"""The model test of early tickets, and the faults that it must find, planted one at a time."""
 
 from __future__ import annotations
 
-import os
 import sys
 from dataclasses import replace
 from typing import Any, ClassVar
 
 import pytest
-from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
     initialize,
     rule,
-    run_state_machine_as_test,
 )
 
 from kvferry.core.errors import KVFerryError
@@ -41,28 +34,7 @@ from tests.core.lifecycle.early_engines import (
 )
 from tests.core.lifecycle.fabric import ProtocolViolation
 from tests.core.lifecycle.producer import LEASE, LOAD_TIMEOUT, PrefillState
-
-EXAMPLES = os.environ.get("KVFERRY_MODEL_EXAMPLES")
-
-SEARCH = settings(
-    max_examples=int(EXAMPLES or 400),
-    derandomize=EXAMPLES is None,
-    database=None,
-    stateful_step_count=20,
-    deadline=None,
-    suppress_health_check=list(HealthCheck),
-)
-FAULT_SEARCH = settings(
-    max_examples=10000,
-    derandomize=True,
-    database=None,
-    stateful_step_count=20,
-    deadline=None,
-    phases=[Phase.generate],
-    suppress_health_check=list(HealthCheck),
-    report_multiple_bugs=False,
-    print_blob=False,
-)
+from tests.core.lifecycle.searches import catch, search
 
 PICKS = st.binary(min_size=4, max_size=60)
 """Which of the possible moves come next."""
@@ -160,7 +132,7 @@ class EarlyTickets(RuleBasedStateMachine):
 
 @pytest.mark.timeout(300)
 def test_early_tickets_hold_in_every_order_of_events() -> None:
-    run_state_machine_as_test(EarlyTickets, settings=SEARCH)
+    search(EarlyTickets, examples=400)
 
 
 # Faults that docs/protocol.md lists.
@@ -353,10 +325,7 @@ def test_planted_fault_is_caught(fault: str) -> None:
     class Planted(EarlyTickets):
         components = replace(PLANTED[fault])
 
-    # Hypothesis takes the seed from the name.
-    Planted.__qualname__ = f"Planted[{fault}]"
-    with pytest.raises(ProtocolViolation):
-        run_state_machine_as_test(Planted, settings=FAULT_SEARCH)
+    catch(Planted, fault)
 
 
 def read_beside_a_take_on(loads: type[Loads]) -> None:

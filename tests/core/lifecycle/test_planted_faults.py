@@ -13,8 +13,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, Phase, settings
-from hypothesis.stateful import run_state_machine_as_test
 
 from kvferry.core.errors import KVFerryError, TicketError
 from kvferry.core.lifecycle import loads as loads_module
@@ -34,20 +32,8 @@ from tests.core.lifecycle.decode_requests import DecodeRequest, RankLoad
 from tests.core.lifecycle.fabric import Link, Message, ProtocolViolation, Transfer
 from tests.core.lifecycle.machine import Protocol
 from tests.core.lifecycle.producer import TTL, PrefillRequest, PrefillState, Producer
+from tests.core.lifecycle.searches import catch
 from tests.core.lifecycle.simulation import PLANS, Components, Simulation
-
-SEARCH = settings(
-    max_examples=3000,
-    stateful_step_count=25,
-    derandomize=True,
-    database=None,
-    deadline=None,
-    phases=[Phase.generate],
-    suppress_health_check=list(HealthCheck),
-    report_multiple_bugs=False,
-    print_blob=False,
-)
-
 
 # Faults that docs/protocol.md lists.
 
@@ -665,9 +651,7 @@ def test_planted_fault_is_caught(fault: str) -> None:
     class Planted(Protocol):
         components = replace(PLANTED[fault], strict=fault in FOUND_BY_TABLE)
 
-    Planted.__qualname__ = f"Planted[{fault}]"
-    with pytest.raises(ProtocolViolation):
-        run_state_machine_as_test(Planted, settings=SEARCH)
+    catch(Planted, fault, steps=25)
 
 
 def reclaim_one_of_two(scheduler_holds: type[SchedulerHolds]) -> list[Hold]:

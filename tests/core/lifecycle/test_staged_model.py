@@ -2,26 +2,20 @@
 
 Each fault is looked for in two ways: in the search of the state machine, and in a fixed sequence of
 events, which must hold without the fault.
-
-``KVFERRY_MODEL_EXAMPLES=20000 pytest tests/core/lifecycle/test_staged_model.py -k order`` searches
-longer, with new examples each time; without it, the search is short and always the same.
 """
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
 import pytest
-from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
     initialize,
     rule,
-    run_state_machine_as_test,
 )
 
 from kvferry.core.errors import KVFerryError
@@ -30,6 +24,7 @@ from kvferry.core.lifecycle.host_pages import HostPages, Reservation
 from kvferry.core.lifecycle.staging import HoldCopy, PageCopy, StagedHolds, StagedLoads
 from tests.core.lifecycle.fabric import ProtocolViolation
 from tests.core.lifecycle.producer import LEASE, PrefillState
+from tests.core.lifecycle.searches import catch, search
 from tests.core.lifecycle.staged_simulation import (
     PATIENCE,
     PLANS,
@@ -39,28 +34,6 @@ from tests.core.lifecycle.staged_simulation import (
     Prefill,
     Prompt,
     StagedSimulation,
-)
-
-EXAMPLES = os.environ.get("KVFERRY_MODEL_EXAMPLES")
-
-SEARCH = settings(
-    max_examples=int(EXAMPLES or 300),
-    derandomize=EXAMPLES is None,
-    database=None,
-    stateful_step_count=20,
-    deadline=None,
-    suppress_health_check=list(HealthCheck),
-)
-FAULT_SEARCH = settings(
-    max_examples=10000,
-    derandomize=True,
-    database=None,
-    stateful_step_count=20,
-    deadline=None,
-    phases=[Phase.generate],
-    suppress_health_check=list(HealthCheck),
-    report_multiple_bugs=False,
-    print_blob=False,
 )
 
 PICKS = st.binary(min_size=4, max_size=60)
@@ -198,7 +171,7 @@ class Staging(RuleBasedStateMachine):
 
 @pytest.mark.timeout(300)
 def test_staging_holds_in_every_order_of_events() -> None:
-    run_state_machine_as_test(Staging, settings=SEARCH)
+    search(Staging, examples=300)
 
 
 # Faults that docs/protocol.md lists.
@@ -626,10 +599,7 @@ def test_planted_fault_is_caught(fault: str) -> None:
     class Planted(Staging):
         components = PLANTED[fault].components
 
-    # Hypothesis takes the seed from the name.
-    Planted.__qualname__ = f"Planted[{fault}]"
-    with pytest.raises(ProtocolViolation):
-        run_state_machine_as_test(Planted, settings=FAULT_SEARCH)
+    catch(Planted, fault)
 
 
 def run(scenario: Scenario, components: Components) -> None:

@@ -1,31 +1,24 @@
-"""Two engines that each prefill for and decode from the other: the model test, and planted faults.
-
-``KVFERRY_MODEL_EXAMPLES=20000 pytest tests/core/lifecycle/test_two_engines.py`` searches longer,
-with new examples each time; without it, the search is short and always the same.
-"""
+"""Engines that each prefill for and decode from the other: the model test, and planted faults."""
 
 from __future__ import annotations
 
-import os
 import sys
 from typing import Any, ClassVar
 
 import pytest
-from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
     initialize,
     rule,
-    run_state_machine_as_test,
 )
 
 from kvferry.core.errors import KVFerryError, TransportError
 from kvferry.core.lifecycle.holds import EndedHold, RequestId
 from kvferry.core.lifecycle.loads import LoadId
 from kvferry.core.lifecycle.scheduler_holds import SchedulerHolds
-from tests.core.lifecycle.fabric import ProtocolViolation
 from tests.core.lifecycle.producer import LEASE, LOAD_TIMEOUT, TTL
+from tests.core.lifecycle.searches import catch, search
 from tests.core.lifecycle.two_engines import (
     LARGEST,
     PAGES,
@@ -36,26 +29,6 @@ from tests.core.lifecycle.two_engines import (
     Stage,
     Turn,
     TwoEngines,
-)
-
-EXAMPLES = os.environ.get("KVFERRY_MODEL_EXAMPLES")
-
-SEARCH = settings(
-    max_examples=int(EXAMPLES or 300),
-    derandomize=EXAMPLES is None,
-    database=None,
-    stateful_step_count=20,
-    deadline=None,
-    suppress_health_check=list(HealthCheck),
-)
-
-HUNT = settings(
-    SEARCH,
-    max_examples=2000,
-    derandomize=True,
-    phases=[Phase.generate],
-    report_multiple_bugs=False,
-    print_blob=False,
 )
 
 PICKS = st.binary(max_size=8) | st.binary(min_size=24, max_size=60)
@@ -244,7 +217,7 @@ class Conversations(RuleBasedStateMachine):
 
 @pytest.mark.timeout(300)
 def test_two_engines_that_load_from_each_other_make_progress() -> None:
-    run_state_machine_as_test(Conversations, settings=SEARCH)
+    search(Conversations, examples=300)
 
 
 class ClaimedAnswersStay(Engine):
@@ -357,6 +330,4 @@ def test_planted_fault_is_caught(fault: str) -> None:
     class Planted(Conversations):
         parts = PLANTED[fault]
 
-    Planted.__qualname__ = f"Planted[{fault}]"
-    with pytest.raises(ProtocolViolation):
-        run_state_machine_as_test(Planted, settings=HUNT)
+    catch(Planted, fault)
