@@ -9,7 +9,7 @@ from typing import Any
 from tests.integrations.vllm import probes
 from tests.integrations.vllm.engines import Engine
 
-PATIENCE_SECONDS = 60.0
+PATIENCE_SECONDS = 110.0
 PULLED = "vllm:prompt_tokens_by_source[external_kv_transfer]"
 
 SAMPLES: dict[str, Any] = {"n": 2, "temperature": 1.0, "top_k": 1}
