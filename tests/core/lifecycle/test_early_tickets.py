@@ -319,6 +319,7 @@ PLANTED: dict[str, Components] = {
 }
 
 
+@pytest.mark.faults
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("fault", PLANTED)
 def test_planted_fault_is_caught(fault: str) -> None:

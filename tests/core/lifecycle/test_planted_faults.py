@@ -645,6 +645,7 @@ PLANTED_IN_TIME: dict[str, type[WorkerHolds]] = {
 FOUND_BY_TABLE = {"drops after take-ons", "one rank counted twice"}
 
 
+@pytest.mark.faults
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("fault", PLANTED)
 def test_planted_fault_is_caught(fault: str) -> None:

@@ -324,6 +324,7 @@ PLANTED: dict[str, Parts] = {
 }
 
 
+@pytest.mark.faults
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("fault", PLANTED)
 def test_planted_fault_is_caught(fault: str) -> None:
