@@ -273,6 +273,8 @@ class LoadRecord:
         copy_seconds: where the cache is staged, the part of ``seconds`` from the end of the fence
             until the pages were on the device; otherwise 0.
         ended: when the load was reported, in seconds since the epoch.
+        first_tokens: per cache group of the consumer, the first token of the request that its pages
+            have; the bytes before it are zero. Empty if the load failed or pulled nothing.
     """
 
     request: str
@@ -295,6 +297,7 @@ class LoadRecord:
     copy_seconds: float = 0.0
     ended: float = 0.0
     early_nbytes: int = 0
+    first_tokens: tuple[int, ...] = ()
 
     @property
     def peer(self) -> str:
@@ -319,7 +322,8 @@ class LoadRecord:
     def combine(self, other: LoadRecord) -> LoadRecord:
         """Return the figures of a request's load on two ranks together.
 
-        Copies and bytes are added up; everything else is that of the rank that took longer.
+        Copies and bytes are added up, and of ``first_tokens`` the last ones count; everything else
+        is that of the rank that took longer.
 
         Args:
             other: the figures of the load on another rank, or on several.
@@ -330,6 +334,7 @@ class LoadRecord:
             copies=self.copies + other.copies,
             nbytes=self.nbytes + other.nbytes,
             early_nbytes=self.early_nbytes + other.early_nbytes,
+            first_tokens=tuple(map(max, self.first_tokens, other.first_tokens)),
         )
 
 

@@ -447,6 +447,9 @@ TICKETS = {
     "ticket of a conversation": _ticket(
         replace(OFFER, blocks=CHAIN), replace(TICKET, blocks=CHAIN), signed=True, proved=True
     ),
+    "ticket of an engine that has loaded": _ticket(
+        replace(OFFER, missing=[3]), replace(TICKET, missing=(3,)), signed=False, proved=True
+    ),
     "ticket, large, proved": _ticket(LARGE_OFFER, LARGE_TICKET, signed=False, proved=True),
     "ticket, large, signed": _ticket(LARGE_OFFER, LARGE_TICKET, signed=True, proved=False),
     "ticket, large, signed and proved": _ticket(

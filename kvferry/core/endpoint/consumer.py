@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from functools import partial
 
 from kvferry.core.endpoint import log_messages
@@ -44,7 +45,13 @@ from kvferry.core.lifecycle.loads import Action, LoadAction, LoadId, Loads
 from kvferry.core.lifecycle.ticket import Ticket
 from kvferry.core.messages import RankPayload, Release
 from kvferry.core.metrics import MAX_NAME, QUARANTINED, UNTOLD, LoadRecord, Metrics, Stage
-from kvferry.core.planner.build_copies import CopyBatches, Spans, Workspace, unwritten_spans
+from kvferry.core.planner.build_copies import (
+    CopyBatches,
+    Spans,
+    Workspace,
+    first_written_tokens,
+    unwritten_spans,
+)
 from kvferry.core.side_channel_messages import encode
 from kvferry.core.transport import PeerId, Quiescence, Transport
 
@@ -709,9 +716,12 @@ class LoadManager:
         """Report a load as over, with the error and the stage that its ``REPORT`` action has."""
         load = state.load
         self._lease_renewal.end(state.renewal)
+        record = state.record(action.error, action.stage)
         if action.error is None and state.peer is not None and load.reads:
-            self._peers.path(state.peer)  # kept by the peer, for the record below
-        self._reported(load, action.error, state.record(action.error, action.stage))
+            written = first_written_tokens(self._own.layout, state.peer.plan, state.request)
+            path = self._peers.path(state.peer)
+            record = replace(record, path=path, first_tokens=written)
+        self._reported(load, action.error, record)
 
     def _drop_ended(self) -> None:
         """Forget the loads in ``_touched`` that are over.

@@ -133,9 +133,10 @@ class LoadState:
         """
         if self._request is None:
             ticket = self.load.ticket
+            missing = ticket.missing or (0,) * len(ticket.pages)
             remote = tuple(
-                Pages(ids=np.array(ids, dtype=np.int64), first_index=first)
-                for ids, first in zip(ticket.pages, ticket.first_index, strict=True)
+                Pages(ids=np.array(ids, dtype=np.int64), first_index=first, missing=lacks)
+                for ids, first, lacks in zip(ticket.pages, ticket.first_index, missing, strict=True)
             )
             load = self.load
             self._request = ReadRequest(ranges=load.ranges, local=load.local, remote=remote)

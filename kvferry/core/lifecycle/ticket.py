@@ -50,6 +50,8 @@ class Ticket:
             the request's blocks; 0 is a hole, a block without a page.
         first_index: for each group, the index in the request of the block that the first entry of
             ``pages`` is for.
+        missing: for each group, how many of its first tokens the first page lacks; empty if no page
+            lacks any. See ``planner.build_copies.Pages``.
         tokens: number of tokens that the pages cover; a state page holds the state after all of
             them.
         digest: digest of everything that the content of the pages depends on; see
@@ -85,6 +87,7 @@ class Ticket:
     routed: tuple[str, int] | None = None
     proof: Proof | None = None
     blocks: BlockDigests | None = None
+    missing: tuple[int, ...] = ()
 
     @property
     def ticket_key(self) -> bytes:
@@ -140,7 +143,7 @@ def _chain_problems(blocks: BlockDigests, tokens: int) -> Iterator[str]:
 
 
 def _page_problems(ticket: Ticket) -> Iterator[str]:
-    """Yield a text for each problem with ``pages`` and ``first_index``."""
+    """Yield a text for each problem with ``pages``, ``first_index`` and ``missing``."""
     if len(ticket.pages) > MAX_GROUPS:
         yield f"blocks of {len(ticket.pages)} groups; {MAX_GROUPS} are allowed"
     if len(ticket.first_index) != len(ticket.pages):
@@ -148,6 +151,11 @@ def _page_problems(ticket: Ticket) -> Iterator[str]:
     for index in ticket.first_index:
         if not 0 <= index <= MAX_TOKENS:
             yield f"a first index of {index} is not in 0 to {MAX_TOKENS}"
+    if ticket.missing and len(ticket.missing) != len(ticket.pages):
+        yield f"missing tokens of {len(ticket.missing)} groups; there are {len(ticket.pages)}"
+    for tokens in ticket.missing:
+        if not 0 <= tokens <= MAX_TOKENS:
+            yield f"{tokens} missing tokens are not in 0 to {MAX_TOKENS}"
     if sum(map(len, ticket.pages)) > MAX_TICKET_PAGES:
         yield f"{sum(map(len, ticket.pages))} block ids; {MAX_TICKET_PAGES} are allowed"
     for group, ids in enumerate(ticket.pages):

@@ -22,7 +22,7 @@ from kvferry.core.planner.coalesce import CoalescedRuns, coalesce, concatenate
 from kvferry.core.planner.plan import Match, Plan, Source
 from kvferry.core.planner.strides import entry_offsets
 from kvferry.core.planner.strips import Strides, StripBatch
-from kvferry.core.planner.token_blocks import LAST_TOKEN, BlockMap, sub_blocks
+from kvferry.core.planner.token_blocks import LAST_TOKEN, BlockMap, sub_blocks, tokens_before
 from kvferry.core.transport.copies import Copies, Segment
 from kvferry.core.transport.paged import PagedCopies, PlacedStrips, Strips, StripSide
 
@@ -47,13 +47,16 @@ class Pages:
             caller and is not copied.
         first_index: block index of ``ids[0]`` within the request; ``ids[i]`` is the page of block
             ``first_index + i``.
+        missing: how many of the first tokens of page ``ids[0]`` it lacks: those before an attention
+            window that the engine has loaded itself. 0 in local pages.
 
     Raises:
-        PageError: the ids are not a one-dimensional int64 array, or the index is out of range.
+        PageError: the ids are not a one-dimensional int64 array, or a number is out of range.
     """
 
     ids: I64Array
     first_index: int = 0
+    missing: int = 0
 
     def __post_init__(self) -> None:
         if not isinstance(self.ids, np.ndarray):
@@ -67,6 +70,8 @@ class Pages:
             raise PageError(
                 f"first block index {self.first_index}: it must lie in 0 to {LAST_TOKEN - 1}"
             )
+        if not 0 <= self.missing < LAST_TOKEN:
+            raise PageError(f"{self.missing} missing tokens: it must be 0 to {LAST_TOKEN - 1}")
 
     def entries(self, start: int, stop: int) -> slice:
         """Return the slice of ``ids`` with the pages of a range of blocks.
@@ -445,6 +450,12 @@ def _parts(match: Match, request: ReadRequest) -> Iterator[_Part]:
         return
     start, stop = match.pairing.round_outwards(*wanted)
     _check_room(match, stop, request.local[match.local_group])
+    there = _first_token_there(match, request)
+    if wanted[0] < there and wanted[0] < wanted[1]:
+        raise PageError(
+            f"remote group {match.remote_group}: token {wanted[0]} is wanted, and its first page "
+            f"has the tokens from {there} on"
+        )
     places: dict[int, _SubBlocks] = {}
     for batch in match.batches:
         granularity = batch.strides.granularity
@@ -452,6 +463,14 @@ def _parts(match: Match, request: ReadRequest) -> Iterator[_Part]:
             places[granularity] = _locate(match, request, start, stop, granularity)
         if len(places[granularity].local.ids):
             yield _part(batch, places[granularity])
+
+
+def _first_token_there(match: Match, request: ReadRequest) -> int:
+    """Return the first token that a remote group has, if its first page lacks some; otherwise 0."""
+    group, pages = match.pairing.remote, request.remote[match.remote_group]
+    if not pages.missing:
+        return 0
+    return pages.first_index * group.block_tokens * group.context.size + pages.missing
 
 
 def _check_room(match: Match, stop: int, pages: Pages) -> None:
@@ -637,12 +656,41 @@ def _written(layout: Layout, plan: Plan, request: ReadRequest) -> dict[int, tupl
             wanted = request.ranges[match.local_group]
             if wanted is not None:
                 start, stop = map(match.pairing.local_tokens, match.pairing.round_outwards(*wanted))
+                if there := _first_token_there(match, request):
+                    start = max(start, tokens_before(match.pairing.local.context, there))
                 spans.setdefault(match.local_group, []).append((start, stop))
     return {
         group: _common(plan.local_groups[group].entry, spans.get(group, [(0, 0)]))
         for group, wanted in enumerate(request.ranges)
         if wanted is not None
     }
+
+
+def first_written_tokens(layout: Layout, plan: Plan, request: ReadRequest) -> tuple[int, ...]:
+    """Return, for each local group, the first token that the reads of a request certainly write.
+
+    The bytes of earlier tokens in the group's pages are zero (``unwritten_spans``).
+
+    Args:
+        layout: the layout of this rank.
+        plan: the plan of this rank; all of its sources are read.
+        request: what is read.
+
+    Returns:
+        Per local group, an index in the request: the token after the range's last if no token is
+        certain; 0 for a group of states, and where nothing is read.
+
+    Raises:
+        PageError: a range or a local page list does not fit.
+    """
+    written = _written(layout, plan, request)
+    read = {match.local_group for source in plan.sources for match in source.matches}
+    first = [0] * len(request.ranges)
+    for group, wanted in enumerate(request.ranges):
+        if wanted is not None and group in read and wanted[0]:
+            start, stop = written[group]
+            first[group] = start if start < stop else wanted[1]
+    return tuple(first)
 
 
 def _common(entry: int, spans: list[tuple[int, int]]) -> tuple[int, int]:

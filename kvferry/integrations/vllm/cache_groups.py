@@ -59,12 +59,17 @@ class CacheGroup:
     chunk: int = 0
 
     @property
+    def has_gap(self) -> bool:
+        """Whether vLLM frees a request's first pages before it ends: with a window or a chunk."""
+        return bool(self.window or self.chunk)
+
+    @property
     def needs_exact_length(self) -> bool:
         """Whether the group's pages can be used only for the prompt length they were computed for.
 
         The pages of full attention can be used for every prefix of the prompt, too.
         """
-        return self.is_state or bool(self.window or self.chunk)
+        return self.is_state or self.has_gap
 
     def num_skipped_tokens(self, tokens: int) -> int:
         """Return how many of a request's first tokens are not kept for its next token.
@@ -115,7 +120,7 @@ class CacheGroup:
         return first, list(ids[first:])
 
     def consumer_pages(
-        self, blocks: Sequence[KVCacheBlock], tokens: int, *, cached_later: bool = False
+        self, blocks: Sequence[KVCacheBlock], tokens: int
     ) -> tuple[TokenRange | None, Pages]:
         """Return the tokens that a consumer loads for a request, and the pages it loads them into.
 
@@ -125,10 +130,6 @@ class CacheGroup:
                 block, and fills all others.
             tokens: How many of the request's first tokens are cached or loaded once the load has
                 ended.
-            cached_later: Whether the pages enter the prefix cache after the load. Then they are
-                loaded from their first token on, also where the request itself needs only later
-                tokens of the first page: a shorter prompt with the same beginning has a window
-                that begins there.
 
         Returns:
             The range of tokens to load, and the pages that the load fills: it zeroes what it does
@@ -144,10 +145,18 @@ class CacheGroup:
         # The window may begin after the last token: then the range is empty, and the load only
         # zeroes the pages.
         first = min(max(cached * self.tokens, self.num_skipped_tokens(tokens)), tokens)
-        if cached_later:
-            first -= first % self.tokens
         ids = [block.block_id for block in blocks[cached:]]
         return (first, tokens), Pages(ids=np.array(ids, dtype=np.int64), first_index=cached)
+
+    def missing_tokens(self, first: int, token: int) -> int:
+        """Return how many of its first tokens a page lacks that was loaded.
+
+        Args:
+            first: The page's index among the request's pages in this group.
+            token: The first token of the request that the load has written in this group.
+        """
+        is_partial = self.has_gap and token % self.tokens
+        return max(0, token - first * self.tokens) if is_partial else 0
 
     def _state_block(self, blocks: Sequence[Block], tokens: int) -> Sequence[Block]:
         """Return the block with a request's state after ``tokens`` tokens.

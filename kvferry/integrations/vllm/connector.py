@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     import torch
     from vllm.config import KVTransferConfig, VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
-    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
@@ -180,6 +180,11 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         """
         ids: tuple[int, ...] = self._kv_cache_config.transfer_group_ids
         return ids
+
+    def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
+        """Keep pages that loads have not filled whole out of vLLM's prefix cache."""
+        super().bind_kv_cache_manager(kv_cache_manager)
+        self._scheduler_half().bind(kv_cache_manager)
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int

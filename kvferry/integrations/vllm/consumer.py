@@ -36,6 +36,7 @@ from kvferry.integrations.vllm.metric_definitions import (
     LOADS,
     TOKENS,
 )
+from kvferry.integrations.vllm.prefix_cache import PrefixCache
 from kvferry.integrations.vllm.prompts import common_tokens, handed_over_tokens, prompt_digest
 from kvferry.integrations.vllm.request_reports import LoadingRequest, RequestReports
 from kvferry.integrations.vllm.security import SecuritySettings
@@ -90,7 +91,6 @@ class Consumer:
             an order that is safe for loads.
         continues: Whether the next turn of a conversation loads from the engine that answered.
         recompute_threshold: The least number of tokens that such a turn loads; fewer are computed.
-        caches_prefixes: Whether this engine caches prefixes, and so loaded pages.
         verify_prompt: Whether tickets that were made for another prompt are refused.
         backoff: How many tokens at a prompt's end a producer leaves to this engine; see
             ``prefill_backoff``.
@@ -104,6 +104,7 @@ class Consumer:
         blocks: How many blocks this engine has.
         is_staged: Whether loads fill host pages, from which blocks are copied. No load begins
             before its ticket has come then. ``set_host_pages`` says which host pages there are.
+        prefix_cache: Keeps pages that a load has not filled whole out of vLLM's prefix cache.
     """
 
     def __init__(
@@ -113,7 +114,6 @@ class Consumer:
         metrics: Metrics,
         engine: str,
         may_load: bool,
-        caches_prefixes: bool = False,
         continues: bool = False,
         recompute_threshold: int = 0,
         verify_prompt: bool,
@@ -126,8 +126,10 @@ class Consumer:
         follower: RoomFollower | None = None,
         blocks: int = 0,
         is_staged: bool = False,
+        prefix_cache: PrefixCache | None = None,
     ) -> None:
         self._is_staged = is_staged
+        self._prefix_cache = prefix_cache or PrefixCache(groups)
         self._host = HostPages(range(HOLE + 1, HOLE + 1), patience=0.0)
         self._relay = relay
         self._reports = reports or RequestReports()
@@ -138,7 +140,6 @@ class Consumer:
         self._metrics = metrics
         self._engine = engine
         self._may_load = may_load
-        self._caches_prefixes = caches_prefixes
         self._continues = continues
         self._recompute_threshold = recompute_threshold
         self._verify_prompt = verify_prompt
@@ -150,6 +151,9 @@ class Consumer:
         self._loading: dict[str, LoadingRequest | None] = {}
         # Requests whose load is over, and of which vLLM has computed no token since.
         self._loaded: set[str] = set()
+        # Requests with a page that its load has not filled whole: for each group, the first token
+        # that the load has written.
+        self._first_tokens: dict[str, tuple[int, ...]] = {}
         self._users = HoldUsers()
         self._prepare: list[Ticket] = []
         self._loads: list[Load] = []
@@ -452,6 +456,15 @@ class Consumer:
             if (loading := self._loading[request.request_id]) is not None:
                 loading.is_aborted = True
         self._loaded.discard(request.request_id)
+        self._first_tokens.pop(request.request_id, None)
+
+    def first_tokens(self, request_id: str) -> tuple[int, ...]:
+        """Return, for each group, the first token that a request's load has written.
+
+        Returns:
+            The tokens' indices; empty if the load has filled all pages whole, or there was none.
+        """
+        return self._first_tokens.get(request_id, ())
 
     def _end_early(self, request_id: str) -> None:
         """End an early load of a request that ended, or wait for its ticket to give it back."""
@@ -500,6 +513,8 @@ class Consumer:
                 self._relay.end(request_id, loaded=None if loading.is_aborted else loaded)
             if not loading.is_aborted:
                 self._loaded.add(request_id)
+                if loaded and loading.record is not None:
+                    self._keep_partial_pages_out(request_id, loading.record.first_tokens)
             if request_id in failed:
                 self._metrics.add(FAILED)
                 self._reports.failed(loading)
@@ -508,6 +523,11 @@ class Consumer:
                 self._metrics.add(TOKENS, loading.tokens)
                 self._metrics.add(EARLY_LOADS, int(loading.is_early))
                 self._reports.loaded(loading)
+
+    def _keep_partial_pages_out(self, request_id: str, first_tokens: Sequence[int]) -> None:
+        """Keep the pages that a load has not filled whole out of the prefix cache."""
+        if self._prefix_cache.keep_out(request_id, first_tokens):
+            self._first_tokens[request_id] = tuple(first_tokens)
 
     def loaded_request_waits(self, scheduler_output: SchedulerOutput) -> bool:
         """Return whether a request whose load is over waits for blocks for the rest of its prompt.
@@ -784,12 +804,7 @@ class Consumer:
         """
         is_early = isinstance(made, Part)
         last = self._tokens_to_have(request, made)
-        # If a conversation's last message is edited, prefill computes from what it has cached.
-        cached_later = self._caches_prefixes and self._is_turn(request)
-        wanted = [
-            group.consumer_pages(blocks.blocks[group.index], last, cached_later=cached_later)
-            for group in self._groups
-        ]
+        wanted = [group.consumer_pages(blocks.blocks[group.index], last) for group in self._groups]
         copy, local = None, tuple(pages for _, pages in wanted)
         if self._is_staged:
             placed = place_load(self._host, request.request_id, local)

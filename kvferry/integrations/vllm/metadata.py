@@ -56,8 +56,8 @@ class RankReport(KVConnectorWorkerMetadata):
             ``StepMetadata.asks_adapters`` was set for this step.
         failed: The requests whose load failed; empty where vLLM passes them on itself (see
             ``versions.FailedRequests``).
-        loads: The figures of the loads that succeeded in this step, by request; empty if nothing
-            is logged or traced by request.
+        loads: The figures of the loads that succeeded in this step, by request. If nothing is
+            logged or traced by request, only of those whose pages may lack tokens.
         ended: How holds ended in this step, by request, unless the scheduler half had ordered it.
             If nothing is logged or traced by request, holds that were read are left out.
         over: Maps each rank to the requests whose host pages it no longer uses for other engines;

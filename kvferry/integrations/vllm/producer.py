@@ -231,7 +231,11 @@ class Producer:
             self._holds.take_on(RequestId(request.request_id))
 
     def request_finished(
-        self, request: Request, block_ids: Sequence[Sequence[int]], serving: EngineSideChannel
+        self,
+        request: Request,
+        block_ids: Sequence[Sequence[int]],
+        serving: EngineSideChannel,
+        first_tokens: Sequence[int] = (),
     ) -> dict[str, Any] | None:
         """Make the ticket of a request that ended, or end its hold if it gets no ticket.
 
@@ -239,19 +243,25 @@ class Producer:
             request: vLLM's request.
             block_ids: The ids of the request's blocks, one list per cache group of vLLM.
             serving: This engine and the address of its side channel.
+            first_tokens: For each group, the first token that the request's own load has written;
+                empty if that has filled all pages whole, or there was none.
 
         Returns:
             The ticket as ``kv_transfer_params`` for the decoding engine, or ``None`` if no ticket
             is made and vLLM may free the blocks at once.
         """
         self._preemptions.pop(request.request_id, None)
-        ticket = self._make_ticket(request, block_ids, serving)
+        ticket = self._make_ticket(request, block_ids, serving, first_tokens)
         self._host.cancel(RequestId(request.request_id))
         self._parts.end(request, ticket)
         return ticket
 
     def _make_ticket(
-        self, request: Request, block_ids: Sequence[Sequence[int]], serving: EngineSideChannel
+        self,
+        request: Request,
+        block_ids: Sequence[Sequence[int]],
+        serving: EngineSideChannel,
+        first_tokens: Sequence[int],
     ) -> dict[str, Any] | None:
         """Make the ticket of a request that ended, or end its hold; see ``request_finished``."""
         request_id = RequestId(request.request_id)
@@ -266,6 +276,12 @@ class Producer:
             self._holds.drop(request_id)
             return None
         hold, page_lists = held
+        missing = [
+            group.missing_tokens(first, token)
+            for group, (first, _), token in zip(
+                self._groups, page_lists, first_tokens, strict=False
+            )
+        ]
         logger.debug("request %s: %d tokens in %s are held", request_id, tokens, hold)
         return self._params(
             serving,
@@ -282,6 +298,7 @@ class Producer:
             and request.lora_request is None
             and not (is_conversation or self._is_staged),
             blocks=digests[1],
+            missing=missing,
         )
 
     def _params(self, serving: EngineSideChannel, **facts: Any) -> dict[str, Any]:  # noqa: ANN401

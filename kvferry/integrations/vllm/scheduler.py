@@ -26,6 +26,7 @@ from kvferry.integrations.vllm.compatibility import endpoint_options
 from kvferry.integrations.vllm.consumer import Consumer
 from kvferry.integrations.vllm.metadata import RankHandshake, RankReport, StepMetadata
 from kvferry.integrations.vllm.metrics import FerryStats
+from kvferry.integrations.vllm.prefix_cache import PrefixCache
 from kvferry.integrations.vllm.producer import Producer
 from kvferry.integrations.vllm.prompts import prefill_backoff
 from kvferry.integrations.vllm.rank_position import parallel_sizes
@@ -45,7 +46,7 @@ from kvferry.integrations.vllm.tracing import RequestSpans, is_traced
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
@@ -126,12 +127,15 @@ class FerryScheduler:
         options = endpoint_options(self._config, self._security.access)
         self._relay = HandshakeRelay(options)
         self._follower = RoomFollower(options)
+        caches_prefixes = bool(vllm_config.cache_config.enable_prefix_caching)
+        self._prefix_cache = PrefixCache(
+            groups, is_used=transfer.is_kv_consumer and caches_prefixes
+        )
         self._consumer = Consumer(
             groups,
             metrics=self._metrics,
             engine=transfer.engine_id,
             may_load=transfer.is_kv_consumer,
-            caches_prefixes=bool(vllm_config.cache_config.enable_prefix_caching),
             continues=self._config.bidirectional_kv_xfer,
             recompute_threshold=self._config.kv_recompute_threshold,
             verify_prompt=self._config.verify_prompt,
@@ -144,6 +148,7 @@ class FerryScheduler:
             follower=self._follower,
             blocks=kv_cache_config.num_blocks,
             is_staged=is_staged,
+            prefix_cache=self._prefix_cache,
         )
         self._serving = EngineSideChannel(
             engine=transfer.engine_id,
@@ -165,6 +170,10 @@ class FerryScheduler:
         self._unsent_ranks: tuple[bytes, ...] = ()
         self._role = transfer.kv_role
 
+    def bind(self, manager: KVCacheManager) -> None:
+        """Take vLLM's manager of the cache, before the side channel is opened."""
+        self._prefix_cache.bind(manager)
+
     def serve(self, metadata: Mapping[tuple[int, int], object]) -> None:
         """Open the side channel, on which other engines fetch what this engine's ranks published.
 
@@ -178,8 +187,10 @@ class FerryScheduler:
                 connectors published is ignored.
 
         Raises:
+            ConfigError: The prefix cache would get pages that are not whole (``PrefixCache``).
             HandshakeError: The address cannot be bound; names the setting to change.
         """
+        self._prefix_cache.check()
         handshakes = [
             value for _, value in sorted(metadata.items()) if isinstance(value, RankHandshake)
         ]
@@ -288,8 +299,9 @@ class FerryScheduler:
             (``kv_transfer_params``); ``False`` and ``None`` if the request gets no ticket.
         """
         self._unchecked.discard(request.request_id)
+        first_tokens = self._consumer.first_tokens(request.request_id)
         self._consumer.request_finished(request)
-        params = self._producer.request_finished(request, block_ids, self._serving)
+        params = self._producer.request_finished(request, block_ids, self._serving, first_tokens)
         self._adapters.end(request.request_id)
         return params is not None, params
 

@@ -68,6 +68,7 @@ class _FerryParams(Struct, frozen=True, kw_only=True):
     proof: Hex = ""
     signature: Hex = ""
     blocks: _BlockDigests | None = None
+    missing: Annotated[list[Integer], Meta(max_length=MAX_GROUPS)] = []
     part: bool = False
     total: Integer = 0
 
@@ -143,6 +144,7 @@ class TicketParams:
     sizes: ParallelSizes
     key: bytes = b""
     blocks: BlockDigests | None = None
+    missing: Sequence[int] = ()
     total: int = 0
 
     def params(
@@ -196,6 +198,7 @@ class TicketParams:
                 "first_index": list(self.first_index),
                 **({"key": self.key.hex()} if self.key else {}),
                 **({"blocks": _digest_params(self.blocks)} if self.blocks is not None else {}),
+                **({"missing": list(self.missing)} if any(self.missing) else {}),
                 **({"part": True, "total": self.total} if self.total else {}),
             },
         }
@@ -339,6 +342,7 @@ def _read(
         routed=routed,
         proof=proof,
         blocks=_block_digests(ferry.blocks),
+        missing=tuple(ferry.missing),
     )
 
 

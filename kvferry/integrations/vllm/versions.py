@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from vllm.config import SpeculativeConfig, VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
-    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
     from vllm.v1.outputs import KVConnectorOutput
 
@@ -377,6 +377,26 @@ def _first_layer(group: KVCacheSpec) -> KVCacheSpec:
 def _is_a(spec: KVCacheSpec, *names: str) -> bool:
     """Return whether a spec's class, or a base of it, has one of these names."""
     return not {base.__name__ for base in type(spec).__mro__}.isdisjoint(names)
+
+
+def hashed_blocks(manager: KVCacheManager, group: int) -> dict[str, int] | None:
+    """Return vLLM's record of how many of each request's first blocks need no hash any more.
+
+    vLLM hashes a request's further full blocks only, for its prefix cache. The record has been the
+    same from 0.29 to 0.33 (``num_cached_block`` in ``single_type_kv_cache_manager.py``).
+
+    Args:
+        manager: vLLM's manager of the cache.
+        group: The index of a cache group.
+
+    Returns:
+        The record, to be changed; ``None`` if this vLLM has none there.
+    """
+    managers = getattr(getattr(manager, "coordinator", None), "single_type_managers", ())
+    if group >= len(managers):
+        return None
+    record = getattr(managers[group], "num_cached_block", None)
+    return record if isinstance(record, dict) else None
 
 
 def interleaves_values(layer: object) -> bool:

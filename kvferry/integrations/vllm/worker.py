@@ -283,10 +283,10 @@ class FerryWorker:
         for hold in results.ended:
             if hold.end is not None and hold.end not in usual:
                 self._ended[hold.request] = hold
-        if self._follows:
-            for record in results.loads:
-                if record.reads and record.error is None:
-                    self._loads[record.request] = record
+        for record in results.loads:
+            wanted = self._follows or any(record.first_tokens)
+            if record.reads and record.error is None and wanted:
+                self._loads[record.request] = record
 
     def take_stats(self) -> FerryStats | None:
         """Return the metrics counted since the last call, or ``None`` if there are none."""

@@ -19,6 +19,7 @@ from kvferry.core.planner.build_copies import (
     Spans,
     Workspace,
     build_copies,
+    first_written_tokens,
     unwritten_spans,
 )
 from kvferry.core.planner.plan import make_plan
@@ -133,6 +134,43 @@ def test_a_range_starts_with_the_sub_block_of_its_first_token() -> None:
     assert offsets_of(unwritten(large, small, request((20, 64), [1, 2], [0, 6, 9, 8])), large) == [
         (2 * PAGE, PAGE)
     ]
+
+
+def blocks_of(tokens: int) -> Layout:
+    """Return an engine of one rank whose blocks have so many tokens."""
+    return layout(heads(order="NHD", block=tokens), groups=[paged(tokens)])
+
+
+@pytest.mark.parametrize(
+    ("here", "there", "token_range", "missing", "first"),
+    [
+        (32, 16, (20, 64), 0, 16),
+        (32, 32, (20, 64), 0, 0),
+        (16, 32, (20, 64), 0, 16),
+        (48, 32, (70, 96), 0, 64),
+        (32, 32, (20, 64), 8, 8),
+        (32, 32, (20, 64), 20, 20),
+        (16, 32, (20, 64), 8, 16),
+        (32, 16, (64, 64), 0, 64),
+        (32, 16, (0, 64), 0, 0),
+    ],
+)
+def test_the_first_token_that_is_written(
+    here: int, there: int, token_range: tuple[int, int], missing: int, first: int
+) -> None:
+    """Where the remote page itself lacks its first tokens, they count as not written."""
+    near, far = blocks_of(here), blocks_of(there)
+    remote = Pages(ids=np.arange(1, 9, dtype=np.int64), missing=missing)
+    read_request = request(token_range, range(1, 1 + 96 // here), remote)
+    assert first_written_tokens(near, make_plan([near], [far], 0), read_request) == (first,)
+
+
+def test_tokens_that_the_remote_page_lacks_are_refused() -> None:
+    one = blocks_of(32)
+    remote = Pages(ids=np.array([4, 7], dtype=np.int64), first_index=1, missing=9)
+    assert len(copies_of(one, one, request((41, 96), range(1, 4), remote))) == 2
+    with pytest.raises(PageError, match="token 40 is wanted, and its first page has the tokens"):
+        copies_of(one, one, request((40, 96), range(1, 4), remote))
 
 
 @pytest.mark.parametrize("token_range", [(0, 24), (5, 17), (13, 14)])
@@ -322,6 +360,12 @@ def test_page_ids_that_are_not_a_list_of_int64_are_refused(wrong: np.ndarray) ->
 def test_a_first_block_index_out_of_bounds_is_refused(wrong: int) -> None:
     with pytest.raises(PageError, match=f"first block index {wrong}"):
         pages([1], wrong)
+
+
+@pytest.mark.parametrize("wrong", [-1, 1 << 40])
+def test_missing_tokens_out_of_bounds_are_refused(wrong: int) -> None:
+    with pytest.raises(PageError, match=f"{wrong} missing tokens"):
+        Pages(ids=np.array([1], dtype=np.int64), missing=wrong)
 
 
 def test_a_partly_requested_last_page_is_written_to_its_end() -> None:

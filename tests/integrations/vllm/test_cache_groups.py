@@ -104,29 +104,22 @@ def test_what_is_wanted_is_offered(
     assert mine.first_index * here <= wanted[0]
 
 
-@given(
-    tokens=st.integers(1, 400),
-    here=st.sampled_from([8, 16, 24, 32]),
-    times=st.integers(1, 4),
-    window=st.integers(1, 60),
+@pytest.mark.parametrize(
+    ("group", "first", "token", "missing"),
+    [
+        (WINDOW, 2, 2 * WINDOW.tokens, 0),
+        (WINDOW, 2, 2 * WINDOW.tokens + 5, 5),
+        (WINDOW, 3, 2 * WINDOW.tokens + 5, 0),
+        (CHUNKS, 1, CHUNKS.tokens + 1, 1),
+        (FULL, 0, FULL.tokens + 1, 0),
+        (STATE, 0, 7, 0),
+        (RING, 0, 7, 0),
+    ],
 )
-def test_pages_that_will_be_cached_are_loaded_whole(
-    tokens: int, here: int, times: int, window: int
+def test_tokens_that_a_loaded_page_lacks(
+    group: CacheGroup, first: int, token: int, missing: int
 ) -> None:
-    """The producer has them whole if its blocks are as large, or several times as large."""
-    near = CacheGroup(index=0, tokens=here, window=window)
-    far = CacheGroup(index=0, tokens=here * times, window=window)
-
-    def listed(group: CacheGroup) -> list[int]:
-        count = -(-tokens // group.tokens)
-        gone = min(group.num_skipped_tokens(tokens) // group.tokens, count)
-        return [0] * gone + list(range(1, count - gone + 1))
-
-    wanted, mine = near.consumer_pages(blocks(*listed(near)), tokens, cached_later=True)
-    if wanted is None or wanted[0] == wanted[1]:
-        return
-    first, _ = far.producer_pages(listed(far), tokens)
-    assert wanted[0] == mine.first_index * here >= first * far.tokens
+    assert group.missing_tokens(first, token) == missing
 
 
 def test_bounded_are_those_that_cannot_go_back() -> None:

@@ -198,6 +198,7 @@ STEERING_HERE = [
     ("ticket_key", "00" * 32),
     ("proof", "00" * 64),
     ("blocks", {"tokens": 16, "salt": "00" * 16, "digests": ""}),
+    ("missing", [1]),
     ("part", True),
     ("total", 98),
     ("of_a_newer_version", "?"),

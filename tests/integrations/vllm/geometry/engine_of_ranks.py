@@ -60,6 +60,7 @@ class Shape:
         blocks: how many there are.
         host_pages: how many host pages a rank has, the hole included; 0 where nothing is staged.
         device: in whose memory the caches are.
+        caches: whether prefixes are cached, if its states allow it.
     """
 
     tp: int = 1
@@ -80,6 +81,7 @@ class Shape:
     blocks: int = 48
     host_pages: int = 0
     device: str = "cpu"
+    caches: bool = True
 
     def setting(self, position: ShardPosition) -> Setting:
         """For a rank's specs."""

@@ -20,7 +20,7 @@ import numpy as np
 
 from kvferry.core.layout import HOLE
 from tests.integrations.vllm.geometry.engine_of_ranks import LONGEST, Engine, Shape, engine
-from tests.integrations.vllm.geometry.model import Layer, Part
+from tests.integrations.vllm.geometry.model import Bytes, Layer, Part, Steps
 from tests.integrations.vllm.geometry.rank import SECONDS, Extent, Rank
 
 
@@ -31,6 +31,32 @@ class _Plain(SimpleNamespace):
         return False
 
 
+@dataclass(frozen=True, slots=True)
+class Text:
+    """A text of tokens without an end: a family's, from some position on another's.
+
+    Attributes:
+        family: whose tokens it begins with.
+        at: where it branches off; 0 if nowhere.
+    """
+
+    family: int
+    at: int = 0
+
+    def token(self, position: int) -> int:
+        """The token at a position."""
+        branched = self.at and position >= self.at
+        return 1000 * (self.family + 1) + position + (500_000 if branched else 0)
+
+    def values(self, part: Part, steps: Steps, last: Steps) -> Bytes:
+        """What entries hold, (steps, shards, bytes), which depends on all tokens up to ``last``."""
+        values = part.values(steps, str(self.family))
+        if self.at:
+            other = part.values(steps, f"{self.family} to {self.at}")
+            values = np.where((last >= self.at)[:, None, None], other, values)
+        return values
+
+
 @dataclass(kw_only=True)
 class Server:
     """An engine that serves requests.
@@ -39,7 +65,7 @@ class Server:
         engine: its ranks.
         scheduler: vLLM's.
         hasher: gives requests the hashes of their blocks.
-        families: of its requests, which sequence of tokens each one's are the start of.
+        texts: of its requests, which text each one's tokens are the start of.
         params: what ended requests left for another engine.
         computed: how many tokens were computed here, by request.
         pulled: the requests that had something loaded.
@@ -51,7 +77,7 @@ class Server:
     engine: Engine
     scheduler: Any
     hasher: Any
-    families: dict[str, int] = field(default_factory=dict)
+    texts: dict[str, Text] = field(default_factory=dict)
     params: dict[str, dict[str, Any] | None] = field(default_factory=dict)
     computed: Counter[str] = field(default_factory=Counter)
     pulled: set[str] = field(default_factory=set)
@@ -59,22 +85,25 @@ class Server:
     copied: int = 0
     reported: Counter[tuple[str, str]] = field(default_factory=Counter)
 
-    def add(self, family: int, length: int, params: dict[str, Any], most: int = 1) -> str:
-        """A request for the first tokens of a family; at most so many are to follow."""
+    def add(
+        self, text: int | Text, length: int, params: dict[str, Any] | None = None, most: int = 1
+    ) -> str:
+        """A request for the first tokens of a text or family; at most so many are to follow."""
         from vllm import SamplingParams
         from vllm.v1.request import Request
 
+        text = Text(text) if isinstance(text, int) else text
         name = f"{self.engine.name} {next(self.engine.numbers)}"
         sampling = SamplingParams(max_tokens=most, extra_args={"kv_transfer_params": params})
         sampling.update_from_generation_config({}, None)
         request = Request(
             request_id=name,
-            prompt_token_ids=[token(family, i) for i in range(length)],
+            prompt_token_ids=[text.token(i) for i in range(length)],
             sampling_params=sampling,
             pooling_params=None,
             block_hasher=self.hasher,
         )
-        self.families[name] = family
+        self.texts[name] = text
         self.scheduler.add_request(request)
         return name
 
@@ -162,7 +191,7 @@ class Server:
         request = self.scheduler.requests[name]
         stop = request.num_computed_tokens
         start = stop - count
-        family = self.families[name]
+        text = self.texts[name]
         self.computed[name] += count
         lists = self.scheduler.kv_cache_manager.get_block_ids(name)
         groups = {group.index: group for group in self.engine.groups}
@@ -171,9 +200,9 @@ class Server:
                 first = groups[index].num_skipped_tokens(start) if index in groups else 0
                 if self._replays(index):
                     first = max(first, request.replay_start)
-                step = _Pass(rank, extent, lists[index], str(family), first, start, stop)
+                step = _Pass(rank, extent, lists[index], text, first, start, stop)
                 step.run(state=groups[index].tokens if groups[index].is_state else 0)
-        return [token(family, stop)] if stop == request.num_tokens else []
+        return [text.token(stop)] if stop == request.num_tokens else []
 
     def _replays(self, group: int) -> bool:
         """Whether a group has nothing of a prefix hit but what is computed again."""
@@ -191,7 +220,7 @@ class _Pass:
     rank: Rank
     extent: Extent
     listed: Sequence[int]
-    family: str
+    text: Text
     first: int
     start: int
     stop: int
@@ -213,7 +242,9 @@ class _Pass:
         positions, ids = (np.array(some, dtype=np.int64) for some in zip(*pages, strict=True))
         steps = self.extent.steps(part, positions)
         tokens = steps * part.per_entry
-        values = part.values(steps.ravel(), self.family).reshape(*part.places[ids].shape)
+        entries = steps.ravel()
+        last = (entries + 1) * part.per_entry - 1
+        values = self.text.values(part, entries, last).reshape(*part.places[ids].shape)
         found = self.rank.memory[part.places[ids]]
         read = (tokens >= self.first) & (tokens < self.start)
         assert np.count_nonzero(read) == self._shared(part), f"pages of {part.key} are missing"
@@ -238,47 +269,51 @@ class _Pass:
         capacity = part.places.shape[1]
         read = np.arange(self.start // part.ring * part.ring, self.start)
         found = self.rank.memory[part.places[page, read % capacity]]
-        assert np.array_equal(found, part.values(read, self.family)), (
+        assert np.array_equal(found, self.text.values(part, read, read)), (
             f"{part.key} of rank {self.rank.position.rank}: not the last tokens of {self.start}"
         )
         written = np.arange(max(self.start, self.stop - capacity), self.stop)
-        self.rank.memory[part.places[page, written % capacity]] = part.values(written, self.family)
+        values = self.text.values(part, written, written)
+        self.rank.memory[part.places[page, written % capacity]] = values
 
     def _state(self, part: Part, size: int) -> None:
         """``mamba_get_block_table_tensor``: the page of the last token, before and after."""
         if self.start:
             before = self.rank.memory[part.places[self.listed[(self.start - 1) // size]]]
-            values = part.values(np.array([self.start]), self.family)[0]
+            tokens = np.array([self.start])
+            values = self.text.values(part, tokens, tokens - 1)[0]
             assert np.array_equal(before[0], values), (
                 f"{part.key} of rank {self.rank.position.rank}: "
                 f"not the state after {self.start} tokens"
             )
         page = self.listed[(self.stop - 1) // size]
         assert page != HOLE
-        values = part.values(np.array([self.stop]), self.family)
-        self.rank.memory[part.places[page]] = values
-
-
-def token(family: int, position: int) -> int:
-    """A family's tokens."""
-    return 1000 * (family + 1) + position
+        tokens = np.array([self.stop])
+        self.rank.memory[part.places[page]] = self.text.values(part, tokens, tokens - 1)
 
 
 @contextlib.contextmanager
 def serving(
-    name: str, layers: Sequence[Layer], shape: Shape, *, batch: int = 64, reserve: bool = True
+    name: str,
+    layers: Sequence[Layer],
+    shape: Shape,
+    *,
+    batch: int = 64,
+    reserve: bool = True,
+    two_way: bool = False,
 ) -> Iterator[Server]:
     """An engine that serves until the block ends, and caches prefixes if its states allow it.
 
     Args:
         batch: how many tokens it computes in a step.
         reserve: admit only prompts for the whole of which there are pages.
+        two_way: conversations go on with what decode has generated.
     """
     from vllm.utils.hashing import sha256
     from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 
     with engine(name, layers, shape) as made:
-        scheduler, unit = _scheduler(made, batch, reserve=reserve)
+        scheduler, unit = _scheduler(made, batch, reserve=reserve, two_way=two_way)
         init_none_hash(sha256)
         _shuffle(scheduler)
         handshakes = {
@@ -303,12 +338,14 @@ def plannable(layers: Sequence[Layer], shape: Shape) -> bool:
     return True
 
 
-def _scheduler(made: Engine, batch: int, *, reserve: bool) -> tuple[Any, int]:
+def _scheduler(
+    made: Engine, batch: int, *, reserve: bool, two_way: bool = False
+) -> tuple[Any, int]:
     """vLLM's scheduler with our connector, and how many tokens it hashes together."""
     from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
     from vllm.v1.core.sched.scheduler import Scheduler
 
-    config = _vllm_config(made, batch, reserve)
+    config = _vllm_config(made, batch, reserve, two_way)
     block, unit = resolve_kv_cache_block_sizes(made.config, config)
     scheduler = Scheduler(
         vllm_config=config,
@@ -329,7 +366,7 @@ def _shuffle(scheduler: Any) -> None:
     pool.free_blocks([blocks[i] for i in order])
 
 
-def _vllm_config(made: Engine, batch: int, reserve: bool) -> Any:
+def _vllm_config(made: Engine, batch: int, reserve: bool, two_way: bool) -> Any:
     from vllm.config import (
         CacheConfig,
         DeviceConfig,
@@ -341,7 +378,7 @@ def _vllm_config(made: Engine, batch: int, reserve: bool) -> Any:
 
     shape = made.shape
     states = any(group.is_state and group.tokens for group in made.groups)
-    caching = shape.mode == "align" or not states
+    caching = shape.caches and (shape.mode == "align" or not states)
     config: Any = VllmConfig(
         scheduler_config=SchedulerConfig(
             max_num_seqs=16,
@@ -370,6 +407,8 @@ def _vllm_config(made: Engine, batch: int, reserve: bool) -> Any:
                 "kv_lease_duration": 120.0,
                 "staging": bool(shape.host_pages),
                 "staging_timeout": 600.0,
+                "bidirectional_kv_xfer": two_way,
+                "kv_recompute_threshold": 0,
             },
         ),
         device_config=DeviceConfig("cpu"),
