@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, TypeVar
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import UNSET, Meta, Struct, UnsetType
 
 from kvferry.core.errors import WireError
 from kvferry.core.security.proof import TICKET_KEY_BYTES
@@ -45,6 +45,11 @@ ROOM_BYTES = 16
 """The length of a room's name."""
 MAX_FOLLOWED = 96
 """The most rooms in one ``Follow``."""
+MAX_FOLLOWED_PROMPTS = 64
+"""The most rooms in one ``Follow`` that also has their prompts; with more, the longest would not
+fit into ``MAX_REQUEST_BYTES``."""
+PROMPT_BYTES = 16
+"""The length of the digest of a prompt."""
 MAX_WAIT_MS = 200
 """How long a ``Follow`` may have its answer delayed; shorter than the time after which a client
 sends a request again."""
@@ -72,6 +77,7 @@ Index = Annotated[int, Meta(ge=0, lt=1 << 16)]
 ShapeDigest = Annotated[bytes, Meta(min_length=SHAPE_DIGEST_BYTES, max_length=SHAPE_DIGEST_BYTES)]
 RandomBits = Annotated[int, Meta(ge=1, le=GENERATION_LIMIT - 1)]
 Room = Annotated[bytes, Meta(min_length=ROOM_BYTES, max_length=ROOM_BYTES)]
+PromptDigest = Annotated[bytes, Meta(max_length=PROMPT_BYTES)]
 Life = Annotated[int, Meta(ge=0, le=GENERATION_LIMIT - 1)]
 
 
@@ -137,6 +143,12 @@ class Follow(Struct, frozen=True, kw_only=True, tag="follow"):
         engine: the engine that is asked.
         rooms: rooms, each with the version that is known; 0 if nothing is.
         wait_ms: for how many milliseconds to delay the answer if nothing is newer.
+        prompts: for each of ``rooms`` the digest of the prompt of the request that asks; empty if
+            any prompt will do. Left out by older builds, and if it is empty for all rooms. Older
+            builds ignore it, and answer with what they know of the room, of whatever prompt.
+
+    Raises:
+        WireError: there are not as many ``prompts`` as ``rooms``.
     """
 
     engine: Name
@@ -145,6 +157,11 @@ class Follow(Struct, frozen=True, kw_only=True, tag="follow"):
         Meta(max_length=MAX_FOLLOWED),
     ]
     wait_ms: Annotated[int, Meta(ge=0, le=MAX_WAIT_MS)] = 0
+    prompts: Annotated[list[PromptDigest], Meta(max_length=MAX_FOLLOWED)] | UnsetType = UNSET
+
+    def __post_init__(self) -> None:
+        if self.prompts is not UNSET and len(self.prompts) != len(self.rooms):
+            raise WireError(f"{len(self.prompts)} prompts for {len(self.rooms)} rooms")
 
 
 class RoomNews(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -157,6 +174,7 @@ class RoomNews(Struct, frozen=True, kw_only=True, omit_defaults=True):
         is_last: whether nothing follows: ``part`` is the ticket, or ``error`` says why there is
             none.
         error: why there is no ticket; empty if there is one or may be.
+        prompt: the digest with which the room was asked about; older builds leave it out.
 
     Raises:
         WireError: it is the last news, and has neither a ticket nor a reason.
@@ -167,6 +185,7 @@ class RoomNews(Struct, frozen=True, kw_only=True, omit_defaults=True):
     part: Annotated[bytes, Meta(max_length=MAX_PART_BYTES)] = b""
     is_last: bool = False
     error: Text = ""
+    prompt: PromptDigest = b""
 
     def __post_init__(self) -> None:
         if self.is_last and not self.part and not self.error:

@@ -75,6 +75,7 @@ REQUESTS = [
         ASK,
         PING,
         side.Follow(engine="prefill", rooms=[(bytes(16), 3), (bytes(range(16)), 0)]),
+        side.Follow(engine="prefill", rooms=[(bytes(16), 3)], prompts=[bytes(range(16))]),
         side.Health(),
         side.Health(engine="prefill"),
     )
@@ -114,6 +115,7 @@ DECODERS: dict[str, tuple[Callable[[Mutator], bytes], Callable[[bytes], object]]
                     rooms=[
                         side.RoomNews(room=bytes(16), version=4, part=b"a part"),
                         side.RoomNews(room=bytes(16), version=5, is_last=True, error="aborted"),
+                        side.RoomNews(room=bytes(16), version=6, prompt=bytes(range(16))),
                     ],
                 )
             ),

@@ -248,6 +248,12 @@ REQUESTS: dict[str, side.Request] = {
     "request, follow": side.Follow(
         engine="prefill", rooms=[(bytes(range(16)), 0), (bytes(16), 1 << 40)], wait_ms=200
     ),
+    "request, follow with prompts": side.Follow(
+        engine="prefill",
+        rooms=[(bytes(range(16)), 0), (bytes(16), 7)],
+        wait_ms=200,
+        prompts=[b"a prompt digest.", b""],
+    ),
     "request, follow at once": side.Follow(engine="prefill", rooms=[(bytes(16), 0)]),
     "request, health": side.Health(),
     "request, health of one engine": side.Health(engine="prefill"),
@@ -269,6 +275,12 @@ REPLIES: dict[str, side.Reply] = {
             side.RoomNews(room=bytes(range(16)), version=2, part=b"a part"),
             side.RoomNews(room=b"x" * 16, version=3, part=b"a ticket", is_last=True),
             side.RoomNews(room=b"y" * 16, version=1 << 40, is_last=True, error="aborted"),
+        ],
+    ),
+    "reply, followed with prompts": side.Followed(
+        incarnation=INCARNATION,
+        rooms=[
+            side.RoomNews(room=bytes(16), version=2, part=b"a part", prompt=b"a prompt digest.")
         ],
     ),
     "reply, pong": side.Pong(incarnation=INCARNATION),

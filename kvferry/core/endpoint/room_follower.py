@@ -4,6 +4,9 @@ A router that sends a request to both engines at once names it by a room. ``Room
 producer's side channel what it knows about the room, again and again, until the ticket has come or
 the producer says that there will be none. Each producer is asked on a thread of its own, over one
 connection, for all of its rooms.
+
+A request names its producer, and may name one that is not there, or a room that never opens. So
+where a limit is reached, the host goes short of which most requests, engines or bytes wait in vain.
 """
 
 from __future__ import annotations
@@ -14,14 +17,17 @@ import os
 import select
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import closing, suppress
-from dataclasses import dataclass, field
 from typing import Protocol
+
+from msgspec import UNSET
 
 from kvferry.core.endpoint.handshakes import dialer, forget_frames
 from kvferry.core.endpoint.options import EndpointOptions
 from kvferry.core.endpoint.peer_key import PeerKey
+from kvferry.core.endpoint.room_inbox import FollowedRoom, RoomInbox, RoomUser
 from kvferry.core.error_causes import RAISE_LIMITS
 from kvferry.core.errors import (
     AdmissionError,
@@ -33,9 +39,10 @@ from kvferry.core.errors import (
 )
 from kvferry.core.handshake.connection import SideChannelConnection
 from kvferry.core.handshake.exchange import explained, unexpected
+from kvferry.core.handshake.sockets import place
 from kvferry.core.lifecycle.rooms import RoomId
 from kvferry.core.side_channel_messages import (
-    MAX_FOLLOWED,
+    MAX_FOLLOWED_PROMPTS,
     MAX_WAIT_MS,
     Follow,
     Followed,
@@ -45,10 +52,14 @@ from kvferry.core.side_channel_messages import (
 
 MAX_PRODUCERS = 1 << 8
 """The most producers whose rooms are followed at once."""
+MAX_AT_HOST = MAX_PRODUCERS // 2
+"""The most of these at one host."""
+MAX_SILENT_PRODUCERS = 3 * MAX_PRODUCERS // 4
+"""The most producers that are followed and have never answered."""
+MAX_SILENT_AT_HOST = 1 << 5
+"""The most of these at one host."""
 MAX_REQUESTS = 1 << 10
 """The most requests whose rooms are followed at once."""
-MAX_UNSEEN_BYTES = 1 << 27
-"""The most bytes of parts that requests have not fetched yet, of all rooms together."""
 LINGER_SECONDS = 10.0
 """How long a connection is kept without a room to follow."""
 TURN_MS = 20
@@ -59,101 +70,6 @@ PAUSE_SECONDS = 0.1
 """The pause after an attempt that failed."""
 FINAL = (RefusedError, AdmissionError)
 """What an address that answers so will answer the next time, too."""
-
-
-@dataclass(slots=True, kw_only=True)
-class _Follower:
-    """A request that follows a room: since when, and the version that it has seen (0: none)."""
-
-    since: float
-    seen: int = 0
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class _Room:
-    """A room that is followed.
-
-    Attributes:
-        version: the version of the newest news; 0 if there was none.
-        changed: when that came.
-        news: the newest news; ``None`` if all requests have seen it.
-        is_wanted: whether ``news`` is to be asked for again, for a request that came later.
-        is_last: whether the newest news is the ticket.
-        has_part: whether there was news with a part.
-        error: why the room is not followed any more.
-        requests: the requests that follow it.
-    """
-
-    version: int = 0
-    changed: float = 0.0
-    news: RoomNews | None = None
-    is_wanted: bool = False
-    is_last: bool = False
-    has_part: bool = False
-    error: KVFerryError | None = None
-    requests: dict[Hashable, _Follower] = field(default_factory=dict)
-
-    @property
-    def known(self) -> int:
-        """Return the version to name when the room is asked about."""
-        return 0 if self.is_wanted else self.version
-
-    @property
-    def is_over(self) -> bool:
-        """Return whether nothing is asked about the room any more."""
-        return self.error is not None or (self.is_last and not self.is_wanted)
-
-    def is_unseen(self, request: Hashable) -> bool:
-        """Return whether there is news that a request has not seen."""
-        return self.news is not None and self.requests[request].seen < self.version
-
-
-class _Inbox:
-    """The news that requests have not seen yet, and how much memory it takes.
-
-    Attributes:
-        lock: guards everything here and in all rooms; the methods are called with it held.
-        changed: the requests that have news, or an error.
-    """
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self._bytes = 0
-        self.lock = threading.Lock()
-        self.changed: set[Hashable] = set()
-
-    def keep(self, room: _Room, news: RoomNews) -> None:
-        """Keep news of a room in place of older news."""
-        self.drop(room)
-        room.version, room.changed, room.is_wanted = news.version, self._clock(), False
-        if news.error:
-            self.fail([room], HandshakeError(f"the prefill engine makes no ticket: {news.error}"))
-            return
-        if self._bytes + len(news.part) > MAX_UNSEEN_BYTES:
-            self.fail([room], _too_much())
-            return
-        room.news, room.is_last = news, news.is_last
-        room.has_part = room.has_part or bool(news.part)
-        self._bytes += len(news.part)
-        self.changed.update(request for request in room.requests if room.is_unseen(request))
-
-    def fail(self, rooms: Iterable[_Room], error: KVFerryError) -> None:
-        """Fail those of the rooms that are not over."""
-        for room in rooms:
-            if not room.is_over:
-                room.error = error
-                self.changed.update(room.requests)
-
-    def trim(self, room: _Room) -> None:
-        """Drop a room's news if all requests have seen it."""
-        if not any(map(room.is_unseen, room.requests)):
-            self.drop(room)
-
-    def drop(self, room: _Room) -> None:
-        """Drop a room's news, if it has any."""
-        if room.news is not None:
-            self._bytes -= len(room.news.part)
-            room.news = None
 
 
 class RoomFollower:
@@ -172,10 +88,10 @@ class RoomFollower:
     ) -> None:
         self._options = options
         self._clock = clock
-        self._inbox = _Inbox(clock)
+        self._inbox = RoomInbox(clock)
         self._lock = self._inbox.lock
         self._producers: dict[PeerKey, _Producer] = {}
-        self._requests: dict[Hashable, tuple[_Producer | None, RoomId, _Room]] = {}
+        self._requests: dict[Hashable, tuple[_Producer | None, RoomId, FollowedRoom]] = {}
         self._due = math.inf
         """No request is late before this time."""
         self._is_closed = False
@@ -205,9 +121,9 @@ class RoomFollower:
         if request in self._requests:
             raise ValueError(f"request {request!r} follows a room already: call end() first")
         with self._lock:
-            following, error = self._producer(producer)
-            found = _Room(error=error) if following is None else following.enter(room)
-            found.requests[request] = _Follower(since=self._clock())
+            following, error = self._place(producer)
+            found = FollowedRoom(error=error) if following is None else following.enter(room)
+            found.requests[request] = RoomUser(since=self._clock())
             self._requests[request] = following, room, found
             if found.error is not None or found.news is not None:
                 self._inbox.changed.add(request)
@@ -261,7 +177,7 @@ class RoomFollower:
         for producer in producers:
             producer.wake()
 
-    def _late_at(self, request: Hashable, room: _Room) -> float:
+    def _late_at(self, request: Hashable, room: FollowedRoom) -> float:
         """Return when a request is late if nothing is heard of its room; the lock is held."""
         if room.is_over or room.is_unseen(request):
             return math.inf
@@ -289,33 +205,81 @@ class RoomFollower:
                 else:
                     self._part_from(request, name, room, _unknown(seconds))
 
-    def _part_from(self, request: Hashable, name: RoomId, room: _Room, error: KVFerryError) -> None:
+    def _part_from(
+        self, request: Hashable, name: RoomId, room: FollowedRoom, error: KVFerryError
+    ) -> None:
         """Fail one request of a room, and not the others; the lock is held."""
         following, _, _ = self._requests[request]
-        alone = _Room(error=error)
+        alone = FollowedRoom(error=error)
         alone.requests[request] = room.requests.pop(request)
         self._requests[request] = None, name, alone
         self._inbox.changed.add(request)
         if following is not None and not room.requests:
             following.leave(name, room)
 
-    def _producer(self, key: PeerKey) -> tuple[_Producer | None, KVFerryError | None]:
-        """Return what follows a producer's rooms; or why these cannot be followed."""
-        known = self._producers.get(key)
-        has_room = known is not None or len(self._producers) < MAX_PRODUCERS or self._evict()
-        if not has_room or len(self._requests) >= MAX_REQUESTS:
+    def _place(self, key: PeerKey) -> tuple[_Producer | None, KVFerryError | None]:
+        """Return what follows a producer's rooms; or why a request's room cannot be followed."""
+        if len(self._requests) >= MAX_REQUESTS and not self._make_way():
             return None, HandshakeError(
-                f"more than {MAX_REQUESTS} requests, or requests of more than {MAX_PRODUCERS} "
-                "engines, wait for their prefill here: use more decode engines"
+                f"{MAX_REQUESTS} requests wait here while they are computed by prefill engines, "
+                "which is the most: use more decode engines"
             )
+        known = self._producers.get(key)
         if known is not None:
             return known, None
+        if (error := self._reason_against(key)) is not None:
+            return None, error
+        if len(self._producers) >= MAX_PRODUCERS and not self._evict():
+            return None, HandshakeError(
+                f"requests of {MAX_PRODUCERS} prefill engines wait here, which is the most: use "
+                "more decode engines"
+            )
         try:
             made = _Producer(key, self._options, self._inbox, self._forget)
         except (OSError, RuntimeError) as exc:  # no file descriptor or no thread is left
             return None, HandshakeError(f"{exc}; {RAISE_LIMITS}")
         self._producers[key] = made
         return made, None
+
+    def _make_way(self) -> bool:
+        """Have a further request fit in; the lock is held.
+
+        If need be, the request fails that has waited longest for a room that its producer does not
+        know, at the host with most of them.
+
+        Returns:
+            Whether a further request fits in.
+        """
+        followed, unknown = 0, defaultdict[str, list[Hashable]](list)
+        for request, (following, _, room) in self._requests.items():
+            if following is not None and room.error is None:
+                followed += 1
+                if not room.version:
+                    unknown[room.host].append(request)
+        if followed < MAX_REQUESTS:
+            return True
+        if not unknown:
+            return False
+        oldest, *_ = max(unknown.values(), key=len)
+        following, name, room = self._requests[oldest]
+        if following is None:
+            return False
+        seconds = self._clock() - room.requests[oldest].since
+        self._part_from(oldest, name, room, _displaced(following.key, seconds))
+        return True
+
+    def _reason_against(self, key: PeerKey) -> HandshakeError | None:
+        """Return why a further producer is not asked; ``None`` if it is."""
+        busy = [each for each, producer in self._producers.items() if not producer.is_unused]
+        if sum(each.host == key.host for each in busy) >= MAX_AT_HOST:
+            return HandshakeError(
+                f"requests of {MAX_AT_HOST} prefill engines at {key.host} wait here, which is the "
+                "most at one host: look which engines the router names there (remote_engine_id)"
+            )
+        if self._inbox.answered.get(key):
+            return None
+        silent = [each for each in busy if not self._inbox.answered.get(each)]
+        return _too_many_silent(key, silent)
 
     def _evict(self) -> bool:
         """Forget a producer that has no rooms, and whose thread only waits for some.
@@ -326,7 +290,7 @@ class RoomFollower:
             Whether there was one.
         """
         for key, producer in self._producers.items():
-            if producer.is_idle and not producer.rooms:
+            if producer.is_unused:
                 del self._producers[key]
                 producer.rouse()
                 return True
@@ -370,10 +334,10 @@ class _Producer:
     """
 
     def __init__(
-        self, key: PeerKey, options: EndpointOptions, inbox: _Inbox, forget: _Forget
+        self, key: PeerKey, options: EndpointOptions, inbox: RoomInbox, forget: _Forget
     ) -> None:
         self.key = key
-        self.rooms: dict[RoomId, _Room] = {}
+        self.rooms: dict[RoomId, FollowedRoom] = {}
         self.is_idle = False
         self._options = options
         self._inbox = inbox
@@ -395,10 +359,15 @@ class _Producer:
             os.close(self._woken)
             raise
 
-    def enter(self, name: RoomId) -> _Room:
+    @property
+    def is_unused(self) -> bool:
+        """Return whether the thread only waits for ``wake``, and there are no rooms."""
+        return self.is_idle and not self.rooms
+
+    def enter(self, name: RoomId) -> FollowedRoom:
         """Return a room that a request is about to follow; the lock is held."""
         was_busy = any(not room.is_over for room in self.rooms.values())
-        room = self.rooms.setdefault(name, _Room())
+        room = self.rooms.setdefault(name, FollowedRoom(host=self.key.host))
         if room.news is None and room.version and room.error is None:
             room.is_wanted = True
         if not was_busy:
@@ -406,7 +375,7 @@ class _Producer:
             self._failures.clear()
         return room
 
-    def leave(self, name: RoomId, room: _Room) -> None:
+    def leave(self, name: RoomId, room: FollowedRoom) -> None:
         """Follow a room no more; the lock is held."""
         if self.rooms.get(name) is room:
             del self.rooms[name]
@@ -474,7 +443,7 @@ class _Producer:
                         return
                     continue
                 until = time.monotonic() + LINGER_SECONDS
-                follow = Follow(engine=self.key.engine, rooms=rooms, wait_ms=wait_ms)
+                follow = _question(self.key.engine, rooms, wait_ms)
                 silent_since = self._answered
                 deadline = min(
                     max(silent_since, begun) + timeout / len(places), silent_since + timeout
@@ -483,20 +452,23 @@ class _Producer:
                 time.sleep(SHORTEST_SECONDS)
                 self._clear()
                 if reply is not None:
-                    self._hear(reply)
+                    self._hear(reply, [room for room, _ in rooms])
 
-    def _asked(self) -> tuple[list[tuple[bytes, int]], int]:
+    def _asked(self) -> tuple[list[tuple[RoomId, int]], int]:
         """Return the rooms to ask about next, with their versions, and how long to wait."""
         with self._lock:
             rooms = [(name, r.known) for name, r in self.rooms.items() if not r.is_over]
-        if len(rooms) <= MAX_FOLLOWED:
-            return [(bytes(name), version) for name, version in rooms], MAX_WAIT_MS
-        first = next(self._turns) * MAX_FOLLOWED % len(rooms)
-        turned = [*rooms[first:], *rooms[:first]][:MAX_FOLLOWED]
-        return [(bytes(name), version) for name, version in turned], TURN_MS
+        if len(rooms) <= MAX_FOLLOWED_PROMPTS:
+            return rooms, MAX_WAIT_MS
+        first = next(self._turns) * MAX_FOLLOWED_PROMPTS % len(rooms)
+        return [*rooms[first:], *rooms[:first]][:MAX_FOLLOWED_PROMPTS], TURN_MS
 
-    def _hear(self, reply: Reply) -> None:
+    def _hear(self, reply: Reply, asked: Sequence[RoomId]) -> None:
         """Keep the news of an answer, which is a peer's.
+
+        Args:
+            reply: the answer.
+            asked: the rooms that were asked about.
 
         Raises:
             HandshakeError: it is no answer to what was asked.
@@ -505,6 +477,7 @@ class _Producer:
             raise unexpected(reply)
         with self._lock:
             self._answered = time.monotonic()
+            self._inbox.answered.put(self.key, True)
             self._failures.clear()
             is_new = self._incarnation not in (0, reply.incarnation)
             self._incarnation = reply.incarnation
@@ -513,8 +486,8 @@ class _Producer:
                 restarted = PeerLostError(f"engine {self.key.engine} was restarted")
                 self._inbox.fail(known, restarted)
                 return
-            for news in reply.rooms:
-                room = self.rooms.get(RoomId(news.room))
+            for news, name in _heard(reply.rooms, asked):
+                room = self.rooms.get(name)
                 if room is not None and not room.is_over and news.version > room.known:
                     self._inbox.keep(room, news)
 
@@ -552,6 +525,56 @@ class _Producer:
             os.eventfd_read(self._woken)
 
 
+def _question(engine: str, rooms: Sequence[tuple[RoomId, int]], wait_ms: int) -> Follow:
+    """Return the question for rooms, each with the version that is known."""
+    prompts = [room.prompt for room, _ in rooms]
+    return Follow(
+        engine=engine,
+        rooms=[(room.name, version) for room, version in rooms],
+        wait_ms=wait_ms,
+        prompts=prompts if any(prompts) else UNSET,
+    )
+
+
+def _heard(news: Iterable[RoomNews], asked: Sequence[RoomId]) -> Iterator[tuple[RoomNews, RoomId]]:
+    """Yield news with the room that they are for.
+
+    Older builds do not say for which prompt they are: then they are for all rooms of that name, and
+    whoever reads the part has to look for which prompt it was made.
+    """
+    named = defaultdict[bytes, list[RoomId]](list)
+    for room in asked:
+        named[room.name].append(room)
+    for each in news:
+        is_for = [RoomId(each.room, each.prompt)] if each.prompt else named.get(each.room, ())
+        yield from ((each, room) for room in is_for)
+
+
+def _too_many_silent(key: PeerKey, silent: Sequence[PeerKey]) -> HandshakeError | None:
+    """Return why a producer is not asked: too many others do not answer; ``None`` if it is."""
+    at = Counter(each.host for each in silent)
+    if at[key.host] < MAX_SILENT_AT_HOST and len(silent) < MAX_SILENT_PRODUCERS:
+        return None
+    host = key.host if at[key.host] >= MAX_SILENT_AT_HOST else at.most_common(1)[0][0]
+    return HandshakeError(
+        f"engine {key.engine!r} at {place(key.host, key.port)} is not asked, since of the prefill "
+        f"engines that requests here name, {len(silent)} have never answered (at most "
+        f"{MAX_SILENT_PRODUCERS}), {at[host]} of them at {host} (at most {MAX_SILENT_AT_HOST} at "
+        "one host): look whether a side channel of kvferry listens wherever the router's "
+        "remote_bootstrap_addr says, and with that remote_engine_id"
+    )
+
+
+def _displaced(key: PeerKey, seconds: float) -> DeadlineError:
+    """Return the error of a request that fails so that another can wait."""
+    return DeadlineError(
+        f"engine {key.engine!r} at {place(key.host, key.port)} has said nothing of a request with "
+        f"this transfer_id and prompt for {seconds:.1f} s, and {MAX_REQUESTS} requests wait here, "
+        "which is the most: look whether the router sends both legs of each request, or use more "
+        "decode engines"
+    )
+
+
 def _joined(failures: Sequence[KVFerryError]) -> KVFerryError:
     """Return one error for the failures at all addresses of a producer."""
     last = failures[-1]
@@ -562,14 +585,6 @@ def _joined(failures: Sequence[KVFerryError]) -> KVFerryError:
             "has early tickets: upgrade it, or let the router send requests to prefill first"
         )
     return last if len(failures) == 1 else type(last)(text)
-
-
-def _too_much() -> HandshakeError:
-    """Return the error of a room whose news there is no memory for."""
-    return HandshakeError(
-        f"the parts of tickets that no request has taken yet would take more than "
-        f"{MAX_UNSEEN_BYTES} bytes: use more decode engines"
-    )
 
 
 def _stalled(seconds: float) -> DeadlineError:
@@ -584,7 +599,8 @@ def _stalled(seconds: float) -> DeadlineError:
 def _unknown(seconds: float) -> DeadlineError:
     """Return the error of a room that its producer has not known for ``load_timeout`` seconds."""
     return DeadlineError(
-        f"no request with this transfer_id came to the prefill engine within {seconds:g} s "
-        "(load_timeout): look whether the router sends it to that engine, or set a longer "
-        "load_timeout on the engine that decodes"
+        f"no request with this transfer_id and prompt came to the prefill engine within "
+        f"{seconds:g} s (load_timeout): look whether the router sends the same prompt (text, "
+        "media, adapter, cache_salt) to that engine, or set a longer load_timeout on the engine "
+        "that decodes"
     )

@@ -118,6 +118,18 @@ class ConnectionLimits:
             else:
                 self._explain(value)
 
+    def address(self, fd: int) -> str:
+        """Return the network address of a connection's peer.
+
+        Args:
+            fd: libzmq's descriptor of the connection.
+
+        Returns:
+            The address; empty if it is in no admitted network, or the connection has ended.
+        """
+        connection = self._open.get(fd)
+        return "" if connection is None else connection.address
+
     def heard(self, fd: int) -> None:
         """Record that a complete message was received: its bytes no longer count for the limits.
 

@@ -175,12 +175,13 @@ class HandshakeServer:
         if self._socket in ready:
             received = receive(self._socket, zmq.DONTWAIT)
             self._watch.heard(received.descriptor)
-            self._answer(received.frames, self._gate.reason_against_user(received.user))
+            reason = self._gate.reason_against_user(received.user)
+            self._answer(received.frames, reason, self._watch.address(received.descriptor))
         if self._follows.descriptor in ready:
             self._follows.hear()
         self._follows.progress()
 
-    def _answer(self, frames: list[bytes], reason: str) -> None:
+    def _answer(self, frames: list[bytes], reason: str, address: str) -> None:
         """Answer a request, or refuse it if there is a reason why its client is not admitted."""
         routing_id, *rest = frames
         envelope = [b""] if len(rest) > 1 and not rest[0] else []
@@ -190,7 +191,7 @@ class HandshakeServer:
         elif len(rest) != len(envelope) + 1:
             self._send(leading, _refusal("a request is one frame, or an empty one and one"))
         elif isinstance(reply := self._reply(rest[-1]), Follow):
-            self._follows.add(leading, reply)
+            self._follows.add(leading, reply, address)
         else:
             self._send(leading, reply)
 

@@ -5,16 +5,18 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+
+from msgspec import UNSET
 
 from kvferry.core.lifecycle.rooms import RoomId, Rooms
 from kvferry.core.side_channel_messages import Follow, RoomNews
 
 MAX_WAITING = 1 << 10
-"""The most requests that wait for news at once; one of each connection. Others are answered at
-once."""
+"""The most requests that wait for news at once; one of each connection. Beyond it, the address with
+the most has its oldest answered at once."""
 
 Answer = Callable[[Sequence[bytes], list[RoomNews]], None]
 """Called with the frames that lead to a client, and the news for it."""
@@ -28,11 +30,13 @@ class _Waiting:
         envelope: the frames that lead to the client; the first identifies the connection.
         follow: the request.
         until: when it is answered without news, by ``time.monotonic``.
+        address: the network address that it came from.
     """
 
     envelope: Sequence[bytes]
     follow: Follow
     until: float
+    address: str
 
 
 class WaitingFollows:
@@ -52,14 +56,15 @@ class WaitingFollows:
         self._rooms = rooms
         self._answer = answer
         self._waiting: dict[bytes, _Waiting] = {}
-        self._by_room: dict[RoomId, set[bytes]] = defaultdict(set)
+        self._by_name: dict[bytes, set[bytes]] = defaultdict(set)
+        self._by_address = Counter[str]()
         self._changed: deque[RoomId] = deque()
         self._lock = threading.Lock()
         self._is_closed = False
         self.descriptor = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         rooms.listen(self._hear)
 
-    def add(self, envelope: Sequence[bytes], follow: Follow) -> None:
+    def add(self, envelope: Sequence[bytes], follow: Follow, address: str = "") -> None:
         """Answer a request now if there is news for it, or have it wait.
 
         A request that waits on the same connection is dropped.
@@ -67,17 +72,23 @@ class WaitingFollows:
         Args:
             envelope: the frames that lead to the client.
             follow: the request.
+            address: the network address that it came from.
         """
         client = bytes(envelope[0])
         self._remove(client)
         news = self._news(follow)
-        if news or not follow.wait_ms or len(self._waiting) >= MAX_WAITING:
+        if news or not follow.wait_ms:
             self._answer(envelope, news)
             return
         until = time.monotonic() + follow.wait_ms / 1000
-        self._waiting[client] = _Waiting(envelope=envelope, follow=follow, until=until)
-        for room, _ in follow.rooms:
-            self._by_room[RoomId(room)].add(client)
+        self._waiting[client] = _Waiting(
+            envelope=envelope, follow=follow, until=until, address=address
+        )
+        self._by_address[address] += 1
+        for name, _ in follow.rooms:
+            self._by_name[name].add(client)
+        if len(self._waiting) > MAX_WAITING:
+            self._answer(self._remove(self._displaced()), [])
 
     def pause(self, longest: int | None) -> int | None:
         """Return for how many milliseconds to wait for events before ``progress`` is due.
@@ -97,7 +108,7 @@ class WaitingFollows:
             return
         clients: dict[bytes, None] = {}
         while self._changed:
-            clients.update(dict.fromkeys(self._by_room.get(self._changed.popleft(), ())))
+            clients.update(dict.fromkeys(self._by_name.get(self._changed.popleft().name, ())))
         for client in clients:
             if news := self._news(self._waiting[client].follow):
                 self._answer(self._remove(client), news)
@@ -124,16 +135,28 @@ class WaitingFollows:
                 os.eventfd_write(self.descriptor, 1)
 
     def _news(self, follow: Follow) -> list[RoomNews]:
-        return self._rooms.news([(RoomId(room), version) for room, version in follow.rooms])
+        prompts = [b""] * len(follow.rooms) if follow.prompts is UNSET else follow.prompts
+        return self._rooms.news(
+            (RoomId(name, prompt), version)
+            for (name, version), prompt in zip(follow.rooms, prompts, strict=True)
+        )
+
+    def _displaced(self) -> bytes:
+        """Return the client that has waited longest at the address with the most clients."""
+        [(most, _)] = self._by_address.most_common(1)
+        return next(client for client, one in self._waiting.items() if one.address == most)
 
     def _remove(self, client: bytes) -> Sequence[bytes]:
         """Forget the request that waits on a connection, if there is one; return its envelope."""
         one = self._waiting.pop(client, None)
         if one is None:
             return ()
-        for room, _ in one.follow.rooms:
-            clients = self._by_room[RoomId(room)]
+        self._by_address[one.address] -= 1
+        if not self._by_address[one.address]:
+            del self._by_address[one.address]
+        for name, _ in one.follow.rooms:
+            clients = self._by_name[name]
             clients.discard(client)
             if not clients:
-                del self._by_room[RoomId(room)]
+                del self._by_name[name]
         return one.envelope

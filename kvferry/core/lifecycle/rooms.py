@@ -5,6 +5,9 @@ The prefill engine's scheduler half opens the room when the request comes, publi
 chunk of the prompt is computed, and ends the room with the ticket, which is the last part, or with
 the reason why there is none. Whoever follows the room gets the newest part. See docs/protocol.md,
 "Early tickets".
+
+Routers are to use each name once. Requests with unlike prompts have rooms of their own all the
+same, so that nobody who follows one of them gets the ticket of another.
 """
 
 from __future__ import annotations
@@ -14,7 +17,9 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import NewType
+from typing import NamedTuple
+
+from msgspec.structs import replace
 
 from kvferry.core.side_channel_messages import (
     MAX_PART_BYTES,
@@ -23,11 +28,23 @@ from kvferry.core.side_channel_messages import (
     RoomNews,
 )
 
-RoomId = NewType("RoomId", bytes)
-"""A room, as messages name it."""
+
+class RoomId(NamedTuple):
+    """A room.
+
+    Attributes:
+        name: what messages call it, a hash of the router's text.
+        prompt: the digest of its request's prompt; empty if that is not known.
+    """
+
+    name: bytes
+    prompt: bytes = b""
+
 
 MAX_ROOMS = 1 << 12
-"""The most rooms of an engine."""
+"""The most rooms of an engine that are open."""
+MAX_OVER = 1 << 12
+"""The most rooms of an engine that are over. The oldest go first."""
 KEPT_SECONDS = 60.0
 """How long a room that is over is kept for followers that come late."""
 MAX_KEPT_BYTES = 1 << 26
@@ -38,10 +55,16 @@ MAX_REASON = 1024
 """The longest reason, in characters."""
 
 
-def room_id(text: str) -> RoomId:
-    """Return the room that a router names by a text, such as Mooncake's ``transfer_id``."""
+def room_id(text: str, prompt: bytes = b"") -> RoomId:
+    """Return the room that a router names by a text, such as Mooncake's ``transfer_id``.
+
+    Args:
+        text: the router's text.
+        prompt: the digest of all that the content of the request's pages depends on.
+    """
     data = text.encode(errors="surrogatepass")
-    return RoomId(hashlib.blake2b(data, digest_size=ROOM_BYTES, person=b"kvferry room").digest())
+    name = hashlib.blake2b(data, digest_size=ROOM_BYTES, person=b"kvferry room").digest()
+    return RoomId(name, prompt)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -63,6 +86,9 @@ class Rooms:
         self._clock = clock
         self._lock = threading.Lock()
         self._rooms: dict[RoomId, _Room] = {}
+        self._named: dict[bytes, RoomId] = {}
+        """The room that those hear of who know its name and no prompt: of several with one name
+        the one that was opened first, until it is over."""
         self._over: dict[RoomId, None] = {}
         """The rooms that are over, the first that was first."""
         self._kept_bytes = 0
@@ -85,20 +111,20 @@ class Rooms:
 
         Returns:
             Whether the room is open now; ``False`` if another request has it, or if there are too
-            many. Then the request is served without a room.
+            many. Then the request is served without a room; if there are too many, followers are
+            told.
         """
         with self._lock:
-            self._drop_old()
             known = self._rooms.get(room)
             if known is not None and known.over is None:
                 return False
             if known is not None:
                 self._drop(room)
-            if len(self._rooms) >= MAX_ROOMS and not self._drop_oldest():
-                return False
-            self._put(room, b"")
+            is_full = len(self._rooms) - len(self._over) >= MAX_ROOMS
+            self._put(room, b"", is_last=is_full, error=_too_many() if is_full else "")
+            self._drop_old()
         self._changed(room)
-        return True
+        return not is_full
 
     def publish(self, room: RoomId, part: bytes) -> bool:
         """Publish a newer part of a room, in place of the one before.
@@ -146,11 +172,18 @@ class Rooms:
         text = reason[:MAX_REASON].encode(errors="replace").decode()
         self._replace(room, b"", is_last=True, error=text or "no reason was given")
 
+    def forget(self, room: RoomId) -> None:
+        """Forget a room that is over: its ticket has been used up. Ignored if it is not over."""
+        with self._lock:
+            if room in self._over:
+                self._drop(room)
+
     def news(self, asked: Iterable[tuple[RoomId, int]]) -> list[RoomNews]:
         """Return what is newer than what a follower knows.
 
         Args:
             asked: rooms, each with the version that the follower knows; 0 if it knows nothing.
+                A room without a prompt stands for one of its name with any prompt.
 
         Returns:
             The news, of as many rooms as fit into one answer.
@@ -159,18 +192,23 @@ class Rooms:
         with self._lock:
             self._drop_old()
             for room, version in asked:
-                known = self._rooms.get(room)
+                known = self._find(room)
                 if known is None and version:
                     newer = min(version + 1, MAX_VERSION)
-                    found.append(
-                        RoomNews(room=room, version=newer, is_last=True, error="it is forgotten")
-                    )
+                    found.append(_last(room, newer, "it is forgotten"))
                 elif known is not None and known.news.version > version:
                     left -= len(known.news.part) + len(known.news.error.encode())
                     if left < 0:
                         break
-                    found.append(known.news)
+                    found.append(replace(known.news, prompt=room.prompt))
         return found
+
+    def _find(self, room: RoomId) -> _Room | None:
+        """Return a room by name and prompt, or by its name where either side has no prompt."""
+        known = self._rooms.get(room) or self._rooms.get(RoomId(room.name))
+        if known is None and not room.prompt:
+            return self._rooms.get(self._named.get(room.name, room))
+        return known
 
     def _replace(self, room: RoomId, part: bytes, *, is_last: bool, error: str = "") -> bool:
         """Replace the news of a room that is open; return whether it was."""
@@ -187,30 +225,44 @@ class Rooms:
 
     def _put(self, room: RoomId, part: bytes, *, is_last: bool = False, error: str = "") -> None:
         self._version = self._version % MAX_VERSION + 1
-        news = RoomNews(room=room, version=self._version, part=part, is_last=is_last, error=error)
+        news = RoomNews(
+            room=room.name, version=self._version, part=part, is_last=is_last, error=error
+        )
         self._rooms[room] = _Room(news=news, over=self._clock() if is_last else None)
+        if self._named.setdefault(room.name, room) in self._over:
+            self._named[room.name] = room
         if is_last:
             self._over[room] = None
             self._kept_bytes += len(part)
 
     def _drop_old(self) -> None:
-        """Forget rooms that were over long ago, or that take too much memory."""
+        """Forget rooms that were over long ago, are too many, or take too much memory."""
         until = self._clock() - KEPT_SECONDS
         while self._over:
-            over = self._rooms[next(iter(self._over))].over
-            if self._kept_bytes <= MAX_KEPT_BYTES and over is not None and over > until:
+            oldest = next(iter(self._over))
+            over = self._rooms[oldest].over
+            is_within = len(self._over) <= MAX_OVER and self._kept_bytes <= MAX_KEPT_BYTES
+            if is_within and over is not None and over > until:
                 return
-            self._drop_oldest()
-
-    def _drop_oldest(self) -> bool:
-        """Forget the room that was over first; return whether there was one."""
-        oldest = next(iter(self._over), None)
-        if oldest is None:
-            return False
-        self._drop(oldest)
-        return True
+            self._drop(oldest)
 
     def _drop(self, room: RoomId) -> None:
         """Forget a room that is over."""
         del self._over[room]
         self._kept_bytes -= len(self._rooms.pop(room).news.part)
+        if self._named[room.name] == room:
+            del self._named[room.name]
+
+
+def _last(room: RoomId, version: int, error: str) -> RoomNews:
+    """Return the news that a room has no ticket."""
+    return RoomNews(room=room.name, version=version, is_last=True, error=error, prompt=room.prompt)
+
+
+def _too_many() -> str:
+    """Return why a request gets no room where there are too many."""
+    return (
+        f"it has {MAX_ROOMS} requests with a transfer_id in its queue or under way, and no more "
+        "can be followed: use more prefill engines, or let the router send requests to prefill "
+        "first, and pass the ticket on"
+    )

@@ -643,13 +643,20 @@ class Consumer:
     def _check_part(self, request: Request, part: Part) -> None:
         """Refuse a part of a ticket that does not fit a request.
 
+        The prompt is compared with ``verify_prompt`` false, too: it is not the router that hands
+        over a part, and an older build has one ticket for all requests with one ``transfer_id``.
+
         Raises:
             TicketError: This engine may not connect to the one that made it; or it was made for
                 another prompt or number of tokens.
         """
         self._check_maker(part.ticket.engine, part.ticket.key)
-        if self._verify_prompt:
-            self._check_prompt(request, part.ticket)
+        self._check_prompt(
+            request,
+            part.ticket,
+            hint=", or its transfer_id was used for another request within the last minute, which "
+            "an engine of an older kvferry cannot tell from this one: let the router use each once",
+        )
         self._check_tokens(request, part.total)
 
     def _check_may_load(self) -> None:
@@ -665,8 +672,13 @@ class Consumer:
                 reason=TicketReason.ROLE,
             )
 
-    def _check_prompt(self, request: Request, ticket: Ticket) -> None:
+    def _check_prompt(self, request: Request, ticket: Ticket, hint: str = "") -> None:
         """Refuse a ticket that was made for another prompt, or with another LoRA adapter.
+
+        Args:
+            request: vLLM's request.
+            ticket: The ticket.
+            hint: What else may be the reason, for the error.
 
         Raises:
             TicketError: The digests differ, or the content of the adapter here is not known.
@@ -676,10 +688,10 @@ class Consumer:
         except AdapterError as exc:
             raise TicketError(str(exc), reason=TicketReason.ADAPTER) from exc
         if prompt_digest(request, ticket.tokens, adapter) != ticket.digest:
+            hints = f"{_media_hint(request)}{self._adapter_hint(request)}{hint}"
             raise TicketError(
                 f"it was made for another prompt than this one of {request.num_prompt_tokens} "
-                f"tokens{_media_hint(request)}{self._adapter_hint(request)} (producer's request "
-                f"{ticket.request!r}, {ticket.tokens} tokens)",
+                f"tokens{hints} (producer's request {ticket.request!r}, {ticket.tokens} tokens)",
                 reason=TicketReason.PROMPT,
             )
 

@@ -17,6 +17,7 @@ from kvferry.core.endpoint.peer_key import PeerKey
 from kvferry.core.errors import KVFerryError, TicketError, TicketReason
 from kvferry.core.lifecycle.rooms import RoomId, room_id
 from kvferry.core.lifecycle.ticket import Ticket
+from kvferry.integrations.vllm.prompts import whole_prompt_digest
 from kvferry.integrations.vllm.security import SecuritySettings
 from kvferry.integrations.vllm.ticket_params import Part, read_part
 
@@ -117,9 +118,8 @@ class EarlyRequests:
         if self._follower is None:
             raise TicketError("it has none, and this engine follows no rooms")
         self.end(request.request_id)
-        early = EarlyRequest(
-            request=request, room=room_id(name), producer=producer, may_begin=may_begin
-        )
+        room = room_id(name, whole_prompt_digest(request))
+        early = EarlyRequest(request=request, room=room, producer=producer, may_begin=may_begin)
         self._requests[request.request_id] = early
         self._rooms[early.room] += 1
         self._follower.follow(request.request_id, early.room, producer)

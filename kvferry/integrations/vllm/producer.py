@@ -694,6 +694,7 @@ class Producer:
         """
         found = held.ended.end if held.ended is not None else None
         end = given_up or found or HoldEnd.READ
+        self._parts.hold_ended(held.request_id, used=end in (HoldEnd.READ, HoldEnd.ABANDONED))
         metric = _holds_metric(held.is_conversation)
         self._metrics.add(metric, outcome=HoldOutcome(end.value).value)
         self._reports.hold_ended(held, end, self._clock() - held.made)

@@ -16,7 +16,7 @@ from kvferry.core.lifecycle.holds import Hold, RequestId
 from kvferry.core.lifecycle.rooms import RoomId, Rooms, room_id
 from kvferry.core.lifecycle.scheduler_holds import SchedulerHolds
 from kvferry.integrations.vllm.cache_groups import CacheGroup
-from kvferry.integrations.vllm.prompts import has_chain
+from kvferry.integrations.vllm.prompts import has_chain, whole_prompt_digest
 from kvferry.integrations.vllm.ticket_params import encode_part, room_name
 
 if TYPE_CHECKING:
@@ -92,6 +92,9 @@ class PromptParts:
         self._prompts: dict[str, _Prompt] = {}
         # Those of which the last step computed a chunk.
         self._computed: list[str] = []
+        # The rooms of requests whose tickets can be used; and which request had each room last.
+        self._ticketed: dict[str, RoomId] = {}
+        self._last: dict[RoomId, str] = {}
 
     def open(self, request: Request) -> None:
         """Open the room of a request that is prefilled for another engine, if it names one.
@@ -102,7 +105,7 @@ class PromptParts:
         name = room_name(request.kv_transfer_params or {})
         if name is None or request.request_id in self._prompts:
             return
-        room = room_id(name)
+        room = room_id(name, whole_prompt_digest(request))
         if self._rooms.open(room):
             self._prompts[request.request_id] = _Prompt(request=request, room=room)
 
@@ -167,6 +170,24 @@ class PromptParts:
             self._rooms.close(prompt.room, f"its request is {request.status.name}")
         else:
             self._rooms.finish(prompt.room, encode_part(ticket))
+            self._ticketed[request.request_id] = prompt.room
+            self._last[prompt.room] = request.request_id
+
+    def hold_ended(self, request_id: str, *, used: bool) -> None:
+        """Forget the room of a request whose hold has ended, if another engine has ended it.
+
+        A request that names the room later would get a ticket that is used up.
+
+        Args:
+            request_id: vLLM's id of the request; ignored if it has no room.
+            used: Whether another engine has read the pages, or given them up. If not, the room is
+                kept for a while, so that whoever comes late hears at once that they are gone.
+        """
+        room = self._ticketed.pop(request_id, None)
+        if room is not None and self._last.get(room) == request_id:
+            del self._last[room]
+            if used:
+                self._rooms.forget(room)
 
     def _add_blocks(self, scheduler_output: SchedulerOutput) -> None:
         """Record the blocks that requests get in addition in this step."""

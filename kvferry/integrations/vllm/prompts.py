@@ -45,6 +45,17 @@ def prompt_digest(request: Request, tokens: int, adapter: bytes | None = None) -
     )
 
 
+def whole_prompt_digest(request: Request) -> bytes:
+    """Return what tells a request from one with another prompt, before either is computed.
+
+    The content of a LoRA adapter, which is not known then, is no part of it, only the name.
+
+    Args:
+        request: vLLM's request, its prompt not truncated.
+    """
+    return prompt_digest(request, request.num_prompt_tokens)
+
+
 def has_chain(request: Request) -> bool:
     """Return whether ``block_digests`` can be made of a request: not of embeddings."""
     return request.prompt_embeds is None

@@ -13,8 +13,9 @@ import msgspec
 import pytest
 import zmq
 
-from kvferry.core.endpoint import EndpointOptions, RoomFollower, room_follower
+from kvferry.core.endpoint import EndpointOptions, RoomFollower, room_follower, room_inbox
 from kvferry.core.endpoint.peer_key import PeerKey
+from kvferry.core.endpoint.room_follower import MAX_PRODUCERS, MAX_SILENT_AT_HOST
 from kvferry.core.errors import (
     AdmissionError,
     DeadlineError,
@@ -24,12 +25,15 @@ from kvferry.core.errors import (
     RefusedError,
 )
 from kvferry.core.handshake import HandshakeServer, server, waiting_follows
+from kvferry.core.lifecycle import rooms as rooms_module
 from kvferry.core.lifecycle.rooms import Rooms, room_id
 from kvferry.core.security import Access, Networks
 from kvferry.core.side_channel_messages import (
     MAX_FOLLOWED,
+    MAX_FOLLOWED_PROMPTS,
     MAX_PART_BYTES,
     MAX_REQUEST_BYTES,
+    PROMPT_BYTES,
     Follow,
     Followed,
     Health,
@@ -52,11 +56,13 @@ NO_WAIT = EndpointOptions(handshake_timeout=0.3)
 
 
 @contextlib.contextmanager
-def producer(rooms: Rooms | None, incarnation: int = 7, port: int = 0) -> Iterator[PeerKey]:
+def producer(
+    rooms: Rooms | None, incarnation: int = 7, port: int = 0, host: str = "127.0.0.1"
+) -> Iterator[PeerKey]:
     """Run a side channel, and yield where it is."""
     ranks = encoded(payload(0, incarnation=incarnation))
     with HandshakeServer(
-        ranks, engine="prefill", incarnation=incarnation, port=port, rooms=rooms
+        ranks, engine="prefill", incarnation=incarnation, host=host, port=port, rooms=rooms
     ) as server:
         yield PeerKey("prefill", server.host, server.port)
 
@@ -151,13 +157,60 @@ def test_all_rooms_of_a_producer_are_asked_for_over_one_connection() -> None:
             rooms.open(name)
             following.follow(index, name, key)
         for name in names:
-            rooms.finish(name, bytes(name))
+            rooms.finish(name, name.name)
         for index, name in enumerate(names):
             while not (isinstance(news := heard(following, index), RoomNews) and news.part):
                 pass
-            assert news.part == name
+            assert news.part == name.name
         made = set(threading.enumerate()) - before
         assert len([t for t in made if t.name == "kvferry-rooms-prefill"]) == 1
+
+
+def test_requests_with_one_name_and_unlike_prompts_hear_of_their_own() -> None:
+    """Also where there are more of them than one question names."""
+    rooms = Rooms()
+    count = MAX_FOLLOWED_PROMPTS + 6
+    names = [room_id("a", index.to_bytes(PROMPT_BYTES)) for index in range(count)]
+    rooms.open(names[0])
+    rooms.finish(names[0], b"ticket 0")
+    with producer(rooms) as key, follower() as following:
+        for index, name in enumerate(names):
+            following.follow(index, name, key)
+        assert part(following, 0) == b"ticket 0"
+        for index, name in enumerate(names[1:], 1):
+            assert following.news(index) is None
+            rooms.open(name)
+            rooms.finish(name, b"ticket %d" % index)
+        for index in range(1, count):
+            assert part(following, index) == b"ticket %d" % index
+
+
+def test_an_older_producer_has_one_ticket_for_all_requests_of_a_name() -> None:
+    """It says nothing of prompts, so that decode compares the tickets'."""
+    names = [room_id("a", each) for each in (b"one", b"two")]
+
+    def answer(request: Follow) -> bytes:
+        return followed(RoomNews(room=A.name, version=3, part=b"ticket", is_last=True))
+
+    with hostile(answer) as key, follower() as following:
+        for name in names:
+            following.follow(name, name, key)
+        assert [part(following, name) for name in names] == [b"ticket"] * 2
+
+
+def test_a_request_for_which_prefill_has_no_room_fails_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(rooms_module, "MAX_ROOMS", 1)
+    rooms = Rooms()
+    rooms.open(A)
+    with producer(rooms) as key, follower() as following:
+        following.follow("d", B, key)
+        assert not rooms.open(B)
+        error = heard(following, "d")
+        assert isinstance(error, HandshakeError)
+        assert "it has 1 requests with a transfer_id" in str(error)
+        assert "use more prefill engines" in str(error)
 
 
 def test_a_room_that_ends_without_a_ticket_says_why() -> None:
@@ -223,7 +276,7 @@ def test_a_room_whose_ticket_has_come_is_not_late() -> None:
 
 
 def test_parts_that_every_request_has_seen_take_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(room_follower, "MAX_UNSEEN_BYTES", 10)
+    monkeypatch.setattr(room_inbox, "MAX_UNSEEN_BYTES", 10)
     rooms = Rooms()
     with producer(rooms) as key, follower() as following:
         for name in (A, B):
@@ -460,9 +513,132 @@ def test_there_are_limits(limit: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with producer(Rooms()) as key, follower() as following:
         following.follow("d-1", A, key)
         following.follow("d-2", B, key._replace(port=1))
-        assert isinstance(following.news("d-2"), HandshakeError)
-        assert following.news("d-1") is None
-        following.end("d-2")
+        assert isinstance(
+            heard(following, "d-1" if limit == "MAX_REQUESTS" else "d-2"), KVFerryError
+        )
+
+
+def test_the_longest_unknown_of_the_host_with_most_makes_room_for_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One that prefill has in its queue stays, and so does one of a host with fewer."""
+    monkeypatch.setattr(room_follower, "MAX_REQUESTS", 4)
+    rooms, clock = Rooms(), Clock()
+    rooms.open(A)
+    with (
+        producer(rooms) as key,
+        producer(Rooms(), host="127.0.0.2") as other,
+        follower(clock=clock) as following,
+    ):
+        following.follow("known", A, key)
+        heard(following, "known")
+        following.follow("other", room_id("other"), other)
+        for index in range(4):
+            clock.skip(1.0)
+            following.follow(index, room_id(str(index)), key)
+        for index in range(2):
+            error = heard(following, index)
+            assert isinstance(error, DeadlineError)
+            assert f"127.0.0.1 port {key.port} has said nothing" in str(error)
+            assert "for 2.0 s, and 4 requests wait here" in str(error)
+        assert [following.news(each) for each in ("known", "other", 2, 3)] == [None] * 4
+        rooms.open(room_id("3"))
+        assert isinstance(heard(following, 3), RoomNews)
+
+
+def test_requests_that_prefill_knows_do_not_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(room_follower, "MAX_REQUESTS", 1)
+    rooms = Rooms()
+    rooms.open(A)
+    with producer(rooms) as key, follower() as following:
+        following.follow("d-1", A, key)
+        heard(following, "d-1")
+        following.follow("d-2", B, key)
+        error = following.news("d-2")
+        assert isinstance(error, HandshakeError)
+        assert "1 requests wait here" in str(error)
+        rooms.finish(A, b"ticket")
+        assert part(following, "d-1") == b"ticket"
+
+
+def test_one_address_that_never_answers_does_not_take_every_place() -> None:
+    rooms = Rooms()
+    rooms.open(A)
+    rooms.finish(A, b"ticket")
+    before = threading.active_count()
+    with producer(rooms, host="127.0.0.2") as key, silent() as nobody, follower() as following:
+        for index in range(MAX_PRODUCERS):
+            following.follow(index, A, nobody._replace(engine=f"invented {index}"))
+        assert threading.active_count() - before < MAX_SILENT_AT_HOST + 8
+        following.follow("honest", A, key)
+        assert part(following, "honest") == b"ticket"
+        assert following.news(MAX_SILENT_AT_HOST - 1) is None
+        error = following.news(MAX_SILENT_AT_HOST)
+        assert isinstance(error, HandshakeError)
+        assert f"'invented 32' at 127.0.0.1 port {nobody.port} is not asked" in str(error)
+        assert "32 of them at 127.0.0.1 (at most 32 at one host)" in str(error)
+        assert "remote_bootstrap_addr" in str(error)
+
+
+def test_addresses_that_never_answer_leave_places_to_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Above all to a producer that has answered before."""
+    monkeypatch.setattr(room_follower, "MAX_SILENT_PRODUCERS", 3)
+    monkeypatch.setattr(room_follower, "MAX_SILENT_AT_HOST", 2)
+    rooms = Rooms()
+    rooms.open(A)
+    rooms.finish(A, b"ticket")
+    with producer(rooms) as key, silent() as nobody, follower() as following:
+        following.follow("first", A, key)
+        assert part(following, "first") == b"ticket"
+        following.end("first")
+        for index, host in enumerate(["127.0.0.2", "127.0.0.3", "127.0.0.3", "127.0.0.4"]):
+            following.follow(index, A, nobody._replace(host=host, engine=str(index)))
+        error = following.news(3)
+        assert isinstance(error, HandshakeError)
+        assert "3 have never answered (at most 3), 2 of them at 127.0.0.3" in str(error)
+        following.follow("honest", A, key)
+        assert part(following, "honest") == b"ticket"
+
+
+def test_one_host_does_not_take_every_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(room_follower, "MAX_AT_HOST", 1)
+    rooms = Rooms()
+    rooms.open(A)
+    with (
+        producer(rooms) as one,
+        producer(rooms) as two,
+        producer(rooms, host="127.0.0.2") as key,
+        follower() as following,
+    ):
+        for name, each in (("one", one), ("two", two), ("other", key)):
+            following.follow(name, A, each)
+        error = following.news("two")
+        assert isinstance(error, HandshakeError)
+        assert "1 prefill engines at 127.0.0.1" in str(error)
+        assert isinstance(heard(following, "one"), RoomNews)
+        assert isinstance(heard(following, "other"), RoomNews)
+
+
+def test_the_host_whose_parts_take_most_memory_goes_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(room_inbox, "MAX_UNSEEN_BYTES", 20)
+    many, one = Rooms(), Rooms()
+    names = [room_id(str(index)) for index in range(3)]
+    with producer(many) as key, producer(one, host="127.0.0.2") as other, follower() as following:
+        for index, name in enumerate(names):
+            following.follow(index, name, key)
+            many.open(name)
+            many.finish(name, b"x" * (5 + index))
+            eventually(lambda index=index: index in following._inbox.changed, "a ticket")  # type: ignore[misc]
+        following.follow("other", A, other)
+        one.open(A)
+        one.finish(A, b"12345678")
+        assert part(following, "other") == b"12345678"
+        error = heard(following, 2)
+        assert isinstance(error, HandshakeError)
+        assert "18 bytes, are of prefill engines at 127.0.0.1" in str(error)
+        assert [part(following, index) for index in (0, 1)] == [b"x" * 5, b"x" * 6]
 
 
 # Hostile side channels.
@@ -544,11 +720,11 @@ def test_the_next_address_is_asked_if_one_is_silent() -> None:
 BAD_ANSWERS: dict[str, bytes] = {
     "no message": b"\xc1",
     "a pong": encode(Pong(incarnation=7)),
-    "too long a part": followed(RoomNews(room=A, version=1, part=b"x" * (MAX_PART_BYTES + 1))),
+    "too long a part": followed(RoomNews(room=A.name, version=1, part=b"x" * (MAX_PART_BYTES + 1))),
     "a refusal": encode(Refusal(reason="no")),
-    "too many rooms": followed(*[RoomNews(room=A, version=1)] * (MAX_FOLLOWED + 1)),
-    "a short room": followed(RoomNews(room=A[:3], version=1)),
-    "version 0": followed(RoomNews(room=A, version=0)),
+    "too many rooms": followed(*[RoomNews(room=A.name, version=1)] * (MAX_FOLLOWED + 1)),
+    "a short room": followed(RoomNews(room=A.name[:3], version=1)),
+    "version 0": followed(RoomNews(room=A.name, version=0)),
 }
 
 
@@ -560,10 +736,10 @@ def test_a_bad_answer_fails_the_rooms(what: str) -> None:
 
 
 def test_news_that_were_not_asked_for_or_are_old_are_ignored() -> None:
-    other = RoomNews(room=B, version=9, part=b"other")
-    five, four = (RoomNews(room=A, version=each, part=b"%d" % each) for each in (5, 4))
-    last = RoomNews(room=A, version=6, part=b"6", is_last=True)
-    late = RoomNews(room=A, version=7, part=b"7")
+    other = RoomNews(room=B.name, version=9, part=b"other")
+    five, four = (RoomNews(room=A.name, version=each, part=b"%d" % each) for each in (5, 4))
+    last = RoomNews(room=A.name, version=6, part=b"6", is_last=True)
+    late = RoomNews(room=A.name, version=7, part=b"7")
 
     def answer(request: Follow) -> bytes:
         [(_, version)] = request.rooms
@@ -584,11 +760,11 @@ def test_news_that_were_not_asked_for_or_are_old_are_ignored() -> None:
 
 
 @contextlib.contextmanager
-def client(key: PeerKey) -> Iterator[Callable[..., list[Reply]]]:
+def client(key: PeerKey, source: str = "127.0.0.1") -> Iterator[Callable[..., list[Reply]]]:
     """Yield a function that sends messages, and returns the answers that come before a pong."""
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.linger = 0
-        socket.connect(f"tcp://{key.host}:{key.port}")
+        socket.connect(f"tcp://{source}:0;{key.host}:{key.port}")
 
         def ask(*messages: bytes) -> list[Reply]:
             for message in (*messages, encode(Ping(engine="prefill"))):
@@ -609,10 +785,10 @@ def follow(rooms: Sequence[tuple[bytes, int]], wait_ms: int = 0) -> bytes:
 
 
 BAD_REQUESTS: dict[str, bytes] = {
-    "too many rooms": follow([(bytes(A), 0)] * (MAX_FOLLOWED + 1)),
-    "too long a wait": follow([(bytes(A), 0)], wait_ms=201),
-    "a negative version": follow([(bytes(A), -1)]),
-    "a long room": follow([(bytes(A) * 2, 0)]),
+    "too many rooms": follow([(A.name, 0)] * (MAX_FOLLOWED + 1)),
+    "too long a wait": follow([(A.name, 0)], wait_ms=201),
+    "a negative version": follow([(A.name, -1)]),
+    "a long room": follow([(A.name * 2, 0)]),
     "another engine": encode(Follow(engine="another", rooms=[])),
 }
 
@@ -627,7 +803,7 @@ def test_a_bad_request_is_refused(what: str) -> None:
 def test_a_further_request_replaces_the_one_that_waits() -> None:
     rooms = Rooms()
     with producer(rooms) as key, client(key) as ask:
-        answers = ask(*[follow([(bytes(A), 0)], wait_ms=200)] * 100)
+        answers = ask(*[follow([(A.name, 0)], wait_ms=200)] * 100)
         rooms.open(A)
         answers += ask()
         assert len(answers) < 100
@@ -636,15 +812,42 @@ def test_a_further_request_replaces_the_one_that_waits() -> None:
 def test_beyond_the_limit_requests_are_answered_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(waiting_follows, "MAX_WAITING", 0)
     with producer(Rooms()) as key, client(key) as ask:
-        answers = ask(*[follow([(bytes(A), 0)], wait_ms=200)] * 3)
+        answers = ask(*[follow([(A.name, 0)], wait_ms=200)] * 3)
         assert answers == [Followed(incarnation=7, rooms=[])] * 3
+
+
+def test_the_address_with_most_requests_that_wait_makes_room_for_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(waiting_follows, "MAX_WAITING", 2)
+    question = follow([(A.name, 0)], wait_ms=200)
+    with contextlib.ExitStack() as stack:
+        key = stack.enter_context(producer(Rooms()))
+        for source in ("127.0.0.2", "127.0.0.2", "127.0.0.1"):
+            ask = stack.enter_context(client(key, source))
+            assert ask(question) == [], source
+
+
+def test_the_oldest_of_the_address_with_most_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waiting_follows, "MAX_WAITING", 3)
+    answered: list[bytes] = []
+    rooms = Rooms()
+    follows = waiting_follows.WaitingFollows(rooms, lambda to, _: answered.append(to[0]))
+    question = Follow(engine="prefill", rooms=[(A.name, 0)], wait_ms=200)
+    for name, address in ((b"a", "1"), (b"b", "2"), (b"c", "2"), (b"d", "3"), (b"e", "2")):
+        follows.add([name], question, address)
+    assert answered == [b"b", b"c"]
+    rooms.open(A)
+    follows.progress()
+    assert sorted(answered) == [b"a", b"b", b"c", b"d", b"e"]
+    follows.close()
 
 
 def test_one_room_many_times_in_a_request_is_answered() -> None:
     rooms = Rooms()
     rooms.open(A)
     with producer(rooms) as key, client(key) as ask:
-        [answer] = ask(follow([(bytes(A), 0)] * MAX_FOLLOWED))
+        [answer] = ask(follow([(A.name, 0)] * MAX_FOLLOWED))
         assert isinstance(answer, Followed)
 
 

@@ -10,9 +10,11 @@ from kvferry.core.lifecycle import rooms as rooms_module
 from kvferry.core.lifecycle.rooms import KEPT_SECONDS, RoomId, Rooms, room_id
 from kvferry.core.side_channel_messages import (
     MAX_FOLLOWED,
+    MAX_FOLLOWED_PROMPTS,
     MAX_PART_BYTES,
     MAX_SHORT_REPLY_BYTES,
     MAX_VERSION,
+    PROMPT_BYTES,
     Follow,
     Followed,
     RoomNews,
@@ -116,14 +118,92 @@ def test_a_room_that_is_over_is_kept_for_a_while() -> None:
 
 
 def test_rooms_that_are_over_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rooms_module, "MAX_ROOMS", 2)
+    monkeypatch.setattr(rooms_module, "MAX_OVER", 2)
     rooms = Rooms()
-    assert rooms.open(A)
-    assert rooms.open(B)
-    assert not rooms.open(room_id("c"))
+    for name in "abc":
+        rooms.open(room_id(name))
+        rooms.finish(room_id(name), b"ticket")
+    assert [news(rooms, room_id(name)) is None for name in "abc"] == [True, False, False]
+
+
+def test_a_request_for_which_there_is_no_room_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rooms_module, "MAX_ROOMS", 2)
+    told: list[RoomId] = []
+    rooms = Rooms()
+    rooms.listen(told.append)
+    rooms.open(A)
+    rooms.open(B)
+    for name in "cde":
+        assert not rooms.open(room_id(name))
+        found = news(rooms, room_id(name))
+        assert found is not None
+        assert found.is_last
+        assert "2 requests" in found.error
+        assert "more prefill engines" in found.error
+    assert told == [A, B, *map(room_id, "cde")]
     rooms.finish(A, b"ticket")
     assert rooms.open(room_id("c"))
+    found = news(rooms, room_id("c"))
+    assert found is not None
+    assert not found.error
+    assert news(rooms, A) is not None
+
+
+def test_requests_with_one_name_and_unlike_prompts_have_rooms_of_their_own() -> None:
+    rooms = Rooms()
+    one, two = room_id("a", b"one"), room_id("a", b"two")
+    assert rooms.open(one)
+    rooms.finish(one, b"ticket of one")
+    assert news(rooms, two) is None
+    assert rooms.open(two)
+    assert not rooms.open(two)
+    rooms.publish(two, b"part of two")
+    for room, wanted in ((one, b"ticket of one"), (two, b"part of two")):
+        found = news(rooms, room)
+        assert found is not None
+        assert (found.room, found.prompt, found.part) == (*room, wanted)
+    rooms.close(two, "aborted")
+    found = news(rooms, one)
+    assert found is not None
+    assert found.part == b"ticket of one"
+
+
+def test_who_knows_no_prompt_hears_of_the_first_open_room_of_the_name() -> None:
+    clock = Clock()
+    rooms = Rooms(clock)
+    one, two = room_id("a", b"one"), room_id("a", b"two")
+    for room, other in ((one, two), (two, one)):
+        rooms.open(room)
+        rooms.open(other)
+        rooms.publish(other, b"other")
+        rooms.publish(room, b"part")
+        found = news(rooms, A)
+        assert found is not None
+        assert (found.part, found.prompt) == (b"part", b"")
+        rooms.finish(other, b"ticket")
+        rooms.finish(room, b"ticket")
+        clock.now += KEPT_SECONDS
+        assert news(rooms, A) is None
+
+
+def test_a_room_without_a_prompt_is_for_every_prompt() -> None:
+    rooms = Rooms()
+    rooms.open(A)
+    found = news(rooms, room_id("a", b"one"))
+    assert found is not None
+    assert found.prompt == b"one"
+
+
+def test_a_room_is_forgotten_once_its_ticket_is_used_up() -> None:
+    rooms = Rooms()
+    rooms.forget(A)
+    rooms.open(A)
+    rooms.forget(A)
+    assert news(rooms, A) is not None
+    rooms.finish(A, b"ticket")
+    rooms.forget(A)
     assert news(rooms, A) is None
+    assert rooms.open(A)
 
 
 def test_parts_of_rooms_that_are_over_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,7 +241,7 @@ def test_an_answer_has_as_many_rooms_as_fit() -> None:
 
 def test_the_longest_answers_fit() -> None:
     rooms = Rooms()
-    names = [room_id(str(i)) for i in range(MAX_FOLLOWED)]
+    names = [room_id(str(i), bytes(PROMPT_BYTES)) for i in range(MAX_FOLLOWED)]
     for name in names:
         rooms.open(name)
         rooms.close(name, "\U0001f600" * 5000)
@@ -170,9 +250,20 @@ def test_the_longest_answers_fit() -> None:
 
 
 def test_the_longest_request_fits() -> None:
-    rooms = [(bytes(room_id(str(i))), MAX_VERSION) for i in range(MAX_FOLLOWED)]
+    rooms = [(room_id(str(i)).name, MAX_VERSION) for i in range(MAX_FOLLOWED)]
     request = Follow(engine="e" * 256, rooms=rooms, wait_ms=200)
     assert decode_request(encode(request)) == request
+    prompts = [bytes(PROMPT_BYTES)] * MAX_FOLLOWED_PROMPTS
+    longest = Follow(
+        engine="\U0001f600" * 256,
+        rooms=rooms[:MAX_FOLLOWED_PROMPTS],
+        wait_ms=200,
+        prompts=prompts,
+    )
+    assert decode_request(encode(longest)) == longest
+    uneven = msgspec.msgpack.decode(encode(longest)) | {"prompts": prompts[1:]}
+    with pytest.raises(WireError, match="63 prompts for 64 rooms"):
+        decode_request(msgspec.msgpack.encode(uneven))
 
 
 def test_an_empty_ticket_ends_the_room_with_an_error() -> None:
@@ -186,7 +277,9 @@ def test_an_empty_ticket_ends_the_room_with_an_error() -> None:
 
 
 def test_last_news_without_ticket_or_reason_is_refused() -> None:
-    good = Followed(incarnation=1, rooms=[RoomNews(room=A, version=1, is_last=True, error="E")])
+    good = Followed(
+        incarnation=1, rooms=[RoomNews(room=A.name, version=1, is_last=True, error="E")]
+    )
     bad = msgspec.msgpack.decode(encode(good))
     del bad["rooms"][0]["error"]
     with pytest.raises(WireError, match="neither"):

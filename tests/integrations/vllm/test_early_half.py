@@ -10,7 +10,7 @@ import pytest
 
 from kvferry.core.endpoint.peer_key import PeerKey
 from kvferry.core.errors import KVFerryError, PeerLostError
-from kvferry.core.lifecycle.holds import Hold
+from kvferry.core.lifecycle.holds import EndedHold, Hold, HoldEnd, RequestId
 from kvferry.core.lifecycle.rooms import RoomId, Rooms, room_id
 from kvferry.core.metrics import Metrics
 from kvferry.core.security import generate
@@ -18,6 +18,7 @@ from kvferry.core.side_channel_messages import RoomNews
 from kvferry.integrations.vllm.cache_groups import CacheGroup
 from kvferry.integrations.vllm.consumer import Consumer, LoadMessages
 from kvferry.integrations.vllm.producer import Producer
+from kvferry.integrations.vllm.prompts import prompt_digest
 from kvferry.integrations.vllm.security import SecuritySettings
 from kvferry.integrations.vllm.ticket_params import Part, read_part
 from tests.integrations.vllm.test_scheduler_half import (
@@ -216,6 +217,24 @@ class TestProducer:
         assert (news.part, news.is_last) == (b"", True)
         assert "FINISHED_ABORTED" in news.error
 
+    @pytest.mark.parametrize("end", [HoldEnd.READ, HoldEnd.ABANDONED, HoldEnd.EXPIRED])
+    def test_room_of_a_ticket_that_decode_is_through_with_is_forgotten(self, end: HoldEnd) -> None:
+        """Who names it again would get a ticket that is used up."""
+        prefill = finished(computed(40))
+        ended = EndedHold(request=RequestId("r"), end=end)
+        prefill.producer.holds_ended({"r": ended})
+        prefill.producer.sends_finished(["r"])
+        assert len(prefill.rooms.news([(ROOM, 0)])) == int(end is HoldEnd.EXPIRED)
+
+    def test_room_of_another_request_with_its_name_and_prompt_is_not_forgotten(self) -> None:
+        prefill = finished(computed(40))
+        again = request(100, PREFILL, name="again")
+        prefill.producer.on_new_request(again)
+        prefill.producer.take_on(again)
+        assert prefill.producer.request_finished(again, [[1, 2, 3, 4, 5, 6, 7]], SERVING)
+        prefill.producer.sends_finished(["r"])
+        assert prefill.part().ticket.request == "again"
+
     def test_second_request_of_a_room_is_computed_without_it(self) -> None:
         prefill = Prefilling(100)
         second = request(100, PREFILL, name="second")
@@ -332,7 +351,9 @@ def finished(prefill: Prefilling) -> Prefilling:
 class TestConsumer:
     def test_waits_without_blocks_until_prefill_has_begun(self) -> None:
         decode = Decoding()
-        assert decode.follower.followed == {"r": (ROOM, PREFILL_ENGINE)}
+        [(room, producer)] = decode.follower.followed.values()
+        assert (room.name, producer) == (ROOM.name, PREFILL_ENGINE)
+        assert room.prompt == prompt_digest(decode.requests["r"], 100)
         assert decode.matched() is None
         decode.hear(Prefilling())
         assert decode.matched() is None
@@ -622,3 +643,60 @@ class TestConsumer:
         hold = prefill.part().ticket.hold
         assert isinstance(hold, Hold)
         assert finished(prefill).part().ticket.hold == hold
+
+
+class TestReusedTransferId:
+    """Two requests with one ``transfer_id`` and prompts of one length, one after the other.
+
+    The hold of the first one stands, because nobody has come for it.
+    """
+
+    @pytest.fixture(params=[True, False], ids=["verified", "not verified"])
+    def decode(self, request: pytest.FixtureRequest) -> Decoding:
+        decode = Decoding("r", verify_prompt=request.param)
+        second = self.second(DECODE)
+        decode.requests["second"] = second
+        decode.consumer.on_new_request(second)
+        return decode
+
+    def second(self, params: dict[str, Any]) -> Any:
+        made = request(100, params, name="second")
+        made.prompt_token_ids = [7] * 100
+        return made
+
+    def test_each_gets_its_own_ticket(self, decode: Decoding) -> None:
+        prefill = finished(computed(40))
+        rooms = {name: room for name, (room, _) in decode.follower.followed.items()}
+        assert prefill.rooms.news([(rooms["second"], 0)]) == []
+        second = self.second(PREFILL)
+        prefill.producer.on_new_request(second)
+        prefill.producer.take_on(second)
+        second.num_computed_tokens = 100
+        prefill.producer.request_finished(second, [list(range(21, 28))], SERVING)
+        for name, first in (("r", 11), ("second", 21)):
+            [news] = prefill.rooms.news([(rooms[name], 0)])
+            decode.follower.hear(news, name)
+            assert decode.matched(name=name) == 100
+            [load] = decode.place(*range(1, 8), external=100, name=name).loads
+            assert (load.ticket.request, load.ticket.pages[0][0]) == (name, first)
+
+    def test_older_prefill_that_knows_names_only_is_refused(self, decode: Decoding) -> None:
+        decode.hear(finished(computed(40)), "second")
+        assert decode.matched(name="second") == 100
+        messages = decode.place(*range(1, 8), external=100, name="second")
+        [(name, reason)] = messages.refused
+        assert (name, messages.loads) == ("second", ())
+        assert "another prompt" in reason
+        assert "transfer_id was used for another request" in reason
+        assert "older kvferry" in reason
+
+    def test_older_prefill_is_refused_after_the_load_has_begun(self, decode: Decoding) -> None:
+        decode.hear(computed(40))
+        decode.place(*range(1, 8), external=decode.matched() or 0)
+        stranger = Prefilling(name="other")
+        stranger.request.prompt_token_ids = [7] * 100
+        stranger.place(*range(21, 28))
+        stranger.step(80)
+        stranger.step()
+        decode.hear(stranger)
+        assert decode.consumer.drain().aborted == ("r",)

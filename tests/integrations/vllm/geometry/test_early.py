@@ -34,12 +34,15 @@ class Legs:
     Args:
         family: Whose first tokens are the prompt.
         length: How many.
+        room: The ``transfer_id``; one of its own if it is empty.
     """
 
-    def __init__(self, prefill: Server, decode: Server, family: int, length: int) -> None:
+    def __init__(
+        self, prefill: Server, decode: Server, family: int, length: int, room: str = ""
+    ) -> None:
         self.prefill, self.decode = prefill, decode
         self._prompt = family, length
-        self._room = f"room {next(ROOMS)}"
+        self._room = room or f"room {next(ROOMS)}"
         self.there = self.here = ""
 
     def begin_prefill(self) -> None:
@@ -228,6 +231,43 @@ def test_preemption_for_lack_of_blocks() -> None:
         computed = prefill.computed.total() - prefill.computed[own]
         assert computed > 2 * 200
         assert decode.early > 0
+
+
+@pytest.mark.parametrize("verifies", [True, False])
+@pytest.mark.parametrize("steps", [1, 5])
+def test_a_transfer_id_that_is_used_again(steps: int, verifies: bool) -> None:
+    """Each request gets its own pages, though prefill still has the first one, or its ticket."""
+    with engines(attention(2, size=8), Shape(), Shape()) as (prefill, decode):
+        half = decode.scheduler.connector._scheduler
+        half._consumer._verify_prompt = verifies
+        first, second = (Legs(prefill, decode, family, 150, "again") for family in range(2))
+        first.begin_prefill()
+        for _ in range(steps):
+            prefill.step()
+        second.begin_decode()
+        wait(lambda: len(half._follower._inbox.answered) == 1, decode)
+        second.begin_prefill()
+        first.begin_decode()
+        finish([first, second])
+        assert {first.here, second.here} <= decode.pulled
+
+
+@pytest.mark.parametrize("family", [0, 1])
+def test_a_transfer_id_that_is_used_again_after_its_ticket_was_read(family: int) -> None:
+    """With the same prompt, too, whose earlier ticket is of no use any more."""
+    with engines(attention(2, size=8), Shape(), Shape()) as (prefill, decode):
+        first, second = (Legs(prefill, decode, each, 150, "again") for each in (0, family))
+        first.begin_prefill()
+        first.begin_decode()
+        finish([first])
+        wait(lambda: not prefill.scheduler.requests, prefill, decode)
+        asked = prefill.scheduler.connector._scheduler._server._follows._by_name
+        decode.scheduler.reset_prefix_cache()
+        second.begin_decode()
+        wait(lambda: bool(asked), decode)
+        second.begin_prefill()
+        finish([second])
+        assert second.here in decode.pulled
 
 
 def test_no_block_of_the_decode_engine_is_poisoned_or_left() -> None:
