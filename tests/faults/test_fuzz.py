@@ -75,7 +75,7 @@ REQUESTS = [
         ASK,
         PING,
         side.Follow(engine="prefill", rooms=[(bytes(16), 3), (bytes(range(16)), 0)]),
-        side.Follow(engine="prefill", rooms=[(bytes(16), 3)], prompts=[bytes(range(16))]),
+        side.Follow(engine="prefill", rooms=[(bytes(range(16)), 0)], prompts=[bytes(range(16))]),
         side.Health(),
         side.Health(engine="prefill"),
     )
@@ -180,7 +180,7 @@ class SideChannel:
 SERVER_SCRIPT = """
 import logging, os, sys
 from kvferry.core.handshake import HandshakeServer
-from kvferry.core.lifecycle.rooms import Rooms
+from kvferry.core.lifecycle.rooms import RoomId, Rooms
 from kvferry.core.security import OPEN, Access, KeyPair
 class Fatal(logging.Handler):
     def emit(self, record):  # an exception that the server survived, and did not expect
@@ -190,7 +190,7 @@ secret, *ranks = map(bytes.fromhex, sys.argv[1:])
 listed = frozenset([ranks.pop(0)])
 access = Access(own=KeyPair.of(secret.hex(), "here"), peers=listed) if secret else OPEN
 rooms = Rooms()
-rooms.open(bytes(range(16)))
+rooms.open(RoomId(bytes(range(16)), bytes(range(16))))
 with HandshakeServer(
     ranks, engine="prefill", incarnation=7, access=access, rooms=rooms
 ) as server:
