@@ -141,6 +141,7 @@ def test_pages_cross_while_prefill_computes(
 def test_decode_that_comes_later(
     ordinary: Engine, prefill: Engine, decode: Engine, steps: int
 ) -> None:
+    rest = at_rest(prefill, decode)
     legs = Legs(prefill, decode, prompt(300, seed=steps + 2))
     with prefill.paused():
         legs.begin_prefill()
@@ -149,6 +150,7 @@ def test_decode_that_comes_later(
         if 1 < steps < 5:
             legs.wait_begun()
     assert legs.texts() == texts(ordinary, prompt(300, seed=steps + 2))
+    come_to(rest, prefill, decode)
 
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])
@@ -176,16 +178,19 @@ def test_aborts_at_each_chunk(ordinary: Engine, prefill: Engine, decode: Engine,
     assert hand_over_early(prefill, decode, prompt(300, seed=20)) == texts(
         ordinary, prompt(300, seed=20)
     )
+    come_to(rest, prefill, decode)
 
 
 def test_poisoned_caches(ordinary: Engine, prefill: Engine, decode: Engine) -> None:
     """Decoding stays inside the loaded pages: see ``test_hand_over.test_poisoned_cache``."""
+    rest = at_rest(prefill, decode)
     for length in (127, 250, 479):
         tokens = -length % 32 + 1
         decode.run(probes.fill_caches, float("nan"))
         got = hand_over_early(prefill, decode, prompt(length, seed=21), max_tokens=tokens)
         decode.run(probes.fill_caches, 0.0)
         assert got == texts(ordinary, prompt(length, seed=21), max_tokens=tokens)
+    come_to(rest, prefill, decode)
 
 
 def test_samples_wait_for_the_ticket(ordinary: Engine, prefill: Engine, decode: Engine) -> None:
