@@ -18,10 +18,11 @@ from kvferry.core.security import Access
 from kvferry.core.transport import registry
 from kvferry.integrations.vllm import support
 from kvferry.integrations.vllm.config import KEYS as SETTINGS
-from kvferry.integrations.vllm.config import Config, ConfigError, acceptable, problems
+from kvferry.integrations.vllm.config import Config, ConfigError, acceptable, problems, risks
 from kvferry.integrations.vllm.config_schema import schema
 from kvferry.integrations.vllm.launch import address_problems
-from kvferry.integrations.vllm.security import examine_security_settings
+from kvferry.integrations.vllm.security import examine_security_settings, open_access_risks
+from kvferry.integrations.vllm.side_channel import loopback_risk
 from kvferry.integrations.vllm.transfer_config import (
     EXTRA,
     KEYS,
@@ -109,14 +110,10 @@ def run(text: str, peers: Sequence[str] = ()) -> int:
         found += _peer_problems(acceptable(extra), addresses)
     for problem in found:
         typer.echo(f"- {problem}")
-    for extra in _own_settings(given):
-        for warning in examine_security_settings(acceptable(extra))[0].exposed:
-            typer.echo(f"note: {warning}")
-    if is_transfer(given):
-        for extra in _own_settings(given):
-            if risk := support.late_turn_risk(acceptable(extra), Transfer.of(given)):
-                typer.echo(f"note: {risk}")
-    typer.echo(_summary(len(found), given, peers))
+    notes = list(_notes(given))
+    for note in notes:
+        typer.echo(f"note: {note}")
+    typer.echo(_summary(len(found), len(notes), given, peers))
     return int(bool(found))
 
 
@@ -196,6 +193,28 @@ def _own_settings(given: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return [extra_of(one) for one in own_transfers(given)] if is_transfer(given) else [given]
 
 
+def _notes(given: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what an engine with this configuration would warn of at start, and a default driver."""
+    for own in own_transfers(given) if is_transfer(given) else [{EXTRA: given}]:
+        extra = extra_of(own)
+        config = acceptable(extra)
+        if "driver" not in extra:
+            yield (
+                f"driver is not set: the default, {config.driver!r}, is for engines of one host "
+                "with their caches in CPU memory"
+            )
+        yield from risks(config)
+        security, refused = examine_security_settings(config)
+        yield from security.exposed if refused else open_access_risks(
+            security, config.side_channel_host
+        )
+        chosen = "side_channel_host" in extra
+        if own.get("kv_role") != "kv_consumer" and (risk := loopback_risk(config, chosen=chosen)):
+            yield risk
+        if is_transfer(given) and (risk := support.late_turn_risk(config, Transfer.of(given))):
+            yield risk
+
+
 def _settings_problems(extra: Mapping[str, Any]) -> Iterator[str]:
     """Yield what is wrong with the settings of the connector on this host.
 
@@ -256,19 +275,25 @@ def _engine_at(host: str, port: int, access: Access) -> str:
     return health(host, port, timeout=SECONDS, access=access, key=last).engine
 
 
-def _summary(count: int, given: Mapping[str, Any], peers: Sequence[str]) -> str:
+def _summary(count: int, notes: int, given: Mapping[str, Any], peers: Sequence[str]) -> str:
     """Return the last line of the output.
 
     Args:
         count: The number of problems.
+        notes: The number of notes.
         given: What was checked.
         peers: The addresses that were asked.
     """
     what = "--kv-transfer-config" if is_transfer(given) else EXTRA
     if count:
-        return f"{what}: {count} problem{'s' if count > 1 else ''}"
+        return f"{what}: {_counted(count, 'problem')}"
     unchecked = "" if peers else "; whether a peer can be reached, --peer HOST:PORT tells"
+    noted = f" but for {_counted(notes, 'note')} above" if notes else ""
     return (
-        f"{what}: no problem on this host. What depends on the model and on vLLM's other settings "
-        f"is checked when the engine starts{unchecked}"
+        f"{what}: no problem on this host{noted}. What depends on the model and on vLLM's other "
+        f"settings is checked when the engine starts{unchecked}"
     )
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}{'s' if count > 1 else ''}"

@@ -119,6 +119,7 @@ def test_all_problems_are_listed_at_once(capsys: pytest.CaptureFixture[str]) -> 
             multi(transfer(kv_connector_extra_config={"driver": "unheard-of"})),
             "no driver 'unheard-of' is installed",
         ),
+        ({"driver": "loopbak"}, "Did you mean 'loopback'? A driver comes with"),
         (
             multi(transfer(), {"kv_connector": "NixlConnector", "kv_role": "kv_both"}),
             "KVFerryConnector and NixlConnector under one MultiConnector",
@@ -197,12 +198,65 @@ def test_turns_that_may_fail_are_a_note(
     given = transfer(
         kv_role="kv_both",
         kv_load_failure_policy=policy,
-        kv_connector_extra_config={"bidirectional_kv_xfer": True},
+        kv_connector_extra_config={"driver": "loopback", "bidirectional_kv_xfer": True},
     )
-    assert run(json.dumps(given)) == 0
-    notes = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note:")]
-    assert len(notes) == (policy != "recompute")
-    assert all("kv_load_failure_policy is 'fail', with bidirectional" in note for note in notes)
+    found = notes(capsys, given)
+    assert len(found) == (policy != "recompute")
+    assert all("kv_load_failure_policy is 'fail', with bidirectional" in note for note in found)
+
+
+def notes(capsys: pytest.CaptureFixture[str], given: object) -> list[str]:
+    """The notes on a configuration."""
+    run(json.dumps(given))
+    lines = capsys.readouterr().out.splitlines()
+    return [line for line in lines if line.startswith("note: ")]
+
+
+def test_default_driver_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    for given in ({}, transfer(kv_connector_extra_config={})):
+        [note] = notes(capsys, given)
+        assert "driver is not set: the default, 'loopback', is for engines of one host" in note
+    assert notes(capsys, transfer()) == []
+
+
+def test_notes_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "no problem on this host." in checked(capsys, {"driver": "loopback"})[2]
+    assert "no problem on this host but for 1 note above." in checked(capsys, {})[2]
+    many = checked(capsys, {"verify_prompt": False})[2]
+    assert "no problem on this host but for 2 notes above." in many
+
+
+@pytest.mark.parametrize(
+    ("given", "warned"),
+    [
+        ({"driver": "nixl"}, True),
+        (transfer(kv_connector_extra_config={"driver": "nixl"}), True),
+        (multi(transfer(kv_connector_extra_config={"driver": "nixl"})), True),
+        (transfer(kv_role="kv_consumer", kv_connector_extra_config={"driver": "nixl"}), False),
+        ({"driver": "nixl", "side_channel_host": "127.0.0.1"}, False),
+    ],
+)
+def test_default_side_channel_host_is_a_note(
+    capsys: pytest.CaptureFixture[str], given: object, warned: bool
+) -> None:
+    found = notes(capsys, given)
+    assert len(found) == warned
+    assert all("only engines on this host can load from this one" in note for note in found)
+    assert all("set side_channel_host to" in note for note in found)
+
+
+def test_variables_of_nixlconnector_are_a_note(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_HOST", "10.0.0.7")
+    [note] = notes(capsys, {"driver": "loopback"})
+    assert "VLLM_NIXL_SIDE_CHANNEL_HOST (set side_channel_host instead)" in note
+
+
+def test_open_access_is_a_note(capsys: pytest.CaptureFixture[str]) -> None:
+    [channel, tickets] = notes(capsys, {"driver": "loopback", "side_channel_host": "10.0.0.7"})
+    assert "side channel at 10.0.0.7 is open" in channel
+    assert "tickets are not signed" in tickets
 
 
 def test_secret_that_others_can_read_is_a_note(
@@ -211,10 +265,8 @@ def test_secret_that_others_can_read_is_a_note(
     file = tmp_path / "ticket.secret"
     file.write_text("a secret of both engines")
     file.chmod(0o644)
-    assert run(json.dumps({"ticket_secrets": [f"file:{file}"]})) == 0
-    note, last = capsys.readouterr().out.splitlines()
+    [note] = notes(capsys, {"driver": "loopback", "ticket_secrets": [f"file:{file}"]})
     assert note.startswith(f"note: file:{file} is open to others")
-    assert "no problem on this host" in last
 
 
 # Peers.

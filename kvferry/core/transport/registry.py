@@ -7,6 +7,7 @@ asked for.
 
 from __future__ import annotations
 
+import difflib
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -168,11 +169,13 @@ def _entry(name: str) -> EntryPoint:
     """
     found = [entry for entry in _entries() if entry.name == name]
     if not found:
-        known = ", ".join(sorted({entry.name for entry in _entries()})) or "none"
+        known = sorted({entry.name for entry in _entries()})
+        near = difflib.get_close_matches(name, known, n=1)
+        meant = f" Did you mean {near[0]!r}?" if near else ""
         raise DriverError(
-            f"no driver {name!r} is installed; installed: {known}. A driver comes with a "
-            f"distribution that has an entry point in the group {GROUP!r}: install it into this "
-            "environment"
+            f"no driver {name!r} is installed; installed: {', '.join(known) or 'none'}.{meant} A "
+            f"driver comes with a distribution that has an entry point in the group {GROUP!r}: "
+            "install it into this environment"
         )
     if len(found) > 1:
         owners = " and ".join(f"{i.distribution} {i.version}" for i in map(_info, found))

@@ -9,7 +9,7 @@ import difflib
 import itertools
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -248,8 +248,8 @@ def engine_config(vllm_config: VllmConfig) -> Config:
     )
 
 
-def warn(config: Config, environment: Mapping[str, str] = os.environ) -> None:
-    """Log at start which environment variables are ignored, and which settings are unsafe.
+def risks(config: Config, environment: Mapping[str, str] = os.environ) -> Iterator[str]:
+    """Yield a warning if environment variables are ignored, and one for each unsafe setting.
 
     Args:
         config: The settings.
@@ -261,12 +261,18 @@ def warn(config: Config, environment: Mapping[str, str] = os.environ) -> None:
         if name.startswith("VLLM_NIXL_")
     ]
     if ignored:
-        logger.warning("ignored, since they are NixlConnector's: %s", ", ".join(ignored))
+        yield f"ignored, since they are NixlConnector's: {', '.join(ignored)}"
     if not config.verify_prompt:
-        logger.warning(
+        yield (
             "verify_prompt is false: a ticket that was made for another prompt is accepted, and "
             "its pages enter the prefix cache under this one; for tests only"
         )
+
+
+def warn(config: Config, environment: Mapping[str, str] = os.environ) -> None:
+    """Log ``risks``, if there are any; the arguments are the same."""
+    for risk in risks(config, environment):
+        logger.warning(risk)
 
 
 def _misplaced_key(key: str) -> str:

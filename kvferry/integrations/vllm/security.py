@@ -285,20 +285,23 @@ def _listed(keys: AbstractSet[bytes]) -> str:
     return f"{named} and {more} more" if more > 0 else named
 
 
-def warn_of_open_access(security: SecuritySettings, host: str) -> None:
-    """Log a warning for each setting that leaves access to this engine open.
+def open_access_risks(security: SecuritySettings, host: str) -> Iterator[str]:
+    """Yield a warning for each setting that leaves access to this engine open.
 
     Args:
         security: This engine's settings.
         host: Host on which the side channel listens. If it is a loopback address, the only
             warnings are those of secrets that other users can read.
     """
-    for text in security.exposed:
-        logger.warning("%s", text)
-    if is_loopback_host(host):
-        return
-    for text in _warnings(security, host):
-        logger.warning("%s", text)
+    yield from security.exposed
+    if not is_loopback_host(host):
+        yield from _warnings(security, host)
+
+
+def warn_of_open_access(security: SecuritySettings, host: str) -> None:
+    """Log ``open_access_risks``, if there are any; the arguments are the same."""
+    for risk in open_access_risks(security, host):
+        logger.warning("%s", risk)
 
 
 def _networks(config: Config) -> Networks | None:

@@ -50,30 +50,38 @@ class EngineFacts:
     signs: bool = False
 
 
-def report_loopback(config: Config, *, chosen: bool) -> None:
-    """Log that other hosts cannot load from this engine, if its side channel is on loopback only.
+def loopback_risk(config: Config, *, chosen: bool) -> str | None:
+    """Return a warning that other hosts cannot load from this engine, if that may be an oversight.
 
-    The line is a warning if that may be an oversight: the user has not set ``side_channel_host``,
-    but a driver other than the default, which is for one host.
+    It may be one if the user has not set ``side_channel_host``, but a driver other than the
+    default, which is for one host.
 
     Args:
         config: The settings.
         chosen: Whether the user has set ``side_channel_host``.
     """
     host = config.side_channel_host
-    if not is_loopback_host(host):
-        return
-    said = f"the side channel listens at {host}: only engines on this host can load from this one"
-    if chosen or config.driver == DEFAULT_DRIVER:
-        logger.info("%s", said)
-        return
-    logger.warning(
-        "%s. For decode engines on other hosts, set side_channel_host to %s; if all engines run on "
-        "this host, set it to %s",
-        said,
-        _reachable_host(),
-        host,
+    if chosen or config.driver == DEFAULT_DRIVER or not is_loopback_host(host):
+        return None
+    return (
+        f"{_only_this_host(host)}. For decode engines on other hosts, set side_channel_host to "
+        f"{_reachable_host()}; if all engines run on this host, set it to {host}"
     )
+
+
+def report_loopback(config: Config, *, chosen: bool) -> None:
+    """Log that other hosts cannot load from this engine, if its side channel is on loopback only.
+
+    The line is a warning if there is a ``loopback_risk``; the arguments are the same.
+    """
+    if risk := loopback_risk(config, chosen=chosen):
+        logger.warning("%s", risk)
+    elif is_loopback_host(config.side_channel_host):
+        logger.info("%s", _only_this_host(config.side_channel_host))
+
+
+def _only_this_host(host: str) -> str:
+    return f"the side channel listens at {host}: only engines on this host can load from this one"
 
 
 def _reachable_host() -> str:
