@@ -21,8 +21,8 @@ DYNAMO_VLLM := 0.31.0
 DYNAMO := build/dynamo
 DYNAMO_WHEEL := .cache/dynamo/ai_dynamo-$(DYNAMO_VERSION)-py3-none-any.whl
 
-# One of the two wheels that the extra 'nixl' would bring. The other is as large, and no different
-# without a GPU.
+# Of nixl-cu12, which the extra 'nixl-cu12' brings. The build of the extra 'nixl', for CUDA 13, is as
+# large, and no different without a GPU.
 NIXL_VERSION := 1.5.1
 
 # The router that tests put between servers. It is not needed without them.

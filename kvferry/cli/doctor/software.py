@@ -34,7 +34,7 @@ CUDA = ("cuda_copy", "cuda_ipc")
 
 CUDA_UCX = (
     "see whether UCX_TLS, if set, has cuda; if so, install a UCX with modules for the installed "
-    "CUDA: nixl-cu12 or nixl-cu13, libucx-cu12 or libucx-cu13"
+    "CUDA: nixl-cu13 or nixl-cu12 (the extras nixl and nixl-cu12), libucx-cu13 or libucx-cu12"
 )
 
 OWN_UCX = (

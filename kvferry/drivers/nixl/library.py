@@ -15,9 +15,9 @@ from typing import Any
 
 from kvferry.core.errors import DriverError
 
-PACKAGES = ("nixl", "nixl_cu12", "nixl_cu13")
+PACKAGES = ("nixl", "nixl_cu13", "nixl_cu12")
 """The packages to try, in order; ``nixl`` itself imports whichever of the other two fits the
-installed CUDA."""
+installed CUDA. The extras bring one of the other two."""
 
 _LOG_LEVEL = "NIXL_LOG_LEVEL"
 
@@ -113,8 +113,9 @@ def load() -> NixlLibrary:
     if reasons:
         raise DriverError(f"NIXL is installed and does not load ({'; '.join(reasons)})")
     raise DriverError(
-        "NIXL is not installed: pip install 'kvferry[nixl]', or, for one CUDA version only, "
-        "nixl-cu12 or nixl-cu13 (no GPU is needed for either)"
+        "NIXL is not installed: pip install 'kvferry[nixl]', or 'kvferry[nixl-cu12]' for a torch of "
+        "CUDA 12 (without a GPU, either). In an environment without torch, pip install --no-deps "
+        "nixl-cu13: pip would fetch torch and CUDA with it, which this driver does not need"
     )
 
 
@@ -129,6 +130,7 @@ def _loaded(package: str) -> NixlLibrary:
         logging.raiseExceptions = raising
     if _LOG_LEVEL not in os.environ:
         logging.getLogger("nixl").setLevel(logging.WARNING)
+    package = api.__name__.partition(".")[0]  # ``nixl`` has another package's module
     native: Any = api.nixlBind
     own = [
         value

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import importlib
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
 
 from kvferry.core.errors import DriverError
 from kvferry.drivers.nixl import library
+
+ROOT = Path(__file__).parents[3]
 
 
 def fail_imports(monkeypatch: pytest.MonkeyPatch, errors: dict[str, Exception]) -> None:
@@ -28,6 +35,48 @@ def test_missing_library_is_reported_with_install_command(monkeypatch: pytest.Mo
     fail_imports(monkeypatch, {package: missing(package) for package in library.PACKAGES})
     with pytest.raises(DriverError, match=r"not installed: pip install 'kvferry\[nixl\]'"):
         library.load()
+
+
+def test_missing_library_is_reported_for_environments_without_torch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fail_imports(monkeypatch, {package: missing(package) for package in library.PACKAGES})
+    with pytest.raises(DriverError, match="without torch, pip install --no-deps nixl-cu13"):
+        library.load()
+
+
+def test_each_extra_brings_one_build_of_nixl() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    builds = {name: needed for name, needed in extras.items() if name.startswith("nixl")}
+    assert builds == {"nixl": ["nixl-cu13>=1.5,<2"], "nixl-cu12": ["nixl-cu12>=1.5,<2"]}
+
+
+SHOW = "from kvferry.drivers.nixl import library; print(library.load())"
+
+
+def test_build_behind_an_older_meta_package_is_named(tmp_path: Path) -> None:
+    """As where Ray or Dynamo has installed ``nixl``, and an extra only a later build."""
+    own = library.load()
+    meta = tmp_path / "nixl"
+    meta.mkdir()
+    (meta / "__init__.py").write_text(
+        f"import sys, {own.package}._api as api\nsys.modules['nixl._api'] = api\n"
+    )
+    (tmp_path / "nixl-1.4.1.dist-info").mkdir()
+    (tmp_path / "nixl-1.4.1.dist-info" / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: nixl\nVersion: 1.4.1\n"
+    )
+    path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
+    shown = subprocess.run(
+        [sys.executable, "-c", SHOW],
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=100,
+    )
+    assert shown.stdout.strip() == str(own)
 
 
 def test_library_that_does_not_load_is_reported_with_its_error(
