@@ -205,8 +205,8 @@ def _notes(given: Mapping[str, Any]) -> Iterator[str]:
             )
         yield from risks(config)
         security, refused = examine_security_settings(config)
-        yield from security.exposed if refused else open_access_risks(
-            security, config.side_channel_host
+        yield from (
+            security.exposed if refused else open_access_risks(security, config.side_channel_host)
         )
         chosen = "side_channel_host" in extra
         if own.get("kv_role") != "kv_consumer" and (risk := loopback_risk(config, chosen=chosen)):

@@ -113,8 +113,11 @@ class ExpiredHolds:
     def __init__(self) -> None:
         self._waiting: list[RequestId] = []
         self._quiet_until = -math.inf
+        self._silence: float | None = None
 
-    def add(self, requests: Sequence[RequestId], now: float) -> None:
+    def add(
+        self, requests: Sequence[RequestId], now: float, *, silence: float | None = None
+    ) -> None:
         """Log requests, or keep them for a warning after ``BURST_SECONDS``.
 
         Must be called in every round, also without requests.
@@ -122,7 +125,10 @@ class ExpiredHolds:
         Args:
             requests: The requests whose leases expired in this round.
             now: Seconds, on the clock of the rank.
+            silence: For how many seconds no consumer has given a sign of life, if that is so long
+                that a longer lease would not help; otherwise ``None``.
         """
+        self._silence = silence
         self._waiting += requests
         if self._waiting and now >= self._quiet_until:
             self._quiet_until = now + BURST_SECONDS
@@ -131,18 +137,27 @@ class ExpiredHolds:
     def close(self) -> None:
         """Log the requests that are kept."""
         requests, self._waiting = self._waiting, []
-        if requests:
-            logger.warning(
-                "%s: nobody read %s pages within the lease; they are given back (stage held, cause "
-                "expired; if %s away, let decode take %s sooner, or set a longer "
-                "kv_lease_duration)",
-                _named(requests),
-                *(
-                    ("its", "its client did not go", "it")
-                    if len(requests) == 1
-                    else ("their", "their clients did not go", "them")
-                ),
+        if not requests:
+            return
+        whose, clients, them = (
+            ("its", "its client", "it")
+            if len(requests) == 1
+            else ("their", "their clients", "them")
+        )
+        advice = f"let decode take {them} sooner, or set a longer kv_lease_duration"
+        if self._silence is not None:
+            advice = (
+                "see whether decode runs, and whether the router sends it requests: no decode "
+                f"engine has given a sign of life for {self._silence:.0f} s"
             )
+        logger.warning(
+            "%s: nobody read %s pages within the lease; they are given back (stage held, cause "
+            "expired; if %s did not go away, %s)",
+            _named(requests),
+            whose,
+            clients,
+            advice,
+        )
 
 
 def _named(requests: Sequence[RequestId]) -> str:

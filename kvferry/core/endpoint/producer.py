@@ -30,6 +30,10 @@ from kvferry.core.transport import Notification
 
 logger = logging.getLogger(__name__)
 
+SILENT_PART = 0.5
+"""Where no consumer was heard for this part of a lease, consumers are missing, not time: one that
+waits for a hold is heard at least three times in a lease."""
+
 FINGERPRINT_WORDS = FINGERPRINT_BYTES // WORD_BYTES
 """Number of 8-byte words of a fingerprint."""
 
@@ -149,6 +153,10 @@ class HoldServer:
         self._computing: list[_ComputingHold] = []
         self._listened = clock()
         """All messages that had arrived from consumers by this time have been processed."""
+        self._heard = clock()
+        """When a message of a consumer was last processed; before the first, when this was made."""
+        self._lease = 0.0
+        """The lease of the latest hold with a ticket, in seconds."""
         self._lock = threading.Lock()
         self._expired = ExpiredHolds()
 
@@ -182,6 +190,7 @@ class HoldServer:
         marks: list[tuple[Hold, int | None]] = [*orders.watermarks]
         marks += [(hold, None) for hold, _ in orders.ready]
         with self._lock:
+            self._lease = max((lease for _, lease in orders.ready), default=self._lease)
             self._holds.apply(orders, self._clock())
             for hold, tokens in marks:
                 if passed is None:
@@ -216,6 +225,7 @@ class HoldServer:
                 )
                 continue
             with self._lock:
+                self._heard = self._clock()
                 for note in notes:
                     self._take(note)
 
@@ -244,7 +254,9 @@ class HoldServer:
                     computing.append(one)
             self._computing = computing
             expired = self._holds.expire(now)
-        self._expired.add(expired, now)
+            silence = now - self._heard
+            heard_lately = silence < SILENT_PART * self._lease
+        self._expired.add(expired, now, silence=None if heard_lately else silence)
 
     def silent(self) -> list[Silence]:
         """Return the holds whose consumers gave no sign of life for ``GONE_SECONDS``.

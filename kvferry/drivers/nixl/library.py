@@ -113,9 +113,10 @@ def load() -> NixlLibrary:
     if reasons:
         raise DriverError(f"NIXL is installed and does not load ({'; '.join(reasons)})")
     raise DriverError(
-        "NIXL is not installed: pip install 'kvferry[nixl]', or 'kvferry[nixl-cu12]' for a torch of "
-        "CUDA 12 (without a GPU, either). In an environment without torch, pip install --no-deps "
-        "nixl-cu13: pip would fetch torch and CUDA with it, which this driver does not need"
+        "NIXL is not installed: pip install 'kvferry[nixl]', or 'kvferry[nixl-cu12]' beside a "
+        "torch for CUDA 12 (without a GPU, either). In an environment without torch, pip install "
+        "--no-deps nixl-cu13: pip would fetch torch and CUDA with it, which this driver does not "
+        "need"
     )
 
 

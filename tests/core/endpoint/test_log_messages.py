@@ -10,10 +10,17 @@ from kvferry.core.endpoint.log_messages import BURST_SECONDS, ExpiredHolds
 from kvferry.core.endpoint.producer import HoldServer, SlotTable
 from kvferry.core.lifecycle.holds import Hold, RequestId, random_incarnation
 from kvferry.core.lifecycle.scheduler_holds import HoldOrders
+from kvferry.core.messages import Heartbeat, Note, Release, Renewal
 from kvferry.core.metrics import Metrics
+from kvferry.core.side_channel_messages import encode
+from kvferry.core.transport import Notification
 from tests.core.endpoint.engines import Clock
 
-REMEDY = "let decode take them sooner, or set a longer kv_lease_duration)"
+LONGER = "let decode take them sooner, or set a longer kv_lease_duration)"
+SILENT = (
+    "see whether decode runs, and whether the router sends it requests: no decode engine has given "
+    "a sign of life for {} s)"
+)
 
 
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -27,26 +34,57 @@ def requests(*numbers: int) -> list[RequestId]:
     return [RequestId(f"p-{number}") for number in numbers]
 
 
-def test_leases_that_expire_together_are_one_warning(caplog: pytest.LogCaptureFixture) -> None:
-    clock = Clock()
-    server = HoldServer(SlotTable(8), random_incarnation(), clock, Metrics(driver="d", rank="0"))
-    holds = [Hold(slot=slot, generation=7) for slot in range(5)]
-    server.apply(HoldOrders(take_ons=tuple(zip(requests(*range(5)), holds, strict=True))), None)
+INCARNATION = random_incarnation()
+
+
+def holding(clock: Clock, count: int) -> HoldServer:
+    """A producer's rank that holds the pages of some requests, with leases of 30 s."""
+    server = HoldServer(SlotTable(8), INCARNATION, clock, Metrics(driver="d", rank="0"))
+    holds = [Hold(slot=slot, generation=7) for slot in range(count)]
+    server.apply(HoldOrders(take_ons=tuple(zip(requests(*range(count)), holds, strict=True))), None)
     server.apply(HoldOrders(ready=tuple((hold, 30.0) for hold in holds)), None)
     server.tick()
+    return server
+
+
+def test_leases_that_expire_together_are_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+    clock = Clock()
+    server = holding(clock, 5)
     assert warnings(caplog) == []
     clock.skip(100.0)
     server.tick()
     [line] = warnings(caplog)
     assert line.startswith(
         "5 requests (p-0, p-1, p-2 and 2 more): nobody read their pages within the lease; they are "
-        "given back (stage held, cause expired;"
+        "given back (stage held, cause expired; if their clients did not go away, "
     )
-    assert line.endswith(REMEDY)
+    assert line.endswith(SILENT.format(100))
     clock.skip(100.0)
     server.tick()
     server.close()
     assert warnings(caplog) == []
+
+
+DONE = Release(incarnation=INCARNATION, slot=0, generation=7, engine="decode", rank=0, expected=1)
+RENEWED = Renewal(incarnation=INCARNATION, slot=0, generation=7, engine="decode", life=5)
+BEAT = Heartbeat(incarnation=INCARNATION, engine="decode", life=5)
+
+
+@pytest.mark.parametrize("note", [DONE, RENEWED, BEAT])
+@pytest.mark.parametrize(
+    ("heard", "advice"), [(1.0, SILENT.format(29)), (15.0, SILENT.format(15)), (15.5, LONGER)]
+)
+def test_a_longer_lease_is_advised_only_while_a_consumer_is_heard(
+    caplog: pytest.LogCaptureFixture, note: Note, heard: float, advice: str
+) -> None:
+    clock = Clock()
+    server = holding(clock, 3)
+    clock.skip(heard)
+    server.hear([Notification(sender="decode", payload=encode([note]))])
+    clock.skip(30.0 - heard)
+    server.tick()
+    [line] = warnings(caplog)
+    assert line.endswith(advice)
 
 
 def test_leases_that_expire_a_little_later_share_a_warning(
