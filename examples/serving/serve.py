@@ -75,6 +75,14 @@ TINY_ARGUMENTS = (
     "--chat-template={% for message in messages %}{{ message.content }} {% endfor %}",
 )
 
+# By default, vllm-router sends requests to a dead engine for up to three minutes, and none to one that
+# is back for up to two.
+HEALTH_CHECKS = (
+    "--health-check-interval-secs=2",
+    "--health-failure-threshold=2",
+    "--health-success-threshold=1",
+)
+
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -417,6 +425,7 @@ def router_arguments(first: int) -> list[str]:
         f"--host={HOST}",
         f"--port={first + ROUTER}",
         f"--prometheus-port={first + ROUTER_METRICS}",
+        *HEALTH_CHECKS,
     ]
 
 

@@ -135,6 +135,13 @@ def test_the_router_asks_the_engines_where_they_listen(deployment: Deployment) -
         assert option(deployment.router, role) == f"http://{engine.url}"
 
 
+def test_the_router_notices_a_dead_engine_as_soon_in_each(deployment: Deployment) -> None:
+    from examples.serving.serve import HEALTH_CHECKS
+
+    found = [part for part in deployment.router if part.startswith("--health-")]
+    assert tuple(found) == HEALTH_CHECKS
+
+
 def places(engine: Engine) -> list[str]:
     """Return the places of an engine's keys and secrets."""
     extra = engine.extra

@@ -125,8 +125,8 @@ class ExpiredHolds:
         Args:
             requests: The requests whose leases expired in this round.
             now: Seconds, on the clock of the rank.
-            silence: For how many seconds no consumer has given a sign of life, if that is so long
-                that a longer lease would not help; otherwise ``None``.
+            silence: For how many seconds no consumer gave a sign of life, if that is so long that a
+                longer lease would not have helped; otherwise ``None``.
         """
         self._silence = silence
         self._waiting += requests
@@ -147,8 +147,8 @@ class ExpiredHolds:
         advice = f"let decode take {them} sooner, or set a longer kv_lease_duration"
         if self._silence is not None:
             advice = (
-                "see whether decode runs, and whether the router sends it requests: no decode "
-                f"engine has given a sign of life for {self._silence:.0f} s"
+                "see whether decode runs, and whether the router sends it requests: for "
+                f"{self._silence:.0f} s, no decode engine gave a sign of life"
             )
         logger.warning(
             "%s: nobody read %s pages within the lease; they are given back (stage held, cause "

@@ -8,6 +8,7 @@ messages to ``WorkerHolds``, which decides when each hold ends.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -155,6 +156,10 @@ class HoldServer:
         """All messages that had arrived from consumers by this time have been processed."""
         self._heard = clock()
         """When a message of a consumer was last processed; before the first, when this was made."""
+        self._gap = 0.0
+        """For how long no consumer was heard before the last end of a long silence, in seconds."""
+        self._gap_ended = -math.inf
+        """When that silence ended."""
         self._lease = 0.0
         """The lease of the latest hold with a ticket, in seconds."""
         self._lock = threading.Lock()
@@ -225,7 +230,7 @@ class HoldServer:
                 )
                 continue
             with self._lock:
-                self._heard = self._clock()
+                self._note_gap(self._clock())
                 for note in notes:
                     self._take(note)
 
@@ -254,9 +259,8 @@ class HoldServer:
                     computing.append(one)
             self._computing = computing
             expired = self._holds.expire(now)
-            silence = now - self._heard
-            heard_lately = silence < SILENT_PART * self._lease
-        self._expired.add(expired, now, silence=None if heard_lately else silence)
+            silence = self._silence(now)
+        self._expired.add(expired, now, silence=silence)
 
     def silent(self) -> list[Silence]:
         """Return the holds whose consumers gave no sign of life for ``GONE_SECONDS``.
@@ -286,6 +290,25 @@ class HoldServer:
         with self._lock:
             self._holds.end_all()
         self._expired.close()
+
+    def _note_gap(self, now: float) -> None:
+        """Record that a consumer is heard, and the silence before it if that was long."""
+        silence, self._heard = now - self._heard, now
+        if silence >= SILENT_PART * self._lease:
+            self._gap, self._gap_ended = silence, now
+
+    def _silence(self, now: float) -> float | None:
+        """Return for how many seconds no consumer was heard during leases that expire now.
+
+        ``None`` if consumers were heard, so that only the requests themselves were late. A silence
+        counts also if it has ended, when a consumer that was gone is back; but not if it ended when
+        the leases had just begun, since consumers without requests are silent.
+        """
+        silence = now - self._heard
+        if silence >= SILENT_PART * self._lease:
+            return silence
+        overlaps = self._gap_ended - (now - self._lease) >= GONE_SECONDS
+        return self._gap if overlaps else None
 
     def _take(self, note: Note) -> None:
         """Process a consumer's message.

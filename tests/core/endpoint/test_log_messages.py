@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 
 import pytest
@@ -18,8 +19,8 @@ from tests.core.endpoint.engines import Clock
 
 LONGER = "let decode take them sooner, or set a longer kv_lease_duration)"
 SILENT = (
-    "see whether decode runs, and whether the router sends it requests: no decode engine has given "
-    "a sign of life for {} s)"
+    "see whether decode runs, and whether the router sends it requests: for {} s, no decode engine "
+    "gave a sign of life)"
 )
 
 
@@ -67,24 +68,51 @@ def test_leases_that_expire_together_are_one_warning(caplog: pytest.LogCaptureFi
 
 DONE = Release(incarnation=INCARNATION, slot=0, generation=7, engine="decode", rank=0, expected=1)
 RENEWED = Renewal(incarnation=INCARNATION, slot=0, generation=7, engine="decode", life=5)
+LATE = Hold(slot=6, generation=9)
 BEAT = Heartbeat(incarnation=INCARNATION, engine="decode", life=5)
 
 
 @pytest.mark.parametrize("note", [DONE, RENEWED, BEAT])
 @pytest.mark.parametrize(
-    ("heard", "advice"), [(1.0, SILENT.format(29)), (15.0, SILENT.format(15)), (15.5, LONGER)]
+    ("heard", "advice"),
+    [
+        ((1.0,), SILENT.format(29)),
+        ((15.0,), SILENT.format(15)),
+        ((10.0, 20.0), LONGER),
+        ((2.5, 17.0), LONGER),
+        ((14.0, 29.0), SILENT.format(15)),  # it is back
+    ],
 )
-def test_a_longer_lease_is_advised_only_while_a_consumer_is_heard(
-    caplog: pytest.LogCaptureFixture, note: Note, heard: float, advice: str
+def test_a_longer_lease_is_advised_only_if_consumers_were_heard(
+    caplog: pytest.LogCaptureFixture, note: Note, heard: tuple[float, ...], advice: str
 ) -> None:
     clock = Clock()
     server = holding(clock, 3)
-    clock.skip(heard)
-    server.hear([Notification(sender="decode", payload=encode([note]))])
-    clock.skip(30.0 - heard)
+    for before, now in itertools.pairwise((0.0, *heard)):
+        clock.skip(now - before)
+        server.hear([Notification(sender="decode", payload=encode([note]))])
+    clock.skip(30.0 - heard[-1])
     server.tick()
     [line] = warnings(caplog)
     assert line.endswith(advice)
+
+
+def test_silence_of_an_idle_consumer_is_no_reason(caplog: pytest.LogCaptureFixture) -> None:
+    clock = Clock()
+    server = holding(clock, 3)
+    clock.skip(30.0)
+    server.tick()
+    warnings(caplog)
+    clock.skip(1000.0)
+    server.apply(HoldOrders(take_ons=((RequestId("late"), LATE),)), None)
+    server.apply(HoldOrders(ready=((LATE, 30.0),)), None)
+    for seconds in (0.5, 10.0, 10.0):
+        clock.skip(seconds)
+        server.hear([Notification(sender="decode", payload=encode([BEAT]))])
+    clock.skip(9.5)
+    server.tick()
+    [line] = warnings(caplog)
+    assert line.endswith("let decode take it sooner, or set a longer kv_lease_duration)")
 
 
 def test_leases_that_expire_a_little_later_share_a_warning(
