@@ -75,8 +75,8 @@ TINY_ARGUMENTS = (
     "--chat-template={% for message in messages %}{{ message.content }} {% endfor %}",
 )
 
-# By default, vllm-router sends requests to a dead engine for up to three minutes, and none to one that
-# is back for up to two.
+# By default, vllm-router sends requests to a dead engine for up to three minutes, and none to one
+# that is back for up to two.
 HEALTH_CHECKS = (
     "--health-check-interval-secs=2",
     "--health-failure-threshold=2",

@@ -272,7 +272,7 @@ def risks(config: Config, environment: Mapping[str, str] = os.environ) -> Iterat
 def warn(config: Config, environment: Mapping[str, str] = os.environ) -> None:
     """Log ``risks``, if there are any; the arguments are the same."""
     for risk in risks(config, environment):
-        logger.warning(risk)
+        logger.warning("%s", risk)
 
 
 def _misplaced_key(key: str) -> str:
