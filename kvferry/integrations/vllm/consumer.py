@@ -175,15 +175,14 @@ class Consumer:
             request: vLLM's request; ignored unless it asks for ``do_remote_prefill``, or continues
                 a conversation with the ticket of its last answer.
         """
-        is_turn = self._is_turn(request)
-        if not is_turn and not (request.kv_transfer_params or {}).get("do_remote_prefill"):
+        if not self.has_ticket(request):
             return
         if request.abort_immediately:
             # vLLM refused the request earlier and dropped its prompt, so the ticket cannot be
             # checked against the prompt. Releasing the hold could hurt another request; the lease
             # ends it (ADR 5).
             return
-        if is_turn:
+        if self._is_turn(request):
             self._begin_turn(request)
             return
         try:
@@ -195,6 +194,15 @@ class Consumer:
             self._refuse(request, error)
         else:
             self._wait(request, ticket)
+
+    def has_ticket(self, request: Request) -> bool:
+        """Return whether another engine has computed a part of a request, or is to do so.
+
+        Args:
+            request: vLLM's request.
+        """
+        is_prefilled = (request.kv_transfer_params or {}).get("do_remote_prefill")
+        return bool(is_prefilled) or self._is_turn(request)
 
     def _refuse(self, request: Request, error: TicketError) -> None:
         """Log and count that a ticket is refused; the request's load will be reported as failed."""
@@ -577,6 +585,14 @@ class Consumer:
     def follows(self) -> bool:
         """Whether requests wait for what the engines that prefill them say."""
         return bool(self._early)
+
+    def follows_request(self, request_id: str) -> bool:
+        """Return whether a request, which may have ended, waits for what its prefill engine says.
+
+        Args:
+            request_id: vLLM's id of the request.
+        """
+        return self._early.get(request_id) is not None
 
     def _admit(self, request: Request) -> Ticket:
         """Check the ticket in a request's ``kv_transfer_params``, and return it.

@@ -128,7 +128,8 @@ class StepMetadata(KVConnectorMetadata):
         asks_adapters: The number of this step if every rank is to report which LoRA adapters it
             loaded, because requests wait for that; otherwise 0.
         idle: Whether the engine runs no token in this step, so that workers may wait for loads.
-        follows: Whether requests wait for what the engines that prefill them say.
+        follows: Whether requests wait for what the engines that prefill them say, or for the
+            content of a LoRA adapter.
         blocks: The blocks of each request whose load starts, or whose ticket was refused; empty
             where vLLM takes the ids of requests whose load failed (see ``versions.LoadBlocks``).
     """

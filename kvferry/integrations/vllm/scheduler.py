@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kvferry.core.endpoint import HandshakeRelay, RoomFollower
@@ -91,8 +92,11 @@ class FerryScheduler:
             prefix_caching=vllm_config.cache_config.enable_prefix_caching,
             settings=lora_settings(vllm_config.lora_config),
         )
-        # Requests whose ticket is checked once the content of their LoRA adapter is known.
-        self._unchecked: set[str] = set()
+        # Requests whose ticket is checked once the content of their LoRA adapter is known, with the
+        # consumer's hooks that were called meanwhile.
+        self._unchecked: dict[str, tuple[Request, list[Callable[[], None]]]] = {}
+        # Requests that have ended, and for whose ticket the content is needed still.
+        self._ended_adapted: set[str] = set()
         self._load_blocks = versions.LoadBlocks()
         self._failed_requests = versions.FailedRequests()
         reports = RequestReports(
@@ -237,11 +241,11 @@ class FerryScheduler:
             request: vLLM's request.
         """
         self._producer.on_new_request(request)
+        self._forget_adapted(request.request_id)  # an earlier request with this id
         if _is_transferred(request) and request.lora_request is not None:
             self._adapters.follow(request)
-            self._unchecked.add(request.request_id)
-        else:
-            self._consumer.on_new_request(request)
+            self._unchecked[request.request_id] = request, []
+        self._call_consumer(request, partial(self._consumer.on_new_request, request))
 
     def num_matched_tokens(self, request: Request, computed: int) -> tuple[int | None, bool]:
         """Return how many of a request's tokens will be loaded from another engine.
@@ -256,11 +260,8 @@ class FerryScheduler:
             request's LoRA adapter is not known, while the request waits for the engine that
             prefills it, and while it waits for host pages.
         """
-        if request.request_id in self._unchecked:
-            if self._adapters.waits(request):
-                return None, False
-            self._unchecked.discard(request.request_id)
-            self._consumer.on_new_request(request)
+        if self._waits_for_adapter(request):
+            return None, False
         if self._producer.waits_for_host_pages(request):
             return None, False
         tokens = self._consumer.num_matched_tokens(request, computed)
@@ -282,7 +283,9 @@ class FerryScheduler:
         """
         self._producer.blocks_allocated(request, blocks)
         self._producer.take_on(request)
-        self._consumer.blocks_allocated(request, blocks, external)
+        self._call_consumer(
+            request, partial(self._consumer.blocks_allocated, request, blocks, external)
+        )
         self._load_blocks.allocated(request.request_id, blocks, external)
 
     def request_finished(
@@ -298,12 +301,52 @@ class FerryScheduler:
             Whether vLLM must keep the blocks until the request is reported as sent, and the ticket
             (``kv_transfer_params``); ``False`` and ``None`` if the request gets no ticket.
         """
-        self._unchecked.discard(request.request_id)
+        if not self._consumer.has_ticket(request):
+            self._unchecked.pop(request.request_id, None)
         first_tokens = self._consumer.first_tokens(request.request_id)
-        self._consumer.request_finished(request)
+        self._call_consumer(request, partial(self._consumer.request_finished, request))
         params = self._producer.request_finished(request, block_ids, self._serving, first_tokens)
-        self._adapters.end(request.request_id)
+        if params is None and self._needs_adapter(request.request_id):
+            self._ended_adapted.add(request.request_id)
+        else:  # at once, so that the ticket is revoked if its last step loaded other files
+            self._adapters.end(request.request_id)
         return params is not None, params
+
+    def _call_consumer(self, request: Request, hook: Callable[[], None]) -> None:
+        """Call a hook of the consumer, at once or when the request's ticket can be checked."""
+        if request.request_id in self._unchecked:
+            self._unchecked[request.request_id][1].append(hook)
+        else:
+            hook()
+
+    def _waits_for_adapter(self, request: Request) -> bool:
+        """Return whether a ticket cannot be checked yet; if it can, call the hooks that waited."""
+        if request.request_id not in self._unchecked:
+            return False
+        if self._adapters.waits(request):
+            return True
+        for hook in self._unchecked.pop(request.request_id)[1]:
+            hook()
+        return False
+
+    def _needs_adapter(self, request_id: str) -> bool:
+        """Return whether the ticket of a request with a LoRA adapter has yet to be checked."""
+        return request_id in self._unchecked or self._consumer.follows_request(request_id)
+
+    def _forget_adapted(self, request_id: str) -> None:
+        """Follow no longer the adapter of a request that has ended; its ticket is not used."""
+        if request_id in self._ended_adapted:
+            self._unchecked.pop(request_id, None)
+            self._ended_adapted.discard(request_id)
+            self._adapters.end(request_id)
+
+    def _check_adapted(self) -> None:
+        """Check the tickets for whose requests the content of the adapter has become known.
+
+        Those of requests that have ended or loaded nothing, too: the producer then hears "done".
+        """
+        for request, _ in list(self._unchecked.values()):
+            self._waits_for_adapter(request)
 
     def build_step(self, scheduler_output: SchedulerOutput) -> StepMetadata:
         """Return the messages to the workers for this step.
@@ -313,7 +356,11 @@ class FerryScheduler:
         """
         ranks, self._unsent_ranks = self._unsent_ranks, ()
         self._producer.publish_parts(scheduler_output, self._serving)
+        self._check_adapted()
         loads = self._consumer.drain()
+        for request_id in list(self._ended_adapted):
+            if not self._needs_adapter(request_id):
+                self._forget_adapted(request_id)
         loaded_request_waits = self._consumer.loaded_request_waits(scheduler_output)
         asks_silent = self._producer.relieve_block_pressure(request_waits=loaded_request_waits)
         return StepMetadata(
@@ -329,7 +376,7 @@ class FerryScheduler:
             asks_silent=asks_silent,
             asks_adapters=self._adapters.next_step(),
             idle=scheduler_output.total_num_scheduled_tokens == 0,
-            follows=self._consumer.follows,
+            follows=self._consumer.follows or bool(self._unchecked),
             blocks=self._load_blocks.take(),
         )
 
@@ -375,14 +422,14 @@ class FerryScheduler:
         """Whether vLLM must run a step even if there is no token to compute.
 
         ``True`` while messages about loads are to be sent to the workers, while engines are asked
-        for what the workers need, and while host pages are held. Also ``True`` for a while after a
-        worker reported a problem, because the worker can report only in a step that the problem has
-        ended.
+        for what the workers need, while host pages are held, and while the ticket of a request that
+        has ended cannot be checked yet. Also ``True`` for a while after a worker reported a
+        problem, because the worker can report only in a step that the problem has ended.
         """
         has_problems = any(self._problems.values())
         changed_lately = time.monotonic() < self._problems_changed + PROBLEM_STEPS_SECONDS
         has_messages = self._consumer.pending or self._relay.pending or self._producer.pending
-        return has_messages or (has_problems and changed_lately)
+        return has_messages or bool(self._ended_adapted) or (has_problems and changed_lately)
 
     def reset(self) -> None:
         """End every hold that a ticket names, so that vLLM's next prefix-cache reset succeeds."""

@@ -62,7 +62,7 @@ request that arrives during the wait is delayed by no more than this.
 
 ASKING_SECONDS = 0.001
 """Longest wait for a result, in seconds, in such a step while a handshake has just begun, or while
-requests wait for the engines that prefill them.
+requests wait for the engines that prefill them, or for the content of a LoRA adapter.
 
 The scheduler half makes the handshake, and follows the requests; it passes on what it learns with
 the next step.

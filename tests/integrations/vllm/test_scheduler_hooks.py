@@ -430,11 +430,12 @@ class TestAdapters:
         assert len(orders.ends) == 1
         assert producer.take_stats().data["tickets_not_made"] == {"loopback": {"adapter": 1}}
 
-    def test_a_request_that_ends_before_its_content_is_known(
+    def test_a_prefill_that_ends_before_its_content_is_known(
         self, make: Any, tmp_path: Path
     ) -> None:
+        """``test_releases`` has requests with a ticket."""
         half = make()
-        each = adapted(write(tmp_path), ticket())
+        each = adapted(write(tmp_path), dict(PREFILL))
         half.on_new_request(each)
         assert half.num_matched_tokens(each, 0) == (None, False)
         assert half.request_finished(each, [[]]) == (False, None)

@@ -1,0 +1,381 @@
+"""Every way in which a request with a ticket ends without a load: prefill hears one "done", or none.
+
+Needs no vLLM.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvferry.core.errors import PeerLostError
+from tests.integrations.vllm import without_vllm
+from tests.integrations.vllm.steps import eventually
+from tests.integrations.vllm.test_adapter_files import content, write
+from tests.integrations.vllm.test_conversation_half import conversation_ticket
+from tests.integrations.vllm.test_early_half import DECODE, Follower, Prefilling
+from tests.integrations.vllm.test_scheduler_half import (
+    PREFILL,
+    SERVING,
+    blocks,
+    full,
+    producer,
+    request,
+)
+from tests.integrations.vllm.test_scheduler_hooks import IDLE, adapters_heard, configured
+from tests.integrations.vllm.test_staging_half import PATIENCE, pages
+
+TOKENS = 40
+ANSWERING = replace(SERVING, engine="answering")
+
+
+@pytest.fixture(scope="module")
+def vllm() -> Iterator[Any]:
+    names = ("scheduler", "metadata", "adapter_loads")
+    with without_vllm.modules(*names) as found:
+        yield SimpleNamespace(**dict(zip(names, found, strict=True)))
+
+
+class Decode:
+    """The scheduler half of an engine that decodes, and what its workers were told.
+
+    Attributes:
+        done: The requests for which they say "done" without a load.
+        loads: The requests for which they load.
+        now: The time by which requests wait for host pages.
+    """
+
+    def __init__(self, vllm: Any, patch: pytest.MonkeyPatch, path: str) -> None:
+        self._vllm, self._path = vllm, path
+        self._follower = Follower()
+        patch.setattr(vllm.scheduler, "RoomFollower", lambda _: self._follower)
+        patch.setattr(vllm.scheduler, "cache_groups", lambda *_: full())
+        self.half: Any = None
+        self.done: list[str] = []
+        self.loads: list[str] = []
+        self.now = [0.0]
+        self._alive: set[int] = set()
+
+    def start(self, **settings: Any) -> None:
+        """Build the half; where it is staged, there are host pages for one request."""
+        self.half = self._vllm.scheduler.FerryScheduler(
+            configured(**settings), SimpleNamespace(num_blocks=100)
+        )
+        if settings.get("staging"):
+            self.half._consumer.set_host_pages(pages(4, self.now))
+
+    def lora(self) -> Any:
+        return SimpleNamespace(lora_name="adapter", lora_int_id=1, lora_path=self._path)
+
+    def ticket(self, *, lora: bool = False) -> dict[str, Any]:
+        """What an engine that prefills sends, with the adapter's content there."""
+        adapter = content(self._path) if lora else None
+        made = producer(adapter_content=lambda _: adapter)
+        each = request(TOKENS, PREFILL)
+        each.lora_request = self.lora() if lora else None
+        made.take_on(each)
+        params: dict[str, Any] = made.request_finished(each, [[1, 2, 3]], SERVING)
+        return params
+
+    def arrive(
+        self,
+        params: dict[str, Any] | None = None,
+        *,
+        lora: bool = False,
+        name: str = "r",
+        tokens: int = TOKENS,
+        first: int = 0,
+    ) -> Any:
+        """Let a request come, by default with a ticket for its prompt, which begins with 0."""
+        each = request(tokens, self.ticket(lora=lora) if params is None else params, name=name)
+        each.lora_request = self.lora() if lora else None
+        each.all_token_ids = each.prompt_token_ids = [first, *each.prompt_token_ids[1:]]
+        self._alive.add(id(each))
+        self.half.on_new_request(each)
+        self.half.num_matched_tokens(each, 0)
+        return each
+
+    def begin(self, each: Any, external: int = 0) -> None:
+        """Give a request blocks, to load some tokens into, or none."""
+        self.half.blocks_allocated(each, blocks(21, 22, 23), external)
+
+    def end(self, each: Any) -> None:
+        each.status = SimpleNamespace(name="FINISHED_ABORTED")
+        self._alive.discard(id(each))
+        assert self.half.request_finished(each, [[]]) == (False, None)
+
+    def hear_ticket(self, *, lora: bool = False) -> None:
+        """Prefill finishes the request of the room."""
+        adapter = content(self._path) if lora else None
+        there = Prefilling(TOKENS, adapter_content=lambda _: adapter)
+        there.request.lora_request = self.lora() if lora else None
+        there.place(11, 12, 13)
+        there.request.num_computed_tokens = TOKENS
+        there.finish(11, 12, 13)
+        self._follower.hear(there.news())
+
+    def hear_error(self) -> None:
+        self._follower.hear(PeerLostError("engine prefill: it has no ticket"))
+
+    def step(self) -> None:
+        """Run a step, as vLLM does while there are requests, or the half asks for steps."""
+        assert self.half.pending or self._alive
+        step = self.half.build_step(IDLE)
+        self.half.worker_output(adapters_heard(self._vllm, step=step.asks_adapters))
+        self.done += [load.request for load in step.loads if not (load.reads or load.shared)]
+        self.loads += [load.request for load in step.loads if load.reads]
+
+    def hash_adapter(self) -> None:
+        """Let the adapter be hashed, and the workers answer which one they have."""
+        self.step()
+        eventually(lambda: not self.half._adapters._hashes.in_progress(self._path))
+
+    def know_adapter(self) -> None:
+        """Let the content of the adapter become known, and run the next step."""
+        self.hash_adapter()
+        self.step()
+
+
+@pytest.fixture
+def decode(vllm: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Decode]:
+    made = Decode(vllm, monkeypatch, write(tmp_path / "adapter"))
+    yield made
+    made.half.close()
+
+
+def ends(decode: Decode) -> None:
+    decode.start()
+    decode.end(decode.arrive())
+
+
+def needs_nothing(decode: Decode) -> None:
+    decode.start()
+    each = decode.arrive()
+    decode.begin(each)
+    decode.end(each)
+
+
+def lora_ends_while_hashed(decode: Decode) -> None:
+    decode.start()
+    decode.end(decode.arrive(lora=True))
+    decode.know_adapter()
+
+
+def lora_ends_when_hashed(decode: Decode) -> None:
+    decode.start()
+    each = decode.arrive(lora=True)
+    decode.know_adapter()
+    decode.end(each)
+
+
+def lora_begins_while_hashed(decode: Decode) -> None:
+    """It asks for ``prompt_logprobs``, and vLLM does not let it wait."""
+    decode.start()
+    each = decode.arrive(lora=True)
+    decode.begin(each)
+    decode.know_adapter()
+    assert decode.done == ["r"], "while it is computed"
+    decode.end(each)
+
+
+def lora_begins_and_ends_while_hashed(decode: Decode) -> None:
+    decode.start()
+    each = decode.arrive(lora=True)
+    decode.begin(each)
+    decode.end(each)
+    decode.know_adapter()
+
+
+def another_sample_of_lora_is_over_first(decode: Decode) -> None:
+    """Both have one hold, which must stay until the second is over, too."""
+    decode.start()
+    params = decode.ticket(lora=True)
+    first, second = (decode.arrive(params, lora=True, name=f"{index}_r") for index in range(2))
+    decode.hash_adapter()
+    assert decode.half.num_matched_tokens(first, 0) == (TOKENS, True)
+    decode.begin(first)
+    decode.end(first)
+    decode.step()
+    assert decode.done == []
+    decode.end(second)
+
+
+def room_ends_in_queue(decode: Decode) -> None:
+    decode.start()
+    decode.end(decode.arrive(DECODE))
+    decode.step()
+    assert decode.done == []
+    decode.hear_ticket()
+    decode.step()
+
+
+def room_needs_nothing(decode: Decode) -> None:
+    decode.start()
+    each = decode.arrive(DECODE)
+    decode.begin(each)
+    decode.hear_ticket()
+    decode.step()
+    decode.end(each)
+
+
+def lora_in_a_room_ends_while_hashed(decode: Decode) -> None:
+    decode.start()
+    decode.end(decode.arrive(DECODE, lora=True))
+    decode.know_adapter()
+    decode.hear_ticket(lora=True)
+    decode.step()
+
+
+def lora_in_a_room_ends_when_hashed(decode: Decode) -> None:
+    decode.start()
+    each = decode.arrive(DECODE, lora=True)
+    decode.know_adapter()
+    decode.end(each)
+    decode.hear_ticket(lora=True)
+    decode.step()
+
+
+def ends_while_it_waits_for_host_pages(decode: Decode) -> None:
+    decode.start(staging=True)
+    decode.arrive(name="first")
+    decode.end(decode.arrive())
+
+
+def gets_no_host_pages(decode: Decode) -> None:
+    decode.start(staging=True)
+    decode.arrive(name="first")
+    each = decode.arrive()
+    decode.now[0] = PATIENCE
+    assert decode.half.num_matched_tokens(each, 0) == (TOKENS, True)
+    decode.begin(each, TOKENS)
+
+
+def has_more_blocks_than_host_pages(decode: Decode) -> None:
+    decode.start(staging=True)
+    each = decode.arrive()
+    decode.half.blocks_allocated(each, blocks(1, 2, 3, 4, 5), TOKENS)
+
+
+def turn_ends(decode: Decode) -> None:
+    decode.start(bidirectional_kv_xfer=True)
+    params = conversation_ticket(64, serving=ANSWERING)
+    decode.end(decode.arrive(params, tokens=80))
+
+
+def turn_needs_too_little(decode: Decode) -> None:
+    decode.start(bidirectional_kv_xfer=True, kv_recompute_threshold=65)
+    params = conversation_ticket(64, serving=ANSWERING)
+    decode.begin(decode.arrive(params, tokens=80))
+
+
+RELEASED = (
+    ends,
+    needs_nothing,
+    lora_ends_while_hashed,
+    lora_ends_when_hashed,
+    lora_begins_while_hashed,
+    lora_begins_and_ends_while_hashed,
+    another_sample_of_lora_is_over_first,
+    room_ends_in_queue,
+    room_needs_nothing,
+    lora_in_a_room_ends_while_hashed,
+    lora_in_a_room_ends_when_hashed,
+    ends_while_it_waits_for_host_pages,
+    gets_no_host_pages,
+    has_more_blocks_than_host_pages,
+    turn_ends,
+    turn_needs_too_little,
+)
+
+
+def is_refused(decode: Decode) -> None:
+    """The ticket may be another client's (ADR 5)."""
+    decode.start()
+    decode.end(decode.arrive(first=7))
+
+
+def lora_is_refused(decode: Decode) -> None:
+    """Its adapter has other files here, so nothing says that the ticket is its own."""
+    decode.start()
+    params = decode.ticket(lora=True)
+    write(Path(decode._path), b"other weights")
+    decode.end(decode.arrive(params, lora=True))
+    decode.know_adapter()
+
+
+def is_refused_by_vllm(decode: Decode) -> None:
+    """vLLM hands on a stand-in without the prompt, so the ticket cannot be checked."""
+    decode.start()
+    each = request(0, decode.ticket())
+    each.abort_immediately = True
+    decode.half.on_new_request(each)
+    decode.end(each)
+
+
+def room_has_no_ticket(decode: Decode) -> None:
+    """There is no hold, or nothing says which one it is."""
+    decode.start()
+    decode.end(decode.arrive(DECODE))
+    decode.hear_error()
+    decode.step()
+
+
+def turn_begins_otherwise(decode: Decode) -> None:
+    """The ticket may be another conversation's; its time to live ends the hold."""
+    decode.start(bidirectional_kv_xfer=True)
+    params = conversation_ticket(64, serving=ANSWERING)
+    decode.begin(decode.arrive(params, tokens=80, first=7))
+
+
+def ends_in_an_engine_that_shuts_down(decode: Decode) -> None:
+    """Its workers run no further step; the lease ends the hold."""
+    decode.start()
+    decode.arrive()
+    decode.half.close()
+
+
+def id_is_used_again_while_lora_is_hashed(decode: Decode) -> None:
+    """The second request has the id; the first one's ticket is left to the lease."""
+    decode.start()
+    decode.end(decode.arrive(lora=True))
+    each = decode.arrive(lora=True)
+    decode.know_adapter()
+    decode.begin(each, TOKENS)
+    decode.step()
+    assert decode.loads.pop() == "r"
+    decode.end(each)
+
+
+NOT_RELEASED = (
+    is_refused,
+    lora_is_refused,
+    is_refused_by_vllm,
+    room_has_no_ticket,
+    turn_begins_otherwise,
+    ends_in_an_engine_that_shuts_down,
+    id_is_used_again_while_lora_is_hashed,
+)
+
+
+@pytest.mark.parametrize(
+    ("way", "count"),
+    [
+        *zip(RELEASED, itertools.repeat(1), strict=False),
+        *zip(NOT_RELEASED, itertools.repeat(0), strict=False),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_a_request_that_loads_nothing(
+    decode: Decode, way: Callable[[Decode], None], count: int
+) -> None:
+    way(decode)
+    while decode.half._consumer.pending:
+        decode.step()
+    assert (len(decode.done), decode.loads) == (count, [])
+    assert not decode.half._adapters._followers
