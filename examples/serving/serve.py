@@ -429,11 +429,12 @@ def router_arguments(first: int) -> list[str]:
     ]
 
 
-COUNTERS = {
+COUNTERS = {  # of vLLM's /metrics, as regular expressions
     "loads": "vllm:kvferry_loads_total",
     "tokens": "vllm:kvferry_tokens_total",
     "bytes": "vllm:kvferry_bytes_total",
-    "seconds": "vllm:kvferry_load_seconds_sum",
+    "waited": 'vllm:kvferry_stage_seconds_sum{.*stage="(?:wait|check|handshake)"[^}]*}',
+    "read": 'vllm:kvferry_stage_seconds_sum{.*stage="(?:post|transfer|fence|copy)"[^}]*}',
     "pulls": "vllm:kvferry_load_seconds_count",
     "failed": "vllm:kvferry_failed_loads_total",
     "refused": "vllm:kvferry_refused_tickets_total",
@@ -465,10 +466,11 @@ def describe(new: Mapping[str, float]) -> Iterator[str]:
     """
     loads = new["loads"]
     if loads:
-        took = f"in {new['seconds'] / max(new['pulls'], 1) * 1e3:.1f} ms"
+        waited, read = (new[name] / max(new["pulls"], 1) * 1e3 for name in ("waited", "read"))
         yield (
             f"{loads:.0f} request{'s' if loads > 1 else ''}: {new['tokens']:,.0f} tokens, "
-            f"{new['bytes'] / 1e6:,.2f} MB {took}{' on average' if loads > 1 else ''}"
+            f"{new['bytes'] / 1e6:,.2f} MB, waited {waited:.1f} ms, read in {read:.1f} ms"
+            f"{' on average' if loads > 1 else ''}"
         )
     # A refused ticket may count as a failed load, too.
     if failed := max(new["failed"], new["refused"]):

@@ -319,6 +319,12 @@ class LoadRecord:
         }
         return {**stages, Stage.COPY: self.copy_seconds} if self.copy_seconds else stages
 
+    @property
+    def waiting_and_reading(self) -> tuple[float, float]:
+        """Seconds for which the load waited: for pages, a connection, its turn; and the others."""
+        before = self.handshake_seconds + self.check_seconds
+        return self.wait_seconds + before, max(0.0, self.seconds - before)
+
     def combine(self, other: LoadRecord) -> LoadRecord:
         """Return the figures of a request's load on two ranks together.
 
@@ -406,13 +412,19 @@ class Metrics:
         if record.error is not None:
             self._count_failure(record, record.error)
             return
-        for figure, value in ((BYTES, record.nbytes), (COPIES, record.copies), (PULLS, 1)):
-            self.add(figure, value, peer=record.peer, path=record.path)
-        if record.early_nbytes:
-            self.add(EARLY_BYTES, record.early_nbytes, peer=record.peer, path=record.path)
-        self.observe(LOAD_SECONDS, record.seconds)
-        for stage, seconds in record.stages.items():
-            self.count_stage(stage, seconds, record.peer)
+        carried = {"peer": record.peer, "path": record.path}
+        with self._lock:  # once, so that ``take`` has the stages of a load together
+            for figure, value in (
+                (BYTES, record.nbytes),
+                (EARLY_BYTES, record.early_nbytes),
+                (COPIES, record.copies),
+                (PULLS, 1),
+            ):
+                if value:
+                    self._put(figure, value, carried)
+            self._put(LOAD_SECONDS, [record.seconds], {})
+            for stage, seconds in record.stages.items():
+                self._put_stage(stage, seconds, record.peer)
 
     def count_stage(self, stage: Stage, seconds: float, peer: str) -> None:
         """Count the time that a load spent in a stage.
@@ -422,8 +434,15 @@ class Metrics:
             seconds: the time.
             peer: the producer engine's id, or its label; cut to ``MAX_NAME`` characters.
         """
-        self.observe(STAGE_SECONDS, seconds, stage=stage.value)
-        self.add(PEER_SECONDS, seconds, peer=peer[:MAX_NAME], stage=stage.value)
+        with self._lock:
+            self._put_stage(stage, seconds, peer)
+
+    def _put_stage(self, stage: Stage, seconds: float, peer: str) -> None:
+        """Count the time of a stage, as ``count_stage``. The caller must hold the lock."""
+        self._put(STAGE_SECONDS, [seconds], {"stage": stage.value})
+        if seconds:
+            labels = {"peer": peer[:MAX_NAME], "stage": stage.value}
+            self._put(PEER_SECONDS, seconds, labels)
 
     def _count_failure(self, record: LoadRecord, error: KVFerryError) -> None:
         stage, cause = record.stage or Stage.HANDSHAKE, cause_of(error)

@@ -233,12 +233,15 @@ def python(code: str) -> list[str]:
 
 def test_the_lines_say_what_crossed() -> None:
     none = dict.fromkeys(serve.COUNTERS, 0.0)
-    one = {"loads": 1.0, "tokens": 512.0, "bytes": 2.1e6, "seconds": 0.0034, "pulls": 1.0}
+    one = {"loads": 1.0, "tokens": 512.0, "bytes": 2.1e6}
+    one |= {"waited": 0.0002, "read": 0.0034, "pulls": 1.0}
     assert list(serve.describe(none)) == []
-    assert list(serve.describe(none | one)) == ["1 request: 512 tokens, 2.10 MB in 3.4 ms"]
-    two = {"loads": 2.0, "tokens": 512.0, "bytes": 2.1e6, "seconds": 0.0034, "pulls": 2.0}
+    assert list(serve.describe(none | one)) == [
+        "1 request: 512 tokens, 2.10 MB, waited 0.2 ms, read in 3.4 ms"
+    ]
+    two = one | {"loads": 2.0, "pulls": 2.0}
     assert list(serve.describe(none | two)) == [
-        "2 requests: 512 tokens, 2.10 MB in 1.7 ms on average"
+        "2 requests: 512 tokens, 2.10 MB, waited 0.1 ms, read in 1.7 ms on average"
     ]
     [line] = serve.describe(none | {"failed": 1.0})
     assert line.startswith("1 not loaded")

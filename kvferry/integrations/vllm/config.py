@@ -109,8 +109,9 @@ class Config:
             that swap caches on purpose.
         log_requests: Log one line per request on either engine, at INFO by the logger
             ``kvferry.requests``: prefill, how long the request's pages were held and how that
-            ended; decode, what was loaded and how long each stage took. Failures are logged either
-            way.
+            ended; decode, what was loaded, how long it waited and how long the read took. By
+            default the lines are at DEBUG, and vLLM's line of metrics sums up each 10 seconds.
+            Failures are logged either way.
         ticket_secrets: Where secrets are, ``file:PATH`` or ``env:NAME`` each, with one secret per
             line. Files are read again when they change, without a restart. The first secret signs
             tickets; tickets signed with any of the secrets are accepted, and unsigned tickets
@@ -146,7 +147,7 @@ class Config:
     engine_ttl: Annotated[float, Meta(ge=0.001, le=86400 * 365)] = 600.0
     enforce_handshake_compat: bool = True
     verify_prompt: bool = True
-    log_requests: bool = True
+    log_requests: bool = False
     ticket_secrets: Annotated[tuple[Source, ...], Meta(max_length=8)] = ()
     curve_secret_key: Annotated[str, Meta(max_length=4096)] = ""
     curve_peers: Annotated[tuple[Source, ...], Meta(max_length=4096)] = ()

@@ -26,7 +26,7 @@ from kvferry.core.errors import KVFerryError
 from kvferry.integrations.vllm import config, support, versions
 from kvferry.integrations.vllm.adapter_loads import LoadLog, observe_loads
 from kvferry.integrations.vllm.metadata import RankReport, StepMetadata
-from kvferry.integrations.vllm.metrics import FerryPromMetrics, FerryStats
+from kvferry.integrations.vllm.metrics import FerryPromMetrics, FerryStats, LoggedStats
 from kvferry.integrations.vllm.scheduler import FerryScheduler
 from kvferry.integrations.vllm.worker import FerryWorker, UnreadRankWorker, start_worker
 
@@ -114,7 +114,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> FerryStats:
         """Return metrics with this ``data``, which another process sent; empty by default."""
-        return FerryStats(data=data or {})
+        return LoggedStats(data=data or {})
 
     @classmethod
     def build_prom_metrics(

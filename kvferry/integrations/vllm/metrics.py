@@ -7,6 +7,8 @@ scheduler, where vLLM adds them up and passes the sum on to the process that log
 
 from __future__ import annotations
 
+import itertools
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
@@ -17,8 +19,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 from kvferry.core.errors import TicketReason
 from kvferry.core.metrics import (
     BYTES,
+    EARLY_BYTES,
     LATE,
-    LOAD_SECONDS,
     PEERS_DOWN,
     QUARANTINED,
     REFUSED,
@@ -79,6 +81,15 @@ LOGGED_PROBLEMS = {
 }
 """Counts that the log line shows if they are not 0, and their names there."""
 
+LOGGED_TIMES = {
+    "waited": (Stage.WAIT, Stage.CHECK),
+    "read": (Stage.POST, Stage.TRANSFER, Stage.FENCE, Stage.COPY),
+}
+"""The times of loads that the log line shows, and the stages of which they are the sum.
+
+Several loads may share a handshake, so it is in neither.
+"""
+
 LOGGED_OUTCOMES = {
     HoldOutcome.EXPIRED: "expired leases",
     HoldOutcome.EVICTED: "evicted holds",
@@ -117,20 +128,30 @@ class FerryStats(KVConnectorStats):
             line |= {"loads": int(loads), "tokens": int(self._total(TOKENS))}
         if nbytes := self._total(BYTES):
             line["MB"] = round(nbytes / 1e6, 3)
-        if seconds := [value for _, values in flat(LOAD_SECONDS, self.data) for value in values]:
-            line["average ms"] = round(1e3 * sum(seconds) / len(seconds), 1)
-            line["longest ms"] = round(1e3 * max(seconds), 1)
+            times = self._stage_seconds()
+            if moving := sum(times.get(Stage.TRANSFER, ())):
+                late = nbytes - self._total(EARLY_BYTES)  # early reads count in no stage
+                line["GB/s"] = round(late / moving / 1e9, 3)
+            for name, stages in LOGGED_TIMES.items():
+                if seconds := _sums([times[stage] for stage in stages if stage in times]):
+                    line[f"{name} ms median"] = round(1e3 * median(seconds), 1)
+                    line[f"{name} ms longest"] = round(1e3 * max(seconds), 1)
+        holds = {outcome: int(count) for (_, outcome), count in flat(HOLDS, self.data)}
+        if made := holds.get(HoldOutcome.MADE):
+            line["tickets"] = made
         if HELD.name in self.data:
             line["held pages"] = int(self._total(HELD))
         problems = {name: int(self._total(metric)) for metric, name in LOGGED_PROBLEMS.items()}
-        for (_, outcome), count in flat(HOLDS, self.data):
-            if outcome in LOGGED_OUTCOMES:
-                problems[LOGGED_OUTCOMES[HoldOutcome(outcome)]] = int(count)
+        problems |= {name: holds.get(outcome, 0) for outcome, name in LOGGED_OUTCOMES.items()}
         return line | {name: count for name, count in problems.items() if count}
 
     def is_empty(self) -> bool:
         """Return whether there are no values."""
         return not self.data
+
+    def _stage_seconds(self) -> dict[str, list[float]]:
+        """Return the times of each stage, those of one load at the same place in each list."""
+        return {stage: values for (_, stage), values in flat(STAGE_SECONDS, self.data)}
 
     def _total(self, metric: Metric) -> float:
         """Return a metric's sum over all labels.
@@ -139,6 +160,19 @@ class FerryStats(KVConnectorStats):
         """
         values = [value for _, value in flat(metric, self.data)]
         return float(max(values, default=0) if metric is PEERS_DOWN else sum(values))
+
+
+class LoggedStats(FerryStats):
+    """The metrics of an interval, in the process that logs them."""
+
+    def is_empty(self) -> bool:
+        """Return whether the log line would have nothing to say; vLLM then logs none."""
+        return not self.reduce()
+
+
+def _sums(stages: list[list[float]]) -> list[float]:
+    """Return the sum of some stages for each load."""
+    return [sum(times) for times in itertools.zip_longest(*stages, fillvalue=0.0)]
 
 
 class FerryPromMetrics(KVConnectorPromMetrics):

@@ -526,11 +526,7 @@ class Producer:
             why: The cause and the remedy, for the log.
         """
         self._metrics.add(CONVERSATION_HOLDS, outcome=HoldOutcome.REFUSED.value)
-        logger.info(
-            "request %s: its answer is not held for the next turn, which computes it again: %s",
-            on_one_line(request.request_id),
-            why,
-        )
+        self._reports.answer_not_held(request.request_id, why)
 
     def _refuse_role(self, request: Request) -> None:
         """Count and log that a request gets no ticket because of this engine's ``kv_role``."""

@@ -1,36 +1,28 @@
 """What an operator sees of each request: one log line on either engine, and spans.
 
-The lines of both engines have the id that the request has on the prefill engine, so that one can
-follow a request through the logs of both. ``tracing`` makes the spans.
+The lines are at DEBUG, or at INFO with ``log_requests``: at 100 requests a second they would fill a
+disk, and vLLM's line of metrics sums up each interval (``metrics``). The lines of both engines have
+the id that the request has on the prefill engine, so that one can follow a request through the logs
+of both. ``tracing`` makes the spans.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+import re
 from dataclasses import dataclass
 
 from kvferry.core.error_causes import on_one_line
 from kvferry.core.lifecycle.holds import EndedHold, HoldEnd
 from kvferry.core.lifecycle.ticket import Ticket
-from kvferry.core.metrics import LoadRecord, Stage
+from kvferry.core.metrics import MAX_NAME, LoadRecord
 from kvferry.integrations.vllm.tracing import Headers, RequestSpans
 
 logger = logging.getLogger("kvferry.requests")
-"""The logger of the lines; their level is INFO."""
+"""The logger of the lines."""
 
-HOLD_ENDS: Mapping[HoldEnd, str] = {
-    HoldEnd.READ: "were read",
-    HoldEnd.ABANDONED: "were abandoned",
-    HoldEnd.EXPIRED: "expired",
-    HoldEnd.EVICTED: "were evicted",
-    HoldEnd.RECLAIMED: "were reclaimed",
-    HoldEnd.ORPHANED: "were orphaned",
-    HoldEnd.REVOKED: "were revoked",
-}
-"""How the line says that a hold has ended. If the hold of a prompt is evicted, a warning says so
-instead."""
-
+SUFFIX = re.compile(r"-[0-9a-f]{8}$")
+"""What vLLM appends to a request's id, at random on each engine."""
 
 @dataclass(slots=True, kw_only=True)
 class HeldRequest:
@@ -84,12 +76,12 @@ class RequestReports:
     """Log one line about each request, and make its spans.
 
     Args:
-        log: Whether to log.
+        log: Whether to log at INFO, not at DEBUG.
         spans: Makes spans; ``None`` to make none.
     """
 
     def __init__(self, *, log: bool = False, spans: RequestSpans | None = None) -> None:
-        self._log = log
+        self._level = logging.INFO if log else logging.DEBUG
         self._spans = spans
 
     def loaded(self, request: LoadingRequest) -> None:
@@ -97,19 +89,18 @@ class RequestReports:
         record, ticket = request.record, request.ticket
         if record is None:
             return
-        if self._log:
-            logger.info(
-                "request %s: loaded %d tokens (%.1f MiB%s) of request %s from engine %s in %.1f ms "
-                "(%s)",
-                on_one_line(request.request_id),
-                request.tokens,
-                record.nbytes / (1 << 20),
-                _describe_early(request, record),
-                on_one_line(ticket.request),
-                on_one_line(ticket.engine),
-                record.seconds * 1e3,
-                _describe_stages(record),
-            )
+        waited, read = record.waiting_and_reading
+        logger.log(
+            self._level,
+            "request %s: loaded %d tokens, %.1f MiB%s, from %s: waited %.1f ms, read in %.1f ms",
+            _describe_ids(request.request_id, ticket),
+            request.tokens,
+            record.nbytes / (1 << 20),
+            _describe_early(request, record),
+            on_one_line(ticket.engine, MAX_NAME),
+            waited * 1e3,
+            read * 1e3,
+        )
         if self._spans is not None:
             attributes = _describe_load(request) | {"bytes": record.nbytes}
             if request.is_early:
@@ -129,17 +120,32 @@ class RequestReports:
             ticket: Its ticket.
             why: Why nothing was loaded, for the line.
         """
-        if self._log:
-            logger.info(
-                "request %s: loaded nothing of request %s from engine %s: %s",
-                on_one_line(request_id),
-                on_one_line(ticket.request),
-                on_one_line(ticket.engine),
-                why,
-            )
+        logger.log(
+            self._level,
+            "request %s: loaded nothing from %s: %s",
+            _describe_ids(request_id, ticket),
+            on_one_line(ticket.engine, MAX_NAME),
+            why,
+        )
+
+    def answer_not_held(self, request_id: str, why: str) -> None:
+        """Report a request whose answer gets no ticket for the next turn of its conversation.
+
+        Args:
+            request_id: vLLM's id of the request.
+            why: The cause and the remedy, for the line.
+        """
+        logger.log(
+            self._level,
+            "request %s: its answer is not held for the next turn, which computes it again: %s",
+            on_one_line(request_id),
+            why,
+        )
 
     def hold_ended(self, request: HeldRequest, end: HoldEnd, seconds: float) -> None:
         """Report that the blocks of a request are no longer held.
+
+        If the hold of a prompt is evicted, a warning says so in place of the line.
 
         Args:
             request: The request.
@@ -147,14 +153,15 @@ class RequestReports:
             seconds: How long the blocks were held.
         """
         reader = request.ended.engine if request.ended is not None else ""
-        if self._log and (end is not HoldEnd.EVICTED or request.is_conversation):
-            logger.info(
-                "request %s: its %d tokens (%d blocks) %s%s after %.2f s",
+        if end is not HoldEnd.EVICTED or request.is_conversation:
+            logger.log(
+                self._level,
+                "request %s: %d tokens, %d blocks, %s%s after %.2f s",
                 on_one_line(request.request_id),
                 request.tokens,
                 request.blocks,
-                HOLD_ENDS[end],
-                f" by engine {on_one_line(reader)}" if reader else "",
+                end.value,
+                f" by {on_one_line(reader, MAX_NAME)}" if reader else "",
                 seconds,
             )
         if self._spans is not None:
@@ -180,11 +187,23 @@ def _describe_load(request: LoadingRequest) -> dict[str, str | int]:
 
 def _describe_early(request: LoadingRequest, record: LoadRecord) -> str:
     """Return how much of a load came before its ticket, as text; empty if it did not begin then."""
-    return f", {record.early_nbytes / (1 << 20):.1f} of it early" if request.is_early else ""
+    return f" ({record.early_nbytes / (1 << 20):.1f} early)" if request.is_early else ""
 
 
-def _describe_stages(record: LoadRecord) -> str:
-    """Return how many milliseconds each stage of a load took, as text."""
-    seconds = {Stage.HANDSHAKE: record.handshake_seconds} | record.stages
-    known = [stage for stage in Stage if stage in seconds]
-    return ", ".join(f"{stage.value} {seconds[stage] * 1e3:.1f}" for stage in known)
+def _describe_ids(request_id: str, ticket: Ticket) -> str:
+    """Return a request's id on prefill, and that on this engine unless they differ by the suffix.
+
+    A router that sends both engines one ``X-Request-Id`` gives both ids a common part.
+    """
+    there, here = on_one_line(ticket.request), on_one_line(request_id)
+    is_same = SUFFIX.sub("", there) == SUFFIX.sub("", here)
+    return there if is_same else f"{there} (here {here})"
+
+
+def is_followed(*, log: bool) -> bool:
+    """Return whether the lines of requests are logged, so that ranks have to report what they need.
+
+    Args:
+        log: The setting ``log_requests``.
+    """
+    return log or logger.isEnabledFor(logging.DEBUG)

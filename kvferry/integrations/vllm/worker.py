@@ -39,6 +39,7 @@ from kvferry.integrations.vllm.rank_position import (
     current_rank_position,
     shared_incarnation,
 )
+from kvferry.integrations.vllm.request_reports import is_followed
 from kvferry.integrations.vllm.security import read_security_settings, watch_security_files
 from kvferry.integrations.vllm.staging import StagedCache
 from kvferry.integrations.vllm.tracing import is_traced
@@ -192,7 +193,7 @@ class FerryWorker:
         files = watch_security_files(
             config, security, who=f"rank {endpoint.payload.rank}", is_worker=True
         )
-        follows = config.log_requests or is_traced(vllm_config)
+        follows = is_followed(log=config.log_requests) or is_traced(vllm_config)
         return cls(
             endpoint,
             work_marker(device),

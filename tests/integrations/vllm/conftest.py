@@ -113,13 +113,13 @@ def reference(start_shared_engine: StartEngine) -> Engine:
 @pytest.fixture(scope="session")
 def prefill(start_shared_engine: StartEngine) -> Engine:
     """Prefills for others."""
-    return start_shared_engine("prefill", "kv_producer")
+    return start_shared_engine("prefill", "kv_producer", extra={"log_requests": True})
 
 
 @pytest.fixture(scope="session")
 def decode(start_shared_engine: StartEngine) -> Engine:
     """Decodes what others prefilled, and fails what it cannot load."""
-    return start_shared_engine("decode", "kv_consumer")
+    return start_shared_engine("decode", "kv_consumer", extra={"log_requests": True})
 
 
 @pytest.fixture(scope="session")

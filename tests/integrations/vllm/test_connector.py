@@ -91,8 +91,10 @@ class TestInVllm:
             "loads": 2,
             "tokens": 18,
             "MB": 0.008,
-            "average ms": 2.0,
-            "longest ms": 3.0,
+            "waited ms median": 0.0,
+            "waited ms longest": 0.0,
+            "read ms median": 0.0,
+            "read ms longest": 0.0,
             "refused tickets": 1,
             "peers down": 2,
         }

@@ -186,7 +186,7 @@ class TestAnswers:
         metrics = Metrics(driver="loopback")
         each = answered()
         each.prompt_embeds = object()
-        with caplog.at_level(logging.INFO):
+        with caplog.at_level(logging.DEBUG):
             assert finished(producer(metrics=metrics), each) is None
         assert "its prompt has embeddings" in caplog.text
         assert counted(metrics, "conversation_holds") == {"refused": 1}
@@ -219,7 +219,7 @@ class TestAnswers:
 
     def test_answer_larger_than_the_limit(self, caplog: pytest.LogCaptureFixture) -> None:
         metrics = Metrics(driver="loopback")
-        with caplog.at_level(logging.INFO):
+        with caplog.at_level(logging.DEBUG):
             assert finished(producer(max_held=3, metrics=metrics), answered()) is None
         assert "not held for the next turn" in caplog.text
         assert "it has 4 blocks, and 3 may be held" in caplog.text

@@ -64,7 +64,9 @@ def ordinary(start_engine: StartEngine, model: Path) -> Engine:
 
 @pytest.fixture(scope="module")
 def decode(start_engine: StartEngine, model: Path) -> Engine:
-    return start_engine("early-decode", "kv_consumer", model=model, **LONG)
+    return start_engine(
+        "early-decode", "kv_consumer", model=model, extra={"log_requests": True}, **LONG
+    )
 
 
 @pytest.fixture(scope="module")
@@ -132,7 +134,7 @@ def test_pages_cross_while_prefill_computes(
     assert legs.texts() == texts(ordinary, prompt(300, seed=1))
     assert early_loads(decode) == begun + 1
     assert re.search(
-        r"loaded 300 tokens \([0-9.]+ MiB, [0-9.]*[1-9][0-9.]* of it early\)", decode.log()
+        r"loaded 300 tokens, [0-9.]+ MiB \([0-9.]*[1-9][0-9.]* early\)", decode.log()
     )
     come_to(rest, prefill, decode)
 

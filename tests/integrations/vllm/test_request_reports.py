@@ -17,7 +17,11 @@ from kvferry.core.metrics import LoadRecord, Metrics
 from kvferry.integrations.vllm.consumer import Consumer
 from kvferry.integrations.vllm.metric_definitions import HoldOutcome
 from kvferry.integrations.vllm.producer import Producer
-from kvferry.integrations.vllm.request_reports import LoadingRequest, RequestReports
+from kvferry.integrations.vllm.request_reports import (
+    LoadingRequest,
+    RequestReports,
+    is_followed,
+)
 from kvferry.integrations.vllm.ticket_params import read_ticket
 from kvferry.integrations.vllm.tracing import Headers
 from tests.integrations.vllm.test_scheduler_half import (
@@ -38,10 +42,10 @@ RECORD = LoadRecord(
     tokens=40,
     copies=3,
     nbytes=4 << 20,
-    seconds=0.0124,
+    seconds=0.0204,
     wait_seconds=0.0002,
-    handshake_seconds=0.0,
-    check_seconds=0.0001,
+    handshake_seconds=0.003,
+    check_seconds=0.0053,
     post_seconds=0.001,
     transfer_seconds=0.0108,
     fence_seconds=0.0003,
@@ -116,9 +120,9 @@ EXPIRED = (HoldEnd.EXPIRED, "")
 @pytest.mark.parametrize(
     ("ends", "outcome", "said"),
     [
-        ((READ, READ), "read", "were read by engine decode"),
-        ((), "read", "were read"),
-        ((READ, ABANDONED), "abandoned", "were abandoned by engine decode"),
+        ((READ, READ), "read", "read by decode"),
+        ((), "read", "read"),
+        ((READ, ABANDONED), "abandoned", "abandoned by decode"),
         ((EXPIRED, READ), "expired", "expired"),
     ],
 )
@@ -135,7 +139,7 @@ def test_a_hold_that_ended_is_counted_and_logged_once(
     prefill.end("p", *ends)
     prefill.end("p", *ends)
     assert prefill.counted() == {outcome: 1}
-    assert lines(caplog) == [f"request p: its 40 tokens (3 blocks) {said} after 0.84 s"]
+    assert lines(caplog) == [f"request p: 40 tokens, 3 blocks, {said} after 0.84 s"]
 
 
 def test_made_holds_are_those_that_ended_and_those_still_held(
@@ -156,7 +160,7 @@ def test_made_holds_are_those_that_ended_and_those_still_held(
         prefill.end(name)
     counted = prefill.counted()
     assert counted == {"made": 5, "evicted": 1, "orphaned": 1, "revoked": 1, "read": 1}
-    said = "its 40 tokens (3 blocks) were"
+    said = "40 tokens, 3 blocks,"
     assert lines(caplog) == [
         f"request orphaned: {said} orphaned after 0.00 s",
         f"request revoked: {said} revoked after 0.00 s",
@@ -191,16 +195,34 @@ def begin(half: Consumer, headers: Headers = None) -> None:
     half.blocks_allocated(each, blocks(21, 22, 23), 40)
 
 
-def test_a_load_is_logged_with_both_ids_and_its_stages(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_load_is_logged_with_what_it_waited(caplog: pytest.LogCaptureFixture) -> None:
     half = decoding()
     begin(half)
     half.loads_reported({"d": RECORD, "another": RECORD})
     half.loads_finished(["d"])
     half.loads_finished(["d"])
     assert lines(caplog) == [
-        "request d: loaded 40 tokens (4.0 MiB) of request r from engine prefill in 12.4 ms "
-        "(wait 0.2, handshake 0.0, check 0.1, post 1.0, transfer 10.8, fence 0.3)"
+        "request r (here d): loaded 40 tokens, 4.0 MiB, from prefill: waited 8.5 ms, read in 12.1 ms"
     ]
+
+
+def test_an_id_that_both_engines_have_from_the_router_is_there_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Each engine of vLLM appends a suffix of its own."""
+    router = "cmpl-" + "a" * 110 + "-0"
+    there = read_ticket(ticket())
+    for here, shown in (("-0123abcd", ""), ("-1-0123abcd", f" (here {router}-1-0123abcd)")):
+        loading = LoadingRequest(
+            request_id=router + here,
+            ticket=replace(there, request=RequestId(f"{router}-89efcdab")),
+            tokens=40,
+            begun=0.0,
+            record=RECORD,
+        )
+        RequestReports(log=True).loaded(loading)
+        assert lines(caplog)[-1].startswith(f"request {router}-89efcdab{shown}: loaded")
+    assert lines(caplog)[0].count(router) == 1
 
 
 def test_an_early_load_says_how_much_came_early(caplog: pytest.LogCaptureFixture) -> None:
@@ -213,8 +235,8 @@ def test_an_early_load_says_how_much_came_early(caplog: pytest.LogCaptureFixture
         loading.record = replace(RECORD, early_nbytes=3 << 20)
         RequestReports(log=True, spans=spans).loaded(loading)
     first, second = lines(caplog)
-    assert "(4.0 MiB)" in first
-    assert "(4.0 MiB, 3.0 of it early)" in second
+    assert ", 4.0 MiB, from" in first
+    assert ", 4.0 MiB (3.0 early), from" in second
     assert ["early_bytes" in attributes for *_, attributes in spans.made] == [False, True]
 
 
@@ -225,8 +247,8 @@ def test_ranks_that_end_in_different_steps_make_one_line(caplog: pytest.LogCaptu
     half.loads_reported({"d": RECORD})
     half.loads_finished(["d"])
     [line] = lines(caplog)
-    assert "(8.0 MiB)" in line
-    assert "in 12.4 ms" in line
+    assert "8.0 MiB" in line
+    assert "in 12.1 ms" in line
 
 
 def test_a_load_that_failed_has_no_line_beside_its_warning(
@@ -247,10 +269,8 @@ def test_a_request_that_loads_nothing_is_logged(caplog: pytest.LogCaptureFixture
     half.on_new_request(gone)
     half.request_finished(gone)
     assert lines(caplog) == [
-        "request cached: loaded nothing of request r from engine prefill: it needs none, or too "
-        "few tokens",
-        "request gone: loaded nothing of request r from engine prefill: it ended before it had "
-        "blocks",
+        "request r (here cached): loaded nothing from prefill: it needs none, or too few tokens",
+        "request r (here gone): loaded nothing from prefill: it ended before it had blocks",
     ]
 
 
@@ -266,19 +286,25 @@ def test_an_id_cannot_forge_a_line(caplog: pytest.LogCaptureFixture) -> None:
     prefill = Prefill()
     prefill.hold("p\nWARNING")
     prefill.end("p\nWARNING", (HoldEnd.READ, "a\rb"))
-    assert lines(caplog)[0].startswith("request p WARNING: its 40 tokens (3 blocks) were read by")
+    assert lines(caplog)[0].startswith("request p WARNING: 40 tokens, 3 blocks, read by a b")
     assert "\r" not in lines(caplog)[0]
 
 
-def test_lines_can_be_turned_off(caplog: pytest.LogCaptureFixture) -> None:
-    prefill, half = Prefill(log=False), decoding(log=False)
-    prefill.hold("p")
-    prefill.end("p", READ)
-    begin(half)
-    half.loads_reported({"d": RECORD})
-    half.loads_finished(["d"])
-    assert lines(caplog) == []
-    assert prefill.counted() == {"made": 1, "read": 1}
+def test_lines_are_at_debug_unless_they_are_asked_for(caplog: pytest.LogCaptureFixture) -> None:
+    for level, count in ((logging.INFO, 0), (logging.DEBUG, 3)):
+        caplog.set_level(level)
+        prefill, half = Prefill(log=False), decoding(log=False)
+        prefill.hold("p")
+        prefill.end("p", READ)
+        begin(half)
+        half.loads_reported({"d": RECORD})
+        half.loads_finished(["d"])
+        half.on_new_request(gone := request(40, ticket(), name="gone"))
+        half.request_finished(gone)
+        assert len(lines(caplog)) == count
+        assert is_followed(log=False) is (count > 0)
+        assert prefill.counted() == {"made": 1, "read": 1}
+    assert is_followed(log=True)
 
 
 def test_spans_have_the_trace_of_their_request() -> None:

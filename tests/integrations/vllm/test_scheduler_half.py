@@ -287,7 +287,7 @@ class TestProducer:
         for each in (first, answer):
             made.take_on(each)
         assert made.request_finished(first, [[1, 2, 3]], SERVING)
-        with caplog.at_level(logging.INFO):
+        with caplog.at_level(logging.DEBUG):
             assert made.request_finished(answer, [[4, 5]], SERVING) is None
         assert "it has 2 blocks, and with those held for prompts" in caplog.text
         counted = metrics.take() or {}

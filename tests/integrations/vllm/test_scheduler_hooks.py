@@ -572,7 +572,17 @@ class TestFigures:
                 "loads": {"loopback": 2},
                 "tokens": {"loopback": 80},
                 "bytes": {"loopback": {"a": {"tcp": 1_234_567}}},
-                "load_seconds": {"loopback": [0.001, 0.0042]},
+                "stage_seconds": {
+                    "loopback": {
+                        "wait": [0.0001, 0.0, 0.0],
+                        "check": [0.0, 0.002, 0.0001],
+                        "post": [0.001, 0.001, 0.001],
+                        "transfer": [0.001, 0.003, 0.002],
+                        "fence": [0.0, 0.0002, 0.0],
+                        "handshake": [7.0],
+                    }
+                },
+                "holds": {"loopback": {"made": 4, "read": 3, "expired": 1}},
                 "held_pages": {"loopback": 0},
                 "failed_loads": {"loopback": 1},
             }
@@ -581,15 +591,27 @@ class TestFigures:
             "loads": 2,
             "tokens": 80,
             "MB": 1.235,
-            "average ms": 2.6,
-            "longest ms": 4.2,
+            "GB/s": 0.206,
+            "waited ms median": 0.1,
+            "waited ms longest": 2.0,
+            "read ms median": 3.0,
+            "read ms longest": 4.2,
+            "tickets": 4,
             "held pages": 0,
             "failed": 1,
+            "expired leases": 1,
         }
         assert not figures.is_empty()
         figures.reset()
         assert figures.is_empty()
         assert figures.reduce() == {}
+
+    def test_no_log_line_where_nothing_happened(self, stats: Any) -> None:
+        """vLLM logs a line of statistics that are not empty, whatever it says."""
+        for data in ({}, {"peers_up": {"loopback": {"0": 1}}}, {"peers_down": {"loopback": {}}}):
+            assert stats.LoggedStats(data).is_empty()
+        assert not stats.LoggedStats({"failed_loads": {"loopback": 1}}).is_empty()
+        assert not stats.FerryStats({"peers_up": {"loopback": {"0": 1}}}).is_empty()
 
     def test_the_later_of_two_moments_counts(self, stats: Any) -> None:
         first = stats.FerryStats({"loads": {"loopback": 1}, "held_pages": {"loopback": 5}})
