@@ -127,12 +127,14 @@ def load_again(decode: SingleRankEngine, ticket: Ticket) -> None:
     """Step 7: use the ticket again, although its pages are no longer held.
 
     After every read, the decode engine checks that the pages were held until the read had ended.
-    These were not, so the load fails. A real engine would then compute the prompt itself; it never
-    decodes from pages that may have changed.
+    These were not, so the load fails, and the decode engine logs that as a warning, beside what is
+    printed here. A real engine would then compute the prompt itself; it never decodes from pages
+    that may have changed.
     """
+    print("the same ticket once more, which has to fail, with a warning in the log:", flush=True)
     decode.load("decode-2", ticket, PROMPT, DECODE_PAGES)
     [error] = wait_for_load(decode).failed.values()
-    print(f"the ticket once more: {error}")
+    print(f"not loaded: {error}")
 
 
 def wait_for_load(decode: SingleRankEngine) -> Results:

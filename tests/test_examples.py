@@ -20,4 +20,7 @@ def test_the_example_of_two_endpoints_runs() -> None:
     assert run.returncode == 0, run.stderr
     lines = run.stdout.splitlines()
     assert lines[1:3] == ["equal", "pages that may be given back now: those of prefill-1"]
-    assert "prefill again" in lines[3]
+    assert "has to fail, with a warning" in lines[3]
+    assert "prefill again" in lines[4]
+    [warning] = run.stderr.splitlines()
+    assert warning.startswith("request decode-2: not loaded")

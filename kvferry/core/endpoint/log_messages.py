@@ -55,10 +55,10 @@ def loaded(load: Load, error: KVFerryError | None, record: LoadRecord) -> None:
 def _not_loaded(load: Load, error: KVFerryError, record: LoadRecord) -> None:
     cause = cause_of(error)
     logger.log(
-        logging.INFO if cause is Cause.GIVEN_UP else logging.WARNING,
+        logging.DEBUG if cause is Cause.GIVEN_UP else logging.WARNING,
         "request %s: %s request %s of engine %s at %s (stage %s, cause %s): %s",
         on_one_line(load.request),
-        "not loaded from" if load.reads else "nothing to pull, and not told so:",
+        "not loaded from" if load.reads else "it needs no pages, which could not be said to",
         on_one_line(load.ticket.request),
         on_one_line(record.engine),
         on_one_line(place(load.ticket.host, load.ticket.port)),
@@ -71,9 +71,11 @@ def _not_loaded(load: Load, error: KVFerryError, record: LoadRecord) -> None:
 def given_up(peer: Peer, error: KVFerryError) -> None:
     """Log that a producer is disconnected because of an error (given up), with the error.
 
-    The loads from the producer are not logged here: each is logged when it is over.
+    Where no load is lost with it, at DEBUG: engines end every day. The loads from the producer are
+    not logged here: each is logged when it is over.
     """
-    logger.warning(
+    logger.log(
+        logging.WARNING if peer.loads else logging.DEBUG,
         "engine %s at %s: given up with %d loads (stage connection, cause %s): %s",
         on_one_line(peer.key.engine),
         on_one_line(place(peer.key.host, peer.key.port)),

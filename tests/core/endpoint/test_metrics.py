@@ -300,11 +300,35 @@ def test_a_failed_load_is_logged_in_one_line(caplog: pytest.LogCaptureFixture) -
     )
 
 
+@pytest.mark.parametrize("loads", [0, 1])
+def test_a_producer_that_goes_is_a_warning_if_loads_are_lost(
+    caplog: pytest.LogCaptureFixture, loads: int
+) -> None:
+    with (
+        caplog.at_level(logging.DEBUG),
+        engine("prefill") as prefill,
+        engine("decode", options=EndpointOptions(liveness_interval=0.1)) as decode,
+    ):
+        decode.pull("d-1", prefill.serve("p-1", [1], 4), [2])
+        assert not decode.outcome("d-1").failed
+        prefill.released("p-1")
+        if loads:
+            prefill.compute("p-2", [1], 4)
+            ticket = prefill.finish("p-2", [1], 4, computed=False, order=False)
+            decode.pull("d-2", ticket, [2])
+        totals = MetricTotals(decode)
+        prefill.server.close()
+        eventually(lambda: totals.of(LOST_PEERS) == {("prefill",): 1}, "it is given up")
+    [found] = [r for r in caplog.records if "given up with" in r.getMessage()]
+    assert f"given up with {loads} loads" in found.getMessage()
+    assert found.levelno == (logging.WARNING if loads else logging.DEBUG)
+
+
 def test_an_aborted_load_is_not_logged_as_a_warning(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with (
-        caplog.at_level(logging.INFO),
+        caplog.at_level(logging.DEBUG),
         engine("prefill") as prefill,
         engine("decode") as decode,
     ):
@@ -315,5 +339,5 @@ def test_an_aborted_load_is_not_logged_as_a_warning(
         assert decode.outcome("d-1").failed
         [labels] = MetricTotals(decode).of(FAILURES)
     assert labels[2] == "given_up"
-    [found] = [r for r in caplog.records if "d-1" in r.getMessage()]
-    assert found.levelno == logging.INFO
+    [found] = [r for r in caplog.records if "request d-1: not loaded" in r.getMessage()]
+    assert found.levelno == logging.DEBUG
