@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 
 from kvferry.core.errors import (
+    NOT_THE_TICKET,
     AdmissionError,
     ConnectError,
     CopyError,
@@ -101,6 +102,8 @@ def cause_of(error: KVFerryError) -> Cause:
 def with_remedy(error: KVFerryError) -> str:
     """Return the error's text on one line, followed by what to do, if this is known."""
     remedy = _REMEDIES.get(cause_of(error), "")
+    if isinstance(error, TicketError) and error.reason in NOT_THE_TICKET:
+        remedy = ""
     text = on_one_line(str(error))
     return f"{text} ({remedy})" if remedy else text
 

@@ -59,6 +59,8 @@ class TicketReason(enum.StrEnum):
     """This engine itself made the ticket."""
     PROMPT = "prompt"
     """The ticket was made for another prompt."""
+    LIST = "list"
+    """The ticket was made for the first prompt of a request, and this is a further one of it."""
     ADAPTER = "adapter"
     """The content of the request's LoRA adapter is not known here, or is not what was loaded."""
     TOKENS = "tokens"
@@ -71,6 +73,12 @@ class TicketReason(enum.StrEnum):
     """This engine stages its cache, and has no host pages for the load."""
     MISMATCH = "mismatch"
     """The ticket contradicts the handshake about the shape of the engine that made the ticket."""
+
+
+NOT_THE_TICKET = frozenset(
+    {TicketReason.ROLE, TicketReason.LIST, TicketReason.ADAPTER, TicketReason.HOST_PAGES}
+)
+"""The reasons for which a new ticket would be refused as well; the errors name the remedy."""
 
 
 class TicketError(KVFerryError, ValueError):

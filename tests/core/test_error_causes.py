@@ -7,6 +7,7 @@ import pytest
 from kvferry.core import errors
 from kvferry.core.error_causes import Cause, cause_of, on_one_line, with_remedy
 from kvferry.core.errors import (
+    NOT_THE_TICKET,
     ConnectError,
     KVFerryError,
     RefusedError,
@@ -56,3 +57,5 @@ def test_text_of_a_peer_stays_on_one_line() -> None:
 def test_a_remedy_is_added_unless_the_error_has_one() -> None:
     assert with_remedy(TicketError("it is torn")).startswith("it is torn (prefill again")
     assert with_remedy(StaleError("gone: prefill again")) == "gone: prefill again"
+    for reason in NOT_THE_TICKET:
+        assert with_remedy(TicketError("do this", reason=reason)) == "do this"

@@ -280,6 +280,10 @@ class SchedulerHolds:
         new = sum(page not in self._firm_pages for page in pages)
         return self._max_pages is None or len(self._firm_pages) + new <= self._max_pages
 
+    def stands(self, request: RequestId) -> bool:
+        """Return whether a request has a ticket that was neither given up nor reported as sent."""
+        return request in self._oldest
+
     def take_evicted(self) -> list[RequestId]:
         """Return the requests whose holds were ended early because of ``max_pages``.
 

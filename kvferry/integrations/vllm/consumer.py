@@ -11,7 +11,6 @@ conversation's ticket is refused, nothing fails: the engine computes the whole p
 from __future__ import annotations
 
 import logging
-import re
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -38,6 +37,7 @@ from kvferry.integrations.vllm.metric_definitions import (
 )
 from kvferry.integrations.vllm.prefix_cache import PrefixCache
 from kvferry.integrations.vllm.prompts import common_tokens, handed_over_tokens, prompt_digest
+from kvferry.integrations.vllm.request_ids import is_sample, prompt_index
 from kvferry.integrations.vllm.request_reports import LoadingRequest, RequestReports
 from kvferry.integrations.vllm.security import SecuritySettings
 from kvferry.integrations.vllm.staging import count_host_pages, place_load, reserve_count, why_none
@@ -58,12 +58,6 @@ logger = logging.getLogger(__name__)
 
 MAX_ID_LOGGED = 256
 """The most characters of a request's id in the log, where a ticket that was refused gives it."""
-
-SAMPLE = re.compile(r"[0-9]+_")
-"""The prefix that vLLM gives to the request ids of several samples of one prompt (``n`` > 1).
-
-Samples reach the scheduler as separate requests, and nothing else marks them as samples.
-"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -219,8 +213,7 @@ class Consumer:
         self._check_may_load()
         name, producer = read_room(request.kv_transfer_params)
         self._check_maker(producer.engine, producer.key)
-        is_sample = SAMPLE.match(request.request_id) is not None
-        may_begin = not (is_sample or self._is_staged)
+        may_begin = not (is_sample(request.request_id) or self._is_staged)
         self._early.follow(request, name, producer, may_begin=may_begin)
 
     def _begin_turn(self, request: Request) -> None:
@@ -704,6 +697,14 @@ class Consumer:
         except AdapterError as exc:
             raise TicketError(str(exc), reason=TicketReason.ADAPTER) from exc
         if prompt_digest(request, ticket.tokens, adapter) != ticket.digest:
+            if index := prompt_index(request.request_id):
+                raise TicketError(
+                    f"it is that of the first prompt of a list, and this is prompt {index + 1} of "
+                    "it: vLLM answers a completion request with the first prompt's ticket only, so "
+                    "send each prompt in a request of its own, or set kv_load_failure_policy to "
+                    "'recompute'",
+                    reason=TicketReason.LIST,
+                )
             hints = f"{_media_hint(request)}{self._adapter_hint(request)}{hint}"
             raise TicketError(
                 f"it was made for another prompt than this one of {request.num_prompt_tokens} "
@@ -856,8 +857,7 @@ class Consumer:
             Whether other requests may still load from the same hold (the pages that the producer
             keeps). If so, this load must not tell the producer "done"; a later load will.
         """
-        siblings = SAMPLE.match(request_id) is not None
-        return self._users.order(RequestId(request_id), siblings=siblings)
+        return self._users.order(RequestId(request_id), siblings=is_sample(request_id))
 
     def _release_unused(self, request_id: str, ticket: Ticket, why: str) -> None:
         """Queue a "done" to the producer for a request that loads nothing (``_release_only``).

@@ -29,6 +29,9 @@ class NoTicket(enum.StrEnum):
     """The engine stages its cache in host memory, and had too few host pages for too long."""
     CUT_MEDIA = "cut_media"
     """The prompt ends with an image, and decode must compute a part of that image's tokens."""
+    LIST = "list"
+    """The prompt is a further one of a completion request, and vLLM would not answer with its
+    ticket."""
     ADAPTER = "adapter"
     """The content of the request's LoRA adapter is not known, or not what the engine loaded."""
 

@@ -50,9 +50,10 @@ from kvferry.integrations.vllm.prompts import (
     prompt_digest,
     truncate_prompt,
 )
+from kvferry.integrations.vllm.request_ids import is_sample, prompt_index, without_sample
 from kvferry.integrations.vllm.request_reports import HeldRequest, RequestReports
 from kvferry.integrations.vllm.staging import count_host_pages, place, reserve_count, why_none
-from kvferry.integrations.vllm.ticket_params import ParallelSizes, TicketParams
+from kvferry.integrations.vllm.ticket_params import ParallelSizes, TicketParams, room_name
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -69,10 +70,10 @@ COMPLETE = ("FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED")
 COPY_SECONDS = 1.0
 """For how long after its ticket a request's blocks count as soon free, where they are copied."""
 
-LOGGED_ONCE = frozenset({NoTicket.ROLE, NoTicket.CUT_MEDIA})
+LOGGED_ONCE = frozenset({NoTicket.ROLE, NoTicket.CUT_MEDIA, NoTicket.LIST})
 """The reasons of which only the first is logged, because every further request would log the same.
 
-The router's settings or the prompts' template are the cause.
+The router's settings, the prompts' template or what clients ask for are the cause.
 """
 
 MAX_ENGINES_LOGGED = 4
@@ -147,6 +148,10 @@ class Producer:
         self._reports = reports or RequestReports()
         # Requests with a ticket that not all workers have reported as sent.
         self._held: dict[str, HeldRequest] = {}
+        # Of several samples of a prompt, by the id that they share: the one whose pages are held,
+        # the prompt's digest, and the ticket. vLLM answers with the ticket of the sample that ends
+        # last, so all have this one.
+        self._sample_tickets: dict[str, tuple[str, bytes, dict[str, Any]]] = {}
         self._groups = groups
         self._metrics = metrics
         self._needs_exact_length = any(group.needs_exact_length for group in groups)
@@ -193,8 +198,9 @@ class Producer:
 
         A prompt stays as it is if it was truncated before, if it is not longer than ``backoff``, if
         the request asks for ``prompt_logprobs``, or if an image would be cut. If this engine's
-        ``kv_role`` forbids that other engines load from it, the request is counted and logged as
-        one without a ticket. If the request names a room, the room is opened.
+        ``kv_role`` forbids that other engines load from it, or if nobody would get the ticket, the
+        request is counted and logged as one without a ticket. If the request names a room, the room
+        is opened.
 
         Args:
             request: vLLM's request, changed in place.
@@ -202,8 +208,11 @@ class Producer:
         params = request.kv_transfer_params or {}
         if self._is_handed_over(request):
             self._parts.open(request)
-        if _asks_for_remote_decode(request) and not self._hands_over:
-            self._refuse_role(request)
+        if _asks_for_remote_decode(request):
+            if not self._hands_over:
+                self._refuse_role(request)
+            elif prompt_index(request.request_id):
+                self._refuse_later_prompt(request)
         if not self._is_handed_over(request) or not self._must_be_truncated(request):
             return
         if cuts_media(request, self._backoff):  # _ticket_tokens then refuses a ticket.
@@ -248,7 +257,8 @@ class Producer:
 
         Returns:
             The ticket as ``kv_transfer_params`` for the decoding engine, or ``None`` if no ticket
-            is made and vLLM may free the blocks at once.
+            is made and vLLM may free the blocks at once. The ticket may be another sample's, whose
+            blocks are held instead (``holds``).
         """
         self._preemptions.pop(request.request_id, None)
         ticket = self._make_ticket(request, block_ids, serving, first_tokens)
@@ -271,6 +281,12 @@ class Producer:
         else:
             tokens = self._ticket_tokens(request) if self._is_handed_over(request) else 0
         digests = self._ticket_digests(request, tokens) if tokens else None
+        shares = is_sample(request_id) and not is_conversation and not _has_room(request)
+        if shares and digests is not None:
+            shared = self._sample_ticket(request_id, digests[0])
+            if shared is not None:
+                self._holds.drop(request_id)
+                return shared
         held = self._ticket_hold(request, tokens, block_ids) if digests is not None else None
         if held is None or digests is None:
             self._holds.drop(request_id)
@@ -283,7 +299,7 @@ class Producer:
             )
         ]
         logger.debug("request %s: %d tokens in %s are held", request_id, tokens, hold)
-        return self._params(
+        params = self._params(
             serving,
             request=request_id,
             hold=hold,
@@ -300,6 +316,31 @@ class Producer:
             blocks=digests[1],
             missing=missing,
         )
+        if shares:
+            self._sample_tickets[without_sample(request_id)] = request_id, digests[0], params
+        return params
+
+    def _sample_ticket(self, request_id: str, digest: bytes) -> dict[str, Any] | None:
+        """Return the ticket of another sample of a prompt, if its pages can still be read.
+
+        Not if the ticket is old: its lease began when that sample ended.
+        """
+        found = self._sample_tickets.get(without_sample(request_id))
+        if found is None or found[1] != digest:
+            return None
+        sample, _, ticket = found
+        held = self._held.get(sample)
+        if held is None or held.ended is not None or not self._holds.stands(RequestId(sample)):
+            return None
+        return ticket if self._clock() < held.made + self._lease / 2 else None
+
+    def holds(self, request_id: str) -> bool:
+        """Return whether the blocks of a request that ended are kept for another engine.
+
+        Args:
+            request_id: vLLM's id of the request.
+        """
+        return request_id in self._held
 
     def _params(self, serving: EngineSideChannel, **facts: Any) -> dict[str, Any]:  # noqa: ANN401
         """Return a ticket or a part of one as ``kv_transfer_params``, proven and signed.
@@ -538,6 +579,17 @@ class Producer:
             "do_remote_decode to prefill engines only; said once",
         )
 
+    def _refuse_later_prompt(self, request: Request) -> None:
+        """Count and log that a request gets no ticket because vLLM would not answer with it."""
+        self._no_ticket(
+            request,
+            NoTicket.LIST,
+            f"it is prompt {prompt_index(request.request_id) + 1} of a completion request with a "
+            "list of prompts, and vLLM answers such a request with the first prompt's ticket only, "
+            "so its pages are not held: let clients or the router send each prompt in a request of "
+            "its own; said once",
+        )
+
     def _refuse_cut_media(self, request: Request) -> None:
         """Count and log that a request gets no ticket because an image would be cut."""
         self._no_ticket(
@@ -549,8 +601,12 @@ class Producer:
         )
 
     def _is_handed_over(self, request: Request) -> bool:
-        """Return whether a request is prefilled here for another engine, as ``kv_role`` allows."""
-        return self._hands_over and _asks_for_remote_decode(request)
+        """Return whether a request is prefilled here for another engine, as ``kv_role`` allows.
+
+        Not if nobody would get its ticket.
+        """
+        is_asked = self._hands_over and _asks_for_remote_decode(request)
+        return is_asked and not prompt_index(request.request_id)
 
     def _is_conversation(self, request: Request) -> bool:
         """Return whether a request's answer is held for the next turn of its conversation.
@@ -678,6 +734,9 @@ class Producer:
             given_up = self._holds.sent(RequestId(request_id))
             if (held := self._held.pop(request_id, None)) is not None:
                 self._report_ended(held, given_up)
+            name = without_sample(request_id)
+            if name in self._sample_tickets and self._sample_tickets[name][0] == request_id:
+                del self._sample_tickets[name]
 
     def _report_ended(self, held: HeldRequest, given_up: HoldEnd | None) -> None:
         """Count and log how the hold of a request ended.
@@ -895,6 +954,11 @@ def _describe_claims(holds: Sequence[Silence], engines: Sequence[str]) -> str:
 def _holds_metric(is_conversation: bool) -> Metric:
     """Return the metric that counts holds of prompts, or those of conversations."""
     return CONVERSATION_HOLDS if is_conversation else HOLDS
+
+
+def _has_room(request: Request) -> bool:
+    """Return whether a request's ticket is published in a room, from whose parts it goes on."""
+    return room_name(request.kv_transfer_params or {}) is not None
 
 
 def _asks_for_remote_decode(request: Request) -> bool:

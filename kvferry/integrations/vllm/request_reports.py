@@ -9,20 +9,18 @@ of both. ``tracing`` makes the spans.
 from __future__ import annotations
 
 import logging
-import re
 from dataclasses import dataclass
 
 from kvferry.core.error_causes import on_one_line
 from kvferry.core.lifecycle.holds import EndedHold, HoldEnd
 from kvferry.core.lifecycle.ticket import Ticket
 from kvferry.core.metrics import MAX_NAME, LoadRecord
+from kvferry.integrations.vllm.request_ids import without_suffix
 from kvferry.integrations.vllm.tracing import Headers, RequestSpans
 
 logger = logging.getLogger("kvferry.requests")
 """The logger of the lines."""
 
-SUFFIX = re.compile(r"-[0-9a-f]{8}$")
-"""What vLLM appends to a request's id, at random on each engine."""
 
 @dataclass(slots=True, kw_only=True)
 class HeldRequest:
@@ -196,8 +194,7 @@ def _describe_ids(request_id: str, ticket: Ticket) -> str:
     A router that sends both engines one ``X-Request-Id`` gives both ids a common part.
     """
     there, here = on_one_line(ticket.request), on_one_line(request_id)
-    is_same = SUFFIX.sub("", there) == SUFFIX.sub("", here)
-    return there if is_same else f"{there} (here {here})"
+    return there if without_suffix(there) == without_suffix(here) else f"{there} (here {here})"
 
 
 def is_followed(*, log: bool) -> bool:

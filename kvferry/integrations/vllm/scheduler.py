@@ -306,11 +306,12 @@ class FerryScheduler:
         first_tokens = self._consumer.first_tokens(request.request_id)
         self._call_consumer(request, partial(self._consumer.request_finished, request))
         params = self._producer.request_finished(request, block_ids, self._serving, first_tokens)
+        is_held = params is not None and self._producer.holds(request.request_id)
         if params is None and self._needs_adapter(request.request_id):
             self._ended_adapted.add(request.request_id)
         else:  # at once, so that the ticket is revoked if its last step loaded other files
             self._adapters.end(request.request_id)
-        return params is not None, params
+        return is_held, params
 
     def _call_consumer(self, request: Request, hook: Callable[[], None]) -> None:
         """Call a hook of the consumer, at once or when the request's ticket can be checked."""

@@ -52,16 +52,7 @@ class HttpServer:
 
     def post(self, path: str, body: dict[str, Any]) -> tuple[int, str]:
         """Post a JSON object; return the status and the body of the answer."""
-        headers = {"Content-Type": "application/json"}
-        request = urllib.request.Request(
-            self.address + path, json.dumps(body).encode(), headers, method="POST"
-        )
-        try:
-            with urllib.request.urlopen(request, timeout=ANSWER_SECONDS) as answer:
-                return answer.status, answer.read().decode()
-        except urllib.error.HTTPError as error:
-            with error:
-                return error.code, error.read().decode()
+        return post(self.address + path, body)
 
     def complete(
         self, model: str, prompt: Sequence[int], *, max_tokens: int = 12, params: Any = None
@@ -114,6 +105,18 @@ class HttpServer:
         with urllib.request.urlopen(self.address + path, timeout=seconds) as answer:
             text: str = answer.read().decode()
             return text
+
+
+def post(address: str, body: dict[str, Any]) -> tuple[int, str]:
+    """Post a JSON object to a server; return the status and the body of the answer."""
+    headers = {"Content-Type": "application/json"}
+    request = urllib.request.Request(address, json.dumps(body).encode(), headers, method="POST")
+    try:
+        with urllib.request.urlopen(request, timeout=ANSWER_SECONDS) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.read().decode()
 
 
 def _command_line(options: dict[str, Any]) -> list[str]:

@@ -133,9 +133,7 @@ def test_pages_cross_while_prefill_computes(
                 legs.wait_read(64 * (chunk - 1))
     assert legs.texts() == texts(ordinary, prompt(300, seed=1))
     assert early_loads(decode) == begun + 1
-    assert re.search(
-        r"loaded 300 tokens, [0-9.]+ MiB \([0-9.]*[1-9][0-9.]* early\)", decode.log()
-    )
+    assert re.search(r"loaded 300 tokens, [0-9.]+ MiB \([0-9.]*[1-9][0-9.]* early\)", decode.log())
     come_to(rest, prefill, decode)
 
 

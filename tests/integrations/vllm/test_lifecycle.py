@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from examples.tiny_llama import prompt
-from kvferry.integrations.vllm.consumer import SAMPLE
+from kvferry.integrations.vllm.request_ids import SAMPLE
 from tests.faults.cells import Cell
 from tests.integrations.vllm import inside, probes
 from tests.integrations.vllm.conftest import StartEngine

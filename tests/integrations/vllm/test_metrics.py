@@ -17,7 +17,8 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 def test_the_log_line_is_short_and_says_what_is_wrong(reference: Engine) -> None:
     assert reference.run(metering.logged, [0, 0, 0]) == [
         "KV Transfer metrics: loads=3, tokens=27, MB=0.018, GB/s=0.003, waited ms median=0.0, "
-        "waited ms longest=0.0, read ms median=1.1, read ms longest=1.1, held pages=7, stale reads=6, refused tickets=3, peers down=1, evicted holds=6"
+        "waited ms longest=0.0, read ms median=1.1, read ms longest=1.1, held pages=7, "
+        "stale reads=6, refused tickets=3, peers down=1, evicted holds=6"
     ]
 
 

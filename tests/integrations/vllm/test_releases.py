@@ -1,4 +1,4 @@
-"""Every way in which a request with a ticket ends without a load: prefill hears one "done", or none.
+"""Every way in which a request with a ticket ends without a load: "done" is said once, or never.
 
 Needs no vLLM.
 """
@@ -80,7 +80,8 @@ class Decode:
         each = request(TOKENS, PREFILL)
         each.lora_request = self.lora() if lora else None
         made.take_on(each)
-        params: dict[str, Any] = made.request_finished(each, [[1, 2, 3]], SERVING)
+        params = made.request_finished(each, [[1, 2, 3]], SERVING)
+        assert params is not None
         return params
 
     def arrive(

@@ -202,7 +202,8 @@ def test_a_load_is_logged_with_what_it_waited(caplog: pytest.LogCaptureFixture) 
     half.loads_finished(["d"])
     half.loads_finished(["d"])
     assert lines(caplog) == [
-        "request r (here d): loaded 40 tokens, 4.0 MiB, from prefill: waited 8.5 ms, read in 12.1 ms"
+        "request r (here d): loaded 40 tokens, 4.0 MiB, from prefill: waited 8.5 ms, read in "
+        "12.1 ms"
     ]
 
 

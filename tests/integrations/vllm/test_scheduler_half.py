@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.core.lifecycle.holds import RequestId
+from kvferry.core.lifecycle.holds import EndedHold, HoldEnd, RequestId
 from kvferry.core.lifecycle.reclamation import ASK_SECONDS, Silence
 from kvferry.core.lifecycle.ticket import Ticket
 from kvferry.core.metrics import Metrics
@@ -391,6 +391,65 @@ class TestProducer:
         producer(tail=1).on_new_request(each)
         assert each.num_prompt_tokens == 1
 
+    def test_further_prompts_of_a_list_are_not_held(self, caplog: pytest.LogCaptureFixture) -> None:
+        """vLLM would not answer with their tickets; one line says so."""
+        metrics = Metrics(driver="loopback")
+        made = producer(tail=1, metrics=metrics)
+        for index in range(3):
+            each = request(40, dict(PREFILL), name=f"cmpl-a-{index}-89b15765")
+            made.on_new_request(each)
+            assert each.num_prompt_tokens == (40 if index else 39)
+            made.take_on(each)
+            ticketed = made.request_finished(each, [[1, 2, 3]], SERVING) is not None
+            assert ticketed == (index == 0)
+        assert len(made.drain().take_ons) == 1
+        counted = metrics.take() or {}
+        assert counted["tickets_not_made"] == {"loopback": {"list": 2}}
+        assert caplog.text.count("it is prompt 2 of a completion request with a list") == 1
+
+    def test_samples_have_one_hold(self) -> None:
+        """vLLM answers with the ticket of one, so the pages of the others would be held in vain."""
+        metrics = Metrics(driver="loopback")
+        made = producer(metrics=metrics)
+        samples = [request(40, PREFILL, name=f"{index}_cmpl-a-0-89b15765") for index in range(3)]
+        tickets = []
+        for index in (1, 0, 2):
+            made.take_on(samples[index])
+            tickets.append(made.request_finished(samples[index], [[index, 8, 9]], SERVING))
+            assert made.holds(samples[index].request_id) == (index == 1)
+        assert tickets[0] is not None
+        assert tickets == [tickets[0]] * 3
+        assert metrics.take() == {"holds": {"loopback": {"made": 1}}}
+        orders = made.drain()
+        assert [hold for hold, _ in orders.ready] == [read_ticket(tickets[0]).hold]
+        made.sends_finished([samples[1].request_id])
+        made.take_on(late := request(40, PREFILL, name="3_cmpl-a-0-89b15765"))
+        assert made.request_finished(late, [[1, 2, 3]], SERVING) not in (None, tickets[0])
+
+    @pytest.mark.parametrize("why", ["prompt", "old", "given up", "ended", "room"])
+    def test_sample_that_has_its_own_hold(self, why: str) -> None:
+        now = [0.0]
+        made = producer(clock=lambda: now[0])
+        params = PREFILL | ({"transfer_id": "room"} if why == "room" else {})
+        first, second = (request(40, params, name=f"{index}_a") for index in range(2))
+        for each in (first, second):
+            made.on_new_request(each)
+            made.take_on(each)
+        ticketed = made.request_finished(first, [[1, 2, 3]], SERVING)
+        if why == "prompt":
+            second.prompt_token_ids = [7] * 40
+        elif why == "old":
+            now[0] = 15.0
+        elif why == "given up":
+            made.revoke(["0_a"])
+        elif why == "ended":
+            ended = EndedHold(request=RequestId("0_a"), end=HoldEnd.EXPIRED, engine="")
+            made.holds_ended({"0_a": ended})
+        own = made.request_finished(second, [[4, 5, 6]], SERVING)
+        assert own is not None
+        assert own != ticketed
+        assert made.holds("1_a")
+
     def test_consumer_holds_nothing_for_others(self, caplog: pytest.LogCaptureFixture) -> None:
         """Nobody could ever ask for its pages; each such request counts, and one line says so."""
         metrics = Metrics(driver="loopback")
@@ -648,6 +707,23 @@ class TestConsumer:
         assert "version" in reason
         made.loads_finished(["r"], failed=["r"])
         assert metrics.take() == {"refused_tickets": {"loopback": {"malformed": 1}}}
+
+    def test_further_prompt_of_a_list_is_refused_with_what_helps(
+        self, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """It comes with the first prompt's ticket; a router that passes tickets on is right."""
+        metrics = Metrics(driver="loopback")
+        made = consumer(metrics=metrics)
+        each = request(41, ticket(), name="cmpl-a-1-89b15765")
+        each.prompt_token_ids = [7] * 41
+        made.on_new_request(each)
+        assert "this is prompt 2 of it" in caplog.text
+        assert "send each prompt in a request of its own" in caplog.text
+        assert "as they are" not in caplog.text
+        assert metrics.take() == {"refused_tickets": {"loopback": {"list": 1}}}
+        same = request(40, ticket(), name="cmpl-a-1-89b15765")
+        made.on_new_request(same)
+        assert len(made.drain().prepare) == 1
 
     def test_refused_ticket_where_nothing_is_pulled(self) -> None:
         made = consumer()

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from examples.tiny_llama import prompt
+from tests.integrations.vllm.http_server import post
 from tests.integrations.vllm.routers.checks import (
     a_third_go_away,
     all_right,
@@ -54,3 +57,33 @@ def test_a_third_of_the_clients_go_away(
     servers: Servers, router: Router, questions: list[Question], texts: list[str]
 ) -> None:
     a_third_go_away(servers, router, questions, texts)
+
+
+def test_a_list_of_prompts_and_several_samples_hold_nothing_in_vain(
+    servers: Servers, router: Router
+) -> None:
+    """vLLM answers either with one ticket: of the first prompt, and of the last sample to end."""
+    prefill, decode = servers["prefill"], servers["decode"]
+
+    def counted() -> dict[str, float]:
+        return {
+            "made": prefill.counter("vllm:kvferry_holds", 'outcome="made"'),
+            "ended": prefill.counter("vllm:kvferry_holds", 'outcome="read"'),
+            "not made": prefill.counter("vllm:kvferry_tickets_not_made", 'reason="list"'),
+            "refused": decode.counter("vllm:kvferry_refused_tickets", 'reason="list"'),
+            "loads": decode.counter("vllm:kvferry_loads", ""),
+        }
+
+    def ask_for(**body: Any) -> tuple[int, dict[str, float]]:
+        nothing_left(servers)
+        before = counted()
+        body |= {"model": servers.model, "max_tokens": 8, "ignore_eos": True}
+        status, _ = post(router.address + "/v1/completions", body)
+        nothing_left(servers)
+        return status, {name: value - before[name] for name, value in counted().items()}
+
+    each_once = {"made": 1, "ended": 1, "not made": 1, "refused": 1, "loads": 1}
+    assert ask_for(prompt=[prompt(100, seed=61), prompt(90, seed=62)]) == (500, each_once)
+    status, samples = ask_for(prompt=prompt(80, seed=63), n=3, temperature=1.0)
+    expected = {"made": 1, "ended": 1, "not made": 0, "refused": 0, "loads": 3}
+    assert (status, samples) == (200, expected)
