@@ -307,7 +307,8 @@ class FerryScheduler:
         self._call_consumer(request, partial(self._consumer.request_finished, request))
         params = self._producer.request_finished(request, block_ids, self._serving, first_tokens)
         is_held = params is not None and self._producer.holds(request.request_id)
-        if params is None and self._needs_adapter(request.request_id):
+        has_adapter = request.lora_request is not None
+        if has_adapter and params is None and self._needs_adapter(request.request_id):
             self._ended_adapted.add(request.request_id)
         else:  # at once, so that the ticket is revoked if its last step loaded other files
             self._adapters.end(request.request_id)

@@ -152,8 +152,10 @@ def test_abort_on_prefill_after_the_ticket(
 
 def test_ticket_used_twice(reference: Engine, prefill: Engine, decode: Engine) -> None:
     """The first to finish ends the hold; the second is told that it came too late."""
+    free = idle_blocks(prefill)
     [ticket] = prefill.prefill(prompt(130))
     [first] = decode.generate(prompt(130), params=ticket)
+    eventually(lambda: prefill.run(probes.free_blocks) == free)
     [second] = decode.generate(prompt(130), params=ticket)
     assert first.text == texts(reference, prompt(130))[0]
     assert second.finish_reason == "error"
