@@ -101,3 +101,6 @@ def modules(*names: str) -> Iterator[list[Any]]:
             if name.startswith(OURS) or name.split(".")[0] == "vllm":
                 del sys.modules[name]
         sys.modules.update(before | theirs)
+        for name, module in before.items():  # packages have their modules as attributes, too
+            parent, _, child = name.rpartition(".")
+            setattr(sys.modules[parent], child, module)
