@@ -9,6 +9,8 @@ and ``disconnect`` may block; a driver then releases the interpreter's lock (GIL
 ``Capabilities.concurrent_connect`` is set, calls of ``connect`` and ``disconnect`` may also overlap
 with each other and with any other call but ``close``, and must not delay the other calls. While
 ``connect`` or ``disconnect`` of a peer runs, no other call names this peer or a transfer with it.
+But ``connect`` may be called with an address of a peer while the peer is being connected or
+disconnected: the driver lets these calls wait for each other.
 
 **Threads of the driver.** A driver that makes threads in Python takes the keyword ``enter`` in its
 constructor, a function, and calls it first in every such thread: what the caller does there
@@ -233,7 +235,8 @@ class Transport(ABC):
         A peer stays connected until ``disconnect``. Until then, a further ``connect`` updates what
         this side knows of the peer (its regions, for example) and returns the same id; transfers
         under way go on. If the peer has died meanwhile, a further ``connect`` either raises, or
-        returns the same id and transfers fail.
+        returns the same id and transfers fail. A ``connect`` that begins while ``disconnect`` of
+        the peer runs waits for its end, and never returns the id that it ends.
 
         Args:
             address: the bytes that the peer's ``address`` returned; untrusted.

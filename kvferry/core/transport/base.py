@@ -21,8 +21,8 @@ arguments, and are never called after ``close`` or in a forked child.
 **Threads.** Hooks run on the thread that called the transport, one at a time. Only where the
 capabilities have ``concurrent_connect`` may hooks that run within ``connect`` (``_decode_address``,
 ``_identity``, ``_connect``, ``_refresh``) or within ``disconnect`` (``_end_transfers`` and what it
-calls, ``_disconnect``) overlap with others. Even then, ``connect`` calls for the same peer come one
-after the other.
+calls, ``_disconnect``) overlap with others. Even then, ``connect`` and ``disconnect`` calls for the
+same peer come one after the other. So a hook must not call ``connect`` or ``disconnect``.
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ class BaseTransport(Transport, Generic[RegistrationT, AddressT, ConnectionT, Tra
         self._registered: dict[Region, RegistrationT] = {}
         self._peers: dict[PeerId, ConnectionT] = {}
         self._transfers: dict[TransferId, _Record[TransferT]] = {}
-        self._connecting = _IdentityLocks()
+        self._identity_locks = _IdentityLocks()
         # Scratch memory of the bounds check. One array is enough: transfers are started one at a
         # time.
         self._ends = np.empty(_SCRATCH_COPIES, np.uint64)
@@ -468,7 +468,7 @@ class BaseTransport(Transport, Generic[RegistrationT, AddressT, ConnectionT, Tra
         self._check_usable()
         theirs = self._decode_address(address)
         identity = self._identity(theirs)
-        with self._connecting.locked(identity):
+        with self._identity_locks.locked(identity):
             for peer, connection in list(self._peers.items()):
                 if connection.identity == identity:
                     self._refresh(connection, theirs)
@@ -481,18 +481,20 @@ class BaseTransport(Transport, Generic[RegistrationT, AddressT, ConnectionT, Tra
     def disconnect(self, peer: PeerId) -> None:
         """Implement ``Transport.disconnect`` by ``_end_transfers`` and ``_disconnect``."""
         self._check_usable()
-        connection = self._find_peer(peer)
-        transfers = self._unfinished(peer)
-        error = PeerLostError(f"{connection.name} was disconnected")
-        ended = self._end_transfers(transfers, error)
-        if ended:
-            self._disconnect(connection, transfers)
-        if not ended or not _all_final(transfers):
-            raise TransportError(
-                f"bytes may still move to or from {connection.name}, {self.grace_seconds} s after "
-                "its transfers were told to end: they stay failing; disconnect again, later"
-            )
-        del self._peers[peer]
+        with self._identity_locks.locked(self._find_peer(peer).identity):
+            connection = self._find_peer(peer)  # another call may have disconnected it meanwhile
+            transfers = self._unfinished(peer)
+            error = PeerLostError(f"{connection.name} was disconnected")
+            ended = self._end_transfers(transfers, error)
+            if ended:
+                self._disconnect(connection, transfers)
+            if not ended or not _all_final(transfers):
+                raise TransportError(
+                    f"bytes may still move to or from {connection.name}, {self.grace_seconds} s "
+                    "after its transfers were told to end: they stay failing; disconnect again, "
+                    "later"
+                )
+            del self._peers[peer]
 
     def read(self, peer: PeerId, copies: Copies, notify: bytes | None = None) -> TransferId:
         """Implement ``Transport.read`` by ``_start``."""
@@ -651,7 +653,11 @@ def _all_final(transfers: Sequence[DriverTransfer]) -> bool:
 
 
 class _IdentityLocks:
-    """A lock for each peer's identity: concurrent ``connect`` calls make only one connection."""
+    """A lock for each peer's identity, which ``connect`` and ``disconnect`` of the peer hold.
+
+    So concurrent calls of ``connect`` make only one connection, and none returns a connection that
+    ``disconnect`` is ending. A thread takes it before any lock of the driver, and holds one only.
+    """
 
     def __init__(self) -> None:
         self._held: set[Hashable] = set()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections import deque
@@ -10,8 +11,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvferry.core.errors import TransportError
-from kvferry.core.transport import State, TransferId
+from kvferry.core.errors import TransportError, TransportUsageError
+from kvferry.core.transport import PeerId, State, TransferId
 from kvferry.testing.contract.copy_batches import batch
 from kvferry.testing.contract.local_peer import LocalPeer
 from kvferry.testing.contract.settings import ContractSettings
@@ -23,6 +24,9 @@ _ROUNDS = 20
 _KEPT = 4
 """How many DONE transfers are kept before the oldest of them is forgotten."""
 _BYTES = 4096
+_QUEUED = 64
+"""How many notifications a stopped peer gets, so that ``disconnect`` has to wait for its queue."""
+_QUEUED_BYTES = 1 << 16
 _LONG_SECONDS = 1.0
 """A ``disconnect`` that takes fewer seconds cannot show whether it blocks other calls."""
 
@@ -116,6 +120,57 @@ class ConcurrentConnectTests(ContractSettings):
                 return
             held_up.append(f"{longest:.1f} of {took:.1f} s")
         raise AssertionError(f"a transfer with another peer was held up for {held_up}")
+
+    def test_connecting_during_a_disconnect_gives_a_live_peer(
+        self, lab: Workbench, process: Process
+    ) -> None:
+        """``connect`` during ``disconnect`` of the same peer waits; its id can be used afterwards.
+
+        The peer is stopped during a transfer, so that ``disconnect`` takes some time. Where it
+        takes none, this test shows less.
+        """
+        if not lab.capabilities.concurrent_connect:
+            return
+        for _ in range(_ATTEMPTS):  # a connect that comes first returns the id that then ends
+            found = self._connected_during_a_disconnect(lab, process)
+            try:
+                transfer = lab.start(lab.an_op, found, lab.whole(process))
+            except TransportUsageError:
+                continue
+            lab.finish(transfer)
+            return
+        raise AssertionError("connect has returned a peer that disconnect was ending")
+
+    @staticmethod
+    def _connected_during_a_disconnect(lab: Workbench, process: Process) -> PeerId:
+        """Connect to a stopped peer while it is disconnected, and return what ``connect`` returned.
+
+        When this returns, ``disconnect`` has succeeded, and the peer is no longer stopped.
+        """
+        address = process.address()
+        peer = lab.transport.connect(address)
+        lab.start(lab.an_op, peer, lab.lasting(process))
+        process.stop()
+        found: list[PeerId] = []
+        try:
+            if lab.notifies:
+                payload = bytes(min(lab.capabilities.max_notification, _QUEUED_BYTES))
+                with contextlib.suppress(TransportError):  # the queue is full
+                    for _ in range(_QUEUED):
+                        lab.transport.notify(peer, payload)
+            leaving = OtherThread(lambda: lab.transport.disconnect(peer))
+            lab.until(lambda: leaving.began)
+            arriving = OtherThread(lambda: found.append(lab.transport.connect(address)))
+            assert lab.until(lambda: not leaving.runs), "disconnect does not end"
+        finally:
+            process.go_on()
+        assert lab.until(lambda: not arriving.runs), "connect does not end"
+        if leaving.wrong:  # the transfer has not ended in time, and the peer stayed connected
+            assert all(isinstance(error, TransportError) for error in leaving.wrong), leaving.wrong
+            lab.transport.disconnect(peer)
+            return lab.transport.connect(address)
+        assert not arriving.wrong, arriving.wrong
+        return found[0]
 
     @staticmethod
     def _beside_its_disconnect(

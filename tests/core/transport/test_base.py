@@ -220,6 +220,36 @@ def test_two_concurrent_connects_to_one_peer_share_a_connection() -> None:
     assert len(found) == 3
 
 
+class ConnectsInDisconnect(Connected):
+    """A transport to whose peer another thread connects while ``disconnect`` runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[PeerId] = []
+        self.other = threading.Thread(target=lambda: self.found.append(self.connect(b"peer")))
+
+    def _end_transfers(self, transfers: Sequence[Transfer], error: TransportError) -> bool:
+        self.other.start()
+        self.other.join(0.2)  # it must not end before this call has
+        return super()._end_transfers(transfers, error)
+
+
+@pytest.mark.parametrize("stuck", [False, True])
+def test_connecting_during_a_disconnect_waits_for_its_end(stuck: bool) -> None:
+    transport = ConnectsInDisconnect()
+    transport.stuck = stuck
+    transport.start()
+    if stuck:
+        with pytest.raises(TransportError, match="they stay failing"):
+            transport.disconnect(transport.peer)
+    else:
+        transport.disconnect(transport.peer)
+    transport.other.join(20)
+    (peer,) = transport.found
+    assert (peer == transport.peer) == stuck
+    transport.read(peer, _copies())
+
+
 def test_a_refused_address_leaves_nothing_behind() -> None:
     transport = RecordingTransport()
     with pytest.raises(ConnectError):

@@ -6,6 +6,7 @@ that has to find the fault. The modules are named as those of ``kvferry.testing.
 
 from tests.testing.planted import (
     closing,
+    concurrent_connect,
     in_flight,
     notifications,
     outcomes,
@@ -22,6 +23,7 @@ from tests.testing.planted.base import CAUGHT_BY, FACTORIES
 
 TOPICS = (
     closing,
+    concurrent_connect,
     in_flight,
     notifications,
     outcomes,
