@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from typing import Any
 
 from kvferry.core.transport.base import _IdentityLocks
@@ -14,9 +14,10 @@ from tests.testing.planted.base import caught_by
 class NoLocks(_IdentityLocks):
     """Locks that exclude nobody."""
 
-    def locked(self, identity: Hashable) -> contextlib.AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def locked(self, identity: Hashable) -> Iterator[None]:
         del identity
-        return contextlib.nullcontext()
+        yield
 
 
 @caught_by("test_connecting_during_a_disconnect_gives_a_live_peer")
