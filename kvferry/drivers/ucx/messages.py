@@ -24,7 +24,8 @@ notification in one piece, so that a connection's notifications stay in order.""
 
 MAX_BACKLOG = 64 << 20
 """The most bytes that wait for a receiver that does not take them: on the client, messages that
-have not been sent; on the server, notifications that nobody has asked for."""
+have not been sent; on the server, notifications that nobody has asked for, of all clients together.
+Beyond it, the server disconnects the client whose notifications take most, and drops these."""
 
 MAX_WITHDRAWN = 1 << 14
 """The most ended registrations that a server remembers, for clients that connect with an address in

@@ -12,7 +12,7 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvferry.core.errors import TransportError
 from kvferry.core.memory import Region
@@ -80,6 +80,19 @@ class ClientConnection:
     welcome: bool
 
 
+@dataclass(slots=True, eq=False)
+class KeptNotifications:
+    """The notifications of one client that ``Server.take_notifications`` has not returned yet.
+
+    Attributes:
+        notifications: the notifications, in the order of their arrival.
+        nbytes: about how many bytes they take.
+    """
+
+    notifications: list[Notification] = field(default_factory=list)
+    nbytes: int = 0
+
+
 class Server:
     """The server side of a transport, whose memory peers read and write.
 
@@ -114,8 +127,8 @@ class Server:
         self._withdrawn: deque[KeyId] = deque(maxlen=MAX_WITHDRAWN)
         # Answers to stores wait here, since they cannot be sent from within a callback of UCP.
         self._stored: deque[Stored] = deque()
-        self._notifications: list[Notification] = []
-        self._notification_bytes = 0
+        self._kept: dict[str, KeptNotifications] = {}  # by the names of the clients
+        self._kept_bytes = 0
         self.last_driven = 0.0
         self.withdrawals = 0
         self.regions: dict[KeyId, Region] = {}
@@ -173,9 +186,9 @@ class Server:
         return self._answer_hellos() or busy
 
     def take_notifications(self) -> list[Notification]:
-        """Return the notifications that have arrived since the last call."""
-        taken, self._notifications, self._notification_bytes = self._notifications, [], 0
-        return taken
+        """Return the notifications since the last call; those of one client in their order."""
+        taken, self._kept, self._kept_bytes = self._kept, {}, 0
+        return [note for kept in taken.values() for note in kept.notifications]
 
     def withdraw(self, key: KeyId) -> int:
         """Tell every client that a registration is about to end (withdraw the registration).
@@ -274,12 +287,21 @@ class Server:
             self.worker.send(connection.endpoint, answer, buffer, int(lengths.sum()))
 
     def _on_notification(self, connection: ClientConnection, payload: bytes) -> None:
-        """Keep a notification for ``take_notifications``; if too many are kept, disconnect."""
-        self._notification_bytes += len(payload) + _NOTIFICATION_BYTES
-        if self._notification_bytes > MAX_BACKLOG:
-            self._close(connection)
-        else:
-            self._notifications.append(Notification(sender=connection.client, payload=payload))
+        """Keep a notification for ``take_notifications``; if too many are kept, cut a client."""
+        kept = self._kept.setdefault(connection.client, KeptNotifications())
+        kept.notifications.append(Notification(sender=connection.client, payload=payload))
+        kept.nbytes += len(payload) + _NOTIFICATION_BYTES
+        self._kept_bytes += len(payload) + _NOTIFICATION_BYTES
+        if self._kept_bytes > MAX_BACKLOG:
+            self._cut_largest()
+
+    def _cut_largest(self) -> None:
+        """Disconnect the client whose kept notifications take most bytes, and drop these."""
+        client = max(self._kept, key=lambda name: self._kept[name].nbytes)
+        self._kept_bytes -= self._kept.pop(client).nbytes
+        for connection in list(self._connections.values()):
+            if connection.client == client:
+                self._close(connection)
 
     def _on_hello(self, hello: Hello) -> None:
         """Close the client's earlier connection with the same index, and queue the ``Hello``.

@@ -231,3 +231,38 @@ def test_a_client_that_begins_again_while_it_waits_has_one_connection() -> None:
     worker.closing = False
     server.run_once()
     assert worker.said == [(worker_of(2), Welcome(OTHER, []))]
+
+
+def test_of_too_many_notifications_the_client_with_most_pays(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "MAX_BACKLOG", 8 * (module._NOTIFICATION_BYTES + 4))
+    server, worker = hosted()
+    hear(server, worker, hello(CONNECTION, "floods", worker_of(1)))
+    hear(server, worker, hello(b"3" * 16, "floods", worker_of(1), index=1))
+    hear(server, worker, hello(OTHER, "honest", worker_of(2)))
+    # In turns, so that it is not the first, nor the last, that has most.
+    for _ in range(4):
+        hear(server, worker, Note(CONNECTION, b"spam"))
+    hear(server, worker, Note(OTHER, b"done"))
+    hear(server, worker, *[Note(b"3" * 16, b"spam")] * 3, Note(OTHER, b"more"))
+    assert worker.ended == [worker_of(1)] * 2
+    found = server.take_notifications()
+    assert [(note.sender, note.payload) for note in found] == [
+        ("honest", b"done"),
+        ("honest", b"more"),
+    ]
+    # What it sends on its ended connections is dropped, and counts no more.
+    hear(server, worker, *[Note(CONNECTION, b"spam")] * 20, *[Note(OTHER, b"done")] * 8)
+    assert len(server.take_notifications()) == 8
+    assert worker.ended == [worker_of(1)] * 2
+
+
+def test_a_client_that_was_cut_may_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_BACKLOG", 2 * (module._NOTIFICATION_BYTES + 4))
+    server, worker = hosted()
+    hear(server, worker, hello(), *[Note(CONNECTION, b"spam")] * 9)
+    assert (worker.ended, server.take_notifications()) == ([ONE], [])
+    hear(server, worker, hello())
+    hear(server, worker, Note(CONNECTION, b"done"))
+    assert [note.payload for note in server.take_notifications()] == [b"done"]

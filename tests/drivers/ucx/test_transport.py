@@ -21,7 +21,7 @@ from kvferry.core.errors import (
 from kvferry.core.memory import Region, region_of
 from kvferry.core.transport import Quiescence, State, registry
 from kvferry.core.transport.copies import Copies, copies_between
-from kvferry.drivers.ucx import UcxTransport, client, transport
+from kvferry.drivers.ucx import UcxTransport, client, server, transport
 from kvferry.drivers.ucx.merged_copies import MergedCopies, merge_copies
 from kvferry.drivers.ucx.ucp import BRIEF_BYTES
 from kvferry.testing.peers import Process
@@ -306,6 +306,29 @@ def test_a_reader_or_writer_that_is_killed_harms_nobody(make: Make, op: str, nby
         transfer = one.read(peer, again_and_again(region_of(buffer), owner.region, 1))
         assert until(ended(one, transfer, State.DONE))
         np.testing.assert_array_equal(buffer, owner.get())
+
+
+def test_a_flood_of_notifications_costs_its_sender_the_connection_and_nobody_else(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limit = 1 << 20
+    monkeypatch.setattr(server, "MAX_BACKLOG", limit)
+    one = make()
+    with (
+        Process(FACTORY, PATIENT, "cpu", MIB) as floods,
+        Process(FACTORY, PATIENT, "cpu", MIB) as honest,
+    ):
+        there = floods.connect(one.address())
+        mine = honest.connect(one.address())
+        # Nearly all that is kept, so that the next notifications are too many.
+        count = limit // (4096 + server._NOTIFICATION_BYTES)
+        floods.notify(there, [bytes(4096)] * count)
+        assert until(lambda: one._server._kept_bytes > limit - 4096 - server._NOTIFICATION_BYTES)
+        honest.notify(mine, [b"done"] * 32)
+        assert until(lambda: one._server._kept_bytes == 32 * (4 + server._NOTIFICATION_BYTES))
+        assert [(note.sender, note.payload) for note in one.notifications()] == [
+            (honest.name, b"done")
+        ] * 32
 
 
 def test_a_transfer_in_which_nothing_moves_fails_by_the_deadline(make: Make) -> None:
