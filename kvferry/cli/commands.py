@@ -387,6 +387,23 @@ def bench(
     )
 
 
+@app.command("new-driver")
+def new_driver(
+    name: Annotated[
+        str,
+        typer.Argument(help="The name by which users will configure it.", show_default=False),
+    ],
+) -> None:
+    """Write a small driver that works, to make your own of: a distribution with its tests.
+
+    Writes the folder kvferry-NAME: a driver that reads the memory of other processes of this host,
+    and the conformance suite for it. docs/writing-a-driver.md begins with it.
+    """
+    from kvferry.cli.new_driver import run
+
+    run(name)
+
+
 @app.command()
 def plan(
     model: ModelConfig = None,

@@ -48,7 +48,7 @@ class ClosingTests(ContractSettings):
         peer = transport.connect(remote.address())
         copies = batch(region, remote.region, [0], [0], [MIB])
         transfer = getattr(transport, lab.an_op)(peer, copies)
-        assert lab.until(lambda: transport.poll([transfer])[0].state.final)
+        lab.wait_for(lambda: transport.poll([transfer])[0].state.final, "a transfer has not ended")
         transport.close()
         for call in calls(transport, region, peer, copies).values():
             refused(call)
@@ -84,7 +84,9 @@ class ClosingTests(ContractSettings):
                 lab.until(lambda: False, 0.1)
                 counts = _held()
         back = lab.until(lambda: all(_held()[kind] < counts[kind] + _MORE for kind in (0, 1)), 5.0)
-        assert back, f"from {counts} descriptors and threads to {_held()}, {_MORE} transports later"
+        assert back, (
+            f"from {counts} descriptors and threads to {_held()}, {_MORE} transports and 5 s later"
+        )
 
     def test_closing_one_leaves_others_alone(self, lab: Workbench, remote: TransportPeer) -> None:
         other = lab.make()
@@ -171,13 +173,12 @@ class ClosingTests(ContractSettings):
     @staticmethod
     def _moves_and_notifies(lab: Workbench, process: Process, there: PeerId, back: PeerId) -> None:
         process.begin(lab.an_op, there, batch(process.region, lab.mine.region, [0], [0], [MIB]))
-        assert lab.until(process.answered)
-        assert process.ended().state is State.DONE
+        lab.done_there(process)
         if lab.notifies:
             process.notify(there, [lab.payload(1)])
             assert [one.payload for one in lab.receive(lab.transport, 1)] == [lab.payload(1)]
             lab.transport.notify(back, lab.payload(2))
-            assert [one.payload for one in process.notifications(1)] == [lab.payload(2)]
+            assert [one.payload for one in lab.received_by(process, 1)] == [lab.payload(2)]
 
 
 def _held() -> list[int]:

@@ -161,10 +161,10 @@ class ConcurrentConnectTests(ContractSettings):
             leaving = OtherThread(lambda: lab.transport.disconnect(peer))
             lab.until(lambda: leaving.began)
             arriving = OtherThread(lambda: found.append(lab.transport.connect(address)))
-            assert lab.until(lambda: not leaving.runs), "disconnect does not end"
+            lab.wait_for(lambda: not leaving.runs, "disconnect has not ended")
         finally:
             process.go_on()
-        assert lab.until(lambda: not arriving.runs), "connect does not end"
+        lab.wait_for(lambda: not arriving.runs, "connect has not ended")
         if leaving.wrong:  # the transfer has not ended in time, and the peer stayed connected
             assert all(isinstance(error, TransportError) for error in leaving.wrong), leaving.wrong
             lab.transport.disconnect(peer)

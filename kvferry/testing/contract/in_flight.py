@@ -122,7 +122,8 @@ class InFlightTests(ContractSettings):
                 woken.clear()
                 if lab.state(transfer).final:
                     break
-                assert woken.wait(lab.settings.patience), "the caller was not woken"
+                in_time = woken.wait(lab.settings.patience)
+                assert in_time, f"the caller was not woken {lab.waited()}"
 
     def test_disconnect_fails_what_is_in_flight(
         self, lab: Workbench, remote: TransportPeer, op: str
@@ -240,7 +241,9 @@ class InFlightTests(ContractSettings):
             return
         transfer = lab.start(op, peer, lab.whole(remote))
         target, wanted = (lab.mine, content) if op == "read" else (remote, mine)
-        assert lab.until(lambda: bool((target.get() == wanted).all())), "nothing moves by itself"
+        lab.wait_for(
+            lambda: bool((target.get() == wanted).all()), "the bytes have not moved without a poll"
+        )
         lab.finish(transfer)
 
     def test_other_calls_change_nothing_for_a_transfer(
@@ -264,7 +267,7 @@ class InFlightTests(ContractSettings):
         if (lab.capabilities.max_outstanding or 2) >= 2:
             waiting = lab.start(lab.an_op, third, copies)
         if lab.notifies:
-            assert [one.payload for one in remote.notifications(1)] == [lab.payload(1)]
+            assert [one.payload for one in lab.received_by(remote, 1)] == [lab.payload(1)]
         assert lab.state(lasting) in (State.PENDING, State.DONE)
         lab.transport.cancel(lasting)
         if waiting is not None:

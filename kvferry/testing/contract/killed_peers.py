@@ -63,8 +63,14 @@ def known_in_time(lab: Workbench, transfer: TransferId, since: float) -> Status:
     Returns:
         The transfer's status.
     """
-    remaining = since + lab.settings.known_within - time.monotonic()
-    return lab.known(transfer, seconds=max(remaining, 0.05))
+    limit = lab.settings.known_within
+    remaining = since + limit - time.monotonic()
+    known = lab.until(lambda: lab.state(transfer) is not State.PENDING, max(remaining, 0.05))
+    assert known, (
+        f"transfer {transfer} with a dead peer is still PENDING after {limit:g} s (the setting "
+        "known_within)"
+    )
+    return lab.known(transfer)
 
 
 def fails_in_time(lab: Workbench, peer: PeerId, transfer: TransferId) -> None:

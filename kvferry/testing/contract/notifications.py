@@ -36,7 +36,7 @@ class NotificationTests(ContractSettings):
         payloads = [lab.payload(number) for number in range(2000)]
         for payload in payloads:
             lab.transport.notify(peer, payload)
-        found = remote.notifications(len(payloads))
+        found = lab.received_by(remote, len(payloads))
         assert [one.payload for one in found] == payloads
         assert {one.sender for one in found} == {lab.transport.name}
         assert remote.notifications(1, 0.05) == []
@@ -62,7 +62,7 @@ class NotificationTests(ContractSettings):
             copies = batch(lab.mine.region, peer.region, [0], [0], [8])
             lab.finish(lab.start(lab.an_op, known, copies, lab.payload(10 * number)))
         for number, peer in ((1, one), (2, other)):
-            found = [seen.payload for seen in peer.notifications(2)]
+            found = [seen.payload for seen in lab.received_by(peer, 2)]
             assert sorted(found) == [lab.payload(number), lab.payload(10 * number)]
         assert stranger.notifications(1, 0.05) == []
         assert lab.transport.notifications() == []
@@ -88,11 +88,11 @@ class NotificationTests(ContractSettings):
         payloads = [b"\0", b"\xff", bytes(range(256))[:limit], bytes(limit), b"\xff" * limit]
         for payload in payloads:
             lab.transport.notify(peer, payload)
-        assert [one.payload for one in remote.notifications(len(payloads))] == payloads
+        assert [one.payload for one in lab.received_by(remote, len(payloads))] == payloads
         for payload in payloads:
             copies = batch(lab.mine.region, remote.region, [0], [0], [8])
             lab.finish(lab.start(lab.an_op, peer, copies, payload))
-        assert [one.payload for one in remote.notifications(len(payloads))] == payloads
+        assert [one.payload for one in lab.received_by(remote, len(payloads))] == payloads
 
     def test_other_lengths_are_refused_and_nothing_has_moved(
         self, lab: Workbench, remote: TransportPeer, op: str
@@ -135,7 +135,9 @@ class NotificationTests(ContractSettings):
         shared_process.expect(1)
         copies = batch(lab.mine.region, shared_process.region, starts, starts, np.full(256, 4096))
         lab.finish(lab.start("write", peer, copies, lab.bound()))
-        (seen,) = shared_process.expected()
+        found = shared_process.expected()
+        assert found, f"no notification {lab.waited()}"
+        (seen,) = found
         assert (seen.sender, seen.payload) == (lab.transport.name, lab.bound())
         assert seen.first == 7, "the notification was there before the bytes"
 
@@ -158,7 +160,7 @@ class NotificationTests(ContractSettings):
             arrived = neighbour.transport.notifications()
             return bool(arrived) and lab.state(transfer) is not State.DONE
 
-        assert not lab.until(early, 0.3)
+        assert not lab.until(early, 0.3), "it was there before the transfer was DONE"
         lab.transport.cancel(transfer)
         if lab.settled(transfer, peer).state is State.FAILED:
             assert neighbour.notifications(1, 0.1) == [], "of a transfer that failed"
@@ -174,7 +176,7 @@ class NotificationTests(ContractSettings):
             starts = 8192 * np.arange(len(size))
             copies = batch(lab.mine.region, remote.region, starts, starts, size)
             lab.finish(lab.start(op, peer, copies, lab.payload(index)))
-        found = remote.notifications(len(sizes))
+        found = lab.received_by(remote, len(sizes))
         assert [one.payload for one in found] == [lab.payload(n) for n in range(len(sizes))]
         assert {one.sender for one in found} == {lab.transport.name}
         assert remote.notifications(1, 0.05) == []
@@ -195,7 +197,7 @@ class NotificationTests(ContractSettings):
             else:
                 copies = batch(lab.mine.region, remote.region, [0], [0], [8])
                 lab.finish(lab.start(lab.an_op, peer, copies, lab.payload(number)))
-        found = [one.payload for one in remote.notifications(60)]
+        found = [one.payload for one in lab.received_by(remote, 60)]
         for sort in (0, 1):
             wanted = [lab.payload(number) for number in range(sort, 60, 2)]
             assert [one for one in found if one[-1] % 2 == sort] == wanted
@@ -224,7 +226,7 @@ class NotificationTests(ContractSettings):
             notes.extend(other.notifications())
             return bool(notes) or lab.poll([transfer]) == []
 
-        assert lab.until(arrived)
+        lab.wait_for(arrived, "no notification")
         (note,) = notes
         for index, target in enumerate(targets):
             np.testing.assert_array_equal(target.get(), pattern(MIB, seed + index))

@@ -290,16 +290,11 @@ class PeerTests(ContractSettings):
         )
         transfer = lab.start(op, peer, ours)
         lab.finish(transfer)
-        self._serve_while(lab, shared_process)
+        lab.done_there(shared_process)
         lower, upper = (theirs, mine) if op == "read" else (mine, theirs)
         for side in (lab.mine.get(), shared_process.get()):
             np.testing.assert_array_equal(side[:half], lower[:half])
             np.testing.assert_array_equal(side[half:], upper[half:])
-
-    @staticmethod
-    def _serve_while(lab: Workbench, process: Process) -> None:
-        assert lab.until(process.answered), "the other side's transfer does not end"
-        assert process.ended().state is State.DONE
 
     def test_disconnect_leaves_other_peers_alone(
         self, lab: Workbench, shared_process: Process

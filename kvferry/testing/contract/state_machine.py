@@ -453,4 +453,4 @@ class DriverMachine(RuleBasedStateMachine):
             self.receive()
             return not Counter([*self.free, *self.bound]) - Counter(self.received)
 
-        assert self.lab.until(there), "a notification has not arrived"
+        self.lab.wait_for(there, "a notification has not arrived")

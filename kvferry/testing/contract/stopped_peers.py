@@ -198,7 +198,7 @@ class StoppedPeerTests(ContractSettings):
         process.go_on()
         found = [one.payload for one in process.notifications(len(taken))]
         lost = len(taken) - len(found)
-        assert not lost, f"{lost} notifications that were taken are lost"
+        assert not lost, f"{lost} notifications that were taken have not arrived {lab.waited()}"
         wrong = [index for index, one in enumerate(taken) if found[index] != one]
         assert not wrong, f"out of order from number {wrong[0]} on"
         lab.works(process)

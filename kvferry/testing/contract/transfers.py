@@ -307,7 +307,10 @@ class TransferTests(ContractSettings):
             for at in starts
         ]
         assert len(set(transfers)) == len(transfers), "two transfers have one id"
-        assert lab.until(lambda: all(one.state.final for one in lab.poll(transfers)))
+        lab.wait_for(
+            lambda: all(one.state.final for one in lab.poll(transfers)),
+            "not all transfers have ended",
+        )
         assert {status.state for status in lab.poll(transfers)} == {State.DONE}
         content = theirs if op == "read" else mine
         np.testing.assert_array_equal(lab.mine.get(), content)

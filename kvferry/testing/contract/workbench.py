@@ -28,7 +28,8 @@ from kvferry.core.transport import (
 from kvferry.core.transport.copies import Copies
 from kvferry.testing.contract.copy_batches import Offsets, batch, moved
 from kvferry.testing.memory import Buffer, Bytes, allocate, make_transport, pattern
-from kvferry.testing.peers import TransportPeer
+from kvferry.testing.peer_process import Seen
+from kvferry.testing.peers import Process, TransportPeer
 
 MIB = 1 << 20
 OPS = ("read", "write")
@@ -190,6 +191,40 @@ class Workbench:
             self.turn()
         return True
 
+    def wait_for(
+        self, holds: Callable[[], object], otherwise: str, seconds: float | None = None
+    ) -> None:
+        """Wait as ``until`` does, and fail the test if the condition does not hold in time.
+
+        Args:
+            holds: Returns whether the condition holds; called again and again.
+            otherwise: What to say if it does not hold; the time is added.
+            seconds: How long to wait; by default ``patience``.
+        """
+        assert self.until(holds, seconds), f"{otherwise} {self.waited(seconds)}"
+
+    def waited(self, seconds: float | None = None) -> str:
+        """Return a text for the end of a message: how long a test has waited.
+
+        Args:
+            seconds: The time; ``patience`` by default.
+        """
+        if seconds is None:
+            return f"after {self.settings.patience:g} s (the setting patience)"
+        return f"after {seconds:.3g} s"
+
+    @contextlib.contextmanager
+    def within_patience(self, what: str) -> Iterator[None]:
+        """Fail the test if the ``with`` block takes longer than ``patience``.
+
+        Args:
+            what: What the block does, for the message.
+        """
+        before = time.monotonic()
+        yield
+        took, patience = time.monotonic() - before, self.settings.patience
+        assert took < patience, f"{what} took {took:.1f} s of {patience:g} s (the setting patience)"
+
     def poll(
         self, transfers: Sequence[TransferId], transport: Transport | None = None
     ) -> list[Status]:
@@ -235,12 +270,12 @@ class Workbench:
             transport: The transport that started it; by default the transport under test.
             seconds: How long to wait at most; by default ``patience``.
         """
-        found = self.until(
+        self.wait_for(
             lambda: self.state(transfer, transport) is not State.PENDING,
+            f"transfer {transfer} is still PENDING",
             seconds,
         )
         (status,) = self.poll([transfer], transport)
-        assert found, f"transfer {transfer} is still {status}"
         return status
 
     def settled(self, transfer: TransferId, peer: PeerId) -> Status:
@@ -260,9 +295,11 @@ class Workbench:
                 (status,) = self.poll([transfer])
                 assert status.state is State.FAILED, f"disconnect has returned, and it is {status}"
             else:
-                self.until(lambda: self.state(transfer).final)
+                self.wait_for(
+                    lambda: self.state(transfer).final,
+                    f"quiescence is ALWAYS, and it is still {status}",
+                )
                 (status,) = self.poll([transfer])
-                assert status.state.final, "quiescence is ALWAYS, and it stays failing"
         return status
 
     def settled_or_gone(self, transfer: TransferId, peer: PeerId) -> Status:
@@ -418,11 +455,29 @@ class Workbench:
             arrived.extend(transport.notifications())
             return len(arrived) >= count
 
-        self.until(enough)
+        in_time = self.until(enough)
         self.turn()
         arrived += transport.notifications()
-        assert len(arrived) == count, f"{len(arrived)} notifications of {count}"
+        found = f"{len(arrived)} notifications of {count}"
+        assert len(arrived) == count, found if in_time else f"{found} {self.waited()}"
         return arrived
+
+    def received_by(self, remote: TransportPeer, count: int) -> list[Seen]:
+        """Wait for notifications to a peer, assert that ``count`` arrive, and return all.
+
+        Args:
+            remote: The peer that receives them.
+            count: How many notifications were sent to it.
+        """
+        seen = remote.notifications(count, self.settings.patience)
+        assert len(seen) >= count, f"{len(seen)} notifications of {count} {self.waited()}"
+        return seen
+
+    def done_there(self, process: Process) -> None:
+        """Wait for the transfer that ``Process.begin`` has started, and assert that it is DONE."""
+        self.wait_for(process.answered, "the other side's transfer has not ended")
+        status = process.ended()
+        assert status.state is State.DONE, f"the other side's transfer is {status}"
 
     # Watching memory.
 

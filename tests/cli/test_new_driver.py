@@ -1,0 +1,87 @@
+"""``kvferry new-driver`` writes a driver that passes the conformance suite."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import kvferry
+from tests.cli.command import ROOT, run_kvferry
+
+_SUITE_SECONDS = 600.0
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """The distribution of a new driver ``my_nic``."""
+    wrote = run_kvferry(dict(os.environ), "new-driver", "my_nic", folder=str(tmp_path))
+    assert (wrote.returncode, wrote.stderr) == (0, "")
+    assert "pip install --editable 'kvferry-my-nic[test]'" in wrote.stdout
+    return tmp_path / "kvferry-my-nic"
+
+
+def run_suite(folder: Path, *options: str) -> None:
+    """Run the tests of the distribution, as its author would, and check that they pass."""
+    environment = os.environ | {"PYTHONPATH": f"{folder}{os.pathsep}{ROOT}"}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *options]
+    ran = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, check=False
+    )
+    assert ran.returncode == 0, ran.stdout[-4000:] + ran.stderr[-4000:]
+
+
+def test_files_name_the_driver_everywhere(folder: Path) -> None:
+    texts = {
+        str(path.relative_to(folder)): path.read_text()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+    assert set(texts) == {
+        "pyproject.toml",
+        "kvferry_my_nic/__init__.py",
+        "tests/test_contract.py",
+    }
+    assert "template" not in "".join(texts.values()).lower()
+    project = tomllib.loads(texts["pyproject.toml"])["project"]
+    assert project["name"] == "kvferry-my-nic"
+    assert project["entry-points"]["kvferry.drivers"] == {"my_nic": "kvferry_my_nic:MyNicTransport"}
+    assert f"kvferry>={kvferry.__version__}" in project["dependencies"]
+    assert "class TestMyNic(TransportContract)" in texts["tests/test_contract.py"]
+
+
+def test_some_tests_of_the_suite_pass_as_written(folder: Path) -> None:
+    run_suite(folder, "-k", "names_are_unique or may_connect_to_itself or several_peers_at_once")
+
+
+@pytest.mark.faults
+@pytest.mark.timeout(_SUITE_SECONDS)
+def test_all_tests_of_the_suite_pass_as_written(folder: Path) -> None:
+    run_suite(folder)
+
+
+@pytest.mark.parametrize("name", ["", "My", "1st", "a-b", "../x", "class", "a" * 33])
+def test_name_that_cannot_be_a_drivers_is_refused(tmp_path: Path, name: str) -> None:
+    ran = run_kvferry(dict(os.environ), "new-driver", name, folder=str(tmp_path))
+    assert ran.returncode == 1
+    assert f"{name!r} cannot be the name of a driver here" in ran.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_name_of_an_installed_driver_is_refused(tmp_path: Path) -> None:
+    ran = run_kvferry(dict(os.environ), "new-driver", "loopback", folder=str(tmp_path))
+    assert ran.returncode == 1
+    assert "'loopback' is installed already" in ran.stderr
+
+
+def test_nothing_is_overwritten(folder: Path) -> None:
+    project = folder / "pyproject.toml"
+    project.write_text("mine")
+    again = run_kvferry(dict(os.environ), "new-driver", "my_nic", folder=str(folder.parent))
+    assert again.returncode == 1
+    assert "kvferry-my-nic cannot be written (File exists)" in again.stderr
+    assert project.read_text() == "mine"
