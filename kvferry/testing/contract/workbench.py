@@ -475,9 +475,12 @@ class Workbench:
 
     def done_there(self, process: Process) -> None:
         """Wait for the transfer that ``Process.begin`` has started, and assert that it is DONE."""
+        before = time.monotonic()
         self.wait_for(process.answered, "the other side's transfer has not ended")
-        status = process.ended()
-        assert status.state is State.DONE, f"the other side's transfer is {status}"
+        status, took = process.ended(), time.monotonic() - before
+        assert status.state is State.DONE, (
+            f"the other side's transfer is {status} {self.waited(took)}"
+        )
 
     # Watching memory.
 
