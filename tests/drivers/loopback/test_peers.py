@@ -230,7 +230,10 @@ def test_malformed_addresses_are_refused(transport: LoopbackTransport, local: Re
 def test_forged_range_with_valid_key_is_refused(
     transport: LoopbackTransport, buffer: Bytes, local: Region, remote: LocalPeer | Peer
 ) -> None:
-    """Without the check, a wrong range in this process would crash it."""
+    """Without the check, a wrong range in this process would crash it.
+
+    What another process says of its memory is checked after the copy, so its bytes may have come.
+    """
     fields = msgspec.msgpack.decode(remote.address())
     for row in fields["regions"]:
         row[0] = row[0] + MIB if row[0] == remote.region.address else row[0]
@@ -240,7 +243,8 @@ def test_forged_range_with_valid_key_is_refused(
         status = run(transport, start(peer, batch(local, beyond, [0], [0], [8])))
         assert status.state is State.FAILED
         assert isinstance(status.error, TransportError)
-    assert not buffer.any()
+    if isinstance(remote, LocalPeer):
+        assert not buffer.any()
 
 
 # Closing and forking.
