@@ -62,8 +62,9 @@ already."""
 _Tag = tuple[LoadId, int]
 """A load and the index of a producer rank: tags the load's reads from that rank."""
 
-Reported = Callable[[Load, KVFerryError | None, LoadRecord], None]
-"""Called with a load that is over, its error (``None`` if it succeeded), and its figures."""
+Reported = Callable[[LoadId, Load, KVFerryError | None, LoadRecord], None]
+"""Called with a load that is over: its id, the load, its error (``None`` if it succeeded), and its
+figures."""
 
 
 class LoadManager:
@@ -187,7 +188,7 @@ class LoadManager:
         if ticket.engine != self._own.engine:
             self._pending_tickets.add(ticket)
 
-    def begin(self, load: Load, error: KVFerryError | None = None) -> None:
+    def begin(self, load: Load, error: KVFerryError | None = None) -> LoadId | None:
         """Start a load.
 
         A shared load that reads nothing and is not reported only ends the wait that one
@@ -197,10 +198,13 @@ class LoadManager:
             load: what to read, and the pages to fill.
             error: the error with which the load is to fail, without touching a page; ``None`` to
                 load the pages.
+
+        Returns:
+            The id of the load; ``None`` if only a wait was ended.
         """
         if load.shared and not load.reads and not load.report:
             self._pending_tickets.take(load.ticket)
-            return
+            return None
         load_id = self._loads.begin(
             load.request,
             load.ticket.hold,
@@ -218,7 +222,7 @@ class LoadManager:
             self._on_not_connected(
                 load_id, TicketError("the ticket is from this very engine", reason=reason)
             )
-            return
+            return load_id
         state.wait_seconds, gone = self._pending_tickets.take(load.ticket)
         if failed := error or gone:
             state.failed_at = Stage.WAIT
@@ -229,6 +233,7 @@ class LoadManager:
             lambda error: self._on_not_connected(load_id, error),
             loads=True,
         )
+        return load_id
 
     def extend(self, request: RequestId, part: Ticket, *, is_last: bool) -> None:
         """Use a newer part of a request's early load; ignored if the request has none.
@@ -240,9 +245,10 @@ class LoadManager:
             part: the part, or the ticket.
             is_last: whether it is the ticket.
         """
-        state = self._latest(request)
-        if state is None or not state.load.is_early or state.load_id not in self._loads:
+        early = [each for each in self._loads_of(request) if each.load.is_early]
+        if not early or early[-1].load_id not in self._loads:
             return
+        state = early[-1]
         load_id, peer = state.load_id, state.peer
         self._touched.add(load_id)
         try:
@@ -261,14 +267,14 @@ class LoadManager:
             self._loads.abort(load_id, as_ours(exc))
 
     def abort(self, request: RequestId) -> None:
-        """Fail the latest load of a request, if any of its loads is not over."""
-        if (state := self._latest(request)) is not None:
-            self._abort(state)
+        """Fail the loads of a request that read anything; "done" alone is still sent."""
+        for state in self._loads_of(request):
+            if state.load.reads:
+                self._abort(state)
 
-    def _latest(self, request: RequestId) -> LoadState | None:
-        """Return the latest load of a request, if any of its loads is not over."""
-        load_ids = self._by_request.get(request)
-        return self._states[load_ids[-1]] if load_ids else None
+    def _loads_of(self, request: RequestId) -> list[LoadState]:
+        """Return the loads of a request in the order in which they began; ids are reused."""
+        return [self._states[load_id] for load_id in self._by_request.get(request, ())]
 
     def abort_all(self) -> None:
         """Fail all loads that are not over. Called when the endpoint closes."""
@@ -721,7 +727,7 @@ class LoadManager:
             written = first_written_tokens(self._own.layout, state.peer.plan, state.request)
             path = self._peers.path(state.peer)
             record = replace(record, path=path, first_tokens=written)
-        self._reported(load, action.error, record)
+        self._reported(state.load_id, load, action.error, record)
 
     def _drop_ended(self) -> None:
         """Forget the loads in ``_touched`` that are over.

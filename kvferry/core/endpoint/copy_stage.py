@@ -20,6 +20,7 @@ from kvferry.core.endpoint.producer import HoldServer
 from kvferry.core.error_causes import cause_of, on_one_line
 from kvferry.core.errors import CopyError, DeadlineError, KVFerryError
 from kvferry.core.lifecycle.holds import EndedHold, Hold, HoldEnd, RequestId
+from kvferry.core.lifecycle.loads import LoadId
 from kvferry.core.lifecycle.scheduler_holds import HoldOrders
 from kvferry.core.lifecycle.staging import HoldCopy, PageCopy, StagedHolds, StagedLoads
 from kvferry.core.metrics import COPY_SECONDS, CopyDirection, LoadRecord, Metrics, Stage
@@ -119,7 +120,7 @@ class CopyStage:
         self._ordered: list[_Wait] = []
         """Waits of holds that the endpoint's thread has not seen."""
         self._loads = StagedLoads()
-        self._loaded: dict[RequestId, tuple[Load, LoadRecord, float]] = {}
+        self._loaded: dict[LoadId, tuple[Load, LoadRecord, float]] = {}
         """Loads that have succeeded in host pages, and when, by ``time.perf_counter``."""
         self._waits: list[_Wait] = []
         self._running: list[_Running] = []
@@ -213,40 +214,43 @@ class CopyStage:
 
     # The consumer's side.
 
-    def begin(self, load: Load, copy: PageCopy, passed: Passed | None) -> None:
-        """Add a load, which begins now.
+    def begin(self, load_id: LoadId, load: Load, copy: PageCopy, passed: Passed | None) -> None:
+        """Add a load, which has just begun.
 
         Args:
+            load_id: its id.
             load: the load into host pages.
             copy: what to copy when it has succeeded.
             passed: returns whether the device has finished its earlier work on the blocks; ``None``
                 if it has.
         """
-        request = load.request
-        self._loads.begin(request, copy)
+        self._loads.begin(load_id, copy)
         if passed is None:
-            self._loads.passed(request)
+            self._loads.passed(load_id)
             return
         wait = _Wait(
-            what=f"load of request {on_one_line(request)}",
+            what=f"load of request {on_one_line(load.request)}",
             passed=passed,
             until=self._clock() + self._patience,
-            begin=partial(self._loads.passed, request),
-            fail=partial(self._loads.failed, request),
-            is_wanted=lambda: request in self._loads,
+            begin=partial(self._loads.passed, load_id),
+            fail=partial(self._loads.failed, load_id),
+            is_wanted=lambda: load_id in self._loads,
         )
         self._waits.append(wait)
 
-    def loaded(self, load: Load, error: KVFerryError | None, record: LoadRecord) -> None:
+    def loaded(
+        self, load_id: LoadId, load: Load, error: KVFerryError | None, record: LoadRecord
+    ) -> None:
         """Keep a load that is over back until its pages are copied, or report that it failed.
 
         Args:
+            load_id: its id.
             load: the load.
             error: why it failed; ``None`` if it succeeded.
             record: its figures.
         """
-        self._loaded[load.request] = (load, record, time.perf_counter())
-        self._loads.loaded(load.request, error)
+        self._loaded[load_id] = (load, record, time.perf_counter())
+        self._loads.loaded(load_id, error)
         self._report_loads()
 
     def progress(self) -> bool:
@@ -350,14 +354,15 @@ class CopyStage:
                 end=partial(self._with_holds, self._holds.copied, order.hold),
                 fail=partial(self._fail_hold, order),
             )
-        for request, copy in loads:
+        for load_id, copy in loads:
+            load, _, _ = self._loaded[load_id]
             self._begin(
-                f"load of request {on_one_line(request)}",
+                f"load of request {on_one_line(load.request)}",
                 CopyDirection.TO_DEVICE,
                 partial(self._copies.into, copy.pages, copy.blocks),
                 copy,
-                end=partial(self._loads.copied, request),
-                fail=partial(self._loads.failed, request),
+                end=partial(self._loads.copied, load_id),
+                fail=partial(self._loads.failed, load_id),
             )
         return bool(orders or loads)
 
@@ -418,8 +423,8 @@ class CopyStage:
 
     def _report_loads(self) -> None:
         """Report the loads that are over, with the time that their copies took."""
-        for request, error in self._loads.take_over():
-            load, record, loaded = self._loaded.pop(request)
+        for load_id, error in self._loads.take_over():
+            load, record, loaded = self._loaded.pop(load_id)
             if record.error is None:
                 seconds = time.perf_counter() - loaded
                 record = replace(

@@ -46,7 +46,7 @@ class DeviceSync:
 
     def __init__(
         self,
-        begin: Callable[[Load, KVFerryError | None], None],
+        begin: Callable[[Load, KVFerryError | None], object],
         *,
         clock: Callable[[], float],
         patience: float,
@@ -128,11 +128,13 @@ class DeviceSync:
         """Fail loads that have not begun, without touching a page.
 
         Args:
-            request: the request whose loads to fail; ``None`` for all requests.
+            request: the request whose loads to fail, except those that read nothing; ``None`` for
+                all loads.
         """
-        for one in [one for one in self._waiting if request in (None, one.load.request)]:
-            self._remove(one)
-            self._begin(one.load, EndpointClosedError("given up by this engine"))
+        for one in list(self._waiting):
+            if request is None or (one.load.request == request and one.load.reads):
+                self._remove(one)
+                self._begin(one.load, EndpointClosedError("given up by this engine"))
 
     def _remove(self, one: _WaitingLoad) -> None:
         """Forget a load that begins, or fails."""

@@ -37,6 +37,7 @@ from kvferry.core.errors import (
 )
 from kvferry.core.layout import Layout
 from kvferry.core.lifecycle.holds import EndedHold, RequestId
+from kvferry.core.lifecycle.loads import LoadId
 from kvferry.core.lifecycle.reclamation import Silence
 from kvferry.core.lifecycle.scheduler_holds import HoldOrders
 from kvferry.core.lifecycle.ticket import Ticket
@@ -128,7 +129,7 @@ class Endpoint:
         self._lease = options.lease
         self.payload = self._publish(driver, layout)
         self.library = transport.library
-        self._commands: deque[Callable[[], None]] = deque()
+        self._commands: deque[Callable[[], object]] = deque()
         self._wake = threading.Event()
         self._metrics = Metrics(driver=driver, rank=str(identity.rank))
         self._clock = clock
@@ -337,12 +338,13 @@ class Endpoint:
         self._results.add_received(request, error)
 
     def abort(self, request: RequestId) -> None:
-        """Stop a request's load, and have it fail.
+        """Stop a request's loads, and have them fail.
 
-        The load is reported as failed once no byte can land in its pages any more.
+        Each is reported as failed once no byte can land in its pages any more.
 
         Args:
-            request: the request. Nothing happens if it has no load that is under way.
+            request: the request. Nothing happens if it has no load that is under way. A load that
+                reads nothing goes on: it only tells the producer "done".
 
         Raises:
             EndpointClosedError: the endpoint is closed, or has failed.
@@ -498,7 +500,7 @@ class Endpoint:
             watermarks=self._slot_table.watermarks.region,
         )
 
-    def _post(self, command: Callable[[], None]) -> None:
+    def _post(self, command: Callable[[], object]) -> None:
         """Have the endpoint's thread run a command soon."""
         self._commands.append(command)
         self._wake.set()
@@ -642,14 +644,16 @@ class Endpoint:
 
     def _begin_staged(self, load: Load, passed: Callable[[], bool] | None) -> None:
         """Begin a load into host pages, which waits for the device only before its copy."""
-        if self._stage is not None and load.copy is not None:
-            self._stage.begin(load, load.copy, passed)
-            self._load_manager.begin(load)
+        load_id = self._load_manager.begin(load)
+        if self._stage is not None and load.copy is not None and load_id is not None:
+            self._stage.begin(load_id, load, load.copy, passed)
 
-    def _on_load_over(self, load: Load, error: KVFerryError | None, record: LoadRecord) -> None:
+    def _on_load_over(
+        self, load_id: LoadId, load: Load, error: KVFerryError | None, record: LoadRecord
+    ) -> None:
         """Report a load that is over, or have its pages copied to the device before."""
         if self._stage is not None and load.copy is not None:
-            self._stage.loaded(load, error, record)
+            self._stage.loaded(load_id, load, error, record)
         else:
             self._report_load(load, error, record)
 
@@ -687,7 +691,7 @@ class _ResultQueue:
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._received: dict[RequestId, KVFerryError | None] = {}
+        self._received: list[tuple[RequestId, KVFerryError | None]] = []
         self._records: list[LoadRecord] = []
         self._sent: set[RequestId] = set()
         self._ended: dict[RequestId, EndedHold] = {}
@@ -717,13 +721,13 @@ class _ResultQueue:
             self._records.append(record)
             if load.report:
                 self._expected -= 1
-                self._received[load.request] = error
+                self._received.append((load.request, error))
                 self._changed.notify_all()
 
     def add_received(self, request: RequestId, error: KVFerryError) -> None:
         """Add a request that has failed before it had a load, with the reason."""
         with self._changed:
-            self._received[request] = error
+            self._received.append((request, error))
             self._changed.notify_all()
 
     def add_ended(self, sent: Collection[RequestId], holds: Collection[EndedHold]) -> None:
@@ -746,9 +750,15 @@ class _ResultQueue:
             self._changed.notify_all()
 
     def take(self) -> Results:
-        """Remove and return everything in the queue."""
+        """Remove and return what is in the queue; of a request's loads, only the first to end."""
+        received: dict[RequestId, KVFerryError | None] = {}
         with self._changed:
-            received, self._received = self._received, {}
+            arrived, self._received = self._received, []
+            for request, error in arrived:
+                if request in received:
+                    self._received.append((request, error))
+                else:
+                    received[request] = error
             records, self._records = self._records, []
             sent, self._sent = self._sent, set()
             ended, self._ended = self._ended, {}

@@ -76,7 +76,8 @@ class Results:
     """What ``Endpoint.results`` returns: the loads and holds that have ended since its last call.
 
     Over all calls, a request for which this engine made a ticket is in ``sent`` exactly once, and
-    a request that this engine loads with ``Load.report`` set is in ``received`` exactly once.
+    a request that this engine loads with ``Load.report`` set is in ``received`` exactly once. Of
+    several loads with one request id, each has a call of its own, in the order in which they ended.
 
     Attributes:
         sent: requests whose pages this rank no longer holds for other engines. The engine may free

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from kvferry.core.errors import CopyError, KVFerryError
 from kvferry.core.lifecycle.holds import Hold, RequestId
+from kvferry.core.lifecycle.loads import LoadId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -201,84 +202,84 @@ class StagedLoads:
     """
 
     def __init__(self) -> None:
-        self._loads: dict[RequestId, _StagedLoad] = {}
-        self._copies: list[tuple[RequestId, PageCopy]] = []
-        self._over: list[tuple[RequestId, KVFerryError | None]] = []
+        self._loads: dict[LoadId, _StagedLoad] = {}
+        self._copies: list[tuple[LoadId, PageCopy]] = []
+        self._over: list[tuple[LoadId, KVFerryError | None]] = []
 
     def __len__(self) -> int:
         """Return how many loads are not over."""
         return len(self._loads)
 
-    def __contains__(self, request: RequestId) -> bool:
-        """Return whether a request's load is not over."""
-        return request in self._loads
+    def __contains__(self, load_id: LoadId) -> bool:
+        """Return whether a load is not over."""
+        return load_id in self._loads
 
-    def begin(self, request: RequestId, copy: PageCopy) -> None:
-        """Add a request's load into host pages."""
-        self._loads[request] = _StagedLoad(copy=copy)
+    def begin(self, load_id: LoadId, copy: PageCopy) -> None:
+        """Add a load into host pages."""
+        self._loads[load_id] = _StagedLoad(copy=copy)
 
-    def passed(self, request: RequestId) -> None:
+    def passed(self, load_id: LoadId) -> None:
         """Record that the device has finished its earlier work on a load's blocks."""
-        load = self._loads.get(request)
+        load = self._loads.get(load_id)
         if load is not None and load.at is _At.DEVICE:
             load.at = _At.FENCE
-            self._proceed(request, load)
+            self._proceed(load_id, load)
 
-    def loaded(self, request: RequestId, error: KVFerryError | None) -> None:
+    def loaded(self, load_id: LoadId, error: KVFerryError | None) -> None:
         """Record that a load into host pages is over, and no byte lands in them any more.
 
         Args:
-            request: the request.
+            load_id: the load.
             error: why the load failed; ``None`` if it succeeded.
         """
-        load = self._loads.get(request)
+        load = self._loads.get(load_id)
         if load is not None and not load.is_loaded:
             load.is_loaded = True
             load.error = load.error or error
-            self._proceed(request, load)
+            self._proceed(load_id, load)
 
-    def copied(self, request: RequestId) -> None:
+    def copied(self, load_id: LoadId) -> None:
         """Report a load whose copy has passed."""
-        load = self._loads.get(request)
+        load = self._loads.get(load_id)
         if load is not None and load.at is _At.COPYING:
-            self._end(request, load)
+            self._end(load_id, load)
 
-    def failed(self, request: RequestId, error: KVFerryError) -> None:
+    def failed(self, load_id: LoadId, error: KVFerryError) -> None:
         """Have a load fail whose copy has failed, or cannot begin.
 
         Nothing may read the host pages or write the blocks for the copy any more. Where the caller
         cannot tell, it must not call this, so that neither is ever given back.
 
         Args:
-            request: the request.
+            load_id: the load.
             error: why.
         """
-        load = self._loads.get(request)
+        load = self._loads.get(load_id)
         if load is None:
             return
         load.error = load.error or error
         if load.is_loaded:
-            self._end(request, load)
+            self._end(load_id, load)
 
-    def take_copies(self) -> list[tuple[RequestId, PageCopy]]:
+    def take_copies(self) -> list[tuple[LoadId, PageCopy]]:
         """Return the copies to begin, from the host to the device. Each is returned once."""
         copies, self._copies = self._copies, []
         return copies
 
-    def take_over(self) -> list[tuple[RequestId, KVFerryError | None]]:
+    def take_over(self) -> list[tuple[LoadId, KVFerryError | None]]:
         """Return the loads to report, each with why it failed (``None`` if it did not), once."""
         over, self._over = self._over, []
         return over
 
-    def _proceed(self, request: RequestId, load: _StagedLoad) -> None:
+    def _proceed(self, load_id: LoadId, load: _StagedLoad) -> None:
         if not load.is_loaded:
             return
         if load.error is not None:
-            self._end(request, load)
+            self._end(load_id, load)
         elif load.at is _At.FENCE:
             load.at = _At.COPYING
-            self._copies.append((request, load.copy))
+            self._copies.append((load_id, load.copy))
 
-    def _end(self, request: RequestId, load: _StagedLoad) -> None:
-        del self._loads[request]
-        self._over.append((request, load.error))
+    def _end(self, load_id: LoadId, load: _StagedLoad) -> None:
+        del self._loads[load_id]
+        self._over.append((load_id, load.error))

@@ -93,14 +93,15 @@ class StagedEngine:
         blocks: list[int],
         *,
         passed: Callable[[], bool] | None = None,
+        named: str | None = None,
     ) -> None:
-        """Start a load of all tokens into blocks, on every rank."""
+        """Start a load of all tokens into blocks, on every rank; ``named``: for that request."""
         name = RequestId(request)
         assert self.host_pages.reserve(name, len(blocks)) is Reservation.GRANTED
         pages = self.host_pages.take(name, len(blocks))
         assert pages is not None
         load = Load(
-            request=name,
+            request=name if named is None else RequestId(named),
             ticket=ticket,
             ranges=((0, ticket.tokens),),
             local=(Pages(ids=np.array(pages, dtype=np.int64), first_index=0),),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -14,6 +15,7 @@ from kvferry.core.endpoint import EndpointOptions, Load, LoadRecord, RoomFollowe
 from kvferry.core.endpoint.peer_key import PeerKey
 from kvferry.core.errors import (
     DeadlineError,
+    EndpointClosedError,
     KVFerryError,
     PeerLostError,
     TicketError,
@@ -526,6 +528,26 @@ def test_parts_for_a_request_without_an_early_load_are_ignored() -> None:
         decode.extend("d", part, is_last=True)
         records(decode)
         assert has_tokens(decode, TOKENS)
+
+
+@pytest.mark.parametrize("is_aborted", [False, True], ids=["last part", "abort"])
+def test_a_load_that_only_says_done_is_not_taken_for_the_early_load_with_its_id(
+    is_aborted: bool,
+) -> None:
+    with both() as (prompt, decode), socket.create_server(("127.0.0.1", 0)) as silent:
+        prompt.compute(1)
+        part = prompt.part(1)
+        decode.pull("d", part, TO, early=TOKENS)
+        elsewhere = replace(part, engine="silent", port=silent.getsockname()[1])
+        decode.pull("d", elsewhere, [], nothing=True)
+        wait_for(decode, CHUNK)
+        if is_aborted:
+            decode.ranks[0].endpoint.abort(RequestId("d"))
+            assert isinstance(failure(decode), EndpointClosedError)
+        else:
+            decode.extend("d", prompt.finish(), is_last=True)
+            assert len(records(decode)) == 1
+            assert has_tokens(decode, TOKENS)
 
 
 def test_parts_that_come_while_the_device_works_on_the_pages_are_used() -> None:

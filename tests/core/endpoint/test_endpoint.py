@@ -25,7 +25,16 @@ from kvferry.core.lifecycle.holds import RequestId, random_incarnation
 from kvferry.core.transport import PeerId, State, Status, TransferId
 from kvferry.core.transport.copies import Copies
 from kvferry.drivers.loopback import LoopbackTransport
-from tests.core.endpoint.engines import LAYERS, Clock, Engine, Shape, engine, expected, until
+from tests.core.endpoint.engines import (
+    LAYERS,
+    Clock,
+    Engine,
+    Shape,
+    engine,
+    eventually,
+    expected,
+    until,
+)
 
 LONG = 60.0
 
@@ -61,6 +70,21 @@ def test_pages_arrive_and_their_hold_is_released(
         assert_pulled(decode, local, tokens)
         prefill.released("p-1")
         assert [rank.endpoint.held for rank in prefill.ranks] == [0] * remote_shape.tp
+
+
+def test_each_of_two_loads_with_one_request_id_has_its_outcome() -> None:
+    with engine("prefill") as prefill, engine("decode") as decode:
+        endpoint = decode.ranks[0].endpoint
+        ticket = prefill.serve("p-1", [1], 4)
+        decode.pull("d-1", dataclasses.replace(ticket, engine="decode"), [2])
+        decode.pull("d-1", ticket, [3])
+        eventually(lambda: endpoint.pending == 0, "both loads are over")
+        first, second = endpoint.results(), endpoint.results()
+        assert first.received == second.received == {"d-1"}
+        assert isinstance(first.failed[RequestId("d-1")], TicketError)
+        assert not second.failed
+        assert not endpoint.results().received
+        assert_pulled(decode, [3], 4)
 
 
 def test_pages_beyond_the_range_are_zeroed() -> None:

@@ -215,6 +215,30 @@ def test_a_load_is_reported_when_its_copy_has_passed() -> None:
         assert device.copied[0][:2] == ("into", (8, 9))
 
 
+@pytest.mark.parametrize("fails", [False, True], ids=["both succeed", "the second fails"])
+def test_loads_with_one_request_id_are_each_reported(fails: bool) -> None:
+    with pair() as (prefill, decode):
+        [device], [rank] = decode.devices, decode.ranks
+        device.lets.clear()
+        decode.pull("d-1", prefill.serve("p-1", BLOCKS, TOKENS), [8, 9])
+        eventually(lambda: len(device.begun) == 1, "the first copy begins")
+        ticket = prefill.serve("p-2", [5, 6], TOKENS)
+        if fails:
+            prefill.engine.scheduler_holds.reset()
+            prefill.engine.step()
+            prefill.over("p-2")
+        decode.pull("d-2", ticket, [3, 4], named="d-1")
+        if not fails:
+            eventually(lambda: len(device.begun) == 2, "the second copy begins")
+        device.lets.set()
+        outcomes = [until(rank.endpoint, lambda r: "d-1" in r.received) for _ in range(2)]
+        assert sum("d-1" in each.failed for each in outcomes) == fails
+        assert rank.endpoint.pending == 0
+        assert_held(decode.device_ranks, decode.shape, [8, 9], TOKENS)
+        if not fails:
+            assert_held(decode.device_ranks, decode.shape, [3, 4], TOKENS)
+
+
 @pytest.mark.parametrize("when", ["begin", "pass"])
 def test_a_load_fails_whose_copy_fails(when: str) -> None:
     with pair() as (prefill, decode):

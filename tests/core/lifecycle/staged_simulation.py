@@ -17,7 +17,7 @@ from functools import partial
 from kvferry.core.errors import CopyError, DeadlineError, KVFerryError, StaleError
 from kvferry.core.lifecycle.holds import NOTHING, Hold, RequestId, random_incarnation
 from kvferry.core.lifecycle.host_pages import HostPages, Reservation
-from kvferry.core.lifecycle.loads import Action, Loads
+from kvferry.core.lifecycle.loads import Action, LoadId, Loads
 from kvferry.core.lifecycle.scheduler_holds import HoldOrders, SchedulerHolds
 from kvferry.core.lifecycle.staging import HoldCopy, PageCopy, StagedHolds, StagedLoads
 from kvferry.core.lifecycle.worker_holds import WorkerHolds
@@ -28,6 +28,8 @@ from tests.core.lifecycle.fabric import Content, Fabric, Message, require
 from tests.core.lifecycle.producer import LEASE, LOAD_TIMEOUT, STEPS_AHEAD, PrefillState
 from tests.core.lifecycle.reading_rank import Move, Plan, RankLoad, ReadingRank
 
+LOADED = RequestId("decode")
+"""The request id of every load: ids are reused, and nothing may be told apart by them."""
 BLOCKS = 4
 """Blocks of a device, without the null block."""
 PATIENCE = LEASE / 2
@@ -372,6 +374,7 @@ class DecodeStep:
 class StagedLoad(RankLoad):
     """A rank's part of a load, or of a "done" without one."""
 
+    load_id: LoadId
     pulls: bool
 
     @property
@@ -385,6 +388,7 @@ class StagedLoad(RankLoad):
 class DeviceCopy:
     """A copy of a request's host pages to the device that is under way."""
 
+    load_id: LoadId
     request: DecodeRequest
     items: list[tuple[int, int]]
 
@@ -400,7 +404,7 @@ class DecodeRank(ReadingRank[StagedLoad]):
         self.device_blocks: list[dict[int, Content | None]] = [{} for _ in range(BLOCKS + 1)]
         self.inbox: deque[DecodeStep] = deque()
         self.stream: deque[Callable[[], object]] = deque()
-        self.requests: dict[RequestId, DecodeRequest] = {}
+        self.requests: dict[LoadId, DecodeRequest] = {}
         self.copies: list[DeviceCopy] = []
         self.results: list[tuple[DecodeRequest, KVFerryError | None]] = []
 
@@ -433,21 +437,26 @@ class DecodeRank(ReadingRank[StagedLoad]):
     def _begin(self, request: DecodeRequest, *, pulls: bool) -> None:
         prompt = request.prompt
         assert prompt.hold is not None
-        if pulls:
-            self.requests[request.id] = request
-            self.staged.begin(request.id, PageCopy(blocks=request.blocks, pages=request.pages))
-            for block in request.blocks:  # vLLM zeroes new blocks
-                self.stream.append(partial(self.device_blocks.__setitem__, block, {}))
-            self.stream.append(partial(self.staged.passed, request.id))
         load_id = self.loads.begin(
-            request.id,
+            LOADED,
             prompt.hold,
             computed=prompt.computed,
             reads=pulls,
             deadline=self.simulation.now + LOAD_TIMEOUT,
         )
-        self.pulls[load_id] = StagedLoad(request=request, pulls=pulls)
+        staged_id = self.staged_id(load_id)
+        self.pulls[load_id] = StagedLoad(request=request, load_id=staged_id, pulls=pulls)
         self.handshakes.append(load_id)
+        if pulls:
+            self.requests[staged_id] = request
+            self.staged.begin(staged_id, PageCopy(blocks=request.blocks, pages=request.pages))
+            for block in request.blocks:  # vLLM zeroes new blocks
+                self.stream.append(partial(self.device_blocks.__setitem__, block, {}))
+            self.stream.append(partial(self.staged.passed, staged_id))
+
+    def staged_id(self, load_id: LoadId) -> LoadId:
+        """Return what tells a load's copy apart from others."""
+        return load_id
 
     def perform(self) -> None:
         super().perform()
@@ -459,15 +468,16 @@ class DecodeRank(ReadingRank[StagedLoad]):
     def end(self, pull: StagedLoad, error: KVFerryError | None) -> None:
         """End a load into host pages; it is reported when its copy has passed."""
         if pull.pulls:
-            self.staged.loaded(pull.request.id, error)
+            self.staged.loaded(pull.load_id, error)
 
     def copy_pages(self) -> None:
         """Begin the copies that are due, and report the loads that are over."""
-        for request_id, copy in self.staged.take_copies():
+        for load_id, copy in self.staged.take_copies():
             items = list(zip(copy.pages, copy.blocks, strict=True))
-            self.copies.append(DeviceCopy(request=self.requests[request_id], items=items))
-        for request_id, error in self.staged.take_over():
-            self._report(self.requests.pop(request_id), error)
+            request = self.requests[load_id]
+            self.copies.append(DeviceCopy(load_id=load_id, request=request, items=items))
+        for load_id, error in self.staged.take_over():
+            self._report(self.requests.pop(load_id), error)
 
     def copy(self, copy: DeviceCopy, pick: int) -> None:
         """Let one host page of a copy reach the device."""
@@ -479,14 +489,14 @@ class DecodeRank(ReadingRank[StagedLoad]):
             self.device_blocks[block] = dict(self.pages[page])
         if not copy.items:
             self.copies.remove(copy)
-            self.staged.copied(copy.request.id)
+            self.staged.copied(copy.load_id)
             self.copy_pages()
 
     def fail(self, copy: DeviceCopy) -> None:
         """Let a copy fail."""
         self.copies.remove(copy)
         copy.request.excuses.append("its copy failed")
-        self.staged.failed(copy.request.id, CopyError("the device is broken"))
+        self.staged.failed(copy.load_id, CopyError("the device is broken"))
         self.copy_pages()
 
     def _report(self, request: DecodeRequest, error: KVFerryError | None) -> None:

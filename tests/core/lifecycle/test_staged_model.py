@@ -21,6 +21,7 @@ from hypothesis.stateful import (
 from kvferry.core.errors import KVFerryError
 from kvferry.core.lifecycle.holds import Hold, RequestId
 from kvferry.core.lifecycle.host_pages import HostPages, Reservation
+from kvferry.core.lifecycle.loads import LoadId
 from kvferry.core.lifecycle.staging import HoldCopy, PageCopy, StagedHolds, StagedLoads
 from tests.core.lifecycle.fabric import ProtocolViolation
 from tests.core.lifecycle.producer import LEASE, PrefillState
@@ -30,6 +31,7 @@ from tests.core.lifecycle.staged_simulation import (
     PLANS,
     Components,
     Decode,
+    DecodeRank,
     DecodeRequest,
     Prefill,
     Prompt,
@@ -180,15 +182,15 @@ def test_staging_holds_in_every_order_of_events() -> None:
 class CopiedBeforeTheFence(StagedLoads):
     """Pages are copied to the device when the device is ready, while they are being read."""
 
-    def passed(self, request: RequestId) -> None:
-        load = self._loads.get(request)
+    def passed(self, load_id: LoadId) -> None:
+        load = self._loads.get(load_id)
         if load is not None and not load.is_loaded:
             load.at = type(load.at).COPYING
-            self._copies.append((request, load.copy))
+            self._copies.append((load_id, load.copy))
         else:
-            super().passed(request)
+            super().passed(load_id)
 
-    def _proceed(self, request: RequestId, load: object) -> None:
+    def _proceed(self, load_id: LoadId, load: object) -> None:
         pass
 
 
@@ -255,26 +257,33 @@ class OverWhileCopying(OverTooEarly):
 
 
 class ReportedBeforeTheCopy(StagedLoads):
-    def take_copies(self) -> list[tuple[RequestId, PageCopy]]:
+    def take_copies(self) -> list[tuple[LoadId, PageCopy]]:
         copies = super().take_copies()
-        self._over += [(request, None) for request, _ in copies]
+        self._over += [(load_id, None) for load_id, _ in copies]
         return copies
 
-    def copied(self, request: RequestId) -> None:
-        self._loads.pop(request, None)
+    def copied(self, load_id: LoadId) -> None:
+        self._loads.pop(load_id, None)
 
 
 class CopiedBeforeTheZeroing(StagedLoads):
     """Pages are copied when they are fenced, though the device may still zero the blocks."""
 
-    def begin(self, request: RequestId, copy: PageCopy) -> None:
-        super().begin(request, copy)
-        super().passed(request)
+    def begin(self, load_id: LoadId, copy: PageCopy) -> None:
+        super().begin(load_id, copy)
+        super().passed(load_id)
 
 
 class FailedCopyAccepted(StagedLoads):
-    def failed(self, request: RequestId, error: KVFerryError) -> None:
-        self.copied(request)
+    def failed(self, load_id: LoadId, error: KVFerryError) -> None:
+        self.copied(load_id)
+
+
+class LoadsOfOneRequest(DecodeRank):
+    """Loads are told apart by their request ids."""
+
+    def staged_id(self, load_id: LoadId) -> LoadId:
+        return LoadId(0)
 
 
 class TicketSaysComputed(Prefill):
@@ -491,6 +500,18 @@ def abort_while_it_is_computed(simulation: StagedSimulation) -> None:
     simulation.prefill.abort(prompt)
 
 
+def load_two(simulation: StagedSimulation) -> None:
+    """Begin the load of a request while that of another is under way."""
+    for prompt in [simulation.issue() for _ in range(2)]:
+        simulation.device()
+        simulation.copy_out()
+        simulation.hand(prompt)
+        simulation.begin_loads()
+    for _ in range(4):
+        simulation.land(items=1)
+        simulation.copy_in()
+
+
 def abort_while_bytes_land(simulation: StagedSimulation) -> None:
     prompt = simulation.issue(size=2)
     simulation.device()
@@ -564,6 +585,11 @@ PLANTED = {
         Components(staged_loads=FailedCopyAccepted),
         fail_the_copy_of_a_load,
         "stale bytes accepted",
+    ),
+    "two loads of one request id": Fault(
+        Components(decode_rank=LoadsOfOneRequest),
+        load_two,
+        "no rest",
     ),
     "over on one rank": Fault(
         Components(host_pages=OverOnOneRank),

@@ -6,10 +6,12 @@ import pytest
 
 from kvferry.core.errors import CopyError, StaleError
 from kvferry.core.lifecycle.holds import Hold, RequestId
+from kvferry.core.lifecycle.loads import LoadId
 from kvferry.core.lifecycle.scheduler_holds import SchedulerHolds
 from kvferry.core.lifecycle.staging import HoldCopy, PageCopy, StagedHolds, StagedLoads
 
 A, B = RequestId("a"), RequestId("b")
+FIRST, SECOND = LoadId(1), LoadId(2)
 HOLD = Hold(slot=3, generation=7)
 COPY = PageCopy(blocks=(30, 31), pages=(1, 2))
 ORDER = HoldCopy(request=A, hold=HOLD, copy=COPY)
@@ -86,7 +88,7 @@ def test_repeated_and_unknown_events_of_holds_change_nothing(holds: StagedHolds)
 def loads() -> StagedLoads:
     """Return the loads of a rank of which one has begun."""
     loads = StagedLoads()
-    loads.begin(A, COPY)
+    loads.begin(FIRST, COPY)
     return loads
 
 
@@ -95,19 +97,19 @@ def test_a_load_is_copied_when_it_is_fenced_and_the_device_is_ready(
     loads: StagedLoads, device_first: bool
 ) -> None:
     if device_first:
-        loads.passed(A)
+        loads.passed(FIRST)
     else:
-        loads.loaded(A, None)
+        loads.loaded(FIRST, None)
     assert loads.take_copies() == []
     if device_first:
-        loads.loaded(A, None)
+        loads.loaded(FIRST, None)
     else:
-        loads.passed(A)
-    assert loads.take_copies() == [(A, COPY)]
+        loads.passed(FIRST)
+    assert loads.take_copies() == [(FIRST, COPY)]
     assert loads.take_over() == []
-    loads.copied(A)
-    assert loads.take_over() == [(A, None)]
-    assert A not in loads
+    loads.copied(FIRST)
+    assert loads.take_over() == [(FIRST, None)]
+    assert FIRST not in loads
     assert len(loads) == 0
 
 
@@ -117,44 +119,44 @@ def test_a_load_that_failed_is_reported_without_a_copy(
 ) -> None:
     error = StaleError("the pages were given up")
     if device_first:
-        loads.passed(A)
-    loads.loaded(A, error)
-    assert loads.take_over() == [(A, error)]
-    loads.passed(A)
+        loads.passed(FIRST)
+    loads.loaded(FIRST, error)
+    assert loads.take_over() == [(FIRST, error)]
+    loads.passed(FIRST)
     assert loads.take_copies() == []
 
 
 def test_a_load_whose_copy_fails_is_reported_as_failed(loads: StagedLoads) -> None:
     error = CopyError("the device reports an error")
-    loads.passed(A)
-    loads.loaded(A, None)
-    loads.failed(A, error)
-    assert loads.take_over() == [(A, error)]
+    loads.passed(FIRST)
+    loads.loaded(FIRST, None)
+    loads.failed(FIRST, error)
+    assert loads.take_over() == [(FIRST, error)]
 
 
 def test_a_load_whose_device_fails_is_reported_when_no_byte_can_land(loads: StagedLoads) -> None:
     error = CopyError("the device does not answer")
-    loads.failed(A, error)
+    loads.failed(FIRST, error)
     assert loads.take_over() == []
-    loads.loaded(A, None)
-    assert loads.take_over() == [(A, error)]
+    loads.loaded(FIRST, None)
+    assert loads.take_over() == [(FIRST, error)]
     assert loads.take_copies() == []
 
 
 def test_repeated_and_unknown_events_of_loads_change_nothing(loads: StagedLoads) -> None:
-    loads.passed(B)
-    loads.loaded(B, None)
-    loads.copied(B)
-    loads.failed(B, CopyError("unknown"))
-    loads.copied(A)
+    loads.passed(SECOND)
+    loads.loaded(SECOND, None)
+    loads.copied(SECOND)
+    loads.failed(SECOND, CopyError("unknown"))
+    loads.copied(FIRST)
     for _ in range(2):
-        loads.passed(A)
+        loads.passed(FIRST)
     for _ in range(2):
-        loads.loaded(A, None)
-    assert loads.take_copies() == [(A, COPY)]
+        loads.loaded(FIRST, None)
+    assert loads.take_copies() == [(FIRST, COPY)]
     for _ in range(2):
-        loads.copied(A)
-    assert loads.take_over() == [(A, None)]
+        loads.copied(FIRST)
+    assert loads.take_over() == [(FIRST, None)]
 
 
 def test_a_copy_needs_a_page_for_each_block() -> None:
