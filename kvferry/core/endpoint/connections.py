@@ -11,7 +11,6 @@ from __future__ import annotations
 import enum
 import logging
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -513,14 +512,14 @@ class BlockingCalls:
         """Wait for all calls that are under way.
 
         Args:
-            until: when to stop waiting, by ``time.monotonic``.
+            until: when to stop waiting, on this object's clock.
 
         Returns:
             Whether all these calls have returned.
         """
         running = list(self._running)
         for thread in running:
-            thread.join(max(0.0, until - time.monotonic()))
+            thread.join(max(0.0, until - self._clock()))
         return not any(thread.is_alive() for thread in running)
 
     def _run(

@@ -65,7 +65,7 @@ class _Running:
     Attributes:
         what: the copy, for the log.
         direction: where it goes.
-        begun: when it was begun, by ``time.perf_counter``.
+        begun: when it was begun, on the clock of ``CopyStage``.
         passed: returns whether it has passed; ``None`` if nobody can tell any more (it is lost).
         end: called when it has passed.
         fail: called with the reason if it has failed.
@@ -141,7 +141,7 @@ class CopyStage:
         """Return the problems to report in a health check; empty if all is well."""
         running = list(self._running)
         lost = [each.what for each in running if each.passed is None]
-        now = time.perf_counter()
+        now = self._clock()
         stuck = [each.what for each in running if now - each.begun > STUCK_SECONDS]
         if lost:
             return [
@@ -377,7 +377,7 @@ class CopyStage:
         fail: Callable[[KVFerryError], None],
     ) -> None:
         """Begin a copy; ``_Running`` explains the arguments that are not the copy itself."""
-        begun, passed = time.perf_counter(), None
+        begun, passed = self._clock(), None
         try:
             passed = call() if copy.blocks else _at_once
         except CopyError as exc:
@@ -409,7 +409,7 @@ class CopyStage:
             logger.exception(LOST, copy.what)
             copy.passed = None
             return False
-        seconds = time.perf_counter() - copy.begun
+        seconds = self._clock() - copy.begun
         self._metrics.observe(COPY_SECONDS, seconds, direction=copy.direction.value)
         copy.end()
         return True

@@ -93,7 +93,8 @@ class Endpoint:
         enter: called first in every thread that uses the transport or the engine's memory: on a
             GPU, it chooses the thread's device. Pass the same to the driver
             (``kvferry.create_transport``), for the driver's own threads.
-        clock: seconds, monotonic.
+        clock: seconds, monotonic; says what is due, late or stuck. Handshakes, pings and the
+            driver's own waits take real time, and ``time.perf_counter`` measures figures.
         copies: where no driver can register the engine's memory: copies its blocks to and from host
             pages. ``layout`` is then that of the host pages, of which ``zero`` zeroes bytes; the
             ids in tickets and in ``Load.local`` are theirs, and orders and loads name the copies
@@ -176,7 +177,7 @@ class Endpoint:
         self._next_listen = 0.0
         self._is_woken = transport.wake_when_ended(self._wake.set)
         # Written by one thread and read by others; each is replaced in one step.
-        self._last_round = time.monotonic()
+        self._last_round = self._clock()
         self._failure: BaseException | None = None
         self._closing = False
         self._enter = enter
@@ -369,7 +370,7 @@ class Endpoint:
         for source in (self._connections, self._blocking_calls, self._containment):
             problems += source.problems
         problems += () if self._stage is None else self._stage.problems
-        if not problems and time.monotonic() - self._last_round > STUCK_SECONDS:
+        if not problems and self._clock() - self._last_round > STUCK_SECONDS:
             problems.append(
                 "a call of the driver does not return: restart the engine if that lasts"
             )
@@ -427,13 +428,13 @@ class Endpoint:
         """
         if self._closing:
             return
-        until = time.monotonic() + drain
-        while self._failure is None and self.held and time.monotonic() < until:
+        until = self._clock() + drain
+        while self._failure is None and self.held and self._clock() < until:
             self._results.wait_for_change(HELD_SECONDS)
         self._closing = True
         self._hold_server.close()
         self._wake.set()
-        until = time.monotonic() + JOIN_SECONDS
+        until = self._clock() + JOIN_SECONDS
         self._thread.join(JOIN_SECONDS)
         if self._thread.is_alive() or not self._end_calls(until):
             raise TransportError(
@@ -453,7 +454,7 @@ class Endpoint:
         """Stop the liveness checks, and wait for the driver's ``connect`` and ``disconnect`` calls.
 
         Args:
-            until: when to stop waiting, by ``time.monotonic``.
+            until: when to stop waiting, on this object's clock.
 
         Returns:
             Whether all these calls have returned; only then may the transport be closed.
@@ -545,8 +546,8 @@ class Endpoint:
 
     def _wind_down(self) -> None:
         """Fail all loads, and wait up to ``WIND_DOWN_SECONDS`` for their reads to end."""
-        until = time.monotonic() + WIND_DOWN_SECONDS
-        while time.monotonic() < until:
+        until = self._clock() + WIND_DOWN_SECONDS
+        while self._clock() < until:
             self._run_commands()
             self._containment.run("giving loads up", self._abort_all, None)
             busy = self._step("performing loads", self._load_manager.progress)
@@ -571,7 +572,7 @@ class Endpoint:
         busy = self._step("performing loads", self._load_manager.progress) or busy
         busy = self._step("reading", self._transfers.progress) or busy
         busy = self._copy_pages() or busy
-        self._last_round = now = time.monotonic()
+        self._last_round = now = self._clock()
         if now >= self._next_listen:
             self._next_listen = now + (
                 LISTEN_SECONDS if self._hold_server.is_awaited else HELD_SECONDS

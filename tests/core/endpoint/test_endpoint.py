@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
 
 from kvferry.core.endpoint import EndpointOptions
+from kvferry.core.endpoint.endpoint import WIND_DOWN_SECONDS
 from kvferry.core.errors import (
     DeadlineError,
     EndpointClosedError,
@@ -382,6 +383,56 @@ def test_a_closed_endpoint_refuses_loads() -> None:
         decode.ranks[0].endpoint.close()
         with pytest.raises(EndpointClosedError):
             decode.pull("d-1", ticket, [2])
+
+
+class JumpingClock(Clock):
+    """A clock that moves forward by ``step`` seconds whenever it is read."""
+
+    step = 0.0
+
+    def __call__(self) -> float:
+        self.skip(self.step)
+        return super().__call__()
+
+
+def test_the_drain_goes_by_the_given_clock() -> None:
+    clock = JumpingClock()
+    with engine("prefill", clock=clock) as prefill:
+        prefill.compute("p-1", [1], 4)  # its hold has no lease yet
+        clock.step = 1000.0
+        prefill.ranks[0].endpoint.close(drain=10_000.0)
+
+
+class EndlessReadsTransport(LoopbackTransport):
+    """A transport whose reads do not end; once closing, each poll takes ``WIND_DOWN_SECONDS``."""
+
+    def __init__(self, clock: Clock) -> None:
+        super().__init__()
+        self.clock = clock
+        self.is_closing: Callable[[], bool] = lambda: False
+        self.polls: list[bool] = []
+
+    def poll(self, transfers: Sequence[TransferId]) -> list[Status]:
+        is_closing = self.is_closing()
+        self.polls.append(is_closing)
+        if is_closing:
+            self.clock.skip(WIND_DOWN_SECONDS)
+        return [Status(state=State.PENDING) for _ in transfers]
+
+
+def test_the_wait_for_reads_when_closing_goes_by_the_given_clock() -> None:
+    clock = Clock()
+    driver = EndlessReadsTransport(clock)
+    with (
+        engine("prefill") as prefill,
+        engine("decode", transport=lambda: driver, clock=clock) as decode,
+    ):
+        endpoint = decode.ranks[0].endpoint
+        driver.is_closing = lambda: "the endpoint is closed" in endpoint.problems
+        decode.pull("d-1", prefill.serve("p-1", [1], 4), [2])
+        eventually(lambda: bool(driver.polls), "the pages are read")
+        endpoint.close()
+        assert sum(driver.polls) <= 2, "one in the last round, and one while it waits"
 
 
 class RaisingTransport(LoopbackTransport):

@@ -8,13 +8,14 @@ from collections.abc import Iterator
 import pytest
 
 from kvferry.core.endpoint import EndpointOptions
+from kvferry.core.endpoint.connections import STUCK_SECONDS
 from kvferry.core.errors import HandshakeError, TransportError
 from kvferry.core.handshake import HandshakeServer, health
 from kvferry.core.lifecycle.holds import RequestId
 from kvferry.core.side_channel_messages import encode
 from kvferry.core.transport import Notification, PeerId, TransferId
 from kvferry.core.transport.copies import Copies
-from tests.core.endpoint.engines import RecordingTransport, engine, eventually
+from tests.core.endpoint.engines import Clock, RecordingTransport, engine, eventually
 
 LONG = 20.0
 
@@ -92,26 +93,27 @@ class StuckReadTransport(RecordingTransport):
 
     def __init__(self) -> None:
         super().__init__()
+        self.is_reading = threading.Event()
         self.may_return = threading.Event()
 
     def read(self, peer: PeerId, copies: Copies, notify: bytes | None = None) -> TransferId:
+        self.is_reading.set()
         self.may_return.wait()
         return super().read(peer, copies, notify)
 
 
-def test_a_driver_call_that_does_not_return_is_a_problem_until_it_does(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("kvferry.core.endpoint.endpoint.STUCK_SECONDS", 1.0)
-    driver = StuckReadTransport()
+def test_a_driver_call_that_does_not_return_is_a_problem_until_it_does() -> None:
+    driver, clock = StuckReadTransport(), Clock()
     with (
         engine("prefill") as prefill,
-        engine("decode", transport=lambda: driver) as decode,
+        engine("decode", transport=lambda: driver, clock=clock) as decode,
     ):
         endpoint = decode.ranks[0].endpoint
         decode.pull("d-1", prefill.serve("p-1", [1], 4), [2])
         try:
-            eventually(lambda: not endpoint.healthy, "the problem is known")
+            eventually(driver.is_reading.is_set, "the driver is called")
+            assert endpoint.healthy
+            clock.skip(STUCK_SECONDS)
             assert "a call of the driver does not return" in endpoint.problems[0]
             assert endpoint.pending == 1
         finally:

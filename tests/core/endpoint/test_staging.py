@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from kvferry.core.endpoint import EndpointOptions
+from kvferry.core.endpoint.connections import STUCK_SECONDS
 from kvferry.core.error_causes import Cause, cause_of
 from kvferry.core.errors import CopyError, DeadlineError, EndpointClosedError, StaleError
 from kvferry.core.lifecycle.holds import HoldEnd, RequestId
@@ -314,6 +315,20 @@ def test_memory_is_kept_if_the_end_of_a_copy_is_unknown(way: str, when: str) -> 
         assert not results.received
         with pytest.raises(CopyError, match="keep the memory"):
             rank.endpoint.close()
+
+
+def test_a_copy_that_does_not_end_is_a_problem_until_it_does() -> None:
+    clock = Clock()
+    with pair(clock=clock) as (prefill, _):
+        [device], [rank] = prefill.devices, prefill.ranks
+        device.lets.clear()
+        prefill.serve("p-1", BLOCKS, TOKENS)
+        eventually(lambda: bool(device.begun), "the copy begins")
+        eventually(lambda: rank.endpoint.healthy, "nothing is known to be wrong")
+        clock.skip(STUCK_SECONDS)
+        assert any("1 copies" in problem for problem in rank.endpoint.problems)
+        device.lets.set()
+        eventually(lambda: rank.endpoint.healthy, "the copy has ended")
 
 
 def test_closing_waits_for_copies() -> None:
