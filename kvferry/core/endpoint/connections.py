@@ -9,6 +9,7 @@ driver's calls ``connect`` and ``disconnect``, which may take seconds.
 from __future__ import annotations
 
 import enum
+import heapq
 import logging
 import threading
 from collections import deque
@@ -91,9 +92,7 @@ class _Connection:
         users: number of uses of the connection that have not been released.
         waiting: calls of ``Connections.acquire`` (acquisitions) that wait until the connection is
             open, or is closed so that its address can be dialled again.
-        due: when to try again to close the connection, if the driver's ``disconnect`` has failed.
         tries: how many times the driver's ``disconnect`` has failed.
-        is_in_call: whether the driver's ``disconnect`` is under way.
     """
 
     address: bytes
@@ -102,9 +101,7 @@ class _Connection:
     peer: PeerId | None = None
     users: int = 0
     waiting: list[_Acquisition] = field(default_factory=list)
-    due: float = 0.0
     tries: int = 0
-    is_in_call: bool = False
 
 
 class Connections:
@@ -133,6 +130,9 @@ class Connections:
         self._clock = clock
         self._by_address: dict[bytes, _Connection] = {}
         self._by_peer: dict[PeerId, _Connection] = {}
+        self._closing: set[PeerId] = set()
+        self._retries: list[tuple[float, PeerId]] = []
+        """Heap of when to try again to close which connection."""
         self._dialling = 0
         # Other threads read this without a lock.
         self._not_quiesced = 0
@@ -145,7 +145,7 @@ class Connections:
     @property
     def closing(self) -> int:
         """Return how many connections are being closed."""
-        return sum(each.state is _State.CLOSING for each in self._by_peer.values())
+        return len(self._closing)
 
     @property
     def not_quiesced(self) -> int:
@@ -216,13 +216,9 @@ class Connections:
         Args:
             now: seconds, on this object's clock.
         """
-        for connection in list(self._by_peer.values()):
-            if (
-                connection.state is _State.CLOSING
-                and not connection.is_in_call
-                and now >= connection.due
-            ):
-                self._close(connection)
+        while self._retries and self._retries[0][0] <= now:
+            _, peer = heapq.heappop(self._retries)
+            self._close(self._by_peer[peer])
 
     # Opening.
 
@@ -384,7 +380,8 @@ class Connections:
         peer = connection.peer
         if peer is None:
             return
-        connection.state, connection.is_in_call = _State.CLOSING, True
+        connection.state = _State.CLOSING
+        self._closing.add(peer)
         self._transfers.begin_disconnect(peer)
         self._blocking_calls.run(
             lambda: self._transport.disconnect(peer),
@@ -399,12 +396,12 @@ class Connections:
             peer: the driver's id of the connection.
             error: what the driver raised; ``None`` if it raised nothing.
         """
-        connection.is_in_call = False
         is_closed = error is None or isinstance(error, TransportUsageError)  # closed before
         self._transfers.end_disconnect(peer, closed=is_closed)
         waiting, connection.waiting = connection.waiting, []
         if error is None or is_closed:
             del self._by_peer[peer]
+            self._closing.discard(peer)
             self._not_quiesced -= connection.tries > 0
             if self._by_address.get(connection.address) is connection:
                 del self._by_address[connection.address]
@@ -437,7 +434,8 @@ class Connections:
                 on_one_line(str(ours)),
             )
         connection.tries += 1
-        connection.due = self._clock() + min(2.0**connection.tries, LONGEST_SECONDS)
+        due = self._clock() + min(2.0**connection.tries, LONGEST_SECONDS)
+        heapq.heappush(self._retries, (due, peer))
 
 
 class BlockingCalls:

@@ -739,7 +739,7 @@ class LoadManager:
                 state = self._states.pop(load_id)
                 self._forget_request(state.load.request, load_id)
                 if state.peer is not None:
-                    state.peer.release(PeerUse.LOAD)
+                    self._peers.release(state.peer, PeerUse.LOAD)
         self._touched.clear()
 
     def _forget_request(self, request: RequestId, load_id: LoadId) -> None:

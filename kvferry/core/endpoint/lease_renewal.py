@@ -374,7 +374,7 @@ class PendingTickets:
         self._lease_renewal.end(pending.renewal)
         pending.renewal = None
         if pending.peer is not None:
-            pending.peer.release(PeerUse.TICKET)
+            self._peers.release(pending.peer, PeerUse.TICKET)
             pending.peer = None
 
 

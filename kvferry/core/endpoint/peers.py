@@ -16,6 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import TYPE_CHECKING
 
 from kvferry.core.endpoint.connections import Connections
@@ -100,7 +101,7 @@ class Peer:
         sources: index of a producer rank to the part of ``plan`` for that rank; only for ranks that
             this rank reads from.
         page_limits: per cache group of the producer, the number that page ids must stay below.
-        last_used: when the peer was last used, on the endpoint's clock.
+        last_used: when a use of the peer last began or ended, on the endpoint's clock.
         connected: ``False`` once the peer was given up.
         suspect: whether a read from the peer has failed. A suspect peer is connected anew as soon
             as it has no loads, and new loads wait until then.
@@ -141,11 +142,11 @@ class Peer:
         self.page_limits = page_limits(self.payloads)
 
     def acquire(self, use: PeerUse) -> None:
-        """Count one more use of the peer, which keeps it connected until ``release``."""
+        """Count one more use of the peer, which keeps it connected until ``Peers.release``."""
         self._uses[use] += 1
 
     def release(self, use: PeerUse) -> None:
-        """End one use of the peer that ``acquire`` has counted."""
+        """End one use of the peer; for ``Peers.release``, which also notes when."""
         self._uses[use] -= 1
 
     @property
@@ -256,6 +257,7 @@ class Peers:
         self._warned: set[Name] = set()
         self._rank = 0
         self._by_name: dict[Name, Peer] = {}
+        """The peers in the order of ``Peer.last_used``: a tick looks at the first only."""
         self._liveness = LivenessChecks(options)
         self._stop_watching: dict[Peer, Callable[[], None]] = {}
         """Peer to the function that ends the peer's liveness check."""
@@ -340,7 +342,7 @@ class Peers:
             deferred = self._deferred.setdefault(peer, [])
             deferred.append(lambda: self.reach(ticket, ready, failed, loads=True))
         elif peer is not None:
-            peer.last_used = self._clock()
+            self._touch(peer)
             self._call_ready(peer, ready, failed)
         elif (waiting := self._connecting.get(name)) is not None:
             # A relayed reply was taken by the handshake before: another one would ask the producer.
@@ -393,6 +395,17 @@ class Peers:
             for other in self.using(connection):
                 if not other.loads:
                     self.forget(other)
+
+    def release(self, peer: Peer, use: PeerUse) -> None:
+        """End one use of a peer that ``Peer.acquire`` has counted."""
+        peer.release(use)
+        self._touch(peer)
+
+    def _touch(self, peer: Peer) -> None:
+        """Note that a peer is used now."""
+        peer.last_used = self._clock()
+        if self._by_name.get(peer.name) is peer:
+            self._by_name[peer.name] = self._by_name.pop(peer.name)
 
     def forget(self, peer: Peer) -> None:
         """Give a peer up (disconnect it), so that its next ticket leads to a new handshake.
@@ -455,10 +468,13 @@ class Peers:
         for peer in [each for each in self._deferred if not (each.connected and each.loads)]:
             for reach in self._deferred.pop(peer):
                 reach()
-        for peer in list(self._by_name.values()):
+        while self._by_name:
+            peer = next(iter(self._by_name.values()))
+            if now - peer.last_used <= self._ttl(peer):
+                break
             if peer.is_used:
-                peer.last_used = now
-            elif now - peer.last_used >= self._ttl(peer):
+                self._touch(peer)
+            else:
                 logger.info("engine %s: idle, released", peer.key.engine)
                 self.forget(peer)
 
@@ -527,12 +543,12 @@ class Peers:
             much memory.
         """
         self._memory.add(result.memory)
-        idle = (peer for peer in list(self._by_name.values()) if not peer.is_used)
-        for peer in sorted(idle, key=lambda peer: peer.last_used):
+        for peer in list(self._by_name.values()):
             if self._has_room():
                 break
-            logger.info("engine %s: released to make room for another", peer.key.engine)
-            self.forget(peer)
+            if not peer.is_used:
+                logger.info("engine %s: released to make room for another", peer.key.engine)
+                self.forget(peer)
         if self._has_room():
             return None
         kept = self._memory.nbytes
@@ -663,6 +679,7 @@ class Peers:
             return error
         self._forget_earlier(key.engine)
         self._by_name[name] = peer
+        self._touch(peer)
         self._status.connected(key.engine, name)
         seconds = time.perf_counter() - result.begun
         self._metrics.count_stage(Stage.HANDSHAKE, seconds, key.engine)
@@ -744,6 +761,7 @@ class PeerStatus:
         self._keep = keep
         self._up: set[Hashable] = set()
         self._down: dict[str, float] = {}
+        """Engine to when it ceases to count as down, the soonest first."""
 
     def connected(self, engine: str, start: Hashable) -> None:
         """Count an incarnation of an engine as up, and the engine no longer as down.
@@ -775,8 +793,8 @@ class PeerStatus:
         Args:
             now: seconds, on this object's clock.
         """
-        over = [engine for engine, until in self._down.items() if until <= now]
-        for engine in over:
+        over = list(takewhile(lambda each: each[1] <= now, self._down.items()))
+        for engine, _ in over:
             del self._down[engine]
         if over:
             self._tell()

@@ -215,6 +215,9 @@ class PendingTicketsHarness:
     def reach(self, ticket: Ticket, ready: Any, failed: Any) -> None:
         self.reach_calls.append((ready, failed))
 
+    def release(self, peer: PeerStub, use: PeerUse) -> None:
+        peer.release(use)
+
 
 def test_requests_with_the_same_ticket_share_one_renewal(monkeypatch: pytest.MonkeyPatch) -> None:
     harness, peer = PendingTicketsHarness(monkeypatch), PeerStub()

@@ -1,0 +1,225 @@
+"""``LoadManager``: what it does about producers that are idle, and what that costs."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from types import FrameType
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from kvferry.core.endpoint import EndpointOptions, Load, peers
+from kvferry.core.endpoint.connections import LONGEST_SECONDS, BlockingCalls, Connections
+from kvferry.core.endpoint.consumer import TICK_SECONDS, LoadManager
+from kvferry.core.endpoint.error_containment import ErrorContainment
+from kvferry.core.endpoint.peer_key import PeerKey
+from kvferry.core.endpoint.peers import MAX_PEERS, RELAYED_TTL_SECONDS
+from kvferry.core.endpoint.relayed_replies import EncodedReply, RelayedHandshakes
+from kvferry.core.endpoint.slot_reads import ScratchWords
+from kvferry.core.endpoint.transfers import Transfers
+from kvferry.core.errors import HandshakeError, KVFerryError, TransportError
+from kvferry.core.lifecycle.holds import RequestId
+from kvferry.core.lifecycle.ticket import Ticket
+from kvferry.core.messages import RankPayload
+from kvferry.core.metrics import Metrics
+from kvferry.core.planner.build_copies import Pages
+from kvferry.core.planner.zeroing import zero_cpu
+from kvferry.core.side_channel_messages import encode
+from kvferry.core.transport import PeerId
+from tests.core.endpoint.engines import Shape, engine, eventually
+from tests.core.endpoint.test_peers import AnyAddressTransport
+
+OPTIONS = EndpointOptions()
+AT_ONCE = 50
+"""Producers that become known at once."""
+
+
+class ManyPeersTransport(AnyAddressTransport):
+    """A transport to any peer, which drops notifications, and may fail to disconnect."""
+
+    does_quiesce = True
+
+    def notify(self, peer: PeerId, payload: bytes) -> None:
+        """Drop it: nobody is there."""
+
+    def disconnect(self, peer: PeerId) -> None:
+        if not self.does_quiesce:
+            raise TransportError("still copying")
+        super().disconnect(peer)
+
+
+class Manager:
+    """A ``LoadManager`` on this thread, and producers that it knows by relayed replies.
+
+    Args:
+        own: what its rank publishes.
+        ticket: of a producer like all others.
+        payloads: what that one publishes.
+    """
+
+    def __init__(self, own: RankPayload, ticket: Ticket, payloads: Sequence[RankPayload]) -> None:
+        self.ticket, self.payloads = ticket, payloads
+        self.asked = 0
+        self.now = 0.0
+        self.commands: deque[Callable[[], None]] = deque()
+        self.transport = ManyPeersTransport()
+        containment, clock = ErrorContainment(), lambda: self.now
+        transfers = Transfers(self.transport, containment, clock)
+        calls = BlockingCalls(threads=False, post=self.commands.append, clock=clock)
+        self.connections = Connections(self.transport, transfers, calls, clock)
+        self.loads = LoadManager(
+            own=own,
+            transport=self.transport,
+            transfers=transfers,
+            connections=self.connections,
+            containment=containment,
+            scratch=ScratchWords(),
+            zero=zero_cpu,
+            options=OPTIONS,
+            post=self.commands.append,
+            clock=clock,
+            metrics=Metrics(driver=own.driver, rank="0"),
+            reported=lambda *_: None,
+        )
+        self.loads.join([own])
+
+    def meet(self, count: int, error: KVFerryError | None = None) -> None:
+        """Connect to so many more producers; or fail, with an error."""
+        for index in range(count):
+            self.asked += 1
+            ticket = replace(self.ticket, engine=f"prefill-{self.asked}")
+            outcome = error or self.reply(ticket)
+            self.loads.relay(RelayedHandshakes(outcomes=((PeerKey.of(ticket), outcome),)))
+            self.loads.begin(nothing(ticket))
+            if index % AT_ONCE == AT_ONCE - 1 or index == count - 1:
+                eventually(self.is_at_rest, "all have answered")
+
+    def reply(self, ticket: Ticket) -> EncodedReply:
+        """Return what a ticket's producer answers, which somebody else pings."""
+        ranks = [
+            msgspec.structs.replace(
+                each, engine=ticket.engine, address=f"{ticket.engine}/{each.rank}".encode()
+            )
+            for each in self.payloads
+        ]
+        return EncodedReply(
+            place=PeerKey.of(ticket), ranks=tuple(map(encode, ranks)), watch=self.asked
+        )
+
+    def is_at_rest(self) -> bool:
+        self.work()
+        return not len(self.loads)
+
+    def tick(self) -> None:
+        """Let the time of a tick pass."""
+        self.now += TICK_SECONDS
+        self.work()
+
+    def work(self) -> None:
+        """Do what an endpoint's thread does with it in a round."""
+        while self.commands:
+            self.commands.popleft()()
+        self.loads.progress()
+        _ = self.connections.closing  # for the pause before the next round
+
+    def idle(self) -> None:
+        """Let all producers be idle for so long that they are released."""
+        self.now += OPTIONS.engine_ttl + RELAYED_TTL_SECONDS
+        self.tick()
+
+    def effort(self) -> int:
+        """Return how many lines of Python the most expensive of some ticks runs."""
+        return max(lines_run(self.tick) for _ in range(100))
+
+
+def nothing(ticket: Ticket, *, shared: bool = False) -> Load:
+    """Return a load that reads nothing."""
+    return Load(
+        request=RequestId("d"),
+        ticket=ticket,
+        ranges=(None,),
+        local=(Pages(ids=np.empty(0, dtype=np.int64)),),
+        report=False,
+        shared=shared,
+    )
+
+
+def lines_run(call: Callable[[], object]) -> int:
+    """Return how many lines of Python a call runs, those of a loop once for each turn."""
+    lines = 0
+
+    def trace(frame: FrameType, event: str, argument: object) -> Any:
+        nonlocal lines
+        lines += event == "line"
+        return trace
+
+    before = sys.gettrace()
+    gc.disable()  # what it calls runs lines, too
+    sys.settrace(trace)
+    try:
+        call()
+    finally:
+        sys.settrace(before)
+        gc.enable()
+    return lines
+
+
+@pytest.fixture
+def manager(monkeypatch: pytest.MonkeyPatch) -> Iterator[Manager]:
+    """Return a manager that knows one producer, of four ranks."""
+    monkeypatch.setattr(peers, "most_peers", lambda: MAX_PEERS)  # whatever the limit on files
+    with engine("prefill", Shape(tp=4)) as prefill, engine("decode") as decode:
+        ticket = prefill.serve("p-1", [1], 4)
+        payloads = [rank.endpoint.payload for rank in prefill.ranks]
+        made = Manager(decode.ranks[0].endpoint.payload, ticket, payloads)
+        made.meet(1)
+        yield made
+        made.loads.close()
+
+
+def test_a_tick_runs_no_more_lines_with_a_thousand_idle_producers(manager: Manager) -> None:
+    alone = manager.effort()
+    manager.meet(999)
+    assert manager.transport.open_connections == 4000
+    assert manager.effort() == alone
+
+
+def test_a_tick_runs_no_more_lines_with_producers_that_are_down_or_being_closed(
+    manager: Manager,
+) -> None:
+    manager.transport.does_quiesce = False
+    manager.idle()
+    manager.meet(1, HandshakeError("nobody listens"))
+    one = manager.effort()
+    manager.meet(199)
+    manager.idle()
+    manager.meet(200, HandshakeError("nobody listens"))
+    assert manager.connections.closing == 800
+    assert manager.effort() == one
+    manager.transport.does_quiesce = True
+    manager.now += LONGEST_SECONDS
+    manager.tick()
+    assert manager.connections.closing == 0
+
+
+def test_an_idle_producer_is_kept_from_the_end_of_its_last_use(manager: Manager) -> None:
+    # Without a lease, nothing is read while a ticket waits.
+    manager.payloads = [msgspec.structs.replace(each, lease=None) for each in manager.payloads]
+    manager.meet(1)
+    used = replace(manager.ticket, engine=f"prefill-{manager.asked}")
+    manager.loads.prepare(used)
+    for _ in range(2):
+        manager.idle()
+        assert manager.transport.open_connections == 4, "those of the other are closed"
+    manager.loads.begin(nothing(used, shared=True))  # ends the wait
+    manager.now += OPTIONS.engine_ttl
+    manager.tick()
+    assert manager.transport.open_connections == 4
+    manager.idle()
+    assert manager.transport.open_connections == 0
