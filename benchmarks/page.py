@@ -102,6 +102,7 @@ PARTS = (
         title="a thousand consumer engines at one side channel",
         takes_long=True,
     ),
+    Part(name="known_producers", title="what idle producers cost a rank"),
     Part(name="replies", title="what hostile replies cost", short=("--rounds", "2")),
     Part(name="fence", title="what the fence costs"),
     Part(name="proofs", title="what proofs of tickets cost"),

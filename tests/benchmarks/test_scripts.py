@@ -74,6 +74,7 @@ def test_end_to_end_with_loopback(tmp_path: Path) -> None:
         pytest.param("staging", marks=pytest.mark.vllm),
         pytest.param("second_turn", marks=pytest.mark.routers),  # needs vLLM's source
         "fence",
+        "known_producers",
         "proofs",
         pytest.param("nixl", marks=nixl),
         pytest.param("ucx", marks=[nixl, pytest.mark.ucx]),
