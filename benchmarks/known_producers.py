@@ -49,7 +49,7 @@ CPU_SHARE = 0.02
 """Of a core, that producers may take that nobody uses."""
 
 
-class Transport(posted.NoTransport):
+class Transport(posted.NoTransport):  # type: ignore[misc]
     """A transport without cost, for which every address is another peer."""
 
     def __init__(self) -> None:
