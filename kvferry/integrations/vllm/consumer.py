@@ -514,7 +514,7 @@ class Consumer:
                 self._relay.end(request_id, loaded=None if loading.is_aborted else loaded)
             if not loading.is_aborted:
                 self._loaded.add(request_id)
-                if loaded and loading.record is not None:
+                if loaded and loading.record is not None and loading.record.first_tokens:
                     self._keep_partial_pages_out(request_id, loading.record.first_tokens)
             if request_id in failed:
                 self._metrics.add(FAILED)
