@@ -437,8 +437,8 @@ def plan(
 
     \b
     FILE holds {"ranks": [LAYOUT, ...]}, a kvferry.core.layout.Layout as JSON for each rank, and
-    may hold "windows": [TOKENS, ...], the sliding window of each cache group (0: none);
-    --write-layouts writes such files.
+    may hold "windows": [TOKENS, ...], the sliding window of each cache group (0: none), and
+    "chunks", likewise for chunked attention; --write-layouts writes such files.
 
     \b
     Examples:
@@ -451,8 +451,9 @@ def plan(
     No engine has to run. CONFIG may be the config of a multimodal model: its text part is read,
     since images become tokens of the same cache. Layers with states (Mamba 1 and 2, gated delta
     nets, KDA, short convolutions) are drawn, too. Draft layers and the scratch memory of
-    speculative decoding are left out. A model that its config does not describe completely, such
-    as one with an indexer or a compressed cache, is refused with the key that shows it.
+    speculative decoding are left out. Keys that the config leaves out have the defaults of
+    transformers for its model_type. A model that its config does not describe completely, such as
+    one with a compressed cache, is refused with the key that shows it.
 
     HOST:PORT is the engine's side_channel_host and side_channel_port. If --from is given,
     layers have vLLM's names.

@@ -40,7 +40,10 @@ def test_folder_stands_for_its_config_file(tmp_path: Path, capsys: Capture) -> N
         ),
         pytest.param(TINY | {"num_hidden_layers": 6, "num_kv_shared_layers": 2}, id="shared"),
         pytest.param(TINY | {"sliding_window": 8, "use_sliding_window": False}, id="no window"),
-        pytest.param(TINY | {"layer_types": ["chunked_attention"] * 4}, id="chunks"),
+        pytest.param(
+            TINY | {"layer_types": ["chunked_attention"] * 4, "attention_chunk_size": 32},
+            id="chunks",
+        ),
         pytest.param(
             TINY | {"layers_block_type": ["attention"] * 4, "mamba_d_state": 4}, id="types"
         ),
@@ -60,12 +63,25 @@ def test_equivalent_config_files_give_the_same_bytes(
 @pytest.mark.parametrize(
     ("content", "copies"),
     [
-        pytest.param({"sliding_window": 20}, 4 * 2, id="all layers"),
+        pytest.param({"sliding_window": 20, "model_type": "mixtral"}, 4 * 2, id="all layers"),
         pytest.param({"sliding_window": 20, "sliding_window_pattern": 4}, 3 * 2 + 4, id="pattern"),
         pytest.param(
-            {"sliding_window": 20, "use_sliding_window": True, "max_window_layers": 3},
+            {"sliding_window": 20, "use_sliding_window": True, "max_window_layers": 3}
+            | {"model_type": "qwen2"},
             3 * 4 + 2,
             id="from a layer on",
+        ),
+        pytest.param(
+            {"sliding_window": 20, "model_type": "gemma2"}, 2 * (2 + 4), id="default pattern"
+        ),
+        pytest.param(
+            {"sliding_window": 20, "sliding_window_pattern": "GL"}, 2 * (2 + 4), id="letters"
+        ),
+        pytest.param(
+            {"attention_chunk_size": 32, "model_type": "llama4_text"}, 3 * 0 + 4, id="chunk's end"
+        ),
+        pytest.param(
+            {"attention_chunk_size": 48, "model_type": "llama4_text"}, 3 * 1 + 4, id="in a chunk"
         ),
     ],
 )
@@ -77,13 +93,90 @@ def test_windows_read_only_their_pages(
     assert make_plan(capsys, [model], "tp=1", "tp=1", "--tokens=64")["total"]["copies"] == copies
 
 
-def test_assumed_windows_are_reported(tmp_path: Path, capsys: Capture) -> None:
-    model = write_config(tmp_path, TINY | {"sliding_window": 20})
-    ran = run_kvferry(capsys, "plan", model, *EQUAL_ENGINES)
-    assert (
-        "Layers from 0 on keep a window of 20 tokens: the file says 'sliding_window'" in ran.words
-    )
-    assert "layers 0-3 look back 20 tokens" in ran.words
+GEMMA_3_27B = {
+    "model_type": "gemma3",
+    "text_config": {
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 62,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 16,
+        "head_dim": 128,
+        "hidden_size": 5376,
+        "sliding_window": 1024,
+    },
+    "vision_config": {"num_hidden_layers": 27},
+    "torch_dtype": "bfloat16",
+}
+"""As published: the pattern of windows is that of the model's class."""
+
+
+@pytest.mark.parametrize(
+    "text_model", [{"model_type": "gemma3_text"}, {"model_type": None}], ids=["named", "unnamed"]
+)
+def test_windows_have_the_pattern_of_the_models_class(
+    tmp_path: Path, capsys: Capture, text_model: dict[str, Any]
+) -> None:
+    content = GEMMA_3_27B | {"text_config": GEMMA_3_27B["text_config"] | text_model}
+    if not text_model["model_type"]:
+        del content["text_config"]["model_type"]
+    model = write_config(tmp_path, content)
+    ran = run_kvferry(capsys, "plan", model, *EQUAL_ENGINES, "--tokens=32768")
+    assert ran.status == 0
+    assert "layers 0-4, 6-10, 12-16, 18-22, 24-28, 30-34, 36-40, 42-46, 48-52, 54-58, 60-61 look "
+    assert "look back 1,024 tokens" in ran.words
+    assert "The file leaves out 'sliding_window_pattern': the default of model_type" in ran.words
+    assert "takes 2.91 GiB" in ran.words
+
+
+def test_layers_with_chunks_are_named(tmp_path: Path, capsys: Capture) -> None:
+    content = TINY | {"model_type": "llama4_text", "head_dim": 8}
+    ran = run_kvferry(capsys, "plan", write_config(tmp_path, content), *EQUAL_ENGINES)
+    assert "layers 0-2 look back to the start of a chunk of 8,192 tokens" in ran.words
+
+
+@pytest.mark.parametrize("name", [{}, {"model_type": "new"}], ids=["no name", "new name"])
+def test_windows_of_unknown_models_are_refused_with_the_key_to_add(
+    tmp_path: Path, capsys: Capture, name: dict[str, str]
+) -> None:
+    content = TINY | {"sliding_window": 20} | name
+    ran = run_kvferry(capsys, "plan", write_config(tmp_path, content), *EQUAL_ENGINES)
+    assert ran.status == 1
+    assert f"not known for model_type {name.get('model_type', '')!r}: add 'layer_types'" in ran.err
+    known = content | {"layer_types": ["sliding_attention", "full_attention"] * 2}
+    assert make_plan(capsys, [write_config(tmp_path, known)], "tp=1", "tp=1")["total"]
+
+
+INDEXED = LATENT | {"model_type": "deepseek_v32", "index_topk": 64, "index_head_dim": 128}
+
+
+@pytest.mark.parametrize("layout", ["LBNHC", "LHBNC", "BLHNC", "BHLNC"])
+@pytest.mark.parametrize("kernel", [0, 8])
+def test_indexes_are_moved_with_latents(
+    tmp_path: Path, capsys: Capture, layout: str, kernel: int
+) -> None:
+    if kernel and layout.startswith(("LH", "B")):
+        pytest.skip("kernels cannot split these pages")
+    model = [write_config(tmp_path, INDEXED | {"index_topk_pattern": "FSSF"})]
+    side = f"layout={layout}" + f",kernel_block={kernel}" * bool(kernel)
+    found = make_plan(capsys, model, f"tp=2,{side}", side, "--tokens=64")
+    assert found["total"]["bytes"] == 64 * (4 * 64 + 2 * 132)
+
+
+def test_layers_with_an_index_are_named(tmp_path: Path, capsys: Capture) -> None:
+    ran = run_kvferry(capsys, "plan", write_config(tmp_path, INDEXED), *EQUAL_ENGINES)
+    assert "one latent per token (latent 32, bfloat16): 784 B per token" in ran.words
+    assert "layers 0-3 have an index: 132 bytes per token each" in ran.words
+
+
+def test_list_of_attention_types_is_no_state(tmp_path: Path, capsys: Capture) -> None:
+    model = [write_config(tmp_path, TINY | {"attn_type_list": [1] * 4})]
+    found = make_plan(capsys, model, "tp=1", "tp=1", "--tokens=16")
+    assert found["total"]["bytes"] == 16 * BYTES_PER_TOKEN
+
+
+def test_infinity_in_a_config_file_is_read(tmp_path: Path, capsys: Capture) -> None:
+    model = [write_config(tmp_path, TINY | {"time_step_limit": [0.0, float("inf")]})]
+    assert make_plan(capsys, model, "tp=1", "tp=1")["total"]
 
 
 def test_element_types_set_the_bytes(tmp_path: Path, capsys: Capture) -> None:
@@ -104,7 +197,13 @@ WRONG_MODELS = [
         {"layer_types": ["full_attention", "linear_attention"] * 2},
         "layers 1, 3 are 'linear_attention'",
     ),
-    ({"layer_types": ["sliding_attention"] * 4}, "'sliding_window' does not say how long"),
+    (
+        {"layer_types": ["sliding_attention"] * 4},
+        "has 'sliding_attention', and the file has no 'sliding_window'",
+    ),
+    ({"attn_type_list": [0, 1] * 2}, "layers 0, 2 are 'linear_attention', which have states"),
+    ({"attn_type_list": [1]}, "'attn_type_list' has 1 entries for 4 layers"),
+    ({"model_type": "gemma4"}, "has model_type 'gemma4_text', layers with heads of two sizes"),
     (
         {"hybrid_override_pattern": "M*M*"},
         "layers 0, 2 are 'mamba', which have states, and the file has none of the keys",
@@ -112,7 +211,7 @@ WRONG_MODELS = [
     ({"layer_types": ["full_attention", "rwkv"] * 2}, "layers 1, 3 are 'rwkv', and known are"),
     ({"layer_group_size": 8}, "has 'layer_group_size', so the model has states"),
     ({"mamba_d_conv": 4}, "has 'mamba_d_conv', so the model has states"),
-    ({"index_topk": 2048}, "has 'index_topk', a second cache in every layer"),
+    ({"index_topk": 2048}, "has 'index_topk', an index in every layer, which is drawn for"),
     ({"is_encoder_decoder": True}, "only decoders are drawn"),
     (LATENT | {"is_encoder_decoder": True}, "an encoder and a decoder ('is_encoder_decoder')"),
     ({"hidden_size": 4}, "hidden_size=4 is less than num_attention_heads=8"),

@@ -4,7 +4,8 @@ Layouts are computed as vLLM 0.32 lays out memory (``v1/kv_cache_layout.py``,
 ``create_kv_cache_views``). Each rank has one buffer, which all cache groups share from its start.
 The axes are (layers, blocks, heads, tokens, content), nested as the layout's name says. An entry,
 which is one head of one token, has its K before its V. A layer's state is at the start of a page,
-and pages of attention are enlarged until a state fits into one.
+and pages of attention are enlarged until a state fits into one. Where layers have an index, too,
+its pages are behind those of all layers' latents.
 """
 
 from __future__ import annotations
@@ -250,6 +251,8 @@ class Engine:
         coordinates: The parallel indices (``pp``, ``tp``, ...) of each rank; empty if unknown.
         windows: The sliding window in tokens of each cache group, 0 for no window; may be empty if
             no group has a window.
+        chunks: The size in tokens of the chunks of each cache group with chunked attention, 0 for
+            other groups; may be empty if there is no such group.
 
     Raises:
         EngineError: The attributes do not fit together.
@@ -258,6 +261,7 @@ class Engine:
     ranks: Annotated[tuple[Layout, ...], Meta(min_length=1, max_length=MAX_RANKS)]
     coordinates: tuple[Coordinates, ...] = ()
     windows: tuple[Annotated[int, Meta(ge=0, lt=1 << 40)], ...] = ()
+    chunks: tuple[Annotated[int, Meta(ge=0, lt=1 << 40)], ...] = ()
 
     def __post_init__(self) -> None:
         if self.coordinates and len(self.coordinates) != len(self.ranks):
@@ -265,27 +269,32 @@ class Engine:
         groups = len(self.ranks[0].groups)
         if any(len(layout.groups) != groups for layout in self.ranks):
             raise EngineError("the ranks of an engine have unlike numbers of groups")
-        if self.windows and len(self.windows) != groups:
-            raise EngineError(f"{len(self.windows)} windows for {groups} groups")
+        for what in ("windows", "chunks"):
+            given = getattr(self, what)
+            if given and len(given) != groups:
+                raise EngineError(f"{len(given)} {what} for {groups} groups")
 
-    def window(self, group: int) -> int:
-        """Return the sliding window of a cache group in tokens, or 0 if the group has none.
+    def drops_tokens(self, group: int) -> bool:
+        """Return whether a cache group has a sliding window or chunks.
 
         Args:
             group: The group's index.
         """
-        return self.windows[group] if self.windows else 0
+        return any(given[group] for given in (self.windows, self.chunks) if given)
 
     def first_token(self, group: int, tokens: int) -> int:
         """Return the index of the first token to read for a request.
 
-        With a sliding window, that is the first token to which the request's next token attends.
+        With a sliding window or chunks, that is the first token to which the request's next token
+        attends.
 
         Args:
             group: The cache group's index.
             tokens: Number of tokens in the request, without the next token.
         """
-        window = self.window(group)
+        if self.chunks and self.chunks[group]:
+            return tokens // self.chunks[group] * self.chunks[group]
+        window = self.windows[group] if self.windows else 0
         return max(0, tokens - window + 1) if window else 0
 
 
@@ -356,6 +365,7 @@ def make_engine(model: Model, settings: PlanSettings, tokens: int) -> Engine:
         ranks=tuple(_rank(model, settings, groups, pages, pp, tp) for pp, tp in ranks),
         coordinates=tuple(Coordinates(pp=pp, tp=tp, dcp=tp % settings.dcp) for pp, tp in ranks),
         windows=tuple(group.window for group in groups),
+        chunks=tuple(group.chunk for group in groups) if model.chunks else (),
     )
 
 
@@ -447,28 +457,30 @@ class _CacheGroup(NamedTuple):
     Attributes:
         layers: The layers' indices.
         window: Their sliding window in tokens, 0 for no window.
+        chunk: The size in tokens of their chunks, 0 for no chunks.
         holds_states: Whether the group has the layers' states instead of their attention.
     """
 
     layers: list[int]
     window: int = 0
+    chunk: int = 0
     holds_states: bool = False
 
 
 def _groups(model: Model) -> list[_CacheGroup]:
     """Return the cache groups of a model.
 
-    The layers of a group have the same sliding window, or states. If the most frequent kind of
-    layers has at least ``UNEVEN`` times as many layers as the rarest, vLLM splits its layers, and
-    those of other frequent kinds, into several groups.
+    The layers of a group have the same sliding window or chunks, or states. If the most frequent
+    kind of layers has at least ``UNEVEN`` times as many layers as the rarest, vLLM splits its
+    layers, and those of other frequent kinds, into several groups.
 
     Raises:
         EngineError: No layer of the model has a cache.
     """
-    by_window: dict[int, list[int]] = {}
+    by_reach: dict[tuple[int, int], list[int]] = {}
     for layer, window in model.windows.items():
-        by_window.setdefault(window, []).append(layer)
-    kinds = [_CacheGroup(layers, window) for window, layers in by_window.items()]
+        by_reach.setdefault((window, model.chunks.get(layer, 0)), []).append(layer)
+    kinds = [_CacheGroup(layers, *reach) for reach, layers in by_reach.items()]
     if model.states:
         kinds.append(_CacheGroup(list(model.states), holds_states=True))
     if not kinds:
@@ -548,7 +560,9 @@ def _rank(
     ]
     heads = _heads(model.kv_heads, settings.tp, tp)
     page = (heads[1] - heads[0]) * settings.block_size * model.entry_bytes
-    block = max(len(group.layers) for group in here) * page
+    indexed = [layer for layer in model.indexed if layer in stage]
+    index_page = settings.block_size * model.index_bytes
+    block = max(len(group.layers) for group in here) * page + len(indexed) * index_page
     context = ContextParallel(
         size=settings.dcp, rank=tp % settings.dcp, interleave=settings.interleave
     )
@@ -566,7 +580,8 @@ def _rank(
                 if group.holds_states and model.state is not None
                 else _fields(model, memory, index, group.layers, heads)
             )
-        ),
+        )
+        + tuple(_index_fields(model, memory, indexed, len(here[0].layers) * page)),
     )
 
 
@@ -637,6 +652,47 @@ def _fields(
                 shard_range=heads,
             )
             offset += elements * item
+
+
+def _index_fields(
+    model: Model, memory: _Memory, layers: list[int], latents: int
+) -> Iterator[Field]:
+    """Yield the fields of the layers' indexes on one rank, which are in the first cache group.
+
+    The keys and axes are the connector's (``indexer`` in
+    ``integrations/vllm/caches/attention_pages.py``): a block has all its tokens' values, then all
+    their scales.
+
+    Args:
+        model: The model.
+        memory: What the rank's groups have in common.
+        layers: The indices of the layers on this rank that have an index.
+        latents: Bytes of a page of all layers' latents on this rank.
+    """
+    settings, pages, block = memory
+    kernels = settings.kernels
+    tokens = settings.block_size // kernels
+    shape = (len(layers), pages * kernels, 1, tokens, model.index_bytes)
+    step = _strides(settings, shape, block)
+    split = ((kernels, step.block),) if kernels > 1 else ()
+    start = latents if settings.layout.startswith("B") else latents * pages
+    for index, layer in enumerate(layers):
+        offset = start + index * step.layer
+        for name, unit in model.index_parts.items():
+            yield Field(
+                key=f"layers.{layer}.indexer/{name}",
+                group=0,
+                region=0,
+                offset=offset,
+                page_stride=kernels * step.block,
+                pages=pages,
+                dtype="uint8",
+                unit=unit,
+                tokens=axis(*split, (tokens, unit)),
+                shard=axis((1, unit)),
+                shard_range=(0, 1),
+            )
+            offset += tokens * unit
 
 
 def _state_fields(

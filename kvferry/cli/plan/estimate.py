@@ -274,7 +274,7 @@ def _is_early(decode: Engine, group: int) -> bool:
         group: The index of the cache group.
     """
     kind = decode.ranks[0].groups[group].kind
-    return kind is not GroupKind.STATE and not decode.window(group)
+    return kind is not GroupKind.STATE and not decode.drops_tokens(group)
 
 
 def _pages(side: str, layout: Layout, tokens: int) -> tuple[Pages, ...]:

@@ -1,14 +1,15 @@
 """Read the shape of a model's KV cache from its config file.
 
-Only keys of the file are used, never the name of a model. A cache that the file does not describe
-completely is refused, with the key that shows it.
+Keys that a file leaves out have the defaults of its ``model_type`` (``defaults``). A cache that the
+file does not describe completely is refused, with the key that shows it.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,6 +17,8 @@ import msgspec
 from msgspec import Meta, Struct
 
 from kvferry.cli.formatting import numbers
+from kvferry.cli.plan.defaults import LEFT_OUT, LOCAL
+from kvferry.cli.plan.states import ALIASES as STATE_ALIASES
 from kvferry.cli.plan.states import (
     HYBRID,
     KINDS,
@@ -65,21 +68,37 @@ DTYPES: Mapping[str, str] = {
     "fp8_e5m2": "float8_e5m2",
 }
 
-EVERY_TOKEN = frozenset({"full_attention", "attention", "chunked_attention", HYBRID})
-"""Types of layers that keep every token, as vLLM's chunked attention does by default."""
+EVERY_TOKEN = frozenset({"full_attention", "attention", HYBRID})
+"""Types of layers that keep every token."""
 WINDOWED = frozenset({"sliding_attention"})
+CHUNKED = frozenset({"chunked_attention"})
+LENGTHS: Mapping[str, str] = (
+    dict.fromkeys(WINDOWED, "sliding_window")
+    | dict.fromkeys(CHUNKED, "attention_chunk_size")
+    | {"indexed_attention": "index_topk"}
+)
+"""The key that says to how many tokens a token attends, by the type of the layer."""
 
-TYPE_KEYS = ("layer_types", *ALIASES["layer_types"], "hybrid_override_pattern")
+EXCLUSIVE = frozenset({"cohere2", "cohere2_moe"})
+"""Model types whose windows do not count the token itself, so that vLLM adds it."""
+INDEXED = frozenset({"deepseek_v32", "glm_moe_dsa"})
+"""Model types with latents and, beside them, an index by which a token finds the tokens that it
+attends to."""
+INDEX_SCALED = 128
+"""How many values of an index have a scale together."""
+WINDOWS_FROM_A_LAYER = frozenset(name for name in LEFT_OUT if "max_window_layers" in LEFT_OUT[name])
+"""Model types in which layers before ``max_window_layers`` have no window."""
+
+TYPE_KEYS = ("layer_types", *ALIASES["layer_types"], "hybrid_override_pattern", "attn_type_list")
 """Keys with the type of each layer; the first that is present counts."""
 
 STATES = re.compile(
     r"mamba_|ssm_|ssm$|linear_(num|conv|key|value|attn)|rwkv|conv_kernel$|conv_L_cache$|state_size$"
-    r"|hybrid_override_pattern$|full_attention_interval$|attn_layer_|attn_type_list$|lru_|block_types$|layer_group_size$"
+    r"|hybrid_override_pattern$|full_attention_interval$|attn_layer_|lru_|block_types$|layer_group_size$"
 )
 """Keys of models that have recurrent states beside attention or instead of it."""
 
 UNSUPPORTED: Mapping[str, str] = {
-    "index_topk": "a second cache in every layer, for finding tokens",
     "compress_ratios": "entries that stand for several tokens",
     "block_configs": "layers that are unlike each other",
     "global_head_dim": "heads of two sizes",
@@ -87,6 +106,28 @@ UNSUPPORTED: Mapping[str, str] = {
     "cross_attention_layers": "layers that keep entries of images instead of tokens",
 }
 """Keys of models whose cache the file does not describe completely, with what each stands for."""
+
+_TWO_SIZES = "layers with heads of two sizes"
+_BLOCK_INDEX = "layers with an index of blocks"
+UNLIKE: Mapping[str, str] = {
+    "deepseek_v4": "entries that stand for several tokens",
+    "diffusion_gemma_text": _TWO_SIZES,
+    "gemma4_text": _TWO_SIZES,
+    "gemma4_unified_text": _TWO_SIZES,
+    "glm5_next_text": _BLOCK_INDEX,
+    "hrm_text": "layers that run several times",
+    "inkling_text": "convolutions beside windows",
+    "longcat_flash": "two caches in each layer",
+    "longcat_flash_ngram": "two caches in each layer",
+    "mimo_v2_flash": _TWO_SIZES,
+    "minicpm3": "latents that vLLM stores as K and V",
+    "minimax_m3_vl_text": _BLOCK_INDEX,
+    "qwen4_exp_text": _BLOCK_INDEX,
+    "step3p5": "layers with unlike numbers of heads",
+    "zaya": "a state in each layer",
+}
+"""Model types whose cache is not what their keys say, with the reason; the file may leave out the
+key that would show it."""
 
 REMEDY = (
     "describe both engines as JSON layouts instead, or take the layouts of running engines with "
@@ -115,12 +156,21 @@ class _Config(Struct):
     qk_rope_head_dim: Annotated[int, Meta(ge=0, le=1 << 20)] = 0
     layer_types: list[str] | None = None
     sliding_window: Annotated[int, Meta(ge=0)] | None = None
-    sliding_window_pattern: Annotated[int, Meta(ge=1)] | None = None
+    sliding_window_pattern: Annotated[int, Meta(ge=1)] | Annotated[str, Meta(min_length=1)] = LOCAL
+    attention_chunk_size: Annotated[int, Meta(ge=0)] | None = None
+    no_rope_layers: list[int] | None = None
+    no_rope_layer_interval: Annotated[int, Meta(ge=1)] = 4
     use_sliding_window: bool | None = None
     max_window_layers: Annotated[int, Meta(ge=0)] = 0
     num_kv_shared_layers: Annotated[int, Meta(ge=0)] | None = None
     multi_query: bool | None = None
     new_decoder_architecture: bool | None = None
+    model_type: str = ""
+    index_topk: Size | None = None
+    index_head_dim: Size = 128
+    index_topk_freq: Annotated[int, Meta(ge=1)] = 1
+    index_topk_pattern: str | None = None
+    index_skip_topk_offset: Annotated[int, Meta(ge=0)] = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,10 +181,14 @@ class Model:
         layers: Number of layers, which pipeline ranks share.
         windows: Sliding window in tokens by the index of each layer with attention, 0 for no
             window. It has no layer that uses the cache of another layer.
+        chunks: Size in tokens of the chunks of each layer with chunked attention, by its index.
         attention_heads: Number of query heads.
         kv_heads: Number of KV heads; 1 if an entry is a latent (MLA), which every rank stores.
         parts: Parts of an entry (one head of one token) in order: name to number of elements.
         dtype: Element type, a key of ``ELEMENT_BYTES``.
+        indexed: The indices of the layers that have an index beside their latents.
+        index_parts: Bytes per token of the index's parts: a value for each of its elements, and a
+            float32 for each 128 of them; empty if no layer has an index.
         states: The indices of the layers that have a recurrent state.
         state: The state of each of these layers; ``None`` if there are none.
         notes: Assumptions about what the file does not say, a sentence each.
@@ -146,6 +200,9 @@ class Model:
     kv_heads: int
     parts: Mapping[str, int]
     dtype: str
+    chunks: Mapping[int, int] = field(default_factory=dict)
+    indexed: tuple[int, ...] = ()
+    index_parts: Mapping[str, int] = field(default_factory=dict)
     states: tuple[int, ...] = ()
     state: RecurrentState | None = None
     notes: tuple[str, ...] = ()
@@ -160,6 +217,17 @@ class Model:
         """Bytes of one head of one token in one layer."""
         return sum(self.parts.values()) * ELEMENT_BYTES[self.dtype]
 
+    @property
+    def index_bytes(self) -> int:
+        """Bytes of one token in a layer's index."""
+        return sum(self.index_parts.values())
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token in all layers, without states."""
+        entries = len(self.windows) * self.kv_heads * self.entry_bytes
+        return entries + len(self.indexed) * self.index_bytes
+
 
 def read_model(path: Path, dtype: str | None = None) -> Model:
     """Return the model of a config file.
@@ -172,22 +240,28 @@ def read_model(path: Path, dtype: str | None = None) -> Model:
         ModelError: The file cannot be read, or does not describe the cache completely.
     """
     file = path / "config.json" if path.is_dir() else path
-    flat = _flat(_parsed(file))
+    flat, left_out = _with_defaults(_flat(_parsed(file)))
     _refuse_unsupported(file, flat)
     config = _converted(file, flat)
     types = _layer_types(file, flat, config)
-    windows, notes = _windows(config, types)
+    kinds, notes = (types, []) if types else _attention_types(file, config, left_out)
+    own = kinds[: config.num_hidden_layers - (config.num_kv_shared_layers or 0)]
+    windows, chunks = _windows(config, own)
     states = _state_layers(config, types)
     latent = config.kv_lora_rank is not None
+    indexed = _indexed_layers(config)
     return Model(
         layers=config.num_hidden_layers,
         windows=windows,
+        chunks=chunks,
         attention_heads=config.num_attention_heads,
         kv_heads=1 if latent else _kv_heads(config),
         parts={"latent": (config.kv_lora_rank or 0) + config.qk_rope_head_dim}
         if latent
         else dict.fromkeys(("k", "v"), _head_dim(file, config)),
         dtype=element_type(dtype if dtype not in (None, "auto") else config.dtype),
+        indexed=indexed,
+        index_parts=_index_parts(config) if indexed else {},
         states=states,
         state=_state(file, flat, states, types[states[0]]) if types and states else None,
         notes=(*notes, *_assumed_heads(config)),
@@ -219,7 +293,8 @@ def _parsed(file: Path) -> dict[str, Any]:
             data = stream.read(FILE_LIMIT + 1)
         if len(data) > FILE_LIMIT:
             raise ModelError(f"{file} has more than {FILE_LIMIT} bytes: that is no model's config")
-        return msgspec.json.decode(data, type=dict[str, Any])
+        # Not msgspec's decoder: files of hybrids have Infinity, which Python writes and reads.
+        return msgspec.convert(json.loads(data), dict[str, Any])
     except OSError as exc:
         raise ModelError(f"{file} cannot be read: {exc.strerror}") from exc
     except DECODE_ERRORS as exc:
@@ -240,6 +315,22 @@ def _flat(config: dict[str, Any]) -> dict[str, Any]:
     return _flat({**config, **dict.fromkeys(NESTED), **inner, **outer})
 
 
+def _with_defaults(config: dict[str, Any]) -> tuple[dict[str, Any], frozenset[str]]:
+    """Return a config file's keys with those that it leaves out, and the names of the latter.
+
+    A key that is null is not left out.
+    """
+    name = str(config.get("model_type") or "")
+    if f"{name}_text" in LEFT_OUT.keys() | UNLIKE.keys():
+        name = f"{name}_text"  # the file of a multimodal model does not name its text model's type
+    left_out = {
+        key: value
+        for key, value in LEFT_OUT.get(name, {}).items()
+        if config.keys().isdisjoint((key, *ALIASES.get(key, ()), *STATE_ALIASES.get(key, ())))
+    }
+    return left_out | config | {"model_type": name}, frozenset(left_out)
+
+
 def _refuse_unsupported(file: Path, config: Mapping[str, Any]) -> None:
     """Refuse models whose cache the config file does not describe completely.
 
@@ -257,6 +348,17 @@ def _refuse_unsupported(file: Path, config: Mapping[str, Any]) -> None:
     for key, what in UNSUPPORTED.items():
         if config.get(key):
             raise ModelError(f"{file} has {key!r}, {what}: that is not drawn from a file; {REMEDY}")
+    name = config.get("model_type", "")
+    if name in UNLIKE:
+        raise ModelError(
+            f"{file} has model_type {name!r}, {UNLIKE[name]}: that is not drawn from a file; "
+            f"{REMEDY}"
+        )
+    if config.get("index_topk") and config.get("model_type") not in INDEXED:
+        raise ModelError(
+            f"{file} has 'index_topk', an index in every layer, which is drawn for the model types "
+            f"{', '.join(sorted(INDEXED))} only; {REMEDY}"
+        )
 
 
 def _converted(file: Path, config: Mapping[str, Any]) -> _Config:
@@ -380,53 +482,74 @@ def _head_dim(file: Path, config: _Config) -> int:
     return config.hidden_size // config.num_attention_heads
 
 
-def _windows(
-    config: _Config, types: Sequence[str] | None
-) -> tuple[dict[int, int], tuple[str, ...]]:
-    """Return the sliding window of each layer with attention, and what was assumed.
+def _attention_types(
+    file: Path, config: _Config, left_out: frozenset[str]
+) -> tuple[Sequence[str], list[str]]:
+    """Return the type of each layer of a model whose file does not say it, and what was assumed.
+
+    Args:
+        file: The config file, for errors.
+        config: The keys of the file.
+        left_out: The keys that are not in the file, and have the default of its model type.
+
+    Returns:
+        The types, and a sentence for each assumption.
+
+    Raises:
+        ModelError: The file has a window, and it is not known which layers have it.
+    """
+    layers = range(config.num_hidden_layers)
+    name, window = config.model_type, config.sliding_window
+    if config.attention_chunk_size and name.startswith("llama4"):
+        every = config.no_rope_layer_interval
+        with_rope = config.no_rope_layers or [int((n + 1) % every > 0) for n in layers]
+        types = ["chunked_attention" if rope else "full_attention" for rope in with_rope]
+        return types, _taken(name, left_out, "attention_chunk_size")
+    # vLLM keeps every latent.
+    if not window or config.use_sliding_window is False or config.kv_lora_rank:
+        return ["full_attention"] * len(layers), []
+    pattern = config.sliding_window_pattern
+    if isinstance(pattern, int):
+        pattern = LOCAL * (pattern - 1) + "G"
+    if pattern == LOCAL and name not in LEFT_OUT:
+        raise ModelError(
+            f"{file} has sliding_window={window}, and which layers have that window is not known "
+            f"for model_type {name!r}: add 'layer_types', a list with 'sliding_attention' or "
+            f"'full_attention' for each of the {len(layers)} layers, or 'sliding_window': null if "
+            "none has it"
+        )
+    first = config.max_window_layers if name in WINDOWS_FROM_A_LAYER else 0
+    types = [
+        "sliding_attention"
+        if n >= first and pattern[n % len(pattern)] == LOCAL
+        else "full_attention"
+        for n in layers
+    ]
+    return types, _taken(name, left_out, "sliding_window", "sliding_window_pattern")
+
+
+def _taken(name: str, left_out: frozenset[str], *keys: str) -> list[str]:
+    """Return a sentence about the keys that have the default of a model type; else nothing."""
+    said = " and ".join(repr(key) for key in keys if key in left_out)
+    return [f"The file leaves out {said}: the default of model_type {name!r} counts."] * bool(said)
+
+
+def _windows(config: _Config, types: Sequence[str]) -> tuple[dict[int, int], dict[int, int]]:
+    """Return how far each layer with attention looks back, from the layers' types.
 
     Args:
         config: The keys of the file.
-        types: The type of each layer; ``None`` if the file does not say.
-
-    Returns:
-        The window in tokens by layer index, 0 for no window, without the layers that use the cache
-        of another layer; and a sentence for each assumption.
-
-    Raises:
-        ModelError: The file does not describe the layers completely.
-    """
-    layers = config.num_hidden_layers - (config.num_kv_shared_layers or 0)
-    window = config.sliding_window or 0
-    if types is not None:
-        return _windows_by_type(types[:layers], window), ()
-    if not window or config.use_sliding_window is False:
-        return dict.fromkeys(range(layers), 0), ()
-    if config.sliding_window_pattern:
-        pattern = config.sliding_window_pattern
-        return {n: window if (n + 1) % pattern else 0 for n in range(layers)}, ()
-    first = config.max_window_layers if config.use_sliding_window else 0
-    note = (
-        f"Layers from {first} on keep a window of {window:,} tokens: the file says "
-        "'sliding_window' and has no 'layer_types' that would say otherwise."
-    )
-    return {n: window if n >= first else 0 for n in range(layers)}, (note,)
-
-
-def _windows_by_type(types: Sequence[str], window: int) -> dict[int, int]:
-    """Return the sliding window in tokens of each layer with attention, from the layers' types.
-
-    Args:
         types: The type of each layer that has a cache of its own.
-        window: Window in tokens of each sliding layer; 0 if the file does not say it.
 
     Returns:
-        The window by layer index; 0 for a layer that keeps every token.
+        The window in tokens by layer index, 0 for a layer without a window; and the size in tokens
+        of chunks by the index of each layer with chunked attention.
 
     Raises:
-        ModelError: A type is unknown, or the length of the window is missing.
+        ModelError: A type is unknown, or the length of its window is missing.
     """
-    known = EVERY_TOKEN | WINDOWED | STATEFUL | NO_CACHE
+    attending = EVERY_TOKEN | set(LENGTHS)
+    known = attending | STATEFUL | NO_CACHE
     unknown = {n: t for n, t in enumerate(types) if t not in known}
     if unknown:
         name = next(iter(unknown.values()))
@@ -435,7 +558,33 @@ def _windows_by_type(types: Sequence[str], window: int) -> dict[int, int]:
             f"layers {of} are {name[:64]!r}, and known are {', '.join(sorted(known))}: other "
             f"layers are not drawn from a file; {REMEDY}"
         )
-    if not window and WINDOWED & set(types):
-        raise ModelError("'layer_types' names windows, and 'sliding_window' does not say how long")
-    attending = {n: kind for n, kind in enumerate(types) if kind in EVERY_TOKEN | WINDOWED}
-    return {n: window if kind in WINDOWED else 0 for n, kind in attending.items()}
+    for kind, key in LENGTHS.items():
+        if kind in types and not getattr(config, key):
+            raise ModelError(f"'layer_types' has {kind!r}, and the file has no {key!r}")
+    window = (config.sliding_window or 0) + (config.model_type in EXCLUSIVE)
+    windows = {
+        n: window if kind in WINDOWED else 0 for n, kind in enumerate(types) if kind in attending
+    }
+    return windows, {
+        n: config.attention_chunk_size or 0 for n, kind in enumerate(types) if kind in CHUNKED
+    }
+
+
+def _indexed_layers(config: _Config) -> tuple[int, ...]:
+    """Return the layers that have an index; the others use that of a layer before them.
+
+    See ``DeepseekV2MLAAttention`` in vLLM's ``model_executor/models/deepseek_v2.py``.
+    """
+    if not config.index_topk:
+        return ()
+    layers = range(config.num_hidden_layers)
+    if config.index_topk_pattern is not None:
+        shared = {n for n, letter in enumerate(config.index_topk_pattern) if letter == "S"}
+        return tuple(n for n in layers if n not in shared)
+    offset = config.index_skip_topk_offset - 1
+    return tuple(n for n in layers if not max(n - offset, 0) % config.index_topk_freq)
+
+
+def _index_parts(config: _Config) -> dict[str, int]:
+    """Return the bytes per token of each part of an index."""
+    return {"latent": config.index_head_dim, "scale": config.index_head_dim // INDEX_SCALED * 4}

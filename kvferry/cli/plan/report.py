@@ -53,14 +53,23 @@ def print_model(console: Console, described: Model) -> None:
     windows = sorted({window for window in described.windows.values() if window})
     entry = " + ".join(f"{name} {elements}" for name, elements in described.parts.items())
     heads = "one latent per token" if described.latent else counted(described.kv_heads, "KV head")
-    per_token = len(described.windows) * described.kv_heads * described.entry_bytes
     console.print(
         f"{counted(len(described.windows), 'layer')}, {heads} ({entry}, {described.dtype}): "
-        f"{size(per_token)} per token"
+        f"{size(described.token_bytes)} per token"
     )
     for window in windows:
         layers = [layer for layer, length in described.windows.items() if length == window]
         console.print(f"layers {numbers(layers)} look back {window:,} tokens")
+    for chunk in sorted(set(described.chunks.values())):
+        layers = [layer for layer, length in described.chunks.items() if length == chunk]
+        console.print(
+            f"layers {numbers(layers)} look back to the start of a chunk of {chunk:,} tokens"
+        )
+    if described.indexed:
+        console.print(
+            f"layers {numbers(described.indexed)} have an index: {described.index_bytes} bytes per "
+            "token each"
+        )
     if described.state is not None:
         console.print(
             f"layers {numbers(described.states)} have a state: {_state_text(described.state)}"

@@ -40,14 +40,15 @@ class RunningEngine:
         """Return the engine's layouts.
 
         Args:
-            model: The model of the engine, which gives the sliding windows, since the side channel
-                does not; ``None`` if it is not known.
+            model: The model of the engine, which gives the sliding windows and chunks, since
+                the side channel does not; ``None`` if it is not known.
         """
         layouts = tuple(payload.layout for payload in self.info.ranks)
         return Engine(
             ranks=layouts,
             coordinates=tuple(payload.coordinates for payload in self.info.ranks),
-            windows=() if model is None else _windows(model, layouts),
+            windows=() if model is None else _by_group(model.windows, layouts),
+            chunks=_by_group(model.chunks, layouts) if model and model.chunks else (),
         )
 
 
@@ -154,12 +155,15 @@ def _renamed(layout: Layout, keys: Mapping[FieldPlace, str]) -> Layout:
 def field_place(key: str) -> FieldPlace:
     """Return the place of a field in a model: ``layers.3.mixer/conv/x`` is ``(3, "conv/x")``.
 
+    The fields of a layer's index have ``index`` before their name, since its latents have the same.
+
     Args:
         key: The field's key.
     """
     layer, _, name = key.partition("/")
-    index = next((int(word) for word in layer.split(".") if _is_index(word)), None)
-    return index, name
+    words = layer.split(".")
+    index = next((int(word) for word in words if _is_index(word)), None)
+    return index, f"index/{name}" if "indexer" in words else name
 
 
 def _is_index(word: str) -> bool:
@@ -167,17 +171,17 @@ def _is_index(word: str) -> bool:
     return word.isascii() and word.isdecimal() and len(word) < 10
 
 
-def _windows(model: Model, layouts: tuple[Layout, ...]) -> tuple[int, ...]:
-    """Return the sliding window of each cache group in tokens, 0 for no window.
+def _by_group(lengths: Mapping[int, int], layouts: tuple[Layout, ...]) -> tuple[int, ...]:
+    """Return the sliding window, or the size of the chunks, of each cache group; 0 for none.
 
     Args:
-        model: The model, which has the windows of layers.
+        lengths: The same by the index of each layer.
         layouts: The layouts of an engine's ranks.
     """
-    windows = [0] * len(layouts[0].groups)
+    found = [0] * len(layouts[0].groups)
     for layout in layouts:
         for f in layout.fields:
             index, _ = field_place(f.key)
             if index is not None and not f.draft and f.tokens:
-                windows[f.group] = model.windows.get(index, 0)
-    return tuple(windows)
+                found[f.group] = lengths.get(index, 0)
+    return tuple(found)

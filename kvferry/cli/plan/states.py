@@ -143,6 +143,7 @@ class _LayerKeys(Struct):
     full_attn_idxs: list[Index] | None = None
     hybrid_layer_ids: list[Index] | None = None
     mamba_d_ssm: Size | None = None
+    attn_type_list: list[int] | None = None
     linear_attn_config: _DeltaAttention | None = None
 
 
@@ -166,6 +167,8 @@ def layer_types(config: Mapping[str, Any], layers: int) -> list[str] | None:
     if keys.linear_attn_config:
         attending = {layer - 1 for layer in keys.linear_attn_config.full_attn_layers}
         return ["attention" if n in attending else "linear_attention" for n in every]
+    if keys.attn_type_list:
+        return ["attention" if kind == 1 else "linear_attention" for kind in keys.attn_type_list]
     if "mamba_d_ssm" in config:
         return [HYBRID] * layers
     if keys.hybrid_layer_ids is not None:
