@@ -20,7 +20,10 @@ INTERRUPTED = 130
 
 
 def main() -> None:
-    """Run the command line; a ``KVFerryError`` ends it with a line on stderr and exit status 1."""
+    """Run the command line.
+
+    A ``KVFerryError`` ends it with a line on stderr and exit status 1, Ctrl-C with 130.
+    """
     try:
         if sys.argv[1:2] == [PROBE]:
             _probe(sys.argv[2:])
@@ -30,13 +33,22 @@ def main() -> None:
     except KVFerryError as exc:
         sys.exit(refused(exc))
     except KeyboardInterrupt:
-        sys.exit(INTERRUPTED)
+        sys.exit(interrupted())
+    except SystemExit as exc:
+        # typer ends a command that is interrupted with this status, without a word.
+        sys.exit(interrupted() if exc.code == INTERRUPTED else exc.code)
 
 
 def refused(error: KVFerryError) -> int:
     """Print an error on stderr, and return 1, the exit status of a failed command."""
     sys.stderr.write(f"kvferry: {error}\n")
     return 1
+
+
+def interrupted() -> int:
+    """Print on stderr that Ctrl-C ended the command, and return its exit status."""
+    sys.stderr.write("kvferry: interrupted\n")
+    return INTERRUPTED
 
 
 def _probe(arguments: list[str]) -> None:

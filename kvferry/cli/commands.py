@@ -15,7 +15,7 @@ from typing import Annotated, NoReturn
 import typer
 
 import kvferry
-from kvferry.cli import refused
+from kvferry.cli import interrupted, refused
 from kvferry.cli.options import (
     Bandwidths,
     CacheDtype,
@@ -61,6 +61,8 @@ def _leave_after(run: Callable[[], int | None]) -> NoReturn:
         status = run() or 0
     except KVFerryError as exc:
         status = refused(exc)
+    except KeyboardInterrupt:
+        status = interrupted()
     try:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -108,27 +110,35 @@ def demo(
         str, typer.Option(help="The driver that moves it; 'kvferry drivers' lists them.")
     ] = "loopback",
     prefill: Annotated[
-        str,
+        str | None,
         typer.Option(
             metavar="RANKS/ORDER/TOKENS",
+            show_default=False,
             help="The prefill engine: how many ranks (processes) share the heads; whether a page "
             "has its tokens inside its heads (HND) or its heads inside its tokens (NHD); tokens "
-            "a page.",
+            "a page. 2/HND/16 if only --decode is given.",
         ),
-    ] = "2/HND/16",
+    ] = None,
     decode: Annotated[
-        str,
-        typer.Option(metavar="ORDER/TOKENS", help="The decode engine, which is one process."),
-    ] = "NHD/32",
+        str | None,
+        typer.Option(
+            metavar="ORDER/TOKENS",
+            show_default=False,
+            help="The decode engine, which is one process. HND/16 if only --prefill is given.",
+        ),
+    ] = None,
 ) -> None:
-    """Move a KV cache between engines of different shape, and check every byte.
+    """Move a KV cache between two engines, and check every byte.
 
     A prefill engine of two processes computes requests, and a decode engine (this process) pulls
     them. Side channel, protocol and driver are real; only the model is missing. Prints what was
-    moved, and how fast compared with a plain memcpy. Exit status 0 only if every byte is right.
+    moved, and how fast compared with copies of pieces of the same size within one process, and with
+    a memcpy. Exit status 0 only if every byte is right.
 
-    A cache of any shape can be moved into any other: try --prefill 3/HND/16 --decode NHD/48.
-    Between equal shapes (--prefill 1/NHD/32) whole pages are moved, in far fewer and larger copies.
+    First both engines have like pages (2/HND/16 and HND/16), so that large pieces are moved; then
+    unlike ones (2/HND/16 and NHD/32), whose pieces are a head of a token. With --prefill or
+    --decode, only the given pair is moved. A cache of any shape can be moved into any other: try
+    --prefill 3/HND/16 --decode NHD/48.
     """
     from kvferry.cli.demo import run
 
@@ -483,3 +493,8 @@ def plan(
         as_json=as_json,
         write_layouts=write_layouts,
     )
+
+
+for _command in app.registered_commands:
+    # typer cuts the summaries that it takes from docstrings to what fits into a line.
+    _command.short_help = (_command.callback.__doc__ or "").partition("\n")[0]

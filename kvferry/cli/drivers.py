@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 
 from rich.console import Console
-from rich.table import Table
+from rich.markup import escape
+from rich.padding import Padding
 
 from kvferry.core.transport import Capabilities, Quiescence
 from kvferry.core.transport.registry import DriverReport, describe, installed
@@ -15,13 +16,13 @@ def run(*, as_json: bool) -> None:
     """Load every installed driver, and print its capabilities or why it does not work.
 
     Args:
-        as_json: Whether to print JSON instead of a table.
+        as_json: Whether to print JSON instead of text.
     """
     reports = [describe(info) for info in installed()]
     if as_json:
         Console().print_json(json.dumps([_record(report) for report in reports]))
     else:
-        _print_table(reports)
+        _print_reports(reports)
 
 
 def _record(report: DriverReport) -> dict[str, object]:
@@ -60,31 +61,21 @@ QUIESCENCE_TEXTS = {
 }
 
 
-def _print_table(reports: list[DriverReport]) -> None:
-    """Print the drivers as a table."""
-    console = Console()
+def _print_reports(reports: list[DriverReport]) -> None:
+    """Print for each driver a line with its name and library, and its abilities below."""
+    console = Console(highlight=False)
     if not reports:
         console.print("No driver is installed. kvferry brings one, loopback: reinstall kvferry.")
-        return
-    table = Table()
-    for heading in (
-        "driver",
-        "distribution, library",
-        "memory",
-        "ops",
-        "more, or why it does not work",
-    ):
-        table.add_column(heading, overflow="fold")
     for report in reports:
         info, can = report.info, report.capabilities
-        table.add_row(
-            info.name,
-            "\n".join(filter(None, (f"{info.distribution} {info.version}", report.library))),
-            ", ".join(sorted(can.memory)) if can else "",
-            ", ".join(sorted(can.ops)) if can else "",
-            _more(can) if can else f"[red]does not work here:[/] {_plain(report.reason)}",
-        )
-    console.print(table)
+        origin = ", ".join(filter(None, (f"{info.distribution} {info.version}", report.library)))
+        console.print(f"[bold]{info.name}[/]: {escape(origin)}")
+        if can is None:
+            lines = [f"[red]does not work here:[/] {escape(report.reason or '')}"]
+        else:
+            lines = [f"{', '.join(sorted(can.ops))}; memory: {', '.join(sorted(can.memory))}"]
+            lines.append(_more(can))
+        console.print(Padding("\n".join(lines), (0, 0, 0, 4), expand=False))
 
 
 def _more(can: Capabilities) -> str:
@@ -100,8 +91,3 @@ def _more(can: Capabilities) -> str:
     if not can.concurrent_connect:
         notes.append("a peer that is slow to connect holds others up")
     return "; ".join(notes)
-
-
-def _plain(reason: str | None) -> str:
-    """Return a reason, or an empty text for ``None``, with brackets escaped for rich."""
-    return (reason or "").replace("[", r"\[")

@@ -30,6 +30,29 @@ def test_help_lists_commands() -> None:
     assert "plan" in result.stdout
 
 
+COMMANDS = (
+    *("bench", "check-config", "demo", "doctor", "drivers", "health", "keygen", "plan"),
+    "top",
+)
+
+
+def test_summaries_are_whole_at_80_columns() -> None:
+    shown = run_kvferry(os.environ | {"COLUMNS": "80"}, "--help").stdout
+    assert "..." not in shown.replace("[ARGS]...", "")
+    words = " ".join(shown.split())
+    for command in COMMANDS:
+        helped = run_kvferry(os.environ | {"COLUMNS": "80"}, command, "--help").stdout
+        summary = " ".join(helped.split("\n\n")[1].split())
+        assert f" {command} {summary}" in words
+        assert max(map(len, helped.splitlines())) <= 100
+
+
+def test_interrupted_command_says_so(tmp_path: Path) -> None:
+    code = "import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n"
+    result = run_kvferry(install_drivers(tmp_path, code, interrupting="Driver"), "drivers")
+    assert (result.returncode, result.stderr) == (130, "kvferry: interrupted\n")
+
+
 def test_version_is_printed() -> None:
     assert run_kvferry(dict(os.environ), "--version").stdout.strip() == kvferry.__version__
 
@@ -39,9 +62,18 @@ def test_drivers_are_listed_with_capabilities_or_reason(environment: dict[str, s
     assert result.returncode == 0
     for part in ("loopback", f"kvferry {kvferry.__version__}", "read, write", "can cancel"):
         assert part in result.stdout
-    words = " ".join(result.stdout.replace("│", " ").split())
+    words = " ".join(result.stdout.split())
     for part in ("needy", "kvferry-fake 1.2", "does not work here", "a_library_that_is_missing"):
         assert part in words
+
+
+def test_reasons_have_whole_lines_at_80_columns(tmp_path: Path) -> None:
+    reason = " ".join(f"word{n}" for n in range(30))
+    broken = install_drivers(tmp_path, f"raise ImportError({reason!r})\n", broken="Driver")
+    shown = run_kvferry(broken | {"COLUMNS": "80"}, "drivers").stdout
+    assert reason in " ".join(shown.split())
+    told = [line.rstrip() for line in shown.splitlines() if " word" in line]
+    assert all(60 < len(line) <= 80 for line in told[:-1])
 
 
 def test_drivers_are_listed_as_json(environment: dict[str, str]) -> None:

@@ -122,22 +122,30 @@ def pids_in(output: str) -> list[int]:
 def test_demo_moves_every_byte_and_prints_speed(environment: dict[str, str]) -> None:
     done = demo(environment)
     assert (done.returncode, done.stderr) == (0, "")
-    assert len(set(pids_in(done.stdout))) == 3
-    assert done.stdout.count("all right") == 8
-    assert "untouched" in done.stdout
-    assert "A used ticket tried again is refused" in done.stdout
-    assert re.search(r"kvferry +\d+\.\d\d GB/s", done.stdout)
-    assert re.search(r"memcpy +\d+\.\d\d GB/s", done.stdout)
+    first, second = done.stdout.split("Engines of unlike pages: HND with 16 tokens to NHD with 32")
+    assert "Engines of like pages: HND with 16 tokens to HND with 16" in first
+    for output in (first, second):
+        assert len(set(pids_in(output))) == 3
+        assert output.count("all right") == 8
+        assert "untouched" in output
+        assert "A used ticket tried again is refused" in output
+        for name in ("kvferry", "gather", "memcpy"):
+            assert re.search(rf"{name} +\d+\.\d\d GB/s", output)
+    assert "pieces of 16,384 bytes" in first
+    assert "here a rank's heads of a page" in first
+    assert "pieces of 256 bytes" in second
+    assert "HND and NHD have one head of one token in common, 256 bytes" in second
 
 
 @pytest.mark.parametrize(
     ("prefill", "decode"),
-    [("3/HND/16", "NHD/48"), ("1/NHD/32", "NHD/32"), ("4/nhd/24", "hnd/16")],
+    [("3/HND/16", "NHD/48"), ("1/NHD/32", "NHD/32"), ("4/nhd/24", "hnd/16"), ("3/HND/16", None)],
 )
 def test_demo_runs_with_other_shapes(
-    environment: dict[str, str], prefill: str, decode: str
+    environment: dict[str, str], prefill: str, decode: str | None
 ) -> None:
-    done = demo(environment, "--prefill", prefill, "--decode", decode)
+    other = ("--decode", decode) if decode else ()
+    done = demo(environment, "--prefill", prefill, *other)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.count("all right") == 8
 
@@ -146,7 +154,7 @@ def test_wrong_byte_is_reported_and_fails_the_command(environment: dict[str, str
     done = demo(environment, "--driver", "flipping")
     assert done.returncode == 1
     assert done.stdout.count("1 WRONG") == 1
-    assert done.stdout.count("all right") == 7
+    assert done.stdout.count("all right") == 15
 
 
 @pytest.mark.parametrize(
@@ -214,6 +222,14 @@ def test_interrupt_leaves_no_process_and_no_file(environment: dict[str, str]) ->
     assert (process.returncode, errors) == (130, "")
     assert "Interrupted" in output
     assert not list(Path(environment["TMPDIR"]).iterdir())
+
+
+def test_interrupt_before_the_engines_start_is_said(tmp_path: Path) -> None:
+    code = "import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n"
+    environment = install_drivers(tmp_path, code, interrupting="Driver")
+    done = run_kvferry(environment, "demo", "--driver", "interrupting")
+    assert (done.returncode, done.stderr) == (130, "")
+    assert done.stdout == "Interrupted: all processes have been ended.\n"
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGKILL])

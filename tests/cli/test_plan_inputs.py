@@ -93,7 +93,7 @@ def test_windows_read_only_their_pages(
     assert make_plan(capsys, [model], "tp=1", "tp=1", "--tokens=64")["total"]["copies"] == copies
 
 
-GEMMA_3_27B = {
+GEMMA_3_27B: dict[str, Any] = {
     "model_type": "gemma3",
     "text_config": {
         "model_type": "gemma3_text",
@@ -146,7 +146,11 @@ def test_windows_of_unknown_models_are_refused_with_the_key_to_add(
     assert make_plan(capsys, [write_config(tmp_path, known)], "tp=1", "tp=1")["total"]
 
 
-INDEXED = LATENT | {"model_type": "deepseek_v32", "index_topk": 64, "index_head_dim": 128}
+INDEXED: dict[str, Any] = LATENT | {
+    "model_type": "deepseek_v32",
+    "index_topk": 64,
+    "index_head_dim": 128,
+}
 
 
 @pytest.mark.parametrize("layout", ["LBNHC", "LHBNC", "BLHNC", "BHLNC"])

@@ -31,20 +31,18 @@ from vllm.v1.worker.workspace import init_workspace_manager
 DEVICES = {"apertus": "cpu", "gemma3n_text": "cpu"}
 """Where models are built that compute something while they are built."""
 
-CPU_BACKEND = CpuPlatform.get_attn_backend_cls.__func__  # type: ignore[attr-defined]  # a classmethod
+CPU_BACKEND = CpuPlatform.get_attn_backend_cls.__func__
+CPU_CHECK = CpuPlatform.check_and_update_config.__func__
 
-CPU_CHECK = CpuPlatform.check_and_update_config.__func__  # type: ignore[attr-defined]  # likewise
 
-
-def backend(cls: Any, selected_backend: Any, attn_selector_config: Any, **more: Any) -> str:
+def backend(cls: Any, /, selected_backend: Any, attn_selector_config: Any, **more: Any) -> str:
     """Return the backend of a GPU for sparse attention, which CPUs do not have."""
     if attn_selector_config.use_sparse:
-        return AttentionBackendEnum.FLASHMLA_SPARSE.get_path()
-    chosen: str = CPU_BACKEND(cls, selected_backend, attn_selector_config, **more)
-    return chosen
+        return str(AttentionBackendEnum.FLASHMLA_SPARSE.get_path())
+    return str(CPU_BACKEND(cls, selected_backend, attn_selector_config, **more))
 
 
-def keep_state_dtype(cls: Any, vllm_config: VllmConfig) -> None:
+def keep_state_dtype(cls: Any, /, vllm_config: VllmConfig) -> None:
     """Leave the element type of states as on GPUs; on CPUs they are float32."""
     dtype = vllm_config.cache_config.mamba_ssm_cache_dtype
     CPU_CHECK(cls, vllm_config)
@@ -53,8 +51,8 @@ def keep_state_dtype(cls: Any, vllm_config: VllmConfig) -> None:
 
 def start() -> None:
     """Let vLLM build models in this process, with the caches that they have on GPUs."""
-    CpuPlatform.check_and_update_config = classmethod(keep_state_dtype)  # type: ignore[assignment,method-assign]
-    CpuPlatform.get_attn_backend_cls = classmethod(backend)  # type: ignore[assignment,method-assign]
+    CpuPlatform.check_and_update_config = classmethod(keep_state_dtype)
+    CpuPlatform.get_attn_backend_cls = classmethod(backend)
     registry._run_in_subprocess = lambda function: function()  # a process for each takes 7 s
     with tempfile.TemporaryDirectory() as folder, set_current_vllm_config(VllmConfig()):
         init_distributed_environment(1, 0, f"file://{folder}/meeting", 0, "gloo")
@@ -115,7 +113,7 @@ def cache(spec: Any) -> list[Any]:
 
 def main() -> None:
     start()
-    found = []
+    found: list[Any] = []
     for content in json.load(sys.stdin):
         try:
             found.append(caches(content))

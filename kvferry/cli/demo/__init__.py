@@ -27,24 +27,31 @@ from kvferry.core.transport.registry import create
 
 ENGINE = "prefill"
 INTERRUPTED = 130
+PREFILL, DECODE, UNLIKE_DECODE = "2/HND/16", "HND/16", "NHD/32"
+"""The engines that are used if none is given."""
 COPIES_IN_MEMORY = 3
-"""Number of buffers of the cache's size: prefill's, decode's, and the target of memcpy."""
+"""Number of buffers of the cache's size: prefill's, decode's, and the target of local copies."""
 
 
 def run(
     *,
     megabytes: int = 256,
     driver: str = "loopback",
-    prefill: str = "2/HND/16",
-    decode: str = "NHD/32",
+    prefill: str | None = None,
+    decode: str | None = None,
 ) -> int:
     """Run the demo, and print the results.
+
+    If no engine is given, the cache is moved twice: between engines of like shape, then between
+    engines of unlike shape.
 
     Args:
         megabytes: How much KV cache is transferred, in units of 10^6 bytes.
         driver: Name of an installed driver that reaches CPU memory.
         prefill: The prefill engine: ranks, order (HND or NHD), tokens per page; see ``shape_of``.
-        decode: The decode engine, which has one rank: order and tokens per page.
+            ``None`` for ``PREFILL``.
+        decode: The decode engine, which has one rank: order and tokens per page; ``None`` for
+            ``DECODE``.
 
     Returns:
         The exit status: 0 if every byte was right, 1 if not, 130 after Ctrl-C.
@@ -55,9 +62,13 @@ def run(
     console = Console()
     # The demo causes warnings of its endpoints on purpose, and prints the outcome itself.
     logging.getLogger("kvferry").addHandler(logging.NullHandler())
+    decodes = (DECODE, UNLIKE_DECODE) if prefill is None and decode is None else (decode or DECODE,)
     try:
-        shapes = shape_of(prefill), shape_of(decode, tp=1)
-        return _run(console, megabytes * 10**6, driver, *shapes)
+        source = shape_of(prefill or PREFILL)
+        status = 0
+        for shape in [shape_of(text, tp=1) for text in decodes]:
+            status |= _run(console, megabytes * 10**6, driver, source, shape)
+        return status
     except KeyboardInterrupt:
         console.print("Interrupted: all processes have been ended.")
         return INTERRUPTED
@@ -86,6 +97,7 @@ def _run(console: Console, nbytes: int, driver: str, prefill: Shape, decode: Sha
         lease=60.0 + nbytes / 1e7,
     )
     transport = _transport(driver)
+    report.pair(console, prefill, decode)
     with ExitStack() as stack:
         with report.step(console, "engines started"):
             pipe = stack.enter_context(prefill_processes(prefill.tp))
@@ -119,8 +131,8 @@ def _cross(console: Console, pipe: Connection, spec: Spec, consumer: Decode, dec
         pulled = consumer.pull(tickets, advance)
     with report.step(console, "every byte was compared with what it must be", count) as advance:
         wrong = consumer.wrong_bytes(advance)
-    with report.step(console, f"the same bytes were copied by memcpy, {COPY_ROUNDS} times"):
-        memcpy = consumer.memcpy_rate(pulled.nbytes)
+    with report.step(console, f"the same bytes were copied by numpy, {COPY_ROUNDS} times"):
+        local = consumer.local_rates(pulled)
     with report.step(console, "every hold was released, and a used ticket tried again"):
         receive(pipe, ReleasedRequest)
         refusal = consumer.pull_again(*next(iter(tickets.items())))
@@ -130,7 +142,7 @@ def _cross(console: Console, pipe: Connection, spec: Spec, consumer: Decode, dec
     }
     report.requests(console, pulled, pages, wrong)
     report.used_ticket(console, refusal)
-    report.rates(console, pulled, memcpy, spec.shape, decode)
+    report.rates(console, pulled, local, spec.shape, decode)
     return int(any(wrong.values()) or not isinstance(refusal, StaleError))
 
 

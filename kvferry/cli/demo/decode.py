@@ -29,6 +29,7 @@ from kvferry.core.transport import Transport
 
 WAIT_SECONDS = 0.2
 COPY_ROUNDS = 3
+WORD_BYTES = 8
 
 Advance = Callable[[], None]
 """A function to call when one more part of a step of the demo is over, for the progress bar."""
@@ -57,9 +58,27 @@ class Pulled:
         return sum(record.copies for record in self.records.values())
 
     @property
+    def piece(self) -> int:
+        """Bytes of a copy, on average."""
+        return self.nbytes // max(self.copies, 1)
+
+    @property
     def handshake(self) -> float:
         """Seconds of the longest handshake; all loads wait for the same one."""
         return max(record.handshake_seconds for record in self.records.values())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalRates:
+    """Speeds of copies within one process, in bytes per second.
+
+    Attributes:
+        gather: Of pieces as small and as scattered as those that were loaded.
+        memcpy: Of the same bytes in one piece.
+    """
+
+    gather: float
+    memcpy: float
 
 
 class Decode:
@@ -148,21 +167,22 @@ class Decode:
         wrong["pages of no request"] = wrong_spare_bytes(self._cache, used)
         return wrong
 
-    def memcpy_rate(self, nbytes: int) -> float:
-        """Return the speed of a memcpy in bytes per second, the best of ``COPY_ROUNDS``.
+    def local_rates(self, pulled: Pulled) -> LocalRates:
+        """Return the speed of numpy for the same bytes, the best of ``COPY_ROUNDS``.
 
         Args:
-            nbytes: How many bytes of the cache to copy in each round.
+            pulled: The loads whose bytes and pieces are copied.
         """
-        source = self._cache.reshape(-1).view(np.uint8)[:nbytes]
-        target = np.empty_like(source)
+        words = self._cache.reshape(-1)[: pulled.nbytes // WORD_BYTES]
+        width = max(pulled.piece // WORD_BYTES, 1)
+        pieces = words[: len(words) // width * width].reshape(-1, width)
+        target = np.empty_like(pieces)
         target.fill(0)  # the system must have mapped its pages before the clock starts
-        best = float("inf")
-        for _ in range(COPY_ROUNDS):
-            begun = time.perf_counter()
-            np.copyto(target, source)
-            best = min(best, time.perf_counter() - begun)
-        return len(source) / best
+        order = np.random.default_rng(3).permutation(len(pieces))
+        # With "clip", numpy writes into the target at once; no index is out of range.
+        gather = _best_seconds(lambda: np.take(pieces, order, axis=0, out=target, mode="clip"))
+        memcpy = _best_seconds(lambda: np.copyto(target, pieces))
+        return LocalRates(gather=pieces.nbytes / gather, memcpy=pieces.nbytes / memcpy)
 
     def _load(self, request: Request, ticket: Ticket) -> None:
         """Check that a ticket is for a request's prompt, and start to load the request.
@@ -179,3 +199,13 @@ class Decode:
             local=(Pages(ids=np.array(self.pages[request], dtype=np.int64)),),
         )
         self.endpoint.load(load)
+
+
+def _best_seconds(copy: Callable[[], object]) -> float:
+    """Return the seconds of the fastest of ``COPY_ROUNDS`` calls."""
+    best = float("inf")
+    for _ in range(COPY_ROUNDS):
+        begun = time.perf_counter()
+        copy()
+        best = min(best, time.perf_counter() - begun)
+    return best

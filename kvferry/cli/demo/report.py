@@ -11,12 +11,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
 from rich.table import Table
 
-from kvferry.cli.demo.decode import Advance, Pulled
+from kvferry.cli.demo.decode import Advance, LocalRates, Pulled
 from kvferry.cli.demo.model import DTYPE, HEAD_DIM, HEADS, LAYERS, ROW_BYTES, Request, Shape
 from kvferry.cli.demo.pipes import Started
 from kvferry.core.errors import KVFerryError
 
-__all__ = ["Advance", "engines", "rates", "requests", "step", "used_ticket"]
+__all__ = ["Advance", "engines", "pair", "rates", "requests", "step", "used_ticket"]
 
 
 @contextmanager
@@ -103,38 +103,64 @@ def used_ticket(console: Console, refusal: KVFerryError | None) -> None:
         console.print(f"\nA used ticket tried again is refused: {refusal}", highlight=False)
 
 
-def rates(console: Console, pulled: Pulled, memcpy: float, prefill: Shape, decode: Shape) -> None:
-    """Print the speed of all loads together, compared with a memcpy.
+def pair(console: Console, prefill: Shape, decode: Shape) -> None:
+    """Print between which shapes the cache is moved."""
+    like = (prefill.order, prefill.block) == (decode.order, decode.block)
+    console.print(
+        f"\n[bold]Engines of {'like' if like else 'unlike'} pages:[/] {prefill.order} with "
+        f"{prefill.block} tokens to {decode.order} with {decode.block}\n",
+        highlight=False,
+    )
+
+
+def rates(
+    console: Console, pulled: Pulled, local: LocalRates, prefill: Shape, decode: Shape
+) -> None:
+    """Print the speed of all loads together, compared with copies within one process.
 
     Args:
         console: Where to print.
         pulled: The loads of all requests.
-        memcpy: Speed of the memcpy in bytes per second.
+        local: Speeds of copies within one process.
         prefill: The shape of the prefill engine.
         decode: The shape of the decode engine.
     """
-    rate = pulled.nbytes / pulled.seconds
-    mean = pulled.nbytes / max(pulled.copies, 1)
+    rate = pulled.nbytes / (pulled.seconds - pulled.handshake)
     table = Table(box=None, show_header=False)
     table.add_row(
         "kvferry",
         f"[bold]{rate / 1e9:.2f} GB/s[/]",
-        f"{pulled.copies:,} copies of {mean:,.0f} bytes on average, handshake and fences included",
+        f"{pulled.copies:,} pieces of {pulled.piece:,} bytes, fences included",
     )
+    for name, of, what in (
+        ("gather", local.gather, "the same pieces, by numpy in one process"),
+        ("memcpy", local.memcpy, "the same bytes in one piece"),
+    ):
+        table.add_row(name, f"{of / 1e9:.2f} GB/s", f"{what}: {of / rate:.1f}x")
     table.add_row(
-        "memcpy", f"{memcpy / 1e9:.2f} GB/s", f"the same bytes in one piece: {memcpy / rate:.1f}x"
-    )
-    table.add_row(
-        "handshake", f"{pulled.handshake * 1e3:.1f} ms", "layouts fetched, plan made, connected"
+        "handshake",
+        f"{pulled.handshake * 1e3:.1f} ms",
+        "once for a peer: layouts fetched, plan made, connected",
     )
     console.print()
     console.print(table)
+    console.print(f"\n{_piece_text(prefill, decode)}", highlight=False)
+
+
+def _piece_text(prefill: Shape, decode: Shape) -> str:
+    """Return what lies in one piece on both sides, in a sentence."""
     if prefill.order != decode.order:
-        console.print(
-            f"\n{prefill.order} and {decode.order} have no more in one piece than one head of one "
-            f"token, {ROW_BYTES} bytes. Try --prefill {prefill.tp}/{decode.order}/{prefill.block}.",
-            highlight=False,
+        return (
+            f"A piece is what lies together on both sides. {prefill.order} and {decode.order} have "
+            f"one head of one token in common, {ROW_BYTES} bytes, and each piece costs more than "
+            f"its bytes. Try --prefill {prefill.tp}/{decode.order}/{prefill.block}; kvferry plan "
+            "finds such pairs for a model."
         )
+    if prefill.order == "NHD":
+        shared = "pages" if prefill.tp == 1 else "a rank's heads of a token"
+    else:
+        shared = "a rank's heads of a page" if prefill.block == decode.block else "tokens of a head"
+    return f"A piece is what lies together on both sides: here {shared}."
 
 
 def _rank(shape: Shape, rank: int, pid: int) -> tuple[str, ...]:

@@ -23,7 +23,6 @@ MARKS = {
     FindingLevel.WARN: "[yellow]![/]",
     FindingLevel.BAD: "[red]✗[/]",
 }
-INTERRUPTED = 130
 
 
 class DoctorError(KVFerryError):
@@ -48,7 +47,7 @@ def run(
         as_json: Whether to print JSON instead of a table.
 
     Returns:
-        The exit status: 1 if something is bad, 130 after Ctrl-C, otherwise 0.
+        The exit status: 1 if something is bad, otherwise 0.
 
     Raises:
         DoctorError: Host and port are not given together, or engine or keys without them.
@@ -56,10 +55,7 @@ def run(
     about = engine is not None or keys != NONE
     if (host is None) != (port is None) or (about and host is None):
         raise DoctorError("a running engine is asked at --host HOST --port PORT; give both")
-    try:
-        findings = list(_findings(host, port, engine, keys))
-    except KeyboardInterrupt:
-        return INTERRUPTED
+    findings = list(_findings(host, port, engine, keys))
     if as_json:
         Console().print_json(json.dumps(_json_record(findings)))
     else:

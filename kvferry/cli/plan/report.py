@@ -124,10 +124,12 @@ def print_total(console: Console, estimate: Estimate) -> None:
 def print_reads(console: Console, estimate: Estimate, prefill: Engine, decode: Engine) -> None:
     """Print what each decode rank reads from which prefill rank."""
     table = Table(box=None, pad_edge=False)
-    for heading in ("decode rank", "from prefill", "what"):
+    for heading in ("decode rank", "from prefill"):
         table.add_column(heading, overflow="fold")
-    for heading in ("copies", "bytes", "of size"):
+    table.add_column("what", overflow="fold", min_width=14)
+    for heading in ("copies", "bytes"):
         table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("of size", justify="right", overflow="fold")
     for rank in range(len(decode.ranks)):
         name = rank_name(decode, rank)
         for cells, style in _reading(estimate, prefill, rank):
