@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 
+from kvferry.cli.plan.engines import PlanSettings, make_engine
+from kvferry.cli.plan.model import read_model
+from kvferry.cli.plan.running import with_keys_of
 from tests.cli.plan_command import LATENT, TINY, WINDOWS, make_plan, run_kvferry, write_config
 
 Capture = pytest.CaptureFixture[str]
@@ -153,13 +158,13 @@ INDEXED: dict[str, Any] = LATENT | {
 }
 
 
-@pytest.mark.parametrize("layout", ["LBNHC", "LHBNC", "BLHNC", "BHLNC"])
-@pytest.mark.parametrize("kernel", [0, 8])
+@pytest.mark.parametrize(
+    ("layout", "kernel"),
+    [("LBNHC", 0), ("LBNHC", 8), ("LBHNC", 8), ("LHBNC", 0), ("BLHNC", 0), ("BHLNC", 0)],
+)
 def test_indexes_are_moved_with_latents(
     tmp_path: Path, capsys: Capture, layout: str, kernel: int
 ) -> None:
-    if kernel and layout.startswith(("LH", "B")):
-        pytest.skip("kernels cannot split these pages")
     model = [write_config(tmp_path, INDEXED | {"index_topk_pattern": "FSSF"})]
     side = f"layout={layout}" + f",kernel_block={kernel}" * bool(kernel)
     found = make_plan(capsys, model, f"tp=2,{side}", side, "--tokens=64")
@@ -170,6 +175,25 @@ def test_layers_with_an_index_are_named(tmp_path: Path, capsys: Capture) -> None
     ran = run_kvferry(capsys, "plan", write_config(tmp_path, INDEXED), *EQUAL_ENGINES)
     assert "one latent per token (latent 32, bfloat16): 784 B per token" in ran.words
     assert "layers 0-3 have an index: 132 bytes per token each" in ran.words
+    assert "layers 0-3, latent and index latent and index scale" in ran.words
+
+
+def test_indexes_get_the_keys_of_a_running_engine(tmp_path: Path) -> None:
+    computed = make_engine(read_model(Path(write_config(tmp_path, INDEXED))), PlanSettings(), 16)
+    [layout] = computed.ranks
+    keys = {
+        f.key: f"model.{f.key}".replace(".indexer/", ".attn.indexer.k_cache/")
+        for f in layout.fields
+    }
+    fields = tuple(structs.replace(f, key=keys[f.key]) for f in layout.fields)
+    running = replace(computed, ranks=(replace(layout, fields=fields),))
+    assert with_keys_of(computed, running) == running
+
+
+def test_packed_latents_beside_an_index_are_refused(tmp_path: Path, capsys: Capture) -> None:
+    model = write_config(tmp_path, INDEXED)
+    ran = run_kvferry(capsys, "plan", model, *EQUAL_ENGINES, "--dtype=fp8")
+    assert (ran.status, "float8_e4m3fn latents beside an index" in ran.err) == (1, True)
 
 
 def test_list_of_attention_types_is_no_state(tmp_path: Path, capsys: Capture) -> None:

@@ -250,6 +250,12 @@ def read_model(path: Path, dtype: str | None = None) -> Model:
     states = _state_layers(config, types)
     latent = config.kv_lora_rank is not None
     indexed = _indexed_layers(config)
+    element = element_type(dtype if dtype not in (None, "auto") else config.dtype)
+    if indexed and ELEMENT_BYTES[element] == 1:
+        raise ModelError(
+            f"{element} latents beside an index: vLLM packs them with their scales (fp8_ds_mla), "
+            f"which is not drawn from a file; {REMEDY}"
+        )
     return Model(
         layers=config.num_hidden_layers,
         windows=windows,
@@ -259,7 +265,7 @@ def read_model(path: Path, dtype: str | None = None) -> Model:
         parts={"latent": (config.kv_lora_rank or 0) + config.qk_rope_head_dim}
         if latent
         else dict.fromkeys(("k", "v"), _head_dim(file, config)),
-        dtype=element_type(dtype if dtype not in (None, "auto") else config.dtype),
+        dtype=element,
         indexed=indexed,
         index_parts=_index_parts(config) if indexed else {},
         states=states,

@@ -498,7 +498,7 @@ def _layer_and_part(key: str) -> tuple[str, str]:
     prefix, _, name = key.rpartition("/")
     if prefix.endswith(CONVOLUTION):
         return prefix.removesuffix(CONVOLUTION), f"{CONVOLUTION[1:]}/{name}"
-    return prefix, name
+    return prefix, f"index {name}" if "indexer" in prefix.split(".") else name
 
 
 def _layer_of(prefix: str) -> FieldLayer:
