@@ -230,6 +230,10 @@ WRONG_MODELS = [
         "has 'sliding_attention', and the file has no 'sliding_window'",
     ),
     ({"attn_type_list": [0, 1] * 2}, "layers 0, 2 are 'linear_attention', which have states"),
+    (
+        {"model_type": "llama4", "no_rope_layers": [1, 0]},
+        "'no_rope_layers' has 2 entries for 4 layers",
+    ),
     ({"attn_type_list": [1]}, "'attn_type_list' has 1 entries for 4 layers"),
     ({"model_type": "gemma4"}, "has model_type 'gemma4_text', layers with heads of two sizes"),
     (

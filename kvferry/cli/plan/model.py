@@ -509,6 +509,10 @@ def _attention_types(
     if config.attention_chunk_size and name.startswith("llama4"):
         every = config.no_rope_layer_interval
         with_rope = config.no_rope_layers or [int((n + 1) % every > 0) for n in layers]
+        if len(with_rope) < len(layers):
+            raise ModelError(
+                f"'no_rope_layers' has {len(with_rope)} entries for {len(layers)} layers"
+            )
         types = ["chunked_attention" if rope else "full_attention" for rope in with_rope]
         return types, _taken(name, left_out, "attention_chunk_size")
     # vLLM keeps every latent.
@@ -593,4 +597,5 @@ def _indexed_layers(config: _Config) -> tuple[int, ...]:
 
 def _index_parts(config: _Config) -> dict[str, int]:
     """Return the bytes per token of each part of an index."""
-    return {"latent": config.index_head_dim, "scale": config.index_head_dim // INDEX_SCALED * 4}
+    scales = config.index_head_dim // INDEX_SCALED * 4
+    return {"latent": config.index_head_dim} | ({"scale": scales} if scales else {})
