@@ -133,7 +133,7 @@ def rates(
         f"{pulled.copies:,} pieces of {pulled.piece:,} bytes, fences included",
     )
     for name, of, what in (
-        ("gather", local.gather, "the same pieces, by numpy in one process"),
+        ("gather", local.gather, "pieces of this size, by numpy in one process"),
         ("memcpy", local.memcpy, "the same bytes in one piece"),
     ):
         table.add_row(name, f"{of / 1e9:.2f} GB/s", f"{what}: {of / rate:.1f}x")
