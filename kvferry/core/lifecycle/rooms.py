@@ -250,7 +250,7 @@ class Rooms:
         """Forget a room that is over."""
         del self._over[room]
         self._kept_bytes -= len(self._rooms.pop(room).news.part)
-        if self._named[room.name] == room:
+        if self._named.get(room.name) == room:
             del self._named[room.name]
 
 

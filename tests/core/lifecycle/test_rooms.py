@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import permutations
+
 import msgspec
 import pytest
 
@@ -204,6 +206,23 @@ def test_a_room_is_forgotten_once_its_ticket_is_used_up() -> None:
     rooms.forget(A)
     assert news(rooms, A) is None
     assert rooms.open(A)
+
+
+@pytest.mark.parametrize("over", list(permutations("xyz")))
+@pytest.mark.parametrize("forgotten", list(permutations("xyz")))
+def test_rooms_of_one_name_are_forgotten_in_any_order(
+    over: tuple[str, ...], forgotten: tuple[str, ...]
+) -> None:
+    rooms, ids = Rooms(), {prompt: room_id("a", prompt.encode()) for prompt in "xyz"}
+    for prompt in "xyz":
+        assert rooms.open(ids[prompt])
+    for prompt in over:
+        assert rooms.finish(ids[prompt], b"ticket")
+    for prompt in forgotten:
+        rooms.forget(ids[prompt])
+    assert not len(rooms)
+    assert rooms.open(ids["y"])
+    assert news(rooms, A) is not None
 
 
 def test_parts_of_rooms_that_are_over_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
