@@ -570,25 +570,30 @@ class Producer:
         self._reports.answer_not_held(request.request_id, why)
 
     def _refuse_role(self, request: Request) -> None:
-        """Count and log that a request gets no ticket because of this engine's ``kv_role``."""
-        self._no_ticket(
+        """Say that a request gets no ticket because of this engine's ``kv_role``."""
+        self._refuse_early(
             request,
             NoTicket.ROLE,
             'this engine\'s kv_role is "kv_consumer", so no other engine would come for its pages, '
             'and they are not held: set "kv_producer" or "kv_both", or let the router send '
-            "do_remote_decode to prefill engines only; said once",
+            "do_remote_decode to prefill engines only",
         )
 
     def _refuse_later_prompt(self, request: Request) -> None:
-        """Count and log that a request gets no ticket because vLLM would not answer with it."""
-        self._no_ticket(
+        """Say that a request gets no ticket because vLLM would not answer with it."""
+        self._refuse_early(
             request,
             NoTicket.LIST,
             f"it is prompt {prompt_index(request.request_id) + 1} of a completion request with a "
             "list of prompts, and vLLM answers such a request with the first prompt's ticket only, "
             "so its pages are not held: let clients or the router send each prompt in a request of "
-            "its own; said once",
+            "its own",
         )
+
+    def _refuse_early(self, request: Request, reason: NoTicket, why: str) -> None:
+        """Count and log that a request gets no ticket, and say so in its room."""
+        self._no_ticket(request, reason, f"{why}; said once")
+        self._parts.refuse(request, why)
 
     def _refuse_cut_media(self, request: Request) -> None:
         """Count and log that a request gets no ticket because an image would be cut."""

@@ -102,12 +102,24 @@ class PromptParts:
         Args:
             request: vLLM's request; one that was preempted comes again, and keeps its room.
         """
-        name = room_name(request.kv_transfer_params or {})
-        if name is None or request.request_id in self._prompts:
-            return
-        room = room_id(name, whole_prompt_digest(request))
-        if self._rooms.open(room):
+        if request.request_id not in self._prompts and (room := self._open(request)) is not None:
             self._prompts[request.request_id] = _Prompt(request=request, room=room)
+
+    def refuse(self, request: Request, why: str) -> None:
+        """Say in a request's room, if it names one, that it gets no ticket.
+
+        Args:
+            request: vLLM's request.
+            why: The reason, for the engine that decodes it.
+        """
+        if (room := self._open(request)) is not None:
+            self._rooms.close(room, why)
+
+    def _open(self, request: Request) -> RoomId | None:
+        """Open the room that a request names; ``None`` if it names none, or cannot have it."""
+        name = room_name(request.kv_transfer_params or {})
+        room = None if name is None else room_id(name, whole_prompt_digest(request))
+        return room if room is not None and self._rooms.open(room) else None
 
     def place(self, request: Request, blocks: KVCacheBlocks) -> None:
         """Record the blocks of a request that gets blocks for the first time, or again.

@@ -243,6 +243,25 @@ class TestProducer:
         assert prefill.producer.request_finished(second, [[1]], SERVING) is not None
         assert not prefill.news().is_last
 
+    @pytest.mark.parametrize(
+        ("name", "hands_over", "why"),
+        [("cmpl-a-1-89b15765", True, "prompt 2 of"), ("r", False, "kv_role")],
+        ids=["list", "role"],
+    )
+    def test_request_that_gets_no_ticket_says_so_in_its_room_at_once(
+        self, name: str, hands_over: bool, why: str
+    ) -> None:
+        """Decode would wait for ``load_timeout``."""
+        news = Prefilling(name=name, hands_over=hands_over).news()
+        assert (news.part, news.is_last) == (b"", True)
+        assert why in news.error
+
+    def test_later_prompt_leaves_the_room_of_a_first_one_that_is_equal(self) -> None:
+        prefill = Prefilling(40, name="cmpl-a-0-89b15765")
+        later = request(40, PREFILL, name="cmpl-a-1-89b15765")
+        prefill.producer.on_new_request(later)
+        assert not prefill.news().is_last
+
     @pytest.mark.parametrize("name", [None, "", 7, "x" * 2000], ids=["none", "empty", "7", "long"])
     def test_no_room_without_a_name(self, name: object) -> None:
         rooms = Rooms()
