@@ -90,7 +90,8 @@ class RoomInbox:
     def keep(self, room: FollowedRoom, news: RoomNews) -> None:
         """Keep news of a room in place of older news."""
         self.drop(room)
-        room.version, room.changed, room.is_wanted = news.version, self._clock(), False
+        room.version, room.changed = news.version, self._clock()
+        room.is_wanted = room.is_last = False
         if news.error:
             self.fail([room], HandshakeError(f"the prefill engine makes no ticket: {news.error}"))
             return

@@ -228,6 +228,19 @@ def test_a_room_that_ends_without_a_ticket_says_why() -> None:
         assert following.news("d") is error
 
 
+def test_who_comes_after_the_ticket_hears_that_the_room_has_ended_otherwise_since() -> None:
+    inbox, room = room_inbox.RoomInbox(Clock()), room_inbox.FollowedRoom()
+    room.requests["d"] = room_inbox.RoomUser(since=0.0)
+    inbox.keep(room, RoomNews(room=A.name, version=2, part=b"ticket", is_last=True))
+    room.requests["d"].seen = room.version
+    inbox.trim(room)
+    room.requests["late"] = room_inbox.RoomUser(since=0.0)
+    room.is_wanted = True
+    inbox.keep(room, RoomNews(room=A.name, version=4, is_last=True, error="it was aborted"))
+    assert "it was aborted" in str(room.error)
+    assert "late" in inbox.changed
+
+
 def test_a_request_that_comes_later_waits_as_long_as_the_first() -> None:
     clock = Clock()
     with producer(Rooms()) as key, follower(clock=clock) as following:
