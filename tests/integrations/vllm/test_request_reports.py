@@ -36,6 +36,7 @@ from tests.integrations.vllm.test_scheduler_half import (
 
 HEADERS = {"traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"}
 RECORD = LoadRecord(
+    first_tokens=(0,),
     request="d",
     engine="prefill",
     reads=True,
