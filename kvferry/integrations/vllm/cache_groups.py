@@ -148,6 +148,14 @@ class CacheGroup:
         ids = [block.block_id for block in blocks[cached:]]
         return (first, tokens), Pages(ids=np.array(ids, dtype=np.int64), first_index=cached)
 
+    def splits_page(self, token: int) -> bool:
+        """Return whether a load has left a page without some of its tokens.
+
+        Args:
+            token: The first token of the request that the load has written in this group.
+        """
+        return self.has_gap and token % self.tokens != 0
+
     def missing_tokens(self, first: int, token: int) -> int:
         """Return how many of its first tokens a page lacks that was loaded.
 
@@ -155,8 +163,7 @@ class CacheGroup:
             first: The page's index among the request's pages in this group.
             token: The first token of the request that the load has written in this group.
         """
-        is_partial = self.has_gap and token % self.tokens
-        return max(0, token - first * self.tokens) if is_partial else 0
+        return max(0, token - first * self.tokens) if self.splits_page(token) else 0
 
     def _state_block(self, blocks: Sequence[Block], tokens: int) -> Sequence[Block]:
         """Return the block with a request's state after ``tokens`` tokens.

@@ -73,6 +73,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker: FerryWorker | UnreadRankWorker | None = None
         self._adapter_loads: LoadLog | None = None
         self._failed_blocks = versions.FailedBlocks()
+        self._has_siblings = False
         share_log_handlers()
         settings = config.engine_config(vllm_config)
         if role is KVConnectorRole.SCHEDULER:
@@ -86,6 +87,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
             own = vllm_config.kv_transfer_config
             outer = engine.kv_transfer_config or own
             support.check_siblings(own, outer)
+            self._has_siblings = support.has_siblings(outer)
             support.warn_of_late_turns(settings, outer)
             if vllm_config.lora_config is not None:
                 self._adapter_loads = observe_loads(vllm_config)
@@ -281,7 +283,9 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         Args:
             kv_caches: vLLM's cache tensors by layer.
         """
-        self._worker = start_worker(self._vllm_config, self._kv_cache_config, kv_caches)
+        self._worker = start_worker(
+            self._vllm_config, self._kv_cache_config, kv_caches, has_siblings=self._has_siblings
+        )
 
     def unregister_kv_caches(self) -> None:
         """Refuse to let the engine give away its cache's memory, which other engines may read.

@@ -68,7 +68,7 @@ class PrefixCache:
         """
         found = False
         for group, token in zip(self._groups, first_tokens, strict=True):
-            if group.has_gap and token % group.tokens:
+            if group.splits_page(token):
                 found = True
                 if self._is_used:
                     hashed = self._hashed[group.index]

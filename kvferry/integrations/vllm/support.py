@@ -67,6 +67,15 @@ def check_siblings(own: KVTransferConfig, engine: KVTransferConfig) -> None:
     _refuse("KVFerryConnector cannot work with", _unsupported_siblings(own, engine))
 
 
+def has_siblings(engine: KVTransferConfig) -> bool:
+    """Return whether other connectors run beside this one, which may keep what it has loaded.
+
+    Args:
+        engine: The configuration with which the engine was started, such as MultiConnector's.
+    """
+    return len(engine.kv_connector_extra_config.get("connectors", [])) > 1
+
+
 def late_turn_risk(config: Config, engine: KVTransferConfig) -> str | None:
     """Return a warning that the next turn of a conversation may fail; ``None`` if it cannot.
 

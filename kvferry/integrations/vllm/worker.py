@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from kvferry.core import messages as wire
 from kvferry.core import side_channel_messages
 from kvferry.core.endpoint import Endpoint, RelayedHandshakes, Results
+from kvferry.core.error_causes import on_one_line
 from kvferry.core.errors import TicketError
 from kvferry.core.lifecycle.holds import EndedHold, Hold, HoldEnd, Incarnation, RequestId
 from kvferry.core.lifecycle.scheduler_holds import HoldOrders
@@ -22,7 +23,7 @@ from kvferry.core.metrics import LoadRecord
 from kvferry.core.security import SourceWatcher
 from kvferry.integrations.vllm import config as configuration
 from kvferry.integrations.vllm import staging, support, versions
-from kvferry.integrations.vllm.cache_groups import cache_groups
+from kvferry.integrations.vllm.cache_groups import CacheGroup, cache_groups
 from kvferry.integrations.vllm.caches.cache_layout import describe
 from kvferry.integrations.vllm.caches.layer_facts import layer_facts
 from kvferry.integrations.vllm.compatibility import endpoint_options, rank_identity
@@ -94,6 +95,8 @@ class FerryWorker:
             needs the figures of each load and hold.
         staged: The host pages that the endpoint publishes, if the cache is staged; closed with the
             endpoint.
+        kept_elsewhere: The engine's cache groups, if other connectors may keep the pages of loads;
+            otherwise empty.
     """
 
     def __init__(
@@ -105,8 +108,10 @@ class FerryWorker:
         *,
         follows: bool = False,
         staged: StagedCache | None = None,
+        kept_elsewhere: Sequence[CacheGroup] = (),
     ) -> None:
         self._endpoint = endpoint
+        self._kept_elsewhere = kept_elsewhere
         self._staged = staged
         self._over: list[str] = []
         self._security_files = security_files
@@ -137,6 +142,8 @@ class FerryWorker:
         caches: Mapping[str, torch.Tensor],
         position: RankPosition,
         incarnation: Incarnation,
+        *,
+        has_siblings: bool = False,
     ) -> FerryWorker:
         """Describe a rank's caches, start its endpoint, and return its worker half.
 
@@ -146,6 +153,7 @@ class FerryWorker:
             caches: vLLM's cache tensors by layer.
             position: The rank's position.
             incarnation: The random number of this start of the engine.
+            has_siblings: See ``start_worker``.
 
         Raises:
             KVFerryError: See ``start_worker``.
@@ -164,9 +172,9 @@ class FerryWorker:
         facts = layer_facts(vllm_config, kv_cache_config, position.shard)
         security = read_security_settings(config)
         layout = describe(caches, kv_cache_config, facts=facts, position=position.shard)
+        groups = cache_groups(kv_cache_config, position.shard.dcp_size)
         staged = None
         if is_staged:
-            groups = cache_groups(kv_cache_config, position.shard.dcp_size)
             longest = vllm_config.model_config.max_model_len
             staged = staging.stage(
                 caches.values(),
@@ -201,6 +209,7 @@ class FerryWorker:
             files,
             follows=follows,
             staged=staged,
+            kept_elsewhere=groups if has_siblings else (),
         )
 
     def apply(self, step: StepMetadata) -> None:
@@ -252,9 +261,27 @@ class FerryWorker:
         results = self._endpoint.results()
         self._has_reported_loads = bool(results.received)
         self._collect(results)
+        failed = {*results.failed, *self._not_whole(results)}
         return versions.transfer_results(
-            sent=set(results.sent), received=set(results.received), failed=set(results.failed)
+            sent=set(results.sent), received=set(results.received), failed=failed
         )
+
+    def _not_whole(self, results: Results) -> Iterator[str]:
+        """Yield the requests with a page that another connector would keep, and that lacks tokens.
+
+        Only vLLM's own cache can be told to leave it out (``prefix_cache``).
+        """
+        for record in results.loads:
+            tokens = record.first_tokens
+            if any(g.splits_page(t) for g, t in zip(self._kept_elsewhere, tokens, strict=False)):
+                logger.warning(
+                    "request %s: what was loaded from engine %s is not used: a page of an "
+                    "attention window lacks tokens, and another connector of this engine would "
+                    "keep it for other prompts; give both engines the same --block-size",
+                    on_one_line(record.request),
+                    on_one_line(record.engine),
+                )
+                yield record.request
 
     def _longest_wait(self) -> float:
         """Return for how many seconds an idle step may wait for a result; 0 for not at all.
@@ -386,7 +413,11 @@ class UnreadRankWorker:
 
 
 def start_worker(
-    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, caches: Mapping[str, torch.Tensor]
+    vllm_config: VllmConfig,
+    kv_cache_config: KVCacheConfig,
+    caches: Mapping[str, torch.Tensor],
+    *,
+    has_siblings: bool = False,
 ) -> FerryWorker | UnreadRankWorker:
     """Return the worker half of the connector for this process's rank.
 
@@ -398,6 +429,8 @@ def start_worker(
         kv_cache_config: The engine's cache groups.
         caches: vLLM's cache tensors by layer. vLLM owns them, and must keep them until after
             ``close``.
+        has_siblings: Whether other connectors run beside this one. They may keep the pages of a
+            load, so a load fails that leaves a page without some of its tokens.
 
     Raises:
         ConfigError: A kind of cache, its memory, or another setting is refused.
@@ -407,4 +440,6 @@ def start_worker(
     incarnation, position = shared_incarnation(), current_rank_position(vllm_config)
     if position.replica:
         return UnreadRankWorker()
-    return FerryWorker.start(vllm_config, kv_cache_config, caches, position, incarnation)
+    return FerryWorker.start(
+        vllm_config, kv_cache_config, caches, position, incarnation, has_siblings=has_siblings
+    )

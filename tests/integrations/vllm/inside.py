@@ -86,7 +86,7 @@ def order_of_a_step(engine: Any, model: str, drafts: bool) -> list[str]:
     worker = MagicMock(results=results, take_report=lambda: None, take_stats=lambda: None)
     worker.apply.side_effect = lambda step: happened.append("messages")
     connector, config = _connector(model, KVConnectorRole.WORKER)
-    with patch.object(module, "start_worker", lambda *_: worker):
+    with patch.object(module, "start_worker", lambda *_, **__: worker):
         connector.register_kv_caches({})
     output = MagicMock(
         kv_connector_metadata=StepMetadata(), has_sync_kv_loads=False, finished_req_ids=set()

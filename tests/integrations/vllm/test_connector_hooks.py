@@ -102,7 +102,10 @@ def test_what_the_scheduler_is_told_of_the_engine(vllm: Any) -> None:
 def test_a_worker_with_caches(vllm: Any) -> None:
     connector = made(vllm, Role.WORKER)
     connector.register_kv_caches({"layer": "cache"})
-    assert vllm.halves.worker.mock_calls == [call(CONFIG, CACHES, {"layer": "cache"})]
+    siblings = vllm.halves.support.has_siblings.return_value
+    assert vllm.halves.worker.mock_calls == [
+        call(CONFIG, CACHES, {"layer": "cache"}, has_siblings=siblings)
+    ]
     half = vllm.halves.worker.return_value
     step = vllm.metadata.StepMetadata()
     connector.bind_connector_metadata(step)
@@ -224,6 +227,7 @@ def test_what_is_checked_at_start(
     assert vllm.halves.support.mock_calls == [
         call.check_engine(CONFIG),
         call.check_siblings(TRANSFER, engine),
+        call.has_siblings(engine),
         call.warn_of_late_turns(ANY, engine),
     ]
     assert vllm.halves.share_log_handlers.called

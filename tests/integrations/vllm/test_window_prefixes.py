@@ -22,6 +22,7 @@ from tests.integrations.vllm.engines import Engine
 from tests.integrations.vllm.families import WINDOW
 from tests.integrations.vllm.fleet import fleet
 from tests.integrations.vllm.steps import eventually, hand_over
+from tests.integrations.vllm.test_multi_connector import OFFLOADING, ferry
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 
@@ -50,6 +51,34 @@ def test_prompts_after_a_load(
             ]
             hand_over(prefill, decode, loaded, max_tokens=8)
             for asked in later:
+                got, right = (e.generate(asked, max_tokens=8)[0] for e in (decode, prefill))
+                assert got.tokens == right.tokens, (shorter, len(asked))
+
+
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+def test_prompts_after_a_load_beside_an_offloading_connector(
+    checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory, policy: str
+) -> None:
+    """That keeps every page of a request, also one that vLLM's own cache leaves out."""
+    both = {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": policy,
+        "kv_connector_extra_config": {"connectors": [ferry("kv_consumer"), OFFLOADING]},
+    }
+    with fleet(checkpoints["mistral"], tmp_path_factory.mktemp("mistral")) as engines:
+        prefill = engines.launch("prefill", "kv_producer", block_size=32)
+        decode = engines.launch(
+            "decode", kv_transfer_config=both, block_size=96, enable_prefix_caching=True
+        )
+        engines.wait_started()
+        for shorter in (14, 30):
+            loaded = words(430)
+            [ticket] = prefill.prefill(loaded)
+            [answer] = decode.generate(loaded, params=ticket, max_tokens=8)
+            assert (answer.finish_reason == "error") == (policy == "fail")
+            for asked in (loaded[:-shorter], loaded + words(20), loaded):
+                eventually(lambda: decode.run(probes.forget_prefixes))
                 got, right = (e.generate(asked, max_tokens=8)[0] for e in (decode, prefill))
                 assert got.tokens == right.tokens, (shorter, len(asked))
 

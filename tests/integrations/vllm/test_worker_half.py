@@ -20,6 +20,7 @@ from kvferry.core.lifecycle.reclamation import Silence
 from kvferry.core.lifecycle.scheduler_holds import HoldOrders
 from kvferry.core.lifecycle.ticket import Ticket
 from kvferry.core.metrics import LoadRecord
+from kvferry.integrations.vllm.cache_groups import CacheGroup
 from kvferry.integrations.vllm.ticket_params import Part
 from tests.core.messages import payload
 from tests.integrations.vllm import without_vllm
@@ -153,6 +154,22 @@ def test_what_is_over_is_passed_on(half: Any, endpoint: MagicMock) -> None:
     assert results.finished_sending == {"a"}
     assert results.finished_recving == {"b", "c"}
     assert results.failed_recving == {"c"}
+
+
+def test_loads_with_pages_that_others_would_keep_and_that_lack_tokens_fail(
+    half: Any, endpoint: MagicMock
+) -> None:
+    groups = CacheGroup(index=0, tokens=96), CacheGroup(index=1, tokens=96, window=80)
+    starts = {"whole": (32, 96), "nothing skipped": (0, 0), "split": (96, 320)}
+    endpoint.results.return_value = Results(
+        received=requests(*starts),
+        loads=tuple(record(name, first_tokens=first) for name, first in starts.items()),
+    )
+    assert not half.FerryWorker(endpoint, lambda: None).results().failed_recving
+    worker = half.FerryWorker(endpoint, lambda: None, kept_elsewhere=groups)
+    results = worker.results()
+    assert results.finished_recving == set(starts)
+    assert results.failed_recving == {"split"}
 
 
 def test_figures_are_passed_on_if_there_are_any(half: Any, endpoint: MagicMock) -> None:
