@@ -1,117 +1,151 @@
-"""``make bench``: which parts it measures again, and what it finds against earlier results."""
+"""``make bench`` with a script that measures nothing: what runs again, and the exit status."""
 
 from __future__ import annotations
 
 import json
-import subprocess
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.benchmarks.scripts import run_script
+from tests.benchmarks.results import row
 
-MEASURED_ALREADY = "--again measures it anew"
 PART = "proofs"
-"""The quickest."""
-RESULTS = "bench.json"
+SCRIPT = """
+import shutil
+import sys
+from pathlib import Path
+
+here = Path(__file__).parent
+with (here / "runs").open("a") as runs:
+    print("run", file=runs)
+if not (here / "rows.json").exists():
+    print("no such thing here")
+    sys.exit(int((here / "status").read_text()))
+shutil.copy(here / "rows.json", sys.argv[2])
+"""
 
 
-@pytest.fixture(scope="module")
-def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The results of a quick run."""
-    folder = tmp_path_factory.mktemp("measured")
-    done = measure(folder, "--quick")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert MEASURED_ALREADY not in done.stderr
-    return results(folder)
+@dataclass(frozen=True, kw_only=True)
+class Bench:
+    """``make bench`` of one part, whose script stands in a folder with the results."""
+
+    everything: Any
+    folder: Path
+    monkeypatch: pytest.MonkeyPatch
+
+    def run(self, *arguments: str) -> int:
+        """Run it, and return the exit status."""
+        places = ("--results", str(self.results), "--page", str(self.page))
+        argv = ["everything.py", "--only", PART, *places, *arguments]
+        self.monkeypatch.setattr("sys.argv", argv)
+        status: int = self.everything.main()
+        return status
+
+    @property
+    def results(self) -> Path:
+        return self.folder / "bench.json"
+
+    @property
+    def page(self) -> Path:
+        return self.folder / "performance.md"
+
+    @property
+    def runs(self) -> int:
+        """How often the script has run."""
+        runs = self.folder / "runs"
+        return len(runs.read_text().splitlines()) if runs.exists() else 0
+
+    def store(self) -> Any:
+        return json.loads(self.results.read_text(encoding="utf-8"))
+
+    def write(self, store: Any) -> None:
+        self.results.write_text(json.dumps(store), encoding="utf-8")
 
 
 @pytest.fixture
-def folder(tmp_path: Path, measured: dict[str, Any]) -> Path:
-    """A folder with these results."""
-    store(tmp_path, measured)
-    return tmp_path
+def bench(script: Callable[[str], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
+    everything = script("everything")
+    monkeypatch.setattr(everything, "HERE", tmp_path)
+    monkeypatch.setattr(everything, "installed", list)  # a process should not load two UCX
+    (tmp_path / f"{PART}.py").write_text(SCRIPT, encoding="utf-8")
+    (tmp_path / "rows.json").write_text(json.dumps([row("one")]), encoding="utf-8")
+    return Bench(everything=everything, folder=tmp_path, monkeypatch=monkeypatch)
 
 
-def measure(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run one part, with its results in a folder."""
-    places = ("--results", str(folder / RESULTS), "--page", str(folder / "performance.md"))
-    return run_script("everything", "--only", PART, *places, *arguments)
+def test_a_part_with_results_of_this_source_is_not_measured_again(bench: Bench) -> None:
+    assert bench.run() == 0
+    bench.page.unlink()
+    assert bench.run("--quick") == 0
+    assert bench.runs == 1
+    assert "| one | **2** (1 to 3) | 1.5 GB/s |" in bench.page.read_text(encoding="utf-8")
+    assert bench.run("--again") == 0
+    assert bench.runs == 2
 
 
-def results(folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((folder / RESULTS).read_text(encoding="utf-8"))
-    return found
-
-
-def store(folder: Path, found: dict[str, Any]) -> None:
-    (folder / RESULTS).write_text(json.dumps(found), encoding="utf-8")
-
-
-def scaled(found: dict[str, Any], factor: float, file: Path) -> str:
-    """Write results whose ratios are a multiple; return the file."""
-    for row in found[PART]["rows"]:
-        row |= {name: row[name] * factor for name in ("ratio", "low", "high")}
-    file.write_text(json.dumps(found), encoding="utf-8")
-    return str(file)
-
-
-def test_a_part_with_results_of_this_source_is_not_measured_again(folder: Path) -> None:
-    kept = results(folder)
-    done = measure(folder, "--quick")
-    assert done.returncode == 0
-    assert MEASURED_ALREADY in done.stderr
-    assert results(folder) == kept
-    assert (folder / "performance.md").exists()
-    assert MEASURED_ALREADY not in measure(folder, "--quick", "--again").stderr
-
-
-@pytest.mark.parametrize("change", ["source", "processor", "failed"])
-def test_a_part_without_fresh_results_is_measured_again(folder: Path, change: str) -> None:
-    old = results(folder)
-    if change == "failed":
+@pytest.mark.parametrize("change", ["source", "processor", "extent", "failed"])
+def test_a_part_without_fresh_results_is_measured_again(bench: Bench, change: str) -> None:
+    bench.run()
+    old = bench.store()
+    if change == "source":
+        with (bench.folder / f"{PART}.py").open("a") as file:
+            file.write("# changed")
+    elif change == "failed":
         old[PART] |= {"failed": "it took too long", "date": "today"}
     else:
-        old[PART]["conditions"][change] = "another"
-    store(folder, old)
-    done = measure(folder, "--quick")
-    assert done.returncode == 0
-    assert MEASURED_ALREADY not in done.stderr
-    assert "failed" not in results(folder)[PART]
+        old[PART]["conditions"][change] = "quick"  # no processor, and less than is asked for
+    bench.write(old)
+    assert bench.run() == 0
+    assert bench.runs == 2
+    assert "failed" not in bench.store()[PART]
 
 
-def test_a_longer_run_stands_for_a_shorter_one(folder: Path) -> None:
-    long = results(folder)
-    long[PART]["conditions"]["extent"] = "long"
-    store(folder, long)
-    assert MEASURED_ALREADY in measure(folder).stderr
-
-
-def test_results_as_before_are_no_change(folder: Path) -> None:
-    done = measure(folder, "--quick", "--against", scaled(results(folder), 1.0, folder / "old"))
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "0 cases have changed" in done.stderr
-
-
-@pytest.mark.parametrize(("factor", "status", "verdict"), [(0.01, 1, "worse"), (100, 0, "better")])
-def test_worse_results_have_an_exit_status(
-    folder: Path, factor: float, status: int, verdict: str
+@pytest.mark.parametrize(("status", "key"), [(1, "failed"), (3, "missing")])
+def test_only_a_failure_has_an_exit_status_and_both_stand_on_the_page(
+    bench: Bench, status: int, key: str
 ) -> None:
-    file = scaled(results(folder), factor, folder / "old")
-    done = measure(folder, "--quick", "--against", file)
-    assert done.returncode == status, done.stdout + done.stderr
-    assert f"times {verdict}" in " ".join(done.stdout.split())
+    (bench.folder / "rows.json").unlink()
+    (bench.folder / "status").write_text(str(status))
+    assert bench.run() == (key == "failed")
+    assert bench.store()[PART][key] == "no such thing here"
+    assert f"(`benchmarks/{PART}.py`): no such thing here" in bench.page.read_text(encoding="utf-8")
 
 
-def test_unreadable_earlier_results_are_refused_before_anything_is_measured(tmp_path: Path) -> None:
-    done = measure(tmp_path, "--quick", "--against", str(tmp_path / "none"))
-    assert done.returncode == 2
-    assert "--against FILE" in " ".join(done.stderr.split())
-    assert not (tmp_path / RESULTS).exists()
+@pytest.mark.parametrize(
+    ("factor", "margin", "status", "verdict"),
+    [
+        (0.2, "1", 1, "5 times worse"),
+        (0.2, "5", 0, "5 times worse, within the margin"),
+        (5, "1", 0, "5 times better"),
+        (1, "1", 0, ""),
+    ],
+)
+def test_only_worse_results_have_an_exit_status(
+    bench: Bench,
+    capsys: pytest.CaptureFixture[str],
+    factor: float,
+    margin: str,
+    status: int,
+    verdict: str,
+) -> None:
+    old = bench.folder / "old.json"
+    old.write_text(json.dumps({PART: {"rows": [row("one", 2 / factor)]}}), encoding="utf-8")
+    assert bench.run("--against", str(old), "--margin", margin) == status
+    said = " ".join(capsys.readouterr().out.split())
+    assert verdict in said
+    assert ("times" in said) is (factor != 1)
 
 
-def test_a_margin_below_zero_is_refused(tmp_path: Path) -> None:
-    done = measure(tmp_path, "--margin", "-1")
-    assert done.returncode == 2
-    assert "pass a part of the ratio" in done.stderr
+def test_unreadable_earlier_results_are_refused_before_anything_is_measured(
+    bench: Bench, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert bench.run("--against", str(bench.folder / "none")) == 2
+    assert bench.runs == 0
+
+
+def test_a_margin_below_zero_is_refused(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        bench.run("--margin", "-1")
+    assert "pass a part of the ratio" in capsys.readouterr().err

@@ -1,39 +1,26 @@
-"""The check of a machine with a GPU, rehearsed on CPU memory."""
+"""The check of a machine with a GPU: exit statuses, time limits, and what it counts as wrong."""
 
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
-import sys
-import threading
-import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
-from uuid import uuid4
 
 import pytest
 
+from benchmarks.gpu_check import __main__ as gpu_check
+from benchmarks.gpu_check import quiescence, steps
 from benchmarks.gpu_check.caches import PAGE_TOKENS, Cache, CacheShape
 from benchmarks.gpu_check.contexts import ContextReport
 from benchmarks.gpu_check.defaults import DRIVERS, SUITE_SECONDS, TOTAL_SECONDS
 from benchmarks.gpu_check.devices import Device
 from benchmarks.gpu_check.outcome import Outcome, Settings
-from benchmarks.gpu_check.quiescence import count_changes
 from benchmarks.gpu_check.report import RunReport
 from benchmarks.gpu_check.runner import Step, StepResult, run_step
-from benchmarks.gpu_check.steps import REHEARSED_SUITE_SECONDS, all_steps
 from kvferry.testing.memory import available
-
-ROOT = Path(__file__).parents[2]
-CHECK = (sys.executable, "-m", "benchmarks.gpu_check")
-MARK = "KVFERRY_TEST_MARK"
-
-
-def check(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run the check to its end."""
-    return subprocess.run([*CHECK, *arguments], cwd=ROOT, capture_output=True, text=True)
 
 
 def step(**changes: Any) -> Step:
@@ -54,52 +41,69 @@ def run(one: Step, folder: Path) -> StepResult:
 
 
 @pytest.fixture
-def mark(monkeypatch: pytest.MonkeyPatch) -> str:
-    """An environment variable that every process has which the test starts."""
-    value = uuid4().hex
-    monkeypatch.setenv(MARK, value)
-    return f"{MARK}={value}"
+def check(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[..., int]]:
+    """A function that runs the check with results in a folder, and returns its exit status."""
+    before = signal.getsignal(signal.SIGTERM)
 
+    def run_check(*arguments: str) -> int:
+        out = str(tmp_path / "results")
+        monkeypatch.setattr("sys.argv", ["gpu_check", *arguments, "--out", out])
+        return gpu_check.main()
 
-def wait_until_none_is(mark: str) -> None:
-    """Wait for the end of killed processes; the time limit of tests ends the wait."""
-    while marked(mark):
-        time.sleep(0.01)
-
-
-def marked(mark: str) -> list[int]:
-    """Return the processes other than this one that have a variable in their environment."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/environ"):
-        try:
-            if mark.encode() in path.read_bytes():
-                found.append(int(path.parent.name))
-        except OSError:  # it has ended, or belongs to somebody else
-            continue
-    return [pid for pid in found if pid != os.getpid()]
+    yield run_check
+    signal.signal(signal.SIGTERM, before)
 
 
 @pytest.mark.skipif(available("cuda"), reason="there is a GPU")
-def test_without_gpu_nothing_is_checked(tmp_path: Path) -> None:
-    done = check("--out", str(tmp_path / "results"))
-    assert done.returncode == 3
-    assert "nothing was checked" in done.stdout
+def test_without_gpu_nothing_is_checked(
+    check: Callable[..., int], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert check() == 3
+    assert "nothing was checked" in capsys.readouterr().out
     assert not (tmp_path / "results").exists()
 
 
-def test_step_that_raises_has_failed_and_says_why(tmp_path: Path) -> None:
-    result = run(step(module="no_such_module"), tmp_path)
-    assert result.status == "failed"
-    assert "no_such_module" in result.outcome.problems[0]
-    assert "Traceback" in result.tail
-
-
-def test_step_that_takes_too_long_is_ended_with_its_processes(mark: str, tmp_path: Path) -> None:
+def test_steps_that_fail_or_do_not_fit_any_more_fail_the_check_and_stop_no_others(
+    check: Callable[..., int],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
     pytest.importorskip("torch")
-    result = run(step(module="conformance", limit=4.0), tmp_path)
+    names, needs = ("one", "two", "three"), (1.0, 1000.0, 1.0)
+    found = [
+        step(name=name, needs=seconds, module="no_such_module")
+        for name, seconds in zip(names, needs, strict=True)
+    ]
+    monkeypatch.setattr(steps, "all_steps", lambda **_: found)
+    assert check("--rehearse", "--limit", "500") == 1
+    said = (
+        "0 of 3 steps passed; failed: one, three; not run: two (it needs 1000 s, and 500 s are left"
+    )
+    assert said in capsys.readouterr().out
+    assert said in (tmp_path / "results/page.md").read_text(encoding="utf-8")
+    record = json.loads((tmp_path / "results/results.json").read_text(encoding="utf-8"))
+    assert record["not run"] == list(record["skipped"]) == ["two"]
+    for one in record["steps"]:
+        assert one["status"] == "failed"
+        assert "no_such_module" in one["problems"][0]
+        assert "Traceback" in one["log tail"]
+
+
+def test_step_that_takes_too_long_is_ended(tmp_path: Path) -> None:
+    pytest.importorskip("torch")  # whose import alone takes longer
+    result = run(step(limit=0.1), tmp_path)
     assert result.status == "timed out"
-    assert "ended after 4 s" in result.outcome.problems[0]
-    wait_until_none_is(mark)
+    assert result.outcome.problems == ["the step was ended after 0.1 s"]
+
+
+def test_all_steps_fit_into_the_promised_time_if_nothing_hangs() -> None:
+    found = steps.all_steps(rehearse=True, drivers=DRIVERS)
+    suites = SUITE_SECONDS - steps.REHEARSED_SUITE_SECONDS
+    budgets = sum(suites for one in found if one.module == "conformance")
+    assert len(found) == 15
+    assert sum(one.needs for one in found) + budgets <= TOTAL_SECONDS
+    assert all(one.needs < one.limit for one in found)
 
 
 def test_wrong_words_of_a_load_are_counted() -> None:
@@ -117,14 +121,15 @@ def test_wrong_words_of_a_load_are_counted() -> None:
     assert cache.wrong_words(index, expected) == 1 + 2 * 1024
 
 
-def test_bytes_that_land_late_are_counted() -> None:
+def test_bytes_that_land_late_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     torch = pytest.importorskip("torch")
     memory = torch.zeros(1024, dtype=torch.int32)
-    late = threading.Timer(0.3, lambda: memory[:7].fill_(1))
-    late.start()
-    assert count_changes(Device("cpu"), memory) == 7
-    late.join()
-    assert count_changes(Device("cpu"), memory) == 0
+    later = iter(
+        [lambda: memory[:7].fill_(1), lambda: monkeypatch.setattr(quiescence, "WATCH_SECONDS", 0)]
+    )
+    monkeypatch.setattr(quiescence, "WATCH_SECONDS", float("inf"))
+    monkeypatch.setattr(quiescence, "time", SimpleNamespace(sleep=lambda _: next(later)()))
+    assert quiescence.count_changes(Device("cpu"), memory) == 7
 
 
 def contexts(**changes: Any) -> ContextReport:
@@ -178,106 +183,3 @@ def test_page_and_json_name_each_step(tmp_path: Path) -> None:
     record = json.loads((tmp_path / "results.json").read_text(encoding="utf-8"))
     assert record["failed"] == ["two"]
     assert [one["status"] for one in record["steps"]] == ["passed", "failed"]
-
-
-def test_rehearsal_writes_results(tmp_path: Path) -> None:
-    pytest.importorskip("torch")
-    done = check("--rehearse", "--only", "zeroing", "--out", str(tmp_path))
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "1 of 1 steps passed" in done.stdout
-    [result] = json.loads((tmp_path / "results.json").read_text(encoding="utf-8"))["steps"]
-    assert result["tables"]["zeroing"][0]["spans"] > 0
-
-
-def test_rehearsal_of_staging_copies_both_ways(tmp_path: Path) -> None:
-    pytest.importorskip("torch")
-    done = check("--rehearse", "--only", "staging", "--out", str(tmp_path))
-    assert done.returncode == 0, done.stdout + done.stderr
-    [result] = json.loads((tmp_path / "results.json").read_text(encoding="utf-8"))["steps"]
-    assert [(row["way"], row["memory"]) for row in result["tables"]["staging"]] == [
-        ("to host pages", "unpinned"),
-        ("from host pages", "unpinned"),
-    ]
-
-
-@pytest.mark.nixl
-@pytest.mark.timeout(600)
-def test_rehearsal_over_tcp_has_staged_beside_direct(tmp_path: Path) -> None:
-    done = check("--rehearse", "--only", "staged", "--out", str(tmp_path))
-    assert done.returncode == 0, done.stdout + done.stderr
-    [result] = json.loads((tmp_path / "results.json").read_text(encoding="utf-8"))["steps"]
-    assert list(result["tables"]) == ["nixl, cpu from cpu, tcp", "nixl, cpu from cpu, tcp, staged"]
-    log = (tmp_path / "log.txt").read_text(encoding="utf-8")
-    assert "tcp/" in log
-    assert "sysv/" not in log
-    assert "cma/" not in log
-
-
-def test_driver_that_does_not_work_fails_its_step_alone(tmp_path: Path) -> None:
-    pytest.importorskip("torch")
-    only = ("--only", "pieces", "--only", "zeroing")
-    done = check("--rehearse", "--driver", "no-such", *only, "--out", str(tmp_path))
-    assert done.returncode == 1, done.stdout + done.stderr
-    assert "1 of 2 steps passed; failed: pieces-no-such" in done.stdout
-    assert "no driver 'no-such' is installed" in done.stdout
-
-
-def test_steps_for_which_no_time_is_left_are_named(tmp_path: Path) -> None:
-    pytest.importorskip("torch")
-    done = check("--rehearse", "--only", "zeroing", "--limit", "1", "--out", str(tmp_path))
-    assert done.returncode == 1, done.stdout + done.stderr
-    assert "0 of 1 steps passed; not run: zeroing (it needs 20 s, and 1 s are left)" in done.stdout
-    assert "not run: zeroing (it needs" in (tmp_path / "page.md").read_text(encoding="utf-8")
-    record = json.loads((tmp_path / "results.json").read_text(encoding="utf-8"))
-    assert record["not run"] == list(record["skipped"]) == ["zeroing"]
-
-
-def test_step_that_needs_more_than_is_left_does_not_stop_shorter_ones(tmp_path: Path) -> None:
-    pytest.importorskip("torch")
-    only = ("--driver", "loopback", "--only", "loads", "--only", "zeroing")
-    done = check("--rehearse", *only, "--limit", "34", "--out", str(tmp_path))
-    assert done.returncode == 1, done.stdout + done.stderr
-    assert "1 of 2 steps passed; not run: loads-loopback (it needs 35 s, and" in done.stdout
-
-
-def test_all_steps_fit_into_the_promised_time_if_nothing_hangs() -> None:
-    steps = all_steps(rehearse=True, drivers=DRIVERS)
-    suites = SUITE_SECONDS - REHEARSED_SUITE_SECONDS
-    budgets = sum(suites for one in steps if one.module == "conformance")
-    assert len(steps) == 15
-    assert sum(one.needs for one in steps) + budgets <= TOTAL_SECONDS
-    assert all(one.needs < one.limit for one in steps)
-
-
-def test_interrupt_leaves_no_process(mark: str, tmp_path: Path) -> None:
-    pytest.importorskip("torch")
-    command = [*CHECK, "--rehearse", "--driver", "loopback", "--only", "loads"]
-    process = subprocess.Popen(
-        [*command, "--out", str(tmp_path)], cwd=ROOT, stdout=subprocess.PIPE, text=True
-    )
-    with process:
-        while len(marked(mark)) < 3:  # the check, the step, and the producer
-            assert process.poll() is None
-            time.sleep(0.02)
-        process.send_signal(signal.SIGINT)
-        said, _ = process.communicate(timeout=60)
-    assert process.returncode == 130
-    assert "interrupted" in said
-    wait_until_none_is(mark)
-
-
-@pytest.mark.nixl
-@pytest.mark.ucx
-@pytest.mark.timeout(1600)
-def test_rehearsal_of_all_steps(tmp_path: Path) -> None:
-    done = check("--rehearse", "--limit", "1500", "--out", str(tmp_path))
-    assert done.returncode == 0, done.stdout + (tmp_path / "log.txt").read_text(encoding="utf-8")
-    record = json.loads((tmp_path / "results.json").read_text(encoding="utf-8"))
-    assert len(record["steps"]) == 15
-    assert not record["failed"]
-    [kill] = next(
-        one["tables"]["8,192 copies, peer killed"]
-        for one in record["steps"]
-        if one["name"] == "quiescence-ucx"
-    )
-    assert kill["state"] == "FAILED"

@@ -87,12 +87,15 @@ def test_findings_of_this_machine(tmp_path: Path) -> None:
 
 
 def test_driver_that_prints_and_crashes_at_exit_is_fine(tmp_path: Path) -> None:
-    environment = install_drivers(tmp_path, CRASH_AT_EXIT_CODE, odd="Driver")
-    ran = run_kvferry(environment, "doctor")
+    ran = run_kvferry(install_drivers(tmp_path, CRASH_AT_EXIT_CODE, odd="Driver"), "doctor")
     assert ran.returncode == 0
     words = " ".join(ran.stdout.split())
     assert "driver odd kvferry-fake 1.2 (libcrash 7): read, write of cpu memory" in words
     assert "0 bad" in words
+
+
+def test_driver_that_crashes_at_exit_is_listed(tmp_path: Path) -> None:
+    environment = install_drivers(tmp_path, CRASH_AT_EXIT_CODE, odd="Driver")
     listed = run_kvferry(environment, "drivers", "--json")
     assert listed.returncode == 0
     assert '"library": "libcrash 7"' in listed.stdout
