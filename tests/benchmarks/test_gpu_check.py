@@ -19,7 +19,7 @@ from benchmarks.gpu_check.defaults import DRIVERS, SUITE_SECONDS, TOTAL_SECONDS
 from benchmarks.gpu_check.devices import Device
 from benchmarks.gpu_check.outcome import Outcome, Settings
 from benchmarks.gpu_check.report import RunReport
-from benchmarks.gpu_check.runner import Step, StepResult, run_step
+from benchmarks.gpu_check.runner import Step, StepResult
 from kvferry.testing.memory import available
 
 
@@ -33,11 +33,6 @@ def step(**changes: Any) -> Step:
         "settings": Settings(near="cpu", far="cpu", driver="loopback"),
     }
     return Step(**(fields | changes))
-
-
-def run(one: Step, folder: Path) -> StepResult:
-    with (folder / "log.txt").open("wb") as log:
-        return run_step(one, log)
 
 
 @pytest.fixture
@@ -90,11 +85,20 @@ def test_steps_that_fail_or_do_not_fit_any_more_fail_the_check_and_stop_no_other
         assert "Traceback" in one["log tail"]
 
 
-def test_step_that_takes_too_long_is_ended(tmp_path: Path) -> None:
-    pytest.importorskip("torch")  # whose import alone takes longer
-    result = run(step(limit=0.1), tmp_path)
-    assert result.status == "timed out"
-    assert result.outcome.problems == ["the step was ended after 0.1 s"]
+def test_step_is_ended_when_the_time_of_all_steps_is_over(
+    check: Callable[..., int],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("torch")
+    # It takes longer than that, and is begun however little is left.
+    found = [step(name="one", needs=float("-inf"), module="conformance")]
+    monkeypatch.setattr(steps, "all_steps", lambda **_: found)
+    assert check("--rehearse", "--limit", "1") == 1
+    said = capsys.readouterr().out
+    assert "... timed out" in said
+    assert "the step was ended after 0." in said
+    assert "0 of 1 steps passed; failed: one" in said
 
 
 def test_all_steps_fit_into_the_promised_time_if_nothing_hangs() -> None:
