@@ -69,7 +69,8 @@ def world(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[World]:
     family = request.param
-    options: dict[str, Any] = {"extra": TWO_WAY, "transfer": RECOMPUTE}
+    logged = {"log_requests": True}
+    options: dict[str, Any] = {"extra": TWO_WAY | logged, "transfer": RECOMPUTE}
     ahead: dict[str, Any] = {"async_scheduling": True, "max_num_batched_tokens": 48}
     caching: dict[str, Any] = {"enable_prefix_caching": family in CACHE_PREFIXES}
     with fleet(checkpoints[family], tmp_path_factory.mktemp(family)) as engines:
