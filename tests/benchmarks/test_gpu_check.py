@@ -128,7 +128,7 @@ def test_wrong_words_of_a_load_are_counted() -> None:
 def test_bytes_that_land_late_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     torch = pytest.importorskip("torch")
     memory = torch.zeros(1024, dtype=torch.int32)
-    later = iter(
+    later: Iterator[Callable[[], object]] = iter(
         [lambda: memory[:7].fill_(1), lambda: monkeypatch.setattr(quiescence, "WATCH_SECONDS", 0)]
     )
     monkeypatch.setattr(quiescence, "WATCH_SECONDS", float("inf"))
