@@ -81,7 +81,7 @@ PYTHONS ?= 3.12 3.13
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
 .SECONDARY: $(OTHER_STAMPS:%-kvferry=%-vllm)
-.PHONY: help demo serve test lint types unit pythons integration faults nixl ucx mooncake deployments \
+.PHONY: help demo serve test test-all long lint types unit pythons integration faults nixl ucx mooncake deployments \
 	prometheus vllm versions routers dynamo ray upgrade from vllm-next version bench gpu gpu-bundle docs \
 	docs-serve build venv clean
 
@@ -95,6 +95,12 @@ serve: $(STAMP) ## Start two vLLM servers and a router, until Ctrl-C, and show w
 	@$(BIN)/python examples/serving/serve.py $(SERVE_OPTIONS)
 
 test: lint types docs unit integration mooncake deployments ## Everything that has to pass before a change goes in
+
+# Searches for faults that are planted in models, long walks, and every script in benchmarks.
+test-all: test long versions routers ## What 'test' runs, and the tests that take minutes each
+
+long: $(STAMP) ## The tests in tests/long
+	$(BIN)/pytest -n 2 --dist loadfile tests/long
 
 lint: $(STAMP) ## Code style, formatting, the direction of imports, links, undocumented names
 	$(BIN)/ruff check .
