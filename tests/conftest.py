@@ -24,7 +24,6 @@ SUITES = {
     "tests/integrations/vllm/": "vllm",
     "tests/examples/": "examples",
     "tests/testing/": "planted faults",
-    "tests/core/lifecycle/": "models",
     "tests/": "others",
 }
 """The suites that ``make integration`` runs side by side, by the beginning of their tests' paths.

@@ -16,13 +16,22 @@ from kvferry.core.transport import State
 
 
 class ProtocolViolation(AssertionError):
-    """The protocol was broken."""
+    """The protocol was broken.
+
+    Args:
+        what: the invariant that does not hold.
+        details: what it does not hold for.
+    """
+
+    def __init__(self, what: str, *details: object) -> None:
+        super().__init__(" ".join((what, *map(str, details))))
+        self.what = what
 
 
 def require(holds: bool, what: str, *details: object) -> None:
-    """Raise ``Violation`` unless ``holds``."""
+    """Raise ``ProtocolViolation`` unless ``holds``."""
     if not holds:
-        raise ProtocolViolation(" ".join((what, *map(str, details))))
+        raise ProtocolViolation(what, *details)
 
 
 class Content(NamedTuple):

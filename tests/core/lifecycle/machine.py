@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, TypeVar
 
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import initialize, invariant, rule
 
 from kvferry.core.errors import HandshakeError, TransportError
 from tests.core.lifecycle.invariants import check_scheduler_holds
+from tests.core.lifecycle.model import Model
 from tests.core.lifecycle.producer import LEASE, LOAD_TIMEOUT, PAGES, TTL, PrefillState
 from tests.core.lifecycle.simulation import PLANS, Components, Simulation
 
@@ -23,10 +23,12 @@ KINDS = ["plain", "drafter", "conversation"]
 """What ``Simulation.ask`` makes."""
 
 
-class Protocol(RuleBasedStateMachine):
+class Protocol(Model):
     """Any order of requests, steps, deliveries and failures."""
 
     components: ClassVar[Components] = Components()
+    examples: ClassVar[int] = 600
+    steps: ClassVar[int] = 25
     simulation: Simulation
 
     @initialize(
@@ -40,13 +42,13 @@ class Protocol(RuleBasedStateMachine):
     )
     def start(
         self,
-        ranks: int,
-        first: int,
-        second: int,
-        slots: int,
-        max_held: int | None,
-        is_older: bool,
-        old: str,
+        ranks: int = 1,
+        first: int = 0,
+        second: int = 0,
+        slots: int = 1,
+        max_held: int | None = None,
+        is_older: bool = False,
+        old: str = "",
     ) -> None:
         """Begin a simulation.
 
@@ -75,9 +77,17 @@ class Protocol(RuleBasedStateMachine):
         errs=st.sampled_from([False, False, False, True]),
         until=st.sampled_from(["asked", "scheduled", "preempted", "aborted", "ticket", "ready"]),
     )
-    def ask(self, until: str, size: int, chunks: int, kind: str, **more: bool) -> None:
+    def ask(
+        self,
+        until: str = "asked",
+        size: int = 1,
+        chunks: int = 1,
+        kind: str = "plain",
+        remote: bool = True,
+        errs: bool = False,
+    ) -> None:
         producer = self.simulation.producer
-        self.simulation.ask(size=size, chunks=chunks, kind=kind, **more)
+        self.simulation.ask(size=size, chunks=chunks, kind=kind, remote=remote, errs=errs)
         if until in ("scheduled", "preempted", "aborted"):
             if producer.can_schedule:
                 producer.schedule()
@@ -104,19 +114,19 @@ class Protocol(RuleBasedStateMachine):
     )
     def hand(
         self,
-        engines: str,
-        back: int | None,
-        cached: int,
-        fits: bool,
-        forged: bool,
-        kind: str,
-        ordered: bool,
-        together: bool,
-        sample: bool,
-        items: int,
-        rounds: int,
-        aborts: bool,
-        picks: bytes,
+        engines: str = "A",
+        back: int | None = None,
+        cached: int = 0,
+        fits: bool = True,
+        forged: bool = False,
+        kind: str = "plain",
+        ordered: bool = False,
+        together: bool = False,
+        sample: bool = False,
+        items: int = -1,
+        rounds: int = 0,
+        aborts: bool = False,
+        picks: bytes = b"",
     ) -> None:
         simulation = self.simulation
         if back is None:
@@ -146,7 +156,13 @@ class Protocol(RuleBasedStateMachine):
         items=st.integers(-1, 4),
         processes=st.booleans(),
     )
-    def consume(self, engine: int, ranks: slice, items: int, processes: bool) -> None:
+    def consume(
+        self,
+        engine: int = 0,
+        ranks: slice = slice(None),
+        items: int = -1,
+        processes: bool = False,
+    ) -> None:
         consumer = self.simulation.consumers[engine]
         self.simulation.pull(consumer, items, ranks)
         if processes and consumer.can_process:
@@ -159,7 +175,14 @@ class Protocol(RuleBasedStateMachine):
         entries=st.integers(0, 6),
         ticks=st.booleans(),
     )
-    def produce(self, schedules: bool, rank: int, launches: int, entries: int, ticks: bool) -> None:
+    def produce(
+        self,
+        schedules: bool = False,
+        rank: int = 0,
+        launches: int = 0,
+        entries: int = 0,
+        ticks: bool = False,
+    ) -> None:
         producer = self.simulation.producer
         if schedules and producer.can_schedule:
             producer.schedule()
@@ -176,7 +199,7 @@ class Protocol(RuleBasedStateMachine):
     # Any possible moves, in any order.
 
     @rule(picks=PICKS)
-    def drift(self, picks: bytes) -> None:
+    def drift(self, picks: bytes = b"") -> None:
         for pick in picks:
             moves = self.simulation.moves()
             if moves:
@@ -188,7 +211,13 @@ class Protocol(RuleBasedStateMachine):
         patient=st.sampled_from([False, False, True]),
         picks=PICKS,
     )
-    def rest(self, seconds: float, resets: bool, patient: bool, picks: bytes) -> None:
+    def rest(
+        self,
+        seconds: float = 0.0,
+        resets: bool = False,
+        patient: bool = False,
+        picks: bytes = b"",
+    ) -> None:
         """Let everything settle, or let time pass before it does."""
         if resets:
             self.simulation.producer.reset()
@@ -205,7 +234,7 @@ class Protocol(RuleBasedStateMachine):
         heard=st.sampled_from([slice(None), slice(0, 1), slice(1, 2), slice(0, 0)]),
         picks=PICKS,
     )
-    def starve(self, seconds: float, heard: slice, picks: bytes) -> None:
+    def starve(self, seconds: float = 3.0, heard: slice = slice(None), picks: bytes = b"") -> None:
         """Let the prefill engine lack pages; renewals and heartbeats arrive at some ranks only."""
         self.simulation.starve(seconds, heard)
         self.drift(picks)
@@ -217,7 +246,7 @@ class Protocol(RuleBasedStateMachine):
         index=st.integers(0, 3),
         picks=PICKS,
     )
-    def give_up(self, who: str, index: int, picks: bytes) -> None:
+    def give_up(self, who: str = "abort", index: int = 0, picks: bytes = b"") -> None:
         simulation = self.simulation
         if who == "preempt":
             _one(simulation.producer.at(PrefillState.RUNNING), index, simulation.producer.preempt)
@@ -237,7 +266,7 @@ class Protocol(RuleBasedStateMachine):
         self.drift(picks)
 
     @rule(index=st.integers(0, 7), failing=st.booleans(), picks=PICKS)
-    def harm(self, index: int, failing: bool, picks: bytes) -> None:
+    def harm(self, index: int = 0, failing: bool = False, picks: bytes = b"") -> None:
         error = TransportError("a cable was pulled")
         fabric = self.simulation.fabric
         _one(
@@ -256,7 +285,14 @@ class Protocol(RuleBasedStateMachine):
         index=st.integers(0, 2),
         picks=PICKS,
     )
-    def disturb(self, what: str, how: str, messages: bool, index: int, picks: bytes) -> None:
+    def disturb(
+        self,
+        what: str = "restart P",
+        how: str = "nothing breaks",
+        messages: bool = False,
+        index: int = 0,
+        picks: bytes = b"",
+    ) -> None:
         simulation = self.simulation
         if what == "restart P":
             severs, failing = how != "nothing breaks", how == "links are failing"
@@ -279,14 +315,9 @@ class Protocol(RuleBasedStateMachine):
         self.drift(picks)
 
     @invariant()
-    def scheduler_holds(self) -> None:
+    def holds(self) -> None:
         if hasattr(self, "simulation"):
             check_scheduler_holds(self.simulation)
-
-    def teardown(self) -> None:
-        # After a failure, report that failure and nothing else.
-        if hasattr(self, "simulation") and sys.exc_info()[0] is None:
-            self.simulation.finish()
 
 
 def _one(things: Sequence[T], index: int, act: Callable[[T], None]) -> None:

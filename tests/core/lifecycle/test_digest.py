@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvferry.core.lifecycle.digest import (
@@ -248,24 +248,28 @@ def first_bytes_only(blocks: BlockDigests, digests: bytes) -> int:
     return blocks.tokens * min(len(blocks), len(digests) // DIGEST_BYTES)
 
 
+def check_fixed(what: str, chain: Chain = chain, common: Common = BlockDigests.common) -> None:
+    """Check one text, or one change of it, which each fault of one kind gets wrong."""
+    text = Text(one=[1, 2, 3, 4, 5], other=[1, 2, 3, 9, 5], every=2, extras={})
+    if what == "common":
+        check_common(text, chain, common)
+    else:
+        check_change(text, 0, what, chain, common)
+
+
 @pytest.mark.parametrize(
-    ("wrong", "common"),
+    ("what", "wrong", "common"),
     [
-        (not_chained, BlockDigests.common),
-        (without_extras, BlockDigests.common),
-        (without_root, BlockDigests.common),
-        (without_salt, BlockDigests.common),
-        (with_the_last_part, BlockDigests.common),
-        (chain, without_the_last),
-        (chain, first_bytes_only),
+        ("token", not_chained, BlockDigests.common),
+        ("medium", without_extras, BlockDigests.common),
+        ("root", without_root, BlockDigests.common),
+        ("salt", without_salt, BlockDigests.common),
+        ("common", with_the_last_part, BlockDigests.common),
+        ("common", chain, without_the_last),
+        ("common", chain, first_bytes_only),
     ],
 )
-def test_a_planted_fault_is_found(wrong: Chain, common: Common) -> None:
-    @settings(max_examples=500, derandomize=True, database=None, report_multiple_bugs=False)
-    @given(text=TEXTS, place=st.integers(0, 99), what=CHANGES)
-    def check(text: Text, place: int, what: str) -> None:
-        check_common(text, wrong, common)
-        check_change(text, place, what, wrong, common)
-
+def test_a_planted_fault_is_found(what: str, wrong: Chain, common: Common) -> None:
+    check_fixed(what)
     with pytest.raises(AssertionError):
-        check()
+        check_fixed(what, wrong, common)

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import sys
-from typing import Any, ClassVar
+from typing import ClassVar
 
-import pytest
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    rule,
-)
+from hypothesis.stateful import initialize, rule
 
 from kvferry.core.errors import KVFerryError, TransportError
 from kvferry.core.lifecycle.holds import EndedHold, RequestId
 from kvferry.core.lifecycle.loads import LoadId
 from kvferry.core.lifecycle.scheduler_holds import SchedulerHolds
+from tests.core.lifecycle.model import Model
 from tests.core.lifecycle.producer import LEASE, LOAD_TIMEOUT, TTL
-from tests.core.lifecycle.searches import catch, search
 from tests.core.lifecycle.two_engines import (
     LARGEST,
     PAGES,
@@ -36,18 +30,18 @@ LEAVES = st.sampled_from(list(Leaves))
 NEITHER_NOR = st.sampled_from([False, False, False, True])
 
 
-class Conversations(RuleBasedStateMachine):
+class Conversations(Model):
     """Any order of requests, steps, deliveries, aborts and failures."""
 
-    parts: ClassVar[Parts] = Parts()
-    world: TwoEngines
+    components: ClassVar[Parts] = Parts()
+    simulation: TwoEngines
     mode: str
 
     @initialize(
         mode=st.sampled_from(["roles", "answers", "both"]),
         full=st.sampled_from([(), (0, 1), (1, 0)]),
     )
-    def start(self, mode: str, full: tuple[int, ...]) -> None:
+    def start(self, mode: str = "roles", full: tuple[int, ...] = ()) -> None:
         """Begin a simulation.
 
         With ``mode`` "roles", engine A decodes, and its answers are held; engine B prefills, and
@@ -57,7 +51,7 @@ class Conversations(RuleBasedStateMachine):
         ``full``, the engines are filled in this order (``fill``).
         """
         self.mode = mode
-        self.world = TwoEngines(self.parts, PAGES - LARGEST if mode == "both" else None)
+        self.simulation = TwoEngines(self.components, PAGES - LARGEST if mode == "both" else None)
         if full:
             self.fill(full, 1, Leaves.NOTHING)
 
@@ -79,46 +73,52 @@ class Conversations(RuleBasedStateMachine):
         after_abort=NEITHER_NOR,
         steps=st.integers(0, 4),
         items=st.integers(0, 3),
-        how=st.fixed_dictionaries({"ahead": st.booleans(), "works": st.booleans()}),
+        ahead=st.booleans(),
+        works=st.booleans(),
         picks=PICKS,
     )
     def ask(
         self,
-        index: int,
-        back: int | str | None,
-        leaves: Leaves,
-        aborts: bool,
-        after_abort: bool,
-        steps: int,
-        items: int,
-        how: dict[str, bool],
-        picks: bytes,
-        **kind: Any,
+        index: int = 0,
+        back: int | str | None = None,
+        size: int = 1,
+        chunks: int = 1,
+        leaves: Leaves = Leaves.NOTHING,
+        errs: bool = False,
+        aborts: bool = False,
+        after_abort: bool = False,
+        steps: int = 0,
+        items: int = 0,
+        ahead: bool = False,
+        works: bool = False,
+        picks: bytes = b"",
     ) -> None:
         """Add a request, which may load with a ticket of the other engine, and run a few steps.
 
         With ``after_abort``, one is aborted first, whose pages the devices have yet to write.
         """
-        engine, world = self.world.engines[index], self.world
+        engine, simulation = self.simulation.engines[index], self.simulation
         if after_abort:
-            aborted = world.ask(engine, size=LARGEST, chunks=1, leaves=Leaves.NOTHING)
-            world.run(engine, items=0, ahead=False, works=False)
+            aborted = simulation.ask(engine, size=LARGEST, chunks=1, leaves=Leaves.NOTHING)
+            simulation.run(engine, items=0, ahead=False, works=False)
             if aborted is not None:
                 engine.abort(aborted)
         if back == "new":  # while the other engine's devices still work for it
             kept = self.allowed(engine.other, Leaves.ANSWER)
-            world.ask(engine.other, size=LARGEST, chunks=1, leaves=kept)
-            world.run(engine.other, items=0)
+            simulation.ask(engine.other, size=LARGEST, chunks=1, leaves=kept)
+            simulation.run(engine.other, items=0)
             back = 0
-        issues = [issue for issue in world.issues if issue.engine != engine.name]
+        issues = [issue for issue in simulation.issues if issue.engine != engine.name]
         source = issues[-1 - back] if isinstance(back, int) and back < len(issues) else None
         leaves = self.allowed(engine, leaves)
-        turn = world.ask(engine, leaves=leaves, source=source, **kind)
+        turn = simulation.ask(
+            engine, size=size, chunks=chunks, leaves=leaves, errs=errs, source=source
+        )
         for _ in range(steps):
-            world.run(engine, items=items, **how)
+            simulation.run(engine, items=items, ahead=ahead, works=works)
         if aborts and turn is not None:
             engine.abort(turn)
-            world.run(engine, items=items, **how)
+            simulation.run(engine, items=items, ahead=ahead, works=works)
         self.drift(picks)
 
     @rule(
@@ -128,28 +128,35 @@ class Conversations(RuleBasedStateMachine):
         seconds=st.integers(0, 4),
         picks=PICKS,
     )
-    def overfill(self, seconds: int, picks: bytes, **how: Any) -> None:
+    def overfill(
+        self,
+        indices: tuple[int, ...] = (0, 1),
+        rounds: int = 0,
+        leaves: Leaves = Leaves.NOTHING,
+        seconds: int = 0,
+        picks: bytes = b"",
+    ) -> None:
         """Fill both engines, and let some time pass."""
-        self.fill(**how)
-        self.world.now += seconds
+        self.fill(indices, rounds, leaves)
+        self.simulation.now += seconds
         self.drift(picks)
 
     def fill(self, indices: tuple[int, ...], rounds: int, leaves: Leaves) -> None:
         """Fill both engines with held pages, and ask each one to go on with those of the other."""
-        world = self.world
-        engines = [world.engines[index] for index in indices]
+        simulation = self.simulation
+        engines = [simulation.engines[index] for index in indices]
         for engine in engines:
             held = self.allowed(engine, Leaves.ANSWER)
             for _ in range(PAGES // LARGEST):
-                world.ask(engine, size=LARGEST, chunks=1, leaves=held)
+                simulation.ask(engine, size=LARGEST, chunks=1, leaves=held)
         for _ in range(2 + rounds):
             for engine in engines:
-                world.run(engine, items=0)
-        issues = world.issues[-4:]
+                simulation.run(engine, items=0)
+        issues = simulation.issues[-4:]
         for engine in engines:
             for issue in [each for each in issues if each.engine != engine.name]:
                 kept = self.allowed(engine, leaves)
-                world.ask(engine, size=LARGEST, chunks=1, leaves=kept, source=issue)
+                simulation.ask(engine, size=LARGEST, chunks=1, leaves=kept, source=issue)
             self._claim(engine)
 
     def _claim(self, engine: Engine) -> None:
@@ -160,8 +167,8 @@ class Conversations(RuleBasedStateMachine):
             while rank.inbox:
                 rank.launch()
             rank.tick()
-        while self.world.fabric.messages:
-            self.world.deliver(self.world.fabric.messages[0])
+        while self.simulation.fabric.messages:
+            self.simulation.deliver(self.simulation.fabric.messages[0])
 
     @rule(
         index=st.integers(0, 1),
@@ -169,19 +176,19 @@ class Conversations(RuleBasedStateMachine):
         ahead=st.booleans(),
         works=st.booleans(),
     )
-    def run(self, index: int, items: int, ahead: bool, works: bool) -> None:
-        self.world.run(self.world.engines[index], items=items, ahead=ahead, works=works)
+    def run(self, index: int = 0, items: int = 0, ahead: bool = False, works: bool = False) -> None:
+        self.simulation.run(self.simulation.engines[index], items=items, ahead=ahead, works=works)
 
     @rule(picks=PICKS)
-    def drift(self, picks: bytes) -> None:
+    def drift(self, picks: bytes = b"") -> None:
         """Let any of the possible things happen next."""
         for pick in picks:
-            if moves := self.world.moves():
+            if moves := self.simulation.moves():
                 moves[pick % len(moves)]()
 
     @rule(index=st.integers(0, 1), which=st.integers(0, 4), picks=PICKS)
-    def abort(self, index: int, which: int, picks: bytes) -> None:
-        engine = self.world.engines[index]
+    def abort(self, index: int = 0, which: int = 0, picks: bytes = b"") -> None:
+        engine = self.simulation.engines[index]
         if turns := list(engine.turns.values()):
             engine.abort(turns[which % len(turns)])
         self.drift(picks)
@@ -191,33 +198,23 @@ class Conversations(RuleBasedStateMachine):
         settles=st.booleans(),
         picks=PICKS,
     )
-    def wait(self, seconds: float, settles: bool, picks: bytes) -> None:
+    def wait(self, seconds: float = 1.0, settles: bool = False, picks: bytes = b"") -> None:
         """Let time pass, or let everything proceed for a while."""
         if settles:
-            self.world.settle(2)
+            self.simulation.settle(2)
         else:
-            self.world.now += seconds
+            self.simulation.now += seconds
         self.drift(picks)
 
     @rule(index=st.integers(0, 7), loses=st.booleans(), picks=PICKS)
-    def harm(self, index: int, loses: bool, picks: bytes) -> None:
+    def harm(self, index: int = 0, loses: bool = False, picks: bytes = b"") -> None:
         """Lose a message, or let a transfer fail."""
-        fabric = self.world.fabric
+        fabric = self.simulation.fabric
         if loses and fabric.messages:
             del fabric.messages[index % len(fabric.messages)]
         elif fabric.transfers:
             fabric.fail(fabric.transfers[index % len(fabric.transfers)], TransportError("cut"))
         self.drift(picks)
-
-    def teardown(self) -> None:
-        # After a failure, report that failure and nothing else.
-        if hasattr(self, "world") and sys.exc_info()[0] is None:
-            self.world.finish()
-
-
-@pytest.mark.timeout(300)
-def test_two_engines_that_load_from_each_other_make_progress() -> None:
-    search(Conversations, examples=300)
 
 
 class ClaimedAnswersStay(Engine):
@@ -322,13 +319,3 @@ PLANTED: dict[str, Parts] = {
     "received counts as sent": Parts(engine=ReceivedReportedAsSent),
     "a load does not wait for the device": Parts(rank=ReadBeforeTheDeviceHasFinished),
 }
-
-
-@pytest.mark.faults
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("fault", PLANTED)
-def test_planted_fault_is_caught(fault: str) -> None:
-    class Planted(Conversations):
-        parts = PLANTED[fault]
-
-    catch(Planted, fault)

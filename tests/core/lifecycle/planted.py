@@ -1,0 +1,39 @@
+"""The models, and the faults that are planted in each of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from tests.core.lifecycle import conversations, early_tickets, protocol_faults, staged_model
+from tests.core.lifecycle.machine import Protocol
+from tests.core.lifecycle.model import Model
+
+MODELS: dict[str, type[Model]] = {
+    "protocol": Protocol,
+    "staging": staged_model.Staging,
+    "early tickets": early_tickets.EarlyTickets,
+    "conversations": conversations.Conversations,
+}
+
+PLANTED: dict[str, dict[str, Any]] = {
+    "protocol": {
+        fault: replace(components, strict=fault in protocol_faults.FOUND_BY_TABLE)
+        for fault, components in protocol_faults.PLANTED.items()
+    },
+    "staging": {fault: each.components for fault, each in staged_model.PLANTED.items()},
+    "early tickets": early_tickets.PLANTED,
+    "conversations": conversations.PLANTED,
+}
+"""By model and name of the fault, the components of the simulation with it."""
+
+WRITTEN_BY_HAND = {"staging"}
+"""The models whose faults have sequences in their tests, not in ``sequences.py``."""
+
+
+def plant(model: str, fault: str) -> type[Model]:
+    """Return a model with a planted fault."""
+    machine = MODELS[model]
+    planted = type("Planted", (machine,), {"components": PLANTED[model][fault]})
+    planted.__qualname__ = f"Planted[{fault}]"  # Hypothesis takes the seed from the name
+    return planted

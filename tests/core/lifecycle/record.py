@@ -1,0 +1,154 @@
+"""Write ``sequences.py`` anew: ``python -m tests.core.lifecycle.record [--all]``
+
+For each planted fault that has no sequence written by hand, search for a violation, and make the
+sequence as short as it gets. Sequences that still find their fault are kept; with ``--all``, none
+are. Run it when ``test_sequences.py`` fails after a change of a simulation, a rule or a planted
+fault; read the difference. A fault that is not found ends the run with the name of its model.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from tests.core.lifecycle.model import Call, Sequence, call, replay
+from tests.core.lifecycle.planted import MODELS, PLANTED, WRITTEN_BY_HAND, plant
+from tests.core.lifecycle.searches import catch
+from tests.core.lifecycle.sequences import SEQUENCES
+from tests.core.lifecycle.two_engines import Leaves
+
+PATH = Path(__file__).with_name("sequences.py")
+HEAD = '''"""Sequences of events that find planted faults, by model: made by ``record.py``."""
+
+from __future__ import annotations
+
+from tests.core.lifecycle.model import Sequence, call
+from tests.core.lifecycle.two_engines import Leaves
+
+SEQUENCES: dict[str, dict[str, Sequence]] = {
+'''
+
+
+class Program:
+    """Writes down the calls of the program that Hypothesis prints."""
+
+    def __init__(self) -> None:
+        self.calls: list[Call] = []
+
+    def __getattr__(self, rule: str) -> Any:
+        def write_down(**arguments: Any) -> None:
+            if arguments:  # an invariant has none
+                self.calls.append(call(rule, **arguments))
+
+        return write_down
+
+
+def record(model: str, fault: str) -> Sequence:
+    machine = plant(model, fault)
+    for steps in (3, 6, machine.steps):
+        machine.steps = steps
+        if (violation := catch(machine, shrinks=True)) is not None:
+            break
+    else:
+        raise RuntimeError(f"no violation found of {model}: {fault}")
+    program = Program()
+    code = [line for line in violation.__notes__ if line.startswith("state")]
+    exec("\n".join(code), {"Planted": lambda: program, "Leaves": Leaves})
+
+    def works(calls: list[Call]) -> bool:
+        return finds(model, fault, Sequence(violation.what, calls))
+
+    calls = program.calls
+    if not works(calls):
+        raise RuntimeError(f"what Hypothesis prints of {model}: {fault} does not find it again")
+    while (shorter := shorten(calls, works)) != calls:
+        calls = shorter
+    return Sequence(violation.what, calls)
+
+
+def shorten(calls: list[Call], works: Callable[[list[Call]], bool]) -> list[Call]:
+    """Leave out calls, arguments with a default, and elements of arguments."""
+    for i in reversed(range(1, len(calls))):  # the first starts the simulation
+        if works(less := calls[:i] + calls[i + 1 :]):
+            calls = less
+    for i, (rule, arguments) in enumerate(calls):
+        for name in list(arguments):
+            for fewer in _fewer(arguments, name):
+                if works(less := [*calls[:i], (rule, fewer), *calls[i + 1 :]]):
+                    calls, arguments = less, fewer
+                    break
+    return calls
+
+
+def _fewer(arguments: dict[str, Any], name: str) -> Iterator[dict[str, Any]]:
+    """Yield the arguments without one, or with less of it, the simplest first."""
+    value = arguments[name]
+    yield {each: arguments[each] for each in arguments if each != name}
+    if isinstance(value, bytes | list):
+        yield from (arguments | {name: value[:n]} for n in range(1, len(value)))
+        yield from (arguments | {name: less} for less in _without_one(value))
+    if isinstance(value, bytes):
+        zeroed = (value[:i] + b"\0" + value[i + 1 :] for i in range(len(value)) if value[i])
+        yield from (arguments | {name: less} for less in zeroed)
+
+
+def _without_one(elements: Any) -> Iterator[Any]:
+    for i in range(len(elements)):
+        yield elements[:i] + elements[i + 1 :]
+
+
+def finds(model: str, fault: str, sequence: Sequence) -> bool:
+    """Return whether a sequence breaks that invariant with the fault, and none without it."""
+    try:
+        violation = replay(plant(model, fault), sequence.calls)
+    except TypeError:  # a rule, or an argument of one, is not there any more, or is needed
+        return False
+    is_found = violation is not None and violation.what == sequence.found
+    return is_found and replay(MODELS[model], sequence.calls) is None
+
+
+def text(sequences: dict[str, dict[str, Sequence]]) -> str:
+    return HEAD + "".join(_lines(sequences)) + "}\n"
+
+
+def _lines(sequences: dict[str, dict[str, Sequence]]) -> Iterator[str]:
+    for model, found in sequences.items():
+        yield f"{model!r}: {{"
+        for fault, sequence in found.items():
+            calls = ", ".join(map(_call, sequence.calls))
+            yield f"{fault!r}: Sequence({sequence.found!r}, [{calls},],),\n"
+        yield "},\n"
+
+
+def _call(one: Call) -> str:
+    rule, arguments = one
+    values = (f"{name}={_literal(value)}" for name, value in arguments.items())
+    return f"call({', '.join([repr(rule), *values])})"
+
+
+def _literal(value: Any) -> str:
+    if isinstance(value, bytes):
+        return f"bytes.fromhex({value.hex()!r})"
+    return str(value) if isinstance(value, Enum) else repr(value)
+
+
+def main(options: Iterable[str]) -> None:
+    known = {} if "--all" in options else SEQUENCES
+    made: dict[str, dict[str, Sequence]] = {}
+    for model in [each for each in PLANTED if each not in WRITTEN_BY_HAND]:
+        made[model] = {}
+        for fault in PLANTED[model]:
+            old = known.get(model, {}).get(fault)
+            is_kept = old is not None and finds(model, fault, old)
+            made[model][fault] = old if old is not None and is_kept else record(model, fault)
+            print("kept" if is_kept else "made", f"{model}: {fault}", flush=True)  # noqa: T201
+    PATH.write_text(text(made), encoding="utf-8")
+    subprocess.run([sys.executable, "-m", "ruff", "format", str(PATH)], check=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,602 @@
+"""The model test of staging, and the faults that it must find, planted one at a time.
+
+Each fault is looked for in two ways: in the search of the state machine, and in a fixed sequence of
+events, which must hold without the fault.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar, NamedTuple
+
+from hypothesis import strategies as st
+from hypothesis.stateful import initialize, rule
+
+from kvferry.core.errors import KVFerryError
+from kvferry.core.lifecycle.holds import Hold, RequestId
+from kvferry.core.lifecycle.host_pages import HostPages, Reservation
+from kvferry.core.lifecycle.loads import LoadId
+from kvferry.core.lifecycle.staging import HoldCopy, PageCopy, StagedHolds, StagedLoads
+from tests.core.lifecycle.model import Model
+from tests.core.lifecycle.producer import LEASE, PrefillState
+from tests.core.lifecycle.staged_simulation import (
+    PATIENCE,
+    PLANS,
+    Components,
+    Decode,
+    DecodeRank,
+    DecodeRequest,
+    Prefill,
+    Prompt,
+    StagedSimulation,
+)
+
+PICKS = st.binary(min_size=4, max_size=60)
+"""Which of the possible moves come next."""
+
+
+class Staging(Model):
+    """Any order of requests, steps, copies, deliveries and failures."""
+
+    components: ClassVar[Components] = Components()
+    simulation: StagedSimulation
+
+    @initialize(
+        plan=st.sampled_from(range(len(PLANS))), slots=st.integers(1, 3), pages=st.integers(1, 3)
+    )
+    def start(self, plan: int, slots: int, pages: int) -> None:
+        self.simulation = StagedSimulation(
+            plan=PLANS[plan], slots=slots, pages=pages, components=self.components
+        )
+
+    @rule(
+        sizes=st.lists(st.integers(1, 2) | st.integers(1, 3), min_size=1, max_size=2),
+        until=st.sampled_from(["asked", "drafted", "ticket", "copying", "copied", "handed"]),
+        picks=PICKS,
+    )
+    def ask(self, sizes: list[int], until: str, picks: bytes) -> None:
+        simulation = self.simulation
+        for size in sizes:
+            simulation.ask(size)
+        if until == "drafted":  # the ticket is made while a drafter goes on
+            simulation.schedule()
+            simulation.device(items=sum(sizes) + 1)
+            simulation.schedule()
+            simulation.copy_out()
+        for _ in range(3 if until not in ("asked", "drafted") else 0):
+            simulation.schedule()
+            simulation.device()
+        if until in ("copying", "copied", "handed"):
+            simulation.copy_out(items=1 if until == "copying" else 4)
+        if until == "handed":
+            self.hand_newest()
+        self.drift(picks)
+
+    @rule(index=st.integers(-3, -1), rounds=st.integers(0, 3), items=st.integers(1, 4), picks=PICKS)
+    def hand(self, index: int, rounds: int, items: int, picks: bytes) -> None:
+        simulation = self.simulation
+        issues = simulation.prefill.issues
+        if len(issues) >= -index:
+            simulation.hand(issues[index])
+        for _ in range(rounds):
+            simulation.begin_loads()
+            simulation.land(items=items)
+            simulation.copy_in(items=1)
+        self.drift(picks)
+
+    @rule(script=st.lists(st.sampled_from("SSDdCCccHBBbLLlIIiR"), min_size=4, max_size=16))
+    def proceed(self, script: list[str]) -> None:
+        """Let some part proceed while the others wait, in any sequence."""
+        simulation = self.simulation
+        acts: dict[str, Callable[[], object]] = {
+            "S": simulation.schedule,
+            "D": simulation.device,
+            "d": lambda: simulation.device(items=1),
+            "C": simulation.copy_out,
+            "c": lambda: simulation.copy_out(items=1),
+            "H": simulation.hear,
+            "B": simulation.begin_loads,
+            "b": lambda: simulation.begin_loads(device=False),
+            "L": simulation.land,
+            "l": lambda: simulation.land(items=1),
+            "I": simulation.copy_in,
+            "i": lambda: simulation.copy_in(items=1),
+            "R": self.hand_newest,
+        }
+        for each in script:
+            acts[each]()
+
+    def hand_newest(self) -> None:
+        for prompt in self.simulation.prefill.issues[-1:]:
+            self.simulation.hand(prompt)
+
+    @rule(picks=PICKS)
+    def drift(self, picks: bytes) -> None:
+        for pick in picks:
+            moves = self.simulation.moves()
+            if moves:
+                moves[pick % len(moves)]()
+
+    @rule(
+        what=st.sampled_from(["preempt", "abort", "reset", "abort decode"]),
+        index=st.integers(0, 2),
+        picks=PICKS,
+    )
+    def stop(self, what: str, index: int, picks: bytes) -> None:
+        prefill, decode = self.simulation.prefill, self.simulation.decode
+        running = prefill.at(PrefillState.RUNNING)
+        waiting = prefill.at(PrefillState.WAITING, PrefillState.RUNNING)
+        if what == "preempt" and running:
+            prefill.preempt(running[index % len(running)])
+        elif what == "abort" and waiting:
+            prefill.abort(waiting[index % len(waiting)])
+        elif what == "reset":
+            prefill.reset()
+        elif what == "abort decode" and decode.requests:
+            decode.abort(decode.requests[index % len(decode.requests)])
+        self.drift(picks)
+
+    @rule(rank=st.integers(0, 1), way=st.sampled_from(["out", "in"]), picks=PICKS)
+    def fail_copies(self, rank: int, way: str, picks: bytes) -> None:
+        engine = self.simulation.prefill if way == "out" else self.simulation.decode
+        one = engine.ranks[rank % len(engine.ranks)]
+        for copy in one.copies[:1]:
+            one.fail(copy)  # type: ignore[arg-type]
+        self.drift(picks)
+
+    @rule(rank=st.integers(0, 1), failing=st.booleans(), picks=PICKS)
+    def sever(self, rank: int, failing: bool, picks: bytes) -> None:
+        ranks = self.simulation.decode.ranks
+        ranks[rank % len(ranks)].sever(failing=failing)
+        self.drift(picks)
+
+    @rule(seconds=st.sampled_from([0.0, 0.0, PATIENCE, LEASE]), picks=PICKS)
+    def rest(self, seconds: float, picks: bytes) -> None:
+        if seconds:
+            self.simulation.wait(seconds)
+        else:
+            self.simulation.settle()
+        self.drift(picks)
+
+
+# Faults that docs/protocol.md lists.
+
+
+class CopiedBeforeTheFence(StagedLoads):
+    """Pages are copied to the device when the device is ready, while they are being read."""
+
+    def passed(self, load_id: LoadId) -> None:
+        load = self._loads.get(load_id)
+        if load is not None and not load.is_loaded:
+            load.at = type(load.at).COPYING
+            self._copies.append((load_id, load.copy))
+        else:
+            super().passed(load_id)
+
+    def _proceed(self, load_id: LoadId, load: object) -> None:
+        pass
+
+
+class OverTooEarly(StagedHolds):
+    """A hold is over as soon as ``is_early``, and not again when it is over."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._early = set[Hold]()
+
+    def is_early(self, hold: Hold) -> bool:
+        raise NotImplementedError
+
+    def take_over(self) -> list[RequestId]:
+        early = {hold for hold in self._staged if self.is_early(hold)} - self._early
+        self._early |= early
+        return [each for each, hold in self._of.items() if hold in early] + super().take_over()
+
+    def _forget(self, staged: Any) -> None:
+        super()._forget(staged)
+        if staged.order.hold in self._early:
+            self._over.pop()
+
+
+class OverWhenSent(OverTooEarly):
+    """Host pages are given back, with the slot, when the blocks are."""
+
+    def is_early(self, hold: Hold) -> bool:
+        return self.is_copied(hold)
+
+
+class SentBeforeTheEvent(StagedHolds):
+    """Blocks are given back when the copy begins."""
+
+    def take_copies(self) -> list[HoldCopy]:
+        copies = super().take_copies()
+        self._sent += [each.request for each in copies]
+        return copies
+
+    def copied(self, hold: Hold) -> None:
+        before = list(self._sent)
+        super().copied(hold)
+        self._sent[:] = before
+
+
+class CopiedBeforeTheEvent(StagedHolds):
+    """Blocks are copied when the copy is ordered, though the device may still fill them."""
+
+    def order(self, order: HoldCopy) -> None:
+        super().order(order)
+        super().passed(order.hold)
+
+
+class ReadyBeforeTheCopy(StagedHolds):
+    def is_copied(self, hold: Hold) -> bool:
+        return hold in self._staged
+
+
+class OverWhileCopying(OverTooEarly):
+    """A hold that ends during its copy is over at once."""
+
+    def is_early(self, hold: Hold) -> bool:
+        return self._staged[hold].has_ended
+
+
+class ReportedBeforeTheCopy(StagedLoads):
+    def take_copies(self) -> list[tuple[LoadId, PageCopy]]:
+        copies = super().take_copies()
+        self._over += [(load_id, None) for load_id, _ in copies]
+        return copies
+
+    def copied(self, load_id: LoadId) -> None:
+        self._loads.pop(load_id, None)
+
+
+class CopiedBeforeTheZeroing(StagedLoads):
+    """Pages are copied when they are fenced, though the device may still zero the blocks."""
+
+    def begin(self, load_id: LoadId, copy: PageCopy) -> None:
+        super().begin(load_id, copy)
+        super().passed(load_id)
+
+
+class FailedCopyAccepted(StagedLoads):
+    def failed(self, load_id: LoadId, error: KVFerryError) -> None:
+        self.copied(load_id)
+
+
+class LoadsOfOneRequest(DecodeRank):
+    """Loads are told apart by their request ids."""
+
+    def staged_id(self, load_id: LoadId) -> LoadId:
+        return LoadId(0)
+
+
+class TicketSaysComputed(Prefill):
+    def is_computed(self) -> bool:
+        return True
+
+
+class OverOnOneRank(HostPages):
+    """Host pages are given back when one rank says that a request is over."""
+
+    def over(self, request: RequestId, rank: int) -> bool:
+        self.ranks = 1
+        return super().over(request, rank)
+
+
+class FullPoolOvercommitted(HostPages):
+    """When too few pages are free, those of other requests are given out, too."""
+
+    def take(self, request: RequestId, count: int) -> tuple[int, ...] | None:
+        return super().take(request, count) or tuple(range(1, min(count, self.total) + 1))
+
+    def reserve(self, request: RequestId, count: int) -> Reservation:
+        found = super().reserve(request, count)
+        return Reservation.GRANTED if found is Reservation.WAITING else found
+
+
+class FullPoolWithoutDeadline(HostPages):
+    """A request waits for as many pages as it needs, also if there are not as many."""
+
+    def _is_hopeless(self, wish: object) -> bool:
+        return False
+
+
+class ReservationForgotten(Prefill):
+    """A request that ends without a ticket does not give back what it has reserved."""
+
+    def abort(self, prompt: Prompt) -> None:
+        pages, self.host_pages = self.host_pages, HostPages(range(1, 2), patience=1.0)
+        super().abort(prompt)
+        self.host_pages = pages
+
+
+class FailedLoadGivenBackAtOnce(Decode):
+    """An aborted load's pages are given back while its transfers may land bytes."""
+
+    def abort(self, request: DecodeRequest) -> None:
+        loading = bool(request.blocks)
+        super().abort(request)
+        if loading:
+            self.finish(request)
+
+    def finish(self, request: DecodeRequest) -> None:
+        if request in self.requests:
+            super().finish(request)
+
+
+# Fixed sequences of events, each of which must hold, and one or more faults break.
+
+
+def read_while_it_lands(simulation: StagedSimulation) -> None:
+    """Let decode's device be ready while only one of two pages has landed."""
+    prompt = simulation.issue(size=2)
+    simulation.device()
+    simulation.copy_out()
+    simulation.hand(prompt)
+    simulation.begin_loads()
+    for _ in range(3):
+        simulation.land(items=1)
+        simulation.copy_in()
+
+
+def ask_while_pages_are_read(simulation: StagedSimulation) -> None:
+    """Ask for as many host pages as there are while decode reads those of a hold."""
+    prompt = simulation.issue(size=2)
+    simulation.device()
+    simulation.copy_out()
+    simulation.hand(prompt)
+    simulation.begin_loads()
+    simulation.land()  # the check
+    simulation.land(items=1)
+    simulation.ask(size=2)
+    for _ in range(4):
+        simulation.schedule()
+        simulation.device()
+        simulation.copy_out()
+
+
+def compute_again_in_blocks_that_were_sent(simulation: StagedSimulation) -> None:
+    """Let the next requests have the blocks as soon as they are free, during the copy."""
+    simulation.issue(size=2)
+    simulation.device()
+    simulation.copy_out(items=1)
+    for _ in range(3):
+        simulation.ask(size=2)
+        for _ in range(3):
+            simulation.schedule()
+            simulation.device()
+    simulation.copy_out()
+
+
+def copy_behind_the_drafter(simulation: StagedSimulation) -> None:
+    """Order a copy while a drafter still works on the blocks, and read what was copied."""
+    prompt = simulation.ask()
+    assert prompt is not None
+    simulation.schedule()
+    for rank in simulation.prefill.ranks:
+        rank.device()  # the first pass over the block
+        rank.device()  # the step's report
+    simulation.device(items=0)
+    simulation.schedule()
+    simulation.copy_out()
+    simulation.hand(prompt)
+    simulation.begin_loads()
+    for _ in range(4):
+        simulation.land()
+        simulation.copy_in()
+    simulation.device()
+    simulation.copy_out()
+
+
+def read_before_the_copy(simulation: StagedSimulation) -> None:
+    """Hand a ticket on before the copy to the host has begun."""
+    prompt = simulation.issue(size=2)
+    simulation.hand(prompt)
+    simulation.begin_loads()
+    for rank in simulation.prefill.ranks:
+        rank.tick()
+    for _ in range(4):
+        simulation.land()
+        simulation.copy_in()
+    simulation.hear()
+
+
+def end_during_the_copy(simulation: StagedSimulation) -> None:
+    """Reset during a copy, and let the next request have the host pages."""
+    simulation.issue(size=2)
+    simulation.device()
+    simulation.copy_out(items=1)
+    simulation.prefill.reset()
+    simulation.schedule()
+    simulation.device()
+    simulation.schedule()
+    simulation.device()
+    simulation.ask(size=2)
+    for _ in range(3):
+        simulation.schedule()
+        simulation.device()
+
+
+def load_before_the_zeroing(simulation: StagedSimulation) -> None:
+    """Let a load be fenced and copied before decode's device has zeroed its blocks."""
+    prompt = simulation.issue()
+    simulation.device()
+    simulation.copy_out()
+    simulation.hand(prompt)
+    simulation.begin_loads(device=False)
+    for _ in range(4):
+        simulation.land()
+    simulation.copy_in()
+    for rank in simulation.decode.ranks:
+        while rank.stream:
+            rank.device()
+    simulation.begin_loads(device=False)
+    simulation.copy_in()
+    simulation.begin_loads()
+    simulation.hear()
+
+
+def fail_the_copy_of_a_load(simulation: StagedSimulation) -> None:
+    prompt = simulation.issue(size=2)
+    simulation.device()
+    simulation.copy_out()
+    simulation.hand(prompt)
+    simulation.begin_loads()
+    for _ in range(4):
+        simulation.land()
+    simulation.copy_in(items=1)
+    for rank in simulation.decode.ranks:
+        rank.fail(rank.copies[0])
+
+
+def use_the_pool_again_when_one_rank_is_over(simulation: StagedSimulation) -> None:
+    """Let one of two ranks hear that a hold is done, and another request ask for its pages."""
+    prompt = simulation.issue(size=2)
+    simulation.device()
+    simulation.copy_out()
+    simulation.hand(prompt)
+    simulation.begin_loads()
+    for _ in range(4):
+        simulation.land()
+    simulation.deliver(simulation.fabric.messages[0])
+    for _ in range(3):
+        simulation.schedule()
+        simulation.device()
+    simulation.issue(size=2)
+
+
+def fill_the_pool(simulation: StagedSimulation) -> None:
+    """Ask for more host pages than are free, and for more than there are."""
+    for size in (2, 1, 3):
+        simulation.ask(size=size)
+    for _ in range(4):
+        simulation.schedule()
+        simulation.device()
+        simulation.copy_out()
+    for prompt in list(simulation.prefill.issues):
+        simulation.hand(prompt)
+
+
+def abort_while_it_is_computed(simulation: StagedSimulation) -> None:
+    prompt = simulation.ask(size=2)
+    assert prompt is not None
+    simulation.schedule()
+    simulation.prefill.abort(prompt)
+
+
+def load_two(simulation: StagedSimulation) -> None:
+    """Begin the load of a request while that of another is under way."""
+    for prompt in [simulation.issue() for _ in range(2)]:
+        simulation.device()
+        simulation.copy_out()
+        simulation.hand(prompt)
+        simulation.begin_loads()
+    for _ in range(4):
+        simulation.land(items=1)
+        simulation.copy_in()
+
+
+def abort_while_bytes_land(simulation: StagedSimulation) -> None:
+    prompt = simulation.issue(size=2)
+    simulation.device()
+    simulation.copy_out()
+    request = simulation.hand(prompt)
+    assert request is not None
+    simulation.begin_loads()
+    simulation.land()  # the check
+    simulation.land(items=1)
+    simulation.decode.abort(request)
+
+
+Scenario = Callable[[StagedSimulation], None]
+
+
+class Fault(NamedTuple):
+    """A planted fault, a fixed sequence of events that must find it, and what is wrong then."""
+
+    components: Components
+    scenario: Scenario
+    found: str
+
+
+PLANTED = {
+    "copied to the device before the fence": Fault(
+        Components(staged_loads=CopiedBeforeTheFence),
+        read_while_it_lands,
+        "stale bytes reach the device",
+    ),
+    "a host page reused before its word is cleared": Fault(
+        Components(staged_holds=OverWhenSent),
+        ask_while_pages_are_read,
+        "host pages given out while their slot word is valid",
+    ),
+    "sent before the event": Fault(
+        Components(staged_holds=SentBeforeTheEvent),
+        compute_again_in_blocks_that_were_sent,
+        "blocks given back while they are copied",
+    ),
+    "copied to the host before the event": Fault(
+        Components(staged_holds=CopiedBeforeTheEvent),
+        copy_behind_the_drafter,
+        "stale bytes reach the device",
+    ),
+    "ready before the copy has passed": Fault(
+        Components(staged_holds=ReadyBeforeTheCopy),
+        read_before_the_copy,
+        "stale bytes reach the device",
+    ),
+    "a staged ticket that says computed": Fault(
+        Components(prefill=TicketSaysComputed),
+        read_before_the_copy,
+        "stale bytes reach the device",
+    ),
+    "over while it is copied": Fault(
+        Components(staged_holds=OverWhileCopying),
+        end_during_the_copy,
+        "host pages given out that a copy writes",
+    ),
+    "received before its copy has passed": Fault(
+        Components(staged_loads=ReportedBeforeTheCopy),
+        load_before_the_zeroing,
+        "reported while its pages are copied",
+    ),
+    "copied to blocks that the device still zeroes": Fault(
+        Components(staged_loads=CopiedBeforeTheZeroing),
+        load_before_the_zeroing,
+        "stale bytes accepted",
+    ),
+    "a failed copy accepted": Fault(
+        Components(staged_loads=FailedCopyAccepted),
+        fail_the_copy_of_a_load,
+        "stale bytes accepted",
+    ),
+    "two loads of one request id": Fault(
+        Components(decode_rank=LoadsOfOneRequest),
+        load_two,
+        "no rest",
+    ),
+    "over on one rank": Fault(
+        Components(host_pages=OverOnOneRank),
+        use_the_pool_again_when_one_rank_is_over,
+        "host pages given back too early",
+    ),
+    "a full pool, and pages given out twice": Fault(
+        Components(host_pages=FullPoolOvercommitted),
+        fill_the_pool,
+        "host pages given out",
+    ),
+    "a full pool, and no deadline": Fault(
+        Components(host_pages=FullPoolWithoutDeadline),
+        fill_the_pool,
+        "no rest",
+    ),
+    "a reservation forgotten": Fault(
+        Components(prefill=ReservationForgotten),
+        abort_while_it_is_computed,
+        "host pages lost",
+    ),
+    "host pages given back while bytes may land": Fault(
+        Components(decode=FailedLoadGivenBackAtOnce),
+        abort_while_bytes_land,
+        "given back while bytes can land",
+    ),
+}
