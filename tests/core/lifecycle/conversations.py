@@ -1,4 +1,4 @@
-"""Engines that each prefill for and decode from the other: the model test, and planted faults."""
+"""Engines that each prefill for and decode from the other: the model, and planted faults."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The model test of early tickets, and the faults that it must find, planted one at a time."""
+"""The model of early tickets, and the faults that it must find, planted one at a time."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The model test finds planted faults, one at a time.
+"""The faults that the model of the protocol must find, planted one at a time.
 
-It must find them by violated invariants alone (``strict=False``: no slot word is compared with the
+They must be found by violated invariants alone (``strict=False``: no slot word is compared with the
 protocol table), except those in ``FOUND_BY_TABLE``, which violate an invariant only rarely.
 """
 

@@ -1,7 +1,7 @@
 """Searches of Hypothesis for an order of events that breaks the protocol.
 
-``KVFERRY_MODEL_EXAMPLES=20000 pytest tests/long/lifecycle -k order`` searches longer, with new
-examples each time; without it, a search is always the same.
+``KVFERRY_MODEL_EXAMPLES=20000 pytest tests/long/lifecycle -k every_order`` searches longer, with
+new examples each time; without it, a search is always the same.
 """
 
 from __future__ import annotations

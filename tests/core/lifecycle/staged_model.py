@@ -1,4 +1,4 @@
-"""The model test of staging, and the faults that it must find, planted one at a time.
+"""The model of staging, and the faults that it must find, planted one at a time.
 
 Each fault is looked for in two ways: in the search of the state machine, and in a fixed sequence of
 events, which must hold without the fault.

@@ -25,6 +25,6 @@ def test_planted_fault_is_caught(model: str, fault: str) -> None:
     assert violation.what == found
 
 
-def test_no_sequence_is_left_of_a_fault_that_is_not_planted() -> None:
+def test_exactly_the_planted_faults_have_sequences() -> None:
     recorded = [(model, fault) for model in SEQUENCES for fault in SEQUENCES[model]]
     assert sorted(recorded) == sorted(FAULTS)
