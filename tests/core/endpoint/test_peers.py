@@ -257,12 +257,14 @@ def test_hundreds_of_claimed_engine_names_take_few_threads_and_descriptors(
     ):
         ticket = prefill.serve("p-1", [1], 4)
         threads, files = threading.active_count(), len(os.listdir("/proc/self/fd"))
-        for number in range(400):
-            decode.pull(f"d-{number}", replace(ticket, engine=f"e-{number}", port=port), [2])
-        for number in range(400):
-            decode.ranks[0].endpoint.abort(RequestId(f"d-{number}"))
-        eventually(lambda: not decode.ranks[0].endpoint.pending, "all are over", 100)
-        eventually(lambda: len(driver.connected) > 25, "more were connected")
+        for first in range(0, 400, 20):
+            names = range(first, first + 20)
+            for number in names:
+                decode.pull(f"d-{number}", replace(ticket, engine=f"e-{number}", port=port), [2])
+            eventually(lambda most=first + 20: len(driver.connected) == most, "all are connected")
+            for number in names:
+                decode.ranks[0].endpoint.abort(RequestId(f"d-{number}"))
+            eventually(lambda: not decode.ranks[0].endpoint.pending, "all are over")
         eventually(lambda: 0 < driver.open_connections <= 25, "most are given up")
         eventually(lambda: threading.active_count() <= threads + 1, "one thread checks all peers")
         # Two for each that is watched, and four where the other end is, in this process too.
