@@ -133,9 +133,9 @@ nixl: $(STAMP) ## The tests of the driver nixl: the conformance suite on it, and
 	$(BIN)/pytest -m 'nixl and not slow'
 
 ucx: $(STAMP) ## Likewise of the driver ucx, also between two networks
-	$(BIN)/pytest -m 'ucx and not slow and not faults' --ignore tests/drivers/ucx/test_namespaces.py
+	$(BIN)/pytest -m 'ucx and not slow and not faults' --ignore tests/long/networks/test_namespaces.py
 # UCX reads a process's routes once, and these tests have others.
-	$(BIN)/pytest -m 'ucx and not slow and not faults' tests/drivers/ucx/test_namespaces.py
+	$(BIN)/pytest -m 'ucx and not slow and not faults' tests/long/networks/test_namespaces.py
 
 # The guide's commands as they stand there, in an empty folder and an environment of its own. Where
 # the libraries are missing and cannot be installed, its tests are skipped and say so.
@@ -150,7 +150,7 @@ deployments: $(STAMP) ## The deployments in examples/serving, checked by compose
 	@for tool in $(DEPLOYMENT_TOOLS); do \
 		command -v "$${tool%:*}" >/dev/null || $(call apt_install,--no-install-recommends "$${tool#*:}"); \
 	done
-	$(BIN)/pytest tests/examples/test_deployments.py
+	$(BIN)/pytest tests/long/deployments/test_deployments.py
 
 # Checks examples/monitoring. Where it cannot be downloaded, its tests are skipped and say so.
 prometheus:
@@ -173,7 +173,7 @@ versions: $(STAMP) $(OTHER_STAMPS) ## Hand-overs between engines of every two ve
 
 # Not part of 'test': Dynamo takes 360 MB, and another vLLM than most tests. Three minutes.
 dynamo: $(STAMP) $(DYNAMO_STAMP) ## Hand over between workers of NVIDIA Dynamo, behind its frontend
-	$(BIN)/python -m tests.integrations.vllm.dynamo $(OTHER_VERSIONS)/$(DYNAMO_VLLM)/bin/python $(DYNAMO)
+	$(BIN)/python -m tests.long.dynamo $(OTHER_VERSIONS)/$(DYNAMO_VLLM)/bin/python $(DYNAMO)
 
 # Not part of 'test': Ray needs 480 MB more, and its engines six minutes.
 ray: $(RAY_STAMP) ## Prefill and decode as deployments of Ray Serve, with real engines

@@ -11,7 +11,7 @@ chunk with text, through proxy, prefill and decode.
 
 vLLM 0.32 streams decode's ticket from its Responses API only, and 0.33 in the last chunk of a chat
 completion, as the proxy expects. So a copy of the proxy asks decode for streamed responses, and
-translates them (``tests/integrations/vllm/routers/adapted_proxy.py``), for both pairs. A client
+translates them (``tests/long/routers/adapted_proxy.py``), for both pairs. A client
 waits as long as it would with 0.33, and for the translation, some tenths of a millisecond.
 
 vLLM steps an engine as long as it holds anything, also if it has nothing to do, which takes a core
@@ -138,7 +138,7 @@ class Pair:
     def __init__(
         self, name: str, folder: Path, source: Path, extra: dict[str, Any], stack: ExitStack
     ) -> None:
-        from tests.integrations.vllm.routers.deployment import Servers
+        from tests.long.routers.deployment import Servers
 
         self.name, self._source, self._stack = name, source, stack
         self._folder = folder / name.replace(" ", "-")
@@ -149,8 +149,8 @@ class Pair:
 
     def started(self) -> None:
         """Wait until it serves."""
-        from tests.integrations.vllm.routers.adapted_proxy import adapted
-        from tests.integrations.vllm.routers.deployment import HEALTH, MULTI_TURN, proxy
+        from tests.long.routers.adapted_proxy import adapted
+        from tests.long.routers.deployment import HEALTH, MULTI_TURN, proxy
 
         self._servers.wait_started()
         script = adapted(self._source / MULTI_TURN, self._folder)
@@ -160,7 +160,7 @@ class Pair:
 
     def converse(self, client: Client, name: str, conversation: Conversation) -> tuple[Run, int]:
         """Have one conversation; what it took, and how many tokens prefill computed for it."""
-        from tests.integrations.vllm.routers.checks import nothing_left
+        from tests.long.routers.checks import nothing_left
 
         before = self._computed()
         run = client.run(self._proxy.address, f"{name}, {self.name}", conversation)
@@ -242,9 +242,9 @@ def _row(case: str, times: common.Times, target: str | None = None) -> rows.Row:
 
 def vllm_source() -> Path:
     """vLLM's source distribution, of the installed version."""
-    from tests.integrations.vllm.caches.census import installed
     from tests.integrations.vllm.next_version.sdist import SdistError, fetch
     from tests.integrations.vllm.next_version.source import Source
+    from tests.vllm.caches.census import installed
 
     version = Source(installed()).version
     try:

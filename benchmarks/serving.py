@@ -21,7 +21,7 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 sys.path.append(str(ROOT))  # for what the tests know of starting engines
-from tests.integrations.vllm.engines import ENVIRONMENT, PREFILL, START_SECONDS  # noqa: E402
+from tests.engines.engines import ENVIRONMENT, PREFILL, START_SECONDS  # noqa: E402
 
 ANSWER_SECONDS = 120.0
 SIDE_CHANNELS = itertools.count(int(os.environ.get("VLLM_NIXL_SIDE_CHANNEL_PORT", "15600")))
@@ -80,7 +80,7 @@ def prepare(folder: str) -> None:
     own = {"VLLM_CACHE_ROOT": folder, "TMPDIR": folder, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
     os.environ.update(ENVIRONMENT | {"VLLM_LOGGING_LEVEL": "WARNING"} | own)
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.integrations.vllm.engine_process"])
+    context.set_forkserver_preload(["tests.engines.engine_process"])
     with open(Path(folder) / "forkserver.log", "wb") as log:
         kept = os.dup(2)
         os.dup2(log.fileno(), 2)  # when it ends, some of what vLLM imports has much to say
@@ -206,7 +206,7 @@ def _main(
         os.sched_setaffinity(0, cores)  # before the first further thread
     # Some of the files beside this one have the name of a package that vLLM may yet import.
     sys.path = [path for path in sys.path if Path(path) != Path(__file__).parent]
-    from tests.integrations.vllm import engine_process, frugal
+    from tests.engines import engine_process, frugal
 
     engine_process.log_to(log)
     os.environ.update(environment)

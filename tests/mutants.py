@@ -64,7 +64,7 @@ OPERATORS: dict[type[ast.operator], type[ast.operator]] = {
     ast.RShift: ast.LShift,
 }
 CALLS = {"min": "max", "max": "min", "any": "all", "all": "any"}
-MARKERS = {"tests/integrations/vllm/caches": "not slow"}
+MARKERS = {"tests/vllm/caches": "not slow"}
 """What else is quick, by folder: these tests need vLLM, and no engine."""
 ALIVE, NOTICED, TOO_LONG = "ALIVE", "noticed", "too long"
 DROPPED = (ast.AugAssign, ast.Break, ast.Continue, ast.Delete, ast.Expr, ast.Raise)

@@ -285,16 +285,6 @@ def test_results_are_computed_from_seconds() -> None:
     assert result.ratio == pytest.approx(0.25)
 
 
-@pytest.mark.nixl
-def test_bench_over_nixl(environment: dict[str, str]) -> None:
-    threads = ("--option", 'backend_options={"num_threads": 1}')
-    ran = bench(environment, "nixl", *SMALL_GRID, "--write", "--json", *threads)
-    assert ran.returncode == 0, ran.stderr
-    record = json.loads(ran.stdout)
-    assert "UCX" in record["conditions"]["library"]
-    assert len(record["results"]) == 10
-
-
 def _has_matplotlib() -> bool:
     try:
         import matplotlib  # noqa: F401

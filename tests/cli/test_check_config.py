@@ -19,7 +19,6 @@ from kvferry.core.handshake import HandshakeServer
 from kvferry.core.security import Access, generate
 from kvferry.core.side_channel_messages import encode
 from kvferry.integrations.vllm.config import Config, ConfigError, parse
-from kvferry.integrations.vllm.transfer_config import KEYS, OLD_KEYS
 from tests.cli.command import run_kvferry
 from tests.core.messages import payload
 
@@ -375,11 +374,3 @@ def test_needs_neither_torch_nor_vllm() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=100
     )
     assert result.stderr.strip() == "set()"
-
-
-@pytest.mark.vllm
-def test_keys_are_those_of_vllm() -> None:
-    from vllm.config import KVTransferConfig
-
-    assert {field.name for field in fields(KVTransferConfig)} == set(KEYS)
-    assert not set(KEYS) & set(OLD_KEYS)

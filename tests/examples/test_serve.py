@@ -7,7 +7,6 @@ import json
 import os
 import random
 import shlex
-import signal
 import socket
 import subprocess
 import sys
@@ -21,7 +20,6 @@ from typing import Any, NamedTuple
 import pytest
 
 from examples.serving import serve
-from tests.integrations.vllm.steps import eventually
 
 ROOT = Path(__file__).parents[2]
 LOWEST_PORT, HIGHEST_PORT = 10000, 30000  # below those that the kernel gives to connections
@@ -79,25 +77,6 @@ class Output:
             if text in line:
                 return line
         raise AssertionError(f"no {text!r} in: {''.join(self._seen)}")
-
-
-@pytest.mark.vllm
-@pytest.mark.timeout(900)
-def test_make_serve_hands_requests_over_and_ends_all_on_an_interrupt(tmp_path: Path) -> None:
-    pytest.importorskip("vllm_router")
-    first = free_ports()
-    command = ["make", "-o", STAMP, "serve", f"SERVE_OPTIONS=--port {first} --folder {tmp_path}"]
-    with subprocess.Popen(
-        command, cwd=ROOT, stdout=subprocess.PIPE, text=True, start_new_session=True
-    ) as make:
-        try:
-            sessions = check_requests(make, first)
-        finally:
-            os.killpg(make.pid, signal.SIGINT)  # as a terminal does
-            make.communicate(timeout=60)
-    # What it has killed at its end may take the kernel a moment.
-    eventually(lambda: not sessions & {process.session for process in processes()})
-    serve.check_ports(first)  # all are free again
 
 
 def check_requests(make: subprocess.Popen[str], first: int) -> set[int]:

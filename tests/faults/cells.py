@@ -45,6 +45,8 @@ class Key(NamedTuple):
 MATRIX = [Key(side, fault, stage) for side in SIDES for fault in FAULTS for stage in STAGES]
 DRIVERS = ("nixl", "ucx")
 """The drivers, other than loopback, that need no special hardware."""
+OVER = os.environ.get("KVFERRY_FAULTS_OVER", "loopback")
+"""The driver of the tests in this run. A process should not load both NIXL's UCX and another."""
 DRIVER_FAULTS = {
     "producer": ("killed", "stopped", "restarted", "aborted", "out of blocks"),
     "consumer": ("killed", "stopped", "restarted", "aborted"),

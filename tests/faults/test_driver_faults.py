@@ -12,8 +12,6 @@ from tests.core.endpoint.engines import engine, until
 from tests.faults.cells import Cell
 from tests.faults.engine_processes import OPTIONS, SHAPE, has_expected_tokens, serve_request
 
-pytestmark = pytest.mark.faults
-
 LOCAL = [3, 4]
 CALL_INDEX = {"reading": 0, "fencing": 1}
 """The index of the driver's read in a load, by stage."""

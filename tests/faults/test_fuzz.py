@@ -39,7 +39,7 @@ TIMEOUT = 60.0
 MAX_GROWTH = 32 << 20
 """Bytes by which a process may grow: allocators keep some freed memory."""
 
-pytestmark = [pytest.mark.faults, pytest.mark.timeout(120 + INPUTS // 100)]
+pytestmark = pytest.mark.timeout(120 + INPUTS // 100)
 
 SECRETS = TicketSecrets.of(["a secret of both engines"])
 TICKET_KEY = TicketKey()

@@ -13,11 +13,11 @@ import pytest
 
 from tests.core.endpoint.engines import eventually
 from tests.faults.cable import pester
-from tests.faults.cells import DRIVER_FAULTS, DRIVERS, STAGES, Cell
+from tests.faults.cells import DRIVER_FAULTS, DRIVERS, OVER, STAGES, Cell
 from tests.faults.engine_pair import EnginePair, engine_pair
 from tests.faults.engine_processes import LONG_TIMEOUTS, OPTIONS
 
-pytestmark = [pytest.mark.faults, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.timeout(180)
 
 HANDSHAKE_STAGES = {"before the handshake", "during the handshake"}
 LOAD_STAGES = {*HANDSHAKE_STAGES, "reading", "fencing"}
@@ -41,12 +41,7 @@ depends on the driver.
 NOT_PROXIED = {"killed", "stopped", "restarted", "pestered"}
 """Faults of the process itself, for which the side channel has no proxy in front."""
 DRIVERS_AND_FAULTS = [
-    *(("loopback", fault) for fault in FAILING_STAGES),
-    *(
-        pytest.param(driver, fault, marks=getattr(pytest.mark, driver))
-        for driver in DRIVERS
-        for fault in DRIVER_FAULTS["producer"]
-    ),
+    (OVER, fault) for fault in (DRIVER_FAULTS["producer"] if OVER in DRIVERS else FAILING_STAGES)
 ]
 SLOW_SECONDS = 0.5
 

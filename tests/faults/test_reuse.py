@@ -1,6 +1,6 @@
 """A producer reuses pages while a consumer reads them, and the consumer always notices.
 
-This is tried on each driver that needs no special hardware. ``KVFERRY_REUSE`` is the number of
+``KVFERRY_FAULTS_OVER`` names the driver; ``KVFERRY_REUSE`` is the number of
 loads in each test (300 by default).
 """
 
@@ -20,7 +20,7 @@ from kvferry.core.lifecycle.holds import RequestId
 from kvferry.core.lifecycle.ticket import Ticket
 from tests.core.endpoint.engines import Engine, engine, until
 from tests.faults.cable import StagedTransport, staged_transport
-from tests.faults.cells import figure
+from tests.faults.cells import OVER, figure
 from tests.faults.engine_processes import (
     SHAPE,
     EngineProcess,
@@ -33,15 +33,10 @@ LOADS = int(os.environ.get("KVFERRY_REUSE", "300"))
 LOCAL = [3, 4]
 LEASE = 600.0
 OPTIONS = EndpointOptions(liveness_interval=0, lease=LEASE)
-DRIVERS = [
-    "loopback",
-    pytest.param("nixl", marks=pytest.mark.nixl),
-    pytest.param("ucx", marks=pytest.mark.ucx),
-]
 RACE_SECONDS = 0.001
 """Longer than one of these loads takes from its first read to its fence."""
 
-pytestmark = [pytest.mark.faults, pytest.mark.timeout(120 + LOADS // 5)]
+pytestmark = pytest.mark.timeout(120 + LOADS // 5)
 
 
 class ReuseBench:
@@ -79,7 +74,7 @@ def reuse_bench(driver: str) -> Iterator[ReuseBench]:
 
 
 @pytest.mark.parametrize("stage", ["reading", "fencing"])
-@pytest.mark.parametrize("driver", DRIVERS)
+@pytest.mark.parametrize("driver", [OVER])
 def test_pages_reused_before_the_fence_are_stale(driver: str, stage: str) -> None:
     begun = time.monotonic()
     with reuse_bench(driver) as bench:
@@ -94,7 +89,7 @@ def test_pages_reused_before_the_fence_are_stale(driver: str, stage: str) -> Non
     figure("reuse", seconds, driver=driver, how=stage, tries=LOADS, stale=LOADS)
 
 
-@pytest.mark.parametrize("driver", DRIVERS)
+@pytest.mark.parametrize("driver", [OVER])
 def test_pages_reused_at_any_moment_are_never_accepted(driver: str) -> None:
     """With producer and consumer both running, a load has its own bytes or is stale."""
     begun, outcomes, chance = time.monotonic(), Counter[str](), random.Random(1)

@@ -48,9 +48,9 @@ def test_buffer_returns_what_was_put() -> None:
 
 
 def test_memory_may_be_made_by_a_named_function() -> None:
-    assert allocate("tests.testing.correct_drivers:OddBuffer", 64).region.kind == "odd"
+    assert allocate("tests.long.drivers.correct_drivers:OddBuffer", 64).region.kind == "odd"
     with pytest.raises(ImportError, match="has no 'NoBuffer'"):
-        allocate("tests.testing.correct_drivers:NoBuffer", 64)
+        allocate("tests.long.drivers.correct_drivers:NoBuffer", 64)
 
 
 def test_shared_buffer_is_seen_by_all_that_map_it() -> None:

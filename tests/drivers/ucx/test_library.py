@@ -255,18 +255,3 @@ def test_library_removed_since_it_was_found_is_refused(
     monkeypatch.setattr(dlopen, "loaded_elsewhere", lambda _: None)
     with pytest.raises(DriverError, match="does not load"):
         library.load(find())
-
-
-@pytest.mark.ucx
-def test_installed_library_loads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.undo()
-    found = find()
-    ran = subprocess.run(
-        [sys.executable, "-W", "error", "-c", LOAD_SCRIPT, found.path],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert ran.stdout == "True False\n"
-    assert found.version >= library.LOWEST
-    assert find(found.path).version == found.version

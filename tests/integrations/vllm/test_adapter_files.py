@@ -24,7 +24,7 @@ from kvferry.integrations.vllm.adapter_files import (
     hash_files,
     settled_version,
 )
-from tests.integrations.vllm.steps import eventually
+from tests.engines.steps import eventually
 
 
 def write(folder: Path, weights: bytes = b"weights", config: str = "{}") -> str:

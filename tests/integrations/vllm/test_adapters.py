@@ -22,7 +22,7 @@ from kvferry.integrations.vllm.adapter_files import (
 )
 from kvferry.integrations.vllm.adapter_loads import AdapterLoad, AdapterReport
 from kvferry.integrations.vllm.adapters import WAIT_SECONDS, Adapters, lora_settings
-from tests.integrations.vllm.steps import eventually
+from tests.engines.steps import eventually
 from tests.integrations.vllm.test_adapter_files import write
 
 Make = Callable[..., Adapters]

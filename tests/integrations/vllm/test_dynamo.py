@@ -15,7 +15,7 @@ import pytest
 
 from kvferry.integrations.vllm import dynamo
 from kvferry.integrations.vllm.transfer_config import NAME
-from tests.integrations.vllm.engines import PREFILL, ROOT
+from tests.engines.engines import PREFILL, ROOT
 
 WHEEL = ROOT / ".cache" / "dynamo" / "ai_dynamo-1.6.1-py3-none-any.whl"
 """Dynamo's own files; the targets of the Makefile that run this test fetch them."""
@@ -198,25 +198,3 @@ print(*sorted(imported - {{"dynamo.vllm._version"}}))
             [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT
         )
         assert run.stdout.split() == ["dynamo", "dynamo.vllm", dynamo.MODULE]
-
-    @pytest.mark.vllm
-    @pytest.mark.timeout(300)
-    def test_vllm_loads_the_plugin(self, wheel: Path) -> None:
-        """Dynamo's handlers ask its table after vLLM has loaded its plugins."""
-        code = f"""
-import sys
-sys.path.insert(0, {str(wheel)!r})
-from vllm.config import KVTransferConfig
-from vllm.engine.arg_utils import EngineArgs
-from types import SimpleNamespace
-from dynamo.vllm.kv_connector_protocols import make_kv_connector_protocol
-
-EngineArgs(model=".")  # loads the plugins, as a worker of Dynamo does
-transfer = KVTransferConfig(kv_connector="KVFerryConnector", kv_role="kv_producer")
-protocol = make_kv_connector_protocol(SimpleNamespace(kv_transfer_config=transfer))
-print(type(protocol).__name__)
-"""
-        run = subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT
-        )
-        assert run.stdout.splitlines()[-1:] == ["NixlConnectorProtocol"], run.stderr

@@ -23,7 +23,7 @@ from kvferry.integrations.vllm.launch import (
     engines_here,
     launches_here,
 )
-from tests.integrations.vllm.engines import ENVIRONMENT, ROOT
+from tests.engines.engines import ENVIRONMENT, ROOT
 from tests.integrations.vllm.test_support import engine
 
 
@@ -277,12 +277,6 @@ launch(drvier=1)
 launch(side_channel_port=int(sys.argv[2]))
 launch()
 """
-
-
-@pytest.mark.vllm
-@pytest.mark.timeout(300)
-def test_vllm_refuses_before_it_starts_an_engine(checkpoint: Path) -> None:
-    check_launches_of(sys.executable, checkpoint)
 
 
 def check_launches_of(python: str, model: Path) -> None:

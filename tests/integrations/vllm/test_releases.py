@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from kvferry.core.errors import PeerLostError
+from tests.engines.steps import eventually
 from tests.integrations.vllm import without_vllm
-from tests.integrations.vllm.steps import eventually
 from tests.integrations.vllm.test_adapter_files import content, write
 from tests.integrations.vllm.test_conversation_half import conversation_ticket
 from tests.integrations.vllm.test_early_half import DECODE, Follower, Prefilling

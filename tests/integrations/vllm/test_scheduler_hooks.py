@@ -24,8 +24,8 @@ from kvferry.integrations.vllm.adapter_files import adapter_version
 from kvferry.integrations.vllm.cache_groups import CacheGroup
 from kvferry.integrations.vllm.ticket_params import read_ticket
 from tests.core.messages import encoded, payload
+from tests.engines.steps import eventually
 from tests.integrations.vllm import without_vllm
-from tests.integrations.vllm.steps import eventually
 from tests.integrations.vllm.test_adapter_files import write
 from tests.integrations.vllm.test_scheduler_half import PREFILL, blocks, request, ticket
 

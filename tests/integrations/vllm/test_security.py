@@ -20,7 +20,7 @@ from kvferry.integrations.vllm.security import (
     warn_of_open_access,
     watch_security_files,
 )
-from tests.integrations.vllm.steps import eventually
+from tests.engines.steps import eventually
 
 OWN, PEER, OTHER = generate(), generate(), generate()
 SECRET = "a secret of both engines"

@@ -14,7 +14,6 @@ import argparse
 import sys
 from pathlib import Path
 
-from tests.integrations.vllm.caches.census import installed
 from tests.integrations.vllm.next_version.report import (
     compared,
     open_findings,
@@ -23,6 +22,7 @@ from tests.integrations.vllm.next_version.report import (
 )
 from tests.integrations.vllm.next_version.sdist import SdistError, fetch
 from tests.integrations.vllm.next_version.source import Source
+from tests.vllm.caches.census import installed
 
 ROOT = Path(__file__).resolve().parents[4]
 FOLDER = ROOT / ".cache" / "vllm-next"

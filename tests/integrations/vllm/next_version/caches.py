@@ -14,7 +14,6 @@ from kvferry.integrations.vllm.caches.attention_pages import (
 )
 from kvferry.integrations.vllm.caches.cache_specs import SPECS
 from kvferry.integrations.vllm.caches.state_pages import STATE_PACKINGS
-from tests.integrations.vllm.caches import census
 from tests.integrations.vllm.next_version import source as reading
 from tests.integrations.vllm.next_version.findings import (
     Finding,
@@ -24,6 +23,7 @@ from tests.integrations.vllm.next_version.findings import (
     described_change,
 )
 from tests.integrations.vllm.next_version.source import Source
+from tests.vllm.caches import census
 
 INTERFACE = "v1/kv_cache_interface.py"
 REGISTRY = "v1/attention/backends/registry.py"

@@ -1,0 +1,64 @@
+"""What engines hold for conversations, what became of it, and that nothing of it is lost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from kvferry.core.lifecycle.digest import chain
+from tests.engines import probes
+from tests.engines.engines import Engine
+from tests.engines.ranks import at_rest, come_to, holds
+from tests.engines.steps import eventually
+
+
+@contextmanager
+def nothing_lost(*engines: Engine) -> Iterator[None]:
+    """Wait, at the end, until no request is left and only conversations hold blocks.
+
+    The conversations' holds are then ended by a reset, after which all blocks are free.
+    """
+    rest = at_rest(*engines)
+    yield
+    eventually(lambda: all(engine.run(_only_conversations) for engine in engines))
+    for engine in engines:
+        engine.run(probes.reset_prefix_cache)
+    come_to(rest, *engines)
+
+
+def held(engine: Any) -> int:
+    """How many holds the rank has."""
+    return holds(engine)[0]
+
+
+def kept(engine: Any) -> int:
+    """How many conversations the scheduler half holds."""
+    half = engine.engine_core.engine_core.scheduler.connector._scheduler_half()
+    return len(half._producer._holds._conversations)
+
+
+def outcomes(engine: Engine) -> dict[str, float]:
+    """How many conversations an engine has held, by what became of that."""
+    samples: dict[str, float] = engine.run(probes.exposed)
+    name = 'conversation_holds_total{driver="loopback",outcome="'
+    return {key[len(name) : -2]: value for key, value in samples.items() if key.startswith(name)}
+
+
+def counted(engine: Engine, before: dict[str, float], **more: int) -> None:
+    """Wait until an engine's ``outcomes`` are so many more: metrics may come a step later."""
+    wanted = {outcome: before[outcome] + count for outcome, count in more.items()}
+    eventually(lambda: wanted.items() <= outcomes(engine).items())
+
+
+def forged(ticket: dict[str, Any], words: list[int]) -> dict[str, Any]:
+    """A ticket whose digests say that it was made for another prompt."""
+    blocks = ticket["kvferry"]["blocks"]
+    digests = chain(words, blocks["tokens"], bytes.fromhex(blocks["salt"]), (None, None), {})
+    return ticket | {"kvferry": ticket["kvferry"] | {"blocks": blocks | {"digests": digests.hex()}}}
+
+
+def _only_conversations(engine: Any) -> bool:
+    statuses = probes.statuses(engine)
+    ended = all(status.startswith("FINISHED") for status in statuses)
+    return ended and len(statuses) == held(engine) == kept(engine)

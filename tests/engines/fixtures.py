@@ -1,0 +1,141 @@
+"""Engines that tests share, since each takes seconds to start."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engines import engines, families
+from tests.engines.engines import ROOT, Engine
+from tests.integrations.vllm.next_version.sdist import SdistError, fetch
+
+CONNECTOR = {
+    "kv_connector": "KVFerryConnector",
+    "kv_connector_module_path": "kvferry.integrations.vllm",
+}
+
+PATIENT = {"handshake_timeout": 50.0}
+"""Options of the test engines: many share a few cores, and a handshake may take long there."""
+
+StartEngine = Callable[..., Engine]
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Llama for all engines."""
+    scratch = str(tmp_path_factory.mktemp("vllm"))  # vLLM leaves files wherever TMPDIR says
+    engines.prepare({"VLLM_CACHE_ROOT": scratch, "TMPDIR": scratch})
+    folder = tmp_path_factory.mktemp("tiny_llama")
+    builder = multiprocessing.get_context("forkserver").Process(target=_build, args=(folder,))
+    builder.start()
+    builder.join()
+    assert builder.exitcode == 0
+    return folder
+
+
+@pytest.fixture(scope="session")
+def checkpoints(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A tiny checkpoint of every family, the Llama's drafter among them."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    target, arguments = families.build_all, (folder, checkpoint)
+    builder = multiprocessing.get_context("forkserver").Process(target=target, args=arguments)
+    builder.start()
+    builder.join()
+    assert builder.exitcode == 0
+    return {"llama": checkpoint} | {path.name: path for path in folder.iterdir()}
+
+
+@contextmanager
+def _engines(checkpoint: Path, folder: Path) -> Iterator[StartEngine]:
+    started: list[Engine] = []
+
+    def start(
+        name: str,
+        role: str | None = None,
+        *,
+        extra: dict[str, Any] | None = None,
+        transfer: dict[str, Any] | None = None,
+        model: Path = checkpoint,
+        **options: Any,
+    ) -> Engine:
+        if role is not None:
+            options["kv_transfer_config"] = (
+                CONNECTOR
+                | {"kv_role": role, "kv_connector_extra_config": PATIENT | (extra or {})}
+                | (transfer or {})
+            )
+        engine = Engine(name, model, folder, **options)
+        started.append(engine)
+        return engine.wait_started()
+
+    yield start
+    for engine in started:
+        engine.begin_close()
+    for engine in started:
+        engine.close()
+
+
+@pytest.fixture(scope="module")
+def start_engine(
+    checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[StartEngine]:
+    """Starts engines, which live to the end of the module unless a test closes them.
+
+    An idle engine still steps: several that outlive their tests keep a core from the others.
+
+    ``role`` makes it a kvferry engine; ``extra`` is its ``kv_connector_extra_config``, ``transfer``
+    the rest of its ``kv_transfer_config``.
+    """
+    with _engines(checkpoint, tmp_path_factory.mktemp("engines")) as start:
+        yield start
+
+
+@pytest.fixture(scope="session")
+def start_shared_engine(
+    checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[StartEngine]:
+    """As ``start_engine``, for engines that all modules share."""
+    with _engines(checkpoint, tmp_path_factory.mktemp("shared_engines")) as start:
+        yield start
+
+
+@pytest.fixture(scope="session")
+def reference(start_shared_engine: StartEngine) -> Engine:
+    """An ordinary engine: what all others must agree with."""
+    return start_shared_engine("reference")
+
+
+@pytest.fixture(scope="session")
+def prefill(start_shared_engine: StartEngine) -> Engine:
+    """Prefills for others."""
+    return start_shared_engine("prefill", "kv_producer", extra={"log_requests": True})
+
+
+@pytest.fixture(scope="session")
+def decode(start_shared_engine: StartEngine) -> Engine:
+    """Decodes what others prefilled, and fails what it cannot load."""
+    return start_shared_engine("decode", "kv_consumer", extra={"log_requests": True})
+
+
+@pytest.fixture(scope="session")
+def vllm_source() -> Path:
+    """The source distribution of the installed vLLM, which has tests, examples and benchmarks."""
+    from tests.integrations.vllm.next_version.source import Source
+    from tests.vllm.caches.census import installed
+
+    version = Source(installed()).version
+    try:
+        return fetch("vllm", version, ROOT / ".cache" / "vllm-next")
+    except SdistError as error:
+        pytest.skip(f"the source of vLLM {version} was not fetched: {error}")
+
+
+def _build(folder: Path) -> None:
+    from examples.tiny_llama import build
+
+    build(folder)

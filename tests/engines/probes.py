@@ -1,0 +1,231 @@
+"""What tests do inside an engine's process, between two of its steps (`engines.Engine.run`)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvferry.core.transport import PeerId, Status, TransferId
+    from kvferry.core.transport.copies import Copies
+    from kvferry.drivers.loopback import LoopbackTransport
+
+GATE_SECONDS = 0.002
+
+
+def metrics(engine: Any) -> dict[str, float]:
+    """vLLM's counters, ``name`` or ``name[source]`` to value; the sum over all other labels."""
+    from vllm.v1.metrics.reader import Counter, get_metrics_snapshot
+
+    found: dict[str, float] = {}
+    for metric in get_metrics_snapshot():
+        if isinstance(metric, Counter):
+            source = metric.labels.get("source")
+            name = f"{metric.name}[{source}]" if source is not None else metric.name
+            found[name] = found.get(name, 0) + metric.value
+    return found
+
+
+def exposed(engine: Any) -> dict[str, float]:
+    """kvferry's samples as ``/metrics`` shows them, without vLLM's own labels, to value."""
+    from prometheus_client import REGISTRY
+
+    return samples(REGISTRY, "0")
+
+
+def samples(registry: Any, engine: str) -> dict[str, float]:
+    """See ``exposed``; of one engine of those behind a front end."""
+    found = {}
+    for metric in registry.collect():
+        for sample in metric.samples:
+            ours = sample.name.startswith("vllm:kvferry_")
+            if ours and sample.labels["engine"] == engine and not sample.name.endswith("_created"):
+                own = set(sample.labels) - {"model_name", "engine"}
+                labels = ",".join(f'{name}="{sample.labels[name]}"' for name in sorted(own))
+                found[f"{sample.name.removeprefix('vllm:kvferry_')}{{{labels}}}"] = sample.value
+    return found
+
+
+def free_blocks(engine: Any) -> int:
+    """Blocks that vLLM could give out now."""
+    scheduler = engine.engine_core.engine_core.scheduler
+    free: int = scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+    return free
+
+
+def host_pages(engine: Any) -> tuple[int, int]:
+    """How many host pages are in use: for holds, and for loads."""
+    half = engine.engine_core.engine_core.scheduler.connector._scheduler
+    return half._producer._host.used, half._consumer._host.used
+
+
+def claimed(engine: Any) -> int:
+    """How many holds some consumer engine claims."""
+    from tests.engines import ranks
+
+    keeper = ranks.endpoint()._hold_server._holds
+    return sum(bool(held.claimants) for held in list(keeper._held.values()))
+
+
+def has_to_step(engine: Any) -> bool:
+    """Whether the connector has vLLM step an engine that has nothing else to do."""
+    scheduler = engine.engine_core.engine_core.scheduler
+    return bool(scheduler.connector.has_pending_push_work())
+
+
+def preemptions(engine: Any) -> int:
+    """How often requests that the scheduler knows were preempted; metrics lag behind."""
+    scheduler = engine.engine_core.engine_core.scheduler
+    return sum(request.num_preemptions for request in scheduler.requests.values())
+
+
+def statuses(engine: Any) -> list[str]:
+    """The status of every request that the scheduler knows."""
+    scheduler = engine.engine_core.engine_core.scheduler
+    return [request.status.name for request in scheduler.requests.values()]
+
+
+def fill_caches(engine: Any, value: float) -> None:
+    """Overwrite the whole cache."""
+    for cache in _caches(engine):
+        cache.fill_(value)
+
+
+def reset_prefix_cache(engine: Any) -> bool:
+    """vLLM's reset, the connector's included."""
+    done: bool = engine.reset_prefix_cache(reset_connector=True)
+    return done
+
+
+def forget_prefixes(engine: Any) -> bool:
+    """vLLM's reset of its own cache; what connectors keep elsewhere stays."""
+    done: bool = engine.reset_prefix_cache()
+    return done
+
+
+def refusal(engine: Any, arguments: dict[str, Any]) -> str:
+    """What a worker says at start to an engine with these arguments; empty if nothing."""
+    from vllm.config import KVTransferConfig
+    from vllm.engine.arg_utils import EngineArgs
+
+    from kvferry.integrations.vllm.config import ConfigError
+    from kvferry.integrations.vllm.support import check_engine
+
+    transfer = KVTransferConfig(kv_connector="KVFerryConnector", kv_role="kv_both")
+    try:
+        check_engine(EngineArgs(**arguments, kv_transfer_config=transfer).create_engine_config())
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def gate_reads(engine: Any, gate: str, before: bool) -> None:
+    """From now on a read of pages waits until the file ``gate`` exists.
+
+    With ``before`` it waits before it reads, otherwise before it says that it has. Reads of single
+    words, such as the fence's, pass.
+    """
+    from kvferry.drivers.loopback import LoopbackTransport
+
+    original = LoopbackTransport.read
+
+    def read(
+        self: LoopbackTransport, peer: PeerId, copies: Copies, notify: bytes | None = None
+    ) -> TransferId:
+        gated = copies.total > 8 * len(copies)
+        if gated and before:
+            _wait_for(gate)
+        transfer = original(self, peer, copies, notify)
+        if gated and not before:
+            _wait_for(gate)
+        return transfer
+
+    LoopbackTransport.read = read  # type: ignore[assignment, method-assign]
+
+
+def slow_reads(engine: Any, gate: str) -> None:
+    """From now on a read of pages seems to be under way until the file ``gate`` exists.
+
+    Unlike with `gate_reads`, the endpoint's thread goes on meanwhile, so that it renews leases.
+    """
+    from kvferry.core.transport import State, Status
+    from kvferry.drivers.loopback import LoopbackTransport
+
+    read, poll = LoopbackTransport.read, LoopbackTransport.poll
+    slow: set[TransferId] = set()
+
+    def slow_read(
+        self: LoopbackTransport, peer: PeerId, copies: Copies, notify: bytes | None = None
+    ) -> TransferId:
+        transfer = read(self, peer, copies, notify)
+        if copies.total > 8 * len(copies):
+            slow.add(transfer)
+            Path(gate).with_suffix(".reached").touch()
+        return transfer
+
+    def slow_poll(self: LoopbackTransport, transfers: Sequence[TransferId]) -> list[Status]:
+        if Path(gate).exists():
+            slow.clear()
+        found = zip(transfers, poll(self, transfers), strict=True)
+        return [Status(state=State.PENDING) if each in slow else status for each, status in found]
+
+    LoopbackTransport.read = slow_read  # type: ignore[assignment, method-assign]
+    LoopbackTransport.poll = slow_poll  # type: ignore[assignment, method-assign]
+
+
+def _wait_for(gate: str) -> None:
+    path = Path(gate)
+    path.with_suffix(".reached").touch()
+    while not path.exists():
+        time.sleep(GATE_SECONDS)
+
+
+def _caches(engine: Any) -> list[Any]:
+    context = engine.vllm_config.compilation_config.static_forward_context
+    return [layer.kv_cache for layer in context.values()]
+
+
+def cache_written_by_kernel(
+    engine: Any, dtype: str, block: int, head: int, cache_dtype: str = "auto", isa: str = ""
+) -> list[str]:
+    """Let vLLM's CPU kernel fill a cache, and compare each element with what the layout says.
+
+    ``isa`` names the kernel; vLLM chooses unless it is given. Returns the fields whose elements
+    stand elsewhere.
+    """
+    import torch
+    from vllm import _custom_ops as ops
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, get_kv_quant_mode
+
+    from tests.vllm.caches import views
+
+    heads, pages, tokens = 2, 4, 2 * block
+    element = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}.get(cache_dtype)
+    spec = FullAttentionSpec(
+        block_size=block,
+        num_kv_heads=heads,
+        head_size=head,
+        dtype=torch.uint8 if element else getattr(torch, dtype),
+        kv_quant_mode=get_kv_quant_mode(cache_dtype),
+    )
+    isa = isa or _get_attn_isa(getattr(torch, dtype), block, head, cache_dtype)
+    rank = views.Rank([views.group(["layer"], spec)], backends=f"CPU_ATTN/{isa}", blocks=pages)
+    cache = rank.caches["layer"]
+    # Small integers: exact in every type, different for neighbours along each axis.
+    key = torch.arange(tokens * heads * head).reshape(tokens, heads, head).remainder(7)
+    written = {"k": key.to(getattr(torch, dtype)), "v": (key + 1).to(getattr(torch, dtype))}
+    slots = torch.cat([torch.arange(block) + page * block for page in (3, 1)])
+    halves = cache.view(pages, heads, 2 * block, head).chunk(2, dim=2)
+    scales = {"k_scale": 1.0, "v_scale": 1.0, "kv_cache_dtype": cache_dtype}
+    ops.cpu_attn_reshape_and_cache(written["k"], written["v"], *halves, slots, isa, **scales)
+    stored = torch.empty(0, dtype=torch.uint8).set_(cache.untyped_storage())
+    wrong = []
+    for field in rank.layout.fields:
+        found = stored[torch.from_numpy(views.walk(field))[[3, 1]]].view(element or cache.dtype)
+        values = written[field.key[-1]].to(element or cache.dtype)
+        if not torch.equal(found.flatten(0, 1).float(), values.float()):
+            wrong.append(field.key)
+    return wrong

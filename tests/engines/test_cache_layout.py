@@ -1,0 +1,134 @@
+"""The layout that is made of vLLM's cache tensors says where vLLM's kernels put each byte."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvferry.core.errors import LayoutError
+from kvferry.core.layout import GroupKind, axis
+from kvferry.integrations.vllm.caches.cache_layout import describe
+from kvferry.integrations.vllm.caches.pages import LayerFacts, ShardPosition, share
+from tests.engines import probes
+from tests.engines.engines import Engine
+from tests.vllm.caches.views import Rank, group
+
+pytestmark = [
+    pytest.mark.timeout(300),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:torch"),
+]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize(("block", "head"), [(32, 64), (64, 64), (32, 80), (96, 128), (48, 32)])
+def test_kernels_agree_with_the_layout(
+    reference: Engine, dtype: str, block: int, head: int
+) -> None:
+    """vLLM's own kernel writes known keys and values; they are read back through the layout."""
+    assert reference.run(probes.cache_written_by_kernel, dtype, block, head) == []
+
+
+@pytest.mark.parametrize("cache_dtype", ["fp8_e4m3", "fp8_e5m2"])
+def test_quantizing_kernels_agree_with_the_layout(reference: Engine, cache_dtype: str) -> None:
+    """Where this processor has them."""
+    import torch
+
+    if not torch.cpu._is_avx512_supported():
+        pytest.skip("vLLM quantizes caches with AVX-512 only")
+    assert reference.run(probes.cache_written_by_kernel, "bfloat16", 32, 64, cache_dtype) == []
+
+
+@pytest.mark.parametrize("cache_dtype", ["auto", "fp8_e4m3"])
+@pytest.mark.parametrize(("block", "head"), [(32, 64), (96, 96)])
+def test_amx_kernels_agree_with_the_layout(
+    reference: Engine, block: int, head: int, cache_dtype: str
+) -> None:
+    """The kernel that fills tiles needs no tiles itself, only AVX-512."""
+    import torch
+
+    if not torch.cpu._is_avx512_supported():
+        pytest.skip("vLLM's AMX kernels are in its build for AVX-512 only")
+    arguments = "bfloat16", block, head, cache_dtype, "amx"
+    assert reference.run(probes.cache_written_by_kernel, *arguments) == []
+
+
+def _spec(**changes: Any) -> Any:
+    import torch
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    given = {"block_size": 32, "num_kv_heads": 2, "head_size": 32, "dtype": torch.float32}
+    return FullAttentionSpec(**(given | changes))
+
+
+def test_layers_of_one_buffer() -> None:
+    names = ["model.layers.0.attn", "model.layers.1.attn"]
+    position = ShardPosition(tp=1, tp_size=2)
+    rank = Rank(
+        [group(names, _spec())], backends="CPU_ATTN/vec", heads=4, position=position, blocks=9
+    )
+    layout = rank.layout
+    assert len(layout.regions) == 1
+    [made] = layout.groups
+    assert (made.kind, made.block_tokens) == (GroupKind.PAGED, 32)
+    key, value, *_ = layout.fields
+    assert [f.key for f in layout.fields] == [f"{name}/{part}" for name in names for part in "kv"]
+    assert (key.pages, key.page_stride, key.shard_range) == (9, 16384, (2, 4))
+    assert (key.unit, key.tokens, key.inner) == (4, axis((32, 4)), (axis((32, 128)),))
+    assert (value.offset, value.unit, value.tokens) == (4096, 128, axis((32, 128)))
+    assert layout.fields[2].offset == 9 * 16384
+
+
+def test_kernel_blocks_are_a_digit_of_the_token_axis() -> None:
+    groups = [group(["a"], _spec(block_size=96))]
+    rank = Rank(groups, backends="FLASH_ATTN", kernels=[32], blocks=9)
+    assert {f.pages for f in rank.layout.fields} == {9}
+    assert rank.layout.groups[0].block_tokens == 96
+    assert {f.tokens for f in rank.layout.fields} == {axis((3, 16384), (32, 256))}
+
+
+def _described(shape: tuple[int, ...], spec: Any = None) -> None:
+    """Nine blocks of a tensor of this shape."""
+    import torch
+
+    config: Any = SimpleNamespace(
+        num_blocks=9, transfer_groups=[group(["a"], spec or _spec(head_size=16))]
+    )
+    facts = {"a": LayerFacts(backend="FLASH_ATTN", heads=2)}
+    describe({"a": torch.zeros(shape)}, config, facts=facts)
+
+
+@pytest.mark.parametrize(
+    ("shape", "reason"),
+    [
+        ((9, 3, 32, 32), "2 heads"),
+        ((9, 2, 1024), "is not"),
+        ((10, 2, 32, 32), "9 or a multiple"),
+        ((18, 2, 32, 32), "2 kernel blocks of 32 entries in a block of 32"),
+        ((9, 2, 16, 32), "1 kernel blocks of 16 entries in a block of 32"),
+    ],
+)
+def test_other_shape_is_refused(shape: tuple[int, ...], reason: str) -> None:
+    _described((9, 2, 32, 32))
+    with pytest.raises(LayoutError, match=reason):
+        _described(shape)
+
+
+def test_missing_layer_is_named() -> None:
+    config: Any = SimpleNamespace(num_blocks=9, transfer_groups=[group(["b"], _spec())])
+    with pytest.raises(LayoutError, match="'b'"):
+        describe({}, config, facts={})
+
+
+@pytest.mark.parametrize(
+    ("total", "ranks", "expected"),
+    [
+        (8, 1, [(0, 8)]),
+        (8, 4, [(0, 2), (2, 4), (4, 6), (6, 8)]),
+        (2, 4, [(0, 1), (0, 1), (1, 2), (1, 2)]),
+        (1, 2, [(0, 1), (0, 1)]),
+    ],
+)
+def test_heads_of_ranks(total: int, ranks: int, expected: list[tuple[int, int]]) -> None:
+    assert [share(total, ShardPosition(tp=tp, tp_size=ranks)) for tp in range(ranks)] == expected

@@ -1,0 +1,242 @@
+"""Prompts prefilled by one real engine and decoded by another give an ordinary engine's text."""
+
+from __future__ import annotations
+
+import pytest
+
+from examples.tiny_llama import prompt
+from tests.engines import probes
+from tests.engines.engines import PREFILL, Engine
+from tests.engines.fixtures import StartEngine
+from tests.engines.steps import eventually, hand_over, idle_blocks, pulled, texts
+
+pytestmark = pytest.mark.timeout(300)
+
+LENGTHS = (2, 5, 16, 31, 32, 33, 63, 64, 65, 100, 255, 256, 300, 480, 511)
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_one_prompt(reference: Engine, prefill: Engine, decode: Engine, length: int) -> None:
+    got, counters = hand_over(prefill, decode, prompt(length))
+    assert got == texts(reference, prompt(length))
+    assert pulled(counters) == length
+
+
+def test_all_at_once(reference: Engine, prefill: Engine, decode: Engine) -> None:
+    prompts = [prompt(length, seed=1) for length in LENGTHS]
+    got, counters = hand_over(prefill, decode, *prompts)
+    assert got == texts(reference, *prompts)
+    assert pulled(counters) == sum(LENGTHS)
+    assert counters["vllm:kvferry_tokens"] == sum(LENGTHS)
+    assert counters["vllm:kvferry_loads"] == len(LENGTHS)
+
+
+def test_a_prompt_of_one_token(reference: Engine, prefill: Engine, decode: Engine) -> None:
+    """vLLM counts its only token as computed here, as it must be to go on from it."""
+    got, counters = hand_over(prefill, decode, prompt(1))
+    assert got == texts(reference, prompt(1))
+    assert counters["vllm:kvferry_tokens"] == 1
+
+
+def test_texts_depend_on_the_whole_prompt(reference: Engine) -> None:
+    """Otherwise equal texts would prove nothing."""
+    original = prompt(511)
+    altered = [[*original[:i], (original[i] + 1) % 512, *original[i + 1 :]] for i in (0, 250, 510)]
+    assert len(set(texts(reference, original, *altered))) == 4
+
+
+def test_among_ordinary_requests(reference: Engine, prefill: Engine, decode: Engine) -> None:
+    """One engine serves prompts with and without a ticket in the same steps."""
+    prompts = [prompt(length, seed=2) for length in (40, 200, 41, 201)]
+    [first, second] = prefill.prefill(*prompts[:2])
+    completions = decode.generate(*prompts, params=[first, second, None, None])
+    assert [c.text for c in completions] == texts(reference, *prompts)
+
+
+def test_all_blocks_come_back(prefill: Engine, decode: Engine) -> None:
+    """On both engines, and on the producer at once: long before the lease is over."""
+    free = idle_blocks(prefill), idle_blocks(decode)
+    hand_over(prefill, decode, prompt(300), prompt(33))
+    eventually(lambda: (prefill.run(probes.free_blocks), decode.run(probes.free_blocks)) == free)
+    assert prefill.run(probes.statuses) == decode.run(probes.statuses) == []
+
+
+def test_producer_that_went_on_generating(
+    reference: Engine, prefill: Engine, decode: Engine
+) -> None:
+    """A router that lets it generate more than one token gets a ticket for the prompt alone."""
+    tickets = [c.params for c in prefill.generate(prompt(64), params=PREFILL, max_tokens=5)]
+    [completion] = decode.generate(prompt(64), params=tickets)
+    assert completion.text == texts(reference, prompt(64))[0]
+
+
+def test_prompt_that_goes_on(reference: Engine, prefill: Engine, decode: Engine) -> None:
+    """A ticket covers the front of a longer prompt: the rest is computed here."""
+    front, whole = prompt(100), [*prompt(100), *prompt(30, seed=3)]
+    before = decode.run(probes.metrics)
+    [completion] = decode.generate(whole, params=prefill.prefill(front))
+    assert completion.text == texts(reference, whole)[0]
+    after = decode.run(probes.metrics)
+    assert pulled(after) - pulled(before) == 100
+
+
+def test_prompt_logprobs_read_nothing(reference: Engine, prefill: Engine, decode: Engine) -> None:
+    """vLLM computes such a prompt itself; the producer is told, and lets its pages go."""
+    free = idle_blocks(prefill)
+    [completion] = decode.generate(
+        prompt(80), params=prefill.prefill(prompt(80)), prompt_logprobs=1
+    )
+    assert completion.text == texts(reference, prompt(80))[0]
+    eventually(lambda: prefill.run(probes.free_blocks) == free)
+
+
+@pytest.fixture(scope="module")
+def overlapping(start_engine: StartEngine) -> tuple[Engine, Engine]:
+    """Engines that schedule a step ahead, prefill in chunks, and cache prefixes."""
+    options = {
+        "async_scheduling": True,
+        "enable_prefix_caching": True,
+        "max_num_batched_tokens": 96,
+    }
+    return (
+        start_engine("overlapping-prefill", "kv_producer", **options),
+        start_engine("overlapping-decode", "kv_consumer", **options),
+    )
+
+
+def test_async_scheduling_and_chunks(reference: Engine, overlapping: tuple[Engine, Engine]) -> None:
+    prompts = [prompt(length, seed=4) for length in LENGTHS]
+    got, counters = hand_over(*overlapping, *prompts)
+    assert got == texts(reference, *prompts)
+    assert pulled(counters) == sum(LENGTHS)
+
+
+def test_partial_local_hit(reference: Engine, overlapping: tuple[Engine, Engine]) -> None:
+    """What the decode engine has cached is not pulled again."""
+    common = prompt(100, seed=5)
+    prompts = [[*common, *prompt(length, seed=6)] for length in (1, 28, 29, 60, 200)]
+    hand_over(*overlapping, common)
+    for each in prompts:
+        got, counters = hand_over(*overlapping, each)
+        assert got == texts(reference, each)
+        assert pulled(counters) == len(each) - 96
+
+
+def test_full_local_hit(reference: Engine, overlapping: tuple[Engine, Engine]) -> None:
+    """Nothing is pulled, and the producer lets its pages go at once."""
+    prefill, decode = overlapping
+    front, whole = prompt(96, seed=7), [*prompt(96, seed=7), *prompt(20, seed=7)]
+    hand_over(*overlapping, front)
+    free, before = idle_blocks(prefill), decode.run(probes.metrics)
+    [completion] = decode.generate(whole, params=prefill.prefill(front))
+    assert completion.text == texts(reference, whole)[0]
+    assert pulled(decode.run(probes.metrics)) == pulled(before)
+    eventually(lambda: prefill.run(probes.free_blocks) == free)
+
+
+def test_same_prompt_at_once(reference: Engine, overlapping: tuple[Engine, Engine]) -> None:
+    """No request takes blocks from the prefix cache that another one is still filling."""
+    prompts = [prompt(257, seed=8)] * 4
+    got, _ = hand_over(*overlapping, *prompts)
+    assert got == texts(reference, *prompts)
+
+
+def test_cache_reset_gives_up_holds(reference: Engine, overlapping: tuple[Engine, Engine]) -> None:
+    """A reset fails while pages are held for others, but gives them up: the next one succeeds."""
+    prefill, decode = overlapping
+    [ticket] = prefill.prefill(prompt(200, seed=9))
+    assert not prefill.run(probes.reset_prefix_cache)
+    eventually(lambda: prefill.run(probes.reset_prefix_cache))
+    [completion] = decode.generate(prompt(200, seed=9), params=ticket)
+    assert completion.finish_reason == "error"
+    assert hand_over(prefill, decode, prompt(200, seed=9))[0] == texts(
+        reference, prompt(200, seed=9)
+    )
+
+
+def test_swapped_caches(reference: Engine, prefill: Engine, start_engine: StartEngine) -> None:
+    """The control: an engine that verifies nothing decodes X from Y's cache, and gives Y's text.
+
+    So the texts of all other tests can only come from the pages that were pulled.
+    """
+    credulous = start_engine("credulous", "kv_consumer", extra={"verify_prompt": False})
+    x, y = prompt(200, seed=10), prompt(200, seed=11)
+    # What the decode engine computes itself, the last token, is the same in both.
+    y[-1] = x[-1]
+    [completion] = credulous.generate(x, params=prefill.prefill(y))
+    assert completion.text == texts(reference, y)[0] != texts(reference, x)[0]
+    assert "verify_prompt is false" in credulous.log()
+
+
+def test_preempted_on_decode(reference: Engine, prefill: Engine, start_engine: StartEngine) -> None:
+    """A request that was preempted after its load is computed here, and goes on where it was."""
+    decode = start_engine("small-decode", "kv_consumer", num_gpu_blocks_override=36)
+    prompts = [prompt(length, seed=12) for length in (310, 311, 312)]
+    tickets = prefill.prefill(*prompts)
+    before = decode.run(probes.metrics)
+    completions = decode.generate(*prompts, params=tickets, max_tokens=60)
+    assert [c.text for c in completions] == texts(reference, *prompts, max_tokens=60)
+    after = decode.run(probes.metrics)
+    assert after["vllm:num_preemptions"] > before["vllm:num_preemptions"]
+
+
+def test_preempted_on_prefill_while_decode_waits(
+    reference: Engine, decode: Engine, start_engine: StartEngine
+) -> None:
+    """Pages that are held for another engine are never given to a request that needs some."""
+    prefill = start_engine(
+        "small-prefill",
+        "kv_producer",
+        num_gpu_blocks_override=38,
+        max_num_batched_tokens=64,
+        scheduler_reserve_full_isl=False,
+    )
+    prompts = [prompt(length, seed=13) for length in (400, 380, 390, 370)]
+    first = prefill.submit(*prompts[:1], params=PREFILL, max_tokens=1)
+    [held] = [c.params for c in prefill.results(first)]
+    waiting = prefill.submit(*prompts[1:], params=PREFILL, max_tokens=1)
+    eventually(lambda: prefill.run(probes.preemptions) > 0)
+    got = [completion.text for completion in decode.generate(prompts[0], params=held)]
+    tickets = []
+    for request, each in zip(waiting, prompts[1:], strict=True):
+        [completion] = prefill.results([request])
+        tickets.append(completion.params)
+        got += [c.text for c in decode.generate(each, params=completion.params)]
+    assert got == texts(reference, *prompts)
+
+
+@pytest.fixture(scope="module")
+def wide(start_engine: StartEngine) -> Engine:
+    """Decodes with blocks of 64 tokens what others prefill with blocks of 32, and prefills, too."""
+    return start_engine("wide", "kv_both", block_size=64, num_gpu_blocks_override=256)
+
+
+def test_other_block_size(reference: Engine, prefill: Engine, decode: Engine, wide: Engine) -> None:
+    prompts = [prompt(length, seed=14) for length in LENGTHS]
+    for source, target in ((prefill, wide), (wide, decode)):
+        got, counters = hand_over(source, target, *prompts)
+        assert got == texts(reference, *prompts)
+        assert pulled(counters) == sum(LENGTHS)
+
+
+@pytest.mark.parametrize("length", [30, 31, 32, 33, 62, 63, 64, 65, 95, 127, 250, 479])
+def test_poisoned_cache(
+    reference: Engine, prefill: Engine, decode: Engine, wide: Engine, length: int
+) -> None:
+    """Every byte of a loaded page is written or zeroed, whatever was there before.
+
+    Decoding stays inside the loaded pages: vLLM's kernels read the unwritten end of a page, so NaN
+    in a fresh one, which is vLLM's own, makes an ordinary engine's text wrong as well.
+    """
+    for engine, block in ((decode, 32), (wide, 64)):
+        tokens = -length % block + 1
+        engine.run(probes.fill_caches, float("nan"))
+        got, _ = hand_over(prefill, engine, prompt(length, seed=15), max_tokens=tokens)
+        engine.run(probes.fill_caches, 0.0)
+        assert got == texts(reference, prompt(length, seed=15), max_tokens=tokens)
+
+
+def test_plugin_name_alone(reference: Engine, prefill: Engine, start_engine: StartEngine) -> None:
+    """Installed, the connector needs no module path."""
+    decode = start_engine("by-name", "kv_both", transfer={"kv_connector_module_path": None})
+    assert hand_over(prefill, decode, prompt(70))[0] == texts(reference, prompt(70))

@@ -1,0 +1,237 @@
+"""When pages may go back, whatever happens on either side."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from examples.tiny_llama import prompt
+from kvferry.integrations.vllm.request_ids import SAMPLE
+from tests.engines import inside, probes
+from tests.engines.engines import PREFILL, Engine
+from tests.engines.fixtures import StartEngine
+from tests.engines.steps import (
+    SAMPLES,
+    eventually,
+    hand_over,
+    idle_blocks,
+    pulled_by,
+    texts,
+)
+from tests.faults.cells import Cell
+
+pytestmark = pytest.mark.timeout(300)
+
+LEASE = 1.0
+
+
+@pytest.fixture(scope="module")
+def hasty(start_engine: StartEngine) -> Engine:
+    """Prefills, and holds pages for a second only."""
+    return start_engine("hasty", "kv_producer", extra={"kv_lease_duration": LEASE})
+
+
+@pytest.fixture
+def gated(start_engine: StartEngine, tmp_path: Path) -> Iterator[tuple[Engine, Path]]:
+    """A decode engine whose reads have landed, but do not say so before the gate exists."""
+    engine = start_engine("gated", "kv_consumer")
+    gate = tmp_path / "gate"
+    engine.run(probes.gate_reads, str(gate), False)
+    yield engine, gate
+    gate.touch()
+    engine.close()
+
+
+def test_lease_is_over(hasty: Engine, decode: Engine) -> None:
+    """Pages that nobody reads come back, and their ticket is worth nothing any more."""
+    free = idle_blocks(hasty)
+    tickets = hasty.prefill(prompt(100), prompt(101))
+    assert hasty.run(probes.free_blocks) < free
+    eventually(lambda: hasty.run(probes.free_blocks) == free)
+    completions = decode.generate(prompt(100), prompt(101), params=tickets)
+    assert [c.finish_reason for c in completions] == ["error", "error"]
+    assert "pages within the lease" in hasty.log()  # of both requests, in one line or in two
+
+
+def test_pages_reused_before_a_late_read(reference: Engine, hasty: Engine, decode: Engine) -> None:
+    """The fence: other prompts' pages are never taken for this one's."""
+    free = idle_blocks(hasty)
+    [late] = hasty.prefill(prompt(200, seed=1))
+    eventually(lambda: hasty.run(probes.free_blocks) == free)
+    others = [prompt(511, seed=seed) for seed in range(2, 32)]
+    assert hasty.generate(*others, max_tokens=1)
+    cell = Cell(side="consumer", fault="slow", stage="before the handshake", driver="vllm")
+    [completion] = decode.generate(prompt(200, seed=1), params=late)
+    assert completion.finish_reason == "error"
+    cell.write("stale")
+    assert hand_over(hasty, decode, prompt(200, seed=1))[0] == texts(reference, prompt(200, seed=1))
+
+
+def test_pages_given_back_during_the_read(
+    reference: Engine, hasty: Engine, gated: tuple[Engine, Path]
+) -> None:
+    """They stood when the read began, and not when it ended."""
+    decode, gate = gated
+    free = idle_blocks(hasty)
+    cell = Cell(side="consumer", fault="slow", stage="reading", driver="vllm")
+    [request] = decode.submit(prompt(150), params=hasty.prefill(prompt(150)))
+    eventually(gate.with_suffix(".reached").exists)
+    eventually(lambda: hasty.run(probes.free_blocks) == free)
+    gate.touch()
+    [completion] = decode.results([request])
+    assert completion.finish_reason == "error"
+    cell.write("stale")
+    assert f"request {request}" in decode.log()
+    assert hand_over(hasty, decode, prompt(150))[0] == texts(reference, prompt(150))
+
+
+def test_abort_on_decode_before_its_first_step(prefill: Engine, decode: Engine) -> None:
+    """The producer hears of it, long before the lease is over."""
+    free = idle_blocks(prefill)
+    [ticket] = prefill.prefill(prompt(120))
+    cell = Cell(side="consumer", fault="aborted", stage="before the handshake", driver="vllm")
+    with decode.paused():
+        [request] = decode.submit(prompt(120), params=ticket)
+        decode.abort(request)
+    eventually(lambda: prefill.run(probes.free_blocks) == free)
+    cell.write("released")
+    assert decode.run(probes.statuses) == []
+
+
+def test_abort_on_decode_during_the_load(
+    reference: Engine, prefill: Engine, gated: tuple[Engine, Path]
+) -> None:
+    """Its blocks stay until no byte can land in them, then come back on both engines."""
+    decode, gate = gated
+    free = idle_blocks(prefill), idle_blocks(decode)
+    [ticket] = prefill.prefill(prompt(120))
+    [request] = decode.submit(prompt(120), params=ticket)
+    eventually(gate.with_suffix(".reached").exists)
+    cell = Cell(side="consumer", fault="aborted", stage="reading", driver="vllm")
+    decode.abort(request)
+    assert decode.run(probes.statuses) == ["FINISHED_ABORTED"]
+    assert decode.run(probes.free_blocks) < free[1]
+    gate.touch()
+    eventually(lambda: decode.run(probes.statuses) == [])
+    eventually(lambda: (prefill.run(probes.free_blocks), decode.run(probes.free_blocks)) == free)
+    cell.write("released when quiet")
+    assert hand_over(prefill, decode, prompt(120))[0] == texts(reference, prompt(120))
+
+
+def test_abort_on_prefill(reference: Engine, decode: Engine, start_engine: StartEngine) -> None:
+    """Before there is a ticket its blocks are free at once, and its slot serves again."""
+    prefill = start_engine("chunked", "kv_producer", max_num_batched_tokens=64)
+    free = idle_blocks(prefill)
+    with prefill.paused():
+        [unstarted] = prefill.submit(prompt(300), params=PREFILL, max_tokens=1)
+        prefill.abort(unstarted)
+        [begun] = prefill.submit(prompt(300), params=PREFILL, max_tokens=1)
+        prefill.step(2)
+        assert prefill.run(probes.free_blocks) < free
+        cell = Cell(side="producer", fault="aborted", stage="computing", driver="vllm")
+        prefill.abort(begun)
+        assert prefill.run(probes.free_blocks) == free
+        cell.write("released")
+    assert hand_over(prefill, decode, prompt(300))[0] == texts(reference, prompt(300))
+
+
+def test_abort_on_prefill_after_the_ticket(
+    reference: Engine, prefill: Engine, decode: Engine
+) -> None:
+    """Too late: the pages are another engine's now."""
+    [request] = prefill.submit(prompt(90), params=PREFILL, max_tokens=1)
+    [completion] = prefill.results([request])
+    cell = Cell(side="producer", fault="aborted", stage="after the ticket", driver="vllm")
+    prefill.abort(request)
+    [got] = decode.generate(prompt(90), params=completion.params)
+    assert got.text == texts(reference, prompt(90))[0]
+    cell.write("loaded")
+
+
+def test_ticket_used_twice(reference: Engine, prefill: Engine, decode: Engine) -> None:
+    """The first to finish ends the hold; the second is told that it came too late."""
+    free = idle_blocks(prefill)
+    [ticket] = prefill.prefill(prompt(130))
+    [first] = decode.generate(prompt(130), params=ticket)
+    eventually(lambda: prefill.run(probes.free_blocks) == free)
+    [second] = decode.generate(prompt(130), params=ticket)
+    assert first.text == texts(reference, prompt(130))[0]
+    assert second.finish_reason == "error"
+
+
+@pytest.mark.parametrize("aborted", [False, True])
+def test_ticket_used_at_once_by_three(
+    reference: Engine, prefill: Engine, decode: Engine, aborted: bool
+) -> None:
+    """All load, also if one of them is aborted, and then nothing is held."""
+    free, before = idle_blocks(prefill), pulled_by(decode)
+    one = prompt(130, seed=7)
+    [ticket] = prefill.prefill(one)
+    with decode.paused():
+        requests = decode.submit(one, one, one, params=ticket)
+        if aborted:
+            decode.abort(requests.pop(0))
+    completions = decode.results(requests)
+    assert [c.text for c in completions] == texts(reference, one) * len(requests)
+    assert pulled_by(decode) - before == 130 * len(requests)
+    eventually(lambda: prefill.run(probes.free_blocks) == free)
+    assert decode.run(probes.statuses) == []
+
+
+def test_samples_of_one_prompt(reference: Engine, prefill: Engine, decode: Engine) -> None:
+    """Requests of their own to vLLM's scheduler, with one ticket."""
+    free, before = idle_blocks(prefill), pulled_by(decode)
+    one = prompt(120, seed=8)
+    [completion] = decode.generate(one, params=prefill.prefill(one), **SAMPLES)
+    assert completion.samples == texts(reference, one) * 2
+    assert pulled_by(decode) - before == 120 * 2
+    eventually(lambda: prefill.run(probes.free_blocks) == free)
+
+
+def test_ids_of_samples(reference: Engine) -> None:
+    """By them alone vLLM's scheduler could tell that others may follow."""
+    ids = reference.run(inside.ids_of_samples)
+    assert len(ids) == 3
+    assert all(SAMPLE.match(each) for each in ids)
+    assert not SAMPLE.match(reference.run(inside.id_of_a_request))
+
+
+def test_producer_is_restarted(
+    reference: Engine, decode: Engine, start_engine: StartEngine
+) -> None:
+    """Same engine id, same port, another life: an old ticket is refused, a new one works."""
+    first = start_engine("restarted", "kv_producer", transfer={"engine_id": "restarted"})
+    assert hand_over(first, decode, prompt(60))[0] == texts(reference, prompt(60))
+    old, older = first.prefill(prompt(61), prompt(62))
+    first.close()
+    second = start_engine(
+        "restarted",
+        "kv_producer",
+        transfer={"engine_id": "restarted"},
+        extra={"side_channel_port": old["remote_port"]},
+    )
+    cell = Cell(side="producer", fault="restarted", stage="before the read", driver="vllm")
+    for length, ticket in ((61, old), (62, older)):
+        [completion] = decode.generate(prompt(length), params=ticket)
+        assert completion.finish_reason == "error"
+    cell.write("refused")
+    assert "it was restarted since" in decode.log()
+    assert hand_over(second, decode, prompt(61))[0] == texts(reference, prompt(61))
+
+
+def test_failed_load_is_recomputed_where_the_policy_says_so(
+    reference: Engine, hasty: Engine, start_engine: StartEngine
+) -> None:
+    """A stale read costs time there, and changes no text."""
+    decode = start_engine(
+        "recomputing", "kv_consumer", transfer={"kv_load_failure_policy": "recompute"}
+    )
+    free = idle_blocks(hasty)
+    prompts = [prompt(length, seed=3) for length in (31, 150, 300)]
+    tickets = hasty.prefill(*prompts)
+    eventually(lambda: hasty.run(probes.free_blocks) == free)
+    completions = decode.generate(*prompts, params=tickets)
+    assert [c.text for c in completions] == texts(reference, *prompts)
+    assert decode.run(probes.metrics)["vllm:kvferry_failed_loads"] == 3

@@ -1,0 +1,281 @@
+"""kvferry beside an offloading connector, both children of vLLM's MultiConnector."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from examples.tiny_llama import prompt
+from tests.engines import probes
+from tests.engines.early import (
+    Legs,
+    computed_tokens,
+    early_loads,
+    hand_over_early,
+    preempt,
+)
+from tests.engines.engines import Engine, EngineError
+from tests.engines.fixtures import CONNECTOR, StartEngine
+from tests.engines.steps import (
+    eventually,
+    hand_over,
+    idle_blocks,
+    pulled,
+    pulled_by,
+    texts,
+)
+
+pytestmark = pytest.mark.timeout(300)
+
+LENGTHS = (5, 33, 64, 200)
+CHUNK = 64
+PULLED = "vllm:kvferry_tokens"
+
+OFFLOADING: dict[str, Any] = {
+    "kv_connector": "OffloadingConnector",
+    "kv_role": "kv_both",
+    "kv_connector_extra_config": {
+        "spec_name": "HostSpec",
+        "spec_module_path": "tests.engines.offload",
+        "cpu_bytes_to_use": 64 << 20,
+    },
+}
+
+
+ANNOUNCING: dict[str, Any] = {
+    "kv_connector": "AnnouncingConnector",
+    "kv_connector_module_path": "tests.engines.offload",
+    "kv_role": "kv_both",
+    "kv_connector_extra_config": OFFLOADING["kv_connector_extra_config"],
+}
+"""The same, with a handshake of its own."""
+
+
+def ferry(role: str) -> dict[str, Any]:
+    return CONNECTOR | {"kv_role": role, "kv_connector_extra_config": {}}
+
+
+def start_with(
+    start_engine: StartEngine,
+    name: str,
+    *children: dict[str, Any],
+    role: str = "kv_both",
+    **options: Any,
+) -> Engine:
+    """An engine with several connectors, in this order."""
+    transfer = {
+        "kv_connector": "MultiConnector",
+        "kv_role": role,
+        "kv_connector_extra_config": {"connectors": list(children)},
+    }
+    return start_engine(name, kv_transfer_config=transfer, enable_prefix_caching=True, **options)
+
+
+@pytest.fixture(scope="module")
+def engines(
+    start_engine: StartEngine, prefill: Engine, decode: Engine
+) -> Iterator[dict[str, Engine]]:
+    """By name: those that have only kvferry, have it first, and have it second."""
+    producer, consumer = ferry("kv_producer"), ferry("kv_consumer")
+    chunks: dict[str, Any] = {"max_num_batched_tokens": CHUNK}
+    started = {
+        "prefill, kvferry first": start_with(
+            start_engine, "first-p", producer, OFFLOADING, **chunks
+        ),
+        "prefill, kvferry second": start_with(
+            start_engine, "second-p", OFFLOADING, producer, **chunks
+        ),
+        "decode, kvferry first": start_with(start_engine, "first-d", consumer, OFFLOADING),
+        "decode, kvferry second": start_with(start_engine, "second-d", OFFLOADING, consumer),
+    }
+    yield started | {"prefill": prefill, "decode": decode}
+    for engine in started.values():
+        engine.close()
+
+
+PAIRS = (
+    ("prefill, kvferry first", "decode, kvferry second"),
+    ("prefill, kvferry second", "decode, kvferry first"),
+    ("prefill", "decode, kvferry first"),
+    ("prefill", "decode, kvferry second"),
+    ("prefill, kvferry first", "decode"),
+    ("prefill, kvferry second", "decode"),
+)
+
+
+@pytest.mark.parametrize(("source", "target"), PAIRS)
+def test_hand_over(reference: Engine, engines: dict[str, Engine], source: str, target: str) -> None:
+    """Wherever the other connector stands, the pages are pulled, and given back afterwards."""
+    prompts = [prompt(length, seed=PAIRS.index((source, target))) for length in LENGTHS]
+    free = [idle_blocks(engines[name]) for name in (source, target)]
+    got, counters = hand_over(engines[source], engines[target], *prompts)
+    assert got == texts(reference, *prompts)
+    assert pulled(counters) == counters[PULLED] == sum(LENGTHS)
+    eventually(lambda: [engines[n].run(probes.free_blocks) for n in (source, target)] == free)
+
+
+def test_what_was_pulled_is_offloaded(reference: Engine, engines: dict[str, Engine]) -> None:
+    """The other connector keeps pages that came from kvferry, and they are as good as any."""
+    prefill, decode = engines["prefill"], engines["decode, kvferry second"]
+    wanted = prompt(200, seed=20)
+    hand_over(prefill, decode, wanted)
+    eventually(lambda: decode.run(probes.forget_prefixes))
+    before = decode.run(probes.metrics)
+    [completion] = decode.generate(wanted)
+    after = decode.run(probes.metrics)
+    assert completion.text == texts(reference, wanted)[0]
+    assert pulled(after) - pulled(before) == 192
+    assert after[PULLED] == before[PULLED]
+
+
+@pytest.mark.parametrize(
+    ("target", "by_kvferry"), [("decode, kvferry first", 200), ("decode, kvferry second", 0)]
+)
+def test_both_have_the_pages(
+    reference: Engine, engines: dict[str, Engine], target: str, by_kvferry: int
+) -> None:
+    """The first child that has them loads; a producer that is not read is told so at once."""
+    prefill, decode = engines["prefill"], engines[target]
+    wanted = prompt(200, seed=21)
+    hand_over(prefill, decode, wanted)
+    eventually(lambda: decode.run(probes.forget_prefixes))
+    free = idle_blocks(prefill)
+    got, counters = hand_over(prefill, decode, wanted)
+    assert got == texts(reference, wanted)
+    assert counters[PULLED] == by_kvferry
+    assert pulled(counters) == (by_kvferry or 192)
+    eventually(lambda: prefill.run(probes.free_blocks) == free)
+
+
+EARLY_PAIRS = [pair for pair in PAIRS if pair[0] != "prefill"]
+
+
+@pytest.mark.parametrize(("source", "target"), EARLY_PAIRS)
+def test_early_hand_over(
+    reference: Engine, engines: dict[str, Engine], source: str, target: str
+) -> None:
+    """Chunk by chunk, while the other connector keeps the same pages."""
+    prefill, decode = engines[source], engines[target]
+    seed = 30 + EARLY_PAIRS.index((source, target))
+    prompts = [prompt(length, seed=seed) for length in (*LENGTHS, 600)]
+    free, begun = [idle_blocks(each) for each in (prefill, decode)], early_loads(decode)
+    assert hand_over_early(prefill, decode, *prompts) == texts(reference, *prompts)
+    assert early_loads(decode) > begun
+    eventually(lambda: [each.run(probes.free_blocks) for each in (prefill, decode)] == free)
+
+
+@pytest.mark.parametrize("source", ["prefill, kvferry first", "prefill, kvferry second"])
+def test_early_pages_that_were_offloaded(
+    reference: Engine, engines: dict[str, Engine], source: str
+) -> None:
+    """Prefill has a prompt's beginning from the other connector, also after a preemption."""
+    prefill, decode = engines[source], engines["decode"]
+    first = prompt(200, seed=40)
+    longer = [*first, *prompt(300, seed=41)]
+    texts(prefill, first)
+    eventually(lambda: prefill.run(probes.forget_prefixes))
+    free, offloaded = [idle_blocks(each) for each in (prefill, decode)], pulled_by(prefill)
+    legs = Legs(prefill, decode, longer)
+    with prefill.paused():
+        legs.begin_prefill()
+        legs.begin_decode()
+        while prefill.run(computed_tokens, legs.there[0]) < 192 + 2 * CHUNK:
+            prefill.step()
+        legs.wait_begun()
+        prefill.run(preempt)
+    assert legs.texts() == texts(reference, longer)
+    assert pulled_by(prefill) >= offloaded + 192
+    eventually(lambda: [each.run(probes.free_blocks) for each in (prefill, decode)] == free)
+
+
+@pytest.mark.parametrize(
+    ("target", "by_kvferry"), [("decode, kvferry first", 200), ("decode, kvferry second", 0)]
+)
+def test_early_if_both_have_the_pages(
+    reference: Engine, engines: dict[str, Engine], target: str, by_kvferry: int
+) -> None:
+    """The first child that has them loads; prefill gives back what is not read with the ticket."""
+    prefill, decode = engines["prefill, kvferry first"], engines[target]
+    wanted = prompt(200, seed=41)
+    assert hand_over_early(prefill, decode, wanted) == texts(reference, wanted)
+    eventually(lambda: decode.run(probes.forget_prefixes))
+    free, before = idle_blocks(prefill), decode.run(probes.metrics)
+    assert hand_over_early(prefill, decode, wanted) == texts(reference, wanted)
+    after = decode.run(probes.metrics)
+    assert after[PULLED] - before[PULLED] == by_kvferry
+    assert pulled(after) - pulled(before) == (by_kvferry or 192)
+    eventually(lambda: prefill.run(probes.free_blocks) == free)
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_early_aborts(reference: Engine, engines: dict[str, Engine], side: str) -> None:
+    prefill, decode = engines["prefill, kvferry second"], engines["decode, kvferry second"]
+    free = [idle_blocks(each) for each in (prefill, decode)]
+    for steps in range(1, 6):
+        legs = Legs(prefill, decode, prompt(300, seed=steps + (50 if side == "decode" else 60)))
+        with prefill.paused():
+            legs.begin_prefill()
+            legs.begin_decode()
+            prefill.step(steps)
+            if 1 < steps < 5:
+                legs.wait_begun()
+            if side == "decode":
+                decode.abort(legs.here[0])
+            else:
+                prefill.abort(legs.there[0])
+        eventually(lambda: [each.run(probes.free_blocks) for each in (prefill, decode)] == free)
+    wanted = prompt(300, seed=70)
+    assert hand_over_early(prefill, decode, wanted) == texts(reference, wanted)
+
+
+@pytest.mark.parametrize("target", ["decode, kvferry first", "decode, kvferry second"])
+def test_refused_ticket(reference: Engine, engines: dict[str, Engine], target: str) -> None:
+    """It fails its own request, and no other."""
+    prefill, decode = engines["prefill, kvferry first"], engines[target]
+    wanted, other = prompt(70, seed=22), prompt(71, seed=22)
+    [ticket] = prefill.prefill(wanted)
+    ticket["kvferry"]["generation"] = "00000000000000ff"
+    [failed] = decode.generate(wanted, params=ticket)
+    assert failed.finish_reason == "error"
+    assert hand_over(prefill, decode, other)[0] == texts(reference, other)
+
+
+def test_handshake_of_another_connector(
+    reference: Engine, engines: dict[str, Engine], start_engine: StartEngine
+) -> None:
+    """MultiConnector gives the first child's to all: ours stands before one that has its own."""
+    both = start_with(start_engine, "announcing", ferry("kv_both"), ANNOUNCING)
+    wanted = prompt(70, seed=23)
+    assert hand_over(both, engines["decode"], wanted)[0] == texts(reference, wanted)
+    assert hand_over(engines["prefill"], both, wanted)[0] == texts(reference, wanted)
+    both.close()
+
+
+def test_handshake_of_another_connector_comes_first(
+    reference: Engine, start_engine: StartEngine
+) -> None:
+    """Then there is none of ours: it is said at start, and the engine works for itself."""
+    both = start_with(start_engine, "announced", ANNOUNCING, ferry("kv_both"))
+    assert "KVFerryConnector must come before" in both.log()
+    [completion] = both.generate(prompt(70, seed=24))
+    assert completion.text == texts(reference, prompt(70, seed=24))[0]
+    [ticket] = both.prefill(prompt(71, seed=24))
+    assert ticket["remote_port"] == 0
+    both.close()
+
+
+@pytest.mark.parametrize(
+    ("child", "role", "reason"),
+    [
+        (ferry("kv_consumer"), "kv_both", "KVFerryConnector and KVFerryConnector"),
+        (OFFLOADING, "kv_producer", "'kv_both' under a MultiConnector with kv_role 'kv_producer'"),
+    ],
+    ids=["two that hand over", "outer role"],
+)
+def test_refused_at_start(
+    start_engine: StartEngine, child: dict[str, Any], role: str, reason: str
+) -> None:
+    with pytest.raises(EngineError, match=reason):
+        start_with(start_engine, "refused", child, ferry("kv_both"), role=role)

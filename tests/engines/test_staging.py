@@ -1,0 +1,351 @@
+"""Real engines that hand pages over by way of host memory: the same text, and all given back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from examples.tiny_llama import prompt
+from tests.engines import contents, killing, probes
+from tests.engines.engines import PREFILL, Engine
+from tests.engines.fixtures import StartEngine
+from tests.engines.fleet import fleet
+from tests.engines.ranks import at_rest, come_to
+from tests.engines.steps import (
+    SAMPLES,
+    eventually,
+    hand_over,
+    idle_blocks,
+    pulled,
+    pulled_by,
+    texts,
+)
+from tests.engines.test_families import (
+    ALL,
+    LENGTHS,
+    NEARLY_FULL,
+    UNLIKE,
+    Family,
+    World,
+    hand_over_all,
+    one_by_one,
+)
+
+pytestmark = pytest.mark.timeout(300)
+
+STAGED = {"staging": True}
+PAGE_BYTES = 32 * 4 * 2 * 2 * 32 * 4
+"""Of a block of 32 tokens of the Llama: layers, K and V, heads, elements, float32."""
+
+TO_DEVICE = 'copy_seconds_count{direction="to_device",driver="loopback"}'
+
+
+@pytest.fixture(scope="module", params=ALL, ids=lambda family: str(family.name))
+def world(
+    request: pytest.FixtureRequest,
+    checkpoints: dict[str, Path],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[tuple[World, Engine]]:
+    """Engines of a family that stage, and one that does not."""
+    family: Family = request.param
+    folder = tmp_path_factory.mktemp(family.name)
+    with fleet(checkpoints[family.name], folder, **family.options) as engines:
+        ordinary = engines.launch("ordinary")
+        prefill = engines.launch("prefill", "kv_producer", extra=STAGED)
+        decode = engines.launch("decode", "kv_consumer", extra=STAGED)
+        wide = engines.launch("wide", "kv_both", extra=STAGED, block_size=64)
+        direct = engines.launch("direct", "kv_both")
+        engines.wait_started()
+        yield (
+            World(family=family, ordinary=ordinary, prefill=prefill, decode=decode, wide=wide),
+            direct,
+        )
+
+
+def test_families(world: tuple[World, Engine]) -> None:
+    """Between two that stage, and where only one of the two does."""
+    staged, direct = world
+    hand_over_all(staged, staged.prefill, staged.decode, LENGTHS, seed=40)
+    hand_over_all(staged, staged.prefill, direct, LENGTHS[::2], seed=41)
+    hand_over_all(staged, direct, staged.decode, LENGTHS[1::2], seed=42)
+    for engine in (staged.prefill, staged.decode):
+        eventually(lambda engine=engine: engine.run(probes.host_pages) == (0, 0))  # type: ignore[misc]
+
+
+def test_families_with_other_blocks(world: tuple[World, Engine]) -> None:
+    staged, direct = world
+    hand_over_all(staged, staged.prefill, staged.wide, UNLIKE, seed=43)
+    hand_over_all(staged, staged.wide, staged.decode, UNLIKE, seed=44)
+    hand_over_all(staged, staged.wide, direct, UNLIKE[::2], seed=45)
+    eventually(lambda: staged.wide.run(probes.host_pages) == (0, 0))
+
+
+def test_poisoned_caches(world: tuple[World, Engine]) -> None:
+    """Nothing that was in a block before its load can be seen."""
+    staged, _ = world
+    unsteady, block = not staged.family.steady, staged.family.blocks[0]
+    for length in NEARLY_FULL:
+        staged.decode.run(contents.fill, float("nan"))
+        count = min(-(length + unsteady) % block + 1, 16)
+        tokens = prompt(length, seed=46)
+        got, expected = one_by_one(staged, staged.prefill, staged.decode, tokens, count)
+        staged.decode.run(contents.fill, 0.0)
+        assert got == expected, f"{length} tokens"
+
+
+# The others are with the Llama only.
+
+TP2 = {"tensor_parallel_size": 2}
+BUSY = {"enable_prefix_caching": True, "max_num_batched_tokens": 96}
+AHEAD = BUSY | {"async_scheduling": True}
+
+
+@pytest.fixture(scope="module")
+def staging_prefill(start_engine: StartEngine) -> Engine:
+    return start_engine("staging-prefill", "kv_producer", extra=STAGED)
+
+
+@pytest.fixture(scope="module")
+def staging_decode(start_engine: StartEngine) -> Engine:
+    return start_engine("staging-decode", "kv_consumer", extra=STAGED)
+
+
+def given_back(*engines: Engine) -> None:
+    """No host page is in use any more."""
+    for engine in engines:
+        eventually(lambda engine=engine: engine.run(probes.host_pages) == (0, 0))  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("there", "here"),
+    [(TP2, {}), ({}, TP2), (BUSY, AHEAD), (AHEAD, BUSY)],
+    ids=["tp2-1", "tp1-2", "chunked-ahead", "ahead-chunked"],
+)
+def test_parallel_chunked_cached_and_ahead(
+    reference: Engine, start_engine: StartEngine, there: dict[str, Any], here: dict[str, Any]
+) -> None:
+    prefill = start_engine("there", "kv_both", extra=STAGED, **there)
+    decode = start_engine("here", "kv_both", extra=STAGED, **here)
+    for seed, source, target in ((70, prefill, decode), (80, decode, prefill)):
+        rest = at_rest(source, target)
+        for more in range(2):
+            prompts = [prompt(length, seed + more) for length in (2, 31, 65, 200, 300, 511)]
+            got, counters = hand_over(source, target, *prompts)
+            assert got == texts(reference, *prompts)
+            assert pulled(counters) == sum(map(len, prompts))
+        again = [[*prompt(511, seed)[:200], *prompt(150, seed)], prompt(300, seed)]
+        assert hand_over(source, target, *again)[0] == texts(reference, *again)
+        come_to(rest, source, target)
+        given_back(source, target)
+    prefill.close()
+    decode.close()
+
+
+def test_blocks_are_free_when_they_are_copied(
+    reference: Engine, staging_prefill: Engine, staging_decode: Engine
+) -> None:
+    """Long before anybody has read the host pages; and other prompts may use the blocks."""
+    free = idle_blocks(staging_prefill)
+    prompts = [prompt(length, seed=53) for length in (100, 300)]
+    tickets = staging_prefill.prefill(*prompts)
+    eventually(lambda: staging_prefill.run(probes.free_blocks) == free)
+    assert staging_prefill.run(probes.statuses) == []
+    assert staging_prefill.run(probes.host_pages)[0] == 4 + 10
+    staging_prefill.run(contents.fill, float("nan"))
+    completions = staging_decode.generate(*prompts, params=tickets)
+    staging_prefill.run(contents.fill, 0.0)
+    assert [each.text for each in completions] == texts(reference, *prompts)
+    given_back(staging_prefill, staging_decode)
+
+
+def test_a_ticket_may_be_used_at_once_before_it_is_copied(
+    reference: Engine, staging_prefill: Engine, staging_decode: Engine
+) -> None:
+    """Its fence waits for the copy, which begins with the step after the prompt's last one."""
+    one = prompt(200, seed=54)
+    for _ in range(5):
+        assert hand_over(staging_prefill, staging_decode, one)[0] == texts(reference, one)
+    given_back(staging_prefill, staging_decode)
+
+
+def test_leases_end_host_pages(start_engine: StartEngine, staging_decode: Engine) -> None:
+    hasty = start_engine(
+        "hasty", "kv_producer", extra=STAGED | {"kv_lease_duration": 1.0, "log_requests": True}
+    )
+    tickets = hasty.prefill(prompt(100), prompt(101))
+    given_back(hasty)
+    completions = staging_decode.generate(prompt(100), prompt(101), params=tickets)
+    assert [each.finish_reason for each in completions] == ["error", "error"]
+    given_back(staging_decode)
+    hasty.close()
+
+
+def test_aborts(reference: Engine, staging_prefill: Engine, staging_decode: Engine) -> None:
+    """Before and while prefill computes, and before and while decode loads."""
+    free = idle_blocks(staging_prefill), idle_blocks(staging_decode)
+    with staging_prefill.paused():
+        [unstarted] = staging_prefill.submit(prompt(300), params=PREFILL, max_tokens=1)
+        staging_prefill.abort(unstarted)
+        [begun] = staging_prefill.submit(prompt(301), params=PREFILL, max_tokens=2)
+        staging_prefill.step()
+        staging_prefill.abort(begun)
+    tickets = staging_prefill.prefill(prompt(302), prompt(303))
+    with staging_decode.paused():
+        requests = staging_decode.submit(prompt(302), prompt(303), params=tickets)
+        staging_decode.abort(requests[0])
+        staging_decode.step()
+        staging_decode.abort(requests[1])
+    eventually(lambda: staging_decode.run(probes.statuses) == [])
+    given_back(staging_prefill, staging_decode)
+    assert (idle_blocks(staging_prefill), idle_blocks(staging_decode)) == free
+    one = prompt(300, seed=55)
+    assert hand_over(staging_prefill, staging_decode, one)[0] == texts(reference, one)
+
+
+def test_several_use_one_ticket(
+    reference: Engine, staging_prefill: Engine, staging_decode: Engine
+) -> None:
+    """Each has host pages of its own, samples of one prompt too."""
+    before, one = pulled_by(staging_decode), prompt(130, seed=56)
+    [ticket] = staging_prefill.prefill(one)
+    with staging_decode.paused():
+        requests = staging_decode.submit(one, one, one, params=ticket)
+    found = [each.text for each in staging_decode.results(requests)]
+    assert found == texts(reference, one) * 3
+    assert pulled_by(staging_decode) - before == 130 * 3
+    [completion] = staging_decode.generate(one, params=staging_prefill.prefill(one), **SAMPLES)
+    assert completion.samples == texts(reference, one) * 2
+    given_back(staging_prefill, staging_decode)
+
+
+def test_a_reset_ends_host_holds(staging_prefill: Engine, staging_decode: Engine) -> None:
+    [ticket] = staging_prefill.prefill(prompt(90))
+    eventually(lambda: bool(staging_prefill.run(probes.reset_prefix_cache)))
+    given_back(staging_prefill)
+    [completion] = staging_decode.generate(prompt(90), params=ticket)
+    assert completion.finish_reason == "error"
+    given_back(staging_decode)
+
+
+def small(pages: int, **extra: Any) -> dict[str, Any]:
+    """Settings for so many host pages, the hole not included."""
+    return STAGED | {"staging_bytes": (1 + pages) * PAGE_BYTES, **extra}
+
+
+def test_a_full_pool_makes_requests_wait(reference: Engine, start_engine: StartEngine) -> None:
+    """On both sides there is room for one or two prompts at a time, and all are handed over."""
+    prefill = start_engine("narrow", "kv_producer", extra=small(24, staging_timeout=60.0))
+    decode = start_engine("narrow", "kv_consumer", extra=small(24, staging_timeout=60.0))
+    prompts = [prompt(300 + length, seed=57) for length in range(8)]
+    ids = prefill.submit(*prompts, params=PREFILL, max_tokens=1)
+    got: list[str] = []
+    waiting = dict(zip(ids, prompts, strict=True))
+    while waiting:
+        eventually(lambda: prefill.run(probes.free_blocks) and bool(prefill.finished))
+        for one in prefill.finished:
+            [completion] = prefill.results([one])
+            [answer] = decode.generate(waiting.pop(one), params=completion.params)
+            got.append(answer.text)
+    assert sorted(got) == sorted(texts(reference, *prompts))
+    tickets = [prefill.prefill(each) for each in prompts[:2]]
+    requests = decode.submit(*prompts[:2], params=[ticket for [ticket] in tickets])
+    assert [each.text for each in decode.results(requests)] == texts(reference, *prompts[:2])
+    given_back(prefill, decode)
+    for engine in (prefill, decode):
+        engine.close()
+
+
+def test_a_request_that_waits_too_long_gets_no_ticket(
+    reference: Engine, start_engine: StartEngine, staging_decode: Engine
+) -> None:
+    """It is served like any other; and one that needs more than there are does not wait."""
+    prefill = start_engine("full", "kv_producer", extra=small(12, staging_timeout=1.0))
+    first, second, large = prompt(300), prompt(301), prompt(511)
+    [ticket] = prefill.prefill(first)
+    for one in (second, large):
+        [completion] = prefill.generate(one, params=PREFILL, max_tokens=1)
+        assert completion.params is None
+        assert completion.text == texts(reference, one, max_tokens=1)[0]
+    assert prefill.log().count("cause host_pages") == 2
+    [completion] = staging_decode.generate(first, params=ticket)
+    assert completion.text == texts(reference, first)[0]
+    given_back(prefill, staging_decode)
+    assert hand_over(prefill, staging_decode, second)[0] == texts(reference, second)
+    prefill.close()
+
+
+@pytest.mark.parametrize("policy", ["fail", "recompute"])
+def test_a_load_without_host_pages_fails_by_the_policy(
+    reference: Engine, start_engine: StartEngine, staging_prefill: Engine, policy: str
+) -> None:
+    """And the hold on prefill ends at once."""
+    decode = start_engine(
+        policy,
+        "kv_consumer",
+        extra=small(12, staging_timeout=1.0),
+        transfer={"kv_load_failure_policy": policy},
+    )
+    large = prompt(511, seed=58)
+    [completion] = decode.generate(large, params=staging_prefill.prefill(large))
+    given_back(staging_prefill, decode)
+    assert "cause host_pages" in decode.log()
+    if policy == "fail":
+        assert completion.finish_reason == "error"
+    else:
+        assert completion.text == texts(reference, large)[0]
+    some: Sequence[list[int]] = [prompt(300, seed=59)]
+    assert hand_over(staging_prefill, decode, *some)[0] == texts(reference, *some)
+    decode.close()
+
+
+def test_metrics(staging_prefill: Engine, staging_decode: Engine) -> None:
+    hand_over(staging_prefill, staging_decode, prompt(100, seed=60))
+    there, here = (engine.run(probes.exposed) for engine in (staging_prefill, staging_decode))
+    for found, direction, use in ((there, "to_host", "holds"), (here, "to_device", "loads")):
+        label = f'driver="loopback",use="{use}"'
+        assert found[f'copy_seconds_count{{direction="{direction}",driver="loopback"}}']
+        assert found[f"host_pages{{{label}}}"] > 100
+        assert f"host_pages_used{{{label}}}" in found
+        granted = f'driver="loopback",outcome="granted",use="{use}"'
+        assert found[f"host_page_wait_seconds_count{{{granted}}}"]
+
+
+def test_prefill_that_is_killed_while_it_is_read(
+    reference: Engine, start_engine: StartEngine, staging_prefill: Engine
+) -> None:
+    """Nothing that was read reaches the device, and decode's host pages return."""
+    mortal = start_engine("mortal-prefill", "kv_producer", extra=STAGED)
+    decode = start_engine("survivor", "kv_consumer", extra=STAGED)
+    lost, kept = prompt(300, seed=61), prompt(200, seed=61)
+    [ticket] = mortal.prefill(lost)
+    copies = decode.run(probes.exposed).get(TO_DEVICE, 0)
+    decode.run(killing.kill_in_the_middle, mortal.run(killing.victim))
+    [completion] = decode.generate(lost, params=ticket)
+    mortal.kill()
+    assert completion.finish_reason == "error"
+    assert decode.run(probes.exposed).get(TO_DEVICE, 0) == copies
+    given_back(decode)
+    assert hand_over(staging_prefill, decode, kept)[0] == texts(reference, kept)
+    assert decode.run(probes.exposed)[TO_DEVICE] == copies + 1
+    given_back(staging_prefill, decode)
+    decode.close()
+
+
+def test_decode_that_is_killed(
+    reference: Engine, start_engine: StartEngine, staging_decode: Engine
+) -> None:
+    """The lease ends the holds that it had claimed, and prefill's host pages return."""
+    prefill = start_engine("bereaved", "kv_producer", extra=STAGED | {"kv_lease_duration": 3.0})
+    mortal = start_engine("mortal-decode", "kv_consumer", extra=STAGED, max_num_seqs=1)
+    mortal.submit(prompt(10), max_tokens=1000)
+    some = [prompt(length, seed=62) for length in (100, 300)]
+    mortal.submit(*some, params=prefill.prefill(*some))
+    eventually(lambda: prefill.run(probes.claimed) == len(some))
+    mortal.kill()
+    given_back(prefill)
+    assert hand_over(prefill, staging_decode, *some)[0] == texts(reference, *some)
+    given_back(prefill, staging_decode)
+    prefill.close()

@@ -1,0 +1,321 @@
+"""Faults of quiescence: bytes that land after a transfer is final.
+
+A thread writes into the target although the driver has reported that the transfer is quiet, as a
+NIC, a socket or a queue does whose completion was not awaited.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from kvferry.core.errors import (
+    PeerLostError,
+    TransferCancelledError,
+    TransportError,
+    TransportUsageError,
+)
+from kvferry.core.transport import (
+    Capabilities,
+    PeerId,
+    Quiescence,
+    State,
+    Status,
+    TransferId,
+)
+from kvferry.core.transport.copies import Copies
+from kvferry.drivers.loopback import LoopbackTransport
+from kvferry.drivers.loopback.peer_memory import OtherProcess
+from kvferry.drivers.loopback.process_memory import vm_copy
+from kvferry.drivers.loopback.worker_pool import ChunkedTransfer
+from tests.long.drivers.planted.base import Watched, caught_by, connection_of, cut, transfer_of
+
+_LATE_SECONDS = 0.1
+_TIMES = 6
+_STAGED = b"staged" * 10
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LateCopy:
+    """The first copy of a transfer, which lands late."""
+
+    op: str
+    peer: PeerId
+    address: bytes
+    copies: Copies
+
+    def land(self) -> None:
+        """Move the copy, with a transport of its own."""
+        device = LoopbackTransport()
+        moved = False
+        with contextlib.suppress(TransportError):
+            device.register(self.copies.segments[0].local)
+            transfer = getattr(device, self.op)(device.connect(self.address), self.copies)
+            moved = device.poll([transfer])[0].state is not State.FAILED
+        device.close()
+        if self.op == "read" and not moved:
+            # The peer is gone: write bytes that could have been staged on this side.
+            ctypes.memmove(int(self.copies.local[0]), _STAGED, len(_STAGED))
+
+
+class LateBytes(Watched):
+    """Base class: records the first copy of every transfer, so that it can land late."""
+
+    op = "read"
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._addresses: dict[PeerId, bytes] = {}
+        self._batches: dict[TransferId, LateCopy] = {}
+        self._landing: list[threading.Thread] = []
+
+    def connect(self, address: bytes) -> PeerId:
+        peer = super().connect(address)
+        self._addresses[peer] = address
+        return peer
+
+    def read(self, peer: PeerId, copies: Copies, notify: bytes | None = None) -> TransferId:
+        return self._begin("read", super().read, peer, copies, notify)
+
+    def write(self, peer: PeerId, copies: Copies, notify: bytes | None = None) -> TransferId:
+        return self._begin("write", super().write, peer, copies, notify)
+
+    def _begin(
+        self,
+        op: str,
+        begin: Callable[[PeerId, Copies, bytes | None], TransferId],
+        peer: PeerId,
+        copies: Copies,
+        notify: bytes | None,
+    ) -> TransferId:
+        transfer = begin(peer, copies, notify)
+        if op == self.op and copies.total:
+            part = cut(copies, slice(1))
+            part = replace(part, segments=tuple(one for one in part.segments if one.stop)[:1])
+            self._batches[transfer] = LateCopy(
+                op=op, peer=peer, address=self._addresses[peer], copies=part
+            )
+        return transfer
+
+    def land_repeatedly(self, transfer: TransferId) -> None:
+        """Let the first copy of a transfer land again."""
+        batch = self._batches.pop(transfer, None)
+        if batch is None:
+            return
+
+        self._repeat_in_thread(batch.land)
+
+    def _repeat_in_thread(self, land: Callable[[], None]) -> None:
+        """Call a function repeatedly for a while, in a thread."""
+
+        def late() -> None:
+            for _ in range(_TIMES):
+                time.sleep(_LATE_SECONDS)
+                land()
+
+        thread = threading.Thread(target=late)
+        thread.start()
+        self._landing.append(thread)
+
+    def land_unfinished(self, peer: PeerId | None = None) -> None:
+        """Let the unfinished transfers of one peer, or of all, land late."""
+        for transfer, batch in list(self._batches.items()):
+            if batch.peer == (peer or batch.peer) and not transfer_of(self, transfer).final:
+                self.land_repeatedly(transfer)
+
+    def close(self) -> None:
+        # The memory of the test must outlive the threads.
+        super().close()
+        for thread in self._landing:
+            thread.join()
+
+
+class LateAfterCancel(LateBytes):
+    """Base class: bytes land after ``cancel``."""
+
+    def cancel(self, transfer: TransferId) -> None:
+        if not transfer_of(self, transfer).final:
+            self.land_repeatedly(transfer)
+        super().cancel(transfer)
+
+
+@caught_by("test_quiet_after_a_cancel")
+class LandsAReadAfterCancel(LateAfterCancel):
+    """A read that is FAILED by ``cancel`` still moves a copy."""
+
+
+@caught_by("test_quiet_after_a_cancel")
+class LandsAWriteAfterCancel(LateAfterCancel):
+    """A write that is FAILED by ``cancel`` still moves a copy."""
+
+    op = "write"
+
+
+@caught_by("test_quiet_after_a_cancel")
+class LandsOnlyWhatHadBegun(LateBytes):
+    """A transfer that is cancelled at once is quiet; one that has moved bytes is not."""
+
+    def cancel(self, transfer: TransferId) -> None:
+        job = transfer_of(self, transfer)
+        if not isinstance(job, ChunkedTransfer) or job.final:
+            return
+        if job.position > job.limit * job.running:
+            self.land_repeatedly(transfer)
+        super().cancel(transfer)
+
+
+class LateAfterDisconnect(LateBytes):
+    """Base class: bytes land after ``disconnect``."""
+
+    def disconnect(self, peer: PeerId) -> None:
+        connection_of(self, peer)
+        self.land_unfinished(peer)
+        super().disconnect(peer)
+
+
+@caught_by("test_quiet_after_disconnect")
+class LandsAReadAfterDisconnect(LateAfterDisconnect):
+    """``disconnect`` returns while a read goes on."""
+
+
+@caught_by("test_quiet_after_disconnect")
+class LandsAWriteAfterDisconnect(LateAfterDisconnect):
+    """``disconnect`` returns while a write goes on."""
+
+    op = "write"
+
+
+class LateAfterClose(LateBytes):
+    """Base class: the first ``close`` does not wait for its threads, the second does."""
+
+    def close(self) -> None:
+        if self._peers:
+            self.land_unfinished()
+            LoopbackTransport.close(self)
+        else:
+            super().close()
+
+
+@caught_by("test_quiet_after_close")
+class LandsAReadAfterClose(LateAfterClose):
+    """``close`` returns while a read goes on."""
+
+
+@caught_by("test_quiet_after_close")
+class LandsAWriteAfterClose(LateAfterClose):
+    """``close`` returns while a write goes on."""
+
+    op = "write"
+
+
+class LateAfterDone(LateBytes):
+    """Base class: bytes land after DONE."""
+
+    def seen(self, transfer: TransferId, status: Status) -> Status:
+        if status.state is State.DONE:
+            self.land_repeatedly(transfer)
+        return status
+
+
+@caught_by("test_quiet_after_done")
+class LandsAReadAgainAfterDone(LateAfterDone):
+    """A part whose acknowledgement was late is sent again and lands after DONE."""
+
+
+@caught_by("test_quiet_after_done")
+class LandsAWriteAgainAfterDone(LateAfterDone):
+    """A part whose acknowledgement was late is sent again and lands after DONE."""
+
+    op = "write"
+
+
+class LateAfterFailure(LateBytes):
+    """Base class: bytes land after a failure."""
+
+    kinds: tuple[type[TransportError], ...] = (TransportError,)
+
+    def seen(self, transfer: TransferId, status: Status) -> Status:
+        if status.state is State.FAILED and type(status.error) in self.kinds:
+            self.land_repeatedly(transfer)
+        return status
+
+
+@caught_by("test_quiet_after_a_failure")
+class LandsAReadAfterAFailure(LateAfterFailure):
+    """One part fails, which ends the transfer, and another part still lands."""
+
+
+@caught_by("test_quiet_after_a_failure")
+class LandsAWriteAfterAFailure(LateAfterFailure):
+    """One part fails, which ends the transfer, and another part still lands."""
+
+    op = "write"
+
+    def seen(self, transfer: TransferId, status: Status) -> Status:
+        if status.state is State.FAILED and type(status.error) is TransportError:
+            self._lands_unregistered(transfer)
+        return status
+
+    def _lands_unregistered(self, transfer: TransferId) -> None:
+        # The peer has deregistered its memory, so a transport would refuse the copy.
+        batch = self._batches.pop(transfer, None)
+        if batch is None:
+            return
+        reach = self._peers[batch.peer].memory
+        assert isinstance(reach, OtherProcess)
+        self._repeat_in_thread(partial(_write_repeatedly, reach.pid, batch))
+
+
+def _write_repeatedly(process: int, batch: LateCopy) -> None:
+    """Write into the memory of a process as long as it lives, without its driver."""
+    size = np.minimum(batch.copies.nbytes[:1], np.uint64(4096))
+    local, remote = (
+        np.stack([one[:1], size], 1) for one in (batch.copies.local, batch.copies.remote)
+    )
+    vm_copy(process, local, remote, write=True)
+
+
+@caught_by("test_quiet_after_the_peer_was_killed")
+class LandsBytesOfADeadPeer(LateAfterFailure):
+    """Bytes that arrived from a dead peer are copied to the target after FAILED."""
+
+    kinds = (PeerLostError,)
+
+
+@caught_by("test_quiet_after_the_peer_has_closed")
+class LandsBytesOfAClosedPeer(LateAfterFailure):
+    """Bytes that arrived from a peer that closed are copied to the target after FAILED."""
+
+    kinds = (PeerLostError,)
+
+
+@caught_by("test_quiet_after_a_cancel")
+class LandsAfterDisconnectOfFailing(LateBytes):
+    """A failing transfer is FAILED after ``disconnect``, as promised, but not quiet."""
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return replace(super().capabilities, quiescence=Quiescence.AFTER_DISCONNECT)
+
+    def seen(self, transfer: TransferId, status: Status) -> Status:
+        failing = transfer in self._batches and isinstance(status.error, TransferCancelledError)
+        return replace(status, state=State.FAILING) if failing else status
+
+    def forget(self, transfer: TransferId) -> None:
+        if self.poll([transfer])[0].state is State.FAILING:
+            raise TransportUsageError("failing")
+        super().forget(transfer)
+
+    def disconnect(self, peer: PeerId) -> None:
+        super().disconnect(peer)
+        for transfer, batch in list(self._batches.items()):
+            if batch.peer == peer:
+                self.land_repeatedly(transfer)

@@ -1,0 +1,75 @@
+"""Servers for the tests of routers, and the texts of one ordinary engine."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.engines.engines import Engine
+from tests.long.routers.deployment import DECODE, PREFILL, Router, Servers
+from tests.long.routers.questions import MAX_TOKENS, Question, mixture
+
+LEASE_SECONDS = 15.0
+"""A hold whose ticket was lost on its way ends after this time, for which tests wait."""
+
+REQUESTS = 100
+
+
+@pytest.fixture(scope="session")
+def questions() -> list[Question]:
+    """A hundred requests: chat and completions, streamed and whole, of 5 to 500 tokens."""
+    return mixture(REQUESTS)
+
+
+@pytest.fixture(scope="session")
+def texts(
+    checkpoint: Path, questions: list[Question], tmp_path_factory: pytest.TempPathFactory
+) -> list[str]:
+    """The texts of one ordinary engine, which does not outlive this."""
+    engine = Engine("ordinary", checkpoint, tmp_path_factory.mktemp("ordinary")).wait_started()
+    try:
+        prompts = [question.prompt for question in questions]
+        completions = engine.generate(*prompts, max_tokens=MAX_TOKENS)
+    finally:
+        engine.close()
+    found = [completion.text for completion in completions]
+    assert len(set(found)) == len(found)
+    return found
+
+
+@pytest.fixture(scope="module")
+def servers(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
+    """A prefill and a decode server; decode fails what it cannot load."""
+    sides = {"prefill": PREFILL, "decode": DECODE}
+    extra = {"kv_lease_duration": LEASE_SECONDS}
+    started = Servers(checkpoint, tmp_path_factory.mktemp("servers"), sides, extra=extra)
+    try:
+        yield started.wait_started()
+    finally:
+        started.close()
+
+
+@pytest.fixture
+def started() -> Iterator[Callable[[Router], Router]]:
+    """Waits until a router answers, and ends it after the test."""
+    routers: list[Router] = []
+
+    def start(router: Router) -> Router:
+        routers.append(router)
+        return router.wait_started()
+
+    yield start
+    for router in routers:
+        router.close()
+
+
+@pytest.fixture(scope="session")
+def router_program() -> Path:
+    """Where the program ``vllm-router`` is."""
+    program = Path(sys.executable).with_name("vllm-router")
+    if not program.exists():
+        pytest.skip("vllm-router is not installed; `make venv` installs it")
+    return program

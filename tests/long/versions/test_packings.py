@@ -1,0 +1,81 @@
+"""The descriptions of pages agree with the backends and specs of every version.
+
+The tests of the descriptions are written for the newest version. On another version exactly those
+fail that need what it lacks.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+
+import pytest
+
+from tests.engines.engines import ENVIRONMENT, ROOT
+from tests.long.versions.environments import OTHERS, interpreter
+
+pytestmark = pytest.mark.timeout(600)
+
+SINCE_0_32 = {
+    "test_every_kind_of_cache_has_a_verdict",  # the tables are complete for the newest version
+    "test_every_backend_has_a_verdict",
+    "test_the_page_is_up_to_date",
+    "test_opaque_pages_of_unlike_orders_do_not_match",  # only older releases are in the packing
+    "test_planes[ROCM_SEGMENTED_ATTN]",
+    "test_verdicts[Glm5NextForCausalLM-served, by geometry-rings]",  # had no ring
+}
+
+SINCE_0_31 = {
+    "test_rings_and_bounded_replay_are_taken",
+    "test_rows_of_deepseek_v41_are_records",  # specs had no block_stride_alignment
+    "test_other_rows_have_their_scales_behind_all_values",
+    "test_records_on_other_processors_are_opaque",
+}
+
+SINCE_0_30 = {
+    "test_what_is_refused",  # groups had no host_resident
+    "test_verdicts[DeepseekV41ForCausalLM-moved whole-rings]",
+    "test_halves[TRITON_FLASH_ATTN]",
+    "test_halves[TRITON_FLASHINFER]",
+    "test_planes[B12X]",
+    "test_rows[FLASHINFER_MLA_SPARSE_SM90]",
+    "test_rows_with_scales_inside[LBHNC-NVFP4_DS_MLA-352]",
+    "test_rows_with_scales_inside[LBNHC-NVFP4_DS_MLA-352]",
+    "test_rows_with_scales_inside[LHBNC-NVFP4_DS_MLA-352]",
+    "test_rows_with_scales_inside[BLHNC-NVFP4_DS_MLA-352]",
+    "test_rows_with_scales_inside[BLNHC-NVFP4_DS_MLA-352]",
+    "test_rows_with_scales_inside[BHLNC-NVFP4_DS_MLA-352]",
+}
+
+LACKING = {
+    "0.31.0": SINCE_0_32,
+    "0.30.0": SINCE_0_32 | SINCE_0_31,
+    "0.29.0": SINCE_0_32 | SINCE_0_31 | SINCE_0_30,
+}
+"""The tests that need what a version lacks. A test without parameters stands for all of its
+parameters."""
+
+FAILED = re.compile(r"^FAILED \S+?::(test_\w+)(\[.*?\])?(?: - .*)?$", re.MULTILINE)
+
+
+@pytest.mark.parametrize("version", OTHERS)
+def test_packings(version: str) -> None:
+    python = interpreter(version)
+    assert python is not None
+    command = [str(python), "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "vllm"]
+    run = subprocess.run(
+        [*command, "--color=no", "tests/vllm/caches"],
+        cwd=ROOT,
+        env=os.environ | ENVIRONMENT | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    lacking = LACKING[version]
+    failed = {
+        name if name in lacking else name + parameters
+        for name, parameters in FAILED.findall(run.stdout)
+    }
+    assert failed == lacking, run.stdout[-4000:]
+    assert re.search(r"^\d+ failed, \d+ passed in ", run.stdout, re.MULTILINE), run.stdout[-4000:]

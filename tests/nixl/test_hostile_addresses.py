@@ -1,0 +1,131 @@
+"""A sample of the hostile addresses that ``tests.drivers.hostile_addresses`` makes."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+import msgspec
+import numpy as np
+import pytest
+
+from kvferry.core.errors import ConnectError
+from kvferry.core.memory import region_of
+from kvferry.core.transport import PeerId, State
+from kvferry.core.transport.copies import copies_between
+from kvferry.drivers.nixl import NixlTransport
+from kvferry.drivers.nixl import address as wire
+from kvferry.drivers.nixl.agent import Agent
+from kvferry.drivers.nixl.idle_peers import IdlePeers
+from kvferry.drivers.nixl.peer import NixlPeer
+from tests.drivers.hostile_addresses import try_addresses
+from tests.drivers.ucx.helpers import ended, until
+from tests.nixl.test_transport import Make, make
+
+__all__ = ["make"]
+
+COUNT = int(os.environ.get("KVFERRY_HOSTILE", "300"))
+
+
+@pytest.mark.timeout(300 + COUNT)
+def test_hostile_addresses_crash_no_process() -> None:
+    outcomes, tried = try_addresses("nixl", COUNT)
+    assert tried.deaths == []
+    assert set(outcomes) <= {"refused", "connected"}
+    assert outcomes["refused"]
+
+
+def with_fields(address: bytes, **changes: object) -> bytes:
+    made = msgspec.structs.replace(wire.decode(address), **changes)
+    return msgspec.msgpack.encode(
+        msgspec.structs.replace(made, digest=wire.digest_of(made.metadata))
+    )
+
+
+def reads_despite_wrong_addresses(one: NixlTransport, honest: NixlTransport) -> bool:
+    """Return whether ``one`` still reads from ``honest`` after it refused two wrong addresses."""
+    mine, theirs = np.zeros(4096, np.uint8), np.full(4096, 7, np.uint8)
+    local, remote = region_of(mine), region_of(theirs)
+    one.register(local)
+    honest.register(remote)
+    peer = one.connect(honest.address())
+    for wrong in (
+        with_fields(honest.address(), name="somebody else"),
+        with_fields(honest.address(), metadata=wire.decode(honest.address()).metadata[:-1]),
+    ):
+        with pytest.raises(ConnectError):
+            one.connect(wrong)
+    copies = copies_between([(local.address, remote.address, 4096)], local=local, remote=remote)
+    assert until(ended(one, one.read(peer, copies), State.DONE))
+    return bool((mine == theirs).all())
+
+
+def test_refused_addresses_do_not_harm_existing_connection(make: Make) -> None:
+    assert reads_despite_wrong_addresses(make(), make())
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"name": "other"}, "an address of other that holds NIXL's metadata of nixl-"),
+        ({"metadata": b"nixlSerDes|"}, "holds what NIXL did not write"),
+    ],
+)
+def test_malformed_address_is_refused_before_nixl_reads_it(
+    make: Make, changes: dict[str, object], why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, honest = make(), make()
+    monkeypatch.setattr(one._agent, "add", None)
+    with pytest.raises(ConnectError, match=why):
+        one.connect(with_fields(honest.address(), **changes))
+
+
+def test_name_of_connected_peer_cannot_lead_to_another_agent(make: Make) -> None:
+    one, honest, other = make(), make(), make()
+    peer = one.connect(honest.address())
+    theirs = wire.decode(other.address()).metadata
+    forged = theirs.replace(other.name.encode(), honest.name.encode())
+    with pytest.raises(ConnectError, match="which is connected, leads elsewhere"):
+        one.connect(with_fields(honest.address(), metadata=forged))
+    assert one.connect(honest.address()) == peer
+    mine = with_fields(
+        one.address(), metadata=theirs.replace(other.name.encode(), one.name.encode())
+    )
+    with pytest.raises(ConnectError, match="which is this side, leads elsewhere"):
+        one.connect(mine)
+
+
+def test_peer_refused_by_nixl_connects_with_correct_metadata(make: Make) -> None:
+    """NIXL keeps the connection of an agent even if it refuses the rest of the metadata."""
+    one, honest, other = make(), make(), make()
+    theirs = wire.decode(other.address()).metadata
+    forged = theirs.replace(other.name.encode(), honest.name.encode())
+    # Make the metadata name only network devices that this side lacks.
+    way = b"\xcf\x19"
+    assert way in forged
+    for known in (way, b"cu", b"\x8dS", b"\xa7\xd3", b"G\x8b"):
+        forged = forged.replace(known, b"\0\0")
+    with pytest.raises(ConnectError, match="NIXL does not connect"):
+        one.connect(with_fields(honest.address(), metadata=forged))
+    assert reads_despite_wrong_addresses(one, honest)
+
+
+def test_concurrent_connects_to_one_peer_share_one_connection(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With two connections, closing one would end the reads of the other."""
+    one, honest = make(), make()
+    address, found = honest.address(), list[PeerId]()
+    second = threading.Thread(target=lambda: found.append(one.connect(with_fields(address))))
+    connect = IdlePeers.connect
+
+    def connect_concurrently(idle: IdlePeers, peer: NixlPeer, agent: Agent) -> None:
+        if second.ident is None:
+            second.start()
+            second.join(0.5)  # the second connect has to wait for the first
+        connect(idle, peer, agent)
+
+    monkeypatch.setattr(IdlePeers, "connect", connect_concurrently)
+    first = one.connect(address)
+    second.join()
+    assert found == [first]

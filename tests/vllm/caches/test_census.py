@@ -1,0 +1,205 @@
+"""Everything that this vLLM has is described, opaque or refused, and nothing is by accident."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from enum import EnumMeta
+from fractions import Fraction
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvferry.core.layout import GroupKind
+from kvferry.integrations.vllm.caches.attention_pages import PACKINGS
+from kvferry.integrations.vllm.caches.cache_specs import SPECS, Handling, refusals
+from kvferry.integrations.vllm.caches.state_pages import STATE_PACKINGS
+from tests.vllm.caches import census, coverage_page
+from tests.vllm.caches.views import Rank, group
+
+pytestmark = [
+    pytest.mark.timeout(300),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:torch"),
+]
+
+NO_BACKEND = {
+    "CUSTOM": "a place for one that is registered at run time, and then opaque",
+    "TORCH_SDPA": "a tag for vision towers, which have no cache",
+    "NO_ATTENTION": "names a module that this vLLM does not have",
+}
+"""Members of vLLM's enumerations that are no backend with a cache."""
+
+
+def _spec_classes() -> set[str]:
+    """Those that are in the source, and those that importing vLLM's own module makes."""
+    from vllm.v1 import kv_cache_interface as interface
+
+    found = {cls.simple for cls in census.derived(census.SPEC_ROOT)}
+    live = [v for v in vars(interface).values() if inspect.isclass(v)]
+    return found | {v.__name__ for v in live if issubclass(v, interface.KVCacheSpec)} - {
+        census.SPEC_ROOT
+    }
+
+
+def test_every_kind_of_cache_has_a_verdict() -> None:
+    classes = _spec_classes()
+    assert classes >= {"FullAttentionSpec", "MambaSpec"}
+    assert classes - set(SPECS) == set(), "add each to SPECS, with a reason"
+    assert set(SPECS) - classes == set(), "vLLM has these no more"
+
+
+def test_every_backend_has_a_verdict() -> None:
+    states = {b.name for b in census.backends() if b.state}
+    paged = {b.name for b in census.backends()} - states
+    known = {name.partition("/")[0] for name in PACKINGS}
+    assert paged >= {"FLASH_ATTN", "TRITON_FLASHINFER", "CPU_ATTN"}
+    assert paged - known == set(), "add each to PACKINGS, opaque if need be"
+    assert known - paged == set(), "vLLM has these no more"
+    assert states - set(STATE_PACKINGS) == set(), "add each to STATE_PACKINGS"
+    assert {name.partition("/")[0] for name in STATE_PACKINGS} - states == set()
+
+
+def test_every_enumerated_backend_was_found() -> None:
+    """The scan of the source misses none that vLLM can choose."""
+    from vllm.v1.attention.backends import registry
+
+    scanned = {path for b in census.backends() for path in b.classes}
+    enumerations = [v for v in vars(registry).values() if isinstance(v, EnumMeta) and len(v)]
+    assert len(enumerations) == 2
+    for enumeration in enumerations:
+        members: list[Any] = list(enumeration)
+        lost = [m.name for m in members if m.value not in scanned and m.name not in NO_BACKEND]
+        assert lost == []
+
+
+def test_scanned_names_and_orders_are_what_vllm_says() -> None:
+    """Asked of those classes that can be imported here."""
+    asked = 0
+    for backend in census.backends():
+        for path in backend.classes:
+            cls = _imported(path)
+            if cls is None:
+                continue
+            asked += 1
+            assert cls.get_name() == backend.name
+            orders = {order.name for order in cls.supported_kv_cache_layouts() or ()}
+            assert orders <= set(backend.orders) or census.ANY[0] in backend.orders
+    assert asked > 10
+
+
+def _imported(path: str) -> Any:
+    """``None`` for a module that needs what is not here."""
+    module, _, name = path.rpartition(".")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except Exception:  # noqa: BLE001 - kernels' modules fail in every way on a wrong processor
+        return None
+
+
+def test_every_kernel_of_the_cpu_backend_has_a_verdict() -> None:
+    import ast
+
+    from vllm.v1.attention.backends import cpu_attn
+
+    tree = ast.parse(inspect.getsource(cpu_attn._get_attn_isa))
+    returned = [node.value for node in ast.walk(tree) if isinstance(node, ast.Return)]
+    kernels = {f"CPU_ATTN/{ast.literal_eval(value)}" for value in returned if value}
+    assert kernels == {name for name in PACKINGS if name.startswith("CPU_ATTN/")}
+
+
+def test_a_backend_that_is_in_no_table_is_opaque() -> None:
+    rank = Rank([group(["a"], _full())], backends="SOMEBODYS_OWN")
+    assert rank.layout.groups[0].kind is GroupKind.OPAQUE
+
+
+def test_a_kind_of_cache_that_is_in_no_table_is_refused() -> None:
+    """Whatever it is derived from."""
+
+    class TheirSpec(type(_full())):  # type: ignore[misc]
+        pass
+
+    theirs = TheirSpec(block_size=32, num_kv_heads=1, head_size=32, dtype=_full().dtype)
+    assert list(_refusals(group(["a", "b", "c"], theirs))) == [
+        "the caches of a, b and 1 more layers (TheirSpec: not known here)"
+    ]
+
+
+def test_what_is_refused() -> None:
+    import torch
+    from vllm.v1 import kv_cache_interface as interface
+
+    shape = {"block_size": 32, "num_kv_heads": 1, "head_size": 32, "dtype": torch.float32}
+    sink = interface.SinkFullAttentionSpec(**shape, sink_len=4)
+    assert "the sink's keys" in _refusals(group(["a"], sink))[0]
+    assert _refusals(group(["a"], sink, enable_kv_transfer=False)) == []
+    across = interface.CrossAttentionSpec(**shape)
+    assert "would have to name the encoder's input" in _refusals(group(["a"], across))[0]
+    hidden = interface.HiddenStateCacheSpec(**shape)
+    assert "ExampleHiddenStatesConnector" in _refusals(group(["a"], hidden))[0]
+    prefix = interface.FullAttentionSpec(**shape, non_causal=True)
+    assert "prefix LM" in _refusals(group(["a"], prefix))[0]
+    pooled = interface.FullAttentionSpec(**shape, tokens_per_state=Fraction(1, 4))
+    assert "4 entries per token" in _refusals(group(["a"], pooled))[0]
+    resident = _refusals(group(["a"], _full(), host_resident=True))[0]
+    assert "start without attention_config.hisparse_config" in resident
+    both = interface.UniformTypeKVCacheSpecs(
+        block_size=32, kv_cache_specs={"a": _full(), "b": sink}
+    )
+    assert "SinkFullAttentionSpec" in _refusals(group(["a", "b"], both))[0]
+
+
+def test_rings_and_bounded_replay_are_taken() -> None:
+    import torch
+    from vllm.v1 import kv_cache_interface as interface
+
+    shape = {"block_size": 32, "num_kv_heads": 1, "head_size": 32, "dtype": torch.float32}
+    assert _refusals(group(["a"], interface.CircularBufferSpec(**shape))) == []
+    replay = interface.SlidingWindowMLASpec(**shape, sliding_window=64, bounded_replay=True)
+    assert _refusals(group(["a"], replay)) == []
+
+
+@pytest.mark.parametrize(
+    "name", [name for name, verdict in SPECS.items() if verdict.handling is Handling.REFUSED]
+)
+def test_a_refusal_names_the_kind_and_the_reason(name: str) -> None:
+    """Whatever else the spec says."""
+    spec: Any = type(name, (), {})()
+    [text] = _refusals(
+        SimpleNamespace(
+            layer_names=["a"], kv_cache_spec=spec, host_resident=False, enable_kv_transfer=True
+        )
+    )
+    assert name in text
+    assert SPECS[name].why in text
+
+
+@pytest.mark.parametrize(
+    "name", [name for name, verdict in SPECS.items() if verdict.handling is Handling.PAGED]
+)
+def test_what_is_paged_is_taken(name: str) -> None:
+    from vllm.v1 import kv_cache_interface as interface
+
+    extra = {"RSWASpec": "rswa_window", "ChunkedLocalAttentionSpec": "attention_chunk_size"}
+    window = {extra.get(name, "sliding_window"): 64} if name != "MLAAttentionSpec" else {}
+    spec = getattr(interface, name)(
+        block_size=32, num_kv_heads=1, head_size=32, dtype=_full().dtype, **window
+    )
+    assert _refusals(group(["a"], spec)) == []
+
+
+def test_the_page_is_up_to_date() -> None:
+    page = coverage_page.PAGE.read_text(encoding="utf-8")
+    assert page == coverage_page.written(), f"run: {coverage_page.COMMAND}"
+
+
+def _refusals(*groups: Any) -> list[str]:
+    config: Any = SimpleNamespace(transfer_groups=[g for g in groups if g.enable_kv_transfer])
+    return list(refusals(config))
+
+
+def _full() -> Any:
+    import torch
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    return FullAttentionSpec(block_size=32, num_kv_heads=1, head_size=32, dtype=torch.float32)

@@ -1,0 +1,109 @@
+"""What fields say about the elements of a quantised cache."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from kvferry.integrations.vllm.caches.pages import SINGLE_RANK, LayerFacts, ShardPosition
+from kvferry.integrations.vllm.caches.quantization import Scales, cache_format, with_encodings
+
+torch = pytest.importorskip("torch")
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what vLLM imports
+
+
+def layer(dtype: str, key: object = 1.0, value: object = 1.0) -> SimpleNamespace:
+    return SimpleNamespace(
+        kv_cache_dtype=dtype, _k_scale=torch.tensor(key), _v_scale=torch.tensor(value)
+    )
+
+
+def said(
+    module: object, *, heads: int = 4, position: ShardPosition = SINGLE_RANK, others: object = None
+) -> str:
+    """The encoding of one layer; ``others`` are the scales of all tensor-parallel ranks."""
+    facts = {"layer": LayerFacts(backend="B", heads=heads)}
+
+    def gather(own: dict[str, Scales]) -> list[dict[str, Scales]]:
+        assert isinstance(others, list)
+        assert own["layer"] == others[position.tp]
+        return [{"layer": scales} for scales in others]
+
+    return with_encodings(facts, {"layer": module}, position, gather)["layer"].encoding
+
+
+@pytest.mark.parametrize("dtype", ["auto", "bfloat16", "float16"])
+def test_plain_numbers_need_no_word(dtype: str) -> None:
+    assert said(layer(dtype, 0.5, 0.25)) == ""
+
+
+def test_a_layer_that_is_no_attention_needs_no_word() -> None:
+    assert said(SimpleNamespace()) == ""
+
+
+@pytest.mark.parametrize(
+    ("dtype", "known"),
+    [
+        ("fp8", "fp8_e4m3"),
+        ("fp8_e4m3", "fp8_e4m3"),
+        ("fp8_e5m2", "fp8_e5m2"),
+        ("nvfp4", "nvfp4"),
+        ("int8_per_token_head", "int8_per_token_head"),
+        ("fp8_ds_mla", "fp8_ds_mla"),
+    ],
+)
+def test_a_quantised_format_has_one_name(dtype: str, known: str) -> None:
+    assert cache_format(dtype) == known
+    assert said(layer(dtype)).startswith(f"{known}, ")
+
+
+def test_another_kind_of_eight_bits_has_another_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.platforms import current_platform
+
+    monkeypatch.setattr(type(current_platform), "is_fp8_fnuz", classmethod(lambda cls: True))
+    assert cache_format("fp8") == "fp8_e4m3fnuz"
+
+
+def test_static_scales_are_named() -> None:
+    assert said(layer("fp8", 0.5, 0.25)) == "fp8_e4m3, scales k 0.5, v 0.25"
+
+
+def test_equal_scales_of_all_heads_are_one_scale() -> None:
+    assert said(layer("fp8", [0.5] * 4, [0.25] * 4)) == said(layer("fp8", 0.5, 0.25))
+
+
+def test_every_head_s_scale_counts() -> None:
+    one = said(layer("fp8", [0.5, 0.5, 0.5, 0.25]))
+    other = said(layer("fp8", [0.5, 0.5, 0.25, 0.5]))
+    assert "of 4 heads" in one
+    assert one != other
+
+
+@pytest.mark.parametrize(
+    ("size", "shares"),
+    [
+        (2, [(0.1, 0.2), (0.3, 0.4)]),
+        (4, [(0.1,), (0.2,), (0.3,), (0.4,)]),
+        (8, [(0.1,), (0.1,), (0.2,), (0.2,), (0.3,), (0.3,), (0.4,), (0.4,)]),
+    ],
+)
+def test_ranks_that_split_heads_in_any_way_say_the_same(
+    size: int, shares: list[tuple[float, ...]]
+) -> None:
+    whole = (0.1, 0.2, 0.3, 0.4)
+    alone = said(layer("fp8", list(whole), 1.0))
+    others = [
+        (tuple(torch.tensor(share, dtype=torch.float32).tolist()), (1.0,)) for share in shares
+    ]
+    for rank, share in enumerate(shares):
+        position = ShardPosition(tp=rank, tp_size=size)
+        assert said(layer("fp8", list(share), 1.0), position=position, others=others) == alone
+
+
+def test_one_scale_of_a_layer_is_one_scale_on_any_number_of_ranks() -> None:
+    others = [((0.5,), (0.25,))] * 2
+    for rank in (0, 1):
+        position = ShardPosition(tp=rank, tp_size=2)
+        text = said(layer("fp8", 0.5, 0.25), position=position, others=others)
+        assert text == "fp8_e4m3, scales k 0.5, v 0.25"

@@ -1,0 +1,397 @@
+"""Engines without a model: caches that vLLM lays out, worker halves over real endpoints.
+
+vLLM's own functions turn the layers' specs into groups, block strides and tensors for every rank;
+its formulas say where each rank stands. Nothing is computed: a test writes what an engine would.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import numpy as np
+
+from kvferry.core.endpoint import Endpoint, EndpointOptions, Identity
+from kvferry.core.handshake import HandshakeServer
+from kvferry.core.layout import HOLE, Layout
+from kvferry.core.layout.host_page_format import HostPageFormat
+from kvferry.core.lifecycle.holds import Incarnation, random_incarnation
+from kvferry.core.lifecycle.scheduler_holds import SchedulerHolds
+from kvferry.core.side_channel_messages import encode
+from kvferry.drivers.loopback import LoopbackTransport
+from kvferry.integrations.vllm.cache_groups import CacheGroup, cache_groups
+from kvferry.integrations.vllm.caches.cache_layout import describe
+from kvferry.integrations.vllm.caches.pages import ShardPosition
+from kvferry.integrations.vllm.device import storage_of, work_marker
+from kvferry.integrations.vllm.host_pool import HostPool
+from kvferry.integrations.vllm.rank_position import RankPosition, current_rank_position
+from kvferry.integrations.vllm.staging import StagedCache
+from tests.vllm.geometry.model import Bytes, Layer, Part, Setting, stage
+from tests.vllm.geometry.rank import Extent, Rank
+
+if TYPE_CHECKING:
+    from kvferry.integrations.vllm.worker import FerryWorker, UnreadRankWorker
+
+POISON = 255
+"""A byte that makes NaN of every element type."""
+LONGEST = 1 << 12
+"""The engines' ``max_model_len``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """All that two engines of one model may differ in.
+
+    Attributes:
+        tp, pp, dcp, pcp, interleave: parallelism.
+        block: tokens of an attention block on one rank.
+        kernel: tokens of a kernel's block; 0 where kernels take the scheduler's.
+        order: a name of ``VLLM_KV_CACHE_LAYOUT``.
+        backend: of attention.
+        state_block, mode, scratch, channels_first: of states; see ``Setting``.
+        untransferred: layers whose group is not transferred.
+        shares: layers that use another's cache, and whose.
+        blocks: how many there are.
+        host_pages: how many host pages a rank has, the hole included; 0 where nothing is staged.
+        device: in whose memory the caches are.
+        caches: whether prefixes are cached, if its states allow it.
+    """
+
+    tp: int = 1
+    pp: int = 1
+    dcp: int = 1
+    pcp: int = 1
+    interleave: int = 1
+    block: int = 16
+    kernel: int = 0
+    order: str = "LBHNC"
+    backend: str = "FLASH_ATTN"
+    state_block: int = LONGEST
+    mode: str = "none"
+    scratch: int = 0
+    channels_first: bool = False
+    untransferred: tuple[str, ...] = ()
+    shares: tuple[tuple[str, str], ...] = ()
+    blocks: int = 48
+    host_pages: int = 0
+    device: str = "cpu"
+    caches: bool = True
+
+    def setting(self, position: ShardPosition) -> Setting:
+        """For a rank's specs."""
+        return Setting(
+            position=position,
+            block=self.block,
+            state_block=self.state_block,
+            mode=self.mode,
+            scratch=self.scratch,
+            channels_first=self.channels_first,
+            backend=self.backend,
+        )
+
+
+@dataclass(kw_only=True)
+class Engine:
+    """All ranks of an engine.
+
+    Attributes:
+        name: its id.
+        config: what its scheduler is told about the caches.
+        groups: those of its groups that are transferred.
+        busy: pages that requests have.
+        numbers: of its requests.
+    """
+
+    name: str
+    shape: Shape
+    layers: tuple[Layer, ...]
+    config: Any
+    groups: tuple[CacheGroup, ...]
+    ranks: list[Rank]
+    incarnation: Incarnation
+    server: HandshakeServer
+    ledger: SchedulerHolds
+    busy: set[int] = field(default_factory=set)
+    numbers: Iterator[int] = field(default_factory=itertools.count)
+
+    @property
+    def workers(self) -> list[Rank]:
+        """The ranks that publish their caches."""
+        return [rank for rank in self.ranks if rank.endpoint is not None]
+
+    def hear(self, **said: Any) -> None:
+        """One engine step: every rank hears the same; see ``metadata.StepMetadata``."""
+        for rank in self.ranks:
+            rank.hear(**said)
+
+    def take(self, count: int, rng: np.random.Generator) -> list[int]:
+        """Pages that no request has, in any order."""
+        free = sorted(set(range(1, self.shape.blocks)) - self.busy)
+        taken: list[int] = rng.permutation(free)[:count].tolist()
+        self.busy.update(taken)
+        return taken
+
+    def free(self, pages: Sequence[int]) -> None:
+        """Give pages back."""
+        self.busy.difference_update(page for page in pages if page != HOLE)
+
+
+@contextlib.contextmanager
+def engine(
+    name: str, layers: Sequence[Layer], shape: Shape = Shape(), *, agreement: str = "model"
+) -> Iterator[Engine]:
+    """An engine that runs until the block ends, its caches full of poison."""
+    positions = list(_seats(shape))
+    configs = _configs(layers, shape, positions)
+    incarnation = random_incarnation()
+    with contextlib.ExitStack() as stack:
+        ranks = [
+            _rank(name, layers, shape, position, config, incarnation, agreement, stack)
+            for position, config in zip(positions, configs, strict=True)
+        ]
+        payloads = [rank.endpoint.payload for rank in ranks if rank.endpoint is not None]
+        payloads.sort(key=lambda payload: payload.rank)
+        encoded = [encode(payload) for payload in payloads]
+        server = stack.enter_context(HandshakeServer(encoded, engine=name, incarnation=incarnation))
+        scheduler = _scheduler_config(configs)
+        made = Engine(
+            name=name,
+            shape=shape,
+            layers=tuple(layers),
+            config=scheduler,
+            groups=cache_groups(scheduler, shape.dcp),
+            ranks=ranks,
+            incarnation=incarnation,
+            server=server,
+            ledger=SchedulerHolds(shape.blocks),
+        )
+        made.hear(ranks=tuple(encoded))
+        yield made
+
+
+def runs(layers: Sequence[Layer], shape: Shape) -> bool:
+    """Whether vLLM itself lays the caches of such an engine out, and soundly.
+
+    With heads outside of blocks, groups of unlike heads overlay each other so that a page of one
+    has bytes of pages of the other that have other ids.
+    """
+    try:
+        configs = _configs(layers, shape, list(_seats(shape)))
+        for config in configs:
+            _allocate(config, shape)
+    except (AssertionError, NotImplementedError, StopIteration, ValueError):
+        # The third where a pipeline rank has no layer of a packed group.
+        return False
+    return shape.order != "LHBNC" or len(configs[0].kv_cache_groups) == 1
+
+
+def _seats(shape: Shape) -> Iterator[RankPosition]:
+    """Every process's, in vLLM's order of ranks; its groups as in ``initialize_model_parallel``."""
+    from vllm.distributed import parallel_state
+
+    world = np.arange(shape.pp * shape.pcp * shape.tp).reshape(shape.pp, shape.pcp, shape.tp)
+    contexts = world.transpose(0, 2, 1).reshape(-1, shape.dcp)
+    config: Any = SimpleNamespace(
+        parallel_config=SimpleNamespace(
+            tensor_parallel_size=shape.tp,
+            prefill_context_parallel_size=shape.pcp,
+            decode_context_parallel_size=shape.dcp,
+            cp_kv_cache_interleave_size=shape.interleave,
+        )
+    )
+    for rank, (pp, pcp, tp) in enumerate(np.ndindex(world.shape)):
+        ranks = {"tp": tp, "pp": pp, "pcp": pcp, "dcp": int(np.argwhere(contexts == rank)[0][1])}
+        with contextlib.ExitStack() as stack:
+            for kind, where in ranks.items():
+                group = SimpleNamespace(rank_in_group=where)
+                name = f"get_{kind}_group"
+                stack.enter_context(mock.patch.object(parallel_state, name, return_value=group))
+            yield current_rank_position(config)
+
+
+def _configs(layers: Sequence[Layer], shape: Shape, positions: Sequence[RankPosition]) -> list[Any]:
+    """What vLLM's engine core makes of the specs of all ranks."""
+    from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
+
+    specs = [
+        {
+            layer.name: layer.spec(shape.setting(position.shard))
+            for layer in stage(_owners(layers, shape), position.coordinates.pp, shape.pp)
+        }
+        for position in positions
+    ]
+    configs: list[Any] = get_kv_cache_configs(_vllm_config(shape), specs, [1 << 40] * len(specs))
+    for config in configs:
+        for group in config.kv_cache_groups:
+            group.enable_kv_transfer = not set(group.layer_names) & set(shape.untransferred)
+            for user, owner in shape.shares:
+                if owner in group.layer_names:
+                    group.layer_names.append(user)
+    return configs
+
+
+def _owners(layers: Sequence[Layer], shape: Shape) -> list[Layer]:
+    return [layer for layer in layers if layer.name not in dict(shape.shares)]
+
+
+def _vllm_config(shape: Shape) -> Any:
+    from vllm.v1.kv_cache_interface import KVCacheLayout
+
+    return SimpleNamespace(
+        num_prefill_lookahead_tokens=0,
+        max_in_flight_tokens=64,
+        speculative_config=None,
+        attention_config=SimpleNamespace(hisparse_config=None),
+        scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False),
+        model_config=SimpleNamespace(max_model_len=64, original_max_model_len=64),
+        parallel_config=SimpleNamespace(
+            tensor_parallel_size=shape.tp, decode_context_parallel_size=shape.dcp
+        ),
+        cache_config=SimpleNamespace(
+            get_resolved_kv_cache_layout=lambda: KVCacheLayout[shape.order],
+            num_gpu_blocks_override=shape.blocks,
+            prefix_cache_retention_interval=None,
+            mamba_cache_mode=shape.mode,
+        ),
+    )
+
+
+def _scheduler_config(configs: list[Any]) -> Any:
+    from vllm.v1.core.kv_cache_utils import generate_scheduler_kv_cache_config
+
+    return generate_scheduler_kv_cache_config(configs)
+
+
+def _rank(
+    name: str,
+    layers: Sequence[Layer],
+    shape: Shape,
+    position: RankPosition,
+    config: Any,
+    incarnation: Incarnation,
+    agreement: str,
+    stack: contextlib.ExitStack,
+) -> Rank:
+    from kvferry.integrations.vllm.worker import FerryWorker, UnreadRankWorker
+
+    caches = _allocate(config, shape)
+    setting = shape.setting(position.shard)
+    facts = {layer.name: layer.facts(setting) for layer in layers}
+    memory = _memory(caches)
+    memory[:] = POISON
+    worker: FerryWorker | UnreadRankWorker = UnreadRankWorker()
+    endpoint = None
+    layout = describe(caches, config, facts=facts, position=position.shard)
+    staged = _stage(caches, layout, shape) if shape.host_pages else None
+    if not position.replica:
+        endpoint = stack.enter_context(
+            Endpoint(
+                identity=Identity(
+                    engine=name,
+                    incarnation=incarnation,
+                    rank=position.rank,
+                    coordinates=position.coordinates,
+                    agreement={"model": agreement},
+                ),
+                driver="loopback",
+                transport=LoopbackTransport(),
+                layout=layout if staged is None else staged.layout,
+                slots=shape.blocks,
+                options=EndpointOptions(handshake_timeout=60.0, lease=120.0, load_timeout=120.0),
+                copies=None if staged is None else staged.pool,
+            )
+        )
+        worker = FerryWorker(endpoint, work_marker(_device(shape)), staged=staged)
+    return Rank(
+        position=position,
+        memory=memory,
+        extents=tuple(_extents(config, caches, {a.name: a for a in layers}, setting)),
+        worker=worker,
+        endpoint=endpoint,
+    )
+
+
+def _stage(caches: Mapping[str, Any], cache: Layout, shape: Shape) -> StagedCache:
+    """A pool of host pages, full of poison."""
+    form, pages = HostPageFormat.of(cache), shape.host_pages
+    pool = HostPool(caches.values(), form, pages, device=_device(shape))
+    if pool.region is not None:
+        ctypes.memset(pool.region.address, POISON, pool.region.nbytes)
+    return StagedCache(layout=form.layout(pool.region, pages), pool=pool, pages=pages)
+
+
+def _device(shape: Shape) -> Any:
+    import torch
+
+    return torch.device(shape.device)
+
+
+def _allocate(config: Any, shape: Shape) -> dict[str, Any]:
+    from vllm.v1.kv_cache_interface import (
+        CircularBufferSpec,
+        KVCacheLayout,
+        MambaSpec,
+        iter_layer_specs,
+    )
+    from vllm.v1.worker.utils import allocate_kv_cache
+
+    own = [next(iter(iter_layer_specs(group.kv_cache_spec))) for group in config.kv_cache_groups]
+    kernels = [
+        shape.kernel
+        if shape.kernel and not isinstance(spec, MambaSpec | CircularBufferSpec)
+        else spec.block_size
+        for spec in own
+    ]
+    order = KVCacheLayout[shape.order]
+    caches: dict[str, Any] = allocate_kv_cache(config, _device(shape), order, kernels)
+    return caches | {user: caches[owner] for user, owner in shape.shares if owner in caches}
+
+
+def _memory(caches: Mapping[str, Any]) -> Any:
+    memory = storage_of(next(iter(caches.values())))
+    return memory.numpy() if memory.device.type == "cpu" else _DeviceBytes(memory)
+
+
+class _DeviceBytes:
+    """The memory of a device as an array; nothing else may write to it while this does."""
+
+    def __init__(self, memory: Any) -> None:
+        self._memory = memory
+
+    def __getitem__(self, places: Any) -> Bytes:
+        found: Bytes = self._memory.cpu().numpy()[places]
+        return found
+
+    def __setitem__(self, places: Any, values: Any) -> None:
+        memory = self._memory.cpu()
+        memory.numpy()[places] = values
+        self._memory.copy_(memory)
+
+
+def _extents(
+    config: Any, caches: Mapping[str, Any], layers: Mapping[str, Layer], setting: Setting
+) -> Iterator[Extent]:
+    for group in config.kv_cache_groups:
+        own = getattr(group.kv_cache_spec, "kv_cache_specs", {})
+        parts: dict[int, tuple[Part, ...]] = {}
+        for name in group.layer_names:
+            spec = own.get(name, group.kv_cache_spec)
+            found = layers[name].parts(caches[name], spec, setting, config.num_blocks)
+            parts.setdefault(caches[name].data_ptr(), tuple(found))
+        flat = tuple(part for some in parts.values() for part in some)
+        if group.kv_cache_spec.dcp_sharded:
+            position = setting.position
+            yield Extent(
+                parts=flat,
+                size=position.dcp_size,
+                turn=position.dcp,
+                interleave=position.interleave,
+            )
+        else:
+            yield Extent(parts=flat)

@@ -1,0 +1,451 @@
+"""Engines of ranks under vLLM's own scheduler and the whole connector, without a model.
+
+vLLM's scheduler admits, chunks, caches prefixes, preempts and frees; its connector half is ours,
+as are the workers'. What a model runner would do with a step is done by a reference: it checks
+that everything which kernels would read is what it must be, and writes what they would write.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from kvferry.core.layout import HOLE
+from tests.vllm.geometry.engine_of_ranks import LONGEST, Engine, Shape, engine
+from tests.vllm.geometry.model import Bytes, Layer, Part, Steps
+from tests.vllm.geometry.rank import SECONDS, Extent, Rank
+
+
+class _Plain(SimpleNamespace):
+    """A configuration that has nothing but what is named."""
+
+    def __getattr__(self, name: str) -> bool:
+        return False
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """A text of tokens without an end: a family's, from some position on another's.
+
+    Attributes:
+        family: whose tokens it begins with.
+        at: where it branches off; 0 if nowhere.
+    """
+
+    family: int
+    at: int = 0
+
+    def token(self, position: int) -> int:
+        """The token at a position."""
+        branched = self.at and position >= self.at
+        return 1000 * (self.family + 1) + position + (500_000 if branched else 0)
+
+    def values(self, part: Part, steps: Steps, last: Steps) -> Bytes:
+        """What entries hold, (steps, shards, bytes), which depends on all tokens up to ``last``."""
+        values = part.values(steps, str(self.family))
+        if self.at:
+            other = part.values(steps, f"{self.family} to {self.at}")
+            values = np.where((last >= self.at)[:, None, None], other, values)
+        return values
+
+
+@dataclass(kw_only=True)
+class Server:
+    """An engine that serves requests.
+
+    Attributes:
+        engine: its ranks.
+        scheduler: vLLM's.
+        hasher: gives requests the hashes of their blocks.
+        texts: of its requests, which text each one's tokens are the start of.
+        params: what ended requests left for another engine.
+        computed: how many tokens were computed here, by request.
+        pulled: the requests that had something loaded.
+        early: how many loads began before their ticket had come.
+        copied: how many pages of the prefix cache were copied before they were written.
+        reported: how often the ranks together reported a request sent or received.
+    """
+
+    engine: Engine
+    scheduler: Any
+    hasher: Any
+    texts: dict[str, Text] = field(default_factory=dict)
+    params: dict[str, dict[str, Any] | None] = field(default_factory=dict)
+    computed: Counter[str] = field(default_factory=Counter)
+    pulled: set[str] = field(default_factory=set)
+    early: int = 0
+    copied: int = 0
+    reported: Counter[tuple[str, str]] = field(default_factory=Counter)
+
+    def add(
+        self, text: int | Text, length: int, params: dict[str, Any] | None = None, most: int = 1
+    ) -> str:
+        """A request for the first tokens of a text or family; at most so many are to follow."""
+        from vllm import SamplingParams
+        from vllm.v1.request import Request
+
+        text = Text(text) if isinstance(text, int) else text
+        name = f"{self.engine.name} {next(self.engine.numbers)}"
+        sampling = SamplingParams(max_tokens=most, extra_args={"kv_transfer_params": params})
+        sampling.update_from_generation_config({}, None)
+        request = Request(
+            request_id=name,
+            prompt_token_ids=[text.token(i) for i in range(length)],
+            sampling_params=sampling,
+            pooling_params=None,
+            block_hasher=self.hasher,
+        )
+        self.texts[name] = text
+        self.scheduler.add_request(request)
+        return name
+
+    def run_dry(self) -> None:
+        """Step until the scheduler has forgotten every request, and every page is free."""
+        deadline = time.monotonic() + SECONDS
+        while self.scheduler.requests or self.scheduler.connector.has_pending_push_work():
+            assert time.monotonic() < deadline, list(self.scheduler.requests)
+            self.step()
+        pool = self.scheduler.kv_cache_manager.block_pool
+        assert pool.free_block_queue.num_free_blocks == pool.num_gpu_blocks - 1
+        assert all(rank.words == 0 for rank in self.engine.ranks)
+        assert set(self.reported.values()) <= {1}
+
+    def step(self) -> None:
+        """One step of the engine."""
+        from vllm.v1.outputs import ModelRunnerOutput
+
+        out = self.scheduler.schedule()
+        self.early += sum(load.is_early for load in out.kv_connector_metadata.loads)
+        self._prepare(out)
+        self.pulled |= {load.request for load in out.kv_connector_metadata.loads if load.reads}
+        for rank in self.engine.ranks:
+            rank.worker.apply(out.kv_connector_metadata)
+        sampled = [self._compute(name, count) for name, count in out.num_scheduled_tokens.items()]
+        names = list(out.num_scheduled_tokens)
+        done = ModelRunnerOutput(
+            req_ids=names,
+            req_id_to_index={name: i for i, name in enumerate(names)},
+            sampled_token_ids=sampled,
+            kv_connector_output=self._reports(idle=not names),
+        )
+        for outputs in self.scheduler.update_from_output(out, done).values():
+            for each in outputs.outputs:
+                if each.finish_reason is not None:
+                    assert str(each.finish_reason) in ("length", "stop"), each
+                    self.params[each.request_id] = each.kv_transfer_params
+
+    def _reports(self, *, idle: bool) -> Any:
+        """What all ranks have reported, as ``KVOutputAggregator`` adds it up."""
+        from vllm.v1.outputs import KVConnectorOutput
+
+        from kvferry.integrations.vllm.metadata import RankReport
+
+        ranks = self.engine.ranks
+        for rank in ranks:
+            if idle and rank.endpoint is not None and rank.endpoint.pending:
+                rank.endpoint.wait(0.02)
+            rank.poll()
+            for kind, reports in (("sent", rank.sent), ("received", rank.received)):
+                assert all(count == 1 for count in Counter(reports).values()), (kind, reports)
+        sent, received = (
+            {name for name in some[0] if all(name in each for each in some)}
+            - {name for each, name in self.reported if each == kind}
+            for kind, some in (
+                ("sent", [rank.sent for rank in ranks]),
+                ("received", [rank.received for rank in ranks]),
+            )
+        )
+        self.reported.update(("sent", name) for name in sent)
+        self.reported.update(("received", name) for name in received)
+        failed = {name for name in received if any(name in rank.failed for rank in ranks)}
+        said = filter(None, [rank.worker.take_report() for rank in ranks])
+        return KVConnectorOutput(
+            finished_sending=sent,
+            finished_recving=received,
+            failed_recving=failed,
+            kv_connector_worker_meta=functools.reduce(RankReport.aggregate, said, RankReport()),
+        )
+
+    def _prepare(self, out: Any) -> None:
+        """What a worker does with pages before a step: zero new ones, make copies."""
+        for rank in self.engine.ranks:
+            parts = [part for extent in rank.extents for part in extent.parts]
+            for page in out.new_block_ids_to_zero or ():
+                for part in parts:
+                    rank.memory[part.places[page]] = 0
+            for source, target in out.kv_cache_block_copies or ():
+                for part in parts:
+                    rank.memory[part.places[target]] = rank.memory[part.places[source]]
+        self.copied += len(out.kv_cache_block_copies or ())
+
+    def _compute(self, name: str, count: int) -> list[int]:
+        """What kernels do with the next tokens of a request; the token that is sampled, if any."""
+        request = self.scheduler.requests[name]
+        stop = request.num_computed_tokens
+        start = stop - count
+        text = self.texts[name]
+        self.computed[name] += count
+        lists = self.scheduler.kv_cache_manager.get_block_ids(name)
+        groups = {group.index: group for group in self.engine.groups}
+        for rank in self.engine.ranks:
+            for index, extent in enumerate(rank.extents):
+                first = groups[index].num_skipped_tokens(start) if index in groups else 0
+                if self._replays(index):
+                    first = max(first, request.replay_start)
+                step = _Pass(rank, extent, lists[index], text, first, start, stop)
+                step.run(state=groups[index].tokens if groups[index].is_state else 0)
+        return [text.token(stop)] if stop == request.num_tokens else []
+
+    def _replays(self, group: int) -> bool:
+        """Whether a group has nothing of a prefix hit but what is computed again."""
+        spec = self.engine.config.kv_cache_groups[group].kv_cache_spec
+        return bool(spec.prefix_replay_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class _Pass:
+    """The kernels' work on tokens ``[start, stop)`` of a request in one group of one rank.
+
+    Tokens from ``first`` on are read. ``listed`` is the request's pages by position.
+    """
+
+    rank: Rank
+    extent: Extent
+    listed: Sequence[int]
+    text: Text
+    first: int
+    start: int
+    stop: int
+
+    def run(self, state: int) -> None:
+        """Read and write; a state goes on in the next page after ``state`` tokens."""
+        for part in self.extent.parts:
+            if part.per_entry:
+                self._tokens(part)
+            elif part.ring:
+                self._ring(part)
+            else:
+                self._state(part, state)
+
+    def _tokens(self, part: Part) -> None:
+        pages = [(i, page) for i, page in enumerate(self.listed) if page != HOLE]
+        if not pages:
+            return
+        positions, ids = (np.array(some, dtype=np.int64) for some in zip(*pages, strict=True))
+        steps = self.extent.steps(part, positions)
+        tokens = steps * part.per_entry
+        entries = steps.ravel()
+        last = (entries + 1) * part.per_entry - 1
+        values = self.text.values(part, entries, last).reshape(*part.places[ids].shape)
+        found = self.rank.memory[part.places[ids]]
+        read = (tokens >= self.first) & (tokens < self.start)
+        assert np.count_nonzero(read) == self._shared(part), f"pages of {part.key} are missing"
+        assert np.array_equal(found[read], values[read]), (
+            f"{part.key} of rank {self.rank.position.rank}: not what was computed for the tokens "
+            f"{np.unique(tokens[read][(found != values)[read].any(axis=(1, 2))]).tolist()}"
+        )
+        written = (tokens >= self.start) & (tokens < self.stop)
+        self.rank.memory[part.places[ids][written]] = values[written]
+
+    def _shared(self, part: Part) -> int:
+        """How many of the entries that are read this rank has."""
+        low, high = (-(-token // part.per_entry) for token in (self.first, self.start))
+        tokens = np.arange(low, high) * part.per_entry
+        turn = tokens // self.extent.interleave % self.extent.size
+        return int(np.count_nonzero(turn == self.extent.turn))
+
+    def _ring(self, part: Part) -> None:
+        """Of a ring, the tokens are read that do not make a whole entry yet."""
+        [page] = self.listed
+        assert page != HOLE
+        capacity = part.places.shape[1]
+        read = np.arange(self.start // part.ring * part.ring, self.start)
+        found = self.rank.memory[part.places[page, read % capacity]]
+        assert np.array_equal(found, self.text.values(part, read, read)), (
+            f"{part.key} of rank {self.rank.position.rank}: not the last tokens of {self.start}"
+        )
+        written = np.arange(max(self.start, self.stop - capacity), self.stop)
+        values = self.text.values(part, written, written)
+        self.rank.memory[part.places[page, written % capacity]] = values
+
+    def _state(self, part: Part, size: int) -> None:
+        """``mamba_get_block_table_tensor``: the page of the last token, before and after."""
+        if self.start:
+            before = self.rank.memory[part.places[self.listed[(self.start - 1) // size]]]
+            tokens = np.array([self.start])
+            values = self.text.values(part, tokens, tokens - 1)[0]
+            assert np.array_equal(before[0], values), (
+                f"{part.key} of rank {self.rank.position.rank}: "
+                f"not the state after {self.start} tokens"
+            )
+        page = self.listed[(self.stop - 1) // size]
+        assert page != HOLE
+        tokens = np.array([self.stop])
+        self.rank.memory[part.places[page]] = self.text.values(part, tokens, tokens - 1)
+
+
+@contextlib.contextmanager
+def serving(
+    name: str,
+    layers: Sequence[Layer],
+    shape: Shape,
+    *,
+    batch: int = 64,
+    reserve: bool = True,
+    two_way: bool = False,
+) -> Iterator[Server]:
+    """An engine that serves until the block ends, and caches prefixes if its states allow it.
+
+    Args:
+        batch: how many tokens it computes in a step.
+        reserve: admit only prompts for the whole of which there are pages.
+        two_way: conversations go on with what decode has generated.
+    """
+    from vllm.utils.hashing import sha256
+    from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+
+    with engine(name, layers, shape) as made:
+        scheduler, unit = _scheduler(made, batch, reserve=reserve, two_way=two_way)
+        init_none_hash(sha256)
+        _shuffle(scheduler)
+        handshakes = {
+            (rank.position.coordinates.pp, rank.position.rank): rank.worker.handshake
+            for rank in made.workers
+        }
+        scheduler.connector.set_xfer_handshake_metadata_pp_aware(handshakes)
+        try:
+            hasher = get_request_block_hasher(unit, sha256)
+            yield Server(engine=made, scheduler=scheduler, hasher=hasher)
+        finally:
+            scheduler.shutdown()
+
+
+def plannable(layers: Sequence[Layer], shape: Shape) -> bool:
+    """Whether vLLM's scheduler can keep the books of such an engine's groups."""
+    with engine("never", layers, shape) as made:
+        try:
+            _scheduler(made, 64, reserve=True)
+        except (AssertionError, ValueError):  # of blocks whose sizes do not divide
+            return False
+    return True
+
+
+def _scheduler(
+    made: Engine, batch: int, *, reserve: bool, two_way: bool = False
+) -> tuple[Any, int]:
+    """vLLM's scheduler with our connector, and how many tokens it hashes together."""
+    from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    config = _vllm_config(made, batch, reserve, two_way)
+    block, unit = resolve_kv_cache_block_sizes(made.config, config)
+    scheduler = Scheduler(
+        vllm_config=config,
+        kv_cache_config=made.config,
+        log_stats=False,
+        structured_output_manager=SimpleNamespace(accept_tokens=lambda *_: True),
+        block_size=block,
+        hash_block_size=unit,
+    )
+    return scheduler, unit
+
+
+def _shuffle(scheduler: Any) -> None:
+    """Pages are not handed out in the order of their ids."""
+    pool = scheduler.kv_cache_manager.block_pool
+    blocks = pool.get_new_blocks(pool.get_num_free_blocks())
+    order = np.random.default_rng(0).permutation(len(blocks))
+    pool.free_blocks([blocks[i] for i in order])
+
+
+def _vllm_config(made: Engine, batch: int, reserve: bool, two_way: bool) -> Any:
+    from vllm.config import (
+        CacheConfig,
+        DeviceConfig,
+        KVTransferConfig,
+        ParallelConfig,
+        SchedulerConfig,
+        VllmConfig,
+    )
+
+    shape = made.shape
+    states = any(group.is_state and group.tokens for group in made.groups)
+    caching = shape.caches and (shape.mode == "align" or not states)
+    config: Any = VllmConfig(
+        scheduler_config=SchedulerConfig(
+            max_num_seqs=16,
+            max_num_batched_tokens=batch,
+            max_model_len=LONGEST,
+            enable_chunked_prefill=True,
+            is_encoder_decoder=False,
+            async_scheduling=False,
+            scheduler_reserve_full_isl=reserve,
+        ),
+        cache_config=CacheConfig(block_size=shape.block, enable_prefix_caching=caching),
+        parallel_config=ParallelConfig(
+            tensor_parallel_size=shape.tp,
+            pipeline_parallel_size=shape.pp,
+            decode_context_parallel_size=shape.dcp,
+            cp_kv_cache_interleave_size=shape.interleave,
+            distributed_executor_backend="mp",
+        ),
+        kv_transfer_config=KVTransferConfig(
+            kv_connector="KVFerryConnector",
+            kv_connector_module_path="kvferry.integrations.vllm",
+            kv_role="kv_both",
+            engine_id=made.name,
+            kv_load_failure_policy="fail",
+            kv_connector_extra_config={
+                "kv_lease_duration": 120.0,
+                "staging": bool(shape.host_pages),
+                "staging_timeout": 600.0,
+                "bidirectional_kv_xfer": two_way,
+                "kv_recompute_threshold": 0,
+            },
+        ),
+        device_config=DeviceConfig("cpu"),
+    )
+    config.model_config = _Plain(max_model_len=LONGEST, runner_type="generate")
+    # Not supported by the model runner of a CPU.
+    config.parallel_config.prefill_context_parallel_size = shape.pcp
+    config.cache_config.num_gpu_blocks = shape.blocks
+    config.cache_config.mamba_cache_mode = shape.mode
+    config.cache_config.mamba_block_size = shape.state_block
+    return config
+
+
+PREFILL = {"do_remote_decode": True, "do_remote_prefill": False}
+
+
+def hand_over(prefill: Server, decode: Server, *prompts: tuple[int, int], follow: int = 3) -> None:
+    """Prefill there, decode here; every token that kernels read on the way is checked.
+
+    Args:
+        prompts: the family of each, and how many of its tokens; all at once.
+        follow: how many tokens are generated here.
+    """
+    waiting = {prefill.add(*prompt, dict(PREFILL)): prompt for prompt in prompts}
+    taken: list[str] = []
+    deadline = time.monotonic() + SECONDS
+    while waiting or not set(taken) <= decode.params.keys():
+        assert time.monotonic() < deadline, (waiting, taken)
+        for name in [name for name in waiting if name in prefill.params]:
+            params = prefill.params[name]
+            assert params is not None, "no ticket was made"
+            taken.append(decode.add(*waiting.pop(name), params, follow))
+        prefill.step()
+        decode.step()
+    for name in taken:
+        # What is cached here is enough, but for a state that is not: all is computed then.
+        assert decode.computed[name] == follow or name not in decode.pulled
+        assert decode.computed[name] >= follow
+    decode.run_dry()
+    prefill.run_dry()

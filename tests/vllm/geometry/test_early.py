@@ -1,0 +1,283 @@
+"""Early tickets under vLLM's scheduler: both legs at once, chunk by chunk, in poisoned caches."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvferry.core.layout import HOLE
+from tests.vllm.geometry import MARKS
+from tests.vllm.geometry.engine_of_ranks import POISON, Shape
+from tests.vllm.geometry.model import Layer, attention, latents
+from tests.vllm.geometry.rank import SECONDS
+from tests.vllm.geometry.scheduled import PREFILL, Server, serving
+from tests.vllm.geometry.test_rings import compressed
+from tests.vllm.geometry.test_rings import shape as ringed
+from tests.vllm.geometry.test_scheduled import hybrid, recurrent
+
+pytestmark = [*MARKS, pytest.mark.filterwarnings("ignore::UserWarning:torch")]
+
+CHUNK = 32
+ROOMS = itertools.count()
+LENGTHS = (1, 2, 31, 32, 33, 64, 65, 100, 150, 200)
+
+
+class Legs:
+    """One request on both engines.
+
+    Args:
+        family: Whose first tokens are the prompt.
+        length: How many.
+        room: The ``transfer_id``; one of its own if it is empty.
+    """
+
+    def __init__(
+        self, prefill: Server, decode: Server, family: int, length: int, room: str = ""
+    ) -> None:
+        self.prefill, self.decode = prefill, decode
+        self._prompt = family, length
+        self._room = room or f"room {next(ROOMS)}"
+        self.there = self.here = ""
+
+    def begin_prefill(self) -> None:
+        self.there = self.prefill.add(*self._prompt, PREFILL | {"transfer_id": self._room})
+
+    def begin_decode(self, follow: int = 3) -> None:
+        half = self.prefill.scheduler.connector._scheduler
+        params = {
+            "do_remote_decode": False,
+            "do_remote_prefill": True,
+            "transfer_id": self._room,
+            "remote_engine_id": half._serving.engine,
+            "remote_bootstrap_addr": f"http://{half._serving.host}:{half._serving.port}",
+        }
+        self.here = self.decode.add(*self._prompt, params, follow)
+
+    @property
+    def blocks(self) -> tuple[list[int], ...]:
+        """The blocks that decode has given the request."""
+        lists: tuple[list[int], ...] = self.decode.scheduler.kv_cache_manager.get_block_ids(
+            self.here
+        )
+        return lists
+
+    def arrived(self) -> int:
+        """How many first blocks of full attention have no poison on any rank."""
+        [group] = [group for group in self.decode.engine.groups if not group.needs_exact_length]
+        pages = self.blocks[group.index]
+        counts = [len(pages)]
+        for rank in self.decode.engine.workers:
+            for part in rank.extents[group.index].parts:
+                found = [np.all(rank.memory[part.places[page]] != POISON) for page in pages]
+                counts.append(list(itertools.takewhile(bool, found)).__len__())
+        return min(counts)
+
+
+def wait(holds: Callable[[], bool], *servers: Server) -> None:
+    """Step engines until something holds."""
+    deadline = time.monotonic() + SECONDS
+    while not holds():
+        assert time.monotonic() < deadline, "it never came to hold"
+        for server in servers:
+            server.step()
+        time.sleep(0.002)
+
+
+@contextmanager
+def engines(
+    layers: Sequence[Layer], there: Shape, here: Shape, **options: Any
+) -> Iterator[tuple[Server, Server]]:
+    with (
+        serving("prefill", layers, there, batch=CHUNK, **options) as prefill,
+        serving("decode", layers, here, batch=48) as decode,
+    ):
+        yield prefill, decode
+        decode.run_dry()
+        prefill.run_dry()
+
+
+def both_at_once(prefill: Server, decode: Server, *prompts: tuple[int, int]) -> None:
+    """Every token that kernels read on the way is checked."""
+    legs = [Legs(prefill, decode, *each) for each in prompts]
+    for each in legs:
+        each.begin_prefill()
+        each.begin_decode()
+    finish(legs)
+
+
+def finish(legs: Sequence[Legs]) -> None:
+    names = {each.here for each in legs}
+    decode, prefill = legs[0].decode, legs[0].prefill
+    wait(lambda: names <= decode.params.keys(), prefill, decode)
+    for name in names:
+        assert decode.computed[name] == 3 or name not in decode.pulled
+
+
+PAIRS = {
+    "plain": (attention(2, size=8), Shape(), Shape()),
+    "tp2-1": (attention(4, size=8), Shape(tp=2), Shape(block=32)),
+    "1-tp2pp2": (attention(4, size=8), Shape(block=32), Shape(tp=2, pp=2)),
+    "pp2-tp4": (attention(4, size=8), Shape(pp=2, block=64, kernel=16), Shape(tp=4, block=48)),
+    "dcp2-1": (latents(2), Shape(tp=2, dcp=2), Shape(block=32)),
+    "1-dcp2": (latents(2), Shape(tp=2), Shape(tp=2, dcp=2, interleave=4)),
+    "windows": (hybrid(), Shape(blocks=96), Shape(tp=2, block=32, blocks=96)),
+    "states": (recurrent(groups=12), Shape(blocks=96), Shape(tp=3, blocks=96)),
+    "windows and states": (recurrent(window=40), Shape(tp=2, blocks=96), Shape(blocks=96)),
+    "rings": (compressed(), ringed(blocks=96), ringed(tp=2, block=32, blocks=96)),
+}
+
+
+@pytest.mark.parametrize(("layers", "there", "here"), PAIRS.values(), ids=PAIRS)
+def test_prompts_of_all_lengths(layers: list[Layer], there: Shape, here: Shape) -> None:
+    """One by one, then several at once; prefixes are cached on both sides where they can be."""
+    with engines(layers, there, here) as (prefill, decode):
+        for family, length in enumerate(LENGTHS):
+            both_at_once(prefill, decode, (family, length))
+        both_at_once(prefill, decode, (9, 230), (8, 180), (7, 20))
+        both_at_once(prefill, decode, (20, 70), (21, 180), (22, 20), (23, 101))
+        assert decode.early > 2
+
+
+def test_pages_cross_while_the_next_chunk_is_computed() -> None:
+    with engines(attention(2, size=8), Shape(), Shape()) as (prefill, decode):
+        legs = Legs(prefill, decode, 0, 150)
+        legs.begin_prefill()
+        legs.begin_decode()
+        wait(lambda: decode.scheduler.connector._scheduler._follower.following == 1, decode)
+        assert not legs.blocks[0]
+        for chunk in range(1, 5):
+            prefill.step()
+            if chunk == 1:
+                continue
+            wait(lambda: legs.arrived() == (chunk - 1) * CHUNK // 16, decode)  # noqa: B023
+        finish([legs])
+
+
+@pytest.mark.parametrize("steps", range(7))
+def test_decode_that_comes_later(steps: int) -> None:
+    with engines(attention(2, size=8), Shape(tp=2), Shape()) as (prefill, decode):
+        legs = Legs(prefill, decode, 0, 150)
+        legs.begin_prefill()
+        for _ in range(steps):
+            prefill.step()
+        legs.begin_decode()
+        finish([legs])
+
+
+@pytest.mark.parametrize("steps", range(1, 6))
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_aborts_at_each_chunk(side: str, steps: int) -> None:
+    """Everything is given back, and further requests are right."""
+    from vllm.v1.request import RequestStatus
+
+    layers = attention(2, size=8)
+    with engines(layers, Shape(), Shape(tp=2)) as (prefill, decode):
+        legs = Legs(prefill, decode, 0, 150)
+        legs.begin_prefill()
+        legs.begin_decode()
+        for chunk in range(1, steps + 1):
+            prefill.step()
+            if 1 < chunk < 5:
+                wait(lambda: legs.arrived() == (chunk - 1) * CHUNK // 16, decode)  # noqa: B023
+        if side == "decode":
+            decode.scheduler.finish_requests([legs.here], RequestStatus.FINISHED_ABORTED)
+        elif legs.there not in prefill.params:
+            prefill.scheduler.finish_requests([legs.there], RequestStatus.FINISHED_ABORTED)
+            with pytest.raises(AssertionError, match=r"FinishReason\.ERROR"):
+                wait(lambda: legs.here in decode.params, decode)
+        wait(
+            lambda: not prefill.scheduler.requests and not decode.scheduler.requests,
+            prefill,
+            decode,
+        )
+        both_at_once(prefill, decode, (1, 150))
+
+
+@pytest.mark.parametrize("chunks", range(1, 6))
+def test_preemption_at_each_chunk(chunks: int) -> None:
+    """What prefill gives up it computes again in other blocks, under another hold."""
+    layers = attention(2, size=8)
+    with engines(layers, Shape(tp=2), Shape()) as (prefill, decode):
+        legs = Legs(prefill, decode, 0, 150)
+        legs.begin_prefill()
+        legs.begin_decode()
+        for chunk in range(1, chunks + 1):
+            prefill.step()
+            if 1 < chunk < 5:
+                wait(lambda: legs.arrived() == (chunk - 1) * CHUNK // 16, decode)  # noqa: B023
+        is_over = legs.there in prefill.params
+        with suppress(RuntimeError):  # the pages of a request with a ticket are held
+            prefill.scheduler.reset_prefix_cache(reset_running_requests=True)
+        finish([legs])
+        assert (prefill.computed[legs.there] > 150) is not is_over
+        assert decode.early == 1
+
+
+def test_preemption_for_lack_of_blocks() -> None:
+    layers = attention(2, size=8)
+    with engines(layers, Shape(blocks=19), Shape(blocks=96), reserve=False) as (prefill, decode):
+        own = prefill.add(3, 40, {}, 120)
+        legs = [Legs(prefill, decode, family, 200) for family in range(2)]
+        for each in legs:
+            each.begin_prefill()
+            each.begin_decode()
+        finish(legs)
+        computed = prefill.computed.total() - prefill.computed[own]
+        assert computed > 2 * 200
+        assert decode.early > 0
+
+
+@pytest.mark.parametrize("verifies", [True, False])
+@pytest.mark.parametrize("steps", [1, 5])
+def test_a_transfer_id_that_is_used_again(steps: int, verifies: bool) -> None:
+    """Each request gets its own pages, though prefill still has the first one, or its ticket."""
+    with engines(attention(2, size=8), Shape(), Shape()) as (prefill, decode):
+        half = decode.scheduler.connector._scheduler
+        half._consumer._verify_prompt = verifies
+        first, second = (Legs(prefill, decode, family, 150, "again") for family in range(2))
+        first.begin_prefill()
+        for _ in range(steps):
+            prefill.step()
+        second.begin_decode()
+        wait(lambda: len(half._follower._inbox.answered) == 1, decode)
+        second.begin_prefill()
+        first.begin_decode()
+        finish([first, second])
+        assert {first.here, second.here} <= decode.pulled
+
+
+@pytest.mark.parametrize("family", [0, 1])
+def test_a_transfer_id_that_is_used_again_after_its_ticket_was_read(family: int) -> None:
+    """With the same prompt, too, whose earlier ticket is of no use any more."""
+    with engines(attention(2, size=8), Shape(), Shape()) as (prefill, decode):
+        first, second = (Legs(prefill, decode, each, 150, "again") for each in (0, family))
+        first.begin_prefill()
+        first.begin_decode()
+        finish([first])
+        wait(lambda: not prefill.scheduler.requests, prefill, decode)
+        asked = prefill.scheduler.connector._scheduler._server._follows._by_name
+        decode.scheduler.reset_prefix_cache()
+        second.begin_decode()
+        wait(lambda: bool(asked), decode)
+        second.begin_prefill()
+        finish([second])
+        assert second.here in decode.pulled
+
+
+def test_no_block_of_the_decode_engine_is_poisoned_or_left() -> None:
+    """A request with a hole in its blocks would be."""
+    with engines(attention(2, size=8), Shape(), Shape()) as (prefill, decode):
+        legs = Legs(prefill, decode, 0, 100)
+        legs.begin_prefill()
+        legs.begin_decode()
+        prefill.step()
+        prefill.step()
+        wait(lambda: bool(legs.blocks[0]), decode)
+        assert HOLE not in legs.blocks[0]
+        finish([legs])

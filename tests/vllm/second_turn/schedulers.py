@@ -1,0 +1,305 @@
+"""Engines whose scheduler is vLLM's, and whose workers are simulated.
+
+A scheduler is told which tokens were sampled and which loads are over, so nothing is computed and a
+conversation takes milliseconds. All else in the scheduler's process is real: requests, block pool,
+prefix cache, tickets, and the side channels whose addresses tickets name. Blocks have 16 tokens.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvferry.core.memory import Region
+from kvferry.core.security.proof import FINGERPRINT_BYTES
+from tests.core.messages import encoded, payload
+from tests.engines.engines import PREFILL
+from tests.engines.fixtures import CONNECTOR
+
+BLOCK_TOKENS = 16
+MAX_STEPS = 200
+FINGERPRINT = Region(address=1 << 20, nbytes=FINGERPRINT_BYTES, kind="cpu", device=0)
+
+_numbers = itertools.count(1)
+
+
+def configuration(
+    model: Path, *, engine: str | None = None, policy: str = "recompute", **extra: Any
+) -> Any:
+    """Return the ``VllmConfig`` of an engine with prefix caching that computes 64 tokens a step.
+
+    Args:
+        model: The model's folder.
+        engine: The engine's id.
+        policy: ``kv_load_failure_policy``.
+        extra: ``kv_connector_extra_config``.
+    """
+    from vllm.config import (
+        CacheConfig,
+        DeviceConfig,
+        KVTransferConfig,
+        ModelConfig,
+        SchedulerConfig,
+        VllmConfig,
+    )
+
+    length = 1000
+    return VllmConfig(
+        model_config=ModelConfig(model=str(model), dtype="float32", max_model_len=length),
+        scheduler_config=SchedulerConfig(
+            max_num_seqs=16,
+            max_num_batched_tokens=64,
+            max_model_len=length,
+            enable_chunked_prefill=True,
+            is_encoder_decoder=False,
+        ),
+        cache_config=CacheConfig(block_size=BLOCK_TOKENS, enable_prefix_caching=True),
+        device_config=DeviceConfig("cpu"),
+        kv_transfer_config=KVTransferConfig(
+            **CONNECTOR,
+            kv_role="kv_both",
+            engine_id=engine or f"engine-{next(_numbers)}",
+            kv_load_failure_policy=policy,
+            kv_connector_extra_config=extra,
+        ),
+    )
+
+
+def scheduler_of(config: Any, *, blocks: int = 1000) -> Any:
+    """Return a scheduler of an engine with one rank and full attention; its side channel is open.
+
+    Args:
+        config: The engine's ``VllmConfig``.
+        blocks: How many blocks the cache has; vLLM keeps one of them for itself.
+    """
+    import torch
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+    from vllm.v1.structured_output import StructuredOutputManager
+
+    from kvferry.integrations.vllm.metadata import RankHandshake
+
+    spec = FullAttentionSpec(
+        block_size=BLOCK_TOKENS, num_kv_heads=1, head_size=1, dtype=torch.float32
+    )
+    config.cache_config.num_gpu_blocks = blocks
+    scheduler = Scheduler(
+        vllm_config=config,
+        kv_cache_config=KVCacheConfig(
+            num_blocks=blocks,
+            kv_cache_tensors=[],
+            kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)],
+        ),
+        structured_output_manager=StructuredOutputManager(config),
+        block_size=BLOCK_TOKENS,
+        log_stats=True,
+    )
+    [published] = encoded(
+        payload(
+            engine=config.kv_transfer_config.engine_id,
+            incarnation=next(_numbers),
+            fingerprint=FINGERPRINT,
+        )
+    )
+    scheduler.connector.set_xfer_handshake_metadata_pp_aware(
+        {(0, 0): RankHandshake(payload=published)}
+    )
+    return scheduler
+
+
+def request(
+    name: str, prompt: Sequence[int], params: dict[str, Any] | None, *, max_tokens: int = 1
+) -> Any:
+    """Return a request as it reaches a scheduler.
+
+    Args:
+        name: The request's id.
+        prompt: The token ids of its prompt.
+        params: Its ``kv_transfer_params``.
+        max_tokens: After how many sampled tokens the request ends.
+    """
+    from vllm import SamplingParams
+    from vllm.utils.hashing import sha256
+    from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+    from vllm.v1.request import Request
+
+    init_none_hash(sha256)
+    return Request(
+        request_id=name,
+        prompt_token_ids=list(prompt),
+        sampling_params=SamplingParams(
+            max_tokens=max_tokens,
+            ignore_eos=True,
+            extra_args=None if params is None else {"kv_transfer_params": dict(params)},
+        ),
+        pooling_params=None,
+        block_hasher=get_request_block_hasher(BLOCK_TOKENS, sha256),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """What a scheduler did in a step.
+
+    Attributes:
+        messages: The connector's messages to the workers (``StepMetadata``).
+        computed: How many tokens of each request were computed.
+        finished: The ``kv_transfer_params`` of each request that ended.
+    """
+
+    messages: Any
+    computed: dict[str, int]
+    finished: dict[str, dict[str, Any] | None]
+
+
+class SimulatedEngine:
+    """An engine with vLLM's scheduler and without workers.
+
+    Attributes:
+        scheduler: The scheduler.
+
+    Args:
+        model: The model's folder.
+        engine: The engine's id.
+        blocks: How many blocks the cache has.
+        policy: ``kv_load_failure_policy``.
+        extra: ``kv_connector_extra_config``.
+    """
+
+    def __init__(
+        self,
+        model: Path,
+        engine: str | None = None,
+        *,
+        blocks: int = 1000,
+        policy: str = "recompute",
+        **extra: Any,
+    ) -> None:
+        config = configuration(model, engine=engine, policy=policy, **extra)
+        self.scheduler = scheduler_of(config, blocks=blocks)
+        self._blocks = blocks
+        self._answers: dict[str, list[int]] = {}
+
+    def close(self) -> None:
+        """End the scheduler, and close the side channel."""
+        self.scheduler.shutdown()
+
+    def add(self, each: Any, *, answer: Sequence[int] = ()) -> None:
+        """Add a request.
+
+        Args:
+            each: The request.
+            answer: The tokens that will be sampled for the request; further tokens are 0.
+        """
+        self._answers[each.request_id] = list(answer)
+        self.scheduler.add_request(each)
+
+    def step(
+        self,
+        *,
+        received: Collection[str] = (),
+        sent: Collection[str] = (),
+        failed: Collection[str] = (),
+    ) -> Step:
+        """Schedule a step, and report that the workers have run it.
+
+        Args:
+            received: Requests whose load the workers report as over.
+            sent: Requests whose hold the workers report as over.
+            failed: Those of ``received`` whose load failed.
+        """
+        from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+
+        scheduled = self.scheduler.schedule()
+        ids = list(scheduled.num_scheduled_tokens)
+        outputs = self.scheduler.update_from_output(
+            scheduled,
+            ModelRunnerOutput(
+                req_ids=ids,
+                req_id_to_index={name: index for index, name in enumerate(ids)},
+                sampled_token_ids=[self._sampled(name) for name in ids],
+                kv_connector_output=KVConnectorOutput(
+                    finished_recving=set(received),
+                    finished_sending=set(sent),
+                    failed_recving=set(failed),
+                ),
+            ),
+        )
+        return Step(
+            messages=scheduled.kv_connector_metadata,
+            computed=dict(scheduled.num_scheduled_tokens),
+            finished={
+                each.request_id: each.kv_transfer_params
+                for client in outputs.values()
+                for each in client.outputs
+                if each.finish_reason is not None
+            },
+        )
+
+    def finish(self, each: Any) -> dict[str, Any]:
+        """Step until a request ends; loads that begin meanwhile succeed at once.
+
+        Args:
+            each: The request.
+
+        Returns:
+            The request's ``kv_transfer_params``; empty if it has none.
+        """
+        received: set[str] = set()
+        for _ in range(MAX_STEPS):
+            done = self.step(received=received)
+            if each.request_id in done.finished:
+                return done.finished[each.request_id] or {}
+            received = {load.request for load in done.messages.loads if load.report}
+        raise AssertionError(f"{each.request_id} is {each.status} after {MAX_STEPS} steps")
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the engine has no request and all of its blocks are free."""
+        free = self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+        return not self.scheduler.requests and free == self._blocks - 1
+
+    def _sampled(self, name: str) -> list[int]:
+        """Return the token that a step samples for a request; none before the prompt's end."""
+        each = self.scheduler.requests[name]
+        if each.num_computed_tokens < each.num_tokens:
+            return []
+        answer = self._answers.get(name)
+        return [answer.pop(0) if answer else 0]
+
+
+def first_ticket(prefill: SimulatedEngine, name: str, prompt: Sequence[int]) -> dict[str, Any]:
+    """Prefill a prompt, and return its ticket.
+
+    Args:
+        prefill: The engine.
+        name: The request's id there.
+        prompt: The token ids.
+    """
+    each = request(name, prompt, PREFILL)
+    prefill.add(each)
+    return prefill.finish(each)
+
+
+def conversation_ticket(
+    prefill: SimulatedEngine, decode: SimulatedEngine, name: str, tokens: Sequence[int]
+) -> dict[str, Any]:
+    """Prefill and decode a conversation's first turn; return the ticket in decode's answer.
+
+    The first half of the tokens is the prompt, and decode samples the rest. Decode samples one
+    further token, whose KV is not computed.
+
+    Args:
+        prefill: The engine that prefills.
+        decode: The engine that decodes.
+        name: The request's id on both.
+        tokens: The token ids that the ticket covers.
+    """
+    prompt, answer = tokens[: len(tokens) // 2], tokens[len(tokens) // 2 :]
+    params = first_ticket(prefill, name, prompt)
+    each = request(name, prompt, params, max_tokens=len(answer) + 1)
+    decode.add(each, answer=answer)
+    return decode.finish(each)

@@ -1,0 +1,378 @@
+"""vLLM's own tests of the second turn, which are written for NixlConnector, on this connector.
+
+vLLM's file is ``tests/v1/kv_connector/unit/test_bidirectional_kv_transfer.py``. ``VERDICTS`` lists
+its tests. A test "as is" is imported from vLLM's source distribution, which is downloaded from the
+package index and kept under ``.cache``; without a package index these tests are skipped. Only the
+helpers that make engines and requests are replaced: the connector is KVFerryConnector, and tickets
+come from two further engines, which have had the first turn. A test that is "ported" stands below,
+under the name that it has in vLLM.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from tests.engines.engines import PREFILL
+from tests.vllm.second_turn import originals, schedulers
+from tests.vllm.second_turn.schedulers import BLOCK_TOKENS, SimulatedEngine, Step
+
+pytestmark = [
+    pytest.mark.timeout(300),
+    pytest.mark.filterwarnings("ignore"),  # of what vLLM imports
+]
+
+AS_IS = "as is"
+PORTED = "ported"
+FAKES = "left out: it drives workers with a fake NIXL; test_conversations.py runs real engines"
+
+VERDICTS = {
+    "test_multiturn_lifecycle": AS_IS,
+    "test_first_turn_no_remote_blocks": AS_IS,
+    "test_abort_p_side_during_send": AS_IS,
+    "test_abort_p_side_non_length_capped": PORTED,
+    # If the ticket covers more tokens than the prompt has, only whole blocks are pulled.
+    "test_remote_blocks_exceed_prompt_tokens": PORTED,
+    "test_p_node_pulls_partial_last_block_from_d": AS_IS,
+    "test_add_new_req_to_recv_populates_remote_meta": PORTED,
+    "test_build_connector_meta_recv_entries": PORTED,
+    "test_build_connector_meta_clears_reqs_need_recv": PORTED,
+    "test_build_connector_meta_multiple_requests": PORTED,
+    "test_p_node_pull_kv_from_d": FAKES,
+    "test_p_node_pull_then_send_kv": FAKES,
+    "test_p_node_deferred_pull_on_no_handshake": FAKES,
+    "test_d_node_request_finished_returns_kv_params": AS_IS,
+    "test_d_node_request_finished_delays_block_free": PORTED,
+    "test_d_node_request_finished_remote_num_tokens": AS_IS,
+    "test_d_node_partial_last_block_remote_num_tokens": AS_IS,
+    "test_no_double_read_blocks_after_reschedule": PORTED,
+    "test_remote_num_tokens_bounded_by_blocks": AS_IS,
+    "test_kv_recompute_threshold_skips_small_transfer": AS_IS,
+    "test_p_node_finished_holds_blocks_for_d": AS_IS,
+    "test_cache_miss_first_turn_no_remote_pull": AS_IS,
+    "test_partial_remote_tokens_less_than_prompt": AS_IS,
+    "test_remote_blocks_processed_flag_persists": PORTED,
+    # No deadline is compared with a clock: if the hold has ended, the pull fails.
+    "test_turn2_deadline_gate": PORTED,
+    "test_turn2_full_prefix_hit_with_expired_deadline_skips_gate": PORTED,
+    # The ticket names no deadline: decode's workers count the time.
+    "test_d_node_request_finished_exports_blocks_expiry_time": PORTED,
+    "test_handshake_listener_appends_perf_counter_frame": (
+        "left out: the handshake sends no clock, because no deadline is compared with one"
+    ),
+}
+"""What is done with each of vLLM's tests."""
+
+SETTINGS: dict[str, Any] = {"bidirectional_kv_xfer": True, "kv_recompute_threshold": 0}
+
+WAITS = "WAITING_FOR_REMOTE_KVS"
+
+MakeEngine = Callable[..., SimulatedEngine]
+SecondTurn = Callable[..., Any]
+
+
+@pytest.fixture
+def make_engine(checkpoint: Path) -> Iterator[MakeEngine]:
+    """Make engines with ``bidirectional_kv_xfer``, and close them."""
+    made: list[SimulatedEngine] = []
+
+    def make(engine: str | None = None, **options: Any) -> SimulatedEngine:
+        made.append(SimulatedEngine(checkpoint, engine, **SETTINGS | options))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+@pytest.fixture
+def first_turn(make_engine: MakeEngine) -> tuple[SimulatedEngine, SimulatedEngine]:
+    """Return the two engines that have conversations' first turns: prefill and decode."""
+    return make_engine("first-prefill"), make_engine("decode-engine")
+
+
+@pytest.fixture
+def second_turn(first_turn: tuple[SimulatedEngine, SimulatedEngine]) -> SecondTurn:
+    """Return a function that makes a request for a second turn, with the decode engine's ticket."""
+
+    def make(name: str, *, prompt: int, covered: int, other: int = 0) -> Any:
+        """Make a request.
+
+        Args:
+            name: The request's id.
+            prompt: How many tokens the prompt has.
+            covered: How many tokens the ticket covers.
+            other: The number of the conversation; each conversation has other tokens.
+        """
+        params = schedulers.conversation_ticket(*first_turn, name, tokens(covered, other))
+        return schedulers.request(name, tokens(prompt, other), params)
+
+    return make
+
+
+def tokens(count: int, other: int = 0) -> list[int]:
+    """Return the first tokens of a conversation."""
+    return list(range(1000 * other, 1000 * other + count))
+
+
+def waits(each: Any) -> bool:
+    """Return whether a request waits for its load."""
+    return bool(each.status.name == WAITS)
+
+
+def prefilled(engine: SimulatedEngine, each: Any) -> dict[str, Any]:
+    """Report a request's load as over, and step until the request ends; return its ticket.
+
+    Then the request's blocks are reported as read, and the engine must be empty.
+
+    Args:
+        engine: The engine that prefills.
+        each: The request, whose load is under way.
+    """
+    engine.step(received={each.request_id})
+    params = engine.finish(each)
+    assert each.status.name == "FINISHED_LENGTH_CAPPED"
+    assert params["do_remote_prefill"] is True
+    assert not engine.is_empty
+    engine.step(sent={each.request_id})
+    engine.step()
+    assert engine.is_empty
+    return params
+
+
+class TestAsIs:
+    @pytest.fixture(scope="class")
+    def module(
+        self, checkpoint: Path, vllm_source: Path, pytestconfig: pytest.Config
+    ) -> Iterator[ModuleType]:
+        """Return vLLM's module."""
+        pytestconfig.addinivalue_line("markers", "cpu_test: a marker of vLLM's own tests")
+        with pytest.MonkeyPatch.context() as patch:
+            yield originals.load(vllm_source, patch)
+
+    @pytest.mark.parametrize("name", [name for name in VERDICTS if VERDICTS[name] == AS_IS])
+    def test_original(
+        self,
+        name: str,
+        module: ModuleType,
+        checkpoint: Path,
+        first_turn: tuple[SimulatedEngine, SimulatedEngine],
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        made: list[Any] = []
+        prefill, decode = first_turn
+
+        def scheduler(config: Any) -> Any:
+            made.append(schedulers.scheduler_of(config))
+            return made[-1]
+
+        originals.replace_helpers(
+            module,
+            monkeypatch,
+            configuration=lambda **extra: schedulers.configuration(checkpoint, **extra),
+            scheduler=scheduler,
+            first_ticket=lambda prompt: schedulers.first_ticket(prefill, "first", prompt),
+            conversation_ticket=lambda covered: schedulers.conversation_ticket(
+                prefill, decode, "first", covered
+            ),
+        )
+        try:
+            getattr(module, name)()
+        finally:
+            for each in made:
+                each.shutdown()
+
+    def test_every_original_has_a_verdict(self, module: ModuleType) -> None:
+        assert {name for name in vars(module) if name.startswith("test_")} == set(VERDICTS)
+        ported = {name for name, verdict in VERDICTS.items() if verdict == PORTED}
+        assert ported == {name for name in globals() if name.startswith("test_")}
+
+
+def test_abort_p_side_non_length_capped(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    each = schedulers.request("r", tokens(40), PREFILL, max_tokens=100)
+    engine.add(each)
+    [(name, hold)] = engine.step().messages.orders.take_ons
+    assert name == "r"
+    engine.scheduler.finish_requests(["r"], _status("FINISHED_ABORTED"))
+    assert "r" not in engine.scheduler.requests
+    assert engine.step().messages.orders.drops == (hold,)
+    assert engine.is_empty
+
+
+def test_remote_blocks_exceed_prompt_tokens(
+    make_engine: MakeEngine, second_turn: SecondTurn
+) -> None:
+    """The prompt's whole blocks are pulled, and the tokens after them are computed."""
+    engine = make_engine()
+    each = second_turn("r", prompt=40, covered=5 * BLOCK_TOKENS)
+    engine.add(each)
+    engine.step()
+    assert waits(each)
+    assert each.num_computed_tokens == 2 * BLOCK_TOKENS
+    assert prefilled(engine, each)["remote_num_tokens"] == 40
+
+
+def test_add_new_req_to_recv_populates_remote_meta(
+    make_engine: MakeEngine, second_turn: SecondTurn
+) -> None:
+    engine = make_engine()
+    each = second_turn("r", prompt=56, covered=48)
+    params = each.kv_transfer_params
+    engine.add(each)
+    [load] = engine.step().messages.loads
+    ticket = load.ticket
+    assert ticket.engine == params["remote_engine_id"] == "decode-engine"
+    assert ticket.request == params["remote_request_id"]
+    assert (ticket.host, ticket.port) == (params["remote_host"], params["remote_port"])
+    assert [list(pages) for pages in ticket.pages] == params["remote_block_ids"]
+    assert len(ticket.pages[0]) == 3
+
+
+def test_build_connector_meta_recv_entries(
+    make_engine: MakeEngine, second_turn: SecondTurn
+) -> None:
+    """The workers are told to load into the first blocks of the request."""
+    engine = make_engine()
+    each = second_turn("r", prompt=56, covered=40)
+    engine.add(each)
+    step = engine.step()
+    [load] = step.messages.loads
+    assert load.request == "r"
+    assert waits(each)
+    assert step.computed == {}
+    [blocks] = engine.scheduler.kv_cache_manager.get_block_ids("r")
+    [pages] = load.local
+    assert pages.ids.tolist() == blocks[:3]
+
+
+def test_build_connector_meta_clears_reqs_need_recv(
+    make_engine: MakeEngine, second_turn: SecondTurn
+) -> None:
+    engine = make_engine()
+    engine.add(second_turn("r", prompt=56, covered=48))
+    assert len(engine.step().messages.loads) == 1
+    assert engine.step().messages.loads == ()
+
+
+def test_build_connector_meta_multiple_requests(
+    make_engine: MakeEngine, second_turn: SecondTurn
+) -> None:
+    engine = make_engine()
+    for other in range(3):
+        engine.add(second_turn(f"r{other}", prompt=56, covered=48, other=other))
+    assert {load.request for load in engine.step().messages.loads} == {"r0", "r1", "r2"}
+
+
+def test_d_node_request_finished_delays_block_free(
+    first_turn: tuple[SimulatedEngine, SimulatedEngine],
+) -> None:
+    prefill, decode = first_turn
+    schedulers.conversation_ticket(prefill, decode, "r", tokens(40))
+    assert "r" in decode.scheduler.requests
+    assert len(decode.step().messages.orders.ready) == 1
+    decode.step()
+    assert not decode.is_empty
+    decode.step(sent={"r"})
+    decode.step()
+    assert decode.is_empty
+
+
+def test_no_double_read_blocks_after_reschedule(
+    make_engine: MakeEngine, second_turn: SecondTurn
+) -> None:
+    engine = make_engine()
+    each = second_turn("r", prompt=150, covered=48)
+    engine.add(each)
+    steps = [engine.step(), engine.step(received={"r"}), engine.step(), engine.step()]
+    assert [len(step.messages.loads) for step in steps] == [1, 0, 0, 0]
+    assert _computed(steps) == 150 - 48
+    assert "r" in steps[-1].finished
+    engine.step(sent={"r"})
+    engine.step()
+    assert engine.is_empty
+
+
+def test_remote_blocks_processed_flag_persists(
+    make_engine: MakeEngine, second_turn: SecondTurn
+) -> None:
+    """A request that is preempted after its pull is computed from its start, without a pull."""
+    engine = make_engine()
+    each = second_turn("r", prompt=150, covered=48)
+    engine.add(each)
+    steps = [engine.step(), engine.step(received={"r"}), engine.step()]
+    assert _computed(steps) == 64
+    engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+    steps = [engine.step() for _ in range(3)]
+    assert [step.messages.loads for step in steps] == [()] * 3
+    assert _computed(steps) == 150
+    assert "r" in steps[-1].finished
+
+
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+def test_turn2_deadline_gate(make_engine: MakeEngine, second_turn: SecondTurn, policy: str) -> None:
+    """A pull fails if decode no longer holds the pages; then ``kv_load_failure_policy`` applies."""
+    engine = make_engine(policy=policy)
+    each = second_turn("r", prompt=56, covered=48)
+    engine.add(each)
+    engine.step()
+    assert waits(each)
+    failed = engine.step(received={"r"}, failed={"r"})
+    if policy == "fail":
+        assert each.status.name == "FINISHED_ERROR"
+        assert "r" in failed.finished
+        engine.step()
+        assert engine.is_empty
+    else:
+        step = engine.step()
+        assert (step.computed, step.messages.loads) == ({"r": 56}, ())
+        assert step.finished["r"] is not None
+
+
+def test_turn2_full_prefix_hit_with_expired_deadline_skips_gate(
+    make_engine: MakeEngine, second_turn: SecondTurn
+) -> None:
+    """Nothing is pulled if all tokens are in the prefix cache, and decode is told "done"."""
+    engine = make_engine()
+    before = schedulers.request("before", tokens(48), None)
+    engine.add(before)
+    engine.finish(before)
+    engine.step()
+    each = second_turn("r", prompt=56, covered=48)
+    engine.add(each)
+    step = engine.step()
+    assert step.computed == {"r": 8}
+    [load] = step.messages.loads
+    assert (load.request, load.report) == ("r", False)
+    assert load.ranges == (None,)
+    assert step.finished["r"] is not None
+
+
+@pytest.mark.parametrize(
+    ("settings", "seconds"), [({}, 480.0), ({"decoder_kv_blocks_ttl": 7}, 7.0)]
+)
+def test_d_node_request_finished_exports_blocks_expiry_time(
+    make_engine: MakeEngine, settings: dict[str, Any], seconds: float
+) -> None:
+    prefill, decode = make_engine(), make_engine(**settings)
+    params = schedulers.conversation_ticket(prefill, decode, "r", tokens(40))
+    assert params["remote_blocks_expiry_time"] is None
+    orders = decode.step().messages.orders
+    [(hold, _)] = orders.ready
+    assert orders.ttls == ((hold, seconds),)
+
+
+def _computed(steps: list[Step]) -> int:
+    """Return how many tokens of the request "r" were computed in these steps."""
+    return sum(step.computed.get("r", 0) for step in steps)
+
+
+def _status(name: str) -> Any:
+    """Return a ``RequestStatus``."""
+    from vllm.v1.request import RequestStatus
+
+    return RequestStatus[name]

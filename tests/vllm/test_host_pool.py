@@ -1,0 +1,342 @@
+"""Copies between a cache and its pool: whole pages, in each way that devices allow."""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvferry.core.errors import CopyError
+from kvferry.core.layout import Layout
+from kvferry.core.layout.host_page_format import HostPageFormat
+from kvferry.core.layout.paged_layout import paged_layout
+from kvferry.core.memory import region_of
+from tests.gpu import openreg
+from tests.gpu.torch_module import StandInDevices
+
+if TYPE_CHECKING:
+    import torch
+
+    from kvferry.integrations.vllm.host_pool import HostPool
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
+BLOCKS, PAGES = 9, 6
+SECONDS = 30.0
+OPENREG = pytest.param("openreg", marks=openreg.NEEDED)
+KINDS = ("cpu", "cuda", "xla", OPENREG)
+"""Host memory; a device with streams; one that only vLLM's platform can copy; PyTorch's own.
+
+``cuda`` and ``xla`` are stand-ins, whose memory is the host's.
+"""
+
+STUCK = """
+import threading
+
+import torch
+
+from kvferry.core.layout import Layout
+from kvferry.core.layout.host_page_format import HostPageFormat
+from kvferry.integrations.vllm.host_pool import HostPool
+
+begun = threading.Event()
+
+
+class Stuck:
+    def out(self, blocks, pages):
+        begun.set()
+        threading.Event().wait()
+
+
+form = HostPageFormat.of(Layout(regions=(), groups=(), fields=()))
+pool = HostPool([], form, 2, device=torch.device("cpu"))
+pool._copier = Stuck()
+pool.out([1], [1])
+begun.wait()
+"""
+"""A process whose device never ends a copy."""
+
+
+class Platform:
+    """What vLLM's platforms of devices have, on host memory."""
+
+    @staticmethod
+    def swap_out_blocks_to_host(src: Any, dst: Any, blocks: Any, pages: Any) -> None:
+        dst[pages] = src[blocks].cpu()
+
+    @staticmethod
+    def insert_blocks_to_device(src: Any, dst: Any, pages: Any, blocks: Any) -> None:
+        dst[blocks] = src[pages].to(dst.device)
+
+
+@pytest.fixture
+def devices(monkeypatch: pytest.MonkeyPatch) -> StandInDevices:
+    """All kinds of devices."""
+    import torch
+    import vllm.platforms
+
+    stand_in = StandInDevices()
+
+    def module(device: torch.device) -> object:
+        if device.type == "xla":
+            raise RuntimeError("no module")
+        return openreg.module() if device.type == "openreg" else stand_in
+
+    monkeypatch.setattr(torch, "get_device_module", module)
+    monkeypatch.setattr(vllm.platforms, "current_platform", Platform)
+    return stand_in
+
+
+def caches(dtype: str, order: tuple[int, ...], kind: str = "cpu") -> dict[str, torch.Tensor]:
+    """Two layers' K in two storages, of which one has a V, too; (page, token, head, element)."""
+    import torch
+
+    memory = openreg.device() if kind == "openreg" else torch.device("cpu")
+    shape = (BLOCKS, 4, 2, 3)
+
+    def storage(layers: int) -> torch.Tensor:
+        sizes = [(layers, *shape)[axis] for axis in order]
+        count = int(np.prod(sizes))
+        made = torch.randint(-100, 100, (count,)).to(getattr(torch, dtype)).to(memory)
+        return made.view(sizes).permute(*np.argsort(order).tolist())
+
+    one, other = storage(2), storage(1)
+    return {"0.k": one[0], "0.v": one[1], "1.k": other[0]}
+
+
+def pool_of(
+    tensors: dict[str, torch.Tensor], kind: str, **options: Any
+) -> tuple[HostPool, Layout, HostPageFormat]:
+    import torch
+
+    from kvferry.integrations.vllm.host_pool import HostPool
+
+    cache = paged_layout(tensors, ("page", "token", "head", "element"))
+    form = HostPageFormat.of(cache)
+    device = torch.device(kind, 0) if kind != "cpu" else torch.device(kind)
+    pool = HostPool(tensors.values(), form, PAGES, device=device, **options)
+    return pool, form.layout(pool.region, PAGES), form
+
+
+def pages_of(
+    layout: Layout, count: int, tensors: Iterable[torch.Tensor] = ()
+) -> list[dict[str, bytes]]:
+    """The bytes of each field in each page, by memory; that of tensors is copied whole."""
+    from kvferry.integrations.vllm.device import storage_of
+
+    memories = {region_of(tensor): storage_of(tensor).cpu().numpy() for tensor in tensors}
+    for region in set(layout.regions) - memories.keys():
+        memories[region] = np.frombuffer(
+            ctypes.string_at(region.address, region.nbytes), dtype=np.uint8
+        )
+    pages: list[dict[str, bytes]] = [{} for _ in range(count)]
+    for field in layout.fields:
+        places = np.array(field.offset)
+        for dim in field.dims:
+            places = np.add.outer(places, np.arange(dim.extent) * dim.stride)
+        places = np.add.outer(places, np.arange(field.unit))
+        for index, page in enumerate(pages):
+            found = memories[layout.regions[field.region]][places + index * field.page_stride]
+            page[field.key] = found.tobytes()
+    return pages
+
+
+def await_passed(passed: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + SECONDS
+    while not passed():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+pairs = st.integers(0, PAGES).flatmap(
+    lambda count: st.tuples(
+        st.permutations(range(BLOCKS)).map(lambda ids: ids[:count]),
+        st.permutations(range(PAGES)).map(lambda ids: ids[:count]),
+    )
+)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+def test_copies_move_pages_and_nothing_else(
+    devices: StandInDevices, monkeypatch: pytest.MonkeyPatch, kind: str, dtype: str
+) -> None:
+    from kvferry.integrations.vllm import host_pool
+
+    monkeypatch.setattr(host_pool, "BATCH_BYTES", 3 * 4 * 2 * 3 * 4)  # a page or a few at once
+
+    @settings(max_examples=15)
+    @given(chosen=pairs, back=pairs, order=st.permutations(range(4)))
+    def search(
+        chosen: tuple[list[int], list[int]], back: tuple[list[int], list[int]], order: list[int]
+    ) -> None:
+        tensors = caches(dtype, (*order, 4), kind)
+        pool, host, form = pool_of(tensors, kind, pin=kind == "openreg")
+        before = pages_of(form.cache, BLOCKS, tensors.values())
+        await_passed(pool.out(*chosen))
+        held = pages_of(host, PAGES)
+        for block, page in zip(*chosen, strict=True):
+            assert held[page] == before[block]
+        assert pages_of(form.cache, BLOCKS, tensors.values()) == before
+        blocks, pages = back
+        await_passed(pool.into(pages, blocks))
+        assert pages_of(host, PAGES) == held
+        expected = list(before)
+        for block, page in zip(*back, strict=True):
+            expected[block] = held[page]
+        assert pages_of(form.cache, BLOCKS, tensors.values()) == expected
+        pool.close()
+
+    search()
+
+
+def test_a_rank_without_a_cache_copies_nothing(devices: StandInDevices) -> None:
+    """Its engine's orders name blocks of the other ranks, too."""
+    import torch
+
+    from kvferry.integrations.vllm.host_pool import HostPool
+
+    form = HostPageFormat.of(Layout(regions=(), groups=(), fields=()))
+    pool = HostPool([], form, PAGES, device=torch.device("cuda", 0), enter=_choose(devices))
+    await_passed(pool.out([1], [2]))
+    await_passed(pool.into([2], [1]))
+    pool.close()
+
+
+def test_a_copy_is_awaited_on_a_stream_of_its_own(
+    devices: StandInDevices, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The calling thread waits for nothing, and the copy for none of the engine's work."""
+    from kvferry.integrations.vllm import host_pool
+
+    pool, _, _ = pool_of(caches("float32", (0, 1, 2, 3, 4)), "cuda", enter=_choose(devices))
+    monkeypatch.setattr(host_pool._StreamedCopies, "out", lambda *given: devices.enqueue(0.2))
+    devices.set_device(0)
+    devices.enqueue(600.0)
+    began = time.monotonic()
+    passed = pool.out([1], [2])
+    assert not passed()
+    await_passed(passed)
+    assert 0.2 <= time.monotonic() - began < 600.0
+    pool.close()
+    assert devices.strays == []
+    assert [stream.priority for stream in devices.streams] == [-1]
+
+
+def test_a_copy_that_fails_raises_when_the_device_is_quiet(
+    devices: StandInDevices, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kvferry.integrations.vllm import host_pool
+
+    pool, _, _ = pool_of(caches("float32", (0, 1, 2, 3, 4)), "cuda", enter=_choose(devices))
+
+    def fail(self: object, *ids: object) -> None:
+        devices.enqueue(0.2)
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(host_pool._StreamedCopies, "into", fail)
+    devices.set_device(0)
+    began = time.monotonic()
+    passed = pool.into([1], [2])
+    with pytest.raises(CopyError, match="the device cannot copy pages: no memory"):
+        await_passed(passed)
+    assert time.monotonic() - began >= 0.2
+    pool.close()
+
+
+@pytest.mark.parametrize("kind", ["cpu", OPENREG])
+def test_a_pool_copies_on_after_an_error(devices: StandInDevices, kind: str) -> None:
+    tensors = caches("float32", (0, 1, 2, 3, 4), kind)
+    pool, host, form = pool_of(tensors, kind)
+    for failing in (pool.out([1, BLOCKS], [0, 1]), pool.into([0, 1], [1, BLOCKS])):
+        with pytest.raises(CopyError, match=r"cannot copy pages: .*out of"):
+            await_passed(failing)
+    before = pages_of(form.cache, BLOCKS, tensors.values())
+    await_passed(pool.out([3, 4], [5, 1]))
+    assert [pages_of(host, PAGES)[page] for page in (5, 1)] == before[3:5]
+    pool.close()
+
+
+def test_copies_of_both_directions_do_not_wait_for_each_other(
+    devices: StandInDevices, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kvferry.integrations.vllm import host_pool
+
+    pool, _, _ = pool_of(caches("float32", (0, 1, 2, 3, 4)), "cuda", enter=_choose(devices))
+    gate = threading.Event()
+    monkeypatch.setattr(host_pool._StreamedCopies, "out", lambda *given: gate.wait(SECONDS))
+    slow = pool.out([1], [2])
+    await_passed(pool.into([3], [4]))
+    assert not slow()
+    gate.set()
+    pool.close()
+
+
+def test_memory_that_cannot_be_pinned_is_used_with_a_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    import torch
+
+    real = torch.empty
+
+    def refuse(*shape: Any, pin_memory: bool = False, **options: Any) -> torch.Tensor:
+        if pin_memory:
+            raise RuntimeError("cudaHostAlloc failed")
+        return real(*shape, **options)
+
+    tensors = caches("float32", (0, 1, 2, 3, 4))
+    monkeypatch.setattr(torch, "empty", refuse)
+    pool, _, _ = pool_of(tensors, "cpu", pin=True)
+    assert not pool.is_pinned
+    assert "cannot be pinned (cudaHostAlloc failed)" in caplog.text
+    await_passed(pool.out([1], [2]))
+    pool.close()
+
+
+def test_memory_that_cannot_be_had_is_refused_with_the_setting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import torch
+
+    from kvferry.integrations.vllm.config import ConfigError
+
+    def refuse(*shape: object, **options: object) -> object:
+        raise RuntimeError("no memory")
+
+    tensors = caches("float32", (0, 1, 2, 3, 4))
+    monkeypatch.setattr(torch, "empty", refuse)
+    with pytest.raises(ConfigError, match=r"staging_bytes: \d+ bytes of host memory .*; set fewer"):
+        pool_of(tensors, "cpu", pin=True)
+
+
+def test_a_device_that_nothing_can_copy_is_refused(
+    devices: StandInDevices, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import vllm.platforms
+
+    from kvferry.integrations.vllm.config import ConfigError
+
+    monkeypatch.setattr(vllm.platforms, "current_platform", object())
+    with pytest.raises(ConfigError, match="nothing can copy it"):
+        pool_of(caches("float32", (0, 1, 2, 3, 4)), "xla")
+
+
+def _choose(devices: StandInDevices) -> Callable[[], None]:
+    def enter() -> None:
+        assert threading.current_thread().name.startswith("kvferry-copy-")
+        devices.set_device(0)
+
+    return enter
+
+
+def test_a_copy_that_never_ends_lets_the_process_end() -> None:
+    done = subprocess.run([sys.executable, "-c", STUCK], check=False, timeout=120)
+    assert done.returncode == 0

@@ -1,0 +1,89 @@
+"""Zeroing through torch, which is how it is done on a device: here it must do what the CPU does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvferry.core.memory import region_of
+from kvferry.core.planner.build_copies import Spans, SpanSegment
+from kvferry.core.planner.zeroing import zero_cpu
+from kvferry.integrations.vllm.device import HighPriorityStream
+from kvferry.integrations.vllm.zeroing import device_zero_function, zero_function
+
+if TYPE_CHECKING:
+    import torch
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
+NBYTES = 4099
+POISON = 0xAB
+
+
+def _memory() -> torch.Tensor:
+    import torch
+
+    return torch.full((NBYTES,), POISON, dtype=torch.uint8)
+
+
+def _spans(memories: list[torch.Tensor], cuts: list[list[int]], unit: int) -> Spans:
+    """Every other stretch between the cuts of each memory, in multiples of ``unit``."""
+    pieces: list[tuple[int, int]] = []
+    segments: list[SpanSegment] = []
+    for memory, places in zip(memories, cuts, strict=True):
+        start, region = len(pieces), region_of(memory)
+        edges = [place * unit for place in sorted(set(places))]
+        found = [(region.address + a, b - a) for a, b in list(pairwise(edges))[::2]]
+        pieces += found
+        if found:
+            segments.append(SpanSegment(start=start, stop=len(pieces), region=region))
+    table = np.array(pieces, dtype=np.uint64).reshape(-1, 2)
+    return Spans(address=table[:, 0], nbytes=table[:, 1], segments=tuple(segments))
+
+
+@given(data=st.data(), unit=st.sampled_from([1, 2, 48, 256]))
+def test_torch_zeroes_what_the_cpu_does(data: st.DataObject, unit: int) -> None:
+    places = st.lists(st.integers(0, NBYTES // unit), max_size=12)
+    cuts = [data.draw(places), data.draw(places)]
+    one, other = [_memory(), _memory()], [_memory(), _memory()]
+    zero_cpu(_spans(one, cuts, unit))
+    device_zero_function(other)(_spans(other, cuts, unit))
+    for left, right in zip(one, other, strict=True):
+        assert left.tolist() == right.tolist()
+
+
+def test_views_of_one_buffer_are_one_memory() -> None:
+    buffer = _memory()[:4096].view(4, 1024)
+    spans = _spans([buffer], [[1, 3]], 1024)
+    device_zero_function([buffer[0], buffer[2]])(spans)
+    assert buffer.sum(dim=1).tolist() == [1024 * POISON, 0, 0, 1024 * POISON]
+
+
+def test_cpu_memory_needs_no_torch() -> None:
+    assert zero_function([_memory()]) is zero_cpu
+
+
+def test_zeroing_is_enqueued_on_a_stream_and_waited_for() -> None:
+    open_now, seen = [False], []
+
+    class RecordingStream(HighPriorityStream):
+        @contextmanager
+        def awaited(self) -> Iterator[None]:
+            open_now[0] = True
+            yield
+            seen.append(memory.clone())
+            open_now[0] = False
+
+    memory = _memory()
+    spans = _spans([memory], [[1, 2]], 256)
+    device_zero_function([memory], RecordingStream)(spans)
+    [at_end] = seen
+    assert at_end.tolist() == memory.tolist()  # nothing was enqueued elsewhere, or later
+    assert memory[256:512].sum() == 0
+    assert not open_now[0]
