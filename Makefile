@@ -45,7 +45,6 @@ VLLM_STAMP := $(VENV)/.installed-vllm-$(VLLM_VERSION)
 STAMP := $(VENV)/.installed-kvferry
 DOCS_STAMP := $(DOCS_VENV)/.installed-docs
 OTHER_STAMPS := $(OTHER_VLLM_VERSIONS:%=$(OTHER_VERSIONS)/%/.installed-kvferry)
-OLDEST_STAMP := $(firstword $(OTHER_STAMPS))
 DYNAMO_STAMP := $(DYNAMO)/.installed-$(DYNAMO_VERSION)
 
 # Ray's packages only: vLLM and torch are those of the version of vLLM that this Ray requires.
@@ -76,14 +75,18 @@ NEXT_OPTIONS ?=
 # The versions that `make pythons` tests, beside the one that everything else runs on.
 PYTHONS ?= 3.12 3.13
 
+# As many at once as there are cores, which few suites profit from beyond four.
+PYTEST := $(BIN)/pytest --quiet -n auto --maxprocesses 4 --dist worksteal
+# The tests of faults that run over any driver. A process should not load NIXL's UCX and another.
+OVER_DRIVERS := tests/faults/test_producer_faults.py tests/faults/test_consumer_faults.py tests/faults/test_reuse.py
+
 # Stamps are written last, so what an interruption leaves behind is never taken for whole.
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
 .SECONDARY: $(OTHER_STAMPS:%-kvferry=%-vllm)
-.PHONY: help demo serve test test-all long lint types unit pythons integration faults nixl ucx mooncake deployments \
-	prometheus vllm versions routers dynamo ray upgrade from vllm-next version bench gpu gpu-bundle docs \
-	docs-serve build venv clean
+.PHONY: help demo serve test test-all lint types unit pythons vllm engines faults ucx nixl mooncake \
+	prometheus dynamo ray upgrade from vllm-next version bench gpu gpu-bundle docs docs-serve build venv clean
 
 help: ## Show this text
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -94,13 +97,15 @@ demo: $(STAMP) ## Hand KV caches from one real vLLM engine to another, and prove
 serve: $(STAMP) ## Start two vLLM servers and a router, until Ctrl-C, and show what crosses
 	@$(BIN)/python examples/serving/serve.py $(SERVE_OPTIONS)
 
-test: lint types docs unit integration mooncake deployments ## Everything that has to pass before a change goes in
+# Both print how long each part took; each part is a target of its own.
+TEST := lint,types,docs unit vllm faults ucx nixl engines
+LONG := drivers lifecycle benchmarks deployments networks routers versions faults ucx nixl vllm engines
 
-# Searches for faults that are planted in models, long walks, and every script in benchmarks.
-test-all: test long versions routers ## What 'test' runs, and the tests that take minutes each
+test: $(STAMP) $(DOCS_STAMP) $(DYNAMO_WHEEL) prometheus ## Everything that has to pass before a change goes in
+	@$(BIN)/python tests/parts.py $(TEST)
 
-long: $(STAMP) ## The tests in tests/long
-	$(BIN)/pytest -n 2 --dist loadfile tests/long
+test-all: $(STAMP) $(DOCS_STAMP) $(DYNAMO_WHEEL) prometheus $(OTHER_STAMPS) ## The same, and the tests that take minutes each
+	@$(BIN)/python tests/parts.py $(TEST) $(LONG:%=long-%) mooncake dynamo ray
 
 lint: $(STAMP) ## Code style, formatting, the direction of imports, links, undocumented names
 	$(BIN)/ruff check .
@@ -113,29 +118,55 @@ types: $(STAMP) ## Static types
 	$(BIN)/mypy
 
 unit: $(STAMP) $(DYNAMO_WHEEL) prometheus ## The quick tests, which need neither vLLM nor NIXL nor UCX
-	$(BIN)/pytest -n auto --maxprocesses 4
+	$(PYTEST)
 
 # Without vLLM and torch, as kvferry is installed where no engine is.
 pythons: ## The quick tests on other versions of Python, in environments under .cache
 	$(PYTHON) tests/pythons.py $(PYTHONS)
 
-# Most tests wait for other processes, so side by side the suites take half as long as one after the
-# other. Each runs in one process (SUITES in tests/conftest.py). Only NIXL's come after the others: agents
-# that a killed peer has left spinning take processor time until their process ends.
-integration: $(STAMP) $(OLDEST_STAMP) $(DYNAMO_WHEEL) prometheus ## The four suites that follow, most of them side by side
-	$(BIN)/pytest -n 6 --dist loadgroup -m '(faults or vllm or ucx) and not nixl and not slow'
-	$(BIN)/pytest -m 'nixl and not slow'
+vllm: $(STAMP) $(DYNAMO_WHEEL) ## Caches, schedulers and hooks of the installed vLLM, without engines
+	$(PYTEST) tests/vllm
 
-faults: $(STAMP) ## Peers that fail at any stage, and drivers with planted faults
-	$(BIN)/pytest -m 'faults and not slow and not nixl'
+engines: $(STAMP) prometheus ## Real vLLM engines that hand over to each other
+	$(PYTEST) --dist loadfile tests/engines
 
-nixl: $(STAMP) ## The tests of the driver nixl: the conformance suite on it, and vLLM over it
-	$(BIN)/pytest -m 'nixl and not slow'
+faults: $(STAMP) ## Peers that fail at any stage, over loopback
+	$(PYTEST) tests/faults
 
-ucx: $(STAMP) ## Likewise of the driver ucx, also between two networks
-	$(BIN)/pytest -m 'ucx and not slow and not faults' --ignore tests/long/networks/test_namespaces.py
+ucx: $(STAMP) ## The driver ucx, over shared memory
+	$(PYTEST) tests/ucx
+
+nixl: $(STAMP) ## The driver nixl
+	$(PYTEST) tests/nixl
+
+long-%: $(STAMP)
+	$(PYTEST) --dist loadfile -m '' tests/long/$*
+
+# And the transfers of gibibytes.
+long-drivers: $(STAMP)
+	$(PYTEST) -m '' tests/long/drivers
+	$(PYTEST) -m slow tests tests/ucx
+	$(PYTEST) -m slow tests/nixl
+
+long-faults: $(STAMP)
+	$(PYTEST) tests/long/faults
+	KVFERRY_FAULTS_OVER=ucx $(PYTEST) $(OVER_DRIVERS)
+	KVFERRY_FAULTS_OVER=nixl $(PYTEST) $(OVER_DRIVERS)
+
 # UCX reads a process's routes once, and these tests have others.
-	$(BIN)/pytest -m 'ucx and not slow and not faults' tests/long/networks/test_namespaces.py
+long-networks: $(STAMP)
+	$(BIN)/pytest -m '' tests/long/networks/test_namespaces.py
+	$(BIN)/pytest tests/long/networks/test_cut_link.py
+
+long-versions: $(STAMP) $(OTHER_STAMPS)
+	$(PYTEST) --dist loadfile tests/long/versions
+
+# Where a tool is missing and cannot be installed, its test is skipped and says so.
+long-deployments: $(STAMP)
+	@for tool in $(DEPLOYMENT_TOOLS); do \
+		command -v "$${tool%:*}" >/dev/null || $(call apt_install,--no-install-recommends "$${tool#*:}"); \
+	done
+	$(PYTEST) --dist loadfile tests/long/deployments
 
 # The guide's commands as they stand there, in an empty folder and an environment of its own. Where
 # the libraries are missing and cannot be installed, its tests are skipped and say so.
@@ -145,13 +176,6 @@ mooncake: ## The guide to writing a driver, and the example it leads to, likewis
 	awk '/^```/ { on = /^```sh$$/; next } on' docs/writing-a-driver.md > .cache/guide/commands
 	cd .cache/guide && KVFERRY='$(CURDIR)' PYTHON='$(PYTHON)' bash -eux commands
 
-# Where a tool is missing and cannot be installed, its test is skipped and says so.
-deployments: $(STAMP) ## The deployments in examples/serving, checked by compose, systemd, Kubernetes
-	@for tool in $(DEPLOYMENT_TOOLS); do \
-		command -v "$${tool%:*}" >/dev/null || $(call apt_install,--no-install-recommends "$${tool#*:}"); \
-	done
-	$(BIN)/pytest tests/long/deployments/test_deployments.py
-
 # Checks examples/monitoring. Where it cannot be downloaded, its tests are skipped and say so.
 prometheus:
 	@command -v promtool >/dev/null || [ -x $(PROMETHEUS)/usr/bin/promtool ] || { \
@@ -160,24 +184,13 @@ prometheus:
 		dpkg -x prometheus_*.deb .; \
 	} >/dev/null 2>&1 || true
 
-vllm: $(STAMP) $(OLDEST_STAMP) $(DYNAMO_WHEEL) prometheus ## The tests with real vLLM engines
-	$(BIN)/pytest -m 'vllm and not nixl and not ucx'
-
-# Those of vllm-router are among the tests of 'vllm', too.
-routers: $(STAMP) ## Routers between HTTP clients and real servers, with servers killed and stopped
-	$(BIN)/pytest -m routers
-
-# The oldest version with this one is among the tests of 'vllm', too.
-versions: $(STAMP) $(OTHER_STAMPS) ## Hand-overs between engines of every two versions of vLLM
-	$(BIN)/pytest -m versions
-
 # Not part of 'test': Dynamo takes 360 MB, and another vLLM than most tests. Three minutes.
 dynamo: $(STAMP) $(DYNAMO_STAMP) ## Hand over between workers of NVIDIA Dynamo, behind its frontend
 	$(BIN)/python -m tests.long.dynamo $(OTHER_VERSIONS)/$(DYNAMO_VLLM)/bin/python $(DYNAMO)
 
 # Not part of 'test': Ray needs 480 MB more, and its engines six minutes.
 ray: $(RAY_STAMP) ## Prefill and decode as deployments of Ray Serve, with real engines
-	$(RAY_ENV)/bin/python -m pytest -m ray
+	$(RAY_ENV)/bin/python -m pytest tests/ray
 
 # Not part of 'test': which commits deployments still run is for a person to say. Three minutes.
 upgrade: from $(STAMP) ## Hand pages over between an older build and this one, and back: FROM=<commit>

@@ -1,16 +1,10 @@
-"""The conformance suite on NIXL over UCX."""
+"""The conformance suite on NIXL over UCX; ``tests/long/nixl`` has its other modes."""
 
 from __future__ import annotations
 
 import pytest
 
 from kvferry.testing import ClosingTests, TransportContract
-from kvferry.testing.contract import (
-    NotificationTests,
-    PeerTests,
-    ProcessTests,
-    TransferTests,
-)
 from kvferry.testing.contract.workbench import Workbench
 
 FACTORY = "kvferry.drivers.nixl:NixlTransport"
@@ -36,17 +30,3 @@ class TestNixlWithoutThreads(ClosingTests):
     factory = FACTORY
     options = {"backend_options": {"num_threads": 0}}  # noqa: RUF012 - as the base class has it
     lasting_bytes = 4 << 30
-
-
-class TestNixlWithoutProgressThread(TransferTests, NotificationTests, PeerTests, ProcessTests):
-    """Without a progress thread, transfers end and peers are served in the driver's calls.
-
-    Other topics end transfers on connections that are new. Those transfers begin only after the
-    peer has made progress, which a peer in this process does not while the test waits.
-    """
-
-    factory = FACTORY
-    options = {"progress_thread": False}  # noqa: RUF012 - as the base class has it
-
-    # Its large transfer is moved by the CPU, within ``poll``, which the test expects to be quick.
-    test_a_stopped_peer_ends_by_the_deadline = None  # type: ignore[assignment]

@@ -1,4 +1,4 @@
-"""The conformance suite on UCX, over shared memory and over TCP."""
+"""The conformance suite on UCX, over shared memory; ``tests/long/ucx`` has it over TCP."""
 
 from __future__ import annotations
 
@@ -13,9 +13,3 @@ class TestSharedMemory(TransportContract):
     factory = "kvferry.drivers.ucx:UcxTransport"
     options = LONG_TIMEOUT
     lasting_bytes = 64 << 30
-
-
-class TestTcp(TransportContract):
-    factory = "kvferry.drivers.ucx:UcxTransport"
-    options = LONG_TIMEOUT | {"transports": ["tcp"]}
-    lasting_bytes = 32 << 30

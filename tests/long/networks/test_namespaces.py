@@ -1,6 +1,6 @@
 """UCX over TCP between two hosts: the conformance suite, and a link that is cut and restored.
 
-Run all of it, which takes minutes, with  pytest -m ucx tests/long/networks/test_namespaces.py
+Run all of it, which takes minutes, with  make long-networks
 
 ``not slow`` leaves only the parts of the suite in which another host may differ from another
 process of the same host: how the death of a peer is noticed, and that notifications follow bytes.

@@ -1,4 +1,4 @@
-"""The environments of other versions of vLLM, which ``make versions`` makes."""
+"""The environments of other versions of vLLM, which ``make long-versions`` makes."""
 
 from __future__ import annotations
 
@@ -26,5 +26,5 @@ def interpreter(version: str) -> Path | None:
         return None
     python = ROOT / "build" / "versions" / version / "bin" / "python"
     if not python.exists():
-        pytest.skip(f"no environment of vLLM {version}: make versions makes them")
+        pytest.skip(f"no environment of vLLM {version}: make long-versions makes them")
     return python

@@ -1,0 +1,1 @@
+"""Modes of the driver nixl that need a setting."""
