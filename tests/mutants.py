@@ -1,4 +1,4 @@
-"""Draw mutants of kvferry at random and report those that the quick tests leave alive.
+"""Draw mutants of kvferry at random and report those that its tests leave alive.
 
 A mutant is the code with one small mistake in it. A mutant that no test notices is a missing test,
 or does not change behaviour: somebody has to read it to say which.
@@ -35,8 +35,8 @@ examples:
 
 The same seed, count, paths and code draw the same mutants. Each is applied alone, to a copy of the
 working tree, and tried with the tests that import its module, then with those of its folder and of
-the folders in it, then with all other quick tests: a survivor takes minutes. One process runs at a
-time.
+the folders in it, then with all other units, then with tests/vllm or tests/faults where they concern
+it: a survivor takes minutes. One process runs at a time.
 """
 
 COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
@@ -64,8 +64,14 @@ OPERATORS: dict[type[ast.operator], type[ast.operator]] = {
     ast.RShift: ast.LShift,
 }
 CALLS = {"min": "max", "max": "min", "any": "all", "all": "any"}
-MARKERS = {"tests/vllm/caches": "not slow"}
-"""What else is quick, by folder: these tests need vLLM, and no engine."""
+ELSEWHERE = {
+    "kvferry/core/planner": ["tests/vllm/geometry"],
+    "kvferry/core": ["tests/faults"],
+    "kvferry/drivers/loopback": ["tests/faults"],
+    "kvferry/integrations/vllm/caches": ["tests/vllm/caches"],
+    "kvferry/integrations/vllm": ["tests/vllm"],
+}
+"""The tests beside the units that a mutant is tried with, by the first path that fits."""
 ALIVE, NOTICED, TOO_LONG = "ALIVE", "noticed", "too long"
 DROPPED = (ast.AugAssign, ast.Break, ast.Continue, ast.Delete, ast.Expr, ast.Raise)
 ANNOTATIONS = ("annotation", "decorator_list", "returns", "type_comment")
@@ -229,8 +235,11 @@ def draw(paths: Sequence[str], count: int, seed: int, root: Path = ROOT) -> list
     ]
 
 
-def stages(module: Path, root: Path = ROOT) -> list[list[str]]:
-    """Return pytest's arguments for a module, likely tests first, and each test once."""
+def stages(module: Path, root: Path = ROOT, *, near: bool = False) -> list[list[str]]:
+    """Return pytest's arguments for a module, likely tests first, and each test once.
+
+    With ``near``, only tests right in its folder are among them.
+    """
     folder = Path("tests", *module.parent.parts[1:])
     while not (root / folder).is_dir():
         folder = folder.parent
@@ -240,22 +249,24 @@ def stages(module: Path, root: Path = ROOT) -> list[list[str]]:
 
     dotted = ".".join(module.with_suffix("").parts).removesuffix(".__init__")
     beside = sorted((root / folder).glob("test_*.py"))
-    near = [
+    likely = [
         test
         for test in beside
         if test.stem.startswith(f"test_{module.stem}") or f"{dotted} import" in test.read_text()
     ]
-    others = [test for test in beside if test not in near]
+    others = [test for test in beside if test not in likely]
     of_folder = root / folder.parent / f"test_{folder.name}.py"
     above = [of_folder] if of_folder.is_file() else []
-    also = ["-m", MARKERS[str(folder)]] if str(folder) in MARKERS else []
     ignored = [argument for test in names(beside) for argument in ("--ignore", test)]
     rest = [
         "tests",
         *(part for path in (str(folder), *names(above)) for part in ("--ignore", path)),
     ]
-    asked = [names([*near, *above]), names(others), [str(folder), *ignored], rest]
-    return [[*each, *(also if each is not rest else [])] for each in asked if each]
+    elsewhere = next((ELSEWHERE[path] for path in ELSEWHERE if module.is_relative_to(path)), [])
+    asked = [names([*likely, *above]), names(others)]
+    if not near:
+        asked += [[str(folder), *ignored], rest, elsewhere]
+    return [each for each in asked if each]
 
 
 class Scratch:
@@ -315,7 +326,7 @@ class Scratch:
 
 def verdict(scratch: Scratch, mutant: Mutant, *, near: bool) -> str:
     """Return what becomes of a mutant; with ``near``, only tests right in its folder are asked."""
-    asked = stages(mutant.path)[: -2 if near else None]
+    asked = stages(mutant.path, near=near)
     with scratch.mutated(mutant):
         found = (scratch.run(each) for each in asked)
         return next((word for word in found if word != ALIVE), ALIVE)

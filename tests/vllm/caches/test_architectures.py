@@ -50,7 +50,7 @@ def test_engines_that_are_named_are_run() -> None:
     for name, where in architectures.ENGINES.items():
         assert name in found()
         if where != "by hand":
-            assert (root / "tests" / "integrations" / "vllm" / where).exists()
+            assert (root / "tests" / "engines" / where).exists()
             assert name in text or found()[name].part == architectures.DRAFTS, name
 
 
