@@ -35,8 +35,8 @@ examples:
 
 The same seed, count, paths and code draw the same mutants. Each is applied alone, to a copy of the
 working tree, and tried with the tests that import its module, then with those of its folder and of
-the folders in it, then with all other units, then with tests/vllm or tests/faults where they concern
-it: a survivor takes minutes. One process runs at a time.
+the folders in it, then with all other units, then with those of tests/vllm or tests/faults that
+concern it: a survivor takes minutes. One process runs at a time.
 """
 
 COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {

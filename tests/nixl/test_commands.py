@@ -7,8 +7,10 @@ import re
 from pathlib import Path
 
 from tests.cli.command import install_drivers, run_kvferry
-from tests.cli.test_bench import SMALL_GRID, bench
+from tests.cli.test_bench import SMALL_GRID, bench, environment
 from tests.cli.test_doctor import findings_of
+
+__all__ = ["environment"]
 
 
 def test_ucx_of_nixl_is_reported(tmp_path: Path) -> None:
