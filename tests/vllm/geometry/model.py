@@ -6,6 +6,7 @@ the model lies: by the backends' own expressions (``views``), never by a layout.
 
 from __future__ import annotations
 
+import functools
 import math
 import zlib
 from abc import ABC, abstractmethod
@@ -111,13 +112,30 @@ class Part:
             steps: numbers of entries from the request's start, or of tokens behind a state.
             request: whose they are.
         """
-        shards = np.arange(self.shards.start, self.shards.stop)
-        element = np.arange(self.places.shape[3])
-        mixed = np.full((1, 1, 1), zlib.crc32(f"{request} {self.key}".encode()), dtype=np.uint64)
-        for axis in (steps[:, None, None], shards[None, :, None], element[None, None, :]):
-            mixed = (mixed + axis.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
-            mixed = mixed ^ (mixed >> np.uint64(29))
-        return (mixed % np.uint64(254) + np.uint64(1)).astype(np.uint8)
+        seed, size = zlib.crc32(f"{request} {self.key}".encode()), self.places.shape[3]
+        if steps.size and steps.min() >= 0 and steps.max() < FIRST:
+            return first_values(seed, self.shards, size)[steps]
+        return mixed_values(seed, steps, self.shards, size)
+
+
+FIRST = 1024
+"""How many entries' values are computed at once: the same ones are looked at again and again."""
+
+
+@functools.lru_cache(512)
+def first_values(seed: int, shards: range, size: int) -> Bytes:
+    """``mixed_values`` of the first entries."""
+    return mixed_values(seed, np.arange(FIRST), shards, size)
+
+
+def mixed_values(seed: int, steps: Steps, shards: range, size: int) -> Bytes:
+    """Bytes that depend on every argument, (steps, shards, size)."""
+    mixed = np.full((1, 1, 1), seed, dtype=np.uint64)
+    shard, element = np.arange(shards.start, shards.stop), np.arange(size)
+    for axis in (steps[:, None, None], shard[None, :, None], element[None, None, :]):
+        mixed = (mixed + axis.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+        mixed = mixed ^ (mixed >> np.uint64(29))
+    return (mixed % np.uint64(254) + np.uint64(1)).astype(np.uint8)
 
 
 @dataclass(frozen=True, kw_only=True)
