@@ -26,6 +26,7 @@ from tests.engines.engines import PREFILL, Engine
 from tests.engines.fleet import fleet
 from tests.engines.messages import Completion
 from tests.engines.steps import eventually
+from tests.engines.test_families import PLAIN_MLA
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -261,7 +262,7 @@ def test_poisoned_caches(world: World, covered: int) -> None:
 
 def test_latents(checkpoints: dict[str, Path], tmp_path: Path) -> None:
     """MLA, byte for byte: an ordinary engine's text depends on how its tokens were computed."""
-    with fleet(checkpoints["deepseek"], tmp_path) as engines:
+    with fleet(checkpoints["deepseek"], tmp_path, **PLAIN_MLA) as engines:
         prefill, decode = (
             engines.launch(name, ROLE, extra=TWO_WAY, transfer=RECOMPUTE, async_scheduling=ahead)
             for name, ahead in (("prefill", False), ("decode", True))

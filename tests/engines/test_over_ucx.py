@@ -1,4 +1,4 @@
-"""The hand-over between real engines again, over the driver ucx: shared memory, and TCP."""
+"""The hand-over between real engines again, over the driver ucx: shared memory."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Engines:
             engine.close()
 
 
-@pytest.fixture(scope="module", params=TRANSPORTS)
+@pytest.fixture(scope="module", params=["memory"])
 def engines(request: pytest.FixtureRequest, start_engine: StartEngine) -> Iterator[Engines]:
     engines = Engines(way=request.param, start=start_engine)
     yield engines

@@ -10,7 +10,11 @@ import pytest
 
 from examples.tiny_llama import prompt
 from tests.engines import probes
-from tests.engines.conversation_holds import (
+from tests.engines.conversations import RECOMPUTE, ROLE, TWO_WAY, Conversation
+from tests.engines.engines import PREFILL, Engine
+from tests.engines.fixtures import StartEngine
+from tests.engines.steps import eventually, texts
+from tests.long.engines.conversation_holds import (
     counted,
     forged,
     held,
@@ -18,10 +22,6 @@ from tests.engines.conversation_holds import (
     nothing_lost,
     outcomes,
 )
-from tests.engines.conversations import RECOMPUTE, ROLE, TWO_WAY, Conversation
-from tests.engines.engines import PREFILL, Engine
-from tests.engines.fixtures import StartEngine
-from tests.engines.steps import eventually, texts
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -16,7 +16,11 @@ import pytest
 
 from examples.tiny_llama import prompt
 from tests.engines import probes
-from tests.engines.conversation_holds import (
+from tests.engines.conversations import RECOMPUTE, ROLE, TWO_WAY, Conversation, Turn
+from tests.engines.engines import Engine, EngineError
+from tests.engines.fixtures import StartEngine
+from tests.engines.steps import eventually, pulled_by, texts
+from tests.long.engines.conversation_holds import (
     counted,
     forged,
     held,
@@ -24,10 +28,6 @@ from tests.engines.conversation_holds import (
     nothing_lost,
     outcomes,
 )
-from tests.engines.conversations import RECOMPUTE, ROLE, TWO_WAY, Conversation, Turn
-from tests.engines.engines import Engine, EngineError
-from tests.engines.fixtures import StartEngine
-from tests.engines.steps import eventually, pulled_by, texts
 
 pytestmark = pytest.mark.timeout(300)
 

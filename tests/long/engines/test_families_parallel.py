@@ -1,0 +1,24 @@
+"""The other families' states and latents, between engines that split their model differently."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.engines.test_families_parallel import ALL, World, start_world, test_bytes, test_texts
+
+__all__ = ["test_bytes", "test_texts"]
+
+pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.fixture(scope="module", params=ALL[1:], ids=lambda family: str(family.name))
+def world(
+    request: pytest.FixtureRequest,
+    checkpoints: dict[str, Path],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[World]:
+    with start_world(request.param, checkpoints, tmp_path_factory) as started:
+        yield started
