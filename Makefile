@@ -98,7 +98,7 @@ serve: $(STAMP) ## Start two vLLM servers and a router, until Ctrl-C, and show w
 	@$(BIN)/python examples/serving/serve.py $(SERVE_OPTIONS)
 
 # Both print how long each part took; each part is a target of its own.
-TEST := lint,types,docs unit vllm faults ucx nixl engines
+TEST := types,lint,docs unit,faults vllm ucx nixl engines
 LONG := drivers lifecycle benchmarks deployments networks routers versions faults ucx nixl vllm engines
 
 test: $(STAMP) $(DOCS_STAMP) $(DYNAMO_WHEEL) prometheus ## Everything that has to pass before a change goes in
@@ -133,20 +133,27 @@ engines: $(STAMP) prometheus ## Real vLLM engines that hand over to each other
 faults: $(STAMP) ## Peers that fail at any stage, over loopback
 	$(PYTEST) tests/faults
 
+# Nothing in kvferry writes to a peer: whether a driver can is tested in long-ucx and long-nixl.
 ucx: $(STAMP) ## The driver ucx, over shared memory
-	$(PYTEST) tests/ucx
+	$(PYTEST) -k 'not write' tests/ucx
 
 nixl: $(STAMP) ## The driver nixl
-	$(PYTEST) tests/nixl
+	$(PYTEST) -k 'not write' tests/nixl
 
 long-%: $(STAMP)
 	$(PYTEST) --dist loadfile -m '' tests/long/$*
 
-# And the transfers of gibibytes.
 long-drivers: $(STAMP)
 	$(PYTEST) -m '' tests/long/drivers
-	$(PYTEST) -m slow tests tests/ucx
-	$(PYTEST) -m slow tests/nixl
+	$(PYTEST) -m slow tests
+
+long-ucx: $(STAMP)
+	$(PYTEST) -m '' tests/long/ucx
+	$(PYTEST) -m '' -k 'write or slow' tests/ucx
+
+long-nixl: $(STAMP)
+	$(PYTEST) -m '' tests/long/nixl
+	$(PYTEST) -m '' -k 'write or slow' tests/nixl
 
 long-faults: $(STAMP)
 	$(PYTEST) tests/long/faults

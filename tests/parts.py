@@ -80,12 +80,12 @@ def announce(steps: Sequence[list[str]]) -> None:
 
 
 def side_by_side(parts: Sequence[str]) -> list[Took]:
-    """Run parts at once; one of several shows what it printed only if it fails."""
+    """Run parts at once: the first shows what it prints, the others do once they fail."""
 
     def run(part: str) -> Took:
         begun = time.monotonic()
         command = ["make", "--no-print-directory", part]
-        shown = None if len(parts) == 1 else subprocess.PIPE
+        shown = None if part == parts[0] else subprocess.PIPE
         ran = subprocess.run(
             command, cwd=ROOT, stdout=shown, stderr=subprocess.STDOUT, text=True, check=False
         )
