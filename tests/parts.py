@@ -66,8 +66,9 @@ def clock(seconds: float) -> str:
 
 
 def say(text: str = "") -> None:
-    """Print a line, at once."""
-    print(text, flush=True)  # noqa: T201 - the output of this program
+    """Print a line, whole and at once: parts end in threads."""
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
 
 
 def announce(steps: Sequence[list[str]]) -> None:
