@@ -176,7 +176,7 @@ def test_a_load_that_waits_for_the_device_can_be_aborted_or_time_out(cause: str)
         assert not decode.outcome("d-0").failed
         prefill.released("p-0")
         decode.pull("d-1", prefill.serve("p-1", [3], 3), [4, 5], passed=never)
-        assert asked.wait(20)
+        assert asked.wait(60)
         if cause == "aborted":
             decode.ranks[0].endpoint.abort(RequestId("d-1"))
         else:

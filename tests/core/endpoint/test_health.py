@@ -17,7 +17,7 @@ from kvferry.core.transport import Notification, PeerId, TransferId
 from kvferry.core.transport.copies import Copies
 from tests.core.endpoint.engines import Clock, RecordingTransport, engine, eventually
 
-LONG = 20.0
+LONG = 60.0
 
 
 class NotQuiescingTransport(RecordingTransport):

@@ -10,10 +10,11 @@ from dataclasses import replace
 import pytest
 
 from kvferry.core.endpoint import EndpointOptions
+from kvferry.core.endpoint.liveness import LivenessCheck
 from kvferry.core.errors import HandshakeError, PeerLostError
 from kvferry.core.handshake import HandshakeServer
 from kvferry.core.lifecycle.holds import RequestId
-from kvferry.core.side_channel_messages import encode
+from kvferry.core.side_channel_messages import Reply, encode
 from tests.core.endpoint.engines import Clock, Engine, RecordingTransport, engine, eventually
 
 OPTIONS = EndpointOptions(liveness_interval=5.0, liveness_misses=3)
@@ -59,15 +60,30 @@ def test_an_idle_connection_to_a_dead_producer_is_released() -> None:
         eventually(lambda: driver.open_connections == 0, "the connection is released")
 
 
-def test_a_live_producer_stays_connected() -> None:
+@pytest.fixture
+def pongs(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """The answers to pings that consumers have checked, of producers that they watch."""
+    heard: list[object] = []
+    check = LivenessCheck._check
+
+    def checking(self: LivenessCheck, reply: Reply) -> None:
+        check(self, reply)
+        heard.append(reply)
+
+    monkeypatch.setattr(LivenessCheck, "_check", checking)
+    return heard
+
+
+def test_a_live_producer_stays_connected(pongs: list[object]) -> None:
     driver = RecordingTransport()
-    options = EndpointOptions(liveness_interval=0.02, liveness_misses=500)
+    options = EndpointOptions(liveness_interval=0.02, liveness_misses=1000)
     with (
         engine("prefill") as prefill,
         engine("decode", options=options, transport=lambda: driver) as decode,
     ):
         start_load_waiting_for_device(prefill, decode)
-        assert not decode.ranks[0].endpoint.wait(0.5)
+        eventually(lambda: len(pongs) >= 10, "it answers")
+        assert decode.ranks[0].endpoint.pending == 1
         prefill.step()
         assert not decode.outcome("d-1").failed
         assert driver.open_connections == 1
@@ -115,7 +131,7 @@ def test_a_producer_is_lost_if_another_engine_takes_its_address() -> None:
             assert isinstance(decode.outcome("d-1").failed[RequestId("d-1")], PeerLostError)
 
 
-def test_a_side_channel_that_comes_back_in_time_is_the_same_producer() -> None:
+def test_a_side_channel_that_comes_back_in_time_is_the_same_producer(pongs: list[object]) -> None:
     """As after a network failure that its process survives."""
     options = EndpointOptions(liveness_interval=5.0, liveness_misses=1000)
     driver = RecordingTransport()
@@ -126,13 +142,15 @@ def test_a_side_channel_that_comes_back_in_time_is_the_same_producer() -> None:
         start_load_waiting_for_device(prefill, decode)
         wait_for_connection(driver)
         prefill.server.close()
+        pongs.clear()
         with HandshakeServer(
             [encode(rank.endpoint.payload) for rank in prefill.ranks],
             engine="prefill",
             incarnation=prefill.incarnation,
             port=prefill.server.port,
         ):
-            assert not decode.ranks[0].endpoint.wait(0.3)
+            eventually(lambda: bool(pongs), "it answers again")
+            assert decode.ranks[0].endpoint.pending == 1
             prefill.step()
             assert not decode.outcome("d-1").failed
 

@@ -307,7 +307,7 @@ def test_a_producer_that_goes_is_a_warning_if_loads_are_lost(
     with (
         caplog.at_level(logging.DEBUG),
         engine("prefill") as prefill,
-        engine("decode", options=EndpointOptions(liveness_interval=0.1)) as decode,
+        engine("decode") as decode,
     ):
         decode.pull("d-1", prefill.serve("p-1", [1], 4), [2])
         assert not decode.outcome("d-1").failed

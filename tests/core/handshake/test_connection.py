@@ -18,7 +18,7 @@ from kvferry.core.security import Access, generate
 from kvferry.core.side_channel_messages import Ping, Pong, Refusal, encode
 from tests.core.messages import payload
 
-LONG = 20.0
+LONG = 60.0
 ENGINE, CLIENT = generate(), generate()
 PING = Ping(engine="prefill")
 

@@ -28,6 +28,7 @@ from kvferry.core.handshake import (
 from kvferry.core.handshake.sockets import Context, Socket
 from kvferry.core.memory import Region
 from kvferry.core.security import TicketKey
+from tests.core.endpoint.engines import eventually
 from tests.core.messages import encoded, payload
 
 LONG = 60.0
@@ -313,7 +314,7 @@ def test_close_frees_the_port_and_leaves_no_thread() -> None:
     with socket.create_connection((server.host, server.port), LONG):
         server.close()
     server.close()
-    assert set(threading.enumerate()) == before
+    assert set(threading.enumerate()) <= before
     with HandshakeServer(encoded(*RANKS), engine="prefill", incarnation=7, port=server.port) as two:
         assert still_serves(two)
 
@@ -328,7 +329,7 @@ def test_calls_leave_no_file_descriptors_open(server: HandshakeServer, context: 
     before = descriptors()
     for _ in range(50):
         fetch(server.host, server.port, "prefill", timeout=LONG, context=context)
-    assert descriptors() < before + 25  # sockets are reaped a little later
+    eventually(lambda: descriptors() < before + 25, "most sockets are reaped")
 
 
 def test_a_process_ends_without_closing_the_server() -> None:
