@@ -54,6 +54,7 @@ from kvferry.core.side_channel_messages import (
 )
 from tests.core.endpoint.engines import Clock, eventually
 from tests.core.messages import encoded, payload
+from tests.own_host import OWN_HOST
 
 A, B = room_id("a"), room_id("b")
 NO_WAIT = EndpointOptions(handshake_timeout=0.3)
@@ -415,14 +416,14 @@ def test_the_connection_is_made_anew_after_a_pause(monkeypatch: pytest.MonkeyPat
     rooms.open(A)
     rooms.finish(A, b"one")
     with follower() as following:
-        with producer(rooms) as key:
+        with producer(rooms, host=OWN_HOST) as key:
             following.follow("d-1", A, key)
             assert part(following, "d-1") == b"one"
             following.end("d-1")
         clock.skip(1000.0)  # longer than the timeout, while nothing is followed
         rooms.open(B)
         rooms.finish(B, b"two")
-        with producer(rooms, port=key.port):
+        with producer(rooms, host=OWN_HOST, port=key.port):
             following.follow("d-2", B, key)
             assert part(following, "d-2") == b"two"
 
@@ -512,10 +513,10 @@ def test_a_producer_that_was_restarted_fails_its_rooms() -> None:
     rooms = Rooms()
     rooms.open(A)
     with follower() as following:
-        with producer(rooms) as key:
+        with producer(rooms, host=OWN_HOST) as key:
             following.follow("d", A, key)
             heard(following, "d")
-        with producer(Rooms(), incarnation=8, port=key.port):
+        with producer(Rooms(), incarnation=8, host=OWN_HOST, port=key.port):
             assert isinstance(heard(following, "d"), PeerLostError)
 
 
@@ -894,9 +895,9 @@ def test_one_room_many_times_in_a_request_is_answered() -> None:
 
 def test_changes_after_the_server_was_closed_are_not_heard() -> None:
     rooms = Rooms()
-    with producer(rooms) as key:
+    with producer(rooms, host=OWN_HOST) as key:
         port = key.port
     rooms.open(A)
-    with producer(rooms, port=port) as key, follower() as following:
+    with producer(rooms, host=OWN_HOST, port=port) as key, follower() as following:
         following.follow("d", A, key)
         heard(following, "d")

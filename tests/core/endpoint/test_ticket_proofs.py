@@ -428,12 +428,6 @@ def unused_listener() -> Iterator[socket.socket]:
         yield made
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as made:
-        port: int = made.getsockname()[1]
-        return port
-
-
 def routed(ticket: Ticket, port: int, host: str = "127.0.0.1") -> Ticket:
     """Return the ticket as a router leaves it that rewrites the address."""
     return replace(ticket, routed=(host, port))
@@ -453,7 +447,7 @@ def test_the_producers_own_address_is_tried_before_the_routers() -> None:
 
 @contextmanager
 def no_listener() -> Iterator[int]:
-    yield free_port()
+    yield 1
 
 
 @contextmanager
@@ -508,7 +502,7 @@ def test_the_two_addresses_share_the_timeout_of_a_handshake(
 def test_the_error_names_both_addresses() -> None:
     with engine("prefill", ticket_key=KEY) as prefill, engine("decode") as decode:
         ticket = prefill.serve("p-1", [1, 2], 8)
-        ports = free_port(), free_port()
+        ports = 1, 2
         ticket_elsewhere = proved(replace(ticket, proof=None, port=ports[0]), KEY)
         error: KVFerryError = failure(decode, "d-1", routed(ticket_elsewhere, ports[1]), [5, 6])
         assert [port for port in ports if f"port {port}" not in str(error)] == []

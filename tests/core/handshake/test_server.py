@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from typing import Any
 
 import msgspec
 import pytest
@@ -30,6 +31,7 @@ from kvferry.core.memory import Region
 from kvferry.core.security import TicketKey
 from tests.core.endpoint.engines import eventually
 from tests.core.messages import encoded, payload
+from tests.own_host import OWN_HOST
 
 LONG = 60.0
 """Seconds; a deadline for what is expected to happen."""
@@ -310,12 +312,13 @@ def test_payloads_of_another_engine_are_refused() -> None:
 
 def test_close_frees_the_port_and_leaves_no_thread() -> None:
     before = set(threading.enumerate())
-    server = HandshakeServer(encoded(*RANKS), engine="prefill", incarnation=7)
+    where: dict[str, Any] = {"engine": "prefill", "incarnation": 7, "host": OWN_HOST}
+    server = HandshakeServer(encoded(*RANKS), **where)
     with socket.create_connection((server.host, server.port), LONG):
         server.close()
     server.close()
     assert set(threading.enumerate()) <= before
-    with HandshakeServer(encoded(*RANKS), engine="prefill", incarnation=7, port=server.port) as two:
+    with HandshakeServer(encoded(*RANKS), **where, port=server.port) as two:
         assert still_serves(two)
 
 
