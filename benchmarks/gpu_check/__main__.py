@@ -92,12 +92,10 @@ def _check(options: argparse.Namespace) -> int:
     print(f"{len(steps)} steps on {device}; results and log: {options.out}", flush=True)
     with (options.out / "log.txt").open("wb") as log:
         for index, step in enumerate(steps):
-            left = options.limit - whole.seconds
+            left = max(0.0, options.limit - whole.seconds)
             print(f"{index + 1:2}/{len(steps)} {step.name} ({step.title}) ... ", end="", flush=True)
             if left < step.needs:
-                skipped[step.name] = (
-                    f"it needs {step.needs:.0f} s, and {max(0, left):.0f} s are left"
-                )
+                skipped[step.name] = f"it needs {step.needs:.0f} s, and {left:.0f} s are left"
                 print(f"skipped: {skipped[step.name]}", flush=True)
                 continue
             results.append(run_step(replace(step, limit=min(step.limit, left)), log))

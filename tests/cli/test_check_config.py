@@ -21,6 +21,7 @@ from kvferry.core.side_channel_messages import encode
 from kvferry.integrations.vllm.config import Config, ConfigError, parse
 from tests.cli.command import run_kvferry
 from tests.core.messages import payload
+from tests.own_host import OWN_HOST
 
 jsonschema: Any = pytest.importorskip("jsonschema")  # vLLM brings it
 
@@ -133,12 +134,13 @@ def test_one_problem(capsys: pytest.CaptureFixture[str], given: object, words: s
 
 
 def test_port_that_is_in_use(capsys: pytest.CaptureFixture[str]) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
+    with socket.create_server((OWN_HOST, 0)) as taken:
         port = taken.getsockname()[1]
-        status, problems, _ = checked(capsys, {"side_channel_port": port})
+        given = {"side_channel_host": OWN_HOST, "side_channel_port": port}
+        status, problems, _ = checked(capsys, given)
     assert status == 1
-    assert f"127.0.0.1 port {port}: the port is in use" in problems[0]
-    assert checked(capsys, {"side_channel_port": port})[0] == 0
+    assert f"{OWN_HOST} port {port}: the port is in use" in problems[0]
+    assert checked(capsys, given)[0] == 0
 
 
 def test_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

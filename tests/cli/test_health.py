@@ -70,7 +70,7 @@ def test_exit_status_is_the_health(
     server_and_keys: tuple[HandshakeServer, dict[str, str]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     server, keys = server_and_keys
-    probe = partial(run, server.host, server.port, timeout=20.0, **keys)
+    probe = partial(run, server.host, server.port, timeout=60.0, **keys)
     assert probe() == 0
     assert capsys.readouterr().out == HEALTHY
     PROBLEMS.append("rank 1: it burns")
@@ -84,18 +84,16 @@ def test_missing_answer_is_reported_with_reason(
     server, _ = server_and_keys
     server.close()
     with pytest.raises(HandshakeError, match="nobody listens there"):
-        run(server.host, server.port, timeout=20.0)
+        run(server.host, server.port, timeout=60.0)
 
 
 def test_unreachable_engine_is_reported_without_tickets_and_settings() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as closed:
-        port = closed.getsockname()[1]
     with pytest.raises(HandshakeError) as caught:
-        run("127.0.0.1", port, timeout=20.0)
+        run("127.0.0.1", 1, timeout=60.0)
     assert "127.0.0.1 is a loopback address: it means this host" in str(caught.value)
     assert "ticket" not in str(caught.value)
     with pytest.raises(HandshakeError, match="correct the host, or ask from a host that"):
-        run("no-such-host.invalid", 5600, timeout=20.0)
+        run("no-such-host.invalid", 5600, timeout=60.0)
 
 
 def test_another_listener_is_reported_with_the_port_to_give() -> None:
@@ -114,7 +112,7 @@ def test_encrypted_engine_refuses_probe_without_keys() -> None:
         ) as server,
         pytest.raises(AdmissionError, match="ask with --curve-secret-key and --curve-peer"),
     ):
-        run(server.host, server.port, timeout=20.0)
+        run(server.host, server.port, timeout=60.0)
 
 
 OTHER = generate()
@@ -144,7 +142,7 @@ def test_wrong_keys_are_reported_with_options(access: Access, peer: KeyPair, wor
         ) as server,
         pytest.raises(AdmissionError) as caught,
     ):
-        run(server.host, server.port, timeout=20.0, **keys)
+        run(server.host, server.port, timeout=60.0, **keys)
     assert words in str(caught.value)
 
 
@@ -161,7 +159,7 @@ def keyed_server() -> Iterator[HandshakeServer]:
 def test_options_have_the_names_of_the_settings(keyed_server: HandshakeServer) -> None:
     keys = ["--curve-secret-key", "env:PROBE", "--curve-peer", ENGINE.public.hex()]
     address = [keyed_server.host, str(keyed_server.port)]
-    asked = ["health", *address, "--timeout", "20", *keys]
+    asked = ["health", *address, "--timeout", "60", *keys]
     result = CliRunner().invoke(app, asked)
     assert (result.exit_code, result.output) == (0, HEALTHY)
     probed = run_kvferry(dict(os.environ), *asked)
@@ -217,7 +215,7 @@ def test_help_and_usage_are_those_of_typer() -> None:
 
 def test_error_names_the_options(keyed_server: HandshakeServer) -> None:
     result = run_kvferry(
-        dict(os.environ), "health", keyed_server.host, str(keyed_server.port), "--timeout", "20"
+        dict(os.environ), "health", keyed_server.host, str(keyed_server.port), "--timeout", "60"
     )
     assert result.returncode == 1
     assert "encrypted: ask with --curve-secret-key and --curve-peer" in result.stderr

@@ -29,6 +29,8 @@ from tests.cli.metrics_server import MetricsServer, recorded
 
 ENVIRONMENT = {key: value for key, value in os.environ.items() if key != "COLUMNS"}
 RUNNING = b'vllm:num_requests_running{engine="0",model_name="m"} 2.0\n'
+NOBODY = "127.0.0.1:1"
+"""An address at which nobody listens."""
 QUICK = ("--once", "--interval", "0.2", "--timeout", "60")
 
 
@@ -48,13 +50,6 @@ def screen(*addresses: str) -> str:
 def only(engines: list[dict[str, Any]]) -> dict[str, Any]:
     [engine] = engines
     return engine
-
-
-def closed_port() -> str:
-    """Return an address at which nobody listens."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{free.getsockname()[1]}"
 
 
 def test_decode_is_shown_with_rates_between_two_readings() -> None:
@@ -162,7 +157,7 @@ def test_engine_that_does_not_answer_stays_listed_and_comes_back() -> None:
 
 
 def test_nothing_follows_the_only_report() -> None:
-    text = screen(closed_port())
+    text = screen(NOBODY)
     assert "1 engine, 1 without an answer" in text
     assert "next reading" not in text
 
@@ -174,7 +169,6 @@ def test_page_that_is_not_found_is_reported_with_the_port() -> None:
 
 
 def test_silent_engines_are_named_with_the_reason_and_the_others_are_shown() -> None:
-    nobody = closed_port()
     with (
         MetricsServer(recorded("decode", 1)) as decode,
         MetricsServer(b"<html></html>") as other,
@@ -182,7 +176,7 @@ def test_silent_engines_are_named_with_the_reason_and_the_others_are_shown() -> 
         MetricsServer(b"vllm:num_requests_running 1\n") as nameless,
     ):
         addresses = [decode, other, plain, nameless]
-        found = once(nobody, *(one.address for one in addresses), status=1)
+        found = once(NOBODY, *(one.address for one in addresses), status=1)
     assert [one["error"] for one in found] == [
         "does not answer: Connection refused",
         None,
@@ -194,7 +188,7 @@ def test_silent_engines_are_named_with_the_reason_and_the_others_are_shown() -> 
 
 def test_engine_is_asked_without_the_proxy_of_the_environment() -> None:
     with MetricsServer(recorded("decode", 1)) as server:
-        environment = ENVIRONMENT | {"http_proxy": f"http://{closed_port()}", "no_proxy": ""}
+        environment = ENVIRONMENT | {"http_proxy": f"http://{NOBODY}", "no_proxy": ""}
         result = run_kvferry(environment, "top", server.address, *QUICK)
     assert (result.returncode, result.stderr) == (0, "")
 

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from examples.serving import serve
+from tests.own_host import OWN_HOST
 
 ROOT = Path(__file__).parents[2]
 LOWEST_PORT, HIGHEST_PORT = 10000, 30000  # below those that the kernel gives to connections
@@ -114,11 +115,22 @@ def check_requests(make: subprocess.Popen[str], first: int) -> set[int]:
     return sessions
 
 
+FIRST_PORT = 20000
+"""A port of ``OWN_HOST`` that no other process can have."""
+
+
+@pytest.fixture
+def _own_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serve, "HOST", OWN_HOST)
+
+
 def test_a_port_in_use_is_named_before_anything_starts(tmp_path: Path) -> None:
-    first = free_ports()
-    with socket.create_server((serve.HOST, first + serve.DECODE)):
+    first = FIRST_PORT
+    code = f"import sys; from examples.serving import serve; serve.HOST = {OWN_HOST!r}; "
+    with socket.create_server((OWN_HOST, first + serve.DECODE)):
         run = subprocess.run(
-            [sys.executable, serve.__file__, f"--port={first}", f"--folder={tmp_path}"],
+            [*python(f"{code}sys.exit(serve.main())"), f"--port={first}", f"--folder={tmp_path}"],
+            cwd=ROOT,
             capture_output=True,
             text=True,
             timeout=60,
@@ -136,7 +148,7 @@ def test_a_port_that_does_not_exist_is_refused() -> None:
 
 
 @pytest.fixture
-def programs(tmp_path: Path) -> Iterator[serve.Programs]:
+def programs(tmp_path: Path, _own_host: None) -> Iterator[serve.Programs]:
     programs = serve.Programs(
         folder=tmp_path, environment=os.environ, signals=serve.Signals(received=0)
     )
@@ -150,13 +162,13 @@ def test_a_server_that_ends_early_is_named_with_the_end_of_its_log(
 ) -> None:
     program = programs.start("decode", python("print('out of memory'); raise SystemExit(3)"))
     with pytest.raises(serve.ServingError, match=r"decode has ended \(status 3\)") as raised:
-        programs.wait_ready({"decode": free_ports()})
+        programs.wait_ready({"decode": FIRST_PORT})
     assert str(program.log) in str(raised.value)
     assert "    out of memory" in str(raised.value)
 
 
 def test_a_server_that_answers_is_ready(programs: serve.Programs) -> None:
-    port = free_ports()
+    port = FIRST_PORT
     (programs.folder / "health").touch()
     folder = f"--directory={programs.folder}"
     programs.start(

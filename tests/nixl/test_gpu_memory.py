@@ -110,10 +110,11 @@ def fail_read(transport: CudaTransport, local: Region) -> tuple[PeerId, Transfer
 
 
 def test_failed_read_is_final_when_the_gpu_has_done_its_queue(
-    make: Make, library: StandInCuda, buffer: np.ndarray
+    make: Make, library: StandInCuda, buffer: np.ndarray, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     entered: list[int] = []
     transport = make(enter=lambda: entered.append(threading.get_ident()))
+    monkeypatch.setattr(transport, "grace_seconds", 60.0)
     peer, transfer = fail_read(transport, on_gpu(buffer))
     library.idle_at[1] = idle_at = time.monotonic() + 0.5
     transport.disconnect(peer)
@@ -126,7 +127,7 @@ def test_failed_read_is_final_when_the_gpu_has_done_its_queue(
 
 
 def test_failed_read_stays_failing_while_the_gpu_has_work(
-    make: Make, library: StandInCuda, buffer: np.ndarray
+    make: Make, library: StandInCuda, buffer: np.ndarray, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     transport = make()
     peer, transfer = fail_read(transport, on_gpu(buffer))
@@ -135,6 +136,7 @@ def test_failed_read_stays_failing_while_the_gpu_has_work(
         transport.disconnect(peer)
     assert transport.poll([transfer])[0].state is State.FAILING
     library.idle_at[1] = 0.0
+    monkeypatch.setattr(transport, "grace_seconds", 60.0)
     transport.disconnect(peer)
     assert transport.poll([transfer])[0].state is State.FAILED
 
@@ -151,7 +153,7 @@ def test_disconnect_that_is_called_again_starts_no_second_thread(
             transport.disconnect(peer)
     assert library.called("cuCtxSynchronize") == [1]
     library.idle_at[1] = 0.0
-    monkeypatch.setattr(transport, "grace_seconds", 2.0)
+    monkeypatch.setattr(transport, "grace_seconds", 60.0)
     transport.disconnect(peer)
     assert transport.poll([transfer])[0].state is State.FAILED
 
@@ -167,11 +169,12 @@ def test_close_says_that_a_gpu_may_still_copy(
 
 
 def test_failed_read_into_cpu_memory_asks_no_gpu(
-    make: Make, library: StandInCuda, buffer: np.ndarray
+    make: Make, library: StandInCuda, buffer: np.ndarray, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     transport = make()
     peer, transfer = fail_read(transport, region_of(buffer))
     library.idle_at[1] = NEVER
+    monkeypatch.setattr(transport, "grace_seconds", 60.0)
     transport.disconnect(peer)
     assert transport.poll([transfer])[0].state is State.FAILED
     assert library.called("cuCtxSynchronize") == []

@@ -188,7 +188,7 @@ def _descriptors() -> int:
 
 def _threads_fall_to(threads: int) -> bool:
     """Wait until so few threads are left: the kernel lists a joined thread for a moment."""
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while _threads() > threads and time.monotonic() < deadline:
         pass
     return _threads() <= threads

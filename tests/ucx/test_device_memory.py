@@ -22,7 +22,7 @@ from kvferry.drivers.ucx import ucp_structs as structs
 from kvferry.drivers.ucx.posting import PostedRuns
 from kvferry.drivers.ucx.ucp import Endpoint, RemoteKey, Ucp
 from kvferry.testing.peers import Process
-from tests.drivers.ucx.helpers import MIB, again_and_again, ended, until
+from tests.drivers.ucx.helpers import MIB, again_and_again, at_last, ended, until
 from tests.gpu.driver_api import StandInCuda
 
 FACTORY = "kvferry.drivers.ucx:UcxTransport"
@@ -267,7 +267,7 @@ def test_a_gpu_that_never_becomes_idle_keeps_a_read_failing(
             found.reader.disconnect(found.peer)
         assert found.reader.poll([transfer])[0].state is State.FAILING
     gpus.idle_at.clear()
-    found.reader.disconnect(found.peer)
+    at_last(lambda: found.reader.disconnect(found.peer))
     assert found.reader.poll([transfer])[0].state is State.FAILED
 
 

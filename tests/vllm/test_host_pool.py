@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
 BLOCKS, PAGES = 9, 6
-SECONDS = 30.0
+SECONDS = 60.0
 OPENREG = pytest.param("openreg", marks=openreg.NEEDED)
 KINDS = ("cpu", "cuda", "xla", OPENREG)
 """Host memory; a device with streams; one that only vLLM's platform can copy; PyTorch's own.
@@ -218,12 +218,19 @@ def test_a_copy_is_awaited_on_a_stream_of_its_own(
     from kvferry.integrations.vllm import host_pool
 
     pool, _, _ = pool_of(caches("float32", (0, 1, 2, 3, 4)), "cuda", enter=_choose(devices))
-    monkeypatch.setattr(host_pool._StreamedCopies, "out", lambda *given: devices.enqueue(0.2))
+    may_begin = threading.Event()
+
+    def out(*_: object) -> None:
+        assert may_begin.wait(SECONDS)
+        devices.enqueue(0.2)
+
+    monkeypatch.setattr(host_pool._StreamedCopies, "out", out)
     devices.set_device(0)
     devices.enqueue(600.0)
     began = time.monotonic()
     passed = pool.out([1], [2])
     assert not passed()
+    may_begin.set()
     await_passed(passed)
     assert 0.2 <= time.monotonic() - began < 600.0
     pool.close()

@@ -49,6 +49,9 @@ from tests.core.ticket_proofs import proved
 
 LAYERS, HEADS, DIM, PAGES = 2, 4, 8, 16
 POISON = np.float32("nan")
+WAIT_SECONDS, LONGEST_TICK = 60.0, 1.0
+PATIENT = EndpointOptions(handshake_timeout=45.0)
+"""The options of engines that are given none: a machine may stand still during a handshake."""
 N = TypeVar("N", bound=Note)
 
 
@@ -274,20 +277,35 @@ class Engine:
 
 
 class Clock:
-    """The real clock, which tests can move forward."""
+    """The real clock, which tests can move forward, or stop: then only ``skip`` moves it.
+
+    Between two readings, it moves at most ``LONGEST_TICK``, so that no deadline is missed by a
+    machine that stands still for a while.
+    """
 
     def __init__(self) -> None:
-        self._ahead = 0.0
+        self._lock = threading.Lock()
+        self._read = self._now = time.monotonic()
+        self._is_stopped = False
 
     def __call__(self) -> float:
-        return time.monotonic() + self._ahead
+        with self._lock:
+            before, self._read = self._read, time.monotonic()
+            if not self._is_stopped:
+                self._now += min(self._read - before, LONGEST_TICK)
+            return self._now
 
     def skip(self, seconds: float) -> None:
         """Move the clock forward."""
-        self._ahead += seconds
+        with self._lock:
+            self._now += seconds
+
+    def stop(self) -> None:
+        """Let the clock stand still."""
+        self._is_stopped = True
 
 
-def eventually(holds: Callable[[], bool], what: str, seconds: float = 20.0) -> None:
+def eventually(holds: Callable[[], bool], what: str, seconds: float = WAIT_SECONDS) -> None:
     """Wait until ``holds()`` is true; fail with ``what`` after ``seconds``."""
     deadline = time.monotonic() + seconds
     while not holds():
@@ -329,9 +347,9 @@ class RecordingTransport(LoopbackTransport):
         return len(self.connected - self.disconnected)
 
 
-def until(endpoint: Endpoint, holds: Callable[[Results], bool], seconds: float = 20.0) -> Results:
-    """Return the first results for which ``holds`` is true; fail after ``seconds``."""
-    deadline = time.monotonic() + seconds
+def until(endpoint: Endpoint, holds: Callable[[Results], bool]) -> Results:
+    """Return the first results for which ``holds`` is true; fail after ``WAIT_SECONDS``."""
+    deadline = time.monotonic() + WAIT_SECONDS
     while time.monotonic() < deadline:
         endpoint.wait(0.05)
         results = endpoint.results()
@@ -394,7 +412,7 @@ def engine(
     agreement: dict[str, str] | None = None,
     host: str = "127.0.0.1",
     port: int = 0,
-    clock: Callable[[], float] = time.monotonic,
+    clock: Callable[[], float] | None = None,
     ticket_key: TicketKey | None = None,
     enter: EnterThread = enter_nothing,
     zero: Callable[[Spans], None] = zero_cpu,
@@ -406,7 +424,7 @@ def engine(
     With ``relays``, its ranks do not ask producers themselves (``HandshakeRelay``). With
     ``copies``, it is staged: its caches are host pages, for each of which that is called.
     """
-    shape = shape or Shape()
+    shape, options, clock = shape or Shape(), options or PATIENT, clock or Clock()
     incarnation = random_incarnation()
     with contextlib.ExitStack() as stack:
         ranks = []
@@ -426,7 +444,7 @@ def engine(
                 transport=transport(),
                 layout=layout_of(shape, cache, index),
                 slots=shape.pages,
-                options=options or EndpointOptions(),
+                options=options,
                 clock=clock,
                 enter=enter,
                 zero=zero,
@@ -457,7 +475,7 @@ def engine(
             rank.endpoint.join(payloads)
             if ticket_key is not None:
                 rank.endpoint.prove(ticket_key.public)
-        steps = Steps(ranks, options or EndpointOptions(), clock) if relays else None
+        steps = Steps(ranks, options, clock) if relays else None
         if steps is not None:
             stack.callback(steps.close)
         yield Engine(

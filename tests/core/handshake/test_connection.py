@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -18,7 +17,7 @@ from kvferry.core.security import Access, generate
 from kvferry.core.side_channel_messages import Ping, Pong, Refusal, encode
 from tests.core.messages import payload
 
-LONG = 20.0
+LONG = 60.0
 ENGINE, CLIENT = generate(), generate()
 PING = Ping(engine="prefill")
 
@@ -65,11 +64,7 @@ def test_a_request_fails_if_the_server_has_closed(
 
 
 def test_a_port_without_a_listener_is_refused() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-    dialer = Dialer(
-        host="127.0.0.1", port=port, timeout=LONG, context=None, access=Access(), key=b""
-    )
+    dialer = Dialer(host="127.0.0.1", port=1, timeout=LONG, context=None, access=Access(), key=b"")
     with pytest.raises(HandshakeError, match="nobody listens there"):
         SideChannelConnection(dialer)
 

@@ -73,7 +73,7 @@ def test_a_failed_turn_is_over() -> None:
         pass
 
 
-def test_only_few_long_replies_are_received_at_once() -> None:
+def test_only_few_long_replies_are_received_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     reading = ReplyLimits()
     with (
         ExitStack() as stack,
@@ -87,11 +87,13 @@ def test_only_few_long_replies_are_received_at_once() -> None:
             assert fetched.numeric == "127.0.0.1"
         for _ in range(MAX_LONG_REPLIES):
             stack.enter_context(reading.room(deadline()))
-        short = Dialer(
-            host=server.host, port=server.port, timeout=1.0, context=None, access=OPEN, key=b""
+        another = Dialer(
+            host=server.host, port=server.port, timeout=LONG, context=None, access=OPEN, key=b""
         )
+        room = reading.room
+        monkeypatch.setattr(reading, "room", lambda _: room(time.monotonic()))
         with pytest.raises(HandshakeError, match="its reply is long"):
-            fetching(short, "prefill", reading).__enter__()
+            fetching(another, "prefill", reading).__enter__()
 
 
 @pytest.mark.parametrize("ranks", [1, len(LONG_RANKS)])

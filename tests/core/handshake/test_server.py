@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from typing import Any
 
 import msgspec
 import pytest
@@ -28,7 +29,9 @@ from kvferry.core.handshake import (
 from kvferry.core.handshake.sockets import Context, Socket
 from kvferry.core.memory import Region
 from kvferry.core.security import TicketKey
+from tests.core.endpoint.engines import eventually
 from tests.core.messages import encoded, payload
+from tests.own_host import OWN_HOST
 
 LONG = 60.0
 """Seconds; a deadline for what is expected to happen."""
@@ -309,12 +312,13 @@ def test_payloads_of_another_engine_are_refused() -> None:
 
 def test_close_frees_the_port_and_leaves_no_thread() -> None:
     before = set(threading.enumerate())
-    server = HandshakeServer(encoded(*RANKS), engine="prefill", incarnation=7)
+    where: dict[str, Any] = {"engine": "prefill", "incarnation": 7, "host": OWN_HOST}
+    server = HandshakeServer(encoded(*RANKS), **where)
     with socket.create_connection((server.host, server.port), LONG):
         server.close()
     server.close()
-    assert set(threading.enumerate()) == before
-    with HandshakeServer(encoded(*RANKS), engine="prefill", incarnation=7, port=server.port) as two:
+    assert set(threading.enumerate()) <= before
+    with HandshakeServer(encoded(*RANKS), **where, port=server.port) as two:
         assert still_serves(two)
 
 
@@ -328,7 +332,7 @@ def test_calls_leave_no_file_descriptors_open(server: HandshakeServer, context: 
     before = descriptors()
     for _ in range(50):
         fetch(server.host, server.port, "prefill", timeout=LONG, context=context)
-    assert descriptors() < before + 25  # sockets are reaped a little later
+    eventually(lambda: descriptors() < before + 25, "most sockets are reaped")
 
 
 def test_a_process_ends_without_closing_the_server() -> None:

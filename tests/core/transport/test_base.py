@@ -94,7 +94,7 @@ class RecordingTransport(BaseTransport[int, str, Connection, Transfer]):
         return address[:1]
 
     def _connect(self, address: str) -> Connection:
-        self.connecting.wait(20)
+        self.connecting.wait(60)
         self.calls.append(("connect", address))
         return Connection(address, self._identity(address), {THERE})
 
@@ -214,7 +214,7 @@ def test_two_concurrent_connects_to_one_peer_share_a_connection() -> None:
         thread.start()
     # The barrier opens when two of them connect: one to a, and the one to b, which is not held up.
     for thread in threads:
-        thread.join(20)
+        thread.join(60)
     assert len(transport.of("connect")) == 2
     assert len(set(found)) == 2
     assert len(found) == 3
@@ -244,7 +244,7 @@ def test_connecting_during_a_disconnect_waits_for_its_end(stuck: bool) -> None:
             transport.disconnect(transport.peer)
     else:
         transport.disconnect(transport.peer)
-    transport.other.join(20)
+    transport.other.join(60)
     (peer,) = transport.found
     assert (peer == transport.peer) == stuck
     transport.read(peer, _copies())

@@ -13,7 +13,7 @@ from kvferry.drivers.loopback import LoopbackTransport
 from kvferry.testing.contract.copy_batches import batch
 
 
-def wait(transport: LoopbackTransport, transfer: TransferId, seconds: float = 20.0) -> Status:
+def wait(transport: LoopbackTransport, transfer: TransferId, seconds: float = 60.0) -> Status:
     """Poll until the transfer is final, and return its status."""
     deadline = time.monotonic() + seconds
     while True:

@@ -79,7 +79,7 @@ def start_endless_read(
 
 def wait_until_bytes_moved(transport: LoopbackTransport) -> None:
     """Wait until the transfer has moved some bytes."""
-    deadline = time.monotonic() + 20.0
+    deadline = time.monotonic() + 60.0
     while not transport.kept.any():  # type: ignore[attr-defined]
         assert time.monotonic() < deadline, "nothing moves"
         time.sleep(0.0005)  # without it, this loop starves the driver's threads

@@ -7,7 +7,7 @@ import os
 import socket
 import subprocess
 import sys
-import threading
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,6 +25,7 @@ from kvferry.integrations.vllm.launch import (
 )
 from tests.engines.engines import ENVIRONMENT, ROOT
 from tests.integrations.vllm.test_support import engine
+from tests.own_host import OWN_HOST
 
 
 @dataclass
@@ -139,24 +140,32 @@ def test_engines_of_this_host(changes: dict[str, object], indices: list[int]) ->
 
 def test_port_of_each_engine_of_this_host_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "ENDING_SECONDS", 0.0)
-    with socket.create_server(("127.0.0.1", 0)) as taken:
+    with socket.create_server((OWN_HOST, 0)) as taken:
         port = taken.getsockname()[1]
         for first, count in ((port, 1), (port - 2, 3)):
-            with pytest.raises(ConfigError, match=f"127.0.0.1 port {port}: the port is in use"):
+            with pytest.raises(ConfigError, match=f"{OWN_HOST} port {port}: the port is in use"):
                 check_launch(
                     launched(
-                        ferry(side_channel_port=first, drain_timeout=0),
+                        ferry(side_channel_host=OWN_HOST, side_channel_port=first, drain_timeout=0),
                         parallel_config=parallel(data_parallel_size_local=count),
                     )
                 )
-    check_launch(launched(ferry(side_channel_port=port)))
+    check_launch(launched(ferry(side_channel_host=OWN_HOST, side_channel_port=port)))
 
 
-def test_port_of_an_engine_that_ends_is_waited_for(caplog: pytest.LogCaptureFixture) -> None:
-    taken = socket.create_server(("127.0.0.1", 0))
+def test_port_of_an_engine_that_ends_is_waited_for(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken = socket.create_server((OWN_HOST, 0))
     port = taken.getsockname()[1]
-    threading.Timer(0.5, taken.close).start()
-    check_launch(launched(ferry(side_channel_port=port, drain_timeout=50)))
+
+    def end(seconds: float) -> None:
+        assert seconds < 60.0
+        taken.close()
+
+    monkeypatch.setattr(launch, "time", SimpleNamespace(monotonic=time.monotonic, sleep=end))
+    transfer = ferry(side_channel_host=OWN_HOST, side_channel_port=port, drain_timeout=60)
+    check_launch(launched(transfer))
     assert f"port {port} is in use: waiting" in caplog.text
 
 
