@@ -219,8 +219,10 @@ def test_prefill_that_is_killed(prefills: Prefills) -> None:
             paused.enter_context(victim.paused())
         struck = begin_until_struck(prefills, seed=200)
         strike(processes, signal.SIGKILL)
-    failed = check_struck(prefills, struck, seed=200)
+    *failed, last = check_struck(prefills, struck, seed=200)
     assert {each.finish_reason for each in failed} == {"error"}
+    # Its ticket was out: decode may have read the last pages before the blow.
+    assert last.finish_reason == "error" or [last.text] == right(prefills.ordinary, 200 + STEPS[-1])
     come_to(rest, *engines)
 
 
