@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from tests.vllm.caches import views
+
 if TYPE_CHECKING:
     from tests.engines.engines import Engine
 
@@ -98,19 +100,16 @@ def _parts(cache: Any, spec: Any, ids: Sequence[int], tokens: int) -> dict[str, 
         return {"conv": conv, "ssm": ssm}
     if kind == "MLAAttentionSpec":
         return {"latent": _of_tokens(cache.unsqueeze(2), spec, ids, tokens)}
-    key, value = _split(cache)
-    return {
-        "k": _of_tokens(key, spec, ids, tokens),
-        "v": _of_tokens(value, spec, ids, tokens),
-    }
+    read = _reading(cache, spec)(cache, spec)
+    return {part: _of_tokens(read[part], spec, ids, tokens) for part in ("k", "v")}
 
 
-def _split(cache: Any) -> tuple[Any, Any]:
-    """K and V as (blocks, tokens, heads, elements): as ``cpu_attn_vec.hpp`` fills a page."""
-    blocks, heads, tokens, content = cache.shape
-    key, value = cache.view(blocks, heads, 2 * tokens, content // 2).chunk(2, dim=2)
-    key = key.reshape(blocks, heads, content // 2, tokens).permute(0, 3, 1, 2)
-    return key, value.permute(0, 2, 1, 3)
+def _reading(cache: Any, spec: Any) -> views.Reading:
+    """How the kernels of this machine read a page of attention: with AMX, in tiles."""
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+    kernels = _get_attn_isa(cache.dtype, cache.shape[2], spec.head_size)
+    return views.amx if kernels == "amx" else views.columns
 
 
 def _of_tokens(cache: Any, spec: Any, ids: Sequence[int], tokens: int) -> Any:

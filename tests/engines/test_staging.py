@@ -1,9 +1,11 @@
-"""Real engines that hand pages over by way of host memory: the same text, and all given back."""
+"""Llamas that hand pages over by way of host memory: the same text, and all given back.
+
+``tests/long/engines`` has the other families.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -12,7 +14,6 @@ from examples.tiny_llama import prompt
 from tests.engines import contents, killing, probes
 from tests.engines.engines import PREFILL, Engine
 from tests.engines.fixtures import StartEngine
-from tests.engines.fleet import fleet
 from tests.engines.ranks import at_rest, come_to
 from tests.engines.steps import (
     SAMPLES,
@@ -23,16 +24,6 @@ from tests.engines.steps import (
     pulled_by,
     texts,
 )
-from tests.engines.test_families import (
-    ALL,
-    LENGTHS,
-    NEARLY_FULL,
-    UNLIKE,
-    Family,
-    World,
-    hand_over_all,
-    one_by_one,
-)
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -42,61 +33,6 @@ PAGE_BYTES = 32 * 4 * 2 * 2 * 32 * 4
 
 TO_DEVICE = 'copy_seconds_count{direction="to_device",driver="loopback"}'
 
-
-@pytest.fixture(scope="module", params=ALL, ids=lambda family: str(family.name))
-def world(
-    request: pytest.FixtureRequest,
-    checkpoints: dict[str, Path],
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Iterator[tuple[World, Engine]]:
-    """Engines of a family that stage, and one that does not."""
-    family: Family = request.param
-    folder = tmp_path_factory.mktemp(family.name)
-    with fleet(checkpoints[family.name], folder, **family.options) as engines:
-        ordinary = engines.launch("ordinary")
-        prefill = engines.launch("prefill", "kv_producer", extra=STAGED)
-        decode = engines.launch("decode", "kv_consumer", extra=STAGED)
-        wide = engines.launch("wide", "kv_both", extra=STAGED, block_size=64)
-        direct = engines.launch("direct", "kv_both")
-        engines.wait_started()
-        yield (
-            World(family=family, ordinary=ordinary, prefill=prefill, decode=decode, wide=wide),
-            direct,
-        )
-
-
-def test_families(world: tuple[World, Engine]) -> None:
-    """Between two that stage, and where only one of the two does."""
-    staged, direct = world
-    hand_over_all(staged, staged.prefill, staged.decode, LENGTHS, seed=40)
-    hand_over_all(staged, staged.prefill, direct, LENGTHS[::2], seed=41)
-    hand_over_all(staged, direct, staged.decode, LENGTHS[1::2], seed=42)
-    for engine in (staged.prefill, staged.decode):
-        eventually(lambda engine=engine: engine.run(probes.host_pages) == (0, 0))  # type: ignore[misc]
-
-
-def test_families_with_other_blocks(world: tuple[World, Engine]) -> None:
-    staged, direct = world
-    hand_over_all(staged, staged.prefill, staged.wide, UNLIKE, seed=43)
-    hand_over_all(staged, staged.wide, staged.decode, UNLIKE, seed=44)
-    hand_over_all(staged, staged.wide, direct, UNLIKE[::2], seed=45)
-    eventually(lambda: staged.wide.run(probes.host_pages) == (0, 0))
-
-
-def test_poisoned_caches(world: tuple[World, Engine]) -> None:
-    """Nothing that was in a block before its load can be seen."""
-    staged, _ = world
-    unsteady, block = not staged.family.steady, staged.family.blocks[0]
-    for length in NEARLY_FULL:
-        staged.decode.run(contents.fill, float("nan"))
-        count = min(-(length + unsteady) % block + 1, 16)
-        tokens = prompt(length, seed=46)
-        got, expected = one_by_one(staged, staged.prefill, staged.decode, tokens, count)
-        staged.decode.run(contents.fill, 0.0)
-        assert got == expected, f"{length} tokens"
-
-
-# The others are with the Llama only.
 
 TP2 = {"tensor_parallel_size": 2}
 BUSY = {"enable_prefix_caching": True, "max_num_batched_tokens": 96}
