@@ -12,6 +12,7 @@ from examples.tiny_llama import prompt
 from tests.engines import probes
 from tests.engines.engines import PREFILL, Engine
 from tests.engines.messages import Completion
+from tests.engines.ranks import holds
 from tests.engines.steps import PULLED, eventually, idle_blocks
 
 TWO_WAY: dict[str, Any] = {"bidirectional_kv_xfer": True, "kv_recompute_threshold": 0}
@@ -173,3 +174,27 @@ def edited_histories(engine: Engine) -> float:
     """Return how many turns loaded nothing of the last one; it may be counted a step later."""
     exposed: dict[str, float] = engine.run(probes.exposed)
     return exposed.get(EDITED, 0)
+
+
+def forget(*engines: Engine) -> None:
+    """Wait until only conversations hold blocks, and have them forgotten."""
+    eventually(lambda: all(engine.run(_only_conversations) for engine in engines))
+    for engine in engines:
+        engine.run(probes.reset_prefix_cache)
+
+
+def held(engine: Any) -> int:
+    """How many holds the rank has."""
+    return holds(engine)[0]
+
+
+def kept(engine: Any) -> int:
+    """How many conversations the scheduler half holds."""
+    half = engine.engine_core.engine_core.scheduler.connector._scheduler_half()
+    return len(half._producer._holds._conversations)
+
+
+def _only_conversations(engine: Any) -> bool:
+    statuses = probes.statuses(engine)
+    ended = all(status.startswith("FINISHED") for status in statuses)
+    return ended and len(statuses) == held(engine) == kept(engine)

@@ -12,6 +12,7 @@ import pytest
 
 from tests.engines import engines, families
 from tests.engines.engines import ROOT, Engine
+from tests.engines.ranks import at_rest
 from tests.integrations.vllm.next_version.sdist import SdistError, fetch
 
 CONNECTOR = {
@@ -23,6 +24,9 @@ PATIENT = {"handshake_timeout": 50.0}
 """Options of the test engines: many share a few cores, and a handshake may take long there."""
 
 StartEngine = Callable[..., Engine]
+
+AT_START: dict[str, dict[str, Any]] = {}
+"""What shared engines, by their names, must come back to after each test (`ranks.at_rest`)."""
 
 
 @pytest.fixture(scope="session")
@@ -101,7 +105,13 @@ def start_shared_engine(
 ) -> Iterator[StartEngine]:
     """As ``start_engine``, for engines that all modules share."""
     with _engines(checkpoint, tmp_path_factory.mktemp("shared_engines")) as start:
-        yield start
+
+        def start_shared(*arguments: Any, **options: Any) -> Engine:
+            engine = start(*arguments, **options)
+            [AT_START[engine.name]] = at_rest(engine)
+            return engine
+
+        yield start_shared
 
 
 @pytest.fixture(scope="session")

@@ -33,7 +33,7 @@ pytestmark = pytest.mark.timeout(300)
 LONGEST = 4096
 LONG: dict[str, Any] = {"max_model_len": LONGEST}
 LENGTHS = (1, 2, 31, 64, 65, 130, 255, 256, 257, 600, 1025, 2047, 3840)
-CHUNKS = (64, 256, 512)
+CHUNKS = (64, 512)
 """The sequential way is what a prompt of one chunk takes."""
 TOKENS = "vllm:kvferry_tokens"
 PATIENT = {"kv_lease_duration": 600.0}
@@ -109,9 +109,10 @@ def test_prompts_of_all_lengths(ordinary: Engine, chunked: Engine, decode: Engin
     rest = at_rest(chunked, decode)
     before, begun = decode.run(probes.metrics)[TOKENS], early_loads(decode)
     prompts = new_prompts(prefill_chunk(chunked))
-    wanted = texts(ordinary, *prompts)
-    assert [hand_over_early(chunked, decode, each)[0] for each in prompts] == wanted
-    assert hand_over_early(chunked, decode, *prompts) == wanted
+    wanted = texts(ordinary, *prompts, max_tokens=8)
+    one_by_one = [hand_over_early(chunked, decode, each, max_tokens=8)[0] for each in prompts]
+    assert one_by_one == wanted
+    assert hand_over_early(chunked, decode, *prompts, max_tokens=8) == wanted
     assert decode.run(probes.metrics)[TOKENS] - before == 2 * sum(LENGTHS)
     assert early_loads(decode) > begun
     come_to(rest, chunked, decode)
@@ -271,33 +272,6 @@ def test_tensor_parallel(
     assert hand_over_early(there, here, *prompts) == texts(ordinary, *prompts)
     come_to(rest, there, here)
     engine.close()
-
-
-@pytest.mark.parametrize(("family", "chunk"), [("gemma3", 64), ("granite4", 192)])
-def test_windows_and_states_at_the_end(
-    checkpoints: dict[str, Path],
-    tmp_path_factory: pytest.TempPathFactory,
-    family: str,
-    chunk: int,
-) -> None:
-    with fleet(checkpoints[family], tmp_path_factory.mktemp(family)) as engines:
-        plain = engines.launch("ordinary")
-        there = engines.launch("prefill", "kv_producer", max_num_batched_tokens=chunk)
-        here = engines.launch("decode", "kv_consumer")
-        engines.wait_started()
-        rest = at_rest(there, here)
-        for length in (1, 33, 96, 161, 300, 511, 900):
-            given = prompt(length, seed=30)
-            assert hand_over_early(there, here, given) == texts(plain, given)
-        legs = Legs(there, here, prompt(600, seed=31))
-        with there.paused():
-            legs.begin_prefill()
-            legs.begin_decode()
-            there.step(2)
-            legs.wait_begun()
-        assert legs.texts() == texts(plain, prompt(600, seed=31))
-        assert early_loads(here) > 0
-        come_to(rest, there, here)
 
 
 @pytest.mark.parametrize("method", ["eagle", "mtp"])

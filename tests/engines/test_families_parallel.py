@@ -20,9 +20,9 @@ from tests.engines import contents
 from tests.engines.contents import Contents
 from tests.engines.engines import Engine
 from tests.engines.fleet import fleet
+from tests.engines.pairs import PLAIN_MLA
 from tests.engines.ranks import at_rest, come_to
 from tests.engines.steps import hand_over, pulled, texts
-from tests.engines.test_families import PLAIN_MLA
 
 pytestmark = pytest.mark.timeout(300)
 

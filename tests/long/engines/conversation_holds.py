@@ -8,9 +8,12 @@ from typing import Any
 
 from kvferry.core.lifecycle.digest import chain
 from tests.engines import probes
+from tests.engines.conversations import forget, held, kept
 from tests.engines.engines import Engine
-from tests.engines.ranks import at_rest, come_to, holds
+from tests.engines.ranks import at_rest, come_to
 from tests.engines.steps import eventually
+
+__all__ = ["counted", "forged", "held", "kept", "nothing_lost", "outcomes"]
 
 
 @contextmanager
@@ -21,21 +24,8 @@ def nothing_lost(*engines: Engine) -> Iterator[None]:
     """
     rest = at_rest(*engines)
     yield
-    eventually(lambda: all(engine.run(_only_conversations) for engine in engines))
-    for engine in engines:
-        engine.run(probes.reset_prefix_cache)
+    forget(*engines)
     come_to(rest, *engines)
-
-
-def held(engine: Any) -> int:
-    """How many holds the rank has."""
-    return holds(engine)[0]
-
-
-def kept(engine: Any) -> int:
-    """How many conversations the scheduler half holds."""
-    half = engine.engine_core.engine_core.scheduler.connector._scheduler_half()
-    return len(half._producer._holds._conversations)
 
 
 def outcomes(engine: Engine) -> dict[str, float]:
@@ -56,9 +46,3 @@ def forged(ticket: dict[str, Any], words: list[int]) -> dict[str, Any]:
     blocks = ticket["kvferry"]["blocks"]
     digests = chain(words, blocks["tokens"], bytes.fromhex(blocks["salt"]), (None, None), {})
     return ticket | {"kvferry": ticket["kvferry"] | {"blocks": blocks | {"digests": digests.hex()}}}
-
-
-def _only_conversations(engine: Any) -> bool:
-    statuses = probes.statuses(engine)
-    ended = all(status.startswith("FINISHED") for status in statuses)
-    return ended and len(statuses) == held(engine) == kept(engine)

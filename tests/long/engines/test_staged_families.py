@@ -12,27 +12,30 @@ from examples.tiny_llama import prompt
 from tests.engines import contents, probes
 from tests.engines.engines import Engine
 from tests.engines.fleet import fleet
+from tests.engines.pairs import ALL, Family, hand_over_all, one_by_one
 from tests.engines.steps import eventually
-from tests.engines.test_families import (
-    ALL,
-    LENGTHS,
-    NEARLY_FULL,
-    UNLIKE,
-    Family,
-    World,
-    hand_over_all,
-    one_by_one,
-)
+from tests.engines.test_families import LENGTHS, NEARLY_FULL, UNLIKE
 from tests.engines.test_staging import STAGED
 
 pytestmark = pytest.mark.timeout(300)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StagedWorld(World):
-    """Also an engine that decodes with blocks of the same size, and one that does not stage."""
+class StagedWorld:
+    """Engines of a family.
 
+    Attributes:
+        family: whose.
+        prefill: prefills for others, and stages.
+        decode: decodes with blocks of the same size, and stages.
+        wide: does both, with larger blocks, and stages.
+        direct: does both, and does not stage.
+    """
+
+    family: Family
+    prefill: Engine
     decode: Engine
+    wide: Engine
     direct: Engine
 
 
@@ -45,14 +48,12 @@ def world(
     family: Family = request.param
     folder = tmp_path_factory.mktemp(family.name)
     with fleet(checkpoints[family.name], folder, **family.options) as engines:
-        direct = engines.launch("direct", "kv_both")
         started = StagedWorld(
             family=family,
-            ordinary=direct,
-            one=engines.launch("prefill", "kv_producer", extra=STAGED),
+            prefill=engines.launch("prefill", "kv_producer", extra=STAGED),
             decode=engines.launch("decode", "kv_consumer", extra=STAGED),
             wide=engines.launch("wide", "kv_both", extra=STAGED, block_size=64),
-            direct=direct,
+            direct=engines.launch("direct", "kv_both"),
         )
         engines.wait_started()
         yield started
@@ -60,17 +61,17 @@ def world(
 
 def test_families(world: StagedWorld) -> None:
     """Between two that stage, and where only one of the two does."""
-    hand_over_all(world, world.one, world.decode, LENGTHS, seed=40)
-    hand_over_all(world, world.one, world.direct, LENGTHS[::2], seed=41)
-    hand_over_all(world, world.direct, world.decode, LENGTHS[1::2], seed=42)
-    for engine in (world.one, world.decode):
+    hand_over_all(world.family, world.prefill, world.decode, LENGTHS, seed=40)
+    hand_over_all(world.family, world.prefill, world.direct, LENGTHS[::2], seed=41)
+    hand_over_all(world.family, world.direct, world.decode, LENGTHS[1::2], seed=42)
+    for engine in (world.prefill, world.decode):
         eventually(lambda engine=engine: engine.run(probes.host_pages) == (0, 0))  # type: ignore[misc]
 
 
 def test_families_with_other_blocks(world: StagedWorld) -> None:
-    hand_over_all(world, world.one, world.wide, UNLIKE, seed=43)
-    hand_over_all(world, world.wide, world.decode, UNLIKE, seed=44)
-    hand_over_all(world, world.wide, world.direct, UNLIKE[::2], seed=45)
+    hand_over_all(world.family, world.prefill, world.wide, UNLIKE, seed=43)
+    hand_over_all(world.family, world.wide, world.decode, UNLIKE, seed=44)
+    hand_over_all(world.family, world.wide, world.direct, UNLIKE[::2], seed=45)
     eventually(lambda: world.wide.run(probes.host_pages) == (0, 0))
 
 
@@ -81,6 +82,6 @@ def test_poisoned_caches(world: StagedWorld) -> None:
         world.decode.run(contents.fill, float("nan"))
         count = min(-(length + unsteady) % block + 1, 16)
         tokens = prompt(length, seed=46)
-        got, expected = one_by_one(world, world.one, world.decode, tokens, count)
+        got, expected = one_by_one(world.family, world.prefill, world.decode, tokens, count)
         world.decode.run(contents.fill, 0.0)
         assert got == expected, f"{length} tokens"

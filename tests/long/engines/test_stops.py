@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from tests.engines.test_conversations_families import World, check_stops, world
+from tests.engines.pairs import Pair, pair
+from tests.engines.test_conversations_families import check_stops, chunked
 
-__all__ = ["world"]
+__all__ = ["pair"]
 
 pytestmark = pytest.mark.timeout(300)
 
 
+@chunked
 @pytest.mark.parametrize("seed", range(12))
-def test_stops_anywhere(world: World, seed: int) -> None:
-    check_stops(world, range(60 + 4 * seed, 340, 47))
+def test_stops_anywhere(pair: Pair, seed: int) -> None:
+    check_stops(pair, range(60 + 4 * seed, 340, 47))
