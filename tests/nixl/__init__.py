@@ -1,1 +1,1 @@
-"""Tests: nixl."""
+"""What needs NIXL: the driver, and the commands beside it."""

@@ -1,1 +1,1 @@
-"""Tests: ray."""
+"""What needs Ray Serve LLM, in an environment of its own (``make ray``)."""

@@ -1,1 +1,1 @@
-"""Tests: ucx."""
+"""What needs UCX: the driver, and the commands beside it."""

@@ -1,0 +1,1 @@
+"""That the scripts in ``benchmarks`` run."""

@@ -1,1 +1,1 @@
-"""Tests: deployments."""
+"""``make serve``, and the deployments in ``examples/serving``."""

@@ -1,1 +1,1 @@
-"""Tests: drivers."""
+"""The conformance suite on correct drivers, and on drivers with planted faults."""

@@ -1,1 +1,1 @@
-"""Tests: engines."""
+"""More of real engines: other shapes, faults, and what takes long to happen."""

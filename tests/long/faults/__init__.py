@@ -1,1 +1,1 @@
-"""Tests: faults."""
+"""Faults over many requests."""

@@ -1,1 +1,1 @@
-"""Tests: networks."""
+"""The driver ucx between two networks, and over a link that is cut."""

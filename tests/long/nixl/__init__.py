@@ -1,1 +1,1 @@
-"""Modes of the driver nixl that need a setting."""
+"""The driver nixl without its progress thread."""

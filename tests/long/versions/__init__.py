@@ -1,0 +1,1 @@
+"""Engines of every two supported versions of vLLM."""

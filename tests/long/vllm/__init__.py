@@ -1,1 +1,1 @@
-"""Tests: vllm."""
+"""What needs vLLM and no engine, and takes minutes."""
