@@ -104,7 +104,7 @@ LONG := drivers lifecycle benchmarks deployments networks routers versions fault
 test: $(STAMP) $(DOCS_STAMP) $(DYNAMO_WHEEL) prometheus ## Everything that has to pass before a change goes in
 	@$(BIN)/python tests/parts.py $(TEST)
 
-test-all: $(STAMP) $(DOCS_STAMP) $(DYNAMO_WHEEL) prometheus $(OTHER_STAMPS) ## The same, and the tests that take minutes each
+test-all: $(STAMP) $(DOCS_STAMP) $(DYNAMO_WHEEL) prometheus $(OTHER_STAMPS) ## The same, and what takes minutes each: CONTRIBUTING.md lists its parts
 	@$(BIN)/python tests/parts.py $(TEST) $(LONG:%=long-%) mooncake dynamo ray
 
 lint: $(STAMP) ## Code style, formatting, the direction of imports, links, undocumented names
