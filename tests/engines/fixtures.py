@@ -106,9 +106,10 @@ def start_shared_engine(
     """As ``start_engine``, for engines that all modules share."""
     with _engines(checkpoint, tmp_path_factory.mktemp("shared_engines")) as start:
 
-        def start_shared(*arguments: Any, **options: Any) -> Engine:
-            engine = start(*arguments, **options)
-            [AT_START[engine.name]] = at_rest(engine)
+        def start_shared(name: str, role: str | None = None, **options: Any) -> Engine:
+            engine = start(name, role, **options)
+            if role is not None:
+                [AT_START[engine.name]] = at_rest(engine)
             return engine
 
         yield start_shared
