@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -25,12 +26,12 @@ def nothing_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
     Holds that nobody came for are given up first: a pair's of conversations only, of which a
     test may lead none to an end; of other engines also those whose tickets a test forged.
     """
-    engines: list[Engine] = []
+    engines: list[Any] = []
     for name in sorted({*SHARED} & {*request.fixturenames}):
         found = request.getfixturevalue(name)
         engines += found.engines if isinstance(found, Pair) else [found]
+    shared = [one for one in engines if isinstance(one, Engine) and one.name in AT_START]
     yield
-    shared = [engine for engine in engines if engine.name in AT_START]
     if "pair" in request.fixturenames:
         forget(*shared)
     else:

@@ -139,10 +139,10 @@ def check_turns(
         left: How many tokens of each prompt prefill leaves to decode.
     """
     local, options = 0, conversation.options
-    for spoken in (40, 30, 70):
+    for spoken in (60, 50, 70):
         known = len(conversation.tokens)
-        turn = conversation.say(words(spoken), max_tokens=50)
-        assert same_answer(ordinary, turn, max_tokens=50, **options)
+        turn = conversation.say(words(spoken), max_tokens=20)
+        assert same_answer(ordinary, turn, max_tokens=20, **options)
         assert turn.computed == spoken + bool(known) - left
         assert turn.pulled == (known - 1 - local if known else 0)
         local = len(turn.prompt) // block * block if block else 0

@@ -93,7 +93,7 @@ def test_turns(reference: Engine, world: World, prefill: str, decode: str) -> No
     """
     free = idle(getattr(world, prefill), getattr(world, decode))
     conversation, local = between(world, prefill, decode), 0
-    for spoken, answered in ((40, 70), (5, 1), (60, 33), (1, 30), (95, 20)):
+    for spoken, answered in ((90, 20), (5, 1), (60, 33), (1, 30), (95, 4)):
         known = len(conversation.tokens)
         turn = conversation.say(words(spoken), max_tokens=answered)
         assert same_answer(reference, turn, max_tokens=answered)
@@ -139,12 +139,12 @@ def test_edited_history(reference: Engine, world: World, prefill: str, decode: s
     """
     for cut in (0, 25):
         conversation = between(world, prefill, decode)
-        conversation.say(words(40), max_tokens=130)
+        conversation.say(words(120), max_tokens=50)
         changed = 140
         last = conversation.tokens[changed]
         conversation.tokens[changed : changed + 1 + cut] = [(last + 1) % 512]
         common = changed // BLOCK[decode] * BLOCK[decode]
-        local = 40 // BLOCK[prefill] * BLOCK[prefill] if prefill in CACHES else 0
+        local = 120 // BLOCK[prefill] * BLOCK[prefill] if prefill in CACHES else 0
         turn = conversation.say(words(20), max_tokens=12)
         assert same_answer(reference, turn, max_tokens=12)
         assert (turn.pulled, turn.computed) == (common - local, len(turn.prompt) - common)
@@ -198,7 +198,7 @@ def test_poisoned_caches(reference: Engine, world: World, covered: int) -> None:
     """
     conversation = between(world, "plain", "ahead")
     free = idle(world.plain, world.ahead)
-    conversation.say(words(20), max_tokens=covered - 19)
+    conversation.say(words(covered - 9), max_tokens=10)
     assert conversation.covered == covered
     room = -covered % 32
     world.plain.run(contents.fill, float("nan"))
