@@ -7,20 +7,13 @@ from __future__ import annotations
 
 import signal
 from contextlib import AbstractContextManager
-from dataclasses import replace
 
 import pytest
 
 from kvferry.core.lifecycle.holds import RequestId
 from kvferry.core.lifecycle.ticket import Ticket
 from kvferry.core.transport.registry import create
-from tests.core.endpoint.engines import (
-    Clock,
-    Engine,
-    engine,
-    eventually,
-    until,
-)
+from tests.core.endpoint.engines import Engine, engine, eventually, until
 from tests.faults.cable import DIRECTIONS, Direction, staged_transport
 from tests.faults.cells import DRIVERS, OVER, STAGES, Cell
 from tests.faults.engine_pair import LOCAL, engine_pair
@@ -49,13 +42,12 @@ CUT_DIRECTIONS = {
 """The directions of a side channel that are cut so that a load stops at a stage."""
 
 
-def local_producer(driver: str, clock: Clock | None = None) -> AbstractContextManager[Engine]:
-    """Return a producer in this process, over a driver; its leases end when a test says so."""
-    options = replace(OPTIONS, lease=LONG_LEASE)
-    return engine("prefill", SHAPE, options=options, transport=lambda: create(driver), clock=clock)
+def local_producer(driver: str) -> AbstractContextManager[Engine]:
+    """Return a producer in this process, over a driver."""
+    return engine("prefill", SHAPE, options=OPTIONS, transport=lambda: create(driver))
 
 
-def load_until_stage(decode: EngineProcess, prefill: Engine, lease: float = LONG_LEASE) -> Ticket:
+def load_until_stage(decode: EngineProcess, prefill: Engine, lease: float = LEASE) -> Ticket:
     """Let a consumer load a request until it stops at its stage, and return the ticket."""
     assert decode.answer() == "ready"
     ticket = serve_request(prefill, "p-1", lease)
@@ -73,7 +65,7 @@ def overwrite_pages(prefill: Engine) -> None:
 def expect_next_load(prefill: Engine, request: str, driver: str = "loopback") -> None:
     """Check that another consumer is served, no page is held, and nothing was reported twice."""
     with engine("other", SHAPE, options=OPTIONS, transport=lambda: create(driver)) as other:
-        other.pull("o-1", serve_request(prefill, request, LONG_LEASE), LOCAL)
+        other.pull("o-1", serve_request(prefill, request), LOCAL)
         assert not other.outcome("o-1").failed
         assert has_expected_tokens(other, LOCAL)
     (rank,) = prefill.ranks
@@ -85,16 +77,14 @@ def expect_next_load(prefill: Engine, request: str, driver: str = "loopback") ->
 
 @pytest.mark.parametrize(("driver", "stage"), DRIVERS_AND_STAGES)
 def test_pages_of_killed_consumer_are_released(driver: str, stage: str) -> None:
-    cell, clock = Cell(side="consumer", fault="killed", stage=stage, driver=driver), Clock()
+    cell = Cell(side="consumer", fault="killed", stage=stage, driver=driver)
     with (
-        local_producer(driver, clock) as prefill,
+        local_producer(driver) as prefill,
         engine_process(run_consumer, stage, driver) as decode,
     ):
-        load_until_stage(decode, prefill)
+        load_until_stage(decode, prefill, LONG_LEASE if stage == "finishing" else LEASE)
         cell.start_clock()
         decode.kill()
-        if stage != "finishing":
-            clock.skip(LONG_LEASE)
         prefill.released("p-1")
         cell.write("released" if stage == "finishing" else "released by the lease")
         expect_next_load(prefill, "p-2", driver)
@@ -108,7 +98,7 @@ def test_restarted_consumer_loads_or_is_refused(driver: str, stage: str) -> None
         local_producer(driver) as prefill,
         engine_process(run_consumer, stage, driver) as first,
     ):
-        ticket = load_until_stage(first, prefill)
+        ticket = load_until_stage(first, prefill, LONG_LEASE)
         cell.start_clock()
         first.kill()
         with engine_process(run_consumer, "never", driver) as second:
@@ -124,15 +114,14 @@ def test_restarted_consumer_loads_or_is_refused(driver: str, stage: str) -> None
 
 @pytest.mark.parametrize(("driver", "stage"), DRIVERS_AND_STAGES)
 def test_consumer_stopped_beyond_its_lease_accepts_no_stale_pages(driver: str, stage: str) -> None:
-    cell, clock = Cell(side="consumer", fault="stopped", stage=stage, driver=driver), Clock()
+    cell = Cell(side="consumer", fault="stopped", stage=stage, driver=driver)
     with (
-        local_producer(driver, clock) as prefill,
+        local_producer(driver) as prefill,
         engine_process(run_consumer, stage, driver) as decode,
     ):
         load_until_stage(decode, prefill)
         cell.start_clock()
         decode.signal(signal.SIGSTOP)
-        clock.skip(LONG_LEASE)
         prefill.released("p-1")
         overwrite_pages(prefill)
         decode.signal(signal.SIGCONT)
@@ -152,7 +141,7 @@ def test_slow_consumer_renews_or_accepts_no_stale_pages(stage: str) -> None:
         engine("prefill", SHAPE, options=OPTIONS) as prefill,
         engine_process(run_consumer, stage) as decode,
     ):
-        load_until_stage(decode, prefill, LEASE)
+        load_until_stage(decode, prefill)
         cell.start_clock()
         endpoint = prefill.ranks[0].endpoint
         if stage == "waiting":

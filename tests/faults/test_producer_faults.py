@@ -15,7 +15,7 @@ from tests.core.endpoint.engines import eventually
 from tests.faults.cable import pester
 from tests.faults.cells import DRIVER_FAULTS, DRIVERS, OVER, STAGES, Cell
 from tests.faults.engine_pair import EnginePair, engine_pair
-from tests.faults.engine_processes import LONG_LEASE, LONG_TIMEOUTS, OPTIONS
+from tests.faults.engine_processes import LONG_TIMEOUTS, OPTIONS
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -104,16 +104,14 @@ def test_load_is_correct_or_fails(driver: str, fault: str, stage: str) -> None:
         cell.start_clock()
         INJECT[fault](pair)
 
-    is_known = fault != "stopped" or driver == "loopback"
-    loads = is_known and stage not in FAILING_STAGES[fault]
-    options = LONG_TIMEOUTS if loads else OPTIONS
+    options = LONG_TIMEOUTS if fault == "slow" else OPTIONS
     with engine_pair(options, driver=driver, proxied=fault not in NOT_PROXIED) as pair:
-        if loads:
-            pair.producer.lease = LONG_LEASE
+        if fault == "slow":
+            pair.producer.lease = LONG_TIMEOUTS.load_timeout
         pair.begin_load_until(stage, inject)
         outcome = pair.outcome_or_quarantine("d-1")
-        if is_known:
-            assert (outcome == "loaded") is loads, outcome
+        if fault != "stopped" or driver == "loopback":
+            assert (outcome != "loaded") is (stage in FAILING_STAGES[fault]), outcome
             assert "quarantine" not in outcome
         cell.write(outcome)
         end_fault(pair, fault)

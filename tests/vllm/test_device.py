@@ -3,30 +3,19 @@
 from __future__ import annotations
 
 import threading
-from types import SimpleNamespace
+import time
 
 import pytest
 
 from kvferry.core.transport import enter_nothing
 from kvferry.integrations.vllm.config import ConfigError
-from tests.core.endpoint.engines import Clock
-from tests.gpu import torch_module
 from tests.gpu.torch_module import StandInDevices
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    """The clock of the devices: only the test moves it, and threads that wait for a device."""
-    made = Clock()
-    made.stop()
-    monkeypatch.setattr(torch_module, "time", SimpleNamespace(monotonic=made, sleep=made.skip))
-    return made
-
-
-@pytest.fixture
-def devices(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> StandInDevices:
+def devices(monkeypatch: pytest.MonkeyPatch) -> StandInDevices:
     import torch
     from vllm.platforms import current_platform
 
@@ -87,9 +76,7 @@ def test_a_device_without_streams_is_refused(
         check_has_streams(torch.device("xla"))
 
 
-def test_a_mark_is_passed_when_the_work_before_it_is_done(
-    devices: StandInDevices, clock: Clock
-) -> None:
+def test_a_mark_is_passed_when_the_work_before_it_is_done(devices: StandInDevices) -> None:
     import torch
 
     from kvferry.integrations.vllm.device import work_marker
@@ -101,24 +88,22 @@ def test_a_mark_is_passed_when_the_work_before_it_is_done(
     devices.enqueue(60.0)
     assert passed is not None
     assert not passed()
-    clock.skip(0.11)
+    time.sleep(0.11)
     assert passed()
 
 
-def test_a_stream_of_its_own_waits_for_its_own_work_only(
-    devices: StandInDevices, clock: Clock
-) -> None:
+def test_a_stream_of_its_own_waits_for_its_own_work_only(devices: StandInDevices) -> None:
     import torch
 
     from kvferry.integrations.vllm.device import HighPriorityStream
 
     devices.set_device(1)
     devices.enqueue(60.0)  # a step of the model, on the default stream
-    stream, before = HighPriorityStream(torch.device("cuda", 1)), clock()
+    stream, before = HighPriorityStream(torch.device("cuda", 1)), time.monotonic()
     for _ in range(2):
         with stream.awaited():
             devices.enqueue(0.05)
-    assert clock() - before == pytest.approx(0.1)
+    assert 0.1 <= time.monotonic() - before < 30.0
     [made] = devices.streams
     assert (made.device, made.priority) == (1, -1)
     assert devices.strays == []
@@ -134,13 +119,13 @@ def test_a_stream_on_cpus_is_none() -> None:
         pass
 
 
-def test_a_stream_is_waited_for_after_an_error(devices: StandInDevices, clock: Clock) -> None:
+def test_a_stream_is_waited_for_after_an_error(devices: StandInDevices) -> None:
     import torch
 
     from kvferry.integrations.vllm.device import HighPriorityStream
 
     devices.set_device(1)
-    stream, before = HighPriorityStream(torch.device("cuda", 1)), clock()
+    stream, before = HighPriorityStream(torch.device("cuda", 1)), time.monotonic()
 
     def enqueue_and_fail() -> None:
         with stream.awaited():
@@ -149,4 +134,4 @@ def test_a_stream_is_waited_for_after_an_error(devices: StandInDevices, clock: C
 
     with pytest.raises(RuntimeError, match="no memory"):
         enqueue_and_fail()
-    assert clock() - before == pytest.approx(0.1)
+    assert time.monotonic() - before >= 0.1

@@ -49,9 +49,6 @@ from tests.core.ticket_proofs import proved
 
 LAYERS, HEADS, DIM, PAGES = 2, 4, 8, 16
 POISON = np.float32("nan")
-WAIT_SECONDS, LONGEST_TICK = 60.0, 1.0
-PATIENT = EndpointOptions(handshake_timeout=45.0)
-"""The options of engines that are given none: a machine may stand still during a handshake."""
 N = TypeVar("N", bound=Note)
 
 
@@ -277,35 +274,20 @@ class Engine:
 
 
 class Clock:
-    """The real clock, which tests can move forward, or stop: then only ``skip`` moves it.
-
-    Between two readings, it moves at most ``LONGEST_TICK``, so that no deadline is missed by a
-    machine that stands still for a while.
-    """
+    """The real clock, which tests can move forward."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._read = self._now = time.monotonic()
-        self._is_stopped = False
+        self._ahead = 0.0
 
     def __call__(self) -> float:
-        with self._lock:
-            before, self._read = self._read, time.monotonic()
-            if not self._is_stopped:
-                self._now += min(self._read - before, LONGEST_TICK)
-            return self._now
+        return time.monotonic() + self._ahead
 
     def skip(self, seconds: float) -> None:
         """Move the clock forward."""
-        with self._lock:
-            self._now += seconds
-
-    def stop(self) -> None:
-        """Let the clock stand still."""
-        self._is_stopped = True
+        self._ahead += seconds
 
 
-def eventually(holds: Callable[[], bool], what: str, seconds: float = WAIT_SECONDS) -> None:
+def eventually(holds: Callable[[], bool], what: str, seconds: float = 20.0) -> None:
     """Wait until ``holds()`` is true; fail with ``what`` after ``seconds``."""
     deadline = time.monotonic() + seconds
     while not holds():
@@ -347,9 +329,9 @@ class RecordingTransport(LoopbackTransport):
         return len(self.connected - self.disconnected)
 
 
-def until(endpoint: Endpoint, holds: Callable[[Results], bool]) -> Results:
-    """Return the first results for which ``holds`` is true; fail after ``WAIT_SECONDS``."""
-    deadline = time.monotonic() + WAIT_SECONDS
+def until(endpoint: Endpoint, holds: Callable[[Results], bool], seconds: float = 20.0) -> Results:
+    """Return the first results for which ``holds`` is true; fail after ``seconds``."""
+    deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         endpoint.wait(0.05)
         results = endpoint.results()
@@ -412,7 +394,7 @@ def engine(
     agreement: dict[str, str] | None = None,
     host: str = "127.0.0.1",
     port: int = 0,
-    clock: Callable[[], float] | None = None,
+    clock: Callable[[], float] = time.monotonic,
     ticket_key: TicketKey | None = None,
     enter: EnterThread = enter_nothing,
     zero: Callable[[Spans], None] = zero_cpu,
@@ -424,7 +406,7 @@ def engine(
     With ``relays``, its ranks do not ask producers themselves (``HandshakeRelay``). With
     ``copies``, it is staged: its caches are host pages, for each of which that is called.
     """
-    shape, options, clock = shape or Shape(), options or PATIENT, clock or Clock()
+    shape = shape or Shape()
     incarnation = random_incarnation()
     with contextlib.ExitStack() as stack:
         ranks = []
@@ -444,7 +426,7 @@ def engine(
                 transport=transport(),
                 layout=layout_of(shape, cache, index),
                 slots=shape.pages,
-                options=options,
+                options=options or EndpointOptions(),
                 clock=clock,
                 enter=enter,
                 zero=zero,
@@ -475,7 +457,7 @@ def engine(
             rank.endpoint.join(payloads)
             if ticket_key is not None:
                 rank.endpoint.prove(ticket_key.public)
-        steps = Steps(ranks, options, clock) if relays else None
+        steps = Steps(ranks, options or EndpointOptions(), clock) if relays else None
         if steps is not None:
             stack.callback(steps.close)
         yield Engine(

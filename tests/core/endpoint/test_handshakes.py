@@ -40,7 +40,7 @@ class HandshakeHarness:
     def run(self, count: int = 1) -> None:
         """Wait for ``count`` handshakes to end, and run the callbacks that they posted."""
         with self._changed:
-            assert self._changed.wait_for(lambda: len(self._posted) >= count, 60)
+            assert self._changed.wait_for(lambda: len(self._posted) >= count, 20)
             posted, self._posted = self._posted, []
         for call in posted:
             call()
@@ -61,7 +61,7 @@ class HandshakeHarness:
 
     def wait_for_calls(self, count: int) -> bool:
         with self._changed:
-            return self._changed.wait_for(lambda: len(self.calls) >= count, 60)
+            return self._changed.wait_for(lambda: len(self.calls) >= count, 20)
 
 
 def test_concurrent_requests_share_one_handshake() -> None:
@@ -191,7 +191,7 @@ def test_any_exception_of_a_handshake_is_reported() -> None:
         done.set()
 
     Handshakes(perform, post, lambda: 0.0).ask(PeerKey("a", "host", 1), reported.append)
-    assert done.wait(60)
+    assert done.wait(20)
     posted[0]()
     [error] = reported
     assert isinstance(error, HandshakeError)
@@ -215,7 +215,7 @@ def test_an_error_keeps_no_reference_to_decoded_data() -> None:
 
     reported: list[HandshakeResult | KVFerryError] = []
     Handshakes(perform, posted.put, lambda: 0.0).ask(PeerKey("a", "host", 1), reported.append)
-    posted.get(timeout=60)()
+    posted.get(timeout=20)()
     assert isinstance(reported[0], HandshakeError)
     assert references[0]() is None
 

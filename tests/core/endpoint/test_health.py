@@ -16,9 +16,8 @@ from kvferry.core.side_channel_messages import encode
 from kvferry.core.transport import Notification, PeerId, TransferId
 from kvferry.core.transport.copies import Copies
 from tests.core.endpoint.engines import Clock, RecordingTransport, engine, eventually
-from tests.own_host import OWN_HOST
 
-LONG = 60.0
+LONG = 20.0
 
 
 class NotQuiescingTransport(RecordingTransport):
@@ -36,7 +35,7 @@ def test_a_failed_disconnect_is_a_problem_until_it_succeeds() -> None:
     driver = NotQuiescingTransport()
     options = EndpointOptions(liveness_interval=5.0)
     with (
-        engine("prefill", host=OWN_HOST) as prefill,
+        engine("prefill") as prefill,
         engine("decode", options=options, transport=lambda: driver) as decode,
     ):
         endpoint = decode.ranks[0].endpoint
@@ -49,7 +48,6 @@ def test_a_failed_disconnect_is_a_problem_until_it_succeeds() -> None:
             [encode(rank.endpoint.payload) for rank in prefill.ranks],
             engine="prefill",
             incarnation=prefill.incarnation,
-            host=OWN_HOST,
             port=prefill.server.port,
         ):
             decode.pull("d-2", prefill.serve("p-2", [1], 4), [2])

@@ -10,13 +10,11 @@ from dataclasses import replace
 import pytest
 
 from kvferry.core.endpoint import EndpointOptions
-from kvferry.core.endpoint.liveness import LivenessCheck
 from kvferry.core.errors import HandshakeError, PeerLostError
 from kvferry.core.handshake import HandshakeServer
 from kvferry.core.lifecycle.holds import RequestId
-from kvferry.core.side_channel_messages import Reply, encode
+from kvferry.core.side_channel_messages import encode
 from tests.core.endpoint.engines import Clock, Engine, RecordingTransport, engine, eventually
-from tests.own_host import OWN_HOST
 
 OPTIONS = EndpointOptions(liveness_interval=5.0, liveness_misses=3)
 """A closed side channel is noticed long before the next ping is due."""
@@ -61,30 +59,15 @@ def test_an_idle_connection_to_a_dead_producer_is_released() -> None:
         eventually(lambda: driver.open_connections == 0, "the connection is released")
 
 
-@pytest.fixture
-def pongs(monkeypatch: pytest.MonkeyPatch) -> list[object]:
-    """The answers to pings that consumers have checked, of producers that they watch."""
-    heard: list[object] = []
-    check = LivenessCheck._check
-
-    def checking(self: LivenessCheck, reply: Reply) -> None:
-        check(self, reply)
-        heard.append(reply)
-
-    monkeypatch.setattr(LivenessCheck, "_check", checking)
-    return heard
-
-
-def test_a_live_producer_stays_connected(pongs: list[object]) -> None:
+def test_a_live_producer_stays_connected() -> None:
     driver = RecordingTransport()
-    options = EndpointOptions(liveness_interval=0.02, liveness_misses=1000)
+    options = EndpointOptions(liveness_interval=0.02, liveness_misses=500)
     with (
         engine("prefill") as prefill,
         engine("decode", options=options, transport=lambda: driver) as decode,
     ):
         start_load_waiting_for_device(prefill, decode)
-        eventually(lambda: len(pongs) >= 10, "it answers")
-        assert decode.ranks[0].endpoint.pending == 1
+        assert not decode.ranks[0].endpoint.wait(0.5)
         prefill.step()
         assert not decode.outcome("d-1").failed
         assert driver.open_connections == 1
@@ -105,13 +88,13 @@ def test_the_liveness_thread_ends_with_the_endpoint() -> None:
 def test_a_restarted_engine_at_the_same_address_is_another_producer() -> None:
     driver = RecordingTransport()
     with (
-        engine("prefill", host=OWN_HOST) as prefill,
+        engine("prefill") as prefill,
         engine("decode", options=OPTIONS, transport=lambda: driver) as decode,
     ):
         start_load_waiting_for_device(prefill, decode)
         wait_for_connection(driver)
         prefill.server.close()
-        with engine("prefill", host=OWN_HOST, port=prefill.server.port) as successor:
+        with engine("prefill", port=prefill.server.port) as successor:
             error = decode.outcome("d-1").failed[RequestId("d-1")]
             assert isinstance(error, PeerLostError)
             assert "missed" in str(error) or "restarted" in str(error)
@@ -122,37 +105,34 @@ def test_a_restarted_engine_at_the_same_address_is_another_producer() -> None:
 def test_a_producer_is_lost_if_another_engine_takes_its_address() -> None:
     driver = RecordingTransport()
     with (
-        engine("prefill", host=OWN_HOST) as prefill,
+        engine("prefill") as prefill,
         engine("decode", options=OPTIONS, transport=lambda: driver) as decode,
     ):
         start_load_waiting_for_device(prefill, decode)
         wait_for_connection(driver)
         prefill.server.close()
-        with engine("other", host=OWN_HOST, port=prefill.server.port):
+        with engine("other", port=prefill.server.port):
             assert isinstance(decode.outcome("d-1").failed[RequestId("d-1")], PeerLostError)
 
 
-def test_a_side_channel_that_comes_back_in_time_is_the_same_producer(pongs: list[object]) -> None:
+def test_a_side_channel_that_comes_back_in_time_is_the_same_producer() -> None:
     """As after a network failure that its process survives."""
     options = EndpointOptions(liveness_interval=5.0, liveness_misses=1000)
     driver = RecordingTransport()
     with (
-        engine("prefill", host=OWN_HOST) as prefill,
+        engine("prefill") as prefill,
         engine("decode", options=options, transport=lambda: driver) as decode,
     ):
         start_load_waiting_for_device(prefill, decode)
         wait_for_connection(driver)
         prefill.server.close()
-        pongs.clear()
         with HandshakeServer(
             [encode(rank.endpoint.payload) for rank in prefill.ranks],
             engine="prefill",
             incarnation=prefill.incarnation,
-            host=OWN_HOST,
             port=prefill.server.port,
         ):
-            eventually(lambda: bool(pongs), "it answers again")
-            assert decode.ranks[0].endpoint.pending == 1
+            assert not decode.ranks[0].endpoint.wait(0.3)
             prefill.step()
             assert not decode.outcome("d-1").failed
 
@@ -220,7 +200,7 @@ def test_handshakes_with_a_silent_host_delay_no_other_load(silent_host: int) -> 
 
 
 def test_a_producer_that_was_unreachable_is_used_once_it_listens() -> None:
-    with engine("prefill", host=OWN_HOST) as first, engine("decode", options=OPTIONS) as decode:
+    with engine("prefill") as first, engine("decode", options=OPTIONS) as decode:
         port = first.server.port
         ticket = first.serve("p-0", [1], 4)
         first.server.close()
@@ -228,6 +208,6 @@ def test_a_producer_that_was_unreachable_is_used_once_it_listens() -> None:
             decode.pull(f"d-{number}", ticket, [2])
             failed = decode.outcome(f"d-{number}").failed
             assert isinstance(failed[RequestId(f"d-{number}")], HandshakeError)
-        with engine("prefill", host=OWN_HOST, port=port) as prefill:
+        with engine("prefill", port=port) as prefill:
             decode.pull("d-9", prefill.serve("p-1", [1], 4), [2])
             assert not decode.outcome("d-9").failed

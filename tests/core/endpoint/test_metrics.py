@@ -43,7 +43,6 @@ from tests.core.endpoint.engines import (
     until,
 )
 from tests.core.endpoint.metric_totals import MetricTotals
-from tests.own_host import OWN_HOST
 
 PAGE_BYTES = 4 * 4 * 8 * 4  # tokens, heads, elements, bytes of each
 
@@ -134,7 +133,7 @@ def test_a_ticket_that_the_handshake_denies_is_counted_once(
 
 
 def test_a_producer_is_down_while_it_is_unreachable_and_up_again_afterwards() -> None:
-    with engine("prefill", host=OWN_HOST) as prefill, engine("decode") as decode:
+    with engine("prefill") as prefill, engine("decode") as decode:
         totals, port = MetricTotals(decode), prefill.server.port
         prefill.server.close()
         decode.pull("d-1", prefill.serve("p-1", [1], 4), [2])
@@ -146,7 +145,6 @@ def test_a_producer_is_down_while_it_is_unreachable_and_up_again_afterwards() ->
             [encode(rank.endpoint.payload) for rank in prefill.ranks],
             engine="prefill",
             incarnation=prefill.incarnation,
-            host=OWN_HOST,
             port=port,
         ):
             decode.pull("d-2", prefill.serve("p-2", [1], 4), [2])
@@ -309,7 +307,7 @@ def test_a_producer_that_goes_is_a_warning_if_loads_are_lost(
     with (
         caplog.at_level(logging.DEBUG),
         engine("prefill") as prefill,
-        engine("decode") as decode,
+        engine("decode", options=EndpointOptions(liveness_interval=0.1)) as decode,
     ):
         decode.pull("d-1", prefill.serve("p-1", [1], 4), [2])
         assert not decode.outcome("d-1").failed

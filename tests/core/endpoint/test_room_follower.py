@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import resource
 import threading
@@ -27,7 +26,6 @@ from kvferry.core.errors import (
     RefusedError,
 )
 from kvferry.core.handshake import HandshakeServer, server, waiting_follows
-from kvferry.core.handshake.connection import SideChannelConnection
 from kvferry.core.lifecycle import rooms as rooms_module
 from kvferry.core.lifecycle.rooms import Rooms, room_id
 from kvferry.core.security import Access, Networks
@@ -45,7 +43,6 @@ from kvferry.core.side_channel_messages import (
     Pong,
     Refusal,
     Reply,
-    Request,
     RoomNews,
     decode,
     decode_reply,
@@ -54,7 +51,6 @@ from kvferry.core.side_channel_messages import (
 )
 from tests.core.endpoint.engines import Clock, eventually
 from tests.core.messages import encoded, payload
-from tests.own_host import OWN_HOST
 
 A, B = room_id("a"), room_id("b")
 NO_WAIT = EndpointOptions(handshake_timeout=0.3)
@@ -77,7 +73,7 @@ def producer(
 def follower(
     options: EndpointOptions | None = None, clock: Clock | None = None
 ) -> Iterator[RoomFollower]:
-    made = RoomFollower(options or PATIENT, clock or Clock())
+    made = RoomFollower(options or EndpointOptions(), clock or Clock())
     try:
         yield made
     finally:
@@ -410,20 +406,19 @@ def test_rooms_fail_once_every_address_has_refused() -> None:
         assert str(two.port) in str(error)
 
 
-def test_the_connection_is_made_anew_after_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, rooms = Clock(), Rooms()
-    monkeypatch.setattr(room_follower, "time", SimpleNamespace(monotonic=clock, sleep=time.sleep))
+def test_the_connection_is_made_anew_after_a_pause() -> None:
+    rooms = Rooms()
     rooms.open(A)
     rooms.finish(A, b"one")
-    with follower() as following:
-        with producer(rooms, host=OWN_HOST) as key:
+    with follower(EndpointOptions(handshake_timeout=2.0)) as following:
+        with producer(rooms) as key:
             following.follow("d-1", A, key)
             assert part(following, "d-1") == b"one"
             following.end("d-1")
-        clock.skip(1000.0)  # longer than the timeout, while nothing is followed
+        time.sleep(2.5)  # longer than the timeout, while nothing is followed
         rooms.open(B)
         rooms.finish(B, b"two")
-        with producer(rooms, host=OWN_HOST, port=key.port):
+        with producer(rooms, port=key.port):
             following.follow("d-2", B, key)
             assert part(following, "d-2") == b"two"
 
@@ -514,10 +509,10 @@ def test_a_producer_that_was_restarted_fails_its_rooms() -> None:
     rooms = Rooms()
     rooms.open(A)
     with follower() as following:
-        with producer(rooms, host=OWN_HOST) as key:
+        with producer(rooms) as key:
             following.follow("d", A, key)
             heard(following, "d")
-        with producer(Rooms(), incarnation=8, host=OWN_HOST, port=key.port):
+        with producer(Rooms(), incarnation=8, port=key.port):
             assert isinstance(heard(following, "d"), PeerLostError)
 
 
@@ -719,39 +714,27 @@ def test_a_silent_side_channel_fails_its_rooms() -> None:
 def test_new_requests_do_not_put_off_the_end_of_a_silent_side_channel() -> None:
     with silent() as key, follower(NO_WAIT) as following:
         following.follow("d", A, key)
-        requests = itertools.count()
+        requests = iter(range(1000))
 
         def is_over() -> bool:
             request = next(requests)
             following.follow(request, B, key)
             following.end(request)
+            time.sleep(0.01)
             return following.news("d") is not None
 
         eventually(is_over, "an error")
         assert isinstance(following.news("d"), HandshakeError)
 
 
-def test_the_next_address_is_asked_if_one_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After half of the timeout, which both addresses share."""
+def test_the_next_address_is_asked_if_one_is_silent() -> None:
     rooms = Rooms()
     rooms.open(A)
     rooms.finish(A, b"ticket")
-    asked: list[float] = []
-    ask_until = SideChannelConnection.ask_until
-
-    def hurried(
-        connection: SideChannelConnection, request: Request, descriptor: int, deadline: float
-    ) -> Reply | None:
-        asked.append(deadline - time.monotonic())
-        if len(asked) == 1:
-            deadline = time.monotonic()
-        return ask_until(connection, request, descriptor, deadline)
-
-    monkeypatch.setattr(SideChannelConnection, "ask_until", hurried)
-    with silent() as first, producer(rooms) as key, follower() as following:
+    options = EndpointOptions(handshake_timeout=2.0)
+    with silent() as first, producer(rooms) as key, follower(options) as following:
         following.follow("d", A, first._replace(routed=(key.host, key.port)))
         assert part(following, "d") == b"ticket"
-    assert asked[0] <= PATIENT.handshake_timeout / 2
 
 
 BAD_ANSWERS: dict[str, bytes] = {
@@ -808,7 +791,7 @@ def client(key: PeerKey, source: str = "127.0.0.1") -> Iterator[Callable[..., li
                 socket.send(message)
             answers: list[Reply] = []
             while True:
-                assert socket.poll(60_000), "no answer"
+                assert socket.poll(20_000), "no answer"
                 answer = decode_reply(socket.recv())
                 if isinstance(answer, Pong):
                     return answers
@@ -896,9 +879,9 @@ def test_one_room_many_times_in_a_request_is_answered() -> None:
 
 def test_changes_after_the_server_was_closed_are_not_heard() -> None:
     rooms = Rooms()
-    with producer(rooms, host=OWN_HOST) as key:
+    with producer(rooms) as key:
         port = key.port
     rooms.open(A)
-    with producer(rooms, host=OWN_HOST, port=port) as key, follower() as following:
+    with producer(rooms, port=port) as key, follower() as following:
         following.follow("d", A, key)
         heard(following, "d")

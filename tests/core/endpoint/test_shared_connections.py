@@ -95,7 +95,7 @@ def test_two_engines_with_one_address_share_a_connection() -> None:
 @pytest.mark.parametrize("lost", ["alias", "real"])
 def test_the_loss_of_one_engine_does_not_disconnect_the_other(lost: str) -> None:
     driver = RecordingTransport()
-    with real_and_alias(driver, liveness_interval=5.0) as (real, alias, decode):
+    with real_and_alias(driver, liveness_interval=0.05) as (real, alias, decode):
         assert load_by_name(decode, real) is None
         assert load_by_name(decode, real, alias) is None
         totals = MetricTotals(decode)
@@ -249,7 +249,7 @@ def test_reads_from_a_lost_engine_go_on_while_the_other_engine_is_read(
     Both loads are reported only then.
     """
     driver, clock = ScriptedReadsTransport(), Clock()
-    with real_and_alias(driver, clock, liveness_interval=5.0) as (real, alias, decode):
+    with real_and_alias(driver, clock, liveness_interval=0.05) as (real, alias, decode):
         (rank,) = decode.ranks
         start_both_reads(driver, real, alias, decode)
         alias.server.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import time
 from collections.abc import Iterator, Sequence
 
 import pytest
@@ -21,7 +22,7 @@ from kvferry.core.memory import CPU, Region
 from kvferry.core.transport import PeerId, Status, TransferId
 from kvferry.core.transport.copies import Copies
 from kvferry.drivers.loopback import LoopbackTransport
-from tests.core.endpoint.engines import Clock, Engine, Shape, engine
+from tests.core.endpoint.engines import Engine, Shape, engine
 
 GPU = "cuda"
 BLOCK, PAGES = 4096, 16
@@ -30,6 +31,23 @@ LOADS = 6
 """The first load may include the setup of the path; the other five are more than 64 MiB."""
 SLOW, FAST = 1e9, 3e9
 MIB = 1 << 20
+
+
+class StoppableClock:
+    """The real clock until ``stop``; from then on, only ``skip`` moves it."""
+
+    def __init__(self) -> None:
+        self._stopped_at: float | None = None
+
+    def __call__(self) -> float:
+        return time.monotonic() if self._stopped_at is None else self._stopped_at
+
+    def stop(self) -> None:
+        self._stopped_at = time.monotonic()
+
+    def skip(self, seconds: float) -> None:
+        if self._stopped_at is not None:
+            self._stopped_at += seconds
 
 
 class DeviceTransport(LoopbackTransport):
@@ -42,7 +60,7 @@ class DeviceTransport(LoopbackTransport):
         rate: bytes per second.
     """
 
-    def __init__(self, clock: Clock, rate: float = SLOW) -> None:
+    def __init__(self, clock: StoppableClock, rate: float = SLOW) -> None:
         super().__init__()
         self._clock = clock
         self.rate = rate
@@ -83,7 +101,7 @@ class Pair:
     """
 
     def __init__(self, memory: str = GPU, block: int = BLOCK) -> None:
-        self.clock = Clock()
+        self.clock = StoppableClock()
         self.transport = DeviceTransport(self.clock)
         self._pages = PAGES * BLOCK // block
         self._shape = Shape(block=block, pages=self._pages + 1, memory=memory)
@@ -112,7 +130,7 @@ class Pair:
 @contextlib.contextmanager
 def prefill_engine(name: str = "prefill", memory: str = GPU) -> Iterator[Engine]:
     shape = Shape(block=BLOCK, pages=PAGES + 1, memory=memory)
-    with engine(name, shape, transport=lambda: DeviceTransport(Clock())) as prefill:
+    with engine(name, shape, transport=lambda: DeviceTransport(StoppableClock())) as prefill:
         yield prefill
 
 

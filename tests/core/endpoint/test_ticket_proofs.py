@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from kvferry.core.endpoint import EndpointOptions
 from kvferry.core.endpoint.producer import SlotTable
 from kvferry.core.errors import (
     HandshakeError,
@@ -30,7 +31,6 @@ from kvferry.core.transport import Capabilities, PeerId, Quiescence, State, Stat
 from kvferry.core.transport.copies import Copies
 from kvferry.drivers.loopback import LoopbackTransport
 from tests.core.endpoint.engines import (
-    PATIENT,
     Clock,
     Engine,
     RecordingTransport,
@@ -326,9 +326,9 @@ def test_a_fingerprint_read_that_times_out_fails_only_that_load() -> None:
         ticket = prefill.serve("p-1", [1, 2], 8)
         decode.pull("d-1", ticket, [5, 6])
         eventually(lambda: driver.reads_to_silence == 0, "the fingerprint is being read")
-        clock.skip(PATIENT.handshake_timeout + 1.0)
+        clock.skip(EndpointOptions().handshake_timeout + 1.0)
         [error] = decode.outcome("d-1").failed.values()
-        assert "the fingerprint of engine 'prefill' was not read within 45 s" in str(error)
+        assert "the fingerprint of engine 'prefill' was not read within 10 s" in str(error)
         eventually(lambda: bool(driver.disconnected), "the peer is disconnected")
         clock.skip(1.0)  # the wait after a failed handshake
         loads(decode, "d-2", prefill.serve("p-2", [1, 2], 8))
@@ -428,6 +428,12 @@ def unused_listener() -> Iterator[socket.socket]:
         yield made
 
 
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as made:
+        port: int = made.getsockname()[1]
+        return port
+
+
 def routed(ticket: Ticket, port: int, host: str = "127.0.0.1") -> Ticket:
     """Return the ticket as a router leaves it that rewrites the address."""
     return replace(ticket, routed=(host, port))
@@ -447,7 +453,7 @@ def test_the_producers_own_address_is_tried_before_the_routers() -> None:
 
 @contextmanager
 def no_listener() -> Iterator[int]:
-    yield 1
+    yield free_port()
 
 
 @contextmanager
@@ -495,14 +501,14 @@ def test_the_two_addresses_share_the_timeout_of_a_handshake(
         failure(decode, "d-1", ticket, [5, 6])
         [(first, half), (second, rest)] = asked
         assert (first, second) == ("127.0.0.1", "router")
-        assert half <= PATIENT.handshake_timeout / 2
-        assert half < rest <= PATIENT.handshake_timeout
+        assert half <= EndpointOptions().handshake_timeout / 2
+        assert half < rest <= EndpointOptions().handshake_timeout
 
 
 def test_the_error_names_both_addresses() -> None:
     with engine("prefill", ticket_key=KEY) as prefill, engine("decode") as decode:
         ticket = prefill.serve("p-1", [1, 2], 8)
-        ports = 1, 2
+        ports = free_port(), free_port()
         ticket_elsewhere = proved(replace(ticket, proof=None, port=ports[0]), KEY)
         error: KVFerryError = failure(decode, "d-1", routed(ticket_elsewhere, ports[1]), [5, 6])
         assert [port for port in ports if f"port {port}" not in str(error)] == []
