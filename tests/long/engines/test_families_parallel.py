@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.engines.test_families_parallel import ALL, World, start_world, test_bytes, test_texts
+from tests.engines import test_families_parallel as families
+from tests.engines.test_families_parallel import ALL, World, start_world, test_bytes
 
-__all__ = ["test_bytes", "test_texts"]
+__all__ = ["test_bytes"]
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -22,3 +23,10 @@ def world(
 ) -> Iterator[World]:
     with start_world(request.param, checkpoints, tmp_path_factory) as started:
         yield started
+
+
+@pytest.mark.parametrize(
+    "world", [each for each in ALL[1:] if each.steady], indirect=True, ids=lambda each: each.name
+)
+def test_texts(world: World) -> None:
+    families.test_texts(world)
