@@ -18,6 +18,7 @@ from kvferry.core.errors import (
 from kvferry.core.memory import CPU, Region
 from kvferry.core.transport import (
     Capabilities,
+    EnterThread,
     Notification,
     PeerId,
     Quiescence,
@@ -25,6 +26,7 @@ from kvferry.core.transport import (
     Status,
     TransferId,
     Transport,
+    enter_nothing,
 )
 from kvferry.core.transport.base import TransferRequest
 from kvferry.core.transport.copies import Copies, Segment
@@ -47,8 +49,8 @@ class LimitedTransport(LoopbackTransport):
     cancels: ClassVar[bool] = True
     max_outstanding: ClassVar[int | None] = None
 
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
+    def __init__(self, *, enter: EnterThread = enter_nothing, **options: Any) -> None:
+        super().__init__(enter=enter, **options)
         self._capabilities = replace(
             self._capabilities,
             ops=self.ops,
@@ -80,8 +82,8 @@ class ProgressOnlyInPoll(LimitedTransport):
 
     max_notification = 1
 
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
+    def __init__(self, *, enter: EnterThread = enter_nothing, **options: Any) -> None:
+        super().__init__(enter=enter, **options)
         self._capabilities = replace(
             self._capabilities, background_progress=False, concurrent_connect=False
         )
@@ -126,8 +128,8 @@ class Blocking(LoopbackTransport):
 class FailingUntilDisconnect(LoopbackTransport):
     """A failed transfer is proven quiet only by disconnecting."""
 
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
+    def __init__(self, *, enter: EnterThread = enter_nothing, **options: Any) -> None:
+        super().__init__(enter=enter, **options)
         self._capabilities = replace(self._capabilities, quiescence=Quiescence.AFTER_DISCONNECT)
 
     def poll(self, transfers: Sequence[TransferId]) -> list[Status]:
@@ -289,8 +291,8 @@ class WithoutBase(Delegating):
 class TwoMemoryKinds(LoopbackTransport):
     """Has a memory kind of its own beside ``cpu``."""
 
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
+    def __init__(self, *, enter: EnterThread = enter_nothing, **options: Any) -> None:
+        super().__init__(enter=enter, **options)
         self._capabilities = replace(self._capabilities, memory=frozenset({CPU, ODD}))
 
     def register(self, region: Region) -> None:

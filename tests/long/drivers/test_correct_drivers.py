@@ -1,19 +1,17 @@
 """The conformance suite passes correct drivers, however little they can do.
 
-Each driver runs the topics in which it differs from loopback. The drivers that differ most also run
-the whole suite.
+Each driver runs the topics in which it differs from loopback; those that differ most run the whole
+suite.
 """
 
 from __future__ import annotations
 
 from kvferry.testing import (
-    ContractSettings,
     InFlightTests,
     NotificationTests,
     QuiescenceTests,
     StateMachineTests,
     StoppedPeerTests,
-    TransferTests,
     TransportContract,
 )
 
@@ -23,21 +21,6 @@ LASTING = 200 << 30
 class TestReadOnly(NotificationTests, InFlightTests, StoppedPeerTests, StateMachineTests):
     factory = "tests.long.drivers.correct_drivers:ReadOnly"
     lasting_bytes = 2 << 30
-
-
-class TestWriteOnly(NotificationTests, StoppedPeerTests):
-    factory = "tests.long.drivers.correct_drivers:WriteOnly"
-    lasting_bytes = LASTING
-
-
-class TestProgressOnlyInPoll(NotificationTests, StoppedPeerTests, StateMachineTests):
-    factory = "tests.long.drivers.correct_drivers:ProgressOnlyInPoll"
-    lasting_bytes = LASTING
-
-
-class TestBlocking(InFlightTests):
-    factory = "tests.long.drivers.correct_drivers:Blocking"
-    lasting_bytes = 1 << 30
 
 
 class TestFailingUntilDisconnect(
@@ -61,13 +44,6 @@ class TestDelayed(StateMachineTests):
 class TestPaced(InFlightTests, StateMachineTests):
     factory = "tests.long.drivers.correct_drivers:paced"
     lasting_bytes = 2 << 30
-
-
-class TestTwoMemoryKinds(ContractSettings):
-    factory = "tests.long.drivers.correct_drivers:TwoMemoryKinds"
-    memory = "tests.long.drivers.correct_drivers:OddBuffer"
-    test_several_regions = TransferTests.test_several_regions_in_one_transfer
-    test_two_kinds = TransferTests.test_two_memory_kinds_in_one_transfer
 
 
 class TestMinimalWholeSuite(TransportContract):
