@@ -1,16 +1,8 @@
-"""UCX over TCP between two hosts: the conformance suite, and a link that is cut and restored.
-
-Run all of it, which takes minutes, with  make long-networks
-
-``not slow`` leaves only the parts of the suite in which another host may differ from another
-process of the same host: how the death of a peer is noticed, and that notifications follow bytes.
-Transfers between hosts are also covered by the tests that cut the link, and the rest of the suite
-runs over TCP on one host (``test_contract.py``).
-"""
+"""UCX over TCP between two hosts: the conformance suite, and a link that is cut and restored."""
 
 from __future__ import annotations
 
-from kvferry.testing import NotificationTests, ProcessTests, TransportContract
+from kvferry.testing import TransportContract
 from tests.drivers.network_namespaces import DEVICE
 from tests.drivers.two_hosts import CutLinkTests, PeersOnOtherHost
 
@@ -21,13 +13,7 @@ ACROSS_LINK = {"transports": ["tcp"], "devices": [DEVICE]}
 LONG_TIMEOUT = ACROSS_LINK | {"connect_seconds": 60.0}
 
 
-class TestTwoHosts(PeersOnOtherHost, NotificationTests, ProcessTests):
-    factory = "kvferry.drivers.ucx:UcxTransport"
-    options = LONG_TIMEOUT
-    lasting_bytes = 32 << 30
-
-
-class TestTwoHostsWholeSuite(PeersOnOtherHost, TransportContract):
+class TestTwoHosts(PeersOnOtherHost, TransportContract):
     factory = "kvferry.drivers.ucx:UcxTransport"
     options = LONG_TIMEOUT
     lasting_bytes = 32 << 30
