@@ -13,8 +13,6 @@ import pytest
 import kvferry
 from tests.cli.command import ROOT, run_kvferry
 
-_SUITE_SECONDS = 600.0
-
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
-import random
-import shlex
 import socket
 import subprocess
 import sys
 import threading
 import time
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 
@@ -23,8 +18,6 @@ from examples.serving import serve
 from tests.own_host import OWN_HOST
 
 ROOT = Path(__file__).parents[2]
-LOWEST_PORT, HIGHEST_PORT = 10000, 30000  # below those that the kernel gives to connections
-STAMP = ".venv/.installed-kvferry"
 
 
 class Process(NamedTuple):
@@ -44,75 +37,6 @@ def processes() -> Iterator[Process]:
             continue  # it has just ended
         if state != "Z":
             yield Process(int(path.parent.name), int(parent), int(session))
-
-
-def free_ports() -> int:
-    """Return the first of as many free ports in a row as ``serve.py`` needs."""
-    while True:
-        first = random.randrange(LOWEST_PORT, HIGHEST_PORT)
-        with contextlib.suppress(serve.ServingError):
-            serve.check_ports(first)
-            return first
-
-
-def post(url: str, body: dict[str, Any]) -> dict[str, Any]:
-    headers = {"Content-Type": "application/json"}
-    request = urllib.request.Request(url, json.dumps(body).encode(), headers)
-    with urllib.request.urlopen(request, timeout=90) as answer:
-        found: dict[str, Any] = json.loads(answer.read())
-        return found
-
-
-class Output:
-    """The lines that a process prints."""
-
-    def __init__(self, process: subprocess.Popen[str]) -> None:
-        assert process.stdout is not None
-        self._stdout = process.stdout
-        self._seen: list[str] = []
-
-    def find(self, text: str) -> str:
-        """Return the next line that contains a text."""
-        for line in self._stdout:
-            self._seen.append(line)
-            if text in line:
-                return line
-        raise AssertionError(f"no {text!r} in: {''.join(self._seen)}")
-
-
-def check_requests(make: subprocess.Popen[str], first: int) -> set[int]:
-    """Ask for a completion and for a chat; return the sessions of the servers and the router."""
-    output = Output(make)
-    [curl, url, header, _, flag, data] = shlex.split(output.find("curl http"))
-    assert (curl, header, flag) == ("curl", "-H", "-d")
-    body = json.loads(data)
-    completion = post(url, body)
-    tokens = completion["usage"]["prompt_tokens"]
-    assert f"1 request: {tokens} tokens" in output.find("request")
-
-    messages = [{"role": "user", "content": "How are you today, and why?"}]
-    chat = post(
-        url.replace("/v1/completions", "/v1/chat/completions"),
-        {"model": body["model"], "messages": messages, "max_tokens": 16},
-    )
-    more = chat["usage"]["prompt_tokens"]
-    assert f"1 request: {more} tokens" in output.find("request")
-    counted = serve.read_counters(first + serve.DECODE)
-    assert counted is not None
-    assert (counted["loads"], counted["tokens"]) == (2, tokens + more)
-    assert counted["failed"] == counted["refused"] == 0
-
-    ticket = {"do_remote_prefill": True, "remote_engine_id": "made up"}
-    decode = url.replace(f":{first}/", f":{first + serve.DECODE}/")
-    computed = post(decode, {**body, "temperature": 0, "kv_transfer_params": ticket})
-    loaded = post(url, {**body, "temperature": 0})
-    assert "1 not loaded" in output.find("not loaded")
-    assert computed["choices"][0]["text"] == loaded["choices"][0]["text"]
-
-    [script] = [process.pid for process in processes() if process.parent == make.pid]
-    sessions = {process.session for process in processes() if process.parent == script}
-    assert len(sessions) == len(["prefill", "decode", "router"])
-    return sessions
 
 
 FIRST_PORT = 20000

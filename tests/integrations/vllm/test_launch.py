@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
 import socket
-import subprocess
 import sys
 import time
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,7 +20,6 @@ from kvferry.integrations.vllm.launch import (
     engines_here,
     launches_here,
 )
-from tests.engines.engines import ENVIRONMENT, ROOT
 from tests.integrations.vllm.test_support import engine
 from tests.own_host import OWN_HOST
 
@@ -260,48 +256,3 @@ def test_plugin_returns_what_vllm_made(engine_args: type[EngineArgs], transfer: 
 
 
 # vLLM itself.
-
-LAUNCH = """
-import sys
-from vllm.config import KVTransferConfig
-from vllm.engine.arg_utils import AsyncEngineArgs
-
-def launch(**extra):
-    transfer = KVTransferConfig(
-        kv_connector="KVFerryConnector",
-        kv_connector_module_path="kvferry.integrations.vllm",
-        kv_role="kv_both",
-        kv_connector_extra_config=extra,
-    )
-    arguments = AsyncEngineArgs(
-        model=sys.argv[1], enforce_eager=True, dtype="float32", kv_transfer_config=transfer
-    )
-    try:
-        arguments.create_engine_config()
-        print("made")
-    except ValueError as error:
-        print(type(error).__name__, error)
-
-launch(drvier=1)
-launch(side_channel_port=int(sys.argv[2]))
-launch()
-"""
-
-
-def check_launches_of(python: str, model: Path) -> None:
-    """Launches of a version of vLLM are checked; ``python`` is that of its environment."""
-    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        result = subprocess.run(
-            [python, "-c", LAUNCH, str(model), str(taken.getsockname()[1])],
-            env=os.environ | ENVIRONMENT | {"PYTHONPATH": path},
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=280,
-        )
-    said = [line for line in result.stdout.splitlines() if line.startswith(("ConfigE", "made"))]
-    assert len(said) == 3, result.stderr[-2000:]
-    assert "did you mean 'driver'" in said[0]
-    assert "the port is in use" in said[1]
-    assert said[2] == "made"

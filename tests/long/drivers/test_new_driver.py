@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.test_new_driver import _SUITE_SECONDS, folder, run_suite
+from tests.cli.test_new_driver import folder, run_suite
 
 __all__ = ["folder"]
 
 
-@pytest.mark.timeout(_SUITE_SECONDS)
+@pytest.mark.timeout(600)
 def test_all_tests_of_the_suite_pass_as_written(folder: Path) -> None:
     run_suite(folder)

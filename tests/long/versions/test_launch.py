@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integrations.vllm.test_launch import check_launches_of
+from tests.engines.test_launch import check_launches_of
 from tests.long.versions.environments import OTHERS, interpreter
 
 pytestmark = pytest.mark.timeout(300)
