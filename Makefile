@@ -165,8 +165,7 @@ long-networks: $(STAMP)
 	$(BIN)/pytest -m '' tests/long/networks/test_namespaces.py
 	$(BIN)/pytest tests/long/networks/test_cut_link.py
 
-long-versions: $(STAMP) $(OTHER_STAMPS)
-	$(PYTEST) --dist loadfile tests/long/versions
+long-versions: $(OTHER_STAMPS)
 
 # Where a tool is missing and cannot be installed, its test is skipped and says so.
 long-deployments: $(STAMP)
