@@ -31,9 +31,9 @@ from kvferry.core.messages import (
     decode_notes,
 )
 from kvferry.core.security import TicketKey
+from kvferry.testing.engines import proved
 from tests.core.lifecycle.fabric import Content, Message, require
 from tests.core.lifecycle.protocol_table import Cause, ProtocolTable
-from tests.core.ticket_proofs import proved
 
 PAGES = 4
 """Pages of an engine's cache, without the null page."""
