@@ -19,9 +19,9 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 import msgspec
@@ -40,6 +40,7 @@ from kvferry.core.lifecycle.scheduler_holds import SchedulerHolds
 from kvferry.core.lifecycle.ticket import Ticket
 from kvferry.core.memory import CPU, region_of
 from kvferry.core.messages import Coordinates
+from kvferry.core.metrics import LoadRecord
 from kvferry.core.planner.build_copies import Pages, Spans
 from kvferry.core.planner.zeroing import zero_cpu
 from kvferry.core.security import Proof, TicketKey
@@ -117,7 +118,7 @@ class CacheShape:
         token, head = (row, self.block * row) if self.heads_first else (len(heads) * row, row)
         fields = tuple(
             Field(
-                key=f"layer{layer}",
+                key=f"layer.{layer}",
                 group=int(self.windowed and layer == self.layers - 1),
                 region=0,
                 offset=layer * self.pages * page,
@@ -177,12 +178,21 @@ class EngineRank:
         cache: The cache, as (layer, page, head, token, element) or, unless ``shape.heads_first``,
             (layer, page, token, head, element).
         endpoint: The rank's endpoint.
+        received: What ``poll`` has found of loads that are over: the error of each that failed,
+            ``None`` for one that succeeded.
+        sent: What it has found of requests whose pages are released.
+        ended: How the hold of each of these ended.
+        loads: The figures of each load that is over.
     """
 
     shape: CacheShape
     index: int
     cache: Elements
     endpoint: Endpoint
+    received: dict[str, KVFerryError | None] = field(default_factory=dict)
+    sent: set[str] = field(default_factory=set)
+    ended: dict[str, EndedHold] = field(default_factory=dict)
+    loads: dict[str, LoadRecord] = field(default_factory=dict)
 
     @property
     def heads(self) -> range:
@@ -212,6 +222,33 @@ class EngineRank:
             first_token: The id of the request's first token; the next ones follow it.
         """
         return self.shape.values(layer, range(first_token, first_token + tokens), self.heads)
+
+    def poll(self) -> None:
+        """Take the endpoint's results into ``received``, ``sent``, ``ended`` and ``loads``."""
+        results = self.endpoint.results()
+        self.received.update({each: results.failed.get(each) for each in results.received})
+        self.sent.update(results.sent)
+        self.ended.update({each.request: each for each in results.ended})
+        self.loads.update({each.request: each for each in results.loads})
+
+    def wait(self, request: str, reported: Container[str], seconds: float) -> None:
+        """Poll until a request is in ``received`` or ``sent``.
+
+        Args:
+            request: The request's id on this engine.
+            reported: ``received`` or ``sent``.
+            seconds: How long to wait at most.
+
+        Raises:
+            TimeoutError: The endpoint has not reported the request in time.
+        """
+        deadline = time.monotonic() + seconds
+        self.poll()
+        while request not in reported:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"rank {self.index}: no report of {request!r} in {seconds:g} s")
+            self.endpoint.wait(_WAIT_SECONDS)
+            self.poll()
 
     def compute(self, pages: list[int], tokens: int, first_token: int = 0) -> None:
         """Write a request's values into its pages, as a prefill would; see ``values``."""
@@ -453,22 +490,28 @@ class ModelFreeEngine:
             rank.endpoint.prepare(ticket)
 
     def outcome(self, request: str, seconds: float = PATIENCE_SECONDS) -> Results:
-        """Wait until every rank has reported a load, and return the failures of all ranks.
-
-        Reports of other requests that arrive meanwhile are dropped.
+        """Wait until every rank has reported a load, and return what they have reported.
 
         Args:
             request: The request's id on this engine.
             seconds: How long to wait at most for each rank.
 
+        Returns:
+            The request in ``received``; in ``failed``, its error, if the load failed on any rank;
+            and each rank's record in ``loads``.
+
         Raises:
             TimeoutError: A rank has not reported the load in time.
         """
-        failed: dict[RequestId, KVFerryError] = {}
+        name = RequestId(request)
         for rank in self.ranks:
-            results = until(rank.endpoint, lambda r: RequestId(request) in r.received, seconds)
-            failed.update(results.failed)
-        return Results(received=frozenset({RequestId(request)}), failed=failed)
+            rank.wait(name, rank.received, seconds)
+        errors = filter(None, [rank.received.pop(name) for rank in self.ranks])
+        return Results(
+            received=frozenset({name}),
+            failed={name: error} if (error := next(errors, None)) else {},
+            loads=tuple(rank.loads.pop(name) for rank in self.ranks if name in rank.loads),
+        )
 
     def released(self, request: str, seconds: float = PATIENCE_SECONDS) -> list[EndedHold]:
         """Wait until every rank has released a request's pages, which may be used again then.
@@ -483,12 +526,12 @@ class ModelFreeEngine:
         Raises:
             TimeoutError: A rank has not released the pages in time.
         """
-        ended: list[EndedHold] = []
         for rank in self.ranks:
-            results = until(rank.endpoint, lambda r: RequestId(request) in r.sent, seconds)
-            ended += [each for each in results.ended if each.request == request]
+            rank.wait(request, rank.sent, seconds)
+        for rank in self.ranks:
+            rank.sent.remove(request)
         self.scheduler_holds.sent(RequestId(request))
-        return ended
+        return [rank.ended.pop(request) for rank in self.ranks if request in rank.ended]
 
     def wrong_bytes(self, pages: list[int], tokens: int) -> int:
         """Return how many bytes of a request's pages are wrong, on all ranks together."""
@@ -526,23 +569,6 @@ def identity(
         coordinates=Coordinates(tp=rank),
         agreement=agreement or {},
     )
-
-
-def until(
-    endpoint: Endpoint, holds: Callable[[Results], bool], seconds: float = PATIENCE_SECONDS
-) -> Results:
-    """Return the first results of an endpoint for which ``holds`` is true.
-
-    Raises:
-        TimeoutError: There were none within ``seconds``.
-    """
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        endpoint.wait(_WAIT_SECONDS)
-        results = endpoint.results()
-        if holds(results):
-            return results
-    raise TimeoutError(f"the endpoint has not reported what was waited for in {seconds:g} s")
 
 
 def proved(ticket: Ticket, key: TicketKey) -> Ticket:

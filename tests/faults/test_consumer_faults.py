@@ -13,8 +13,7 @@ import pytest
 from kvferry.core.lifecycle.holds import RequestId
 from kvferry.core.lifecycle.ticket import Ticket
 from kvferry.core.transport.registry import create
-from kvferry.testing.engines import until
-from tests.core.endpoint.engines import Engine, eventually
+from tests.core.endpoint.engines import Engine, eventually, until
 from tests.faults.cable import DIRECTIONS, Direction, staged_transport
 from tests.faults.cells import DRIVERS, OVER, STAGES, Cell
 from tests.faults.engine_pair import LOCAL, engine_pair

@@ -8,8 +8,7 @@ from kvferry.core.lifecycle.holds import RequestId
 from kvferry.core.transport import Quiescence
 from kvferry.drivers.loopback import LoopbackTransport
 from kvferry.testing import Fault, FaultyTransport, Schedule
-from kvferry.testing.engines import until
-from tests.core.endpoint.engines import Engine
+from tests.core.endpoint.engines import Engine, until
 from tests.faults.cells import Cell
 from tests.faults.engine_processes import OPTIONS, SHAPE, TOKENS, serve_request
 

@@ -18,8 +18,7 @@ import pytest
 from kvferry.core.endpoint import EndpointOptions
 from kvferry.core.lifecycle.holds import RequestId
 from kvferry.core.lifecycle.ticket import Ticket
-from kvferry.testing.engines import until
-from tests.core.endpoint.engines import Engine
+from tests.core.endpoint.engines import Engine, until
 from tests.faults.cable import StagedTransport, staged_transport
 from tests.faults.cells import OVER, figure
 from tests.faults.engine_processes import (

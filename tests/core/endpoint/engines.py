@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from kvferry.core.endpoint import EndpointOptions, HandshakeRelay, Results
+from kvferry.core.endpoint import Endpoint, EndpointOptions, HandshakeRelay, Results
 from kvferry.core.errors import EndpointClosedError
 from kvferry.core.lifecycle.ticket import Ticket
 from kvferry.core.messages import Note, decode_notes
@@ -162,3 +162,14 @@ class RecordingTransport(LoopbackTransport):
     def open_connections(self) -> int:
         """Return how many connections are open."""
         return len(self.connected - self.disconnected)
+
+
+def until(endpoint: Endpoint, holds: Callable[[Results], bool], seconds: float = 20.0) -> Results:
+    """Return the first results for which ``holds`` is true; fail after ``seconds``."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        endpoint.wait(0.05)
+        results = endpoint.results()
+        if holds(results):
+            return results
+    raise AssertionError("the endpoint never reported what was waited for")

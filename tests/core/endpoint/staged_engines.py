@@ -15,8 +15,8 @@ from kvferry.core.lifecycle.host_pages import HostPages, Reservation
 from kvferry.core.lifecycle.staging import PageCopy
 from kvferry.core.lifecycle.ticket import Ticket
 from kvferry.core.planner.build_copies import Pages
-from kvferry.testing.engines import CacheShape, EngineRank, until
-from tests.core.endpoint.engines import Engine
+from kvferry.testing.engines import CacheShape, EngineRank
+from tests.core.endpoint.engines import Engine, until
 from tests.core.endpoint.late_device import LateDevice
 
 BLOCKS = 40

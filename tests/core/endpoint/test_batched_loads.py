@@ -14,8 +14,8 @@ from kvferry.core.messages import WORD_BYTES
 from kvferry.core.transport import PeerId, State, Status, TransferId
 from kvferry.core.transport.copies import Copies
 from kvferry.drivers.loopback import LoopbackTransport
-from kvferry.testing.engines import CacheShape, until
-from tests.core.endpoint.engines import DIM, HEADS, LAYERS, Engine, eventually
+from kvferry.testing.engines import CacheShape
+from tests.core.endpoint.engines import DIM, HEADS, LAYERS, Engine, eventually, until
 from tests.core.endpoint.loads import outcome, pull
 from tests.core.endpoint.test_killed_producer import producer
 from tests.core.endpoint.test_killed_producer import ticket as ticket_of

@@ -30,7 +30,7 @@ from kvferry.core.planner.build_copies import Pages
 from kvferry.core.security import TicketKey
 from kvferry.core.transport import PeerId, State, Status, TransferId
 from kvferry.core.transport.copies import Copies
-from kvferry.testing.engines import SMALL, CacheShape, until
+from kvferry.testing.engines import SMALL, CacheShape
 from tests.core.endpoint.engines import (
     DIM,
     HEADS,
@@ -39,6 +39,7 @@ from tests.core.endpoint.engines import (
     Engine,
     RecordingTransport,
     eventually,
+    until,
 )
 from tests.core.endpoint.loads import outcome, pull
 from tests.core.endpoint.test_cancelled_loads import (

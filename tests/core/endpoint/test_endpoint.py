@@ -26,8 +26,8 @@ from kvferry.core.lifecycle.holds import RequestId, random_incarnation
 from kvferry.core.transport import PeerId, State, Status, TransferId
 from kvferry.core.transport.copies import Copies
 from kvferry.drivers.loopback import LoopbackTransport
-from kvferry.testing.engines import CacheShape, until
-from tests.core.endpoint.engines import Clock, Engine, eventually
+from kvferry.testing.engines import CacheShape
+from tests.core.endpoint.engines import Clock, Engine, eventually, until
 
 LONG = 60.0
 

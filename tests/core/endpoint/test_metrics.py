@@ -34,8 +34,8 @@ from kvferry.core.metrics import (
 from kvferry.core.side_channel_messages import encode
 from kvferry.core.transport import Capabilities, PeerId, Quiescence, State, Status, TransferId
 from kvferry.core.transport.copies import Copies
-from kvferry.testing.engines import CacheShape, until
-from tests.core.endpoint.engines import Clock, Engine, RecordingTransport, eventually
+from kvferry.testing.engines import CacheShape
+from tests.core.endpoint.engines import Clock, Engine, RecordingTransport, eventually, until
 from tests.core.endpoint.metric_totals import MetricTotals
 
 PAGE_BYTES = 4 * 4 * 8 * 4  # tokens, heads, elements, bytes of each

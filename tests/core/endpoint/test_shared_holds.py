@@ -13,8 +13,8 @@ from kvferry.core.endpoint import EndpointOptions
 from kvferry.core.errors import EndpointClosedError, StaleError
 from kvferry.core.lifecycle.holds import RequestId
 from kvferry.core.messages import Release
-from kvferry.testing.engines import CacheShape, until
-from tests.core.endpoint.engines import Clock, Engine, RecordingTransport
+from kvferry.testing.engines import CacheShape
+from tests.core.endpoint.engines import Clock, Engine, RecordingTransport, until
 from tests.core.endpoint.test_lease_renewal_between_engines import (
     OPTIONS,
     pass_leases,

@@ -16,8 +16,7 @@ from kvferry.core.lifecycle.holds import RequestId
 from kvferry.core.transport import PeerId, State, Status, TransferId, Transport
 from kvferry.core.transport.copies import Copies
 from kvferry.drivers.loopback import LoopbackTransport
-from kvferry.testing.engines import until
-from tests.core.endpoint.engines import LAYERS, Clock, Engine, RecordingTransport, eventually
+from tests.core.endpoint.engines import LAYERS, Clock, Engine, RecordingTransport, eventually, until
 
 TOKENS = 4
 LONG = 60.0

@@ -17,8 +17,8 @@ from kvferry.core.lifecycle.holds import HoldEnd, RequestId
 from kvferry.core.lifecycle.scheduler_holds import HoldOrders
 from kvferry.core.lifecycle.staging import PageCopy
 from kvferry.core.metrics import COPY_SECONDS, FAILURES, STAGE_SECONDS, CopyDirection, Stage
-from kvferry.testing.engines import CacheShape, EngineRank, until
-from tests.core.endpoint.engines import Clock, Engine, eventually
+from kvferry.testing.engines import CacheShape, EngineRank
+from tests.core.endpoint.engines import Clock, Engine, eventually, until
 from tests.core.endpoint.late_device import LateDevice, failed_copy
 from tests.core.endpoint.metric_totals import MetricTotals
 from tests.core.endpoint.staged_engines import StagedEngine, staged_engine
