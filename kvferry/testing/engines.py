@@ -41,14 +41,15 @@ from kvferry.core.lifecycle.ticket import Ticket
 from kvferry.core.memory import CPU, region_of
 from kvferry.core.messages import Coordinates
 from kvferry.core.metrics import LoadRecord
-from kvferry.core.planner.build_copies import Pages, Spans
-from kvferry.core.planner.zeroing import zero_cpu
+from kvferry.core.planner.build_copies import Pages
 from kvferry.core.security import Proof, TicketKey
 from kvferry.core.security.proof import content_of
 from kvferry.core.side_channel_messages import encode
-from kvferry.core.transport import EnterThread, Transport, enter_nothing
+from kvferry.core.transport import Transport
 from kvferry.core.transport.registry import create
 
+POISON = 255
+"""A byte that makes a NaN of every float, and -1 of every signed integer."""
 LEASE_SECONDS = 30.0
 PATIENCE_SECONDS = 20.0
 """Seconds that an engine waits for an outcome by default."""
@@ -100,11 +101,12 @@ class CacheShape:
         return range(*bounds)
 
     def new_cache(self, rank: int) -> Elements:
-        """Return a rank's cache, as (layer, page, ...), full of NaNs or, of integers, of ones."""
+        """Return a rank's cache, as (layer, page, ...), in which every byte is ``POISON``."""
         heads = len(self.heads(rank))
         inner = (heads, self.block) if self.heads_first else (self.block, heads)
-        poison = np.nan if np.dtype(self.dtype).kind == "f" else 1
-        return np.full((self.layers, self.pages, *inner, self.dim), poison, dtype=self.dtype)
+        cache = np.empty((self.layers, self.pages, *inner, self.dim), dtype=self.dtype)
+        cache.view(np.uint8).fill(POISON)
+        return cache
 
     def layout(self, rank: int, cache: Elements) -> Layout:
         """Return the layout of a rank's cache: one field per layer, in one region.
@@ -194,6 +196,55 @@ class EngineRank:
     ended: dict[str, EndedHold] = field(default_factory=dict)
     loads: dict[str, LoadRecord] = field(default_factory=dict)
 
+    @classmethod
+    def start(
+        cls,
+        name: str,
+        incarnation: Incarnation,
+        shape: CacheShape,
+        index: int,
+        transport: Transport,
+        *,
+        driver: str = "loopback",
+        options: EndpointOptions = DEFAULTS,
+        agreement: Mapping[str, str] | None = None,
+        copies: Callable[[Elements], PageCopies] | None = None,
+        **endpoint: Any,  # noqa: ANN401 - as many types as arguments
+    ) -> Self:
+        """Start a rank; the caller closes its endpoint, and has it join the others.
+
+        Args:
+            name: The engine's id.
+            incarnation: The random number of this engine's start.
+            shape: How the engine keeps its cache.
+            index: The rank's index.
+            transport: The rank's transport; the endpoint closes it.
+            driver: The name of the transport's driver.
+            options: The options of the endpoint.
+            agreement: What must be equal on engines that exchange pages.
+            copies: Makes what copies between the device and the cache, which then is host pages.
+            endpoint: What else the endpoint takes.
+        """
+        cache = shape.new_cache(index)
+        identity = Identity(
+            engine=name,
+            incarnation=incarnation,
+            rank=index,
+            coordinates=Coordinates(tp=index),
+            agreement=agreement or {},
+        )
+        made = Endpoint(
+            identity=identity,
+            driver=driver,
+            transport=transport,
+            layout=shape.layout(index, cache),
+            slots=shape.pages,
+            options=options,
+            copies=None if copies is None else copies(cache),
+            **endpoint,
+        )
+        return cls(shape=shape, index=index, cache=cache, endpoint=made)
+
     @property
     def heads(self) -> range:
         """The heads that the rank has."""
@@ -282,10 +333,7 @@ class ModelFreeEngine:
         port: The port on which it listens; 0 for any free port.
         ticket_key: Proves the engine's tickets; without one, they have no proofs.
         clock: Seconds, for all that is due or late.
-        enter: Called first in each thread of the endpoints; see ``kvferry.Endpoint``.
-        zero: Zeroes what a load leaves unwritten; see ``kvferry.Endpoint``.
-        copies: Makes what copies between the device and a rank's cache, which then is its host
-            pages; see ``kvferry.Endpoint``.
+        endpoint: What else ``EngineRank.start`` and ``kvferry.Endpoint`` take, such as ``zero``.
 
     Attributes:
         name: The engine's id.
@@ -312,9 +360,7 @@ class ModelFreeEngine:
         port: int = 0,
         ticket_key: TicketKey | None = None,
         clock: Callable[[], float] = time.monotonic,
-        enter: EnterThread = enter_nothing,
-        zero: Callable[[Spans], None] = zero_cpu,
-        copies: Callable[[Elements], PageCopies] | None = None,
+        **endpoint: Any,  # noqa: ANN401 - as many types as arguments
     ) -> None:
         self.name, self.shape, self.options = name, shape, options
         self.incarnation = random_incarnation()
@@ -324,21 +370,19 @@ class ModelFreeEngine:
         self.ranks: list[EngineRank] = []
         with ExitStack() as stack:
             for index in range(shape.tp):
-                cache = shape.new_cache(index)
-                endpoint = Endpoint(
-                    identity=identity(name, self.incarnation, index, agreement),
+                rank = EngineRank.start(
+                    name,
+                    self.incarnation,
+                    shape,
+                    index,
+                    create(driver) if transport is None else transport(),
                     driver=driver,
-                    transport=create(driver) if transport is None else transport(),
-                    layout=shape.layout(index, cache),
-                    slots=shape.pages,
                     options=options,
-                    zero=zero,
-                    enter=enter,
+                    agreement=agreement,
                     clock=clock,
-                    copies=None if copies is None else copies(cache),
+                    **endpoint,
                 )
-                stack.enter_context(endpoint)
-                rank = EngineRank(shape=shape, index=index, cache=cache, endpoint=endpoint)
+                stack.enter_context(rank.endpoint)
                 self.ranks.append(rank)
             self.server = stack.enter_context(self._serve(host, port))
             self._stack = stack.pop_all()
@@ -556,19 +600,6 @@ class ModelFreeEngine:
             if public:
                 rank.endpoint.prove(public)
         return server
-
-
-def identity(
-    name: str, incarnation: Incarnation, rank: int, agreement: Mapping[str, str] | None = None
-) -> Identity:
-    """Return the identity of a rank of an engine with tensor parallelism only."""
-    return Identity(
-        engine=name,
-        incarnation=incarnation,
-        rank=rank,
-        coordinates=Coordinates(tp=rank),
-        agreement=agreement or {},
-    )
 
 
 def proved(ticket: Ticket, key: TicketKey) -> Ticket:
