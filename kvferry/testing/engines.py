@@ -408,6 +408,19 @@ class ModelFreeEngine:
         for rank in self.ranks:
             rank.endpoint.apply(orders, passed)
 
+    def take_on(self, request: str) -> None:
+        """Take a request on, whose pages the caller writes.
+
+        Args:
+            request: The request's id on this engine.
+
+        Raises:
+            ValueError: No hold is free, or the request was taken on already.
+        """
+        if self.scheduler_holds.take_on(RequestId(request)) is None:
+            raise ValueError(f"no hold is free for {request!r}, or it was taken on already")
+        self.step()
+
     def compute(self, request: str, pages: list[int], tokens: int) -> None:
         """Take a request on, and compute its pages on every rank.
 
@@ -419,9 +432,7 @@ class ModelFreeEngine:
         Raises:
             ValueError: No hold is free, or the request was taken on already.
         """
-        if self.scheduler_holds.take_on(RequestId(request)) is None:
-            raise ValueError(f"no hold is free for {request!r}, or it was taken on already")
-        self.step()
+        self.take_on(request)
         for rank in self.ranks:
             rank.compute(pages, tokens)
 

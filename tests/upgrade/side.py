@@ -138,7 +138,7 @@ class Side:
         Returns:
             The ticket, proved.
         """
-        self.engine.compute(request, pages, tokens)
+        self.engine.take_on(request)
         values = content(seed, tokens)
         for rank in self.engine.ranks:
             for layer in range(LAYERS):

@@ -74,7 +74,7 @@ class Lead:
 
     Args:
         spec: The setup of the engine.
-        rank: DemoRank 0, which runs in this process.
+        rank: Rank 0, which runs in this process.
         others: The pipes to the other ranks' processes, in rank order.
     """
 

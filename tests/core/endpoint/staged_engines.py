@@ -50,8 +50,7 @@ class StagedEngine:
         """Reserve host pages for a request, take it on, and compute it on the devices."""
         found = self.host_pages.reserve(RequestId(request), len(blocks))
         assert found is Reservation.GRANTED
-        assert self.engine.scheduler_holds.take_on(RequestId(request)) is not None
-        self.engine.step()
+        self.engine.take_on(request)
         for rank, device in zip(self.engine.ranks, self.devices, strict=True):
             computed = replace(rank, cache=device.read())
             computed.compute(blocks, tokens)
