@@ -223,7 +223,7 @@ class EngineRank:
             options: The options of the endpoint.
             agreement: What must be equal on engines that exchange pages.
             copies: Makes what copies between the device and the cache, which then is host pages.
-            endpoint: What else the endpoint takes.
+            **endpoint: What else the endpoint takes.
         """
         cache = shape.new_cache(index)
         identity = Identity(
@@ -333,7 +333,7 @@ class ModelFreeEngine:
         port: The port on which it listens; 0 for any free port.
         ticket_key: Proves the engine's tickets; without one, they have no proofs.
         clock: Seconds, for all that is due or late.
-        endpoint: What else ``EngineRank.start`` and ``kvferry.Endpoint`` take, such as ``zero``.
+        **endpoint: What else ``EngineRank.start`` and ``kvferry.Endpoint`` take, such as ``zero``.
 
     Attributes:
         name: The engine's id.
