@@ -1,4 +1,4 @@
-"""Tools for authors of drivers: the conformance suite, and a transport with faults.
+"""Tools for tests: the conformance suite for drivers, a transport with faults, and small engines.
 
 Install ``kvferry[testing]``, and put this into a test module of your distribution::
 
@@ -25,6 +25,11 @@ by the test's name.
 ``FaultyTransport`` wraps any driver and injects faults into its transfers, by schedule or by seed,
 for tests of code that uses a transport. It also keeps reads to a rate of bytes per second;
 ``kvferry.testing.throttled.ThrottledTransport`` does so as a driver, in an engine.
+
+``ModelFreeEngine`` is an engine without a model, for tests of whole hand-overs: over your driver,
+with another engine's connector, or through a router. Its ranks have caches in numpy arrays, of any
+``CacheShape``, and every byte that a load brings can be checked (``kvferry.testing.engines`` has an
+example). It needs neither pytest nor the extra ``testing``.
 """
 
 from __future__ import annotations
@@ -49,17 +54,21 @@ if TYPE_CHECKING:
         TransferTests,
         TransportContract,
     )
+    from kvferry.testing.engines import CacheShape, EngineRank, ModelFreeEngine
     from kvferry.testing.faulty import Fault, FaultyTransport, Schedule
     from kvferry.testing.memory import Buffer
 
 __all__ = [
     "Buffer",
+    "CacheShape",
     "ClosingTests",
     "ConcurrentConnectTests",
     "ContractSettings",
+    "EngineRank",
     "Fault",
     "FaultyTransport",
     "InFlightTests",
+    "ModelFreeEngine",
     "NotificationTests",
     "PeerTests",
     "ProcessTests",
@@ -75,8 +84,11 @@ __all__ = [
 
 _MODULES = {
     "Buffer": "kvferry.testing.memory",
+    "CacheShape": "kvferry.testing.engines",
+    "EngineRank": "kvferry.testing.engines",
     "Fault": "kvferry.testing.faulty",
     "FaultyTransport": "kvferry.testing.faulty",
+    "ModelFreeEngine": "kvferry.testing.engines",
     "Schedule": "kvferry.testing.faulty",
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import select
@@ -18,21 +19,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvferry.cli.demo.model import (
-    HEADS,
-    LAYERS,
-    POISON,
-    DemoError,
-    Shape,
-    compute,
-    make_cache,
-    requests_of,
-    scattered_pages,
-    shape_of,
-    values,
-    wrong_bytes,
-    wrong_spare_bytes,
-)
+from kvferry.cli.demo.decode import Decode
+from kvferry.cli.demo.model import DemoError, requests_of, shape_of
+from kvferry.drivers.loopback import LoopbackTransport
 from tests.cli.command import COMMAND, install_drivers, run_kvferry
 
 SECONDS = 110.0
@@ -246,38 +235,20 @@ def test_killed_demo_leaves_no_process_and_no_file(
 # How the demo checks bytes.
 
 
-def test_all_words_of_all_tensors_differ() -> None:
-    first, second, *_ = requests_of(1 << 20)
-    tensors = [
-        values(request, layer, index, range(HEADS))
-        for request in (first, second)
-        for layer in range(LAYERS)
-        for index in range(2)
-    ]
-    words = np.concatenate([tensor.ravel() for tensor in tensors])
-    assert len(np.unique(words)) == len(words)
-
-
 @settings(max_examples=25)
 @given(data=st.data(), order=st.sampled_from(["HND", "NHD"]))
 def test_every_wrong_byte_is_counted(data: st.DataObject, order: str) -> None:
-    shape = Shape(tp=1, order=order, block=4)
     requests = requests_of(1 << 20)
-    cache = make_cache(shape, 0, requests, POISON)
-    pages = scattered_pages(shape, requests, seed=data.draw(st.integers(0, 99)))
-    for request, ids in zip(requests, pages, strict=True):
-        compute(shape, 0, cache, request, ids)
-
-    def count_wrong_bytes() -> int:
-        used = [page for ids in pages for page in ids]
-        found = (
-            wrong_bytes(shape, 0, cache, r, ids) for r, ids in zip(requests, pages, strict=True)
-        )
-        return sum(found) + wrong_spare_bytes(cache, used)
-
-    assert count_wrong_bytes() == 0
-    cache.reshape(-1).view(np.uint8)[data.draw(st.integers(0, cache.nbytes - 1))] ^= 0x10
-    assert count_wrong_bytes() == 1
+    shape = shape_of(f"{order}/4", tp=1)
+    decode = Decode(LoopbackTransport(), "loopback", shape, requests, lease=1.0)
+    with decode.engine:
+        [rank] = decode.engine.ranks
+        for request, pages in decode.pages.items():
+            rank.compute(pages, request.tokens, request.first_token)
+        assert not any(decode.wrong_bytes(lambda: None).values())
+        place = data.draw(st.integers(0, rank.cache.nbytes - 1))
+        rank.cache.reshape(-1).view(np.uint8)[place] ^= 0x10
+        assert sum(decode.wrong_bytes(lambda: None).values()) == 1
 
 
 @given(st.integers(1, 10**9))
@@ -286,6 +257,8 @@ def test_requests_have_the_requested_bytes(nbytes: int) -> None:
     tokens = sum(request.tokens for request in requests)
     assert nbytes <= tokens * (128 << 10) < nbytes + (128 << 10) + 8 * (128 << 10)
     assert all(request.tokens > 0 for request in requests)
+    for one, following in itertools.pairwise(requests):
+        assert one.prompt.stop == following.prompt.start, "no token is in two requests"
 
 
 @pytest.mark.parametrize(

@@ -12,17 +12,17 @@ from kvferry.core.endpoint import EndpointOptions
 from kvferry.core.errors import KVFerryError
 from kvferry.core.lifecycle.holds import RequestId
 from kvferry.core.lifecycle.ticket import Ticket
-from tests.core.endpoint.engines import Engine, engine, eventually
+from tests.core.endpoint.engines import Engine, eventually
 from tests.faults.cable import Channel, StagedCable, StagedTransport, staged_transport
 from tests.faults.engine_processes import (
     LEASE,
     LONG_LEASE,
     OPTIONS,
     SHAPE,
+    TOKENS,
     EngineProcess,
     engine_process,
     handshake_in_progress,
-    has_expected_tokens,
     run_producer,
 )
 
@@ -134,7 +134,7 @@ class EnginePair:
 
         eventually(over, f"{request} is reported", seconds=90.0)
         error = self._failed.get(name)
-        assert error is not None or has_expected_tokens(self.decode, LOCAL), (
+        assert error is not None or not self.decode.wrong_bytes(LOCAL, TOKENS), (
             "bytes of something else"
         )
         return "loaded" if error is None else type(error).__name__
@@ -204,6 +204,6 @@ def engine_pair(
     near = StagedCable() if driver == "loopback" else staged_transport(driver)
     with (
         ExitStack() as stack,
-        engine("decode", SHAPE, options=options, transport=lambda: near) as decode,
+        Engine("decode", SHAPE, options=options, transport=lambda: near) as decode,
     ):
         yield EnginePair(driver, decode, near, stack, proxied=proxied)

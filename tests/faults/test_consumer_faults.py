@@ -13,7 +13,7 @@ import pytest
 from kvferry.core.lifecycle.holds import RequestId
 from kvferry.core.lifecycle.ticket import Ticket
 from kvferry.core.transport.registry import create
-from tests.core.endpoint.engines import Engine, engine, eventually, until
+from tests.core.endpoint.engines import Engine, eventually, until
 from tests.faults.cable import DIRECTIONS, Direction, staged_transport
 from tests.faults.cells import DRIVERS, OVER, STAGES, Cell
 from tests.faults.engine_pair import LOCAL, engine_pair
@@ -24,9 +24,9 @@ from tests.faults.engine_processes import (
     LONG_TIMEOUTS,
     OPTIONS,
     SHAPE,
+    TOKENS,
     EngineProcess,
     engine_process,
-    has_expected_tokens,
     run_consumer,
     serve_request,
 )
@@ -44,7 +44,7 @@ CUT_DIRECTIONS = {
 
 def local_producer(driver: str) -> AbstractContextManager[Engine]:
     """Return a producer in this process, over a driver."""
-    return engine("prefill", SHAPE, options=OPTIONS, transport=lambda: create(driver))
+    return Engine("prefill", SHAPE, options=OPTIONS, transport=lambda: create(driver))
 
 
 def load_until_stage(decode: EngineProcess, prefill: Engine, lease: float = LEASE) -> Ticket:
@@ -64,10 +64,10 @@ def overwrite_pages(prefill: Engine) -> None:
 
 def expect_next_load(prefill: Engine, request: str, driver: str = "loopback") -> None:
     """Check that another consumer is served, no page is held, and nothing was reported twice."""
-    with engine("other", SHAPE, options=OPTIONS, transport=lambda: create(driver)) as other:
+    with Engine("other", SHAPE, options=OPTIONS, transport=lambda: create(driver)) as other:
         other.pull("o-1", serve_request(prefill, request), LOCAL)
         assert not other.outcome("o-1").failed
-        assert has_expected_tokens(other, LOCAL)
+        assert not other.wrong_bytes(LOCAL, TOKENS)
     (rank,) = prefill.ranks
     sent = until(rank.endpoint, lambda results: RequestId(request) in results.sent).sent
     assert sent == {RequestId(request)}
@@ -138,7 +138,7 @@ def test_slow_consumer_renews_or_accepts_no_stale_pages(stage: str) -> None:
     """A consumer that waits for pages renews the lease; one that is stuck in a read cannot."""
     cell = Cell(side="consumer", fault="slow", stage=stage)
     with (
-        engine("prefill", SHAPE, options=OPTIONS) as prefill,
+        Engine("prefill", SHAPE, options=OPTIONS) as prefill,
         engine_process(run_consumer, stage) as decode,
     ):
         load_until_stage(decode, prefill)
@@ -165,7 +165,7 @@ def test_pages_of_aborted_load_are_released(driver: str, stage: str) -> None:
     near = staged_transport(driver)
     with (
         local_producer(driver) as prefill,
-        engine("decode", SHAPE, options=OPTIONS, transport=lambda: near) as decode,
+        Engine("decode", SHAPE, options=OPTIONS, transport=lambda: near) as decode,
     ):
         endpoint = decode.ranks[0].endpoint
 

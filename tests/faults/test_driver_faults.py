@@ -8,9 +8,9 @@ from kvferry.core.lifecycle.holds import RequestId
 from kvferry.core.transport import Quiescence
 from kvferry.drivers.loopback import LoopbackTransport
 from kvferry.testing import Fault, FaultyTransport, Schedule
-from tests.core.endpoint.engines import engine, until
+from tests.core.endpoint.engines import Engine, until
 from tests.faults.cells import Cell
-from tests.faults.engine_processes import OPTIONS, SHAPE, has_expected_tokens, serve_request
+from tests.faults.engine_processes import OPTIONS, SHAPE, TOKENS, serve_request
 
 LOCAL = [3, 4]
 CALL_INDEX = {"reading": 0, "fencing": 1}
@@ -30,15 +30,15 @@ def test_load_survives_or_fails_with_faulty_driver(
     schedule = Schedule(at={CALL_INDEX[stage]: fault})
     driver = FaultyTransport(LoopbackTransport(), schedule, quiescence=quiescence)
     with (
-        engine("prefill", SHAPE, options=OPTIONS) as prefill,
-        engine("decode", SHAPE, options=OPTIONS, transport=lambda: driver) as decode,
+        Engine("prefill", SHAPE, options=OPTIONS) as prefill,
+        Engine("decode", SHAPE, options=OPTIONS, transport=lambda: driver) as decode,
     ):
         ticket = serve_request(prefill, "p-1")
         cell.start_clock()
         decode.pull("d-1", ticket, LOCAL)
         failed = decode.outcome("d-1").failed.get(RequestId("d-1"))
         assert (failed is None) is (fault in HARMLESS | HARMLESS_TO_LOAD)
-        assert failed is not None or has_expected_tokens(decode, LOCAL)
+        assert failed is not None or not decode.wrong_bytes(LOCAL, TOKENS)
         cell.write("loaded" if failed is None else type(failed).__name__)
         prefill.released("p-1")
         assert prefill.ranks[0].endpoint.held == 0
@@ -46,6 +46,6 @@ def test_load_survives_or_fails_with_faulty_driver(
         if fault is not Fault.DIE:
             decode.pull("d-2", serve_request(prefill, "p-2"), LOCAL)
             assert not decode.outcome("d-2").failed
-            assert has_expected_tokens(decode, LOCAL)
+            assert not decode.wrong_bytes(LOCAL, TOKENS)
             until(prefill.ranks[0].endpoint, lambda results: RequestId("p-2") in results.sent)
         assert decode.ranks[0].endpoint.healthy

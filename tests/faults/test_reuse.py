@@ -18,14 +18,14 @@ import pytest
 from kvferry.core.endpoint import EndpointOptions
 from kvferry.core.lifecycle.holds import RequestId
 from kvferry.core.lifecycle.ticket import Ticket
-from tests.core.endpoint.engines import Engine, engine, until
+from tests.core.endpoint.engines import Engine, until
 from tests.faults.cable import StagedTransport, staged_transport
 from tests.faults.cells import OVER, figure
 from tests.faults.engine_processes import (
     SHAPE,
+    TOKENS,
     EngineProcess,
     engine_process,
-    has_expected_tokens,
     run_producer,
 )
 
@@ -56,7 +56,7 @@ class ReuseBench:
         name = RequestId(request)
         results = until(self.decode.ranks[0].endpoint, lambda results: name in results.received)
         error = results.failed.get(name)
-        assert error is not None or has_expected_tokens(self.decode, LOCAL), (
+        assert error is not None or not self.decode.wrong_bytes(LOCAL, TOKENS), (
             "another request's bytes"
         )
         return "loaded" if error is None else type(error).__name__
@@ -67,7 +67,7 @@ def reuse_bench(driver: str) -> Iterator[ReuseBench]:
     near = staged_transport(driver)
     with (
         engine_process(run_producer, 0, "prefill", driver) as producer,
-        engine("decode", SHAPE, options=OPTIONS, transport=lambda: near) as decode,
+        Engine("decode", SHAPE, options=OPTIONS, transport=lambda: near) as decode,
     ):
         producer.answer()
         yield ReuseBench(decode, near, producer)

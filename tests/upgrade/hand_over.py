@@ -78,13 +78,7 @@ class Side:
     name: str
     child: Child
     block: int
-    facts: dict[str, Any] = field(default_factory=dict)
     _numbers: Iterator[int] = field(default_factory=itertools.count)
-
-    @property
-    def proves(self) -> bool:
-        """Return whether the engine's tickets carry proofs."""
-        return bool(self.facts["proves"])
 
     def pages(self, tokens: int) -> list[int]:
         """Return pages for a prompt that none of the last few requests has."""
@@ -157,19 +151,12 @@ def check_tickets(producer: Side, consumer: Side, report: Report) -> None:
     """Hand over a request with each kind of ticket that the producer makes."""
     way = f"{producer.name} to {consumer.name}"
     kinds = {"a proved ticket": "", "a proved and signed ticket": SECRET}
-    if not producer.proves:
-        kinds = {"a signed ticket": SECRET}
     for kind, secret in kinds.items():
         ticket = serve(producer, secret=secret)
         wrong = load(consumer, ticket)
         report.check(f"{way}: every byte came with {kind}", not wrong, wrong)
         told = producer.child.ask("released", request=ticket.request, seconds=RELEASE_SECONDS)
         report.check(f"{way}: the producer heard that it was read", told)
-    if not producer.proves:
-        ticket = serve(producer)
-        wrong = load(consumer, ticket)
-        refused = wrong.startswith("proof:")
-        report.check(f"{way}: a ticket with neither proof nor signature is refused", refused, wrong)
 
 
 def check_claims(sides: Sequence[Side], report: Report) -> None:
@@ -177,16 +164,14 @@ def check_claims(sides: Sequence[Side], report: Report) -> None:
     waits = [_wait(*pair, lease=LONG_LEASE) for pair in itertools.permutations(sides)]
     until = time.monotonic() + SILENCE_SECONDS
     for wait in waits:
-        if wait.producer.facts["heartbeats"]:
-            sign = "heartbeats" if wait.consumer.facts["heartbeats"] else "a renewal"
-            report.check(
-                f"{wait.way}: {sign} told the producer whose consumer lives", wait.is_known(until)
-            )
+        report.check(
+            f"{wait.way}: heartbeats told the producer whose consumer lives", wait.is_known(until)
+        )
         for ticket in (wait.claimed, wait.unclaimed):
             wrong = load(wait.consumer, ticket)
             report.check(f"{wait.way}: every byte came after a while", not wrong, wrong)
         wait.check_released(report)
-        _check_abandoned(wait.producer, wait.consumer, wait.claimed.secret, report)
+        _check_abandoned(wait.producer, wait.consumer, report)
 
 
 def check_renewals(sides: Sequence[Side], report: Report) -> None:
@@ -243,21 +228,20 @@ class Wait:
 
 
 def _wait(producer: Side, consumer: Side, *, lease: float) -> Wait:
-    secret = "" if producer.proves else SECRET
-    claimed, unclaimed = (serve(producer, lease=lease, secret=secret) for _ in range(2))
-    consumer.child.ask("prepare", ticket=claimed.params, secret=secret)
+    claimed, unclaimed = (serve(producer, lease=lease) for _ in range(2))
+    consumer.child.ask("prepare", ticket=claimed.params, secret=claimed.secret)
     return Wait(producer=producer, consumer=consumer, claimed=claimed, unclaimed=unclaimed)
 
 
-def _check_abandoned(producer: Side, consumer: Side, secret: str, report: Report) -> None:
+def _check_abandoned(producer: Side, consumer: Side, report: Report) -> None:
     way = f"{producer.name} to {consumer.name}"
-    ticket = serve(producer, secret=secret)
+    ticket = serve(producer)
     consumer.child.ask(
         "abandon",
         request=f"of-{ticket.request}",
         ticket=ticket.params,
         pages=consumer.pages(TOKENS),
-        secret=secret,
+        secret=ticket.secret,
     )
     told = producer.child.ask("released", request=ticket.request, seconds=RELEASE_SECONDS)
     report.check(f"{way}: pages that were given up came back before their lease was over", told)
@@ -290,16 +274,10 @@ def both(
             for tree, child in zip((old, new), children, strict=True)
         ]
         for side, tree in zip(sides, (old, new), strict=True):
-            side.facts = side.child.answer()
-            if not side.facts["source"].startswith(f"{tree.root}/"):
-                raise ChildError(f"the {side.name} engine runs {side.facts['source']}")
+            source = side.child.answer()["source"]
+            if not source.startswith(f"{tree.root}/"):
+                raise ChildError(f"the {side.name} engine runs {source}")
         yield sides
-
-
-def facts(old: Tree, new: Tree) -> dict[str, dict[str, Any]]:
-    """Return the facts of each tree's build, by its name."""
-    with both(old, new, WAYS["loopback"][0], (1, 1)) as sides:
-        return {side.name: side.facts for side in sides}
 
 
 def check_driver(old: Tree, new: Tree, driver: str, report: Report) -> None:

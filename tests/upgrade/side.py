@@ -15,31 +15,22 @@ import base64
 import json
 import os
 import sys
-import time
-from collections.abc import Container
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TextIO
 
 import numpy as np
 import numpy.typing as npt
 
 import kvferry
-from kvferry.core.endpoint import Endpoint, EndpointOptions, Identity, Load
+from kvferry.core.endpoint import EndpointOptions
 from kvferry.core.errors import KVFerryError, StaleError, TicketError
-from kvferry.core.handshake import HandshakeServer
-from kvferry.core.layout import Field, Group, GroupKind, Layout, axis
-from kvferry.core.lifecycle.digest import digest
-from kvferry.core.lifecycle.holds import Incarnation, RequestId, random_incarnation
-from kvferry.core.lifecycle.scheduler_holds import SchedulerHolds
-from kvferry.core.lifecycle.ticket import Ticket
-from kvferry.core.memory import region_of
-from kvferry.core.messages import Coordinates
-from kvferry.core.planner.build_copies import Pages
+from kvferry.core.lifecycle.holds import RequestId
 from kvferry.core.security import Access, KeyPair, TicketKey, TicketSecrets
-from kvferry.core.side_channel_messages import encode
 from kvferry.core.transport import registry
 from kvferry.integrations.vllm.ticket_params import ParallelSizes, TicketParams, read_ticket
+from kvferry.testing.engines import CacheShape, EngineRank, ModelFreeEngine
 
 LAYERS, HEADS, DIM, PAGES = 2, 4, 16, 64
 OUTCOME_SECONDS = 90.0
@@ -74,9 +65,25 @@ class Settings:
     peers: list[str] = field(default_factory=list)
 
     @property
-    def heads(self) -> int:
-        """Heads of each rank."""
-        return HEADS // self.ranks
+    def shape(self) -> CacheShape:
+        """How the engine keeps its cache."""
+        return CacheShape(
+            tp=self.ranks,
+            block=self.block,
+            heads_first=self.heads_first,
+            pages=PAGES,
+            layers=LAYERS,
+            model_heads=HEADS,
+            dim=DIM,
+        )
+
+    @property
+    def access(self) -> Access:
+        """The engine's keys."""
+        if not self.key:
+            return Access()
+        own = KeyPair.of(self.key, "the setting 'key'")
+        return Access(own=own, peers=frozenset(map(bytes.fromhex, self.peers)))
 
 
 def why(error: KVFerryError) -> str:
@@ -91,119 +98,26 @@ def content(seed: int, tokens: int) -> npt.NDArray[np.float32]:
     return np.random.default_rng(seed).random((LAYERS, tokens, HEADS, DIM), dtype=np.float32)
 
 
-class Rank:
-    """One rank: its cache, its endpoint and what the endpoint has reported."""
-
-    def __init__(
-        self, settings: Settings, rank: int, incarnation: Incarnation, access: Access
-    ) -> None:
-        self._settings = settings
-        block, heads = settings.block, settings.heads
-        inner = (heads, block) if settings.heads_first else (block, heads)
-        self.cache = np.full((LAYERS, PAGES, *inner, DIM), np.nan, dtype=np.float32)
-        self.heads = slice(rank * heads, (rank + 1) * heads)
-        self.endpoint = Endpoint(
-            identity=Identity(
-                engine=settings.engine,
-                incarnation=incarnation,
-                rank=rank,
-                coordinates=Coordinates(tp=rank),
-                agreement={"model": "none"},
-            ),
-            driver=settings.driver,
-            transport=registry.create(settings.driver, settings.options),
-            layout=self._layout(),
-            slots=PAGES,
-            options=EndpointOptions(lease=settings.lease, access=access),
-        )
-        self.sent: set[str] = set()
-        self.received: dict[str, KVFerryError | None] = {}
-
-    def _layout(self) -> Layout:
-        row = DIM * self.cache.itemsize
-        block, heads = self._settings.block, self._settings.heads
-        page = block * heads * row
-        token, head = (row, block * row) if self._settings.heads_first else (heads * row, row)
-        fields = tuple(
-            Field(
-                key=f"layer.{layer}",
-                group=0,
-                region=0,
-                offset=layer * PAGES * page,
-                page_stride=page,
-                pages=PAGES,
-                dtype="float32",
-                unit=row,
-                tokens=axis((block, token)),
-                shard=axis((heads, head)),
-                shard_range=(self.heads.start, self.heads.stop),
-            )
-            for layer in range(LAYERS)
-        )
-        group = Group(kind=GroupKind.PAGED, block_tokens=block)
-        return Layout(regions=(region_of(self.cache),), groups=(group,), fields=fields)
-
-    def fill(self, pages: list[int], seed: int, tokens: int) -> None:
-        """Write a prompt's cache into pages, with zeros after its last token."""
-        block, heads = self._settings.block, self._settings.heads
-        values = np.zeros((LAYERS, len(pages) * block, heads, DIM), dtype=np.float32)
-        values[:, :tokens] = content(seed, tokens)[:, :, self.heads]
-        blocks = values.reshape(LAYERS, len(pages), block, heads, DIM)
-        self.cache[:, pages] = blocks.swapaxes(2, 3) if self._settings.heads_first else blocks
-
-    def held(self, pages: list[int]) -> str:
-        """Return all bytes of pages as (layer, token, head, element), in base64."""
-        blocks = self.cache[:, pages]
-        if self._settings.heads_first:
-            blocks = blocks.swapaxes(2, 3)
-        return base64.b64encode(np.ascontiguousarray(blocks).tobytes()).decode()
-
-    def until(self, request: str, reported: Container[str], seconds: float) -> bool:
-        """Wait until a request is reported: ``sent`` or ``received``.
-
-        Returns:
-            Whether it was, in that time.
-        """
-        deadline = time.monotonic() + seconds
-        while True:
-            results = self.endpoint.results()
-            self.sent.update(results.sent)
-            self.received.update({each: results.failed.get(each) for each in results.received})
-            if request in reported or time.monotonic() > deadline:
-                return request in reported
-            self.endpoint.wait(0.05)
+def held(rank: EngineRank, pages: list[int]) -> str:
+    """Return all bytes of a rank's pages as (layer, token, head, element), in base64."""
+    values = np.stack([rank.read(layer, pages) for layer in range(LAYERS)])
+    return base64.b64encode(values.tobytes()).decode()
 
 
 class Side:
     """An engine of several ranks in one process. Its methods are the commands."""
 
-    def __init__(self, settings: Settings, stack: ExitStack) -> None:
-        self._settings = settings
-        access = Access()
-        if settings.key:
-            own = KeyPair.of(settings.key, "the setting 'key'")
-            access = Access(own=own, peers=frozenset(map(bytes.fromhex, settings.peers)))
-        self._access = access
-        self._incarnation = random_incarnation()
-        self._ledger = SchedulerHolds(PAGES)
+    def __init__(self, settings: Settings) -> None:
         self._ticket_key = TicketKey()
-        self._ranks = []
-        for index in range(settings.ranks):
-            rank = Rank(settings, index, self._incarnation, access)
-            stack.enter_context(rank.endpoint)
-            self._ranks.append(rank)
-        payloads = [rank.endpoint.payload for rank in self._ranks]
-        self._server = HandshakeServer(
-            [encode(payload) for payload in payloads],
-            engine=settings.engine,
-            incarnation=self._incarnation,
-            access=access,
-            ticket_key=self._ticket_key.public,
+        self.engine = ModelFreeEngine(
+            settings.engine,
+            settings.shape,
+            driver=settings.driver,
+            transport=partial(registry.create, settings.driver, settings.options),
+            options=EndpointOptions(lease=settings.lease, access=settings.access),
+            agreement={"model": "none"},
+            ticket_key=self._ticket_key,
         )
-        stack.enter_context(self._server)
-        for rank in self._ranks:
-            rank.endpoint.join(payloads)
-            rank.endpoint.prove(self._ticket_key.public)
 
     def facts(self) -> dict[str, Any]:
         """Return what this build is: where its code is, and what it knows."""
@@ -224,42 +138,32 @@ class Side:
         Returns:
             The ticket, proved.
         """
-        name = RequestId(request)
-        self._ledger.take_on(name)
-        self._step()
-        for rank in self._ranks:
-            rank.fill(pages, seed, tokens)
-        hold = self._ledger.ticket(name, lease, frozenset(pages))
-        self._step()
-        if hold is None:
-            raise ValueError(f"{request} has no hold")
+        self.engine.take_on(request)
+        values = content(seed, tokens)
+        for rank in self.engine.ranks:
+            for layer in range(LAYERS):
+                rank.write(layer, pages, values[layer, :, rank.heads.start : rank.heads.stop])
+        ticket = self.engine.finish(request, pages, tokens, lease=lease)
         offer = TicketParams(
-            engine=self._settings.engine,
-            incarnation=self._incarnation,
+            engine=ticket.engine,
+            incarnation=ticket.incarnation,
             request=request,
-            host=self._server.host,
-            port=self._server.port,
-            hold=hold,
+            host=ticket.host,
+            port=ticket.port,
+            hold=ticket.hold,
             pages=[pages],
             first_index=[0],
             tokens=tokens,
-            digest=digest(range(tokens)),
+            digest=ticket.digest,
             computed=True,
-            sizes=ParallelSizes(tp=len(self._ranks)),
-            key=self._access.public,
+            sizes=ParallelSizes(tp=ticket.tp_size),
+            key=ticket.key,
         )
         return offer.params(self._secrets(secret), self._ticket_key)
 
-    def _step(self) -> None:
-        orders = self._ledger.drain()
-        for rank in self._ranks:
-            rank.endpoint.apply(orders)
-
     def prepare(self, ticket: Params, secret: str) -> bool:
         """Wait for pages with a ticket: shake hands, and renew its hold."""
-        known = read_ticket(ticket, self._secrets(secret))
-        for rank in self._ranks:
-            rank.endpoint.prepare(known)
+        self.engine.prepare(read_ticket(ticket, self._secrets(secret)))
         return True
 
     def load(self, request: str, ticket: Params, pages: list[int], secret: str) -> dict[str, Any]:
@@ -269,53 +173,44 @@ class Side:
             ``failed``, why not, or an empty text, which begins with a word for the cause; and
             ``held``, each rank's bytes of the pages.
         """
-        for rank in self._ranks:
+        for rank in self.engine.ranks:
             rank.cache[:, pages] = np.nan
         try:
             known = read_ticket(ticket, self._secrets(secret))
         except KVFerryError as exc:
             return {"failed": why(exc), "held": []}
-        for rank in self._ranks:
-            rank.endpoint.load(self._load_of(request, known, pages))
+        self.engine.pull(request, known, pages)
         failed = self._outcome(request)
-        return {"failed": failed, "held": [rank.held(pages) for rank in self._ranks]}
+        return {"failed": failed, "held": [held(rank, pages) for rank in self.engine.ranks]}
 
     def abandon(self, request: str, ticket: Params, pages: list[int], secret: str) -> str:
         """Begin to load and give it up before the first byte; return why it failed."""
         known = read_ticket(ticket, self._secrets(secret))
-        for rank in self._ranks:
-            rank.endpoint.load(self._load_of(request, known, pages), lambda: False)
+        self.engine.pull(request, known, pages, passed=lambda: False)
+        for rank in self.engine.ranks:
             rank.endpoint.abort(RequestId(request))
         return self._outcome(request)
 
-    def _load_of(self, request: str, ticket: Ticket, pages: list[int]) -> Load:
-        return Load(
-            request=RequestId(request),
-            ticket=ticket,
-            ranges=((0, ticket.tokens),),
-            local=(Pages(ids=np.array(pages, dtype=np.int64)),),
-        )
-
     def _outcome(self, request: str) -> str:
         """Wait for every rank's report; return the first failure, or an empty text."""
-        failed = []
-        for rank in self._ranks:
-            if not rank.until(request, rank.received, OUTCOME_SECONDS):
-                return f"no outcome within {OUTCOME_SECONDS:.0f} s"
-            error = rank.received.pop(request)
-            failed += [why(error)] if error else []
-        return failed[0] if failed else ""
+        try:
+            failed = self.engine.outcome(request, OUTCOME_SECONDS).failed
+        except TimeoutError as exc:
+            return str(exc)
+        return next(map(why, failed.values()), "")
 
     def released(self, request: str, seconds: float) -> bool:
         """Return whether every rank reports, in time, that a request's pages may be given back."""
-        if not all(rank.until(request, rank.sent, seconds) for rank in self._ranks):
+        try:
+            self.engine.released(request, seconds)
+        except TimeoutError:
             return False
-        self._ledger.sent(RequestId(request))
         return True
 
     def silent(self) -> list[str]:
         """Return the requests of whose consumers no rank has heard for some seconds."""
-        reports = [{str(each.request) for each in rank.endpoint.silent()} for rank in self._ranks]
+        ranks = self.engine.ranks
+        reports = [{str(each.request) for each in rank.endpoint.silent()} for rank in ranks]
         return sorted(set.intersection(*reports))
 
     @staticmethod
@@ -340,7 +235,8 @@ def serve(lines: TextIO, replies: TextIO) -> None:
 
     with ExitStack() as stack:
         try:
-            side = Side(Settings(**json.loads(next(lines))), stack)
+            side = Side(Settings(**json.loads(next(lines))))
+            stack.enter_context(side.engine)
         except (KVFerryError, OSError) as exc:
             reply({"error": f"{type(exc).__name__}: {exc}"})
             return

@@ -12,9 +12,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 SIDE = Path("tests/upgrade/side.py")
-OLDER_SIDE = Path(__file__).with_name("older_side.txt")
-OLDEST = "176edbfd0d04e4ee737fd4318bac992f57648d15"
-"""The oldest commit that ``older_side.txt`` was tried with."""
+OLDEST = "2397a61484975b9afd9728b34b56beec5778cc83"
+"""The oldest commit that has a program of a side."""
 
 
 class TreeError(Exception):
@@ -73,9 +72,6 @@ def older_tree(commit: str, folder: Path) -> Tree:
     packed = _git("archive", "--format=tar", found)
     with tarfile.open(fileobj=io.BytesIO(packed)) as archive:
         archive.extractall(root, filter="data")
-    if not (root / SIDE).exists():
-        (root / SIDE).parent.mkdir(parents=True, exist_ok=True)
-        (root / SIDE).write_text(OLDER_SIDE.read_text("utf-8"), "utf-8")
     return prepared("old", root, folder / "old")
 
 

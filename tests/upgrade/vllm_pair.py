@@ -13,7 +13,6 @@ from typing import Any
 
 from examples.tiny_llama import prompt
 from tests.upgrade.child import Child, ChildError, closing_all
-from tests.upgrade.hand_over import SECRET
 from tests.upgrade.report import Report
 from tests.upgrade.trees import ROOT, Tree
 
@@ -24,7 +23,6 @@ ENGINE = Path(__file__).with_name("engine.py")
 LENGTHS = (5, 31, 32, 33, 100, 256, 300)
 TOKENS = 16
 START_SECONDS, ANSWER_SECONDS = 600.0, 300.0
-SECRET_VARIABLE = "KVFERRY_UPGRADE_SECRET"
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "GLOO_SOCKET_IFNAME": "lo",
@@ -58,19 +56,17 @@ FOR_ANOTHER_ENGINE: Params = {
 """What a router sends along with a prompt that another engine will decode."""
 
 
-def check(old: Tree, new: Tree, driver: str, *, signed: bool, report: Report) -> None:
+def check(old: Tree, new: Tree, driver: str, report: Report) -> None:
     """Hand prompts over in both directions, and compare with the texts of one engine alone.
 
     Args:
         old, new: the trees.
         driver: the transport of both engines.
-        signed: whether ``ticket_secrets`` sign the tickets.
         report: where the findings go.
     """
-    how = " with signed tickets" if signed else ""
-    report.heading(f"vLLM engines over {driver}{how} (they take a minute or two to start)")
+    report.heading(f"vLLM engines over {driver} (they take a minute or two to start)")
     try:
-        with _engines(old, new, driver, signed=signed) as engines:
+        with _engines(old, new, driver) as engines:
             prompts = [prompt(length) for length in LENGTHS]
             alone = {
                 name: _answers(child, prompts, [None] * len(prompts))
@@ -128,25 +124,21 @@ def _texts(found: dict[str, Any]) -> list[list[int]]:
 
 
 @contextmanager
-def _engines(old: Tree, new: Tree, driver: str, *, signed: bool) -> Iterator[dict[str, Child]]:
+def _engines(old: Tree, new: Tree, driver: str) -> Iterator[dict[str, Child]]:
     """Yield an engine of either tree, each for both roles."""
     model = _model(new.scratch / "tiny-llama")
-    extra: dict[str, Any] = {"driver": driver}
-    if signed:
-        extra["ticket_secrets"] = [f"env:{SECRET_VARIABLE}"]
     transfer = {
         "kv_connector": "KVFerryConnector",
         "kv_connector_module_path": "kvferry.integrations.vllm",
         "kv_role": "kv_both",
         "kv_load_failure_policy": "fail",  # nothing is quietly computed again
-        "kv_connector_extra_config": extra,
+        "kv_connector_extra_config": {"driver": driver},
     }
     engines: dict[str, Child] = {}
     with closing_all(engines.values()):
         for tree in (old, new):
-            environment = ENVIRONMENT | {SECRET_VARIABLE: SECRET}
             settings = OPTIONS | {"model": str(model), "kv_transfer_config": transfer}
-            engines[tree.name] = Child(tree, ENGINE, settings, environment)
+            engines[tree.name] = Child(tree, ENGINE, settings, ENVIRONMENT)
         for tree in (old, new):
             source = engines[tree.name].answer(START_SECONDS)["source"]
             if not source.startswith(f"{tree.root}/"):

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from kvferry.cli.demo import report
 from kvferry.cli.demo.decode import COPY_ROUNDS, Decode
-from kvferry.cli.demo.model import DemoError, Shape, requests_of, shape_of
+from kvferry.cli.demo.model import DemoError, requests_of, shape_of, with_room
 from kvferry.cli.demo.pipes import ReleasedRequest, Spec, Started, prefill_processes, receive
 from kvferry.core.errors import StaleError
 from kvferry.core.lifecycle.holds import random_incarnation
@@ -24,6 +24,7 @@ from kvferry.core.lifecycle.ticket import Ticket
 from kvferry.core.memory import CPU
 from kvferry.core.transport import Transport
 from kvferry.core.transport.registry import create
+from kvferry.testing.engines import CacheShape
 
 ENGINE = "prefill"
 INTERRUPTED = 130
@@ -74,7 +75,9 @@ def run(
         return INTERRUPTED
 
 
-def _run(console: Console, nbytes: int, driver: str, prefill: Shape, decode: Shape) -> int:
+def _run(
+    console: Console, nbytes: int, driver: str, prefill: CacheShape, decode: CacheShape
+) -> int:
     """Start both engines, move the cache, and print the results.
 
     Args:
@@ -88,12 +91,13 @@ def _run(console: Console, nbytes: int, driver: str, prefill: Shape, decode: Sha
         The exit status, 0 or 1; see ``_cross``.
     """
     _check_memory(nbytes)
+    requests = tuple(requests_of(nbytes))
     spec = Spec(
         engine=ENGINE,
         incarnation=random_incarnation(),
         driver=driver,
-        shape=prefill,
-        requests=tuple(requests_of(nbytes)),
+        shape=with_room(prefill, requests),
+        requests=requests,
         lease=60.0 + nbytes / 1e7,
     )
     transport = _transport(driver)
@@ -103,13 +107,13 @@ def _run(console: Console, nbytes: int, driver: str, prefill: Shape, decode: Sha
             pipe = stack.enter_context(prefill_processes(prefill.tp))
             pipe.send(spec)
             consumer = Decode(transport, driver, decode, spec.requests, spec.lease)
-            stack.enter_context(consumer.endpoint)
+            stack.enter_context(consumer.engine)
             started = receive(pipe, Started)
         report.engines(console, prefill, decode, started)
-        return _cross(console, pipe, spec, consumer, decode)
+        return _cross(console, pipe, spec, consumer)
 
 
-def _cross(console: Console, pipe: Connection, spec: Spec, consumer: Decode, decode: Shape) -> int:
+def _cross(console: Console, pipe: Connection, spec: Spec, consumer: Decode) -> int:
     """Have the decode engine pull all requests, and print the results.
 
     Args:
@@ -117,7 +121,6 @@ def _cross(console: Console, pipe: Connection, spec: Spec, consumer: Decode, dec
         pipe: The pipe to rank 0 of the prefill engine.
         spec: The prefill engine's setup, and its requests.
         consumer: The decode engine.
-        decode: The shape of the decode engine.
 
     Returns:
         The exit status: 1 if a byte is wrong, or if the second use of a ticket was not refused as
@@ -142,7 +145,7 @@ def _cross(console: Console, pipe: Connection, spec: Spec, consumer: Decode, dec
     }
     report.requests(console, pulled, pages, wrong)
     report.used_ticket(console, refusal)
-    report.rates(console, pulled, local, spec.shape, decode)
+    report.rates(console, pulled, local, spec.shape, consumer.engine.shape)
     return int(any(wrong.values()) or not isinstance(refusal, StaleError))
 
 

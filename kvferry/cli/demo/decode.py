@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -9,27 +10,22 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvferry.cli.demo.model import (
-    POISON,
+    WORD_BYTES,
     DemoError,
     Request,
-    Shape,
-    layout_of,
-    make_cache,
     scattered_pages,
-    wrong_bytes,
+    with_room,
     wrong_spare_bytes,
 )
-from kvferry.core.endpoint import Endpoint, EndpointOptions, Identity, Load, LoadRecord
+from kvferry.core.endpoint import EndpointOptions, LoadRecord
 from kvferry.core.errors import KVFerryError
 from kvferry.core.lifecycle.digest import digest
-from kvferry.core.lifecycle.holds import RequestId, random_incarnation
+from kvferry.core.lifecycle.holds import RequestId
 from kvferry.core.lifecycle.ticket import Ticket
-from kvferry.core.planner.build_copies import Pages
 from kvferry.core.transport import Transport
+from kvferry.testing.engines import CacheShape, ModelFreeEngine
 
-WAIT_SECONDS = 0.2
 COPY_ROUNDS = 3
-WORD_BYTES = 8
 
 Advance = Callable[[], None]
 """A function to call when one more part of a step of the demo is over, for the progress bar."""
@@ -82,10 +78,10 @@ class LocalRates:
 
 
 class Decode:
-    """The decode engine: a cache in which every word is ``POISON`` at first, and an endpoint.
+    """The decode engine: a cache in which every byte is ``POISON`` at first, and an endpoint.
 
     Args:
-        transport: The engine's transport; the endpoint closes it.
+        transport: The engine's transport; the engine closes it.
         driver: Name of the transport's driver.
         shape: How the engine stores the cache.
         requests: The requests that will be loaded.
@@ -93,30 +89,26 @@ class Decode:
 
     Attributes:
         pages: The ids of each request's pages.
-        endpoint: The endpoint, which the caller closes.
+        engine: The engine, which the caller closes.
     """
 
     def __init__(
         self,
         transport: Transport,
         driver: str,
-        shape: Shape,
+        shape: CacheShape,
         requests: Sequence[Request],
         lease: float,
     ) -> None:
-        self._shape, self._requests = shape, requests
-        self._cache = make_cache(shape, 0, requests, POISON)
-        pages = scattered_pages(shape, requests, seed=2)
-        self.pages = dict(zip(requests, pages, strict=True))
-        self.endpoint = Endpoint(
-            identity=Identity(engine="decode", incarnation=random_incarnation()),
+        self.pages = scattered_pages(shape, requests, seed=2)
+        self.engine = ModelFreeEngine(
+            "decode",
+            with_room(shape, requests),
             driver=driver,
-            transport=transport,
-            layout=layout_of(shape, 0, self._cache),
-            slots=len(requests),
+            transport=lambda: transport,
             options=EndpointOptions(lease=lease, load_timeout=lease),
         )
-        self.endpoint.join([self.endpoint.payload])
+        [self._rank] = self.engine.ranks
 
     def pull(self, tickets: dict[Request, Ticket], advance: Advance) -> Pulled:
         """Load all requests at once, and return the records of the loads.
@@ -132,24 +124,19 @@ class Decode:
         for request, ticket in tickets.items():
             self._load(request, ticket)
         records: dict[str, LoadRecord] = {}
-        while len(records) < len(tickets):
-            self.endpoint.wait(WAIT_SECONDS)
-            results = self.endpoint.results()
+        for request in tickets:
+            results = self.engine.outcome(request.name, math.inf)
             for name, error in results.failed.items():
                 raise DemoError(f"{name} was not loaded: {error}") from error
-            for record in results.loads:
-                records[record.request] = record
-                advance()
+            [records[request.name]] = results.loads
+            advance()
         return Pulled(records=records, seconds=time.perf_counter() - begun)
 
     def pull_again(self, request: Request, ticket: Ticket) -> KVFerryError | None:
         """Load a request again with its used ticket; return the error, ``None`` without one."""
         self._load(request, ticket)
-        while True:
-            self.endpoint.wait(WAIT_SECONDS)
-            results = self.endpoint.results()
-            if request.name in results.received:
-                return results.failed.get(RequestId(request.name))
+        failed = self.engine.outcome(request.name, math.inf).failed
+        return failed.get(RequestId(request.name))
 
     def wrong_bytes(self, advance: Advance) -> dict[str, int]:
         """Compare every byte of the cache, and return the number of wrong bytes by request id.
@@ -161,10 +148,10 @@ class Decode:
         """
         wrong: dict[str, int] = {}
         for request, pages in self.pages.items():
-            wrong[request.name] = wrong_bytes(self._shape, 0, self._cache, request, pages)
+            wrong[request.name] = self._rank.wrong_bytes(pages, request.tokens, request.first_token)
             advance()
         used = [page for pages in self.pages.values() for page in pages]
-        wrong["pages of no request"] = wrong_spare_bytes(self._cache, used)
+        wrong["pages of no request"] = wrong_spare_bytes(self._rank, used)
         return wrong
 
     def local_rates(self, pulled: Pulled) -> LocalRates:
@@ -173,7 +160,7 @@ class Decode:
         Args:
             pulled: The loads whose bytes and pieces are copied.
         """
-        words = self._cache.reshape(-1)[: pulled.nbytes // WORD_BYTES]
+        words = self._rank.cache.reshape(-1)[: pulled.nbytes // WORD_BYTES]
         width = max(pulled.piece // WORD_BYTES, 1)
         pieces = words[: len(words) // width * width].reshape(-1, width)
         target = np.empty_like(pieces)
@@ -192,13 +179,7 @@ class Decode:
         """
         if ticket.digest != digest(request.prompt):
             raise DemoError(f"the ticket of {ticket.request} is not about {request.name}'s prompt")
-        load = Load(
-            request=RequestId(request.name),
-            ticket=ticket,
-            ranges=((0, request.tokens),),
-            local=(Pages(ids=np.array(self.pages[request], dtype=np.int64)),),
-        )
-        self.endpoint.load(load)
+        self.engine.pull(request.name, ticket, self.pages[request])
 
 
 def _best_seconds(copy: Callable[[], object]) -> float:

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import TypeVar
 
-from kvferry.cli.demo.model import DemoError, Request, Shape
+from kvferry.cli.demo.model import DemoError, Request
 from kvferry.core.lifecycle.holds import Incarnation, RequestId
 from kvferry.core.lifecycle.scheduler_holds import HoldOrders
+from kvferry.testing.engines import CacheShape
 
 T = TypeVar("T")
 
@@ -37,7 +38,7 @@ class Spec:
     engine: str
     incarnation: Incarnation
     driver: str
-    shape: Shape
+    shape: CacheShape
     requests: tuple[Request, ...]
     lease: float
 

@@ -9,16 +9,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
 
-import numpy as np
-
-from kvferry.cli.demo.model import (
-    DemoError,
-    Request,
-    compute,
-    layout_of,
-    make_cache,
-    scattered_pages,
-)
+from kvferry.cli.demo.model import DemoError, Request, scattered_pages
 from kvferry.cli.demo.pipes import (
     DemoStep,
     Failed,
@@ -29,22 +20,22 @@ from kvferry.cli.demo.pipes import (
     Stepped,
     receive,
 )
-from kvferry.core.endpoint import Endpoint, EndpointOptions, Identity
+from kvferry.core.endpoint import EndpointOptions
 from kvferry.core.errors import KVFerryError
 from kvferry.core.handshake import HandshakeServer
 from kvferry.core.lifecycle.digest import digest
 from kvferry.core.lifecycle.holds import RequestId
 from kvferry.core.lifecycle.scheduler_holds import SchedulerHolds
 from kvferry.core.lifecycle.ticket import Ticket
-from kvferry.core.messages import Coordinates
 from kvferry.core.side_channel_messages import encode
 from kvferry.core.transport.registry import create
+from kvferry.testing.engines import EngineRank
 
 PACE_SECONDS = 0.02
 
 
-class Rank:
-    """The worker of a rank: a cache, and the endpoint that serves the cache's pages.
+class DemoRank:
+    """The worker of a rank: computes what the scheduler says, and serves its pages.
 
     Args:
         spec: The setup of the engine.
@@ -56,30 +47,23 @@ class Rank:
     """
 
     def __init__(self, spec: Spec, rank: int) -> None:
-        self._spec, self._rank = spec, rank
-        self._cache = make_cache(spec.shape, rank, spec.requests, np.uint64(0))
-        pages = scattered_pages(spec.shape, spec.requests, seed=1)
-        self.pages = dict(zip(spec.requests, pages, strict=True))
-        self.endpoint = Endpoint(
-            identity=Identity(
-                engine=spec.engine,
-                incarnation=spec.incarnation,
-                rank=rank,
-                coordinates=Coordinates(tp=rank),
-            ),
+        self.pages = scattered_pages(spec.shape, spec.requests, seed=1)
+        self._rank = EngineRank.start(
+            spec.engine,
+            spec.incarnation,
+            spec.shape,
+            rank,
+            create(spec.driver),
             driver=spec.driver,
-            transport=create(spec.driver),
-            layout=layout_of(spec.shape, rank, self._cache),
-            slots=len(spec.requests),
             options=EndpointOptions(lease=spec.lease),
         )
+        self.endpoint = self._rank.endpoint
 
     def step(self, step: DemoStep) -> Stepped:
         """Apply the scheduler's commands of a step, then compute the step's request, if any."""
         self.endpoint.apply(step.orders)
-        if step.compute is not None:
-            pages = self.pages[step.compute]
-            compute(self._spec.shape, self._rank, self._cache, step.compute, pages)
+        if (request := step.compute) is not None:
+            self._rank.compute(self.pages[request], request.tokens, request.first_token)
         return Stepped(sent=self.endpoint.results().sent)
 
 
@@ -94,7 +78,7 @@ class Lead:
         others: The pipes to the other ranks' processes, in rank order.
     """
 
-    def __init__(self, spec: Spec, rank: Rank, others: Sequence[Connection]) -> None:
+    def __init__(self, spec: Spec, rank: DemoRank, others: Sequence[Connection]) -> None:
         self._spec, self._rank, self._others = spec, rank, others
         self._holds = SchedulerHolds(len(spec.requests))
         self._sent: Counter[RequestId] = Counter()
@@ -162,7 +146,7 @@ def lead(control: Connection, others: Sequence[Connection]) -> None:
     spec = receive(control, Spec)
     for other in others:
         other.send(spec)
-    rank = Rank(spec, 0)
+    rank = DemoRank(spec, 0)
     with rank.endpoint:
         ranks = [receive(other, Joined) for other in others]
         payloads = [encode(rank.endpoint.payload), *(joined.payload for joined in ranks)]
@@ -186,7 +170,7 @@ def follow(pipe: Connection, index: int) -> None:
         pipe: The pipe to rank 0.
         index: The rank's index.
     """
-    rank = Rank(receive(pipe, Spec), index)
+    rank = DemoRank(receive(pipe, Spec), index)
     with rank.endpoint:
         pipe.send(Joined(pid=os.getpid(), payload=encode(rank.endpoint.payload)))
         while True:

@@ -12,9 +12,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from rich.table import Table
 
 from kvferry.cli.demo.decode import Advance, LocalRates, Pulled
-from kvferry.cli.demo.model import DTYPE, HEAD_DIM, HEADS, LAYERS, ROW_BYTES, Request, Shape
+from kvferry.cli.demo.model import DTYPE, HEAD_DIM, HEADS, LAYERS, ROW_BYTES, Request, order_of
 from kvferry.cli.demo.pipes import Started
 from kvferry.core.errors import KVFerryError
+from kvferry.testing.engines import CacheShape
 
 __all__ = ["Advance", "engines", "pair", "rates", "requests", "step", "used_ticket"]
 
@@ -45,7 +46,7 @@ def step(console: Console, title: str, total: int | None = None) -> Iterator[Adv
     console.print(f"[green]✓[/] {title} [dim]{perf_counter() - begun:.2f} s[/]", highlight=False)
 
 
-def engines(console: Console, prefill: Shape, decode: Shape, started: Started) -> None:
+def engines(console: Console, prefill: CacheShape, decode: CacheShape, started: Started) -> None:
     """Print the ranks of both engines, and what each stores."""
     table = Table("engine", "rank", "process", "heads", "order", "tokens a page", box=None)
     for rank, pid in enumerate(started.pids):
@@ -103,18 +104,18 @@ def used_ticket(console: Console, refusal: KVFerryError | None) -> None:
         console.print(f"\nA used ticket tried again is refused: {refusal}", highlight=False)
 
 
-def pair(console: Console, prefill: Shape, decode: Shape) -> None:
+def pair(console: Console, prefill: CacheShape, decode: CacheShape) -> None:
     """Print between which shapes the cache is moved."""
-    like = (prefill.order, prefill.block) == (decode.order, decode.block)
+    like = (prefill.heads_first, prefill.block) == (decode.heads_first, decode.block)
     console.print(
-        f"\n[bold]Engines of {'like' if like else 'unlike'} pages:[/] {prefill.order} with "
-        f"{prefill.block} tokens to {decode.order} with {decode.block}\n",
+        f"\n[bold]Engines of {'like' if like else 'unlike'} pages:[/] {order_of(prefill)} with "
+        f"{prefill.block} tokens to {order_of(decode)} with {decode.block}\n",
         highlight=False,
     )
 
 
 def rates(
-    console: Console, pulled: Pulled, local: LocalRates, prefill: Shape, decode: Shape
+    console: Console, pulled: Pulled, local: LocalRates, prefill: CacheShape, decode: CacheShape
 ) -> None:
     """Print the speed of all loads together, compared with copies within one process.
 
@@ -147,23 +148,24 @@ def rates(
     console.print(f"\n{_piece_text(prefill, decode)}", highlight=False)
 
 
-def _piece_text(prefill: Shape, decode: Shape) -> str:
+def _piece_text(prefill: CacheShape, decode: CacheShape) -> str:
     """Return what lies in one piece on both sides, in a sentence."""
-    if prefill.order != decode.order:
+    theirs, mine = order_of(prefill), order_of(decode)
+    if theirs != mine:
         return (
-            f"A piece is what lies together on both sides. {prefill.order} and {decode.order} have "
+            f"A piece is what lies together on both sides. {theirs} and {mine} have "
             f"one head of one token in common, {ROW_BYTES} bytes, and each piece costs more than "
-            f"its bytes. Try --prefill {prefill.tp}/{decode.order}/{prefill.block}; kvferry plan "
+            f"its bytes. Try --prefill {prefill.tp}/{mine}/{prefill.block}; kvferry plan "
             "finds such pairs for a model."
         )
-    if prefill.order == "NHD":
+    if not prefill.heads_first:
         shared = "pages" if prefill.tp == 1 else "a rank's heads of a token"
     else:
         shared = "a rank's heads of a page" if prefill.block == decode.block else "tokens of a head"
     return f"A piece is what lies together on both sides: here {shared}."
 
 
-def _rank(shape: Shape, rank: int, pid: int) -> tuple[str, ...]:
+def _rank(shape: CacheShape, rank: int, pid: int) -> tuple[str, ...]:
     """Return the cells of a rank's table row, without the first cell, the engine's name.
 
     Args:
@@ -176,7 +178,7 @@ def _rank(shape: Shape, rank: int, pid: int) -> tuple[str, ...]:
         f"{rank} of {shape.tp}",
         str(pid),
         f"{heads.start} to {heads.stop - 1}",
-        shape.order,
+        order_of(shape),
         str(shape.block),
     )
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from kvferry.core.errors import KVFerryError
-from tests.core.endpoint.engines import LAYERS, Engine, eventually, expected
+from tests.core.endpoint.engines import Engine, eventually
 
 TOKENS = 4
 """Tokens of each of these requests."""
@@ -40,15 +38,3 @@ def load(producer: Engine, decode: Engine, number: int) -> KVFerryError | None:
     """Load one request and return its error, if any."""
     pull(producer, decode, number)
     return outcome(decode, number)
-
-
-def pages_are_right(decode: Engine, pages: list[int], tokens: int = TOKENS) -> bool:
-    """Return whether these pages hold the tokens on every rank, in every layer."""
-    return all(
-        np.array_equal(
-            rank.tokens(pages, layer)[:tokens],
-            expected(decode.shape, tokens, layer, rank.first_head),
-        )
-        for rank in decode.ranks
-        for layer in range(LAYERS)
-    )

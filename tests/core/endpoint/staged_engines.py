@@ -15,7 +15,8 @@ from kvferry.core.lifecycle.host_pages import HostPages, Reservation
 from kvferry.core.lifecycle.staging import PageCopy
 from kvferry.core.lifecycle.ticket import Ticket
 from kvferry.core.planner.build_copies import Pages
-from tests.core.endpoint.engines import Engine, Rank, Shape, engine, fill, until
+from kvferry.testing.engines import CacheShape, EngineRank
+from tests.core.endpoint.engines import Engine, until
 from tests.core.endpoint.late_device import LateDevice
 
 BLOCKS = 40
@@ -31,16 +32,16 @@ class StagedEngine:
     host_pages: HostPages
 
     @property
-    def shape(self) -> Shape:
+    def shape(self) -> CacheShape:
         return self.engine.shape
 
     @property
-    def ranks(self) -> list[Rank]:
+    def ranks(self) -> list[EngineRank]:
         """The ranks with their host pages as the cache."""
         return self.engine.ranks
 
     @property
-    def device_ranks(self) -> list[Rank]:
+    def device_ranks(self) -> list[EngineRank]:
         """The ranks with what their devices hold as the cache."""
         pairs = zip(self.engine.ranks, self.devices, strict=True)
         return [replace(rank, cache=device.read()) for rank, device in pairs]
@@ -49,11 +50,10 @@ class StagedEngine:
         """Reserve host pages for a request, take it on, and compute it on the devices."""
         found = self.host_pages.reserve(RequestId(request), len(blocks))
         assert found is Reservation.GRANTED
-        assert self.engine.scheduler_holds.take_on(RequestId(request)) is not None
-        self.engine.step()
+        self.engine.take_on(request)
         for rank, device in zip(self.engine.ranks, self.devices, strict=True):
             computed = replace(rank, cache=device.read())
-            fill(self.shape, computed, blocks, tokens)
+            computed.compute(blocks, tokens)
             device.write(blocks, computed.cache[:, blocks])
 
     def finish(
@@ -132,19 +132,19 @@ class StagedEngine:
 @contextlib.contextmanager
 def staged_engine(
     name: str,
-    shape: Shape | None = None,
+    shape: CacheShape | None = None,
     *,
     patience: float = 60.0,
     **how: Any,
 ) -> Iterator[StagedEngine]:
     """Run a staged engine until the block ends; ``how`` is that of ``engine``."""
-    shape, devices = shape or Shape(), list[LateDevice]()
+    shape, devices = shape or CacheShape(), list[LateDevice]()
 
     def copies(host: Any) -> LateDevice:
         devices.append(LateDevice(host, BLOCKS))
         return devices[-1]
 
-    with engine(name, shape, copies=copies, **how) as plain:
+    with Engine(name, shape, copies=copies, **how) as plain:
         host_pages = HostPages(range(1, shape.pages), patience=patience)
         host_pages.ranks = shape.tp
         yield StagedEngine(engine=plain, devices=devices, host_pages=host_pages)

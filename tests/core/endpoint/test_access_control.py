@@ -15,7 +15,7 @@ from kvferry.core.handshake import HandshakeServer
 from kvferry.core.lifecycle.ticket import Ticket
 from kvferry.core.security import Access, Networks, generate
 from kvferry.core.side_channel_messages import encode
-from tests.core.endpoint.engines import Engine, engine
+from tests.core.endpoint.engines import Engine
 
 PREFILL, DECODE, STRANGER = generate(), generate(), generate()
 SERVES = Access(own=PREFILL, peers=frozenset({DECODE.public}))
@@ -44,7 +44,7 @@ def failure(decode: Engine, request: str, ticket: Ticket) -> KVFerryError:
 
 def test_engines_that_list_each_other_exchange_pages() -> None:
     options = EndpointOptions(access=READS)
-    with engine("prefill") as prefill, engine("decode", options=options) as decode:
+    with Engine("prefill") as prefill, Engine("decode", options=options) as decode:
         with encrypted_side_channel(prefill) as server:
             ticket = replace(prefill.serve("p-1", [1], 4), port=server.port, key=PREFILL.public)
             decode.pull("d-1", ticket, [2])
@@ -68,8 +68,8 @@ def test_a_forged_ticket_fails_alone_and_its_address_is_not_connected_to(
     """A genuine ticket of the same engine and address works afterwards."""
     options = EndpointOptions(access=READS)
     with (
-        engine("prefill") as prefill,
-        engine("decode", options=options) as decode,
+        Engine("prefill") as prefill,
+        Engine("decode", options=options) as decode,
         encrypted_side_channel(prefill) as server,
         socket.create_server(("127.0.0.2", server.port)) as other_host,
     ):
@@ -88,7 +88,7 @@ def test_a_forged_ticket_fails_alone_and_its_address_is_not_connected_to(
 def test_an_engine_without_the_secret_key_of_the_ticket_is_refused() -> None:
     """An unlisted engine answers on the port that the ticket names."""
     options = EndpointOptions(access=READS, handshake_timeout=60.0)
-    with engine("prefill") as prefill, engine("decode", options=options) as decode:
+    with Engine("prefill") as prefill, Engine("decode", options=options) as decode:
         impostor = Access(own=STRANGER, peers=frozenset({DECODE.public}))
         payloads = [encode(rank.endpoint.payload) for rank in prefill.ranks]
         with HandshakeServer(

@@ -14,17 +14,9 @@ from kvferry.core.messages import WORD_BYTES
 from kvferry.core.transport import PeerId, State, Status, TransferId
 from kvferry.core.transport.copies import Copies
 from kvferry.drivers.loopback import LoopbackTransport
-from tests.core.endpoint.engines import (
-    DIM,
-    HEADS,
-    LAYERS,
-    Engine,
-    Shape,
-    engine,
-    eventually,
-    until,
-)
-from tests.core.endpoint.loads import outcome, pages_are_right, pull
+from kvferry.testing.engines import CacheShape
+from tests.core.endpoint.engines import DIM, HEADS, LAYERS, Engine, eventually, until
+from tests.core.endpoint.loads import outcome, pull
 from tests.core.endpoint.test_killed_producer import producer
 from tests.core.endpoint.test_killed_producer import ticket as ticket_of
 
@@ -83,10 +75,10 @@ def two_engines(
 ) -> Iterator[tuple[Engine, Engine]]:
     """Run a producer, and a consumer that keeps its cache in another order."""
     options = EndpointOptions(max_copies=max_copies)
-    shape = Shape(heads_first=False)
+    shape = CacheShape(heads_first=False)
     with (
-        engine("prefill") as prefill,
-        engine("decode", shape, options=options, transport=lambda: driver) as decode,
+        Engine("prefill") as prefill,
+        Engine("decode", shape, options=options, transport=lambda: driver) as decode,
     ):
         try:
             yield prefill, decode
@@ -124,7 +116,7 @@ def test_a_load_is_read_batch_by_batch_and_the_fence_comes_last() -> None:
             driver.may_end = batch
         found = results(decode)
         assert not found.failed
-        assert pages_are_right(decode, [3, 4], TOKENS)
+        assert not decode.wrong_bytes([3, 4], TOKENS)
         prefill.released("p-1")
     assert driver.posted == [10] * 6 + [4, WORD]
     [record] = found.loads
@@ -142,7 +134,7 @@ def test_a_load_that_fits_is_read_at_once(max_copies: int) -> None:
     with two_engines(driver, max_copies) as (prefill, decode):
         start(prefill, decode)
         assert not results(decode).failed
-        assert pages_are_right(decode, [3, 4], TOKENS)
+        assert not decode.wrong_bytes([3, 4], TOKENS)
     assert driver.posted == [COPIES, WORD]
 
 
@@ -155,11 +147,11 @@ def test_a_later_load_does_not_wait_for_all_batches() -> None:
         eventually(lambda: driver.page_reads == 2, "the other load is read")
         driver.may_end = 2
         assert outcome(decode, 5) is None
-        assert pages_are_right(decode, [5])
+        assert not decode.wrong_bytes([5], 4)
         assert decode.ranks[0].endpoint.pending == 1
         driver.may_end = 3
         assert not results(decode).failed
-        assert pages_are_right(decode, [3, 4], TOKENS)
+        assert not decode.wrong_bytes([3, 4], TOKENS)
 
 
 def test_a_load_whose_hold_ends_between_batches_is_stale() -> None:
@@ -210,10 +202,10 @@ def test_a_batch_that_fails_is_the_last() -> None:
 def test_a_load_from_a_producer_killed_between_batches_fails() -> None:
     driver = SteppedReadsTransport()
     options = EndpointOptions(max_copies=MAX_COPIES, liveness_interval=0.0)
-    shape = Shape(heads_first=False)
+    shape = CacheShape(heads_first=False)
     with (
         producer() as (process, pipe),
-        engine("decode", shape, options=options, transport=lambda: driver) as decode,
+        Engine("decode", shape, options=options, transport=lambda: driver) as decode,
     ):
         decode.pull("d-1", ticket_of(pipe, 0), [3, 4])
         eventually(lambda: driver.page_reads == 2, "the first batch of both ranks is read")

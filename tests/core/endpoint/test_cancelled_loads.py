@@ -18,14 +18,8 @@ from kvferry.core.errors import (
 from kvferry.core.lifecycle.holds import RequestId
 from kvferry.core.transport import Capabilities, PeerId, Quiescence, State, Status, TransferId
 from kvferry.core.transport.copies import Copies
-from tests.core.endpoint.engines import (
-    Clock,
-    Engine,
-    RecordingTransport,
-    engine,
-    eventually,
-)
-from tests.core.endpoint.loads import TOKENS, outcomes, pages_are_right, pull
+from tests.core.endpoint.engines import Clock, Engine, RecordingTransport, eventually
+from tests.core.endpoint.loads import TOKENS, outcomes, pull
 
 LONG = 60.0
 LOAD_TIMEOUT = 100.0
@@ -93,9 +87,9 @@ def three_engines(
     """Run two producers, and a consumer that reads from both."""
     options = EndpointOptions(liveness_interval=0.0, load_timeout=LOAD_TIMEOUT)
     with (
-        engine("prefill") as prefill,
-        engine("other") as other,
-        engine("decode", options=options, transport=lambda: driver, clock=clock) as decode,
+        Engine("prefill") as prefill,
+        Engine("other") as other,
+        Engine("decode", options=options, transport=lambda: driver, clock=clock) as decode,
     ):
         yield prefill, other, decode
 
@@ -138,7 +132,7 @@ def test_an_aborted_load_does_not_end_others(fails_when_cancelled: bool) -> None
         aborted, other_error = outcomes(decode, 1, 2)
         assert isinstance(aborted, EndpointClosedError)
         assert other_error is None
-        assert pages_are_right(decode, [2])
+        assert not decode.wrong_bytes([2], TOKENS)
         eventually(lambda: prefill.ranks[0].endpoint.held == 0, "the producer is told of both")
         assert driver.disconnected == set()
 

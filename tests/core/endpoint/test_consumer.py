@@ -32,7 +32,8 @@ from kvferry.core.planner.build_copies import Pages
 from kvferry.core.planner.zeroing import zero_cpu
 from kvferry.core.side_channel_messages import encode
 from kvferry.core.transport import PeerId
-from tests.core.endpoint.engines import Shape, engine, eventually
+from kvferry.testing.engines import CacheShape
+from tests.core.endpoint.engines import Engine, eventually
 from tests.core.endpoint.test_peers import AnyAddressTransport
 
 OPTIONS = EndpointOptions()
@@ -174,7 +175,7 @@ def lines_run(call: Callable[[], object]) -> int:
 def manager(monkeypatch: pytest.MonkeyPatch) -> Iterator[Manager]:
     """Return a manager that knows one producer, of four ranks."""
     monkeypatch.setattr(peers, "most_peers", lambda: MAX_PEERS)  # whatever the limit on files
-    with engine("prefill", Shape(tp=4)) as prefill, engine("decode") as decode:
+    with Engine("prefill", CacheShape(tp=4)) as prefill, Engine("decode") as decode:
         ticket = prefill.serve("p-1", [1], 4)
         payloads = [rank.endpoint.payload for rank in prefill.ranks]
         made = Manager(decode.ranks[0].endpoint.payload, ticket, payloads)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from kvferry.core.endpoint import EndpointOptions, Load, LoadRecord, RoomFollower
+from kvferry.core.endpoint.options import DEFAULTS
 from kvferry.core.endpoint.peer_key import PeerKey
 from kvferry.core.errors import (
     DeadlineError,
@@ -29,6 +30,7 @@ from kvferry.core.planner.build_copies import Pages
 from kvferry.core.security import TicketKey
 from kvferry.core.transport import PeerId, State, Status, TransferId
 from kvferry.core.transport.copies import Copies
+from kvferry.testing.engines import SMALL, CacheShape
 from tests.core.endpoint.engines import (
     DIM,
     HEADS,
@@ -36,11 +38,7 @@ from tests.core.endpoint.engines import (
     Clock,
     Engine,
     RecordingTransport,
-    Shape,
-    engine,
     eventually,
-    expected,
-    fill,
     until,
 )
 from tests.core.endpoint.loads import outcome, pull
@@ -80,7 +78,7 @@ class Prompt:
         """Compute so many chunks in all."""
         pages = self.pages[: chunks * CHUNK // self.prefill.shape.block]
         for rank in self.prefill.ranks:
-            fill(self.prefill.shape, rank, pages, chunks * CHUNK)
+            rank.compute(pages, chunks * CHUNK)
 
     def part(self, chunks: int, passed: Callable[[], bool] | None = None) -> Ticket:
         """Order the watermark for so many chunks, and return the part for them."""
@@ -100,16 +98,16 @@ class Prompt:
 
 @contextmanager
 def both(
-    prefill: Shape | None = None,
-    decode: Shape | None = None,
-    options: EndpointOptions | None = None,
+    prefill: CacheShape = SMALL,
+    decode: CacheShape = SMALL,
+    options: EndpointOptions = DEFAULTS,
     clock: Clock | None = None,
     ticket_key: TicketKey | None = None,
 ) -> Iterator[tuple[Prompt, Engine]]:
     """Run two engines, and take on a prompt."""
     with (
-        engine("prefill", prefill, ticket_key=ticket_key) as one,
-        engine("decode", decode, options=options, clock=clock or Clock()) as other,
+        Engine("prefill", prefill, ticket_key=ticket_key) as one,
+        Engine("decode", decode, options=options, clock=clock or Clock()) as other,
     ):
         prompt = Prompt(prefill=one)
         prompt.take_on()
@@ -119,9 +117,7 @@ def both(
 def has_tokens(decode: Engine, tokens: int) -> bool:
     """Return whether every rank of the decode engine has the first tokens."""
     return all(
-        np.array_equal(
-            rank.tokens(TO, layer)[:tokens], expected(decode.shape, tokens, layer, rank.first_head)
-        )
+        np.array_equal(rank.read(layer, TO)[:tokens], rank.values(layer, tokens))
         for rank in decode.ranks
         for layer in range(LAYERS)
     )
@@ -147,10 +143,10 @@ def failure(decode: Engine) -> KVFerryError:
 
 
 SHAPES = [
-    (Shape(), Shape()),
-    (Shape(tp=2), Shape()),
-    (Shape(), Shape(tp=2)),
-    (Shape(block=2, pages=32), Shape(block=4)),
+    (CacheShape(), CacheShape()),
+    (CacheShape(tp=2), CacheShape()),
+    (CacheShape(), CacheShape(tp=2)),
+    (CacheShape(block=2, pages=32), CacheShape(block=4)),
 ]
 
 
@@ -158,7 +154,7 @@ SHAPES = [
     ("of_prefill", "of_decode"), SHAPES, ids=["1-1", "2-1", "1-2", "other pages"]
 )
 def test_finished_chunks_are_read_while_the_rest_is_computed(
-    of_prefill: Shape, of_decode: Shape
+    of_prefill: CacheShape, of_decode: CacheShape
 ) -> None:
     with both(of_prefill, of_decode) as (prompt, decode):
         if of_prefill.block == 2:
@@ -184,7 +180,7 @@ def windowed(ticket: Ticket, window: int | None = None) -> Ticket:
 
 
 def test_windows_are_read_with_the_last_part() -> None:
-    shape = Shape(windowed=True)
+    shape = CacheShape(windowed=True)
     with both(shape, shape) as (prompt, decode):
         prompt.compute(2)
         local = [
@@ -200,26 +196,26 @@ def test_windows_are_read_with_the_last_part() -> None:
         [rank] = decode.ranks
         rank.endpoint.load(load)
         decode.extend("d", windowed(prompt.part(2)))
-        early = expected(shape, 2 * CHUNK, 0, 0)
+        early = rank.values(0, 2 * CHUNK)
         eventually(
-            lambda: np.array_equal(rank.tokens(TO, 0)[: 2 * CHUNK], early), "full attention is read"
+            lambda: np.array_equal(rank.read(0, TO)[: 2 * CHUNK], early), "full attention is read"
         )
-        assert np.isnan(rank.tokens(TO[2:], 1)).all(), "the window is not read"
+        assert np.isnan(rank.read(1, TO[2:])).all(), "the window is not read"
         decode.extend("d", windowed(prompt.finish(), 2), is_last=True)
         [record] = records(decode)
         assert record.early_nbytes == CHUNK_NBYTES, "two chunks of one of two layers"
         assert record.nbytes == CHUNK_NBYTES * 5 // 2
-        assert np.array_equal(rank.tokens(TO, 0), expected(shape, TOKENS, 0, 0))
-        assert np.array_equal(rank.tokens(TO[2:], 1), expected(shape, TOKENS, 1, 0)[CHUNK:])
+        assert np.array_equal(rank.read(0, TO), rank.values(0, TOKENS))
+        assert np.array_equal(rank.read(1, TO[2:]), rank.values(1, TOKENS)[CHUNK:])
 
 
 @pytest.mark.parametrize(
     ("of_prefill", "pages"),
-    [(Shape(), FROM), (Shape(block=2, pages=32), list(range(1, 13)))],
+    [(CacheShape(), FROM), (CacheShape(block=2, pages=32), list(range(1, 13)))],
     ids=["equal pages", "smaller pages"],
 )
 def test_only_whole_pages_of_both_engines_are_read_early(
-    of_prefill: Shape, pages: list[int]
+    of_prefill: CacheShape, pages: list[int]
 ) -> None:
     with both(of_prefill) as (prompt, decode):
         prompt.pages = pages
@@ -243,12 +239,12 @@ def test_a_prefix_that_decode_has_is_not_read_early() -> None:
         prompt.compute(2)
         decode.pull("d", prompt.part(1), TO[2:], first=CHUNK, first_index=2, early=TOKENS)
         decode.extend("d", prompt.part(2))
-        arrived = expected(decode.shape, 2 * CHUNK, 1, 0)[CHUNK:]
-        eventually(lambda: np.array_equal(rank.tokens(TO[2:4], 1), arrived), "a chunk is read")
+        arrived = rank.values(1, 2 * CHUNK)[CHUNK:]
+        eventually(lambda: np.array_equal(rank.read(1, TO[2:4]), arrived), "a chunk is read")
         decode.extend("d", prompt.finish(), is_last=True)
         [record] = records(decode)
         assert (record.early_nbytes, record.nbytes) == (CHUNK_NBYTES, 2 * CHUNK_NBYTES)
-        assert np.array_equal(rank.tokens(TO[2:], 0), expected(decode.shape, TOKENS, 0, 0)[CHUNK:])
+        assert np.array_equal(rank.read(0, TO[2:]), rank.values(0, TOKENS)[CHUNK:])
         assert (rank.cache[:, TO[:2]] == GARBAGE).all()
 
 
@@ -441,8 +437,8 @@ def test_an_early_load_does_not_keep_a_connection_on_which_a_read_failed() -> No
     driver = FailingReadTransport()
     options = EndpointOptions(liveness_interval=0.0)
     with (
-        engine("prefill") as prefill,
-        engine("decode", options=options, transport=lambda: driver) as decode,
+        Engine("prefill") as prefill,
+        Engine("decode", options=options, transport=lambda: driver) as decode,
     ):
         prompt = Prompt(prefill=prefill)
         prompt.take_on()
@@ -562,8 +558,8 @@ def test_parts_that_come_while_the_device_works_on_the_pages_are_used() -> None:
 
 
 def test_a_load_from_a_producer_that_is_gone_fails() -> None:
-    with engine("decode") as decode:
-        with engine("prefill") as prefill:
+    with Engine("decode") as decode:
+        with Engine("prefill") as prefill:
             prompt = Prompt(prefill=prefill)
             prompt.take_on()
             prompt.compute(1)
@@ -618,8 +614,8 @@ ROOM = room_id("xfer-1")
 def test_parts_come_over_the_side_channel(relays: bool, preempts: bool) -> None:
     key = TicketKey()
     with (
-        engine("prefill", Shape(tp=2), ticket_key=key) as prefill,
-        engine("decode", Shape(), relays=relays) as decode,
+        Engine("prefill", CacheShape(tp=2), ticket_key=key) as prefill,
+        Engine("decode", CacheShape(), relays=relays) as decode,
     ):
         follower = Follower(prefill, decode)
         rooms, prompt = prefill.rooms, Prompt(prefill=prefill)
@@ -645,7 +641,7 @@ def test_parts_come_over_the_side_channel(relays: bool, preempts: bool) -> None:
 
 @pytest.mark.parametrize("parts", [0, 1])
 def test_a_prefill_that_is_aborted_fails_the_load(parts: int) -> None:
-    with engine("prefill") as prefill, engine("decode") as decode:
+    with Engine("prefill") as prefill, Engine("decode") as decode:
         follower = Follower(prefill, decode)
         rooms, prompt = prefill.rooms, Prompt(prefill=prefill)
         rooms.open(ROOM)

@@ -26,43 +26,34 @@ from kvferry.core.lifecycle.holds import RequestId, random_incarnation
 from kvferry.core.transport import PeerId, State, Status, TransferId
 from kvferry.core.transport.copies import Copies
 from kvferry.drivers.loopback import LoopbackTransport
-from tests.core.endpoint.engines import (
-    LAYERS,
-    Clock,
-    Engine,
-    Shape,
-    engine,
-    eventually,
-    expected,
-    until,
-)
+from kvferry.testing.engines import CacheShape
+from tests.core.endpoint.engines import Clock, Engine, eventually, until
 
 LONG = 60.0
 
 SHAPES = [
-    pytest.param(Shape(), Shape(), id="equal"),
-    pytest.param(Shape(tp=2, block=2), Shape(heads_first=False), id="tp 2 to 1, HND to NHD"),
-    pytest.param(Shape(block=8, heads_first=False), Shape(tp=2, block=4), id="tp 1 to 2"),
-    pytest.param(Shape(tp=4, block=6), Shape(tp=2, block=4), id="tp 4 to 2, blocks 6 to 4"),
+    pytest.param(CacheShape(), CacheShape(), id="equal"),
+    pytest.param(
+        CacheShape(tp=2, block=2), CacheShape(heads_first=False), id="tp 2 to 1, HND to NHD"
+    ),
+    pytest.param(CacheShape(block=8, heads_first=False), CacheShape(tp=2, block=4), id="tp 1 to 2"),
+    pytest.param(
+        CacheShape(tp=4, block=6), CacheShape(tp=2, block=4), id="tp 4 to 2, blocks 6 to 4"
+    ),
 ]
 
 
 def assert_pulled(decode: Engine, pages: list[int], tokens: int) -> None:
     """Check that every token is right, and that every byte after the last token is zero."""
-    for rank in decode.ranks:
-        for layer in range(LAYERS):
-            found = rank.tokens(pages, layer)
-            wanted = expected(decode.shape, tokens, layer, rank.first_head)
-            np.testing.assert_array_equal(found[:tokens], wanted)
-            np.testing.assert_array_equal(found[tokens:], 0)
+    assert decode.wrong_bytes(pages, tokens) == 0
 
 
 @pytest.mark.parametrize(("remote_shape", "local_shape"), SHAPES)
 @pytest.mark.parametrize("tokens", [1, 7, 12])
 def test_pages_arrive_and_their_hold_is_released(
-    remote_shape: Shape, local_shape: Shape, tokens: int
+    remote_shape: CacheShape, local_shape: CacheShape, tokens: int
 ) -> None:
-    with engine("prefill", remote_shape) as prefill, engine("decode", local_shape) as decode:
+    with Engine("prefill", remote_shape) as prefill, Engine("decode", local_shape) as decode:
         remote = [5, 2, 9, 7, 3, 8][: -(-tokens // remote_shape.block)]
         local = [4, 11, 6, 1, 2, 3, 13][: -(-tokens // local_shape.block)]
         ticket = prefill.serve("p-1", remote, tokens)
@@ -74,7 +65,7 @@ def test_pages_arrive_and_their_hold_is_released(
 
 
 def test_each_of_two_loads_with_one_request_id_has_its_outcome() -> None:
-    with engine("prefill") as prefill, engine("decode") as decode:
+    with Engine("prefill") as prefill, Engine("decode") as decode:
         endpoint = decode.ranks[0].endpoint
         ticket = prefill.serve("p-1", [1], 4)
         decode.pull("d-1", dataclasses.replace(ticket, engine="decode"), [2])
@@ -89,26 +80,26 @@ def test_each_of_two_loads_with_one_request_id_has_its_outcome() -> None:
 
 
 def test_pages_beyond_the_range_are_zeroed() -> None:
-    with engine("prefill") as prefill, engine("decode") as decode:
+    with Engine("prefill") as prefill, Engine("decode") as decode:
         decode.pull("d-1", prefill.serve("p-1", [1, 2], 6), [3, 4, 5])
         assert not decode.outcome("d-1").failed
         assert_pulled(decode, [3, 4, 5], 6)
 
 
 def test_a_partial_hit_loads_only_the_missing_pages() -> None:
-    with engine("prefill") as prefill, engine("decode") as decode:
+    with Engine("prefill") as prefill, Engine("decode") as decode:
         ticket = prefill.serve("p-1", [1, 2, 3], 12)
         decode.pull("d-1", ticket, [7, 8], first=4, first_index=1)
         assert not decode.outcome("d-1").failed
         rank = decode.ranks[0]
-        wanted = expected(decode.shape, 12, 1, 0)
-        np.testing.assert_array_equal(rank.tokens([7, 8], 1), wanted[4:])
+        wanted = rank.values(1, 12)
+        np.testing.assert_array_equal(rank.read(1, [7, 8]), wanted[4:])
         untouched = [page for page in range(decode.shape.pages) if page not in (7, 8)]
         assert np.isnan(rank.cache[:, untouched]).all()
 
 
 def test_a_request_that_needs_nothing_is_released_and_not_reported() -> None:
-    with engine("prefill", Shape(tp=2)) as prefill, engine("decode") as decode:
+    with Engine("prefill", CacheShape(tp=2)) as prefill, Engine("decode") as decode:
         decode.pull("d-1", prefill.serve("p-1", [1, 2], 8), [], nothing=True)
         prefill.released("p-1")
         record = until(decode.ranks[0].endpoint, lambda results: bool(results.loads))
@@ -118,8 +109,8 @@ def test_a_request_that_needs_nothing_is_released_and_not_reported() -> None:
 
 def test_replicated_ranks_that_nobody_reads_are_notified() -> None:
     """Every rank of both engines holds all heads, so two consumer ranks read two of four."""
-    remote_shape, local_shape = Shape(tp=4, replicated=True), Shape(tp=2, replicated=True)
-    with engine("prefill", remote_shape) as prefill, engine("decode", local_shape) as decode:
+    remote_shape, local_shape = CacheShape(tp=4, replicated=True), CacheShape(tp=2, replicated=True)
+    with Engine("prefill", remote_shape) as prefill, Engine("decode", local_shape) as decode:
         decode.pull("d-1", prefill.serve("p-1", [1], 4), [2])
         assert not decode.outcome("d-1").failed
         assert_pulled(decode, [2], 4)
@@ -127,7 +118,7 @@ def test_replicated_ranks_that_nobody_reads_are_notified() -> None:
 
 
 def test_a_load_that_begins_before_the_producers_order_succeeds() -> None:
-    with engine("prefill") as prefill, engine("decode") as decode:
+    with Engine("prefill") as prefill, Engine("decode") as decode:
         prefill.compute("p-1", [1], 4)
         ticket = prefill.finish("p-1", [1], 4, order=False)
         decode.pull("d-1", ticket, [2])
@@ -137,7 +128,7 @@ def test_a_load_that_begins_before_the_producers_order_succeeds() -> None:
 
 
 def test_the_read_waits_for_the_producers_device() -> None:
-    with engine("prefill") as prefill, engine("decode") as decode:
+    with Engine("prefill") as prefill, Engine("decode") as decode:
         prefill.compute("p-1", [1], 4)
         drafter_is_done = threading.Event()
         ticket = prefill.finish("p-1", [1], 4, computed=False, order=False)
@@ -152,7 +143,7 @@ def test_the_read_waits_for_the_producers_device() -> None:
 
 def test_nothing_is_read_before_the_consumers_device_has_finished_with_the_pages() -> None:
     """Otherwise work on the device, such as zeroing, could overwrite what was read."""
-    with engine("prefill") as prefill, engine("decode") as decode:
+    with Engine("prefill") as prefill, Engine("decode") as decode:
         zeroing_is_done = threading.Event()
         decode.pull("d-1", prefill.serve("p-1", [1], 4), [2], passed=zeroing_is_done.is_set)
         assert not decode.ranks[0].endpoint.wait(0.05)
@@ -171,7 +162,7 @@ def test_a_load_that_waits_for_the_device_can_be_aborted_or_time_out(cause: str)
         asked.set()
         return False
 
-    with engine("prefill") as prefill, engine("decode", options=options, clock=clock) as decode:
+    with Engine("prefill") as prefill, Engine("decode", options=options, clock=clock) as decode:
         decode.pull("d-0", prefill.serve("p-0", [1], 4), [2])  # connects the engines
         assert not decode.outcome("d-0").failed
         prefill.released("p-0")
@@ -188,8 +179,8 @@ def test_a_load_that_waits_for_the_device_can_be_aborted_or_time_out(cause: str)
 
 
 def test_closing_the_endpoint_releases_loads_that_wait_for_the_device() -> None:
-    with engine("prefill") as prefill:
-        with engine("decode") as decode:
+    with Engine("prefill") as prefill:
+        with Engine("decode") as decode:
             decode.pull("d-0", prefill.serve("p-0", [1], 4), [2])
             assert not decode.outcome("d-0").failed
             prefill.released("p-0")
@@ -201,7 +192,7 @@ def test_a_device_check_that_raises_fails_only_its_load() -> None:
     def broken_check() -> bool:
         raise RuntimeError("an error of the device")
 
-    with engine("prefill") as prefill, engine("decode") as decode:
+    with Engine("prefill") as prefill, Engine("decode") as decode:
         decode.pull("d-1", prefill.serve("p-1", [1], 4), [2], passed=broken_check)
         assert isinstance(decode.outcome("d-1").failed[RequestId("d-1")], EndpointClosedError)
         decode.pull("d-2", prefill.serve("p-2", [3], 4), [5])
@@ -209,7 +200,7 @@ def test_a_device_check_that_raises_fails_only_its_load() -> None:
 
 
 def test_a_read_after_the_lease_is_stale() -> None:
-    with engine("prefill") as prefill, engine("decode") as decode:
+    with Engine("prefill") as prefill, Engine("decode") as decode:
         prefill.compute("p-1", [1], 4)
         ticket = prefill.finish("p-1", [1], 4, lease=0.0)
         prefill.released("p-1")
@@ -219,7 +210,7 @@ def test_a_read_after_the_lease_is_stale() -> None:
 
 
 def test_a_reset_makes_tickets_stale_and_gives_pages_back() -> None:
-    with engine("prefill") as prefill, engine("decode") as decode:
+    with Engine("prefill") as prefill, Engine("decode") as decode:
         ticket = prefill.serve("p-1", [1], 4)
         prefill.scheduler_holds.reset()
         prefill.step()
@@ -229,7 +220,7 @@ def test_a_reset_makes_tickets_stale_and_gives_pages_back() -> None:
 
 
 def test_the_second_of_two_consumers_with_one_ticket_is_stale() -> None:
-    with engine("prefill") as prefill, engine("one") as one, engine("two") as two:
+    with Engine("prefill") as prefill, Engine("one") as one, Engine("two") as two:
         ticket = prefill.serve("p-1", [1], 4)
         one.pull("d-1", ticket, [2])
         assert not one.outcome("d-1").failed
@@ -240,7 +231,7 @@ def test_the_second_of_two_consumers_with_one_ticket_is_stale() -> None:
 
 def test_a_load_that_takes_too_long_fails() -> None:
     options = EndpointOptions(load_timeout=0.05)
-    with engine("prefill") as prefill, engine("decode", options=options) as decode:
+    with Engine("prefill") as prefill, Engine("decode", options=options) as decode:
         prefill.compute("p-1", [1], 4)
         ticket = prefill.finish("p-1", [1], 4, computed=False, order=False)
         decode.pull("d-1", ticket, [2])
@@ -252,7 +243,7 @@ def test_a_load_that_takes_too_long_fails() -> None:
 
 
 def test_an_aborted_load_is_reported_and_abandoned() -> None:
-    with engine("prefill") as prefill, engine("decode") as decode:
+    with Engine("prefill") as prefill, Engine("decode") as decode:
         prefill.compute("p-1", [1], 4)
         ticket = prefill.finish("p-1", [1], 4, computed=False, order=False)
         decode.pull("d-1", ticket, [2])
@@ -274,7 +265,7 @@ def test_an_aborted_load_is_reported_and_abandoned() -> None:
 def test_a_ticket_that_the_handshake_denies_is_refused(
     change: dict[str, object], complaint: str
 ) -> None:
-    with engine("prefill") as prefill, engine("decode") as decode:
+    with Engine("prefill") as prefill, Engine("decode") as decode:
         ticket = prefill.serve("p-1", [1, 2], 8)
         decode.pull("d-1", dataclasses.replace(ticket, **change), [3, 4])  # type: ignore[arg-type]
         error = decode.outcome("d-1").failed[RequestId("d-1")]
@@ -286,7 +277,7 @@ def test_a_ticket_that_the_handshake_denies_is_refused(
 
 
 def test_a_hole_in_place_of_a_needed_page_fails_the_load_and_releases_the_hold() -> None:
-    with engine("prefill") as prefill, engine("decode") as decode:
+    with Engine("prefill") as prefill, Engine("decode") as decode:
         ticket = dataclasses.replace(prefill.serve("p-1", [1, 2], 8), pages=((0, 2),))
         decode.pull("d-1", ticket, [3, 4])
         assert isinstance(decode.outcome("d-1").failed[RequestId("d-1")], PageError)
@@ -294,15 +285,15 @@ def test_a_hole_in_place_of_a_needed_page_fails_the_load_and_releases_the_hold()
 
 
 def test_a_ticket_of_the_engine_itself_is_refused() -> None:
-    with engine("both") as both:
+    with Engine("both") as both:
         both.pull("d-1", both.serve("p-1", [1], 4), [2])
         assert isinstance(both.outcome("d-1").failed[RequestId("d-1")], TicketError)
 
 
 def test_incompatible_engines_are_refused_with_both_values() -> None:
     with (
-        engine("prefill", agreement={"model": "llama"}) as prefill,
-        engine("decode", agreement={"model": "qwen"}) as decode,
+        Engine("prefill", agreement={"model": "llama"}) as prefill,
+        Engine("decode", agreement={"model": "qwen"}) as decode,
     ):
         decode.pull("d-1", prefill.serve("p-1", [1], 4), [2])
         error = decode.outcome("d-1").failed[RequestId("d-1")]
@@ -316,11 +307,11 @@ def test_an_overridden_judgement_is_logged_once(
 ) -> None:
     judgements = Judgements(keys=frozenset({"model"}), overridden=True)
     with (
-        engine("prefill", Shape(tp=2), agreement={"model": "llama"}) as prefill,
-        engine("stranger", agreement={"model": "llama", "dtype": "x"}) as third,
-        engine(
+        Engine("prefill", CacheShape(tp=2), agreement={"model": "llama"}) as prefill,
+        Engine("stranger", agreement={"model": "llama", "dtype": "x"}) as third,
+        Engine(
             "decode",
-            Shape(tp=2),
+            CacheShape(tp=2),
             options=EndpointOptions(judgements=judgements),
             agreement={"model": "its copy", "dtype": "y"},
         ) as decode,
@@ -337,15 +328,15 @@ def test_an_overridden_judgement_is_logged_once(
 
 
 def test_a_load_from_a_stopped_producer_fails_and_its_successor_serves() -> None:
-    with engine("decode") as decode:
-        with engine("prefill") as prefill:
+    with Engine("decode") as decode:
+        with Engine("prefill") as prefill:
             old = prefill.serve("p-1", [1], 4)
             decode.pull("d-1", old, [2])
             assert not decode.outcome("d-1").failed
             port = prefill.server.port
         decode.pull("d-2", old, [2])
         assert decode.outcome("d-2").failed
-        with engine("prefill", port=port) as prefill:
+        with Engine("prefill", port=port) as prefill:
             decode.pull("d-3", old, [2])
             assert isinstance(decode.outcome("d-3").failed[RequestId("d-3")], TicketError)
             decode.pull("d-4", prefill.serve("p-1", [3], 4), [5])
@@ -353,7 +344,7 @@ def test_a_load_from_a_stopped_producer_fails_and_its_successor_serves() -> None
 
 
 def test_a_load_fails_if_nobody_listens_at_the_address() -> None:
-    with engine("prefill") as prefill, engine("decode") as decode:
+    with Engine("prefill") as prefill, Engine("decode") as decode:
         ticket = prefill.serve("p-1", [1], 4)
         prefill.server.close()
         decode.pull("d-1", ticket, [2])
@@ -363,7 +354,10 @@ def test_a_load_fails_if_nobody_listens_at_the_address() -> None:
 
 
 def test_many_loads_at_once_succeed() -> None:
-    with engine("prefill", Shape(pages=64)) as prefill, engine("decode", Shape(pages=64)) as decode:
+    with (
+        Engine("prefill", CacheShape(pages=64)) as prefill,
+        Engine("decode", CacheShape(pages=64)) as decode,
+    ):
         tickets = [prefill.serve(f"p-{i}", [1 + 2 * i, 2 + 2 * i], 8) for i in range(30)]
         for i, ticket in enumerate(tickets):
             decode.pull(f"d-{i}", ticket, [2 + 2 * i, 1 + 2 * i])
@@ -377,7 +371,7 @@ def test_many_loads_at_once_succeed() -> None:
 
 
 def test_a_closed_endpoint_refuses_loads() -> None:
-    with engine("prefill") as prefill, engine("decode") as decode:
+    with Engine("prefill") as prefill, Engine("decode") as decode:
         ticket = prefill.serve("p-1", [1], 4)
         decode.ranks[0].endpoint.close()
         decode.ranks[0].endpoint.close()
@@ -397,7 +391,7 @@ class JumpingClock(Clock):
 
 def test_the_drain_goes_by_the_given_clock() -> None:
     clock = JumpingClock()
-    with engine("prefill", clock=clock) as prefill:
+    with Engine("prefill", clock=clock) as prefill:
         prefill.compute("p-1", [1], 4)  # its hold has no lease yet
         clock.step = 1000.0
         prefill.ranks[0].endpoint.close(drain=10_000.0)
@@ -424,8 +418,8 @@ def test_the_wait_for_reads_when_closing_goes_by_the_given_clock() -> None:
     clock = Clock()
     driver = EndlessReadsTransport(clock)
     with (
-        engine("prefill") as prefill,
-        engine("decode", transport=lambda: driver, clock=clock) as decode,
+        Engine("prefill") as prefill,
+        Engine("decode", transport=lambda: driver, clock=clock) as decode,
     ):
         endpoint = decode.ranks[0].endpoint
         driver.is_closing = lambda: "the endpoint is closed" in endpoint.problems
@@ -463,7 +457,7 @@ def test_an_exception_of_the_driver_fails_one_load_and_not_the_endpoint(
     method: str,
 ) -> None:
     driver = RaisingTransport()
-    with engine("prefill") as prefill, engine("decode", transport=lambda: driver) as decode:
+    with Engine("prefill") as prefill, Engine("decode", transport=lambda: driver) as decode:
         ticket = prefill.serve("p-1", [1], 4)
         driver.broken_methods = {method, "read"}
         decode.pull("d-1", ticket, [2])
@@ -504,15 +498,15 @@ class UncancellableTransport(LoopbackTransport):
 def test_a_read_that_cannot_be_cancelled_ends_when_its_peer_is_disconnected() -> None:
     options = EndpointOptions(load_timeout=0.05)
     with (
-        engine("prefill") as prefill,
-        engine("decode", transport=UncancellableTransport, options=options) as decode,
+        Engine("prefill") as prefill,
+        Engine("decode", transport=UncancellableTransport, options=options) as decode,
     ):
         decode.pull("d-1", prefill.serve("p-1", [1], 4), [2])
         assert isinstance(decode.outcome("d-1").failed[RequestId("d-1")], DeadlineError)
 
 
 def test_a_second_engine_with_the_same_name_does_not_end_loads_from_the_first() -> None:
-    with engine("prefill") as one, engine("prefill") as other, engine("decode") as decode:
+    with Engine("prefill") as one, Engine("prefill") as other, Engine("decode") as decode:
         first = one.serve("p-1", [1], 4)
         decode.pull("d-1", first, [2])
         assert not decode.outcome("d-1").failed
@@ -528,7 +522,7 @@ def test_a_second_engine_with_the_same_name_does_not_end_loads_from_the_first() 
 def test_abandon_is_sent_before_the_failure_is_reported() -> None:
     """A caller that sees the failure can rely on the producer's being told."""
     driver = RaisingTransport()
-    with engine("prefill") as prefill, engine("decode", transport=lambda: driver) as decode:
+    with Engine("prefill") as prefill, Engine("decode", transport=lambda: driver) as decode:
         driver.broken_methods = {"read"}
         decode.pull("d-1", prefill.serve("p-1", [1], 4), [2])
         assert decode.outcome("d-1").failed

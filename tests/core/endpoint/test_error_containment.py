@@ -23,14 +23,8 @@ from kvferry.core.metrics import IGNORED
 from kvferry.core.side_channel_messages import encode
 from kvferry.core.transport import Notification, PeerId, State, Status, TransferId
 from kvferry.core.transport.copies import Copies
-from tests.core.endpoint.engines import (
-    Clock,
-    Engine,
-    RecordingTransport,
-    engine,
-    eventually,
-)
-from tests.core.endpoint.loads import TOKENS, outcome, outcomes, pages_are_right, pull
+from tests.core.endpoint.engines import Clock, Engine, RecordingTransport, eventually
+from tests.core.endpoint.loads import TOKENS, outcome, outcomes, pull
 from tests.core.endpoint.metric_totals import MetricTotals
 
 LOAD_TIMEOUT = 100.0
@@ -111,9 +105,9 @@ def three_engines(driver: RaisingTransport) -> Iterator[tuple[Engine, Engine, En
     clock = Clock()
     options = EndpointOptions(liveness_interval=0.0, load_timeout=LOAD_TIMEOUT)
     with (
-        engine("prefill") as prefill,
-        engine("other") as other,
-        engine("decode", options=options, transport=lambda: driver, clock=clock) as decode,
+        Engine("prefill") as prefill,
+        Engine("other") as other,
+        Engine("decode", options=options, transport=lambda: driver, clock=clock) as decode,
     ):
         yield prefill, other, decode, clock
         # Whatever was raised before, later loads succeed.
@@ -131,7 +125,7 @@ def loads(producer: Engine, decode: Engine, name: str) -> bool:
     decode.pull(name, ticket, [9])
     if decode.outcome(name).failed:
         return False
-    assert pages_are_right(decode, [9])
+    assert not decode.wrong_bytes([9], TOKENS)
     return True
 
 
@@ -256,8 +250,8 @@ MALFORMED = [
 @pytest.mark.parametrize("payload", MALFORMED)
 def test_a_malformed_notification_is_dropped_and_the_producer_goes_on(payload: bytes) -> None:
     with (
-        engine("prefill") as prefill,
-        engine("decode") as decode,
+        Engine("prefill") as prefill,
+        Engine("decode") as decode,
         closing(RecordingTransport()) as other_transport,
     ):
         (rank,) = prefill.ranks
@@ -279,7 +273,7 @@ def test_a_malformed_notification_is_dropped_and_the_producer_goes_on(payload: b
 def test_an_exception_in_handling_one_note_loses_only_that_note(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    with engine("prefill") as prefill, engine("decode") as decode:
+    with Engine("prefill") as prefill, Engine("decode") as decode:
         (rank,) = prefill.ranks
         server = rank.endpoint._hold_server
         real = server._take
@@ -313,7 +307,7 @@ def test_an_exception_in_handling_one_note_loses_only_that_note(
 @pytest.mark.parametrize("is_prepared", [False, True])
 def test_a_malformed_ticket_fails_its_load(change: dict[str, Any], is_prepared: bool) -> None:
     """Integrations check tickets too; the endpoint does not rely on that."""
-    with engine("prefill") as prefill, engine("decode") as decode:
+    with Engine("prefill") as prefill, Engine("decode") as decode:
         ticket = prefill.serve("p-1", [1], TOKENS)
         bad = copy.copy(ticket)  # the constructor would refuse these values
         for name, value in change.items():
@@ -340,9 +334,9 @@ def test_an_exception_in_using_an_engines_payloads_fails_its_loads(
 
     monkeypatch.setattr(peers, "page_limits", fails)
     with (
-        engine("prefill") as prefill,
-        engine("other") as other,
-        engine("decode", transport=lambda: driver) as decode,
+        Engine("prefill") as prefill,
+        Engine("other") as other,
+        Engine("decode", transport=lambda: driver) as decode,
     ):
         pull(prefill, decode, 1)
         assert "unlike numbers of groups" in str(outcome(decode, 1))
@@ -355,7 +349,7 @@ def test_an_exception_in_using_an_engines_payloads_fails_its_loads(
 def test_a_callback_that_raises_fails_its_load(
     method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with engine("prefill") as prefill, engine("decode") as decode:
+    with Engine("prefill") as prefill, Engine("decode") as decode:
         machine = decode.ranks[0].endpoint._load_manager._loads
         real: Callable[..., None] = getattr(machine, method)
         failed: list[object] = []

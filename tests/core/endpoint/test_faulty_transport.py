@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 
 from kvferry.core.endpoint import EndpointOptions
@@ -11,8 +12,7 @@ from kvferry.core.lifecycle.holds import RequestId
 from kvferry.core.transport import Quiescence, Transport
 from kvferry.drivers.loopback import LoopbackTransport
 from kvferry.testing import Fault, FaultyTransport, Schedule
-from tests.core.endpoint.engines import POISON, engine
-from tests.core.endpoint.loads import pages_are_right
+from tests.core.endpoint.engines import Engine
 
 TOKENS = 8
 LOADS = 12
@@ -29,23 +29,23 @@ def faulty_transport(seed: int, quiescence: Quiescence) -> Callable[[], Transpor
 def test_a_load_has_the_right_bytes_or_fails(seed: int, quiescence: Quiescence) -> None:
     options = EndpointOptions(load_timeout=0.5)
     with (
-        engine("prefill") as prefill,
-        engine("decode", transport=faulty_transport(seed, quiescence), options=options) as decode,
+        Engine("prefill") as prefill,
+        Engine("decode", transport=faulty_transport(seed, quiescence), options=options) as decode,
     ):
         outcomes = set()
         for index in range(LOADS):
-            decode.ranks[0].cache[:] = POISON
+            decode.ranks[0].cache[:] = np.nan
             ticket = prefill.serve(f"p-{index}", [1, 2], TOKENS)
             decode.pull(f"d-{index}", ticket, [3, 4])
             failed = decode.outcome(f"d-{index}").failed
-            assert failed or pages_are_right(decode, [3, 4], TOKENS)
+            assert failed or not decode.wrong_bytes([3, 4], TOKENS)
             outcomes.add(bool(failed))
         assert False in outcomes, "no load succeeded"
 
 
 def test_loads_fail_when_the_consumers_transport_dies() -> None:
     transport = FaultyTransport(LoopbackTransport())
-    with engine("prefill") as prefill, engine("decode", transport=lambda: transport) as decode:
+    with Engine("prefill") as prefill, Engine("decode", transport=lambda: transport) as decode:
         decode.pull("d-1", prefill.serve("p-1", [1, 2], TOKENS), [3, 4])
         assert not decode.outcome("d-1").failed
         transport.die()
@@ -56,9 +56,9 @@ def test_loads_fail_when_the_consumers_transport_dies() -> None:
 def test_the_death_of_a_producers_transport_fails_only_its_loads() -> None:
     transport = FaultyTransport(LoopbackTransport())
     with (
-        engine("one", transport=lambda: transport) as one,
-        engine("other") as other,
-        engine("decode") as decode,
+        Engine("one", transport=lambda: transport) as one,
+        Engine("other") as other,
+        Engine("decode") as decode,
     ):
         ticket = one.serve("p-1", [1, 2], TOKENS)
         transport.die()
@@ -66,4 +66,4 @@ def test_the_death_of_a_producers_transport_fails_only_its_loads() -> None:
         assert decode.outcome("d-1").failed
         decode.pull("d-2", other.serve("p-2", [1, 2], TOKENS), [3, 4])
         assert not decode.outcome("d-2").failed
-        assert pages_are_right(decode, [3, 4], TOKENS)
+        assert not decode.wrong_bytes([3, 4], TOKENS)

@@ -44,14 +44,8 @@ from kvferry.core.side_channel_messages import (
     encode,
 )
 from kvferry.core.transport import PeerId
-from tests.core.endpoint.engines import (
-    Clock,
-    Engine,
-    RecordingTransport,
-    Shape,
-    engine,
-    eventually,
-)
+from kvferry.testing.engines import CacheShape
+from tests.core.endpoint.engines import Clock, Engine, RecordingTransport, eventually
 
 KEY = PeerKey("prefill", "127.0.0.1", 1)
 TTL = 100.0
@@ -101,7 +95,7 @@ class SideChannel:
 @contextlib.contextmanager
 def relaying(
     options: EndpointOptions = EndpointOptions(),  # noqa: B008 - frozen
-    shape: Shape | None = None,
+    shape: CacheShape | None = None,
 ) -> Iterator[tuple[HandshakeRelay, Clock]]:
     """Make a relay, and a clock for it that tests can move forward."""
     clock = Clock()
@@ -139,9 +133,9 @@ def at(channel: SideChannel, ticket: Ticket) -> Ticket:
 def test_a_producer_is_asked_and_pinged_once_for_two_ranks(relays: bool, times: int) -> None:
     options = EndpointOptions(liveness_interval=0.05, liveness_misses=100)
     with (
-        engine("prefill") as prefill,
+        Engine("prefill") as prefill,
         SideChannel(prefill) as channel,
-        engine("decode", Shape(tp=2), options=options, relays=relays) as decode,
+        Engine("decode", CacheShape(tp=2), options=options, relays=relays) as decode,
     ):
         for number in range(3):
             name = f"p-{number}"
@@ -155,8 +149,8 @@ def test_all_ranks_learn_that_a_producer_died_and_release_it() -> None:
     drivers = [RecordingTransport(), RecordingTransport()]
     free = iter(drivers)
     with (
-        engine("prefill") as prefill,
-        engine("decode", Shape(tp=2), transport=lambda: next(free), relays=True) as decode,
+        Engine("prefill") as prefill,
+        Engine("decode", CacheShape(tp=2), transport=lambda: next(free), relays=True) as decode,
     ):
         prefill.compute("p-1", [1], 4)
         decode.pull("d-1", prefill.finish("p-1", [1], 4, computed=False, order=False), [2])
@@ -170,9 +164,9 @@ def test_all_ranks_learn_that_a_producer_died_and_release_it() -> None:
 
 def test_a_load_waits_for_the_step_that_brings_the_reply() -> None:
     with (
-        engine("prefill") as prefill,
+        Engine("prefill") as prefill,
         SideChannel(prefill) as channel,
-        engine("decode", Shape(tp=2), relays=True) as decode,
+        Engine("decode", CacheShape(tp=2), relays=True) as decode,
     ):
         assert decode.steps is not None
         decode.steps.may_step.clear()
@@ -186,9 +180,9 @@ def test_a_load_waits_for_the_step_that_brings_the_reply() -> None:
 def test_ranks_ask_themselves_if_no_reply_comes_in_time() -> None:
     clock = Clock()
     with (
-        engine("prefill") as prefill,
+        Engine("prefill") as prefill,
         SideChannel(prefill) as channel,
-        engine("decode", Shape(tp=2), clock=clock, relays=True) as decode,
+        Engine("decode", CacheShape(tp=2), clock=clock, relays=True) as decode,
     ):
         assert decode.steps is not None
         decode.steps.may_step.clear()
@@ -200,7 +194,7 @@ def test_ranks_ask_themselves_if_no_reply_comes_in_time() -> None:
 
 
 def test_all_ranks_get_the_error_of_a_failed_handshake() -> None:
-    with engine("prefill") as prefill, engine("decode", Shape(tp=2), relays=True) as decode:
+    with Engine("prefill") as prefill, Engine("decode", CacheShape(tp=2), relays=True) as decode:
         ticket = prefill.serve("p-1", [1], 4)
         with socket.create_server(("127.0.0.1", 0)) as unused:
             port = unused.getsockname()[1]
@@ -226,10 +220,10 @@ def test_after_a_failed_load_the_producer_is_asked_again_once_for_all_ranks() ->
     drivers = iter([FailingFirst(), RecordingTransport()])
     clock = Clock()
     with (
-        engine("prefill") as prefill,
+        Engine("prefill") as prefill,
         SideChannel(prefill) as channel,
-        engine(
-            "decode", Shape(tp=2), transport=drivers.__next__, clock=clock, relays=True
+        Engine(
+            "decode", CacheShape(tp=2), transport=drivers.__next__, clock=clock, relays=True
         ) as decode,
     ):
         decode.pull("d-1", at(channel, prefill.serve("p-1", [1], 4)), [2])
@@ -243,9 +237,9 @@ def test_after_a_failed_load_the_producer_is_asked_again_once_for_all_ranks() ->
 
 def test_a_reply_whose_watch_has_ended_is_not_used() -> None:
     with (
-        engine("prefill") as prefill,
+        Engine("prefill") as prefill,
         SideChannel(prefill) as channel,
-        engine("decode") as decode,
+        Engine("decode") as decode,
     ):
         ticket = at(channel, prefill.serve("p-1", [1], 4))
         [rank] = decode.ranks
@@ -261,8 +255,8 @@ def test_a_reply_whose_watch_has_ended_is_not_used() -> None:
 
 def test_a_relayed_reply_is_checked_as_one_that_the_rank_has_fetched() -> None:
     with (
-        engine("prefill", agreement={"model": "one"}) as prefill,
-        engine("decode", Shape(tp=2), agreement={"model": "two"}, relays=True) as decode,
+        Engine("prefill", agreement={"model": "one"}) as prefill,
+        Engine("decode", CacheShape(tp=2), agreement={"model": "two"}, relays=True) as decode,
     ):
         decode.pull("d-1", prefill.serve("p-1", [1], 4), [2])
         error = decode.outcome("d-1").failed[RequestId("d-1")]
@@ -279,7 +273,7 @@ def test_a_relayed_reply_is_checked_as_one_that_the_rank_has_fetched() -> None:
     ],
 )
 def test_a_malformed_reply_fails_the_handshake(payload: bytes, why: str) -> None:
-    with engine("prefill") as prefill, SideChannel(prefill, payloads=[payload]) as channel:
+    with Engine("prefill") as prefill, SideChannel(prefill, payloads=[payload]) as channel:
         ticket = at(channel, prefill.serve("p-1", [1], 4))
         with relaying() as (relay, _):
             relay.begin("r", ticket)
@@ -291,7 +285,7 @@ def test_a_malformed_reply_fails_the_handshake(payload: bytes, why: str) -> None
 
 def test_only_the_maker_of_a_ticket_is_watched() -> None:
     with (
-        engine("prefill", ticket_key=TicketKey()) as prefill,
+        Engine("prefill", ticket_key=TicketKey()) as prefill,
         SideChannel(prefill) as channel,
         relaying() as (relay, _),
     ):
@@ -311,7 +305,7 @@ def test_a_failed_load_has_the_producer_asked_again_not_at_once_and_if_its_ticke
     None
 ):
     with (
-        engine("prefill", ticket_key=TicketKey()) as prefill,
+        Engine("prefill", ticket_key=TicketKey()) as prefill,
         SideChannel(prefill) as channel,
         relaying(EndpointOptions(liveness_interval=0.0)) as (relay, clock),
     ):
@@ -339,7 +333,7 @@ def test_a_failed_load_has_the_producer_asked_again_not_at_once_and_if_its_ticke
 
 
 def test_a_genuine_ticket_after_many_others_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
-    with engine("prefill") as prefill, relaying() as (relay, _):
+    with Engine("prefill") as prefill, relaying() as (relay, _):
         ticket = prefill.serve("p-1", [1], 4)
         with monkeypatch.context() as context:
             context.setattr(handshakes, "MAX_HANDSHAKES", 0)
@@ -352,7 +346,7 @@ def test_a_genuine_ticket_after_many_others_is_watched(monkeypatch: pytest.Monke
 
 def test_a_producer_that_nobody_uses_is_released_and_asked_again() -> None:
     options = EndpointOptions(engine_ttl=TTL, liveness_interval=0.05, liveness_misses=1000)
-    with engine("prefill") as prefill, relaying(options) as (relay, clock):
+    with Engine("prefill") as prefill, relaying(options) as (relay, clock):
         ticket = prefill.serve("p-1", [1], 4)
         relay.begin("r", ticket)
         watch = reply_of(relay).watch
@@ -369,7 +363,7 @@ def test_a_producer_that_nobody_uses_is_released_and_asked_again() -> None:
 
 def test_without_pings_too_a_producer_is_asked_again_after_its_time() -> None:
     options = EndpointOptions(engine_ttl=TTL, liveness_interval=0.0)
-    with engine("prefill") as prefill, relaying(options) as (relay, clock):
+    with Engine("prefill") as prefill, relaying(options) as (relay, clock):
         ticket = prefill.serve("p-1", [1], 4)
         relay.begin("r", ticket)
         watch = reply_of(relay).watch
@@ -382,7 +376,7 @@ def test_without_pings_too_a_producer_is_asked_again_after_its_time() -> None:
 
 def test_the_longest_unused_producer_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(handshake_relay, "most_peers", lambda: 1)
-    with engine("one") as one, engine("two") as two, relaying() as (relay, _):
+    with Engine("one") as one, Engine("two") as two, relaying() as (relay, _):
         relay.begin("r", one.serve("p-1", [1], 4))
         first = reply_of(relay).watch
         relay.begin("s", two.serve("p-1", [1], 4))
@@ -409,7 +403,7 @@ def test_a_handshake_that_no_rank_waits_for_asks_for_no_steps_and_does_not_begin
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with (
-        engine("prefill") as prefill,
+        Engine("prefill") as prefill,
         SideChannel(prefill) as channel,
         relaying() as (relay, clock),
     ):
@@ -430,7 +424,7 @@ def test_a_handshake_that_no_rank_waits_for_asks_for_no_steps_and_does_not_begin
 
 def test_long_replies_are_spread_over_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(handshake_relay, "MAX_STEP_BYTES", 1)
-    with engine("one") as one, engine("two") as two, relaying() as (relay, _):
+    with Engine("one") as one, Engine("two") as two, relaying() as (relay, _):
         for name, each in (("r", one), ("s", two)):
             relay.begin(name, each.serve("p-1", [1], 4))
         taken = [relay.take()]
@@ -443,7 +437,7 @@ def test_long_replies_are_spread_over_steps(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_reply_that_was_not_sent_yet_is_not_sent_if_its_producer_is_lost(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    with engine("prefill") as prefill, SideChannel(prefill) as channel, relaying() as (relay, _):
+    with Engine("prefill") as prefill, SideChannel(prefill) as channel, relaying() as (relay, _):
         with monkeypatch.context() as context:
             context.setattr(handshake_relay, "MAX_STEP_BYTES", 0)
             relay.begin("r", at(channel, prefill.serve("p-1", [1], 4)))
@@ -501,7 +495,7 @@ def test_the_oldest_replies_go_if_all_are_too_long() -> None:
 
 
 def test_a_ticket_of_an_earlier_life_is_refused_by_every_rank() -> None:
-    with engine("prefill") as prefill, engine("decode", Shape(tp=2), relays=True) as decode:
+    with Engine("prefill") as prefill, Engine("decode", CacheShape(tp=2), relays=True) as decode:
         ticket = prefill.serve("p-1", [1], 4)
         decode.pull("d-1", replace(ticket, incarnation=ticket.incarnation ^ 1), [2])
         error = decode.outcome("d-1").failed[RequestId("d-1")]

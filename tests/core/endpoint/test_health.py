@@ -15,7 +15,7 @@ from kvferry.core.lifecycle.holds import RequestId
 from kvferry.core.side_channel_messages import encode
 from kvferry.core.transport import Notification, PeerId, TransferId
 from kvferry.core.transport.copies import Copies
-from tests.core.endpoint.engines import Clock, RecordingTransport, engine, eventually
+from tests.core.endpoint.engines import Clock, Engine, RecordingTransport, eventually
 
 LONG = 20.0
 
@@ -35,8 +35,8 @@ def test_a_failed_disconnect_is_a_problem_until_it_succeeds() -> None:
     driver = NotQuiescingTransport()
     options = EndpointOptions(liveness_interval=5.0)
     with (
-        engine("prefill") as prefill,
-        engine("decode", options=options, transport=lambda: driver) as decode,
+        Engine("prefill") as prefill,
+        Engine("decode", options=options, transport=lambda: driver) as decode,
     ):
         endpoint = decode.ranks[0].endpoint
         decode.pull("d-1", prefill.serve("p-1", [1], 4), [2])
@@ -73,7 +73,7 @@ class FailingNotificationsTransport(RecordingTransport):
 def test_a_failing_driver_is_a_problem_until_it_works_again() -> None:
     """Loads that do not need the failing method go on meanwhile."""
     driver = FailingNotificationsTransport()
-    with engine("prefill") as prefill, engine("decode", transport=lambda: driver) as decode:
+    with Engine("prefill") as prefill, Engine("decode", transport=lambda: driver) as decode:
         endpoint = decode.ranks[0].endpoint
         assert endpoint.healthy
         driver.is_down = True
@@ -105,8 +105,8 @@ class StuckReadTransport(RecordingTransport):
 def test_a_driver_call_that_does_not_return_is_a_problem_until_it_does() -> None:
     driver, clock = StuckReadTransport(), Clock()
     with (
-        engine("prefill") as prefill,
-        engine("decode", transport=lambda: driver, clock=clock) as decode,
+        Engine("prefill") as prefill,
+        Engine("decode", transport=lambda: driver, clock=clock) as decode,
     ):
         endpoint = decode.ranks[0].endpoint
         decode.pull("d-1", prefill.serve("p-1", [1], 4), [2])
@@ -129,7 +129,7 @@ def problems() -> list[str]:
 
 @pytest.fixture
 def server(problems: list[str]) -> Iterator[HandshakeServer]:
-    with engine("prefill") as prefill:
+    with Engine("prefill") as prefill:
         payloads = [encode(rank.endpoint.payload) for rank in prefill.ranks]
         incarnation = prefill.incarnation
         with HandshakeServer(

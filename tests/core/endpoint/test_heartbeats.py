@@ -16,7 +16,8 @@ from kvferry.core.lifecycle.scheduler_holds import HoldOrders
 from kvferry.core.messages import Heartbeat, Renewal, decode_notes
 from kvferry.core.metrics import Metrics
 from kvferry.core.transport import PeerId
-from tests.core.endpoint.engines import Clock, Engine, RecordingTransport, Shape, engine, eventually
+from kvferry.testing.engines import CacheShape
+from tests.core.endpoint.engines import Clock, Engine, RecordingTransport, eventually
 
 NO_LIVENESS_CHECKS = EndpointOptions(liveness_interval=0, load_timeout=1000.0)
 HOLDS = 300
@@ -48,12 +49,12 @@ def test_holds_of_a_live_consumer_are_never_silent() -> None:
     """One heartbeat per second and rank serves hundreds of holds, without a renewal for each."""
     clock, drivers = Clock(), [RecordingTransport(), RecordingTransport()]
     made = iter(drivers)
-    shape = Shape(tp=2, pages=HOLDS + 1)
+    shape = CacheShape(tp=2, pages=HOLDS + 1)
     with (
-        engine(
+        Engine(
             "prefill", shape, transport=lambda: next(made), options=LONG_LEASES, clock=clock
         ) as prefill,
-        engine("decode", Shape(pages=8), options=NO_LIVENESS_CHECKS, clock=clock) as decode,
+        Engine("decode", CacheShape(pages=8), options=NO_LIVENESS_CHECKS, clock=clock) as decode,
     ):
         for i in range(HOLDS):
             decode.prepare(prefill.serve(f"p-{i}", [i + 1], 4))
@@ -70,8 +71,8 @@ def test_holds_of_a_live_consumer_are_never_silent() -> None:
 
 def test_holds_of_a_dead_consumer_are_silent_after_three_seconds_and_can_be_ended() -> None:
     clock, driver = Clock(), RecordingTransport()
-    with engine("prefill", transport=lambda: driver, clock=clock) as prefill:
-        with engine("decode", options=NO_LIVENESS_CHECKS, clock=clock) as decode:
+    with Engine("prefill", transport=lambda: driver, clock=clock) as prefill:
+        with Engine("decode", options=NO_LIVENESS_CHECKS, clock=clock) as decode:
             ticket = prefill.serve("p-1", [1, 2], 8)
             decode.prepare(ticket)
             wait_for_renewals(driver, 1)
@@ -85,7 +86,7 @@ def test_holds_of_a_dead_consumer_are_silent_after_three_seconds_and_can_be_ende
         assert prefill.scheduler_holds.give_up([silent_hold], 1) == [silent_hold]
         prefill.step()
         prefill.released("p-1")
-        with engine("decode", options=NO_LIVENESS_CHECKS, clock=clock) as decode:
+        with Engine("decode", options=NO_LIVENESS_CHECKS, clock=clock) as decode:
             decode.pull("d-1", ticket, [3, 4])
             assert isinstance(decode.outcome("d-1").failed[RequestId("d-1")], StaleError)
 
@@ -121,9 +122,9 @@ def test_a_producer_that_does_not_know_heartbeats_gets_none(
         return messages.RankPayload(**fields | {"heartbeats": False})
 
     clock, driver = Clock(), RecordingTransport()
-    with engine("decode", options=NO_LIVENESS_CHECKS, clock=clock) as decode:
+    with Engine("decode", options=NO_LIVENESS_CHECKS, clock=clock) as decode:
         monkeypatch.setattr(endpoint.Endpoint, "_make_payload", older_payload)
-        with engine("prefill", transport=lambda: driver, clock=clock) as prefill:
+        with Engine("prefill", transport=lambda: driver, clock=clock) as prefill:
             ticket = prefill.serve("p-1", [1, 2], 8)
             decode.prepare(ticket)
             wait_for_renewals(driver, 1)
@@ -141,8 +142,8 @@ def test_a_heartbeat_that_cannot_be_sent_fails_no_load() -> None:
 
     clock = Clock()
     with (
-        engine("prefill", clock=clock) as prefill,
-        engine(
+        Engine("prefill", clock=clock) as prefill,
+        Engine(
             "decode", options=NO_LIVENESS_CHECKS, transport=NoHeartbeatsTransport, clock=clock
         ) as decode,
     ):

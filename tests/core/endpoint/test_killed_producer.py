@@ -13,14 +13,15 @@ import pytest
 from kvferry.core.errors import HandshakeError, KVFerryError, PeerLostError
 from kvferry.core.lifecycle.holds import RequestId
 from kvferry.core.lifecycle.ticket import Ticket
-from tests.core.endpoint.engines import Engine, Shape, engine
+from kvferry.testing.engines import CacheShape
+from tests.core.endpoint.engines import Engine
 
 TOKENS = 8
 
 
 def run_producer(pipe: Connection) -> None:
     """Run a producer with two ranks; send a ticket for every number received."""
-    with engine("prefill", Shape(tp=2)) as prefill:
+    with Engine("prefill", CacheShape(tp=2)) as prefill:
         for number in iter(pipe.recv, None):
             pages = [1 + 2 * number, 2 + 2 * number]
             pipe.send(prefill.serve(f"p-{number}", pages, TOKENS))
@@ -51,7 +52,7 @@ def failure(decode: Engine, request: str) -> KVFerryError:
 
 
 def test_loads_from_a_killed_producer_fail_and_its_successor_serves() -> None:
-    with producer() as (process, pipe), engine("decode") as decode:
+    with producer() as (process, pipe), Engine("decode") as decode:
         decode.pull("d-0", ticket(pipe, 0), [3, 4])
         assert not decode.outcome("d-0").failed
         unused_ticket = ticket(pipe, 1)
@@ -67,7 +68,7 @@ def test_loads_from_a_killed_producer_fail_and_its_successor_serves() -> None:
 
 
 def test_a_load_from_a_producer_killed_before_the_handshake_fails() -> None:
-    with producer() as (process, pipe), engine("decode") as decode:
+    with producer() as (process, pipe), Engine("decode") as decode:
         made = ticket(pipe, 0)
         process.kill()
         process.join()

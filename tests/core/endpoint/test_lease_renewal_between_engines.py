@@ -15,7 +15,8 @@ from kvferry.core.lifecycle.holds import RequestId
 from kvferry.core.messages import Renewal
 from kvferry.core.transport import Capabilities, PeerId, Quiescence, State, Status, TransferId
 from kvferry.core.transport.copies import Copies
-from tests.core.endpoint.engines import Clock, RecordingTransport, Shape, engine, eventually
+from kvferry.testing.engines import CacheShape
+from tests.core.endpoint.engines import Clock, Engine, RecordingTransport, eventually
 
 LEASE = 30.0
 OPTIONS = EndpointOptions(liveness_interval=0, lease=LEASE, load_timeout=1000.0)
@@ -39,8 +40,8 @@ def test_a_request_that_waits_for_pages_keeps_its_hold_on_every_rank() -> None:
     clock, drivers = Clock(), [RecordingTransport(), RecordingTransport()]
     made = iter(drivers)
     with (
-        engine("prefill", Shape(tp=2), transport=lambda: next(made), clock=clock) as prefill,
-        engine("decode", options=OPTIONS, clock=clock) as decode,
+        Engine("prefill", CacheShape(tp=2), transport=lambda: next(made), clock=clock) as prefill,
+        Engine("decode", options=OPTIONS, clock=clock) as decode,
     ):
         ticket = prefill.serve("p-1", [1, 2], 8)
         decode.prepare(ticket)
@@ -55,8 +56,8 @@ def test_a_request_that_waits_for_pages_keeps_its_hold_on_every_rank() -> None:
 def test_a_load_that_waits_for_the_device_keeps_its_hold() -> None:
     clock, driver = Clock(), RecordingTransport()
     with (
-        engine("prefill", transport=lambda: driver, clock=clock) as prefill,
-        engine("decode", options=OPTIONS, clock=clock) as decode,
+        Engine("prefill", transport=lambda: driver, clock=clock) as prefill,
+        Engine("decode", options=OPTIONS, clock=clock) as decode,
     ):
         prefill.compute("p-1", [1], 4)
         ticket = prefill.finish("p-1", [1], 4, computed=False, order=False)
@@ -73,8 +74,8 @@ def test_a_load_that_waits_for_the_device_keeps_its_hold() -> None:
 def test_the_lease_ends_without_renewal() -> None:
     clock = Clock()
     with (
-        engine("prefill", clock=clock) as prefill,
-        engine("decode", options=OPTIONS, clock=clock) as decode,
+        Engine("prefill", clock=clock) as prefill,
+        Engine("decode", options=OPTIONS, clock=clock) as decode,
     ):
         ticket = prefill.serve("p-1", [1, 2], 8)
         clock.skip(LEASE)
@@ -86,8 +87,8 @@ def test_the_lease_ends_without_renewal() -> None:
 def test_a_lost_hold_fails_its_request_before_anything_is_read() -> None:
     clock, driver = Clock(), RecordingTransport()
     with (
-        engine("prefill", transport=lambda: driver, clock=clock) as prefill,
-        engine("decode", options=OPTIONS, clock=clock) as decode,
+        Engine("prefill", transport=lambda: driver, clock=clock) as prefill,
+        Engine("decode", options=OPTIONS, clock=clock) as decode,
     ):
         ticket = prefill.serve("p-1", [1, 2], 8)
         decode.prepare(ticket)
@@ -107,8 +108,8 @@ def test_a_lost_hold_fails_its_request_before_anything_is_read() -> None:
 def test_renewals_are_batched_and_end_with_the_wait() -> None:
     clock, driver = Clock(), RecordingTransport()
     with (
-        engine("prefill", Shape(pages=64), transport=lambda: driver, clock=clock) as prefill,
-        engine("decode", Shape(pages=64), options=OPTIONS, clock=clock) as decode,
+        Engine("prefill", CacheShape(pages=64), transport=lambda: driver, clock=clock) as prefill,
+        Engine("decode", CacheShape(pages=64), options=OPTIONS, clock=clock) as decode,
     ):
         tickets = [prefill.serve(f"p-{i}", [i + 1], 4) for i in range(60)]
         for ticket in tickets:
@@ -142,7 +143,7 @@ def test_a_producers_device_that_never_finishes_holds_pages_for_one_lease(
         return False
 
     clock = Clock()
-    with caplog.at_level(logging.ERROR), engine("prefill", clock=clock) as prefill:
+    with caplog.at_level(logging.ERROR), Engine("prefill", clock=clock) as prefill:
         prefill.compute("p-1", [1], 4)
         prefill.finish("p-1", [1], 4, order=False)
         prefill.step(passed=device_is_done)
@@ -205,8 +206,8 @@ def test_a_cancelled_renewal_that_outlasts_its_grace_disconnects_the_producer(
     monkeypatch.setattr(transfers, "CANCEL_SECONDS", 2 * LEASE)  # longer than this test takes
     clock, driver = Clock(), UncancellableTransport()
     with (
-        engine("prefill") as prefill,
-        engine("decode", options=OPTIONS, transport=lambda: driver, clock=clock) as decode,
+        Engine("prefill") as prefill,
+        Engine("decode", options=OPTIONS, transport=lambda: driver, clock=clock) as decode,
     ):
         decode.prepare(prefill.serve("p-1", [1, 2], 8))
         eventually(lambda: len(driver.reads) == 1, "the hold is renewed")

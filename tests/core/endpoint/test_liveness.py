@@ -14,7 +14,7 @@ from kvferry.core.errors import HandshakeError, PeerLostError
 from kvferry.core.handshake import HandshakeServer
 from kvferry.core.lifecycle.holds import RequestId
 from kvferry.core.side_channel_messages import encode
-from tests.core.endpoint.engines import Clock, Engine, RecordingTransport, engine, eventually
+from tests.core.endpoint.engines import Clock, Engine, RecordingTransport, eventually
 
 OPTIONS = EndpointOptions(liveness_interval=5.0, liveness_misses=3)
 """A closed side channel is noticed long before the next ping is due."""
@@ -34,8 +34,8 @@ def wait_for_connection(driver: RecordingTransport) -> None:
 def test_a_closed_side_channel_fails_loads_and_releases_the_connection() -> None:
     driver = RecordingTransport()
     with (
-        engine("prefill") as prefill,
-        engine("decode", options=OPTIONS, transport=lambda: driver) as decode,
+        Engine("prefill") as prefill,
+        Engine("decode", options=OPTIONS, transport=lambda: driver) as decode,
     ):
         start_load_waiting_for_device(prefill, decode)
         wait_for_connection(driver)
@@ -49,8 +49,8 @@ def test_a_closed_side_channel_fails_loads_and_releases_the_connection() -> None
 def test_an_idle_connection_to_a_dead_producer_is_released() -> None:
     driver = RecordingTransport()
     with (
-        engine("prefill") as prefill,
-        engine("decode", options=OPTIONS, transport=lambda: driver) as decode,
+        Engine("prefill") as prefill,
+        Engine("decode", options=OPTIONS, transport=lambda: driver) as decode,
     ):
         decode.pull("d-1", prefill.serve("p-1", [1], 4), [2])
         assert not decode.outcome("d-1").failed
@@ -63,8 +63,8 @@ def test_a_live_producer_stays_connected() -> None:
     driver = RecordingTransport()
     options = EndpointOptions(liveness_interval=0.02, liveness_misses=500)
     with (
-        engine("prefill") as prefill,
-        engine("decode", options=options, transport=lambda: driver) as decode,
+        Engine("prefill") as prefill,
+        Engine("decode", options=options, transport=lambda: driver) as decode,
     ):
         start_load_waiting_for_device(prefill, decode)
         assert not decode.ranks[0].endpoint.wait(0.5)
@@ -78,7 +78,7 @@ def test_the_liveness_thread_ends_with_the_endpoint() -> None:
         return {thread for thread in threading.enumerate() if thread.name == "kvferry-liveness"}
 
     before = liveness_threads()
-    with engine("prefill") as prefill, engine("decode") as decode:
+    with Engine("prefill") as prefill, Engine("decode") as decode:
         decode.pull("d-1", prefill.serve("p-1", [1], 4), [3])
         assert not decode.outcome("d-1").failed
         assert len(liveness_threads() - before) == 1
@@ -88,13 +88,13 @@ def test_the_liveness_thread_ends_with_the_endpoint() -> None:
 def test_a_restarted_engine_at_the_same_address_is_another_producer() -> None:
     driver = RecordingTransport()
     with (
-        engine("prefill") as prefill,
-        engine("decode", options=OPTIONS, transport=lambda: driver) as decode,
+        Engine("prefill") as prefill,
+        Engine("decode", options=OPTIONS, transport=lambda: driver) as decode,
     ):
         start_load_waiting_for_device(prefill, decode)
         wait_for_connection(driver)
         prefill.server.close()
-        with engine("prefill", port=prefill.server.port) as successor:
+        with Engine("prefill", port=prefill.server.port) as successor:
             error = decode.outcome("d-1").failed[RequestId("d-1")]
             assert isinstance(error, PeerLostError)
             assert "missed" in str(error) or "restarted" in str(error)
@@ -105,13 +105,13 @@ def test_a_restarted_engine_at_the_same_address_is_another_producer() -> None:
 def test_a_producer_is_lost_if_another_engine_takes_its_address() -> None:
     driver = RecordingTransport()
     with (
-        engine("prefill") as prefill,
-        engine("decode", options=OPTIONS, transport=lambda: driver) as decode,
+        Engine("prefill") as prefill,
+        Engine("decode", options=OPTIONS, transport=lambda: driver) as decode,
     ):
         start_load_waiting_for_device(prefill, decode)
         wait_for_connection(driver)
         prefill.server.close()
-        with engine("other", port=prefill.server.port):
+        with Engine("other", port=prefill.server.port):
             assert isinstance(decode.outcome("d-1").failed[RequestId("d-1")], PeerLostError)
 
 
@@ -120,8 +120,8 @@ def test_a_side_channel_that_comes_back_in_time_is_the_same_producer() -> None:
     options = EndpointOptions(liveness_interval=5.0, liveness_misses=1000)
     driver = RecordingTransport()
     with (
-        engine("prefill") as prefill,
-        engine("decode", options=options, transport=lambda: driver) as decode,
+        Engine("prefill") as prefill,
+        Engine("decode", options=options, transport=lambda: driver) as decode,
     ):
         start_load_waiting_for_device(prefill, decode)
         wait_for_connection(driver)
@@ -141,8 +141,8 @@ def test_an_unused_producer_is_released_and_connected_again() -> None:
     clock, driver, producer_transport = Clock(), RecordingTransport(), RecordingTransport()
     options = EndpointOptions(engine_ttl=100.0, load_timeout=1000.0)
     with (
-        engine("prefill", transport=lambda: producer_transport, clock=clock) as prefill,
-        engine("decode", options=options, transport=lambda: driver, clock=clock) as decode,
+        Engine("prefill", transport=lambda: producer_transport, clock=clock) as prefill,
+        Engine("decode", options=options, transport=lambda: driver, clock=clock) as decode,
     ):
         decode.pull("d-1", prefill.serve("p-1", [1], 4), [2])
         assert not decode.outcome("d-1").failed
@@ -191,7 +191,7 @@ def silent_host() -> Iterator[int]:
 
 def test_handshakes_with_a_silent_host_delay_no_other_load(silent_host: int) -> None:
     options = EndpointOptions(handshake_timeout=30.0)
-    with engine("prefill") as prefill, engine("decode", options=options) as decode:
+    with Engine("prefill") as prefill, Engine("decode", options=options) as decode:
         good = prefill.serve("p-1", [1], 4)
         for number in range(50):
             decode.prepare(replace(good, engine=f"silent-{number}", port=silent_host))
@@ -200,7 +200,7 @@ def test_handshakes_with_a_silent_host_delay_no_other_load(silent_host: int) -> 
 
 
 def test_a_producer_that_was_unreachable_is_used_once_it_listens() -> None:
-    with engine("prefill") as first, engine("decode", options=OPTIONS) as decode:
+    with Engine("prefill") as first, Engine("decode", options=OPTIONS) as decode:
         port = first.server.port
         ticket = first.serve("p-0", [1], 4)
         first.server.close()
@@ -208,6 +208,6 @@ def test_a_producer_that_was_unreachable_is_used_once_it_listens() -> None:
             decode.pull(f"d-{number}", ticket, [2])
             failed = decode.outcome(f"d-{number}").failed
             assert isinstance(failed[RequestId(f"d-{number}")], HandshakeError)
-        with engine("prefill", port=port) as prefill:
+        with Engine("prefill", port=port) as prefill:
             decode.pull("d-9", prefill.serve("p-1", [1], 4), [2])
             assert not decode.outcome("d-9").failed

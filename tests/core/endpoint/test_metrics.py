@@ -34,21 +34,15 @@ from kvferry.core.metrics import (
 from kvferry.core.side_channel_messages import encode
 from kvferry.core.transport import Capabilities, PeerId, Quiescence, State, Status, TransferId
 from kvferry.core.transport.copies import Copies
-from tests.core.endpoint.engines import (
-    Clock,
-    RecordingTransport,
-    Shape,
-    engine,
-    eventually,
-    until,
-)
+from kvferry.testing.engines import CacheShape
+from tests.core.endpoint.engines import Clock, Engine, RecordingTransport, eventually, until
 from tests.core.endpoint.metric_totals import MetricTotals
 
 PAGE_BYTES = 4 * 4 * 8 * 4  # tokens, heads, elements, bytes of each
 
 
 def test_a_load_is_counted_by_the_rank_that_read_it() -> None:
-    with engine("prefill") as prefill, engine("decode") as decode:
+    with Engine("prefill") as prefill, Engine("decode") as decode:
         decode.pull("d-1", prefill.serve("p-1", [1, 2], 8), [3, 4])
         assert not decode.outcome("d-1").failed
         prefill.released("p-1")
@@ -71,7 +65,7 @@ def test_a_load_is_counted_by_the_rank_that_read_it() -> None:
 
 
 def test_there_are_no_new_metrics_while_nothing_happens() -> None:
-    with engine("prefill") as prefill, engine("decode") as decode:
+    with Engine("prefill") as prefill, Engine("decode") as decode:
         for number in range(2):
             decode.pull(f"d-{number}", prefill.serve(f"p-{number}", [1], 4), [3])
             assert not decode.outcome(f"d-{number}").failed
@@ -85,8 +79,8 @@ def test_there_are_no_new_metrics_while_nothing_happens() -> None:
 def test_the_wait_of_a_request_for_pages_is_measured() -> None:
     driver = RecordingTransport()
     with (
-        engine("prefill") as prefill,
-        engine("decode", transport=lambda: driver) as decode,
+        Engine("prefill") as prefill,
+        Engine("decode", transport=lambda: driver) as decode,
     ):
         ticket = prefill.serve("p-1", [1], 4)
         decode.prepare(ticket)
@@ -99,7 +93,7 @@ def test_the_wait_of_a_request_for_pages_is_measured() -> None:
 
 def test_an_expired_lease_and_the_late_read_are_counted() -> None:
     clock = Clock()
-    with engine("prefill", Shape(tp=2), clock=clock) as prefill, engine("decode") as decode:
+    with Engine("prefill", CacheShape(tp=2), clock=clock) as prefill, Engine("decode") as decode:
         producer, consumer = MetricTotals(prefill), MetricTotals(decode)
         ticket = prefill.serve("p-1", [1], 4)
         clock.skip(31.0)
@@ -122,7 +116,7 @@ def test_an_expired_lease_and_the_late_read_are_counted() -> None:
 def test_a_ticket_that_the_handshake_denies_is_counted_once(
     change: dict[str, Any], reason: str
 ) -> None:
-    with engine("prefill") as prefill, engine("decode", Shape(tp=2)) as decode:
+    with Engine("prefill") as prefill, Engine("decode", CacheShape(tp=2)) as decode:
         ticket = dataclasses.replace(prefill.serve("p-1", [1, 2], 8), **change)
         decode.pull("d-1", ticket, [3, 4])
         assert decode.outcome("d-1").failed
@@ -133,7 +127,7 @@ def test_a_ticket_that_the_handshake_denies_is_counted_once(
 
 
 def test_a_producer_is_down_while_it_is_unreachable_and_up_again_afterwards() -> None:
-    with engine("prefill") as prefill, engine("decode") as decode:
+    with Engine("prefill") as prefill, Engine("decode") as decode:
         totals, port = MetricTotals(decode), prefill.server.port
         prefill.server.close()
         decode.pull("d-1", prefill.serve("p-1", [1], 4), [2])
@@ -157,8 +151,8 @@ def test_a_producer_that_dies_is_down_until_it_is_forgotten() -> None:
     clock = Clock()
     options = EndpointOptions(liveness_interval=5.0, engine_ttl=600.0)
     with (
-        engine("prefill") as prefill,
-        engine("decode", options=options, clock=clock) as decode,
+        Engine("prefill") as prefill,
+        Engine("decode", options=options, clock=clock) as decode,
     ):
         totals = MetricTotals(decode)
         prefill.compute("p-1", [1], 4)
@@ -179,8 +173,8 @@ def test_a_producer_that_is_idle_is_neither_up_nor_down() -> None:
     clock = Clock()
     options = EndpointOptions(liveness_interval=0, engine_ttl=600.0)
     with (
-        engine("prefill") as prefill,
-        engine("decode", options=options, clock=clock) as decode,
+        Engine("prefill") as prefill,
+        Engine("decode", options=options, clock=clock) as decode,
     ):
         totals = MetricTotals(decode)
         decode.pull("d-1", prefill.serve("p-1", [1], 4), [2])
@@ -230,8 +224,8 @@ class NotQuiescingTransport(RecordingTransport):
 def test_pages_that_may_still_be_written_are_quarantined(caplog: pytest.LogCaptureFixture) -> None:
     driver, clock = NotQuiescingTransport(), Clock()
     with (
-        engine("prefill") as prefill,
-        engine("decode", transport=lambda: driver, clock=clock) as decode,
+        Engine("prefill") as prefill,
+        Engine("decode", transport=lambda: driver, clock=clock) as decode,
     ):
         totals = MetricTotals(decode)
         decode.pull("d-1", prefill.serve("p-1", [1, 2, 3], 12), [4, 5, 6])
@@ -258,7 +252,7 @@ class PathlessTransport(RecordingTransport):
 
 
 def test_a_load_is_counted_without_a_path_if_the_driver_raises() -> None:
-    with engine("prefill") as prefill, engine("decode", transport=PathlessTransport) as decode:
+    with Engine("prefill") as prefill, Engine("decode", transport=PathlessTransport) as decode:
         decode.pull("d-1", prefill.serve("p-1", [1], 4), [2])
         assert not decode.outcome("d-1").failed
         assert MetricTotals(decode).of(PULLS) == {("prefill", ""): 1}
@@ -275,8 +269,8 @@ def test_a_release_that_could_not_be_sent_is_counted_and_logged(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with (
-        engine("prefill") as prefill,
-        engine("decode", transport=NoNotificationsTransport) as decode,
+        Engine("prefill") as prefill,
+        Engine("decode", transport=NoNotificationsTransport) as decode,
     ):
         decode.pull("d-1", prefill.serve("p-1", [1], 4), [], nothing=True)
         until(decode.ranks[0].endpoint, lambda results: bool(results.loads))
@@ -287,7 +281,7 @@ def test_a_release_that_could_not_be_sent_is_counted_and_logged(
 
 def test_a_failed_load_is_logged_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
     """The line names request, peer, stage, cause and remedy."""
-    with engine("prefill") as prefill, engine("decode") as decode:
+    with Engine("prefill") as prefill, Engine("decode") as decode:
         ticket = dataclasses.replace(prefill.serve("p-1", [1], 4), pages=((99,),))
         decode.pull("d-1", ticket, [2])
         assert decode.outcome("d-1").failed
@@ -306,8 +300,8 @@ def test_a_producer_that_goes_is_a_warning_if_loads_are_lost(
 ) -> None:
     with (
         caplog.at_level(logging.DEBUG),
-        engine("prefill") as prefill,
-        engine("decode", options=EndpointOptions(liveness_interval=0.1)) as decode,
+        Engine("prefill") as prefill,
+        Engine("decode", options=EndpointOptions(liveness_interval=0.1)) as decode,
     ):
         decode.pull("d-1", prefill.serve("p-1", [1], 4), [2])
         assert not decode.outcome("d-1").failed
@@ -329,8 +323,8 @@ def test_an_aborted_load_is_not_logged_as_a_warning(
 ) -> None:
     with (
         caplog.at_level(logging.DEBUG),
-        engine("prefill") as prefill,
-        engine("decode") as decode,
+        Engine("prefill") as prefill,
+        Engine("decode") as decode,
     ):
         prefill.compute("p-1", [1], 4)
         ticket = prefill.finish("p-1", [1], 4, computed=False, order=False)

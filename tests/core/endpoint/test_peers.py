@@ -35,7 +35,7 @@ from kvferry.core.side_channel_messages import (
     encode,
 )
 from kvferry.core.transport import PeerId
-from tests.core.endpoint.engines import Engine, RecordingTransport, engine, eventually
+from tests.core.endpoint.engines import Engine, RecordingTransport, eventually
 from tests.core.endpoint.loads import load
 from tests.core.messages import payload
 
@@ -148,8 +148,8 @@ def test_the_least_recently_used_idle_peer_makes_room(monkeypatch: pytest.Monkey
     monkeypatch.setattr(peers, "most_peers", lambda: 2)
     driver = RecordingTransport()
     with ExitStack() as stack:
-        producers = [stack.enter_context(engine(name)) for name in ("one", "two", "three")]
-        decode = stack.enter_context(engine("decode", transport=lambda: driver))
+        producers = [stack.enter_context(Engine(name)) for name in ("one", "two", "three")]
+        decode = stack.enter_context(Engine("decode", transport=lambda: driver))
         for number, each in enumerate([producers[0], producers[1], producers[0], producers[2]], 1):
             assert load(each, decode, number) is None
         eventually(lambda: driver.open_connections == 2, "one peer was released")
@@ -162,7 +162,7 @@ def test_a_new_peer_is_refused_while_all_others_are_in_use(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(peers, "most_peers", lambda: 1)
-    with engine("one") as one, engine("two") as two, engine("decode") as decode:
+    with Engine("one") as one, Engine("two") as two, Engine("decode") as decode:
         assert load(one, decode, 1) is None
         one.compute("p-2", [2], 4)
         decode.pull("d-2", one.finish("p-2", [2], 4, computed=False, order=False), [2])
@@ -178,7 +178,7 @@ def test_memory_for_what_peers_publish_is_bounded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     driver = RecordingTransport()
-    with engine("one") as one, engine("two") as two, engine("decode") as decode:
+    with Engine("one") as one, Engine("two") as two, Engine("decode") as decode:
         assert load(one, decode, 1) is None
         monkeypatch.setattr(peers, "MAX_KEPT_BYTES", 100)
         error = load(two, decode, 2)
@@ -251,8 +251,8 @@ def test_hundreds_of_claimed_engine_names_take_few_threads_and_descriptors(
     monkeypatch.setattr(peers, "MAX_PEERS", 25)
     driver = AnyAddressTransport()
     with (
-        engine("prefill") as prefill,
-        engine("decode", transport=lambda: driver) as decode,
+        Engine("prefill") as prefill,
+        Engine("decode", transport=lambda: driver) as decode,
         any_engine(prefill) as port,
     ):
         ticket = prefill.serve("p-1", [1], 4)
@@ -272,7 +272,7 @@ def test_hundreds_of_claimed_engine_names_take_few_threads_and_descriptors(
 
 
 def test_an_engine_whose_ranks_differ_in_groups_is_refused_alone() -> None:
-    with engine("prefill") as prefill, engine("decode") as decode:
+    with Engine("prefill") as prefill, Engine("decode") as decode:
         one = prefill.ranks[0].endpoint.payload
         more = replace(one.layout, groups=one.layout.groups * 2)
         other = msgspec.structs.replace(
@@ -291,8 +291,8 @@ def test_an_engine_whose_ranks_differ_in_groups_is_refused_alone() -> None:
 def test_a_silent_producer_does_not_delay_the_detection_of_another_ones_death() -> None:
     options = EndpointOptions(liveness_interval=30.0, liveness_misses=3)
     with (
-        engine("one") as one,
-        engine("two") as two,
+        Engine("one") as one,
+        Engine("two") as two,
         socket.create_server(("127.0.0.1", 0)) as silent,
     ):
         checks, lost = LivenessChecks(options), queue.SimpleQueue[KVFerryError | None]()

@@ -13,7 +13,7 @@ from kvferry.core.lifecycle.holds import RequestId
 from kvferry.core.transport import PeerId, State, Status, TransferId
 from kvferry.core.transport.copies import Copies
 from tests.core.endpoint.aliases import alias_engine
-from tests.core.endpoint.engines import Clock, RecordingTransport, engine, eventually
+from tests.core.endpoint.engines import Clock, Engine, RecordingTransport, eventually
 from tests.core.endpoint.loads import TOKENS, outcomes, pull
 
 LOAD_TIMEOUT = 100.0
@@ -59,8 +59,8 @@ OPTIONS = EndpointOptions(liveness_interval=0.0, load_timeout=LOAD_TIMEOUT)
 def test_overlapping_loads_do_not_keep_a_connection_on_which_a_read_failed() -> None:
     driver = ScriptedReadsTransport()
     with (
-        engine("prefill") as prefill,
-        engine("decode", options=OPTIONS, transport=lambda: driver) as decode,
+        Engine("prefill") as prefill,
+        Engine("decode", options=OPTIONS, transport=lambda: driver) as decode,
     ):
         for number in (1, 2):
             pull(prefill, decode, number)
@@ -87,8 +87,8 @@ def test_loads_wait_for_a_new_connection_at_most_until_the_others_deadline() -> 
     """The producer is told of a load that is aborted while it waits."""
     driver, clock = ScriptedReadsTransport(), Clock()
     with (
-        engine("prefill") as prefill,
-        engine("decode", options=OPTIONS, transport=lambda: driver, clock=clock) as decode,
+        Engine("prefill") as prefill,
+        Engine("decode", options=OPTIONS, transport=lambda: driver, clock=clock) as decode,
     ):
         for number in (1, 2):
             pull(prefill, decode, number)
@@ -117,9 +117,9 @@ def test_a_shared_connection_is_replaced_unless_another_engine_is_read_over_it(
 ) -> None:
     driver = ScriptedReadsTransport()
     with (
-        engine("prefill") as prefill,
+        Engine("prefill") as prefill,
         alias_engine(prefill) as other,
-        engine("decode", options=OPTIONS, transport=lambda: driver) as decode,
+        Engine("decode", options=OPTIONS, transport=lambda: driver) as decode,
     ):
         ticket = prefill.serve("p-1", [1], TOKENS)
         decode.pull("d-1", other.ticket(ticket), [1])
@@ -143,8 +143,8 @@ def test_loads_aborted_before_their_handshake_fails_leave_no_state_behind() -> N
     options = dataclasses.replace(OPTIONS, handshake_timeout=0.3)
     with (
         socket.create_server(("127.0.0.1", 0)) as silent_host,
-        engine("prefill") as prefill,
-        engine("decode", options=options) as decode,
+        Engine("prefill") as prefill,
+        Engine("decode", options=options) as decode,
     ):
         (rank,) = decode.ranks
         load_manager = rank.endpoint._load_manager

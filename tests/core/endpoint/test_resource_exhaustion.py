@@ -9,7 +9,7 @@ import socket
 import pytest
 
 from kvferry.core.errors import ConnectError, HandshakeError, KVFerryError
-from tests.core.endpoint.engines import engine
+from tests.core.endpoint.engines import Engine
 from tests.core.endpoint.loads import load
 from tests.core.resource_limits import no_threads
 
@@ -26,7 +26,7 @@ from tests.core.resource_limits import no_threads
 def test_a_load_that_gets_no_thread_fails_or_does_without_and_the_next_succeeds(
     name: str, error_type: type[KVFerryError] | None
 ) -> None:
-    with engine("prefill", host="localhost") as prefill, engine("decode") as decode:
+    with Engine("prefill", host="localhost") as prefill, Engine("decode") as decode:
         with no_threads(name) as refused:
             error = load(prefill, decode, 1)
         assert refused
@@ -45,7 +45,7 @@ def test_a_load_that_gets_no_file_descriptor_fails_and_the_next_succeeds(
     def no_files() -> None:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
-    with engine("prefill") as prefill, engine("decode") as decode:
+    with Engine("prefill") as prefill, Engine("decode") as decode:
         with monkeypatch.context() as patch:
             patch.setattr(socket, "socketpair", no_files)
             error = load(prefill, decode, 1)

@@ -13,7 +13,7 @@ from kvferry.core.handshake import HandshakeServer
 from kvferry.core.lifecycle.ticket import Ticket
 from kvferry.core.messages import Renewal
 from kvferry.core.side_channel_messages import encode
-from tests.core.endpoint.engines import Engine, RecordingTransport, engine, eventually
+from tests.core.endpoint.engines import Engine, RecordingTransport, eventually
 
 UNKNOWN = {"of_a_newer_version": {"any": ["thing", 1, None]}}
 
@@ -42,8 +42,8 @@ def loads(prefill: Engine, decode: Engine, ticket: Ticket) -> None:
 def test_an_older_producer_without_renewals_gets_none() -> None:
     driver = RecordingTransport()
     with (
-        engine("prefill", transport=lambda: driver) as prefill,
-        engine("decode") as decode,
+        Engine("prefill", transport=lambda: driver) as prefill,
+        Engine("decode") as decode,
         side_channel_with(prefill, {}, without="lease") as port,
     ):
         ticket = replace(prefill.serve("p-1", [1, 2], 8), port=port)
@@ -55,8 +55,8 @@ def test_an_older_producer_without_renewals_gets_none() -> None:
 def test_a_newer_producer_with_unknown_fields_gets_renewals() -> None:
     driver = RecordingTransport()
     with (
-        engine("prefill", transport=lambda: driver) as prefill,
-        engine("decode") as decode,
+        Engine("prefill", transport=lambda: driver) as prefill,
+        Engine("decode") as decode,
         side_channel_with(prefill, {"newest": 9} | UNKNOWN) as port,
     ):
         ticket = replace(prefill.serve("p-1", [1, 2], 8), port=port)

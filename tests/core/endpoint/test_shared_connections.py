@@ -28,16 +28,10 @@ from kvferry.core.metrics import LOST_PEERS, PEERS_UP
 from kvferry.core.side_channel_messages import encode
 from kvferry.core.transport import Capabilities, PeerId, Quiescence, State, Status, TransferId
 from kvferry.core.transport.copies import Copies
+from kvferry.testing.engines import CacheShape
 from tests.core.endpoint.aliases import AliasEngine, alias_engine
-from tests.core.endpoint.engines import (
-    Clock,
-    Engine,
-    RecordingTransport,
-    Shape,
-    engine,
-    eventually,
-)
-from tests.core.endpoint.loads import TOKENS, outcome, outcomes, pages_are_right
+from tests.core.endpoint.engines import Clock, Engine, RecordingTransport, eventually
+from tests.core.endpoint.loads import TOKENS, outcome, outcomes
 from tests.core.endpoint.metric_totals import MetricTotals
 
 LOAD_TIMEOUT = 100.0
@@ -55,7 +49,7 @@ def load_by_name(
     decode.pull(f"d-{number}", alias.ticket(ticket) if alias else ticket, [2])
     failed = decode.outcome(f"d-{number}").failed.get(RequestId(f"d-{number}"))
     if failed is None:
-        assert pages_are_right(decode, [2])
+        assert not decode.wrong_bytes([2], TOKENS)
         if alias is None:
             real.released(f"p-{number}")
     return failed
@@ -69,9 +63,9 @@ def real_and_alias(
         liveness_interval=liveness_interval, load_timeout=LOAD_TIMEOUT, engine_ttl=600.0
     )
     with (
-        engine("real") as real,
+        Engine("real") as real,
         alias_engine(real) as alias,
-        engine(
+        Engine(
             "decode", transport=lambda: driver, options=options, clock=clock or Clock()
         ) as decode,
     ):
@@ -113,7 +107,7 @@ def test_two_ranks_of_one_engine_with_one_address_are_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The reading side checks it too, because a peer's server may not have."""
-    with engine("prefill", Shape(tp=2)) as prefill, engine("decode") as decode:
+    with Engine("prefill", CacheShape(tp=2)) as prefill, Engine("decode") as decode:
         ticket = prefill.serve("p-1", [1], TOKENS)
         zero, one = (rank.endpoint.payload for rank in prefill.ranks)
         payloads = [encode(zero), encode(msgspec.structs.replace(one, address=zero.address))]
@@ -193,7 +187,7 @@ def start_both_reads(
 def pass_time(clock: Clock, decode: Engine, seconds: float) -> None:
     """Move the clock, and wait until the endpoint has done all that is due by then."""
     clock.skip(seconds)
-    with engine(f"third-{next(NUMBERS)}") as third:
+    with Engine(f"third-{next(NUMBERS)}") as third:
         for _ in range(2):
             request = f"o-{next(NUMBERS)}"
             decode.pull(request, third.serve(request, [5], TOKENS), [], nothing=True)

@@ -16,16 +16,7 @@ from kvferry.core.lifecycle.holds import RequestId
 from kvferry.core.transport import PeerId, State, Status, TransferId, Transport
 from kvferry.core.transport.copies import Copies
 from kvferry.drivers.loopback import LoopbackTransport
-from tests.core.endpoint.engines import (
-    LAYERS,
-    Clock,
-    Engine,
-    RecordingTransport,
-    engine,
-    eventually,
-    expected,
-    until,
-)
+from tests.core.endpoint.engines import LAYERS, Clock, Engine, RecordingTransport, eventually, until
 
 TOKENS = 4
 LONG = 60.0
@@ -98,9 +89,9 @@ def three_engines(
     """Run a slow producer, another one, and a consumer that reads from both."""
     options = EndpointOptions(liveness_interval=0.0, load_timeout=100.0)
     with (
-        engine("slow") as slow,
-        engine("other", transport=producer_transport) as other,
-        engine("decode", options=options, transport=lambda: driver, clock=clock) as decode,
+        Engine("slow") as slow,
+        Engine("other", transport=producer_transport) as other,
+        Engine("decode", options=options, transport=lambda: driver, clock=clock) as decode,
     ):
         try:
             yield slow, other, decode
@@ -116,8 +107,8 @@ def assert_loads_succeed(other: Engine, decode: Engine, count: int = 20) -> None
         other.released(f"o-{number}")
         (rank,) = decode.ranks
         for layer in range(LAYERS):
-            want = expected(decode.shape, TOKENS, layer, 0)
-            np.testing.assert_array_equal(rank.tokens([6], layer)[:TOKENS], want)
+            want = rank.values(layer, TOKENS)
+            np.testing.assert_array_equal(rank.read(layer, [6])[:TOKENS], want)
 
 
 def test_loads_and_renewals_go_on_while_another_peer_is_being_disconnected() -> None:

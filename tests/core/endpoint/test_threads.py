@@ -14,7 +14,7 @@ from kvferry.core.planner.build_copies import Spans
 from kvferry.core.planner.zeroing import zero_cpu
 from kvferry.core.transport import Copies, Notification, PeerId, Status, TransferId
 from kvferry.drivers.loopback import LoopbackTransport
-from tests.core.endpoint.engines import engine, eventually
+from tests.core.endpoint.engines import Engine, eventually
 from tests.gpu.torch_module import StandInDevices
 
 
@@ -55,7 +55,7 @@ def test_no_thread_uses_a_device_that_it_has_not_chosen() -> None:
         devices.use("zero")
         zero_cpu(spans)
 
-    rank = partial(engine, transport=partial(DeviceTransport, devices), enter=enter, zero=zero)
+    rank = partial(Engine, transport=partial(DeviceTransport, devices), enter=enter, zero=zero)
     with rank("prefill") as prefill, rank("decode") as decode:
         ticket = prefill.serve("p", [1, 2], 7)
         event = devices.Event()
@@ -72,7 +72,7 @@ def test_an_engine_whose_threads_do_not_choose_is_found_out() -> None:
     """The stand-in does notice threads that do not call ``enter``: this is the control."""
     devices = StandInDevices()
     devices.set_device(1)
-    rank = partial(engine, transport=partial(DeviceTransport, devices))
+    rank = partial(Engine, transport=partial(DeviceTransport, devices))
     with rank("prefill") as prefill, rank("decode") as decode:
         ticket = prefill.serve("p", [1, 2], 7)
         decode.pull("d", ticket, [3, 4])
@@ -89,7 +89,7 @@ def test_an_endpoint_that_cannot_choose_its_device_has_failed(
         made.wait()
         raise RuntimeError("no such device: 7")
 
-    with caplog.at_level(logging.CRITICAL), engine("decode", enter=fail) as decode:
+    with caplog.at_level(logging.CRITICAL), Engine("decode", enter=fail) as decode:
         endpoint = decode.ranks[0].endpoint
         made.set()
         eventually(lambda: not endpoint.healthy, "the endpoint has failed")

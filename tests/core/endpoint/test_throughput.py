@@ -22,7 +22,8 @@ from kvferry.core.memory import CPU, Region
 from kvferry.core.transport import PeerId, Status, TransferId
 from kvferry.core.transport.copies import Copies
 from kvferry.drivers.loopback import LoopbackTransport
-from tests.core.endpoint.engines import Engine, Shape, engine
+from kvferry.testing.engines import CacheShape
+from tests.core.endpoint.engines import Engine
 
 GPU = "cuda"
 BLOCK, PAGES = 4096, 16
@@ -104,13 +105,13 @@ class Pair:
         self.clock = StoppableClock()
         self.transport = DeviceTransport(self.clock)
         self._pages = PAGES * BLOCK // block
-        self._shape = Shape(block=block, pages=self._pages + 1, memory=memory)
+        self._shape = CacheShape(block=block, pages=self._pages + 1, memory=memory)
         self._names = (f"d-{number}" for number in itertools.count())
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> Pair:
         self._decode = self._stack.enter_context(
-            engine("decode", self._shape, transport=lambda: self.transport, clock=self.clock)
+            Engine("decode", self._shape, transport=lambda: self.transport, clock=self.clock)
         )
         return self
 
@@ -129,8 +130,8 @@ class Pair:
 
 @contextlib.contextmanager
 def prefill_engine(name: str = "prefill", memory: str = GPU) -> Iterator[Engine]:
-    shape = Shape(block=BLOCK, pages=PAGES + 1, memory=memory)
-    with engine(name, shape, transport=lambda: DeviceTransport(StoppableClock())) as prefill:
+    shape = CacheShape(block=BLOCK, pages=PAGES + 1, memory=memory)
+    with Engine(name, shape, transport=lambda: DeviceTransport(StoppableClock())) as prefill:
         yield prefill
 
 

@@ -30,15 +30,9 @@ from kvferry.core.side_channel_messages import encode
 from kvferry.core.transport import Capabilities, PeerId, Quiescence, State, Status, TransferId
 from kvferry.core.transport.copies import Copies
 from kvferry.drivers.loopback import LoopbackTransport
-from tests.core.endpoint.engines import (
-    Clock,
-    Engine,
-    RecordingTransport,
-    Shape,
-    engine,
-    eventually,
-)
-from tests.core.ticket_proofs import altered, proved, said
+from kvferry.testing.engines import CacheShape, proved
+from tests.core.endpoint.engines import Clock, Engine, RecordingTransport, eventually
+from tests.core.ticket_proofs import altered, said
 
 KEY, OTHER_KEY = TicketKey(), TicketKey()
 
@@ -114,8 +108,8 @@ FORGERIES: list[Callable[[Ticket], Ticket]] = [
 def test_the_fingerprint_is_read_once_before_the_first_load() -> None:
     driver = ReadRecorder()
     with (
-        engine("prefill", ticket_key=KEY) as prefill,
-        engine("decode", transport=lambda: driver) as decode,
+        Engine("prefill", ticket_key=KEY) as prefill,
+        Engine("decode", transport=lambda: driver) as decode,
     ):
         for index in range(3):
             ticket = prefill.serve(f"p-{index}", [1, 2], 8)
@@ -135,8 +129,8 @@ def test_a_forged_ticket_causes_no_renewal_read_done_or_abandon(
     """Nor a connection. The genuine ticket of the same hold works afterwards."""
     producer_transport, driver = RecordingTransport(), ReadRecorder()
     with (
-        engine("prefill", ticket_key=KEY, transport=lambda: producer_transport) as prefill,
-        engine("decode", transport=lambda: driver) as decode,
+        Engine("prefill", ticket_key=KEY, transport=lambda: producer_transport) as prefill,
+        Engine("decode", transport=lambda: driver) as decode,
     ):
         if is_known:
             loads(decode, "d-0", prefill.serve("p-0", [10, 11], 8), [7, 8])
@@ -165,8 +159,8 @@ def test_a_request_that_needs_nothing_sends_nothing_for_a_forged_ticket(
     """For a genuine ticket "done" is sent, since all pages are in the prefix cache."""
     producer_transport = RecordingTransport()
     with (
-        engine("prefill", ticket_key=KEY, transport=lambda: producer_transport) as prefill,
-        engine("decode") as decode,
+        Engine("prefill", ticket_key=KEY, transport=lambda: producer_transport) as prefill,
+        Engine("decode") as decode,
     ):
         ticket = prefill.serve("p-1", [1, 2], 8)
         decode.pull("d-1", forge(ticket), [], nothing=True)
@@ -179,8 +173,8 @@ def test_a_forged_ticket_does_not_end_the_renewal_of_the_hold_that_it_names() ->
     """The requests with the forged and with the genuine ticket wait at the same time."""
     producer_transport = RecordingTransport()
     with (
-        engine("prefill", ticket_key=KEY, transport=lambda: producer_transport) as prefill,
-        engine("decode") as decode,
+        Engine("prefill", ticket_key=KEY, transport=lambda: producer_transport) as prefill,
+        Engine("decode") as decode,
     ):
         ticket = prefill.serve("p-1", [1, 2], 8)
         decode.prepare(with_next_blocks(ticket))
@@ -192,7 +186,7 @@ def test_a_forged_ticket_does_not_end_the_renewal_of_the_hold_that_it_names() ->
 
 def test_a_ticket_with_a_key_of_an_engine_without_one_is_refused() -> None:
     """Without a key it is accepted, as an older build's."""
-    with engine("prefill") as prefill, engine("decode") as decode:
+    with Engine("prefill") as prefill, Engine("decode") as decode:
         ticket = prefill.serve("p-1", [1, 2], 8)
         error = failure(decode, "d-1", proved(ticket, OTHER_KEY), [5, 6])
         assert isinstance(error, TicketError)
@@ -203,11 +197,11 @@ def test_a_ticket_with_a_key_of_an_engine_without_one_is_refused() -> None:
 def test_a_ticket_of_an_earlier_incarnation_is_refused_before_connecting() -> None:
     """At that point the engine's workers may not know its key yet."""
     driver = ReadRecorder()
-    with engine("prefill", ticket_key=OTHER_KEY) as earlier:
+    with Engine("prefill", ticket_key=OTHER_KEY) as earlier:
         old = earlier.serve("p-1", [1, 2], 8)
     with (
-        engine("prefill", ticket_key=KEY) as prefill,
-        engine("decode", transport=lambda: driver) as decode,
+        Engine("prefill", ticket_key=KEY) as prefill,
+        Engine("decode", transport=lambda: driver) as decode,
     ):
         ticket = replace(old, port=prefill.server.port)
         decode.prepare(ticket)
@@ -219,8 +213,8 @@ def test_a_ticket_of_an_earlier_incarnation_is_refused_before_connecting() -> No
 
 def test_every_rank_refuses_a_forged_ticket() -> None:
     with (
-        engine("prefill", Shape(tp=2), ticket_key=KEY) as prefill,
-        engine("decode", Shape(tp=2)) as decode,
+        Engine("prefill", CacheShape(tp=2), ticket_key=KEY) as prefill,
+        Engine("decode", CacheShape(tp=2)) as decode,
     ):
         ticket = prefill.serve("p-1", [1, 2], 8)
         decode.pull("d-1", with_next_blocks(ticket), [5, 6])
@@ -254,10 +248,10 @@ def test_an_engine_that_relays_the_payloads_of_another_is_refused(ranks: int) ->
     producer_transport, driver = RecordingTransport(), ReadRecorder()
     drivers = iter([producer_transport, LoopbackTransport()])
     with (
-        engine(
-            "prefill", Shape(tp=ranks), ticket_key=KEY, transport=lambda: next(drivers)
+        Engine(
+            "prefill", CacheShape(tp=ranks), ticket_key=KEY, transport=lambda: next(drivers)
         ) as prefill,
-        engine("decode", transport=lambda: driver) as decode,
+        Engine("decode", transport=lambda: driver) as decode,
         serve_relay(prefill, OTHER_KEY) as relay,
     ):
         ticket = prefill.serve("p-1", [1, 2], 8)
@@ -280,7 +274,7 @@ def test_an_engine_that_relays_the_payloads_of_another_is_refused(ranks: int) ->
 
 
 def test_a_payload_without_a_fingerprint_is_refused_under_a_ticket_key() -> None:
-    with engine("prefill", ticket_key=KEY) as prefill:
+    with Engine("prefill", ticket_key=KEY) as prefill:
         payload = msgspec.structs.replace(prefill.ranks[0].endpoint.payload, fingerprint=None)
         with pytest.raises(HandshakeError, match="rank 0 does not say where its fingerprint is"):
             engine_info([encode(payload)], OTHER_KEY.public)
@@ -320,8 +314,8 @@ class SilentReadsTransport(LoopbackTransport):
 def test_a_fingerprint_read_that_times_out_fails_only_that_load() -> None:
     clock, driver = Clock(), SilentReadsTransport(1)
     with (
-        engine("prefill", ticket_key=KEY) as prefill,
-        engine("decode", transport=lambda: driver, clock=clock) as decode,
+        Engine("prefill", ticket_key=KEY) as prefill,
+        Engine("decode", transport=lambda: driver, clock=clock) as decode,
     ):
         ticket = prefill.serve("p-1", [1, 2], 8)
         decode.pull("d-1", ticket, [5, 6])
@@ -349,8 +343,8 @@ class RaisingReadTransport(LoopbackTransport):
 def test_a_fingerprint_read_that_raises_fails_only_that_load() -> None:
     clock = Clock()
     with (
-        engine("prefill", ticket_key=KEY) as prefill,
-        engine("decode", transport=RaisingReadTransport, clock=clock) as decode,
+        Engine("prefill", ticket_key=KEY) as prefill,
+        Engine("decode", transport=RaisingReadTransport, clock=clock) as decode,
     ):
         ticket = prefill.serve("p-1", [1, 2], 8)
         assert "a bug of the driver's" in str(failure(decode, "d-1", ticket, [5, 6]))
@@ -395,8 +389,8 @@ def test_a_failing_fingerprint_read_is_ended_by_a_disconnect() -> None:
     """Otherwise it would be polled forever, and keep its scratch word."""
     clock, driver = Clock(), FailingReadTransport()
     with (
-        engine("prefill", ticket_key=KEY) as prefill,
-        engine("decode", transport=lambda: driver, clock=clock) as decode,
+        Engine("prefill", ticket_key=KEY) as prefill,
+        Engine("decode", transport=lambda: driver, clock=clock) as decode,
         serve_relay(prefill, OTHER_KEY) as relay,
     ):
         ticket = prefill.serve("p-1", [1, 2], 8)
@@ -441,8 +435,8 @@ def routed(ticket: Ticket, port: int, host: str = "127.0.0.1") -> Ticket:
 
 def test_the_producers_own_address_is_tried_before_the_routers() -> None:
     with (
-        engine("prefill", ticket_key=KEY) as prefill,
-        engine("decode") as decode,
+        Engine("prefill", ticket_key=KEY) as prefill,
+        Engine("decode") as decode,
         unused_listener() as listener,
     ):
         ticket = prefill.serve("p-1", [1, 2], 8)
@@ -459,13 +453,13 @@ def no_listener() -> Iterator[int]:
 @contextmanager
 def engine_of_same_name() -> Iterator[int]:
     """Run another engine of the same name, as on another host's loopback address."""
-    with engine("prefill", ticket_key=OTHER_KEY) as other:
+    with Engine("prefill", ticket_key=OTHER_KEY) as other:
         yield other.server.port
 
 
 @contextmanager
 def engine_of_another_name() -> Iterator[int]:
-    with engine("other", ticket_key=OTHER_KEY) as other:
+    with Engine("other", ticket_key=OTHER_KEY) as other:
         yield other.server.port
 
 
@@ -476,8 +470,8 @@ def test_the_routers_address_is_tried_if_the_own_address_is_not_the_engine(
     make_listener: Callable[[], Any],
 ) -> None:
     with (
-        engine("prefill", ticket_key=KEY) as prefill,
-        engine("decode") as decode,
+        Engine("prefill", ticket_key=KEY) as prefill,
+        Engine("decode") as decode,
         make_listener() as port,
     ):
         ticket = prefill.serve("p-1", [1, 2], 8)
@@ -495,7 +489,7 @@ def test_the_two_addresses_share_the_timeout_of_a_handshake(
         asked.append((call.host, call.timeout))
         raise HandshakeError(f"{call.host} is silent")
 
-    with engine("prefill", ticket_key=KEY) as prefill, engine("decode") as decode:
+    with Engine("prefill", ticket_key=KEY) as prefill, Engine("decode") as decode:
         monkeypatch.setattr("kvferry.core.endpoint.handshakes.fetching", fetching)
         ticket = routed(prefill.serve("p-1", [1, 2], 8), 1, "router")
         failure(decode, "d-1", ticket, [5, 6])
@@ -506,7 +500,7 @@ def test_the_two_addresses_share_the_timeout_of_a_handshake(
 
 
 def test_the_error_names_both_addresses() -> None:
-    with engine("prefill", ticket_key=KEY) as prefill, engine("decode") as decode:
+    with Engine("prefill", ticket_key=KEY) as prefill, Engine("decode") as decode:
         ticket = prefill.serve("p-1", [1, 2], 8)
         ports = free_port(), free_port()
         ticket_elsewhere = proved(replace(ticket, proof=None, port=ports[0]), KEY)
@@ -515,6 +509,6 @@ def test_the_error_names_both_addresses() -> None:
 
 
 def test_a_proof_does_not_cover_the_routers_address() -> None:
-    with engine("prefill", ticket_key=KEY) as prefill:
+    with Engine("prefill", ticket_key=KEY) as prefill:
         ticket = prefill.serve("p-1", [1, 2], 8)
         assert said(ticket) == said(routed(ticket, 1))

@@ -11,13 +11,8 @@ from kvferry.core.endpoint import transfers
 from kvferry.core.messages import WORD_BYTES
 from kvferry.core.transport import PeerId, State, Status, TransferId
 from kvferry.core.transport.copies import Copies
-from tests.core.endpoint.engines import (
-    Engine,
-    RecordingTransport,
-    engine,
-    eventually,
-)
-from tests.core.endpoint.loads import outcome, pages_are_right, pull
+from tests.core.endpoint.engines import Engine, RecordingTransport, eventually
+from tests.core.endpoint.loads import TOKENS, outcome, pull
 
 PAGES, WORD = "pages", "word"
 
@@ -51,7 +46,7 @@ class StalledReadsTransport(RecordingTransport):
 @contextlib.contextmanager
 def two_engines(driver: StalledReadsTransport) -> Iterator[tuple[Engine, Engine]]:
     """Run a producer, and a consumer that reads from it."""
-    with engine("prefill") as prefill, engine("decode", transport=lambda: driver) as decode:
+    with Engine("prefill") as prefill, Engine("decode", transport=lambda: driver) as decode:
         try:
             yield prefill, decode
         finally:
@@ -60,7 +55,7 @@ def two_engines(driver: StalledReadsTransport) -> Iterator[tuple[Engine, Engine]
 
 def load_succeeds(decode: Engine, number: int) -> bool:
     """Return whether a load succeeded, with the right bytes."""
-    return outcome(decode, number) is None and pages_are_right(decode, [number])
+    return outcome(decode, number) is None and not decode.wrong_bytes([number], TOKENS)
 
 
 def test_page_reads_beyond_the_limit_wait_and_fences_are_posted_before_them(

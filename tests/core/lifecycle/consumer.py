@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 
 from kvferry.core.errors import KVFerryError, TicketError
@@ -14,7 +14,8 @@ from kvferry.core.lifecycle.renewals import Renewals
 from tests.core.lifecycle.consumer_rank import ConsumerRank
 from tests.core.lifecycle.decode_requests import DecodeRequest, DecodeState, LoadOrder, StepMetadata
 from tests.core.lifecycle.fabric import Fabric, require
-from tests.core.lifecycle.producer import PAGES, STEPS_AHEAD, IssuedTicket, Producer, skewed
+from tests.core.lifecycle.producer import PAGES, IssuedTicket, Producer, skewed
+from tests.core.lifecycle.schedulers import Scheduler
 
 
 class UncountedHoldUsers(HoldUsers):
@@ -26,7 +27,7 @@ class UncountedHoldUsers(HoldUsers):
         return False
 
 
-class Consumer:
+class Consumer(Scheduler):
     """One incarnation of a decode engine."""
 
     def __init__(
@@ -53,7 +54,7 @@ class Consumer:
         for remote_ranks in plan:
             for remote in remote_ranks:
                 expected[remote.rank] += 1
-        self.ranks = [
+        ranks = [
             rank(
                 engine=name,
                 rank=i,
@@ -69,9 +70,8 @@ class Consumer:
             )
             for i, remote_ranks in enumerate(plan)
         ]
+        super().__init__(ranks, PAGES)
         self.requests: dict[RequestId, DecodeRequest] = {}
-        self.free = list(range(1, PAGES + 1))
-        self.steps: deque[StepMetadata] = deque()
         self._prepares: list[DecodeRequest] = []
         self._begins: list[LoadOrder] = []
         self._aborts: list[DecodeRequest] = []
@@ -93,10 +93,6 @@ class Consumer:
         """Return whether there is something to tell the ranks, even without requests."""
         return bool(self._prepares or self._begins or self._aborts) or self.users.pending
 
-    @property
-    def can_schedule(self) -> bool:
-        return len(self.steps) < STEPS_AHEAD
-
     def schedule(self) -> None:
         """Schedule a step: allocate pages for requests and have them loaded, if any are needed."""
         for request in self.at(DecodeState.WAITING):
@@ -114,13 +110,7 @@ class Consumer:
             refusals=self._refusals,
         )
         self._prepares, self._begins, self._aborts, self._refusals = [], [], [], []
-        self.steps.append(step)
-        for rank in self.ranks:
-            rank.inbox.append(step)
-
-    @property
-    def can_process(self) -> bool:
-        return bool(self.steps) and len(self.steps[0].outputs) == len(self.ranks)
+        self.send(step)
 
     def process(self) -> None:
         """Process the results of the oldest step."""

@@ -179,12 +179,7 @@ class Conversations(Model):
     def run(self, index: int = 0, items: int = 0, ahead: bool = False, works: bool = False) -> None:
         self.simulation.run(self.simulation.engines[index], items=items, ahead=ahead, works=works)
 
-    @rule(picks=PICKS)
-    def drift(self, picks: bytes = b"") -> None:
-        """Let any of the possible things happen next."""
-        for pick in picks:
-            if moves := self.simulation.moves():
-                moves[pick % len(moves)]()
+    drift = rule(picks=PICKS)(Model.drift)
 
     @rule(index=st.integers(0, 1), which=st.integers(0, 4), picks=PICKS)
     def abort(self, index: int = 0, which: int = 0, picks: bytes = b"") -> None:

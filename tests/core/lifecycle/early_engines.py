@@ -30,16 +30,21 @@ from kvferry.core.lifecycle.worker_holds import WorkerHolds
 from kvferry.core.messages import Release, decode_notes
 from kvferry.core.side_channel_messages import RoomNews
 from tests.core.lifecycle.decode_requests import DecodeState
-from tests.core.lifecycle.fabric import Content, Fabric, Message, require
+from tests.core.lifecycle.fabric import Content, Message, require
 from tests.core.lifecycle.producer import (
     BLOCK,
     LEASE,
     LOAD_TIMEOUT,
-    STEPS_AHEAD,
     PrefillState,
     tokens_digest,
 )
+from tests.core.lifecycle.reading_engines import (
+    DecodeScheduler,
+    PrefillScheduler,
+    ReadingSimulation,
+)
 from tests.core.lifecycle.reading_rank import Move, Plan, RankLoad, ReadingRank
+from tests.core.lifecycle.schedulers import check_unused
 
 PAGES = 4
 """Pages of an engine's cache, without the null page."""
@@ -133,6 +138,14 @@ class PrefillRank:
         self.passed: list[Callable[[], None]] = []
         self.now = now
 
+    def moves(self) -> Iterator[Move]:
+        if self.inbox:
+            yield self.launch
+        if self.stream:
+            yield self.device
+        if self.passed:
+            yield self.tick
+
     def launch(self) -> None:
         """Run a step: apply its orders, queue its work, collect its reports."""
         step = self.inbox.popleft()
@@ -178,7 +191,7 @@ class PrefillRank:
         self.stream.append(partial(self.pages.__setitem__, work.page, content))
 
 
-class Prefill:
+class Prefill(PrefillScheduler):
     """The prefill engine."""
 
     def __init__(
@@ -188,35 +201,24 @@ class Prefill:
         draws = itertools.count(1)
         self.scheduler_holds = components.scheduler_holds(slots, lambda: next(draws) << 32 | 7)
         self.rooms = Rooms(now)
-        self.ranks = [
-            components.prefill_rank(i, slots, self.incarnation, components.worker_holds, now)
-            for i in range(ranks)
-        ]
+        super().__init__(
+            [
+                components.prefill_rank(i, slots, self.incarnation, components.worker_holds, now)
+                for i in range(ranks)
+            ],
+            PAGES,
+        )
         self.parts: list[Part] = []
         self.prompts: dict[RequestId, Prompt] = {}
-        self.free = list(range(1, PAGES + 1))
-        self.steps: deque[PrefillStep] = deque()
         self.reported: dict[RequestId, set[int]] = defaultdict(set)
 
-    def at(self, *where: PrefillState) -> list[Prompt]:
-        return [prompt for prompt in self.prompts.values() if prompt.at in where]
+    @property
+    def has_work(self) -> bool:
+        return bool(self.prompts)
 
     def add(self, prompt: Prompt) -> None:
         require(self.rooms.open(prompt.room), "no room")
         self.prompts[prompt.id] = prompt
-
-    def moves(self) -> Iterator[Move]:
-        if len(self.steps) < STEPS_AHEAD and self.prompts:
-            yield self.schedule
-        if self.steps and self.can_process:
-            yield self.process
-        for rank in self.ranks:
-            if rank.inbox:
-                yield rank.launch
-            if rank.stream:
-                yield rank.device
-            if rank.passed:
-                yield rank.tick
 
     def schedule(self) -> None:
         """Schedule a step: publish parts for the chunks of earlier steps, and send the orders."""
@@ -227,10 +229,7 @@ class Prefill:
         for prompt in running:
             self.publish(prompt)
         work = [self._next_chunk(prompt) for prompt in running if prompt.chunk < prompt.size]
-        step = PrefillStep(orders=self.scheduler_holds.drain(), work=work)
-        self.steps.append(step)
-        for rank in self.ranks:
-            rank.inbox.append(step)
+        self.send(PrefillStep(orders=self.scheduler_holds.drain(), work=work))
 
     def publish(self, prompt: Prompt) -> None:
         """Publish the chunks of earlier steps, but for the last."""
@@ -241,11 +240,6 @@ class Prefill:
         hold = self.scheduler_holds.mark(prompt.id, chunks * BLOCK)
         if hold is not None:
             self.rooms.publish(prompt.room, self._part(prompt, hold, chunks))
-
-    @property
-    def can_process(self) -> bool:
-        """Return whether all ranks have reported the oldest step, of which there must be one."""
-        return len(self.steps[0].outputs) == len(self.ranks)
 
     def process(self) -> None:
         """Process the results of the oldest step."""
@@ -381,24 +375,10 @@ class DecodeRank(ReadingRank[EarlyLoad]):
 
     def __init__(self, rank: int, simulation: EarlySimulation) -> None:
         super().__init__(rank, simulation, pages=PAGES)
-        self.inbox: deque[DecodeStep] = deque()
-        self.results: list[tuple[DecodeRequest, KVFerryError | None]] = []
 
-    def moves(self) -> Iterator[Move]:
-        if self.inbox:
-            yield self.launch
-        yield from super().moves()
-
-    def launch(self) -> None:
-        """Run a step: begin, extend and abort loads, and report results."""
-        step = self.inbox.popleft()
+    def begin(self, step: DecodeStep) -> None:
         for request, part, is_last in step.parts:
             self._hear_part(request, part, is_last)
-        for load_id, pull in self.pulls.items():
-            if pull.request in step.aborts and not pull.is_over:
-                self.loads.abort(load_id, KVFerryError("given up"))
-        step.outputs[self.rank], self.results = self.results, []
-        self.perform()
 
     def _hear_part(self, request: DecodeRequest, part: Part, is_last: bool) -> None:
         deadline = self.simulation.now + LOAD_TIMEOUT
@@ -451,25 +431,21 @@ class DecodeRank(ReadingRank[EarlyLoad]):
                 require(got == wanted or not remote.reads, "stale bytes accepted:", got, wanted)
 
 
-class Decode:
+class Decode(DecodeScheduler):
     """The decode engine's scheduler, and its ranks."""
 
     def __init__(self, simulation: EarlySimulation) -> None:
         self.simulation = simulation
-        self.ranks = [DecodeRank(i, simulation) for i in range(len(simulation.plan))]
-        self.requests: list[DecodeRequest] = []
-        self.free = list(range(1, PAGES + 1))
-        self.steps: deque[DecodeStep] = deque()
+        super().__init__([DecodeRank(i, simulation) for i in range(len(simulation.plan))], PAGES)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.requests)
 
     def moves(self) -> Iterator[Move]:
         if any(not request.is_last for request in self.requests):
             yield self.follow
-        if len(self.steps) < STEPS_AHEAD and self.requests:
-            yield self.schedule
-        if self.steps and self.can_process:
-            yield self.process
-        for rank in self.ranks:
-            yield from rank.moves()
+        yield from super().moves()
 
     def follow(self) -> None:
         """Ask the prefill engine for news of all rooms."""
@@ -491,9 +467,7 @@ class Decode:
             if request.stage is DecodeState.ABORTED and "aborting" not in request.excuses:
                 request.excuses.append("aborting")
                 step.aborts.append(request)
-        self.steps.append(step)
-        for rank in self.ranks:
-            rank.inbox.append(step)
+        self.send(step)
 
     def admits(self, request: DecodeRequest, part: Part) -> bool:
         """Return whether a part is for a request's own prompt."""
@@ -518,28 +492,7 @@ class Decode:
             request.stage = DecodeState.LOADING
             step.parts.append((request, part, request.is_last))
 
-    @property
-    def can_process(self) -> bool:
-        """Return whether all ranks have reported the oldest step, of which there must be one."""
-        return len(self.steps[0].outputs) == len(self.ranks)
-
-    def process(self) -> None:
-        step = self.steps.popleft()
-        for rank, results in step.outputs.items():
-            for request, error in results:
-                require(rank not in request.reports, "reported received twice")
-                request.reports[rank] = error
-                if len(request.reports) == len(self.ranks):
-                    self._finish(request)
-
-    def abort(self, request: DecodeRequest) -> None:
-        if request.stage is DecodeState.WAITING:
-            self._finish(request)
-        elif request.stage is DecodeState.LOADING:
-            request.stage = DecodeState.ABORTED
-            request.excuses.append("aborted")
-
-    def _finish(self, request: DecodeRequest) -> None:
+    def finish(self, request: DecodeRequest) -> None:
         clash = any(rank.may_land(request.pages) for rank in self.ranks)
         require(not clash, "pages given back while a byte can land in them")
         self.free.extend(request.pages)
@@ -559,18 +512,15 @@ class Components:
     decode: type[Decode] = Decode
 
 
-class EarlySimulation:
+class EarlySimulation(ReadingSimulation):
     """Both engines, what is under way between them, and the clock."""
 
     def __init__(self, *, plan: Plan, slots: int, components: Components) -> None:
-        self.plan, self.components = plan, components
-        self.now, self.waited = 0.0, False
-        self.fabric = Fabric()
-        self._uids = itertools.count(1)
-        ranks = 1 + max(remote.rank for row in plan for remote in row)
-        self.prefill = components.prefill(ranks, slots, components, lambda: self.now)
-        self.decode = components.decode(self)
-        self._slots = slots
+        super().__init__(plan=plan, slots=slots, components=components)
+        self.prefill: Prefill = components.prefill(
+            self.prefill_ranks, slots, components, lambda: self.now
+        )
+        self.decode: Decode = components.decode(self)
 
     def ask(self, *, size: int, drafter: bool, fits: bool, decodes: bool) -> None:
         """Send both legs of a request, unless too many are under way."""
@@ -581,60 +531,18 @@ class EarlySimulation:
                 request = DecodeRequest(uid=prompt.uid, prompt=prompt, fits=fits)
                 self.decode.requests.append(request)
 
-    def moves(self) -> list[Move]:
-        """Return every step that some part of the simulation can take now."""
-        return [*self.prefill.moves(), *self._fabric_moves(), *self.decode.moves()]
+    @property
+    def is_at_rest(self) -> bool:
+        return not (self.prefill.prompts or self.decode.requests or self.fabric.messages)
 
-    def _fabric_moves(self) -> Iterator[Move]:
-        for transfer in self.fabric.transfers:
-            for pick in (0, 1):
-                yield partial(self.fabric.land, transfer, pick)
-        for message in self.fabric.messages:
-            yield partial(self._deliver, message)
-
-    def _deliver(self, message: Message) -> None:
-        self.fabric.messages.remove(message)
-        self.prefill.ranks[message.rank].hear(message)
-
-    def wait(self, seconds: float) -> None:
-        """Let time pass; leases may expire."""
-        self.now += seconds
-        self.waited = self.waited or seconds >= LEASE
-        for rank in self.prefill.ranks:
-            rank.tick()
-
-    def settle(self) -> None:
-        """Let everything proceed, and a little time pass, until nothing is under way."""
-        for turn in range(400):
-            if not (self.prefill.prompts or self.decode.requests or self.fabric.messages):
-                return
-            self._round()
-            if turn % 40 == 39:
-                self.wait(LEASE)
-        require(False, "no rest:", self.prefill.prompts, self.decode.requests)
-
-    def _round(self) -> None:
-        """Let everything proceed as far as it can."""
+    def proceed(self) -> None:
         self.compute()
         self.hear()
         self.look()
-        self.land(1 << 10)
-        while self.decode.steps and self.decode.can_process:
+        self.land()
+        while self.decode.can_process:
             self.decode.process()
-        while self.fabric.messages:
-            self._deliver(self.fabric.messages[0])
-
-    def schedule(self) -> None:
-        """Schedule a step of the prefill engine, unless too many are under way."""
-        if len(self.prefill.steps) < STEPS_AHEAD:
-            self.prefill.schedule()
-
-    def launch(self) -> None:
-        """Schedule a step of the prefill engine and run it, but not the devices."""
-        self.schedule()
-        for rank in self.prefill.ranks:
-            while rank.inbox:
-                rank.launch()
+        self.deliver_all()
 
     def compute(self) -> None:
         """Run a step of the prefill engine, and process all results."""
@@ -643,13 +551,13 @@ class EarlySimulation:
             while rank.stream:
                 rank.device()
             rank.tick()
-        while self.prefill.steps and self.prefill.can_process:
+        while self.prefill.can_process:
             self.prefill.process()
 
     def hear(self) -> None:
         """Let the decode engine hear of its rooms, and run a step with that."""
         self.decode.follow()
-        if len(self.decode.steps) < STEPS_AHEAD:
+        if self.decode.can_schedule:
             self.decode.schedule()
         for rank in self.decode.ranks:
             while rank.inbox:
@@ -667,16 +575,7 @@ class EarlySimulation:
         """Let the decode engine read all that it can."""
         for _ in range(3):
             self.look()
-            self.land(1 << 10)
-
-    def land(self, items: int) -> None:
-        """Let some items of each transfer land, and poll all transfers."""
-        for rank in self.decode.ranks:
-            for transfer in list(rank.transfers):
-                for _ in range(items):
-                    if not transfer.state.final:
-                        self.fabric.land(transfer, 0)
-            rank.poll()
+            self.land()
 
     def finish(self) -> None:
         """Let everything end, and check that nothing is left and all can be used again."""
@@ -690,8 +589,4 @@ class EarlySimulation:
             require(rank.worker_holds.held == 0, "a worker still holds")
             require(set(rank.words) == {NOTHING}, "words left:", rank.words)
             require(not rank.worker_holds.take_sent(), "sent, but nothing is held")
-        holds = self.prefill.scheduler_holds
-        require(holds.held == 0, "the scheduler still holds", holds.held)
-        taken = [holds.take_on(RequestId(f"after-{i}")) for i in range(self._slots + 1)]
-        slots = {hold.slot for hold in taken if hold is not None}
-        require(len(slots) == self._slots, "slots lost, or given twice:", slots)
+        check_unused(self.prefill.scheduler_holds, self.slots)

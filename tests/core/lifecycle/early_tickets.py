@@ -82,12 +82,7 @@ class EarlyTickets(Model):
         for prompt in prefill.at(PrefillState.RUNNING)[:1]:
             prefill.preempt(prompt)
 
-    @rule(picks=PICKS)
-    def drift(self, picks: bytes = b"") -> None:
-        for pick in picks:
-            moves = self.simulation.moves()
-            if moves:
-                moves[pick % len(moves)]()
+    drift = rule(picks=PICKS)(Model.drift)
 
     @rule(
         what=st.sampled_from(["preempt", "preempt", "abort"]),

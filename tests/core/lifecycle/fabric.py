@@ -6,8 +6,9 @@ connection does not break, the read returns memory of the new incarnation.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 from kvferry.core.errors import PeerLostError, TransferCancelledError, TransportError
@@ -126,6 +127,14 @@ class Fabric:
         self.transfers.append(transfer)
         if not transfer.items:
             self._finish(transfer, State.DONE)
+
+    def moves(self, deliver: Callable[[Message], None]) -> Iterator[Callable[[], None]]:
+        """Yield what can happen next; ``deliver`` has a message arrive."""
+        for transfer in self.transfers:
+            for pick in (0, 1):
+                yield partial(self.land, transfer, pick)
+        for message in self.messages:
+            yield partial(deliver, message)
 
     def land(self, transfer: Transfer, pick: int) -> None:
         """Let one item land, or let a failing or cancelled transfer end."""

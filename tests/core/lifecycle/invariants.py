@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvferry.core.lifecycle.holds import NOTHING, RequestId
+from kvferry.core.lifecycle.holds import NOTHING
 from tests.core.lifecycle.fabric import require
 from tests.core.lifecycle.producer import PAGES, PrefillState
+from tests.core.lifecycle.schedulers import check_unused
 
 if TYPE_CHECKING:
     from tests.core.lifecycle.consumer_rank import ConsumerRank
@@ -79,8 +80,4 @@ def check_end(simulation: Simulation) -> None:
         require(set(rank.words) == {NOTHING}, "words left:", rank.words)
     for engine in simulation.consumers:
         require(len(engine.free) == PAGES, "pages lost:", engine.free)
-    scheduler_holds = producer.scheduler_holds
-    require(scheduler_holds.held == 0, "the scheduler still holds", scheduler_holds.held)
-    taken = [scheduler_holds.take_on(RequestId(f"after-{i}")) for i in range(simulation.slots + 1)]
-    slots = {hold.slot for hold in taken if hold is not None}
-    require(len(slots) == simulation.slots, "slots lost, or given twice:", slots)
+    check_unused(producer.scheduler_holds, simulation.slots)

@@ -198,12 +198,7 @@ class Protocol(Model):
 
     # Any possible moves, in any order.
 
-    @rule(picks=PICKS)
-    def drift(self, picks: bytes = b"") -> None:
-        for pick in picks:
-            moves = self.simulation.moves()
-            if moves:
-                moves[pick % len(moves)]()
+    drift = rule(picks=PICKS)(Model.drift)
 
     @rule(
         seconds=st.sampled_from([0.0, 0.0, 0.0, 0.5, LEASE - 0.5, LEASE, LOAD_TIMEOUT, TTL]),

@@ -28,6 +28,12 @@ class Model(RuleBasedStateMachine):
     steps: ClassVar[int] = 20
     simulation: Any
 
+    def drift(self, picks: bytes = b"") -> None:
+        """Take steps that are possible; ``picks`` says which."""
+        for pick in picks:
+            if moves := self.simulation.moves():
+                moves[pick % len(moves)]()
+
     def holds(self) -> None:
         """Check what must hold after each event."""
 

@@ -31,9 +31,10 @@ from kvferry.core.messages import (
     decode_notes,
 )
 from kvferry.core.security import TicketKey
+from kvferry.testing.engines import proved
 from tests.core.lifecycle.fabric import Content, Message, require
 from tests.core.lifecycle.protocol_table import Cause, ProtocolTable
-from tests.core.ticket_proofs import proved
+from tests.core.lifecycle.schedulers import Scheduler
 
 PAGES = 4
 """Pages of an engine's cache, without the null page."""
@@ -42,7 +43,6 @@ TTL = 15.0
 """How long a conversation's hold is kept until it is claimed; longer than a lease."""
 LOAD_TIMEOUT = 25.0
 """Longer than a lease, so that holds of waiting loads need renewal."""
-STEPS_AHEAD = 2
 BLOCK = 4
 ENGINE = "prefill"
 
@@ -257,7 +257,7 @@ class ProducerRank:
             self.stream.append(partial(self.pages.__setitem__, page, content))
 
 
-class Producer:
+class Producer(Scheduler):
     """One incarnation of the prefill engine."""
 
     def __init__(
@@ -285,15 +285,16 @@ class Producer:
         self.evicted: set[Hold | None] = set()
         self._clock = clock
         self._ages: dict[int, dict[Hold, float]] = {}
-        self.ranks = [
-            rank(i, slots, self.incarnation, worker_holds, skewed(clock, 1000.0 * i), strict)
-            for i in range(ranks)
-        ]
+        super().__init__(
+            [
+                rank(i, slots, self.incarnation, worker_holds, skewed(clock, 1000.0 * i), strict)
+                for i in range(ranks)
+            ],
+            PAGES,
+        )
         self.payloads = _payloads(self)
         self.issues = issues
         self.requests: dict[RequestId, PrefillRequest] = {}
-        self.free = list(range(1, PAGES + 1))
-        self.steps: deque[Step] = deque()
         self.reported: dict[RequestId, set[int]] = defaultdict(set)
         self.given_up: set[Hold] = set()
         self.reset_holds: set[Hold] = set()
@@ -307,10 +308,6 @@ class Producer:
     def add(self, prompt: PrefillRequest) -> None:
         self.requests[prompt.id] = prompt
 
-    @property
-    def can_schedule(self) -> bool:
-        return len(self.steps) < STEPS_AHEAD
-
     def schedule(self) -> None:
         """Schedule a step: admit requests that fit, continue running ones, and send the orders."""
         for prompt in self.at(PrefillState.WAITING):
@@ -323,13 +320,7 @@ class Producer:
         self._check_ends(set(step.orders.ends))
         self.given_up.update(step.orders.ends)
         self._check_limit()
-        self.steps.append(step)
-        for rank in self.ranks:
-            rank.inbox.append(step)
-
-    @property
-    def can_process(self) -> bool:
-        return bool(self.steps) and len(self.steps[0].outputs) == len(self.ranks)
+        self.send(step)
 
     def process(self) -> None:
         """Process the results of the oldest step: finish requests and take pages back."""

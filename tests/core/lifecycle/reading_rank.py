@@ -5,6 +5,7 @@ What early tickets and staging add to it is in ``early_engines`` and ``staged_si
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -69,14 +70,32 @@ class ReadingRank(Generic[RankLoadT]):
         self.handshakes: list[LoadId] = []
         self.transfers: list[Transfer] = []
         self.link = Link()
+        self.inbox: deque[Any] = deque()
+        self.results: list[tuple[Any, KVFerryError | None]] = []
 
     def moves(self) -> Iterator[Move]:
+        if self.inbox:
+            yield self.launch
         for load_id in self.handshakes:
             yield partial(self.answer, load_id)
         if any(t.state is not State.PENDING for t in self.transfers):
             yield self.poll
         if len(self.loads):
             yield self.tick
+
+    def launch(self) -> None:
+        """Run a step: begin and abort loads, and report results."""
+        step = self.inbox.popleft()
+        self.begin(step)
+        for load_id, pull in self.pulls.items():
+            if pull.request in step.aborts and not pull.is_over:
+                self.loads.abort(load_id, KVFerryError("given up"))
+        step.outputs[self.rank], self.results = self.results, []
+        self.perform()
+
+    def begin(self, step: Any) -> None:
+        """Begin the loads of a step."""
+        raise NotImplementedError
 
     def answer(self, load_id: LoadId) -> None:
         self.handshakes.remove(load_id)

@@ -7,7 +7,7 @@ every step that can happen next; other methods are what users do and what fails.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -126,7 +126,7 @@ class Simulation:
         return [
             *self._client_moves(),
             *self._producer_moves(),
-            *self._fabric_moves(),
+            *self.fabric.moves(self.deliver),
             *self._consumer_moves(),
         ]
 
@@ -154,13 +154,6 @@ class Simulation:
                 yield rank.device
             if rank.due:
                 yield rank.tick
-
-    def _fabric_moves(self) -> Iterator[Move]:
-        for transfer in self.fabric.transfers:
-            for pick in (0, 1):
-                yield partial(self.fabric.land, transfer, pick)
-        for message in self.fabric.messages:
-            yield partial(self.deliver, message)
 
     def _consumer_moves(self) -> Iterator[Move]:
         for engine in self.consumers:
@@ -355,7 +348,7 @@ class Simulation:
             if all(ages.get(prompt.hold, 0.0) >= GONE_SECONDS for ages, _ in books)
         ]
 
-    def _claimed(self, ranks: list[ProducerRank]) -> list[Hold]:
+    def _claimed(self, ranks: Sequence[ProducerRank]) -> list[Hold]:
         """Return the holds that consumers renew on one of these ranks."""
         return [
             wait.request.issue.ticket.hold
@@ -363,7 +356,7 @@ class Simulation:
             if any(rank in ranks and rank.rank not in wait.settled for rank in renewed)
         ]
 
-    def _claim(self, ranks: list[ProducerRank]) -> None:
+    def _claim(self, ranks: Sequence[ProducerRank]) -> None:
         """Send renewals and heartbeats, and deliver them to these ranks."""
         self._land_renewals()
         numbers = {rank.rank for rank in ranks}

@@ -59,12 +59,12 @@ class Staging(Model):
         for size in sizes:
             simulation.ask(size)
         if until == "drafted":  # the ticket is made while a drafter goes on
-            simulation.schedule()
+            simulation.launch()
             simulation.device(items=sum(sizes) + 1)
-            simulation.schedule()
+            simulation.launch()
             simulation.copy_out()
         for _ in range(3 if until not in ("asked", "drafted") else 0):
-            simulation.schedule()
+            simulation.launch()
             simulation.device()
         if until in ("copying", "copied", "handed"):
             simulation.copy_out(items=1 if until == "copying" else 4)
@@ -89,7 +89,7 @@ class Staging(Model):
         """Let some part proceed while the others wait, in any sequence."""
         simulation = self.simulation
         acts: dict[str, Callable[[], object]] = {
-            "S": simulation.schedule,
+            "S": simulation.launch,
             "D": simulation.device,
             "d": lambda: simulation.device(items=1),
             "C": simulation.copy_out,
@@ -110,12 +110,7 @@ class Staging(Model):
         for prompt in self.simulation.prefill.issues[-1:]:
             self.simulation.hand(prompt)
 
-    @rule(picks=PICKS)
-    def drift(self, picks: bytes) -> None:
-        for pick in picks:
-            moves = self.simulation.moves()
-            if moves:
-                moves[pick % len(moves)]()
+    drift = rule(picks=PICKS)(Model.drift)
 
     @rule(
         what=st.sampled_from(["preempt", "abort", "reset", "abort decode"]),
@@ -141,7 +136,7 @@ class Staging(Model):
         engine = self.simulation.prefill if way == "out" else self.simulation.decode
         one = engine.ranks[rank % len(engine.ranks)]
         for copy in one.copies[:1]:
-            one.fail(copy)  # type: ignore[arg-type]
+            one.fail(copy)
         self.drift(picks)
 
     @rule(rank=st.integers(0, 1), failing=st.booleans(), picks=PICKS)
@@ -328,11 +323,7 @@ class FailedLoadGivenBackAtOnce(Decode):
 
 def read_while_it_lands(simulation: StagedSimulation) -> None:
     """Let decode's device be ready while only one of two pages has landed."""
-    prompt = simulation.issue(size=2)
-    simulation.device()
-    simulation.copy_out()
-    simulation.hand(prompt)
-    simulation.begin_loads()
+    simulation.begin_load(simulation.issue(size=2))
     for _ in range(3):
         simulation.land(items=1)
         simulation.copy_in()
@@ -340,16 +331,12 @@ def read_while_it_lands(simulation: StagedSimulation) -> None:
 
 def ask_while_pages_are_read(simulation: StagedSimulation) -> None:
     """Ask for as many host pages as there are while decode reads those of a hold."""
-    prompt = simulation.issue(size=2)
-    simulation.device()
-    simulation.copy_out()
-    simulation.hand(prompt)
-    simulation.begin_loads()
+    simulation.begin_load(simulation.issue(size=2))
     simulation.land()  # the check
     simulation.land(items=1)
     simulation.ask(size=2)
     for _ in range(4):
-        simulation.schedule()
+        simulation.launch()
         simulation.device()
         simulation.copy_out()
 
@@ -362,7 +349,7 @@ def compute_again_in_blocks_that_were_sent(simulation: StagedSimulation) -> None
     for _ in range(3):
         simulation.ask(size=2)
         for _ in range(3):
-            simulation.schedule()
+            simulation.launch()
             simulation.device()
     simulation.copy_out()
 
@@ -371,12 +358,12 @@ def copy_behind_the_drafter(simulation: StagedSimulation) -> None:
     """Order a copy while a drafter still works on the blocks, and read what was copied."""
     prompt = simulation.ask()
     assert prompt is not None
-    simulation.schedule()
+    simulation.launch()
     for rank in simulation.prefill.ranks:
         rank.device()  # the first pass over the block
         rank.device()  # the step's report
     simulation.device(items=0)
-    simulation.schedule()
+    simulation.launch()
     simulation.copy_out()
     simulation.hand(prompt)
     simulation.begin_loads()
@@ -406,13 +393,13 @@ def end_during_the_copy(simulation: StagedSimulation) -> None:
     simulation.device()
     simulation.copy_out(items=1)
     simulation.prefill.reset()
-    simulation.schedule()
+    simulation.launch()
     simulation.device()
-    simulation.schedule()
+    simulation.launch()
     simulation.device()
     simulation.ask(size=2)
     for _ in range(3):
-        simulation.schedule()
+        simulation.launch()
         simulation.device()
 
 
@@ -436,11 +423,7 @@ def load_before_the_zeroing(simulation: StagedSimulation) -> None:
 
 
 def fail_the_copy_of_a_load(simulation: StagedSimulation) -> None:
-    prompt = simulation.issue(size=2)
-    simulation.device()
-    simulation.copy_out()
-    simulation.hand(prompt)
-    simulation.begin_loads()
+    simulation.begin_load(simulation.issue(size=2))
     for _ in range(4):
         simulation.land()
     simulation.copy_in(items=1)
@@ -450,16 +433,12 @@ def fail_the_copy_of_a_load(simulation: StagedSimulation) -> None:
 
 def use_the_pool_again_when_one_rank_is_over(simulation: StagedSimulation) -> None:
     """Let one of two ranks hear that a hold is done, and another request ask for its pages."""
-    prompt = simulation.issue(size=2)
-    simulation.device()
-    simulation.copy_out()
-    simulation.hand(prompt)
-    simulation.begin_loads()
+    simulation.begin_load(simulation.issue(size=2))
     for _ in range(4):
         simulation.land()
     simulation.deliver(simulation.fabric.messages[0])
     for _ in range(3):
-        simulation.schedule()
+        simulation.launch()
         simulation.device()
     simulation.issue(size=2)
 
@@ -469,7 +448,7 @@ def fill_the_pool(simulation: StagedSimulation) -> None:
     for size in (2, 1, 3):
         simulation.ask(size=size)
     for _ in range(4):
-        simulation.schedule()
+        simulation.launch()
         simulation.device()
         simulation.copy_out()
     for prompt in list(simulation.prefill.issues):
@@ -479,29 +458,21 @@ def fill_the_pool(simulation: StagedSimulation) -> None:
 def abort_while_it_is_computed(simulation: StagedSimulation) -> None:
     prompt = simulation.ask(size=2)
     assert prompt is not None
-    simulation.schedule()
+    simulation.launch()
     simulation.prefill.abort(prompt)
 
 
 def load_two(simulation: StagedSimulation) -> None:
     """Begin the load of a request while that of another is under way."""
     for prompt in [simulation.issue() for _ in range(2)]:
-        simulation.device()
-        simulation.copy_out()
-        simulation.hand(prompt)
-        simulation.begin_loads()
+        simulation.begin_load(prompt)
     for _ in range(4):
         simulation.land(items=1)
         simulation.copy_in()
 
 
 def abort_while_bytes_land(simulation: StagedSimulation) -> None:
-    prompt = simulation.issue(size=2)
-    simulation.device()
-    simulation.copy_out()
-    request = simulation.hand(prompt)
-    assert request is not None
-    simulation.begin_loads()
+    request = simulation.begin_load(simulation.issue(size=2))
     simulation.land()  # the check
     simulation.land(items=1)
     simulation.decode.abort(request)

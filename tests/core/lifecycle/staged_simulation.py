@@ -8,7 +8,6 @@ and the host moves one block at a time, in any order with everything else.
 
 from __future__ import annotations
 
-import itertools
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -24,9 +23,15 @@ from kvferry.core.lifecycle.worker_holds import WorkerHolds
 from kvferry.core.messages import Release, decode_notes
 from tests.core.lifecycle.decode_requests import DecodeState
 from tests.core.lifecycle.early_engines import PLANS as PLANS
-from tests.core.lifecycle.fabric import Content, Fabric, Message, require
-from tests.core.lifecycle.producer import LEASE, LOAD_TIMEOUT, STEPS_AHEAD, PrefillState
+from tests.core.lifecycle.fabric import Content, Message, require
+from tests.core.lifecycle.producer import LEASE, LOAD_TIMEOUT, PrefillState
+from tests.core.lifecycle.reading_engines import (
+    DecodeScheduler,
+    PrefillScheduler,
+    ReadingSimulation,
+)
 from tests.core.lifecycle.reading_rank import Move, Plan, RankLoad, ReadingRank
+from tests.core.lifecycle.schedulers import check_unused
 
 LOADED = RequestId("decode")
 """The request id of every load: ids are reused, and nothing may be told apart by them."""
@@ -178,7 +183,7 @@ class PrefillRank:
             self.stream.append(partial(self.device_blocks.__setitem__, block, content))
 
 
-class Prefill:
+class Prefill(PrefillScheduler):
     """The prefill engine: its scheduler, and its ranks."""
 
     def __init__(
@@ -195,30 +200,16 @@ class Prefill:
         self.host_pages = components.host_pages(range(1, pages + 1), patience=PATIENCE, clock=now)
         self.host_pages.ranks = ranks
         self.scheduler_holds = components.scheduler_holds(slots)
-        self.ranks = [components.prefill_rank(i, slots, self) for i in range(ranks)]
+        super().__init__([components.prefill_rank(i, slots, self) for i in range(ranks)], BLOCKS)
         self.prompts: dict[RequestId, Prompt] = {}
         self.held: dict[RequestId, Prompt] = {}
         self.issues: list[Prompt] = []
-        self.free = list(range(1, BLOCKS + 1))
-        self.steps: deque[PrefillStep] = deque()
         self.sent: dict[RequestId, set[int]] = defaultdict(set)
         self.over: dict[RequestId, set[int]] = defaultdict(set)
 
-    def at(self, *where: PrefillState) -> list[Prompt]:
-        return [prompt for prompt in self.prompts.values() if prompt.at in where]
-
     @property
-    def is_idle(self) -> bool:
-        """Return whether no step has to be made."""
-        return not (self.prompts or self.held or self.steps)
-
-    def moves(self) -> Iterator[Move]:
-        if len(self.steps) < STEPS_AHEAD and (self.prompts or self.held):
-            yield self.schedule
-        if self.steps and self.can_process:
-            yield self.process
-        for rank in self.ranks:
-            yield from rank.moves()
+    def has_work(self) -> bool:
+        return bool(self.prompts or self.held)
 
     def schedule(self) -> None:
         """Schedule a step: take requests on that have host pages, and send the orders."""
@@ -227,14 +218,7 @@ class Prefill:
         work = [(p, p.epoch, p.blocks) for p in self.at(PrefillState.RUNNING) if not p.is_scheduled]
         for prompt, _, _ in work:
             prompt.is_scheduled = True
-        step = PrefillStep(orders=self.scheduler_holds.drain(), work=work)
-        self.steps.append(step)
-        for rank in self.ranks:
-            rank.inbox.append(step)
-
-    @property
-    def can_process(self) -> bool:
-        return len(self.steps[0].outputs) == len(self.ranks)
+        self.send(PrefillStep(orders=self.scheduler_holds.drain(), work=work))
 
     def process(self) -> None:
         """Process the results of the oldest step."""
@@ -402,15 +386,11 @@ class DecodeRank(ReadingRank[StagedLoad]):
         super().__init__(rank, simulation, pages=simulation.pages)
         self.staged = simulation.components.staged_loads()
         self.device_blocks: list[dict[int, Content | None]] = [{} for _ in range(BLOCKS + 1)]
-        self.inbox: deque[DecodeStep] = deque()
         self.stream: deque[Callable[[], object]] = deque()
         self.requests: dict[LoadId, DecodeRequest] = {}
         self.copies: list[DeviceCopy] = []
-        self.results: list[tuple[DecodeRequest, KVFerryError | None]] = []
 
     def moves(self) -> Iterator[Move]:
-        if self.inbox:
-            yield self.launch
         if self.stream:
             yield self.device
         yield from super().moves()
@@ -418,16 +398,9 @@ class DecodeRank(ReadingRank[StagedLoad]):
             yield partial(self.copy, copy, 0)
             yield partial(self.copy, copy, -1)
 
-    def launch(self) -> None:
-        """Run a step: begin and abort loads, and report results."""
-        step = self.inbox.popleft()
+    def begin(self, step: DecodeStep) -> None:
         for request, pulls in step.begins:
             self._begin(request, pulls=pulls)
-        for load_id, pull in self.pulls.items():
-            if pull.request in step.aborts and not pull.is_over:
-                self.loads.abort(load_id, KVFerryError("given up"))
-        step.outputs[self.rank], self.results = self.results, []
-        self.perform()
 
     def device(self) -> None:
         """Let the device do the next work in its queue."""
@@ -530,7 +503,7 @@ class DecodeRank(ReadingRank[StagedLoad]):
         return copied or self.may_land(request.pages)
 
 
-class Decode:
+class Decode(DecodeScheduler):
     """The decode engine's scheduler, and its ranks."""
 
     def __init__(self, simulation: StagedSimulation) -> None:
@@ -538,37 +511,21 @@ class Decode:
         self.host_pages = simulation.components.host_pages(
             range(1, simulation.pages + 1), patience=PATIENCE, clock=lambda: simulation.now
         )
-        self.ranks = [
-            simulation.components.decode_rank(i, simulation) for i in range(len(simulation.plan))
-        ]
-        self.requests: list[DecodeRequest] = []
-        self.free = list(range(1, BLOCKS + 1))
-        self.steps: deque[DecodeStep] = deque()
+        rank = simulation.components.decode_rank
+        super().__init__([rank(i, simulation) for i in range(len(simulation.plan))], BLOCKS)
         self._unused: list[DecodeRequest] = []
 
     @property
-    def is_idle(self) -> bool:
-        """Return whether no step has to be made."""
-        return not (self.requests or self.steps or self._unused)
-
-    def moves(self) -> Iterator[Move]:
-        if len(self.steps) < STEPS_AHEAD and (self.requests or self._unused):
-            yield self.schedule
-        if self.steps and self.can_process:
-            yield self.process
-        for rank in self.ranks:
-            yield from rank.moves()
+    def has_work(self) -> bool:
+        return bool(self.requests or self._unused)
 
     def schedule(self) -> None:
         """Schedule a step: begin the loads of requests that have host pages and blocks."""
         begins = [(request, True) for request in list(self.requests) if self._alloc(request)]
         begins += [(request, False) for request in self._unused]
         aborts = [r for r in self.requests if r.stage is DecodeState.ABORTED]
-        step = DecodeStep(begins=begins, aborts=aborts)
         self._unused = []
-        self.steps.append(step)
-        for rank in self.ranks:
-            rank.inbox.append(step)
+        self.send(DecodeStep(begins=begins, aborts=aborts))
 
     def _alloc(self, request: DecodeRequest) -> bool:
         """Return whether a request's load begins."""
@@ -588,33 +545,17 @@ class Decode:
         request.stage = DecodeState.LOADING
         return True
 
-    @property
-    def can_process(self) -> bool:
-        return len(self.steps[0].outputs) == len(self.ranks)
-
-    def process(self) -> None:
-        step = self.steps.popleft()
-        for rank, results in step.outputs.items():
-            for request, error in results:
-                require(rank not in request.reports, "reported received twice")
-                request.reports[rank] = error
-                if len(request.reports) == len(self.ranks):
-                    self._decode(request)
-                    self.finish(request)
-
-    def _decode(self, request: DecodeRequest) -> None:
-        """Read a request's blocks on all devices, if its load has succeeded, in a next step."""
+    def hear_all(self, request: DecodeRequest) -> None:
+        """End a request; if its load has succeeded, all devices read its blocks in a next step."""
         if not any(request.reports.values()):
             for rank in self.ranks:
                 rank.stream.append(partial(rank.check_blocks, request, request.blocks))
+        self.finish(request)
 
     def abort(self, request: DecodeRequest) -> None:
         if request.stage is DecodeState.WAITING:
             self._unused.append(request)
-            self.finish(request)
-        elif request.stage is DecodeState.LOADING:
-            request.stage = DecodeState.ABORTED
-            request.excuses.append("aborted")
+        super().abort(request)
 
     def finish(self, request: DecodeRequest) -> None:
         """End a request: its blocks and its host pages are free again."""
@@ -643,22 +584,24 @@ class Components:
     decode_rank: type[DecodeRank] = DecodeRank
 
 
-class StagedSimulation:
+class StagedSimulation(ReadingSimulation):
     """Both engines, what is under way between them, and the clock."""
+
+    patience = PATIENCE
 
     def __init__(
         self, *, plan: Plan = PLANS[0], slots: int = 2, pages: int = 2, components: Components
     ) -> None:
-        self.plan, self.pages, self.components = plan, pages, components
-        self.now, self.waited = 0.0, False
-        self.fabric = Fabric()
-        self._uids = itertools.count(1)
-        self._slots = slots
-        ranks = 1 + max(remote.rank for row in plan for remote in row)
-        self.prefill = components.prefill(
-            ranks=ranks, slots=slots, pages=pages, components=components, now=lambda: self.now
+        super().__init__(plan=plan, slots=slots, components=components)
+        self.pages = pages
+        self.prefill: Prefill = components.prefill(
+            ranks=self.prefill_ranks,
+            slots=slots,
+            pages=pages,
+            components=components,
+            now=lambda: self.now,
         )
-        self.decode = components.decode(self)
+        self.decode: Decode = components.decode(self)
 
     def ask(self, size: int = 1) -> Prompt | None:
         """Send a request to prefill, unless too many are under way."""
@@ -683,37 +626,14 @@ class StagedSimulation:
         self.decode.requests.append(request)
         return request
 
-    def moves(self) -> list[Move]:
-        """Return every step that some part of the simulation can take now."""
-        return [*self.prefill.moves(), *self._fabric_moves(), *self.decode.moves()]
-
-    def _fabric_moves(self) -> Iterator[Move]:
-        for transfer in self.fabric.transfers:
-            for pick in (0, 1):
-                yield partial(self.fabric.land, transfer, pick)
-        for message in self.fabric.messages:
-            yield partial(self.deliver, message)
-
-    def deliver(self, message: Message) -> None:
-        self.fabric.messages.remove(message)
-        self.prefill.ranks[message.rank].hear(message)
-
     # One part proceeds, and the others wait.
-
-    def schedule(self) -> None:
-        """Schedule a step of prefill and let its ranks run it, but not their devices."""
-        if len(self.prefill.steps) < STEPS_AHEAD:
-            self.prefill.schedule()
-        for rank in self.prefill.ranks:
-            while rank.inbox:
-                rank.launch()
 
     def device(self, *, items: int = 1 << 10) -> None:
         """Let prefill's devices work, and process what the steps have reported."""
         for rank in self.prefill.ranks:
             for _ in range(min(items, len(rank.stream))):
                 rank.device()
-        while self.prefill.steps and self.prefill.can_process:
+        while self.prefill.can_process:
             self.prefill.process()
 
     def copy_out(self, *, items: int = 1 << 10) -> None:
@@ -727,7 +647,7 @@ class StagedSimulation:
 
     def begin_loads(self, *, device: bool = True) -> None:
         """Schedule a step of decode and let its ranks run it; with ``device``, the devices too."""
-        if len(self.decode.steps) < STEPS_AHEAD:
+        if self.decode.can_schedule:
             self.decode.schedule()
         for rank in self.decode.ranks:
             while rank.inbox:
@@ -737,14 +657,9 @@ class StagedSimulation:
             while rank.handshakes:
                 rank.answer(rank.handshakes[0])
 
-    def land(self, *, items: int = 1 << 10) -> None:
-        """Let some items of each transfer land, and poll all transfers."""
+    def land(self, items: int = 1 << 10) -> None:
+        super().land(items)
         for rank in self.decode.ranks:
-            for transfer in list(rank.transfers):
-                for _ in range(items):
-                    if not transfer.state.final:
-                        self.fabric.land(transfer, 0)
-            rank.poll()
             rank.tick()
 
     def copy_in(self, *, items: int = 1 << 10) -> None:
@@ -756,43 +671,42 @@ class StagedSimulation:
 
     def hear(self) -> None:
         """Deliver all messages, and process what decode's steps have reported."""
-        while self.fabric.messages:
-            self.deliver(self.fabric.messages[0])
-        while self.decode.steps and self.decode.can_process:
+        self.deliver_all()
+        while self.decode.can_process:
             self.decode.process()
-
-    def wait(self, seconds: float) -> None:
-        """Let time pass; leases may expire, and waits for host pages end."""
-        self.now += seconds
-        self.waited = self.waited or seconds >= PATIENCE
-        for rank in self.prefill.ranks:
-            rank.tick()
 
     def issue(self, size: int = 1) -> Prompt:
         """Return a prompt whose ticket was made, and whose copies to the host are ordered."""
         prompt = self.ask(size)
         assert prompt is not None
         for _ in range(2):
-            self.schedule()
+            self.launch()
             self.device()
-        self.schedule()
+        self.launch()
         return prompt
 
-    def settle(self) -> None:
-        """Let everything proceed, and time pass, until nothing is under way."""
-        for turn in range(400):
-            if self.prefill.is_idle and self.decode.is_idle and not self.fabric.messages:
-                return
-            self.schedule()
-            self.device()
-            self.copy_out()
-            self.begin_loads()
-            self.land()
-            self.copy_in()
-            self.hear()
-            if turn % 40 == 39:
-                self.wait(LEASE)
-        require(False, "no rest:", self.prefill.prompts, self.decode.requests)
+    def begin_load(self, prompt: Prompt) -> DecodeRequest:
+        """Let a prompt's pages reach the host, hand its ticket to decode, and begin its load."""
+        self.device()
+        self.copy_out()
+        request = self.hand(prompt)
+        assert request is not None
+        self.begin_loads()
+        return request
+
+    @property
+    def is_at_rest(self) -> bool:
+        engines = (self.prefill, self.decode)
+        return not (self.fabric.messages or any(each.has_work or each.steps for each in engines))
+
+    def proceed(self) -> None:
+        self.launch()
+        self.device()
+        self.copy_out()
+        self.begin_loads()
+        self.land()
+        self.copy_in()
+        self.hear()
 
     def finish(self) -> None:
         """Let everything end, and check that nothing is left and all can be used again."""
@@ -802,7 +716,7 @@ class StagedSimulation:
         require(sorted(decode.free) == list(range(1, BLOCKS + 1)), "decode lost blocks")
         for pages in (prefill.host_pages, decode.host_pages):
             require(pages.used == pages.waiting == pages.taken == 0, "host pages lost", pages.used)
-        self.schedule()  # what is still to be dropped
+        self.launch()  # what is still to be dropped
         for rank in prefill.ranks:
             require(rank.worker_holds.held == len(rank.staged) == 0, "a worker still holds")
             require(set(rank.words) == {NOTHING}, "words left:", rank.words)
@@ -810,8 +724,4 @@ class StagedSimulation:
             while other.stream:
                 other.device()
             require(len(other.staged) == 0, "a load is left")
-        holds = prefill.scheduler_holds
-        require(holds.held == 0, "the scheduler still holds", holds.held)
-        taken = [holds.take_on(RequestId(f"after-{i}")) for i in range(self._slots + 1)]
-        slots = {hold.slot for hold in taken if hold is not None}
-        require(len(slots) == self._slots, "slots lost, or given twice:", slots)
+        check_unused(prefill.scheduler_holds, self.slots)

@@ -33,7 +33,8 @@ from kvferry.core.messages import Release, Renewal, decode_notes
 from kvferry.core.side_channel_messages import encode
 from kvferry.core.transport import State
 from tests.core.lifecycle.fabric import Content, Fabric, Link, Message, Transfer, require
-from tests.core.lifecycle.producer import LEASE, LOAD_TIMEOUT, STEPS_AHEAD, TTL
+from tests.core.lifecycle.producer import LEASE, LOAD_TIMEOUT, TTL
+from tests.core.lifecycle.schedulers import Scheduler, check_unused
 
 PAGES = 4
 """Pages of each engine's cache."""
@@ -129,6 +130,10 @@ class Work:
     last: bool
 
 
+Reports = tuple[list[RequestId], list[tuple[RequestId, KVFerryError | None]]]
+"""The requests that a rank reports as sent, and as received."""
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class Step:
     """What a scheduler sends to its ranks, and what they report."""
@@ -141,16 +146,7 @@ class Step:
     work: list[Work]
     asks: bool
     silent: dict[int, list[Silence]] = field(default_factory=dict)
-    received: dict[int, list[tuple[RequestId, KVFerryError | None]]] = field(default_factory=dict)
-    sent: dict[int, list[RequestId]] = field(default_factory=dict)
-
-    def report(
-        self,
-        rank: int,
-        sent: list[RequestId],
-        received: list[tuple[RequestId, KVFerryError | None]],
-    ) -> None:
-        self.sent[rank], self.received[rank] = sent, received
+    outputs: dict[int, Reports] = field(default_factory=dict)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -212,9 +208,9 @@ class Rank:
         for hold, _ in step.orders.ready:
             self.stream.append(partial(self.passed.append, hold))
         self._pump()
-        sent, received = self.holds.take_sent(), self.received
+        reports = self.holds.take_sent(), self.received
         self.received = []
-        self.stream.append(partial(step.report, self.index, sent, received))
+        self.stream.append(partial(step.outputs.__setitem__, self.index, reports))
 
     def abort(self, request: RequestId) -> None:
         """Abort the load of a request."""
@@ -391,7 +387,7 @@ class Rank:
         self.engine.world.fabric.messages.append(self._message(note))
 
 
-class Engine:
+class Engine(Scheduler):
     """One engine: its scheduler, which joins the roles of producer and consumer, and its ranks."""
 
     def __init__(self, world: TwoEngines, name: str, max_held: int | None) -> None:
@@ -400,11 +396,9 @@ class Engine:
         self.holds = world.parts.scheduler_holds(PAGES, max_pages=max_held)
         self.users = HoldUsers()
         self.pressure = BlockPressure(PAGES, RANKS)
-        self.free = list(range(1, PAGES + 1))
         self.turns: dict[RequestId, Turn] = {}
-        self.steps: deque[Step] = deque()
         self.sent: dict[RequestId, set[int]] = defaultdict(set)
-        self.ranks = [world.parts.rank(self, index) for index in range(RANKS)]
+        super().__init__([world.parts.rank(self, index) for index in range(RANKS)], PAGES)
         self._prepares: list[Turn] = []
         self._begins: list[tuple[Turn, bool]] = []
         self._aborts: list[RequestId] = []
@@ -423,10 +417,6 @@ class Engine:
         if turn.source is not None:
             self.users.add(turn.id, turn.source.ticket)
             self._prepares.append(turn)
-
-    @property
-    def can_schedule(self) -> bool:
-        return len(self.steps) < STEPS_AHEAD
 
     def schedule(self) -> None:
         """Schedule a step: allocate pages, continue running requests, and send the orders."""
@@ -447,13 +437,7 @@ class Engine:
             asks=asks,
         )
         self._prepares, self._begins, self._aborts = [], [], []
-        self.steps.append(step)
-        for rank in self.ranks:
-            rank.inbox.append(step)
-
-    @property
-    def can_process(self) -> bool:
-        return bool(self.steps) and len(self.steps[0].sent) == RANKS
+        self.send(step)
 
     def process(self) -> None:
         """Process the reports of the oldest step."""
@@ -464,9 +448,10 @@ class Engine:
             if work.last and work.turn.stage is Stage.RUNNING:
                 self._finish(work.turn)
         for rank in range(RANKS):
-            for request, error in step.received[rank]:
+            sent, received = step.outputs[rank]
+            for request, error in received:
                 self._hear_received(rank, request, error)
-            for request in step.sent[rank]:
+            for request in sent:
                 self._hear_sent(rank, request)
 
     def abort(self, turn: Turn) -> None:
@@ -637,14 +622,7 @@ class TwoEngines:
 
     def moves(self) -> list[Move]:
         """Return every step that some part of the simulation can take now."""
-        return [*self._fabric_moves(), *self._engine_moves()]
-
-    def _fabric_moves(self) -> Iterator[Move]:
-        for transfer in self.fabric.transfers:
-            yield partial(self.fabric.land, transfer, 0)
-            yield partial(self.fabric.land, transfer, 1)
-        for message in self.fabric.messages:
-            yield partial(self.deliver, message)
+        return [*self.fabric.moves(self.deliver), *self._engine_moves()]
 
     def _engine_moves(self) -> Iterator[Move]:
         for engine in self.engines:
@@ -763,11 +741,8 @@ def _check_end(engine: Engine) -> None:
     require(not engine.turns, "never released:", engine.turns)
     require(sorted(engine.free) == list(range(1, PAGES + 1)), "pages lost:", engine.free)
     require(len(engine.users) == 0, "holds without users:", len(engine.users))
-    require(engine.holds.held == 0, "the scheduler still holds:", engine.holds.held)
+    check_unused(engine.holds, PAGES)
     for rank in engine.ranks:
         require(set(rank.words) == {NOTHING}, "words left:", rank.words)
         require(rank.holds.held == 0, "a worker still holds:", rank.holds.held)
         require(len(rank.loads) == 0, "loads that are never over:", len(rank.loads))
-    taken = [engine.holds.take_on(RequestId(f"after-{i}")) for i in range(PAGES + 1)]
-    slots = {hold.slot for hold in taken if hold is not None}
-    require(len(slots) == PAGES, "slots lost, or given twice:", slots)

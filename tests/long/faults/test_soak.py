@@ -25,9 +25,10 @@ from kvferry.core.lifecycle.ticket import Ticket
 from kvferry.core.transport import Quiescence
 from kvferry.drivers.loopback import LoopbackTransport
 from kvferry.testing import Fault, FaultyTransport, Schedule
-from tests.core.endpoint.engines import Clock, Engine, Shape, engine, eventually
+from kvferry.testing.engines import CacheShape
+from tests.core.endpoint.engines import Clock, Engine, eventually
 from tests.faults.cells import figure
-from tests.faults.engine_processes import TOKENS, has_expected_tokens
+from tests.faults.engine_processes import TOKENS
 
 REQUESTS = int(os.environ.get("KVFERRY_SOAK", "1500"))
 SEED = int(os.environ.get("KVFERRY_SOAK_SEED", "1"))
@@ -138,7 +139,7 @@ class Soak:
     def _check(self, request: RequestId, failed: bool) -> None:
         place = int(request.split("-")[1]) % BATCH_SIZE
         pages = [1 + 2 * place, 2 + 2 * place]
-        assert failed or has_expected_tokens(self.decode, pages), "bytes of something else"
+        assert failed or not self.decode.wrong_bytes(pages, TOKENS), "bytes of something else"
         self.outcomes["failed" if failed else "loaded"] += 1
         self.decode.ranks[0].cache[:, pages] = -1.0
 
@@ -171,13 +172,13 @@ def disable_logging() -> Iterator[None]:
 
 @pytest.mark.parametrize("quiescence", Quiescence)
 def test_resource_use_stays_constant(quiescence: Quiescence) -> None:
-    clock, shape = Clock(), Shape(pages=2 * BATCH_SIZE + 1)
+    clock, shape = Clock(), CacheShape(pages=2 * BATCH_SIZE + 1)
     options = EndpointOptions(lease=LEASE, load_timeout=1e6, engine_ttl=1e6)
     schedule = Schedule(seed=SEED, rate=RATE, faults=FAULTS)
     driver = FaultyTransport(LoopbackTransport(), schedule, quiescence=quiescence)
     with (
-        engine("prefill", shape, clock=clock) as prefill,
-        engine("decode", shape, options=options, transport=lambda: driver, clock=clock) as decode,
+        Engine("prefill", shape, clock=clock) as prefill,
+        Engine("decode", shape, options=options, transport=lambda: driver, clock=clock) as decode,
     ):
         soak = Soak(prefill, decode, clock)
         soak.run(min(WARM_UP_REQUESTS, REQUESTS // 2))

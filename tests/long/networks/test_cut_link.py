@@ -12,6 +12,7 @@ from tests.drivers.network_namespaces import ADDRESSES, DEVICE, Networks, two_ne
 from tests.faults.cells import CABLE, STAGES, Cell
 from tests.faults.engine_processes import (
     LEASE,
+    LONG_LEASE,
     EngineProcess,
     engine_process,
     run_consumer,
@@ -63,7 +64,7 @@ def test_load_across_cut_link_is_correct_or_fails(
     eventually(lambda: prefill.ask("held") == 0, "the pages are given back")
     with engine_process(run_consumer, "never", "ucx", SETTINGS, networked=True) as other:
         assert other.answer() == "ready"
-        other.pipe.send((prefill.ask("serve", "p-2", LEASE), LOCAL))
+        other.pipe.send((prefill.ask("serve", "p-2", LONG_LEASE), LOCAL))
         assert other.answer() == ("loaded", True)
     eventually(lambda: prefill.ask("held") == 0, "the pages are given back")
     assert prefill.ask("count") == {"p-1": 1, "p-2": 1}

@@ -1,0 +1,626 @@
+"""An engine without a model, for tests of drivers, connectors and routers.
+
+Everything but the model is real: endpoints, side channel, tickets, holds and the driver. Each rank
+has its cache in a numpy array. "Computing" a request writes values that depend on the token, the
+layer, the head and the element, so that every byte that another engine loads can be checked::
+
+    two_ranks = CacheShape(tp=2)
+    with ModelFreeEngine("prefill", two_ranks) as prefill, ModelFreeEngine("decode") as decode:
+        ticket = prefill.serve("p-1", pages=[1, 2, 3], tokens=10)
+        decode.pull("d-1", ticket, pages=[7, 4, 5])
+        assert not decode.outcome("d-1").failed
+        assert decode.wrong_bytes([7, 4, 5], tokens=10) == 0
+        prefill.released("p-1")  # both ranks may use the pages for another request
+
+This module needs nothing but what kvferry itself needs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Container, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from kvferry.core.endpoint import Endpoint, EndpointOptions, Identity, Load, PageCopies, Results
+from kvferry.core.endpoint.options import DEFAULTS
+from kvferry.core.errors import KVFerryError
+from kvferry.core.handshake import HandshakeServer
+from kvferry.core.layout import Field, Group, GroupKind, Layout, axis
+from kvferry.core.lifecycle.digest import digest
+from kvferry.core.lifecycle.holds import EndedHold, Hold, Incarnation, RequestId, random_incarnation
+from kvferry.core.lifecycle.rooms import Rooms
+from kvferry.core.lifecycle.scheduler_holds import SchedulerHolds
+from kvferry.core.lifecycle.ticket import Ticket
+from kvferry.core.memory import CPU, region_of
+from kvferry.core.messages import Coordinates
+from kvferry.core.metrics import LoadRecord
+from kvferry.core.planner.build_copies import Pages
+from kvferry.core.security import Proof, TicketKey
+from kvferry.core.security.proof import content_of
+from kvferry.core.side_channel_messages import encode
+from kvferry.core.transport import Transport
+from kvferry.core.transport.registry import create
+
+POISON = 255
+"""A byte that makes a NaN of every float, and -1 of every signed integer."""
+LEASE_SECONDS = 30.0
+PATIENCE_SECONDS = 20.0
+"""Seconds that an engine waits for an outcome by default."""
+_WAIT_SECONDS = 0.05
+_TOKEN_LIMIT = 1 << 32
+_SCATTER = np.uint64(0x9E37_79B9_7F4A_7C15)
+
+Elements = npt.NDArray[Any]
+"""An array of a cache's elements."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheShape:
+    """How an engine keeps the cache of its model, which differs between engines of one model.
+
+    Two engines can exchange pages if ``layers``, ``model_heads``, ``dim`` and ``dtype`` are equal.
+
+    Attributes:
+        tp: Number of tensor-parallel ranks, which share out the heads.
+        block: Tokens of a page.
+        heads_first: Whether a page is (head, token, element) rather than (token, head, element).
+        pages: Pages of a rank, among them page 0, whose id stands for no page.
+        replicated: Whether each rank has all heads.
+        windowed: Whether the last layer is a group of its own, like one with a sliding window.
+        memory: The kind of memory that the layout claims; the cache is a numpy array anyway.
+        layers: Layers of the model.
+        model_heads: Heads of each layer.
+        dim: Elements of one head of one token.
+        dtype: Type of an element, which both numpy and ``kvferry.Field`` know by this name.
+    """
+
+    tp: int = 1
+    block: int = 4
+    heads_first: bool = True
+    pages: int = 16
+    replicated: bool = False
+    windowed: bool = False
+    memory: str = CPU
+    layers: int = 2
+    model_heads: int = 4
+    dim: int = 8
+    dtype: str = "float32"
+
+    def heads(self, rank: int) -> range:
+        """Return the heads that a rank has."""
+        if self.replicated:
+            return range(self.model_heads)
+        bounds = (self.model_heads * each // self.tp for each in (rank, rank + 1))
+        return range(*bounds)
+
+    def new_cache(self, rank: int) -> Elements:
+        """Return a rank's cache, as (layer, page, ...), in which every byte is ``POISON``."""
+        heads = len(self.heads(rank))
+        inner = (heads, self.block) if self.heads_first else (self.block, heads)
+        cache = np.empty((self.layers, self.pages, *inner, self.dim), dtype=self.dtype)
+        cache.view(np.uint8).fill(POISON)
+        return cache
+
+    def layout(self, rank: int, cache: Elements) -> Layout:
+        """Return the layout of a rank's cache: one field per layer, in one region.
+
+        Args:
+            rank: The rank's index.
+            cache: An array of the shape of ``new_cache``.
+        """
+        heads, row = self.heads(rank), self.dim * cache.itemsize
+        page = len(heads) * self.block * row
+        token, head = (row, self.block * row) if self.heads_first else (len(heads) * row, row)
+        fields = tuple(
+            Field(
+                key=f"layer.{layer}",
+                group=int(self.windowed and layer == self.layers - 1),
+                region=0,
+                offset=layer * self.pages * page,
+                page_stride=page,
+                pages=self.pages,
+                dtype=self.dtype,
+                unit=row,
+                tokens=axis((self.block, token)),
+                shard=axis((len(heads), head)),
+                shard_range=(heads.start, heads.stop),
+            )
+            for layer in range(self.layers)
+        )
+        group = Group(kind=GroupKind.PAGED, block_tokens=self.block)
+        region = dataclasses.replace(region_of(cache), kind=self.memory)
+        groups = (group, group) if self.windowed else (group,)
+        return Layout(regions=(region,), groups=groups, fields=fields)
+
+    def values(self, layer: int, tokens: range, heads: range) -> Elements:
+        """Return what the model computes: a value for each layer, token, head and element.
+
+        In elements of eight bytes, no two values are equal, and all bytes are used.
+
+        Args:
+            layer: The layer's index.
+            tokens: The ids of the tokens.
+            heads: The indices of the heads.
+
+        Returns:
+            An array of (token, head, element).
+        """
+        token, head, element = np.ix_(
+            np.arange(tokens.start, tokens.stop, dtype=np.uint64),
+            np.arange(heads.start, heads.stop, dtype=np.uint64),
+            np.arange(self.dim, dtype=np.uint64),
+        )
+        row = (np.uint64(layer * _TOKEN_LIMIT) + token) * np.uint64(self.model_heads) + head
+        # The factor is odd, so different numbers stay different.
+        word = (row * np.uint64(self.dim) + element + np.uint64(1)) * _SCATTER
+        kind = np.dtype(self.dtype)
+        bits = np.finfo(self.dtype).nmant if kind.kind == "f" else 8 * kind.itemsize
+        scattered: Elements = (word >> np.uint64(64 - bits)).astype(kind)
+        return scattered
+
+
+SMALL = CacheShape()
+"""One rank with 16 pages of 4 tokens."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineRank:
+    """One rank: its cache, and the endpoint that serves and fills the cache.
+
+    Attributes:
+        shape: How the engine keeps its cache.
+        index: The rank's index.
+        cache: The cache, as (layer, page, head, token, element) or, unless ``shape.heads_first``,
+            (layer, page, token, head, element).
+        endpoint: The rank's endpoint.
+        received: What ``poll`` has found of loads that are over: the error of each that failed,
+            ``None`` for one that succeeded.
+        sent: What it has found of requests whose pages are released.
+        ended: How the hold of each of these ended.
+        loads: The figures of each load that is over.
+    """
+
+    shape: CacheShape
+    index: int
+    cache: Elements
+    endpoint: Endpoint
+    received: dict[str, KVFerryError | None] = field(default_factory=dict)
+    sent: set[str] = field(default_factory=set)
+    ended: dict[str, EndedHold] = field(default_factory=dict)
+    loads: dict[str, LoadRecord] = field(default_factory=dict)
+
+    @classmethod
+    def start(
+        cls,
+        name: str,
+        incarnation: Incarnation,
+        shape: CacheShape,
+        index: int,
+        transport: Transport,
+        *,
+        driver: str = "loopback",
+        options: EndpointOptions = DEFAULTS,
+        agreement: Mapping[str, str] | None = None,
+        copies: Callable[[Elements], PageCopies] | None = None,
+        **endpoint: Any,  # noqa: ANN401 - as many types as arguments
+    ) -> Self:
+        """Start a rank; the caller closes its endpoint, and has it join the others.
+
+        Args:
+            name: The engine's id.
+            incarnation: The random number of this engine's start.
+            shape: How the engine keeps its cache.
+            index: The rank's index.
+            transport: The rank's transport; the endpoint closes it.
+            driver: The name of the transport's driver.
+            options: The options of the endpoint.
+            agreement: What must be equal on engines that exchange pages.
+            copies: Makes what copies between the device and the cache, which then is host pages.
+            **endpoint: What else the endpoint takes.
+        """
+        cache = shape.new_cache(index)
+        identity = Identity(
+            engine=name,
+            incarnation=incarnation,
+            rank=index,
+            coordinates=Coordinates(tp=index),
+            agreement=agreement or {},
+        )
+        made = Endpoint(
+            identity=identity,
+            driver=driver,
+            transport=transport,
+            layout=shape.layout(index, cache),
+            slots=shape.pages,
+            options=options,
+            copies=None if copies is None else copies(cache),
+            **endpoint,
+        )
+        return cls(shape=shape, index=index, cache=cache, endpoint=made)
+
+    @property
+    def heads(self) -> range:
+        """The heads that the rank has."""
+        return self.shape.heads(self.index)
+
+    def read(self, layer: int, pages: list[int]) -> Elements:
+        """Return pages of a layer as (token, head, element), whatever their order in memory."""
+        blocks = self.cache[layer, pages]
+        if self.shape.heads_first:
+            blocks = blocks.swapaxes(1, 2)
+        return blocks.reshape(-1, *blocks.shape[2:])
+
+    def write(self, layer: int, pages: list[int], values: Elements) -> None:
+        """Write (token, head, element) into pages of a layer, and zeros after the last token."""
+        rows = np.zeros((len(pages) * self.shape.block, *values.shape[1:]), dtype=values.dtype)
+        rows[: len(values)] = values
+        blocks = rows.reshape(len(pages), self.shape.block, *values.shape[1:])
+        self.cache[layer, pages] = blocks.swapaxes(1, 2) if self.shape.heads_first else blocks
+
+    def values(self, layer: int, tokens: int, first_token: int = 0) -> Elements:
+        """Return what a request's pages must hold, as (token, head, element).
+
+        Args:
+            layer: The layer's index.
+            tokens: Number of tokens.
+            first_token: The id of the request's first token; the next ones follow it.
+        """
+        return self.shape.values(layer, range(first_token, first_token + tokens), self.heads)
+
+    def poll(self) -> None:
+        """Take the endpoint's results into ``received``, ``sent``, ``ended`` and ``loads``."""
+        results = self.endpoint.results()
+        self.received.update({each: results.failed.get(each) for each in results.received})
+        self.sent.update(results.sent)
+        self.ended.update({each.request: each for each in results.ended})
+        self.loads.update({each.request: each for each in results.loads})
+
+    def wait(self, request: str, reported: Container[str], seconds: float) -> None:
+        """Poll until a request is in ``received`` or ``sent``.
+
+        Args:
+            request: The request's id on this engine.
+            reported: ``received`` or ``sent``.
+            seconds: How long to wait at most.
+
+        Raises:
+            TimeoutError: The endpoint has not reported the request in time.
+        """
+        deadline = time.monotonic() + seconds
+        self.poll()
+        while request not in reported:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"rank {self.index}: no report of {request!r} in {seconds:g} s")
+            self.endpoint.wait(_WAIT_SECONDS)
+            self.poll()
+
+    def compute(self, pages: list[int], tokens: int, first_token: int = 0) -> None:
+        """Write a request's values into its pages, as a prefill would; see ``values``."""
+        for layer in range(self.shape.layers):
+            self.write(layer, pages, self.values(layer, tokens, first_token))
+
+    def wrong_bytes(self, pages: list[int], tokens: int, first_token: int = 0) -> int:
+        """Return how many bytes are wrong in a request's pages; after the last token, all are 0."""
+        wrong = 0
+        for layer in range(self.shape.layers):
+            found = self.read(layer, pages)
+            wrong += differing_bytes(found[:tokens], self.values(layer, tokens, first_token))
+            wrong += differing_bytes(found[tokens:], np.zeros_like(found[tokens:]))
+        return wrong
+
+
+class ModelFreeEngine:
+    """All ranks of an engine, its scheduler's holds and its side channel, in this process.
+
+    The engine can serve requests to others and load requests from them, also at the same time. It
+    is closed by ``close``, or at the end of a ``with`` block.
+
+    Args:
+        name: The engine's id.
+        shape: How the engine keeps its cache.
+        driver: The name of an installed driver.
+        transport: Makes the transport of each rank; by default, the driver's with its defaults.
+        options: The options of each rank's endpoint.
+        agreement: What must be equal on engines that exchange pages; see ``kvferry.Identity``.
+        host: The address on which the side channel listens.
+        port: The port on which it listens; 0 for any free port.
+        ticket_key: Proves the engine's tickets; without one, they have no proofs.
+        clock: Seconds, for all that is due or late.
+        **endpoint: What else ``EngineRank.start`` and ``kvferry.Endpoint`` take, such as ``zero``.
+
+    Attributes:
+        name: The engine's id.
+        shape: How the engine keeps its cache.
+        incarnation: The random number of this engine's start.
+        options: The options of each rank's endpoint.
+        ticket_key: Proves the engine's tickets; ``None`` if they have no proofs.
+        ranks: The engine's ranks.
+        server: The side channel.
+        scheduler_holds: The scheduler's half of the holds.
+        rooms: The requests that other engines may follow; see ``kvferry.core.lifecycle.rooms``.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        shape: CacheShape = SMALL,
+        *,
+        driver: str = "loopback",
+        transport: Callable[[], Transport] | None = None,
+        options: EndpointOptions = DEFAULTS,
+        agreement: Mapping[str, str] | None = None,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        ticket_key: TicketKey | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        **endpoint: Any,  # noqa: ANN401 - as many types as arguments
+    ) -> None:
+        self.name, self.shape, self.options = name, shape, options
+        self.incarnation = random_incarnation()
+        self.scheduler_holds = SchedulerHolds(shape.pages)
+        self.rooms = Rooms(clock)
+        self.ticket_key = ticket_key
+        self.ranks: list[EngineRank] = []
+        with ExitStack() as stack:
+            for index in range(shape.tp):
+                rank = EngineRank.start(
+                    name,
+                    self.incarnation,
+                    shape,
+                    index,
+                    create(driver) if transport is None else transport(),
+                    driver=driver,
+                    options=options,
+                    agreement=agreement,
+                    clock=clock,
+                    **endpoint,
+                )
+                stack.enter_context(rank.endpoint)
+                self.ranks.append(rank)
+            self.server = stack.enter_context(self._serve(host, port))
+            self._stack = stack.pop_all()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the side channel, then the endpoints."""
+        self._stack.close()
+
+    def step(self, passed: Callable[[], bool] | None = None) -> None:
+        """Run one engine step: send the scheduler's orders to every rank.
+
+        Args:
+            passed: Tells whether the device has passed the work of the step; see
+                ``kvferry.Endpoint.apply``.
+        """
+        orders = self.scheduler_holds.drain()
+        for rank in self.ranks:
+            rank.endpoint.apply(orders, passed)
+
+    def take_on(self, request: str) -> None:
+        """Take a request on, whose pages the caller writes.
+
+        Args:
+            request: The request's id on this engine.
+
+        Raises:
+            ValueError: No hold is free, or the request was taken on already.
+        """
+        if self.scheduler_holds.take_on(RequestId(request)) is None:
+            raise ValueError(f"no hold is free for {request!r}, or it was taken on already")
+        self.step()
+
+    def compute(self, request: str, pages: list[int], tokens: int) -> None:
+        """Take a request on, and compute its pages on every rank.
+
+        Args:
+            request: The request's id on this engine.
+            pages: The ids of its pages.
+            tokens: Number of its tokens, whose ids are 0, 1, 2, ...
+
+        Raises:
+            ValueError: No hold is free, or the request was taken on already.
+        """
+        self.take_on(request)
+        for rank in self.ranks:
+            rank.compute(pages, tokens)
+
+    def finish(
+        self,
+        request: str,
+        pages: list[int],
+        tokens: int,
+        *,
+        computed: bool = True,
+        lease: float = LEASE_SECONDS,
+        order: bool = True,
+    ) -> Ticket:
+        """Make the ticket of a request that was computed, from when on its pages are held.
+
+        Args:
+            request: The request's id on this engine.
+            pages: The ids of its pages.
+            tokens: Number of its tokens.
+            computed: Whether the ticket says that the pages are complete; if not, consumers wait
+                until the ranks have passed the order.
+            lease: For how many seconds the pages are held without a renewal.
+            order: Whether to send the ranks the order that goes with the ticket now; if not, the
+                next ``step`` does.
+
+        Raises:
+            ValueError: The request was not taken on, or has its ticket already.
+        """
+        hold = self.scheduler_holds.ticket(RequestId(request), lease, frozenset(pages))
+        if hold is None:
+            raise ValueError(f"{request!r} was not taken on, or has its ticket already")
+        if order:
+            self.step()
+        return self.ticket(request, hold, pages, tokens, computed=computed)
+
+    def ticket(
+        self, request: str, hold: Hold, pages: list[int], tokens: int, *, computed: bool
+    ) -> Ticket:
+        """Return a ticket, or one part of an early ticket, for these pages."""
+        ticket = Ticket(
+            engine=self.name,
+            incarnation=self.incarnation,
+            request=request,
+            host=self.server.host,
+            port=self.server.port,
+            hold=hold,
+            pages=(tuple(pages),),
+            first_index=(0,),
+            tokens=tokens,
+            digest=digest(range(tokens)),
+            computed=computed,
+            tp_size=self.shape.tp,
+            key=self.options.access.public,
+        )
+        return proved(ticket, self.ticket_key) if self.ticket_key is not None else ticket
+
+    def serve(self, request: str, pages: list[int], tokens: int) -> Ticket:
+        """Compute and finish a request; return its ticket."""
+        self.compute(request, pages, tokens)
+        return self.finish(request, pages, tokens)
+
+    def pull(
+        self,
+        request: str,
+        ticket: Ticket,
+        pages: list[int],
+        *,
+        first: int = 0,
+        first_index: int = 0,
+        nothing: bool = False,
+        shared: bool = False,
+        early: int = 0,
+        passed: Callable[[], bool] | None = None,
+    ) -> None:
+        """Start to load a request on every rank; ``outcome`` waits for its end.
+
+        Args:
+            request: The request's id on this engine.
+            ticket: The producer's ticket.
+            pages: The ids of the pages to fill.
+            first: Position of the first token to load.
+            first_index: Position of the first of ``pages`` among the pages of the request.
+            nothing: Load nothing, and only tell the producer that its pages are not needed.
+            shared: Whether other requests use the ticket, too.
+            early: If not 0, the load is an early one of this number of tokens, and ``ticket`` is
+                its first part.
+            passed: Tells whether earlier work of the device on the pages is done; see
+                ``kvferry.Endpoint.load``.
+        """
+        load = Load(
+            request=RequestId(request),
+            ticket=ticket,
+            ranges=(None if nothing else (first, early or ticket.tokens),),
+            local=(Pages(ids=np.array(pages, dtype=np.int64), first_index=first_index),),
+            report=not nothing,
+            shared=shared,
+            is_early=bool(early),
+        )
+        for rank in self.ranks:
+            rank.endpoint.load(load, passed)
+
+    def extend(self, request: str, part: Ticket, *, is_last: bool = False) -> None:
+        """Tell every rank of a newer part of an early load."""
+        for rank in self.ranks:
+            rank.endpoint.extend(RequestId(request), part, is_last=is_last)
+
+    def prepare(self, ticket: Ticket) -> None:
+        """Tell every rank that a request with this ticket waits for pages here."""
+        for rank in self.ranks:
+            rank.endpoint.prepare(ticket)
+
+    def outcome(self, request: str, seconds: float = PATIENCE_SECONDS) -> Results:
+        """Wait until every rank has reported a load, and return what they have reported.
+
+        Args:
+            request: The request's id on this engine.
+            seconds: How long to wait at most for each rank.
+
+        Returns:
+            The request in ``received``; in ``failed``, its error, if the load failed on any rank;
+            and each rank's record in ``loads``.
+
+        Raises:
+            TimeoutError: A rank has not reported the load in time.
+        """
+        name = RequestId(request)
+        for rank in self.ranks:
+            rank.wait(name, rank.received, seconds)
+        errors = filter(None, [rank.received.pop(name) for rank in self.ranks])
+        return Results(
+            received=frozenset({name}),
+            failed={name: error} if (error := next(errors, None)) else {},
+            loads=tuple(rank.loads.pop(name) for rank in self.ranks if name in rank.loads),
+        )
+
+    def released(self, request: str, seconds: float = PATIENCE_SECONDS) -> list[EndedHold]:
+        """Wait until every rank has released a request's pages, which may be used again then.
+
+        Args:
+            request: The request's id on this engine.
+            seconds: How long to wait at most for each rank.
+
+        Returns:
+            How the request's hold ended on each rank.
+
+        Raises:
+            TimeoutError: A rank has not released the pages in time.
+        """
+        for rank in self.ranks:
+            rank.wait(request, rank.sent, seconds)
+        for rank in self.ranks:
+            rank.sent.remove(request)
+        self.scheduler_holds.sent(RequestId(request))
+        return [rank.ended.pop(request) for rank in self.ranks if request in rank.ended]
+
+    def wrong_bytes(self, pages: list[int], tokens: int) -> int:
+        """Return how many bytes of a request's pages are wrong, on all ranks together."""
+        return sum(rank.wrong_bytes(pages, tokens) for rank in self.ranks)
+
+    def _serve(self, host: str, port: int) -> HandshakeServer:
+        """Open the side channel, and tell the ranks of each other."""
+        payloads = [rank.endpoint.payload for rank in self.ranks]
+        public = b"" if self.ticket_key is None else self.ticket_key.public
+        server = HandshakeServer(
+            [encode(payload) for payload in payloads],
+            engine=self.name,
+            incarnation=self.incarnation,
+            host=host,
+            port=port,
+            access=self.options.access,
+            ticket_key=public,
+            rooms=self.rooms,
+        )
+        for rank in self.ranks:
+            rank.endpoint.join(payloads)
+            if public:
+                rank.endpoint.prove(public)
+        return server
+
+
+def proved(ticket: Ticket, key: TicketKey) -> Ticket:
+    """Return the ticket with a proof by this key."""
+    said = msgspec.to_builtins(ticket) | {"proof": None, "routed": None}
+    proof = Proof(key=key.public, content=content_of(said), signature=key.sign(said))
+    return dataclasses.replace(ticket, proof=proof)
+
+
+def differing_bytes(found: Elements, right: Elements) -> int:
+    """Return the number of bytes in which two arrays of equal shape and type differ."""
+    bytes_of = [np.ascontiguousarray(each).view(np.uint8) for each in (found, right)]
+    return int(np.count_nonzero(bytes_of[0] != bytes_of[1]))

@@ -1,0 +1,96 @@
+"""The engine without a model, as users of ``kvferry.testing`` get it."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvferry.core.endpoint import EndpointOptions
+from kvferry.core.security import Access, TicketKey
+from kvferry.core.security.keys import generate
+from kvferry.testing import CacheShape, ModelFreeEngine
+from tests.test_house import BLOCK_HEAVY, run_python
+
+SHAPES = {
+    "float32": CacheShape(tp=3, model_heads=8, block=3, heads_first=False),
+    "int64": CacheShape(dtype="int64", pages=9),
+    "bytes": CacheShape(dtype="uint8", windowed=False, dim=64),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_request_is_handed_over_and_both_engines_release_it(shape: CacheShape) -> None:
+    with ModelFreeEngine("prefill", shape) as prefill, ModelFreeEngine("decode", shape) as decode:
+        ticket = prefill.serve("p-1", [1, 2, 3], 7)
+        decode.pull("d-1", ticket, [7, 4, 5])
+        assert not decode.outcome("d-1").failed
+        assert decode.wrong_bytes([7, 4, 5], 7) == 0
+        prefill.released("p-1")
+        assert prefill.scheduler_holds.held == 0
+
+
+def test_engine_with_keys_and_proofs_hands_over() -> None:
+    keys = [generate() for _ in range(2)]
+    options = [
+        EndpointOptions(access=Access(own=own, peers=frozenset({other.public})))
+        for own, other in (keys, reversed(keys))
+    ]
+    with (
+        ModelFreeEngine("prefill", options=options[0], ticket_key=TicketKey()) as prefill,
+        ModelFreeEngine("decode", options=options[1]) as decode,
+    ):
+        decode.pull("d-1", prefill.serve("p-1", [1], 4), [2])
+        assert not decode.outcome("d-1").failed
+        assert decode.wrong_bytes([2], 4) == 0
+
+
+def test_request_is_computed_and_finished_only_once() -> None:
+    with ModelFreeEngine("prefill") as prefill:
+        prefill.serve("p-1", [1], 4)
+        with pytest.raises(ValueError, match="'p-1' was not taken on, or has its ticket already"):
+            prefill.finish("p-1", [1], 4)
+        with pytest.raises(ValueError, match="no hold is free for 'p-1', or it was taken on"):
+            prefill.compute("p-1", [1], 4)
+
+
+def test_outcome_of_a_request_that_is_not_loaded_times_out() -> None:
+    with ModelFreeEngine("decode") as decode, pytest.raises(TimeoutError, match=r"in 0\.01 s"):
+        decode.outcome("d-1", seconds=0.01)
+
+
+def test_all_values_of_a_model_differ() -> None:
+    shape = CacheShape(layers=64, model_heads=8, dim=32, dtype="int64")
+    values = [
+        shape.values(layer, range(*tokens), range(8))
+        for tokens in itertools.pairwise((0, 2, 5))
+        for layer in range(shape.layers)
+    ]
+    words = np.concatenate([each.ravel() for each in values])
+    assert len(np.unique(words)) == len(words)
+
+
+@settings(max_examples=25)
+@given(data=st.data(), heads_first=st.booleans(), dtype=st.sampled_from(["float32", "int64"]))
+def test_every_wrong_byte_is_counted(data: st.DataObject, heads_first: bool, dtype: str) -> None:
+    shape = CacheShape(heads_first=heads_first, dtype=dtype, pages=4)
+    with ModelFreeEngine("prefill", shape) as prefill:
+        [rank] = prefill.ranks
+        rank.compute([3, 1], 7, first_token=5)
+        assert rank.wrong_bytes([3, 1], 7, first_token=5) == 0
+        assert rank.wrong_bytes([3, 1], 7) > 0
+        page = data.draw(st.sampled_from([1, 3]))
+        damaged = rank.cache[:, page].view(np.uint8)
+        place = tuple(data.draw(st.integers(0, extent - 1)) for extent in damaged.shape)
+        damaged[place] ^= 0x10
+        assert rank.wrong_bytes([3, 1], 7, first_token=5) == 1
+
+
+def test_engines_need_neither_pytest_nor_the_extra_testing() -> None:
+    run_python(
+        f"{BLOCK_HEAVY}\nsys.modules.update(dict.fromkeys(['pytest', 'hypothesis']))\n"
+        "from kvferry.testing import CacheShape, EngineRank, ModelFreeEngine"
+    )
