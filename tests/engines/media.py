@@ -78,6 +78,8 @@ def _submit(
             temperature=0,
             max_tokens=max_tokens,
             ignore_eos=True,
+            # An answer with it would be an image more in the next turn.
+            logit_bias={IMAGE: -100},
             extra_args={"kv_transfer_params": each},
         )
         engine.add_request(ids[-1], _as_vllm_takes_it(prompt), sampling)
