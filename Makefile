@@ -99,7 +99,7 @@ serve: $(STAMP) ## Start two vLLM servers and a router, until Ctrl-C, and show w
 
 # Both print how long each part took; each part is a target of its own.
 TEST := types,lint,docs unit,faults vllm ucx nixl engines
-LONG := drivers lifecycle benchmarks deployments networks routers versions faults ucx nixl vllm engines
+LONG := drivers lifecycle planner benchmarks deployments networks routers versions faults ucx nixl vllm engines
 
 test: $(STAMP) $(DOCS_STAMP) $(DYNAMO_WHEEL) prometheus ## Everything that has to pass before a change goes in
 	@$(BIN)/python tests/parts.py $(TEST)

@@ -38,6 +38,7 @@ PRELOADED = (
 
 for module in PRELOADED:
     importlib.import_module(module)
+frugal.prepare()
 gc.freeze()  # what has been imported is not walked again by each engine that is forked from here
 
 

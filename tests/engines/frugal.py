@@ -15,6 +15,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import vllm.config
+import vllm.logger
 from vllm.distributed import parallel_state
 from vllm.distributed.device_communicators import shm_broadcast
 from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
@@ -38,6 +40,18 @@ def adapt(*, async_scheduling: bool = False) -> None:
     _wait_asleep()
     gc.unfreeze = lambda: None  # an engine that ends would walk all that was ever imported
     registry._run_in_subprocess = lambda inspect: inspect()  # a new one would import everything
+
+
+def prepare() -> None:
+    """Do once what each engine would do for most of a second: its first walks over all modules.
+
+    Versions of vLLM before 0.32 do not.
+    """
+    if register := getattr(CpuPlatform, "register_triton_kernel_overrides", None):
+        register()
+        CpuPlatform.register_triton_kernel_overrides = classmethod(lambda cls: None)
+    if configure := getattr(vllm.logger, "configure_logging_if_needed", None):
+        configure(vllm.config.LoggingConfig())
 
 
 def _keep_async_scheduling() -> None:

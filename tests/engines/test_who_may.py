@@ -97,6 +97,7 @@ def test_engines_of_which_only_one_is_set_up(prefill: Engine, decode: Engine, pa
     assert "is encrypted, and this engine has no keys" in refusal(decode, prompt(40), signed)
     del signed["kvferry"]["key"]
     assert "its side channel is encrypted" in refusal(decode, prompt(40), signed)
+    decode.generate(prompt(40), params=plain)  # its pages are held until then
 
 
 # With nothing set.
@@ -204,3 +205,4 @@ def test_random_bytes_at_the_side_channel_of_a_serving_pair(
         with socket.create_connection((ticket["remote_host"], ticket["remote_port"]), 60) as raw:
             raw.sendall(random.choice([b"", greeting]) + random.randbytes(random.randrange(500)))
     assert works(both, reference, 6 + keyed)
+    both.decode.generate(prompt(40), params=ticket)

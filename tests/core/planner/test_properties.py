@@ -1,4 +1,4 @@
-"""Properties of plans, copies and zeroed spans that hold for every pair of engines."""
+"""Properties of plans, copies and zeroed spans that hold for any pair of engines."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from tests.core.planner.properties import CHECKS
 
 
 @pytest.mark.parametrize("check", CHECKS)
-@settings(max_examples=150)
+@settings(max_examples=50)
 @given(pair=engine_pairs(), rng=st.randoms(use_true_random=False))
-def test_property_holds_for_every_pair_of_engines(
+def test_property_holds_for_some_pairs_of_engines(
     check: str, pair: EnginePair, rng: Random
 ) -> None:
     CHECKS[check](pair, rng)

@@ -115,9 +115,14 @@ def run(server: Server, name: str, *others: Server) -> dict[str, Any] | None:
     return server.params[name]
 
 
-@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("sizes", ["equal", "four times", "larger"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_prompts_after_a_load(kind: str, sizes: str) -> None:
+    check_prompts_after_a_load(kind, sizes)
+
+
+def check_prompts_after_a_load(kind: str, sizes: str) -> None:
+    """Ask decode for prompts that begin as one that it has loaded."""
     layers, (there, here) = KINDS[kind], SIZES[sizes]
     with (
         serving("prefill", layers, shape_of(layers, there)) as prefill,
@@ -167,13 +172,18 @@ GAPS = [
 """The kinds whose loaded pages may not be whole."""
 UNLIKE = ["twice", "four times", "larger"]
 """The sizes with which they are not."""
+MIXED = ["windows beside full attention", "states beside windows"]
+WAYS = ["early", "staged", "not cached"]
 
 
-@pytest.mark.parametrize("sizes", UNLIKE)
-@pytest.mark.parametrize("kind", ["windows beside full attention", "states beside windows"])
-@pytest.mark.parametrize("way", ["early", "staged", "not cached"])
-def test_other_loads(way: str, kind: str, sizes: str) -> None:
-    """Early loads, loads by way of host memory, and loads where nothing is cached."""
+@pytest.mark.parametrize("kind", MIXED)
+@pytest.mark.parametrize("way", WAYS)
+def test_other_loads(way: str, kind: str) -> None:
+    check_other_loads(way, kind, "twice")
+
+
+def check_other_loads(way: str, kind: str, sizes: str) -> None:
+    """Make early loads, loads by way of host memory, or loads where nothing is cached."""
     layers = KINDS[kind]
     there, here = (
         replace(
@@ -193,10 +203,15 @@ def test_other_loads(way: str, kind: str, sizes: str) -> None:
             ask(decode, text, length)
 
 
-@pytest.mark.parametrize("sizes", ["half", *UNLIKE])
 @pytest.mark.parametrize("kind", GAPS)
-def test_turns(kind: str, sizes: str) -> None:
-    """A turn is prefilled by the engine that prefilled the first, and by one with decode's blocks.
+def test_turns(kind: str) -> None:
+    check_turns(kind, "larger")
+
+
+def check_turns(kind: str, sizes: str) -> None:
+    """Prefill turns and decode them.
+
+    A turn is prefilled by the engine that prefilled the first, and by one with decode's blocks.
 
     What decode hands over for it may have begun in a page that decode's own load has not filled
     whole; so prefill has one likewise, of which it makes the next ticket.

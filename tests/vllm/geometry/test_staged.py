@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
-from hypothesis import assume, given, settings
-from hypothesis import strategies as st
 
 from kvferry.core.metrics import COPY_SECONDS
 from tests.gpu import openreg
 from tests.vllm.geometry import MARKS
-from tests.vllm.geometry.engine_of_ranks import Shape, runs
-from tests.vllm.geometry.model import Attention, Latent, Layer, Recurrent
+from tests.vllm.geometry.engine_of_ranks import Shape
+from tests.vllm.geometry.model import Attention, Latent, Recurrent
 from tests.vllm.geometry.rank import Rank
-from tests.vllm.geometry.scheduled import hand_over, plannable, serving
-from tests.vllm.geometry.test_sweep import SEARCH, pairs, traffic
+from tests.vllm.geometry.scheduled import hand_over, serving
 
 pytestmark = MARKS
 
@@ -73,24 +68,3 @@ def test_requests_wait_for_host_pages() -> None:
     shape = Shape(host_pages=1 + 2 * 6)
     with serving("prefill", FULL, shape) as prefill, serving("decode", FULL, shape) as decode:
         hand_over(prefill, decode, *((family, 80 + family) for family in range(6)))
-
-
-@settings(SEARCH, max_examples=25)
-@given(
-    pair=pairs(),
-    asked=traffic,
-    pages=st.tuples(*[st.sampled_from([0, 72, 130])] * 2).filter(any),
-)
-def test_any_staged_traffic(
-    pair: tuple[list[Layer], Shape, Shape],
-    asked: list[list[tuple[int, int]]],
-    pages: tuple[int, int],
-) -> None:
-    model, *shapes = pair
-    there, here = (
-        replace(shape, host_pages=count) for shape, count in zip(shapes, pages, strict=True)
-    )
-    assume(all(runs(model, shape) and plannable(model, shape) for shape in (there, here)))
-    with serving("prefill", model, there) as prefill, serving("decode", model, here) as decode:
-        for batch in asked:
-            hand_over(prefill, decode, *batch)

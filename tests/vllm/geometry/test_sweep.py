@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 from hypothesis import HealthCheck, assume, given, settings
@@ -44,12 +45,8 @@ traffic = st.lists(
 SEARCH = settings(deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 
 
-@settings(SEARCH, max_examples=40)
-@given(pair=pairs(), drafted=st.booleans(), asked=prompts)
-def test_any_pair(
-    pair: tuple[list[Layer], Shape, Shape], drafted: bool, asked: list[Prompt]
-) -> None:
-    """Of which one may draft."""
+def check_pair(pair: tuple[list[Layer], Shape, Shape], drafted: bool, asked: list[Prompt]) -> None:
+    """Hand prompts over from one engine to another, of which one may draft."""
     model, there, here = pair
     draft = Attention(name="model.layers.9.attn", draft=True, heads=STATE_HEADS, size=8)
     ours = [*model, draft] if drafted else model
@@ -59,14 +56,33 @@ def test_any_pair(
             cross(prefill, decode, prompt.tokens, hits=prompt.hits, seed=seed)
 
 
-@settings(SEARCH, max_examples=15)
-@given(pair=pairs(), asked=traffic)
-def test_any_traffic(
-    pair: tuple[list[Layer], Shape, Shape], asked: list[list[tuple[int, int]]]
+def check_traffic(
+    pair: tuple[list[Layer], Shape, Shape],
+    asked: list[list[tuple[int, int]]],
+    pages: tuple[int, int] = (0, 0),
 ) -> None:
-    """Under vLLM's scheduler, with whatever its prefix caches hold by then."""
-    model, there, here = pair
+    """Hand prompts over under vLLM's scheduler, with whatever its prefix caches hold by then.
+
+    ``pages`` are the host pages of both engines: those that have some load by way of them.
+    """
+    model, *both = pair
+    there, here = (
+        replace(shape, host_pages=count) for shape, count in zip(both, pages, strict=True)
+    )
     assume(all(runs(model, shape) and plannable(model, shape) for shape in (there, here)))
     with serving("prefill", model, there) as prefill, serving("decode", model, here) as decode:
         for batch in asked:
             hand_over(prefill, decode, *batch)
+
+
+any_pair = given(pair=pairs(), drafted=st.booleans(), asked=prompts)
+any_traffic = given(pair=pairs(), asked=traffic)
+any_staged_traffic = given(
+    pair=pairs(),
+    asked=traffic,
+    pages=st.tuples(*[st.sampled_from([0, 72, 130])] * 2).filter(any),
+)
+
+test_any_pair = settings(SEARCH, max_examples=15)(any_pair(check_pair))
+test_any_traffic = settings(SEARCH, max_examples=6)(any_traffic(check_traffic))
+test_any_staged_traffic = settings(SEARCH, max_examples=8)(any_staged_traffic(check_traffic))

@@ -1,0 +1,1 @@
+"""Plans, searched for longer."""
