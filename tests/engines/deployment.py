@@ -46,7 +46,7 @@ class Deployment:
         rank: int,
         prompt: Sequence[int],
         *,
-        max_tokens: int = 24,
+        max_tokens: int = 16,
         params: Any = None,
         **options: Any,
     ) -> Completion:

@@ -100,7 +100,7 @@ class Engine:
         return self
 
     def submit(
-        self, *prompts: Sequence[int], max_tokens: int = 24, params: Any = None, **options: Any
+        self, *prompts: Sequence[int], max_tokens: int = 16, params: Any = None, **options: Any
     ) -> list[str]:
         """Hand in requests, all before one step; ``params`` is for all, or a list of each one's."""
         each = params if isinstance(params, list) else [params] * len(prompts)

@@ -59,7 +59,7 @@ def check_pair(pair: tuple[list[Layer], Shape, Shape], drafted: bool, asked: lis
 def check_traffic(
     pair: tuple[list[Layer], Shape, Shape],
     asked: list[list[tuple[int, int]]],
-    pages: tuple[int, int] = (0, 0),
+    pages: tuple[int, int],
 ) -> None:
     """Hand prompts over under vLLM's scheduler, with whatever its prefix caches hold by then.
 
@@ -76,7 +76,7 @@ def check_traffic(
 
 
 any_pair = given(pair=pairs(), drafted=st.booleans(), asked=prompts)
-any_traffic = given(pair=pairs(), asked=traffic)
+any_traffic = given(pair=pairs(), asked=traffic, pages=st.just((0, 0)))
 any_staged_traffic = given(
     pair=pairs(),
     asked=traffic,
