@@ -1,8 +1,4 @@
-"""Connections to the transports of producer ranks, with a count of the users of each.
-
-``Transport.connect`` returns the same ``PeerId`` for a remote transport, even if several engines
-publish its address: so users are counted, and the last one's release closes the connection.
-"""
+"""Connections to the transports of producer ranks, with a count of the users of each."""
 
 from __future__ import annotations
 
@@ -89,10 +85,11 @@ class Connections:
         self._blocking_calls = blocking_calls
         self._clock = clock
         self._by_address: dict[bytes, _Connection] = {}
+        # ``connect`` returns the same id for a remote transport, even if several engines publish
+        # its address: so users are counted, and the last one's release closes the connection.
         self._by_peer: dict[PeerId, _Connection] = {}
         self._closing: set[PeerId] = set()
         self._retries: list[tuple[float, PeerId]] = []
-        """Heap of when to try again to close which connection."""
         self._dialling = 0
         # Other threads read this without a lock.
         self._not_quiesced = 0
@@ -169,7 +166,6 @@ class Connections:
     # Opening.
 
     def _go_on(self, acquisitions: Iterable[_Acquisition]) -> None:
-        """Continue acquisitions that have begun."""
         # A callback may call this again; a recursion would be too deep for an engine of a thousand
         # ranks.
         self._resumed.extend(acquisitions)
@@ -238,7 +234,6 @@ class Connections:
         )
 
     def _dialled(self, made: _Connection, outcome: object) -> None:
-        """Process the outcome of ``connect``, and continue who waited for it."""
         self._dialling -= 1
         waiting, made.waiting = made.waiting, []
         del self._by_address[made.address]
@@ -294,7 +289,6 @@ class Connections:
         )
 
     def _closed(self, connection: _Connection, peer: PeerId, error: Exception | None) -> None:
-        """Process the outcome of ``disconnect``, and continue who waited for it."""
         is_closed = error is None or isinstance(error, TransportUsageError)  # closed before
         self._transfers.end_disconnect(peer, closed=is_closed)
         waiting, connection.waiting = connection.waiting, []
@@ -313,7 +307,6 @@ class Connections:
         self._go_on(waiting)
 
     def _on_not_quiesced(self, connection: _Connection, peer: PeerId, error: Exception) -> None:
-        """Schedule the next try to close a connection; log the first failure."""
         if not connection.tries:
             self._not_quiesced += 1
             ours = as_ours(error)
@@ -334,8 +327,7 @@ class Connections:
 class BlockingCalls:
     """Make calls of a driver that may take seconds, on a thread each if ``threads`` is set.
 
-    Used by the endpoint's thread only, except for ``stuck``, ``problems`` and ``wait``. ``enter``
-    is called first in each thread.
+    Used by the endpoint's thread only, except for ``stuck``, ``problems`` and ``wait``.
     """
 
     def __init__(

@@ -1,8 +1,4 @@
-"""The consumer half of an endpoint: loads requests' pages from producers.
-
-The state machine ``Loads`` decides what to do next for each load; ``LoadManager`` does it, and
-passes every outcome back.
-"""
+"""The consumer half of an endpoint: does what the state machine ``Loads`` decides for each load."""
 
 from __future__ import annotations
 
@@ -66,11 +62,7 @@ Reported = Callable[[LoadId, Load, KVFerryError | None, LoadRecord], None]
 class LoadManager:
     """Load requests' pages into the memory of one rank. Used by the endpoint's thread only.
 
-    Args:
-        own: what this rank publishes to peers.
-        scratch: local memory that producers' slot words are read into.
-        zero: zeroes the bytes of a load's pages that its reads may leave unwritten.
-        reported: called once for each load that is over.
+    ``zero`` zeroes the bytes that reads may leave unwritten. ``reported`` is called once per load.
     """
 
     def __init__(
@@ -161,7 +153,7 @@ class LoadManager:
         self._peers.relay(handshakes)
 
     def prepare(self, ticket: Ticket) -> None:
-        """Connect to a ticket's producer, and renew its hold until the load; that has any error."""
+        """Connect to a ticket's producer and renew its hold until its load, which has any error."""
         if ticket.engine != self._own.engine:
             self._pending_tickets.add(ticket)
 
@@ -234,7 +226,6 @@ class LoadManager:
                 self._abort(state)
 
     def _loads_of(self, request: RequestId) -> list[LoadState]:
-        """Return a request's loads in the order in which they began; request ids are reused."""
         return [self._states[load_id] for load_id in self._by_request.get(request, ())]
 
     def abort_all(self) -> None:
@@ -267,7 +258,7 @@ class LoadManager:
         return busy
 
     def _tick(self, now: float) -> None:
-        """Do the periodic work. An error in one step does not keep the other steps from running."""
+        # An error in one step does not keep the other steps from running.
         for activity, step in (
             ("reconnecting", self._end_early_loads),
             ("looking after peers", self._peers.progress),
@@ -363,7 +354,6 @@ class LoadManager:
             releases[state.peer, action.rank].append(self._release(action, state))
 
     def _fail(self, action: Action, error: KVFerryError) -> None:
-        """Fail a load whose action could not be performed."""
         # A read that could not be performed was never posted, so the load is over on that rank. One
         # that could not be cancelled goes on until it ends or its connection is closed.
         if action.op in (LoadAction.READ, LoadAction.CHECK, LoadAction.MARK, LoadAction.FENCE):
@@ -372,7 +362,6 @@ class LoadManager:
     # Handshake.
 
     def _on_not_connected(self, load_id: LoadId, error: KVFerryError) -> None:
-        """Fail a load whose producer cannot be connected, or does not fit the load's ticket."""
         self._loads.handshake_failed(load_id, error)
         self._loads.abort(load_id, error)  # if the handshake succeeded, and the failure came later
         self._touched.add(load_id)
@@ -397,7 +386,6 @@ class LoadManager:
             self._loads.handshake_succeeded(load_id, peer.parties, unit)
 
     def _renew(self, load_id: LoadId, state: LoadState, peer: Peer) -> None:
-        """Begin to renew the lease of a load's hold, if the load has anything to read."""
         if state.load.reads and self._loads.wanted(load_id):
             state.renewal = self._lease_renewal.begin(
                 peer,
@@ -418,7 +406,6 @@ class LoadManager:
     def _read_batch(
         self, action: Action, state: LoadState, batches: CopyBatches, before: Outcome | None
     ) -> None:
-        """Read the next batch of copies, and after it those that remain."""
         peer = state.known_peer
         if action.rank not in peer.ids:
             self._on_lost(action, peer.gone())
@@ -457,7 +444,6 @@ class LoadManager:
             self._on_lost(action, outcome.error)
 
     def _slot_read(self, action: Action, state: LoadState) -> SlotRead:
-        """Return the read of a hold's slot word (the check or the fence) or of its watermark."""
         # "done" is bound to the fence, unless other requests share the hold.
         tells = action.op is LoadAction.FENCE and not state.load.shared
         return SlotRead(
@@ -478,7 +464,7 @@ class LoadManager:
         self._on_peer_error(self._states[action.load].known_peer, action.rank, error)
 
     def _on_peer_error(self, peer: Peer, rank: int, error: KVFerryError) -> None:
-        """Close a connection that a read has shown as lost; else make the peer suspect."""
+        """Close a connection that an error shows as lost; other errors make the peer suspect."""
         if not peer.connected:
             return
         if isinstance(error, PeerLostError):
@@ -489,7 +475,7 @@ class LoadManager:
     def _on_failing(self, action: Action, error: KVFerryError) -> None:
         """Fail a load because one of its reads will fail; the read may still write bytes."""
         self._loads.failing(action.load, action.rank, error)
-        # These are given time to end by themselves (``Grace``).
+        # A read that was cancelled, or whose state is unknown, may end by itself (``Grace``).
         if not isinstance(error, (TransferCancelledError, StatusUnknownError)):
             self._on_peer_failing(self._states[action.load].known_peer, action.rank, error)
 

@@ -1,8 +1,4 @@
-"""The copies between device and host pages of an endpoint whose engine's cache is staged.
-
-They are made as ``StagedHolds`` and ``StagedLoads`` decide: before the pages of a request with a
-ticket may be read, and before a load is reported.
-"""
+"""Copies between device and host pages, as ``StagedHolds`` and ``StagedLoads`` decide."""
 
 from __future__ import annotations
 
@@ -64,14 +60,8 @@ class _Running:
 class CopyStage:
     """Copy pages that peers may read to the host, and loaded pages to the device.
 
-    ``apply`` and ``take_ended`` may be called from any thread, all else on the endpoint's only.
-
-    Args:
-        copies: makes the copies.
-        server: keeps the holds.
-        report: called with each load that is over when it may be reported.
-        metrics: counts the time of copies.
-        patience: seconds for which a load waits at most for the device.
+    ``apply`` and ``take_ended`` are for any thread, all else for the endpoint's. ``report`` gets
+    each load that is over; a load waits ``patience`` seconds for the device.
     """
 
     def __init__(
@@ -96,7 +86,6 @@ class CopyStage:
         self._failed: set[RequestId] = set()
         """Requests with a hold that is not over, of which the copy has failed."""
         self._ended: dict[RequestId, EndedHold] = {}
-        """How holds have ended that are not over."""
         self._ordered: list[_Wait] = []
         """Waits of holds that the endpoint's thread has not seen."""
         self._loads = StagedLoads()
@@ -140,12 +129,8 @@ class CopyStage:
     def apply(self, orders: HoldOrders, passed: Passed | None) -> None:
         """Begin, make readable, and end holds, as ``HoldServer.apply``.
 
-        A hold is ``ready`` when its copy has passed. Watermarks are not written: host pages have
-        nothing before the ticket is made.
-
-        Args:
-            orders: the scheduler's decisions, with a copy for each of ``ready``.
-            passed: returns whether the device has filled the blocks; ``None`` if it has.
+        ``orders`` have a copy for each of ``ready``; the hold is ready when it has passed.
+        Watermarks are not written: host pages have nothing before the ticket is made.
 
         Raises:
             CopyError: a hold of ``ready`` has no copy.
@@ -172,11 +157,9 @@ class CopyStage:
             self._ordered += [self._hold_wait(copy, passed) for copy in orders.copies]
 
     def take_ended(self, ended: Sequence[EndedHold]) -> tuple[list[RequestId], list[EndedHold]]:
-        """Record which holds have ended.
+        """Record which holds have ended; return requests with free blocks, and holds that are over.
 
-        Returns:
-            The requests whose blocks are free; and how holds that are over have ended, so that
-            their host pages are free. Each is returned once.
+        The host pages of the latter are free. Each is returned once.
         """
         with self._lock:
             for each in ended:
@@ -191,7 +174,7 @@ class CopyStage:
     # The consumer's side.
 
     def begin(self, load_id: LoadId, load: Load, copy: PageCopy, passed: Passed | None) -> None:
-        """Add a load into host pages that has just begun; ``copy`` follows it and ``passed``."""
+        """Add a load into host pages; once it has succeeded and ``passed``, ``copy`` is made."""
         self._loads.begin(load_id, copy)
         if passed is None:
             self._loads.passed(load_id)
@@ -343,7 +326,6 @@ class CopyStage:
         return len(self._running) < before
 
     def _has_ended(self, copy: _Running) -> bool:
-        """Return whether a copy has ended, and if so act on that."""
         if copy.passed is None:
             return False
         try:
@@ -368,7 +350,6 @@ class CopyStage:
             self._server.apply(HoldOrders(ends=tuple(failed)), None)
 
     def _report_loads(self) -> None:
-        """Report the loads that are over, with the time that their copies took."""
         for load_id, error in self._loads.take_over():
             load, record, loaded = self._loaded.pop(load_id)
             if record.error is None:

@@ -25,14 +25,11 @@ class _WaitingLoad:
 
 
 class DeviceSync:
-    """Begin each load when the device has finished the earlier work on the load's pages.
+    """Begin each load, in order, when the device has finished the earlier work on the load's pages.
 
-    That work (zeroing the pages, for example) would overwrite what the load has read. Loads begin
-    in the order in which they were added. Used by the endpoint's thread only.
-
-    Args:
-        begin: starts a load, or reports it as failed with an error, without touching a page.
-        patience: seconds that a load may wait for the device before it fails.
+    That work (zeroing the pages, for example) would overwrite what the load has read. A load that
+    waits ``patience`` seconds fails: ``begin`` gets it with an error. Used by the endpoint's thread
+    only.
     """
 
     def __init__(
@@ -47,7 +44,6 @@ class DeviceSync:
         self._patience = patience
         self._waiting: deque[_WaitingLoad] = deque()
         self._early: dict[RequestId, _WaitingLoad] = {}
-        """The latest early load of each request in ``_waiting``."""
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -61,7 +57,7 @@ class DeviceSync:
             self._early[load.request] = one
 
     def extend(self, request: RequestId, part: Ticket, *, is_last: bool) -> bool:
-        """Use a newer part of an early load that has not begun; return whether there is one.
+        """Use a newer part of an early load that waits; return whether there is one.
 
         If the part is not of the first part's engine, the load fails.
         """

@@ -1,8 +1,7 @@
 """The endpoint of one rank: it lets other engines read the rank's pages, and loads pages from them.
 
 It makes most calls of the transport, which it owns, on one thread of its own, so that an engine's
-step never waits for a driver; where the driver allows it, each ``connect`` and ``disconnect`` has a
-further thread. It knows nothing about the engine: requests are names, and pages are numbers.
+step never waits for a driver. It knows nothing about the engine: requests are names, pages numbers.
 """
 
 from __future__ import annotations
@@ -388,7 +387,6 @@ class Endpoint:
         return self._blocking_calls.wait(until)
 
     def _publish(self, driver: str, layout: Layout) -> RankPayload:
-        """Register this rank's memory, and return what peers need to read it."""
         try:
             table = self._slot_table
             words = (table.region, table.header, table.watermarks.region, self._scratch.region)
@@ -511,7 +509,6 @@ class Endpoint:
         return busy
 
     def _listen(self) -> None:
-        """Process notifications from peers, make holds ready, and end expired holds."""
         run, now = self._containment.run, self._clock()
         notifications = run(
             "the driver's notifications", self._take_notifications, None, serves_all=True
@@ -554,7 +551,6 @@ class Endpoint:
     def _on_load_over(
         self, load_id: LoadId, load: Load, error: KVFerryError | None, record: LoadRecord
     ) -> None:
-        """Report a load that is over, or have its pages copied to the device before."""
         if self._stage is not None and load.copy is not None:
             self._stage.loaded(load_id, load, error, record)
         else:
@@ -617,7 +613,6 @@ class _ResultQueue:
                 self._changed.notify_all()
 
     def add_received(self, request: RequestId, error: KVFerryError) -> None:
-        """Add a request that has failed before it had a load."""
         with self._changed:
             self._received.append((request, error))
             self._changed.notify_all()
@@ -658,7 +653,6 @@ class _ResultQueue:
         )
 
     def wait(self, timeout: float) -> bool:
-        """Wait until a request can be taken or the endpoint has failed; return whether so."""
         with self._changed:
             return self._changed.wait_for(self._is_worth_waking, timeout)
 

@@ -49,16 +49,10 @@ class ErrorContainment:
         return self._problems
 
     def caught(self, activity: str, error: Exception, *, serves_all: bool = False) -> KVFerryError:
-        """Log an exception with its traceback, if it is the first of its type in its activity.
+        """Log an exception, if the first of its type in its activity; return it by ``as_ours``.
 
-        Args:
-            activity: the name of the activity that failed.
-            error: the exception.
-            serves_all: whether the activity serves many loads, peers or messages, so that it counts
-                for ``problems``: no single peer can make this engine unhealthy.
-
-        Returns:
-            The exception as a ``KVFerryError``; see ``as_ours``.
+        It counts for ``problems`` only if the activity ``serves_all`` loads, peers or messages: no
+        single peer can make this engine unhealthy.
         """
         if serves_all:
             count, first = self._streaks.get(activity, (0, error))

@@ -106,7 +106,6 @@ class HandshakeRelay:
         self._handshakes = Handshakes(self._fetch, self._posted.append, clock)
         self._liveness = LivenessChecks(options)
         self._asking: dict[PeerKey, _Asking] = {}
-        """In the order in which the asking began."""
         self._users: dict[Hashable, tuple[Name, Proof | None]] = {}
         self._uses: Counter[Name] = Counter()
         self._producers: dict[Name, _Producer] = {}
@@ -249,7 +248,6 @@ class HandshakeRelay:
         return replace(answer, reply=replace(answer.reply, seconds=seconds))
 
     def _on_outcome(self, key: PeerKey, outcome: _Answer | KVFerryError) -> None:
-        """Queue the outcome of a handshake for the ranks, and begin to ping the producer."""
         tickets = self._asking.pop(key).tickets
         if isinstance(outcome, KVFerryError):
             self._outcomes.append((key, outcome))
@@ -312,7 +310,6 @@ class HandshakeRelay:
         return True
 
     def _end(self, name: Name, producer: _Producer, error: KVFerryError | None) -> None:
-        """End the watch of a producer, if it lasts, and have the ranks told."""
         if self._producers.get(name) is not producer:
             return
         del self._producers[name]

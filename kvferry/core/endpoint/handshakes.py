@@ -49,7 +49,6 @@ class HandshakeResult:
         overridden: a text for each difference between the two engines that the operator allows.
         begun: when the handshake began, by ``time.perf_counter``.
         place: the address that answered, one of ``PeerKey.places``; ``None`` if not recorded.
-        ticket_key: the public key that proves the producer's tickets; empty if there is none.
         memory: what to keep for the producer, see ``memory_of``.
         watch: number of the scheduler half's watch (``EncodedReply``); ``None`` if this rank pings.
     """
@@ -85,10 +84,9 @@ class _Backoff:
 class Handshakes(Generic[T]):
     """Start handshakes, at most ``MAX_HANDSHAKES`` at once. Used by the endpoint's thread only.
 
-    Callers that ask for the same producer share a handshake. After a failure, the next one with
-    that producer waits: briefly at first, since an engine may restart, and longer each time.
-    ``shake`` performs a handshake, on a thread of its own, and may block and raise; ``used`` gets
-    each result before the callbacks of ``ask``.
+    Callers that ask for the same producer share one. After a failure, the next one with that
+    producer waits: briefly at first, since an engine may restart, and longer each time. ``shake``
+    performs a handshake on a thread of its own; it may block and raise.
     """
 
     def __init__(
@@ -174,7 +172,6 @@ class Handshakes(Generic[T]):
         self._delayed.clear()
 
     def _take(self) -> PeerKey:
-        """Remove the next producer from the queue and return it."""
         # Every second time the one with the fewest failures, so that producers that never answer do
         # not delay others; otherwise the one that has waited longest, so that tickets with ever new
         # engine names do not delay it for ever.
@@ -324,15 +321,9 @@ def first_answer(
 ) -> tuple[PeerKey, T]:
     """Return the first of a producer's addresses that has ``key.ticket_key``, and its answer.
 
-    The last address's answer is returned whatever its key is.
-
-    Args:
-        key: the producer.
-        timeout: seconds for all addresses together.
-        ask: asks at one address, within some seconds; returns the ticket key and the answer. What
-            it enters on the stack is left when the answer is not returned, or when ``turn`` is
-            closed.
-        turn: receives what ``ask`` entered for the answer that is returned.
+    The last address's answer is returned whatever its key is. ``timeout`` is for all together.
+    ``ask`` returns a ticket key and an answer; what it enters on its stack is left when the answer
+    is not returned, or when ``turn`` is closed.
 
     Raises:
         HandshakeError: no address has that key, and the last did not answer; says why each failed.
@@ -370,11 +361,9 @@ def dialer(place: PeerKey, timeout: float, options: EndpointOptions) -> Dialer:
 def memory_of(
     payloads: Sequence[RankPayload], sizes: Sequence[int], plan: Plan
 ) -> Mapping[int, int]:
-    """Estimate the memory that a producer's payloads and plan take while they are kept.
+    """Estimate the bytes that payloads (``sizes`` when encoded) and a plan take, by object.
 
-    ``sizes`` are the bytes of the encoded payloads. The result has the estimated bytes by
-    ``id(object)``, valid while the objects live; objects that producers share can so be counted
-    once.
+    Keys are ``id(object)``, valid while the objects live: what producers share can be counted once.
     """
     memory = {id(plan): sum(map(_own_bytes, payloads))}
     for payload, size in zip(payloads, sizes, strict=True):

@@ -1,8 +1,8 @@
 """Renewal of leases, while requests wait for pages of this engine and while they are loaded.
 
-A rank renews a hold by reading its slot word with a ``Renewal`` message bound to the read. The word
-is the answer: the lease begins anew, or the hold is gone. Answering costs the producer nothing. A
-renewal also claims the hold: heartbeats, one a second, then say that this engine lives.
+A rank reads the slot word with a ``Renewal`` bound to the read. The word is the answer: the lease
+begins anew, or the hold is gone. A renewal also claims the hold; then heartbeats say that this
+engine lives.
 """
 
 from __future__ import annotations
@@ -48,16 +48,9 @@ class _Target:
 class LeaseRenewal:
     """Renew the leases of holds that this rank waits for or reads; send heartbeats.
 
-    Used by the endpoint's thread only.
-
-    Args:
-        engine: id of this engine, which is sent with every renewal and heartbeat.
-        life: incarnation of this engine, which is sent with ``engine``.
-        notify: sends heartbeats over a connection; its exceptions are ignored.
-        lost: called with producer, rank index and error when a renewal's read has failed and no
-            more of its bytes will land.
-        failing: likewise when the driver knows that the read will fail, but bytes may still land;
-            for a cancelled read, only if it does not end within its grace.
+    Used by the endpoint's thread only. ``lost`` is called when a renewal's read has failed and no
+    more of its bytes will land; ``failing`` when the driver knows that it will fail, but bytes may
+    land (for a cancelled read, after its grace).
     """
 
     def __init__(
@@ -162,7 +155,6 @@ class LeaseRenewal:
                 logger.debug("no heartbeat to engine %s", peer.key.engine, exc_info=True)
 
     def _read(self, request: RenewalRequest, target: _Target) -> SlotRead:
-        """Return the read of a hold's slot word with a renewal bound to it."""
         peer, hold = target.peer, target.hold
 
         def landed(word: int, seconds: float) -> None:
@@ -236,11 +228,9 @@ class PendingTickets:
             self._reach(pending)
 
     def take(self, ticket: Ticket) -> tuple[float, KVFerryError | None]:
-        """End the wait of one request with this ticket.
+        """End a request's wait; return the seconds since the ticket's first request came.
 
-        Returns:
-            Seconds since the first request with the ticket began to wait (0 if none waits), and the
-            error if the hold is gone, or ``None``.
+        And the error if the hold is gone. Without any wait, 0 and ``None``.
         """
         pending = self._tickets.get(_key(ticket))
         if pending is None:

@@ -48,13 +48,10 @@ def always() -> bool:
 
 
 class LivenessCheck:
-    """Ping one producer. Used by the pinging thread only.
+    """Ping one producer. Used by the pinging thread only, whose epoll object ``polled`` is.
 
-    Args:
-        numeric: the IP address of its side channel, found by the handshake.
-        incarnation: an answer with another one means that the engine was restarted, so is lost.
-        polled: the epoll object of the thread; the check registers its descriptor there.
-        wanted: called before each ping; the check ends when it returns ``False``.
+    An answer with another ``incarnation`` means a restart. The check ends if ``wanted``, called
+    before each ping, returns ``False``.
     """
 
     def __init__(
@@ -91,9 +88,7 @@ class LivenessCheck:
         self._descriptor = -1
         """That of ``_attempt`` or ``_channel``, whichever exists; -1 if neither does."""
         self._unanswered = 0
-        """Pings without an answer that were sent over ``_channel``."""
         self._is_reached = False
-        """Whether any answer has come over ``_channel``."""
         self._is_second = False
         """Whether ``_channel`` is the second connection made for the same unanswered ping."""
         self._deadline: float | None = None
@@ -166,7 +161,6 @@ class LivenessCheck:
         self._listen(self._channel, now)
 
     def _listen(self, channel: Socket, now: float) -> None:
-        """Process the answers that have arrived, and send a ping if one is due."""
         self._hear(channel, now)
         if now < self.due:
             return
@@ -289,7 +283,6 @@ class _Poller:
         self._lock = threading.Lock()
         self._checks: dict[LivenessCheck, Lost] = {}
         self._polling: dict[int, LivenessCheck] = {}
-        """Each file descriptor that is polled, with its check."""
         self._due: list[tuple[float, int, LivenessCheck]] = []
         """Heap of (time by ``time.monotonic``, number that orders equal times, check)."""
         self._numbers = itertools.count()
@@ -347,7 +340,6 @@ class _Poller:
             self._catch_up(time.monotonic())
 
     def _pause(self) -> float | None:
-        """Return the seconds until the next check is due; ``None`` if no check is queued."""
         while self._due and not self._is_current(self._due[0]):
             heapq.heappop(self._due)
         if not self._due:

@@ -67,22 +67,18 @@ class Load:
 class LoadState:
     """The endpoint's record of one load, kept until no action for the load is left to perform.
 
-    How far the load is on each producer rank is kept by the state machine ``Loads``.
-
     Attributes:
         load: what the engine has asked for, with the newest part of an early load.
         begun: when the load began, or an early load's last part came, by ``time.perf_counter``.
         grace: the time for the load's cancelled reads to end; ``None`` if none was cancelled.
         peer: the producer; ``None`` until the load's handshake has succeeded.
-        renewal: id in ``LeaseRenewal``; ``None`` if the hold is not renewed.
         handshake_succeeded: when, by ``time.perf_counter``; 0 before.
-        copies, nbytes: number of copies and bytes in the reads that have ended.
+        copies, nbytes: of the reads that have ended.
         early_nbytes: those read before an early load's last part, and used.
         early_groups: producer rank index to the local groups that are read early.
         failed_at: ``Stage.WAIT`` if the load had failed before it began; else ``Loads`` knows the
             stage.
         wait_seconds: how long requests with the ticket had waited for pages before the load.
-        check_seconds, post_seconds, transfer_seconds, fence_seconds: see ``LoadRecord``.
     """
 
     load_id: LoadId
@@ -158,11 +154,7 @@ class LoadState:
 
     @property
     def known_peer(self) -> Peer:
-        """Return the producer, which must have been connected.
-
-        Raises:
-            EndpointClosedError: the load's handshake has not succeeded.
-        """
+        """Return the producer; raise ``EndpointClosedError`` if the handshake has not succeeded."""
         if self.peer is None:
             raise EndpointClosedError("a load has no peer: its handshake is not over")
         return self.peer

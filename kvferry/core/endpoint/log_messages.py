@@ -1,7 +1,4 @@
-"""Log messages of an endpoint about its loads and the producers that they read from.
-
-Every failure is one line: the request, the peer, the stage, the cause, and what an operator can do.
-"""
+"""Log messages of an endpoint: a failure is one line, with its stage, cause and remedy."""
 
 from __future__ import annotations
 
@@ -88,11 +85,7 @@ def untold(peer: Peer, rank: int, count: int, error: KVFerryError) -> None:
 
 
 class ExpiredHolds:
-    """Log the requests whose leases expired, those of a burst in one line. One thread at a time.
-
-    Leases that expire in the same round of the endpoint's thread share a warning. Those that expire
-    less than ``BURST_SECONDS`` later share another one.
-    """
+    """Log the requests whose leases expired, those of a burst in one line. One thread at a time."""
 
     def __init__(self) -> None:
         self._waiting: list[RequestId] = []
@@ -104,11 +97,7 @@ class ExpiredHolds:
     ) -> None:
         """Log requests, or keep them for a warning after ``BURST_SECONDS``. Call it in every round.
 
-        Args:
-            requests: those whose leases expired in this round; may be none.
-            now: seconds, on the clock of the rank.
-            silence: for how many seconds no consumer gave a sign of life, if a longer lease would
-                not have helped; otherwise ``None``.
+        ``silence`` is for how long no consumer was heard, if a longer lease would not have helped.
         """
         self._silence = silence
         self._waiting += requests

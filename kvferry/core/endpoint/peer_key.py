@@ -17,7 +17,7 @@ class PeerKey(NamedTuple):
         ticket_key: the public key that proves the ticket; empty if the ticket has no proof.
     """
 
-    # Keys are part of it, so that failed handshakes for a forged ticket do not delay genuine ones.
+    # With both keys, so that failed handshakes for a forged ticket do not delay a genuine one.
     engine: str
     host: str
     port: int

@@ -81,16 +81,15 @@ class Peer:
 
     Attributes:
         key: the producer, with the side-channel address that answered.
-        ids: producer rank index to connection, for the ranks that this rank reads from or notifies;
-            empty once the peer is given up.
+        ids: producer rank index to connection, where this rank reads or notifies; empty once given
+            up.
         links: ``ids`` before the peer was given up: reads may still be under way there.
-        sources: producer rank index to that rank's part of ``plan``, for the ranks that are read.
+        sources: producer rank index to that rank's part of ``plan``.
         page_limits: per cache group of the producer, the number that page ids must stay below.
         suspect: whether a read has failed: connect anew once no load is left; new loads wait for
             it.
         memory: ``id(object)`` to estimated bytes of what is kept for the peer; peers may share it.
         path: the driver's name for what carries the bytes; ``None`` until ``Peers.path`` has asked.
-        throughput: what measures reads, by rank; ``None`` for none. Kept by ``SlowPathWarnings``.
         ticket_key: the public key for the proofs of the producer's tickets; empty if there is none.
         watch: number of the scheduler half's watch; ``None`` if this rank pings the producer.
     """
@@ -217,7 +216,6 @@ class Peers:
         """In the order of ``Peer.last_used``: a tick looks at the first only."""
         self._liveness = LivenessChecks(options)
         self._stop_watching: dict[Peer, Callable[[], None]] = {}
-        """Ends the peer's liveness check."""
         self._memory = PeerMemoryBudget()
         self._relayed = RelayedReplies(options.handshake_timeout, clock)
         self._handshake_worker = HandshakeWorker(options, self._relayed)
@@ -295,7 +293,6 @@ class Peers:
         ready: Ready,
         failed: Failed,
     ) -> None:
-        """Check a ticket against the outcome of its handshake, and connect to the producer."""
         try:
             if isinstance(result, HandshakeResult):  # before anything is connected
                 check_maker(ticket, result.payloads, result.ticket_key)
@@ -398,7 +395,6 @@ class Peers:
     def _after_handshake(
         self, key: PeerKey, result: HandshakeResult | KVFerryError, ready: Ready, failed: Failed
     ) -> None:
-        """Connect to the producer of a handshake that succeeded, unless it is connected already."""
         if isinstance(result, KVFerryError):
             self._status.lost(key.engine)
             failed(result)
@@ -569,11 +565,7 @@ def _name(key: PeerKey, result: HandshakeResult) -> Name:
 
 
 class PeerStatus:
-    """Count the producers that are up and down, for the metrics. For the endpoint's thread only.
-
-    Args:
-        keep: for how many seconds after its last failure an engine counts as down.
-    """
+    """Count the producers that are up, or down: for ``keep`` seconds after their last failure."""
 
     def __init__(self, metrics: Metrics, clock: Callable[[], float], keep: float) -> None:
         self._metrics = metrics

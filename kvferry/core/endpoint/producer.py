@@ -1,8 +1,4 @@
-"""The producer half of an endpoint: the slot table, and the messages that renew and end holds.
-
-A hold stands for a request's pages that another engine will read; a word in the slot table says
-whether the pages are still held. ``WorkerHolds`` decides when each hold ends.
-"""
+"""The producer half of an endpoint: the slot table, and the messages that renew and end holds."""
 
 from __future__ import annotations
 
@@ -30,7 +26,7 @@ from kvferry.core.transport import Notification
 
 logger = logging.getLogger(__name__)
 
-# One that waits for a hold is heard at least three times in a lease.
+# A consumer that waits for a hold is heard at least three times in a lease.
 SILENT_PART = 0.5
 """Where no consumer was heard for this part of a lease, consumers are missing, not time."""
 
@@ -56,11 +52,10 @@ class WordArray:
 
 
 class SlotTable(WordArray):
-    """One 8-byte word per slot, in CPU memory that peers read one-sidedly.
+    """One 8-byte word per slot, in CPU memory that peers read one-sidedly; it is never moved.
 
-    The table owns its memory, whose address never changes: ``header`` (the fingerprint of the key
-    that proves tickets; zero until it is written), the slot words (``region``), and ``watermarks``,
-    one per slot, which say how far a request's pages are computed.
+    In front of the words is a ``header``, the fingerprint of the key that proves tickets (0 until
+    written); behind them are ``watermarks``, which say how far requests' pages are computed.
     """
 
     def __init__(self, slots: int) -> None:
@@ -122,7 +117,6 @@ class HoldServer:
         """Seconds in which no consumer was heard before the last end of a long silence."""
         self._gap_ended = -math.inf
         self._lease = 0.0
-        """The lease of the latest hold with a ticket, in seconds."""
         self._lock = threading.Lock()
         self._expired = ExpiredHolds()
 
@@ -139,11 +133,10 @@ class HoldServer:
             return bool(self._holds.ticketed or self._computing)
 
     def apply(self, orders: HoldOrders, passed: Callable[[], bool] | None) -> None:
-        """Begin, mark as ready, and end holds, as the engine's scheduler has decided.
+        """Begin, mark as ready, and end holds; the words of those that begin or end are written.
 
-        When this method returns, the slot words of all holds that begin or end are written.
-        ``passed`` returns whether the device has filled the pages of ``orders.ready`` and
-        ``orders.watermarks``, and is polled by ``tick``; ``None`` if it has.
+        ``passed`` is polled by ``tick``, and returns whether the device has filled the pages of
+        ``orders.ready`` and ``orders.watermarks``; ``None`` if it has.
         """
         marks: list[tuple[Hold, int | None]] = [*orders.watermarks]
         marks += [(hold, None) for hold, _ in orders.ready]
@@ -183,7 +176,7 @@ class HoldServer:
                     self._take(note)
 
     def listened(self, until: float) -> None:
-        """Record that what had arrived by this time is processed; later time is no silence."""
+        """Record that messages are processed up to a time; ``silent`` counts no time after it."""
         with self._lock:
             self._listened = until
 
@@ -230,7 +223,7 @@ class HoldServer:
             self._gap, self._gap_ended = silence, now
 
     def _silence(self, now: float) -> float | None:
-        """Return the seconds without consumers in leases that expire now; ``None``: some heard."""
+        """Return how long no consumer was heard in leases that expire now; ``None`` if not long."""
         silence = now - self._heard
         if silence >= SILENT_PART * self._lease:
             return silence

@@ -13,7 +13,7 @@ MAX_STORED_BYTES = 1 << 24
 """The most bytes of relayed replies that a rank keeps for its handshakes, the newest."""
 MAX_WATCHES = 1 << 12
 """The most watches that a rank remembers; the scheduler half has fewer (``most_peers``)."""
-# Longer would fail later requests with it.
+# Kept longer, an error would fail later requests.
 ERROR_SECONDS = 1.0
 """How long a handshake's error is kept; it may come in the same step as the ticket."""
 
@@ -28,8 +28,7 @@ class EncodedReply:
         ticket_key: the public key that proves the engine's tickets; empty if they have no proofs.
         numeric: the IP address of the side channel.
         seconds: how long the scheduler half's handshake took.
-        watch: the number of the watch under which the scheduler half pings the producer; ``None``
-            if each rank must do so itself.
+        watch: number of the watch by which the scheduler half pings; ``None`` if each rank must.
     """
 
     place: PeerKey
@@ -93,11 +92,7 @@ class RelayedReplies:
             self._drop_old()
 
     def take(self, key: PeerKey) -> EncodedReply | None:
-        """Remove and return a producer's reply; ``None`` if there is none that is still good.
-
-        Raises:
-            KVFerryError: the scheduler half's handshake failed.
-        """
+        """Remove and return a producer's reply if it is good; raise the handshake's error."""
         with self._lock:
             self._drop_old()
             _, outcome = self._stored.pop(key, (0.0, None))

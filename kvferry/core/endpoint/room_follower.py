@@ -1,8 +1,7 @@
 """Follow the rooms of producers, for the scheduler half of a consumer engine.
 
-A router that sends a request to both engines at once names it by a room. ``RoomFollower`` asks the
-producer's side channel about it again and again, until the ticket has come or there will be none.
-Each producer has a thread and a connection for all of its rooms.
+A room names a request that a router sends to both engines at once. ``RoomFollower`` asks the
+producer about it until the ticket has come or there will be none.
 
 A request may name a producer that is not there, or a room that never opens. So where a limit is
 reached, the host goes short of which most requests, engines or bytes wait in vain.
@@ -104,11 +103,7 @@ class RoomFollower:
         return bool(self._inbox.changed)
 
     def follow(self, request: Hashable, room: RoomId, producer: PeerKey) -> None:
-        """Follow a request's room at a producer from now on, until ``end(request)``.
-
-        Raises:
-            ValueError: the request follows a room already.
-        """
+        """Follow a request's room until ``end``; raise ``ValueError`` if it follows one already."""
         if request in self._requests:
             raise ValueError(f"request {request!r} follows a room already: call end() first")
         with self._lock:
@@ -247,7 +242,6 @@ class RoomFollower:
         return True
 
     def _reason_against(self, key: PeerKey) -> HandshakeError | None:
-        """Return why a further producer is not asked; ``None`` if it is."""
         busy = [each for each, producer in self._producers.items() if not producer.is_unused]
         if sum(each.host == key.host for each in busy) >= MAX_AT_HOST:
             return HandshakeError(
@@ -260,7 +254,6 @@ class RoomFollower:
         return _too_many_silent(key, silent)
 
     def _evict(self) -> bool:
-        """Forget a producer without rooms, if there is one."""
         for key, producer in self._producers.items():
             # A thread that waits for a peer counts until it ends, so that there cannot be too many.
             if producer.is_unused:
@@ -327,12 +320,10 @@ class _Producer:
         return room
 
     def leave(self, name: RoomId, room: FollowedRoom) -> None:
-        """Follow a room no more; the lock is held."""
         if self.rooms.get(name) is room:
             del self.rooms[name]
 
     def wake(self) -> None:
-        """Have the thread look for rooms now."""
         with self._lock:
             self.rouse()
 
@@ -359,7 +350,6 @@ class _Producer:
             return self._forget(self, is_over=False)
 
     def _turn(self) -> None:
-        """Follow the rooms until that fails; or wait for some."""
         try:
             if not self._has_rooms():
                 self._sleep(LINGER_SECONDS)
@@ -447,7 +437,6 @@ class _Producer:
             return any(not room.is_over for room in self.rooms.values())
 
     def _sleep(self, seconds: float) -> None:
-        """Wait for ``wake``."""
         poll = select.poll()  # select.select refuses descriptors from 1,024 on
         poll.register(self._woken, select.POLLIN)
         self.is_idle = True
@@ -497,7 +486,6 @@ def _too_many_silent(key: PeerKey, silent: Sequence[PeerKey]) -> HandshakeError 
 
 
 def _displaced(key: PeerKey, seconds: float) -> DeadlineError:
-    """Return the error of a request that fails so that another can wait."""
     return DeadlineError(
         f"engine {key.engine!r} at {place(key.host, key.port)} has said nothing of a request with "
         f"this transfer_id and prompt for {seconds:.1f} s, and {MAX_REQUESTS} requests wait here, "

@@ -1,8 +1,4 @@
-"""Reads of producers' slot words: before the pages (check), after them (fence), to renew leases.
-
-Those of several requests on one producer rank are read in one batch, and the notes about these
-requests ("done", or renewals) are bound to it as one notification.
-"""
+"""Reads of producers' slot words: before the pages (check), after them (fence), to renew leases."""
 
 from __future__ import annotations
 
@@ -108,7 +104,10 @@ class ScratchWords:
 
 
 class SlotReads:
-    """Collect reads of slot words and post them together. Used by the endpoint's thread only."""
+    """Collect reads of slot words and post them together. Used by the endpoint's thread only.
+
+    Those on one producer rank are read in one batch, which carries their notes as one notification.
+    """
 
     def __init__(self, scratch: ScratchWords, containment: ErrorContainment) -> None:
         self._scratch = scratch
@@ -150,7 +149,6 @@ class SlotReads:
                     self._post_batch(batch, transfers)
 
     def _batches(self, reads: list[SlotRead], max_notification: int) -> list[list[SlotRead]]:
-        """Split reads into batches; the notes of each, of one type, fit into one notification."""
         notes = [read.note for read in reads if read.note is not None]
         if not notes:
             return list(_chunks(reads, MAX_BATCH))
@@ -246,12 +244,9 @@ class FingerprintReads:
 
     A hostile process may serve another engine's payloads with a ticket key of its own. So the
     fingerprint in front of the slot table is compared with the handshake's key, once per connected
-    peer, before any other read. Used by the endpoint's thread only.
-
-    Args:
-        patience: seconds after which a check fails.
-        failing: called with producer, rank index and error after a check has failed, when the
-            driver knows that one of its reads will fail, but bytes may still land.
+    peer, before any other read. A check fails after ``patience`` seconds. ``failing`` is called,
+    after a check has failed, if one of its reads will fail and bytes may still land. Endpoint's
+    thread only.
     """
 
     def __init__(
@@ -271,10 +266,8 @@ class FingerprintReads:
     def check(self, peer: Peer, checked: Checked) -> None:
         """Compare the fingerprints in a connected producer's memory with its ticket key.
 
-        Args:
-            peer: the producer, each rank of which publishes where its fingerprint is.
-            checked: called once. After an error, the caller must give the peer up, and reads of the
-                check may still be under way.
+        ``checked`` is called once. After an error, the caller must give the peer up, and reads of
+        the check may still be under way.
         """
         check = _Check(peer=peer, checked=checked, deadline=self._clock() + self._patience)
         self._checks.add(check)
@@ -314,7 +307,6 @@ class FingerprintReads:
         )
 
     def _landed(self, check: _Check, rank: int, index: int, word: int) -> None:
-        """Store a word of a fingerprint, and end the check if this was the last word."""
         check.words[rank, index] = word
         if len(check.words) == len(check.peer.ids) * FINGERPRINT_WORDS:
             self._end(check, _problem(check.peer, check.words))
@@ -328,7 +320,6 @@ class FingerprintReads:
 
 
 def _problem(peer: Peer, words: dict[tuple[int, int], int]) -> HandshakeError | None:
-    """Compare the fingerprints of all connected ranks with the producer's ticket key."""
     expected = fingerprint(peer.ticket_key)
     for rank in peer.ids:
         actual = b"".join(

@@ -1,8 +1,7 @@
 """Measure how fast reads of device memory are, and warn once per producer if they are slow.
 
-Where the fast path between two devices cannot be used, a driver may move the bytes over another one
-(UCX copies through host memory or over tcp). Loads then succeed, many times slower, and nothing
-else says so: a driver may not know what its library used.
+Where the fast path cannot be used, a driver may move the bytes over another one (UCX, over tcp).
+Loads then succeed, many times slower, and nothing else says so.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ SLOW_RATE = 2e9
 """Bytes per second below which reads of device memory are slow; PCIe, NVLink and RDMA do more."""
 SAMPLE_BYTES = 64 << 20
 """A rate is the rate of more bytes than this."""
-# With less, ``LATE_SECONDS`` would hide even half of ``SLOW_RATE``.
+# With fewer bytes, ``LATE_SECONDS`` would hide even half of ``SLOW_RATE``.
 PERIOD_BYTES = 16 << 20
 """A busy period of fewer bytes is not measured."""
 LATE_SECONDS = 0.008
@@ -87,7 +86,6 @@ class Throughput:
         self._bytes, self._copies, self._seconds, self._periods = 0, 0, 0.0, 0
 
     def _end_period(self, now: float) -> None:
-        """Add the busy period to the sample unless it is too short; judge a complete sample."""
         if self._period_bytes >= PERIOD_BYTES:
             self._bytes += self._period_bytes
             self._copies += self._period_copies
@@ -103,10 +101,7 @@ class Throughput:
 
 
 class SlowPathWarnings:
-    """Warn once per producer when reads of device memory are slow. For the endpoint's thread only.
-
-    ``path`` returns the driver's name for what carries a producer's bytes; may be empty.
-    """
+    """Warn once per producer when reads of device memory are slow. Endpoint's thread only."""
 
     def __init__(self, driver: str, path: Callable[[Peer], str]) -> None:
         self._driver = driver
@@ -157,7 +152,6 @@ def _kinds(layout: Layout) -> str:
 
 
 def _about_copies(sample: Sample) -> str:
-    """Return a hint, to put before another hint, if the copies are small; otherwise nothing."""
     if sample.nbytes >= SMALL_COPY * sample.copies:
         return ""
     return (

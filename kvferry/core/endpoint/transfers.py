@@ -26,7 +26,7 @@ CANCEL_SECONDS = 1.0
 """How long a cancelled read may take to end by itself; see ``Grace``."""
 LONG_SECONDS = 0.001
 """After a post that took longer than this, the driver is polled before the next post."""
-# So many keep the link busy. With more reads at once, all would end late, not one after the other.
+# So many bytes keep the link busy. More reads at once would all end late.
 UNDER_WAY_BYTES = 32 << 20
 """While at least this many bytes are under way over a connection, its next read waits."""
 
@@ -36,7 +36,6 @@ class Outcome:
     """How a read ended. Once there is an outcome, the read writes no more bytes.
 
     Attributes:
-        error: why the read failed; ``None`` if all bytes arrived.
         copies: number of copies in the read; 0 if they were never built.
         begun: when posting began, by ``time.perf_counter``; 0 if the read ended before that.
         seconds: time from ``begun`` to the end; 0 if posting never began.
@@ -88,17 +87,13 @@ class Read:
     Attributes:
         build: returns the copies when the read is posted: their arrays may be a workspace that the
             next read fills again. Named by pages only if the transport has ``paged_reads``.
-        finished: called once, with the outcome, when the read has ended.
-        failing: called at most once, when the driver knows that the read will fail, but bytes may
-            still land.
+        failing: called at most once, before ``finished``, when the driver knows that the read will
+            fail, but bytes may still land.
         notify: payload of the notification that is bound to the read.
         urgent: post it before all others, whatever is under way; for reads of a few bytes.
         tags: what the read is for; it is cancelled when ``Transfers.cancel`` leaves none.
-        throughput: measures the rate of the reads over the connection, if set.
         graces: those of ``Transfers.cancel``; empty once the read has ended.
-        started, posted: when posting began, and the driver had accepted the read, by
-            ``time.perf_counter``; 0 before.
-        copies, nbytes: of all copies; 0 until they are built.
+        started, posted: when posting began and ended, by ``time.perf_counter``; 0 before.
         failure: the error with which the read will fail; ``None`` while none is known.
     """
 
@@ -139,10 +134,8 @@ class Transfers:
         self._closed: set[PeerId] = set()
         """Closed connections, of which the driver has not reported the end of all posted reads."""
         self._graces: dict[Grace, None] = {}
-        """Those with reads that have not ended, as keys, the earliest first."""
 
     def __len__(self) -> int:
-        """Return the number of reads that are queued or under way."""
         return len(self._urgent) + sum(map(len, self._queued.values())) + len(self._posted)
 
     def add(self, read: Read) -> None:
@@ -211,7 +204,6 @@ class Transfers:
             self._closed.add(peer)
 
     def _begin_grace(self, grace: Grace, read: Read) -> None:
-        """Add a cancelled read to a grace; the first one starts the grace's time."""
         if grace not in self._graces:
             grace.until = self._clock() + CANCEL_SECONDS
             self._graces[grace] = None
