@@ -1,9 +1,10 @@
-"""Find exported names without a docstring: ``python -m docs.tools.names``.
+"""Find names whose docstring is missing or too long: ``python -m docs.tools.names``.
 
 Ruff's D rules check modules, classes and functions, but not constants and type aliases, which the
 reference shows only if a docstring follows their assignment. So this script checks every name in an
-``__all__`` of kvferry, in the module that defines the name. It needs only the standard library, and
-does not import kvferry.
+``__all__`` of kvferry, in the module that defines the name. And a private function or class of the
+core and the drivers has a docstring of one line, or none. The script needs only the standard
+library, and does not import kvferry.
 """
 
 from __future__ import annotations
@@ -15,6 +16,11 @@ from itertools import pairwise
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+
+SHORT = ("kvferry/core", "kvferry/drivers")
+"""Folders whose private docstrings have one line."""
+HOOKS = "kvferry/core/transport/base.py"
+"""Its private methods are what the author of a driver implements."""
 
 
 class Modules:
@@ -76,10 +82,7 @@ class Modules:
         if origin := self.imports(module).get(name):
             return self.is_documented(*origin)
         for node in tree.body:
-            if (
-                isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
-                and node.name == name
-            ):
+            if isinstance(node, _Definition) and node.name == name:
                 return ast.get_docstring(node) is not None
         found = [text for assigned, _, text in _assignments(tree) if assigned == name]
         return not found or any(found)
@@ -97,6 +100,37 @@ def undocumented(root: Path) -> Iterator[str]:
         for name in modules.exports(module):
             if not modules.is_documented(module, name):
                 yield f"{module}: {name} is exported and has no docstring"
+
+
+def long_private(root: Path) -> Iterator[str]:
+    """Yield a line of text for each private docstring that has more than one line.
+
+    Private is what begins with an underscore, and what is inside a private class or a function.
+
+    Args:
+        root: the folder of the repository.
+    """
+    for path in (path for folder in SHORT for path in sorted((root / folder).rglob("*.py"))):
+        file = path.relative_to(root).as_posix()
+        if file != HOOKS:
+            for node in _private(ast.parse(path.read_text()), inside=False):
+                if "\n" in (ast.get_docstring(node) or ""):
+                    yield f"{file}:{node.lineno}: {node.name} is private: one line will do"
+
+
+def _private(tree: ast.AST, *, inside: bool) -> Iterator[_Definition]:
+    """Yield the private definitions in a tree; all are if it is ``inside`` of one."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, _Definition):
+            private = inside or node.name.startswith("_")
+            if private:
+                yield node
+            yield from _private(node, inside=private or not isinstance(node, ast.ClassDef))
+        else:
+            yield from _private(node, inside=inside)
+
+
+_Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def _assignments(tree: ast.Module | None) -> Iterator[tuple[str, ast.expr | None, bool]]:
@@ -122,8 +156,8 @@ def _assignments(tree: ast.Module | None) -> Iterator[tuple[str, ast.expr | None
 
 
 def main() -> int:
-    """Print the exported names that lack a docstring; return 1 if there is one, else 0."""
-    found = list(undocumented(ROOT))
+    """Print what is wrong; return 1 if anything is, else 0."""
+    found = [*undocumented(ROOT), *long_private(ROOT)]
     sys.stderr.writelines(f"{problem}\n" for problem in found)
     return 1 if found else 0
 

@@ -109,15 +109,6 @@ def with_remedy(error: KVFerryError) -> str:
 
 
 def on_one_line(text: str, limit: int = 4096) -> str:
-    """Return untrusted text (of a ticket, a peer, a library) as one line of a log.
-
-    Args:
-        text: text of any length.
-        limit: how many characters of the text are kept at most.
-
-    Returns:
-        The text with white space (line breaks, too) collapsed and unprintable characters
-        replaced by ``?``, so that the text cannot forge further lines.
-    """
+    """Return untrusted text as one line of a log, which cannot forge further lines."""
     line = " ".join(text[:limit].split())
     return "".join(each if each.isprintable() else "?" for each in line)

@@ -82,11 +82,7 @@ NOT_THE_TICKET = frozenset(
 
 
 class TicketError(KVFerryError, ValueError):
-    """A ticket is refused before anything is read.
-
-    Attributes:
-        reason: why the ticket is refused, as a label for metrics.
-    """
+    """A ticket is refused before anything is read; ``reason`` is a label for metrics."""
 
     def __init__(self, text: str = "", *, reason: TicketReason = TicketReason.MALFORMED) -> None:
         super().__init__(text)

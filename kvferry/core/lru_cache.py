@@ -11,13 +11,7 @@ V = TypeVar("V")
 
 
 class LRUCache(Generic[V]):
-    """Keep the most recently used values by key. Safe to use from any thread.
-
-    Args:
-        max_entries: the most values that are kept.
-        max_weight: the most that the weights of all kept values may add up to, in the unit of
-            ``put``'s ``weight``; ``None`` for no limit.
-    """
+    """Keep the most recently used values by key, within limits. Safe to use from any thread."""
 
     def __init__(self, max_entries: int, max_weight: int | None = None) -> None:
         self._max_entries = max_entries
@@ -42,15 +36,10 @@ class LRUCache(Generic[V]):
             return {key: value for key, (value, _) in self._entries.items()}
 
     def put(self, key: Hashable, value: V, weight: int = 0) -> None:
-        """Store a value, and drop the least recently used values while a limit is exceeded.
+        """Store a value, and drop the least recently used beyond a limit.
 
-        The value is now the most recently used.
-
-        Args:
-            key: the key; a value that the key had before is replaced.
-            value: the value.
-            weight: what the value counts against ``max_weight``, in any unit. A value that alone
-                weighs more than ``max_weight`` is dropped, too, after all others.
+        Weights, in any unit, add up to ``max_weight`` at most; a value above it alone is dropped,
+        too.
         """
         with self._lock:
             self._weight += weight - self._entries.get(key, (None, 0))[1]

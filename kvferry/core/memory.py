@@ -1,7 +1,6 @@
 """Memory that a transport can reach: regions, and the region of a tensor.
 
-A region never owns memory. The caller keeps the memory alive for as long as the region is
-registered with a transport.
+A region never owns memory: the caller keeps it alive while it is registered with a transport.
 """
 
 from __future__ import annotations
@@ -26,17 +25,10 @@ I64Array = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class Region:
-    """One contiguous range of memory.
+    """One contiguous range of memory; ``device`` is an index within the kind, 0 for CPU memory.
 
-    Attributes:
-        address: address of the first byte, in the process that owns the memory.
-        nbytes: length in bytes, at least 1.
-        kind: memory kind, such as ``cpu`` or ``cuda``.
-        device: device index within the kind; 0 for CPU memory.
-
-    Raises:
-        LayoutError: the range is empty or leaves the address space, the kind is empty or longer
-            than 16 characters, or the device index is not in 0 to 65535.
+    Raises ``LayoutError`` if the range is empty or leaves the address space, or kind or index are
+    out of bounds.
     """
 
     address: int
@@ -81,19 +73,11 @@ class _TorchLike(Protocol):
 
 
 def region_of(tensor: object) -> Region:
-    """Return the memory of a tensor or array as a region.
+    """Return the memory of a tensor or array as a region; the caller keeps it alive.
 
-    Args:
-        tensor: a torch tensor (any object with ``untyped_storage()``), or a contiguous numpy array.
-            The caller keeps it alive.
-
-    Returns:
-        For a torch tensor its whole storage, so that views of one buffer give equal regions; for a
-        numpy array the memory of the array.
-
-    Raises:
-        LayoutError: the object is neither of these, its memory is empty, or it is an array that is
-            not contiguous.
+    For a torch tensor (any object with ``untyped_storage()``) its whole storage, so that views of
+    one buffer give equal regions; for a numpy array its own memory. Raises ``LayoutError`` for
+    anything else, for empty memory, and for an array that is not contiguous.
     """
     if isinstance(tensor, np.ndarray):
         return _region_of_array(tensor)

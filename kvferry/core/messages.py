@@ -1,8 +1,7 @@
 """All messages between engines: their types, their limits, and how they are encoded and decoded.
 
-Messages are msgpack. What a peer sends is untrusted: sizes are checked before decoding and values
-while decoding (layouts validate themselves), and a decoder raises ``WireError`` only. Unknown
-fields are skipped, so that a newer build can add fields.
+Messages are msgpack. A peer's are untrusted: sizes are checked before decoding, values while
+decoding, and a decoder raises ``WireError`` only. Fields of newer builds are skipped.
 """
 
 from __future__ import annotations
@@ -49,17 +48,11 @@ MAX_CACHED_LAYOUT_BYTES = 1 << 18
 MAX_ALL_CACHED_LAYOUT_BYTES = 1 << 22
 """The most encoded bytes of all cached layouts; decoded, they take about five times as many."""
 CACHED_REGION_BYTES = 40
-"""The bytes that each region of a cached layout adds to the two limits above. Regions are decoded
-with each payload, but only those of the first are cached."""
+"""The bytes that each region of a cached layout adds to the two limits above."""
 
 
 class Coordinates(Struct, frozen=True, kw_only=True, order=True):
-    """The position of a rank in its engine.
-
-    Attributes:
-        pp, tp: the rank in pipeline and in tensor parallelism.
-        pcp, dcp: the rank in prefill-context and in decode-context parallelism.
-    """
+    """A rank's position in pipeline, tensor, prefill-context and decode-context parallelism."""
 
     pp: Index = 0
     tp: Index = 0
@@ -105,31 +98,21 @@ class _PayloadHeader(Versions, frozen=True, kw_only=True):
 
 
 class RankPayload(_PayloadHeader, frozen=True, kw_only=True):
-    """What a rank publishes in the handshake.
+    """What a rank publishes in the handshake. What is optional is left out by older builds.
 
     Attributes:
         oldest, newest: the protocol versions that the rank speaks.
         engine, incarnation: the rank's engine, and a random number for each start of the engine.
         rank: the rank's index in its engine; payloads are served in this order.
-        coordinates: the rank's position in its engine.
         agreement: what two engines must agree on (model, cache dtype, ...), name to value.
         layout: where the rank's cache lies in its memory.
-        driver: the name of the rank's driver.
-        address: what that driver needs to connect; opaque here.
-        slots: the memory of the table of slot words, 8 bytes each, which tell whether pages are
-            still held; registered with the transport.
-        lease: for how many seconds a renewal extends a hold; ``None`` if the rank's build does
-            not know renewals and would ignore them.
-        heartbeats: whether the rank's build knows ``Heartbeat``. A build that does not would drop
-            the whole notification that contains a heartbeat.
-        fingerprint: the two words before the table, which hold the fingerprint of the key that
-            proves the engine's tickets; ``None`` if the rank's build does not prove tickets.
-        watermarks: the memory of the watermarks, one for each slot word, which tell how far the
-            pages are computed; left out by builds without early tickets.
-
-    Raises:
-        WireError: the range of versions is empty; or ``slots``, ``fingerprint`` or ``watermarks``
-            has a wrong size or is not aligned to 8 bytes.
+        address: what the driver needs to connect; opaque here.
+        slots: the memory of the slot words, registered with the transport.
+        lease: for how many seconds a renewal extends a hold; ``None`` if renewals would be ignored.
+        heartbeats: whether the build knows ``Heartbeat``; if not, it drops notifications with one.
+        fingerprint: the two words before the table, with the fingerprint of the engine's ticket
+            key.
+        watermarks: the memory of the watermarks, one for each slot word.
     """
 
     layout: Layout
@@ -150,13 +133,8 @@ class _UnreadPayload(_PayloadHeader, frozen=True, kw_only=True):
 class Release(Struct, frozen=True, kw_only=True, tag="release"):
     """A consumer rank no longer needs the held pages: "done", or "abandon" if it gave up.
 
-    Attributes:
-        incarnation: incarnation of the producer.
-        slot, generation: the hold, by the number of its slot and its random bits.
-        engine: the consumer engine.
-        rank: the consumer's rank.
-        expected: how many ranks of the consumer engine release this hold at this producer rank.
-        abandoned: whether the consumer rank gave up.
+    ``incarnation`` is the producer's, ``engine`` and ``rank`` are the consumer's. ``expected`` is
+    how many of its ranks release this hold at this producer rank.
     """
 
     incarnation: RandomBits
@@ -171,14 +149,8 @@ class Release(Struct, frozen=True, kw_only=True, tag="release"):
 class Renewal(Struct, frozen=True, kw_only=True, tag="renewal"):
     """A consumer rank still waits for a hold's pages: the lease starts anew.
 
-    A renewal that names its engine also claims the hold: that engine's heartbeats then count as
-    signs of life for this hold, too.
-
-    Attributes:
-        incarnation: incarnation of the producer.
-        slot, generation: the hold, by the number of its slot and its random bits.
-        engine: the consumer engine; empty if its build does not send heartbeats.
-        life: incarnation of the consumer engine, which has no claims from before a restart.
+    ``incarnation`` is the producer's. If it names its ``engine``, it also claims the hold: that
+    engine's heartbeats are then signs of life for it, until a restart (another ``life``).
     """
 
     incarnation: RandomBits
@@ -189,13 +161,9 @@ class Renewal(Struct, frozen=True, kw_only=True, tag="renewal"):
 
 
 class Heartbeat(Struct, frozen=True, kw_only=True, tag="heartbeat"):
-    """A consumer engine is alive and still wants all holds that it claimed by renewals.
+    """A consumer engine is alive and still wants all holds that it claimed; no lease is renewed.
 
-    Heartbeats renew no lease. They are sent only to ranks with ``RankPayload.heartbeats``.
-
-    Attributes:
-        incarnation: incarnation of the producer.
-        engine, life: the consumer engine and its incarnation, as in ``Renewal``.
+    Sent only to ranks with ``RankPayload.heartbeats``. Fields are as in ``Renewal``.
     """
 
     incarnation: RandomBits
@@ -210,22 +178,14 @@ Notes = Annotated[list[Note], Meta(min_length=1, max_length=MAX_NOTES)]
 
 
 def decode_versions(data: bytes) -> Versions:
-    """Return the protocol versions in a payload, and ignore all other fields.
-
-    Raises:
-        WireError: the payload is too long or malformed.
-    """
+    """Return the protocol versions in a payload; raise ``WireError`` if it is malformed."""
     return decode(_versions, data, MAX_PAYLOAD_BYTES, "payload")
 
 
 def decode_payload(data: bytes) -> RankPayload:
-    """Decode one rank's payload and validate its layout.
+    """Decode one rank's payload; raise ``WireError`` if it or its layout is invalid.
 
-    Engines of a deployment often have equal layouts, except for the addresses of their regions. So
-    groups and fields are cached by their bytes: equal ones are decoded and validated only once.
-
-    Raises:
-        WireError: the payload is too long or malformed, or its layout is invalid.
+    Equal groups and fields, as engines of a deployment often have, are decoded only once.
     """
     unread = decode(_payload, data, MAX_PAYLOAD_BYTES, "payload")
     header = {name: getattr(unread, name) for name in _PayloadHeader.__struct_fields__}
@@ -236,19 +196,10 @@ def decode_payload(data: bytes) -> RankPayload:
 
 
 def shape_of(data: bytes) -> bytes:
-    """Return the end of an encoded payload: the groups and the fields of its layout.
+    """Return the end of an encoded payload: groups and fields, equal for ranks laid out alike.
 
-    Payloads of ranks that are laid out alike have equal ends, wherever their memory lies.
-
-    Args:
-        data: an encoded ``RankPayload``.
-
-    Returns:
-        The end, from the value of ``groups`` on; empty if the payload does not end with groups and
-        fields, as one of a newer build may not.
-
-    Raises:
-        WireError: the payload is too long or malformed.
+    Empty if the payload ends otherwise, as one of a newer build may; ``WireError`` if it is
+    malformed.
     """
     layout = decode(_payload, data, MAX_PAYLOAD_BYTES, "payload").layout
     end = bytes(layout.groups) + FIELDS_KEY + bytes(layout.fields)
@@ -269,11 +220,7 @@ def _layout(unread: _Unread) -> Layout:
 
 
 def decode_notes(data: bytes) -> list[Note]:
-    """Decode the payload of a notification, which is a list of messages.
-
-    Raises:
-        WireError: the bytes are too long or malformed.
-    """
+    """Decode the list of messages in a notification; raise ``WireError`` if it is malformed."""
     return decode(_notes, data, MAX_NOTES * MAX_NOTE_BYTES, "notification")
 
 

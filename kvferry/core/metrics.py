@@ -1,8 +1,7 @@
 """The metrics of an endpoint, and a record of each load.
 
-``FIGURES`` lists the metrics. An endpoint counts into a ``Metrics`` object, which returns the
-changes since the last call as ``Data``: plain dictionaries, which can be sent to another process
-and added up there with ``merge``. ``LoadRecord`` has the sizes, times and outcome of one load.
+An endpoint counts into ``Metrics``, which returns the changes since the last call as ``Data``:
+dictionaries that can be sent to another process and added up there with ``merge``.
 """
 
 from __future__ import annotations
@@ -17,9 +16,7 @@ from kvferry.core.error_causes import cause_of
 from kvferry.core.errors import KVFerryError
 
 Data = dict[str, Any]
-"""Values of metrics, as nested dictionaries: the key of the outermost one is the metric's name, and
-the key of each further one is the value of the metric's next label. The innermost values are a
-number, or, for a histogram, the list of the observed values."""
+"""By metric and label values, nested: a number, or the list of a histogram's observations."""
 
 
 class Stage(enum.StrEnum):
@@ -30,15 +27,13 @@ class Stage(enum.StrEnum):
     HANDSHAKE = "handshake"
     """From the start of the load until its producer is connected."""
     CHECK = "check"
-    """Until the read is posted: the load waits until the producer has computed the pages, and then
-    until it is the load's turn to read."""
+    """Until the read is posted: the producer computes, and then the load waits for its turn."""
     POST = "post"
     """The copies are computed and passed to the driver."""
     TRANSFER = "transfer"
     """The driver moves the bytes."""
     FENCE = "fence"
-    """After the data, the hold's slot word is read, which says whether the pages were held all the
-    time."""
+    """After the data, the slot word is read: it says whether the pages were held all the time."""
     COPY = "copy"
     """Where the cache is staged: the loaded pages are copied from host memory to the device."""
 
@@ -62,16 +57,13 @@ class MetricKind(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Metric:
-    """The definition of one metric, such as a counter.
+    """The definition of one metric; ``text`` describes it to people.
 
     Attributes:
-        name: unique name, without a prefix.
-        kind: how the metric changes, and so how ``merge`` adds a value to an earlier one: counters
-            are summed, lists of observed values are joined, and a gauge is replaced.
-        text: the description for people.
-        labels: names of the labels, in the order of the keys in ``Data``. The label ``driver`` is
-            the name of the transport's driver, ``rank`` the index of the rank that counts, and
-            ``peer`` the id of the producer engine.
+        kind: decides how ``merge`` adds: counters are summed, observed values joined, gauges
+            replaced.
+        labels: in the order of the keys in ``Data``; ``rank`` is the one that counts, ``peer`` the
+            producer.
     """
 
     name: str
@@ -232,15 +224,13 @@ HOST_FIGURES = (HOST_PAGES, HOST_PAGES_USED, HOST_PAGE_WAITS)
 """The metrics of the host pages of an engine whose cache is staged (``count_host_pages``)."""
 
 MAX_OBSERVED = 1 << 14
-"""The most observed values that are kept for one histogram and its labels until they are taken;
-further values are dropped, because it may be that nobody ever takes them."""
+"""The most values kept per histogram and labels, since it may be that nobody ever takes them."""
 MAX_PEERS = 32
 """How many producers have a ``peer`` label of their own; see ``PeerNames``."""
 OTHER = "other"
 """The ``peer`` label of all further producers."""
 UNREACHED = "unreached"
-"""The ``peer`` label of producers that were not connected when the load ended. Their names come
-from clients' tickets only, so they must not become labels."""
+"""The ``peer`` label of producers never connected: their names come from clients' tickets only."""
 MAX_NAME = 64
 """The most characters of an engine's id in a label."""
 
@@ -254,27 +244,24 @@ class LoadRecord:
         engine: the producer engine's id, from the ticket.
         reached: whether the load's handshake succeeded, so that the producer was connected.
         path: what carried the bytes, as the driver names it; empty if the driver cannot tell.
-        error: why the load failed; ``None`` if it succeeded.
-        stage: the stage in which the load failed; ``None`` if it succeeded.
+        error, stage: why and in which stage the load failed; ``None`` if it succeeded.
         reads: whether there was anything to pull; if not, the producer was only notified.
         tokens: number of tokens to pull, in the KV-cache group where most are pulled.
         copies, nbytes: number of copies that this rank read, and their bytes in total.
-        early_nbytes: those of ``nbytes`` that were read while the producer computed the rest,
-            without what was read again because the request was preempted.
-        seconds: time from the start of the load to its report; of an early load, from its last
-            part, if that came. Early reads count in no stage, except that what is left of one is
-            part of the check.
-        wait_seconds: time that the request waited for pages before the load began; 0 if
-            ``Endpoint.prepare`` was not called for it.
+        early_nbytes: those of ``nbytes`` that were read while the producer computed the rest, and
+            not read again after a preemption.
+        seconds: from the start of the load to its report; of an early load, from its last part, if
+            that came. Early reads count in no stage, except that what is left of one is part of the
+            check.
+        wait_seconds: how long the request waited for pages before the load began
+            (``Endpoint.prepare``).
         handshake_seconds: the part of ``seconds`` until the producer was connected.
-        check_seconds, post_seconds, transfer_seconds, fence_seconds: the parts of ``seconds`` in
-            the other stages (see ``Stage``). If the load reads from several producer ranks, each
-            value is the longest time that the stage took on any of them.
-        copy_seconds: where the cache is staged, the part of ``seconds`` from the end of the fence
-            until the pages were on the device; otherwise 0.
+        check_seconds, post_seconds, transfer_seconds, fence_seconds: the parts in other stages (see
+            ``Stage``), each on the producer rank where it took longest.
+        copy_seconds: where the cache is staged, from the fence until the pages were on the device.
         ended: when the load was reported, in seconds since the epoch.
-        first_tokens: per cache group of the consumer, the first token of the request that its pages
-            have; the bytes before it are zero. Empty if the load failed or pulled nothing.
+        first_tokens: per cache group of the consumer, the first token that its pages have; the
+            bytes before it are zero. Empty if the load failed or pulled nothing.
     """
 
     request: str
@@ -306,10 +293,7 @@ class LoadRecord:
 
     @property
     def stages(self) -> dict[Stage, float]:
-        """Seconds spent in each stage, without the handshake: several loads may share one.
-
-        The copy is left out where the cache is not staged.
-        """
+        """Seconds of each stage, without the handshake (loads share one) and, if 0, the copy."""
         stages = {
             Stage.WAIT: self.wait_seconds,
             Stage.CHECK: self.check_seconds,
@@ -326,14 +310,7 @@ class LoadRecord:
         return self.wait_seconds + before, max(0.0, self.seconds - before)
 
     def combine(self, other: LoadRecord) -> LoadRecord:
-        """Return the figures of a request's load on two ranks together.
-
-        Copies and bytes are added up, and of ``first_tokens`` the last ones count; everything else
-        is that of the rank that took longer.
-
-        Args:
-            other: the figures of the load on another rank, or on several.
-        """
+        """Return a request's figures on two ranks together: sums, and times of the slower."""
         slower = max(self, other, key=lambda each: each.seconds)
         return replace(
             slower,
@@ -347,9 +324,7 @@ class LoadRecord:
 class Metrics:
     """Collect values of metrics, until ``take`` returns them. Thread-safe.
 
-    Args:
-        common: label name to value, for labels that have one value in all metrics of this object:
-            ``driver`` and ``rank``. The ``labels`` of the methods are the metric's other labels.
+    ``common`` are labels of one value in all metrics (``driver``, ``rank``), ``labels`` the others.
     """
 
     def __init__(self, **common: str) -> None:
@@ -359,36 +334,18 @@ class Metrics:
         self._lock = threading.Lock()
 
     def add(self, figure: Metric, value: float = 1, **labels: str) -> None:
-        """Add a value to a counter; adding 0 does nothing.
-
-        Args:
-            figure: the counter.
-            value: what to add, in the metric's unit.
-            labels: label name to value.
-        """
+        """Add a value to a counter; adding 0 does nothing."""
         if value:
             with self._lock:
                 self._put(figure, value, labels)
 
     def observe(self, figure: Metric, value: float, **labels: str) -> None:
-        """Add an observed value to a histogram.
-
-        Args:
-            figure: the histogram.
-            value: the observed value, in the metric's unit.
-            labels: label name to value.
-        """
+        """Add an observed value to a histogram."""
         with self._lock:
             self._put(figure, [value], labels)
 
     def set(self, figure: Metric, value: float, **labels: str) -> None:
-        """Set a gauge, which is 0 until it is set; ``take`` returns only gauges that have changed.
-
-        Args:
-            figure: the gauge.
-            value: the new value, in the metric's unit.
-            labels: label name to value, in the same order in each call.
-        """
+        """Set a gauge (0 until then); pass its labels in the same order in each call."""
         key = (figure.name, *labels.values())
         with self._lock:
             if self._gauges.get(key, 0) != value:
@@ -396,11 +353,7 @@ class Metrics:
                 self._put(figure, value, labels)
 
     def take(self) -> Data | None:
-        """Return the values that were added, observed or set since the last call.
-
-        Returns:
-            A dictionary, which the caller may change; ``None`` if there are no such values.
-        """
+        """Return the values since the last call, for the caller to change; ``None`` without any."""
         with self._lock:
             taken, self._new = self._new, {}
         return taken or None
@@ -427,18 +380,12 @@ class Metrics:
                 self._put_stage(stage, seconds, record.peer)
 
     def count_stage(self, stage: Stage, seconds: float, peer: str) -> None:
-        """Count the time that a load spent in a stage.
-
-        Args:
-            stage: the stage.
-            seconds: the time.
-            peer: the producer engine's id, or its label; cut to ``MAX_NAME`` characters.
-        """
+        """Count the time that a load from a peer (its id or label) spent in a stage."""
         with self._lock:
             self._put_stage(stage, seconds, peer)
 
     def _put_stage(self, stage: Stage, seconds: float, peer: str) -> None:
-        """Count the time of a stage, as ``count_stage``. The caller must hold the lock."""
+        """Count the time of a stage. The caller must hold the lock."""
         self._put(STAGE_SECONDS, [seconds], {"stage": stage.value})
         if seconds:
             labels = {"peer": peer[:MAX_NAME], "stage": stage.value}
@@ -451,13 +398,7 @@ class Metrics:
             self.add(STALE, peer=record.peer)
 
     def _put(self, figure: Metric, value: Any, labels: Mapping[str, str]) -> None:  # noqa: ANN401
-        """Add a value to those that ``take`` returns next. The caller must hold the lock.
-
-        Args:
-            figure: the metric.
-            value: a number, or for a histogram the list of observed values.
-            labels: label name to value, for the labels that are not common.
-        """
+        """Add a value, for a histogram a list of them. The caller must hold the lock."""
         at = self._new.setdefault(figure.name, {})
         *outer, last = figure.labels
         for name in outer:
@@ -466,24 +407,14 @@ class Metrics:
 
 
 class PeerNames:
-    """Limit the number of ``peer`` labels: the first ``limit`` producers get one each.
-
-    All further producers share the label ``OTHER``.
-
-    Args:
-        limit: how many producers get a label of their own.
-    """
+    """Limit the ``peer`` labels: the first ``limit`` producers get one, the others ``OTHER``."""
 
     def __init__(self, limit: int = MAX_PEERS) -> None:
         self._limit = limit
         self._known: set[str] = {UNREACHED}
 
     def __call__(self, peer: str) -> str:
-        """Return the label to publish for a producer: its own, or ``OTHER``.
-
-        Args:
-            peer: the producer's label in an endpoint's ``Data``.
-        """
+        """Return the label to publish for a producer: its own, or ``OTHER``."""
         if peer in self._known:
             return peer
         if len(self._known) > self._limit:
@@ -493,13 +424,7 @@ class PeerNames:
 
 
 def merge(figures: Mapping[str, Metric], into: Data, other: Data) -> None:
-    """Add the values in ``other`` to those in ``into``, which may be of another process.
-
-    Args:
-        figures: metric name to metric. Values of further metrics in ``other`` are left out.
-        into: the values to add to; changed.
-        other: the values to add; not changed. Gauges in ``other`` replace those in ``into``.
-    """
+    """Add what ``other``, maybe of another process, has of ``figures`` to ``into``."""
     for name, values in other.items():
         if name in figures:
             figure = figures[name]
@@ -507,16 +432,7 @@ def merge(figures: Mapping[str, Metric], into: Data, other: Data) -> None:
 
 
 def flat(figure: Metric, data: Data) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yield the values of one metric, one for each combination of labels.
-
-    Args:
-        figure: the metric.
-        data: values of metrics; those of other metrics are skipped.
-
-    Yields:
-        The values of the metric's labels, in the order of ``Metric.labels``; and the metric's
-        value for them, as in ``Data``.
-    """
+    """Yield the values of one metric in ``Data``, each after the values of its labels."""
     yield from _leaves(data.get(figure.name, {}), len(figure.labels))
 
 
@@ -531,15 +447,7 @@ def _leaves(values: Any, depth: int) -> Iterator[tuple[tuple[str, ...], Any]]:  
 
 
 def _added(kind: MetricKind, mine: Any, theirs: Any, depth: int) -> Any:  # noqa: ANN401
-    """Add the values in ``theirs`` to those in ``mine``, and return ``mine``.
-
-    Args:
-        kind: the kind of the metric.
-        mine: nested dictionaries, as in ``Data`` below the metric's name; changed.
-        theirs: likewise; not changed, and no part of it becomes a part of ``mine``.
-        depth: how deep the dictionaries are nested: one level for each label that is left, at least
-            1.
-    """
+    """Add nested dictionaries to ``mine``, and return it; it shares no part with ``theirs``."""
     if depth > 1:
         for label, inner in theirs.items():
             mine[label] = _added(kind, mine.get(label, {}), inner, depth - 1)
@@ -550,14 +458,6 @@ def _added(kind: MetricKind, mine: Any, theirs: Any, depth: int) -> Any:  # noqa
 
 
 def _add_to(values: Data, kind: MetricKind, label: str, value: Any) -> None:  # noqa: ANN401
-    """Add a value to an innermost dictionary of ``Data``.
-
-    Args:
-        values: the dictionary: value of the last label to the metric's value; changed.
-        kind: the kind of the metric.
-        label: value of the last label.
-        value: what to add; for a histogram, a list of observed values.
-    """
     if kind is MetricKind.COUNTER:
         values[label] = values.get(label, 0) + value
     elif kind is MetricKind.GAUGE:

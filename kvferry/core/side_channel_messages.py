@@ -1,7 +1,6 @@
 """The requests to an engine's side channel and the replies to them, and what all messages share.
 
-``kvferry.core.messages`` adds what a rank's payload contains, and the notes between ranks. This
-module does without layouts and numpy, so that a probe of an engine's health starts quickly.
+Does without layouts and numpy, so that a probe of an engine's health starts quickly.
 """
 
 from __future__ import annotations
@@ -16,10 +15,10 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 from kvferry.core.errors import WireError
 from kvferry.core.security.proof import TICKET_KEY_BYTES
 
+# msgspec lets the UnicodeDecodeError (a ValueError) of an invalid string through, and deep nesting
+# is a RecursionError.
 DECODE_ERRORS = (msgspec.MsgspecError, ValueError, RecursionError, OverflowError)
-"""All that a msgspec decoder raises for malformed bytes: it lets the ``UnicodeDecodeError`` (a
-``ValueError``) of an invalid string through, and deep nesting is a ``RecursionError``. Catch all of
-these: an uncaught one would end a thread that serves all peers."""
+"""All that a decoder raises for malformed bytes; uncaught, it would end a thread for all peers."""
 
 OLDEST_PROTOCOL = 1
 NEWEST_PROTOCOL = 1
@@ -30,11 +29,9 @@ MAX_REQUEST_BYTES = 1 << 12
 MAX_REPLY_BYTES = 1 << 23
 """The longest reply: the payloads of 64 ranks of 80 layers take 2.5 MB."""
 MAX_SHORT_REPLY_BYTES = 3 << 17
-"""Up to this length, a reply is short: any number of short replies may be received at once, but
-only a few longer ones. The payloads of 8 ranks of 80 layers take 309 kB."""
+"""The longest short reply (8 ranks of 80 layers: 309 kB); few longer are received at once."""
 MAX_PAYLOAD_BYTES = 1 << 19
-"""The longest payload of one rank: 80 layers take 39 kB. A payload is decoded in one call, which
-keeps the interpreter's lock, for 20 ms if the payload has this length."""
+"""The longest payload of a rank (80 layers: 39 kB); decoding it stops all threads for 20 ms."""
 SHAPE_DIGEST_BYTES = 32
 """The length of the digest of an engine's shape."""
 MAX_KNOWN_SHAPES = 1 << 4
@@ -46,16 +43,13 @@ ROOM_BYTES = 16
 MAX_FOLLOWED = 96
 """The most rooms in one ``Follow``."""
 MAX_FOLLOWED_PROMPTS = 64
-"""The most rooms in one ``Follow`` that also has their prompts; with more, the longest would not
-fit into ``MAX_REQUEST_BYTES``."""
+"""The most rooms in one ``Follow`` with prompts: more might not fit into ``MAX_REQUEST_BYTES``."""
 PROMPT_BYTES = 16
 """The length of the digest of a prompt."""
 MAX_WAIT_MS = 200
-"""How long a ``Follow`` may have its answer delayed; shorter than the time after which a client
-sends a request again."""
+"""How long a ``Follow`` may delay its answer; shorter than until a client sends it again."""
 MAX_PART_BYTES = MAX_SHORT_REPLY_BYTES - (1 << 14)
-"""The longest part. The rest of the answer has room for the other fields of ``MAX_FOLLOWED``
-rooms."""
+"""The longest part: the answer has room for the other fields of ``MAX_FOLLOWED`` rooms, too."""
 MAX_VERSION = (1 << 53) - 1
 """The highest version of a room."""
 GENERATION_LIMIT = 1 << 63
@@ -65,8 +59,7 @@ MAX_TEXT = 1 << 12
 MAP16, FIXED_ARRAY = 0xDE, 0x9
 ARRAYS: Mapping[int, str] = {0xDC: ">H", 0xDD: ">I"}
 BINARIES: Mapping[int, str] = {0xC4: ">B", 0xC5: ">H", 0xC6: ">I"}
-"""For each first byte of a msgpack array or binary, the ``struct`` format of the length that
-follows."""
+"""First byte of a msgpack array or binary to the ``struct`` format of the length that follows."""
 LONG_START = b"\xa4type\xa8payloads\xa5ranks"
 """The start of an encoded ``Payloads``, after the number of its fields."""
 
@@ -82,11 +75,7 @@ Life = Annotated[int, Meta(ge=0, le=GENERATION_LIMIT - 1)]
 
 
 class Versions(Struct, frozen=True, kw_only=True):
-    """The protocol versions that one side speaks, ``oldest`` to ``newest``, both included.
-
-    Raises:
-        WireError: the range is empty.
-    """
+    """The protocol versions that one side speaks, both included; at least one."""
 
     oldest: Count
     newest: Count
@@ -111,14 +100,7 @@ SPOKEN = Versions(oldest=OLDEST_PROTOCOL, newest=NEWEST_PROTOCOL)
 
 
 class PayloadRequest(Versions, frozen=True, kw_only=True, tag="ask", omit_defaults=True):
-    """Ask a side channel for the payloads of all ranks of an engine.
-
-    Attributes:
-        oldest, newest: the protocol versions that the asking engine speaks.
-        engine: the engine that is asked.
-        known: digests of the shapes that the asking engine knows. An engine that has one of them
-            answers with ``PayloadHeads``; older builds ignore them.
-    """
+    """Ask for the payloads of all ranks; ``known`` are digests of shapes that may be left out."""
 
     engine: Name
     known: Annotated[list[ShapeDigest], Meta(max_length=MAX_KNOWN_SHAPES)] = []
@@ -140,15 +122,10 @@ class Follow(Struct, frozen=True, kw_only=True, tag="follow"):
     """Ask what an engine knows about rooms; older builds refuse this.
 
     Attributes:
-        engine: the engine that is asked.
         rooms: rooms, each with the version that is known; 0 if nothing is.
         wait_ms: for how many milliseconds to delay the answer if nothing is newer.
-        prompts: for each of ``rooms`` the digest of the prompt of the request that asks; empty if
-            any prompt will do. Left out by older builds, and if it is empty for all rooms. Older
-            builds ignore it, and answer with what they know of the room, of whatever prompt.
-
-    Raises:
-        WireError: there are not as many ``prompts`` as ``rooms``.
+        prompts: for each room the digest of the asking request's prompt, empty if any will do; left
+            out if all are. Older builds do not send it, and answer for whatever prompt.
     """
 
     engine: Name
@@ -165,19 +142,12 @@ class Follow(Struct, frozen=True, kw_only=True, tag="follow"):
 
 
 class RoomNews(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What an engine knows about one room.
+    """What an engine knows about one room; ``version`` grows with each change.
 
     Attributes:
-        room: the room.
-        version: grows with each change.
         part: the newest part, encoded by the integration; empty if nothing was computed yet.
-        is_last: whether nothing follows: ``part`` is the ticket, or ``error`` says why there is
-            none.
-        error: why there is no ticket; empty if there is one or may be.
+        is_last: nothing follows: ``part`` is the ticket, or ``error`` says why there is none.
         prompt: the digest with which the room was asked about; older builds leave it out.
-
-    Raises:
-        WireError: it is the last news, and has neither a ticket nor a reason.
     """
 
     room: Room
@@ -193,25 +163,15 @@ class RoomNews(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Followed(Struct, frozen=True, kw_only=True, tag="followed"):
-    """Answer a ``Follow``.
+    """Answer a ``Follow`` with news of rooms; of those that do not fit, in a further answer."""
 
-    Attributes:
-        incarnation: the engine's; another one knows nothing about the rooms of an earlier.
-        rooms: news of those rooms that have any; of the others in a further answer.
-    """
-
+    # Another one knows nothing about the rooms of an earlier.
     incarnation: RandomBits
     rooms: Annotated[list[RoomNews], Meta(max_length=MAX_FOLLOWED)]
 
 
 class Payloads(Struct, frozen=True, kw_only=True, tag="payloads"):
-    """Answer a ``PayloadRequest``.
-
-    Attributes:
-        ranks: every rank's payload, each encoded by its own rank.
-        ticket_key: the public key that proves the engine's tickets; empty from builds that do not
-            prove tickets.
-    """
+    """Answer a ``PayloadRequest``; the key is empty from builds that do not prove tickets."""
 
     ranks: Annotated[list[bytes], Meta(min_length=1, max_length=MAX_RANKS)]
     ticket_key: Annotated[bytes, Meta(max_length=TICKET_KEY_BYTES)] = b""
@@ -221,16 +181,7 @@ class Payloads(Struct, frozen=True, kw_only=True, tag="payloads"):
 
 
 class PayloadHeads(Struct, frozen=True, kw_only=True, tag="heads"):
-    """Answer a ``PayloadRequest`` that names the engine's shape.
-
-    A payload ends with the groups and fields of its layout. The shape of an engine is these ends
-    of all its ranks' payloads; see ``kvferry.core.handshake.shapes``.
-
-    Attributes:
-        shape: digest of the engine's shape, one of ``PayloadRequest.known``.
-        ranks: every rank's payload without its end.
-        ticket_key: as in ``Payloads``.
-    """
+    """Answer a ``PayloadRequest`` that names the engine's ``shape``: payloads without ends."""
 
     shape: ShapeDigest
     ranks: Annotated[list[bytes], Meta(min_length=1, max_length=MAX_RANKS)]
@@ -241,11 +192,6 @@ class PayloadHeads(Struct, frozen=True, kw_only=True, tag="heads"):
 
 
 def _check_ticket_key(key: bytes) -> None:
-    """Refuse a ticket key of a wrong length.
-
-    Raises:
-        WireError: the key has a wrong length.
-    """
     if len(key) not in (0, TICKET_KEY_BYTES):
         raise WireError(f"a ticket_key of {len(key)} bytes; it has {TICKET_KEY_BYTES}")
 
@@ -263,12 +209,7 @@ class Pong(Struct, frozen=True, kw_only=True, tag="pong"):
 
 
 class Condition(Struct, frozen=True, kw_only=True, tag="condition"):
-    """Answer a ``Health``.
-
-    Attributes:
-        engine, incarnation: the engine that answers.
-        problems: what is wrong, as text for people; empty if the engine is healthy.
-    """
+    """Answer a ``Health``: what is wrong, as text for people; empty if the engine is healthy."""
 
     engine: Name
     incarnation: RandomBits
@@ -297,20 +238,12 @@ def encode(message: Struct | Sequence[Struct]) -> bytes:
 
 
 def decode_request(data: bytes) -> Request:
-    """Decode a request.
-
-    Raises:
-        WireError: the bytes are too long or malformed.
-    """
+    """Decode a request; raise ``WireError`` if it is too long or malformed."""
     return decode(_request, data, MAX_REQUEST_BYTES, "request")
 
 
 def decode_reply(data: bytes | memoryview) -> Reply:
-    """Decode a reply.
-
-    Raises:
-        WireError: the bytes are too long or malformed.
-    """
+    """Decode a reply; raise ``WireError`` if it is too long or malformed."""
     if len(data) <= MAX_SHORT_REPLY_BYTES:
         return decode(_reply, data, MAX_SHORT_REPLY_BYTES, "reply")
     if len(data) > MAX_REPLY_BYTES:
@@ -373,17 +306,7 @@ _after: msgspec.msgpack.Decoder[_AfterRanks] = msgspec.msgpack.Decoder(_AfterRan
 def decode(
     decoder: msgspec.msgpack.Decoder[T], data: bytes | memoryview, limit: int, what: str
 ) -> T:
-    """Decode a message.
-
-    Args:
-        decoder: decodes the message's type.
-        data: the encoded message.
-        limit: the most bytes that are allowed.
-        what: what kind of message it is, for the error.
-
-    Raises:
-        WireError: the bytes are too long or malformed.
-    """
+    """Decode a message of kind ``what``; raise ``WireError`` if it is too long or malformed."""
     if len(data) > limit:
         raise WireError(f"a {what} of {len(data)} bytes; {limit} are allowed")
     try:

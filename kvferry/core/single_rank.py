@@ -1,7 +1,4 @@
-"""An engine of one rank, in one object: an endpoint, a side channel, and the requests' holds.
-
-A hold keeps a request's pages unchanged until another engine has read them or the lease expires.
-"""
+"""An engine of one rank, in one object: an endpoint, a side channel, and the requests' holds."""
 
 from __future__ import annotations
 
@@ -26,32 +23,29 @@ from kvferry.core.transport.registry import create
 class SingleRankEngine:
     """Hand requests over to other engines and load requests from them, as an engine of one rank.
 
-    For an engine that is one process with its cache in CPU memory. The engine can prefill for
-    others and decode what others prefilled, also at the same time. Call all methods from one
-    thread. Only ``results`` with a timeout, and ``close``, block.
+    For one process with its cache in CPU memory, which may prefill for others and decode what
+    others prefilled, also at the same time. Call all methods from one thread. Only ``results`` with
+    a timeout, and ``close``, block.
 
-    An engine with several ranks, with memory of a device, or with more than one group of fields
-    cannot use this class. It needs the same parts, as ``kvferry.integrations.vllm`` has them: an
-    ``Endpoint`` in every worker, and one ``SchedulerHolds`` and one ``HandshakeServer`` beside its
-    scheduler.
+    Engines with several ranks, device memory or more groups use the same parts, as
+    ``kvferry.integrations.vllm`` does: an ``Endpoint`` in every worker, and one ``SchedulerHolds``
+    and one ``HandshakeServer`` beside the scheduler.
 
-    The tickets of this engine carry neither a proof nor a signature, so everybody who passes them
-    on must be trusted (docs/security.md).
+    Tickets carry neither a proof nor a signature, so everybody who passes them on must be trusted
+    (docs/security.md).
 
     Args:
         name: the engine's id, which must be unique among all engines.
-        layout: the rank's cache: one group of pages in CPU memory, as ``paged_layout`` describes
-            it. The caller keeps that memory alive until ``close`` has returned.
-        driver: the name of an installed driver; engines that exchange pages use the same driver.
-        driver_options: option name to value, passed to the driver; ``None`` for its defaults.
-        host: the address on which the side channel listens. It goes into tickets, so other engines
-            must be able to reach it.
-        port: the port on which the side channel listens; 0 takes a free one.
+        layout: one group of pages in CPU memory, as ``paged_layout`` describes it. The caller keeps
+            that memory alive until ``close`` has returned.
+        driver: the name of an installed driver; engines that exchange pages use the same one.
+        driver_options: option name to value; ``None`` for the driver's defaults.
+        host: the address of the side channel. It goes into tickets: other engines must reach it.
+        port: the port of the side channel; 0 takes a free one.
         options: times, keys, and the networks that peers may be in; ``None`` for the defaults.
 
     Raises:
-        LayoutError: the layout does not have exactly one group, of pages, or has memory other than
-            CPU memory.
+        LayoutError: the layout has other than one group of pages, or other than CPU memory.
         DriverError: the driver does not exist or does not start.
         TransportError: the driver cannot register the memory.
         HandshakeError: the side channel cannot be bound to its address.
@@ -99,18 +93,11 @@ class SingleRankEngine:
         return self._endpoint
 
     def begin_prefill(self, request: str) -> bool:
-        """Announce that a request will be computed here and decoded elsewhere.
+        """Announce, before its first page is written, that a request is computed for others.
 
-        Call it before the first of the request's pages is written.
-
-        Args:
-            request: this engine's id of the request.
-
-        Returns:
-            Whether there can be a ticket for the request. There cannot while as many requests as
-            the engine has pages were begun and are neither cancelled nor in ``Results.sent``, or
-            while an earlier request with this id has a ticket and is not in ``Results.sent``. Then
-            decode the request here, too.
+        Returns whether there can be a ticket; if not, decode the request here, too. There cannot
+        while an earlier request of this id, or as many as the engine has pages, await
+        ``Results.sent``.
         """
         hold = self._holds.take_on(RequestId(request))
         self._endpoint.apply(self._holds.drain())
@@ -119,14 +106,9 @@ class SingleRankEngine:
     def finish_prefill(self, request: str, prompt: Sequence[int], pages: Sequence[int]) -> Ticket:
         """Make the ticket with which another engine loads a request's pages.
 
-        Do not write to the pages until ``results`` returns the request in ``sent``, because
-        another engine has read the pages, or because the lease (``EndpointOptions.lease``) has
-        expired without a renewal.
-
-        Args:
-            request: a request for which ``begin_prefill`` returned ``True``.
-            prompt: the request's token ids. The cache of all of them must be in the pages.
-            pages: the ids of the request's pages, in the order of the prompt.
+        Do not write to the pages until ``results`` returns the request in ``sent``: another engine
+        has read them, or the lease (``EndpointOptions.lease``) has expired without a renewal. The
+        pages, in the order of the prompt, must have the cache of all its token ids.
 
         Raises:
             TicketError: the request was not begun, or has its ticket already; or a page is listed
@@ -155,10 +137,7 @@ class SingleRankEngine:
         )
 
     def cancel_prefill(self, request: str) -> None:
-        """Cancel a request that was passed to ``begin_prefill``: no ticket will be made for it.
-
-        Does nothing if the request has its ticket already.
-        """
+        """Cancel a request that was begun, unless it has its ticket already."""
         self._holds.drop(RequestId(request))
         self._endpoint.apply(self._holds.drain())
 
@@ -167,18 +146,11 @@ class SingleRankEngine:
     ) -> None:
         """Start to load a request's pages from the engine that made the ticket.
 
-        Do not use the pages until ``results`` returns the request in ``received``, and only if the
-        request is not in ``failed``.
-
-        Args:
-            request: this engine's id of the request.
-            ticket: the ticket from the engine that computed the request.
-            prompt: the request's token ids; the ticket must have been made for the same ids.
-            pages: the ids of this engine's pages to fill, in the order of the prompt; as many as
-                the prompt needs.
+        Do not use the pages, as many as the prompt needs and in its order, until ``results``
+        returns the request in ``received``, and only if it is not in ``failed``.
 
         Raises:
-            TicketError: the ticket was made for another prompt.
+            TicketError: the ticket was made for another prompt than these token ids.
         """
         if digest(prompt) != ticket.digest:
             raise TicketError(
@@ -196,15 +168,10 @@ class SingleRankEngine:
         )
 
     def results(self, timeout: float = 0.0) -> Results:
-        """Return the requests and loads that have ended since the last call.
+        """Return what has ended since the last call; wait up to ``timeout`` seconds for something.
 
-        Args:
-            timeout: the most seconds to wait if no request has ended yet.
-
-        Returns:
-            The requests of ``finish_prefill`` whose pages may be reused, because no other engine
-            reads them any more; the requests of ``load`` whose load has ended, with the error of
-            each that failed; and a record of each load that has ended.
+        In ``sent`` are requests of ``finish_prefill`` whose pages may be reused, in ``received``
+        those of ``load`` that are over, and in ``failed`` the errors of some of these.
         """
         self._endpoint.wait(timeout)
         results = self._endpoint.results()
@@ -215,15 +182,12 @@ class SingleRankEngine:
     def close(self) -> None:
         """End all loads and holds. After that, nobody touches the cache's memory any more.
 
-        Raises:
-            TransportError: transfers could not be ended, so bytes may still land: the memory must
-                stay allocated.
+        Raises ``TransportError`` if bytes may still land: the memory must stay allocated.
         """
         self._server.close()
         self._endpoint.close()
 
     def _serve(self, host: str, port: int) -> HandshakeServer:
-        """Start the side channel, which answers handshakes, at this address."""
         payload = self._endpoint.payload
         return HandshakeServer(
             [encode(payload)],
@@ -237,7 +201,6 @@ class SingleRankEngine:
 
 
 def _check_layout(layout: Layout) -> None:
-    """Refuse a layout that is not one group of pages in CPU memory."""
     kinds = [group.kind.value for group in layout.groups]
     if kinds != [GroupKind.PAGED]:
         raise LayoutError(

@@ -1,14 +1,8 @@
 """A bound on the work that data published by a peer can cause.
 
-A few megabytes from an untrusted peer can describe layouts whose checks, or whose plan, would take
-hours. So work is counted in steps, in most places before it is done, and refused beyond a limit.
-Steps are counted and not seconds, so that every machine refuses the same data.
-
-All costs stand in this module. Work is not counted if it is linear in the size of the data and a
-limit on that size bounds it already. For instance, splitting a field set (fields of a rank that
-differ only in a few numbers) by memory device takes at most one pass over its fields for each
-device, and is not counted. Comparing each resulting set with others is counted
-(``OVERLAP_SET_STEPS``).
+A few megabytes can describe layouts whose checks or plan would take hours. So work is counted
+before it is done, in steps and not seconds: every machine refuses the same data. Work that is
+linear in data of bounded size is not counted.
 """
 
 from __future__ import annotations
@@ -16,9 +10,7 @@ from __future__ import annotations
 from kvferry.core.errors import KVFerryError
 
 MAX_STEPS = 10_000_000
-"""The most steps for checking everything that one engine publishes, and the most for one plan. A
-step takes about a tenth of a microsecond, so the limit is about a second. An engine of 8 ranks and
-80 layers takes some hundred thousand steps, an engine of 64 ranks a million."""
+"""The most steps, of 0.1 us, to check an engine or make a plan; one of 64 ranks takes a million."""
 
 # The cost of each kind of work, in steps, unless the name says PER_STEP. Each cost is an upper
 # estimate of what was measured.
@@ -40,8 +32,7 @@ FIELD_STEPS = 40
 REGION_STEPS = 20
 """Decoding one region and checking it."""
 KIND_STEPS = 1
-"""Comparing one field with one kind of field. Every field is counted for every kind, because the
-hashes of untrusted data may all collide."""
+"""Comparing one field with one kind of field; with all, as hashes of untrusted data may collide."""
 OVERLAP_SET_STEPS = 500
 """Preparing one set of strided bytes for an overlap check."""
 OVERLAP_CLUSTER_STEPS = 100
@@ -61,8 +52,7 @@ SPLIT_STEPS = 50
 # Finding strips (planner.strips, planner.coalesce).
 
 SHAPE_STEPS = 500
-"""Finding the strips (runs of bytes contiguous on both sides) of a local and a remote field whose
-combination of shapes was not met before."""
+"""Finding the strips of a pair of fields whose combination of shapes was not met before."""
 MERGE_BOXES_STEPS = 500
 """Merging one list of boxes (runs of bytes repeated at strides) once."""
 MERGE_RUN_STEPS = 3
@@ -72,19 +62,11 @@ SELECTED_RUNS_PER_STEP = 20
 STRIP_STEPS = 5
 """Making one strip."""
 BATCH_STEPS = 1000
-"""Making one batch of strips. It costs much because every request goes through all batches."""
+"""Making one batch of strips; every request goes through all batches."""
 
 
 class WorkBudget:
-    """Count the steps of work that one task takes, and refuse more than ``MAX_STEPS``.
-
-    Args:
-        error: type of the error to raise.
-        task: the task, as the subject of the error's message: "checking a layout".
-
-    Attributes:
-        steps: number of steps counted so far.
-    """
+    """Count the steps of a task ("checking a layout", say); refuse more than ``MAX_STEPS``."""
 
     __slots__ = ("_error", "_task", "steps")
 
@@ -94,16 +76,7 @@ class WorkBudget:
         self.steps = 0
 
     def spend(self, steps: int, where: str) -> None:
-        """Add steps to the count; where possible, before the work itself is done.
-
-        Args:
-            steps: number of steps that the work takes.
-            where: what makes the work large, for the error's message.
-
-        Raises:
-            KVFerryError: the count is above ``MAX_STEPS``. The error has the type that was passed
-                to the constructor.
-        """
+        """Add steps, before the work if possible; beyond the limit, raise and say ``where``."""
         self.steps += steps
         if self.steps > MAX_STEPS:
             raise self._error(

@@ -11,7 +11,7 @@ import pytest
 from msgspec import Meta
 from typer.testing import CliRunner
 
-from docs.tools.names import undocumented
+from docs.tools.names import long_private, undocumented
 from docs.tools.reference import attributes, commands, settings
 from kvferry.cli import app
 from kvferry.integrations.vllm.config import Config
@@ -120,3 +120,18 @@ def test_docstring_counts_where_the_name_is_defined(tmp_path: Path) -> None:
 
 def test_all_exported_names_have_docstrings() -> None:
     assert list(undocumented(ROOT)) == []
+
+
+def test_private_docstring_of_two_lines_is_found(tmp_path: Path) -> None:
+    folder = tmp_path / "kvferry" / "core"
+    folder.mkdir(parents=True)
+    text = '"""Do it.\n\n    Twice."""\n'
+    (folder / "one.py").write_text(
+        f"def f():\n    {text}"
+        f"def _g():\n    {text}"
+        'def _short():\n    """Do it."""\n'
+        f"class _Private:\n    def __init__(self):\n        {text}"
+        f"class Public:\n    {text}    def _h(self):\n        {text}"
+    )
+    found = [line.split(":")[2].split()[0] for line in long_private(tmp_path)]
+    assert found == ["_g", "__init__", "_h"]

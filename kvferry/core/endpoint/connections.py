@@ -1,10 +1,4 @@
-"""Connections to the transports of producer ranks, with a count of the users of each.
-
-``Transport.connect`` returns the same ``PeerId`` for the same remote transport, even if several
-engines publish the address of that transport. So ``Connections`` counts the users of each
-connection, and closes a connection when its last user releases it. ``BlockingCalls`` makes the
-driver's calls ``connect`` and ``disconnect``, which may take seconds.
-"""
+"""Connections to the transports of producer ranks, with a count of the users of each."""
 
 from __future__ import annotations
 
@@ -29,22 +23,16 @@ LONGEST_SECONDS = 60.0
 """The longest pause between two tries to close a connection that the driver could not close."""
 
 STUCK_SECONDS = 30.0
-"""A driver's call that has not returned after this time is reported as a health problem: drivers
-promise to return sooner."""
+"""How long a driver's call may take before it is a health problem; drivers promise less."""
 
 T = TypeVar("T")
 
 Acquired = Callable[[dict[int, PeerId] | KVFerryError], None]
-"""Called with (producer rank index to connection) for all ranks to connect to, or with the error
-if any of them cannot be connected."""
+"""Called with (producer rank index to connection) for all ranks, or with the error of any."""
 
 
 class _State(enum.Enum):
-    """The state of a connection.
-
-    ``DIALLING``: the driver's ``connect`` runs. ``CLOSING``: from the first call of the driver's
-    ``disconnect`` until one such call has succeeded.
-    """
+    """``CLOSING``: from the first call of ``disconnect`` until one has succeeded."""
 
     DIALLING = enum.auto()
     OPEN = enum.auto()
@@ -53,16 +41,7 @@ class _State(enum.Enum):
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Acquisition:
-    """A call of ``Connections.acquire`` that is not over: it connects an engine's ranks in turn.
-
-    Attributes:
-        engine: id of the engine, for errors.
-        left: (rank index, transport address) of each rank that is not connected yet; the first is
-            the rank that is being connected.
-        over: called once, with the connections of all ranks or with the error.
-        ids: rank index to connection, for the ranks that are connected.
-        error: why the acquisition fails; ``None`` while it has not failed.
-    """
+    """A call of ``acquire`` that is not over; the first in ``left`` is the rank being connected."""
 
     engine: str
     left: deque[tuple[int, bytes]]
@@ -71,29 +50,13 @@ class _Acquisition:
     error: KVFerryError | None = None
 
     def fail(self, error: Exception) -> None:
-        """Fail the acquisition, because the first rank in ``left`` cannot be connected.
-
-        Args:
-            error: why the rank cannot be connected.
-        """
         rank, _ = self.left[0]
         self.error = ConnectError(f"cannot connect to rank {rank} of engine {self.engine}: {error}")
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Connection:
-    """A connection: dialling (the driver's ``connect`` runs), open, or closing.
-
-    Attributes:
-        address: the transport address with which the connection was dialled last.
-        engine: id of the engine for which the connection was dialled first, for log lines.
-        state: dialling, open, or closing.
-        peer: the driver's id; ``None`` while the connection is being dialled.
-        users: number of uses of the connection that have not been released.
-        waiting: calls of ``Connections.acquire`` (acquisitions) that wait until the connection is
-            open, or is closed so that its address can be dialled again.
-        tries: how many times the driver's ``disconnect`` has failed.
-    """
+    """A connection; ``engine`` is for log lines, ``tries`` counts failures of ``disconnect``."""
 
     address: bytes
     engine: str
@@ -108,13 +71,6 @@ class Connections:
     """Open, share and close the connections of one endpoint.
 
     Used by the endpoint's thread only, except for ``not_quiesced`` and ``problems``.
-
-    Args:
-        transport: the transport that makes the connections.
-        transfers: makes the reads over the connections; told when the closing of a connection
-            begins and when it is over.
-        blocking_calls: makes the driver's calls that open and close connections.
-        clock: seconds, monotonic.
     """
 
     def __init__(
@@ -129,16 +85,17 @@ class Connections:
         self._blocking_calls = blocking_calls
         self._clock = clock
         self._by_address: dict[bytes, _Connection] = {}
+        # ``connect`` returns the same id for a remote transport, even if several engines publish
+        # its address: so users are counted, and the last one's release closes the connection.
         self._by_peer: dict[PeerId, _Connection] = {}
         self._closing: set[PeerId] = set()
         self._retries: list[tuple[float, PeerId]] = []
-        """Heap of when to try again to close which connection."""
         self._dialling = 0
         # Other threads read this without a lock.
         self._not_quiesced = 0
+        # Connections that were closed while some ``connect`` ran that may still run. It may return
+        # the id of one of them, which must not be used.
         self._closed_meanwhile: set[PeerId] = set()
-        """Connections that were closed while some ``connect`` ran that may still run. It may return
-        the id of one of these connections, and that id must not be used."""
         self._resumed: deque[_Acquisition] = deque()
         self._is_advancing = False
 
@@ -149,10 +106,7 @@ class Connections:
 
     @property
     def not_quiesced(self) -> int:
-        """Return how many connections the driver has tried to close, so far without success.
-
-        Reads over these connections may still write bytes. May be read from any thread.
-        """
+        """Return how many connections failed to close: reads may still write. Thread-safe."""
         return self._not_quiesced
 
     @property
@@ -166,10 +120,7 @@ class Connections:
         )
 
     def has_not_quiesced(self, peer: PeerId) -> bool:
-        """Return whether the driver has failed to close a connection, and not succeeded since.
-
-        Reads over the connection may still write bytes.
-        """
+        """Return whether a connection failed to close, so that reads over it may still write."""
         connection = self._by_peer.get(peer)
         return connection is not None and connection.tries > 0
 
@@ -181,17 +132,13 @@ class Connections:
     def acquire(self, addresses: Mapping[int, bytes], engine: str, over: Acquired) -> None:
         """Connect to the ranks of an engine; connections that are open already are shared.
 
-        The ranks are connected one after the other, so that an address to which ``connect`` hangs
-        delays only the engines that publish it. If an earlier connection to a rank's address is
-        still being closed, the rank is connected after that.
-
         Args:
             addresses: rank index to transport address, for each rank to connect to.
             engine: id of the engine, for errors and log lines.
-            over: called once, with a dictionary of rank index to connection, or with an error. The
-                caller must release each connection in the dictionary once; after an error, there
-                is nothing to release.
+            over: called once, with rank index to connection, each to be released once, or an error.
         """
+        # One rank after the other, so that an address to which ``connect`` hangs delays only the
+        # engines that publish it.
         left = deque(sorted(addresses.items()))
         self._go_on([_Acquisition(engine=engine, left=left, over=over)])
 
@@ -211,11 +158,7 @@ class Connections:
             self._close(connection)
 
     def progress(self, now: float) -> None:
-        """Try again to close the connections that the driver has failed to close, if a try is due.
-
-        Args:
-            now: seconds, on this object's clock.
-        """
+        """Try again to close connections, where a try is due."""
         while self._retries and self._retries[0][0] <= now:
             _, peer = heapq.heappop(self._retries)
             self._close(self._by_peer[peer])
@@ -223,11 +166,8 @@ class Connections:
     # Opening.
 
     def _go_on(self, acquisitions: Iterable[_Acquisition]) -> None:
-        """Continue calls of ``acquire`` (acquisitions) that have begun; see ``_advance``.
-
-        If a callback calls this method again, the loop of the first call continues the new
-        acquisitions: a recursion would become too deep, as an engine may have a thousand ranks.
-        """
+        # A callback may call this again; a recursion would be too deep for an engine of a thousand
+        # ranks.
         self._resumed.extend(acquisitions)
         if self._is_advancing:
             return
@@ -239,11 +179,7 @@ class Connections:
             self._is_advancing = False
 
     def _advance(self, one: _Acquisition) -> None:
-        """Connect the ranks that a call of ``acquire`` has asked for, one after the other.
-
-        Returns when all are connected, when one has failed, or when the next rank needs a
-        connection that is being dialled or closed. In the last case the acquisition goes on later.
-        """
+        """Connect an acquisition's ranks in turn, until it is over or has to wait."""
         while one.left and one.error is None:
             rank, address = one.left[0]
             connection = self._by_address.get(address)
@@ -259,23 +195,14 @@ class Connections:
         self._end(one)
 
     def _wait(self, one: _Acquisition, connection: _Connection) -> None:
-        """Let a call of ``acquire`` wait for a connection that is being dialled or closed.
-
-        If the driver has already failed to close the connection, the call fails instead.
-        """
+        """Have an acquisition wait for a connection, or fail if that could not be closed."""
         if connection.tries:
             one.error = ConnectError(f"the last connection to {one.engine} does not fall silent")
         else:
             connection.waiting.append(one)
 
     def _use(self, one: _Acquisition, rank: int, connection: _Connection) -> None:
-        """Use an open connection for the next rank that a call of ``acquire`` is to connect.
-
-        Args:
-            one: the call; it fails if another of its ranks has the same connection.
-            rank: index of the rank, the first in ``one.left``.
-            connection: the connection to the rank's address.
-        """
+        """Use an open connection for an acquisition's next rank; two ranks cannot share one."""
         if connection.peer is None:
             one.fail(ConnectError("it has no connection"))
             return
@@ -288,11 +215,7 @@ class Connections:
         connection.users += 1
 
     def _end(self, one: _Acquisition) -> None:
-        """Pass the outcome of a call of ``acquire`` to the ``over`` of that call.
-
-        The call also fails if one of its connections was closed meanwhile. If it fails, its
-        connections are released first.
-        """
+        """Report an acquisition, failed if one of its connections was closed meanwhile."""
         if one.error is None and not all(map(self.is_open, one.ids.values())):
             one.error = ConnectError(
                 f"a connection to engine {one.engine} was lost while the next was made"
@@ -303,7 +226,6 @@ class Connections:
         one.over(one.ids if one.error is None else one.error)
 
     def _dial(self, one: _Acquisition, address: bytes) -> None:
-        """Start the driver's ``connect`` to an address; ``one`` waits until ``connect`` is over."""
         made = _Connection(address=address, engine=one.engine, waiting=[one])
         self._by_address[address] = made
         self._dialling += 1
@@ -312,12 +234,6 @@ class Connections:
         )
 
     def _dialled(self, made: _Connection, outcome: object) -> None:
-        """Process the outcome of ``connect``; continue the calls of ``acquire`` that waited for it.
-
-        Args:
-            made: the connection that was being dialled.
-            outcome: what the driver's ``connect`` has returned or raised.
-        """
         self._dialling -= 1
         waiting, made.waiting = made.waiting, []
         del self._by_address[made.address]
@@ -336,25 +252,7 @@ class Connections:
         self._go_on(waiting)
 
     def _opened(self, made: _Connection, outcome: object) -> _Connection:
-        """Return the connection whose id the driver's ``connect`` has returned.
-
-        Two addresses may lead to the same transport. The driver uses the address that it was given
-        last, so from then on the connection is looked up by that address; an engine that publishes
-        the other address dials again.
-
-        Args:
-            made: the connection that was being dialled.
-            outcome: what the driver's ``connect`` has returned or raised.
-
-        Returns:
-            ``made``, which is open now; or the connection that has this id already, which is open
-            or closing.
-
-        Raises:
-            Exception: what the driver raised.
-            TypeError: the driver returned something other than an id.
-            ConnectError: the connection was closed while ``connect`` ran.
-        """
+        """Return the connection whose id ``connect`` has returned: ``made``, or one that exists."""
         if isinstance(outcome, Exception):
             raise outcome
         if not isinstance(outcome, int):
@@ -370,6 +268,8 @@ class Connections:
         if connection.state is _State.OPEN:
             if self._by_address.get(connection.address) is connection:
                 del self._by_address[connection.address]
+            # Two addresses lead to one transport, and the driver uses the last it was given. An
+            # engine that publishes the other address dials again.
             connection.address = made.address
             self._by_address[made.address] = connection
         return connection
@@ -389,13 +289,6 @@ class Connections:
         )
 
     def _closed(self, connection: _Connection, peer: PeerId, error: Exception | None) -> None:
-        """Process the outcome of ``disconnect``; continue calls of ``acquire`` that waited for it.
-
-        Args:
-            connection: the connection.
-            peer: the driver's id of the connection.
-            error: what the driver raised; ``None`` if it raised nothing.
-        """
         is_closed = error is None or isinstance(error, TransportUsageError)  # closed before
         self._transfers.end_disconnect(peer, closed=is_closed)
         waiting, connection.waiting = connection.waiting, []
@@ -414,13 +307,6 @@ class Connections:
         self._go_on(waiting)
 
     def _on_not_quiesced(self, connection: _Connection, peer: PeerId, error: Exception) -> None:
-        """Schedule the next try to close a connection; log the failure if it is the first.
-
-        Args:
-            connection: the connection.
-            peer: the driver's id of the connection.
-            error: what the driver's ``disconnect`` raised.
-        """
         if not connection.tries:
             self._not_quiesced += 1
             ours = as_ours(error)
@@ -439,16 +325,9 @@ class Connections:
 
 
 class BlockingCalls:
-    """Make calls of a driver that may take seconds, on threads of their own if ``threads`` is set.
+    """Make calls of a driver that may take seconds, on a thread each if ``threads`` is set.
 
     Used by the endpoint's thread only, except for ``stuck``, ``problems`` and ``wait``.
-
-    Args:
-        threads: whether each call runs on a thread of its own. If not, the endpoint's thread makes
-            the calls itself, one after the other.
-        post: runs a callable on the endpoint's thread, soon.
-        clock: seconds, monotonic.
-        enter: called first in each of these threads.
     """
 
     def __init__(
@@ -464,8 +343,7 @@ class BlockingCalls:
         self._post = post
         self._clock = clock
         self._running: dict[threading.Thread, float] = {}
-        """Thread to the time when its call began. Other threads read this dictionary without a
-        lock, so it is replaced and never changed."""
+        """Thread to when its call began. Replaced, never changed: others read it without a lock."""
 
     @property
     def stuck(self) -> int:
@@ -484,13 +362,9 @@ class BlockingCalls:
         )
 
     def run(self, call: Callable[[], T], over: Callable[[T | Exception], None]) -> None:
-        """Make a call of the driver, and pass the outcome to ``over``.
+        """Make a call, and pass what it returned or raised to ``over`` on the endpoint's thread.
 
-        Args:
-            call: makes the call; runs on a thread of its own if ``threads`` is set and the thread
-                can be started.
-            over: called on the endpoint's thread with what ``call`` returned or raised. If ``call``
-                has no thread of its own, ``over`` is called before ``run`` returns.
+        Without threads, or if none can be started, that happens before ``run`` returns.
         """
         if not self._threads:
             over(_outcome(call))
@@ -507,14 +381,7 @@ class BlockingCalls:
             over(_outcome(call))
 
     def wait(self, until: float) -> bool:
-        """Wait for all calls that are under way.
-
-        Args:
-            until: when to stop waiting, on this object's clock.
-
-        Returns:
-            Whether all these calls have returned.
-        """
+        """Wait for the calls under way until a time on the clock; return whether all ended."""
         running = list(self._running)
         for thread in running:
             thread.join(max(0.0, until - self._clock()))
@@ -523,8 +390,6 @@ class BlockingCalls:
     def _run(
         self, thread: threading.Thread, call: Callable[[], T], over: Callable[[T | Exception], None]
     ) -> None:
-        """Make a call on ``thread``; have the endpoint's thread pass its outcome to ``over``."""
-
         def entered() -> T:
             self._enter()
             return call()
@@ -542,7 +407,6 @@ class BlockingCalls:
 
 
 def _outcome(call: Callable[[], T]) -> T | Exception:
-    """Make a call, and return its result, or the exception that it raised."""
     try:
         return call()
     except Exception as exc:  # noqa: BLE001  whatever a driver raises concerns only this call

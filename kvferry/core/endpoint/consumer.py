@@ -1,9 +1,4 @@
-"""The consumer half of an endpoint: loads requests' pages from producers.
-
-The state machine ``Loads`` decides what to do next for each load, and ``LoadManager`` does it: it
-reads slot words and pages, tells producers which holds it no longer needs, and disconnects from a
-producer if a read cannot be ended otherwise. It passes every outcome back to ``Loads``.
-"""
+"""The consumer half of an endpoint: does what the state machine ``Loads`` decides for each load."""
 
 from __future__ import annotations
 
@@ -56,33 +51,18 @@ from kvferry.core.side_channel_messages import encode
 from kvferry.core.transport import PeerId, Quiescence, Transport
 
 TICK_SECONDS = 0.002
-"""Time between two checks of deadlines, and between two checks whether a hold's pages are computed
-already."""
+"""Seconds between two checks of deadlines, and of holds whose pages are not computed yet."""
 
 _Tag = tuple[LoadId, int]
-"""A load and the index of a producer rank: tags the load's reads from that rank."""
 
 Reported = Callable[[LoadId, Load, KVFerryError | None, LoadRecord], None]
-"""Called with a load that is over: its id, the load, its error (``None`` if it succeeded), and its
-figures."""
+"""Called with a load that is over: its id, the load, its error or ``None``, and its figures."""
 
 
 class LoadManager:
     """Load requests' pages into the memory of one rank. Used by the endpoint's thread only.
 
-    Args:
-        own: what this rank publishes to peers.
-        transport: sends the notifications "done" and "abandon", and says what the driver can do.
-        transfers: makes the reads over ``transport``.
-        connections: the connections of ``transport``.
-        containment: logs unexpected exceptions; the loads that they concern fail.
-        scratch: local memory that producers' slot words are read into.
-        zero: zeroes the bytes of a load's pages that its reads may leave unwritten.
-        options: the endpoint's options.
-        post: runs a callable on the endpoint's thread, soon.
-        clock: seconds, monotonic.
-        metrics: counts handshakes, peers, quarantined pages and failed notifications.
-        reported: called once for each load that is over, with its error and its figures.
+    ``zero`` zeroes the bytes that reads may leave unwritten. ``reported`` is called once per load.
     """
 
     def __init__(
@@ -137,7 +117,7 @@ class LoadManager:
         self._loads = Loads()
         self._states: dict[LoadId, LoadState] = {}
         self._by_request: dict[RequestId, list[LoadId]] = defaultdict(list)
-        """The loads in ``_states`` of each request, in the order in which they began."""
+        """The ids in ``_states``, in the order in which the loads began."""
         self._workspace = Workspace()
         self._lease_renewal = LeaseRenewal(
             engine=own.engine,
@@ -155,7 +135,6 @@ class LoadManager:
         self._quarantined = 0
 
     def __len__(self) -> int:
-        """Return how many loads are not over."""
         return len(self._loads)
 
     @property
@@ -166,13 +145,7 @@ class LoadManager:
     # What the integration asks for.
 
     def join(self, own: Sequence[RankPayload]) -> None:
-        """Tell the manager what each rank of this engine publishes, which loads are planned with.
-
-        Call it before any load.
-
-        Args:
-            own: the payload of every rank, in rank order.
-        """
+        """Set what every rank of this engine publishes, in rank order; before any load."""
         self._peers.join(own, self._own.rank)
 
     def relay(self, handshakes: RelayedHandshakes) -> None:
@@ -180,27 +153,15 @@ class LoadManager:
         self._peers.relay(handshakes)
 
     def prepare(self, ticket: Ticket) -> None:
-        """Connect to a ticket's producer, and renew the ticket's hold until the load begins.
-
-        Called while a request with this ticket still waits for free pages of this engine. A failure
-        is not reported; if it lasts, the load that follows fails.
-        """
+        """Connect to a ticket's producer and renew its hold until its load, which has any error."""
         if ticket.engine != self._own.engine:
             self._pending_tickets.add(ticket)
 
     def begin(self, load: Load, error: KVFerryError | None = None) -> LoadId | None:
-        """Start a load.
+        """Start a load, or have it fail with ``error``, without touching a page; return its id.
 
-        A shared load that reads nothing and is not reported only ends the wait that one
-        ``prepare`` with its ticket began.
-
-        Args:
-            load: what to read, and the pages to fill.
-            error: the error with which the load is to fail, without touching a page; ``None`` to
-                load the pages.
-
-        Returns:
-            The id of the load; ``None`` if only a wait was ended.
+        A shared load that reads nothing and is not reported only ends the wait of one ``prepare``:
+        ``None``.
         """
         if load.shared and not load.reads and not load.report:
             self._pending_tickets.take(load.ticket)
@@ -236,15 +197,7 @@ class LoadManager:
         return load_id
 
     def extend(self, request: RequestId, part: Ticket, *, is_last: bool) -> None:
-        """Use a newer part of a request's early load; ignored if the request has none.
-
-        If the part is not its producer's, the load fails.
-
-        Args:
-            request: the request.
-            part: the part, or the ticket.
-            is_last: whether it is the ticket.
-        """
+        """Use a newer part, or the ticket, of an early load, which fails if it does not fit."""
         early = [each for each in self._loads_of(request) if each.load.is_early]
         if not early or early[-1].load_id not in self._loads:
             return
@@ -273,7 +226,6 @@ class LoadManager:
                 self._abort(state)
 
     def _loads_of(self, request: RequestId) -> list[LoadState]:
-        """Return the loads of a request in the order in which they began; ids are reused."""
         return [self._states[load_id] for load_id in self._by_request.get(request, ())]
 
     def abort_all(self) -> None:
@@ -285,20 +237,13 @@ class LoadManager:
         self._loads.abort(state.load_id, EndpointClosedError("given up by this engine"))
 
     def close(self) -> None:
-        """Start no more handshakes, and end the liveness checks.
-
-        Call this method when the endpoint's thread has ended.
-        """
+        """Start no more handshakes, and end the liveness checks; call it after the thread's end."""
         self._peers.close()
 
     # What the thread drives.
 
     def progress(self) -> bool:
-        """Do the periodic work that is due, and what the state machine ``Loads`` has asked for.
-
-        Returns:
-            Whether ``Loads`` has asked for anything.
-        """
+        """Do what is due and what ``Loads`` asks for; return whether it has asked."""
         now = self._clock()
         if now >= self._next_tick:
             self._next_tick = now + TICK_SECONDS
@@ -313,7 +258,7 @@ class LoadManager:
         return busy
 
     def _tick(self, now: float) -> None:
-        """Do the periodic work. An error in one step does not keep the other steps from running."""
+        # An error in one step does not keep the other steps from running.
         for activity, step in (
             ("reconnecting", self._end_early_loads),
             ("looking after peers", self._peers.progress),
@@ -327,12 +272,10 @@ class LoadManager:
             self._containment.run(activity, partial(step, now), None, serves_all=True)
 
     def _end_early_loads(self, now: float) -> None:
-        """Fail the early loads that alone keep suspect peers from being connected anew.
-
-        Loads that wait for the new connection have a deadline, and early loads have none while the
-        producer computes.
-        """
+        """Fail the early loads that alone keep suspect peers from being connected anew."""
         del now
+        # Loads that wait for the new connection have a deadline, and early loads have none while
+        # the producer computes.
         for peer in self._peers.awaited:
             load_ids = [load_id for load_id, state in self._states.items() if state.peer is peer]
             if all(map(self._loads.is_early, load_ids)):
@@ -345,20 +288,10 @@ class LoadManager:
                     self._touched.add(load_id)
 
     def _end_lingering(self, state: LoadState, reads: Sequence[Read]) -> bool:
-        """End cancelled reads that go on, by closing their connections.
-
-        Closing a connection also fails all other loads that read over it, even from other engines.
-        So while any load that has not failed uses one of the connections, nothing is closed until
-        the deadline of the cancelled load has passed. Early loads that only wait for their producer
-        do not count: they may do so for long.
-
-        Args:
-            state: the load that was cancelled.
-            reads: the reads of the load that have not ended within their grace.
-
-        Returns:
-            ``True``, so that ``Transfers`` calls again as long as any of the reads goes on.
-        """
+        """Close the connections of cancelled reads that go on; return ``True``: call again."""
+        # Closing a connection also fails all other loads that read over it, even from other
+        # engines. So while one of those is wanted, nothing is closed until the cancelled load's
+        # deadline has passed.
         connections = {read.peer for read in reads if self._connections.is_open(read.peer)}
         is_late = self._loads.is_late(state.load_id, self._clock())
         if is_late or not self._are_wanted(connections):
@@ -368,10 +301,7 @@ class LoadManager:
         return True
 
     def _are_wanted(self, connections: Collection[PeerId]) -> bool:
-        """Return whether any load that has not failed has a peer with one of these connections.
-
-        Early loads that only wait for their producer do not count.
-        """
+        """Return whether a load uses these connections, but for failed and idle early ones."""
         peers = {peer for each in connections for peer in self._peers.using(each)}
         return any(
             state.peer in peers and self._loads.wanted(load_id) and not self._loads.is_idle(load_id)
@@ -379,11 +309,7 @@ class LoadManager:
         )
 
     def _count_quarantined(self, now: float) -> None:
-        """Update the metric of quarantined pages.
-
-        These are the pages of loads that are not over and have a connection to their producer that
-        could not be closed: the reads over it may still write them.
-        """
+        """Count the pages that may still be written over connections that do not close."""
         del now
         if not self._connections.not_quiesced and not self._quarantined:
             return
@@ -415,14 +341,7 @@ class LoadManager:
     def _do(
         self, action: Action, state: LoadState, releases: dict[tuple[Peer, int], list[Release]]
     ) -> None:
-        """Perform one action of a load; a ``DONE`` or ``ABANDON`` only adds to ``releases``.
-
-        Args:
-            action: the action; a report is ignored, because reports come last.
-            state: the load that the action is for.
-            releases: (producer, index of its rank) to the "done" and "abandon" messages that the
-                caller is to send there.
-        """
+        """Perform an action; ``DONE`` and ``ABANDON`` go to ``releases``, reports come later."""
         if action.op is LoadAction.READ:
             self._read(action, state)
         elif action.op in (LoadAction.CHECK, LoadAction.MARK, LoadAction.FENCE):
@@ -435,37 +354,20 @@ class LoadManager:
             releases[state.peer, action.rank].append(self._release(action, state))
 
     def _fail(self, action: Action, error: KVFerryError) -> None:
-        """Fail a load whose action could not be performed, if the action was a read.
-
-        A read (check, data or fence) that could not be performed was never posted, so the load is
-        over on that producer rank. If a cancel could not be performed, the read goes on until it
-        ends or its connection is closed.
-
-        Args:
-            action: the action.
-            error: why it could not be performed.
-        """
+        # A read that could not be performed was never posted, so the load is over on that rank. One
+        # that could not be cancelled goes on until it ends or its connection is closed.
         if action.op in (LoadAction.READ, LoadAction.CHECK, LoadAction.MARK, LoadAction.FENCE):
             self._loads.lost(action.load, action.rank, error)
 
     # Handshake.
 
     def _on_not_connected(self, load_id: LoadId, error: KVFerryError) -> None:
-        """Fail a load whose producer cannot be connected, or does not fit the load's ticket."""
         self._loads.handshake_failed(load_id, error)
         self._loads.abort(load_id, error)  # if the handshake succeeded, and the failure came later
         self._touched.add(load_id)
 
     def _on_connected(self, load_id: LoadId, peer: Peer) -> None:
-        """Continue a load whose producer has been connected.
-
-        First check the load's ticket against what the producer publishes, and zero the bytes of the
-        load's pages that no read will fill. If either fails, the load fails.
-
-        Args:
-            load_id: the load.
-            peer: its producer, which is connected now.
-        """
+        """Check a load's ticket against its producer, zero what no read fills, and go on."""
         state = self._states[load_id]
         state.peer, state.handshake_succeeded = peer, time.perf_counter()
         peer.acquire(PeerUse.LOAD)
@@ -484,7 +386,6 @@ class LoadManager:
             self._loads.handshake_succeeded(load_id, peer.parties, unit)
 
     def _renew(self, load_id: LoadId, state: LoadState, peer: Peer) -> None:
-        """Begin to renew the lease of a load's hold, if the load has anything to read."""
         if state.load.reads and self._loads.wanted(load_id):
             state.renewal = self._lease_renewal.begin(
                 peer,
@@ -505,22 +406,13 @@ class LoadManager:
     def _read_batch(
         self, action: Action, state: LoadState, batches: CopyBatches, before: Outcome | None
     ) -> None:
-        """Read the next batch of copies, and after it those that remain.
-
-        Batches do not overlap: the next one is queued when this one has ended. So other loads are
-        read in between, and a load that has failed ends with the batch under way.
-
-        Args:
-            action: the load's read from one producer rank.
-            state: the load.
-            batches: the copies of that read.
-            before: the outcome of the batches that were read; ``None`` before the first.
-        """
         peer = state.known_peer
         if action.rank not in peer.ids:
             self._on_lost(action, peer.gone())
             return
 
+        # The next batch is queued only now: other loads are read in between, and a load that has
+        # failed ends with the batch under way.
         def finished(outcome: Outcome) -> None:
             try:
                 whole = outcome if before is None else outcome.after(before)
@@ -552,12 +444,7 @@ class LoadManager:
             self._on_lost(action, outcome.error)
 
     def _slot_read(self, action: Action, state: LoadState) -> SlotRead:
-        """Return the read of a hold's slot word: before the pages (a check) or after (the fence).
-
-        Or the read of its watermark, before the pages that are read early.
-
-        "done" is bound to the fence, unless the load shares its hold with other requests.
-        """
+        # "done" is bound to the fence, unless other requests share the hold.
         tells = action.op is LoadAction.FENCE and not state.load.shared
         return SlotRead(
             tag=(action.load, action.rank),
@@ -577,16 +464,7 @@ class LoadManager:
         self._on_peer_error(self._states[action.load].known_peer, action.rank, error)
 
     def _on_peer_error(self, peer: Peer, rank: int, error: KVFerryError) -> None:
-        """Close the connection to a producer rank if a failed read shows that the rank is lost.
-
-        Any other error of the transport makes the peer suspect (see ``Peer``). The end of a
-        cancelled read changes nothing.
-
-        Args:
-            peer: the producer.
-            rank: index of the producer rank that was read from.
-            error: why the read failed.
-        """
+        """Close a connection that an error shows as lost; other errors make the peer suspect."""
         if not peer.connected:
             return
         if isinstance(error, PeerLostError):
@@ -595,61 +473,30 @@ class LoadManager:
             peer.suspect = True
 
     def _on_failing(self, action: Action, error: KVFerryError) -> None:
-        """Fail a load because one of its reads will fail; the read may still write bytes.
-
-        ``Loads`` then cancels the load's reads. A read that was cancelled, or whose state the
-        driver cannot tell, is given time to end by itself (see ``Grace``). After any other error,
-        the read's connection is closed at once if the driver ends the read in no other way.
-
-        Args:
-            action: the action that the read is for.
-            error: why the read will fail.
-        """
+        """Fail a load because one of its reads will fail; the read may still write bytes."""
         self._loads.failing(action.load, action.rank, error)
+        # A read that was cancelled, or whose state is unknown, may end by itself (``Grace``).
         if not isinstance(error, (TransferCancelledError, StatusUnknownError)):
             self._on_peer_failing(self._states[action.load].known_peer, action.rank, error)
 
     def _on_peer_failing(self, peer: Peer, rank: int, error: KVFerryError) -> None:
-        """Close the connection of a failing read, if the driver ends the read in no other way.
-
-        That is so if the driver's quiescence is ``AFTER_DISCONNECT``, or if the driver cannot tell
-        the read's state. The connection is closed even if the peer was given up before, because
-        other peers that share the connection may have kept it open.
-
-        Args:
-            peer: the producer.
-            rank: index of the producer rank that is read from.
-            error: why the read will fail.
-        """
+        """Close the connection of a failing read, if the driver ends the read in no other way."""
         after_disconnect = self._quiescence is Quiescence.AFTER_DISCONNECT
         if after_disconnect or isinstance(error, StatusUnknownError):
+            # Even if the peer was given up before: others that share the connection may keep it
+            # open.
             lost = PeerLostError("disconnected, to end a read that had failed")
             self._close_connection(peer.links[rank], lost)
 
     def _close_connection(self, connection: PeerId, error: KVFerryError) -> None:
-        """Close a connection that is lost, or that must be closed to end a read.
-
-        All peers that use the connection are given up, because closing the connection ends the
-        reads from all of them. The next ticket of such a peer connects to the peer anew.
-
-        Args:
-            connection: the connection.
-            error: why it is closed; all loads from these peers fail with this error.
-        """
+        """Close a connection, and give up all peers that use it: their reads end."""
         for peer in self._peers.using(connection):
             self._give_up_peer(peer, error)
         # Also if no peer uses it: a peer that is being connected may have it.
         self._connections.close(connection)
 
     def _give_up_peer(self, peer: Peer, error: KVFerryError) -> None:
-        """Disconnect from a peer, and fail all loads from it.
-
-        Each load is reported when all its reads have ended.
-
-        Args:
-            peer: the producer; ignored if it was given up before.
-            error: why it is given up; the loads fail with this error.
-        """
+        """Disconnect from a peer and fail all loads from it; nothing if it was given up before."""
         if not peer.connected:
             return
         log_messages.given_up(peer, error)
@@ -667,13 +514,6 @@ class LoadManager:
         self._transfers.cancel(tag, state.grace)
 
     def _on_word(self, action: Action, value: int, seconds: float) -> None:
-        """Process the slot word that a check or a fence has read, or a watermark.
-
-        Args:
-            action: the check or the fence, or the read of the watermark.
-            value: the slot word or the watermark.
-            seconds: how long the read took.
-        """
         if action.op is LoadAction.CHECK:
             self._loads.checked(action.load, action.rank, value)
         elif action.op is LoadAction.MARK:
@@ -686,7 +526,6 @@ class LoadManager:
     # "done" and "abandon".
 
     def _release(self, action: Action, state: LoadState) -> Release:
-        """Return a load's "abandon" message if the action is ``ABANDON``, otherwise its "done"."""
         ticket = state.load.ticket
         return Release(
             incarnation=ticket.incarnation,
@@ -699,15 +538,7 @@ class LoadManager:
         )
 
     def _notify(self, peer: Peer, rank: int, releases: list[Release]) -> None:
-        """Send "done" and "abandon" messages to a producer rank.
-
-        A failure is logged and counted; the holds then end when their leases expire.
-
-        Args:
-            peer: the producer.
-            rank: index of the producer rank.
-            releases: the messages.
-        """
+        """Tell a producer rank "done" and "abandon"; if that fails, the leases end the holds."""
         for batch in fitting(releases, self._max_notification):
             try:
                 if rank in peer.ids:
@@ -719,7 +550,6 @@ class LoadManager:
     # The end.
 
     def _report(self, action: Action, state: LoadState) -> None:
-        """Report a load as over, with the error and the stage that its ``REPORT`` action has."""
         load = state.load
         self._lease_renewal.end(state.renewal)
         record = state.record(action.error, action.stage)
@@ -730,10 +560,7 @@ class LoadManager:
         self._reported(state.load_id, load, action.error, record)
 
     def _drop_ended(self) -> None:
-        """Forget the loads in ``_touched`` that are over.
-
-        The caller has performed all their actions.
-        """
+        """Forget the loads in ``_touched`` that are over, after all their actions."""
         for load_id in self._touched:
             if load_id not in self._loads and load_id in self._states:
                 state = self._states.pop(load_id)
@@ -743,7 +570,6 @@ class LoadManager:
         self._touched.clear()
 
     def _forget_request(self, request: RequestId, load_id: LoadId) -> None:
-        """Forget that a request has this load."""
         load_ids = self._by_request[request]
         load_ids.remove(load_id)
         if not load_ids:

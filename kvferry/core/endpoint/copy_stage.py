@@ -1,8 +1,4 @@
-"""The copies between device and host pages of an endpoint whose engine's cache is staged.
-
-``CopyStage`` makes the copies that ``StagedHolds`` and ``StagedLoads`` decide on: of a request with
-a ticket before its pages may be read, and of a load before it is reported.
-"""
+"""Copies between device and host pages, as ``StagedHolds`` and ``StagedLoads`` decide."""
 
 from __future__ import annotations
 
@@ -39,16 +35,7 @@ Passed = Callable[[], bool]
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Wait:
-    """A copy that waits until the device has finished its earlier work on the blocks.
-
-    Attributes:
-        what: the copy, for the log.
-        passed: returns whether the device has finished.
-        until: when the copy fails if it has not; ``None`` if something else ends the wait.
-        begin: called when the device has finished.
-        fail: called with the reason if the copy fails.
-        is_wanted: returns whether the copy is still waited for.
-    """
+    """A copy that waits, at most ``until``, for the device's earlier work on the blocks."""
 
     what: str
     passed: Passed
@@ -60,16 +47,7 @@ class _Wait:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Running:
-    """A copy under way.
-
-    Attributes:
-        what: the copy, for the log.
-        direction: where it goes.
-        begun: when it was begun, on the clock of ``CopyStage``.
-        passed: returns whether it has passed; ``None`` if nobody can tell any more (it is lost).
-        end: called when it has passed.
-        fail: called with the reason if it has failed.
-    """
+    """A copy under way; without ``passed``, nobody can tell any more whether it is over (lost)."""
 
     what: str
     direction: CopyDirection
@@ -82,16 +60,8 @@ class _Running:
 class CopyStage:
     """Copy pages that peers may read to the host, and loaded pages to the device.
 
-    ``apply`` and ``take_ended`` may be called from any thread, everything else is used by the
-    endpoint's thread only.
-
-    Args:
-        copies: makes the copies.
-        server: keeps the holds.
-        report: called with each load that is over when it may be reported.
-        metrics: counts the time of copies.
-        clock: seconds, monotonic.
-        patience: seconds for which a load waits at most for the device.
+    ``apply`` and ``take_ended`` are for any thread, all else for the endpoint's. ``report`` gets
+    each load that is over; a load waits ``patience`` seconds for the device.
     """
 
     def __init__(
@@ -116,7 +86,6 @@ class CopyStage:
         self._failed: set[RequestId] = set()
         """Requests with a hold that is not over, of which the copy has failed."""
         self._ended: dict[RequestId, EndedHold] = {}
-        """How holds have ended that are not over."""
         self._ordered: list[_Wait] = []
         """Waits of holds that the endpoint's thread has not seen."""
         self._loads = StagedLoads()
@@ -160,13 +129,8 @@ class CopyStage:
     def apply(self, orders: HoldOrders, passed: Passed | None) -> None:
         """Begin, make readable, and end holds, as ``HoldServer.apply``.
 
-        The slot word of a hold says ``ready`` when its copy has passed. Watermarks are not written:
-        host pages have nothing before the ticket is made.
-
-        Args:
-            orders: the scheduler's decisions, with a copy for each of ``ready``.
-            passed: returns whether the device has finished all work that fills the blocks; ``None``
-                if it has.
+        ``orders`` have a copy for each of ``ready``; the hold is ready when it has passed.
+        Watermarks are not written: host pages have nothing before the ticket is made.
 
         Raises:
             CopyError: a hold of ``ready`` has no copy.
@@ -193,14 +157,9 @@ class CopyStage:
             self._ordered += [self._hold_wait(copy, passed) for copy in orders.copies]
 
     def take_ended(self, ended: Sequence[EndedHold]) -> tuple[list[RequestId], list[EndedHold]]:
-        """Record which holds have ended.
+        """Record which holds have ended; return requests with free blocks, and holds that are over.
 
-        Args:
-            ended: the holds.
-
-        Returns:
-            The requests whose blocks are free, and how the holds have ended that are over, so that
-            their host pages are free; each is returned once.
+        The host pages of the latter are free. Each is returned once.
         """
         with self._lock:
             for each in ended:
@@ -215,15 +174,7 @@ class CopyStage:
     # The consumer's side.
 
     def begin(self, load_id: LoadId, load: Load, copy: PageCopy, passed: Passed | None) -> None:
-        """Add a load, which has just begun.
-
-        Args:
-            load_id: its id.
-            load: the load into host pages.
-            copy: what to copy when it has succeeded.
-            passed: returns whether the device has finished its earlier work on the blocks; ``None``
-                if it has.
-        """
+        """Add a load into host pages; once it has succeeded and ``passed``, ``copy`` is made."""
         self._loads.begin(load_id, copy)
         if passed is None:
             self._loads.passed(load_id)
@@ -241,24 +192,13 @@ class CopyStage:
     def loaded(
         self, load_id: LoadId, load: Load, error: KVFerryError | None, record: LoadRecord
     ) -> None:
-        """Keep a load that is over back until its pages are copied, or report that it failed.
-
-        Args:
-            load_id: its id.
-            load: the load.
-            error: why it failed; ``None`` if it succeeded.
-            record: its figures.
-        """
+        """Keep a load that is over back until its pages are copied, or report that it failed."""
         self._loaded[load_id] = (load, record, time.perf_counter())
         self._loads.loaded(load_id, error)
         self._report_loads()
 
     def progress(self) -> bool:
-        """Begin copies, and act on those that have ended.
-
-        Returns:
-            Whether any copy was begun or has ended.
-        """
+        """Begin copies, and act on those that have ended; return whether there were any."""
         busy = self._look_at_device()
         busy = self._begin_copies() or busy
         busy = self._look_at_copies() or busy
@@ -302,7 +242,6 @@ class CopyStage:
         )
 
     def _look_at_device(self) -> bool:
-        """Act on the copies for which the device has finished its earlier work."""
         with self._lock:
             ordered, self._ordered = self._ordered, []
         waits = [*self._waits, *ordered]
@@ -311,13 +250,7 @@ class CopyStage:
         return len(self._waits) < len(waits)
 
     def _is_over(self, wait: _Wait, answers: dict[Passed, bool]) -> bool:
-        """Return whether a wait is over, and if so begin its copy, or have it fail.
-
-        Args:
-            wait: the wait.
-            answers: what each ``passed`` has returned in this round; the waits of one step share
-                one.
-        """
+        """Return whether a wait is over, and act on it; ``answers``: what ``passed`` said."""
         if not wait.is_wanted():
             return True
         try:
@@ -341,7 +274,6 @@ class CopyStage:
         return False
 
     def _begin_copies(self) -> bool:
-        """Begin the copies that are due; return whether there are any."""
         with self._lock:
             orders = self._holds.take_copies()
         loads = self._loads.take_copies()
@@ -376,7 +308,6 @@ class CopyStage:
         end: Callable[[], None],
         fail: Callable[[KVFerryError], None],
     ) -> None:
-        """Begin a copy; ``_Running`` explains the arguments that are not the copy itself."""
         begun, passed = self._clock(), None
         try:
             passed = call() if copy.blocks else _at_once
@@ -390,13 +321,11 @@ class CopyStage:
         )
 
     def _look_at_copies(self) -> bool:
-        """Act on the copies that have ended; return whether there are any."""
         before = len(self._running)
         self._running = [each for each in self._running if not self._has_ended(each)]
         return len(self._running) < before
 
     def _has_ended(self, copy: _Running) -> bool:
-        """Return whether a copy has ended, and if so act on that."""
         if copy.passed is None:
             return False
         try:
@@ -415,14 +344,12 @@ class CopyStage:
         return True
 
     def _end_failed_holds(self) -> None:
-        """End the holds whose copy has failed."""
         with self._lock:
             failed = self._holds.take_failed()
         if failed:
             self._server.apply(HoldOrders(ends=tuple(failed)), None)
 
     def _report_loads(self) -> None:
-        """Report the loads that are over, with the time that their copies took."""
         for load_id, error in self._loads.take_over():
             load, record, loaded = self._loaded.pop(load_id)
             if record.error is None:

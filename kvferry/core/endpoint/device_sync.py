@@ -17,13 +17,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _WaitingLoad:
-    """A load that has not begun, because the device may still work on its pages.
-
-    Attributes:
-        load: the load, with the newest part of an early load.
-        passed: returns whether the device has finished the earlier work on the load's pages.
-        until: when the load fails if the device has still not finished.
-    """
+    """A load that has not begun, since the device may work on its pages; it fails at ``until``."""
 
     load: Load
     passed: Callable[[], bool]
@@ -31,17 +25,11 @@ class _WaitingLoad:
 
 
 class DeviceSync:
-    """Begin each load when the device has finished the earlier work on the load's pages.
+    """Begin each load, in order, when the device has finished the earlier work on the load's pages.
 
-    Work that the engine enqueued before (zeroing the pages, for example) would otherwise overwrite
-    what the load has read into them. Loads begin in the order in which they were added. Used by the
-    endpoint's thread only.
-
-    Args:
-        begin: called with a load and ``None`` to start the load, or with a load and an error to
-            report the load as failed without touching a page.
-        clock: seconds, monotonic.
-        patience: seconds that a load may wait for the device before it fails.
+    That work (zeroing the pages, for example) would overwrite what the load has read. A load that
+    waits ``patience`` seconds fails: ``begin`` gets it with an error. Used by the endpoint's thread
+    only.
     """
 
     def __init__(
@@ -56,21 +44,12 @@ class DeviceSync:
         self._patience = patience
         self._waiting: deque[_WaitingLoad] = deque()
         self._early: dict[RequestId, _WaitingLoad] = {}
-        """The latest early load of each request in ``_waiting``."""
 
     def __len__(self) -> int:
-        """Return how many loads wait for the device."""
         return len(self._waiting)
 
     def add(self, load: Load, passed: Callable[[], bool]) -> None:
-        """Begin a load as soon as the device has finished earlier work on its pages.
-
-        Loads that were added before begin first.
-
-        Args:
-            load: the load.
-            passed: returns whether the device has finished; polled.
-        """
+        """Begin a load when ``passed`` (polled) has returned ``True``, after earlier loads."""
         until = self._clock() + self._patience
         one = _WaitingLoad(load=load, passed=passed, until=until)
         self._waiting.append(one)
@@ -78,17 +57,9 @@ class DeviceSync:
             self._early[load.request] = one
 
     def extend(self, request: RequestId, part: Ticket, *, is_last: bool) -> bool:
-        """Use a newer part of an early load that has not begun.
+        """Use a newer part of an early load that waits; return whether there is one.
 
         If the part is not of the first part's engine, the load fails.
-
-        Args:
-            request: the request.
-            part: the part, or the ticket.
-            is_last: whether it is the ticket.
-
-        Returns:
-            Whether the request has such a load.
         """
         one = self._early.get(request)
         if one is None:
@@ -105,14 +76,7 @@ class DeviceSync:
         return True
 
     def progress(self) -> bool:
-        """Begin, in order, the loads whose wait is over; a load that waited too long fails.
-
-        Stops at the first load that must still wait, even if the device has finished the work for
-        later loads.
-
-        Returns:
-            Whether any load was begun or has failed.
-        """
+        """Begin or fail, in order, the loads whose wait is over; return whether there were any."""
         begun = False
         while self._waiting:
             one = self._waiting[0]
@@ -125,19 +89,13 @@ class DeviceSync:
         return begun
 
     def give_up(self, request: RequestId | None = None) -> None:
-        """Fail loads that have not begun, without touching a page.
-
-        Args:
-            request: the request whose loads to fail, except those that read nothing; ``None`` for
-                all loads.
-        """
+        """Fail a request's waiting loads that read anything; without a request, all waiting."""
         for one in list(self._waiting):
             if request is None or (one.load.request == request and one.load.reads):
                 self._remove(one)
                 self._begin(one.load, EndpointClosedError("given up by this engine"))
 
     def _remove(self, one: _WaitingLoad) -> None:
-        """Forget a load that begins, or fails."""
         self._waiting.remove(one)  # mostly the first
         if self._early.get(one.load.request) is one:
             del self._early[one.load.request]

@@ -1,9 +1,7 @@
 """The endpoint of one rank: it lets other engines read the rank's pages, and loads pages from them.
 
-An endpoint owns its transport. It makes most calls of the transport on one thread of its own, so
-that an engine's step never waits for a driver. Where the driver allows it, each ``connect`` and
-``disconnect`` runs on a further thread, so that no peer waits for another. An endpoint knows
-nothing about the engine: requests are names, and pages are numbers.
+It makes most calls of the transport, which it owns, on one thread of its own, so that an engine's
+step never waits for a driver. It knows nothing about the engine: requests are names, pages numbers.
 """
 
 from __future__ import annotations
@@ -52,21 +50,17 @@ from kvferry.core.transport import EnterThread, Notification, Transport, enter_n
 logger = logging.getLogger(__name__)
 
 BUSY_SECONDS = 0.0002
-"""Pause between two rounds of the thread while transfers are under way whose end only a poll tells,
-or while the device has work on a load's pages."""
+"""Pause between rounds while only a poll tells when transfers end, or the device works on pages."""
 WOKEN_SECONDS = 0.002
 """Pause while transfers are under way and the driver ends the pause when one of them ends."""
 LOADING_SECONDS = 5 * BUSY_SECONDS
 """Pause while loads only wait for a handshake, or for a slot word that says ``ready``."""
 LISTEN_SECONDS = 0.001
-"""Least time between two calls of the transport's ``notifications``, while tickets are out;
-``HELD_SECONDS`` otherwise."""
+"""Least time between calls of ``notifications`` while tickets are out; else ``HELD_SECONDS``."""
 HELD_SECONDS = 0.005
-"""Pause while consumers may send messages about holds, while a connection is being closed, or while
-loads only wait for watermarks."""
+"""Pause while consumers may send messages, connections close, or loads only wait for watermarks."""
 IDLE_SECONDS = 0.05
-"""Pause while nothing is under way, or requests are only computed; any call of the engine
-ends the pause at once."""
+"""Pause while nothing is under way, or requests are only computed; any call ends it at once."""
 JOIN_SECONDS = 10.0
 """How long ``close`` waits for the endpoint's thread and for the driver's calls to return."""
 WIND_DOWN_SECONDS = 2.0
@@ -78,6 +72,8 @@ class Endpoint:
 
     Methods and properties may be used from any thread; only ``wait`` and ``close`` block. Callbacks
     (``zero`` here, ``passed`` of ``apply`` and of ``load``) run on the endpoint's own thread.
+    Methods that order something, and ``results``, raise ``EndpointClosedError`` once the endpoint
+    is closed or has failed.
 
     Args:
         identity: which rank of which engine this is.
@@ -91,18 +87,16 @@ class Endpoint:
             its reads may leave unwritten. It must return only when these bytes are zero. The
             default handles CPU memory only.
         enter: called first in every thread that uses the transport or the engine's memory: on a
-            GPU, it chooses the thread's device. Pass the same to the driver
-            (``kvferry.create_transport``), for the driver's own threads.
+            GPU, it chooses the thread's device. Pass the same to ``kvferry.create_transport``.
         clock: seconds, monotonic; says what is due, late or stuck. Handshakes, pings and the
             driver's own waits take real time, and ``time.perf_counter`` measures figures.
         copies: where no driver can register the engine's memory: copies its blocks to and from host
-            pages. ``layout`` is then that of the host pages, of which ``zero`` zeroes bytes; the
-            ids in tickets and in ``Load.local`` are theirs, and orders and loads name the copies
-            (docs/protocol.md, "Staging"). ``None`` where ``layout`` is the engine's own memory.
+            pages. ``layout`` is then that of the host pages; the ids in tickets and in
+            ``Load.local`` are theirs, and orders and loads name the copies (docs/protocol.md,
+            "Staging").
 
     Attributes:
-        payload: what the engine's handshake tells peers about this rank: its layout, the address of
-            its transport, and more.
+        payload: what the engine's handshake tells peers about this rank.
         library: name and version of the library that moves the bytes (``Transport.library``).
 
     Raises:
@@ -185,11 +179,9 @@ class Endpoint:
         self._thread.start()
 
     def __enter__(self) -> Endpoint:
-        """Return the endpoint, which is closed when the ``with`` statement ends."""
         return self
 
     def __exit__(self, *exc: object) -> None:
-        """Close the endpoint."""
         self.close()
 
     # The producer's side.
@@ -207,11 +199,9 @@ class Endpoint:
                 ``ready`` and ``watermarks``, which take effect when ``passed`` has returned
                 ``True``.
             passed: returns whether the device has finished the work that was enqueued before this
-                call; polled on the endpoint's thread. ``None`` if the device has finished already,
-                or if ``orders.needs_device`` is false.
+                call; polled. ``None`` if it has, or if ``orders.needs_device`` is false.
 
         Raises:
-            EndpointClosedError: the endpoint is closed, or has failed.
             CopyError: the endpoint stages, and a copy is missing; or it does not, and has one.
         """
         if orders:
@@ -222,53 +212,33 @@ class Endpoint:
             self._wake.set()
 
     def silent(self) -> list[Silence]:
-        """Return the holds whose consumers gave no sign of life for ``GONE_SECONDS``.
+        """Return the holds with a ticket whose consumers gave no sign of life for ``GONE_SECONDS``.
 
-        Only holds with a ticket count: their pages are kept for the consumer that has the ticket.
-        When other requests of this engine wait for free pages, its scheduler may give up the holds
-        that every rank returns. This method visits every hold, so do not call it in every step.
-
-        Returns:
-            At most ``MAX_SILENT`` holds, the longest silent first.
+        At most ``MAX_SILENT``, the longest silent first. Where blocks are lacking, the scheduler
+        may give up the holds that every rank returns. This visits every hold, so do not call it in
+        every step.
         """
         return self._hold_server.silent()
 
     def prove(self, ticket_key: bytes) -> None:
         """Publish the fingerprint (a hash) of the key that verifies this engine's tickets.
 
-        The fingerprint is written in front of the slot table, where peers read it. Call this method
-        on every rank, before the first ticket is made.
-
-        Args:
-            ticket_key: the public key that the engine's side channel publishes.
+        Call it on every rank, before the first ticket is made, with the key that the side channel
+        publishes.
         """
         self._slot_table.write_fingerprint(fingerprint(ticket_key))
 
     # The consumer's side.
 
     def join(self, payloads: Sequence[RankPayload]) -> None:
-        """Tell this endpoint what all ranks of its engine publish. Call it before the first load.
-
-        Args:
-            payloads: the ``payload`` of every rank's endpoint, in rank order.
-
-        Raises:
-            EndpointClosedError: the endpoint is closed, or has failed.
-        """
+        """Set the ``payload`` of every rank's endpoint, in rank order, before the first load."""
         self._command(lambda: self._load_manager.join(payloads))
 
     def relay(self, handshakes: RelayedHandshakes) -> None:
         """Use what the engine's scheduler half has learnt about producers, in place of asking them.
 
-        The scheduler half has a ``HandshakeRelay`` for that. An endpoint that is told nothing asks
-        and pings producers itself. Call this method before those that use the same step's tickets.
-
-        Args:
-            handshakes: what ``HandshakeRelay.take`` has returned; each of its results must reach
-                the endpoint, in order.
-
-        Raises:
-            EndpointClosedError: the endpoint is closed, or has failed.
+        Each result of ``HandshakeRelay.take`` must come here, in order, before the same step's
+        tickets. An endpoint that is told nothing asks and pings producers itself.
         """
         if handshakes:
             self._command(lambda: self._load_manager.relay(handshakes))
@@ -276,14 +246,8 @@ class Endpoint:
     def prepare(self, ticket: Ticket) -> None:
         """Connect to a ticket's producer, and renew the ticket's hold until the load begins.
 
-        Call this method for a request that waits for free pages of this engine. For each call, one
-        ``load`` with the ticket must follow, even if that load reads nothing.
-
-        Args:
-            ticket: the ticket of the request that waits.
-
-        Raises:
-            EndpointClosedError: the endpoint is closed, or has failed.
+        For a request that waits for free pages of this engine. For each call, one ``load`` with the
+        ticket must follow, even if that load reads nothing.
         """
         self._command(lambda: self._load_manager.prepare(ticket))
 
@@ -291,15 +255,13 @@ class Endpoint:
         """Start a load of a request's pages; ``results`` returns its outcome.
 
         Args:
-            load: what to read, and the pages to fill. Nothing else may use the pages until the
-                load is reported.
+            load: what to read, and the pages to fill. Nothing else may use the pages until the load
+                is reported.
             passed: returns whether the device has finished all work on the load's pages that was
-                enqueued before this call; polled on the endpoint's thread, and nothing is read
-                before it has returned ``True`` (with ``Load.copy``: nothing is copied to the
-                device). ``None`` if the device has finished already.
+                enqueued before this call; polled. Nothing is read before (with ``Load.copy``:
+                nothing is copied to the device). ``None`` if it has.
 
         Raises:
-            EndpointClosedError: the endpoint is closed, or has failed.
             CopyError: the load has a copy, and the endpoint does not stage; or it reads without a
                 copy, and the endpoint stages.
         """
@@ -315,40 +277,21 @@ class Endpoint:
             self._post(lambda: self._device_sync.add(load, passed))
 
     def extend(self, request: RequestId, part: Ticket, *, is_last: bool = False) -> None:
-        """Use a newer part of a request's early load (``Load.is_early``).
+        """Use a newer part of a request's early load (``Load.is_early``), if that is under way.
 
-        Only the newest part counts, so parts may be left out, but not the last.
-
-        Args:
-            request: the request; nothing happens if it has no early load that is under way.
-            part: the part, or the ticket.
-            is_last: whether it is the ticket. ``EndpointOptions.load_timeout`` counts from now.
-
-        Raises:
-            EndpointClosedError: the endpoint is closed, or has failed.
+        Only the newest part counts, so parts may be left out, but not the last: the ticket
+        (``is_last``), from which ``EndpointOptions.load_timeout`` counts.
         """
         self._command(lambda: self._extend(request, part, is_last=is_last))
 
     def refuse(self, request: RequestId, error: KVFerryError) -> None:
-        """Report a request as failed, without starting a load.
-
-        Args:
-            request: the request; the next ``results`` has it in ``received`` and in ``failed``.
-            error: why it failed.
-        """
+        """Report a request as failed in the next ``results``, without starting a load."""
         self._results.add_received(request, error)
 
     def abort(self, request: RequestId) -> None:
-        """Stop a request's loads, and have them fail.
+        """Fail a request's loads that are under way, except those that read nothing.
 
         Each is reported as failed once no byte can land in its pages any more.
-
-        Args:
-            request: the request. Nothing happens if it has no load that is under way. A load that
-                reads nothing goes on: it only tells the producer "done".
-
-        Raises:
-            EndpointClosedError: the endpoint is closed, or has failed.
         """
         self._command(lambda: self._abort(request))
 
@@ -382,35 +325,23 @@ class Endpoint:
         return self._results.expected
 
     def results(self) -> Results:
-        """Return the loads, and the holds of requests' pages, that have ended since the last call.
-
-        Raises:
-            EndpointClosedError: the endpoint is closed, or has failed.
-        """
+        """Return the loads, and the holds of requests, that have ended since the last call."""
         self._check_open()
         self._report_sent()
         return self._results.take()
 
     def take_figures(self) -> Data | None:
-        """Return the values of metrics that were counted since the last call.
+        """Return the values of ``kvferry.core.metrics.FIGURES`` counted since the last call.
 
-        Returns:
-            Values of the metrics in ``kvferry.core.metrics.FIGURES``; the dictionary belongs to the
-            caller. ``None`` if nothing was counted.
+        The dictionary belongs to the caller; ``None`` if nothing was counted.
         """
         return self._metrics.take()
 
     def wait(self, timeout: float) -> bool:
-        """Block until ``results`` has a request to return.
+        """Block until ``results`` has a request, or the endpoint has failed; return whether so.
 
-        Call it in an engine's step that has nothing else to run, so that this endpoint's thread
-        gets the processor.
-
-        Args:
-            timeout: the most seconds to wait.
-
-        Returns:
-            ``True`` if ``results`` has a request to return, or if the endpoint has failed.
+        Call it, with the most seconds to wait, in an engine's step that has nothing else to run, so
+        that this endpoint's thread gets the processor.
         """
         return self._results.wait(timeout)
 
@@ -418,8 +349,8 @@ class Endpoint:
         """End all loads and holds, and close the transport. A second call does nothing.
 
         Args:
-            drain: the longest wait, in seconds, until no pages are held for other engines any more.
-                Loads and holds are ended only after this wait.
+            drain: the longest wait, in seconds, until no pages are held for other engines any more;
+                loads and holds are ended only after it.
 
         Raises:
             TransportError: a call of the driver does not return, or the transport cannot end its
@@ -451,26 +382,11 @@ class Endpoint:
     # On the caller's thread.
 
     def _end_calls(self, until: float) -> bool:
-        """Stop the liveness checks, and wait for the driver's ``connect`` and ``disconnect`` calls.
-
-        Args:
-            until: when to stop waiting, on this object's clock.
-
-        Returns:
-            Whether all these calls have returned; only then may the transport be closed.
-        """
+        """Wait for ``connect`` and ``disconnect``; the transport may close only if all return."""
         self._load_manager.close()
         return self._blocking_calls.wait(until)
 
     def _publish(self, driver: str, layout: Layout) -> RankPayload:
-        """Register this rank's memory with the transport, and return what peers need to read it.
-
-        If that fails, the transport is closed.
-
-        Args:
-            driver: name of the transport's driver.
-            layout: this rank's memory.
-        """
         try:
             table = self._slot_table
             words = (table.region, table.header, table.watermarks.region, self._scratch.region)
@@ -502,12 +418,10 @@ class Endpoint:
         )
 
     def _post(self, command: Callable[[], object]) -> None:
-        """Have the endpoint's thread run a command soon."""
         self._commands.append(command)
         self._wake.set()
 
     def _command(self, command: Callable[[], None]) -> None:
-        """Have the endpoint's thread run a command soon; raise if the endpoint is closed."""
         self._check_open()
         self._post(command)
 
@@ -558,16 +472,10 @@ class Endpoint:
                 time.sleep(BUSY_SECONDS)
 
     def _round(self) -> bool:
-        """Do one round of the work of the endpoint's thread.
-
-        Each step of the round handles the errors of a single load, peer or message itself. Any
-        other error is logged here and does not end the thread, because deadlines are kept only
-        while there are further rounds.
-
-        Returns:
-            Whether anything was done, so that the next round should follow at once.
-        """
+        """Do a round of the thread's work; return whether the next should follow at once."""
         busy = self._run_commands()
+        # Each step handles the errors of a single load, peer or message itself. Other errors are
+        # logged and do not end the thread: deadlines are kept only while there are further rounds.
         busy = self._step("beginning loads", self._device_sync.progress) or busy
         busy = self._step("performing loads", self._load_manager.progress) or busy
         busy = self._step("reading", self._transfers.progress) or busy
@@ -581,10 +489,6 @@ class Endpoint:
         return busy
 
     def _step(self, activity: str, step: Callable[[], bool]) -> bool:
-        """Call ``step``, one part of a round, and return its result.
-
-        If it raises an exception, log that ``activity`` has failed, and return ``False``.
-        """
         return self._containment.run(activity, step, False, serves_all=True)
 
     @property
@@ -598,7 +502,6 @@ class Endpoint:
         return busy
 
     def _run_commands(self) -> bool:
-        """Run the posted commands, and return whether there were any."""
         busy = False
         while self._commands:
             busy = True
@@ -606,10 +509,6 @@ class Endpoint:
         return busy
 
     def _listen(self) -> None:
-        """Process notifications from peers, make holds ready, and end expired holds.
-
-        Requests whose pages nobody reads any more are queued for ``results``.
-        """
         run, now = self._containment.run, self._clock()
         notifications = run(
             "the driver's notifications", self._take_notifications, None, serves_all=True
@@ -652,14 +551,12 @@ class Endpoint:
     def _on_load_over(
         self, load_id: LoadId, load: Load, error: KVFerryError | None, record: LoadRecord
     ) -> None:
-        """Report a load that is over, or have its pages copied to the device before."""
         if self._stage is not None and load.copy is not None:
             self._stage.loaded(load_id, load, error, record)
         else:
             self._report_load(load, error, record)
 
     def _report_load(self, load: Load, error: KVFerryError | None, record: LoadRecord) -> None:
-        """Log a load that is over, count it in the metrics, and queue its result for the engine."""
         count = partial(self._count, load, error, record)
         self._containment.run("counting a load", count, None)
         self._results.add_load(load, error, record)
@@ -671,7 +568,6 @@ class Endpoint:
             self._metrics.add(REFUSED, reason=error.reason.value)
 
     def _pause(self, busy: bool) -> float:
-        """Return how many seconds to wait for a command before the next round begins."""
         if busy:
             return 0.0
         if len(self._device_sync) or (self._stage is not None and self._stage.is_busy):
@@ -701,23 +597,14 @@ class _ResultQueue:
 
     @property
     def expected(self) -> int:
-        """Return how many loads with ``Load.report`` set are not over."""
         with self._changed:
             return self._expected
 
     def expect(self) -> None:
-        """Count one more load with ``Load.report`` set, which has just been asked for."""
         with self._changed:
             self._expected += 1
 
     def add_load(self, load: Load, error: KVFerryError | None, record: LoadRecord) -> None:
-        """Add the figures of a load that is over, and its request if ``Load.report`` is set.
-
-        Args:
-            load: the load.
-            error: why it failed; ``None`` if it succeeded.
-            record: its figures.
-        """
         with self._changed:
             self._records.append(record)
             if load.report:
@@ -726,18 +613,12 @@ class _ResultQueue:
                 self._changed.notify_all()
 
     def add_received(self, request: RequestId, error: KVFerryError) -> None:
-        """Add a request that has failed before it had a load, with the reason."""
         with self._changed:
             self._received.append((request, error))
             self._changed.notify_all()
 
     def add_ended(self, sent: Collection[RequestId], holds: Collection[EndedHold]) -> None:
-        """Add requests that were sent, and holds that have ended.
-
-        Args:
-            sent: requests whose pages this rank no longer holds.
-            holds: how their holds have ended; where the cache is staged, maybe those of others.
-        """
+        """Add requests that were sent, and holds that have ended; staged, maybe those of others."""
         if sent or holds:
             with self._changed:
                 self._sent.update(sent)
@@ -745,7 +626,7 @@ class _ResultQueue:
                 self._changed.notify_all()
 
     def fail(self) -> None:
-        """Wake all waiting threads. Called when the endpoint has failed and adds nothing more."""
+        """Wake all waiting threads: the endpoint has failed and adds nothing more."""
         with self._changed:
             self._has_failed = True
             self._changed.notify_all()
@@ -772,19 +653,10 @@ class _ResultQueue:
         )
 
     def wait(self, timeout: float) -> bool:
-        """Wait until a request can be taken or the endpoint has failed.
-
-        Args:
-            timeout: the most seconds to wait.
-
-        Returns:
-            Whether there is a request to take, or the endpoint has failed.
-        """
         with self._changed:
             return self._changed.wait_for(self._is_worth_waking, timeout)
 
     def wait_for_change(self, timeout: float) -> None:
-        """Wait until a request is added or the endpoint fails, up to ``timeout`` seconds."""
         with self._changed:
             self._changed.wait(timeout)
 

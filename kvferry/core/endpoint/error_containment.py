@@ -27,13 +27,10 @@ def as_ours(exc: Exception) -> KVFerryError:
 
 
 class ErrorContainment:
-    """Log and count the unexpected exceptions of one endpoint's thread.
+    """Log and count an endpoint's unexpected exceptions; the catcher fails what they concern.
 
-    This class only logs and counts. The code that catches an exception must itself fail the load,
-    peer or message that the exception concerns. An activity (a kind of work, such as polling) is
-    named by a fixed text that can be the subject of a sentence: "the driver's poll".
-
-    Used by the endpoint's thread only, except for ``problems``.
+    An activity is a kind of work, named by a fixed text that can be the subject of a sentence: "the
+    driver's poll". Used by the endpoint's thread only, except for ``problems``.
     """
 
     def __init__(self) -> None:
@@ -46,23 +43,16 @@ class ErrorContainment:
     def problems(self) -> tuple[str, ...]:
         """Return a text for each activity that has failed repeatedly and not succeeded since.
 
-        May be read from any thread. A text does not change while its activity goes on failing, so
-        that a health check sees one change and not many.
+        Thread-safe. A text does not change while its activity fails: a health check sees one
+        change.
         """
         return self._problems
 
     def caught(self, activity: str, error: Exception, *, serves_all: bool = False) -> KVFerryError:
-        """Log an exception with its traceback, but only the first of its type in each activity.
+        """Log an exception, if the first of its type in its activity; return it by ``as_ours``.
 
-        Args:
-            activity: the name of the activity that failed.
-            error: the exception.
-            serves_all: whether the activity serves many loads, peers or messages. If so, the
-                failure counts for ``problems``. A failure that concerns a single load, peer or
-                message does not, so that no single peer can make this engine unhealthy.
-
-        Returns:
-            The exception as a ``KVFerryError``; see ``as_ours``.
+        It counts for ``problems`` only if the activity ``serves_all`` loads, peers or messages: no
+        single peer can make this engine unhealthy.
         """
         if serves_all:
             count, first = self._streaks.get(activity, (0, error))
@@ -89,18 +79,7 @@ class ErrorContainment:
     def run(
         self, activity: str, call: Callable[[], T], otherwise: T, *, serves_all: bool = False
     ) -> T:
-        """Make a call; if it raises an exception, log it and return a default.
-
-        Args:
-            activity: the name of the activity, as for ``caught``.
-            call: the call to make.
-            otherwise: what to return if the call raises.
-            serves_all: as for ``caught``. If set, a call that raises nothing is recorded with
-                ``succeeded``.
-
-        Returns:
-            What the call returned, or ``otherwise``.
-        """
+        """Make a call; if it raises, log that as ``caught`` does, and return ``otherwise``."""
         try:
             result = call()
         except Exception as exc:  # noqa: BLE001  whatever it is: the thread serves others too

@@ -1,10 +1,8 @@
 """Handshakes and liveness checks that a scheduler half makes once for all ranks of its engine.
 
-Every rank of an engine needs the same replies of the same producers, and must know when one of
-these is dead. ``HandshakeRelay`` asks each producer once, and pings it from then on. What it learns
-goes to the endpoints of all ranks with the messages of each step (``Endpoint.relay``). A rank that
-needs a reply which is not on its way, because it alone has given the producer up, asks for itself,
-and then pings for itself.
+What ``HandshakeRelay`` learns goes to the ranks' endpoints with the messages of each step
+(``Endpoint.relay``). A rank that needs a reply which is not on its way, because it alone has given
+the producer up, asks for itself, and then pings for itself.
 """
 
 from __future__ import annotations
@@ -43,15 +41,14 @@ from kvferry.core.side_channel_messages import MAX_PAYLOAD_BYTES, RandomBits, de
 
 MAX_STEP_BYTES = 1 << 20
 """The most bytes of replies in the messages of one step, beyond the first reply."""
+# A ticket that its engine refuses may be why a load failed, and would have all ranks sent the reply
+# each time. Until then, a rank that needs the reply asks for itself, at once.
 ASK_AGAIN_SECONDS = LONGEST_BACKOFF_SECONDS
-"""How long after it was asked a producer may be asked again because a load from it has failed. A
-ticket that its engine refuses may be the cause, and would have all ranks sent the reply each time.
-Until then, a rank that needs the reply asks for itself, at once."""
+"""How long after it was asked a producer may be asked again because a load from it has failed."""
 MAX_TICKETS = 16
 """The most tickets of one handshake that are looked at for a genuine one."""
 QUICK_SECONDS = 0.1
-"""For how long after a handshake has begun its reply may come within milliseconds. Later, it comes
-when a pause or a timeout is over."""
+"""How long after a handshake's begin its reply may come within milliseconds, not after a pause."""
 
 
 class _PayloadStart(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,21 +63,13 @@ _start = msgspec.msgpack.Decoder(_PayloadStart)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Answer:
-    """A producer's reply, and the incarnation that its first rank names."""
-
     reply: EncodedReply
     incarnation: Incarnation
 
 
 @dataclass(slots=True, kw_only=True)
 class _Asking:
-    """A producer that is being asked.
-
-    Attributes:
-        since: when the handshake was asked for.
-        tickets: the incarnation and proof of each ticket for which that was done, the newest
-            ``MAX_TICKETS``.
-    """
+    """A producer that is being asked, for these (incarnation, proof) of its newest tickets."""
 
     since: float
     tickets: dict[tuple[int, Proof | None], None]
@@ -88,37 +77,23 @@ class _Asking:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Producer:
-    """A producer whose reply the ranks were sent, and which is pinged.
-
-    Attributes:
-        key: the producer, as the first ticket named it.
-        number: the number of the watch, which the reply and ``RelayedHandshakes.unwatched`` name.
-        stop: ends the pings.
-        last_used: when a request last began or ceased to use the producer.
-        asked: when it was last asked.
-        is_doubted: whether a load from it has failed since it was asked, so that some rank may have
-            given it up: it is asked again when it is next used, ``ASK_AGAIN_SECONDS`` after it was
-            last asked at the earliest.
-    """
+    """A producer whose reply the ranks were sent, and which is pinged."""
 
     key: PeerKey
     number: int
     last_used: float
     asked: float
     stop: Callable[[], None] = lambda: None
+    # A load has failed since it was asked, so that some rank may have given it up: asked again at
+    # the next use.
     is_doubted: bool = False
 
 
 class HandshakeRelay:
     """Ask and ping producers for all ranks of an engine; used by the scheduler half's thread.
 
-    No method blocks: handshakes and pings run on threads of their own, and what they have learnt is
-    processed when a method is called next.
-
-    Args:
-        options: timeouts and intervals, this engine's keys, and the networks that it may connect
-            to; the same as those of the ranks' endpoints.
-        clock: seconds, monotonic.
+    No method blocks: what handshakes and pings learn, on threads of their own, is processed when a
+    method is called next. ``options`` are those of the ranks' endpoints.
     """
 
     def __init__(
@@ -131,7 +106,6 @@ class HandshakeRelay:
         self._handshakes = Handshakes(self._fetch, self._posted.append, clock)
         self._liveness = LivenessChecks(options)
         self._asking: dict[PeerKey, _Asking] = {}
-        """The producers that are being asked, in the order in which that began."""
         self._users: dict[Hashable, tuple[Name, Proof | None]] = {}
         self._uses: Counter[Name] = Counter()
         self._producers: dict[Name, _Producer] = {}
@@ -148,12 +122,7 @@ class HandshakeRelay:
         return bool(messages) or self._is_awaited(self._clock())
 
     def begin(self, request: Hashable, ticket: Ticket) -> None:
-        """Count a request as a user of its ticket's producer, and ask the producer if need be.
-
-        Args:
-            request: identifies the request until ``end``.
-            ticket: the request's ticket.
-        """
+        """Count a request as a user of its producer until ``end``; ask the producer if need be."""
         self.end(request)
         self.reach(ticket)
         name = _name(ticket)
@@ -161,11 +130,7 @@ class HandshakeRelay:
         self._uses[name] += 1
 
     def reach(self, ticket: Ticket) -> None:
-        """Ask a ticket's producer, unless the ranks know it already.
-
-        Args:
-            ticket: the ticket, which the ranks are sent in the next step.
-        """
+        """Ask the producer of a ticket of the next step, unless the ranks know it already."""
         now = self._clock()
         self._cancel_late(now)
         self._run_posted()
@@ -193,12 +158,7 @@ class HandshakeRelay:
             asking.tickets[made] = None
 
     def end(self, request: Hashable, *, loaded: bool | None = None) -> None:
-        """Count a request no longer as a user of its producer.
-
-        Args:
-            request: the request; ignored if it is not counted.
-            loaded: whether its load succeeded; ``None`` if it had none, or was given up here.
-        """
+        """Count a request no longer as a user; ``loaded``: whether its load succeeded, if any."""
         name, made = self._users.pop(request, (None, None))
         if name is None:
             return
@@ -214,10 +174,7 @@ class HandshakeRelay:
             producer.is_doubted = True
 
     def take(self) -> RelayedHandshakes:
-        """Return what the ranks' endpoints are to be told in this step.
-
-        Replies beyond ``MAX_STEP_BYTES`` wait for the next step.
-        """
+        """Return what to tell the ranks in this step; replies beyond ``MAX_STEP_BYTES`` wait."""
         now = self._clock()
         self._cancel_late(now)
         self._run_posted()
@@ -251,7 +208,6 @@ class HandshakeRelay:
         return now - asking.since >= longest
 
     def _is_awaited(self, now: float) -> bool:
-        """Return whether ranks wait for the outcome of a handshake."""
         newest = next(reversed(self._asking.values()), None)
         return newest is not None and not self._is_late(newest, now)
 
@@ -263,16 +219,11 @@ class HandshakeRelay:
             del self._asking[key]
 
     def _run_posted(self) -> None:
-        """Process what handshakes and pings have posted from their threads."""
         while self._posted:
             self._posted.popleft()()
 
     def _fetch(self, key: PeerKey) -> _Answer:
-        """Ask a producer what its ranks publish; runs on a thread of its own.
-
-        Raises:
-            HandshakeError: see ``first_answer``.
-        """
+        """Ask a producer what its ranks publish; runs on a thread of its own."""
         begun = time.perf_counter()
 
         def ask(place: PeerKey, timeout: float, attempt: ExitStack) -> tuple[bytes, _Answer]:
@@ -297,7 +248,6 @@ class HandshakeRelay:
         return replace(answer, reply=replace(answer.reply, seconds=seconds))
 
     def _on_outcome(self, key: PeerKey, outcome: _Answer | KVFerryError) -> None:
-        """Queue the outcome of a handshake for the ranks, and begin to ping the producer."""
         tickets = self._asking.pop(key).tickets
         if isinstance(outcome, KVFerryError):
             self._outcomes.append((key, outcome))
@@ -314,16 +264,7 @@ class HandshakeRelay:
         self._outcomes.append((key, reply))
 
     def _watch(self, key: PeerKey, answer: _Answer) -> int | ConnectError | None:
-        """Ping a producer from now on, unless it is pinged already.
-
-        Args:
-            key: the producer.
-            answer: its answer.
-
-        Returns:
-            The number of the watch; ``None`` if there are too many; or the error if the pings
-            cannot be started.
-        """
+        """Ping a producer; return the number of the watch, ``None`` if there are too many."""
         reply = answer.reply
         name = key.engine, answer.incarnation, reply.ticket_key
         if (known := self._producers.get(name)) is not None:
@@ -353,15 +294,12 @@ class HandshakeRelay:
         return number
 
     def _is_wanted(self, name: Name, producer: _Producer) -> bool:
-        """Return whether a producer was used within ``engine_ttl``. Safe to use from any thread."""
+        """Return whether a producer was used within ``engine_ttl``. Thread-safe."""
         unused = self._clock() - producer.last_used
         return bool(self._uses.get(name)) or unused < self._options.engine_ttl
 
     def _has_room(self) -> bool:
-        """Return whether one more producer can be watched; end the watch of an unused one for it.
-
-        That is the one which was not used for longest.
-        """
+        """Return whether one more can be watched, if need be in place of the longest unused."""
         if len(self._producers) < most_peers():
             return True
         unused = [each for each in self._producers.items() if not self._uses.get(each[0])]
@@ -372,13 +310,6 @@ class HandshakeRelay:
         return True
 
     def _end(self, name: Name, producer: _Producer, error: KVFerryError | None) -> None:
-        """End the watch of a producer, and have the ranks told.
-
-        Args:
-            name: the producer.
-            producer: its watch; ignored if it has ended.
-            error: why the producer is lost; ``None`` if it is not used any more.
-        """
         if self._producers.get(name) is not producer:
             return
         del self._producers[name]
@@ -397,18 +328,11 @@ def _name(ticket: Ticket) -> Name:
 
 
 def _is_made_by(answer: _Answer, incarnation: int, made: Proof | None) -> bool:
-    """Return whether the engine that answered made a ticket; see ``check_maker``.
-
-    Args:
-        answer: the engine's answer.
-        incarnation: the incarnation that the ticket names.
-        made: the ticket's proof.
-    """
+    """Return whether the engine that answered made a ticket; see ``check_maker``."""
     return incarnation == answer.incarnation and _is_proven(made, answer.reply.ticket_key)
 
 
 def _is_proven(made: Proof | None, ticket_key: bytes) -> bool:
-    """Return whether a ticket's proof fits the ticket key that its maker publishes."""
     try:
         proof.check(made, ticket_key)
     except TicketError:
@@ -417,15 +341,7 @@ def _is_proven(made: Proof | None, ticket_key: bytes) -> bool:
 
 
 def _incarnation_of(payload: bytes, engine: str) -> Incarnation:
-    """Return the incarnation that a rank's payload names.
-
-    Args:
-        payload: the encoded payload; untrusted.
-        engine: the id of the engine that was asked.
-
-    Raises:
-        HandshakeError: the payload is malformed, or another engine's.
-    """
+    """Return the incarnation in a payload, which is untrusted, or refuse the payload."""
     try:
         start = decode(_start, payload, MAX_PAYLOAD_BYTES, "payload")
     except WireError as exc:

@@ -1,9 +1,4 @@
-"""Handshakes with producers: concurrent, each on a thread of its own, with pauses after failures.
-
-``Handshakes`` starts them, on the endpoint's thread. ``HandshakeWorker`` performs one: it fetches
-what a producer publishes from its side channel, or takes it from the replies that the engine's
-scheduler half relays, checks that the two engines are compatible, and plans the reads.
-"""
+"""Handshakes with producers: concurrent, each on its own thread, with pauses after failures."""
 
 from __future__ import annotations
 
@@ -34,15 +29,14 @@ from kvferry.core.security.proof import load_library
 
 logger = logging.getLogger(__name__)
 
+# High, because clients choose which hosts tickets name, and hosts that never answer must not delay
+# others. Limited, because each handshake may receive a reply of ``MAX_SHORT_REPLY_BYTES``, which is
+# in memory two or three times meanwhile.
 MAX_HANDSHAKES = 64
-"""The most handshakes that run at once. The number is high because clients choose which hosts
-tickets name, and hosts that never answer must not delay others. It is limited because each
-handshake may receive a reply of ``MAX_SHORT_REPLY_BYTES``, which is in memory two or three times
-while it is received."""
+"""The most handshakes that run at once."""
 FIRST_BACKOFF_SECONDS = 0.1
 LONGEST_BACKOFF_SECONDS = 5.0
-"""The pause after a failed handshake with an engine doubles with each failure, from
-``FIRST_BACKOFF_SECONDS`` to ``LONGEST_BACKOFF_SECONDS``."""
+"""The pause after a failed handshake doubles with each failure up to this."""
 MAX_REMEMBERED = 1 << 12
 """The most engines whose failures are remembered."""
 
@@ -52,18 +46,11 @@ class HandshakeResult:
     """The result of a handshake that succeeded.
 
     Attributes:
-        payloads: what the producer's ranks publish, in rank order.
-        plan: how this rank reads from the producer's ranks.
         overridden: a text for each difference between the two engines that the operator allows.
         begun: when the handshake began, by ``time.perf_counter``.
         place: the address that answered, one of ``PeerKey.places``; ``None`` if not recorded.
-        ticket_key: the public key that the producer publishes for the proofs of its tickets; empty
-            if it publishes none.
-        numeric: the IP address of the side channel.
-        memory: the objects to keep for the producer: ``id(object)`` to estimated bytes; see
-            ``memory_of``.
-        watch: the number of the scheduler half's watch of the producer, see ``EncodedReply``;
-            ``None`` if this rank must ping the producer itself.
+        memory: what to keep for the producer, see ``memory_of``.
+        watch: number of the scheduler half's watch (``EncodedReply``); ``None`` if this rank pings.
     """
 
     payloads: tuple[RankPayload, ...]
@@ -78,43 +65,28 @@ class HandshakeResult:
 
 
 DECODED = 5
-"""The fields of a decoded payload take at most this many times the bytes of the encoded payload."""
+"""Decoded fields take at most this many times the bytes of the encoded payload."""
 RANK_BYTES, REGION_BYTES, FACT_BYTES, CUT_BYTES = 2000, 200, 200, 100
-"""Estimated bytes of memory of, in this order: a payload without its regions, entries of
-``agreement`` and fields; a region; an entry; and an entry of a plan's ``StripBatch.cuts``."""
+"""Estimated bytes of a payload's rest, a region, an ``agreement`` entry, a ``StripBatch`` cut."""
 
 T = TypeVar("T")
-"""The result of a handshake: a ``HandshakeResult``, or the reply where it is only passed on."""
+"""What a handshake results in: ``HandshakeResult``, or the reply where it is only passed on."""
 
 
 @dataclass(slots=True, kw_only=True)
 class _Backoff:
-    """The pause before the next handshake with a producer, after handshakes that failed.
-
-    Attributes:
-        failures: how many pauses the producer has had since it was last connected. Each is longer
-            than the last, up to ``LONGEST_BACKOFF_SECONDS``.
-        until: when the next handshake may begin.
-    """
+    """The pause before the next handshake with a producer, after ``failures`` pauses."""
 
     failures: int = 0
     until: float = 0.0
 
 
 class Handshakes(Generic[T]):
-    """Start handshakes, at most ``MAX_HANDSHAKES`` at once.
+    """Start handshakes, at most ``MAX_HANDSHAKES`` at once. Used by the endpoint's thread only.
 
-    All callers that ask for a handshake with the same producer share one. After a failure, the next
-    handshake with that producer waits. The wait begins short, so that an engine that restarts is
-    soon used again, and grows, so that an engine that is gone costs little. Used by the endpoint's
-    thread only; the handshakes run on threads of their own.
-
-    Args:
-        shake: performs a handshake; called on a thread of its own, may block and may raise.
-        post: runs a callable on the endpoint's thread, soon.
-        clock: seconds, monotonic.
-        used: called with the result of each handshake that succeeded, before the callbacks that
-            were passed to ``ask``.
+    Callers that ask for the same producer share one. After a failure, the next one with that
+    producer waits: briefly at first, since an engine may restart, and longer each time. ``shake``
+    performs a handshake on a thread of its own; it may block and raise.
     """
 
     def __init__(
@@ -138,16 +110,10 @@ class Handshakes(Generic[T]):
         self._is_turn_of_oldest = False
 
     def __len__(self) -> int:
-        """Return the number of handshakes that were asked for and are not over."""
         return len(self._asked)
 
     def ask(self, key: PeerKey, heard: Callable[[T | KVFerryError], None]) -> None:
-        """Ask for a handshake with a producer, or share one that is waiting or under way already.
-
-        Args:
-            key: the producer.
-            heard: called once, on the endpoint's thread, with the outcome of the handshake.
-        """
+        """Ask for a handshake, or share one; ``heard`` gets its outcome, on the same thread."""
         asked = self._asked.setdefault(key, [])
         asked.append(heard)
         if len(asked) == 1:
@@ -156,11 +122,7 @@ class Handshakes(Generic[T]):
             self.progress(self._clock())
 
     def progress(self, now: float) -> None:
-        """Start the handshakes whose pause is over, as far as ``MAX_HANDSHAKES`` allows.
-
-        Args:
-            now: seconds, on this object's clock.
-        """
+        """Start the handshakes whose pause is over, as far as ``MAX_HANDSHAKES`` allows."""
         for key in [key for key, until in self._expected.items() if until <= now]:
             del self._expected[key]
         due_keys = [key for key, due in self._delayed.items() if due <= now]
@@ -171,12 +133,7 @@ class Handshakes(Generic[T]):
             self._start(self._take())
 
     def expect(self, key: PeerKey, until: float) -> None:
-        """Delay handshakes with a producer until its reply has been relayed (see ``arrived``).
-
-        Args:
-            key: the producer; ignored if too many are expected.
-            until: when a handshake begins without the reply, on this object's clock.
-        """
+        """Delay handshakes with a producer until ``arrived``, or ``until`` on the clock."""
         if len(self._expected) < MAX_REMEMBERED:
             self._expected[key] = until
 
@@ -201,14 +158,7 @@ class Handshakes(Generic[T]):
         self._backoffs.pop(key, None)
 
     def cancel(self, keys: Set[PeerKey]) -> Set[PeerKey]:
-        """Cancel handshakes that have not begun; who asked for them is not called.
-
-        Args:
-            keys: the producers.
-
-        Returns:
-            Those whose handshake was cancelled.
-        """
+        """Cancel handshakes that have not begun, without calling back; return their producers."""
         cancelled = (self._delayed.keys() | set(self._queued)) & keys
         self._queued = deque(key for key in self._queued if key not in cancelled)
         for key in cancelled:
@@ -222,24 +172,19 @@ class Handshakes(Generic[T]):
         self._delayed.clear()
 
     def _take(self) -> PeerKey:
-        """Remove the next producer from the queue and return it.
-
-        Every second call returns the producer with the fewest failures, so that producers that
-        never answer do not delay others. The other calls return the producer that has waited
-        longest, so that tickets with ever new engine names do not delay it for ever.
-        """
+        # Every second time the one with the fewest failures, so that producers that never answer do
+        # not delay others; otherwise the one that has waited longest, so that tickets with ever new
+        # engine names do not delay it for ever.
         oldest, self._is_turn_of_oldest = self._is_turn_of_oldest, not self._is_turn_of_oldest
         key = self._queued[0] if oldest else min(self._queued, key=self._failures)
         self._queued.remove(key)
         return key
 
     def _failures(self, key: PeerKey) -> int:
-        """Return how many pauses a producer has had since it was last connected."""
         backoff = self._backoffs.get(key)
         return backoff.failures if backoff is not None else 0
 
     def _start(self, key: PeerKey) -> None:
-        """Start a handshake on a new thread; if the thread cannot start, the handshake fails."""
         self._running += 1
         name = f"kvferry-handshake-{key.engine[:16]}"
         try:
@@ -258,7 +203,6 @@ class Handshakes(Generic[T]):
         self._post(lambda: self._over(key, result))
 
     def _over(self, key: PeerKey, result: T | KVFerryError) -> None:
-        """Process the outcome of a handshake, on the endpoint's thread."""
         self._running -= 1
         if isinstance(result, KVFerryError):
             self.failed(key)
@@ -270,26 +214,18 @@ class Handshakes(Generic[T]):
 
 
 def forget_frames(error: BaseException | None) -> None:
-    """Remove the tracebacks from an error and its causes.
-
-    The error is kept until the requests that it fails are reported. With the tracebacks, it would
-    keep the decoded replies in memory that are local variables of their frames.
-    """
+    """Remove the tracebacks from an error and its causes."""
+    # The error is kept until the requests that it fails are reported, and the frames' local
+    # variables would keep decoded replies in memory.
     while error is not None:
         error.__traceback__ = None
         error = error.__cause__ or error.__context__
 
 
 class HandshakeWorker:
-    """Perform handshakes with producers for one rank of an engine.
+    """Perform handshakes for one rank; ``perform`` on any thread, the rest on the endpoint's.
 
-    ``perform`` may run on many threads at once; the endpoint's thread calls the other methods.
-
-    Args:
-        options: the handshake timeout, this engine's keys and the networks that it may connect to,
-            and the differences between engines that are accepted.
-        relayed: the replies that the engine's scheduler half has fetched; a producer without one is
-            asked here.
+    ``relayed`` are replies from the scheduler half; a producer without one is asked here.
     """
 
     def __init__(self, options: EndpointOptions, relayed: RelayedReplies) -> None:
@@ -301,37 +237,22 @@ class HandshakeWorker:
         self._reply_limits = ReplyLimits()
 
     def join(self, own: Sequence[RankPayload], rank: int) -> None:
-        """Set what this engine publishes. Before this call, ``perform`` refuses every handshake.
-
-        Args:
-            own: the payloads of all ranks of this engine, in rank order.
-            rank: index of this rank.
-        """
+        """Set what this engine's ranks publish, and this rank's index; before any ``perform``."""
         self._planner, self._rank = PlanCache([payload.layout for payload in own], rank), rank
         self._own = tuple(own)  # set last: other threads use the rest once it is set
 
     def used(self, result: HandshakeResult) -> None:
-        """Stop counting the memory of a result. Called when the endpoint's thread receives it.
-
-        While results that wait for that thread take too much memory, no further reply is decoded;
-        see ``ReplyLimits``.
-        """
+        """Stop counting the memory of a result, which the endpoint's thread has received."""
+        # While results that wait take too much memory, no further reply is decoded
+        # (``ReplyLimits``).
         self._reply_limits.used(sum(result.memory.values()))
 
     def perform(self, key: PeerKey) -> HandshakeResult:
-        """Perform one handshake: fetch what a producer publishes, check it, and plan the reads.
-
-        Blocks. The transport is not used; the caller connects to the producer afterwards.
-
-        Args:
-            key: the producer.
-
-        Returns:
-            What the producer publishes, and the plan of reading from it.
+        """Fetch what a producer publishes, check it, and plan the reads. Blocks.
 
         Raises:
             HandshakeError: the producer cannot be reached, or does not fit this engine.
-            KVFerryError: what the producer publishes is invalid, or nothing can be planned from it.
+            KVFerryError: what it publishes is invalid, or nothing can be planned from it.
         """
         if not self._own:
             raise HandshakeError("this endpoint has not joined its engine: call join() first")
@@ -363,15 +284,7 @@ class HandshakeWorker:
         )
 
     def _plan(self, ranks: Sequence[RankPayload]) -> Plan:
-        """Plan the reads from the ranks of another engine.
-
-        Args:
-            ranks: what they publish.
-
-        Raises:
-            PlanError: the layouts do not match, or planning would take too long; the message ends
-                with the software that differs.
-        """
+        """Plan the reads; an error ends with the software that differs between the engines."""
         try:
             return self._planner.plan([payload.layout for payload in ranks])
         except PlanError as exc:
@@ -380,15 +293,7 @@ class HandshakeWorker:
             raise PlanError(f"{exc}{told}") from exc
 
     def _decode(self, relayed: EncodedReply, turn: ExitStack) -> EngineReply:
-        """Decode and check a reply that the scheduler half has relayed.
-
-        Args:
-            relayed: the reply; untrusted, because it is a peer's.
-            turn: receives this handshake's turn to decode a reply (see ``ReplyLimits.turn``).
-
-        Raises:
-            HandshakeError: the reply is not valid; the message says where it came from.
-        """
+        """Decode and check a relayed reply (untrusted); ``turn`` gets the turn to decode."""
         place, timeout = relayed.place, self._options.handshake_timeout
         call = dialer(place, timeout, self._options)
         call.numeric.append(relayed.numeric)
@@ -398,19 +303,7 @@ class HandshakeWorker:
         return EngineReply(info=info, sizes=tuple(map(len, relayed.ranks)), numeric=relayed.numeric)
 
     def _fetch(self, key: PeerKey, turn: ExitStack) -> tuple[PeerKey, EngineReply]:
-        """Ask at the addresses of a producer in turn; see ``first_answer``.
-
-        Args:
-            key: the producer.
-            turn: receives this handshake's turn to decode a reply (see ``ReplyLimits.turn``). Other
-                handshakes wait for their turn until the caller closes this stack.
-
-        Returns:
-            The address that answered, and its answer.
-
-        Raises:
-            HandshakeError: see ``first_answer``.
-        """
+        """Ask at a producer's addresses; ``turn`` holds the turn to decode until it is closed."""
 
         def ask(place: PeerKey, timeout: float, attempt: ExitStack) -> tuple[bytes, EngineReply]:
             call = dialer(place, timeout, self._options)
@@ -426,25 +319,14 @@ def first_answer(
     ask: Callable[[PeerKey, float, ExitStack], tuple[bytes, T]],
     turn: ExitStack,
 ) -> tuple[PeerKey, T]:
-    """Ask at the addresses of a producer in turn, until one answers with ``key.ticket_key``.
+    """Return the first of a producer's addresses that has ``key.ticket_key``, and its answer.
 
-    The last address's answer is returned whatever its key is. The addresses share the timeout, so
-    that an address that does not answer leaves time for the next.
-
-    Args:
-        key: the producer.
-        timeout: seconds for all addresses together.
-        ask: asks at one address, within some seconds; returns the ticket key that was answered, and
-            the answer. What it enters on the stack is left when the answer is not the one that is
-            returned, or when ``turn`` is closed.
-        turn: receives what ``ask`` entered for the answer that is returned.
-
-    Returns:
-        The address that answered, and its answer.
+    The last address's answer is returned whatever its key is. ``timeout`` is for all together.
+    ``ask`` returns a ticket key and an answer; what it enters on its stack is left when the answer
+    is not returned, or when ``turn`` is closed.
 
     Raises:
-        HandshakeError: no address answered with that key, and the last one did not answer. The
-            message says why, for each address that did not answer.
+        HandshakeError: no address has that key, and the last did not answer; says why each failed.
     """
     deadline = time.monotonic() + timeout
     places, failures = list(key.places), list[HandshakeError]()
@@ -465,13 +347,7 @@ def first_answer(
 
 
 def dialer(place: PeerKey, timeout: float, options: EndpointOptions) -> Dialer:
-    """Return a ``Dialer`` for the address of a side channel.
-
-    Args:
-        place: the address, as one of ``PeerKey.places``.
-        timeout: seconds for connecting, and for each answer.
-        options: this engine's keys and the networks that it may connect to.
-    """
+    """Return a ``Dialer`` for an address of ``PeerKey.places``; ``timeout`` is for each step."""
     return Dialer(
         host=place.host,
         port=place.port,
@@ -485,16 +361,9 @@ def dialer(place: PeerKey, timeout: float, options: EndpointOptions) -> Dialer:
 def memory_of(
     payloads: Sequence[RankPayload], sizes: Sequence[int], plan: Plan
 ) -> Mapping[int, int]:
-    """Estimate the memory that a producer's payloads and plan take while they are kept.
+    """Estimate the bytes that payloads (``sizes`` when encoded) and a plan take, by object.
 
-    Args:
-        payloads: the decoded payload of each rank of the producer.
-        sizes: the number of bytes of each encoded payload, in the same order.
-        plan: the plan of reading from the producer.
-
-    Returns:
-        ``id(object)`` to the estimated bytes of the object; valid while the objects live. An object
-        that several producers share has the same ``id`` for all, so that it can be counted once.
+    Keys are ``id(object)``, valid while the objects live: what producers share can be counted once.
     """
     memory = {id(plan): sum(map(_own_bytes, payloads))}
     for payload, size in zip(payloads, sizes, strict=True):

@@ -1,12 +1,8 @@
 """Renewal of leases, while requests wait for pages of this engine and while they are loaded.
 
-A hold stands for a request's pages on the producer, which keeps them until the lease expires. To
-renew a hold, a rank reads its slot word with a ``Renewal`` message bound to the read. The slot word
-is the answer: the pages are held, and the lease begins anew; or the hold is gone. Answering costs
-the producer nothing. A renewal also tells the producer that this engine waits for the pages (it
-claims the hold), and will send a heartbeat every second. ``Renewals`` decides when to renew,
-``LeaseRenewal`` makes the reads, and ``PendingTickets`` starts renewals for tickets whose requests
-wait for pages.
+A rank reads the slot word with a ``Renewal`` bound to the read. The word is the answer: the lease
+begins anew, or the hold is gone. A renewal also claims the hold; then heartbeats say that this
+engine lives.
 """
 
 from __future__ import annotations
@@ -39,38 +35,22 @@ SEARCH_SECONDS = 0.1
 """Time between two searches for pending tickets whose producer is not connected."""
 
 _Key = tuple[str, int, Hold, Proof | None]
-"""Engine, incarnation, hold and proof of a ticket. The proof keeps a forged ticket apart from a
-genuine one that names the same hold."""
+"""Engine, incarnation, hold and proof, which keeps a forged ticket apart from a genuine one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Target:
-    """A hold that is renewed, its producer, and ``ended``, which is called if the hold is gone."""
-
     peer: Peer
     hold: Hold
     ended: Callable[[KVFerryError], None]
 
 
 class LeaseRenewal:
-    """Renew the leases of holds whose pages this rank waits for or is reading; send heartbeats.
+    """Renew the leases of holds that this rank waits for or reads; send heartbeats.
 
-    A renewal is a read of the hold's slot word with a notification bound to it. Used by the
-    endpoint's thread only.
-
-    Args:
-        engine: id of this engine, which is sent with every renewal and heartbeat.
-        life: incarnation of this engine (a random number that it made when it started), which is
-            sent with ``engine``.
-        notify: sends a notification with these bytes over a connection; used for heartbeats. Its
-            exceptions are ignored.
-        slot_reads: makes the reads of slot words.
-        transfers: cancels reads that take too long.
-        lost: called with the producer, the index of its rank and the error when the read of a
-            renewal has failed and no more of its bytes will land.
-        failing: called with the same arguments when the driver knows that the read of a renewal
-            will fail, but bytes may still land. For a cancelled read, ``failing`` is called only if
-            the read does not end in the time that it is given (its grace).
+    Used by the endpoint's thread only. ``lost`` is called when a renewal's read has failed and no
+    more of its bytes will land; ``failing`` when the driver knows that it will fail, but bytes may
+    land (for a cancelled read, after its grace).
     """
 
     def __init__(
@@ -98,7 +78,6 @@ class LeaseRenewal:
         """Producer to the number of its holds that are renewed, which may be thousands."""
 
     def __len__(self) -> int:
-        """Return the number of holds that are being renewed."""
         return len(self._renewals)
 
     def begin(
@@ -110,19 +89,11 @@ class LeaseRenewal:
         at_once: bool,
         ended: Callable[[KVFerryError], None],
     ) -> RenewalId | None:
-        """Begin to renew a hold, again and again until ``end`` is called or the hold is gone.
+        """Renew a hold until ``end`` or until it is gone; return an id for ``settle`` and ``end``.
 
-        Args:
-            peer: the producer.
-            hold: the ticket's hold at that producer.
-            now: seconds, on the clock of ``progress``.
-            at_once: whether to renew now; otherwise the first renewal is due after
-                ``FIRST_SECONDS`` or a third of the lease, whichever is shorter.
-            ended: called at most once, with the error, when a renewal finds the hold gone.
-
-        Returns:
-            An id to pass to ``settle`` and ``end``. ``None`` if the build of some producer rank
-            does not know renewals; then nothing is renewed.
+        ``None`` if some producer rank knows no renewals. ``ended`` is called at most once, if a
+        renewal finds the hold gone. Unless ``at_once``, the first renewal is due after
+        ``FIRST_SECONDS`` or a third of the lease, whichever is shorter.
         """
         if peer.lease is None:
             return None
@@ -142,23 +113,12 @@ class LeaseRenewal:
                 self._forget(target.peer)
 
     def settle(self, renewal: RenewalId | None, rank: int) -> None:
-        """Stop renewing a hold at one producer rank. Called before the rank's fence is posted.
-
-        The fence is the read of the slot word after the data.
-
-        Args:
-            renewal: what ``begin`` returned; ``None`` is ignored.
-            rank: index of the producer rank.
-        """
+        """Stop renewing a hold at one producer rank; call it before the rank's fence is posted."""
         if renewal is not None:
             self._renewals.settle(renewal, rank)
 
     def progress(self, now: float) -> None:
-        """Make the renewals that are due, cancel overdue reads of earlier ones, send heartbeats.
-
-        Args:
-            now: seconds, on the clock of ``begin``.
-        """
+        """Renew what is due, cancel overdue reads of earlier renewals, send heartbeats."""
         due, overdue = self._renewals.take_due(now)
         for request in overdue:
             peer = self._targets[request.renewal].peer
@@ -172,34 +132,20 @@ class LeaseRenewal:
                 self._say_alive(peer)
 
     def _end_lingering(self, peer: Peer, rank: int, reads: Sequence[Read]) -> bool:
-        """Call ``failing`` if the driver knows that a renewal's cancelled read will fail.
-
-        Otherwise the read is left alone: a renewal has no deadline and may still be answered.
-
-        Args:
-            peer: the producer.
-            rank: index of the producer rank that is read from.
-            reads: the cancelled reads of the renewal that have not ended within their grace.
-
-        Returns:
-            Whether ``Transfers`` is to call again if any of the reads still goes on.
-        """
+        """Call ``failing`` if a renewal's cancelled read will fail; else have it asked again."""
+        # Other reads are left alone: a renewal has no deadline and may still be answered.
         failures = [read.failure for read in reads if read.failure is not None]
         for failure in failures[:1]:
             self._failing(peer, rank, failure)
         return not failures
 
     def _forget(self, peer: Peer) -> None:
-        """Subtract 1 from the number of a producer's holds that are renewed."""
         self._peers[peer] -= 1
         if not self._peers[peer]:
             del self._peers[peer]
 
     def _say_alive(self, peer: Peer) -> None:
-        """Send a heartbeat to those connected ranks of a producer that accept heartbeats.
-
-        One heartbeat counts for all holds of the rank that this engine waits for.
-        """
+        """Send each rank that accepts it a heartbeat, which counts for all claimed holds."""
         note = Heartbeat(incarnation=peer.incarnation, engine=self._engine, life=self._life)
         payload = encode([note])
         for peer_id in peer.heartbeats.values():
@@ -209,7 +155,6 @@ class LeaseRenewal:
                 logger.debug("no heartbeat to engine %s", peer.key.engine, exc_info=True)
 
     def _read(self, request: RenewalRequest, target: _Target) -> SlotRead:
-        """Return the read of a hold's slot word with a renewal bound to it."""
         peer, hold = target.peer, target.hold
 
         def landed(word: int, seconds: float) -> None:
@@ -246,18 +191,7 @@ class LeaseRenewal:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _PendingTicket:
-    """A ticket whose requests wait for free pages of this engine.
-
-    Attributes:
-        ticket: the ticket that the first of the requests brought.
-        begun: when the first request came, by ``time.perf_counter``.
-        requests: number of requests that wait.
-        peer: the producer; ``None`` while it is not connected.
-        renewal: id of the hold's renewals in ``LeaseRenewal``; ``None`` while it is not renewed.
-        is_reaching: whether ``Peers`` is connecting to the producer.
-        is_over: whether nothing is renewed any more: the hold is gone, or the ticket was refused.
-        gone: the error with which loads will fail if the hold is gone; otherwise ``None``.
-    """
+    """A ticket whose requests wait for free pages of this engine."""
 
     ticket: Ticket
     begun: float
@@ -265,19 +199,15 @@ class _PendingTicket:
     peer: Peer | None = None
     renewal: RenewalId | None = None
     is_reaching: bool = False
+    # Nothing is renewed any more: the hold is gone, or the ticket was refused.
     is_over: bool = False
     gone: KVFerryError | None = None
 
 
 class PendingTickets:
-    """Renew the holds of tickets whose requests wait for free pages of this engine.
+    """Connect to the producers of tickets whose requests wait for free pages, and renew the holds.
 
-    The producers of the tickets are connected for that. Used by the endpoint's thread only.
-
-    Args:
-        peers: connects to the producers.
-        lease_renewal: renews the holds.
-        clock: seconds, monotonic.
+    Used by the endpoint's thread only.
     """
 
     def __init__(
@@ -298,11 +228,9 @@ class PendingTickets:
             self._reach(pending)
 
     def take(self, ticket: Ticket) -> tuple[float, KVFerryError | None]:
-        """End the wait of one request with this ticket.
+        """End a request's wait; return the seconds since the ticket's first request came.
 
-        Returns:
-            Seconds since the first request with the ticket began to wait (0 if none waits), and the
-            error if the hold is gone, or ``None``.
+        And the error if the hold is gone. Without any wait, 0 and ``None``.
         """
         pending = self._tickets.get(_key(ticket))
         if pending is None:
@@ -314,11 +242,7 @@ class PendingTickets:
         return time.perf_counter() - pending.begun, pending.gone
 
     def progress(self, now: float) -> None:
-        """Connect to those producers of pending tickets that are not connected.
-
-        Args:
-            now: seconds, on this object's clock.
-        """
+        """Connect to those producers of pending tickets that are not connected."""
         if now < self._next_search:
             return
         self._next_search = now + SEARCH_SECONDS
@@ -337,11 +261,8 @@ class PendingTickets:
         )
 
     def _unreached(self, pending: _PendingTicket, error: KVFerryError) -> None:
-        """Record that a ticket's producer could not be connected.
-
-        ``progress`` tries again, unless the error says that the ticket was refused.
-        """
         pending.is_reaching = False
+        # Other failures are tried again by ``progress``.
         pending.is_over = isinstance(error, TicketError)  # the load will say so
 
     def _reached(self, pending: _PendingTicket, peer: Peer) -> None:
@@ -365,7 +286,6 @@ class PendingTickets:
         )
 
     def _gone(self, pending: _PendingTicket, error: KVFerryError) -> None:
-        """Stop renewing a hold that is gone, and keep the error for the loads with its ticket."""
         pending.gone, pending.is_over = error, True
         self._stop(pending)
 

@@ -1,8 +1,7 @@
 """Liveness checks: one thread pings all producers over their side channels.
 
-Each producer takes two file descriptors, which libzmq uses for its socket and for the connection.
-The thread never waits for a single producer: it connects without blocking, to the numeric address
-that the handshake found, so that no name has to be looked up.
+It never waits for a single one: it connects without blocking, to the numeric address that the
+handshake found. A producer takes two file descriptors, for libzmq's socket and the connection.
 """
 
 from __future__ import annotations
@@ -34,10 +33,10 @@ from kvferry.core.side_channel_messages import MAX_PONG_BYTES, Ping, Pong, Refus
 
 logger = logging.getLogger(__name__)
 
+# Not a whole interval, so that a process that has ended, whose pings are missed at once, is soon
+# given up.
 QUICK_SECONDS = 0.1
-"""Pause after a missed ping. If a ping is missed at once (because the connection was closed, or
-nobody listens any more), the next ping follows after this pause and not after a whole interval, so
-that a process that has ended is soon given up."""
+"""Pause after a missed ping."""
 
 Lost = Callable[[KVFerryError | None], None]
 """Called with the error when a producer is lost; with ``None`` when it is not wanted any more."""
@@ -49,18 +48,10 @@ def always() -> bool:
 
 
 class LivenessCheck:
-    """Ping one producer. Used by the pinging thread only.
+    """Ping one producer. Used by the pinging thread only, whose epoll object ``polled`` is.
 
-    All checks share that thread: ``turn`` takes the check's next step, without blocking.
-
-    Args:
-        key: the producer.
-        numeric: the IP address of its side channel, found by the handshake.
-        incarnation: the random number that the engine made when it started; an answer with another
-            number means that it was restarted, so the producer is lost.
-        options: how often to ping, and how many misses in a row mean that the producer is dead.
-        polled: the epoll object of the thread; the check registers its descriptor there.
-        wanted: called before each ping; the check ends when it returns ``False``.
+    An answer with another ``incarnation`` means a restart. The check ends if ``wanted``, called
+    before each ping, returns ``False``.
     """
 
     def __init__(
@@ -93,23 +84,19 @@ class LivenessCheck:
         self._attempt: socket.socket | None = None
         """A plain TCP connection that is being made, to see whether somebody listens."""
         self._channel: Socket | None = None
-        """The ZMQ socket over which pings are sent; made once ``_attempt`` has succeeded."""
+        """The ZMQ socket for pings; made once ``_attempt`` has succeeded."""
         self._descriptor = -1
-        """The descriptor of ``_attempt`` or ``_channel``, whichever exists; -1 if neither does."""
+        """That of ``_attempt`` or ``_channel``, whichever exists; -1 if neither does."""
         self._unanswered = 0
-        """Number of pings without an answer that were sent over ``_channel``."""
         self._is_reached = False
-        """Whether any answer has come over ``_channel``."""
         self._is_second = False
         """Whether ``_channel`` is the second connection made for the same unanswered ping."""
         self._deadline: float | None = None
-        """When the ping that is under way counts as missed; ``None`` if no ping is under way."""
+        """When the ping under way counts as missed; ``None`` if there is none."""
         self.due = 0.0
-        """When to call ``turn`` next, by ``time.monotonic``. ``turn`` is also called as soon as the
-        descriptor is ready."""
+        """When to call ``turn``, by ``time.monotonic``, if the descriptor is not ready before."""
         self.queued: float | None = None
-        """The ``due`` with which the check was last put into the thread's queue; ``None`` if it is
-        not queued."""
+        """The ``due`` with which the check is in the thread's queue; ``None`` if it is not."""
 
     @property
     def descriptor(self) -> int:
@@ -117,12 +104,7 @@ class LivenessCheck:
         return self._descriptor
 
     def turn(self, now: float) -> None:
-        """Take the check's next step: connect, send a ping, process an answer, or count a miss.
-
-        Called when the descriptor is ready, or when ``due`` has come. Does not block.
-
-        Args:
-            now: seconds, by ``time.monotonic``.
+        """Connect, send a ping, process an answer, or count a miss, without blocking.
 
         Raises:
             PeerLostError: the producer is dead or was restarted, or refuses pings.
@@ -152,13 +134,7 @@ class LivenessCheck:
             self._channel = None
 
     def _try(self, now: float) -> None:
-        """Begin a plain TCP connection, to see whether somebody listens.
-
-        libzmq alone would try for ever and report no error.
-
-        Raises:
-            HandshakeError: the connection failed at once.
-        """
+        """Begin a plain TCP connection: libzmq alone would try for ever and report no error."""
         family = socket.AF_INET6 if ":" in self._numeric else socket.AF_INET
         self._attempt = socket.socket(family, socket.SOCK_STREAM)
         self._attempt.setblocking(False)
@@ -169,11 +145,7 @@ class LivenessCheck:
         self._poll(self._attempt.fileno(), select.EPOLLOUT)
 
     def _reach(self, attempt: socket.socket, now: float) -> None:
-        """Once the plain connection is made, replace it by a ZMQ channel and send a ping.
-
-        Raises:
-            HandshakeError: the plain connection failed, or was not made in time.
-        """
+        """Once the plain connection is made, replace it by a ZMQ channel and send a ping."""
         status = attempt.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         if not status and not _is_writable(attempt):
             if now < self.due:
@@ -189,16 +161,6 @@ class LivenessCheck:
         self._listen(self._channel, now)
 
     def _listen(self, channel: Socket, now: float) -> None:
-        """Process the answers that have arrived, and send a ping if one is due.
-
-        If the ping is to be sent again, and this channel has never brought an answer, connect once
-        more instead.
-
-        Raises:
-            HandshakeError: a ping was not answered in time, the connection was closed, or an answer
-                is not valid.
-            PeerLostError: see ``_check``.
-        """
         self._hear(channel, now)
         if now < self.due:
             return
@@ -222,12 +184,6 @@ class LivenessCheck:
         self._hear(channel, now)  # sending may consume the event of an arrival
 
     def _hear(self, channel: Socket, now: float) -> None:
-        """Process the answers that have arrived.
-
-        Raises:
-            HandshakeError: an answer is not valid, or the connection was closed.
-            PeerLostError: see ``_check``.
-        """
         while (events := int(channel.getsockopt(zmq.EVENTS))) & zmq.POLLIN:
             try:
                 reply = answer(channel)
@@ -245,12 +201,7 @@ class LivenessCheck:
             raise HandshakeError("the connection was closed: the engine has ended, or refuses this")
 
     def _check(self, reply: Reply) -> None:
-        """Refuse an answer that is not a ``Pong`` with the incarnation of the handshake.
-
-        Raises:
-            PeerLostError: the engine refuses pings, or was restarted.
-            HandshakeError: the answer is of another type.
-        """
+        """Refuse an answer that is not a ``Pong`` with the incarnation of the handshake."""
         if isinstance(reply, Refusal):
             raise PeerLostError(f"{self._name} does not serve this engine any more: {reply.reason}")
         if not isinstance(reply, Pong):
@@ -259,15 +210,7 @@ class LivenessCheck:
             raise PeerLostError(f"{self._name} was restarted: what it held is gone")
 
     def _miss(self, why: str, now: float) -> None:
-        """Count a missed ping, close the connection, and schedule the next ping.
-
-        Args:
-            why: why the ping was missed, for the error.
-            now: seconds, by ``time.monotonic``.
-
-        Raises:
-            PeerLostError: too many pings in a row were missed.
-        """
+        """Count a missed ping, close the connection, and schedule the next ping."""
         self.close()
         self._is_second = False
         self._misses += 1
@@ -277,17 +220,12 @@ class LivenessCheck:
         self.due = now + QUICK_SECONDS
 
     def _poll(self, descriptor: int, events: int) -> None:
-        """Have the thread poll a file descriptor for these events of ``select.epoll``."""
         self._polled.register(descriptor, events)
         self._descriptor = descriptor
 
 
 class LivenessChecks:
-    """Ping producers, all on one thread, which is started with the first producer.
-
-    Args:
-        options: how often to ping, and how many misses in a row mean that a producer is dead.
-    """
+    """Ping producers, all on one thread, which is started with the first producer."""
 
     def __init__(self, options: EndpointOptions) -> None:
         self._options = options
@@ -302,19 +240,10 @@ class LivenessChecks:
         lost: Lost,
         wanted: Callable[[], bool] = always,
     ) -> Callable[[], None]:
-        """Ping a producer until it is lost or the check is ended.
+        """Ping a producer until it is lost; return a function that ends that at once.
 
-        Args:
-            key: the producer.
-            numeric: the IP address of its side channel, found by the handshake.
-            incarnation: the random number that the engine made when it started.
-            lost: called at most once, on the pinging thread, when the producer is dead or was
-                restarted, or refuses pings, or ``wanted`` has returned ``False``.
-            wanted: called on the pinging thread, before each ping; returns whether to go on.
-
-        Returns:
-            A function that ends the check. The function returns at once, and a second call does
-            nothing.
+        ``lost`` is called at most once, on the pinging thread, and ``wanted`` there before each
+        ping.
 
         Raises:
             OSError: no file descriptor is left for the thread.
@@ -354,7 +283,6 @@ class _Poller:
         self._lock = threading.Lock()
         self._checks: dict[LivenessCheck, Lost] = {}
         self._polling: dict[int, LivenessCheck] = {}
-        """Each file descriptor that is polled, with the check that it belongs to."""
         self._due: list[tuple[float, int, LivenessCheck]] = []
         """Heap of (time by ``time.monotonic``, number that orders equal times, check)."""
         self._numbers = itertools.count()
@@ -377,7 +305,6 @@ class _Poller:
                 return
 
     def add(self, check: LivenessCheck, lost: Lost) -> None:
-        """Begin a check; ``lost`` is called when its producer is lost."""
         self._checks[check] = lost
         self._turn(check, time.monotonic())
 
@@ -388,7 +315,6 @@ class _Poller:
             check.close()
 
     def end(self) -> None:
-        """End all checks and the thread."""
         for check in list(self._checks):
             self.remove(check)
         self._close()
@@ -414,7 +340,6 @@ class _Poller:
             self._catch_up(time.monotonic())
 
     def _pause(self) -> float | None:
-        """Return the seconds until the next check is due; ``None`` if no check is queued."""
         while self._due and not self._is_current(self._due[0]):
             heapq.heappop(self._due)
         if not self._due:
@@ -423,10 +348,7 @@ class _Poller:
         return max(math.ceil((self._due[0][0] - time.monotonic()) * 1e3), 0) / 1e3
 
     def _is_current(self, entry: tuple[float, int, LivenessCheck]) -> bool:
-        """Return whether an entry of ``_due`` still holds.
-
-        It does not if its check has ended, or is due at another time by now.
-        """
+        """Return whether an entry of ``_due`` holds: its check goes on, due at the same time."""
         due, _, check = entry
         return check in self._checks and check.queued == due == check.due
 
@@ -439,7 +361,6 @@ class _Poller:
             self._posted.popleft()()
 
     def _catch_up(self, now: float) -> None:
-        """Let all checks that are due take their next step."""
         while self._due and self._due[0][0] <= now:
             entry = heapq.heappop(self._due)
             if self._is_current(entry):
@@ -468,7 +389,6 @@ class _Poller:
             heapq.heappush(self._due, (check.due, next(self._numbers), check))
 
     def _give_up(self, check: LivenessCheck, error: KVFerryError | None) -> None:
-        """End a check because its producer is lost, or not wanted, and call its ``lost``."""
         lost = self._checks.get(check)
         self.remove(check)
         if lost is not None:
@@ -483,5 +403,4 @@ def _is_writable(attempt: socket.socket) -> bool:
 
 
 def _os_error(status: int) -> OSError:
-    """Return the exception for an error number of a system call."""
     return OSError(status, os.strerror(status))

@@ -28,27 +28,24 @@ class Load:
 
     Attributes:
         request: this engine's id of the request.
-        ticket: the ticket that the producer made for the request. Its hold stands for the pages on
-            the producer.
-        ranges: per cache group of this engine, ``(first, last)``: indices in the prompt of the
-            first token to pull and of the token after the last one. ``None`` to pull nothing for
-            the group. For a group of recurrent states, ``(0, ticket.tokens)``.
+        ticket: the ticket that the producer made for the request.
+        ranges: per cache group of this engine, the first token to pull and the one after the last,
+            as indices in the prompt; ``None`` to pull nothing for the group. For a group of
+            recurrent states, ``(0, ticket.tokens)``.
         local: per cache group of this engine, the pages to fill. Nothing else may use them until
             the load is reported.
         report: whether ``Endpoint.results`` reports the request when the load is over. A load that
-            pulls nothing, because the prompt was cached here, needs no report: it only tells the
-            producer "done".
-        shared: whether other requests of this engine may still load under the same hold. If so,
-            this load sends the producer neither "done" nor "abandon"; a later load that is not
-            shared must. A shared load that pulls nothing and is not reported contacts nobody: it
-            only ends the wait that one ``Endpoint.prepare`` with the ticket began.
-        is_early: whether ``ticket`` is a part: a ticket that covers the tokens so far, of a request
-            that the producer still computes. ``ranges`` and ``local`` are those of the whole
-            request. Further parts and the ticket itself follow by ``Endpoint.extend``. An early
-            load must not be shared.
-        copy: where the cache is staged, the blocks to fill from the pages in ``local``, which are
-            host pages: they are copied when the load has succeeded, before it is reported. ``None``
-            where ``local`` has the blocks themselves, or nothing is pulled.
+            pulls nothing needs no report: it only tells the producer "done".
+        shared: whether other requests of this engine may still load under the same hold. Such a
+            load sends the producer neither "done" nor "abandon"; a later one that is not shared
+            must. One
+            that pulls nothing and is not reported contacts nobody: it only ends the wait that one
+            ``Endpoint.prepare`` with the ticket began.
+        is_early: whether ``ticket`` is a part, of a request that the producer still computes.
+            ``ranges`` and ``local`` are those of the whole request. Further parts and the ticket
+            itself follow by ``Endpoint.extend``. An early load must not be shared.
+        copy: where the cache is staged, the blocks to fill from the host pages in ``local``: they
+            are copied when the load has succeeded, before it is reported. Otherwise ``None``.
     """
 
     request: RequestId
@@ -70,28 +67,18 @@ class Load:
 class LoadState:
     """The endpoint's record of one load, kept until no action for the load is left to perform.
 
-    How far the load is on each producer rank is kept by the state machine ``Loads``.
-
     Attributes:
-        load_id: the load's id in ``Loads``.
         load: what the engine has asked for, with the newest part of an early load.
-        begun: when the load began, by ``time.perf_counter``; of an early load, when its last part
-            came.
-        grace: the time that the load's cancelled reads are given to end; ``None`` if no read was
-            cancelled.
+        begun: when the load began, or an early load's last part came, by ``time.perf_counter``.
+        grace: the time for the load's cancelled reads to end; ``None`` if none was cancelled.
         peer: the producer; ``None`` until the load's handshake has succeeded.
-        renewal: id of the renewals of the load's hold in ``LeaseRenewal``; ``None`` if the hold is
-            not renewed.
-        handshake_succeeded: when the handshake succeeded, by ``time.perf_counter``; 0 before.
-        copies, nbytes: number of copies and bytes in the reads that have ended.
-        early_nbytes: those of ``nbytes`` that were read before the last part of an early load, and
-            are used.
-        early_groups: the local groups whose pages are read early, by the index of the producer
-            rank.
-        failed_at: ``Stage.WAIT`` if the load had failed before it began; otherwise ``None``, even
-            if the load fails later: ``Loads`` knows that stage.
+        handshake_succeeded: when, by ``time.perf_counter``; 0 before.
+        copies, nbytes: of the reads that have ended.
+        early_nbytes: those read before an early load's last part, and used.
+        early_groups: producer rank index to the local groups that are read early.
+        failed_at: ``Stage.WAIT`` if the load had failed before it began; else ``Loads`` knows the
+            stage.
         wait_seconds: how long requests with the ticket had waited for pages before the load.
-        check_seconds, post_seconds, transfer_seconds, fence_seconds: see ``LoadRecord``.
     """
 
     load_id: LoadId
@@ -116,10 +103,8 @@ class LoadState:
 
     @property
     def named_early(self) -> frozenset[int]:
-        """Return the producer's groups of which the first part of an early load names pages.
-
-        The ticket names pages of all groups, and may come before the first early read.
-        """
+        """Return the producer's groups of which the first part of an early load names pages."""
+        # Not the ticket's: it names pages of all groups, and may come before the first early read.
         if self._named is None:
             pages = self.load.ticket.pages
             self._named = frozenset(group for group, ids in enumerate(pages) if ids)
@@ -127,10 +112,7 @@ class LoadState:
 
     @property
     def request(self) -> ReadRequest:
-        """Return the token ranges and pages to read, as ``build_copies`` needs them.
-
-        The ticket must have been checked.
-        """
+        """Return what ``build_copies`` is to read; the ticket must have been checked."""
         if self._request is None:
             ticket = self.load.ticket
             missing = ticket.missing or (0,) * len(ticket.pages)
@@ -143,12 +125,7 @@ class LoadState:
         return self._request
 
     def extend(self, part: Ticket, *, is_last: bool) -> None:
-        """Replace the part of an early load by a newer one.
-
-        Args:
-            part: the part, or the ticket.
-            is_last: whether it is the ticket.
-        """
+        """Replace the part of an early load by a newer one, or by the ticket."""
         self._named = self.named_early
         if part.hold != self.load.ticket.hold:
             self.early_nbytes = 0  # all is read again
@@ -158,14 +135,10 @@ class LoadState:
             self.begun = time.perf_counter()
 
     def request_for(self, source: Source, since: int, until: int | None) -> ReadRequest:
-        """Return what is read from a producer rank by one of the reads of an early load.
+        """Return what one read of an early load reads from a producer rank.
 
-        Pages that a part names can be read early, and those of all other groups with the rest.
-
-        Args:
-            source: what this rank reads from that rank.
-            since: for how many first tokens the pages were read early before.
-            until: for how many first tokens they are read early now; ``None`` to read the rest.
+        ``since`` and ``until`` are numbers of first tokens: those read early before and those read
+        now, or ``None`` for the rest. Groups of which a part names no pages are read with the rest.
         """
         request = self.request
         if since == 0 and until is None:
@@ -181,11 +154,7 @@ class LoadState:
 
     @property
     def known_peer(self) -> Peer:
-        """Return the producer, which must have been connected.
-
-        Raises:
-            EndpointClosedError: the load's handshake has not succeeded.
-        """
+        """Return the producer; raise ``EndpointClosedError`` if the handshake has not succeeded."""
         if self.peer is None:
             raise EndpointClosedError("a load has no peer: its handshake is not over")
         return self.peer
@@ -196,17 +165,11 @@ class LoadState:
         return sum(int(np.count_nonzero(pages.ids != HOLE)) for pages in self.load.local)
 
     def add(self, outcome: Outcome, *, is_early: bool = False, is_discarded: bool = False) -> None:
-        """Add the outcome of the read from one producer rank to the load's figures.
+        """Add the outcome of a read from one producer rank to the load's figures.
 
-        The numbers of copies and bytes of all producer ranks are added up. Of the ranks' times, the
-        longest counts for each stage.
-
-        Args:
-            outcome: the outcome.
-            is_early: whether the read began before the last part of an early load was used. Its
-                times do not count: the producer computed meanwhile.
-            is_discarded: whether what an early read has read is not used, because the request was
-                preempted.
+        Copies and bytes of all ranks are added up; of their times, the longest counts. Times of
+        early reads do not: the producer computed meanwhile. ``is_discarded``: a preemption has made
+        an early read void.
         """
         self.copies += outcome.copies
         self.nbytes += outcome.nbytes
@@ -220,12 +183,7 @@ class LoadState:
             self.transfer_seconds = max(self.transfer_seconds, transfer_seconds)
 
     def record(self, error: KVFerryError | None, stage: Stage | None) -> LoadRecord:
-        """Return the figures of a load that is over.
-
-        Args:
-            error: why the load failed; ``None`` if it succeeded.
-            stage: the stage in which ``Loads`` saw the load fail; ``None`` if it succeeded.
-        """
+        """Return the figures of a load that is over; ``stage`` is where ``Loads`` saw it fail."""
         now = time.perf_counter()
         return LoadRecord(
             request=self.load.request,
@@ -251,11 +209,7 @@ class LoadState:
 
 
 def early_unit(plan: Plan) -> int:
-    """Return of how many tokens early reads read a multiple: whole pages of both engines.
-
-    Args:
-        plan: the plan of this rank.
-    """
+    """Return of how many tokens early reads read a multiple: whole pages of both engines."""
     return math.lcm(
         *(
             group.block_tokens * group.context.size
@@ -268,13 +222,7 @@ def early_unit(plan: Plan) -> int:
 
 
 def _early_groups(source: Source, request: ReadRequest, named: frozenset[int]) -> frozenset[int]:
-    """Return the local groups that are read from no other groups than those that a part names.
-
-    Args:
-        source: what this rank reads from a producer rank.
-        request: the token ranges and pages of the whole request.
-        named: the producer's groups of which parts name pages.
-    """
+    """Return the local groups that are read only from groups that a part names."""
     late = {
         match.local_group
         for match in source.matches
@@ -294,11 +242,7 @@ def _clip(wanted: tuple[int, int] | None, since: int, until: int | None) -> tupl
 
 
 def check_same_engine(ticket: Ticket, part: Ticket) -> None:
-    """Refuse a part that names another engine than the first part of its load.
-
-    Raises:
-        TicketError: the engine, its incarnation or its ticket key differs.
-    """
+    """Refuse a part whose engine, incarnation or ticket key is not that of its load's first."""
     first, other = ((each.engine, each.incarnation, each.ticket_key) for each in (ticket, part))
     if first != other:
         raise TicketError(

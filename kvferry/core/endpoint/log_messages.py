@@ -1,8 +1,4 @@
-"""Log messages of an endpoint about its loads and the producers that they read from.
-
-Every failure is logged in one line, with the request, the peer, the stage, the cause, and what an
-operator can do about it.
-"""
+"""Log messages of an endpoint: a failure is one line, with its stage, cause and remedy."""
 
 from __future__ import annotations
 
@@ -27,13 +23,7 @@ NAMED_REQUESTS = 3
 
 
 def loaded(load: Load, error: KVFerryError | None, record: LoadRecord) -> None:
-    """Log that a load is over.
-
-    Args:
-        load: the load.
-        error: why it failed; ``None`` if it succeeded.
-        record: the figures of the load.
-    """
+    """Log that a load is over, with its figures, and why it failed, if it did."""
     if error is not None:
         _not_loaded(load, error, record)
     elif not load.reads:
@@ -69,11 +59,7 @@ def _not_loaded(load: Load, error: KVFerryError, record: LoadRecord) -> None:
 
 
 def given_up(peer: Peer, error: KVFerryError) -> None:
-    """Log that a producer is disconnected because of an error (given up), with the error.
-
-    Where no load is lost with it, at DEBUG: engines end every day. The loads from the producer are
-    not logged here: each is logged when it is over.
-    """
+    """Log that a producer is disconnected for an error; at DEBUG if no load is lost with it."""
     logger.log(
         logging.WARNING if peer.loads else logging.DEBUG,
         "engine %s at %s: given up with %d loads (stage connection, cause %s): %s",
@@ -86,14 +72,7 @@ def given_up(peer: Peer, error: KVFerryError) -> None:
 
 
 def untold(peer: Peer, rank: int, count: int, error: KVFerryError) -> None:
-    """Log that "done" or "abandon" could not be sent to a rank of a producer.
-
-    Args:
-        peer: the producer.
-        rank: index of the producer rank.
-        count: number of "done" and "abandon" messages; each is about one request.
-        error: why it could not be sent.
-    """
+    """Log that "done" or "abandon" for ``count`` requests could not be sent to a producer rank."""
     logger.warning(
         "%d requests: rank %d of engine %s was not told that they are over (stage release, cause "
         "%s): %s; their leases end them, so nothing is to be done",
@@ -106,11 +85,7 @@ def untold(peer: Peer, rank: int, count: int, error: KVFerryError) -> None:
 
 
 class ExpiredHolds:
-    """Log the requests whose leases expired: those of a burst in one line, not in one line each.
-
-    Leases that expire in the same round of the endpoint's thread share a warning. Those that expire
-    less than ``BURST_SECONDS`` later share another one. Used by one thread at a time.
-    """
+    """Log the requests whose leases expired, those of a burst in one line. One thread at a time."""
 
     def __init__(self) -> None:
         self._waiting: list[RequestId] = []
@@ -120,15 +95,9 @@ class ExpiredHolds:
     def add(
         self, requests: Sequence[RequestId], now: float, *, silence: float | None = None
     ) -> None:
-        """Log requests, or keep them for a warning after ``BURST_SECONDS``.
+        """Log requests, or keep them for a warning after ``BURST_SECONDS``. Call it in every round.
 
-        Must be called in every round, also without requests.
-
-        Args:
-            requests: The requests whose leases expired in this round.
-            now: Seconds, on the clock of the rank.
-            silence: For how many seconds no consumer gave a sign of life, if that is so long that a
-                longer lease would not have helped; otherwise ``None``.
+        ``silence`` is for how long no consumer was heard, if a longer lease would not have helped.
         """
         self._silence = silence
         self._waiting += requests

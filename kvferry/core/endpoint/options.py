@@ -23,7 +23,7 @@ class Identity:
         incarnation: the random number that identifies this start of the engine; the same on all
             ranks.
         rank: index of this rank among the engine's ranks.
-        coordinates: position of this rank in the engine's pipeline, tensor and context parallelism.
+        coordinates: position in the engine's pipeline, tensor and context parallelism.
         agreement: name to value, for everything that must be equal on two engines that exchange
             pages (model, cache dtype, ...).
     """
@@ -45,14 +45,12 @@ class EndpointOptions:
             has renewed their hold. The time before the first renewal is in ``HoldOrders``.
         load_timeout: time after which a load that is not over fails.
         liveness_interval: time between two pings of a producer; 0 for no pings.
-        liveness_misses: number of pings in a row without an answer after which a producer counts
-            as dead.
+        liveness_misses: pings in a row without an answer after which a producer counts as dead.
         max_copies: the most copies in one read. A load that takes more from one rank of a producer
             is read in several batches, one after another.
         engine_ttl: time after which a producer that no load and no waiting request uses is
             disconnected.
-        judgements: which differences between two engines an operator may allow, and whether the
-            operator allows them.
+        judgements: which differences between two engines the operator allows.
         access: this engine's keys, and the networks that it may connect to.
     """
 
@@ -76,20 +74,20 @@ class Results:
     """What ``Endpoint.results`` returns: the loads and holds that have ended since its last call.
 
     Over all calls, a request for which this engine made a ticket is in ``sent`` exactly once, and
-    a request that this engine loads with ``Load.report`` set is in ``received`` exactly once. Of
-    several loads with one request id, each has a call of its own, in the order in which they ended.
+    one that it loads with ``Load.report`` set is in ``received`` exactly once. Of several loads
+    with one request id, each has a call of its own, in the order in which they ended.
 
     Attributes:
         sent: requests whose pages this rank no longer holds for other engines. The engine may free
-            the pages once all its ranks have returned the request here. Where the cache is staged,
-            these are the engine's own pages (blocks): they are free when they were copied.
+            them once all its ranks have returned the request here. Where the cache is staged, these
+            are the
+            blocks: they are free when they were copied.
         ended: how the hold of each of these requests ended on this rank. Where the cache is staged,
             these are requests that are over, each once: their host pages, and the slot of their
-            hold, are free once all ranks have returned the request here.
+                hold, are free once all ranks have returned the request here.
         received: requests whose load is over, successfully or not, or that ``Endpoint.refuse`` was
             called for: no byte lands in their pages any more.
-        failed: request to the reason, for the requests of ``received`` whose load failed: their
-            pages must not be used.
+        failed: request to the reason, for those of ``received`` whose pages must not be used.
         loads: figures of every load that is over, also of loads without ``Load.report``.
     """
 

@@ -10,17 +10,16 @@ class PageCopies(Protocol):
     """Copies between the engine's blocks on the device and host pages.
 
     A host page has all bytes that a block id names in all regions of the rank. Both methods begin
-    the copies of one request, and return a function that says whether they have passed; it is
-    polled. The endpoint calls all of these on its own thread, one at a time. It begins a copy only
-    when the device has finished all work on the blocks that the engine had enqueued before the
-    order, so a copy has to wait for nothing, and can run on a stream of its own. A call that blocks
-    delays the endpoint's other loads and messages, but not the engine.
+    the copies of one request, and return a function that is polled for whether they have passed.
+    All of these are called on the endpoint's thread, one at a time; one that blocks delays other
+    loads, but not the engine. The device has then finished the work on the blocks that was enqueued
+    before the order, so a copy waits for nothing, and can run on a stream of its own.
 
-    The memory on both sides belongs to the caller, and is kept for as long as a copy uses it: until
-    the function has returned ``True`` or has raised ``CopyError``, or the method has raised
-    ``CopyError``. So raise ``CopyError`` only where the copy reads and writes nothing any more, and
-    return ``False`` until then. After any other exception, whether the copy is over is unknown:
-    blocks and pages are never given back, and the endpoint reports a problem.
+    The memory on both sides belongs to the caller, who keeps it until the function has returned
+    ``True``, or it or the method has raised ``CopyError``. So raise ``CopyError`` only where the
+    copy reads and writes nothing any more, and return ``False`` until then. After any other
+    exception, the copy's end is unknown: blocks and pages are never given back, and the endpoint
+    reports a problem.
     """
 
     def out(self, blocks: Sequence[int], pages: Sequence[int]) -> Callable[[], bool]:
@@ -46,8 +45,8 @@ class PageCopies(Protocol):
             blocks: id of the block for each, without holes.
 
         Returns:
-            A function that returns whether all of it is on the device, where any work that the
-            engine enqueues from then on reads it.
+            A function that returns whether all of it is on the device, for work enqueued from then
+            on.
 
         Raises:
             CopyError: the copy cannot begin, and nothing of it has.

@@ -10,18 +10,14 @@ from kvferry.core.lifecycle.ticket import Ticket
 class PeerKey(NamedTuple):
     """The producer that a ticket names, and its address; identifies a handshake.
 
-    ``key`` and ``ticket_key`` belong to it, so that failed handshakes for a forged ticket, whose
-    keys differ, do not delay the handshake for a genuine one.
-
     Attributes:
-        engine: the producer's id.
         host, port: address of the producer's side channel.
         key: public key that encrypts the side channel; empty without encryption.
-        routed: a second address, (host, port), to ask if the first does not answer; ``None`` if
-            there is none.
+        routed: a second (host, port), to ask if the first does not answer; ``None`` without.
         ticket_key: the public key that proves the ticket; empty if the ticket has no proof.
     """
 
+    # With both keys, so that failed handshakes for a forged ticket do not delay a genuine one.
     engine: str
     host: str
     port: int

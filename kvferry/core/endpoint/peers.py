@@ -1,11 +1,4 @@
-"""The producer engines of a rank (its peers): how they are connected, used and given up.
-
-A ticket names a producer. ``Peers`` makes a handshake with it, connects to its ranks, checks its
-fingerprint (a hash of its ticket key, read from its memory), and from then on pings it. Where a
-scheduler half asks and pings producers for all ranks of its engine (``HandshakeRelay``), the reply
-and what the pings say come from there. A peer is disconnected (given up) when it fails, when it was
-idle for long, or to make room for another.
-"""
+"""The producer engines of a rank (its peers): how they are connected, used and given up."""
 
 from __future__ import annotations
 
@@ -53,28 +46,24 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# High, because a deployment may have a thousand producers (docs/scale.md), and one that is released
+# costs a handshake when it is used again.
 MAX_PEERS = 1024
-"""The most engines that a rank is connected to; fewer if the process may open few files. The number
-is high because a deployment may have a thousand producers (``docs/scale.md``), and each producer
-that is released costs a handshake when it is used again."""
+"""The most engines that a rank is connected to; fewer if it may open few files."""
 FILES_PER_PEER = 8
-"""For each peer, the process must be allowed this many file descriptors. The liveness check of a
-peer takes two, so all checks take a quarter of the descriptors at most, and leave room for the
-driver and for incoming connections."""
+"""File descriptors that must be allowed per peer; its liveness check takes two of them."""
+# An engine of 8 ranks and 80 layers takes 2 MB, a further one with the same layout some 20 kB.
 MAX_KEPT_BYTES = 48 << 20
-"""The most memory, in bytes, for what all peers publish and for the plans of reading from them. An
-engine of 8 ranks and 80 layers takes 2 MB, a further engine with the same layout some 20 kB."""
+"""The most bytes for what all peers publish and for their plans."""
+# The scheduler half learns of a load's end some steps later, and must not be the last to let go.
 RELAYED_TTL_SECONDS = 5.0
-"""For how much longer than ``engine_ttl`` a rank keeps an idle peer which another process
-watches (``HandshakeRelay``). That process learns of a load's end some steps later, and must not
-be the last to let go."""
+"""How much longer than ``engine_ttl`` a rank keeps an idle peer that a scheduler half watches."""
 MAX_DOWN = 1 << 12
-"""The most engines that are counted as down. There is a limit because clients choose which engines
-tickets name."""
+"""The most engines counted as down; there is a limit because clients choose what tickets name."""
 
+# Without the key, the first process that claims an engine's id would be taken for that engine.
 Name = tuple[str, int, bytes]
-"""Engine id, incarnation and ticket key of a producer. Without the key, the first process that
-claims an engine's id would be taken for that engine."""
+"""Engine id, incarnation and ticket key of a producer."""
 
 
 class PeerUse(enum.Enum):
@@ -92,30 +81,17 @@ class Peer:
 
     Attributes:
         key: the producer, with the side-channel address that answered.
-        payloads: what the producer's ranks publish, in rank order.
-        plan: how this rank reads from the producer.
-        ids: index of a producer rank to its connection, for the ranks that this rank reads from or
-            notifies; empty once the peer is given up.
-        links: what ``ids`` was before the peer was given up; kept, because reads may still be under
-            way on these connections.
-        sources: index of a producer rank to the part of ``plan`` for that rank; only for ranks that
-            this rank reads from.
+        ids: producer rank index to connection, where this rank reads or notifies; empty once given
+            up.
+        links: ``ids`` before the peer was given up: reads may still be under way there.
+        sources: producer rank index to that rank's part of ``plan``.
         page_limits: per cache group of the producer, the number that page ids must stay below.
-        last_used: when a use of the peer last began or ended, on the endpoint's clock.
-        connected: ``False`` once the peer was given up.
-        suspect: whether a read from the peer has failed. A suspect peer is connected anew as soon
-            as it has no loads, and new loads wait until then.
-        numeric: the IP address of the producer's side channel.
-        memory: the objects that are kept for the peer: ``id(object)`` to estimated bytes. Peers may
-            share objects.
-        path: the driver's name for what carries the peer's bytes, such as ``rc_mlx5``; ``None``
-            until ``Peers.path`` has asked the driver.
-        throughput: index of a producer rank to what measures the reads from that rank; ``None`` if
-            they need no measurement. Kept by ``SlowPathWarnings``.
-        ticket_key: the public key that the producer publishes for the proofs of its tickets; empty
-            if it publishes none.
-        watch: the number of the watch under which the scheduler half pings the producer; ``None``
-            if this rank pings it.
+        suspect: whether a read has failed: connect anew once no load is left; new loads wait for
+            it.
+        memory: ``id(object)`` to estimated bytes of what is kept for the peer; peers may share it.
+        path: the driver's name for what carries the bytes; ``None`` until ``Peers.path`` has asked.
+        ticket_key: the public key for the proofs of the producer's tickets; empty if there is none.
+        watch: number of the scheduler half's watch; ``None`` if this rank pings the producer.
     """
 
     key: PeerKey
@@ -170,11 +146,7 @@ class Peer:
         return self.key.engine, self.incarnation, self.ticket_key
 
     def check(self, ticket: Ticket) -> None:
-        """Refuse a ticket that this producer did not make, or that does not fit what it publishes.
-
-        Raises:
-            TicketError: see ``kvferry.core.lifecycle.ticket.check_against``.
-        """
+        """Refuse a ticket that is not this producer's or does not fit it; see ``check_against``."""
         check_against(ticket, self.payloads, self.page_limits, ticket_key=self.ticket_key)
 
     @property
@@ -184,11 +156,7 @@ class Peer:
 
     @property
     def lease(self) -> float | None:
-        """Return the shortest lease that any rank of the producer publishes, in seconds.
-
-        Returns:
-            The lease; ``None`` if the build of some producer rank does not know renewals.
-        """
+        """Return the shortest lease of any rank, in seconds; ``None`` if one knows no renewals."""
         leases = [payload.lease for payload in self.payloads if payload.lease is not None]
         return min(leases) if len(leases) == len(self.payloads) else None
 
@@ -216,20 +184,8 @@ Failed = Callable[[KVFerryError], None]
 class Peers:
     """Connect to the producers that tickets name, keep the connections, and release them.
 
-    Used by the endpoint's thread only. Handshakes and liveness checks run on threads of their own,
-    and so do connecting and disconnecting where the driver allows it.
-
-    Args:
-        transport: the transport, asked for ``Transport.path`` only.
-        fingerprints: checks the fingerprint of each producer that publishes a ticket key.
-        connections: the connections of ``transport``.
-        containment: logs unexpected exceptions; the tickets that they concern fail.
-        post: runs a callable on the endpoint's thread, soon.
-        clock: seconds, monotonic.
-        options: the endpoint's options.
-        metrics: counts handshakes, and peers that are up, down and lost.
-        lost: called with a peer and the error when its liveness check says that the peer is dead,
-            was restarted, or refuses pings; it must give the peer up.
+    Used by the endpoint's thread only. ``transport`` is asked for ``Transport.path`` only. ``lost``
+    must give up a peer whose liveness check says that it is dead, was restarted or refuses pings.
     """
 
     def __init__(
@@ -257,10 +213,9 @@ class Peers:
         self._warned: set[Name] = set()
         self._rank = 0
         self._by_name: dict[Name, Peer] = {}
-        """The peers in the order of ``Peer.last_used``: a tick looks at the first only."""
+        """In the order of ``Peer.last_used``: a tick looks at the first only."""
         self._liveness = LivenessChecks(options)
         self._stop_watching: dict[Peer, Callable[[], None]] = {}
-        """Peer to the function that ends the peer's liveness check."""
         self._memory = PeerMemoryBudget()
         self._relayed = RelayedReplies(options.handshake_timeout, clock)
         self._handshake_worker = HandshakeWorker(options, self._relayed)
@@ -270,33 +225,22 @@ class Peers:
         self._connections = connections
         self._connecting: dict[Name, list[tuple[Ready, Failed]]] = {}
         self._deferred: dict[Peer, list[Callable[[], None]]] = {}
-        """Peer that is suspect (see ``Peer``) to the calls of ``reach`` that wait until it has no
-        loads."""
+        """Calls of ``reach`` that wait until a suspect peer has no loads."""
 
     def join(self, own: Sequence[RankPayload], rank: int) -> None:
-        """Set what this engine publishes, before the first call of ``reach``.
-
-        Args:
-            own: the payloads of all ranks of this engine, in rank order.
-            rank: index of this rank.
-        """
+        """Set what this engine's ranks publish, and this rank's index; before any ``reach``."""
         self._rank = rank
         self._handshake_worker.join(own, rank)
 
     def relay(self, handshakes: RelayedHandshakes) -> None:
-        """Use what the engine's scheduler half has learnt about producers.
-
-        Handshakes with producers that it asks wait for the reply, and begin without it after
-        ``handshake_timeout`` and the longest pause after a failure.
-
-        Args:
-            handshakes: the messages of one step.
-        """
+        """Use what the engine's scheduler half has learnt about producers, in one step."""
         ended = dict(handshakes.unwatched)
         self._relayed.end_watches(list(ended))
         for peer in list(self._by_name.values()) if ended else ():
             if peer.connected and peer.watch is not None and peer.watch in ended:
                 self._unwatched(peer, ended[peer.watch])
+        # Handshakes with producers that the scheduler half asks wait for its reply until then, and
+        # begin without it after that.
         until = self._clock() + self._options.handshake_timeout + LONGEST_BACKOFF_SECONDS
         for key in handshakes.expected:
             self._handshakes.expect(key, until)
@@ -305,13 +249,7 @@ class Peers:
             self._handshakes.arrived(key)
 
     def _unwatched(self, peer: Peer, error: KVFerryError | None) -> None:
-        """Give up a peer that the scheduler half watches no more.
-
-        Args:
-            peer: the peer. If it is not lost but used, it is connected anew when its loads are
-                over.
-            error: why it is lost; ``None`` if the scheduler half knows of no use of it.
-        """
+        """Give up a peer that is watched no more; if used, connect it anew after its loads."""
         if error is not None:
             self._lost(peer, error)
         elif peer.is_used:
@@ -320,18 +258,11 @@ class Peers:
             self.forget(peer)
 
     def reach(self, ticket: Ticket, ready: Ready, failed: Failed, *, loads: bool = False) -> None:
-        """Connect to a ticket's producer unless it is connected; call ``ready`` or ``failed``.
+        """Connect to a ticket's producer if need be; call ``ready``, maybe at once, or ``failed``.
 
-        If no producer with the ticket's incarnation is connected, the engine may be new or
-        restarted, or the ticket may be old. Only a handshake with the engine can tell.
-
-        Args:
-            ticket: names the producer and its address.
-            ready: called with the producer, at once or when the producer is connected.
-            failed: called if the producer cannot be connected, or if ``ready`` raises.
-            loads: whether the call is for a load. If so, and the producer is suspect (see
-                ``Peer``), the call waits until the other loads from the producer are over:
-                otherwise loads that overlap would keep the producer from being connected anew.
+        ``failed`` is also called if ``ready`` raises. A call for a load (``loads``) waits until a
+        suspect producer's other loads are over: loads that overlap would keep it from being
+        connected anew.
         """
         name = ticket.engine, ticket.incarnation, ticket.ticket_key
         peer = self._by_name.get(name)
@@ -349,6 +280,7 @@ class Peers:
             waiting.append((ready, failed))
         else:
             key = PeerKey.of(ticket)
+            # A new engine, a restarted one, or an old ticket: only a handshake can tell.
             self._handshakes.ask(
                 key, lambda result: self._on_handshake(key, ticket, result, ready, failed)
             )
@@ -361,15 +293,6 @@ class Peers:
         ready: Ready,
         failed: Failed,
     ) -> None:
-        """Check a ticket against the outcome of a handshake, and connect to the producer.
-
-        Args:
-            key: the producer that the handshake was with.
-            ticket: the ticket for which the handshake was made.
-            result: the outcome of the handshake.
-            ready: from ``reach``.
-            failed: from ``reach``.
-        """
         try:
             if isinstance(result, HandshakeResult):  # before anything is connected
                 check_maker(ticket, result.payloads, result.ticket_key)
@@ -380,17 +303,13 @@ class Peers:
             failed(self._containment.caught("a handshake that is over", exc))
 
     def _call_ready(self, peer: Peer, ready: Ready, failed: Failed) -> None:
-        """Call ``ready``; if it raises, call ``failed``."""
         try:
             ready(peer)
         except Exception as exc:  # noqa: BLE001  it fails this ticket, and no other
             failed(self._containment.caught("a ticket whose producer is reached", exc))
 
     def _forget_with_idle(self, peer: Peer) -> None:
-        """Disconnect a suspect peer, and all peers without loads that share its connections.
-
-        That closes the connections, except those that are shared with a peer that has loads.
-        """
+        """Disconnect a suspect peer and the peers without loads that share its connections."""
         for connection in list(peer.ids.values()):
             for other in self.using(connection):
                 if not other.loads:
@@ -402,16 +321,12 @@ class Peers:
         self._touch(peer)
 
     def _touch(self, peer: Peer) -> None:
-        """Note that a peer is used now."""
         peer.last_used = self._clock()
         if self._by_name.get(peer.name) is peer:
             self._by_name[peer.name] = self._by_name.pop(peer.name)
 
     def forget(self, peer: Peer) -> None:
-        """Give a peer up (disconnect it), so that its next ticket leads to a new handshake.
-
-        The peer's connections that no other peer uses are closed, which ends their transfers.
-        """
+        """Give a peer up; end its connections that no other uses, and their transfers."""
         name = peer.name
         if self._by_name.get(name) is peer:
             del self._by_name[name]
@@ -441,12 +356,7 @@ class Peers:
         return [peer for peer in self._deferred if peer.connected]
 
     def path(self, peer: Peer) -> str:
-        """Return the driver's name for what carries a peer's bytes, such as ``rc_mlx5``.
-
-        Returns:
-            The names of all connections, joined and cut to ``MAX_NAME``; empty if the driver cannot
-            tell. Kept in ``Peer.path``.
-        """
+        """Return the driver's names for what carries a peer's bytes; empty if it cannot tell."""
         if peer.path is None:
             try:
                 paths = {self._transport.path(peer_id) for peer_id in peer.ids.values()}
@@ -456,11 +366,7 @@ class Peers:
         return peer.path
 
     def progress(self, now: float) -> None:
-        """Do what is due: start handshakes, fail slow fingerprint checks, disconnect idle peers.
-
-        Args:
-            now: seconds, on this object's clock.
-        """
+        """Start handshakes, fail slow fingerprint checks, and disconnect idle peers, as is due."""
         self._handshakes.progress(now)
         self._relayed.progress()
         self._fingerprints.progress(now)
@@ -479,28 +385,16 @@ class Peers:
                 self.forget(peer)
 
     def close(self) -> None:
-        """End the liveness checks, and start no more handshakes; return at once.
-
-        Connections stay open; they are closed with the transport.
-        """
+        """End liveness checks and start no more handshakes; the transport closes connections."""
         self._handshakes.close()
         self._liveness.close()
 
     def _ttl(self, peer: Peer) -> float:
-        """Return after how many seconds without use a peer is released."""
         return self._options.engine_ttl + (0.0 if peer.watch is None else RELAYED_TTL_SECONDS)
 
     def _after_handshake(
         self, key: PeerKey, result: HandshakeResult | KVFerryError, ready: Ready, failed: Failed
     ) -> None:
-        """Connect to the producer of a handshake that succeeded, unless it is connected already.
-
-        Args:
-            key: the producer.
-            result: the outcome of the handshake; with an error, ``failed`` is called.
-            ready: from ``reach``.
-            failed: from ``reach``.
-        """
         if isinstance(result, KVFerryError):
             self._status.lost(key.engine)
             failed(result)
@@ -510,14 +404,7 @@ class Peers:
             self._connect(key, result, ready, failed)
 
     def _connect(self, key: PeerKey, result: HandshakeResult, ready: Ready, failed: Failed) -> None:
-        """Connect to a producer, or wait for the connections that another ticket has asked for.
-
-        Args:
-            key: the producer.
-            result: the result of the handshake with it.
-            ready: called with the producer when it is connected.
-            failed: called if the producer cannot be connected, or if ``ready`` raises.
-        """
+        """Connect to a producer, or wait for what another ticket has asked for."""
         ranks = {source.remote for source in result.plan.sources} | set(result.plan.notified_ranks)
         addresses = {rank: result.payloads[rank].address for rank in ranks}
         waiting = self._connecting.setdefault(_name(key, result), [])
@@ -532,16 +419,7 @@ class Peers:
             )
 
     def _make_room(self, result: HandshakeResult) -> ConnectError | None:
-        """Give up idle peers, the least recently used first, until there is room for a producer.
-
-        Args:
-            result: the result of the handshake with the producer. ``result.memory`` counts as kept
-                from now on, unless an error is returned.
-
-        Returns:
-            ``None`` if there is room; the error if the other peers in use are too many, or take too
-            much memory.
-        """
+        """Give up idle peers, least recently used first, for a producer; count its memory."""
         self._memory.add(result.memory)
         for peer in list(self._by_name.values()):
             if self._has_room():
@@ -567,21 +445,12 @@ class Peers:
     def _on_acquired(
         self, key: PeerKey, result: HandshakeResult, acquired: dict[int, PeerId] | KVFerryError
     ) -> None:
-        """Process the outcome of connecting to a producer's ranks.
-
-        If they are connected, make a ``Peer``. If the producer publishes a ticket key, the peer is
-        used only after its fingerprint was checked.
-
-        Args:
-            key: the producer.
-            result: the result of the handshake with it.
-            acquired: producer rank index to connection; or the error.
-        """
         if isinstance(acquired, KVFerryError):
             self._memory.remove(result.memory)
             self._on_outcome(key, result, acquired)
             return
         peer = self._make_peer(key, result, acquired)
+        # The peer is used only after its fingerprint was checked.
         if isinstance(peer, Peer) and peer.ticket_key:
             self._fingerprints.check(
                 peer, lambda error: self._on_fingerprint(key, result, peer, error)
@@ -592,14 +461,6 @@ class Peers:
     def _on_fingerprint(
         self, key: PeerKey, result: HandshakeResult, peer: Peer, error: KVFerryError | None
     ) -> None:
-        """Process the outcome of a fingerprint check, and give the peer up if it has failed.
-
-        Args:
-            key: the producer.
-            result: the result of the handshake with it.
-            peer: the producer, which is connected and cannot be used yet.
-            error: why the check failed; ``None`` if the fingerprint is right.
-        """
         if error is None and not all(map(self._connections.is_open, peer.ids.values())):
             error = ConnectError(f"a connection to engine {key.engine} was lost meanwhile")
         if error is not None:
@@ -609,13 +470,7 @@ class Peers:
     def _on_outcome(
         self, key: PeerKey, result: HandshakeResult, outcome: Peer | KVFerryError
     ) -> None:
-        """Call ``ready`` or ``failed`` for every call of ``reach`` that waits for a producer.
-
-        Args:
-            key: the producer.
-            result: the result of the handshake with it.
-            outcome: the producer, which is connected and checked; or the error.
-        """
+        """Call ``ready`` or ``failed`` for every ``reach`` that waits for a producer."""
         waiting = self._connecting.pop(_name(key, result))
         if isinstance(outcome, Peer):
             outcome = self._admit(key, result, outcome)
@@ -632,17 +487,7 @@ class Peers:
     def _make_peer(
         self, key: PeerKey, result: HandshakeResult, ids: dict[int, PeerId]
     ) -> Peer | KVFerryError:
-        """Make a ``Peer`` for a producer that is connected.
-
-        Args:
-            key: the producer.
-            result: the result of the handshake with it.
-            ids: producer rank index to connection.
-
-        Returns:
-            The peer; or the error if what the producer publishes cannot be used. With an error, the
-            connections were released, and ``result.memory`` does not count as kept any more.
-        """
+        """Return a producer's ``Peer``; with an error, its connections and memory are freed."""
         try:
             return Peer(
                 key=result.place or key,
@@ -662,17 +507,7 @@ class Peers:
             return self._containment.caught("a producer that is connected", exc)
 
     def _admit(self, key: PeerKey, result: HandshakeResult, peer: Peer) -> Peer | KVFerryError:
-        """Add a producer to those that can be used, and begin its liveness check.
-
-        Args:
-            key: the producer.
-            result: the result of the handshake with it.
-            peer: the producer, which is connected and checked.
-
-        Returns:
-            The producer; or the error if its liveness check cannot be started, or the scheduler
-            half's has ended, and then the producer was given up.
-        """
+        """Add a producer to those that can be used, and watch it; give it up if that fails."""
         name = _name(key, result)
         if (error := self._watch(peer)) is not None:
             self.forget(peer)
@@ -687,12 +522,7 @@ class Peers:
         return peer
 
     def _watch(self, peer: Peer) -> KVFerryError | None:
-        """Begin the liveness check of a peer, if the options ask for one and nobody else makes it.
-
-        Returns:
-            ``None``; or the error if the check cannot be started, or the scheduler half's has ended
-            while the peer was connected.
-        """
+        """Begin a peer's liveness check, if one is wanted and nobody else makes it."""
         if peer.watch is not None:
             if self._relayed.is_watched(peer.watch):
                 return None
@@ -713,14 +543,7 @@ class Peers:
         return None
 
     def _warn(self, name: Name, result: HandshakeResult) -> None:
-        """Log the differences between a producer and this engine that the operator allows.
-
-        They are logged once for each incarnation of a producer, on rank 0 of this engine only.
-
-        Args:
-            name: the producer, with its incarnation.
-            result: the result of the handshake with it.
-        """
+        """Log the differences that the operator allows, once per incarnation, on rank 0 only."""
         if result.overridden and self._rank == 0 and name not in self._warned:
             self._warned.add(name)
             logger.warning(
@@ -731,10 +554,7 @@ class Peers:
             )
 
     def _forget_earlier(self, engine: str) -> None:
-        """Disconnect all peers with this engine id that have no loads.
-
-        Called before the peer of a new incarnation of the engine is added.
-        """
+        """Disconnect the engine's peers without loads, before one of a new incarnation is added."""
         for (name, *_), peer in list(self._by_name.items()):
             if name == engine and not peer.loads:
                 self.forget(peer)
@@ -745,15 +565,7 @@ def _name(key: PeerKey, result: HandshakeResult) -> Name:
 
 
 class PeerStatus:
-    """Count the producers that are up and down, for the metrics.
-
-    Used by the endpoint's thread only.
-
-    Args:
-        metrics: receives the counts after every change.
-        clock: seconds, monotonic.
-        keep: for how many seconds after its last failure an engine counts as down.
-    """
+    """Count the producers that are up, or down: for ``keep`` seconds after their last failure."""
 
     def __init__(self, metrics: Metrics, clock: Callable[[], float], keep: float) -> None:
         self._metrics = metrics
@@ -764,12 +576,7 @@ class PeerStatus:
         """Engine to when it ceases to count as down, the soonest first."""
 
     def connected(self, engine: str, start: Hashable) -> None:
-        """Count an incarnation of an engine as up, and the engine no longer as down.
-
-        Args:
-            engine: the engine's id.
-            start: identifies the incarnation.
-        """
+        """Count an engine's incarnation (``start``) as up, and the engine no longer as down."""
         self._up.add(start)
         self._down.pop(engine, None)
         self._tell()
@@ -788,11 +595,7 @@ class PeerStatus:
         self._tell()
 
     def progress(self, now: float) -> None:
-        """Stop counting engines as down whose last failure is ``keep`` seconds ago or longer.
-
-        Args:
-            now: seconds, on this object's clock.
-        """
+        """Stop counting engines as down whose last failure is ``keep`` seconds ago or longer."""
         over = list(takewhile(lambda each: each[1] <= now, self._down.items()))
         for engine, _ in over:
             del self._down[engine]
@@ -805,27 +608,16 @@ class PeerStatus:
 
 
 class PeerMemoryBudget:
-    """Count the bytes that are kept for peers; an object that peers share counts once.
-
-    A producer chooses how much it publishes, so the total must be limited. Engines of one
-    deployment publish equal fields, which are kept only once, as a shared object. So bytes are
-    counted per object and not per peer.
-
-    Attributes:
-        nbytes: the estimated bytes of all objects.
-    """
+    """Count the estimated bytes that are kept for peers, per object: peers share equal fields."""
 
     def __init__(self) -> None:
+        # A producer chooses how much it publishes, so the total is limited.
         self._users: Counter[int] = Counter()
         self._sizes: dict[int, int] = {}
         self.nbytes = 0
 
     def add(self, memory: Mapping[int, int]) -> None:
-        """Count the objects of one more peer.
-
-        Args:
-            memory: ``id(object)`` to estimated bytes, from ``memory_of``.
-        """
+        """Count the objects of one more peer, from ``memory_of``."""
         for key, nbytes in memory.items():
             self._users[key] += 1
             if self._users[key] == 1:
@@ -833,11 +625,7 @@ class PeerMemoryBudget:
                 self.nbytes += nbytes
 
     def remove(self, memory: Mapping[int, int]) -> None:
-        """Stop counting the objects of a peer.
-
-        Args:
-            memory: what was passed to ``add``.
-        """
+        """Stop counting the objects of a peer, as passed to ``add``."""
         for key in memory:
             self._users[key] -= 1
             if not self._users[key]:

@@ -1,9 +1,4 @@
-"""The producer half of an endpoint: the slot table, and the messages that renew and end holds.
-
-A hold stands for a request's pages that another engine will read; a word in the slot table says
-whether the pages are still held. ``HoldServer`` passes the scheduler's decisions and the consumers'
-messages to ``WorkerHolds``, which decides when each hold ends.
-"""
+"""The producer half of an endpoint: the slot table, and the messages that renew and end holds."""
 
 from __future__ import annotations
 
@@ -31,23 +26,16 @@ from kvferry.core.transport import Notification
 
 logger = logging.getLogger(__name__)
 
+# A consumer that waits for a hold is heard at least three times in a lease.
 SILENT_PART = 0.5
-"""Where no consumer was heard for this part of a lease, consumers are missing, not time: one that
-waits for a hold is heard at least three times in a lease."""
+"""Where no consumer was heard for this part of a lease, consumers are missing, not time."""
 
 FINGERPRINT_WORDS = FINGERPRINT_BYTES // WORD_BYTES
 """Number of 8-byte words of a fingerprint."""
 
 
 class WordArray:
-    """8-byte words in CPU memory that peers read one-sidedly; the memory belongs to the caller.
-
-    Args:
-        words: the memory, (n,) uint64.
-
-    Attributes:
-        region: that memory.
-    """
+    """8-byte words in CPU memory that peers read one-sidedly; the memory belongs to the caller."""
 
     def __init__(self, words: npt.NDArray[np.uint64]) -> None:
         self._words = words
@@ -64,20 +52,10 @@ class WordArray:
 
 
 class SlotTable(WordArray):
-    """One 8-byte word per slot, in CPU memory that peers read one-sidedly.
+    """One 8-byte word per slot, in CPU memory that peers read one-sidedly; it is never moved.
 
-    In front of the words is a header with the fingerprint of the key that proves the engine's
-    tickets; the header is zero until ``write_fingerprint`` is called. Behind the words are as many
-    watermarks, which say how far the pages of a request are computed. The table owns its memory,
-    whose address never changes.
-
-    Args:
-        slots: number of slots.
-
-    Attributes:
-        region: the memory of the slot words.
-        header: the memory of the fingerprint.
-        watermarks: the watermarks.
+    In front of the words is a ``header``, the fingerprint of the key that proves tickets (0 until
+    written); behind them are ``watermarks``, which say how far requests' pages are computed.
     """
 
     def __init__(self, slots: int) -> None:
@@ -95,15 +73,7 @@ class SlotTable(WordArray):
 
 @dataclass(slots=True, kw_only=True)
 class _ComputingHold:
-    """A hold whose pages the device has not finished computing.
-
-    Attributes:
-        hold: the hold, which becomes ready when ``passed`` returns ``True``.
-        tokens: the number of first tokens whose pages are computed then; ``None`` if it is all, so
-            that the hold becomes ready.
-        passed: returns whether the device has finished all work that fills the pages.
-        has_failed: whether ``passed`` has raised before; only the first exception is logged.
-    """
+    """A hold whose first ``tokens``, or all, are computed when ``passed`` returns ``True``."""
 
     hold: Hold
     passed: Callable[[], bool]
@@ -111,10 +81,7 @@ class _ComputingHold:
     has_failed: bool = False
 
     def has_passed(self) -> bool:
-        """Return whether the device has finished the work; ``False`` if ``passed`` raises.
-
-        If ``passed`` always raises, the hold never becomes ready, and ends when its lease expires.
-        """
+        """Return whether the device has finished; if that raises for ever, the lease ends it."""
         try:
             return self.passed()
         except Exception:  # a device library may raise any type
@@ -129,17 +96,7 @@ class _ComputingHold:
 
 
 class HoldServer:
-    """Keep the holds of one rank, and let consumers renew and end them.
-
-    Thread-safe: the engine's threads pass the scheduler's decisions and ask for results, and the
-    endpoint's thread does everything else.
-
-    Args:
-        table: the slot table, which peers read.
-        incarnation: the random number that identifies this start of the engine.
-        clock: seconds, monotonic.
-        metrics: counts messages that came too late or fit no hold.
-    """
+    """Keep the holds of one rank, and let consumers renew and end them. Thread-safe."""
 
     def __init__(
         self,
@@ -157,11 +114,9 @@ class HoldServer:
         self._heard = clock()
         """When a message of a consumer was last processed; before the first, when this was made."""
         self._gap = 0.0
-        """For how long no consumer was heard before the last end of a long silence, in seconds."""
+        """Seconds in which no consumer was heard before the last end of a long silence."""
         self._gap_ended = -math.inf
-        """When that silence ended."""
         self._lease = 0.0
-        """The lease of the latest hold with a ticket, in seconds."""
         self._lock = threading.Lock()
         self._expired = ExpiredHolds()
 
@@ -173,24 +128,15 @@ class HoldServer:
 
     @property
     def is_awaited(self) -> bool:
-        """Return whether consumers may wait for what ``tick`` does, or send messages about holds.
-
-        That is so while a hold has a ticket, or pages wait for the device. A request that is still
-        computed needs nothing: what consumers may say of it meanwhile can wait for its ticket.
-        """
+        """Return whether consumers may wait: a hold has a ticket, or pages wait for the device."""
         with self._lock:
             return bool(self._holds.ticketed or self._computing)
 
     def apply(self, orders: HoldOrders, passed: Callable[[], bool] | None) -> None:
-        """Begin, mark as ready, and end holds, as the engine's scheduler has decided.
+        """Begin, mark as ready, and end holds; the words of those that begin or end are written.
 
-        When this method returns, the slot words of all holds that begin or end are written.
-
-        Args:
-            orders: the scheduler's decisions.
-            passed: returns whether the device has finished all work that fills the pages of
-                ``orders.ready`` and of ``orders.watermarks``; polled by ``tick``. ``None`` if the
-                device has finished already.
+        ``passed`` is polled by ``tick``, and returns whether the device has filled the pages of
+        ``orders.ready`` and ``orders.watermarks``; ``None`` if it has.
         """
         marks: list[tuple[Hold, int | None]] = [*orders.watermarks]
         marks += [(hold, None) for hold, _ in orders.ready]
@@ -205,12 +151,7 @@ class HoldServer:
                     self._computing.append(one)
 
     def _computed(self, hold: Hold, tokens: int | None) -> None:
-        """Write that a hold's pages are computed.
-
-        Args:
-            hold: the hold.
-            tokens: of how many first tokens; ``None`` for all, so that the hold becomes ready.
-        """
+        """Write that a hold's first ``tokens`` are computed, or all, so that it is ready."""
         if tokens is None:
             self._holds.ready(hold, self._clock())
         else:
@@ -235,13 +176,7 @@ class HoldServer:
                     self._take(note)
 
     def listened(self, until: float) -> None:
-        """Record that all consumers' messages that had arrived by some time are processed.
-
-        ``silent`` does not count the time after that as silence.
-
-        Args:
-            until: that time, in seconds, on this object's clock.
-        """
+        """Record that messages are processed up to a time; ``silent`` counts no time after it."""
         with self._lock:
             self._listened = until
 
@@ -263,58 +198,41 @@ class HoldServer:
         self._expired.add(expired, now, silence=silence)
 
     def silent(self) -> list[Silence]:
-        """Return the holds whose consumers gave no sign of life for ``GONE_SECONDS``.
+        """Return holds with a ticket whose consumers gave no sign of life for ``GONE_SECONDS``.
 
-        Only holds with a ticket are returned. The time since this rank last processed messages is
-        not counted, so that a rank that hangs does not take its consumers for gone.
-
-        Returns:
-            At most ``MAX_SILENT`` holds, the longest silent first.
+        At most ``MAX_SILENT``, the longest silent first. The time since this rank last processed
+        messages does not count: a rank that hangs does not take its consumers for gone.
         """
         with self._lock:
             return self._holds.silent(self._listened, GONE_SECONDS, MAX_SILENT)
 
     def take_ended(self) -> list[EndedHold]:
-        """Return the holds that have ended since the last call.
-
-        Only holds for which a ticket was made count.
-        """
+        """Return the holds, of those with a ticket, that have ended since the last call."""
         with self._lock:
             return self._holds.take_ended()
 
     def close(self) -> None:
-        """End all holds, and clear their slot words.
-
-        A consumer that reads such a word after the pages (its fence) does not use the pages.
-        """
+        """End all holds and clear their slot words, so that no consumer's fence passes any more."""
         with self._lock:
             self._holds.end_all()
         self._expired.close()
 
     def _note_gap(self, now: float) -> None:
-        """Record that a consumer is heard, and the silence before it if that was long."""
         silence, self._heard = now - self._heard, now
         if silence >= SILENT_PART * self._lease:
             self._gap, self._gap_ended = silence, now
 
     def _silence(self, now: float) -> float | None:
-        """Return for how many seconds no consumer was heard during leases that expire now.
-
-        ``None`` if consumers were heard, so that only the requests themselves were late. A silence
-        counts also if it has ended, when a consumer that was gone is back; but not if it ended when
-        the leases had just begun, since consumers without requests are silent.
-        """
+        """Return how long no consumer was heard in leases that expire now; ``None`` if not long."""
         silence = now - self._heard
         if silence >= SILENT_PART * self._lease:
             return silence
+        # A silence that has ended counts, as a consumer that was gone may be back; but not if it
+        # ended when the leases had just begun, since consumers without requests are silent.
         overlaps = self._gap_ended - (now - self._lease) >= GONE_SECONDS
         return self._gap if overlaps else None
 
     def _take(self, note: Note) -> None:
-        """Process a consumer's message.
-
-        Metrics count "done" and "abandon" messages that come too late or fit no hold.
-        """
         if isinstance(note, Renewal):
             self._holds.renew(note, self._clock())  # the consumer sees the outcome in the slot word
             return

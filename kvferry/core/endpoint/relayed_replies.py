@@ -1,9 +1,4 @@
-"""Replies of producers' side channels that an engine's scheduler half has fetched for its ranks.
-
-The scheduler half asks each producer once (``HandshakeRelay``), and sends what it answered to every
-rank as ``RelayedHandshakes``. A rank keeps the replies in ``RelayedReplies`` until its handshakes
-take them.
-"""
+"""Replies of producers' side channels that an engine's scheduler half has fetched for its ranks."""
 
 from __future__ import annotations
 
@@ -15,13 +10,12 @@ from kvferry.core.endpoint.peer_key import PeerKey
 from kvferry.core.errors import KVFerryError
 
 MAX_STORED_BYTES = 1 << 24
-"""The most bytes of relayed replies that a rank keeps for its handshakes. The oldest is dropped to
-make room; the handshake that comes for it asks the producer itself."""
+"""The most bytes of relayed replies that a rank keeps for its handshakes, the newest."""
 MAX_WATCHES = 1 << 12
 """The most watches that a rank remembers; the scheduler half has fewer (``most_peers``)."""
+# Kept longer, an error would fail later requests.
 ERROR_SECONDS = 1.0
-"""How long the error of a handshake that failed is kept. Longer would fail later requests with it;
-it is kept at all since it may come in the same step as the ticket."""
+"""How long a handshake's error is kept; it may come in the same step as the ticket."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,8 +28,7 @@ class EncodedReply:
         ticket_key: the public key that proves the engine's tickets; empty if they have no proofs.
         numeric: the IP address of the side channel.
         seconds: how long the scheduler half's handshake took.
-        watch: the number of the watch under which the scheduler half pings the producer, until it
-            tells its ranks otherwise; ``None`` if it does not, and each rank must do so itself.
+        watch: number of the watch by which the scheduler half pings; ``None`` if each rank must.
     """
 
     place: PeerKey
@@ -56,10 +49,9 @@ class RelayedHandshakes:
     """What a scheduler half tells the endpoints of its ranks about producers, in one step.
 
     Attributes:
-        unwatched: watches that have ended, each with the reason: the error if the producer is lost;
-            ``None`` if nothing used it for long.
-        expected: producers that the scheduler half asks from now on; ``outcomes`` of this step or a
-            later one has each of them.
+        unwatched: watches that have ended, with the error, or ``None`` if nothing used the
+            producer.
+        expected: producers that are asked from now on; each is in ``outcomes``, maybe later.
         outcomes: producers that were asked, each with its reply or with the error.
         is_asking: whether the scheduler half waits for a reply.
         is_quick: whether such a reply may come within milliseconds.
@@ -72,18 +64,13 @@ class RelayedHandshakes:
     is_quick: bool = False
 
     def __bool__(self) -> bool:
-        """Return whether there is anything to tell the endpoints."""
         return bool(self.unwatched or self.expected or self.outcomes)
 
 
 class RelayedReplies:
-    """Keep relayed replies until a handshake takes them, and the numbers of the watches that last.
+    """Keep relayed replies for ``keep`` seconds or until they are taken, and the watches that last.
 
     Safe to use from any thread.
-
-    Args:
-        keep: for how many seconds a reply is kept that no handshake takes.
-        clock: seconds, monotonic.
     """
 
     def __init__(self, keep: float, clock: Callable[[], float]) -> None:
@@ -94,12 +81,7 @@ class RelayedReplies:
         self._watches: dict[int, None] = {}
 
     def put(self, key: PeerKey, outcome: EncodedReply | KVFerryError) -> None:
-        """Keep the outcome of a handshake of the scheduler half.
-
-        Args:
-            key: the producer.
-            outcome: its reply, or the error.
-        """
+        """Keep a producer's reply, or the error of the scheduler half's handshake."""
         with self._lock:
             self._stored.pop(key, None)
             self._stored[key] = self._clock(), outcome
@@ -110,17 +92,7 @@ class RelayedReplies:
             self._drop_old()
 
     def take(self, key: PeerKey) -> EncodedReply | None:
-        """Remove and return the reply of a producer.
-
-        Args:
-            key: the producer.
-
-        Returns:
-            The reply; ``None`` if there is none, it is too old, or its watch has ended.
-
-        Raises:
-            KVFerryError: the scheduler half's handshake failed.
-        """
+        """Remove and return a producer's reply if it is good; raise the handshake's error."""
         with self._lock:
             self._drop_old()
             _, outcome = self._stored.pop(key, (0.0, None))
@@ -131,11 +103,7 @@ class RelayedReplies:
             return None
 
     def end_watches(self, numbers: Sequence[int]) -> None:
-        """Forget watches that have ended, so that replies which name them are not used.
-
-        Args:
-            numbers: the watches.
-        """
+        """Forget watches that have ended, so that replies which name them are not used."""
         with self._lock:
             for number in numbers:
                 self._watches.pop(number, None)

@@ -1,12 +1,10 @@
 """Follow the rooms of producers, for the scheduler half of a consumer engine.
 
-A router that sends a request to both engines at once names it by a room. ``RoomFollower`` asks the
-producer's side channel what it knows about the room, again and again, until the ticket has come or
-the producer says that there will be none. Each producer is asked on a thread of its own, over one
-connection, for all of its rooms.
+A room names a request that a router sends to both engines at once. ``RoomFollower`` asks the
+producer about it until the ticket has come or there will be none.
 
-A request names its producer, and may name one that is not there, or a room that never opens. So
-where a limit is reached, the host goes short of which most requests, engines or bytes wait in vain.
+A request may name a producer that is not there, or a room that never opens. So where a limit is
+reached, the host goes short of which most requests, engines or bytes wait in vain.
 """
 
 from __future__ import annotations
@@ -65,7 +63,7 @@ LINGER_SECONDS = 10.0
 TURN_MS = 20
 """How long an answer may be delayed if there are more rooms than one request can name."""
 SHORTEST_SECONDS = 0.002
-"""The least time between two questions, also if a producer answers at once, though without news."""
+"""The least time between two questions, also if a producer answers at once without news."""
 PAUSE_SECONDS = 0.1
 """The pause after an attempt that failed."""
 FINAL = (RefusedError, AdmissionError)
@@ -75,12 +73,9 @@ FINAL = (RefusedError, AdmissionError)
 class RoomFollower:
     """Follow rooms of producers. No method blocks. Used by one thread only.
 
-    Args:
-        options: timeouts, this engine's keys, and the networks that it may connect to. A room that
-            its producer does not know fails after ``load_timeout``, as does one that has not
-            changed for that time after its first part; all rooms of a producer that does not
-            answer fail after ``handshake_timeout``.
-        clock: seconds, monotonic.
+    A room that its producer does not know fails after ``load_timeout``, as does one that has not
+    changed for that time after its first part; rooms of a silent producer after
+    ``handshake_timeout``.
     """
 
     def __init__(
@@ -108,16 +103,7 @@ class RoomFollower:
         return bool(self._inbox.changed)
 
     def follow(self, request: Hashable, room: RoomId, producer: PeerKey) -> None:
-        """Follow a request's room from now on.
-
-        Args:
-            request: identifies the request until ``end``.
-            room: the room.
-            producer: the engine that computes the request, and its side channel.
-
-        Raises:
-            ValueError: the request follows a room already.
-        """
+        """Follow a request's room until ``end``; raise ``ValueError`` if it follows one already."""
         if request in self._requests:
             raise ValueError(f"request {request!r} follows a room already: call end() first")
         with self._lock:
@@ -132,14 +118,7 @@ class RoomFollower:
             following.wake()
 
     def news(self, request: Hashable) -> RoomNews | KVFerryError | None:
-        """Return what is new about a request's room since the last call.
-
-        Args:
-            request: the request.
-
-        Returns:
-            The newest news, or why the room is not followed any more; ``None`` if nothing is new.
-        """
+        """Return what is new of a request's room, or why it is not followed; else ``None``."""
         self._fail_late()
         if request not in self._inbox.changed:
             return None
@@ -188,7 +167,6 @@ class RoomFollower:
         return room.changed + self._options.load_timeout if may_hang else math.inf
 
     def _fail_late(self) -> None:
-        """Fail the rooms of which nothing was heard for too long."""
         now = self._clock()
         if now < self._due:
             return
@@ -242,14 +220,9 @@ class RoomFollower:
         return made, None
 
     def _make_way(self) -> bool:
-        """Have a further request fit in; the lock is held.
-
-        If need be, the request fails that has waited longest for a room that its producer does not
-        know, at the host with most of them.
-
-        Returns:
-            Whether a further request fits in.
-        """
+        """Return whether a further request fits in, maybe in place of one; the lock is held."""
+        # The one fails that has waited longest for a room that its producer does not know, at the
+        # host with most of them.
         followed, unknown = 0, defaultdict[str, list[Hashable]](list)
         for request, (following, _, room) in self._requests.items():
             if following is not None and room.error is None:
@@ -269,7 +242,6 @@ class RoomFollower:
         return True
 
     def _reason_against(self, key: PeerKey) -> HandshakeError | None:
-        """Return why a further producer is not asked; ``None`` if it is."""
         busy = [each for each, producer in self._producers.items() if not producer.is_unused]
         if sum(each.host == key.host for each in busy) >= MAX_AT_HOST:
             return HandshakeError(
@@ -282,14 +254,8 @@ class RoomFollower:
         return _too_many_silent(key, silent)
 
     def _evict(self) -> bool:
-        """Forget a producer that has no rooms, and whose thread only waits for some.
-
-        A thread that waits for a peer is counted until it ends, so that there cannot be too many.
-
-        Returns:
-            Whether there was one.
-        """
         for key, producer in self._producers.items():
+            # A thread that waits for a peer counts until it ends, so that there cannot be too many.
             if producer.is_unused:
                 del self._producers[key]
                 producer.rouse()
@@ -297,15 +263,7 @@ class RoomFollower:
         return False
 
     def _forget(self, producer: _Producer, *, is_over: bool) -> bool:
-        """Forget a producer that has no rooms, or whose thread ends; the lock is held.
-
-        Args:
-            producer: the producer.
-            is_over: whether its thread ends now, whatever the reason.
-
-        Returns:
-            Whether it was forgotten, so that its thread ends.
-        """
+        """Forget a producer without rooms, or whose thread ends; the lock is held."""
         if producer.rooms and not self._is_closed and not is_over:
             return False
         if self._producers.get(producer.key) is producer:
@@ -318,20 +276,7 @@ class _Forget(Protocol):
 
 
 class _Producer:
-    """Follow the rooms of one producer, on a thread of its own.
-
-    Args:
-        key: the producer.
-        options: see ``RoomFollower``.
-        inbox: keeps the news; its lock guards ``rooms``, and is held when ``forget`` is called.
-        forget: called when there was nothing to follow for a while, or the thread ends; returns
-            whether the thread is to end.
-
-    Attributes:
-        key: the producer.
-        rooms: the rooms to follow.
-        is_idle: whether the thread only waits for ``wake``.
-    """
+    """Follow the rooms of one producer, on a thread; ``inbox.lock`` guards ``rooms``."""
 
     def __init__(
         self, key: PeerKey, options: EndpointOptions, inbox: RoomInbox, forget: _Forget
@@ -361,7 +306,6 @@ class _Producer:
 
     @property
     def is_unused(self) -> bool:
-        """Return whether the thread only waits for ``wake``, and there are no rooms."""
         return self.is_idle and not self.rooms
 
     def enter(self, name: RoomId) -> FollowedRoom:
@@ -376,12 +320,10 @@ class _Producer:
         return room
 
     def leave(self, name: RoomId, room: FollowedRoom) -> None:
-        """Follow a room no more; the lock is held."""
         if self.rooms.get(name) is room:
             del self.rooms[name]
 
     def wake(self) -> None:
-        """Have the thread look for rooms now."""
         with self._lock:
             self.rouse()
 
@@ -408,7 +350,6 @@ class _Producer:
             return self._forget(self, is_over=False)
 
     def _turn(self) -> None:
-        """Follow the rooms until that fails; or wait for some."""
         try:
             if not self._has_rooms():
                 self._sleep(LINGER_SECONDS)
@@ -421,15 +362,10 @@ class _Producer:
         time.sleep(PAUSE_SECONDS)
 
     def _connect_and_follow(self) -> None:
-        """Follow the rooms over one connection, until none was left for a while.
-
-        The addresses of the producer share the timeout, as in ``first_answer``.
-
-        Raises:
-            KVFerryError: the connection cannot be made, or has ended.
-        """
+        """Follow the rooms over one connection, until none was left for a while."""
         places = self.key.places
         place = places[self._place]
+        # The addresses of the producer share the timeout, as in ``first_answer``.
         timeout = self._options.handshake_timeout
         call = dialer(place, timeout / len(places), self._options)
         with explained(place.engine, call), closing(SideChannelConnection(call)) as connection:
@@ -464,15 +400,7 @@ class _Producer:
         return [*rooms[first:], *rooms[:first]][:MAX_FOLLOWED_PROMPTS], TURN_MS
 
     def _hear(self, reply: Reply, asked: Sequence[RoomId]) -> None:
-        """Keep the news of an answer, which is a peer's.
-
-        Args:
-            reply: the answer.
-            asked: the rooms that were asked about.
-
-        Raises:
-            HandshakeError: it is no answer to what was asked.
-        """
+        """Keep the news of an answer, which is a peer's, or refuse it."""
         if not isinstance(reply, Followed):
             raise unexpected(reply)
         with self._lock:
@@ -492,10 +420,7 @@ class _Producer:
                     self._inbox.keep(room, news)
 
     def _failed(self, error: KVFerryError) -> None:
-        """Fail all rooms if it makes no sense to ask again.
-
-        That is so if every address has refused this engine, or nothing was answered for too long.
-        """
+        """Fail all rooms if all addresses have refused this engine, or were silent too long."""
         forget_frames(error)
         with self._lock:
             self._failures.pop(self._place, None)
@@ -512,7 +437,6 @@ class _Producer:
             return any(not room.is_over for room in self.rooms.values())
 
     def _sleep(self, seconds: float) -> None:
-        """Wait for ``wake``."""
         poll = select.poll()  # select.select refuses descriptors from 1,024 on
         poll.register(self._woken, select.POLLIN)
         self.is_idle = True
@@ -526,7 +450,6 @@ class _Producer:
 
 
 def _question(engine: str, rooms: Sequence[tuple[RoomId, int]], wait_ms: int) -> Follow:
-    """Return the question for rooms, each with the version that is known."""
     prompts = [room.prompt for room, _ in rooms]
     return Follow(
         engine=engine,
@@ -537,11 +460,9 @@ def _question(engine: str, rooms: Sequence[tuple[RoomId, int]], wait_ms: int) ->
 
 
 def _heard(news: Iterable[RoomNews], asked: Sequence[RoomId]) -> Iterator[tuple[RoomNews, RoomId]]:
-    """Yield news with the room that they are for.
-
-    Older builds do not say for which prompt they are: then they are for all rooms of that name, and
-    whoever reads the part has to look for which prompt it was made.
-    """
+    """Yield news with the room that they are for."""
+    # Older builds do not say for which prompt: then news are for all rooms of that name, and
+    # whoever reads the part looks for which prompt it was made.
     named = defaultdict[bytes, list[RoomId]](list)
     for room in asked:
         named[room.name].append(room)
@@ -551,7 +472,6 @@ def _heard(news: Iterable[RoomNews], asked: Sequence[RoomId]) -> Iterator[tuple[
 
 
 def _too_many_silent(key: PeerKey, silent: Sequence[PeerKey]) -> HandshakeError | None:
-    """Return why a producer is not asked: too many others do not answer; ``None`` if it is."""
     at = Counter(each.host for each in silent)
     if at[key.host] < MAX_SILENT_AT_HOST and len(silent) < MAX_SILENT_PRODUCERS:
         return None
@@ -566,7 +486,6 @@ def _too_many_silent(key: PeerKey, silent: Sequence[PeerKey]) -> HandshakeError 
 
 
 def _displaced(key: PeerKey, seconds: float) -> DeadlineError:
-    """Return the error of a request that fails so that another can wait."""
     return DeadlineError(
         f"engine {key.engine!r} at {place(key.host, key.port)} has said nothing of a request with "
         f"this transfer_id and prompt for {seconds:.1f} s, and {MAX_REQUESTS} requests wait here, "
@@ -576,7 +495,6 @@ def _displaced(key: PeerKey, seconds: float) -> DeadlineError:
 
 
 def _joined(failures: Sequence[KVFerryError]) -> KVFerryError:
-    """Return one error for the failures at all addresses of a producer."""
     last = failures[-1]
     text = "; and ".join(map(str, failures))
     if all(isinstance(each, RefusedError) for each in failures):
@@ -588,7 +506,6 @@ def _joined(failures: Sequence[KVFerryError]) -> KVFerryError:
 
 
 def _stalled(seconds: float) -> DeadlineError:
-    """Return the error of a room of which no part came for ``load_timeout`` seconds."""
     return DeadlineError(
         f"the prefill engine has computed nothing of this request for {seconds:g} s "
         "(load_timeout), though its side channel answers: look whether it hangs or has preempted "
@@ -597,7 +514,6 @@ def _stalled(seconds: float) -> DeadlineError:
 
 
 def _unknown(seconds: float) -> DeadlineError:
-    """Return the error of a room that its producer has not known for ``load_timeout`` seconds."""
     return DeadlineError(
         f"no request with this transfer_id and prompt came to the prefill engine within "
         f"{seconds:g} s (load_timeout): look whether the router sends the same prompt (text, "

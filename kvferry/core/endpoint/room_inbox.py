@@ -1,7 +1,4 @@
-"""The rooms that a consumer engine follows, and the news that their requests have not seen yet.
-
-``RoomFollower`` asks for the news.
-"""
+"""The rooms that a consumer engine follows, and the news that their requests have not seen yet."""
 
 from __future__ import annotations
 
@@ -33,16 +30,13 @@ class FollowedRoom:
     """A room that is followed.
 
     Attributes:
-        host: the host of the producer's side channel, as the request names it; empty if the room
-            is not asked about.
-        version: the version of the newest news; 0 if there was none.
-        changed: when that came.
+        host: of the producer's side channel; empty if the room is not asked about.
+        version: the version of the newest news, which came when it ``changed``; 0 if there was
+            none.
         news: the newest news; ``None`` if all requests have seen it.
         is_wanted: whether ``news`` is to be asked for again, for a request that came later.
         is_last: whether the newest news is the ticket.
         has_part: whether there was news with a part.
-        error: why the room is not followed any more.
-        requests: the requests that follow it.
     """
 
     host: str = ""
@@ -71,12 +65,10 @@ class FollowedRoom:
 
 
 class RoomInbox:
-    """The news that requests have not seen yet, and how much memory it takes.
+    """The news that requests have not seen yet; ``lock`` guards it and all rooms.
 
-    Attributes:
-        lock: guards everything here and in all rooms; the methods are called with it held.
-        changed: the requests that have news, or an error.
-        answered: the producers that have answered.
+    The methods are called with the lock held. ``changed`` are the requests with news or an error,
+    ``answered`` the producers that have answered.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -133,7 +125,6 @@ class RoomInbox:
 
 
 def _too_much(host: str, nbytes: int) -> HandshakeError:
-    """Return the error of a room whose news there is no memory for."""
     return HandshakeError(
         f"the parts of tickets that no request has taken yet would take more than "
         f"{MAX_UNSEEN_BYTES} bytes, and most of them, {nbytes} bytes, are of prefill engines at "

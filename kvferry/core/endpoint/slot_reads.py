@@ -1,10 +1,4 @@
-"""Reads of producers' slot words: before the pages (check), after them (fence), to renew leases.
-
-A slot word says whether the producer still holds a request's pages. The slot words of several
-requests on one producer rank are read in one batch, and the notes about these requests ("done", or
-renewals) are bound to that read as one notification. The fingerprint in front of a producer's slot
-table is read in the same way, once per connected peer.
-"""
+"""Reads of producers' slot words: before the pages (check), after them (fence), to renew leases."""
 
 from __future__ import annotations
 
@@ -46,21 +40,15 @@ class SlotRead:
     """A read of one 8-byte word: a slot word, a watermark, or a part of a producer's fingerprint.
 
     Attributes:
-        tag: identifies what the word is read for, so that the read can be dropped by
-            ``SlotReads.remove`` or cancelled by ``Transfers.cancel``.
-        peer, rank, slot: where the word is: the producer, the index of its rank, and the index of
-            the slot.
-        note: the message to the producer that is bound to the read: a ``Renewal`` if the read is
-            made to renew a lease; "done" if it follows the pages (the fence), unless the load
-            shares its hold with other requests; otherwise ``None``.
+        tag: for ``SlotReads.remove`` and ``Transfers.cancel``.
+        peer, rank, slot: the producer, the index of its rank, and the index of the slot.
+        note: the message that is bound to the read: a ``Renewal``; or "done" for a fence, unless
+            the load shares its hold; otherwise ``None``.
         landed: called with the word and the seconds that the read took.
-        lost: called with the error instead of ``landed`` if the read failed; no more bytes land.
-        failing: called with the error before ``lost`` if the driver knows earlier that the read
-            will fail, while bytes may still land.
-        is_header: whether the word is part of the fingerprint; if so, ``slot`` is the word's index
-            in the fingerprint.
-        is_watermark: whether the word is the slot's watermark, not its slot word. The producer rank
-            must publish watermarks.
+        lost: called instead of ``landed`` if the read failed; no more bytes land.
+        failing: called before ``lost`` if the driver knows earlier; bytes may still land.
+        is_header: whether it is part of the fingerprint, and ``slot`` the index there.
+        is_watermark: whether it is the slot's watermark, which the rank must publish.
     """
 
     tag: Hashable
@@ -84,14 +72,7 @@ class SlotRead:
 
 
 class ScratchWords:
-    """Keep the local memory that slot words are read into.
-
-    Args:
-        words: number of 8-byte words.
-
-    Attributes:
-        region: the memory of all words, which this object owns.
-    """
+    """Own the local 8-byte words that slot words are read into; ``region`` is their memory."""
 
     def __init__(self, words: int = SCRATCH_WORDS) -> None:
         self._words = np.full(words, NOTHING, dtype=np.uint64)
@@ -104,10 +85,9 @@ class ScratchWords:
         return len(self._free)
 
     def take(self) -> int:
-        """Return the index of a free word, which belongs to the caller until ``give_back``.
+        """Return the index of a free word, of which there must be one, until ``give_back``.
 
-        The word is set to ``NOTHING``, so that a word that was never read into looks like a slot
-        without a hold. At least one word must be free.
+        It is set to ``NOTHING``: a word that was never read into looks like a slot without a hold.
         """
         index = self._free.pop()
         self._words[index] = NOTHING
@@ -126,9 +106,7 @@ class ScratchWords:
 class SlotReads:
     """Collect reads of slot words and post them together. Used by the endpoint's thread only.
 
-    Args:
-        scratch: the memory that the words are read into.
-        containment: logs exceptions that the callbacks of a read raise, so that other reads go on.
+    Those on one producer rank are read in one batch, which carries their notes as one notification.
     """
 
     def __init__(self, scratch: ScratchWords, containment: ErrorContainment) -> None:
@@ -137,7 +115,6 @@ class SlotReads:
         self._waiting: list[SlotRead] = []
 
     def __len__(self) -> int:
-        """Return the number of reads that wait to be posted."""
         return len(self._waiting)
 
     def add(self, read: SlotRead) -> None:
@@ -145,25 +122,14 @@ class SlotReads:
         self._waiting.append(read)
 
     def remove(self, tag: Hashable) -> bool:
-        """Drop the reads with this tag that have not been posted.
-
-        Returns:
-            Whether any read was dropped.
-        """
+        """Drop the reads with this tag that have not been posted; return whether there were any."""
         kept = [read for read in self._waiting if read.tag != tag]
         is_removed = len(kept) < len(self._waiting)
         self._waiting = kept
         return is_removed
 
     def post(self, transfers: Transfers, max_notification: int) -> None:
-        """Post the waiting reads in batches.
-
-        A batch for which the scratch memory has no room waits for the next call.
-
-        Args:
-            transfers: posts the batches.
-            max_notification: the most bytes in a notification of the driver.
-        """
+        """Post the waiting reads in batches; those without room in the scratch memory wait on."""
         if not self._waiting:
             return
         waiting, self._waiting = self._waiting, []
@@ -183,12 +149,6 @@ class SlotReads:
                     self._post_batch(batch, transfers)
 
     def _batches(self, reads: list[SlotRead], max_notification: int) -> list[list[SlotRead]]:
-        """Split reads into batches, so that the notes of each batch fit into one notification.
-
-        Args:
-            reads: reads from one producer rank, all with a note of the same type or without one.
-            max_notification: the most bytes in a notification of the driver.
-        """
         notes = [read.note for read in reads if read.note is not None]
         if not notes:
             return list(_chunks(reads, MAX_BATCH))
@@ -197,10 +157,7 @@ class SlotReads:
         return [list(islice(iterator, size)) for size in sizes]
 
     def _post_batch(self, batch: list[SlotRead], transfers: Transfers) -> None:
-        """Post a batch, or keep it for the next ``post`` if the scratch memory has no room for it.
-
-        If the peer was given up, the reads fail instead.
-        """
+        """Post a batch, if the scratch memory has room for it; fail it if the peer was given up."""
         first = batch[0]
         if first.rank not in first.peer.ids:
             for read in batch:
@@ -211,7 +168,6 @@ class SlotReads:
             transfers.add(self._batch_read(batch))
 
     def _lose(self, read: SlotRead, error: KVFerryError) -> None:
-        """Call a read's ``lost``; if that raises an exception, log it."""
         self._containment.run("a slot word that was not read", lambda: read.lost(error), None)
 
     def _land(self, read: SlotRead, value: int, seconds: float) -> None:
@@ -222,7 +178,6 @@ class SlotReads:
             self._lose(read, self._containment.caught("a slot word that was read", exc))
 
     def _batch_read(self, batch: Sequence[SlotRead]) -> Read:
-        """Return one ``Read`` that reads all words of a batch and carries the batch's notes."""
         first = batch[0]
         words = [self._scratch.take() for _ in batch]
         notes = [read.note for read in batch if read.note is not None]
@@ -261,22 +216,13 @@ class SlotReads:
 
 
 def fitting(notes: Sequence[Note], max_notification: int) -> Iterator[list[Note]]:
-    """Split messages (notes) into lists, each of which fits into one notification.
-
-    Args:
-        notes: the messages to send, in order.
-        max_notification: the most bytes in a notification of the driver.
-
-    Yields:
-        A list of 1 to ``MAX_BATCH`` messages.
-    """
+    """Yield lists of at most ``MAX_BATCH`` messages, each of which fits into a notification."""
     if notes:
         one = max(len(encode([note])) for note in notes)
         yield from _chunks(notes, max(1, min(MAX_BATCH, (max_notification - 8) // one)))
 
 
 def _chunks(items: Sequence[T], size: int) -> Iterator[list[T]]:
-    """Yield the items in lists of ``size`` items; the last list may be shorter."""
     iterator = iter(items)
     while part := list(islice(iterator, size)):
         yield part
@@ -284,33 +230,23 @@ def _chunks(items: Sequence[T], size: int) -> Iterator[list[T]]:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Check:
-    """A check of a producer's fingerprint that is not over.
-
-    At ``deadline``, on the clock of ``FingerprintReads``, a check that is not over fails.
-    """
+    """A check of a producer's fingerprint, which fails at ``deadline`` if it is not over."""
 
     peer: Peer
     checked: Checked
     deadline: float
     words: dict[tuple[int, int], int] = field(default_factory=dict)
-    """(producer rank index, index in the fingerprint) to the word, for words that have arrived."""
+    """(producer rank index, index in the fingerprint) to the word, as they arrive."""
 
 
 class FingerprintReads:
     """Check that the memory which a producer's payloads name belongs to that producer.
 
-    A hostile process may serve the payloads of another engine together with a ticket key of its
-    own. But every engine writes the fingerprint (a hash) of its ticket key in front of its slot
-    table. So the fingerprint is read once per connected peer, before any other read, and compared
-    with the key that the handshake returned. Used by the endpoint's thread only.
-
-    Args:
-        slot_reads: makes the reads.
-        clock: seconds, monotonic.
-        patience: seconds after which a check fails.
-        failing: called with the producer, the index of its rank and the error when the driver knows
-            that one of a check's reads will fail, but bytes may still land. The check has failed
-            before this call.
+    A hostile process may serve another engine's payloads with a ticket key of its own. So the
+    fingerprint in front of the slot table is compared with the handshake's key, once per connected
+    peer, before any other read. A check fails after ``patience`` seconds. ``failing`` is called,
+    after a check has failed, if one of its reads will fail and bytes may still land. Endpoint's
+    thread only.
     """
 
     def __init__(
@@ -330,12 +266,8 @@ class FingerprintReads:
     def check(self, peer: Peer, checked: Checked) -> None:
         """Compare the fingerprints in a connected producer's memory with its ticket key.
 
-        Args:
-            peer: the producer. Its handshake has ensured that every rank publishes where its
-                fingerprint is.
-            checked: called once, with ``None`` if every connected rank has the fingerprint of the
-                ticket key, otherwise with the error. After an error, the caller must give the peer
-                up, and reads of the check may still be under way.
+        ``checked`` is called once. After an error, the caller must give the peer up, and reads of
+        the check may still be under way.
         """
         check = _Check(peer=peer, checked=checked, deadline=self._clock() + self._patience)
         self._checks.add(check)
@@ -346,11 +278,7 @@ class FingerprintReads:
                 self._slot_reads.add(self._read(check, rank, index))
 
     def progress(self, now: float) -> None:
-        """Fail the checks that have taken longer than ``patience``.
-
-        Args:
-            now: seconds, on this object's clock.
-        """
+        """Fail the checks that have taken longer than ``patience``."""
         for check in [each for each in self._checks if each.deadline <= now]:
             engine = check.peer.key.engine
             self._end(
@@ -362,14 +290,6 @@ class FingerprintReads:
             )
 
     def _read(self, check: _Check, rank: int, index: int) -> SlotRead:
-        """Return the read of one word of a fingerprint.
-
-        Args:
-            check: the check that the word is for.
-            rank: index of the producer rank.
-            index: index of the word in the fingerprint.
-        """
-
         def failing(error: KVFerryError) -> None:
             self._end(check, error)
             self._failing(check.peer, rank, error)
@@ -387,25 +307,12 @@ class FingerprintReads:
         )
 
     def _landed(self, check: _Check, rank: int, index: int, word: int) -> None:
-        """Store a word of a fingerprint, and end the check if this was the last word.
-
-        Args:
-            check: the check that the word is for.
-            rank: index of the producer rank.
-            index: index of the word in the fingerprint.
-            word: the word.
-        """
         check.words[rank, index] = word
         if len(check.words) == len(check.peer.ids) * FINGERPRINT_WORDS:
             self._end(check, _problem(check.peer, check.words))
 
     def _end(self, check: _Check, error: KVFerryError | None) -> None:
-        """End a check: drop those of its reads that have not been posted, and call ``checked``.
-
-        Args:
-            check: the check; nothing happens if it has ended before.
-            error: why it has failed; ``None`` if the fingerprint is right.
-        """
+        """End a check, if it is not over: drop the reads that were not posted, and report."""
         if check in self._checks:
             self._checks.remove(check)
             self._slot_reads.remove(check)
@@ -413,17 +320,6 @@ class FingerprintReads:
 
 
 def _problem(peer: Peer, words: dict[tuple[int, int], int]) -> HandshakeError | None:
-    """Compare the fingerprints that were read with the producer's ticket key.
-
-    Args:
-        peer: the producer.
-        words: (producer rank index, index in the fingerprint) to the word, for all words of all
-            connected ranks.
-
-    Returns:
-        ``None`` if all ranks have the fingerprint of the key; otherwise the error, about the
-        first rank that has not.
-    """
     expected = fingerprint(peer.ticket_key)
     for rank in peer.ids:
         actual = b"".join(

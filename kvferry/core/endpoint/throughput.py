@@ -1,8 +1,7 @@
 """Measure how fast reads of device memory are, and warn once per producer if they are slow.
 
-Where the fast path between two devices cannot be used, a driver may move the bytes over another one
-(UCX, for example, copies through host memory or over tcp). Loads then succeed, but take many times
-longer, and nothing else says so: a driver may not know what its library used.
+Where the fast path cannot be used, a driver may move the bytes over another one (UCX, over tcp).
+Loads then succeed, many times slower, and nothing else says so.
 """
 
 from __future__ import annotations
@@ -25,27 +24,19 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SLOW_RATE = 2e9
-"""Reads of device memory that move fewer bytes per second are slow. PCIe, NVLink and RDMA move
-several times as many."""
+"""Bytes per second below which reads of device memory are slow; PCIe, NVLink and RDMA do more."""
 SAMPLE_BYTES = 64 << 20
 """A rate is the rate of more bytes than this."""
+# With fewer bytes, ``LATE_SECONDS`` would hide even half of ``SLOW_RATE``.
 PERIOD_BYTES = 16 << 20
-"""A busy period that moved fewer bytes is not measured, since ``LATE_SECONDS`` would hide even a
-rate of half of ``SLOW_RATE``."""
+"""A busy period of fewer bytes is not measured."""
 LATE_SECONDS = 0.008
-"""The end of a read may be noticed so late. A busy period is judged as if it had ended so much
-earlier, so that a late end never makes a fast path look slow."""
+"""How late a read's end may be noticed; busy periods are judged as if it were that much earlier."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """The sizes of some reads, and the time in which at least one of them was under way.
-
-    Attributes:
-        nbytes: bytes that the reads moved.
-        copies: number of copies in the reads.
-        seconds: time in which the bytes moved.
-    """
+    """The sizes of some reads, and the ``seconds`` in which at least one of them was under way."""
 
     nbytes: int
     copies: int
@@ -55,18 +46,9 @@ class Sample:
 class Throughput:
     """Measure the rate of the reads over one connection.
 
-    A busy period begins when a read is posted while no other read is under way. It ends when no
-    read is under way any more, or after more than ``SAMPLE_BYTES``. The rate is that of busy
-    periods, so reads that overlap are not counted twice, and the time without a read is not
-    counted.
-
-    What was measured is discarded when the connection's first read has ended, because that read may
-    have included the setup of the path, and when a read has failed, because nobody knows how many
-    of its bytes were moved.
-
-    Args:
-        slow: called with a sample of more than ``SAMPLE_BYTES`` whose rate is below ``SLOW_RATE``,
-            even if the end of each of its busy periods was noticed ``LATE_SECONDS`` late.
+    A busy period lasts from a read that is posted while none is under way until none is, or for
+    ``SAMPLE_BYTES``: reads that overlap count once, and idle time does not. ``slow`` is called with
+    a sample below ``SLOW_RATE``, even if all its periods' ends were noticed late.
     """
 
     def __init__(self, slow: Callable[[Sample], None]) -> None:
@@ -77,26 +59,17 @@ class Throughput:
         self._begin_sample()
 
     def begin(self, now: float) -> None:
-        """Count a read that has been posted.
-
-        Args:
-            now: when the driver was called, in seconds, monotonic.
-        """
+        """Count a read that has been posted; ``now`` is when the driver was called, monotonic."""
         if not self._under_way:
             self._begin_period(now)
         self._under_way += 1
 
     def end(self, now: float, *, nbytes: int, copies: int, succeeded: bool) -> None:
-        """Count a read that has ended; call ``slow`` if it completes a sample that is slow.
-
-        Args:
-            now: seconds, monotonic.
-            nbytes: bytes of all copies of the read.
-            copies: number of copies of the read.
-            succeeded: whether the read has moved all of its bytes.
-        """
+        """Count a read that has ended; call ``slow`` if it completes a sample that is slow."""
         self._under_way -= 1
         if not succeeded or not self._has_ended_one:
+            # The first read may have included the setup of the path, and nobody knows how many
+            # bytes a failed one has moved.
             self._has_ended_one = self._has_ended_one or succeeded
             self._begin_sample()
             self._begin_period(now)
@@ -113,7 +86,6 @@ class Throughput:
         self._bytes, self._copies, self._seconds, self._periods = 0, 0, 0.0, 0
 
     def _end_period(self, now: float) -> None:
-        """Add the busy period to the sample unless it is too short; judge a complete sample."""
         if self._period_bytes >= PERIOD_BYTES:
             self._bytes += self._period_bytes
             self._copies += self._period_copies
@@ -129,33 +101,16 @@ class Throughput:
 
 
 class SlowPathWarnings:
-    """Warn once per producer when reads of device memory are slow.
-
-    Used by the endpoint's thread only.
-
-    Args:
-        driver: name of the transport's driver.
-        path: returns the driver's name for what carries a producer's bytes; may be empty.
-    """
+    """Warn once per producer when reads of device memory are slow. Endpoint's thread only."""
 
     def __init__(self, driver: str, path: Callable[[Peer], str]) -> None:
         self._driver = driver
         self._path = path
         self._warned: set[str] = set()
-        """Ids of the engines that were warned about. The endpoint does not warn again when it
-        connects to an engine anew."""
+        """Ids of engines, which are not warned about again when they are connected anew."""
 
     def measure(self, peer: Peer, rank: int) -> Throughput | None:
-        """Return what measures the reads from a rank of a producer.
-
-        Args:
-            peer: the producer, which is connected.
-            rank: index of the producer rank, one of ``peer.sources``.
-
-        Returns:
-            The measurement, which the peer keeps; ``None`` if the reads need none, because both
-            sides have CPU memory only.
-        """
+        """Return what measures the reads from a producer's rank; ``None`` for CPU memory only."""
         if rank not in peer.throughput:
             is_measured = _has_device_memory(peer.sources[rank])
             peer.throughput[rank] = (
@@ -188,18 +143,15 @@ class SlowPathWarnings:
 
 
 def _has_device_memory(source: Source) -> bool:
-    """Return whether either side of the reads from a producer rank has memory other than CPU."""
     regions = (*source.local_layout.regions, *source.remote_layout.regions)
     return any(region.kind != CPU for region in regions)
 
 
 def _kinds(layout: Layout) -> str:
-    """Return the kinds of memory that a rank's cache is in, such as ``cuda``, for a log line."""
     return on_one_line("+".join(sorted({region.kind for region in layout.regions})))
 
 
 def _about_copies(sample: Sample) -> str:
-    """Return a hint, to put before another hint, if the copies are small; otherwise nothing."""
     if sample.nbytes >= SMALL_COPY * sample.copies:
         return ""
     return (

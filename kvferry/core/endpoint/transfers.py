@@ -26,10 +26,9 @@ CANCEL_SECONDS = 1.0
 """How long a cancelled read may take to end by itself; see ``Grace``."""
 LONG_SECONDS = 0.001
 """After a post that took longer than this, the driver is polled before the next post."""
+# So many bytes keep the link busy. More reads at once would all end late.
 UNDER_WAY_BYTES = 32 << 20
-"""While at least this many bytes are under way over a connection, its next read waits. So many
-bytes keep the link busy. With more reads at once, all of them would end late, instead of one after
-the other."""
+"""While at least this many bytes are under way over a connection, its next read waits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,13 +36,10 @@ class Outcome:
     """How a read ended. Once there is an outcome, the read writes no more bytes.
 
     Attributes:
-        error: why the read failed; ``None`` if all bytes arrived.
         copies: number of copies in the read; 0 if they were never built.
-        nbytes: bytes of all copies together.
         begun: when posting began, by ``time.perf_counter``; 0 if the read ended before that.
         seconds: time from ``begun`` to the end; 0 if posting never began.
-        post_seconds: the part of ``seconds`` until the driver had accepted the read; all of
-            ``seconds`` if the driver did not accept it.
+        post_seconds: the part of ``seconds`` until the driver had accepted the read, or all of it.
     """
 
     error: KVFerryError | None
@@ -74,12 +70,9 @@ class Grace:
     """The time that cancelled reads are given to end before ``escalate`` is called.
 
     Attributes:
-        escalate: called when the time is over, with those reads that were posted and have not
-            ended; then again every ``CANCEL_SECONDS``, until all have ended or a call returns
-            ``False``.
-        until: when the time is over, on the clock of ``Transfers``, which sets it.
-        reads: the cancelled reads that have not ended, in the order in which they were cancelled;
-            kept by ``Transfers``.
+        escalate: called with those reads that were posted and have not ended, every
+            ``CANCEL_SECONDS`` until all have ended or a call returns ``False``.
+        until, reads: when the time is over, and which have not ended; kept by ``Transfers``.
     """
 
     escalate: Callable[[Sequence[Read]], bool]
@@ -92,27 +85,15 @@ class Read:
     """A read over one connection. ``Transfers`` keeps it from ``add`` until the read has ended.
 
     Attributes:
-        peer: the connection to read over.
-        build: returns the copies; named by pages only if the transport has ``paged_reads``. It is
-            called when the read is posted, because the arrays may be
-            a workspace that the next read fills again. If it raises, the read fails with that
-            exception.
-        finished: called once, with the outcome, when the read has ended.
-        failing: called at most once, with the error, when the driver knows that the read will fail
-            but bytes may still land.
-        notify: payload of the notification that is bound to the read; ``None`` for no notification.
-        urgent: whether the read is posted before all others and ignores ``UNDER_WAY_BYTES``; for
-            reads of a few bytes.
-        tags: what the read is for. ``Transfers.cancel`` removes a tag, and cancels the read when no
-            tag is left.
-        throughput: measures the rate of the reads over the connection; ``None`` for a read that is
-            not measured.
-        graces: what was passed to ``Transfers.cancel`` as ``grace`` with one of the read's tags;
-            empty once the read has ended.
-        started: when posting began, by ``time.perf_counter``; 0 before that.
-        posted: when the driver had accepted the read, by ``time.perf_counter``; 0 before that.
-        copies: number of copies; 0 until they are built.
-        nbytes: bytes of all copies together; 0 until they are built.
+        build: returns the copies when the read is posted: their arrays may be a workspace that the
+            next read fills again. Named by pages only if the transport has ``paged_reads``.
+        failing: called at most once, before ``finished``, when the driver knows that the read will
+            fail, but bytes may still land.
+        notify: payload of the notification that is bound to the read.
+        urgent: post it before all others, whatever is under way; for reads of a few bytes.
+        tags: what the read is for; it is cancelled when ``Transfers.cancel`` leaves none.
+        graces: those of ``Transfers.cancel``; empty once the read has ended.
+        started, posted: when posting began and ended, by ``time.perf_counter``; 0 before.
         failure: the error with which the read will fail; ``None`` while none is known.
     """
 
@@ -133,14 +114,7 @@ class Read:
 
 
 class Transfers:
-    """Post, poll and cancel all reads of one endpoint. Used by the endpoint's thread only.
-
-    Args:
-        transport: the transport that the reads use.
-        containment: logs unexpected exceptions of the driver and of the reads' callbacks.
-        clock: seconds, monotonic; times the graces of cancelled reads, and the reads that are
-            measured (``Read.throughput``).
-    """
+    """Post, poll and cancel all reads of one endpoint. Used by the endpoint's thread only."""
 
     def __init__(
         self,
@@ -158,13 +132,10 @@ class Transfers:
         self._under_way: Counter[PeerId] = Counter()
         self._disconnecting: set[PeerId] = set()
         self._closed: set[PeerId] = set()
-        """Connections that are closed, but whose posted reads the driver has not all reported as
-        ended."""
+        """Closed connections, of which the driver has not reported the end of all posted reads."""
         self._graces: dict[Grace, None] = {}
-        """The graces with reads that have not ended, as keys, the earliest first."""
 
     def __len__(self) -> int:
-        """Return the number of reads that are queued or under way."""
         return len(self._urgent) + sum(map(len, self._queued.values())) + len(self._posted)
 
     def add(self, read: Read) -> None:
@@ -175,16 +146,11 @@ class Transfers:
             self._queued.setdefault(read.peer, deque()).append(read)
 
     def progress(self) -> bool:
-        """Poll the posted reads. If no status has changed, post queued reads, and poll again.
-
-        Polling comes first so that when a read has ended, the read that follows it (the fence,
-        after the data) is queued before other reads are posted.
-
-        Returns:
-            Whether a read has ended, was found to fail, or was posted.
-        """
+        """Poll; without news, post queued reads and poll again. Return whether there was any."""
         if self._poll():
             return True
+        # Only now: what follows a read that has ended (the fence) is queued before others are
+        # posted.
         posted = False
         while (read := self._next()) is not None:
             posted = True
@@ -199,14 +165,9 @@ class Transfers:
     def cancel(self, tag: Hashable, grace: Grace | None = None) -> None:
         """Remove a tag from all reads, and cancel the reads that have no tag left.
 
-        A queued read ends at once. For a posted read, the driver's ``cancel`` is called; the read
-        may then end soon or late, and may even succeed.
-
-        Args:
-            tag: the tag to remove.
-            grace: the time that the reads with the tag have to end, before ``Grace.escalate`` is
-                called. It starts with the first ``cancel`` that this grace is passed to. ``None``
-                to let the reads take as long as they need.
+        A queued read ends at once; a posted one may end soon or late, and may even succeed.
+        ``grace`` starts with the first ``cancel`` that it is passed to; without, reads take as long
+        as they need.
         """
         waiting = [read for read in self._waiting() if tag in read.tags]
         posted = [(each, read) for each, read in self._posted.items() if tag in read.tags]
@@ -221,11 +182,7 @@ class Transfers:
                 self._cancel(transfer)
 
     def escalate(self, now: float) -> None:
-        """Call ``Grace.escalate`` for cancelled reads that were posted and did not end in time.
-
-        Args:
-            now: seconds, on this object's clock.
-        """
+        """Call ``Grace.escalate`` for cancelled reads that were posted and did not end in time."""
         for grace in [each for each in self._graces if each.until <= now]:
             grace.until = now + CANCEL_SECONDS
             reads = [read for read in grace.reads if read.posted]
@@ -233,29 +190,20 @@ class Transfers:
                 self._graces.pop(grace, None)
 
     def begin_disconnect(self, peer: PeerId) -> None:
-        """Fail the reads queued for a connection. Called before the driver closes it.
-
-        The connection's posted reads are neither polled nor cancelled until ``end_disconnect`` is
-        called, because the driver allows no calls about them while its ``disconnect`` runs.
-        """
+        """Fail the reads queued for a connection. Called before the driver closes it."""
+        # Until ``end_disconnect``, its posted reads are neither polled nor cancelled: the driver
+        # allows no calls about them while its ``disconnect`` runs.
         self._disconnecting.add(peer)
         gone = [read for read in self._waiting() if read.peer == peer]
         self._end(gone, PeerLostError("its peer was disconnected"))
 
     def end_disconnect(self, peer: PeerId, *, closed: bool) -> None:
-        """Resume polling a connection's posted reads. Called when ``disconnect`` is over.
-
-        Args:
-            peer: the connection.
-            closed: ``True`` if the connection is closed, so that none of its reads can write any
-                more; ``False`` if the driver failed to end the reads, so that they may.
-        """
+        """Resume polling a connection's reads; if it is ``closed``, none can write any more."""
         self._disconnecting.discard(peer)
         if closed and peer in self._peers_under_way():
             self._closed.add(peer)
 
     def _begin_grace(self, grace: Grace, read: Read) -> None:
-        """Add a cancelled read to a grace; the first read that is added starts the grace's time."""
         if grace not in self._graces:
             grace.until = self._clock() + CANCEL_SECONDS
             self._graces[grace] = None
@@ -263,7 +211,6 @@ class Transfers:
         read.graces.append(grace)
 
     def _end_graces(self, read: Read) -> None:
-        """Remove a read that has ended from the graces that wait for its end."""
         for grace in read.graces:
             grace.reads.pop(read, None)
             if not grace.reads:
@@ -271,7 +218,6 @@ class Transfers:
         read.graces.clear()
 
     def _peers_under_way(self) -> set[PeerId]:
-        """Return the connections of the posted reads."""
         return {read.peer for read in self._posted.values()}
 
     def _cancel(self, transfer: TransferId) -> None:
@@ -281,11 +227,8 @@ class Transfers:
             self._containment.caught("the driver's cancel", exc)
 
     def _end(self, reads: Sequence[Read], error: KVFerryError) -> None:
-        """End queued reads with an error.
-
-        All reads leave the queue before the first callback, because a callback may cancel others.
-        """
         for read in reads:
+            # All leave the queue before the first callback, which may cancel others.
             self._drop(read)
         for read in reads:
             self._finish(read, error)
@@ -294,18 +237,13 @@ class Transfers:
         return list(chain(self._urgent, *self._queued.values()))
 
     def _drop(self, read: Read) -> None:
-        """Remove a read from its queue."""
         reads = self._urgent if read.urgent else self._queued[read.peer]
         reads.remove(read)
         if not read.urgent and not reads:
             del self._queued[read.peer]
 
     def _next(self) -> Read | None:
-        """Remove the next read to post from its queue: urgent reads first, then each peer in turn.
-
-        Returns:
-            The read; ``None`` if no read may be posted now.
-        """
+        """Take the next read to post from its queue: urgent reads first, then each peer in turn."""
         if self._limit is not None and len(self._posted) >= self._limit:
             return None
         if self._urgent:
@@ -364,41 +302,23 @@ class Transfers:
         return statuses
 
     def _ask(self, ids: Sequence[TransferId]) -> list[Status]:
-        """Return what the driver's ``poll`` returns, one ``Status`` per transfer, in order.
-
-        Raises:
-            TypeError: ``poll`` returned another number of results, or something other than
-                ``Status``.
-            Exception: what the driver raised.
-        """
         statuses = self._transport.poll(ids)
         if len(statuses) != len(ids) or not all(isinstance(each, Status) for each in statuses):
             raise TypeError(f"poll of {len(ids)} transfers returned {statuses!r:.200}")
         return statuses
 
     def _status(self, transfer: TransferId) -> Status:
-        """Return the status of one transfer, also if the driver's ``poll`` raises.
-
-        If it raises, the status is ``FAILED`` if the connection is closed, so that no byte can land
-        any more; otherwise ``FAILING``.
-        """
+        """Return the status of one transfer, also if the driver's ``poll`` raises."""
         try:
             return self._ask([transfer])[0]
         except Exception as exc:  # noqa: BLE001  as above
+            # Over a connection that is closed, no byte can land any more.
             closed = self._posted[transfer].peer in self._closed
             error = StatusUnknownError(f"the driver cannot say how a read stands: {exc!r:.200}")
             return Status(state=State.FAILED if closed else State.FAILING, error=error)
 
     def _on_status(self, transfer: TransferId, status: Status) -> bool:
-        """Process the status of a posted read.
-
-        Args:
-            transfer: the driver's id of the read.
-            status: its status.
-
-        Returns:
-            Whether the read has ended, or is now known to fail and was not before.
-        """
+        """Process a posted read's status; return whether it ended, or is newly known to fail."""
         read = self._posted[transfer]
         error = status.error or TransportError("the transfer failed and the driver gave no reason")
         if status.state is State.FAILING and read.failure is None:
@@ -424,11 +344,9 @@ class Transfers:
         return True
 
     def _measure(self, read: Read, throughput: Throughput, succeeded: bool) -> None:
-        """Count a read that has ended in the rate of its connection."""
         throughput.end(self._clock(), nbytes=read.nbytes, copies=read.copies, succeeded=succeeded)
 
     def _finish(self, read: Read, error: KVFerryError | None) -> None:
-        """Call ``finished`` of a read that has ended; ``error`` is ``None`` if it succeeded."""
         self._end_graces(read)
         now = time.perf_counter()
         outcome = Outcome(

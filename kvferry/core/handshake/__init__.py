@@ -1,11 +1,7 @@
-"""The handshake: one engine serves the payloads of its ranks, another fetches and compares them.
+"""An engine serves its ranks' payloads on its side channel; another fetches and compares them.
 
-A rank's payload describes the rank to other engines: the layout of its memory, its driver and its
-transport's address, and values such as the model's name that must agree. The handshake goes over
-the side channel, a ZMQ socket of the engine that is read from; no transport is used. Either side
-may be hostile or broken: a server survives every request, and a client every answer.
-
-Each exported name is imported when it is first used, so that ``health`` needs no layouts.
+No transport is used. Either side may be hostile: a server survives every request, a client every
+answer. Names are imported when they are first used, so that ``health`` needs no layouts.
 """
 
 from typing import TYPE_CHECKING
@@ -47,7 +43,7 @@ _MODULES = {
     "health": "exchange",
     "ping": "client",
 }
-"""Exported name to its module in this package. The imports above say the same to type checkers."""
+"""Exported name to its module here. The imports above say the same to type checkers."""
 
 # Hidden from type checkers: with a module __getattr__, they would accept any attribute.
 if not TYPE_CHECKING:

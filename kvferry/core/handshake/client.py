@@ -44,15 +44,8 @@ def fetch(
 ) -> EngineInfo:
     """Ask an engine's side channel for what the engine's ranks publish, and return the answer.
 
-    Args:
-        host: host of the side channel, as in the engine's tickets.
-        port: port of the side channel, as in the engine's tickets.
-        engine: id of the engine.
-        timeout: seconds for the whole call.
-        context: ZMQ context of the socket; ``None`` for the context that the process shares.
-        access: this engine's keys, and which side channels it may connect to.
-        key: the public key of the side channel, as the engine's tickets name it; empty if they
-            name none.
+    ``host``, ``port`` and ``key`` (empty: not encrypted) are as in the engine's tickets. The
+    timeout is in seconds, for the whole call. Without a ``context``, the process shares one.
 
     Raises:
         IncompatibleError: the two builds have no protocol version in common.
@@ -67,13 +60,7 @@ def fetch(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineReply:
-    """The answer of an engine's side channel: what the engine's ranks publish.
-
-    Attributes:
-        info: what the ranks publish, decoded and checked.
-        sizes: number of bytes of each rank's encoded payload, in rank order.
-        numeric: numeric address of the side channel that answered.
-    """
+    """What an engine publishes, the bytes of each encoded payload, and who answered."""
 
     info: EngineInfo
     sizes: tuple[int, ...]
@@ -84,20 +71,9 @@ class EngineReply:
 def fetching(call: Dialer, engine: str, reading: ReplyLimits) -> Iterator[EngineReply]:
     """Fetch what an engine's ranks publish; other handshakes wait until the ``with`` block ends.
 
-    From the decoding of the reply to the end of the block, no other handshake with the same
-    ``reading`` decodes a reply. The caller computes its plan (which bytes to read from whom) inside
-    the block, so plans are computed one at a time, too.
-
-    Args:
-        call: how to reach the side channel.
-        engine: id of the engine.
-        reading: the limits on replies, shared by the handshakes that must wait for each other.
-
-    Yields:
-        The decoded reply.
-
-    Raises:
-        HandshakeError: as ``fetch``, or other replies were being decoded until the timeout.
+    From decoding to the end of the block, no other handshake with the same ``reading`` decodes, so
+    a caller that plans inside the block plans one engine at a time. Raises as ``fetch``, or
+    ``HandshakeError`` if other replies were being decoded until the timeout.
     """
     deadline = time.monotonic() + call.timeout
     with ExitStack() as turn:
@@ -116,22 +92,12 @@ def fetching(call: Dialer, engine: str, reading: ReplyLimits) -> Iterator[Engine
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Published:
-    """An engine's answer to a ``PayloadRequest``.
-
-    Attributes:
-        reply: the answer.
-        shape: the shape that was left out of the answer; ``None`` if the answer is whole.
-    """
+    """An engine's answer; ``shape`` is what was left out of it, ``None`` if the answer is whole."""
 
     reply: Payloads | PayloadHeads
     shape: EngineShape | None = None
 
     def payloads(self) -> list[bytes]:
-        """Return every rank's whole payload.
-
-        Raises:
-            HandshakeError: the payloads would be longer than a whole reply may be.
-        """
         if self.shape is None or isinstance(self.reply, Payloads):
             return self.reply.ranks
         return self.shape.whole(self.reply)
@@ -139,21 +105,11 @@ class _Published:
 
 @contextmanager
 def receiving(call: Dialer, engine: str, reading: ReplyLimits) -> Iterator[Payloads]:
-    """Fetch what an engine's ranks publish, without decoding it: to pass it on to other processes.
+    """Fetch what an engine's ranks publish, undecoded, to pass it on to other processes.
 
     Until the ``with`` block ends, no other handshake with the same ``reading`` receives a reply
     beyond its limits; the caller counts the reply there (``ReplyLimits.made``) inside the block.
-
-    Args:
-        call: how to reach the side channel.
-        engine: id of the engine.
-        reading: the limits on replies, shared by the handshakes that must wait for each other.
-
-    Yields:
-        Every rank's whole encoded payload, and the engine's ticket key.
-
-    Raises:
-        HandshakeError: as ``fetching``.
+    Raises as ``fetching``.
     """
     deadline = time.monotonic() + call.timeout
     with ExitStack() as turn:
@@ -171,27 +127,9 @@ def receiving(call: Dialer, engine: str, reading: ReplyLimits) -> Iterator[Paylo
 def _published(
     call: Dialer, engine: str, reading: ReplyLimits, long: ExitStack, deadline: float
 ) -> _Published:
-    """Return an engine's answer: what its ranks publish, and its ticket key.
-
-    The request names the shapes that are known here, and an engine with one of them leaves it out.
-    An answer that leaves out what was not named cannot be used: the engine is then asked once more,
-    for everything.
-
-    The first connection accepts a short answer only, and is closed if the answer is long. Then the
-    request is sent again on a second connection, once there is room for a long answer
-    (``ReplyLimits.room``).
-
-    Args:
-        call: how to reach the side channel; its ``longest`` is raised for a long answer.
-        engine: id of the engine.
-        reading: the limits that all handshakes of the process share.
-        long: for a long answer, ``ReplyLimits.room`` is entered on this stack; the caller closes
-            the stack once the answer is decoded.
-        deadline: by ``time.monotonic``, in seconds.
-
-    Raises:
-        HandshakeError: no valid answer came, or no room for a long answer was free in time.
-    """
+    """Return an engine's answer. For a long one, a room is entered on ``long``."""
+    # The first connection accepts a short answer only, and is closed if the answer is long. Then
+    # the request is sent again on a second connection, once there is room for a long answer.
     known = _shapes.known()
     try:
         reply = asked(call, _request(engine, list(known)), deadline)
@@ -224,12 +162,6 @@ def _published(
 
 
 def _request(engine: str, known: Sequence[bytes] = ()) -> PayloadRequest:
-    """Return the request for what an engine's ranks publish.
-
-    Args:
-        engine: id of the engine.
-        known: digests of the shapes that the engine may leave out of its answer.
-    """
     return PayloadRequest(
         oldest=OLDEST_PROTOCOL, newest=NEWEST_PROTOCOL, engine=engine, known=list(known)
     )
@@ -251,11 +183,7 @@ def ping(
     access: Access = OPEN,
     key: bytes = b"",
 ) -> Incarnation:
-    """Ask an engine whether it is alive, and return its incarnation.
-
-    The incarnation is the random number that identifies one start of an engine. The function takes
-    the arguments of ``fetch`` and raises the same errors.
-    """
+    """Return the incarnation of an engine that is alive; arguments and errors as for ``fetch``."""
     call = Dialer(host=host, port=port, timeout=timeout, context=context, access=access, key=key)
     with explained(engine, call):
         reply = asked(call, Ping(engine=engine))

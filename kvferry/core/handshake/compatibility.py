@@ -14,20 +14,12 @@ from kvferry.core.work_budget import FACT_STEPS, PAYLOAD_BYTES_PER_STEP, WorkBud
 
 UPGRADE = "upgrade the older of the two engines"
 MAX_ENGINE_FIELDS = 1 << 14
-"""The most fields of all ranks together; 64 ranks of 80 layers have 10,240. Freeing so many takes
-some 10 ms, in which no other thread runs."""
+"""The most fields of all ranks (64 of 80 layers: 10,240); freeing them blocks threads for 10 ms."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineInfo:
-    """What an engine publishes in the handshake, decoded and checked by ``engine_info``.
-
-    Attributes:
-        engine: id of the engine.
-        incarnation: random number that identifies this start of the engine.
-        ranks: one payload per rank, in rank order.
-        ticket_key: the public key that proves the engine's tickets; empty if they have no proofs.
-    """
+    """What an engine publishes, decoded and checked; an empty ``ticket_key`` means no proofs."""
 
     engine: str
     incarnation: Incarnation
@@ -40,12 +32,10 @@ class Judgements:
     """Which differences between two engines an operator may allow, and whether they are allowed.
 
     Attributes:
-        keys: those keys of ``RankPayload.agreement`` (model, cache dtype and more) whose values
-            can differ without corrupting data. All other differences are always refused.
-        overridden: whether the operator allows differences in ``keys``: ``Compatibility`` then
-            reports them, and they are not refused.
-        told: those keys whose values may always differ, such as versions of software. A refusal
-            names both values, since they may explain it.
+        keys: keys of ``RankPayload.agreement`` whose values can differ without corrupting data. All
+            other differences are always refused.
+        overridden: whether differences in ``keys`` are only reported, and not refused.
+        told: keys whose values may always differ, such as versions of software; refusals name them.
     """
 
     keys: frozenset[str] = frozenset()
@@ -55,32 +45,19 @@ class Judgements:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compatibility:
-    """The result of ``agree`` for two ranks that may exchange pages.
-
-    Attributes:
-        version: the newest protocol version that both ranks speak.
-        overridden: for each difference between the ranks that the operator allows, a text with
-            both values; empty if there is no such difference.
-    """
+    """The newest common version, and a text with both values for each difference allowed."""
 
     version: int
     overridden: tuple[str, ...] = ()
 
 
 def engine_info(payloads: Sequence[bytes], ticket_key: bytes = b"") -> EngineInfo:
-    """Decode and check what the ranks of one engine published.
-
-    Args:
-        payloads: every rank's encoded ``RankPayload``, in rank order; untrusted.
-        ticket_key: the public key that proves the engine's tickets; empty if they have no proofs.
-            Untrusted.
+    """Decode and check the payloads of an engine's ranks, which are untrusted as the ticket key is.
 
     Raises:
         IncompatibleError: a rank speaks no protocol version of this build.
-        HandshakeError: a payload cannot be decoded; the payloads contradict each other, such as two
-            for one rank, or from two starts of the engine; checking them takes too much work; or
-            there is a ticket key, and a rank does not say where its memory has the key's
-            fingerprint (a hash). The message names ranks and values.
+        HandshakeError: a payload cannot be decoded, payloads contradict each other, checking them
+            takes too much work, or a rank lacks the fingerprint of the ticket key.
     """
     if not 1 <= len(payloads) <= MAX_RANKS:
         raise HandshakeError(f"payloads of {len(payloads)} ranks; 1 to {MAX_RANKS} are allowed")
@@ -112,16 +89,7 @@ def engine_info(payloads: Sequence[bytes], ticket_key: bytes = b"") -> EngineInf
 
 
 def answer_info(engine: str, payloads: Sequence[bytes], ticket_key: bytes) -> EngineInfo:
-    """Decode and check what a side channel answered when it was asked for an engine.
-
-    Args:
-        engine: id of the engine that was asked for.
-        payloads: as for ``engine_info``.
-        ticket_key: as for ``engine_info``.
-
-    Raises:
-        HandshakeError: as ``engine_info``, or the payloads are another engine's.
-    """
+    """As ``engine_info``; raise ``HandshakeError`` also for the payloads of another engine."""
     info = engine_info(payloads, ticket_key)
     if info.engine != engine:
         raise HandshakeError(f"it answered with the ranks of engine {info.engine!r}")
@@ -133,21 +101,10 @@ def agree(
     theirs: RankPayload,
     judgements: Judgements = Judgements(),
 ) -> Compatibility:
-    """Check that a rank may read from a rank of another engine.
+    """Raise ``IncompatibleError`` if a rank must not read from a rank of another engine.
 
-    Both ranks must speak a common protocol version, have the same driver, and have equal values for
-    every key of ``RankPayload.agreement`` that *both* have. A key that only one of them has is
-    ignored: otherwise a new version that publishes one more key could not be rolled out beside the
-    old version.
-
-    Args:
-        mine: the payload of the rank that reads.
-        theirs: the payload of the rank that is read.
-        judgements: which differences an operator may allow.
-
-    Raises:
-        IncompatibleError: the two ranks must not exchange pages; the message names each difference
-            with both values.
+    Both must have a protocol version in common, the same driver, and equal values for every key of
+    ``RankPayload.agreement`` that *both* have. The error names each difference with both values.
     """
     version = mine.common(theirs)
     clashes = [(name, _side_by_side(name, *values)) for name, *values in _clashes(mine, theirs)]
@@ -169,16 +126,7 @@ def agree(
 
 
 def differing_software(mine: RankPayload, theirs: RankPayload, judgements: Judgements) -> str:
-    """Return the end of an error's text: the values in ``judgements.told`` that differ.
-
-    Args:
-        mine: the payload of the rank that reads.
-        theirs: the payload of the rank that is read.
-        judgements: names the values.
-
-    Returns:
-        A text in parentheses that begins with a space; empty if no such value differs.
-    """
+    """Return text for an error: the values in ``judgements.told`` that differ; empty if none."""
     told = [
         _side_by_side(name, *values)
         for name, *values in _clashes(mine, theirs)
@@ -199,31 +147,15 @@ def _further_remedy(version: int | None, *, only_judged: bool) -> str:
 
 
 def unspoken(theirs: Versions) -> str:
-    """Return the error text for a peer that speaks no protocol version of this build.
-
-    Args:
-        theirs: the versions that the peer speaks.
-    """
+    """Return the error text for a peer that speaks no protocol version of this build."""
     return f"it speaks protocol versions {theirs.spoken}, this build {SPOKEN.spoken}: {UPGRADE}"
 
 
 def _decode(rank: int, data: bytes, budget: WorkBudget) -> RankPayload:
-    """Decode the payload of one rank.
-
-    The protocol versions in the payload are decoded and checked first: if this build knows none of
-    them, it cannot know the form of the rest.
-
-    Args:
-        rank: index of the rank, for error messages.
-        data: the encoded ``RankPayload``; untrusted.
-        budget: the work of decoding is deducted from this budget.
-
-    Raises:
-        IncompatibleError: the rank speaks no protocol version of this build.
-        HandshakeError: the payload cannot be decoded.
-    """
+    """Decode the untrusted payload of one rank, at the expense of the budget."""
     budget.spend(len(data) // PAYLOAD_BYTES_PER_STEP, f"the payload of rank {rank}")
     try:
+        # First, since the form of a payload whose versions are unknown is unknown, too.
         versions = decode_versions(data)
         if versions.common(SPOKEN) is None:
             raise IncompatibleError(f"payload of rank {rank}: {unspoken(versions)}")
@@ -262,6 +194,7 @@ def _problems(ranks: Sequence[RankPayload]) -> Iterator[str]:
 
 
 def _clashes(mine: RankPayload, theirs: RankPayload) -> Iterator[tuple[str, str, str]]:
+    # Keys that only one of them has are ignored: a newer version may publish more.
     for name in sorted(mine.agreement.keys() & theirs.agreement.keys()):
         value, other = mine.agreement[name], theirs.agreement[name]
         if value != other:

@@ -16,21 +16,13 @@ from kvferry.core.handshake.sockets import Socket, endpoint, numeric_hosts
 from kvferry.core.side_channel_messages import Reply, Request, encode
 
 AGAIN_SECONDS = 0.25
-"""After this time without an answer, the request is sent again. With a socket that keeps only one
-frame (``Dialer.channel``), libzmq can lose a wake-up: if one of its threads writes a message just
-when the other goes to sleep, both sleep until the next message."""
+"""After this time, a request is sent again: with ``CONFLATE``, libzmq can lose a wake-up."""
 
 
 class SideChannelConnection:
-    """A client's connection to one side channel, for any number of requests, one after another.
+    """A client's connection to one side channel, for one request after another, by one thread.
 
-    Must be used by one thread only.
-
-    Args:
-        dialer: where to connect, and with which keys and timeout.
-
-    Raises:
-        HandshakeError: the side channel cannot be reached; the message says why, but not where.
+    Raises ``HandshakeError`` if the side channel cannot be reached; it says why, but not where.
     """
 
     def __init__(self, dialer: Dialer) -> None:
@@ -53,16 +45,10 @@ class SideChannelConnection:
             self._poller.register(socket, zmq.POLLIN)
 
     def ask(self, request: Request, deadline: float | None = None) -> Reply:
-        """Send a request, and return the answer.
+        """Send a request, again after every ``AGAIN_SECONDS``, and return the answer.
 
-        The request is sent again after every ``AGAIN_SECONDS`` without an answer.
-
-        Args:
-            request: the request.
-            deadline: by ``time.monotonic``, in seconds; ``None`` for the dialer's timeout from now.
-
-        Raises:
-            HandshakeError: no answer came, or the connection has ended.
+        The deadline is by ``time.monotonic``; ``None`` for the dialer's timeout from now. Raises
+        ``HandshakeError`` if no answer came, or the connection has ended.
         """
         if deadline is None:
             deadline = time.monotonic() + self._dialer.timeout
@@ -83,22 +69,12 @@ class SideChannelConnection:
                 )
 
     def ask_until(self, request: Request, descriptor: int, deadline: float) -> Reply | None:
-        """Send a request, and return the answer unless something else becomes more urgent.
+        """Return the answer to a request; ``None`` if the descriptor becomes readable before.
 
-        The answer may be that to an earlier request, for which an earlier call has not waited.
-
-        Args:
-            request: the request.
-            descriptor: the call returns at once when this descriptor is readable; the caller reads
-                from it. Must be the same in each call.
-            deadline: by ``time.monotonic``, in seconds.
-
-        Returns:
-            The answer; ``None`` if the descriptor is readable, and no answer has come.
-
-        Raises:
-            HandshakeError: no answer came by the deadline, also if the descriptor is readable; or
-                the connection has ended.
+        The answer may be that to the request of an earlier call that returned ``None``. The
+        descriptor, from which the caller reads, must be the same in each call. Raises
+        ``HandshakeError`` if no answer came by the deadline (``time.monotonic``), also if the
+        descriptor is readable, or the connection has ended.
         """
         self._poller.register(descriptor, zmq.POLLIN)
         with suppress(zmq.Again):
@@ -130,30 +106,13 @@ class SideChannelConnection:
             raise HandshakeError(f"its answer is {exc}") from exc
 
     def _drop_late_answer(self) -> None:
-        """Receive and drop the second answer to a request that was sent twice.
-
-        Called when a message has arrived although no request waits for an answer.
-
-        Raises:
-            HandshakeError: the message is malformed, or each request that was sent has already had
-                its answer.
-        """
+        """Drop the second answer to a request that was sent twice; refuse one not asked for."""
         self._receive()
         if self._unanswered < 0:
             raise HandshakeError("it sent what was not asked for")
 
     def _wait(self, seconds: float) -> bool:
-        """Wait for an answer.
-
-        Args:
-            seconds: the most seconds to wait.
-
-        Returns:
-            Whether there is an answer to receive.
-
-        Raises:
-            HandshakeError: the connection has ended, and no answer came before.
-        """
+        """Return whether an answer comes in time; raise if the connection has ended without one."""
         if self._ended is not None:
             raise self._dialer.why_ended(*self._ended)
         ready = dict(self._poller.poll(max(math.ceil(seconds * 1e3), 0)))
@@ -172,15 +131,7 @@ def _is_readable(descriptor: int) -> bool:
 
 
 def _connect(dialer: Dialer, numeric: str) -> tuple[Socket, Socket]:
-    """Make a socket that begins to connect to a side channel, and a monitor of the socket.
-
-    Args:
-        dialer: has the port, and the keys of the socket.
-        numeric: numeric address to connect to.
-
-    Returns:
-        The socket that connects, and its monitor socket, which reports how the connection ends.
-    """
+    """Return a socket that begins to connect, and its monitor, which reports how that ends."""
     channel = dialer.channel(numeric)
     try:
         monitor: Socket = channel.get_monitor_socket(sum(ENDINGS))

@@ -1,18 +1,12 @@
 """Limits that libzmq lacks, on the connections of a side channel.
 
-libzmq keeps the frames of a message in memory until the last frame has come. It limits the size of
-a frame and the number of messages, but not the number of frames. So a peer that never ends its
-message can fill the memory; if its frames have one byte or none, each byte that it sends takes
-twenty bytes of memory. This module limits the bytes that a peer may send on a connection without
-completing a message; the kernel counts the bytes. A request of kvferry has one frame.
+libzmq limits the size of a frame, but not the number of frames of a message, which it keeps until
+the last one has come. So this module limits the bytes, as the kernel counts them, that a peer may
+send without completing a message. Only connections on which bytes arrive are checked.
 
-Peers keep connections for days, so a connection is checked only while bytes arrive: an idle side
-channel costs nothing.
-
-A peer that has completed a request is admitted, and its connection is never closed to make room for
-another. A stranger is a connection that has completed none. Where the limit is reached, the network
-address with the most strangers loses its oldest, so strangers from one address push out none from
-another; first of all those go whose address is in no admitted network.
+A stranger is a connection that has completed no request; no other is closed to make room. The
+address with the most strangers loses its oldest, so that strangers push out none from another
+address; those from no admitted network go first of all.
 """
 
 from __future__ import annotations
@@ -32,15 +26,11 @@ from kvferry.core.handshake.sockets import Context, Socket
 from kvferry.core.security import Access
 
 MAX_CONNECTIONS = 1 << 14
-"""The most connections where peers are admitted by key or by network, which take some 20 KB each;
-fewer where the process may open few files. A connection takes two descriptors, and all connections
-together take at most half of the process's descriptors. (vLLM's server raises its limit to 65,535,
-where it may.)"""
+"""The most connections (20 KB and two descriptors each) if peers are admitted by key or network."""
 MAX_OPEN_CONNECTIONS = 1 << 10
 """The most connections where anybody at any address is admitted."""
 MAX_BYTES = 1 << 17
-"""The most bytes that a connection may send after its last complete request; it is closed if it
-sends more."""
+"""The most bytes that a connection may send after its last complete request, or it is closed."""
 MAX_ALL_BYTES = 1 << 23
 """The most such bytes of all connections together; those that sent most are closed first."""
 LOOK_MS = 50
@@ -57,14 +47,9 @@ BYTES_RECEIVED = 128
 
 
 class ConnectionLimits:
-    """Limit the connections of one side channel. Used by the server's thread only.
+    """Limit the connections of a socket that is not bound yet. Used by the server's thread only.
 
-    Args:
-        context: the side channel's ZMQ context.
-        channel: the side channel's socket, not bound yet.
-        access: which clients are admitted.
-        tell: logs a text; called about peers whose ZMQ handshake fails, and about connections that
-            are closed here.
+    ``tell`` logs a text about a peer whose ZMQ handshake failed, or that is cut off here.
     """
 
     def __init__(
@@ -74,14 +59,13 @@ class ConnectionLimits:
         self._access = access
         self._tell = tell
         self._strangers: dict[str, dict[int, None]] = {}
-        """The connections that have completed no request, the oldest first, by their address; all
-        from addresses that are not admitted stand together under an empty one."""
+        """Connections that have completed no request, oldest first; under "" if not admitted."""
         self._pending = 0
         """The sum of ``pending`` of all connections."""
         self._open: dict[int, _Connection] = {}
         self._busy: dict[int, _Connection] = {}
         self._numbers: dict[int, int] = {}
-        """For this object's own descriptor of each open connection, libzmq's descriptor of it."""
+        """From this object's own descriptor of each connection to libzmq's, the key elsewhere."""
         self._arrivals = select.epoll()
         self._next_look = 0.0
         channel.monitor(PLACE, EVENTS)
@@ -93,10 +77,7 @@ class ConnectionLimits:
 
     @property
     def arrivals(self) -> int:
-        """A file descriptor to poll while ``pause`` is ``None``; ``look`` reads from it.
-
-        It need not be polled at other times: ``look`` is called within ``LOOK_MS`` anyway.
-        """
+        """A file descriptor to poll while ``pause`` is ``None``; ``look`` reads from it."""
         return self._arrivals.fileno()
 
     @property
@@ -105,10 +86,7 @@ class ConnectionLimits:
         return LOOK_MS if self._busy else None
 
     def hear(self) -> None:
-        """Find out which connections were opened or closed.
-
-        Also logs why a ZMQ handshake has failed.
-        """
+        """Find out which connections opened or closed, and log why ZMQ handshakes have failed."""
         while int(self.socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             event, value = struct.unpack("=hi", self.socket.recv_multipart()[0])
             if event == zmq.EVENT_ACCEPTED:
@@ -119,23 +97,12 @@ class ConnectionLimits:
                 self._explain(value)
 
     def address(self, fd: int) -> str:
-        """Return the network address of a connection's peer.
-
-        Args:
-            fd: libzmq's descriptor of the connection.
-
-        Returns:
-            The address; empty if it is in no admitted network, or the connection has ended.
-        """
+        """Return the address of a connection's peer; empty if not admitted, or it has ended."""
         connection = self._open.get(fd)
         return "" if connection is None else connection.address
 
     def heard(self, fd: int) -> None:
-        """Record that a complete message was received: its bytes no longer count for the limits.
-
-        Args:
-            fd: libzmq's descriptor of the connection that sent the message.
-        """
+        """Record that a connection's message is complete: its bytes no longer count."""
         if fd in self._open:
             connection = self._open[fd]
             if not connection.settled:
@@ -144,10 +111,7 @@ class ConnectionLimits:
             connection.settle()
 
     def look(self) -> None:
-        """Close connections that sent too many bytes since their last complete message.
-
-        Does nothing if the last check was less than ``LOOK_MS`` ago.
-        """
+        """Close connections that sent too many bytes; at most once per ``LOOK_MS``."""
         now = time.monotonic()
         # Always, since an arrival that was not fetched is lost once libzmq has read its bytes.
         for second, _ in self._arrivals.poll(0):
@@ -168,7 +132,6 @@ class ConnectionLimits:
             self._cut_largest()
 
     def _cut_largest(self) -> None:
-        """Close those connections that sent most since their last complete message."""
         total = self._pending
         for fd in sorted(self._open, key=lambda fd: self._open[fd].pending, reverse=True):
             pending = self._open[fd].pending
@@ -185,15 +148,10 @@ class ConnectionLimits:
         self.socket.close(0)
 
     def _accepted(self, fd: int) -> None:
-        """Begin to watch a connection that libzmq has accepted, through a duplicate descriptor.
-
-        libzmq may close its own descriptor at any time, and the same number then means another
-        file. If there are too many connections, a stranger's is closed.
-
-        Args:
-            fd: libzmq's descriptor of the connection.
-        """
+        """Watch a connection that libzmq has accepted; close a stranger's if there are too many."""
         self._forget(fd)
+        # A duplicate, as libzmq may close its own at any time, and the number then means another
+        # file.
         connection = _second(fd)
         if connection is None:
             return
@@ -214,17 +172,13 @@ class ConnectionLimits:
             self._forget(idle)
 
     def _oldest_stranger(self) -> int:
-        """Return libzmq's descriptor of the connection to close where there are too many.
-
-        There is always one: the newest connection has completed no request.
-        """
+        """Return the connection to close; there is one, as the newest has completed no request."""
         if "" in self._strangers:
             return next(iter(self._strangers[""]))
         address = max(self._strangers, key=lambda each: len(self._strangers[each]))
         return next(iter(self._strangers[address]))
 
     def _no_stranger(self, fd: int) -> None:
-        """Remove a connection from the strangers, because it has completed a request or ended."""
         address = self._open[fd].address
         among = self._strangers.get(address, {})
         among.pop(fd, None)
@@ -267,28 +221,19 @@ class ConnectionLimits:
 
 @dataclass(slots=True, kw_only=True)
 class _Connection:
-    """An open connection.
-
-    Attributes:
-        socket: a duplicate of libzmq's descriptor of the connection.
-        received: number of bytes that had arrived from the peer at the last check.
-        settled: number of bytes that had arrived when the peer's last complete message was
-            received.
-        address: the peer's address; empty if it is not admitted.
-    """
+    """An open connection, by a duplicate of libzmq's descriptor; no address if not admitted."""
 
     socket: socket.socket
+    # Bytes that had arrived at the last check, and with the last complete message.
     received: int = 0
     settled: int = 0
     address: str = ""
 
     @property
     def pending(self) -> int:
-        """The bytes that arrived since the last complete message; they count for the limits."""
         return self.received - self.settled
 
     def grown(self) -> bool:
-        """Update ``received``, and return whether it has grown since the last check."""
         before, self.received = self.received, _received(self.socket)
         return self.received != before
 
@@ -297,22 +242,14 @@ class _Connection:
 
 
 def most_connections(access: Access) -> int:
-    """Return the limit on connections, which is lower if few files may be open.
-
-    Args:
-        access: which clients are admitted.
-    """
+    """Return the limit on connections, which is lower if few files may be open."""
     most = MAX_OPEN_CONNECTIONS if access.admits_anybody else MAX_CONNECTIONS
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return most if files == resource.RLIM_INFINITY else min(most, files // 4)
 
 
 def _second(fd: int) -> socket.socket | None:
-    """Return a duplicate of a socket's descriptor, as a Python socket; ``None`` if it is closed.
-
-    Args:
-        fd: the socket's descriptor.
-    """
+    """Return a duplicate of a socket's descriptor, as a Python socket; ``None`` if it is closed."""
     try:
         copied = os.dup(fd)
     except OSError:

@@ -32,7 +32,7 @@ UNCLEAR = (zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL, zmq.EVENT_HANDSHAKE_FAILED_PROT
 """Events whose reason may be known to the other side only."""
 
 LOOK_SECONDS = 1.0
-"""The longest time, in seconds, to find out after a failed connection how the peer is secured."""
+"""The most seconds to find out after a failed connection how the peer is secured."""
 HALF_GREETING = b"\xff" + bytes(8) + b"\x7f\x03"
 """ZMTP's signature and version, after which the other side sends its security mechanism."""
 GREETING_BYTES = 64
@@ -49,15 +49,13 @@ class Dialer:
     """How to reach one side channel.
 
     Attributes:
-        host: host of the side channel, as a name or an address.
-        port: port of the side channel.
         timeout: seconds for connecting, and for each answer.
-        context: ZMQ context of the socket; ``None`` for the context that the process shares.
+        context: ``None`` for the context that the process shares.
         access: this engine's keys, and which side channels it may connect to.
         key: the public key that the side channel must have; empty if it must have none.
         longest: the most bytes in an answer; a longer answer ends the connection.
         numeric: the numeric addresses of ``host``; empty until the host has been resolved.
-        found: the address in ``numeric`` that accepted a connection; empty until one did.
+        found: the one of them that accepted a connection; empty until one did.
     """
 
     host: str
@@ -71,17 +69,14 @@ class Dialer:
     found: str = field(default="", init=False)
 
     def channel(self, numeric: str) -> Socket:
-        """Return a new, unconnected ZMQ socket for a numeric address, with this engine's keys.
-
-        The socket keeps only the last frame that arrived, so that the other side cannot fill the
-        memory with a message of many frames: libzmq limits the size of a frame, but not the number
-        of frames. Requests and answers have one frame each.
-        """
+        """Return a new, unconnected ZMQ socket for a numeric address, with this engine's keys."""
         made = make_socket(
             self.context or _shared_context(),
             zmq.DEALER,
             numeric,
             MAXMSGSIZE=self.longest,
+            # Keep only the last frame: libzmq limits the size of frames, not how many a message
+            # has.
             CONFLATE=1,
             RECONNECT_IVL=-1,
         )
@@ -93,17 +88,11 @@ class Dialer:
     def listening(self, deadline: float) -> str:
         """Return the first address in ``numeric`` that accepts a TCP connection; sets ``found``.
 
-        ZMQ is given this address and not the host name: it would use only the name's first address
-        (``::1`` for ``localhost``), retry for ever and report no error, and the name could resolve
-        to an address that was not checked against ``access``.
-
-        Args:
-            deadline: by ``time.monotonic``, in seconds.
-
-        Raises:
-            AdmissionError: ``access`` allows none of the addresses.
-            HandshakeError: no address accepts a connection in time; the message says why.
+        Raises ``AdmissionError`` if ``access`` allows none, and ``HandshakeError`` if none accepts
+        a connection in time.
         """
+        # ZMQ is not given the name: it would use only its first address (::1 for localhost), retry
+        # for ever without an error, and the name could resolve to an address that was not checked.
         reasons: dict[str, None] = {}
         for numeric in self._allowed():
             left = deadline - time.monotonic()
@@ -126,14 +115,9 @@ class Dialer:
         return allowed
 
     def why_ended(self, event: int, value: int) -> HandshakeError:
-        """Return the error for a connection that ended.
+        """Return the error for a connection's end, which the monitor reported (``ENDINGS``).
 
-        May connect to the peer once more, to find out whether the two engines have different
-        security mechanisms or keys.
-
-        Args:
-            event: what the monitor socket reported, a key of ``ENDINGS``.
-            value: the value that the monitor socket reported with the event.
+        May connect once more, to find out whether the ends differ in security mechanism or keys.
         """
         if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
             return AdmissionError(self._why_refused())
@@ -164,14 +148,7 @@ class Dialer:
         )
 
     def _why_unlike(self, mechanism: bytes, mismatch: bool) -> str:
-        """Return an error text that says how the security of the two ends (mechanism, key) differs.
-
-        The text is empty if no difference is known.
-
-        Args:
-            mechanism: the security mechanism of the side channel; empty if it is not known.
-            mismatch: whether ZMQ reported that the two ends have different mechanisms.
-        """
+        """Say how the security of the two ends differs; nothing if no difference is known."""
         keyed = self.access.own is not None
         if mechanism == b"CURVE" and not keyed:
             return f"its side channel is encrypted: {self._with_keys}"
@@ -212,11 +189,7 @@ class Dialer:
 
 
 def answer(channel: Socket) -> Reply:
-    """Receive and decode an answer that has arrived.
-
-    Raises:
-        WireError: the answer is malformed.
-    """
+    """Receive and decode an answer that has arrived; raise ``WireError`` if it is malformed."""
     frame: Any = channel.recv(zmq.DONTWAIT, copy=False)
     if frame.more:
         raise WireError("not a reply of this protocol: it has several frames")
@@ -225,16 +198,7 @@ def answer(channel: Socket) -> Reply:
 
 
 def _mechanism(numeric: str, port: int, timeout: float) -> bytes:
-    """Return the security mechanism of the ZMQ socket that listens at an address.
-
-    Args:
-        numeric: numeric address.
-        port: port of the socket.
-        timeout: the most seconds for connecting and reading.
-
-    Returns:
-        ``NULL`` or ``CURVE``, for example; empty if no ZMQ socket answers in time.
-    """
+    """Return a ZMQ socket's security mechanism (``NULL``, ``CURVE``); empty if none answers."""
     heard, deadline = b"", time.monotonic() + timeout
     try:
         with socket.create_connection((numeric, port), timeout) as asking:
@@ -248,12 +212,7 @@ def _mechanism(numeric: str, port: int, timeout: float) -> bytes:
 
 
 def why_unreachable(exc: OSError, timeout: float) -> str:
-    """Return the error text that says why no connection could be made.
-
-    Args:
-        exc: what connecting raised.
-        timeout: the seconds that connecting was allowed to take.
-    """
+    """Return the error text for what connecting raised within ``timeout`` seconds."""
     if isinstance(exc, ConnectionRefusedError):
         return (
             "nobody listens there: the engine has ended, or it listens at another address "
@@ -265,17 +224,13 @@ def why_unreachable(exc: OSError, timeout: float) -> str:
 
 
 _decode_lock = threading.Lock()
-"""Answers that come at the same time are decoded one by one. Decoding an answer holds the
-interpreter's lock for some milliseconds, and other threads would otherwise wait for all answers."""
+"""One answer is decoded at a time: each holds the interpreter's lock for milliseconds."""
 _context: tuple[int, Context] | None = None
 _context_lock = threading.Lock()
 
 
 def _shared_context() -> Context:
-    """Return the ZMQ context that this process shares.
-
-    It is made when it is first needed; a forked child makes its own.
-    """
+    """Return the ZMQ context that this process shares; a forked child makes its own."""
     global _context
     with _context_lock:
         if _context is None or _context[0] != os.getpid():

@@ -27,11 +27,7 @@ def health(
     access: Access = OPEN,
     key: bytes = b"",
 ) -> Condition:
-    """Return the health that an engine reports on its side channel.
-
-    If ``engine`` is empty, the id of the engine at the address is not checked. The function takes
-    the other arguments of ``client.fetch`` and raises the same errors.
-    """
+    """Return the health of an engine (empty: of the one there); otherwise as ``client.fetch``."""
     call = Dialer(host=host, port=port, timeout=timeout, context=context, access=access, key=key)
     with explained(engine, call):
         reply = asked(call, Health(engine=engine))
@@ -41,15 +37,9 @@ def health(
 
 
 def asked(call: Dialer, request: Request, deadline: float | None = None) -> Reply:
-    """Connect to a side channel, send a request, and return the answer.
+    """Connect, send a request, and return the answer; raise ``HandshakeError`` without a valid one.
 
-    Args:
-        call: how to reach the side channel.
-        request: the request.
-        deadline: by ``time.monotonic``, in seconds; ``None`` for the timeout of ``call`` from now.
-
-    Raises:
-        HandshakeError: there was no valid answer.
+    The deadline is by ``time.monotonic``; ``None`` for the timeout of ``call`` from now.
     """
     if deadline is None:
         deadline = time.monotonic() + call.timeout
@@ -59,14 +49,7 @@ def asked(call: Dialer, request: Request, deadline: float | None = None) -> Repl
 
 @contextmanager
 def explained(engine: str, call: Dialer) -> Iterator[None]:
-    """Add engine and address to the text of each ``HandshakeError`` that the ``with`` block raises.
-
-    Also adds a hint if the address is a loopback address.
-
-    Args:
-        engine: id of the engine; empty if it is not known.
-        call: how the side channel was reached.
-    """
+    """Add engine, address and hints to the text of a ``HandshakeError`` of the ``with`` block."""
     who = f"engine {engine!r}" if engine else "the engine"
     where = f"{who} at {place(call.host, call.port)}"
     try:
@@ -78,10 +61,7 @@ def explained(engine: str, call: Dialer) -> Iterator[None]:
 
 
 def _loopback_hint(call: Dialer) -> str:
-    """Return a hint for an error if the host is a loopback address; empty otherwise.
-
-    A loopback address in a ticket leads to the host that reads the ticket, not to the engine's.
-    """
+    """Return a hint where a loopback address leads to the reader of a ticket, not to its engine."""
     if not call.numeric or not all(map(is_loopback, call.numeric)):
         return ""
     if call.access.is_command:

@@ -1,9 +1,7 @@
 """Limits on the replies of other engines that one process handles at once.
 
-One reply is bounded by the limits on its message and by ``work_budget``. The limits here bound what
-many hostile replies take together: few long replies are received at a time, replies are decoded one
-at a time, and none is decoded while too many bytes of decoded replies wait to be used. Decoding
-holds the interpreter's lock, so decoding two replies at a time would be no faster.
+Each reply is bounded by its message's limits and ``work_budget``; this bounds many hostile ones
+together. Two are never decoded at a time: that holds the interpreter's lock and is no faster.
 """
 
 from __future__ import annotations
@@ -22,9 +20,9 @@ MAX_UNUSED_BYTES = 1 << 24
 
 
 class ReplyLimits:
-    """Limit the replies of other engines that threads receive and decode at a time.
+    """Limit what threads receive and decode of other engines' replies. Any thread may use it.
 
-    Safe to use from any thread.
+    Deadlines are by ``time.monotonic``; ``HandshakeError`` is raised when they pass.
     """
 
     def __init__(self) -> None:
@@ -40,16 +38,7 @@ class ReplyLimits:
 
     @contextmanager
     def room(self, deadline: float) -> Iterator[None]:
-        """Wait until a long reply may be received, one of at most ``MAX_LONG_REPLIES`` at a time.
-
-        The reply counts as one of these until the ``with`` block ends.
-
-        Args:
-            deadline: by ``time.monotonic``, in seconds.
-
-        Raises:
-            HandshakeError: the deadline passed before the reply might be received.
-        """
+        """Wait until a long reply may be received; it counts until the ``with`` block ends."""
         if not self._rooms.acquire(timeout=_left(deadline)):
             raise HandshakeError(
                 f"its reply is long, and of such ones {MAX_LONG_REPLIES} are received at once: "
@@ -62,16 +51,7 @@ class ReplyLimits:
 
     @contextmanager
     def turn(self, deadline: float) -> Iterator[None]:
-        """Wait until this thread may decode a reply; no other may until the ``with`` block ends.
-
-        A thread may decode while no other does, and at most ``MAX_UNUSED_BYTES`` are ``unused``.
-
-        Args:
-            deadline: by ``time.monotonic``, in seconds.
-
-        Raises:
-            HandshakeError: the deadline passed before this thread might decode the reply.
-        """
+        """Wait until this thread may decode a reply; no other may until the ``with`` block ends."""
         with self._changed:
             if not self._changed.wait_for(self._is_free, _left(deadline)):
                 raise HandshakeError(
@@ -87,20 +67,12 @@ class ReplyLimits:
                 self._changed.notify_all()
 
     def made(self, nbytes: int) -> None:
-        """Add the bytes of a decoded reply to ``unused``; called within a ``turn`` block.
-
-        Args:
-            nbytes: the estimated bytes of the decoded reply.
-        """
+        """Add the bytes of a decoded reply to ``unused``; called within a ``turn`` block."""
         with self._changed:
             self._unused += nbytes
 
     def used(self, nbytes: int) -> None:
-        """Subtract the bytes of a decoded reply from ``unused``, once it was used or dropped.
-
-        Args:
-            nbytes: the bytes that were given to ``made`` for the reply.
-        """
+        """Subtract the bytes given to ``made`` for a reply, once it was used or dropped."""
         with self._changed:
             self._unused -= nbytes
             self._changed.notify_all()

@@ -57,11 +57,9 @@ QUEUED_REQUESTS = 64
 QUEUED_REPLIES = 4
 """The most replies that wait for one client; further replies are dropped until the client reads."""
 BACKLOG = 4096
-"""The most connections that wait to be accepted; the kernel may allow fewer. A client that finds no
-room retries after one second, and then after three."""
+"""The most connections that wait to be accepted; beyond, clients retry after 1 s, and after 3 s."""
 RECEIVE_BUFFER = 1 << 16
-"""The kernel's receive buffer per client, in bytes. Its content is delivered even after the
-connection was closed."""
+"""The kernel's receive buffer per client, in bytes; its content is delivered even after a close."""
 SILENT_MS = 30_000
 """A client that does not answer ZMQ's heartbeats for this time is disconnected."""
 PAUSE_SECONDS = 0.1
@@ -71,22 +69,20 @@ class HandshakeServer:
     """Serve what the ranks of one engine publish, on a thread of its own.
 
     Args:
-        payloads: every rank's encoded ``RankPayload``, in rank order; checked as clients check
-            them.
+        payloads: every rank's encoded ``RankPayload``, in rank order; checked as clients do.
         engine: id of the engine; requests for another engine are refused.
         incarnation: random number that identifies this start of the engine.
-        host: address to bind, which is also put into tickets; peers must be able to reach it.
+        host: address to bind, also put into tickets; peers must be able to reach it.
         port: port to bind; 0 for any free port.
         access: the engine's keys, and which clients are admitted.
-        problems: returns the engine's problems, each as a text, for health requests; called on the
+        problems: returns the engine's problems as texts, for health requests; called on the
             server's thread, and must not block.
         ticket_key: the public key that proves the engine's tickets; empty if they have no proofs.
         rooms: the engine's rooms, which others may follow; ``None`` if it has none. Another server
             may be given the same rooms when this one is closed.
 
     Raises:
-        HandshakeError: a client would refuse the payloads, or the address cannot be bound; the
-            message says why.
+        HandshakeError: a client would refuse the payloads, or the address cannot be bound.
     """
 
     def __init__(
@@ -196,11 +192,9 @@ class HandshakeServer:
             self._send(leading, reply)
 
     def _send_news(self, envelope: Sequence[bytes], news: list[RoomNews]) -> None:
-        """Answer a request that follows rooms."""
         self._send(envelope, _frame(Followed(incarnation=self._incarnation, rooms=news)))
 
     def _send(self, envelope: Sequence[bytes], reply: zmq.Frame) -> None:
-        """Send a reply to a client, to which the frames of the envelope lead."""
         # A ROUTER socket never blocks: it drops a reply for which the client's queue has no room.
         for frame in envelope:
             self._socket.send(frame, zmq.SNDMORE | zmq.DONTWAIT)
@@ -243,15 +237,7 @@ class HandshakeServer:
 
 
 def check_address(host: str, port: int) -> None:
-    """Refuse an address that a ``HandshakeServer`` could not bind now. Nothing stays bound.
-
-    Args:
-        host: address to bind.
-        port: port to bind; 0 for any free port.
-
-    Raises:
-        HandshakeError: the address cannot be bound; the message says why.
-    """
+    """Raise ``HandshakeError`` if a server could not bind an address now. Nothing stays bound."""
     numeric = numeric_hosts(host, port)[0]
     family = socket.AF_INET6 if ":" in numeric else socket.AF_INET
     try:
@@ -266,17 +252,7 @@ def check_address(host: str, port: int) -> None:
 def _checked(
     payloads: Sequence[bytes], engine: str, incarnation: int, ticket_key: bytes
 ) -> Payloads:
-    """Check the payloads, and return the answer to a ``PayloadRequest``.
-
-    Args:
-        payloads: every rank's encoded ``RankPayload``, in rank order.
-        engine: id that the payloads must have.
-        incarnation: incarnation that the payloads must have.
-        ticket_key: the public key that proves the engine's tickets; empty if they have no proofs.
-
-    Raises:
-        HandshakeError: a peer would refuse the answer.
-    """
+    """Return the answer to a ``PayloadRequest``; raise if a peer would refuse it."""
     for rank, payload in enumerate(payloads):
         if len(payload) > MAX_PAYLOAD_BYTES:
             raise HandshakeError(
@@ -294,15 +270,7 @@ def _checked(
 
 
 def _without_shape(whole: Payloads) -> tuple[bytes, zmq.Frame]:
-    """Return the answer to a ``PayloadRequest`` that names the engine's shape.
-
-    Args:
-        whole: the answer to every other ``PayloadRequest``.
-
-    Returns:
-        The digest of the shape, and the answer. The digest is empty, and so in no request, if the
-        shape cannot be left out, or the answer would be long without it.
-    """
+    """Return digest and answer if the asker knows the shape; no digest if it cannot be left out."""
     shape = EngineShape.of(whole.ranks)
     frame = _frame(whole if shape is None else shape.heads(whole))
     if shape is None or len(frame) > MAX_SHORT_REPLY_BYTES:
@@ -311,14 +279,7 @@ def _without_shape(whole: Payloads) -> tuple[bytes, zmq.Frame]:
 
 
 def _frame(reply: Reply) -> zmq.Frame:
-    """Return an answer as a frame.
-
-    It is copied into ZMQ's memory once, for all clients. (A frame that lends Python's memory to ZMQ
-    would need pyzmq's collector thread.)
-
-    Raises:
-        HandshakeError: a peer would refuse the answer, because it is too long.
-    """
+    """Return an answer as a frame; raise if a peer would refuse it as too long."""
     data = encode(reply)
     if len(data) > MAX_REPLY_BYTES:
         raise HandshakeError(
@@ -326,6 +287,7 @@ def _frame(reply: Reply) -> zmq.Frame:
             "peer would read them: use fewer ranks per engine, or describe each rank's memory "
             "with fewer fields and regions"
         )
+    # Copied once for all clients: to lend Python's memory to ZMQ takes pyzmq's collector thread.
     return zmq.Frame(data, copy=True)
 
 
@@ -336,20 +298,7 @@ def _refusal(reason: str) -> zmq.Frame:
 def _bind(
     context: Context, host: str, port: int, access: Access
 ) -> tuple[ZapHandler, ConnectionLimits, Socket]:
-    """Make the socket of the side channel, and bind it.
-
-    Args:
-        context: ZMQ context of the side channel.
-        host: address to bind.
-        port: port to bind; 0 for any free port.
-        access: the engine's keys, and which clients are admitted.
-
-    Returns:
-        The handler that admits clients, the limits on their connections, and the bound socket.
-
-    Raises:
-        HandshakeError: the address cannot be bound.
-    """
+    """Return the handler that admits clients, the limits on connections, and the bound socket."""
     numeric = numeric_hosts(host, port)[0]
     made = make_socket(
         context,

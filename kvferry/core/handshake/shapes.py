@@ -1,8 +1,6 @@
 """Shapes of engines by their digests, so that a handshake need not send what the asker knows.
 
-The engines of a deployment publish the same groups and fields, each at its own addresses
-(ADR 17). A rank's payload ends with them, and they are nearly all of it. An asker names the shapes
-that it knows, and an engine with one of these answers without the ends (ADR 41).
+A rank's payload ends with its groups and fields, which engines of a deployment share (ADR 41).
 """
 
 from __future__ import annotations
@@ -29,12 +27,9 @@ PERSON = b"kvferry shape"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineShape:
-    """The groups and fields that all ranks of an engine publish.
+    """An engine's groups and fields: the end (``shape_of``) of each rank's payload, in rank order.
 
-    Attributes:
-        digest: BLAKE2b (32 bytes) over each rank's end: its length, as 8 bytes little-endian, and
-            the end itself.
-        ends: the end of each rank's payload, in rank order; see ``shape_of``.
+    The digest is BLAKE2b (32 bytes) over each end's length, as 8 bytes little-endian, and the end.
     """
 
     digest: bytes
@@ -44,11 +39,7 @@ class EngineShape:
     def of(cls, payloads: Sequence[bytes]) -> EngineShape | None:
         """Return the shape of an engine; ``None`` if a payload does not end with its fields.
 
-        Args:
-            payloads: every rank's encoded payload, in rank order.
-
-        Raises:
-            WireError: a payload is too long or malformed.
+        Raises ``WireError`` if a payload is too long or malformed.
         """
         ends = tuple(map(shape_of, payloads))
         if not all(ends):
@@ -68,15 +59,9 @@ class EngineShape:
         return PayloadHeads(shape=self.digest, ranks=ranks, ticket_key=payloads.ticket_key)
 
     def whole(self, heads: PayloadHeads) -> list[bytes]:
-        """Return the whole payloads of an engine that answered without their ends.
+        """Return the whole payloads for an answer of as many ranks, as untrusted as the answer.
 
-        The result is as untrusted as the answer is.
-
-        Args:
-            heads: the answer; it has as many ranks as this shape.
-
-        Raises:
-            HandshakeError: the payloads would be longer than a whole reply may be.
+        Raises ``HandshakeError`` if the payloads would be longer than a whole reply may be.
         """
         nbytes = sum(map(len, heads.ranks)) + sum(map(len, self.ends))
         if nbytes > MAX_REPLY_BYTES:
@@ -94,7 +79,7 @@ class ShapeCache:
         self._shapes: LRUCache[EngineShape] = LRUCache(MAX_KNOWN_SHAPES, MAX_ALL_SHAPE_BYTES)
 
     def known(self) -> Mapping[bytes, EngineShape]:
-        """Return the shapes that are remembered, by digest; they outlive the cache's memory."""
+        """Return the shapes that are remembered, by digest; they stay usable when forgotten."""
         return {shape.digest: shape for shape in self._shapes.items().values()}
 
     def remember(self, shape: EngineShape) -> None:

@@ -29,12 +29,10 @@ CURVE_BYTES = 33
 """The number of bytes that encryption adds to a frame."""
 
 ELSEWHERE = ("192.0.2.1", "2001:db8::1")
-"""An IPv4 and an IPv6 address that belong to no host (RFC 5737, RFC 3849). The kernel is asked for
-the route to them; nothing is sent there."""
+"""Addresses of no host (RFC 5737, RFC 3849), for the route to them; nothing is sent there."""
 
 MAX_RESOLVERS = 64
-"""The most names that are resolved at a time. A resolver that hangs cannot be ended, and clients
-choose the names."""
+"""The most names resolved at a time: clients choose them, and a resolver that hangs never ends."""
 
 
 def bare(host: str) -> str:
@@ -47,17 +45,10 @@ def numeric_hosts(
 ) -> list[str]:
     """Return the numeric addresses of a host, in the resolver's order; at least one.
 
-    Args:
-        host: host of a side channel: a name, which is looked up, or a numeric address.
-        port: port of the side channel.
-        timeout: seconds that resolving a name may take; ``None`` for no limit.
-        is_command: whether the host is an argument of a ``kvferry`` command, rather than a setting:
-            the error then names the argument.
-
-    Raises:
-        HandshakeError: the name does not resolve in time, the host is empty or an address that
-            stands for all addresses (``0.0.0.0``), the port is invalid, or no thread can be
-            started to resolve the name.
+    The timeout, in seconds, is for looking up a name. ``is_command`` words errors for a command's
+    arguments, and not for settings. Raises ``HandshakeError`` if the name does not resolve in time,
+    the host is empty or stands for all addresses (``0.0.0.0``), the port is invalid, or no thread
+    can be started.
     """
     if not 0 <= port <= 65535:
         what = "the port" if is_command else "side_channel_port"
@@ -83,54 +74,20 @@ def numeric_hosts(
 
 
 def _resolved(host: str | None, port: int, timeout: float | None) -> list[str]:
-    """Return the numeric addresses of a host, which is looked up only if it is a name.
-
-    Args:
-        host: a name or a numeric address, without brackets; ``None`` if the host is empty.
-        port: port of the side channel.
-        timeout: seconds that resolving a name may take; ``None`` for no limit.
-
-    Raises:
-        OSError: the name does not resolve in time.
-        ValueError: the name cannot be encoded.
-        HandshakeError: no thread can be started to resolve it.
-    """
+    """Return the numeric addresses of a host, which is looked up only if it is a name."""
     with suppress(OSError, ValueError):
         return _looked_up(host, port, socket.AI_NUMERICHOST)
     return _looked_up(host, port) if timeout is None else _within(host, port, timeout)
 
 
 def _looked_up(host: str | None, port: int, flags: int = 0) -> list[str]:
-    """Ask the C library's resolver for the numeric addresses of a host.
-
-    Args:
-        host: a name or a numeric address, without brackets; ``None`` if the host is empty.
-        port: port of the side channel.
-        flags: flags of ``socket.getaddrinfo``.
-
-    Raises:
-        OSError: the host does not resolve.
-        ValueError: the name cannot be encoded.
-    """
+    """Ask the C library's resolver; raises ``OSError``, or ``ValueError`` for odd names."""
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=flags)
     return [socket.getnameinfo(entry[4], _NUMERIC)[0] for entry in found]
 
 
 def _within(host: str | None, port: int, timeout: float) -> list[str]:
-    """Return the numeric addresses of a name, or raise an error after a time limit.
-
-    The name is resolved on another thread, because the C library's resolver has no time limit.
-
-    Args:
-        host: the name; ``None`` if the host is empty.
-        port: port of the side channel.
-        timeout: seconds to wait; a thread that takes longer is left running.
-
-    Raises:
-        OSError: the name does not resolve in time, or ``MAX_RESOLVERS`` names are being resolved.
-        ValueError: the name cannot be encoded.
-        HandshakeError: no thread can be started.
-    """
+    """As ``_looked_up``, on a thread, which cannot be ended and is left running if it is late."""
     if not _resolvers.acquire(blocking=False):
         raise TimeoutError(f"{MAX_RESOLVERS} names are being looked up already")
     answer: queue.SimpleQueue[list[str] | Exception] = queue.SimpleQueue()
@@ -173,10 +130,7 @@ def is_loopback_host(host: str) -> bool:
 
 
 def own_address() -> str | None:
-    """Return the address of this host on its route to other hosts; ``None`` without such a route.
-
-    An IPv4 address is preferred. Nothing is sent: the kernel only looks up the route.
-    """
+    """Return this host's address on its route to others (IPv4 preferred); ``None`` if none."""
     for elsewhere in ELSEWHERE:
         family = socket.AF_INET6 if ":" in elsewhere else socket.AF_INET
         with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -198,14 +152,7 @@ def place(host: str, port: int) -> str:
 
 
 def make_socket(context: Context, kind: int, numeric: str, **options: int) -> Socket:
-    """Return a new ZMQ socket, neither bound nor connected.
-
-    Args:
-        context: the ZMQ context of the socket.
-        kind: the type of the socket, such as ``zmq.DEALER``.
-        numeric: the numeric address that the socket is for: IPv4 or IPv6.
-        **options: values of socket options, by their names in ``zmq``.
-    """
+    """Return a new ZMQ socket, not bound or connected, with options by their names in ``zmq``."""
     made: Socket = context.socket(kind)
     made.setsockopt(zmq.LINGER, 0)
     made.setsockopt(zmq.IPV6, int(":" in numeric))
@@ -215,15 +162,8 @@ def make_socket(context: Context, kind: int, numeric: str, **options: int) -> So
 
 
 def encrypt(made: Socket, own: KeyPair) -> None:
-    """Set an engine's CURVE keys on a socket.
-
-    The caller sets the option that makes the socket a CURVE client or server. If the socket limits
-    the bytes of a frame, the limit is raised by the bytes that encryption adds.
-
-    Args:
-        made: the socket, neither bound nor connected.
-        own: the engine's keys.
-    """
+    """Set CURVE keys on a socket, not yet bound; the caller makes it a client or server."""
+    # Encryption adds bytes to each frame.
     limit = int(made.getsockopt(zmq.MAXMSGSIZE))
     if limit >= 0:
         made.setsockopt(zmq.MAXMSGSIZE, limit + CURVE_BYTES)
@@ -232,13 +172,7 @@ def encrypt(made: Socket, own: KeyPair) -> None:
 
 
 class Received(NamedTuple):
-    """A message that a server has received.
-
-    Attributes:
-        descriptor: libzmq's descriptor of the connection that the message came by.
-        user: the user id with which the connection was admitted (ZAP), such as a key.
-        frames: the frames of the message.
-    """
+    """A message, libzmq's descriptor of its connection, and the user id that was admitted (ZAP)."""
 
     descriptor: int
     user: str
@@ -246,12 +180,7 @@ class Received(NamedTuple):
 
 
 def receive(source: Socket, flags: int = 0) -> Received:
-    """Receive one message, and drop its frames beyond ``MAX_FRAMES + 1``.
-
-    Args:
-        source: the socket to receive from.
-        flags: flags of ZMQ for receiving, such as ``zmq.DONTWAIT``.
-    """
+    """Receive one message, and drop its frames beyond ``MAX_FRAMES + 1``."""
     frames: list[bytes] = []
     descriptor, user, more = -1, "", True
     while more:

@@ -15,8 +15,7 @@ from kvferry.core.lifecycle.rooms import RoomId, Rooms
 from kvferry.core.side_channel_messages import Follow, RoomNews
 
 MAX_WAITING = 1 << 10
-"""The most requests that wait for news at once; one of each connection. Beyond it, the address with
-the most has its oldest answered at once."""
+"""The most that wait, one per connection; beyond, the address with most has its oldest answered."""
 
 Answer = Callable[[Sequence[bytes], list[RoomNews]], None]
 """Called with the frames that lead to a client, and the news for it."""
@@ -24,14 +23,7 @@ Answer = Callable[[Sequence[bytes], list[RoomNews]], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Waiting:
-    """A request that waits.
-
-    Attributes:
-        envelope: the frames that lead to the client; the first identifies the connection.
-        follow: the request.
-        until: when it is answered without news, by ``time.monotonic``.
-        address: the network address that it came from.
-    """
+    """A request; it is answered at ``until`` (``time.monotonic``) without news."""
 
     envelope: Sequence[bytes]
     follow: Follow
@@ -42,14 +34,8 @@ class _Waiting:
 class WaitingFollows:
     """Answer requests that follow rooms, when there is news or their time is over.
 
-    Used by the side channel's thread only.
-
-    Args:
-        rooms: the engine's rooms, whose changes are heard from now on until ``close``.
-        answer: sends an answer.
-
-    Attributes:
-        descriptor: becomes readable when a room has changed.
+    Used by the side channel's thread only. Hears of the rooms' changes until ``close``;
+    ``descriptor`` becomes readable when one has changed.
     """
 
     def __init__(self, rooms: Rooms, answer: Answer) -> None:
@@ -65,15 +51,7 @@ class WaitingFollows:
         rooms.listen(self._hear)
 
     def add(self, envelope: Sequence[bytes], follow: Follow, address: str = "") -> None:
-        """Answer a request now if there is news for it, or have it wait.
-
-        A request that waits on the same connection is dropped.
-
-        Args:
-            envelope: the frames that lead to the client.
-            follow: the request.
-            address: the network address that it came from.
-        """
+        """Answer a request if there is news, or have it wait in place of its connection's last."""
         client = bytes(envelope[0])
         self._remove(client)
         news = self._news(follow)
@@ -91,11 +69,7 @@ class WaitingFollows:
             self._answer(self._remove(self._displaced()), [])
 
     def pause(self, longest: int | None) -> int | None:
-        """Return for how many milliseconds to wait for events before ``progress`` is due.
-
-        Args:
-            longest: the result if no request waits for less; ``None`` for no limit.
-        """
+        """Return the milliseconds until ``progress`` is due, but no more than ``longest``."""
         if not self._waiting:
             return longest
         soonest = min(each.until for each in self._waiting.values())

@@ -1,7 +1,4 @@
-"""Admit or refuse the clients of a side channel (ZAP, ZeroMQ RFC 27).
-
-libzmq asks the handler about each client, before it accepts the client's first message.
-"""
+"""Admit or refuse the clients of a side channel before their first message (ZAP, ZeroMQ RFC 27)."""
 
 from __future__ import annotations
 
@@ -30,10 +27,7 @@ TELL_SECONDS = 3600.0
 class ZapHandler:
     """Tell libzmq which clients of a side channel to admit. Used by the server's thread only.
 
-    Args:
-        context: the side channel's own context. No other server may use it, because a context has
-            one handler for all its sockets.
-        access: which clients are admitted.
+    No other server may use the ``context``: it has one handler for all its sockets.
     """
 
     def __init__(self, context: Context, access: Access) -> None:
@@ -45,26 +39,14 @@ class ZapHandler:
         self.socket.bind(ADDRESS)
 
     def guard(self, channel: Socket) -> None:
-        """Make libzmq ask this handler about each client of a socket.
-
-        Also encrypts the socket if the engine has keys.
-
-        Args:
-            channel: the side channel's socket, not bound yet.
-        """
+        """Have libzmq ask about each client of a socket not bound yet; encrypt it if keyed."""
         channel.setsockopt(zmq.ZAP_DOMAIN, DOMAIN)
         if self._access.own is not None:
             encrypt(channel, self._access.own)
             channel.setsockopt(zmq.CURVE_SERVER, 1)
 
     def answer(self) -> None:
-        """Receive one question of libzmq, and answer whether the client is admitted.
-
-        Logs why a client is refused.
-
-        Raises:
-            zmq.Again: there is no question.
-        """
+        """Answer one question of libzmq on admission; raise ``zmq.Again`` without one."""
         frames = self.socket.recv_multipart(zmq.DONTWAIT)
         request = frames[1] if len(frames) > 1 else b""
         reason = self._reason_against(frames)
@@ -75,22 +57,14 @@ class ZapHandler:
         self.socket.send_multipart([VERSION, request, verdict, b"", user, b""], zmq.DONTWAIT)
 
     def reason_against_user(self, user: str) -> str:
-        """Return why a client that was admitted is refused by now; empty if it is not.
-
-        Args:
-            user: the client's user id, from ``answer``: its public key in hexadecimal; empty if
-                this engine has no keys.
-        """
+        """Return why a client, once admitted by this key (hex), is refused by now; or nothing."""
         if self._access.own is None or bytes.fromhex(user) in self._access.peers:
             return ""
         self.tell(f"a connected peer was refused: its key {user} is no longer in curve_peers")
         return f"the key {user} was removed from curve_peers there"
 
     def tell(self, text: str) -> None:
-        """Log a text as a warning, unless it was logged recently.
-
-        At most ``MAX_TOLD`` texts are logged per ``TELL_SECONDS``; further texts are dropped.
-        """
+        """Log a warning once per ``TELL_SECONDS``, and at most ``MAX_TOLD`` of them."""
         now = time.monotonic()
         if now >= self._forgets:
             self._forgets = now + TELL_SECONDS

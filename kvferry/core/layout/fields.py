@@ -1,8 +1,7 @@
 """Fields: the tensors inside a page, their axes, and sets of fields of one kind.
 
-Fields are of one kind if they differ in nothing but key, encoding, region and offset. A model
-repeats a few kinds of fields layer after layer. What all fields of a kind have in common is checked
-and computed once; what differs between them is kept in arrays.
+Fields of one kind differ only in key, encoding, region and offset. A model repeats a few kinds
+layer after layer: what a kind has in common is checked and computed once (ADR 19).
 """
 
 from __future__ import annotations
@@ -52,24 +51,14 @@ MAX_KINDS = 512
 """The most kinds of fields in one layout."""
 
 BoundedInt = Annotated[int, Meta(ge=-(1 << 60), le=1 << 60)]
-"""An integer in a field. Decoding bounds it so that it fits an int64 array; the layout checks the
-tighter bounds of each attribute."""
+"""Bounded by decoding, so that it fits an int64 array; the layout checks tighter bounds."""
 
 Dims = tuple[tuple[int, int], ...]
 """Dims of an axis: (extent, stride in bytes) pairs."""
 
 
 class Dim(Struct, frozen=True, kw_only=True, gc=False):
-    """One evenly spaced level of an axis: ``extent`` positions, ``stride`` bytes apart.
-
-    An axis (tokens, heads) whose entries are not evenly spaced has several dims, coarse to fine.
-    Its entries are numbered like the elements of a tensor, in row-major order. The layout that
-    contains a dim checks its values.
-
-    Attributes:
-        extent: number of positions along the dim; named ``count`` on the wire.
-        stride: bytes from one position to the next.
-    """
+    """A level of an axis: ``extent`` positions (``count`` on the wire), ``stride`` bytes apart."""
 
     extent: BoundedInt = msgspec.field(name="count")
     stride: BoundedInt
@@ -89,43 +78,35 @@ def axis_length(dims: Axis) -> int:
     return math.prod(dim.extent for dim in dims)
 
 
+# gc=False: peers publish thousands of fields, and a collection stops the whole process. Safe,
+# because nothing that a field refers to can refer back to it.
 class Field(Struct, frozen=True, kw_only=True, gc=False):
-    """One logical tensor inside every page, such as the K of a layer.
-
-    The layout that contains the field checks its values.
-
-    The garbage collector does not track fields, because peers publish thousands of them and a
-    collection stops the whole process; a field refers to nothing that could refer back to it.
+    """One logical tensor inside every page, such as the K of a layer. Its layout checks its values.
 
     The byte of (page *p*, token entry *t*, shard index *s*, inner indices, byte *b* of the unit) is
     at ``regions[region].address + offset + p * page_stride + b``, plus position times stride for
     each dim of the axes.
 
     Attributes:
-        key: name of the tensor, equal on every rank of every engine that holds a part of it.
+        key: equal on every rank of every engine that holds a part of the tensor.
         group: index into ``Layout.groups``.
         region: index into ``Layout.regions``.
-        offset: bytes from the region's start to the first byte of this field in page 0.
+        offset: bytes from the region's start to the field's first byte in page 0.
         page_stride: bytes from one page to the next.
         pages: number of pages; page ids are below this number.
         dtype: element type, a key of ``ELEMENT_BYTES``.
-        unit: number of contiguous bytes at each combination of indices of the axes, a multiple of
-            the element's size.
-        tokens: the token axis, ``block_tokens / tokens_per_state`` entries; empty in a state.
-        shard: the shard axis (KV heads, channels), ``shard_range[1] - shard_range[0]`` entries.
-        shard_range: the part that this rank holds, as a range ``[start, stop)`` of the whole
-            tensor's shard axis.
-        inner: axes that every rank holds whole, such as the elements of a head. Stepping through
-            them in row-major order, with the unit innermost, gives the bytes of one (token entry,
-            shard index) in the same sequence on every engine.
-        tokens_per_state: number of tokens that one entry of the token axis stands for: 1, or more
-            in a compressed cache.
-        packing: in an opaque group, the name of the format of a page, equal on both engines; such a
-            field has no axes, and its unit is the whole page. Empty otherwise.
-        draft: whether the field belongs to draft layers (a speculative model's), which an engine
-            may lack.
-        encoding: how elements stand for numbers where their type does not say it, such as a
-            quantised cache's format and static scales; equal on both engines. Empty otherwise.
+        unit: number of contiguous bytes at each combination of indices, a multiple of an element's.
+        tokens: axis of ``block_tokens / tokens_per_state`` entries; empty in a state.
+        shard: axis of KV heads or channels, ``shard_range[1] - shard_range[0]`` entries.
+        shard_range: the part ``[start, stop)`` of the whole tensor's shard axis that this rank has.
+        inner: axes that every rank holds whole. Their row-major order, the unit innermost, gives
+            the bytes of one (token entry, shard index) in the same sequence on every engine.
+        tokens_per_state: number of tokens per token entry: more than 1 in a compressed cache.
+        packing: in an opaque group, the name of a page's format, equal on both engines; the field
+            then has no axes, and its unit is the whole page. Empty otherwise.
+        draft: whether the field belongs to draft layers, which an engine may lack.
+        encoding: how elements stand for numbers where their type does not say it (a quantised
+            cache's format and static scales), equal on both engines; empty otherwise.
     """
 
     key: str
@@ -147,7 +128,7 @@ class Field(Struct, frozen=True, kw_only=True, gc=False):
 
     @property
     def entry_bytes(self) -> int:
-        """Number of bytes of the field for one token entry and one shard index."""
+        """Number of bytes for one token entry and one shard index."""
         return self.unit * math.prod(axis_length(a) for a in self.inner)
 
     @property
@@ -163,29 +144,17 @@ class Field(Struct, frozen=True, kw_only=True, gc=False):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class FieldSet:
-    """One or more fields that differ only in key, encoding, region and offset.
-
-    Attributes:
-        fields: the fields; n is their number.
-        keys: the key of each field.
-        encodings: the encoding of each field; with static scales each layer has its own.
-        regions: (n,) int64, index into ``Layout.regions`` of each field's region.
-        offsets: (n,) int64, bytes from the start of its region to each field's first byte.
-    """
+    """One or more fields that differ only in key, encoding, region and offset."""
 
     fields: tuple[Field, ...]
     keys: tuple[str, ...]
-    encodings: tuple[str, ...]
-    regions: I64Array
-    offsets: I64Array
+    encodings: tuple[str, ...]  # with static scales, each layer has its own
+    regions: I64Array  # (n,): index into Layout.regions
+    offsets: I64Array  # (n,): bytes from the region's start to the field
 
     @classmethod
     def of(cls, fields: Sequence[Field]) -> FieldSet:
-        """Return a set of the given fields.
-
-        The caller must make sure that they differ only in key, encoding, region and offset; this is
-        not checked.
-        """
+        """Return a set of fields that differ only in those attributes, which is not checked."""
         return cls(
             fields=tuple(fields),
             keys=tuple([f.key for f in fields]),
@@ -196,11 +165,11 @@ class FieldSet:
 
     @property
     def first(self) -> Field:
-        """The first field; the others differ from it only in key, encoding, region and offset."""
+        """The first field, which stands for what all have in common."""
         return self.fields[0]
 
     def select(self, indices: Sequence[int]) -> FieldSet:
-        """Return a set of the fields with these indices (at least one), in the given order."""
+        """Return a set of the fields with these indices, at least one."""
         return FieldSet.of([self.fields[i] for i in indices])
 
 
@@ -209,21 +178,7 @@ _kind = attrgetter(*(name for name in Field.__struct_fields__ if name not in _DI
 
 
 def group_by_kind(fields: Sequence[Field], budget: WorkBudget) -> tuple[FieldSet, ...]:
-    """Put fields into sets: one set for each kind of field.
-
-    Fields are of one kind if they differ only in key, encoding, region and offset.
-
-    Args:
-        fields: the fields of one layout; untrusted.
-        budget: counts the work of comparing fields with kinds.
-
-    Returns:
-        The sets, in the order in which their first fields stand in ``fields``.
-
-    Raises:
-        LayoutError: there are more than ``MAX_KINDS`` kinds, or comparing so many fields with so
-            many kinds is too much work.
-    """
+    """Put a layout's untrusted fields into one set per kind; too many raise ``LayoutError``."""
     by_kind: dict[object, list[Field]] = defaultdict(list)
     kinds = 0
     for f in fields:
@@ -244,7 +199,7 @@ def group_by_kind(fields: Sequence[Field], budget: WorkBudget) -> tuple[FieldSet
 
 
 def field_problems(f: Field) -> Iterator[str]:
-    """Yield a text for each problem of a field that can be found without its layout and region."""
+    """Yield a text for each problem that can be found without the field's layout and region."""
     if f.dtype not in ELEMENT_BYTES:
         yield f"unknown element type {f.dtype[:32]!r}; known are {', '.join(ELEMENT_BYTES)}"
     elif not 1 <= f.unit <= MAX_COUNT or f.unit % ELEMENT_BYTES[f.dtype]:

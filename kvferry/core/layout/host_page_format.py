@@ -1,8 +1,7 @@
 """The layout of a pool of host pages, for memory that no transport can register.
 
-A host page has the bytes of one block id of a cache: those of all regions, one after the other. So
-a host page is contiguous, and one copy moves it between the device and the pool, or between the
-pools of two engines whose layouts are equal. Fields and groups are those of the cache.
+A host page has the bytes of one block id in all regions of a cache, one after the other. So one
+copy moves it between device and pool, or between pools of engines with equal layouts.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from kvferry.core.layout.layout import Layout
 from kvferry.core.memory import I64Array, Region
 
 ROW_ALIGNMENT = 16
-"""Rows begin at multiples of this number of bytes in a host page; so all elements are aligned."""
+"""Rows begin at multiples of this in a host page, so that all elements are aligned."""
 
 MAX_PLANES = 1 << 20
 """The most rows, of all fields together, that are looked at."""
@@ -29,47 +28,26 @@ MAX_PLANES = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class Rows:
-    """A run of bytes that every block id has at one place of a cache's memory: one row per id.
+    """A run of bytes that every block id has at one place of a cache's memory: one row per id."""
 
-    Attributes:
-        region: index of the cache's region.
-        offset: bytes from the region's start to the row of id 0.
-        stride: bytes from one row to the next.
-        nbytes: length of a row in bytes.
-        page_offset: bytes from the start of a host page to the row in that page.
-    """
-
-    region: int
-    offset: int
-    stride: int
-    nbytes: int
-    page_offset: int = 0
+    region: int  # index in the cache's layout
+    offset: int  # bytes from the region's start to the row of id 0
+    stride: int  # bytes from one row to the next
+    nbytes: int  # of a row
+    page_offset: int = 0  # bytes from the start of a host page to the row
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostPageFormat:
-    """What a host page consists of.
-
-    Attributes:
-        cache: the layout of the cache.
-        rows: the rows of a page, in the order in which they lie in it.
-        page_bytes: length of a host page in bytes; 0 if the cache has no fields.
-    """
+    """What a host page consists of."""
 
     cache: Layout
-    rows: tuple[Rows, ...]
-    page_bytes: int
+    rows: tuple[Rows, ...]  # in the order in which they lie in a page
+    page_bytes: int  # 0 if the cache has no fields
 
     @classmethod
     def of(cls, cache: Layout) -> HostPageFormat:
-        """Return what the host pages of a cache consist of.
-
-        Args:
-            cache: the layout of the cache.
-
-        Raises:
-            LayoutError: the bytes of a block id cannot be described as rows.
-        """
+        """Return the format of a cache's host pages; ``LayoutError`` if rows cannot describe it."""
         rows, end = [], 0
         merged = list(_merge(_field_rows(cache.fields)))
         _check_disjoint(merged, max((f.pages for f in cache.fields), default=0))
@@ -79,15 +57,10 @@ class HostPageFormat:
         return cls(cache=cache, rows=tuple(rows), page_bytes=end)
 
     def layout(self, memory: Region | None, pages: int) -> Layout:
-        """Return the layout of a pool, with the fields and groups of the cache.
-
-        Args:
-            memory: the pool's memory; ``None`` if the cache has no fields.
-            pages: number of host pages; page ids are below this number.
+        """Return the layout of a pool of ``pages`` pages; ``memory`` is ``None`` without fields.
 
         Raises:
-            LayoutError: the pages do not fit the memory, or the places of a field's elements in a
-                host page are not evenly spaced.
+            LayoutError: the pages do not fit the memory, or elements are not evenly spaced in them.
         """
         fields = self.cache.fields
         if not fields or memory is None:
@@ -100,7 +73,6 @@ class HostPageFormat:
         )
 
     def _field(self, f: Field, places: _Places, pages: int) -> Field:
-        """Return a field of the cache as it lies in the pool."""
         there = places.find(f, _starts(f))
         dims = iter(_spaced(f, there))
 
@@ -120,11 +92,7 @@ class HostPageFormat:
 
 
 class _Places:
-    """Where bytes of a cache lie in a host page.
-
-    Args:
-        rows: the rows of a host page.
-    """
+    """Where bytes of a cache lie in a host page."""
 
     def __init__(self, rows: Sequence[Rows]) -> None:
         self._rows: dict[tuple[int, int], list[Rows]] = {}
@@ -132,12 +100,7 @@ class _Places:
             self._rows.setdefault((row.region, row.stride), []).append(row)
 
     def find(self, f: Field, starts: I64Array) -> I64Array:
-        """Return where bytes of block id 0 lie in a host page.
-
-        Args:
-            f: the field to which the bytes belong.
-            starts: bytes from the start of the field's region, of any shape.
-        """
+        """Map bytes of a field in block id 0, from its region's start, to bytes of a host page."""
         rows = self._rows[f.region, f.page_stride]
         first = np.array([row.offset for row in rows], dtype=np.int64)
         there = np.array([row.page_offset for row in rows], dtype=np.int64)
@@ -152,11 +115,7 @@ def _is_outer(f: Field, dim: Dim) -> bool:
 
 
 def _starts(f: Field) -> I64Array:
-    """Return the first byte of each row of a field, from its region's start, for block id 0.
-
-    Returns:
-        One axis for each outer dim of the field, in the order of ``Field.dims``.
-    """
+    """Return each row's first byte for id 0, from the region's start: one axis per outer dim."""
     outer = [dim for dim in f.dims if _is_outer(f, dim)]
     starts = np.array(f.offset, dtype=np.int64)
     for dim in outer:
@@ -165,15 +124,7 @@ def _starts(f: Field) -> I64Array:
 
 
 def _spaced(f: Field, places: I64Array) -> Iterator[Dim]:
-    """Yield the outer dims of a field with their strides in a host page.
-
-    Args:
-        f: the field.
-        places: what ``_Places.find`` returns for ``_starts(f)``.
-
-    Raises:
-        LayoutError: the places are not evenly spaced.
-    """
+    """Yield the outer dims with their strides in a host page; refuse uneven ``places``."""
     expected = np.array(places.flat[0], dtype=np.int64)
     for axis, extent in enumerate(places.shape):
         stride = int(np.diff(places, axis=axis).flat[0])
@@ -193,11 +144,7 @@ def _unstageable(f: Field) -> LayoutError:
 
 
 def _field_rows(fields: Iterable[Field]) -> Iterator[Rows]:
-    """Yield each row of each field, in any order.
-
-    Raises:
-        LayoutError: a field's row is longer than the distance of two rows, or there are too many.
-    """
+    """Yield each row of each field, in any order."""
     count = 0
     for f in fields:
         nbytes = f.unit + sum((d.extent - 1) * d.stride for d in f.dims if not _is_outer(f, d))
@@ -210,14 +157,7 @@ def _field_rows(fields: Iterable[Field]) -> Iterator[Rows]:
 
 
 def _merge(rows: Iterable[Rows]) -> Iterator[Rows]:
-    """Yield rows that cover the given ones; those that lie between two rows of one id are merged.
-
-    Args:
-        rows: rows of one cache.
-
-    Raises:
-        LayoutError: rows of one block id reach into those of the next one.
-    """
+    """Yield rows that cover the given ones; those between two rows of one id are merged."""
     ordered = sorted(set(rows), key=attrgetter("region", "stride", "offset"))
     for _, some in itertools.groupby(ordered, attrgetter("region", "stride")):
         yield from _merge_places(list(some))
@@ -243,17 +183,8 @@ def _merge_places(rows: Sequence[Rows]) -> Iterator[Rows]:
 
 
 def _check_disjoint(rows: Sequence[Rows], pages: int) -> None:
-    """Refuse rows of which those of one block id have bytes of another id.
-
-    A page is copied with all bytes of its id, so that would change another request's pages.
-
-    Args:
-        rows: merged rows.
-        pages: number of ids.
-
-    Raises:
-        LayoutError: there are such rows.
-    """
+    """Refuse merged rows in which bytes of one block id are also another's."""
+    # A page is copied with all bytes of its id: an overlap would change another request's pages.
     before, end = -1, 0
     for row in sorted(rows, key=lambda row: (row.region, row.offset)):
         if row.region == before and row.offset < end:

@@ -48,25 +48,15 @@ class GroupKind(enum.StrEnum):
     STATE = "state"
     """A recurrent state after a request's tokens: one page per request, read whole or not read."""
     OPAQUE = "opaque"
-    """Tokens in a packing that strides cannot describe: only whole pages move, between equal
-    layouts."""
+    """Tokens packed as strides cannot describe: only whole pages move, between equal layouts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContextParallel:
-    """Which tokens a rank holds under context parallelism.
+    """Which tokens a rank holds under context parallelism, stored without gaps.
 
-    Token *t* belongs to the rank for which ``t // interleave % size == rank``; each rank stores its
-    tokens without gaps.
-
-    Attributes:
-        size: number of ranks that share the tokens; if 1, the rank holds every token.
-        rank: index of this rank among the ranks that share the tokens.
-        interleave: number of consecutive tokens that a rank holds before the next rank's tokens;
-            unused if ``size`` is 1.
-
-    Raises:
-        LayoutError: the rank or the interleave is out of range.
+    Token *t* belongs to the rank for which ``t // interleave % size == rank``. With ``size`` 1, a
+    rank holds every token. Raises ``LayoutError`` if rank or interleave are out of range.
     """
 
     size: int = 1
@@ -88,9 +78,8 @@ class Group:
     Attributes:
         kind: what a page holds.
         block_tokens: number of tokens that *this rank* stores in a page; 0 for a state.
-        context: which tokens of a request this rank holds. Page *i* of a request covers
-            ``block_tokens * context.size`` tokens, from token ``i * block_tokens * context.size``
-            on; this rank stores its share of them.
+        context: which tokens this rank holds. Page *i* of a request covers ``block_tokens *
+            context.size`` tokens, of which this rank stores its share.
 
     Raises:
         LayoutError: the number of tokens is out of range or does not fit kind and context.
@@ -127,15 +116,10 @@ class _Derived:
 class Layout(_Derived):
     """All memory of one rank that other engines may read.
 
-    Attributes:
-        regions: the memory that the fields lie in.
-        groups: the groups that the fields belong to.
-        fields: the tensors inside the pages.
-
     Raises:
-        LayoutError: a field is invalid, an index is out of range, a field leaves its region, two
-            elements of one group share a byte, a key occurs twice, a limit of this module is
-            exceeded, or the checks would take too long.
+        LayoutError: a field is invalid or leaves its region, an index is out of range, two elements
+            of one group share a byte, a key occurs twice, a limit of this module is exceeded, or
+            the checks would take too long.
     """
 
     regions: tuple[Region, ...]
@@ -165,23 +149,13 @@ class Layout(_Derived):
 
     @property
     def steps(self) -> int:
-        """Amount of work that checking the layout took, in steps as ``work_budget`` counts them.
-
-        0 for a copy that ``pickle`` or ``copy`` made, because such a copy is not checked.
-        """
+        """Work of the checks in steps of ``work_budget``; 0 in a pickled or copied layout."""
         return getattr(self, "_steps", 0)
 
     def with_regions(self, regions: tuple[Region, ...]) -> Layout:
-        """Return a layout with the same groups and fields in other regions.
+        """Return a layout with other regions in place of the old, or raise ``LayoutError``.
 
-        The new layout is checked again only if the new regions differ from the old ones in their
-        lengths, or in how they overlap each other.
-
-        Args:
-            regions: the new regions, in the order of the old ones.
-
-        Raises:
-            LayoutError: the fields do not fit these regions.
+        It is checked again only if the regions' lengths or their overlaps have changed.
         """
         if _region_geometry(self.regions) != _region_geometry(regions):
             return replace(self, regions=regions)
@@ -192,15 +166,7 @@ class Layout(_Derived):
         return layout
 
     def pages(self, group: int) -> int:
-        """Return the number of pages of a group on this rank; page ids are below this number.
-
-        Args:
-            group: index of the group.
-
-        Returns:
-            The lowest ``Field.pages`` of the group's fields; 0 if the rank has no field of the
-            group.
-        """
+        """Return a group's number of pages: the lowest of its fields'; 0 if it has none here."""
         return min(
             (each.first.pages for each in self.field_sets if each.first.group == group), default=0
         )
@@ -233,15 +199,7 @@ def _field_error(key: str, problem: str) -> LayoutError:
 
 
 def _check_kind(layout: Layout, f: Field) -> None:
-    """Check all values of a field except key, encoding, region and offset.
-
-    Args:
-        layout: the layout that contains the field.
-        f: a field. Fields that differ from it only in those four values need no such check.
-
-    Raises:
-        LayoutError: a value is invalid.
-    """
+    """Check all of a field but key, encoding, region and offset, for all fields of its kind."""
     for problem in field_problems(f):
         raise _field_error(f.key, problem)
     if not 0 <= f.group < len(layout.groups):
@@ -250,15 +208,7 @@ def _check_kind(layout: Layout, f: Field) -> None:
 
 
 def _check_places(layout: Layout, field_set: FieldSet) -> None:
-    """Check region, offset and encoding of every field in a set.
-
-    Args:
-        layout: the layout that contains the fields.
-        field_set: the fields. ``_check_kind`` has accepted the first of them.
-
-    Raises:
-        LayoutError: a value is invalid, or a field leaves its region.
-    """
+    """Check region, offset and encoding of each field; ``_check_kind`` has accepted the first."""
     first = field_set.first
     byte_span = (first.pages - 1) * first.page_stride + first.byte_span
     for f in field_set.fields:
@@ -307,12 +257,7 @@ def _check_axes(group: Group, f: Field) -> None:
 
 
 def _check_no_overlap(layout: Layout, budget: WorkBudget) -> None:
-    """Refuse a layout in which two elements of one group share a byte.
-
-    Args:
-        layout: the layout, in which every field lies within its region.
-        budget: counts the work.
-    """
+    """Refuse two elements of one group on one byte; every field lies within its region."""
     numbers: dict[object, int] = {}
     # 1 is subtracted from addresses, so that an end at ``ADDRESS_LIMIT`` fits 64 signed bits, too.
     places = np.array(
@@ -343,14 +288,7 @@ def _check_no_overlap(layout: Layout, budget: WorkBudget) -> None:
 
 
 def _region_geometry(regions: Sequence[Region]) -> object:
-    """Return the properties of regions that decide whether a layout is valid.
-
-    A layout whose regions are replaced by others needs no new check if this function returns equal
-    values for the old and the new regions.
-
-    Returns:
-        The length of each region, and where it lies relative to regions that share memory with it.
-    """
+    """Return what decides, of the regions, whether a layout is valid: lengths and overlaps."""
     numbers: dict[int, int] = {}
     places = [
         (numbers.setdefault(stretch, len(numbers)), start) for stretch, start in _places(regions)
@@ -359,15 +297,8 @@ def _region_geometry(regions: Sequence[Region]) -> object:
 
 
 def _places(regions: Sequence[Region]) -> list[tuple[int, int]]:
-    """Return how regions overlap each other: the stretch of memory that each region lies in.
-
-    A stretch is the memory of all regions of one device that share bytes, directly or by way of
-    other regions.
-
-    Returns:
-        For each region, in the given sequence: the index of its stretch, and the number of bytes
-        from the start of the stretch to the region.
-    """
+    """Return, for each region, its stretch of memory and the bytes from that stretch's start."""
+    # A stretch: all regions of one device that share bytes, directly or by way of others.
     places = [(0, 0)] * len(regions)
     stretch, first, end, device = -1, 0, 0, ("", -1)
     order = sorted(range(len(regions)), key=lambda i: (_device(regions[i]), regions[i].address))

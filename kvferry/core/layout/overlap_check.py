@@ -1,11 +1,10 @@
 """Find fields of a layout that share bytes.
 
-Here, each field is a set of bytes: contiguous runs of one length, repeated along dims (each a
-number of positions and a stride). Every layout is checked, also a peer's, so the check must be
-cheap for hundreds of fields with tens of thousands of pages. The check compares strides, and
-enumerates the runs only where strides do not decide. The strides of a set nest if each is at least
-as long as all that the dims with shorter strides cover. A set whose strides do not nest is treated
-as if it overlapped itself. The work is charged to a budget.
+Each field is a set of bytes: runs of one length, repeated along dims. Peers' layouts are checked,
+too, so the check must be cheap for hundreds of fields with tens of thousands of pages: it compares
+strides, and enumerates runs only where strides do not decide. Strides nest if each is at least as
+long as all that the dims with shorter strides cover; a set whose strides do not nest is treated as
+if it overlapped itself.
 """
 
 from __future__ import annotations
@@ -31,48 +30,26 @@ WHERE = "bytes that fields of one group might share"
 
 
 class ByteSets(NamedTuple):
-    """n sets of bytes that differ only in where they start.
+    """n sets of bytes that differ only in where they start, each a run repeated along dims.
 
-    Set *k* is a run of bytes from ``offsets[k]`` on, repeated along the dims: the bytes
-    ``offsets[k] + sum(i * stride) + [0, run)`` for all ``0 <= i < extent`` of each dim.
-
-    Attributes:
-        labels: the name of each set, such as the field's key.
-        offsets: (n,) int64, first byte of each set.
-        run: number of bytes in a run.
-        dims: (extent, stride in bytes) pairs, in any order.
+    Set *k* has ``offsets[k] + sum(i * stride) + [0, run)`` for all ``0 <= i < extent`` of each dim.
     """
 
     labels: Sequence[str]
     offsets: I64Array
-    run: int
-    dims: Dims
+    run: int  # number of bytes
+    dims: Dims  # (extent, stride in bytes), in any order
 
 
 class _Form(NamedTuple):
-    """The bytes of a set relative to its first byte: a run, repeated along dims.
-
-    The strides nest: each is at least as long as all that the dims with shorter strides cover.
-
-    Attributes:
-        run: number of bytes in a run.
-        dims: (extent, stride in bytes) pairs, coarse to fine; neighbouring dims that could be one
-            are merged.
-    """
+    """A set relative to its first byte: nested dims, coarse to fine, merged where possible."""
 
     run: int
     dims: Dims
 
 
 class _Cluster(NamedTuple):
-    """n sets of bytes that are to be compared with each other.
-
-    Attributes:
-        number: (n,) int64, index of each set among all sets that ``find_overlap`` was given.
-        start: (n,) int64, first byte of each set.
-        span: (n,) int64, number of bytes from the first byte of each set to just after its last.
-        form: (n,) int64, index of each set's ``_Form``, as ``_Sweep.index_of`` returns it.
-    """
+    """n sets to compare: index in ``find_overlap``, first byte, bytes spanned, ``_Form`` index."""
 
     number: I64Array
     start: I64Array
@@ -80,20 +57,13 @@ class _Cluster(NamedTuple):
     form: I64Array
 
     def select(self, index: I64Array | slice) -> _Cluster:
-        """Return the sets with these indices within the cluster, in the order of the indices."""
         return _Cluster(*(each[index] for each in self))
 
 
 def find_overlap(byte_sets: Sequence[ByteSets], budget: WorkBudget) -> tuple[str, str] | None:
-    """Return the labels of two sets of bytes that overlap, if there are any.
+    """Return the labels of two sets of bytes that overlap; ``None`` if no two do.
 
-    Args:
-        byte_sets: the sets, which are all compared with each other.
-        budget: counts the work.
-
-    Returns:
-        Two labels; the same label twice if the strides of a set do not nest, so that it may overlap
-        itself. ``None`` if no two sets overlap.
+    One label twice: the strides of that set do not nest, so it may overlap itself.
     """
     budget.spend(OVERLAP_SET_STEPS * len(byte_sets), WHERE)
     sweep = _Sweep(budget)
@@ -118,14 +88,7 @@ def _span(form: _Form) -> int:
 
 
 def _nested(run: int, dims: Dims) -> _Form | None:
-    """Return the ``_Form`` of a set of bytes, or ``None`` if its strides do not nest.
-
-    Strides nest if each is at least as long as all that the dims with shorter strides cover.
-
-    Args:
-        run: number of bytes in a run.
-        dims: (extent, stride in bytes) pairs that the run is repeated along, in any order.
-    """
+    """Return the ``_Form`` of a set of bytes, or ``None`` if its strides do not nest."""
     merged: list[tuple[int, int]] = []
     span = run
     for extent, stride in sorted(dims, key=lambda dim: dim[1]):
@@ -147,12 +110,7 @@ _ROW_BYTES = 2 * np.dtype(np.int64).itemsize
 
 
 class _Sweep:
-    """One search for two sets of bytes (each those of a field) that overlap.
-
-    A model repeats the same arrangement of fields layer after layer. An arrangement is the starts
-    of some sets, relative to the first of them, and their forms. If no sets of an arrangement
-    overlap, this is remembered, so that each arrangement is searched only once.
-    """
+    """A search for two sets that overlap; each arrangement of sets is searched only once."""
 
     def __init__(self, budget: WorkBudget) -> None:
         self._budget = budget
@@ -161,20 +119,16 @@ class _Sweep:
         self._disjoint: set[object] = set()
 
     def index_of(self, form: _Form) -> int:
-        """Return the index of a ``_Form``, which gets the next index if it is new."""
         index = self._indices.setdefault(form, len(self._forms))
         if index == len(self._forms):
             self._forms.append(form)
         return index
 
     def find(self, sets: _Cluster) -> tuple[int, int] | None:
-        """Return the indices (``_Cluster.number``) of two sets that overlap; ``None`` if none do.
-
-        Sorts the sets by their first bytes, and compares only sets whose ranges, from the first to
-        the last byte of a set, overlap.
-        """
+        """Return the ``number`` of two sets that overlap; ``None`` if none do."""
         self._budget.spend(OVERLAP_CLUSTER_STEPS + OVERLAP_MEMBER_STEPS * len(sets.start), WHERE)
         sets = sets.select(np.argsort(sets.start, kind="stable"))
+        # Only sets whose ranges, first byte to last, overlap are compared with each other.
         ends = np.maximum.accumulate(sets.start + sets.span)
         heads = np.flatnonzero(np.append(True, sets.start[1:] >= ends[:-1]))
         bounds = [*heads.tolist(), len(ends)]
@@ -191,33 +145,22 @@ class _Sweep:
         return None
 
     def _find_within(self, cluster: _Cluster) -> tuple[int, int] | None:
-        """Return two sets that overlap, as ``find`` does, among sets whose ranges overlap.
-
-        The range of a set goes from its first to its last byte. The coarsest dim is dropped from
-        all sets, again and again, as long as that cannot change the result; then the rest is
-        searched. If no dim can be dropped, the runs of all sets are enumerated.
-        """
+        """Do ``find`` for sets whose ranges overlap; enumerates runs if no dim can be dropped."""
         peeled = cluster
         while (fewer := self._without_coarsest_dim(peeled)) is not None:
             peeled = fewer
         return self._enumerate(cluster) if peeled is cluster else self.find(peeled)
 
     def _without_coarsest_dim(self, cluster: _Cluster) -> _Cluster | None:
-        """Return the sets without their coarsest dim, if that cannot change which sets overlap.
-
-        The result stays the same if all sets have the same coarsest dim, and if one repetition of
-        all sets together spans no more bytes than the stride of this dim: repetitions then do not
-        overlap each other.
-
-        Returns:
-            The sets; ``None`` if the dim cannot be dropped.
-        """
+        """Return the sets without their coarsest dim; ``None`` if that may change the result."""
         self._budget.spend(OVERLAP_CLUSTER_STEPS + OVERLAP_MEMBER_STEPS * len(cluster.form), WHERE)
         forms = {index: self._forms[index] for index in set(cluster.form.tolist())}
         coarsest = {form.dims[:1] for form in forms.values()}
         if len(coarsest) != 1 or coarsest == {()}:
             return None
         [[(extent, stride)]] = coarsest
+        # If one repetition of all sets together spans at most the stride of this dim, which all
+        # share, repetitions do not overlap each other: one of them decides.
         span = cluster.span - (extent - 1) * stride
         if (cluster.start + span).max() - cluster.start[0] > stride:
             return None

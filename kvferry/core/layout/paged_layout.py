@@ -13,7 +13,7 @@ from kvferry.core.layout import Field, Group, GroupKind, Layout, axis
 from kvferry.core.memory import Region, region_of
 
 DIMS = ("page", "token", "head", "element")
-"""What a dimension of a tensor can be. A tensor has all of them, but may lack ``head``."""
+"""What a tensor's dimensions can be. A tensor has all of them, but may lack ``head``."""
 
 
 def paged_layout(
@@ -25,26 +25,24 @@ def paged_layout(
     """Describe a cache whose pages hold tokens, so that other engines can read it.
 
     The two engines of a hand-over may differ in the order of the dimensions, in tokens per page and
-    in how many heads a rank has. Build a ``Layout`` of ``Field`` and ``Group`` by hand for what
-    this function cannot describe: states, several groups, compressed caches.
+    in how many heads a rank has. Build a ``Layout`` by hand for states, several groups, or
+    compressed caches.
 
     Args:
-        tensors: the fields of the cache, such as one layer's K each: numpy arrays or torch tensors,
-            each under a name that is the same on every engine. They may be views of one buffer. The
-            caller keeps the memory alive for as long as the layout is in use.
-        dims: what each dimension of the tensors is, in the order of the dimensions: ``page``
-            (indexed by page id), ``token`` (within the page), ``head`` and ``element`` (one token's
-            vector in one head, which must be contiguous). Without ``head``, the tensors have one
-            vector per token for all heads.
-        heads: the range ``[start, stop)`` of the model's heads that the tensors hold, which under
-            tensor parallelism are some of them; ``None`` for those from 0 on.
+        tensors: the fields, such as one layer's K each: numpy arrays or torch tensors, maybe views
+            of one buffer, under names that are the same on every engine. The caller keeps the
+            memory alive for as long as the layout is in use.
+        dims: what the tensors' dimensions are, in order: ``page`` (indexed by page id), ``token``
+            (within the page), ``head`` and ``element`` (one token's vector in one head, which must
+            be contiguous). Without ``head``, a token has one vector for all heads.
+        heads: the model's heads ``[start, stop)`` that the tensors hold; ``None`` for those from 0.
 
     Returns:
         A layout with one group, and one field per tensor.
 
     Raises:
-        LayoutError: the tensors do not have these dimensions, do not all have equally many tokens
-            per page, or cannot be described like this; the message names the tensor.
+        LayoutError: the tensors do not have these dimensions or equally many tokens per page, or
+            cannot be described like this; the message names the tensor.
     """
     _check_dims(dims)
     regions: dict[Region, int] = {}
@@ -68,15 +66,7 @@ def paged_layout(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _View:
-    """Where a tensor's elements lie.
-
-    Attributes:
-        region: the memory that the tensor is a view of.
-        offset: bytes from the region's start to the tensor's first element.
-        dtype: the element type, as ``Field`` names it.
-        element_bytes: the size of one element, in bytes.
-        dims: (number of entries, stride in bytes) of each dimension, by its name in ``DIMS``.
-    """
+    """Where a tensor's elements lie: ``dims`` has (entries, stride in bytes) by name."""
 
     region: Region
     offset: int
@@ -142,17 +132,6 @@ def _buffer_of(array: np.ndarray) -> np.ndarray:
 
 
 def _field(key: str, view: _View, region: int, heads: tuple[int, int]) -> Field:
-    """Return the field that describes a tensor.
-
-    Args:
-        key: name of the tensor.
-        view: where its elements lie.
-        region: index of its region in the layout.
-        heads: the range ``[start, stop)`` of the model's heads that the tensor holds.
-
-    Raises:
-        LayoutError: the elements of one token in one head are not contiguous.
-    """
     elements, step = view.dims["element"]
     if elements > 1 and step != view.element_bytes:
         raise LayoutError(

@@ -1,8 +1,6 @@
 """Hashes of all that decides the content of a request's pages: tokens, LoRA, media, cache salt.
 
-``digest`` covers all tokens at once. ``chain`` has a digest for every block of tokens, so that the
-common beginning of two requests can be found (``BlockDigests``). See docs/protocol.md,
-"Identities".
+``chain`` has one for every block of tokens, to find the common beginning of two requests.
 """
 
 from __future__ import annotations
@@ -21,15 +19,10 @@ MAX_BLOCK_DIGESTS = 512
 
 
 def digest(token_ids: Sequence[int] | np.ndarray, *extra: object) -> bytes:
-    """Return one BLAKE2b digest of token ids (as little-endian int64) and ``extra`` (as msgpack).
+    """Return 16 bytes of BLAKE2b over token ids (little-endian int64) and ``extra`` (as msgpack).
 
-    Args:
-        token_ids: ids of the prompt's tokens that the pages cover, in order.
-        extra: everything else that changes the pages' content (LoRA, multimodal hashes, cache
-            salt), in the same order on both engines. Pass ``None`` for a value that is absent.
-
-    Returns:
-        16 bytes.
+    ``extra`` is all else that the content depends on, in the same order on both engines; ``None``
+    if absent.
     """
     state = hashlib.blake2b(digest_size=DIGEST_BYTES)
     state.update(np.asarray(token_ids, dtype="<i8").tobytes())
@@ -38,16 +31,7 @@ def digest(token_ids: Sequence[int] | np.ndarray, *extra: object) -> bytes:
 
 
 def digest_block(tokens: int, unit: int) -> int:
-    """Return how many tokens one digest of a chain covers.
-
-    Args:
-        tokens: number of tokens that the chain covers.
-        unit: number of tokens of a page.
-
-    Returns:
-        The smallest multiple of ``unit`` with which the chain has at most ``MAX_BLOCK_DIGESTS``
-        digests.
-    """
+    """Return how many tokens a digest covers: the least multiple of ``unit`` that suffices."""
     return unit * max(1, -(-tokens // (unit * MAX_BLOCK_DIGESTS)))
 
 
@@ -58,27 +42,16 @@ def chain(
     root: object,
     extras: Mapping[int, object],
 ) -> bytes:
-    """Return a digest for each whole block of tokens, each of which covers all blocks before, too.
+    """Return a digest for each whole block of ``every`` tokens, 16 bytes each, concatenated.
 
-    Each is a BLAKE2b digest, keyed with ``salt``, of the digest before, the block's token ids (as
-    little-endian int64), and its ``extras`` (as msgpack). The salt is random and new for each
-    chain, so nobody can prepare two texts whose digests collide.
-
-    Args:
-        token_ids: ids of the request's tokens, in order. Tokens behind the last whole block are
-            left out.
-        every: number of tokens of a block.
-        salt: 16 bytes.
-        root: everything that changes the content of all pages (LoRA, cache salt).
-        extras: what else changes the pages from a block on (the media that begin in it), by the
-            index of the block.
-
-    Returns:
-        The digests, 16 bytes each, concatenated.
+    Each is BLAKE2b, keyed with 16 bytes of salt, of the digest before, the block's token ids
+    (little-endian int64) and its ``extras`` (as msgpack; by block index, such as media that begin
+    in it). ``root`` is what changes all pages (LoRA, cache salt).
     """
     ids = np.asarray(token_ids, dtype="<i8")
     blocks = memoryview(ids[: len(ids) // every * every].tobytes())
     size = every * ids.itemsize
+    # The salt is random and new for each chain: nobody can prepare two texts whose digests collide.
     last = _keyed(salt, msgspec.msgpack.encode(root, order="deterministic"))
     digests = []
     for index in range(len(blocks) // size):
@@ -89,7 +62,6 @@ def chain(
 
 
 def _keyed(salt: bytes, *parts: bytes | memoryview) -> bytes:
-    """Return the BLAKE2b digest of some bytes, keyed with ``salt``."""
     state = hashlib.blake2b(digest_size=DIGEST_BYTES, key=salt)
     for part in parts:
         state.update(part)
@@ -98,28 +70,17 @@ def _keyed(salt: bytes, *parts: bytes | memoryview) -> bytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockDigests:
-    """The chain of digests in a conversation's ticket.
-
-    Attributes:
-        tokens: number of tokens of a block.
-        salt: the key of the digests, 16 random bytes.
-        digests: the digests of the whole blocks, 16 bytes each, concatenated (``chain``).
-    """
+    """The chain of digests in a conversation's ticket, for blocks of ``tokens`` tokens each."""
 
     tokens: int
     salt: bytes
     digests: bytes
 
     def __len__(self) -> int:
-        """Return the number of blocks."""
         return len(self.digests) // DIGEST_BYTES
 
     def common(self, digests: bytes) -> int:
-        """Return how many tokens, in whole blocks, another chain has in common with this one.
-
-        Args:
-            digests: the other chain, made with the same block size and salt.
-        """
+        """Return how many tokens, in whole blocks, a chain made alike has in common."""
         mine, other = (
             np.frombuffer(some, dtype=np.uint8).reshape(-1, DIGEST_BYTES)
             for some in (self.digests, digests)

@@ -1,13 +1,7 @@
 """Track which requests of a consumer engine read the same hold, to know when to end the hold.
 
-A hold is the producer's promise to keep one request's pages. Several requests of the consumer
-engine may come with the same ticket, and so read the same hold: the samples of one prompt, or
-requests of a client that asks more than once. The producer ends the hold as soon as every rank of
-the consumer engine has sent "done", even if other requests still read the pages. So "done" must not
-be sent before the last of these requests is over.
-
-Used by the part of the consumer that runs in its scheduler process, which alone knows all requests.
-No I/O happens here, and no clock is read.
+The producer ends it once every rank of an engine has sent "done", even if requests still read. So
+"done" must wait for the last request. Used in the scheduler half, which alone knows them all.
 """
 
 from __future__ import annotations
@@ -23,12 +17,9 @@ _Key = tuple[str, int, Hold]
 
 @dataclass(slots=True, kw_only=True)
 class _Use:
-    """The requests of this engine that came with a ticket for the same hold and are not over."""
-
     ticket: Ticket
     """The ticket that ``take_unused`` will return."""
     requests: dict[RequestId, Ticket] = field(default_factory=dict)
-    """Each request that uses the hold, to the ticket that came with the request."""
     is_done_bound: bool = False
     """Whether the workers were told to start a load that itself sends "done" or "abandon"."""
 
@@ -36,12 +27,9 @@ class _Use:
 class HoldUsers:
     """Count the users of each hold: the requests that have a ticket for it and are not over.
 
-    A hold is the producer's promise to keep one request's pages; the message "done" ends it. A load
-    that starts while its request is the only user sends "done" itself. If a hold has several users,
-    their loads do not send it; after the last user is over, the caller has the workers send it (see
-    ``take_unused``).
-
-    Not thread-safe: the caller serialises. A request has at most one ticket at a time.
+    A request that is loaded as the only user sends "done" itself. After the last user of a shared
+    hold, the caller has the workers send it (``take_unused``). A request has one ticket at a time.
+    Not thread-safe.
     """
 
     def __init__(self) -> None:
@@ -50,7 +38,7 @@ class HoldUsers:
         self._unused: dict[_Key, None] = {}
 
     def __len__(self) -> int:
-        """Return the number of holds that have users or that ``take_unused`` has yet to return."""
+        """Return the number of holds with users, or that ``take_unused`` has yet to return."""
         return len(self._uses)
 
     @property
@@ -59,30 +47,18 @@ class HoldUsers:
         return bool(self._unused)
 
     def add(self, request: RequestId, ticket: Ticket) -> None:
-        """Count a request as a user of the hold that its ticket names.
-
-        If all earlier users of the hold are over and ``take_unused`` has not returned the hold yet,
-        it will be returned only after this request is over, too.
-
-        Args:
-            request: the request, which is not counted yet.
-            ticket: the ticket that the request came with, which this engine has accepted.
-        """
+        """Count a request, not counted yet, as a user of its accepted ticket's hold."""
         key = (ticket.engine, ticket.incarnation, ticket.hold)
         self._keys[request] = key
         self._uses.setdefault(key, _Use(ticket=ticket)).requests[request] = ticket
+        # All earlier users may be over: then the hold waits for this one, too.
         self._unused.pop(key, None)
 
     def order(self, request: RequestId, *, siblings: bool = False) -> bool:
-        """Record that the workers are told to load a request; return whether its hold is shared.
+        """Record that a counted request is loaded; return whether its hold is shared.
 
-        Args:
-            request: the request, which was passed to ``add`` before.
-            siblings: whether more requests with the same ticket may come.
-
-        Returns:
-            Whether other requests use the hold or may come to use it. If so, this load must not
-            notify the producer. If not, the load sends "done" or "abandon" itself.
+        If others use it or may come (``siblings``), the load must not notify the producer;
+        otherwise it sends "done" or "abandon" itself.
         """
         use = self._uses[self._keys[request]]
         shared = siblings or len(use.requests) > 1
@@ -90,22 +66,13 @@ class HoldUsers:
         return shared
 
     def over(self, request: RequestId, *, loaded: bool) -> None:
-        """Stop counting a request as a user of its hold.
-
-        Called when all ranks have reported the request's load, or when the request will not be
-        loaded.
-
-        Args:
-            request: the request; ignored if it is not counted.
-            loaded: whether the request's load succeeded. If so, the request's ticket is genuine,
-                and ``take_unused`` will return this ticket, not that of another user, which a
-                client may have altered.
-        """
+        """Stop counting a request, if it is: all ranks have reported its load, or there is none."""
         key = self._keys.pop(request, None)
         if key is None:
             return
         use = self._uses[key]
         ticket = use.requests.pop(request)
+        # Its ticket is genuine, while a client may have altered that of another user.
         if loaded:
             use.ticket = ticket
         if use.requests:
@@ -116,11 +83,7 @@ class HoldUsers:
             self._unused[key] = None
 
     def take_unused(self) -> list[Ticket]:
-        """Return a ticket for each shared hold whose users are all over.
-
-        No load has sent "done" for these holds, so the caller must now have the workers send "done"
-        with the returned tickets. Each hold is returned once.
-        """
+        """Return, once, a ticket for each shared hold without users left, to send "done" with."""
         tickets = [self._uses.pop(key).ticket for key in self._unused]
         self._unused.clear()
         return tickets

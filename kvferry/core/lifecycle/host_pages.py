@@ -1,10 +1,4 @@
-"""The host pages of an engine that stages its cache, as its scheduler process gives them out.
-
-Where no driver can register the engine's memory, its pages are copied to pages in host memory (host
-pages), and peers read those. A host page has the bytes of one block, and a rank has as many host
-pages as the others. The scheduler process chooses their ids, as it chooses blocks
-(docs/protocol.md, "Staging").
-"""
+"""The host pages of a staging engine, given out by its scheduler (docs/protocol.md, "Staging")."""
 
 from __future__ import annotations
 
@@ -27,18 +21,12 @@ class Reservation(enum.Enum):
     WAITING = "waiting"
     """Too few are free, or an earlier request waits. Ask again in a later step."""
     REFUSED = "refused"
-    """The request gets none: it waited too long, it needs more than there are, or an earlier
-    request with its id has not given back its own."""
+    """It waited too long, needs more than there are, or an earlier one of its id has pages."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageWait:
-    """The end of a request's wait for host pages.
-
-    Attributes:
-        seconds: how long it waited.
-        granted: whether it got them.
-    """
+    """The end of a request's wait for host pages: after how long, and whether it got them."""
 
     seconds: float
     granted: bool
@@ -46,8 +34,6 @@ class PageWait:
 
 @dataclass(slots=True, kw_only=True)
 class _Wish:
-    """The host pages that a request has reserved, or waits for."""
-
     count: int
     since: float
     pages: Sequence[int] = ()
@@ -57,25 +43,13 @@ class _Wish:
 class HostPages:
     """Give host pages to requests, in the order in which they ask.
 
-    A request first reserves as many as it may need (``reserve``), and then takes those that it
-    needs (``take``). Pages that were taken are in use by the workers. They return when every rank
-    has said that it does not use them any more: with ``over``, or with ``give_back`` where the
-    caller knows.
+    A request reserves as many as it may need (``reserve``), and takes what it needs (``take``).
+    What was taken returns when ``ranks`` ranks are ``over``, or with ``give_back`` where the caller
+    knows. Serving and loading need one of these each: loads that wait for holds, whose consumer
+    waits for loads, could otherwise wait for each other.
 
-    An engine that both serves and loads has one of these for each, with ids of their own: loads
-    that wait for holds, whose consumer waits for loads, could otherwise wait for each other.
-
-    Args:
-        ids: the ids of the pages, without the hole.
-        patience: seconds that a request waits at most, counted from its first ``reserve``.
-        clock: seconds, monotonic.
-
-    Attributes:
-        ranks: how many ranks must say that a request is ``over``.
-        patience: as the argument.
-
-    Raises:
-        ValueError: the hole is among the ids.
+    A request waits ``patience`` seconds at most, from its first ``reserve``. The hole must not be
+    among the ids (``ValueError``).
     """
 
     def __init__(
@@ -86,13 +60,12 @@ class HostPages:
         self.ranks = 1
         self._total = len(ids)
         self._free = list(ids)
-        """A heap: the lowest ids are given out first, so that most pages of a request are
-        neighbours, and are read in few copies."""
+        """A heap: lowest ids first, so that a request's pages are neighbours, for few copies."""
         self.patience = patience
         self._clock = clock
         self._wishes: dict[RequestId, _Wish] = {}
+        # Those of ``_wishes`` that wait, the first to ask first.
         self._waiting: dict[RequestId, _Wish] = {}
-        """Those of ``_wishes`` that wait, the first to ask first."""
         self._taken: dict[RequestId, tuple[int, ...]] = {}
         self._over: dict[RequestId, set[int]] = defaultdict(set)
         """Request to the ranks that have said that it is over; empty sets are left out."""
@@ -124,28 +97,19 @@ class HostPages:
 
     @property
     def lacking(self) -> int:
-        """Number of pages that must become free so that a request that waits gets its own.
-
-        It is the first that waits; 0 if none does.
-        """
+        """Number of pages that the first request that waits lacks; 0 if none waits."""
         first = next(iter(self._waiting.values()), None)
         return 0 if first is None else max(0, first.count - len(self._free))
 
     def reserve(self, request: RequestId, count: int) -> Reservation:
-        """Reserve pages for a request, or wait for them. Call it again while the request waits.
-
-        A request that needs more than it has reserved gives these back, and waits anew.
-
-        Args:
-            request: the request.
-            count: how many pages it may need.
-        """
+        """Reserve pages for a request, or wait for them; call it again while it waits."""
         if request in self._taken:
             return Reservation.REFUSED
         wish = self._wishes.get(request)
         if wish is None:
             wish = self._wishes[request] = _Wish(count=count, since=self._clock())
             self._waiting[request] = wish
+        # It needs more than it has: it waits anew.
         elif count > wish.count and wish.state is not Reservation.REFUSED:
             self._return(wish.pages)
             wish.count, wish.pages, wish.state = count, (), Reservation.WAITING
@@ -157,10 +121,7 @@ class HostPages:
         return wish.state
 
     def cancel(self, request: RequestId) -> None:
-        """End a request's reservation or its wait. Pages that were taken stay taken.
-
-        Call it when a request ends, whatever ``reserve`` has answered.
-        """
+        """End a request's reservation or wait, when it ends; pages that were taken stay taken."""
         wish = self._wishes.pop(request, None)
         self._waiting.pop(request, None)
         if wish is not None:
@@ -168,17 +129,7 @@ class HostPages:
             self._grant()
 
     def take(self, request: RequestId, count: int) -> tuple[int, ...] | None:
-        """Take the pages that a request needs, and end its reservation.
-
-        A request that has reserved too few gets free pages, if no other request waits for them.
-
-        Args:
-            request: the request.
-            count: how many pages it needs.
-
-        Returns:
-            Their ids, ascending; ``None`` if it gets none.
-        """
+        """Take pages, return their ascending ids, and end the reservation; ``None`` if too few."""
         if request in self._taken:
             return None
         wish = self._wishes.get(request)
@@ -187,6 +138,7 @@ class HostPages:
             pages = tuple(reserved[:count])
             if wish is not None:
                 wish.pages = reserved[count:]
+        # It has reserved too few, but nobody else waits for those that are free.
         elif self._waiting.keys() <= {request} and count <= len(self._free):
             pages = self._draw(count)
         else:
@@ -196,15 +148,7 @@ class HostPages:
         return pages
 
     def over(self, request: RequestId, rank: int) -> bool:
-        """Record that a rank does not use the pages that a request has taken any more.
-
-        Args:
-            request: the request; ignored if it has taken none.
-            rank: index of the rank.
-
-        Returns:
-            Whether it was the last rank, so that the pages are free.
-        """
+        """Record that a rank is done with a request's pages; return whether it was the last."""
         if request not in self._taken:
             return False
         self._over[request].add(rank)
@@ -225,17 +169,14 @@ class HostPages:
         return waits
 
     def _is_hopeless(self, wish: _Wish) -> bool:
-        """Return whether a request that waits gets no pages: too many, or it waited too long."""
         return wish.count > self._total or self._clock() >= wish.since + self.patience
 
     def _grant(self, asked: RequestId | None = None) -> None:
-        """Give pages to the requests that wait, until too few are left for the first of them.
-
-        One that has waited for too long gets none, unless it is the one that was just asked about:
-        nobody may ask about the others again.
-        """
+        """Give pages to the requests that wait, until too few are left for the first of them."""
         while self._waiting:
             request, wish = next(iter(self._waiting.items()))
+            # One that waited too long gets none, unless it is just asked about: nobody may ask
+            # again.
             is_hopeless = self._is_hopeless(wish) and request != asked
             if wish.count <= len(self._free) and not is_hopeless:
                 wish.pages = self._draw(wish.count)
@@ -246,14 +187,12 @@ class HostPages:
                 return
 
     def _settle(self, request: RequestId, state: Reservation) -> None:
-        """End a request's wait."""
         wish = self._waiting.pop(request)
         wish.state = state
         granted = state is Reservation.GRANTED
         self._waits.append(PageWait(seconds=self._clock() - wish.since, granted=granted))
 
     def _draw(self, count: int) -> tuple[int, ...]:
-        """Take free pages; there must be enough."""
         return tuple(heapq.heappop(self._free) for _ in range(count))
 
     def _return(self, pages: Sequence[int]) -> None:

@@ -1,16 +1,11 @@
 """The loads of one consumer rank: from a ticket to pages that are proven valid, or to a failure.
 
-A pure state machine without I/O: the endpoint calls a method for each event, and performs the
-actions that ``take_actions`` returns. A load is reported exactly once, and only when no byte can
-arrive in its pages any more.
+The endpoint calls a method per event, and performs the actions that ``take_actions`` returns. A
+load is reported exactly once, and only when no byte can arrive in its pages any more.
 
     begin -> HANDSHAKE -> per producer rank: (CHECK ->) READ -> FENCE -> over -> report
 
-CHECK and FENCE read the hold's slot word on the producer rank: CHECK finds out before the data is
-read whether the pages are computed, and FENCE after it whether they were held all the time.
-
-An early load begins before the producer has made the ticket, with a part: a ticket that covers the
-tokens so far. Until the last part comes, which is the ticket, it goes round, per producer rank:
+An early load begins with a part. Until the last part comes, which is the ticket, it goes round:
 
     WAIT -> (CHECK ->) MARK -> READ of the pages that are computed -> WAIT
 
@@ -38,27 +33,24 @@ MARK_SECONDS = 0.005
 
 
 class LoadAction(enum.Enum):
-    """What the endpoint has to do for a load."""
+    """What the endpoint has to do for a load. A notification is bound only where it says so."""
 
     CHECK = "check"
-    """Read the slot word before the pages are read. No notification is bound to this read."""
+    """Read the slot word before the pages are read."""
     MARK = "mark"
-    """Read the watermark of the hold's slot: how far the pages are computed. No notification is
-    bound to this read."""
+    """Read the watermark of the hold's slot: how far the pages are computed."""
     READ = "read"
-    """Read the pages, all or some of them. No notification is bound to this read."""
+    """Read the pages, all or some of them."""
     FENCE = "fence"
-    """Read the slot word after the pages were read. "done" is bound to this read, unless the load
-    shares its hold with other requests."""
+    """Read the slot word after the pages, with "done" bound to it unless the hold is shared."""
     CANCEL = "cancel"
-    """Try to end the read (check, data or fence) that is under way from this producer rank. Its
-    outcome must still be passed to ``Loads``."""
+    """Try to end the rank's read under way; its outcome must still be passed to ``Loads``."""
     DONE = "done"
     """Send "done" to a producer rank from which nothing was read."""
     ABANDON = "abandon"
     """Tell a producer rank by "abandon" that the pages are not needed any more: the load failed."""
     REPORT = "report"
-    """Report the load as over: as failed if ``Action.error`` is set, otherwise as received."""
+    """Report the load as over: failed if ``Action.error`` is set, otherwise received."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,15 +58,12 @@ class Action:
     """An action that the endpoint performs for a load.
 
     Attributes:
-        op: the kind of action.
-        load: the load.
-        rank: index of the producer rank that the action concerns; -1 for a report.
-        error: with ``REPORT``, why the load failed; ``None`` in all other cases.
-        stage: with ``REPORT``, the stage in which the load failed; ``None`` in all other cases.
-        since: with ``READ``, for how many first tokens the pages that could be read early were read
+        rank: index of the producer rank; -1 for a report.
+        error, stage: with ``REPORT``, why and in which stage the load failed.
+        since: with ``READ``, for how many first tokens pages that can be read early were read
             before.
-        until: with a ``READ`` of pages that can be read early, the number of first tokens for which
-            they are read; ``None`` to read all that is left, of all groups.
+        until: with an early ``READ``, for how many first tokens to read; ``None`` for all that is
+            left, of all groups.
     """
 
     op: LoadAction
@@ -88,28 +77,20 @@ class Action:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemoteRank:
-    """A producer rank that this consumer rank reads from, or only notifies ("done", "abandon").
-
-    Attributes:
-        rank: index of the producer rank.
-        reads: whether this consumer rank reads from that producer rank.
-    """
+    """A producer rank that this consumer rank reads from, or only notifies ("done", "abandon")."""
 
     rank: int
     reads: bool
 
 
 class _At(enum.Enum):
-    """How far a load is on one producer rank.
+    """How far a load is on one producer rank."""
 
-    RECHECK: the slot word said that the pages are still being computed; the next ``tick`` has it
-    read again. IDLE: an early load waits for more pages to be computed, or for its last part; a
-    later ``tick`` has the watermark read. OVER: nothing more is read from the rank.
-    """
-
+    # An early load waits for more pages, or its last part; ``tick`` has the watermark read.
     IDLE = enum.auto()
     MARKING = enum.auto()
     CHECKING = enum.auto()
+    # The pages were being computed; ``tick`` has the slot word read again.
     RECHECK = enum.auto()
     READING = enum.auto()
     FENCING = enum.auto()
@@ -117,12 +98,10 @@ class _At(enum.Enum):
 
     @property
     def waits(self) -> bool:
-        """Return whether a read (of a word or of data) from the rank is under way."""
         return self in (_At.MARKING, _At.CHECKING, _At.READING, _At.FENCING)
 
     @property
     def stage(self) -> Stage | None:
-        """Return the stage under which metrics count this state; ``None`` for ``OVER``."""
         return _STAGES[self]
 
 
@@ -139,17 +118,11 @@ _STAGES = {
 
 @dataclass(slots=True, kw_only=True)
 class _Progress:
-    """What an early load has read from one producer rank.
-
-    Attributes:
-        hold: the hold for which this is so.
-        stood: whether the slot word was read, and said that the hold stands; or whether it must,
-            because the last part has come. The watermark is read only after that.
-        until: for how many first tokens the pages were read.
-        reading: for how many first tokens they will have been read when the read under way ends.
-    """
+    """How many tokens an early load has read from a rank under a hold, and is ``reading``."""
 
     hold: Hold
+    # The slot word said that the hold stands, or must, as the last part has come. The watermark is
+    # read only after that.
     stood: bool = False
     until: int = 0
     reading: int = 0
@@ -157,21 +130,7 @@ class _Progress:
 
 @dataclass(slots=True, kw_only=True)
 class _Load:
-    """One load; see ``Loads.begin`` for the first seven fields.
-
-    Attributes:
-        tokens: with ``early``, the number of tokens that the newest part covers.
-        unit: early reads end at multiples of this number of tokens; 0 if nothing is read early.
-        progress: what was read early, by the index of the producer rank.
-        next_mark: when the watermarks may be read again.
-        parties: the producer ranks that the load reads from or notifies; ``None`` until its
-            handshake is over, empty if the handshake failed.
-        at: how far the load is on each producer rank that it reads from, by the rank's index.
-        failure: the first error; ``None`` while the load has not failed.
-        failed_at: the stage in which the load failed.
-        reported: whether a ``REPORT`` was queued for the load, even if ``take_actions`` has
-            returned it since.
-    """
+    """One load; see ``Loads.begin`` for the first seven fields."""
 
     request: RequestId
     hold: Hold
@@ -180,36 +139,33 @@ class _Load:
     shared: bool
     deadline: float
     early: bool
+    # What the newest part covers.
     tokens: int
+    # Early reads end at multiples of this number of tokens; 0 if nothing is read early.
     unit: int = 1
     progress: dict[int, _Progress] = field(default_factory=dict)
     next_mark: float = -math.inf
+    # None until the handshake is over, empty if it failed.
     parties: tuple[RemoteRank, ...] | None = None
     at: dict[int, _At] = field(default_factory=dict)
     failure: KVFerryError | None = None
     failed_at: Stage | None = None
+    # A REPORT was queued, even if ``take_actions`` has returned it since.
     reported: bool = False
 
     @property
     def stage(self) -> Stage | None:
-        """Return the stage of the load on the first rank in ``at`` where the load is not over.
-
-        Returns:
-            The stage; ``Stage.HANDSHAKE`` before the handshake is over; ``None`` if the load is
-            over on every rank.
-        """
+        """Return the stage on the first rank where the load is not over, or ``None``."""
         if self.parties is None:
             return Stage.HANDSHAKE
         return next((at.stage for at in self.at.values() if at is not _At.OVER), None)
 
     @property
     def is_computing(self) -> bool:
-        """Return whether some rank's pages were still being computed when that was last read."""
         return not {_At.RECHECK, _At.IDLE}.isdisjoint(self.at.values())
 
     @property
     def is_idle(self) -> bool:
-        """Return whether it is an early load of which nothing is under way."""
         connected = self.early and self.parties is not None and self.failure is None
         return connected and all(at is _At.IDLE for at in self.at.values())
 
@@ -222,11 +178,10 @@ class _Load:
 
 
 class Loads:
-    """Keep the states of all loads of one consumer rank.
+    """Keep the states of all loads of one consumer rank. Not thread-safe.
 
-    ``begin`` returns the id of a new load. Each method from ``handshake_succeeded`` to ``abort`` is
-    called for one event in a load's life, such as the end of a read. The call is ignored if the
-    load is over or does not wait for that event. Not thread-safe: the caller serialises.
+    Each method from ``handshake_succeeded`` to ``abort`` is called for one event; it ignores a load
+    that is over or does not wait for that event.
     """
 
     def __init__(self) -> None:
@@ -263,7 +218,7 @@ class Loads:
         return all(load.is_idle or load.reported for load in self._loads.values())
 
     def is_early(self, load_id: LoadId) -> bool:
-        """Return whether a load has not failed and waits for its last part: it has no deadline."""
+        """Return whether a load waits for its last part, without failure: it has no deadline."""
         load = self._loads.get(load_id)
         return load is not None and load.early and load.failure is None and not load.reported
 
@@ -273,12 +228,7 @@ class Loads:
         return load is not None and load.is_idle
 
     def is_discarded(self, load_id: LoadId, rank: int) -> bool:
-        """Return whether the read under way is for another hold than the newest part's.
-
-        Args:
-            load_id: the load.
-            rank: index of the producer rank that is read from.
-        """
+        """Return whether the read under way is for another hold than the newest part's."""
         load = self._loads.get(load_id)
         return load is not None and self._is_outdated(load, rank)
 
@@ -288,14 +238,7 @@ class Loads:
         return load is not None and load.failure is None and not load.reported
 
     def is_late(self, load_id: LoadId, now: float) -> bool:
-        """Return whether the deadline of a load has passed, and the load is still kept.
-
-        A load is kept until it is reported and its handshake has ended.
-
-        Args:
-            load_id: the load.
-            now: seconds, on the clock of the load's deadline.
-        """
+        """Return whether the deadline of a load that is kept (see ``in``) has passed."""
         load = self._loads.get(load_id)
         return load is not None and now >= load.deadline
 
@@ -314,18 +257,14 @@ class Loads:
 
         Args:
             request: the request for which the load is reported.
-            hold: the hold (slot and generation) that the ticket names.
-            computed: whether the ticket says that the pages were complete when it was made. If so,
-                the slot word is not read before the pages.
+            hold: the hold that the ticket names.
+            computed: whether the ticket says that the pages are complete; then the slot word is not
+                read before them.
             reads: whether the load reads anything; if not, it only sends "done" to the producer.
             deadline: when the load fails if it is not over, in seconds on the clock of ``tick``.
-            shared: whether other requests of this engine use the hold. If so, neither "done" nor
-                "abandon" is sent to the producer, whatever the outcome of this load.
-            early: for an early load, the number of tokens that the part covers; 0 for a load with a
-                ticket. An early load does not fail at its deadline before its last part has come.
-
-        Returns:
-            The id of the load, for all other methods.
+            shared: whether others use the hold, so that neither "done" nor "abandon" is sent.
+            early: for an early load, the tokens that the part covers; the deadline then counts only
+                once the last part has come.
         """
         load_id = LoadId(next(self._ids))
         self._loads[load_id] = _Load(
@@ -341,28 +280,14 @@ class Loads:
         return load_id
 
     def extend(self, load_id: LoadId, hold: Hold, tokens: int, deadline: float) -> None:
-        """Record a newer part of an early load.
-
-        Args:
-            load_id: the load; ignored if it has its last part.
-            hold: the hold that the part names. If it is another one, what was read counts no more.
-            tokens: the number of tokens that the part covers.
-            deadline: as for ``begin``.
-        """
+        """Record a newer part, which covers ``tokens``; if of another hold, all is read again."""
         load = self._loads.get(load_id)
         if load is not None and load.early and not load.reported:
             load.tokens = max(tokens, load.tokens) if hold == load.hold else tokens
             load.hold, load.deadline = hold, deadline
 
     def finish(self, load_id: LoadId, hold: Hold, *, computed: bool, deadline: float) -> None:
-        """Record the last part of an early load, which is the ticket: the rest is read now.
-
-        Args:
-            load_id: the load; ignored if it has its last part.
-            hold: the hold that the ticket names.
-            computed: as for ``begin``.
-            deadline: as for ``begin``.
-        """
+        """Record the last part of an early load, which is the ticket: the rest is read now."""
         load = self._loads.get(load_id)
         if load is None or not load.early or load.reported:
             return
@@ -372,28 +297,15 @@ class Loads:
         self._finish_if_over(load_id, load)
 
     def request(self, load_id: LoadId) -> RequestId:
-        """Return the request of a load that is still kept.
-
-        Raises:
-            KeyError: the load is not kept any more.
-        """
+        """Return the request of a load; raise ``KeyError`` if it is not kept any more."""
         return self._loads[load_id].request
 
     def handshake_succeeded(
         self, load_id: LoadId, parties: tuple[RemoteRank, ...], unit: int = 1
     ) -> None:
-        """Queue the first read from each producer rank of a load whose handshake has succeeded.
+        """Queue the first read from each producer rank.
 
-        This is the read of the pages, or a read of the slot word before them (a check) if the
-        ticket did not say that the pages are complete. A load that reads nothing is over at once.
-        If the load was reported as failed during the handshake, "abandon" is queued for its
-        producer ranks instead.
-
-        Args:
-            load_id: the load.
-            parties: the producer ranks that this rank reads from or notifies.
-            unit: early reads end at multiples of this number of tokens; 0 to read nothing before
-                the last part of an early load has come.
+        Early reads end at multiples of ``unit`` tokens; with 0, there are none.
         """
         load = self._loads.get(load_id)
         if load is None or load.parties is not None:
@@ -409,14 +321,7 @@ class Loads:
         self._finish_if_over(load_id, load)
 
     def handshake_failed(self, load_id: LoadId, error: KVFerryError) -> None:
-        """Fail a load whose handshake failed, or showed that the load is impossible.
-
-        No producer rank is notified.
-
-        Args:
-            load_id: the load.
-            error: why the load fails; ignored if it has failed before.
-        """
+        """Fail a load whose handshake failed, or showed it impossible; nobody is notified."""
         load = self._loads.get(load_id)
         if load is None or load.parties is not None:
             return
@@ -429,22 +334,15 @@ class Loads:
         self._finish_if_over(load_id, load)
 
     def checked(self, load_id: LoadId, rank: int, word: int) -> None:
-        """Act on the slot word read before the pages: read the pages, check again later, or fail.
-
-        If an early load's hold does not stand, its producer has not begun it yet, or the request
-        was preempted: the slot word is read again later.
-
-        Args:
-            load_id: the load.
-            rank: index of the producer rank.
-            word: the slot word that was read.
-        """
+        """Act on the slot word before the pages: read the pages, check again later, or fail."""
         load = self._at(load_id, rank, _At.CHECKING)
         if load is None:
             return
         progress, stands = load.progress.get(rank), load.hold.stands(word)
         if load.failure:
             self._over(load_id, load, rank, load.failure)
+        # An early load's hold that does not stand yet, or was replaced when the request was
+        # preempted: the word is read again later.
         elif self._is_outdated(load, rank) or not (stands or progress is None or progress.stood):
             self._proceed(load_id, load, rank)
         elif not stands:
@@ -458,13 +356,7 @@ class Loads:
             load.at[rank] = _At.RECHECK
 
     def marked(self, load_id: LoadId, rank: int, watermark: int) -> None:
-        """Act on the watermark: read the pages that are computed, or wait for more.
-
-        Args:
-            load_id: the load.
-            rank: index of the producer rank.
-            watermark: the watermark that was read.
-        """
+        """Act on the watermark: read the pages that are computed, or wait for more."""
         load = self._at(load_id, rank, _At.MARKING)
         if load is None:
             return
@@ -482,17 +374,7 @@ class Loads:
                 load.at[rank] = _At.IDLE
 
     def read(self, load_id: LoadId, rank: int) -> None:
-        """Queue the read of a slot word (the fence), after all pages from its rank have arrived.
-
-        After an early read, more pages are read when they are computed, or the rest if the last
-        part has come.
-
-        If the load has failed meanwhile, the load ends on this rank without a fence.
-
-        Args:
-            load_id: the load.
-            rank: index of the producer rank.
-        """
+        """Act on the arrival of all pages of a read: queue the fence, or more reads if early."""
         load = self._at(load_id, rank, _At.READING)
         if load is None:
             return
@@ -506,13 +388,7 @@ class Loads:
             self._do(load_id, load, rank, _At.FENCING, LoadAction.FENCE)
 
     def fenced(self, load_id: LoadId, rank: int, word: int) -> None:
-        """Act on the slot word that was read after the pages (the fence): they are valid or stale.
-
-        Args:
-            load_id: the load.
-            rank: index of the producer rank.
-            word: the slot word that was read.
-        """
+        """Act on the slot word after the pages (the fence): they are valid or stale."""
         load = self._at(load_id, rank, _At.FENCING)
         if load is None:
             return
@@ -520,56 +396,25 @@ class Loads:
         self._over(load_id, load, rank, None if held else _stale("when the read ended"))
 
     def lost(self, load_id: LoadId, rank: int, error: KVFerryError) -> None:
-        """Fail a load after one of its reads (check, data or fence) has failed.
-
-        No more bytes of that read can arrive.
-
-        Args:
-            load_id: the load.
-            rank: index of the producer rank that was read from.
-            error: why the read failed.
-        """
+        """Fail a load after one of its reads has failed: no more bytes of that read can arrive."""
         load = self._loads.get(load_id)
         if load is not None and load.at.get(rank, _At.OVER).waits:
             self._over(load_id, load, rank, error)
 
     def failing(self, load_id: LoadId, rank: int, error: KVFerryError) -> None:
-        """Fail a load when one of its reads is about to fail, but has not ended yet.
-
-        Bytes of that read may still arrive until its end is passed to ``lost``, ``read`` or another
-        method.
-
-        Args:
-            load_id: the load.
-            rank: index of the producer rank that is read from.
-            error: why the read will fail.
-        """
+        """Fail a load when a read is about to fail; bytes may arrive until its end is passed on."""
         load = self._loads.get(load_id)
         if load is not None and load.at.get(rank, _At.OVER).waits:
             self._fail(load_id, load, error)
 
     def abort(self, load_id: LoadId, error: KVFerryError) -> None:
-        """Fail a load on request, and cancel its reads.
-
-        The load is reported when no more bytes can arrive.
-
-        Args:
-            load_id: the load.
-            error: why the load is aborted.
-        """
+        """Fail a load on request, and cancel its reads; it is reported when no byte can arrive."""
         load = self._loads.get(load_id)
         if load is not None and not load.reported:
             self._fail(load_id, load, error)
 
     def tick(self, now: float) -> None:
-        """Check again where pages were still being computed; fail loads past their deadline.
-
-        To check means to read the slot word before the pages are read. For early loads, read the
-        watermarks where a part covers more than was read.
-
-        Args:
-            now: seconds, on the clock of the deadlines.
-        """
+        """Check again where pages were being computed, read watermarks, and fail late loads."""
         for load_id, load in list(self._loads.items()):
             if load.reported:
                 continue
@@ -592,25 +437,15 @@ class Loads:
                 self._do(load_id, load, rank, _At.MARKING, LoadAction.MARK)
 
     def _is_outdated(self, load: _Load, rank: int) -> bool:
-        """Return whether a read from a rank was queued for another hold than the newest part's."""
         progress = load.progress.get(rank)
         return progress is not None and progress.hold != load.hold
 
     def _at(self, load_id: LoadId, rank: int, at: _At) -> _Load | None:
-        """Return the load if its state on a producer rank is ``at``; otherwise ``None``."""
         load = self._loads.get(load_id)
         return load if load is not None and load.at.get(rank) is at else None
 
     def _step(self, load_id: LoadId, load: _Load, rank: int, *, first: bool = False) -> None:
-        """Queue the read of a producer rank's pages, or the check that precedes the read.
-
-        Args:
-            load_id: the id of ``load``.
-            load: the load.
-            rank: index of the producer rank.
-            first: whether this is the load's first read from the rank. If so, the slot word is read
-                before the pages, unless the ticket said that they are complete.
-        """
+        """Queue the read of a rank's pages, or the check that precedes the first one."""
         if first and not load.computed:
             if load.progress:  # the answer is no longer one that came too early
                 load.early_reads(rank).stood = True
@@ -626,14 +461,6 @@ class Loads:
             self._step(load_id, load, rank, first=True)
 
     def _read(self, load_id: LoadId, load: _Load, rank: int, until: int | None = None) -> None:
-        """Queue the read of a rank's pages that were not read before.
-
-        Args:
-            load_id: the id of ``load``.
-            load: the load.
-            rank: index of the producer rank.
-            until: as in ``Action``.
-        """
         since = load.early_reads(rank).until if load.progress else 0
         load.at[rank] = _At.READING
         self._actions.append(
@@ -641,7 +468,6 @@ class Loads:
         )
 
     def _do(self, load_id: LoadId, load: _Load, rank: int, at: _At, op: LoadAction) -> None:
-        """Queue the action ``op`` for a producer rank, and set the load's state there to ``at``."""
         load.at[rank] = at
         self._actions.append(Action(op=op, load=load_id, rank=rank))
 
@@ -656,10 +482,7 @@ class Loads:
             self._finish_if_over(load_id, load)
 
     def _fail(self, load_id: LoadId, load: _Load, error: KVFerryError) -> None:
-        """Fail a load and cancel its reads, unless it has failed before.
-
-        In either case, report the load if none of its reads is under way any more.
-        """
+        """Fail a load and cancel its reads; report it if none of them is under way any more."""
         if load.failure is None:
             load.failure, load.failed_at = error, load.failed_at or load.stage
             for rank, at in load.at.items():
@@ -670,12 +493,7 @@ class Loads:
         self._finish_if_over(load_id, load)
 
     def _finish_if_over(self, load_id: LoadId, load: _Load) -> None:
-        """If a load is over on every producer rank that it reads from, report it.
-
-        Before the report, "done" or "abandon" is queued for the producer's ranks that have not got
-        it yet. A load that fails during its handshake is reported at once; if the handshake
-        succeeds later, "abandon" is queued then.
-        """
+        """Report a load that is over on every rank, after queueing "done" or "abandon"."""
         if load.reported or any(at is not _At.OVER for at in load.at.values()):
             return
         if (load.parties is None or load.early) and load.failure is None:
@@ -688,6 +506,7 @@ class Loads:
         self._actions.append(
             Action(op=LoadAction.REPORT, load=load_id, error=load.failure, stage=load.failed_at)
         )
+        # Otherwise it is kept, to say "abandon" if its handshake still succeeds.
         if load.parties is not None:
             del self._loads[load_id]
 
@@ -708,7 +527,6 @@ def gone() -> StaleError:
 
 
 def _late(load: _Load) -> DeadlineError:
-    """Return the error of a load that was not over at its deadline."""
     computing = ", the producer still computes the pages" if load.is_computing else ""
     return DeadlineError(
         f"the load was not over within load_timeout (stage: {load.stage}{computing}): look at what "

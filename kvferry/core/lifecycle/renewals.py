@@ -1,12 +1,7 @@
-"""Decide when a consumer rank renews the leases of the holds that it waits for.
+"""Decide when a consumer rank renews the leases of the holds that it waits for (ADR 13).
 
-A lease is the producer's promise to keep a hold (a request's pages) for a number of seconds. To
-renew a lease, the rank reads the hold's slot word with a notification bound to the read. The slot
-word says whether the hold still stands.
-
-Renewals start when the producer is connected. They end when the fence is posted, which is the read
-of the slot word after the data. After that, the slot word may be cleared just because this engine
-sent "done". No I/O happens here.
+Renewals end when the fence is posted: after that, the slot word may be cleared just because this
+engine sent "done".
 """
 
 from __future__ import annotations
@@ -25,19 +20,12 @@ RenewalId = NewType("RenewalId", int)
 LEASE_PART = 3
 """A hold is renewed after each third of its lease, so that two renewals in a row may be lost."""
 FIRST_SECONDS = 1.0
-"""A load's first renewal is due after this time, or after a third of the lease if that is shorter.
-Most loads are over by then. Waiting longer could be too late for a ticket that was long on its
-way."""
+"""A load's first renewal is due after this time, or a third of its lease if that is shorter."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class RenewalRequest:
-    """One renewal of a hold on one producer rank.
-
-    Attributes:
-        renewal: the id that ``Renewals.begin`` returned for the hold.
-        rank: index of the producer rank.
-    """
+    """One renewal of a hold on one producer rank."""
 
     renewal: RenewalId
     rank: int
@@ -45,28 +33,17 @@ class RenewalRequest:
 
 @dataclass(slots=True, kw_only=True)
 class _Renewed:
-    """A hold that is being renewed.
-
-    Attributes:
-        ranks: index of each producer rank to renew the hold on, with ``True`` if this consumer rank
-            reads pages from it, and ``False`` if it is only notified.
-        interval: seconds between two renewals.
-        due: when the next renewals are due.
-        asked: indices of the producer ranks on which the read of the last renewal has not ended
-            yet.
-    """
+    """A hold that is being renewed, on ranks from which pages are read (``True``) or not."""
 
     ranks: dict[int, bool]
     interval: float
     due: float
+    # Producer ranks on which the read of the last renewal has not ended yet.
     asked: set[int] = field(default_factory=set)
 
 
 class Renewals:
-    """Schedule the renewals that one consumer rank makes.
-
-    Not thread-safe: the caller serialises. Calls with an id that was passed to ``end`` are ignored.
-    """
+    """Schedule one consumer rank's renewals; ended ids are ignored. Not thread-safe."""
 
     def __init__(self) -> None:
         self._renewed: dict[RenewalId, _Renewed] = {}
@@ -75,23 +52,12 @@ class Renewals:
         """No renewal is due earlier than this: saves scanning thousands of holds in each turn."""
 
     def __len__(self) -> int:
-        """Return how many holds are being renewed."""
         return len(self._renewed)
 
     def begin(
         self, parties: Iterable[RemoteRank], *, lease: float, now: float, at_once: bool
     ) -> RenewalId:
-        """Start to renew a hold.
-
-        Args:
-            parties: the producer ranks that this rank reads from or notifies.
-            lease: seconds for which the producer keeps a hold after a renewal.
-            now: seconds, on the clock of ``take_due``.
-            at_once: whether the first renewal is due now; otherwise see ``FIRST_SECONDS``.
-
-        Returns:
-            An id to pass to ``settle`` and ``end``.
-        """
+        """Start to renew a hold; the first renewal is due now, or as ``FIRST_SECONDS`` says."""
         renewal, interval = RenewalId(next(self._ids)), lease / LEASE_PART
         due = now if at_once else now + min(interval, FIRST_SECONDS)
         self._soonest = min(self._soonest, due)
@@ -105,28 +71,15 @@ class Renewals:
         self._renewed.pop(renewal, None)
 
     def settle(self, renewal: RenewalId, rank: int) -> None:
-        """Stop renewing a hold on one producer rank.
-
-        Called when the read of that rank's slot word after the pages (the fence) is posted.
-
-        Args:
-            renewal: the id that ``begin`` returned.
-            rank: index of the producer rank.
-        """
+        """Stop renewing a hold on a producer rank: the fence there is posted."""
         found = self._renewed.get(renewal)
         if found is not None:
             found.ranks.pop(rank, None)
 
     def take_due(self, now: float) -> tuple[list[RenewalRequest], list[RenewalRequest]]:
-        """Return the renewals that are due, each once.
+        """Return the renewals that are due, once: those to make now, and those not to make.
 
-        Args:
-            now: seconds, on the clock of ``begin``.
-
-        Returns:
-            Two lists: the renewals to make now; and those that the caller must not make, because
-            the previous renewal of the same hold on the same rank is still unanswered. The caller
-            must cancel that previous renewal.
+        Of the latter, the renewal before is unanswered; the caller must cancel that one.
         """
         due: list[RenewalRequest] = []
         overdue: list[RenewalRequest] = []
@@ -144,16 +97,7 @@ class Renewals:
         return due, overdue
 
     def answered(self, ask: RenewalRequest, *, stands: bool) -> bool:
-        """Record that a renewal's read of the slot word has ended, so that the next can be made.
-
-        Args:
-            ask: the renewal.
-            stands: whether the slot word that was read says that the hold still stands.
-
-        Returns:
-            Whether the pages are lost: the hold has ended before this consumer rank could read them
-            from that producer rank.
-        """
+        """Record that a renewal's read has ended; return whether this rank's pages are lost."""
         found = self._renewed.get(ask.renewal)
         if found is None:
             return False
@@ -161,7 +105,7 @@ class Renewals:
         return found.ranks.get(ask.rank, False) and not stands
 
     def unanswered(self, ask: RenewalRequest) -> None:
-        """Record that a renewal has failed, so that the next renewal can be made when it is due."""
+        """Record that a renewal has failed, so that the next can be made when it is due."""
         found = self._renewed.get(ask.renewal)
         if found is not None:
             found.asked.discard(ask.rank)

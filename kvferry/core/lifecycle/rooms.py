@@ -1,13 +1,7 @@
 """The rooms of a producer engine: what its side channel tells about requests that it computes.
 
-A router that sends a request to the prefill and to the decode engine at once names it by a room.
-The prefill engine's scheduler half opens the room when the request comes, publishes a part when a
-chunk of the prompt is computed, and ends the room with the ticket, which is the last part, or with
-the reason why there is none. Whoever follows the room gets the newest part. See docs/protocol.md,
-"Early tickets".
-
-Routers are to use each name once. Requests with unlike prompts have rooms of their own all the
-same, so that nobody who follows one of them gets the ticket of another.
+A room gets parts, and ends with the ticket or a reason (docs/protocol.md, "Early tickets"). Unlike
+prompts have rooms of their own even under one name, so that nobody gets another's ticket.
 """
 
 from __future__ import annotations
@@ -30,12 +24,7 @@ from kvferry.core.side_channel_messages import (
 
 
 class RoomId(NamedTuple):
-    """A room.
-
-    Attributes:
-        name: what messages call it, a hash of the router's text.
-        prompt: the digest of its request's prompt; empty if that is not known.
-    """
+    """A room: a hash of the router's text, and the prompt's digest, empty if not known."""
 
     name: bytes
     prompt: bytes = b""
@@ -56,12 +45,7 @@ MAX_REASON = 1024
 
 
 def room_id(text: str, prompt: bytes = b"") -> RoomId:
-    """Return the room that a router names by a text, such as Mooncake's ``transfer_id``.
-
-    Args:
-        text: the router's text.
-        prompt: the digest of all that the content of the request's pages depends on.
-    """
+    """Return the room that a router names by a text, such as Mooncake's ``transfer_id``."""
     data = text.encode(errors="surrogatepass")
     name = hashlib.blake2b(data, digest_size=ROOM_BYTES, person=b"kvferry room").digest()
     return RoomId(name, prompt)
@@ -69,26 +53,19 @@ def room_id(text: str, prompt: bytes = b"") -> RoomId:
 
 @dataclass(slots=True, kw_only=True)
 class _Room:
-    """The newest news of a room, and when it was over; ``None`` if it is not."""
-
     news: RoomNews
     over: float | None = None
 
 
 class Rooms:
-    """Keep the rooms of an engine. Thread-safe; no method blocks.
-
-    Args:
-        clock: seconds, monotonic.
-    """
+    """Keep the rooms of an engine. Thread-safe; no method blocks."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._lock = threading.Lock()
         self._rooms: dict[RoomId, _Room] = {}
         self._named: dict[bytes, RoomId] = {}
-        """The room that those hear of who know its name and no prompt: of several with one name
-        the one that was opened first, until it is over."""
+        """The room heard of by name without a prompt: the first opened, until it is over."""
         self._over: dict[RoomId, None] = {}
         """The rooms that are over, the first that was first."""
         self._kept_bytes = 0
@@ -100,19 +77,13 @@ class Rooms:
         return len(self._rooms)
 
     def listen(self, changed: Callable[[RoomId], None]) -> None:
-        """Have a function called with each room that changes, on the thread that changes it.
-
-        It replaces the function that was passed before.
-        """
+        """Have a function called, in place of the last one, on the thread that changes a room."""
         self._changed = changed
 
     def open(self, room: RoomId) -> bool:
-        """Begin a room: its request has come.
+        """Begin a room; ``False`` if another request has it or there are too many.
 
-        Returns:
-            Whether the room is open now; ``False`` if another request has it, or if there are too
-            many. Then the request is served without a room; if there are too many, followers are
-            told.
+        Then the request is served without a room; if there are too many, followers are told.
         """
         with self._lock:
             known = self._rooms.get(room)
@@ -127,29 +98,11 @@ class Rooms:
         return not is_full
 
     def publish(self, room: RoomId, part: bytes) -> bool:
-        """Publish a newer part of a room, in place of the one before.
-
-        Args:
-            room: the room.
-            part: the encoded part.
-
-        Returns:
-            Whether it was published; ``False`` if the room is not open, or the part is empty or too
-            long.
-        """
+        """Publish an encoded part; ``False`` if the room is not open, or the part does not fit."""
         return bool(part) and self._replace(room, part, is_last=False)
 
     def finish(self, room: RoomId, ticket: bytes) -> bool:
-        """End a room with its last part, which is the ticket.
-
-        Args:
-            room: the room.
-            ticket: the encoded ticket. If it is empty or too long, the room ends with an error.
-
-        Returns:
-            Whether it was published; ``False`` if the room is not open, or the ticket is empty or
-            too long.
-        """
+        """End a room with its encoded ticket; if it does not fit, with an error, for ``False``."""
         if not ticket:
             self.close(room, "its ticket is empty")
             return False
@@ -163,12 +116,7 @@ class Rooms:
         return self._replace(room, ticket, is_last=True)
 
     def close(self, room: RoomId, reason: str) -> None:
-        """End a room without a ticket. Ignored if it is not open.
-
-        Args:
-            room: the room.
-            reason: why there is no ticket.
-        """
+        """End a room without a ticket. Ignored if it is not open."""
         text = reason[:MAX_REASON].encode(errors="replace").decode()
         self._replace(room, b"", is_last=True, error=text or "no reason was given")
 
@@ -179,14 +127,9 @@ class Rooms:
                 self._drop(room)
 
     def news(self, asked: Iterable[tuple[RoomId, int]]) -> list[RoomNews]:
-        """Return what is newer than what a follower knows.
+        """Return what is newer than the versions that a follower knows (0: nothing).
 
-        Args:
-            asked: rooms, each with the version that the follower knows; 0 if it knows nothing.
-                A room without a prompt stands for one of its name with any prompt.
-
-        Returns:
-            The news, of as many rooms as fit into one answer.
+        As many rooms as fit into one answer. A room without a prompt stands for any of its name.
         """
         found, left = [], MAX_ANSWER_BYTES
         with self._lock:
@@ -211,7 +154,6 @@ class Rooms:
         return known
 
     def _replace(self, room: RoomId, part: bytes, *, is_last: bool, error: str = "") -> bool:
-        """Replace the news of a room that is open; return whether it was."""
         if len(part) > MAX_PART_BYTES:
             return False
         with self._lock:
@@ -247,7 +189,6 @@ class Rooms:
             self._drop(oldest)
 
     def _drop(self, room: RoomId) -> None:
-        """Forget a room that is over."""
         del self._over[room]
         self._kept_bytes -= len(self._rooms.pop(room).news.part)
         if self._named.get(room.name) == room:
@@ -260,7 +201,6 @@ def _last(room: RoomId, version: int, error: str) -> RoomNews:
 
 
 def _too_many() -> str:
-    """Return why a request gets no room where there are too many."""
     return (
         f"it has {MAX_ROOMS} requests with a transfer_id in its queue or under way, and no more "
         "can be followed: use more prefill engines, or let the router send requests to prefill "

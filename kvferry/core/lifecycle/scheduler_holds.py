@@ -1,10 +1,7 @@
-"""The holds of a producer, as its scheduler process keeps them.
+"""The holds of a producer, as its scheduler half keeps them.
 
-A hold stands for the pages of one request that another engine will decode. It occupies one slot, at
-the same index in the slot table of every worker; the word in that slot tells consumers whether the
-hold still stands. The scheduler process shares no memory with the workers: once per engine step, it
-sends them ``HoldOrders``, which say what to do with which holds. The workers report a request as
-sent when its hold has ended; then its pages may be freed.
+Each engine step, it sends the workers ``HoldOrders``. A request's pages may be freed when they
+report it as sent.
 """
 
 from __future__ import annotations
@@ -21,26 +18,20 @@ from kvferry.core.lifecycle.staging import HoldCopy, PageCopy
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HoldOrders:
-    """What the scheduler process tells every worker to do with holds in one engine step.
-
-    A worker goes through the attributes in the sequence below.
+    """What the scheduler half tells every worker in one engine step, to be done in this sequence.
 
     Attributes:
         drops: holds to end that never got a ticket. Their requests are not reported as sent.
-        take_ons: holds to start, as (request, hold), for requests that another engine will decode
-            and that are computed from this step on. A hold may have the slot of one of ``drops``.
-        watermarks: holds without a ticket whose request is still computed, as (hold, tokens). The
-            pages of this many first tokens are computed once the device has finished all work
-            enqueued before this step.
-        ready: holds whose ticket was made, as (hold, lease in seconds). Their pages may be read
-            once the device has finished all work enqueued before this step.
-        ttls: for the holds of conversations among ``ready``, as (hold, seconds): how long to keep
-            the hold until a consumer claims it by a renewal. The lease applies from then on.
-        copies: where the cache is staged, the copy for each of ``ready``, which makes its pages
-            readable (docs/protocol.md, "Staging"); otherwise none.
-        ends: holds with a ticket that are to end now (because of ``SchedulerHolds.reset``, because
-            too many pages are held, or because the consumer is gone). Their requests are reported
-            as sent.
+        take_ons: holds to start, for requests computed from this step on; may reuse slots of
+            ``drops``.
+        watermarks: for requests still computed, how many first tokens' pages are computed once the
+            device has finished all work enqueued before this step.
+        ready: holds of new tickets, and leases in seconds. Their pages may be read once the device
+            has finished all work enqueued before this step.
+        ttls: for conversations among ``ready``, the seconds to keep the hold until a renewal claims
+            it, and starts the lease.
+        copies: where the cache is staged, the copy for each of ``ready`` that makes it readable.
+        ends: holds with a ticket that are to end now. Their requests are reported as sent.
     """
 
     drops: tuple[Hold, ...] = ()
@@ -62,31 +53,25 @@ class HoldOrders:
 
 @dataclass(slots=True, kw_only=True)
 class _Entry:
-    """The hold of a request, whether its ticket was made, and whether it is a conversation's."""
-
     hold: Hold
     ticketed: bool = False
     is_conversation: bool = False
     pages: frozenset[int] = frozenset()
-    """Ids of the pages that count against ``max_pages``; empty before the ticket is made, and after
-    the ticket was given up."""
+    """Pages that count against ``max_pages``: none without a ticket, or once it is given up."""
     given_up: HoldEnd | None = None
-    """Why the ticket was given up; ``None`` if it was not."""
 
 
 class SchedulerHolds:
     """Give holds to requests, limit the pages that tickets hold, and collect ``HoldOrders``.
 
     To give up a ticket means to end its hold early, so that consumers cannot load from it any more.
-
-    A ticket with a time to live is a conversation's: its consumer comes only with the next turn, if
-    ever, and can do without the pages. These tickets are the first to be given up.
+    A conversation's ticket (one with a ``ttl``) goes first: its consumer can do without the pages.
 
     Args:
         slots: number of slots in each worker's table; as many as the engine has blocks.
         draw: returns a random generation for a new hold.
-        max_pages: how many pages may be kept for all tickets together; ``None`` for no limit.
-            Without a limit, clients could use up the engine's pages by requests for tickets.
+        max_pages: how many pages may be kept for all tickets; without a limit (``None``), clients
+            could use up the engine's pages by asking for tickets.
     """
 
     def __init__(
@@ -98,8 +83,7 @@ class SchedulerHolds:
     ) -> None:
         self._max_pages = max_pages
         self._pages = Counter[int]()
-        """Page id to the number of tickets that hold the page: requests with a common prefix share
-        pages."""
+        """Page id to the number of tickets that hold it: common prefixes share pages."""
         self._firm_pages = Counter[int]()
         """The same, without the tickets of conversations."""
         self._evicted: list[RequestId] = []
@@ -139,15 +123,12 @@ class SchedulerHolds:
 
     @property
     def conversations(self) -> int:
-        """Number of conversations whose ticket was made, and not given up or reported as sent."""
+        """Number of conversations with a ticket, not given up or reported as sent."""
         return len(self._conversations)
 
     @property
     def ticketed(self) -> int:
-        """Number of requests whose ticket was made, and neither given up nor reported as sent.
-
-        A ticket is given up if its hold is ended early, so that consumers cannot load from it.
-        """
+        """Number of requests with a ticket, not given up or reported as sent."""
         return len(self._oldest)
 
     @property
@@ -161,15 +142,11 @@ class SchedulerHolds:
         return any(self._entries[each].given_up is HoldEnd.RECLAIMED for each in self._ending)
 
     def take_on(self, request: RequestId) -> Hold | None:
-        """Give a hold to a request that another engine will decode.
+        """Give a hold to a request that another engine will decode, when it gets its blocks.
 
-        Called when the request gets its blocks. A request that comes back after a preemption gets a
-        new hold, in the same slot, because its pages are others, or were others' meanwhile.
-
-        Returns:
-            The hold; ``None`` if no slot is free, or if an earlier request with this id has a
-            ticket and is not reported as sent. If ``None``, the request is served like any other,
-            without a ticket.
+        After a preemption it gets a new one, as its pages are others, or were others' meanwhile.
+        ``None`` if no slot is free, or an earlier request of this id has a ticket and is not
+        reported as sent: serve the request without a ticket.
         """
         entry = self._entries.get(request)
         if entry is not None:
@@ -182,7 +159,6 @@ class SchedulerHolds:
         return hold
 
     def _replace(self, request: RequestId, entry: _Entry) -> Hold:
-        """Give a request a new hold for one that it has lost its pages of, and return it."""
         old, entry.hold = entry.hold, Hold(slot=entry.hold.slot, generation=self._draw())
         if (request, old) in self._take_ons:  # the workers never heard of it
             self._take_ons.remove((request, old))
@@ -193,18 +169,11 @@ class SchedulerHolds:
         return entry.hold
 
     def mark(self, request: RequestId, tokens: int) -> Hold | None:
-        """Order the watermark of a request that is still computed.
+        """Order a request's watermark; return its hold, ``None`` if it has none or has its ticket.
 
-        The workers write it when their devices have finished all work that was enqueued before the
-        step of the next ``drain``. So call this method one step after the one that computes the
-        tokens, and not for the last ones: the ticket is for these.
-
-        Args:
-            request: the request.
-            tokens: the number of first tokens whose pages are computed then.
-
-        Returns:
-            The request's hold; ``None`` if it has none, or if its ticket was made.
+        The workers write it when the device is done with all work before the step of the next
+        ``drain``. So call this one step after the one that computes the tokens, and not for the
+        last ones: the ticket is for these.
         """
         entry = self._entries.get(request)
         if entry is None or entry.ticketed:
@@ -221,28 +190,21 @@ class SchedulerHolds:
         ttl: float | None = None,
         copy: PageCopy | None = None,
     ) -> Hold | None:
-        """Return the hold to put into the ticket of a computed request.
+        """Return the hold to put into the ticket of a computed request, and start its lease.
 
-        The workers will be told to start the lease. The caller must not free the request's pages
-        until ``sent`` is called for it. If more than ``max_pages`` pages are then kept for tickets,
-        others are given up, the oldest first and conversations before all others: their holds end
-        early.
+        The pages must not be freed until ``sent``. Beyond ``max_pages``, older tickets are given
+        up, conversations first. ``None`` if the request has no hold or has its ticket, does not fit
+        (``fits``), or is a conversation without room (``has_room``).
 
         Args:
             request: the request.
-            lease: its lease in seconds.
+            lease: in seconds.
             pages: ids of its pages; where the cache is staged, of its host pages.
             ttl: for a conversation's ticket, how many seconds to keep the hold until a consumer
                 claims it, which starts the lease; ``None`` for other tickets.
-            copy: where the cache is staged, the copy that fills the host pages. The request's
-                blocks may be freed when it is reported as sent, and ``sent`` is called when it is
-                over. The ticket must not say ``computed``: a fence would accept host pages that
-                are not copied yet.
-
-        Returns:
-            The hold; ``None`` if ``take_on`` gave the request no hold, if the request has its
-            ticket already, if it has more than ``max_pages`` pages, or if a conversation has no
-            room (``has_room``).
+            copy: where the cache is staged, the copy that fills the host pages. The blocks may be
+                freed when the request is sent; ``sent`` is called when it is over. The ticket must
+                not say ``computed``: a fence would accept host pages that are not copied yet.
         """
         entry = self._entries.get(request)
         if entry is None or entry.ticketed or not self.fits(len(pages)):
@@ -270,13 +232,7 @@ class SchedulerHolds:
         return self._max_pages is None or pages <= self._max_pages
 
     def has_room(self, pages: frozenset[int]) -> bool:
-        """Return whether ``max_pages`` allows a conversation's ticket beside the prompts' tickets.
-
-        Only tickets of other conversations are given up for a conversation's ticket.
-
-        Args:
-            pages: ids of the conversation's pages.
-        """
+        """Return whether a conversation fits if only other conversations' tickets are given up."""
         new = sum(page not in self._firm_pages for page in pages)
         return self._max_pages is None or len(self._firm_pages) + new <= self._max_pages
 
@@ -285,31 +241,19 @@ class SchedulerHolds:
         return request in self._oldest
 
     def take_evicted(self) -> list[RequestId]:
-        """Return the requests whose holds were ended early because of ``max_pages``.
-
-        Each request is returned once. Those of conversations are left out: their pages were kept
-        only as long as there was room.
-        """
+        """Return, once, the requests whose holds ``max_pages`` has ended, without conversations."""
         evicted, self._evicted = self._evicted, []
         return evicted
 
     def revoke(self, request: RequestId) -> bool:
-        """Give up the ticket of a request: the workers will be told to end its hold.
-
-        Returns:
-            Whether the request had a ticket that was not given up before.
-        """
+        """Give up a request's ticket; return whether it had one not given up before."""
         if request not in self._oldest:
             return False
         self._give_up(request, HoldEnd.REVOKED)
         return True
 
     def drop(self, request: RequestId) -> bool:
-        """End the hold of a request that will get no ticket.
-
-        Returns:
-            Whether the request had a hold without a ticket; if not, nothing has changed.
-        """
+        """End the hold of a request that gets no ticket; return whether there was one."""
         entry = self._entries.get(request)
         if entry is None or entry.ticketed:
             return False
@@ -323,14 +267,9 @@ class SchedulerHolds:
         return True
 
     def sent(self, request: RequestId) -> HoldEnd | None:
-        """Free the slot of a request.
+        """Free the slot of a request that is sent (if staged, over) on all workers.
 
-        Called when every worker has reported the request as sent; where the cache is staged, when
-        every worker has reported it as over.
-
-        Returns:
-            Why the request's ticket was given up; ``None`` if it was not, or if the request has no
-            ticket.
+        Returns why its ticket was given up; ``None`` if it was not, or there is none.
         """
         entry = self._entries.get(request)
         if entry is None or not entry.ticketed:
@@ -344,10 +283,7 @@ class SchedulerHolds:
         return entry.given_up
 
     def reset(self) -> None:
-        """Give up all tickets: the workers will be told to end their holds.
-
-        The pages of each request may be freed once the request is reported as sent.
-        """
+        """Give up all tickets. Their pages may be freed once the requests are reported as sent."""
         ticketed = {r: entry for r, entry in self._entries.items() if entry.ticketed}
         self._ends.extend(sorted({entry.hold for entry in ticketed.values()} - set(self._ends)))
         self._ending.update(ticketed)
@@ -358,19 +294,10 @@ class SchedulerHolds:
             entry.given_up = entry.given_up or HoldEnd.REVOKED
 
     def reclaim(self, pages: int) -> int:
-        """End holds of conversations early (give up their tickets), to free enough pages.
-
-        A consumer may be reading the pages. Then its fence fails, because the workers clear the
-        slot word before they report the request as sent, and it computes the tokens instead. A
-        claim does not protect these holds: otherwise two engines, each waiting for pages that the
-        other's requests hold, could wait for ever.
-
-        Args:
-            pages: number of pages to free.
-
-        Returns:
-            How many holds were ended; the oldest go first.
-        """
+        """Give up conversations' tickets, oldest first, to free enough pages; return how many."""
+        # A consumer may be reading: its fence fails, as the workers clear the slot word before they
+        # report the request as sent. Claims do not protect: two engines, each waiting for pages
+        # held for the other, could wait for ever.
         goal, given = len(self._pages) - pages, 0
         while self._conversations and len(self._pages) > goal:
             self._give_up(next(iter(self._conversations)), HoldEnd.RECLAIMED)
@@ -378,16 +305,7 @@ class SchedulerHolds:
         return given
 
     def give_up(self, silent: Iterable[Silence], pages: int) -> list[Silence]:
-        """End holds early whose consumer is gone (give up their tickets), to free enough pages.
-
-        Args:
-            silent: the holds, in the sequence in which to end them; a hold that has ended, or whose
-                ticket was given up before, is skipped.
-            pages: number of pages to free.
-
-        Returns:
-            The holds that were given up.
-        """
+        """End those silent holds, in this sequence, that free enough pages; return them."""
         goal, given = len(self._pages) - pages, []
         for each in silent:
             if len(self._pages) <= goal:
@@ -399,11 +317,7 @@ class SchedulerHolds:
         return given
 
     def drain(self) -> HoldOrders:
-        """Return the orders for the workers that have been collected since the last call.
-
-        The caller sends the result to every worker. The slots of the holds in ``drops`` are free
-        from now on, unless ``take_ons`` has them again.
-        """
+        """Return the orders since the last call, which the caller sends to every worker."""
         marked = self._watermarks.items()
         orders = HoldOrders(
             drops=(*self._drops, *self._replaced),
@@ -414,6 +328,7 @@ class SchedulerHolds:
             copies=tuple(self._copies),
             ends=tuple(self._ends),
         )
+        # Free from now on: workers apply drops before take-ons.
         self._free.extend(hold.slot for hold in self._drops)
         self._watermarks.clear()
         self._replaced.clear()
@@ -423,31 +338,16 @@ class SchedulerHolds:
         return orders
 
     def _make_room(self, newest: RequestId) -> None:
-        """Give up the oldest tickets until the others hold at most ``max_pages`` pages.
-
-        Those of conversations go before all others.
-
-        Args:
-            newest: the request whose ticket was just made. It keeps its ticket: ``ticket`` has
-                checked that it ``fits``.
-        """
         while self._max_pages is not None and len(self._pages) > self._max_pages:
             candidates = chain(self._conversations, self._oldest)
+            # The newest stays: it fits.
             oldest = next(request for request in candidates if request != newest)
             if oldest not in self._conversations:
                 self._evicted.append(oldest)
             self._give_up(oldest, HoldEnd.EVICTED)
 
     def _give_up(self, request: RequestId, reason: HoldEnd) -> None:
-        """Give up a request's ticket: the workers will be told to end its hold.
-
-        The request's pages no longer count against ``max_pages``, but may be freed only once the
-        request is reported as sent.
-
-        Args:
-            request: the request.
-            reason: why its ticket is given up.
-        """
+        """Have the workers end a hold. Its pages may be freed only once it is reported as sent."""
         del self._oldest[request]
         self._conversations.pop(request, None)
         entry = self._entries[request]
@@ -457,7 +357,6 @@ class SchedulerHolds:
         self._ending.add(request)
 
     def _let_go(self, entry: _Entry) -> None:
-        """Stop counting the pages of a hold against ``max_pages``."""
         counters = (self._pages,) if entry.is_conversation else (self._pages, self._firm_pages)
         for counter in counters:
             counter.subtract(entry.pages)

@@ -1,9 +1,6 @@
 """Which copies between device and host pages a rank begins, and what it reports when.
 
-Where no driver can register the engine's memory, peers read and the rank loads into pages in host
-memory (host pages), and every byte crosses once more, between the device and them
-(docs/protocol.md, "Staging"). The state machines here decide the order: ``StagedHolds`` for pages
-that peers read, ``StagedLoads`` for pages that are loaded. The caller makes the copies.
+The caller makes the copies (docs/protocol.md, "Staging").
 """
 
 from __future__ import annotations
@@ -18,15 +15,7 @@ from kvferry.core.lifecycle.loads import LoadId
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageCopy:
-    """A copy of whole blocks between the device and host pages, one way or the other.
-
-    Attributes:
-        blocks: ids of the blocks on the device, without holes.
-        pages: ids of the host pages, one for each block.
-
-    Raises:
-        CopyError: there are not as many pages as blocks.
-    """
+    """A copy of whole blocks to or from as many host pages; ``CopyError`` if numbers differ."""
 
     blocks: tuple[int, ...] = ()
     pages: tuple[int, ...] = ()
@@ -41,12 +30,7 @@ class PageCopy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HoldCopy:
-    """The copy that fills the host pages of a ticket.
-
-    Attributes:
-        request, hold: the request whose ticket was made, and its hold.
-        copy: its blocks, and the host pages that the ticket names.
-    """
+    """The copy that fills the host pages of a ticket."""
 
     request: RequestId
     hold: Hold
@@ -54,22 +38,17 @@ class HoldCopy:
 
 
 class _At(enum.Enum):
-    """How far a copy is."""
-
     DEVICE = "device"
     """The device has not finished its earlier work on the blocks."""
     FENCE = "fence"
     """Of a load: the device has, but the load is not over."""
     COPYING = "copying"
-    """The copy is under way."""
     OVER = "over"
     """The copy has passed, or none will begin."""
 
 
 @dataclass(slots=True, kw_only=True)
 class _Staged:
-    """A hold whose copy was ordered."""
-
     order: HoldCopy
     at: _At = _At.DEVICE
     is_copied: bool = False
@@ -80,9 +59,9 @@ class _Staged:
 class StagedHolds:
     """Copy the pages of requests with a ticket to the host, and say when both sides are free.
 
-    A hold's pages may be read when its copy has passed (``is_copied``). Its blocks are then free:
-    the request is *sent*. Its host pages are free when it is *over*: the hold has ended, and no
-    copy writes them any more. Each request is sent once and over once. Not thread-safe.
+    When its copy has passed, a hold's pages may be read, and its blocks are free: the request is
+    *sent*. Its host pages are free when it is *over*: the hold has ended, and no copy writes them
+    any more. Each request is sent once and over once. Not thread-safe.
     """
 
     def __init__(self) -> None:
@@ -98,7 +77,6 @@ class StagedHolds:
         return len(self._staged)
 
     def __contains__(self, hold: Hold) -> bool:
-        """Return whether a hold is not over."""
         return hold in self._staged
 
     def order(self, order: HoldCopy) -> None:
@@ -107,10 +85,7 @@ class StagedHolds:
         self._of[order.request] = order.hold
 
     def passed(self, hold: Hold) -> None:
-        """Begin a hold's copy: the device has finished all work that fills its blocks.
-
-        If the hold has ended, nothing is copied.
-        """
+        """Begin the copy if the hold stands: the device has done the work that fills its blocks."""
         staged = self._staged.get(hold)
         if staged is not None and staged.at is _At.DEVICE:
             staged.at = _At.COPYING
@@ -126,8 +101,8 @@ class StagedHolds:
     def failed(self, hold: Hold) -> None:
         """End a hold and free its blocks: its copy has failed, or cannot begin.
 
-        Nothing may read the blocks or write the host pages for the copy any more. Where the caller
-        cannot tell, it must not call this, so that neither is ever given back.
+        Only if nothing reads or writes for the copy any more. Where the caller cannot tell, it must
+        not call this, so that neither blocks nor host pages are ever given back.
         """
         staged = self._staged.get(hold)
         if staged is not None and staged.at is not _At.OVER:
@@ -185,8 +160,6 @@ class StagedHolds:
 
 @dataclass(slots=True, kw_only=True)
 class _StagedLoad:
-    """A load whose pages are copied to the device when it has succeeded."""
-
     copy: PageCopy
     at: _At = _At.DEVICE
     is_loaded: bool = False
@@ -211,7 +184,6 @@ class StagedLoads:
         return len(self._loads)
 
     def __contains__(self, load_id: LoadId) -> bool:
-        """Return whether a load is not over."""
         return load_id in self._loads
 
     def begin(self, load_id: LoadId, copy: PageCopy) -> None:
@@ -226,12 +198,7 @@ class StagedLoads:
             self._proceed(load_id, load)
 
     def loaded(self, load_id: LoadId, error: KVFerryError | None) -> None:
-        """Record that a load into host pages is over, and no byte lands in them any more.
-
-        Args:
-            load_id: the load.
-            error: why the load failed; ``None`` if it succeeded.
-        """
+        """Record that a load, failed or not, is over: no byte lands in its host pages."""
         load = self._loads.get(load_id)
         if load is not None and not load.is_loaded:
             load.is_loaded = True
@@ -245,15 +212,7 @@ class StagedLoads:
             self._end(load_id, load)
 
     def failed(self, load_id: LoadId, error: KVFerryError) -> None:
-        """Have a load fail whose copy has failed, or cannot begin.
-
-        Nothing may read the host pages or write the blocks for the copy any more. Where the caller
-        cannot tell, it must not call this, so that neither is ever given back.
-
-        Args:
-            load_id: the load.
-            error: why.
-        """
+        """Have a load fail whose copy has failed or cannot begin, as for ``StagedHolds``."""
         load = self._loads.get(load_id)
         if load is None:
             return

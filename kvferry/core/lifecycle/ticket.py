@@ -1,8 +1,7 @@
 """The ticket that a producer hands to a consumer, through the router, for one request.
 
-A ticket passes through a client's hands, so nothing in it is trusted before it is checked: first
-its form, then its digest by the consumer's scheduler, then the rest against the producer's
-handshake.
+It passes through a client's hands, so it is checked before it is trusted: first its form, then its
+digest by the consumer's scheduler, then the rest against the producer's handshake.
 """
 
 from __future__ import annotations
@@ -40,32 +39,26 @@ class Ticket:
     """What a consumer needs to know to load one request's pages from one producer engine.
 
     Attributes:
-        engine, incarnation: id of the producer engine, and the random number that identifies the
-            start of the engine that made the ticket.
+        engine, incarnation: id of the producer engine, and which start of it made the ticket.
         request: the producer's id of the request; for logs only.
-        host, port: the address of the producer's side channel; if the ticket has a proof, the
-            address that the producer wrote into it, whatever a router says (see ``routed``).
-        hold: the slot and generation that stand for the pages in the producer's slot tables.
-        pages: for each group of the producer, the ids of the request's pages, in the sequence of
-            the request's blocks; 0 is a hole, a block without a page.
-        first_index: for each group, the index in the request of the block that the first entry of
-            ``pages`` is for.
-        missing: for each group, how many of its first tokens the first page lacks; empty if no page
+        host, port: the address of the producer's side channel; where there is a proof, as the
+            producer wrote it, whatever a router says (see ``routed``).
+        hold: stands for the pages in the producer's slot tables.
+        pages: for each group of the producer, page ids in the sequence of the request's blocks; 0
+            is a hole, a block without a page.
+        first_index: for each group, the request's block index of the first entry of ``pages``.
+        missing: for each group, how many of its first tokens the first page lacks; empty if none
             lacks any. See ``planner.build_copies.Pages``.
-        tokens: number of tokens that the pages cover; a state page holds the state after all of
-            them.
-        digest: digest of everything that the content of the pages depends on; see
-            ``kvferry.core.lifecycle.digest``.
+        tokens: how many tokens the pages cover; a state page holds the state after all of them.
+        digest: of everything that the content of the pages depends on (``lifecycle.digest``).
         computed: whether the pages were complete when the ticket was made, so that the slot word
-            need not be read before the pages.
+            need not be read before them.
         tp_size: the producer's tensor-parallel size, which is compared with the handshake.
-        key: the public key of the side channel, 32 bytes; empty if the channel is not encrypted.
-        routed: (host, port) of the side channel as a router gave it, which is tried if ``host`` and
-            ``port`` do not answer; ``None`` if the router gave no address or the same.
-        proof: proves that the producer made the ticket; ``None`` if the producer makes no proofs.
-        blocks: in a conversation's ticket, a digest for each block of tokens, so that a request
-            that continues the conversation can use the tokens that both have in common; ``None`` in
-            other tickets.
+        key: the public key of the side channel, 32 bytes; empty if it is not encrypted.
+        routed: (host, port) as a router gave it, tried if ``host`` and ``port`` do not answer;
+            ``None`` if it gave none or the same.
+        proof: that the producer made the ticket; ``None`` if the producer makes no proofs.
+        blocks: in a conversation's ticket, digests to find the tokens that the next turn shares.
 
     Raises:
         TicketError: a value is out of bounds, or a page occurs twice in a group.
@@ -100,7 +93,7 @@ class Ticket:
 
 
 def _identity_problems(ticket: Ticket) -> Iterator[str]:
-    """Yield a text for each value that is out of bounds, except ``pages`` and ``first_index``."""
+    """Yield a text for each value out of bounds, but for those of ``_page_problems``."""
     for name in ("engine", "request", "host"):
         text = getattr(ticket, name)
         if not 1 <= len(text) <= MAX_TEXT:
@@ -128,7 +121,6 @@ def _identity_problems(ticket: Ticket) -> Iterator[str]:
 
 
 def _chain_problems(blocks: BlockDigests, tokens: int) -> Iterator[str]:
-    """Yield a text for each problem with the digests of a ticket that covers ``tokens`` tokens."""
     if not 1 <= blocks.tokens <= MAX_TOKENS:
         yield f"blocks of {blocks.tokens} tokens; 1 to {MAX_TOKENS} are allowed"
         return
@@ -170,17 +162,8 @@ def _page_problems(ticket: Ticket) -> Iterator[str]:
 
 
 def page_limits(payloads: Sequence[RankPayload]) -> tuple[int, ...]:
-    """Return, for each group of an engine, the number that page ids must stay below.
-
-    Visits many fields of every rank, so call it once per handshake, not per ticket.
-
-    Args:
-        payloads: what every rank of the engine publishes in the handshake.
-
-    Returns:
-        Per group, the smallest number of pages among the ranks that have a field of the group; 0
-        if no rank has one.
-    """
+    """Return per group what page ids must stay below on every rank; 0 if no rank has a field."""
+    # Visits many fields of every rank: once per handshake, not per ticket.
     limits = [0] * len(payloads[0].layout.groups)
     for first in (some.first for payload in payloads for some in payload.layout.field_sets):
         if first.group < len(limits):
@@ -195,20 +178,10 @@ def check_against(
     *,
     ticket_key: bytes = b"",
 ) -> None:
-    """Check a ticket against what its producer published in the handshake.
+    """Check an untrusted ticket against what its producer published, and ``page_limits`` of that.
 
-    Args:
-        ticket: untrusted, from a client.
-        payloads: what every rank of the producer publishes in the handshake.
-        limits: ``page_limits(payloads)``.
-        ticket_key: the public key that the producer publishes to verify the proofs of its tickets;
-            empty if it publishes none.
-
-    Raises:
-        TicketError: the incarnation, the number of groups or the tensor-parallel size differ from
-            what was published; the proof is missing, invalid, or made with another key, or is there
-            although the producer publishes no key; or the ticket names a slot or a page that the
-            producer does not have.
+    Raises ``TicketError`` as ``check_maker``, or if the number of groups or the tensor-parallel
+    size differs, or a slot or page does not exist.
     """
     check_maker(ticket, payloads, ticket_key)
     for problem in _handshake_problems(ticket, payloads, limits):
@@ -216,19 +189,10 @@ def check_against(
 
 
 def check_maker(ticket: Ticket, payloads: Sequence[RankPayload], ticket_key: bytes) -> None:
-    """Check that the engine that answered the handshake is the one that made the ticket.
+    """Raise ``TicketError`` if the engine that answered the handshake did not make a ticket.
 
-    Unlike ``check_against``, this function compares nothing with the producer's layouts.
-
-    Args:
-        ticket: untrusted, from a client.
-        payloads: what every rank of the producer publishes in the handshake.
-        ticket_key: the public key that the producer publishes to verify the proofs of its tickets;
-            empty if it publishes none.
-
-    Raises:
-        TicketError: the incarnation differs from the published one; or the proof is missing,
-            invalid, or made with another key, or is there although the producer publishes no key.
+    Another incarnation; or a proof that is missing, invalid, by another key, or there although the
+    producer publishes no key (an empty ``ticket_key``).
     """
     for incarnation in {payload.incarnation for payload in payloads} - {ticket.incarnation}:
         raise TicketError(
@@ -242,10 +206,6 @@ def check_maker(ticket: Ticket, payloads: Sequence[RankPayload], ticket_key: byt
 def _handshake_problems(
     ticket: Ticket, payloads: Sequence[RankPayload], limits: Sequence[int]
 ) -> Iterator[str]:
-    """Yield a text for each value of a ticket that does not fit what the producer publishes.
-
-    The arguments are those of ``check_against``.
-    """
     tp_size = 1 + max(payload.coordinates.tp for payload in payloads)
     if ticket.tp_size != tp_size:
         yield f"the ticket says tp_size {ticket.tp_size}, the handshake {tp_size}"

@@ -1,9 +1,8 @@
-"""Turn a plan and the pages of a request into copies.
+"""Turn a plan and the pages of a request into copies: strips, each in sub-blocks of the request.
 
-A plan has strips: runs of bytes with their addresses in one sub-block (a run of tokens that lies in
-one page on both sides). A copy moves one strip in one sub-block of the request. No Python code runs
-per copy: the addresses of strips and the offsets of sub-blocks are added as an outer sum, into
-arrays that are reused.
+A strip is a run of bytes in one sub-block; a sub-block is a run of tokens that lies in one page on
+both sides. No Python code runs per copy: addresses of strips and offsets of sub-blocks are added as
+an outer sum, into arrays that are reused.
 """
 
 from __future__ import annotations
@@ -38,15 +37,14 @@ BATCH_COPIES = 1 << 18
 class Pages:
     """The pages that one group of one engine has for consecutive blocks of a request.
 
-    A list of remote pages may begin after the request's first block and have holes, as long as it
-    has every page that is read. A list of local pages has all pages that belong to the load: the
-    bytes of these pages that are not read are zeroed.
+    Remote pages may begin after the request's first block and have holes, as long as every page
+    that is read is there. Local pages are all those of the load: their bytes that are not read are
+    zeroed.
 
     Attributes:
         ids: (n,) int64, page ids; ``layout.HOLE`` stands for a block without a page. Belongs to the
             caller and is not copied.
-        first_index: block index of ``ids[0]`` within the request; ``ids[i]`` is the page of block
-            ``first_index + i``.
+        first_index: ``ids[i]`` is the page of the request's block ``first_index + i``.
         missing: how many of the first tokens of page ``ids[0]`` it lacks: those before an attention
             window that the engine has loaded itself. 0 in local pages.
 
@@ -74,15 +72,7 @@ class Pages:
             raise PageError(f"{self.missing} missing tokens: it must be 0 to {LAST_TOKEN - 1}")
 
     def entries(self, start: int, stop: int) -> slice:
-        """Return the slice of ``ids`` with the pages of a range of blocks.
-
-        Args:
-            start: block index within the request of the range's first block.
-            stop: block index after the range's last block.
-
-        Returns:
-            The slice; blocks of the range that the list lacks are left out.
-        """
+        """Return the slice of ``ids`` that the list has of the blocks ``start`` up to ``stop``."""
         return slice(max(start - self.first_index, 0), max(stop - self.first_index, 0))
 
 
@@ -91,10 +81,9 @@ class ReadRequest:
     """Which tokens are read for one request, and its pages on both sides.
 
     Attributes:
-        ranges: per local group, the range ``[first, last)`` of tokens to read, as indices in the
-            request; it may start and end anywhere in a page. For a group of states, ``(0, number of
-            tokens)``: its one page has block index 0. ``None`` for a group of which nothing is read
-            and the load owns no page.
+        ranges: per local group, the tokens ``[first, last)`` to read, anywhere in a page; ``(0,
+            number of tokens)`` for states, whose one page has block index 0. ``None`` for a group
+            of which nothing is read and the load owns no page.
         local: per local group, the pages to fill. Unless the group's range is ``None``, the load
             owns these pages whole: nothing else may use them meanwhile.
         remote: per remote group, in the remote engine's numbering, the pages to read.
@@ -107,13 +96,7 @@ class ReadRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpanSegment:
-    """Consecutive spans (ranges of bytes) of ``Spans`` that lie in one local region.
-
-    Attributes:
-        start: index of the first span.
-        stop: index after the last span.
-        region: the region that the spans lie in.
-    """
+    """Consecutive spans, ``start`` up to ``stop``, that lie in one local region."""
 
     start: int
     stop: int
@@ -122,14 +105,9 @@ class SpanSegment:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Spans:
-    """n ranges of bytes in local memory, for example those to zero.
+    """n ranges of bytes in local memory, for example those to zero, by region.
 
-    The arrays belong to the caller that asked for the spans.
-
-    Attributes:
-        address: (n,) uint64, first byte of each span, ascending within a segment.
-        nbytes: (n,) uint64, length of each span.
-        segments: which spans lie in which region; together the segments cover all spans, in order.
+    ``address`` (ascending within a segment) and ``nbytes`` are (n,) uint64; ``segments`` cover all.
     """
 
     address: U64Array
@@ -144,9 +122,6 @@ class Workspace:
     """Arrays that calls of ``build_copies`` reuse; allocating takes longer than filling them.
 
     The result of a call is valid until the next call with the same workspace. Not thread-safe.
-
-    Args:
-        copies: number of copies to allocate room for at first; the workspace grows when needed.
     """
 
     __slots__ = ("_table",)
@@ -164,44 +139,24 @@ class Workspace:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Places:
-    """Where s sub-blocks of a request lie in the pages of the local or of the remote rank.
-
-    A sub-block is a run of tokens that lies within one page on both sides.
-
-    Attributes:
-        ids: (s,) int64, id of the page of each sub-block.
-        within: (s,) int64, index of each sub-block within its page.
-    """
+    """Where s sub-blocks lie on one side: page ids, and indices within the page; (s,) int64."""
 
     ids: I64Array
     within: I64Array
 
     def offsets(self, strides: Strides) -> I64Array:
-        """Return the bytes from the first sub-block of page 0 to each sub-block, (s,) int64.
-
-        ``strides`` has the distances from page to page and from sub-block to sub-block.
-        """
+        """Return the bytes from the first sub-block of page 0 to each sub-block, (s,) int64."""
         pages = self.ids * strides.page
         return pages + entry_offsets(strides.within, self.within) if strides.within else pages
 
     def numbers(self, pages: int) -> I64Array:
-        """Return the number of each sub-block's place, (s,) int64; see ``transport.paged``.
-
-        Args:
-            pages: number of pages that the rank has.
-        """
+        """Return the number of each sub-block's place, (s,) int64; see ``transport.paged``."""
         return self.within * pages + self.ids
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _SubBlocks:
-    """Sub-blocks of a request in the pages of both ranks.
-
-    Attributes:
-        match: the groups that are read.
-        local: where the sub-blocks lie in local pages.
-        remote: where the same sub-blocks lie in remote pages.
-    """
+    """Sub-blocks of a request in the pages of both ranks."""
 
     match: Match
     local: _Places
@@ -216,24 +171,15 @@ class _SubBlocks:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Part:
-    """n strips, each of which is copied at s places: n * s copies.
-
-    A strip is a run of bytes in one sub-block. A place is a sub-block of the request, or several
-    sub-blocks that lie one after another on both sides.
-
-    Attributes:
-        batch: the strips.
-        local: (s,) int64, bytes to add to the local address of any strip for each place.
-        remote: (s,) int64, bytes to add to the remote address of any strip for each place.
-        nbytes: length in bytes of every copy at each place, (s,) int64, or as one integer if all
-            are equal.
-        sub_blocks: the sub-blocks, before any were joined; ``None`` for a piece of a part.
-    """
+    """n strips, each copied at s places (sub-blocks, joined where they touch): n * s copies."""
 
     batch: StripBatch
+    # (s,) int64: the bytes that each place adds to the addresses of any strip.
     local: I64Array
     remote: I64Array
+    # (s,) int64, or one length for all.
     nbytes: I64Array | int
+    # Before any were joined; ``None`` for a piece of a part.
     sub_blocks: _SubBlocks | None = None
 
     @property
@@ -266,19 +212,8 @@ def _even(count: int, limit: int) -> int:
 class CopyBatches:
     """The copies that read one request's pages from one remote rank, built batch by batch.
 
-    The batches, one after another, are what ``build_copies`` returns for the whole request. Every
-    batch is built when it is asked for, so a request of any number of copies takes the memory of
-    one batch.
-
-    Args:
-        source: one of the plan's ``sources``: what the local rank reads from the remote rank.
-        request: what to read. Its remote pages are untrusted.
-        workspace: provides the arrays of every batch, which is then valid until the next call with
-            this workspace.
-        limit: the most copies in a batch.
-
-    Attributes:
-        complete: whether all batches were built.
+    Together, the batches are what ``build_copies`` returns. Each is built when it is asked for, and
+    is valid until the next call with the workspace. ``complete`` says whether all were built.
     """
 
     __slots__ = ("_batches", "_next", "_workspace", "complete")
@@ -296,19 +231,11 @@ class CopyBatches:
         self.complete = False
 
     def build(self) -> Copies:
-        """Return the next batch; the first may be empty. ``complete`` must be ``False``.
-
-        Raises:
-            PageError: a range or a page list does not fit the layouts.
-        """
+        """Return the next batch (the first may be empty), or raise ``PageError``."""
         return _copies(self._take(), self._workspace)
 
     def build_paged(self) -> Copies | PagedCopies:
-        """Return the next batch as ``build`` does, but named by pages where that is cheaper.
-
-        Raises:
-            PageError: a range or a page list does not fit the layouts.
-        """
+        """Return the next batch as ``build`` does, but named by pages where that is cheaper."""
         parts = self._take()
         return _paged(parts) or _copies(parts, self._workspace)
 
@@ -322,17 +249,11 @@ class CopyBatches:
 def build_copies(
     source: Source, request: ReadRequest, workspace: Workspace | None = None
 ) -> Copies:
-    """Return the copies that read one request's pages from one remote rank.
+    """Return the copies that read one request's (untrusted) pages from one remote rank.
 
-    The ends of a range of tokens are rounded outwards to whole sub-blocks (runs of tokens that lie
-    within one page on both sides). Copies that are neighbours on both sides are joined, also across
-    pages.
-
-    Args:
-        source: one of the plan's ``sources``: what the local rank reads from the remote rank.
-        request: what to read. Its remote pages are untrusted.
-        workspace: provides the arrays of the result, which is then valid until the next call with
-            this workspace. ``None`` for new arrays, which belong to the caller.
+    The ends of a range are rounded outwards to whole sub-blocks. Copies that are neighbours on both
+    sides are joined, also across pages. The result is valid until the next call with ``workspace``;
+    with ``None``, its arrays belong to the caller.
 
     Raises:
         PageError: a range or a page list does not fit the layouts.
@@ -341,14 +262,7 @@ def build_copies(
 
 
 def _paged(parts: Sequence[_Part]) -> PagedCopies | None:
-    """Return the copies of several parts, named by pages, if that is cheaper.
-
-    It is where few of the copies are neighbours on both sides, which are joined when addresses are
-    written out.
-
-    Returns:
-        The copies, in arrays of their own; ``None`` if their addresses are better written out.
-    """
+    """Return the copies named by pages; ``None`` if it is cheaper to write out addresses."""
     whole = [(part.batch, part.sub_blocks) for part in parts if part.sub_blocks is not None]
     joined = sum(part.copies for part in parts)
     unjoined = sum(len(batch.local) * len(each.local.ids) for batch, each in whole)
@@ -423,11 +337,7 @@ def _in_batches(parts: Iterable[_Part], limit: int) -> Iterator[list[_Part]]:
 
 
 def _request_parts(source: Source, request: ReadRequest) -> Iterator[_Part]:
-    """Yield the parts of a request's copies from one remote rank.
-
-    Raises:
-        PageError: a range or a page list does not fit the layouts.
-    """
+    """Yield the parts of a request's copies from one remote rank."""
     _check_local(source.local_layout, request)
     _check_length("remote page lists", request.remote, source.remote_layout)
     for match in source.matches:
@@ -474,16 +384,8 @@ def _first_token_there(match: Match, request: ReadRequest) -> int:
 
 
 def _check_room(match: Match, stop: int, pages: Pages) -> None:
-    """Refuse a range of tokens that ends far beyond the local pages.
-
-    Called before the sub-blocks of the range (runs of tokens in one page on both sides) are
-    enumerated. A range that ends little beyond the pages may pass; ``_locate_on_side`` refuses it.
-
-    Args:
-        match: the groups that are read.
-        stop: index of the token after the range's last, as ``match.pairing`` numbers tokens.
-        pages: the request's pages of the local group.
-    """
+    """Refuse tokens far beyond the local pages, before their sub-blocks are enumerated."""
+    # ``stop`` is numbered as by ``pairing``. What ends little beyond, ``_locate_on_side`` refuses.
     group = match.pairing.local
     indices = pages.first_index + len(pages.ids)
     if stop > (indices + 1) * max(group.block_tokens, 1) * group.context.size:
@@ -496,15 +398,7 @@ def _check_room(match: Match, stop: int, pages: Pages) -> None:
 def _locate(
     match: Match, request: ReadRequest, start: int, stop: int, granularity: int
 ) -> _SubBlocks:
-    """Return where the sub-blocks lie that a range of tokens has and both ranks hold.
-
-    Args:
-        match: the groups that are read.
-        request: has the pages of both groups.
-        start: index of the range's first token, as ``match.pairing`` numbers tokens.
-        stop: index of the token after the range's last, numbered likewise.
-        granularity: number of tokens in a sub-block, a run of tokens in one page on both sides.
-    """
+    """Return where the sub-blocks lie that a range of tokens has and both ranks hold."""
     near, far = match.pairing.block_maps(granularity)
     index = sub_blocks(start, stop, granularity, near, far)
     local, remote = request.local[match.local_group], request.remote[match.remote_group]
@@ -522,19 +416,7 @@ def _locate(
 def _locate_on_side(
     name: str, pages: Pages, limit: int, block_map: BlockMap, index: I64Array
 ) -> _Places:
-    """Return where sub-blocks lie in the pages of the local or of the remote rank.
-
-    Args:
-        name: the group, for error messages.
-        pages: the request's pages of the group; untrusted.
-        limit: upper bound of page ids, exclusive.
-        block_map: which sub-blocks the rank holds, and where.
-        index: (s,) int64, ascending: the indices in the request of sub-blocks that the rank holds.
-
-    Raises:
-        PageError: the list of pages lacks a page that has such a sub-block, or the page id is a
-            hole or out of bounds.
-    """
+    """Return where sub-blocks that a rank holds lie in its ``pages``, which are untrusted."""
     position, within = block_map.locate(index)
     entry = position - pages.first_index
     if not len(entry):
@@ -556,11 +438,7 @@ def _locate_on_side(
 
 
 def _part(batch: StripBatch, sub_blocks: _SubBlocks) -> _Part:
-    """Return the copies of a batch of strips in sub-blocks of a request.
-
-    Consecutive sub-blocks are joined into one place if, on both sides, every strip begins in the
-    second where it ended in the first.
-    """
+    """Return the copies of a batch of strips; joins sub-blocks that touch on both sides."""
     part = partial(_Part, batch=batch, sub_blocks=sub_blocks)
     near = sub_blocks.local.offsets(batch.strides.local)
     far = sub_blocks.remote.offsets(batch.strides.remote)
@@ -591,19 +469,12 @@ def _segments(parts: Sequence[_Part]) -> Iterator[Segment]:
 
 
 def unwritten_spans(layout: Layout, plan: Plan, request: ReadRequest) -> Spans:
-    """Return the bytes in a request's local pages that its reads may leave unwritten.
+    """Return the bytes in a request's local pages that reading all sources may leave unwritten.
 
-    Attention kernels compute also over tokens outside the range that is read, so a page that
-    belongs to a load must not keep its old content. In the local pages of every group whose range
-    in ``request`` is not ``None``, the spans are the bytes before the first sub-block that is read
-    and after the last, and all bytes of fields that are not read. The caller must zero them before
-    the reads start. If a group is read from remote groups with different block sizes, the reads
-    write some of these bytes after that.
-
-    Args:
-        layout: the layout of this rank.
-        plan: the plan of this rank; all of its sources are read.
-        request: what is read.
+    In every group whose range is not ``None``: the bytes before the first sub-block that is read
+    and after the last, and all bytes of fields that are not read. The caller zeroes them before the
+    reads start, because attention kernels also compute over tokens outside the range. Where remote
+    groups have different block sizes, the reads write some of these bytes after that.
 
     Raises:
         PageError: a range or a local page list does not fit.
@@ -633,22 +504,10 @@ def unwritten_spans(layout: Layout, plan: Plan, request: ReadRequest) -> Spans:
 
 
 def _written(layout: Layout, plan: Plan, request: ReadRequest) -> dict[int, tuple[int, int]]:
-    """Return the tokens of each local group that the reads certainly write.
-
-    Sources with different block sizes round a range of tokens to different sub-blocks. Only the
-    tokens that all of them write are certain.
-
-    Args:
-        layout: the layout of this rank.
-        plan: the plan of this rank.
-        request: what is read.
-
-    Returns:
-        For each index of a local group whose range is not ``None``: a range ``[start, stop)`` of
-        tokens, where only tokens that this rank holds are counted; ``(0, 0)`` if no token is
-        certain.
-    """
+    """Return, per local group with a range, the held tokens that the reads certainly write."""
     _check_local(layout, request)
+    # Sources with different block sizes round a range to different sub-blocks: certain are only
+    # the tokens that all of them write. Only tokens that this rank holds are counted.
     spans: dict[int, list[tuple[int, int]]] = {}
     for source in plan.sources:
         _check_length("remote page lists", request.remote, source.remote_layout)
@@ -667,21 +526,10 @@ def _written(layout: Layout, plan: Plan, request: ReadRequest) -> dict[int, tupl
 
 
 def first_written_tokens(layout: Layout, plan: Plan, request: ReadRequest) -> tuple[int, ...]:
-    """Return, for each local group, the first token that the reads of a request certainly write.
+    """Return, for each local group, the first token that reading all sources certainly writes.
 
-    The bytes of earlier tokens in the group's pages are zero (``unwritten_spans``).
-
-    Args:
-        layout: the layout of this rank.
-        plan: the plan of this rank; all of its sources are read.
-        request: what is read.
-
-    Returns:
-        Per local group, an index in the request: the token after the range's last if no token is
-        certain; 0 for a group of states, and where nothing is read.
-
-    Raises:
-        PageError: a range or a local page list does not fit.
+    Earlier tokens in the group's pages are zero (``unwritten_spans``). It is the token after the
+    range's last if none is certain; 0 for states, and where nothing is read. Raises ``PageError``.
     """
     written = _written(layout, plan, request)
     read = {match.local_group for source in plan.sources for match in source.matches}
@@ -694,15 +542,7 @@ def first_written_tokens(layout: Layout, plan: Plan, request: ReadRequest) -> tu
 
 
 def _common(entry: int, spans: list[tuple[int, int]]) -> tuple[int, int]:
-    """Return the intersection of ranges of tokens, cut to whole entries of the cache.
-
-    Args:
-        entry: number of tokens in an entry: 1, or more in a compressed cache.
-        spans: the ranges ``[start, stop)``, at least one.
-
-    Returns:
-        The range ``[start, stop)``; ``(0, 0)`` if it is empty.
-    """
+    """Return the common part of ranges of tokens, in whole entries; ``(0, 0)`` if it is empty."""
     start = -(-max(start for start, _ in spans) // entry) * entry
     stop = min(stop for _, stop in spans) // entry * entry
     return (start, stop) if start < stop else (0, 0)
@@ -711,20 +551,7 @@ def _common(entry: int, spans: list[tuple[int, int]]) -> tuple[int, int]:
 def _unread(
     layout: Layout, plan: Plan, group: int, written: tuple[int, int], pages: Pages
 ) -> Iterator[tuple[StripBatch, I64Array]]:
-    """Yield strips (runs of bytes) that the reads may leave unwritten, and the ids of their pages.
-
-    Args:
-        layout: the layout of this rank.
-        plan: the plan of this rank.
-        group: index of the local group.
-        written: the range ``[start, stop)`` of the tokens that are certainly written, where only
-            tokens that this rank holds are counted.
-        pages: the request's pages of the group.
-
-    Yields:
-        A batch of strips, and the ids of the pages in which they may stay unwritten, (n,) int64,
-        without holes.
-    """
+    """Yield strips that may stay unwritten, with the ids of their pages: (n,) int64, no holes."""
     block = max(layout.groups[group].block_tokens, 1)
     (first, head), (last, tail) = (divmod(token, block) for token in written)
     inside = pages.entries(first, last + bool(tail))
@@ -742,16 +569,7 @@ def _unread(
 
 
 def _present(group: int, ids: I64Array, limit: int) -> I64Array:
-    """Return page ids without the holes.
-
-    Args:
-        group: index of the local group, for the error message.
-        ids: (n,) int64, page ids.
-        limit: upper bound of page ids, exclusive.
-
-    Raises:
-        PageError: an id is out of bounds.
-    """
+    """Return page ids without the holes; refuse an id out of bounds."""
     if ids.min() < 0 or ids.max() >= limit:
         bad = ids[(ids < 0) | (ids >= limit)][0]
         raise PageError(f"local group {group}: page id {bad} does not lie in 0 to {limit - 1}")
@@ -760,14 +578,7 @@ def _present(group: int, ids: I64Array, limit: int) -> I64Array:
 
 
 def _spread(batch: StripBatch, ids: I64Array, regions: dict[Region, int]) -> CoalescedRuns:
-    """Return the runs of local memory that a batch of strips covers in some pages.
-
-    Args:
-        batch: strips of local memory.
-        ids: (n,) int64, the ids of the pages.
-        regions: region to its number in ``CoalescedRuns.pair``; regions that have no number yet are
-            added.
-    """
+    """Return the runs of local memory that strips cover in some pages; numbers new regions."""
     pages = ids * batch.strides.local.page
     pairs = [regions.setdefault(region, len(regions)) for _, region, _ in batch.cuts]
     strips = np.diff([0, *(stop for stop, _, _ in batch.cuts)])

@@ -1,11 +1,10 @@
 """Join runs of bytes that are neighbours in local and in remote memory, to leave fewer copies.
 
-A run is a number of bytes that are contiguous in local memory and also in remote memory. A box is a
-run that is repeated along dims, each with an extent (the number of repetitions), a local stride and
-a remote stride. If both strides of a dim equal the length of the run, the dim is dropped and the
-run becomes longer. Boxes with equal dims whose runs touch on both sides become one box. Both steps
-are repeated until nothing changes, and then the remaining dims are enumerated. So a contiguous page
-that both sides lay out alike ends as one run, and so do tensors that are neighbours on both sides.
+A run is contiguous on both sides. A box is a run that is repeated along dims, each with an extent,
+a local and a remote stride. A dim whose strides both equal the run's length is dropped, and the run
+becomes longer; boxes with equal dims whose runs touch on both sides become one. Both are repeated
+until nothing changes, then the remaining dims are enumerated. So a contiguous page that both sides
+lay out alike ends as one run, and so do tensors that are neighbours on both sides.
 """
 
 from __future__ import annotations
@@ -29,19 +28,11 @@ from kvferry.core.work_budget import (
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CoalescedRuns:
-    """n runs of bytes, each contiguous in local and in remote memory.
+    """n runs of bytes, each contiguous in local and in remote memory; all arrays are (n,)."""
 
-    Attributes:
-        pair: (n,) int64, number of the pair (local region, remote region) that each run lies in;
-            the caller chooses how pairs are numbered.
-        local: (n,) int64, local address of the first byte of each run.
-        remote: (n,) int64, remote address of the first byte of each run.
-        nbytes: (n,) int64, length of each run.
-    """
-
-    pair: I64Array
-    local: I64Array
-    remote: I64Array
+    pair: I64Array  # number of the pair (local region, remote region), as the caller counts pairs
+    local: I64Array  # address
+    remote: I64Array  # address
     nbytes: I64Array
 
     def __len__(self) -> int:
@@ -62,19 +53,11 @@ class CoalescedRuns:
 
 
 Boxes = tuple[JointDims, CoalescedRuns]
-"""Boxes (runs of bytes, each repeated along dims) with the same dims: the dims, and the run of each
-box."""
+"""Boxes with the same dims: the dims, and the run of each box."""
 
 
 def outer_sums(parts: Sequence[I64Array]) -> I64Array:
-    """Return all sums of one element from each array, in row-major order.
-
-    Args:
-        parts: int64 arrays of one dimension, at least one array.
-
-    Returns:
-        (n,) int64, where n is the product of the arrays' lengths.
-    """
+    """Return all sums of one element from each array, at least one array, in row-major order."""
     total = parts[0]
     for part in parts[1:]:
         total = (total[:, None] + part).ravel()
@@ -82,15 +65,7 @@ def outer_sums(parts: Sequence[I64Array]) -> I64Array:
 
 
 def absorb_dims(nbytes: int, dims: JointDims) -> tuple[int, JointDims]:
-    """Describe a box (a run of bytes repeated along dims) by a longer run and fewer dims.
-
-    Args:
-        nbytes: length of the box's run.
-        dims: the dims that the run is repeated along, in any order.
-
-    Returns:
-        The length of the longest run that is possible, and its dims, coarse to fine.
-    """
+    """Describe a box by the longest possible run and its dims, coarse to fine."""
     kept: list[tuple[int, int, int]] = []
     for extent, near, far in sorted(dims, key=lambda dim: dim[1:]):
         if not kept and near == far == nbytes:
@@ -103,15 +78,7 @@ def absorb_dims(nbytes: int, dims: JointDims) -> tuple[int, JointDims]:
 
 
 def merge_boxes(boxes: list[Boxes], budget: WorkBudget) -> list[Boxes]:
-    """Merge boxes (runs of bytes repeated along dims) into as few as can be found.
-
-    Args:
-        boxes: the boxes, grouped by dims; the runs of a group may differ in length.
-        budget: counts the work of every round.
-
-    Returns:
-        The boxes, grouped by dims; the runs of a group are sorted by region pair and local address.
-    """
+    """Merge boxes into as few as can be found; the runs of each are sorted as by ``coalesce``."""
     while True:
         by_dims: dict[JointDims, list[CoalescedRuns]] = {}
         for dims, runs in boxes:
@@ -162,7 +129,7 @@ def count_runs(boxes: Sequence[Boxes]) -> int:
 
 
 def unfold(boxes: Sequence[Boxes]) -> CoalescedRuns:
-    """Return every run of boxes (runs repeated along dims), sorted and joined by ``coalesce``."""
+    """Return every run of boxes, sorted and joined by ``coalesce``."""
     return coalesce(concatenate([_unfold(dims, runs) for dims, runs in boxes]))
 
 

@@ -1,7 +1,7 @@
 """Decide which parts of a tensor each rank reads from which rank of the other engine.
 
-A rank's part of a tensor is called a holding: a range of the shard axis (KV heads, for example)
-and, under context parallelism, a share of the tokens.
+A rank's part of a tensor is a holding: a range of the shard axis (KV heads, for example) and, under
+context parallelism, a share of the tokens.
 """
 
 from __future__ import annotations
@@ -19,19 +19,11 @@ from kvferry.core.work_budget import HOLDING_STEPS, LOOP_STEPS, SPLIT_STEPS, Wor
 
 
 class Holding(NamedTuple):
-    """The part of a tensor that one rank holds, and how the rank stores it.
+    """The part of a tensor that one rank holds, and how the rank stores it (see ``Field``)."""
 
-    Attributes:
-        rank: index of the rank in its engine.
-        group: index of the tensor's group in the rank's layout.
-        shard: the part, as a range ``[start, stop)`` of the whole tensor's shard axis (KV heads,
-            for example).
-        dtype, unit, inner, tokens_per_state, packing, encoding: as in ``Field``.
-    """
-
-    rank: int
-    group: int
-    shard: tuple[int, int]
+    rank: int  # index in its engine
+    group: int  # index in the rank's layout
+    shard: tuple[int, int]  # the part [start, stop) of the whole tensor's shard axis
     dtype: str
     unit: int
     inner: tuple[Axis, ...]
@@ -41,12 +33,7 @@ class Holding(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """A part of a tensor, and the holding (what a rank has of the tensor) to read it from.
-
-    Attributes:
-        holding: index of the holding among the other engine's holdings of the tensor.
-        shard: the part, as a range ``[start, stop)`` of the whole tensor's shard axis.
-    """
+    """A part of a tensor's shard axis, and the index of the holding to read it from."""
 
     holding: int
     shard: tuple[int, int]
@@ -55,18 +42,8 @@ class Piece(NamedTuple):
 class EngineHoldings:
     """The layouts of one engine, and which part of each tensor its ranks hold.
 
-    A field set has the fields of one rank that differ only in key, encoding, region and offset. If
-    tensors are together in one field set on every rank of both engines (the K and V of equal
-    layers, for example), they are treated as one tensor, under the key of the first.
-
-    Attributes:
-        name: ``local`` or ``remote``, for error messages.
-        layouts: the layouts of the engine's ranks, by rank.
-        budget: counts the work on both engines.
-        holdings: for each key of a tensor, its holdings.
-        fields: for each key of a tensor, rank index to the rank's fields of the tensor. Keeps the
-            fields of tensors that were excluded from ``holdings``.
-        drafts: keys of the tensors of draft layers (of a speculative model).
+    Tensors that are in one field set on every rank of both engines (the K and V of equal layers,
+    for example) are treated as one tensor, under the key of the first.
     """
 
     __slots__ = ("budget", "drafts", "fields", "holdings", "layouts", "name")
@@ -75,17 +52,14 @@ class EngineHoldings:
         self.name = name
         self.layouts = layouts
         self.budget = budget
+        # By key. ``fields``, by key and rank, keeps those that were excluded from ``holdings``.
         self.holdings: dict[str, list[Holding]] = {}
         self.fields: dict[str, dict[int, FieldSet]] = {}
+        # Keys of the tensors of draft layers.
         self.drafts: set[str] = set()
 
     def add(self, rank: int, field_set: FieldSet) -> None:
-        """Record that a rank holds a part of a tensor, or of tensors that are treated as one.
-
-        Args:
-            rank: index of the rank.
-            field_set: the rank's field for the tensor, or fields for the tensors.
-        """
+        """Record that a rank holds a part of a tensor, or of tensors that are treated as one."""
         key, first = field_set.keys[0], field_set.first
         holding = Holding(
             rank,
@@ -109,11 +83,7 @@ class EngineHoldings:
             del self.holdings[key]
 
     def held(self, key: str) -> str:
-        """Return a text for error messages: which ranks hold which parts of a tensor.
-
-        Args:
-            key: key of the tensor.
-        """
+        """Return which ranks hold which parts of a tensor, for error messages."""
         holdings = self.holdings.get(key, [])
         return f"{self.name} ranks {_held(holdings)}" if holdings else f"no {self.name} rank"
 
@@ -122,11 +92,7 @@ class EngineHoldings:
         return self.layouts[holding.rank].groups[holding.group].context
 
     def tensor_facts(self, holding: Holding) -> dict[str, object]:
-        """Return the properties of a holding that must be equal on all ranks of both engines.
-
-        Returns:
-            Name of each property, as error messages give it, to its value.
-        """
+        """Return what must be equal on all ranks of both engines, by name for error messages."""
         group = self.layouts[holding.rank].groups[holding.group]
         facts: dict[str, object] = {
             "group kind": group.kind.value,
@@ -141,11 +107,7 @@ class EngineHoldings:
         return facts | {"bytes of one entry": entry}
 
     def context_facts(self, holding: Holding) -> dict[str, object]:
-        """Return the properties of a holding that must be equal on all ranks of its engine.
-
-        Returns:
-            Name of each property, as error messages give it, to its value.
-        """
+        """Return what must be equal on all ranks of one engine, by name for error messages."""
         context = self.context(holding)
         interleave = context.interleave if context.size > 1 else 0
         return {"context size": context.size, "context interleave": interleave}
@@ -158,13 +120,7 @@ _RankFields = tuple[EngineHoldings, int, FieldSet]
 def engine_holdings(
     local: Sequence[Layout], remote: Sequence[Layout], budget: WorkBudget
 ) -> tuple[EngineHoldings, EngineHoldings]:
-    """Return the holdings of the local and of the remote engine.
-
-    Args:
-        local: the layouts of all ranks of this engine, by rank.
-        remote: the layouts of all ranks of the other engine, by rank.
-        budget: counts this work, and all further work on the result.
-    """
+    """Return both engines' holdings; ``budget`` counts this and all further work on them."""
     near = EngineHoldings("local", local, budget)
     far = EngineHoldings("remote", remote, budget)
     parts = [
@@ -184,35 +140,20 @@ def engine_holdings(
 
 
 def _have_equal_sets(parts: Iterable[_RankFields]) -> bool:
-    """Return whether all field sets that have a key in common are equal.
-
-    Sets are equal if they have the same keys with the same encodings.
-
-    Args:
-        parts: the field sets of all ranks of both engines.
-    """
+    """Return whether all field sets with a key in common have equal keys and encodings."""
     distinct = {(field_set.keys, field_set.encodings) for _, _, field_set in parts}
     keys = [key for some, _ in distinct for key in some]
     return len(keys) == len(set(keys))
 
 
 def _split(parts: Sequence[_RankFields]) -> Iterator[_RankFields]:
-    """Split field sets until those that have a key in common have all keys in common.
-
-    A field whose encoding differs between ranks gets a set of its own, so that the error about the
-    encoding names this field.
-
-    Args:
-        parts: the field sets of all ranks of both engines.
-
-    Yields:
-        The smaller sets of all ranks.
-    """
+    """Split field sets until those that have a key in common have all keys in common."""
     # A peer publishes thousands of fields, and all that is made per field here is an integer: a
     # list or tuple for each field would start the garbage collector again and again.
     # Sets of parts are numbered. The fields that are in the same set of parts stay together.
     holders: dict[str, int] = {}  # key to the number of the set of parts that contain it
     sets: dict[tuple[int, int], int] = {}  # (number of a set, index of one more part) to the larger
+    # A field whose encoding differs between ranks gets a set of its own: the error names the field.
     encodings: dict[str, str] = {}
     disagreeing: dict[str, int] = {}  # key to a negative number of its own
     for number, (_, _, field_set) in enumerate(parts):
@@ -233,20 +174,11 @@ def _split(parts: Sequence[_RankFields]) -> Iterator[_RankFields]:
 
 
 def assign_pieces(key: str, local: EngineHoldings, remote: EngineHoldings) -> list[list[Piece]]:
-    """Return which parts of a tensor each local rank reads from which remote rank.
-
-    Args:
-        key: key of the tensor.
-        local: what the ranks of this engine hold.
-        remote: what the ranks of the other engine hold.
-
-    Returns:
-        A list of pieces for each of ``local.holdings[key]`` (what one rank has of the tensor), in
-        their order; ``Piece.holding`` is an index into ``remote.holdings[key]``.
+    """Return, for each of ``local.holdings[key]``, its pieces of ``remote.holdings[key]``.
 
     Raises:
-        PlanError: two holdings differ in a property that must be equal, such as the element type;
-            or one engine holds a part of the tensor that the other engine lacks.
+        PlanError: holdings differ in a property that must be equal, such as the element type; or
+            one engine holds a part of the tensor that the other engine lacks.
     """
     _check_equal(key, local, remote)
     pieces = _read(key, local, remote)
@@ -255,17 +187,7 @@ def assign_pieces(key: str, local: EngineHoldings, remote: EngineHoldings) -> li
 
 
 def _read(key: str, reader: EngineHoldings, holder: EngineHoldings) -> list[list[Piece]]:
-    """Return which parts of a tensor each rank of one engine reads from which of another engine.
-
-    Args:
-        key: key of the tensor.
-        reader: the engine that reads.
-        holder: the engine that is read.
-
-    Returns:
-        A list of pieces for each of ``reader.holdings[key]`` (what one rank has of the tensor), in
-        their order; ``Piece.holding`` is an index into ``holder.holdings[key]``.
-    """
+    """Return the pieces that each rank of ``reader`` reads, as ``assign_pieces`` does."""
     turns: dict[int, list[tuple[int, Holding]]] = {}
     for index, holding in enumerate(holder.holdings[key]):
         turns.setdefault(holder.context(holding).rank, []).append((index, holding))
@@ -288,15 +210,7 @@ def _check_equal(key: str, local: EngineHoldings, remote: EngineHoldings) -> Non
 def _compare(
     key: str, here: str, one: dict[str, object], there: str, other: dict[str, object]
 ) -> None:
-    """Refuse two holdings of one tensor whose properties differ.
-
-    Args:
-        key: key of the tensor.
-        here: the rank of the first holding, for the error message.
-        one: the properties of the first holding, by name.
-        there: the rank of the second holding, for the error message.
-        other: the properties of the second holding, by name.
-    """
+    """Refuse two holdings of one tensor whose properties differ."""
     for name in {**one, **other}:
         if one.get(name) != other.get(name):
             raise PlanError(
@@ -312,19 +226,7 @@ def _pieces(
     holder: EngineHoldings,
     turns: Mapping[int, list[tuple[int, Holding]]],
 ) -> Iterator[Piece]:
-    """Yield the pieces to read into one holding, which is what one rank has of a tensor.
-
-    The pieces cover the holding's range of the shard axis once for each context-parallel rank of
-    the other engine that has some of the holding's tokens.
-
-    Args:
-        key: key of the tensor.
-        position: index of the holding in ``reader.holdings[key]``.
-        reader: the engine that reads.
-        holder: the engine that is read.
-        turns: for each context-parallel rank of ``holder``, its holdings of the tensor, as pairs
-            (index in ``holder.holdings[key]``, holding).
-    """
+    """Yield the pieces to read into one holding, for each context rank that has its tokens."""
     wanted = reader.holdings[key][position]
     context = reader.context(wanted)
     lead = holder.context(holder.holdings[key][0])
@@ -348,24 +250,7 @@ def _covered(
     share: ContextParallel,
     holders: list[tuple[int, Holding]],
 ) -> Iterator[Piece]:
-    """Yield pieces that together cover the range of the shard axis that one rank holds.
-
-    Each piece begins where the piece before ended. It is read from the first of ``holders`` whose
-    range contains the start of the piece.
-
-    Args:
-        key: key of the tensor.
-        reader: the engine that reads.
-        holder: the engine that is read.
-        wanted: what this rank holds of the tensor.
-        share: the context-parallel share of the tokens that ``holders`` have.
-        holders: the holdings to read from, the preferred ones first, as pairs (index in
-            ``holder.holdings[key]``, holding).
-
-    Raises:
-        PlanError: none of the holders has some part of the range; or the tensor is packed, so that
-            it can only be read whole, and the holder has another part or page size.
-    """
+    """Yield pieces that cover ``wanted``, each from the first of ``holders`` that has its start."""
     names = reader.name, holder.name
     cursor, stop = wanted.shard
     while cursor < stop:
@@ -394,16 +279,7 @@ def _gap(
     share: ContextParallel,
     holders: list[Holding],
 ) -> PlanError:
-    """Return the error for a part of a tensor that no rank of the other engine holds.
-
-    Args:
-        key: key of the tensor.
-        names: name of the engine that reads, and name of the engine that is read.
-        wanted: the holding (what one rank has of the tensor) for which the part is missing.
-        cursor: first index of the shard axis that is missing.
-        share: the context-parallel share of the tokens that is missing.
-        holders: the holdings of the other engine that have other parts of the same share.
-    """
+    """Return the error for a part of a tensor that no rank of the other engine holds."""
     starts = [h.shard[0] for h in holders if h.shard[0] > cursor]
     missing = cursor, min([wanted.shard[1], *starts])
     of = f" of context rank {share.rank} of {share.size}" if share.size > 1 else ""

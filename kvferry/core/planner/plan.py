@@ -1,9 +1,8 @@
 """The plan of one rank: which bytes it reads from which remote ranks.
 
-A plan is a pure function of both engines' layouts. It names no model and no kind of parallelism:
-ranks hold parts of tensors, and a rank reads the parts that it holds from remote ranks that hold
-the same parts. Every rank computes which rank reads what for all ranks of its engine, so it knows
-without asking how many of them read from each remote rank.
+A plan is a pure function of both engines' layouts and names no model and no kind of parallelism.
+Every rank computes who reads what for all ranks of its engine, so it knows without asking how many
+of them read from each remote rank.
 """
 
 from __future__ import annotations
@@ -22,35 +21,21 @@ from kvferry.core.transport.paged import Strips
 from kvferry.core.work_budget import WorkBudget
 
 MAX_WINDOWS = 256
-"""The most results that a plan keeps of ``Plan.unread_strips``. Each is for one range of tokens in
-a page (a window), and a large page has thousands of these."""
+"""The most results of ``unread_strips`` that a plan keeps; large pages have many windows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Match:
-    """What is read from one remote group into one local group.
-
-    Attributes:
-        local_group: index of the local group.
-        remote_group: index of the remote group.
-        pairing: cuts the request's tokens into sub-blocks, each of which lies in one page of each
-            group.
-        local_pages: upper bound of local page ids, exclusive.
-        remote_pages: upper bound of remote page ids, exclusive.
-        parts: the overlaps (each a local field, a remote field, and the part of the tensor that
-            both hold), in sets whose fields differ only in where they start.
-        batches: the strips of these fields: runs of bytes that are contiguous on both sides.
-        strips: for batches that were read by pages, their strips with all places that they have
-            (see ``build_copies.CopyBatches.build_paged``).
-    """
+    """What is read from one remote group into one local group."""
 
     local_group: int
     remote_group: int
-    pairing: Pairing
-    local_pages: int
-    remote_pages: int
-    parts: tuple[Overlaps, ...] = field(repr=False)
-    batches: tuple[StripBatch, ...] = field(repr=False)
+    pairing: Pairing  # cuts the request's tokens into sub-blocks
+    local_pages: int  # page ids are below
+    remote_pages: int  # page ids are below
+    parts: tuple[Overlaps, ...] = field(repr=False)  # fields differ in where they start
+    batches: tuple[StripBatch, ...] = field(repr=False)  # the strips of these fields
+    # Of batches that were read by pages, with all their places (``CopyBatches.build_paged``).
     strips: dict[StripBatch, Strips] = field(default_factory=dict, init=False, repr=False)
 
     @property
@@ -61,20 +46,12 @@ class Match:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Source:
-    """What one local rank reads from one remote rank.
-
-    Attributes:
-        remote: index of the remote rank.
-        local_layout: the layout of the local rank.
-        remote_layout: the layout of the remote rank.
-        matches: what is read: one match for each pair of a local and a remote group that share
-            tensors.
-    """
+    """What one local rank reads from the remote rank of index ``remote``."""
 
     remote: int
     local_layout: Layout = field(repr=False)
     remote_layout: Layout = field(repr=False)
-    matches: tuple[Match, ...]
+    matches: tuple[Match, ...]  # for each pair of groups that share tensors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -82,11 +59,10 @@ class LocalGroup:
     """The part of a local group that one local rank holds.
 
     Attributes:
-        fields: under ``True`` the fields that are read from the remote engine, under ``False``
-            those that are not: the fields of draft layers that only this engine has.
+        fields: under ``True`` those that are read; under ``False`` the draft fields that are not.
         pages: upper bound of page ids, exclusive; 0 if the rank has no field of the group.
-        entry: the least number of tokens that is a whole number of entries in every field that is
-            read (an entry has several tokens in a compressed cache); 1 if the group is not paged.
+        entry: the least number of tokens that is whole entries in every field that is read; 1 if
+            the group is not paged.
     """
 
     fields: dict[bool, tuple[FieldSet, ...]] = field(repr=False)
@@ -98,17 +74,14 @@ class LocalGroup:
 class Plan:
     """What one local rank reads, and which remote ranks it notifies.
 
-    The memory that a plan takes grows with the number of layers, not with the number of blocks.
+    Its memory grows with the number of layers, not with the number of blocks.
 
     Attributes:
-        rank: index of the local rank.
-        sources: what is read, for each remote rank that this rank reads from, by ascending rank.
-        readers: for each remote rank, the number of local ranks that notify that rank ("done" or
+        sources: by ascending remote rank, for each that this rank reads from.
+        readers: for each remote rank, the number of local ranks that notify it ("done" or
             "abandon"): all that read from it, or 1 if none does.
-        notified_ranks: the remote ranks, ascending, from which no local rank reads, and which this
-            rank notifies.
-        local_groups: for each local group, the part that this rank holds.
-        steps: number of steps of work that making the plan took; see ``work_budget``.
+        notified_ranks: the remote ranks, ascending, that this rank notifies and no rank reads from.
+        steps: work that making the plan took; see ``work_budget``.
     """
 
     rank: int
@@ -122,22 +95,11 @@ class Plan:
     def unread_strips(
         self, layout: Layout, group: int, window: tuple[int, int] | None, *, read: bool | None
     ) -> tuple[StripBatch, ...]:
-        """Return strips (runs of bytes) of this rank's own pages, so that they can be zeroed.
+        """Return strips of this rank's own pages, to be zeroed; remote addresses equal local ones.
 
-        Args:
-            layout: the layout of this rank.
-            group: index of the local group.
-            window: the part of every page that the strips cover, as a range ``[start, stop)`` of
-                token positions, in whole entries; ``None`` for whole pages.
-            read: ``True`` for the fields that are read, ``False`` for those that are not, ``None``
-                for all fields.
-
-        Returns:
-            The strips, in batches whose remote addresses equal the local ones; empty if the rank
-            has no such field.
-
-        Raises:
-            PlanError: there are too many strips.
+        ``window`` is token positions ``[start, stop)`` in a page, in whole entries, or ``None`` for
+        all. ``read`` selects the fields that are read (``True``), those that are not, or all
+        (``None``). Raises ``PlanError`` if there are too many strips.
         """
         key = group, window, read
         if key not in self._windows:
@@ -158,15 +120,10 @@ class Plan:
 
 
 def make_plan(local: Sequence[Layout], remote: Sequence[Layout], rank: int) -> Plan:
-    """Plan what one local rank reads from the ranks of the other engine.
+    """Plan what local rank ``rank`` reads from the other engine; layouts are by rank.
 
-    If several remote ranks hold the same bytes, the local ranks are spread over them, so that these
-    remote ranks share the load. Draft layers that only one engine has are left out.
-
-    Args:
-        local: the layouts of all ranks of this engine, by rank.
-        remote: the layouts of all ranks of the other engine, by rank.
-        rank: index of the local rank that the plan is for.
+    If several remote ranks hold the same bytes, the local ranks are spread over them. Draft layers
+    that only one engine has are left out.
 
     Raises:
         PlanError: the layouts do not match (the message names field, range and ranks), or planning
@@ -227,15 +184,7 @@ def _entry_tokens(group: Group, fields: Iterable[FieldSet]) -> int:
 
 
 def _check_drafts(local: EngineHoldings, remote: EngineHoldings) -> None:
-    """Refuse a tensor that some ranks mark as one of draft layers and others do not.
-
-    Draft layers are the layers of a speculative model; only these layers may be missing on one of
-    the two engines.
-
-    Args:
-        local: the fields of this engine's ranks.
-        remote: the fields of the other engine's ranks.
-    """
+    """Refuse a tensor that some ranks mark as one of draft layers and others do not."""
     for key in sorted(local.drafts | remote.drafts):
         holders = {
             field_set.first.draft: f"{engine.name} rank {rank}"
@@ -265,17 +214,7 @@ def _check_keys(local: EngineHoldings, remote: EngineHoldings) -> None:
 def _assigned(
     local: EngineHoldings, remote: EngineHoldings, rank: int
 ) -> tuple[set[tuple[int, int]], dict[int, list[Overlaps]]]:
-    """Decide from which remote rank each part of every tensor is read.
-
-    Args:
-        local: what the ranks of this engine hold.
-        remote: what the ranks of the other engine hold.
-        rank: index of a local rank.
-
-    Returns:
-        The pairs (index of a local rank, index of a remote rank that it reads from), for all local
-        ranks; and what local rank ``rank`` reads, by index of the remote rank.
-    """
+    """Return all (local rank, remote rank) pairs, and by remote rank what ``rank`` reads."""
     reads: set[tuple[int, int]] = set()
     overlaps: dict[int, list[Overlaps]] = {}
     for key, holdings in local.holdings.items():
@@ -293,16 +232,7 @@ def _assigned(
 def _source(
     local: Layout, remote: Layout, rank: int, overlaps: list[Overlaps], budget: WorkBudget
 ) -> Source:
-    """Return what a local rank reads from one remote rank.
-
-    Args:
-        local: the layout of the local rank.
-        remote: the layout of the remote rank.
-        rank: index of the remote rank.
-        overlaps: what is read: pairs of a local and a remote field that hold the same part of a
-            tensor.
-        budget: counts the work.
-    """
+    """Return what a local rank reads from one remote rank."""
     by_groups: dict[tuple[int, int], list[Overlaps]] = {}
     for part in overlaps:
         groups = part.local.first.group, part.remote.first.group
@@ -320,16 +250,7 @@ def _source(
 def _match(
     local: Layout, remote: Layout, near: int, far: int, parts: list[Overlaps], budget: WorkBudget
 ) -> Match:
-    """Return what is read from one remote group into one local group.
-
-    Args:
-        local: the layout of the local rank.
-        remote: the layout of the remote rank.
-        near: index of the local group.
-        far: index of the remote group.
-        parts: the pairs of fields of the two groups that hold the same part of a tensor.
-        budget: counts the work.
-    """
+    """Return what is read from one remote group into one local group."""
     pairing = Pairing(index=near, local=local.groups[near], remote=remote.groups[far])
     return Match(
         local_group=near,

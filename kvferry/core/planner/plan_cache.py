@@ -1,9 +1,4 @@
-"""Reuse plans for engines that differ only in where their memory lies.
-
-The engines of a deployment publish the same fields, each at its own addresses. So a plan that was
-made for one engine is moved to the addresses of the next, which takes time per region and not per
-field (ADR 17).
-"""
+"""Reuse plans for engines that differ only in where their memory lies (ADR 17)."""
 
 from __future__ import annotations
 
@@ -22,17 +17,11 @@ MAX_PLANS = 64
 MAX_PLAN_STEPS = MAX_STEPS // 10
 """A plan that took more steps of ``work_budget`` than this, and so is larger, is not kept."""
 MAX_ALL_PLAN_STEPS = 2 * MAX_PLAN_STEPS
-"""The most steps that all kept plans took together. So many steps make plans and layouts of some
-20 MB."""
+"""The most steps that all kept plans took together: plans and layouts of some 20 MB."""
 
 
 class PlanCache:
-    """Make the plans of one local rank, and keep the most recently used. Thread-safe.
-
-    Args:
-        local: the layouts of all ranks of this engine, by rank.
-        rank: index of the local rank that the plans are for.
-    """
+    """Make the plans of one local rank, and keep the most recently used. Thread-safe."""
 
     def __init__(self, local: Sequence[Layout], rank: int) -> None:
         self._local = tuple(local)
@@ -42,17 +31,7 @@ class PlanCache:
         )
 
     def plan(self, remote: Sequence[Layout]) -> Plan:
-        """Return the plan for reading from another engine.
-
-        If a plan for the same groups and fields was kept, the result is that plan with the
-        addresses of the other engine. Otherwise ``make_plan`` is called.
-
-        Args:
-            remote: the layouts of all ranks of the other engine, by rank.
-
-        Raises:
-            PlanError: the layouts do not match, or planning would take too long; see ``make_plan``.
-        """
+        """Return the plan for an engine with these layouts, by rank; see ``make_plan``."""
         # Decoding makes layouts of equal content share the objects ``groups`` and ``fields`` (see
         # ``messages``), so that their ids can be compared in place of their content.
         shape = tuple((id(layout.groups), id(layout.fields)) for layout in remote)
@@ -68,12 +47,8 @@ class PlanCache:
 
 
 def _differs_in_addresses_only(one: Layout, other: Layout) -> bool:
-    """Return whether a plan for layout ``one`` can be changed into one for ``other``.
-
-    It can if ``groups`` and ``fields`` are the same objects in both, both have equally many
-    regions, and no region occurs twice in ``one``. (A plan names the regions themselves, not their
-    indices, so a region that occurs twice cannot be replaced by two.)
-    """
+    """Return whether a plan for layout ``one`` can be changed into one for ``other``."""
+    # A plan names regions, not their indices: one that occurs twice cannot be replaced by two.
     return (
         one.fields is other.fields
         and one.groups is other.groups
@@ -82,13 +57,7 @@ def _differs_in_addresses_only(one: Layout, other: Layout) -> bool:
 
 
 def with_remote_layouts(plan: Plan, remote: Sequence[Layout]) -> Plan:
-    """Return a plan for remote layouts that differ only in addresses from those of a given plan.
-
-    Args:
-        plan: the given plan, which is not changed.
-        remote: the new layouts of the other engine's ranks, by rank; their regions replace those of
-            the old layouts in order.
-    """
+    """Return a copy of a plan for remote layouts, by rank, that differ only in addresses."""
     return replace(plan, sources=tuple(_source(each, remote[each.remote]) for each in plan.sources))
 
 

@@ -1,12 +1,9 @@
 """Compute where the entries of an axis lie, and walk a local and a remote axis together.
 
-An axis (the tokens of a page, for example) says at which byte each of its entries lies. It is a
-list of dims, coarse to fine, each with an extent and a stride in bytes, like the shape and strides
-of a numpy array. Entry *i* of the axis is element *i* of that array, in row-major order.
-
-A local and a remote axis with equally many entries are walked together: where the dims of one
-subdivide the dims of the other, the walk is a list of dims that have a stride on each side. Where
-they do not (extents 3, 4 on one side and 4, 3 on the other), every entry is enumerated.
+An axis is a list of dims, coarse to fine, each with an extent and a stride in bytes. Entry *i* is
+element *i* of a numpy array with that shape and these strides, in row-major order. Two axes are
+walked together by dims with a stride on each side, where the dims of one subdivide those of the
+other; otherwise (extents 3, 4 on one side and 4, 3 on the other) every entry is enumerated.
 """
 
 from __future__ import annotations
@@ -20,26 +17,16 @@ from kvferry.core.layout.fields import Dims
 from kvferry.core.memory import I64Array
 
 JointDims = tuple[tuple[int, int, int], ...]
-"""Dims of a local and a remote axis: (extent, local stride, remote stride), strides in bytes."""
+"""Dims of a local and a remote axis: (extent, local stride, remote stride), in bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StrideWalk:
-    """Where the same entries lie on a local and on a remote axis.
+    """Where the same entries lie on two axes: from each of n starts, at all sums along the dims."""
 
-    There are n starts. From each start, entries lie at all sums of index times stride over the
-    dims, one entry for every combination of indices.
-
-    Attributes:
-        local: (n,) int64, bytes from entry 0 of the local axis to each start.
-        remote: (n,) int64, bytes from entry 0 of the remote axis to each start.
-        dims: the (extent, local stride, remote stride) of each dim, in any order; the same for all
-            starts.
-    """
-
-    local: I64Array
-    remote: I64Array
-    dims: JointDims
+    local: I64Array  # (n,): bytes from entry 0 of the local axis to each start
+    remote: I64Array  # (n,): bytes from entry 0 of the remote axis to each start
+    dims: JointDims  # in any order, the same for all starts
 
 
 def axis_dims(axis: Axis) -> Dims:
@@ -48,14 +35,7 @@ def axis_dims(axis: Axis) -> Dims:
 
 
 def merge_dims(dims: Dims) -> Dims:
-    """Merge neighbouring dims wherever that leaves the offsets of all entries as they are.
-
-    Args:
-        dims: the dims of an axis, coarse to fine.
-
-    Returns:
-        The merged dims, coarse to fine. No extent is 1.
-    """
+    """Merge neighbouring dims, coarse to fine, where no entry's offset changes; no extent is 1."""
     merged: list[tuple[int, int]] = []
     for extent, stride in dims:
         if extent == 1:
@@ -67,15 +47,7 @@ def merge_dims(dims: Dims) -> Dims:
 
 
 def entry_offsets(dims: Dims, index: I64Array) -> I64Array:
-    """Return the offsets in bytes of some entries of an axis.
-
-    Args:
-        dims: the dims of the axis, as ``merge_dims`` returns them.
-        index: (n,) int64, index of each entry.
-
-    Returns:
-        (n,) int64, bytes from entry 0 of the axis to each entry.
-    """
+    """Return the bytes from entry 0 of an axis with merged dims to entries ``index``."""
     if len(dims) == 1:
         return index * dims[0][1]
     offsets = np.zeros(len(index), dtype=np.int64)
@@ -86,15 +58,7 @@ def entry_offsets(dims: Dims, index: I64Array) -> I64Array:
 
 
 def coarsen(dims: Dims, entries: int) -> Dims:
-    """Cut an axis into runs of consecutive entries; return the dims along which the runs lie.
-
-    Args:
-        dims: the dims of the axis, as ``merge_dims`` returns them.
-        entries: number of entries in a run, which ``uniform_run`` has returned for these dims.
-
-    Returns:
-        The dims of an axis whose entries are the first entries of the runs, coarse to fine.
-    """
+    """Return the dims along which runs of ``entries`` entries, from ``uniform_run``, lie."""
     kept: list[tuple[int, int]] = []
     for extent, stride in reversed(dims):
         if entries >= extent:
@@ -106,18 +70,8 @@ def coarsen(dims: Dims, entries: int) -> Dims:
 
 
 def uniform_run(dims: Dims, entries: int) -> int:
-    """Return the most entries per run with which an axis can be cut into runs that are alike.
-
-    Runs are alike if the distance from the first entry of a run to its entry *k* is the same in all
-    of them.
-
-    Args:
-        dims: the dims of the axis, as ``merge_dims`` returns them.
-        entries: the longest run that is wanted, in entries.
-
-    Returns:
-        The number of entries in a run, a divisor of ``entries``.
-    """
+    """Return the longest run, a divisor of ``entries``, that cuts an axis into equal runs."""
+    # Equal: the distance from a run's first entry to its entry *k* is the same in all runs.
     product = 1
     for extent, _ in reversed(dims):
         product *= extent
@@ -129,19 +83,9 @@ def uniform_run(dims: Dims, entries: int) -> int:
 def walk_together(
     local: Dims, remote: Dims, starts: tuple[int, int], entries: int, limit: int
 ) -> StrideWalk:
-    """Return where the entries of a range lie on a local and on a remote axis.
+    """Return where ``entries`` entries lie on two axes, from ``starts``, one index on each axis.
 
-    Args:
-        local: dims of the local axis, as ``merge_dims`` returns them.
-        remote: dims of the remote axis, as ``merge_dims`` returns them.
-        starts: index of the range's first entry on the local axis, and its index on the remote
-            axis.
-        entries: number of entries in the range.
-        limit: the most entries to enumerate if no dims describe the entries on both axes.
-
-    Raises:
-        OverflowError: no dims describe the entries on both axes, and ``entries`` is above
-            ``limit``.
+    Raises ``OverflowError`` if no dims describe them on both axes and they are above ``limit``.
     """
     near = _window(local, starts[0], entries)
     far = _window(remote, starts[1], entries)
@@ -163,18 +107,7 @@ def _single(offset: int) -> I64Array:
 
 
 def _window(dims: Dims, start: int, entries: int) -> tuple[int, Dims] | None:
-    """Return the offset of the first entry of a range, and the dims of the range.
-
-    Args:
-        dims: the dims of the axis, as ``merge_dims`` returns them.
-        start: index of the range's first entry.
-        entries: number of entries in the range.
-
-    Returns:
-        The bytes from entry 0 of the axis to the range's first entry, and the dims of the range,
-        coarse to fine. ``None`` if no dims describe the range, for example if it begins in the
-        middle of one row and ends in the next.
-    """
+    """Return a range's first offset and its dims; ``None`` if no dims describe the range."""
     offset = 0
     kept: list[tuple[int, int]] = []
     for extent, stride in reversed(dims):
@@ -183,6 +116,7 @@ def _window(dims: Dims, start: int, entries: int) -> tuple[int, Dims] | None:
             kept.append((entries, stride))
             offset += within * stride
             entries = 1
+        # The range begins in the middle of one row and ends in another, for example.
         elif within or entries % extent:
             return None
         else:
@@ -192,15 +126,7 @@ def _window(dims: Dims, start: int, entries: int) -> tuple[int, Dims] | None:
 
 
 def _common_dims(local: Dims, remote: Dims) -> JointDims | None:
-    """Return dims that describe two axes at once, each dim with a local and a remote stride.
-
-    Args:
-        local: dims of the local axis, coarse to fine.
-        remote: dims of the remote axis, coarse to fine, with equally many entries.
-
-    Returns:
-        The dims, fine to coarse; ``None`` if no dims fit both axes.
-    """
+    """Return dims, fine to coarse, that fit two axes of equal length; ``None`` if none do."""
     near, far = list(local), list(remote)
     joint: list[tuple[int, int, int]] = []
     while near and far:

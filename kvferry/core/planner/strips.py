@@ -1,10 +1,9 @@
 """Find strips: the longest runs of bytes that are contiguous in a local and in a remote field.
 
 Strips are found in one sub-block (a run of tokens that lies in one page on both sides); in every
-other sub-block, the same strips lie a known distance further. The part of a sub-block that the two
-fields share is walked along three axes: the tokens, the shard axis (KV heads, for example), and the
-bytes that a field has for one token and one head. Fields that differ only in where they start are
-walked once for all, so a model of many equal layers needs no more walks than one layer.
+other sub-block, the same strips lie a known distance further. What two fields share of a sub-block
+is walked along tokens, shard axis, and the bytes of one entry. Fields that differ only in where
+they start are walked once for all.
 """
 
 from __future__ import annotations
@@ -49,21 +48,13 @@ from kvferry.core.work_budget import (
 )
 
 MAX_STRIPS = MAX_STEPS // STRIP_STEPS
-"""Two layouts with more strips than this in one sub-block are refused: no request could read
-them."""
+"""The most strips in one sub-block: no request could read pages of layouts with more."""
 WHERE = "fields that lie differently on both sides"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Overlap:
-    """The part of a tensor that is read from a remote field into a local field.
-
-    Attributes:
-        local: the field that is filled.
-        remote: the field that is read.
-        shard: the part, as a range ``[start, stop)`` of the whole tensor's shard axis (KV heads,
-            for example).
-    """
+    """A part of a tensor, ``[start, stop)`` of the shard axis, to read into a local field."""
 
     local: Field
     remote: Field
@@ -72,17 +63,7 @@ class Overlap:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Overlaps:
-    """One or more overlaps whose fields differ only in where they start.
-
-    Their local fields differ from each other only in key, encoding, region and offset; so do their
-    remote fields.
-
-    Attributes:
-        local: the fields that are filled.
-        remote: the fields that are read, in the same order.
-        shard: the part of every tensor, as a range ``[start, stop)`` of the whole tensor's shard
-            axis.
-    """
+    """One or more overlaps whose fields differ, on each side, only in key, encoding and place."""
 
     local: FieldSet
     remote: FieldSet
@@ -103,31 +84,15 @@ class Overlaps:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Strides:
-    """Distances from sub-block to sub-block, in the memory of one side.
+    """Distances from sub-block to sub-block, in the memory of one side."""
 
-    A sub-block is a run of tokens that lies within one page on both sides.
-
-    Attributes:
-        page: bytes from one page to the next.
-        within: the dims of the page's sub-blocks, as (number, stride in bytes) pairs, coarse to
-            fine; empty if a page has only one sub-block.
-    """
-
-    page: int
-    within: Dims
+    page: int  # bytes from one page to the next
+    within: Dims  # dims of the page's sub-blocks, coarse to fine; empty if it has only one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockStrides:
-    """Distances from sub-block to sub-block, in local and in remote memory.
-
-    A sub-block is a run of tokens that lies within one page on both sides.
-
-    Attributes:
-        granularity: number of tokens in a sub-block.
-        local: distances in local memory.
-        remote: distances in remote memory.
-    """
+    """Distances from sub-block to sub-block of ``granularity`` tokens, in both memories."""
 
     granularity: int
     local: Strides
@@ -138,17 +103,12 @@ class BlockStrides:
 class StripBatch:
     """n strips of equal length and equal strides, sorted by region pair and local address.
 
-    A strip is a run of bytes, contiguous on both sides, in each sub-block (a run of tokens within
-    one page on both sides).
-
     Attributes:
-        strides: the distances from a strip to the same strip in other sub-blocks.
         nbytes: length of each strip in one sub-block.
         local: (n,) int64, local address of each strip in sub-block 0 of page 0.
         remote: (n,) int64, remote address of each strip in sub-block 0 of page 0.
-        cuts: (stop, local region, remote region) for each series of consecutive strips that lie in
-            the same two regions. ``stop`` is the index after the last strip of the series; the next
-            series begins there.
+        cuts: (index after the last, local region, remote region) for each series of consecutive
+            strips that lie in the same two regions.
     """
 
     strides: BlockStrides
@@ -171,20 +131,10 @@ class StripBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Shape:
-    """Where the bytes of one sub-block lie in a local and in a remote field.
-
-    A sub-block is a run of tokens that lies within one page on both sides. Its bytes are n boxes:
-    runs of bytes, all repeated along the same dims. Equal layers of a model have equal shapes.
-
-    Attributes:
-        strides: the distances from a box to the same box in other sub-blocks.
-        local: (n,) int64, bytes from the start of the local field to each box.
-        remote: (n,) int64, bytes from the start of the remote field to each box.
-        nbytes: length of the run of each box.
-        dims: the dims that the run of each box is repeated along.
-    """
+    """Where a sub-block's n boxes lie in two fields, equal in all equal layers of a model."""
 
     strides: BlockStrides
+    # (n,) int64: the bytes from the start of the field to each box.
     local: I64Array
     remote: I64Array
     nbytes: int
@@ -202,25 +152,11 @@ def find_strips(
 ) -> tuple[StripBatch, ...]:
     """Return the strips of fields of one local group that are read from one remote group.
 
-    A strip is a run of bytes that is contiguous on both sides, in each sub-block (a run of tokens
-    that lies within one page on both sides).
-
-    Args:
-        parts: the overlaps, at least one.
-        local: the layout of the rank that reads.
-        remote: the layout of the rank that is read.
-        granularity: number of tokens in a sub-block.
-        window: limits the strips to a part of each sub-block: the range ``[start, stop)`` of token
-            positions in it, in whole entries; ``None`` for the whole sub-block.
-        budget: counts the work; ``None`` for a new budget.
-
-    Returns:
-        The strips, in batches. Without a window, the sub-blocks of a batch may have fewer tokens
-        than ``granularity``: ``strides.granularity`` of the batch, a divisor of it.
+    ``window`` limits them to token positions ``[start, stop)`` in each sub-block, in whole entries.
+    Without one, a batch's ``strides.granularity`` may be a divisor of ``granularity``.
 
     Raises:
-        PlanError: there are too many strips, or finding them is too much work. The message names a
-            field.
+        PlanError: too many strips, or too much work. The message names a field.
     """
     first = parts[0].first
     budget = budget or WorkBudget(PlanError, "finding strips")
@@ -264,19 +200,7 @@ def _geometry(o: Overlap) -> object:
 
 
 def _shape(o: Overlap, granularity: int, window: tuple[int, int] | None) -> _Shape:
-    """Return where the bytes of a sub-block (a run of tokens) lie in the fields of an overlap.
-
-    Args:
-        o: the overlap.
-        granularity: with a window, the number of tokens in a sub-block. Without one, the most
-            tokens that a sub-block may have: if such sub-blocks are not all laid out alike, they
-            get fewer (``strides.granularity`` of the result), as many as possible.
-        window: limits the shape to a range of token positions in each sub-block, as in
-            ``find_strips``; ``None`` for the whole sub-block.
-
-    Raises:
-        PlanError: there are too many strips.
-    """
+    """Return the shape of an overlap; without a window, sub-blocks may get fewer tokens."""
     near, far = axis_dims(o.local.tokens), axis_dims(o.remote.tokens)
     per_entry = o.local.tokens_per_state if near or far else granularity
     entries = granularity // per_entry
@@ -308,27 +232,14 @@ def _shape(o: Overlap, granularity: int, window: tuple[int, int] | None) -> _Sha
 
 
 def _uniform_entries(near: Dims, far: Dims, entries: int) -> int:
-    """Return the most token entries per sub-block with which all sub-blocks are laid out alike.
-
-    Args:
-        near: dims of the local field's token axis, as ``merge_dims`` returns them.
-        far: dims of the remote field's token axis, as ``merge_dims`` returns them.
-        entries: the longest sub-block that is wanted, in token entries.
-
-    Returns:
-        The number of token entries, a divisor of ``entries``. On each side, all sub-blocks of this
-        size are alike.
-    """
+    """Return the most token entries with which sub-blocks are alike on each side, a divisor."""
     while (fewer := uniform_run(far, uniform_run(near, entries))) != entries:
         entries = fewer
     return entries
 
 
 def _entry_walks(o: Overlap) -> tuple[StrideWalk, StrideWalk]:
-    """Return where the shard indices that are read, and the bytes of one entry, lie on both sides.
-
-    An entry is the bytes that a field has for one token entry and one shard index.
-    """
+    """Walk the shard indices that are read, and the bytes of one token entry and shard index."""
     near, far = o.local, o.remote
     start, stop = o.shard
     starts = start - near.shard_range[0], start - far.shard_range[0]
@@ -348,24 +259,13 @@ def _entry_walks(o: Overlap) -> tuple[StrideWalk, StrideWalk]:
 
 
 def _inner_dims(f: Field, unit: int) -> Dims:
-    """Return the dims of the bytes that a field has for one token entry and one shard index.
-
-    Args:
-        f: the field.
-        unit: number of contiguous bytes at each position of the dims; a divisor of ``f.unit``.
-    """
+    """Return the dims of one entry's bytes, in units that divide ``f.unit``."""
     dims = tuple((dim.extent, dim.stride) for axis in f.inner for dim in axis)
     return merge_dims((*dims, (f.unit // unit, unit)))
 
 
 class _RegionPairs:
-    """Every pair of a region of the local layout and a region of the remote layout, numbered.
-
-    With n remote regions, pair *i* is local region ``i // n`` and remote region ``i % n``.
-
-    Attributes:
-        starts: two int64 arrays: the address of each local region, and of each remote region.
-    """
+    """Pairs of regions: with n remote ones, number *i* is local ``i // n`` and remote ``i % n``."""
 
     def __init__(self, local: Layout, remote: Layout) -> None:
         self._local = local.regions
@@ -376,7 +276,6 @@ class _RegionPairs:
         ]
 
     def numbers(self, part: Overlaps) -> I64Array:
-        """Return the number of the region pair that each overlap lies in, (n,) int64."""
         return part.local.regions * len(self._remote) + part.remote.regions
 
     def __getitem__(self, number: int) -> tuple[Region, Region]:
@@ -385,15 +284,7 @@ class _RegionPairs:
 
 
 def _runs(shape: _Shape, part: Overlaps, pairs: _RegionPairs) -> CoalescedRuns:
-    """Return the run of every box of every overlap, with its addresses in sub-block 0 of page 0.
-
-    A box is a run of bytes that is repeated along dims; a shape has n boxes.
-
-    Args:
-        shape: the shape that all the overlaps have.
-        part: the overlaps.
-        pairs: numbers the region pairs.
-    """
+    """Return the run of every box of every overlap, with its addresses in sub-block 0 of page 0."""
     near, far = pairs.starts
     boxes = len(shape.local)
     return CoalescedRuns(
@@ -415,14 +306,7 @@ def _strips(boxes: list[Boxes], o: Overlap, budget: WorkBudget) -> CoalescedRuns
 def _batches(
     strides: BlockStrides, runs: CoalescedRuns, pairs: _RegionPairs, budget: WorkBudget
 ) -> Iterator[StripBatch]:
-    """Yield the runs as batches of strips, one batch for each length that occurs.
-
-    Args:
-        strides: the distances from a run to the same run in other sub-blocks, equal for all runs.
-        runs: runs in sub-block 0 of page 0, sorted by region pair and local address.
-        pairs: the numbering of the region pairs.
-        budget: counts the work.
-    """
+    """Yield sorted runs as batches of strips, one for each length that occurs."""
     lengths = np.unique(runs.nbytes).tolist()
     budget.spend(
         len(lengths) * (BATCH_STEPS + len(runs) // SELECTED_RUNS_PER_STEP),
@@ -441,14 +325,7 @@ def _batches(
 
 
 def _check_count(o: Overlap, strips: Iterable[int]) -> None:
-    """Refuse more than ``MAX_STRIPS`` strips, before an array of that length is allocated.
-
-    A peer's layout is untrusted, and can cause any number of strips.
-
-    Args:
-        o: one of the overlaps that have the strips, for the error message.
-        strips: numbers of strips, whose sum is checked.
-    """
+    """Refuse too many strips, as a peer's layout can cause, before allocating an array for them."""
     if sum(strips) > MAX_STRIPS:
         raise _too_many(o)
 

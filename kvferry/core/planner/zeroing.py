@@ -12,21 +12,15 @@ from kvferry.core.memory import CPU, Region, U64Array
 from kvferry.core.planner.build_copies import Spans
 
 LONG_BYTES = 1 << 12
-"""From this length on, a span is zeroed by a call of ``memset``. Shorter spans are zeroed together,
-by indexing every byte: for them that takes less time than a call for each."""
+"""From this length on, ``memset`` zeroes a span; shorter ones are indexed, many at once."""
 INDEX_BYTES = 1 << 20
 """The most bytes that one indexed assignment zeroes."""
 
 
 def zero_cpu(spans: Spans) -> None:
-    """Zero spans (ranges of bytes) of CPU memory.
+    """Zero spans of CPU memory, which the caller keeps alive and nothing else uses meanwhile.
 
-    Args:
-        spans: the spans. During the call, the caller keeps their memory alive, and nothing else
-            uses this memory.
-
-    Raises:
-        LayoutError: a span lies in memory that the CPU cannot write.
+    Raises ``LayoutError`` for memory that the CPU cannot write.
     """
     for segment in spans.segments:
         if segment.region.kind != CPU:
@@ -36,13 +30,6 @@ def zero_cpu(spans: Spans) -> None:
 
 
 def _zero_region(region: Region, address: U64Array, nbytes: U64Array) -> None:
-    """Zero spans of one region.
-
-    Args:
-        region: the region, in CPU memory.
-        address: (n,) uint64, first byte of each span.
-        nbytes: (n,) uint64, length of each span.
-    """
     offsets = (address - np.uint64(region.address)).astype(np.int64)
     lengths = nbytes.astype(np.int64)
     long = lengths >= LONG_BYTES
@@ -59,13 +46,7 @@ def _bytes_of(region: Region) -> npt.NDArray[np.uint8]:
 def _zero_short(
     memory: npt.NDArray[np.uint8], offsets: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]
 ) -> None:
-    """Zero short spans by indexed assignments, each of which zeroes many spans.
-
-    Args:
-        memory: the bytes of a region.
-        offsets: (n,) int64, bytes from the start of the region to each span.
-        lengths: (n,) int64, length of each span in bytes, below ``LONG_BYTES``.
-    """
+    """Zero spans below ``LONG_BYTES`` by indexed assignments, each of which zeroes many."""
     step = INDEX_BYTES // LONG_BYTES
     for start in range(0, len(offsets), step):
         first, count = offsets[start : start + step], lengths[start : start + step]

@@ -1,7 +1,7 @@
 """Access control: which tickets are genuine, and which peers are admitted by key and address.
 
-The package has values and checks; the sockets that use them are in ``kvferry.core.handshake``. It
-imports only the standard library, msgspec, ZMQ (for key pairs) and ``cryptography`` (for proofs).
+Values and checks, for the sockets in ``kvferry.core.handshake``. The package imports only the
+standard library, msgspec, ZMQ (for key pairs) and ``cryptography`` (for proofs).
 """
 
 from kvferry.core.security.access import NEARBY, OPEN, Access

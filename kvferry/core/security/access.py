@@ -15,14 +15,12 @@ class Access:
     """Which peers an engine accepts, both as clients and as servers of a side channel.
 
     Attributes:
-        own: this engine's keys; ``None`` if it has none. Without keys its side channel is
-            unencrypted, and it connects only to side channels that are unencrypted, too.
-        peers: public keys of the peers that are accepted; empty if this engine has no keys. With
-            a ``PeerKeys``, they can be replaced later, and count from the next handshake or request
-            on.
+        own: this engine's keys. With ``None`` its side channel is unencrypted, and it connects only
+            to unencrypted ones.
+        peers: public keys of accepted peers; empty without ``own``. A ``PeerKeys`` can be replaced
+            later, and counts from the next handshake or request on.
         networks: networks in which a peer's address must lie; ``None`` for any address.
-        is_command: whether a ``kvferry`` command connects, rather than an engine: error messages
-            then name the command's flags instead of settings.
+        is_command: whether a ``kvferry`` command connects: errors then name its flags.
 
     Raises:
         SecretError: only one of ``own`` and ``peers`` is given.
@@ -56,13 +54,9 @@ class Access:
         return self.own is None and self.networks is None
 
     def check_server(self, key: bytes) -> None:
-        """Check that this engine may connect to a side channel that has this public key.
+        """Check that this engine may connect to a side channel with this key; empty for no key.
 
-        Args:
-            key: the public key of the side channel, as a ticket names it; empty if it names none.
-
-        Raises:
-            AdmissionError: only one of the two engines has keys, or ``key`` is not in ``peers``.
+        Raises ``AdmissionError`` if only one of both has keys, or ``key`` is not in ``peers``.
         """
         if self.own is None and key:
             raise AdmissionError(
@@ -81,11 +75,7 @@ class Access:
             )
 
     def allows(self, numeric: str) -> bool:
-        """Return whether peers at an IP address are admitted.
-
-        Args:
-            numeric: the address as text, such as ``10.0.0.7`` or ``fd00::7``.
-        """
+        """Return whether peers at a numeric IP address, such as ``10.0.0.7``, are admitted."""
         return self.networks is None or numeric in self.networks
 
 

@@ -19,26 +19,16 @@ _HEX = re.compile(f"[0-9a-fA-F]{{{2 * KEY_BYTES}}}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyPair:
-    """An engine's own CURVE keys.
-
-    Attributes:
-        public: the public key, 32 bytes.
-        secret: the secret key, 32 bytes.
-    """
+    """An engine's own CURVE keys, 32 bytes each."""
 
     public: bytes
     secret: bytes = field(repr=False)
 
     @classmethod
     def of(cls, text: str, place: str) -> KeyPair:
-        """Return the key pair that a secret key belongs to.
+        """Return the key pair of a secret key in hexadecimal.
 
-        Args:
-            text: the secret key in hexadecimal.
-            place: where the text came from, for the error message.
-
-        Raises:
-            SecretError: the text is not a key; the message shows ``place`` and not the text.
+        Raises ``SecretError`` for other text; its message shows ``place``, never the text.
         """
         if not _HEX.fullmatch(text):
             raise SecretError(
@@ -50,11 +40,7 @@ class KeyPair:
 
 
 class PeerKeys(AbstractSet[bytes]):
-    """A set of peers' public keys that can be replaced while other threads use it.
-
-    Args:
-        keys: the public keys, 32 bytes each.
-    """
+    """A set of peers' public keys that can be replaced while other threads use it."""
 
     def __init__(self, keys: Iterable[bytes] = ()) -> None:
         self._keys = frozenset(keys)
@@ -77,11 +63,7 @@ class PeerKeys(AbstractSet[bytes]):
 
 
 def generate() -> KeyPair:
-    """Return a new key pair.
-
-    Raises:
-        SecretError: the libzmq of this process was built without CURVE.
-    """
+    """Return a new key pair; ``SecretError`` if this libzmq was built without CURVE."""
     import zmq
 
     try:
@@ -93,17 +75,7 @@ def generate() -> KeyPair:
 
 
 def public_keys(texts: Iterable[str], place: str) -> frozenset[bytes]:
-    """Return the public keys in lines of text.
-
-    Args:
-        texts: the lines, each with one key in hexadecimal. Empty lines and those that start with
-            ``#`` are skipped.
-        place: where the lines came from, for error messages.
-
-    Raises:
-        SecretError: a line is not a key, or there are more than ``MAX_KEYS`` keys. The message
-            names ``place``, and the number of a line that is not a key.
-    """
+    """Return the keys in hexadecimal lines, without empty ones and comments, or ``SecretError``."""
     found: set[bytes] = set()
     for number, text in enumerate(texts, 1):
         line = text.strip()

@@ -26,15 +26,7 @@ _DISCARD_PORT = 9
 
 @dataclass(frozen=True, slots=True)
 class Networks:
-    """A list of networks; an address is allowed if one of the networks contains it.
-
-    Attributes:
-        networks: the networks, at least one.
-        this_host: whether the addresses of this host are allowed, too.
-
-    Raises:
-        SecretError: the list is empty and would allow no peer.
-    """
+    """Networks, at least one, that peers may be in; ``this_host`` allows this host's own, too."""
 
     networks: tuple[Network, ...]
     this_host: bool = False
@@ -48,14 +40,9 @@ class Networks:
 
     @classmethod
     def of(cls, texts: Iterable[str]) -> Networks:
-        """Return the networks that texts describe.
+        """Return the networks in texts such as ``10.0.0.0/8`` or ``fd00::7``.
 
-        Args:
-            texts: networks in CIDR notation, such as ``10.0.0.0/8``, or single addresses.
-
-        Raises:
-            SecretError: there are no texts, or a text is not a network or has bits set behind its
-                prefix; the message names the text.
+        Raises ``SecretError`` for other texts, for bits set behind a prefix, and for no text.
         """
         return cls(tuple(map(_network, texts)))
 
@@ -65,11 +52,7 @@ class Networks:
         return cls(tuple(map(_network, PRIVATE)), this_host=True)
 
     def __contains__(self, numeric: str) -> bool:
-        """Return whether an address is allowed.
-
-        Args:
-            numeric: the numeric address as text; any other text is not allowed.
-        """
+        """Return whether a numeric address is allowed; any other text is not."""
         try:
             address = ipaddress.ip_address(numeric)
         except ValueError:
@@ -98,14 +81,11 @@ def _network(text: str) -> Network:
 
 
 def _is_here(address: Address) -> bool:
-    """Return whether an address is one of this host's own addresses.
-
-    If it is one, and only then, the kernel's source address for packets to the address is the
-    address itself. Asking the kernel for a source address sends no packet.
-    """
+    """Return whether an address is one of this host's own addresses."""
     family = socket.AF_INET if address.version == 4 else socket.AF_INET6
     try:
         with socket.socket(family, socket.SOCK_DGRAM) as asking:
+            # Sends no packet. Only an own address has itself as the kernel's source address.
             asking.connect((str(address), _DISCARD_PORT))
             return ipaddress.ip_address(asking.getsockname()[0]) == address
     except OSError:

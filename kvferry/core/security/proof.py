@@ -1,8 +1,8 @@
 """Proofs of tickets: Ed25519 signatures with a key that an engine makes when it starts.
 
 The handshake publishes the public key, so a ticket that was altered on its way is refused without
-any configuration. A consumer learns the key from the engine that answers at the ticket's address: a
-proof shows that this engine made the ticket, but not that the engine is one of yours.
+any configuration. A proof shows that the engine that answers at the ticket's address made the
+ticket, but not that the engine is one of yours.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PROOF_BYTES = 64
 CONTENT_BYTES = 32
 FINGERPRINT_BYTES = 16
 CONTEXT = b"kvferry ticket proof\0"
-"""Prefix of what is signed, so that the proof of a ticket is never a signature of anything else."""
+"""Prefix of what is signed, so that a ticket's proof is never a signature of anything else."""
 
 ENCODE_ERRORS = (msgspec.MsgspecError, TypeError, ValueError, RecursionError, OverflowError)
 """All that msgspec's JSON encoder raises for an object that cannot be encoded."""
@@ -36,21 +36,11 @@ MAX_VERIFIED = 1 << 10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proof:
-    """The proof that a ticket was made by the engine that the ticket names.
+    """The proof that a ticket was made by the engine that it names; checks the three lengths."""
 
-    Attributes:
-        key: the public key that the ticket names, 32 bytes.
-        content: the hash of the ticket's content, 32 bytes; computed by the engine that reads the
-            ticket, not carried in it.
-        signature: signature of the hash by the key, 64 bytes.
-
-    Raises:
-        TicketError: one of the three has another length.
-    """
-
-    key: bytes
-    content: bytes
-    signature: bytes
+    key: bytes  # the public key that the ticket names
+    content: bytes  # a hash of the ticket's content, which its reader computes
+    signature: bytes  # of the hash by the key
 
     def __post_init__(self) -> None:
         for name, value, size in (
@@ -69,13 +59,7 @@ class Proof:
 class TicketKey:
     """The key pair with which an engine proves its tickets, made anew at each start.
 
-    The private key never leaves the process.
-
-    Attributes:
-        public: the public key, 32 bytes.
-
-    Raises:
-        SecretError: this build of ``cryptography`` has no Ed25519.
+    The private key never leaves the process. Raises ``SecretError`` without Ed25519.
     """
 
     def __init__(self) -> None:
@@ -92,26 +76,14 @@ class TicketKey:
         self.public = self._private.public_key().public_bytes_raw()
 
     def sign(self, said: Mapping[str, object]) -> bytes:
-        """Return the signature of a ticket's content, 64 bytes.
-
-        Args:
-            said: the ticket's content, as for ``content_of``.
-
-        Raises:
-            TicketError: the content cannot be encoded as JSON.
-        """
+        """Return the signature of a ticket's content, 64 bytes; see ``content_of``."""
         return self._private.sign(CONTEXT + content_of(said))
 
 
 def content_of(said: Mapping[str, object]) -> bytes:
-    """Return the hash of a ticket's content, 32 bytes.
+    """Return the hash of a ticket's content, 32 bytes, whatever the order of a mapping's keys.
 
-    Args:
-        said: the content: text, integers, booleans, and lists and mappings of them. The order of
-            the keys of a mapping does not matter.
-
-    Raises:
-        TicketError: the content cannot be encoded as JSON.
+    Raises ``TicketError`` if the content cannot be encoded as JSON.
     """
     try:
         text = _canonical.encode(said)
@@ -121,23 +93,13 @@ def content_of(said: Mapping[str, object]) -> bytes:
 
 
 _canonical = msgspec.json.Encoder(order="sorted")
-"""Equal content gives equal text: sorted keys, no spaces. The json module, which ``signing`` uses,
-takes many times as long for long lists of blocks."""
+"""Equal content gives equal text; many times as fast as ``json`` for long lists of blocks."""
 
 
 def check(proof: Proof | None, published: bytes) -> None:
-    """Refuse a ticket whose proof does not fit the key in its engine's handshake.
+    """Raise ``TicketError`` for a ticket whose proof does not fit the key of the handshake.
 
-    If the handshake has no key, only a ticket without a proof is accepted.
-
-    Args:
-        proof: the ticket's proof; ``None`` if the ticket has no proof.
-        published: the public key in the engine's handshake; empty if the engine's build proves no
-            tickets.
-
-    Raises:
-        TicketError: the ticket has no proof although its engine publishes a key, or has a proof
-            although the engine publishes none, or names another key, or was altered.
+    Where ``published`` is empty, as an older build's, only a ticket without a proof is accepted.
     """
     if proof is None and not published:
         return
@@ -176,7 +138,7 @@ def load_library() -> None:
 def fingerprint(public: bytes) -> bytes:
     """Return the hash of an engine's public key, 16 bytes.
 
-    Each rank of the engine keeps this fingerprint in registered memory. A peer reads it there to
-    check that it has reached the memory of the engine that published the key.
+    Each rank keeps it in registered memory, where a peer reads it to check that it has reached the
+    memory of the engine that published the key.
     """
     return hashlib.blake2b(public, digest_size=FINGERPRINT_BYTES, person=b"kvferry ticket").digest()

@@ -1,7 +1,7 @@
 """Read secrets from files and the environment, never from the configuration itself.
 
-An engine's configuration is logged, shown by ``ps`` and passed between processes. So it only states
-where a secret is, and no message of this module contains a secret.
+A configuration is logged, shown by ``ps`` and passed between processes. So it only states where a
+secret is, and no message of this module contains a secret.
 """
 
 from __future__ import annotations
@@ -27,18 +27,11 @@ MAX_FILE_BYTES = 1 << 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Secret:
-    """A secret and where it came from.
+    """A secret, and where it came from."""
 
-    Attributes:
-        text: the secret, without the white space around it.
-        place: where the secret came from; may be shown.
-        exposed: why others may know the secret, such as the mode of its file; empty if there is no
-            sign that they do.
-    """
-
-    text: str = field(repr=False)
-    place: str
-    exposed: str = ""
+    text: str = field(repr=False)  # without the white space around it
+    place: str  # may be shown
+    exposed: str = ""  # why others may know the secret, such as its file's mode
 
 
 def is_place(text: str) -> bool:
@@ -47,22 +40,14 @@ def is_place(text: str) -> bool:
 
 
 def read_secret(place: str, environment: Mapping[str, str] = os.environ) -> Secret:
-    """Read a secret from a file or an environment variable.
-
-    Args:
-        place: ``file:PATH`` or ``env:NAME``.
-        environment: environment variables, by name.
-
-    Raises:
-        SecretError: ``place`` has another form, or nothing can be read there. The message does not
-            show a ``place`` of another form, since that may be the secret.
-    """
+    """Read the secret at ``file:PATH`` or ``env:NAME``, or raise ``SecretError``."""
     if place.startswith(FILE):
         return _from_file(place, Path(place.removeprefix(FILE)).expanduser(), environment)
     if place.startswith(ENVIRONMENT):
         name = place.removeprefix(ENVIRONMENT)
         return _filled(place, environment.get(name, ""), "set the variable for this process")
     raise SecretError(
+        # ``place`` is not shown: it may be the secret itself.
         f"a text of {len(place)} characters says what a secret is, or nothing at all, and not "
         f"where it is: {HOW}"
     )
@@ -71,17 +56,7 @@ def read_secret(place: str, environment: Mapping[str, str] = os.environ) -> Secr
 def listed_keys(
     listed: Sequence[str], name: str, environment: Mapping[str, str] = os.environ
 ) -> frozenset[bytes]:
-    """Return the public keys of a setting that lists keys, and files or variables with more keys.
-
-    Args:
-        listed: keys in hexadecimal, and places (``file:PATH`` or ``env:NAME``) of texts with one
-            key per line.
-        name: the setting that has the list, for error messages.
-        environment: environment variables, by name.
-
-    Raises:
-        SecretError: a key is not valid, or a place cannot be read.
-    """
+    """Return the keys of setting ``name``: hexadecimal, or places of texts with a key per line."""
     keys = public_keys((text for text in listed if not is_place(text)), name)
     for place in filter(is_place, listed):
         keys |= public_keys(read_secret(place, environment).text.splitlines(), place)
@@ -106,27 +81,18 @@ def _from_file(place: str, path: Path, environment: Mapping[str, str]) -> Secret
 
 
 def _open_bits(path: Path, environment: Mapping[str, str]) -> int:
-    """Return the bits of a file's mode that let others than its owner use it.
-
-    A credential of systemd belongs to root, and an access control list lets the service's user read
-    it. The mode then shows the list's mask as permissions of the group, which has none.
-    """
+    """Return the bits of a file's mode that let others than its owner use it."""
     bits = stat.S_IRWXG | stat.S_IRWXO
     folder = environment.get(CREDENTIALS)
     if folder and path.resolve().is_relative_to(Path(folder).resolve()):
+        # A systemd credential belongs to root, and an access control list lets the service read it:
+        # the mode shows the list's mask as permissions of the group, which has none.
         bits &= ~stat.S_IRGRP
     return bits
 
 
 def _filled(place: str, text: str, remedy: str, exposed: str = "") -> Secret:
-    """Return the secret in a text, or refuse a text that is empty.
-
-    Args:
-        place: where the text came from.
-        text: the secret, maybe with white space around it.
-        remedy: what to do if the text is empty, for the error message.
-        exposed: why others may know the secret; empty if there is no sign that they do.
-    """
+    """Return the secret in a text, or refuse a text that is empty."""
     if not text.strip():
         raise SecretError(f"{place} is empty or not set: {remedy}")
     return Secret(text=text.strip(), place=place, exposed=exposed)

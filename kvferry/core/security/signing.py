@@ -1,7 +1,7 @@
 """Signatures of tickets: HMAC-SHA256 with a secret that producers and consumers share.
 
-A ticket passes through a router and often a client. The signature covers all its content, also
-entries that only newer versions of kvferry know, so that nothing can be altered or added there.
+A signature covers all of a ticket, also entries that only newer versions of kvferry know, so that
+no router or client can alter or add anything.
 """
 
 from __future__ import annotations
@@ -25,17 +25,13 @@ class TicketSecrets:
     """The ticket secrets of an engine: it signs with the first, and accepts signatures with any.
 
     To replace a secret without refusing a ticket: add the new secret as the second everywhere, then
-    make it the first everywhere, then remove the old secret. Any thread may call the methods.
-
-    Attributes:
-        secrets: the secrets, 1 to ``MAX_SECRETS``; only ``replace`` changes them.
+    make it the first everywhere, then remove the old one. Any thread may call the methods.
 
     Raises:
-        SecretError: there is no secret, there are too many, or a secret is too short or occurs
-            twice.
+        SecretError: no secret, too many, or one is too short or occurs twice.
     """
 
-    secrets: tuple[bytes, ...] = field(repr=False)
+    secrets: tuple[bytes, ...] = field(repr=False)  # changed by ``replace`` only
 
     def __post_init__(self) -> None:
         if not 1 <= len(self.secrets) <= MAX_SECRETS:
@@ -51,15 +47,7 @@ class TicketSecrets:
 
     @classmethod
     def of(cls, texts: Sequence[str]) -> TicketSecrets:
-        """Return the ticket secrets of an engine, from the texts in files or the environment.
-
-        Args:
-            texts: one secret or several each, a line for a secret; empty lines are skipped. The
-                engine signs with the first.
-
-        Raises:
-            SecretError: as the class.
-        """
+        """Return the secrets in texts, one per line; the engine signs with the first."""
         lines = (line.strip() for text in texts for line in text.split("\n"))
         return cls(tuple(line.encode("utf-8", "surrogateescape") for line in lines if line))
 
@@ -70,27 +58,12 @@ class TicketSecrets:
     def sign(self, said: Mapping[str, object]) -> bytes:
         """Return the signature of a ticket's content by the first secret, 32 bytes.
 
-        Args:
-            said: the content: text, integers, booleans, and lists and mappings of them.
-
-        Raises:
-            TicketError: the content cannot be encoded as JSON.
+        Raises ``TicketError`` if the content cannot be encoded as JSON.
         """
         return _mac(self.secrets[0], _canonical(said))
 
     def check(self, said: Mapping[str, object], signature: bytes) -> None:
-        """Refuse a ticket whose signature fits none of the secrets.
-
-        The time that the check takes does not depend on which secret fits.
-
-        Args:
-            said: the ticket's content, as for ``sign``.
-            signature: the ticket's signature; empty if the ticket has none.
-
-        Raises:
-            TicketError: the signature is missing or fits none of the secrets, or the content cannot
-                be encoded as JSON.
-        """
+        """Refuse (``TicketError``) a signature, empty for none, that fits none of the secrets."""
         if not signature:
             raise TicketError(
                 "the ticket is not signed, and this engine has ticket_secrets: give its engine the "
@@ -98,6 +71,7 @@ class TicketSecrets:
                 reason=TicketReason.SIGNATURE,
             )
         content = _canonical(said)
+        # All are compared: the time must not tell which secret fits.
         fits = [hmac.compare_digest(_mac(secret, content), signature) for secret in self.secrets]
         if not any(fits):
             raise TicketError(
@@ -112,13 +86,7 @@ def _mac(secret: bytes, content: bytes) -> bytes:
 
 
 def _canonical(said: Mapping[str, object]) -> bytes:
-    """Return a ticket's content as JSON with sorted keys, without spaces, in ASCII.
-
-    Equal content gives equal bytes.
-
-    Raises:
-        TicketError: the content cannot be encoded as JSON.
-    """
+    """Return a ticket's content as JSON, in ASCII: equal content gives equal bytes."""
     try:
         return json.dumps(said, sort_keys=True, separators=(",", ":")).encode()
     except (TypeError, ValueError, RecursionError) as exc:

@@ -1,7 +1,7 @@
 """Read keys and secrets again while the engine runs, and take those that have changed.
 
-A file may be read while it is being written. So a change counts once two readings in a row agree on
-it. What cannot be used is logged once, and the engine goes on with what it has.
+A file may be read while it is being written, so a change counts once two readings in a row agree.
+What cannot be used is logged once, and the engine goes on with what it has.
 """
 
 from __future__ import annotations
@@ -19,31 +19,22 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 LOOK_SECONDS = 2.0
-"""Time between two readings of all settings. Two readings have to agree, so a change takes effect
-within twice this time, if the files can be read at once."""
+"""Time between two readings; as two must agree, a change takes effect within twice this."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reading(Generic[T]):
-    """What one reading of a setting's sources found.
-
-    Attributes:
-        value: the keys or secrets.
-        exposed: a warning for each of the sources that others than the owner can read.
-    """
+    """What one reading of a setting's sources found."""
 
     value: T
-    exposed: frozenset[str] = frozenset()
+    exposed: frozenset[str] = frozenset()  # a warning for each source that others can read
 
 
 class WatchedSetting(Generic[T]):
     """A setting whose sources are read again. Used by the watcher's thread only.
 
-    Args:
-        name: the setting's name, for log lines.
-        used: the reading with which the engine has started.
-        read: reads the sources; raises ``SecretError`` if the content cannot be used.
-        use: has the engine use a value, and returns what to log of the change.
+    ``used`` is the reading with which the engine has started. ``read`` raises ``SecretError`` for
+    what cannot be used; ``use`` has the engine use a value, and returns what to log.
     """
 
     def __init__(
@@ -62,11 +53,7 @@ class WatchedSetting(Generic[T]):
         self._settled: Reading[T] | str = used
 
     def look(self, who: str) -> None:
-        """Read the sources, and use or refuse what two readings in a row have found.
-
-        Args:
-            who: the part of the engine that reads, for log lines.
-        """
+        """Read the sources, and use or refuse what two readings in a row have found."""
         found = self._find()
         previous, self._seen = self._seen, found
         if found != previous or found == self._settled:
@@ -91,14 +78,10 @@ class WatchedSetting(Generic[T]):
 
 
 class SourceWatcher:
-    """Read settings again, at regular times, on a thread of its own.
+    """Read settings again, every ``seconds``, on a thread of its own.
 
-    Files may be on a network file system, so a reading may hang. Only this thread waits for them.
-
-    Args:
-        settings: the settings; no thread is started if there are none.
-        who: the part of the engine that reads, for log lines.
-        seconds: time between two readings of all settings.
+    Files may be on a network file system, so a reading may hang: only this thread waits for them.
+    Without settings, no thread is started.
     """
 
     def __init__(

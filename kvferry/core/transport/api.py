@@ -1,51 +1,47 @@
 """The interface of a driver: one-sided, polled transfers between registered memory.
 
 A ``Transport`` moves bytes and carries small messages. It knows no model, no parallelism and no
-request. Users do not call it: ``kvferry.core.endpoint.Endpoint`` does. A driver usually derives
-from ``kvferry.core.transport.base.BaseTransport``, which implements most of it.
+request. Users do not call it, ``kvferry.core.endpoint.Endpoint`` does. Drivers usually derive from
+``kvferry.core.transport.base.BaseTransport``, which implements most of it.
 
 **Threads.** Calls come from different threads, but one at a time. ``connect``, ``read``, ``write``
-and ``disconnect`` may block; a driver then releases the interpreter's lock (GIL). If
-``Capabilities.concurrent_connect`` is set, calls of ``connect`` and ``disconnect`` may also overlap
-with each other and with any other call but ``close``, and must not delay the other calls. While
-``connect`` or ``disconnect`` of a peer runs, no other call names this peer or a transfer with it.
-But ``connect`` may be called with an address of a peer while the peer is being connected or
-disconnected: the driver lets these calls wait for each other.
+and ``disconnect`` may block; a driver then releases the interpreter's lock (GIL). With
+``Capabilities.concurrent_connect``, calls of ``connect`` and ``disconnect`` may overlap with each
+other and with any call but ``close``, and must not delay the other calls. While either runs for a
+peer, no other call names this peer or its transfers; but ``connect`` may get an address of it, and
+the driver lets such calls wait for each other.
 
 **Threads of the driver.** A driver that makes threads in Python takes the keyword ``enter`` in its
-constructor, a function, and calls it first in every such thread: what the caller does there
-(choosing the thread's GPU, for example) counts for one thread only. kvferry passes ``enter`` to a
-driver whose constructor names this keyword and whose ``interface_version`` is 1.1 or later. The
-threads on which kvferry calls a transport have done the same.
+constructor, a function, and calls it first in every such thread: what it does there (choosing the
+thread's GPU, for example) counts for one thread only. It is passed if the constructor names the
+keyword and ``interface_version`` is 1.1 or later. kvferry's own threads have done the same.
 
 **Memory** belongs to the caller, who keeps it alive from ``register`` until ``deregister`` has
-returned. The arrays of ``Copies`` belong to the caller, too, who reuses them as soon as ``read`` or
-``write`` has returned: a driver that needs them longer makes its own copy. The same holds for the
-places in ``PagedCopies``, but not for its ``Strips``, which never change.
+returned. The arrays of ``Copies`` and the places in ``PagedCopies`` are the caller's, too, who
+reuses them as soon as the call has returned: a driver that needs them longer copies them. The
+``Strips`` never change.
 
 **Errors.** A caller's mistake raises at once (``TransportUsageError``,
 ``TransportUnsupportedError``), and then nothing has started. The outcome of a transfer is a value
-returned by ``poll``, never an exception. A driver maps its library's errors in one place, with
+that ``poll`` returns, never an exception. A driver maps its library's errors in one place, with
 ``raise ... from exc``. After ``close``, every method but ``close`` raises ``TransportUsageError``;
-the properties and ``path`` still answer. ``read`` or ``write`` raises ``TransportUnsupportedError``
-if the capabilities deny it, before and after ``close``.
+properties and ``path`` still answer. An op that the capabilities deny raises
+``TransportUnsupportedError``, before and after ``close``.
 
 **Fork.** A transport belongs to the process that made it. In a forked child every method but
 ``close`` raises ``TransportUsageError``, and ``close`` does nothing.
 
 **Quiescence.** ``DONE`` and ``FAILED`` are final, and final means quiet: the driver touches none of
-the transfer's buffers again, neither local nor remote ones. A transfer that is known to fail while
-its bytes may still land is ``FAILING`` until it is quiet. ``DONE`` also means that the bytes are
-visible to device work that is enqueued afterwards.
+the transfer's buffers again, local or remote. A transfer that is known to fail while its bytes may
+still land is ``FAILING`` until it is quiet. ``DONE`` also means that the bytes are visible to
+device work that is enqueued afterwards.
 
-**Death.** A driver notices the death of a peer's process within a second: this side's unfinished
-transfers with the peer are FAILING or FAILED by then, even if a forked child of that process lives
-on and keeps its sockets open.
+**Death.** A driver notices the death of a peer's process within a second: unfinished transfers with
+the peer are then FAILING or FAILED, even if a forked child of that process keeps its sockets open.
 
-**Order.** Transfers are not ordered. Notifications sent with ``notify`` from one sender to one peer
-arrive in the order of the calls. Notifications bound to transfers arrive in order if each transfer
-began when the one before was DONE. Notifications of these two sorts are not ordered among each
-other.
+**Order.** Transfers are not ordered. Notifications by ``notify`` from one sender to one peer arrive
+in the order of the calls. Those bound to transfers arrive in order if each transfer began when the
+one before was DONE. The two sorts are not ordered among each other.
 """
 
 from __future__ import annotations
@@ -93,12 +89,7 @@ class State(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Status:
-    """The status of one transfer, as ``Transport.poll`` returns it.
-
-    Attributes:
-        state: the state of the transfer.
-        error: why the transfer fails or has failed; ``None`` unless it is FAILING or FAILED.
-    """
+    """The status of one transfer; ``error`` is ``None`` unless it is FAILING or FAILED."""
 
     state: State
     error: TransportError | None = None
@@ -110,8 +101,7 @@ class Quiescence(enum.Enum):
     ALWAYS = "always"
     """Soon and by itself: no ``disconnect`` is needed."""
     AFTER_DISCONNECT = "after_disconnect"
-    """Once ``disconnect`` of the peer has returned. Before that, the driver cannot know that no
-    further byte lands."""
+    """Once ``disconnect`` of the peer has returned; before, the driver cannot know."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,18 +111,17 @@ class Capabilities:
     Attributes:
         ops: which of ``"read"`` and ``"write"`` the transport has.
         memory: the memory kinds that can be registered, such as ``cpu`` and ``cuda``.
-        max_notification: the longest payload of a notification, in bytes; 0 if the transport
-            carries no notifications.
+        max_notification: the longest payload in bytes; 0 if notifications are not carried.
         cancel: whether ``cancel`` can end a transfer early.
         background_progress: whether transfers go on, and peers are served, without calls of this
-            transport. Even then, a ``poll`` may be needed to notice that a transfer has ended, to
-            send the transfer's notification, or to begin the rest of a long transfer.
+            transport. Even then, a ``poll`` may be needed to notice a transfer's end, to send its
+            notification, or to begin the rest of a long transfer.
         quiescence: when a transfer that is FAILING becomes FAILED.
-        max_outstanding: the most transfers that may be unfinished at once; ``None`` for no limit.
-        concurrent_connect: whether ``connect`` and ``disconnect`` may be called while other calls
-            run. If not, a slow call of either delays the transfers with all other peers.
-        paged_reads: whether the transport has ``read_pages``, and takes less time for it than for
-            ``read`` with the same copies. (Interface 1.2.)
+        max_outstanding: the most unfinished transfers; ``None`` for no limit.
+        concurrent_connect: whether ``connect`` and ``disconnect`` may overlap with other calls. If
+            not, a slow one delays the transfers with all other peers.
+        paged_reads: whether there is ``read_pages``, and it takes less time than ``read`` with the
+            same copies. (Interface 1.2.)
     """
 
     ops: frozenset[str]
@@ -148,12 +137,7 @@ class Capabilities:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Notification:
-    """A message from a peer.
-
-    Attributes:
-        sender: the ``Transport.name`` of the peer.
-        payload: the bytes that the peer sent.
-    """
+    """A message from a peer, whose ``Transport.name`` is ``sender``."""
 
     sender: str
     payload: bytes = field(repr=False)
@@ -162,42 +146,35 @@ class Notification:
 class Transport(ABC):
     """Moves bytes between this process's memory and its peers': the interface of every driver.
 
-    A driver's entry point (group ``kvferry.drivers``) names a subclass. The subclass's constructor
-    takes the user's ``driver_options`` as keyword arguments, and may take ``enter`` (see above).
-    For an unknown option it raises ``DriverError``, which lists the options that exist.
+    A driver's entry point (group ``kvferry.drivers``) names a subclass. Its constructor takes the
+    user's ``driver_options`` as keyword arguments, and may take ``enter`` (see above). For an
+    unknown option it raises ``DriverError``, which lists the options that exist.
     """
 
     interface_version: ClassVar[tuple[int, int]] = INTERFACE_VERSION
-    """Major and minor version of the interface that the driver was written for. A driver with
-    another major version than ``INTERFACE_VERSION`` is refused. A driver states the version as a
-    literal: an inherited one would change with kvferry, although the driver was never tested with
-    the new interface."""
+    """Version of the interface that the driver was written for; refused if its major is another.
+
+    State it as a literal: an inherited one would change with kvferry, and be untested.
+    """
 
     # What every driver has.
 
     @property
     @abstractmethod
     def name(self) -> str:
-        """The name of this transport, unique among the transports of all hosts.
-
-        Peers see the name as ``Notification.sender``.
-        """
+        """The name, unique among the transports of all hosts; peers see it as ``sender``."""
 
     @property
     @abstractmethod
     def capabilities(self) -> Capabilities:
-        """What this transport can do. The value does not change while the transport lives."""
+        """What this transport can do, which does not change while it lives."""
 
     @abstractmethod
     def register(self, region: Region) -> None:
         """Register a region, so that transfers of this side and of its peers can use it.
 
-        Does nothing if an equal region is registered already. Regions may overlap. A peer that has
-        connected before knows the region only after it calls ``connect`` again, with bytes that
-        ``address`` has returned since.
-
-        Args:
-            region: the memory, which the caller keeps alive until ``deregister`` has returned.
+        Does nothing if an equal region is registered; regions may overlap. A connected peer knows
+        the region only after ``connect`` with bytes that ``address`` has returned since.
 
         Raises:
             TransportUnsupportedError: the memory kind is not among the capabilities.
@@ -206,43 +183,29 @@ class Transport(ABC):
 
     @abstractmethod
     def deregister(self, region: Region) -> None:
-        """End a region's registration: this side refuses later transfers that name the region.
+        """End the registration of an equal region: later transfers here that name it are refused.
 
-        A connected peer may still know the region. Transfers that the peer starts may then be
-        refused, fail, or be carried out: over shared memory this side takes no part in them.
-        So before this call, the caller makes sure that no peer accesses the region any more.
-
-        Args:
-            region: a region equal to the registered one.
+        Those that a connected peer starts may be refused, fail, or be carried out (over shared
+        memory this side takes no part in them): the caller first makes sure that no peer accesses
+        the region.
 
         Raises:
-            TransportUsageError: the region is not registered, or an unfinished transfer of this
-                side uses it.
+            TransportUsageError: the region is not registered, or in use by an unfinished transfer
+                of this side.
         """
 
     @abstractmethod
     def address(self) -> bytes:
-        """Return the bytes that a peer passes to ``connect``, to reach this transport.
-
-        The bytes name this side's registered regions. Only transports of the same driver can parse
-        them.
-        """
+        """Return the bytes with which a peer connects; they name the registered regions."""
 
     @abstractmethod
     def connect(self, address: bytes) -> PeerId:
-        """Connect to a peer, which may be this transport itself.
+        """Connect to a peer, which may be this transport itself, by its untrusted ``address``.
 
-        A peer stays connected until ``disconnect``. Until then, a further ``connect`` updates what
-        this side knows of the peer (its regions, for example) and returns the same id; transfers
-        under way go on. If the peer has died meanwhile, a further ``connect`` either raises, or
-        returns the same id and transfers fail. A ``connect`` that begins while ``disconnect`` of
-        the peer runs waits for its end, and never returns the id that it ends.
-
-        Args:
-            address: the bytes that the peer's ``address`` returned; untrusted.
-
-        Returns:
-            The id of the peer.
+        A further ``connect`` before ``disconnect`` updates what this side knows of the peer (its
+        regions, for example) and returns the same id; transfers go on. If the peer has died, it
+        either raises, or returns the same id and transfers fail. A ``connect`` that begins while
+        ``disconnect`` of the peer runs waits for its end, and never returns the id that it ends.
 
         Raises:
             ConnectError: the bytes are no address of this driver, or the peer cannot be reached;
@@ -254,7 +217,7 @@ class Transport(ABC):
         """End the connection to a peer.
 
         This side's unfinished transfers with the peer become FAILED with ``PeerLostError``. The
-        call waits until all of them are FAILED, for some seconds at most.
+        call waits for that, for some seconds at most.
 
         Raises:
             TransportUsageError: no such peer.
@@ -266,8 +229,7 @@ class Transport(ABC):
     def poll(self, transfers: Sequence[TransferId]) -> list[Status]:
         """Return the status of each transfer, in the order of the ids. Never block.
 
-        A driver without threads of its own makes progress with its transfers in this call. An id
-        may occur twice.
+        A driver without threads of its own makes progress here. An id may occur twice.
 
         Raises:
             TransportUsageError: an id is unknown or was forgotten.
@@ -275,23 +237,14 @@ class Transport(ABC):
 
     @abstractmethod
     def forget(self, transfer: TransferId) -> None:
-        """Drop the record of a final transfer.
-
-        Raises:
-            TransportUsageError: the id is unknown, or its transfer is not final.
-        """
+        """Drop the record of a transfer; ``TransportUsageError`` if it is unknown or not final."""
 
     @abstractmethod
     def notify(self, peer: PeerId, payload: bytes) -> None:
-        """Send a message to a peer, not bound to a transfer.
+        """Send a message, 1 to ``max_notification`` bytes, that is not bound to a transfer.
 
-        Best effort: if the peer is gone, the message is dropped without an error. Does not wait for
-        the peer: a message that the peer does not take at once is queued, and ``disconnect`` and
-        ``close`` may drop the queue.
-
-        Args:
-            peer: a connected peer.
-            payload: the message, 1 to ``capabilities.max_notification`` bytes.
+        Best effort: dropped without an error if the peer is gone. Does not wait for the peer: what
+        it does not take at once is queued, and ``disconnect`` and ``close`` may drop the queue.
 
         Raises:
             TransportUsageError: no such peer, or the length is out of bounds.
@@ -306,13 +259,11 @@ class Transport(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Disconnect all peers, deregister all regions, and release all other resources.
-
-        A second call does nothing.
+        """Disconnect all peers, deregister all regions, release all else; twice is fine.
 
         Raises:
-            TransportError: everything has been released, but some transfers did not end in time:
-                their bytes may still land. If this error is not raised, no further byte lands.
+            TransportError: all is released, but some transfers did not end in time: their bytes may
+                still land. If this error is not raised, no further byte lands.
         """
 
     # What a driver may add.
@@ -325,9 +276,8 @@ class Transport(ABC):
     def path(self, peer: PeerId) -> str:
         """Return the name of the low-level transport to a peer, for metrics and for people.
 
-        Returns:
-            The name, such as ``rc_mlx5``, which stays the same while the peer is connected; empty
-            if the driver cannot tell, or if there is no such peer.
+        Such as ``rc_mlx5``; stays the same while the peer is connected. Empty if the driver cannot
+        tell, or if there is no such peer.
         """
         del peer
         return ""
@@ -335,15 +285,12 @@ class Transport(ABC):
     def wake_when_ended(self, wake: Callable[[], None]) -> bool:
         """Have ``wake`` called when transfers end, so that the caller may poll them less often.
 
-        Called at most once, before the first transfer.
-
-        Args:
-            wake: takes no arguments, returns at once and raises nothing. A driver calls it, from
-                any thread, each time a transfer has become final outside of a call of this
-                transport: ``poll`` then returns the final status. It may call it more often.
+        Called at most once, before the first transfer. A driver calls ``wake``, from any thread,
+        each time a transfer has become final (for ``poll``, too) outside of a call of this
+        transport, or more often. ``wake`` returns at once and raises nothing.
 
         Returns:
-            Whether the driver calls ``wake``. If not, which is the default, only ``poll`` tells.
+            Whether the driver calls ``wake``. If not, the default, only ``poll`` tells.
         """
         del wake
         return False
@@ -355,24 +302,22 @@ class Transport(ABC):
 
         Args:
             peer: a connected peer.
-            copies: what to read; the batch may be empty, and a copy may have 0 bytes. The regions
-                of a segment must be registered even if the segment has no copies.
-            notify: a message that is bound to the transfer, 1 to ``max_notification`` bytes;
-                ``None`` for no message. The peer gets it once, after all bytes of the transfer have
-                arrived, even if the driver has split the transfer. If the transfer fails, the
-                peer never gets the message.
+            copies: may be empty, and a copy may have 0 bytes. The regions of a segment must be
+                registered even if the segment has no copies.
+            notify: a message of 1 to ``max_notification`` bytes, bound to the transfer. The peer
+                gets it once, after all bytes have arrived, even if the driver has split the
+                transfer; never if the transfer fails.
 
         Returns:
             The id of the transfer, for ``poll``, ``cancel`` and ``forget``.
 
         Raises:
-            TransportUsageError: there is no such peer; a segment's local region is not registered,
-                or its remote region is not among the peer's; a copy is not within its segment's
-                regions; the notification is empty or too long. Nothing was read.
-            TransportUnsupportedError: ``read`` is not among the capabilities, or ``notify`` is
-                given to a transport that carries no notifications. For the latter, a driver may
-                raise ``TransportUsageError`` instead.
-            TransportError: ``capabilities.max_outstanding`` transfers are unfinished already.
+            TransportUsageError: no such peer; a segment's local region is not registered, or its
+                remote one is not among the peer's; a copy is not within its segment's regions; the
+                notification is empty or too long. Nothing was read.
+            TransportUnsupportedError: no capability ``read``, or ``notify`` without notifications,
+                where a driver may raise ``TransportUsageError`` instead.
+            TransportError: ``max_outstanding`` transfers are unfinished already.
         """
         del peer, copies, notify
         raise unsupported_op(self, "read")
@@ -382,54 +327,29 @@ class Transport(ABC):
     ) -> TransferId:
         """Pull remote bytes into local memory, as ``read`` does, with copies named by pages.
 
-        The same objects ``Strips`` occur in many calls for a peer: the driver may prepare something
-        for them once, and keep it until the peer is disconnected.
-
-        Args:
-            peer: a connected peer.
-            pages: what to read; the batch may be empty.
-            notify: as for ``read``.
-
-        Returns:
-            The id of the transfer, for ``poll``, ``cancel`` and ``forget``.
-
-        Raises:
-            TransportUsageError: as for ``read``; or a place does not exist. Nothing was read.
-            TransportUnsupportedError: as for ``read``; or ``paged_reads`` is not among the
-                capabilities.
-            TransportError: as for ``read``.
+        The same ``Strips`` occur in many calls: a driver may prepare something once and keep it
+        until the peer is disconnected. Also refused (``TransportUsageError``): a place that does
+        not exist.
         """
         del peer, pages, notify
         raise unsupported_op(self, "read by pages")
 
     def write(self, peer: PeerId, copies: Copies, notify: bytes | None = None) -> TransferId:
-        """Push local bytes into remote memory.
-
-        Arguments, result and errors are those of ``read``, with writing in place of reading.
-        """
+        """Push local bytes into remote memory; arguments, result and errors are as in ``read``."""
         del peer, copies, notify
         raise unsupported_op(self, "write")
 
     def cancel(self, transfer: TransferId) -> None:
-        """Ask the driver to end a transfer early; best effort.
+        """Ask the driver to end a transfer early; best effort. An unknown id is refused.
 
-        The caller continues to ``poll`` until the transfer is final. A transfer that ends early is
-        FAILED with ``TransferCancelledError``. Without the capability ``cancel``, the call only
-        checks the id.
-
-        Raises:
-            TransportUsageError: the id is unknown.
+        The caller polls on until the transfer is final; one that ends early is FAILED with
+        ``TransferCancelledError``. Without the capability ``cancel``, only the id is checked.
         """
         # ``poll`` refuses an unknown id; the transfer goes on.
         self.poll([transfer])
 
 
 def unsupported_op(transport: Transport, op: str) -> TransportUnsupportedError:
-    """Return the error to raise for an operation that the capabilities deny.
-
-    Args:
-        transport: the transport whose operation was called.
-        op: the operation, such as ``"read"``.
-    """
+    """Return the error to raise for an operation, such as ``"read"``, that a transport denies."""
     ops = ", ".join(sorted(transport.capabilities.ops)) or "nothing"
     return TransportUnsupportedError(f"{type(transport).__name__} cannot {op}; it can {ops}")

@@ -1,11 +1,8 @@
 """The base class of drivers: it keeps a transport's records and refuses callers' mistakes.
 
-``Transport`` defines what a transport does. Much of it is the same for every library: to record
-regions, connections and transfers, and to refuse what a caller must not do. ``BaseTransport``
-implements that once. A driver derives from it and fills in hooks, whose names begin with an
-underscore: register memory, connect, start a transfer, update its status.
-
-The hooks work on objects of the driver's own, of four types, which the subclass names::
+A driver derives from ``BaseTransport`` and fills in hooks, whose names begin with an underscore:
+register memory, connect, start a transfer, update its status. They work on objects of the driver's
+own, of four types, which the subclass names::
 
     class MyTransport(BaseTransport[MyMemory, MyAddress, MyConnection, MyTransfer]): ...
 
@@ -14,15 +11,15 @@ The hooks work on objects of the driver's own, of four types, which the subclass
 - the connection: a connected peer, see ``DriverConnection``;
 - the transfer: see ``DriverTransfer``.
 
-The base class keeps these objects and passes them to the hooks. Of a connection and of a transfer,
-it reads only the attributes in ``DriverConnection`` and ``DriverTransfer``. Hooks get checked
-arguments, and are never called after ``close`` or in a forked child.
+The base class keeps these objects and passes them to the hooks; it reads only the attributes in
+``DriverConnection`` and ``DriverTransfer``. Hooks get checked arguments, and are never called after
+``close`` or in a forked child.
 
-**Threads.** Hooks run on the thread that called the transport, one at a time. Only where the
-capabilities have ``concurrent_connect`` may hooks that run within ``connect`` (``_decode_address``,
-``_identity``, ``_connect``, ``_refresh``) or within ``disconnect`` (``_end_transfers`` and what it
-calls, ``_disconnect``) overlap with others. Even then, ``connect`` and ``disconnect`` calls for the
-same peer come one after the other. So a hook must not call ``connect`` or ``disconnect``.
+**Threads.** Hooks run on the thread that called the transport, one at a time. Only with
+``concurrent_connect`` may hooks within ``connect`` (``_decode_address``, ``_identity``,
+``_connect``, ``_refresh``) or ``disconnect`` (``_end_transfers`` and what it calls,
+``_disconnect``) overlap with others; even then, those for the same peer come one after the other.
+So a hook must not call ``connect`` or ``disconnect``.
 """
 
 from __future__ import annotations
@@ -82,11 +79,7 @@ class DriverConnection(Protocol):
 
     @property
     def regions(self) -> Collection[Region]:
-        """The regions that the peer has registered, as far as this side knows.
-
-        A set or a dict with regions as its keys makes the lookup of regions fast. ``_refresh``
-        replaces the collection.
-        """
+        """The peer's regions that this side knows; best a set or dict. ``_refresh`` replaces it."""
 
 
 class DriverTransfer(Protocol):
@@ -94,7 +87,7 @@ class DriverTransfer(Protocol):
 
     @property
     def status(self) -> Status:
-        """The transfer's status, kept up to date by ``_progress`` or by threads of the driver."""
+        """The status, kept up to date by ``_progress`` or by threads of the driver."""
 
 
 RegistrationT = TypeVar("RegistrationT")
@@ -107,14 +100,12 @@ class TransferRequest(NamedTuple, Generic[ConnectionT]):
     """A transfer to start. Everything in it has been checked.
 
     Attributes:
-        connection: the connection to the peer.
-        copies: n >= 0 copies, each within its segment's regions. The arrays belong to the caller of
-            ``read`` or ``write``, who reuses them as soon as ``_start`` has returned: copy what is
-            needed longer.
+        copies: n >= 0 copies, each within its segment's regions. The caller reuses the arrays as
+            soon as ``_start`` has returned: copy what is needed longer.
         local: the distinct local regions of the segments; all are registered.
         remote: the distinct remote regions of the segments; all are among ``connection.regions``.
         notify: the payload to send to the peer when all bytes have arrived, or ``None``.
-        write: whether to write to the peer (``True``) or to read from it (``False``).
+        write: whether to write to the peer or to read from it.
     """
 
     connection: ConnectionT
@@ -126,15 +117,10 @@ class TransferRequest(NamedTuple, Generic[ConnectionT]):
 
 
 class PagedRequest(NamedTuple, Generic[ConnectionT]):
-    """A read by pages to start. Everything in it has been checked.
+    """A read by pages to start, checked, as in ``TransferRequest``.
 
-    Attributes:
-        connection: the connection to the peer.
-        pages: the copies. The arrays of places belong to the caller of ``read_pages``, who reuses
-            them as soon as ``_start_paged`` has returned; the ``Strips`` never change.
-        local: the distinct local regions of the segments; all are registered.
-        remote: the distinct remote regions of the segments; all are among ``connection.regions``.
-        notify: the payload to send to the peer when all bytes have arrived, or ``None``.
+    The caller reuses the arrays of places as soon as ``_start_paged`` has returned; the ``Strips``
+    never change.
     """
 
     connection: ConnectionT
@@ -145,7 +131,7 @@ class PagedRequest(NamedTuple, Generic[ConnectionT]):
 
 
 class _Record(NamedTuple, Generic[TransferT]):
-    """The record of a transfer: its peer, its local regions, and the driver's object."""
+    """A transfer's peer, its local regions, and the driver's object."""
 
     peer: PeerId
     local: frozenset[Region]
@@ -160,11 +146,7 @@ class BaseTransport(Transport, Generic[RegistrationT, AddressT, ConnectionT, Tra
     """Implements ``Transport`` by calling hooks, which a driver overrides.
 
     A driver sets ``interface_version``, overrides the property ``library`` if a library moves its
-    bytes, and calls ``super().__init__`` as soon as it knows its capabilities.
-
-    Args:
-        name: the transport's name, unique among the transports of all hosts.
-        capabilities: what the transport can do; they never change.
+    bytes, and calls ``super().__init__`` as soon as it knows its capabilities, which never change.
     """
 
     grace_seconds: ClassVar[float] = 5.0
@@ -188,81 +170,59 @@ class BaseTransport(Transport, Generic[RegistrationT, AddressT, ConnectionT, Tra
 
     @abstractmethod
     def _register(self, region: Region) -> RegistrationT:
-        """Register a region with the driver's library, and return what ``_deregister`` needs.
+        """Register a region with the library; return what ``_deregister`` needs.
 
-        The base class has checked that the region's memory kind is among the capabilities, and that
-        no equal region is registered. The region may overlap registered regions.
-
-        Raises:
-            TransportError: the library or the kernel refused; the message says what to do.
+        Its kind is among the capabilities, and no equal region is registered; regions may overlap.
+        Raises ``TransportError``, which says what to do, if the library or the kernel refuses.
         """
 
     @abstractmethod
     def _deregister(self, region: Region, registration: RegistrationT) -> None:
-        """Deregister a region from the driver's library.
+        """Deregister a region with the library. ``self._registered`` does not have it any more.
 
-        The base class has checked that no unfinished transfer of this side uses the region.
-
-        Args:
-            region: the region, which the base class has removed from ``self._registered``.
-            registration: what ``_register`` returned.
+        No unfinished transfer of this side uses it.
         """
 
     # Hooks: connections.
 
     @abstractmethod
     def _address(self) -> bytes:
-        """Return the bytes that a peer passes to ``connect``.
-
-        They say how to reach this transport, and name the regions in ``self._registered``.
-        """
+        """Return the bytes for ``connect``: how to reach this side, and ``self._registered``."""
 
     @abstractmethod
     def _decode_address(self, address: bytes) -> AddressT:
-        """Parse the untrusted bytes of an address.
-
-        Raises:
-            ConnectError: the bytes are no address of this driver.
-        """
+        """Parse the untrusted bytes of an address, or raise ``ConnectError``."""
 
     @abstractmethod
     def _identity(self, address: AddressT) -> Hashable:
         """Return the identity of the peer at an address: equal values mean the same peer.
 
-        A forged address must not be taken for a newer address of a connected peer. So the identity
-        must include everything by which the peer is reached, or ``_refresh`` must compare what the
-        identity leaves out.
+        A forged address must not pass for a newer address of a connected peer. So the identity
+        includes everything by which the peer is reached, or ``_refresh`` compares the rest.
         """
 
     @abstractmethod
     def _connect(self, address: AddressT) -> ConnectionT:
         """Connect to a peer that is not connected. May block for some seconds.
 
-        Raises:
-            ConnectError: the peer cannot be reached; the message says why. The hook has released
-                everything that it had opened.
+        Raises ``ConnectError`` if it cannot be reached, having released everything that it opened.
         """
 
     @abstractmethod
     def _refresh(self, connection: ConnectionT, address: AddressT) -> None:
-        """Update a connection, above all the peer's regions, from a newer address of the peer.
+        """Update a connection, above all its regions, from a newer address. Transfers go on.
 
-        Called when ``connect`` gets an address of a connected peer. Transfers under way go on.
-
-        Raises:
-            ConnectError: the address does not lead to this peer, or the peer is gone. The
-                connection stays as it was.
+        Raises ``ConnectError``, and leaves the connection as it was, if the address does not lead
+        to this peer or the peer is gone.
         """
 
     @abstractmethod
     def _disconnect(self, connection: ConnectionT, transfers: Sequence[TransferT]) -> None:
-        """Release a connection. Called after ``_end_transfers`` has returned ``True``.
+        """Release a connection, after ``_end_transfers`` with the same transfers returned ``True``.
 
-        Args:
-            connection: the connection. If some of ``transfers`` are not final when this hook
-                returns, the peer stays connected, and the hook may be called again.
-            transfers: the transfers that were passed to ``_end_transfers``. If a driver knows only
-                after closing the connection that no further byte lands, they become FAILED here.
+        If only closing the connection shows that no further byte lands, the transfers become FAILED
+        here. If some are not final then, the peer stays connected, and the hook may be called
+        again.
         """
 
     def _path(self, connection: ConnectionT) -> str:
@@ -284,12 +244,9 @@ class BaseTransport(Transport, Generic[RegistrationT, AddressT, ConnectionT, Tra
         raise NotImplementedError(f"{type(self).__name__} has paged_reads, and no _start_paged")
 
     def _progress(self, transfers: Sequence[TransferT]) -> None:
-        """Make progress, and update the transfers' statuses; called by ``poll``. Never block.
+        """Update statuses of the ``transfers`` polled (maybe none, or one twice). Never block.
 
-        A driver without threads drives all of its transfers here, not only ``transfers``.
-
-        Args:
-            transfers: the transfers that the caller polls; may be empty, or name one twice.
+        A driver without threads drives all of its transfers here.
         """
         del transfers
 
@@ -297,25 +254,17 @@ class BaseTransport(Transport, Generic[RegistrationT, AddressT, ConnectionT, Tra
     def _fail(self, transfer: TransferT, error: TransportError) -> None:
         """Make a transfer fail with ``error``, without waiting for its end.
 
-        The transfer is FAILING until its bytes can no longer land, then FAILED. A transfer that is
-        FAILING already keeps its first error. A transfer that is final, or that can no longer be
-        stopped, is left as it is.
+        It is FAILING until its bytes can no longer land, then FAILED. One that is FAILING already
+        keeps its first error; one that is final, or cannot be stopped any more, is left as it is.
         """
 
     def _end_transfers(self, transfers: Sequence[TransferT], error: TransportError) -> bool:
-        """Make transfers fail, and wait up to ``grace_seconds`` until they are final.
+        """Make transfers fail and wait for their end; return whether connections may be released.
 
-        This default suits transfers that become final by themselves after ``_fail``. A driver
-        overrides this method if the driver can wait without polling, or if transfers become final
-        only in ``_disconnect``. In the latter case the override waits only until the connection
-        may be released.
-
-        Args:
-            transfers: transfers of this transport.
-            error: the error that they fail with.
-
-        Returns:
-            Whether the connection may be released; in this default, whether all are final.
+        The default waits up to ``grace_seconds`` until all are final, which suits transfers that
+        end by themselves after ``_fail``. Override it to wait without polling, or if transfers
+        become final only in ``_disconnect``: it then waits only until the connection may be
+        released.
         """
         unfinished = list(transfers)
         deadline = time.monotonic() + self.grace_seconds
@@ -333,9 +282,8 @@ class BaseTransport(Transport, Generic[RegistrationT, AddressT, ConnectionT, Tra
     def _notify(self, connection: ConnectionT, payload: bytes) -> None:
         """Send or queue a notification; do not wait for the peer.
 
-        Raises:
-            PeerLostError: the peer is gone. The base class ignores this error.
-            TransportError: the peer lives, and its queue is full.
+        Raises ``PeerLostError`` (ignored) if the peer is gone, ``TransportError`` if its queue is
+        full.
         """
         raise NotImplementedError(f"{type(self).__name__} has max_notification, and no _notify")
 
@@ -349,12 +297,9 @@ class BaseTransport(Transport, Generic[RegistrationT, AddressT, ConnectionT, Tra
     def _close(self, transfers: Sequence[TransferT]) -> None:
         """Release everything: connections, registered memory, threads.
 
-        Called once, after ``_end_transfers``. ``_disconnect`` is not called for the peers that are
-        still connected. The base class clears its records of peers and regions afterwards.
-
-        Args:
-            transfers: the transfers that were passed to ``_end_transfers``. If one of them is not
-                final when this returns, ``close`` raises.
+        Called once, after ``_end_transfers`` with the same transfers; if one is not final after
+        this, ``close`` raises. ``_disconnect`` is not called for the peers still connected. The
+        base class clears its records of peers and regions afterwards.
         """
 
     # What the base gives to hooks.
@@ -369,12 +314,7 @@ class BaseTransport(Transport, Generic[RegistrationT, AddressT, ConnectionT, Tra
         ]
 
     def _check_usable(self) -> None:
-        """Refuse a call after ``close`` or in a forked child.
-
-        Raises:
-            TransportUsageError: the transport is closed, or this process is a forked child of the
-                one that made it.
-        """
+        """Refuse a call after ``close`` or in a forked child."""
         if self._closed:
             raise TransportUsageError(f"{self.name} is closed")
         if os.getpid() != self._pid:
@@ -384,35 +324,22 @@ class BaseTransport(Transport, Generic[RegistrationT, AddressT, ConnectionT, Tra
             )
 
     def _end(self) -> bool:
-        """Mark the transport as closed.
-
-        Returns:
-            Whether ``close`` has to release anything: ``True`` for the first call, but never in a
-            forked child. A child has none of the transport's threads, and must not release its
-            sockets and handles, since they belong to the parent.
-        """
+        """Mark the transport as closed; return whether ``close`` has to release anything."""
+        # A forked child has none of the threads, and must not release its parent's handles.
         if self._closed or os.getpid() != self._pid:
             return False
         self._closed = True
         return True
 
     def _find_peer(self, peer: PeerId) -> ConnectionT:
-        """Return the connection to a peer.
-
-        Raises:
-            TransportUsageError: the peer is not connected.
-        """
+        """Return the connection to a peer; ``TransportUsageError`` if there is none."""
         connection = self._peers.get(peer)
         if connection is None:
             raise TransportUsageError(f"no peer {peer}; connected: {list(self._peers)[:16]}")
         return connection
 
     def _find_transfer(self, transfer: TransferId) -> TransferT:
-        """Return the driver's object of a transfer.
-
-        Raises:
-            TransportUsageError: there is no transfer of that id.
-        """
+        """Return the driver's object of a transfer; ``TransportUsageError`` if there is none."""
         record = self._transfers.get(transfer)
         if record is None:
             raise TransportUsageError(f"no transfer {transfer}: never started, or forgotten")
@@ -653,13 +580,11 @@ def _all_final(transfers: Sequence[DriverTransfer]) -> bool:
 
 
 class _IdentityLocks:
-    """A lock for each peer's identity, which ``connect`` and ``disconnect`` of the peer hold.
-
-    So concurrent calls of ``connect`` make only one connection, and none returns a connection that
-    ``disconnect`` is ending. A thread takes it before any lock of the driver, and holds one only.
-    """
+    """A lock for each peer's identity, which ``connect`` and ``disconnect`` of the peer hold."""
 
     def __init__(self) -> None:
+        # So concurrent calls of ``connect`` make one connection, and return none that ends. A
+        # thread takes an identity's lock before any lock of the driver, and holds only one.
         self._held: set[Hashable] = set()
         self._changed = threading.Condition()
 

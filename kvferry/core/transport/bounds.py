@@ -1,8 +1,7 @@
 """Checks that a batch of copies is well formed and stays within its regions.
 
-A batch is cut into segments, each of which lies in one local and one remote region. All copies of a
-segment are compared with its regions at once, because looking up a region for every copy would take
-longer than computing the copies.
+All copies of a segment are compared with its two regions at once: looking up a region for every
+copy would take longer than computing the copies.
 """
 
 from __future__ import annotations
@@ -19,12 +18,7 @@ _U64 = np.dtype(np.uint64)
 def check_copies(copies: Copies, ends: U64Array) -> None:
     """Refuse a batch that is malformed, or that has a copy outside its segment's regions.
 
-    Args:
-        copies: the batch, of n copies.
-        ends: uint64 scratch memory of at least n elements, which is overwritten.
-
-    Raises:
-        TransportUsageError: as for ``checked_length`` and ``check_bounds``.
+    ``ends`` is uint64 scratch memory of at least as many elements as copies, and is overwritten.
     """
     if len(copies.nbytes) == 1 and _one_within(copies):
         return
@@ -36,10 +30,7 @@ def check_copies(copies: Copies, ends: U64Array) -> None:
 
 
 def _one_within(copies: Copies) -> bool:
-    """Return whether a batch of one copy is well formed, and within its segment's regions.
-
-    Python's integers take a fifth of the time of numpy's functions here.
-    """
+    """Return whether a batch is one copy within its regions: five times as fast as with numpy."""
     if not _well_formed(copies, 1) or len(copies.segments) != 1:
         return False
     (segment,) = copies.segments
@@ -53,12 +44,10 @@ def _one_within(copies: Copies) -> bool:
 
 
 def checked_length(copies: Copies) -> int:
-    """Check the form of a batch, and return its number of copies, n.
+    """Return the number of copies, n; n times the longest has fewer bytes than ``ADDRESS_LIMIT``.
 
-    Raises:
-        TransportUsageError: an array is not uint64 of shape (n,), the segments do not cover the
-            copies in order and without gaps, or n times the longest copy is ``ADDRESS_LIMIT`` bytes
-            or more.
+    Refuses other batches, arrays that are not uint64 of shape (n,), and segments that do not cover
+    the copies in order and without gaps.
     """
     n = len(copies.nbytes)
     if not _well_formed(copies, n):
@@ -101,7 +90,7 @@ def _uncovered(copies: Copies, n: int) -> TransportUsageError:
 
 
 def _largest(values: U64Array) -> int:
-    """Return the maximum of at least one value, for small arrays faster than ``values.max()``."""
+    """Return the maximum of at least one value, faster than ``values.max()`` for small arrays."""
     return int(values[values.argmax()])
 
 
@@ -110,16 +99,9 @@ def _smallest(values: U64Array) -> int:
 
 
 def check_bounds(copies: Copies, side: str, ends: U64Array) -> None:
-    """Refuse a batch in which a copy leaves its segment's region on one side.
+    """Refuse a batch, accepted by ``checked_length``, with a copy outside its region on ``side``.
 
-    Args:
-        copies: a batch of n copies, at least one, that ``checked_length`` has accepted.
-        side: ``local`` or ``remote``: the side whose addresses and regions are compared.
-        ends: (n,) uint64 scratch memory, which is overwritten.
-
-    Raises:
-        TransportUsageError: a copy is not within its region; the message names the copy's index and
-            the region.
+    ``ends`` is (n,) uint64 scratch memory, which is overwritten.
     """
     address: U64Array = getattr(copies, side)
     segments = [segment for segment in copies.segments if segment.stop > segment.start]
@@ -137,18 +119,7 @@ def check_bounds(copies: Copies, side: str, ends: U64Array) -> None:
 
 
 def _easily_within(region: Region, address: U64Array, nbytes: U64Array) -> bool:
-    """Return whether a fast test shows that all copies lie within a region.
-
-    The test: no address is below the region, and the longest copy would fit at the highest address.
-
-    Args:
-        region: the region.
-        address: (n,) uint64, first byte of each copy.
-        nbytes: (n,) uint64, length of each copy.
-
-    Returns:
-        ``False`` if the test cannot tell: then each copy has to be checked.
-    """
+    """Return whether the longest copy fits at the highest address; if not, all may still fit."""
     if _smallest(address) < region.address:
         return False
     return _largest(address) + _largest(nbytes) <= region.end
@@ -157,15 +128,7 @@ def _easily_within(region: Region, address: U64Array, nbytes: U64Array) -> bool:
 def _outside(
     side: str, segments: list[Segment], regions: list[Region], address: U64Array, nbytes: U64Array
 ) -> TransportUsageError:
-    """Return the error that names the first copy which leaves its segment's region.
-
-    Args:
-        side: ``local`` or ``remote``.
-        segments: the segments that have copies.
-        regions: the region of each segment on this side.
-        address: (n,) uint64, first byte of each copy on this side.
-        nbytes: (n,) uint64, length of each copy.
-    """
+    """Return the error that names the first copy which leaves its segment's region."""
     for segment, region in zip(segments, regions, strict=True):
         offset = address[segment.start : segment.stop] - np.uint64(region.address)
         size, length = np.uint64(region.nbytes), nbytes[segment.start : segment.stop]

@@ -10,21 +10,12 @@ import numpy as np
 from kvferry.core.memory import Region, U64Array
 
 SMALL_COPY = 16 << 10
-"""Copies of fewer bytes are small: a copy then costs more than the bytes that it moves. A read
-between two processes moves copies of 16 KiB at half of memcpy's rate and of 4 KiB at a quarter; a
-transport for networks loses even more (docs/performance.md)."""
+"""Copies of fewer bytes cost more than the bytes that they move (docs/performance.md)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    """A part of a batch: successive copies, all within one local and one remote region.
-
-    Attributes:
-        start: index, in the batch, of the segment's first copy.
-        stop: index after the segment's last copy; equals ``start`` if the segment has no copies.
-        local: the registered region of this side.
-        remote: the registered region of the peer.
-    """
+    """A part of a batch: copies ``start`` up to ``stop``, maybe none, in two registered regions."""
 
     start: int
     stop: int
@@ -36,19 +27,13 @@ class Segment:
 class Copies:
     """A batch of n copies, cut into segments that cover it in order and without gaps.
 
-    Attributes:
-        local: (n,) uint64, first local byte of each copy.
-        remote: (n,) uint64, first remote byte of each copy.
-        nbytes: (n,) uint64, length of each copy; 0 is allowed.
-        segments: the copies cut by region: each segment lies in one local and one remote region.
-
-    The arrays may be views of memory that the caller reuses as soon as the callee has returned: a
-    callee that needs them longer makes its own copy.
+    The (n,) arrays may be views of memory that the caller reuses as soon as the callee has
+    returned: a callee that needs them longer makes its own copy.
     """
 
-    local: U64Array
-    remote: U64Array
-    nbytes: U64Array
+    local: U64Array  # first local byte of each copy
+    remote: U64Array  # first remote byte of each copy
+    nbytes: U64Array  # length of each copy; 0 is allowed
     segments: tuple[Segment, ...]
 
     def __len__(self) -> int:
@@ -63,13 +48,7 @@ class Copies:
 def copies_between(
     pairs: Sequence[tuple[int, int, int]], *, local: Region, remote: Region
 ) -> Copies:
-    """Return a batch of a few copies between two regions, as one segment.
-
-    Args:
-        pairs: (local address, remote address, nbytes) for each copy.
-        local: the local region, which all copies lie in.
-        remote: the remote region, which all copies lie in.
-    """
+    """Return (local address, remote address, nbytes) copies between two regions as one segment."""
     table = np.array(pairs, dtype=np.uint64).reshape(-1, 3)
     return Copies(
         local=table[:, 0].copy(),

@@ -13,16 +13,9 @@ OptionsT = TypeVar("OptionsT", bound=msgspec.Struct)
 
 
 def parse_options(driver: str, kind: type[OptionsT], options: Mapping[str, object]) -> OptionsT:
-    """Return a user's options as a driver's struct, with defaults for those not given.
+    """Return a user's options as a driver's struct, or raise ``DriverError``, which lists them.
 
-    Args:
-        driver: the driver's name, for the error.
-        kind: a struct with ``forbid_unknown_fields`` and a default for every field.
-        options: the options as the user wrote them.
-
-    Raises:
-        DriverError: an option is unknown, of a wrong type or out of range; the message lists the
-            driver's options.
+    ``kind`` is a struct with ``forbid_unknown_fields`` and a default for every field.
     """
     try:
         return msgspec.convert(options, kind)

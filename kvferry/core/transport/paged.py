@@ -1,10 +1,8 @@
 """A batch of copies that is named by pages, for drivers that can prepare a peer's memory once.
 
-The copies of one request repeat a pattern: every strip (a run of bytes that is contiguous on both
-sides) occurs in every page, a fixed distance from page to page. So where a request's copies are
-scattered, they are named by the strips, which stay the same for all requests between two ranks, and
-by two short arrays of places. Their addresses are the outer sum of both, which a driver need not
-write out.
+Every strip (a run of bytes, contiguous on both sides) occurs in every page, a fixed distance apart.
+So scattered copies are named by strips, which stay the same for all requests between two ranks, and
+two short arrays of places. Their addresses are the outer sum, which a driver need not write out.
 """
 
 from __future__ import annotations
@@ -23,8 +21,7 @@ from kvferry.core.transport.copies import Copies, Segment
 class StripSide:
     """Where n strips lie on one side, in all pages.
 
-    A page has k places for a strip. The places of all pages are numbered: place ``w * pages + p``
-    is place ``w`` of page ``p``.
+    A page has k places for a strip. Place ``w`` of page ``p`` has the number ``w * pages + p``.
 
     Attributes:
         start: (n,) uint64, address of each strip at place 0 of page 0.
@@ -57,11 +54,8 @@ class Strips:
     Equal requests name the same object, so a driver may keep what it has prepared for it.
 
     Attributes:
-        nbytes: length of each strip, at least 1.
-        local: where the strips lie on this side.
-        remote: where they lie on the peer's side.
-        segments: the strips cut by region: each segment, with all pages, lies in one local and one
-            remote region. ``start`` and ``stop`` are indices of strips.
+        segments: the strips (``start`` and ``stop`` are their indices) cut by region: with all
+            pages, a segment lies in one local and one remote region.
 
     Raises:
         TransportUsageError: an array has another shape or type, the segments do not cover the
@@ -108,18 +102,11 @@ class Strips:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PlacedStrips:
-    """Strips, and the s places at which each of them is copied: n * s copies.
-
-    Attributes:
-        strips: the strips.
-        local: (s,) int64, number of each place on this side; see ``StripSide``.
-        remote: (s,) int64, number of each place on the peer's side. The copies of place ``i`` go
-            between ``local[i]`` and ``remote[i]``.
-    """
+    """Strips, each copied at s places from ``remote[i]`` to ``local[i]``, or back: n * s copies."""
 
     strips: Strips
-    local: I64Array
-    remote: I64Array
+    local: I64Array  # (s,): numbers of places, see StripSide
+    remote: I64Array  # (s,)
 
     def __len__(self) -> int:
         return len(self.strips) * len(self.local)
@@ -130,16 +117,12 @@ class PagedCopies:
     """A batch of copies, named by strips and places.
 
     The arrays of places may be views of memory that the caller reuses as soon as the callee has
-    returned. What ``Strips`` has stays as it is.
-
-    Attributes:
-        parts: the strips with their places.
+    returned. The ``Strips`` never change.
     """
 
     parts: tuple[PlacedStrips, ...]
 
     def __len__(self) -> int:
-        """Return the number of copies."""
         return sum(map(len, self.parts))
 
     @property
@@ -170,12 +153,7 @@ _EMPTY = np.empty(0, np.uint64)
 
 
 def check_places(paged: PagedCopies) -> None:
-    """Refuse a batch that names places which do not exist.
-
-    Raises:
-        TransportUsageError: an array of places is not int64 of the same length as the other, or has
-            a number that is out of range.
-    """
+    """Refuse places that do not exist, and arrays that are not int64 or not equally long."""
     for part in paged.parts:
         strips = part.strips
         _check_numbers("local", part.local, strips.local, len(part.local))

@@ -1,7 +1,7 @@
 """Facts about processes from ``/proc``, by which a driver knows whether a peer's process is alive.
 
-A pid alone does not identify a process, because the kernel reuses pids. Pid and start time together
-identify it within one pid namespace and one boot of a host.
+The kernel reuses pids: pid and start time together identify a process within one pid namespace and
+one boot of a host.
 """
 
 from __future__ import annotations
@@ -11,13 +11,9 @@ from pathlib import Path
 
 
 def start_time(pid: int) -> int | None:
-    """Return when a process started, in clock ticks since boot.
+    """Return when a process of this pid namespace started, in clock ticks since boot.
 
-    Args:
-        pid: the process, by its pid in this process's pid namespace.
-
-    Returns:
-        The time, or ``None`` if the process is dead, a zombie, or hidden from this process.
+    ``None`` if it is dead, a zombie, or hidden from this process.
     """
     try:
         stat = Path(f"/proc/{pid}/stat").read_bytes()
@@ -35,8 +31,5 @@ def boot_id() -> str:
 
 
 def pid_namespace() -> int:
-    """Return the inode number of this process's pid namespace, which identifies the namespace.
-
-    Processes of different namespaces can have the same pid.
-    """
+    """Return the inode number of this process's pid namespace, in which its pid is unique."""
     return Path("/proc/self/ns/pid").stat().st_ino

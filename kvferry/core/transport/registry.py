@@ -1,8 +1,7 @@
 """Drivers by name: found through the entry-point group ``kvferry.drivers``, loaded one by one.
 
-Installed drivers are listed with ``importlib.metadata``, which imports none of them, so that a
-broken driver is listed as broken instead of being left out. stevedore then loads the driver that is
-asked for.
+``importlib.metadata`` lists them without importing any, so that a broken driver is listed as broken
+instead of being left out. stevedore then loads the one that is asked for.
 """
 
 from __future__ import annotations
@@ -30,32 +29,17 @@ GROUP = "kvferry.drivers"
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class DriverInfo:
-    """An installed driver, which may not work on this machine.
+    """An installed driver, which may not work on this machine."""
 
-    Attributes:
-        name: the name of its entry point, by which a configuration chooses the driver.
-        distribution: the name of the Python distribution that contains the driver.
-        version: version of the distribution.
-        entry_point: where the driver's class is, as ``module:class``.
-    """
-
-    name: str
-    distribution: str
-    version: str
-    entry_point: str
+    name: str  # of the entry point, by which a configuration chooses the driver
+    distribution: str  # the Python distribution that contains the driver
+    version: str  # of the distribution
+    entry_point: str  # module:class
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DriverReport:
-    """What a driver can do on this machine, or why it does not work here.
-
-    Attributes:
-        info: the driver.
-        capabilities: the capabilities of its transport; ``None`` if the driver does not work here.
-        library: name and version of the library that moves the bytes (``Transport.library``); empty
-            if the driver does not work here.
-        reason: why the driver does not work here; ``None`` if it works.
-    """
+    """What a driver can do on this machine, or the ``reason`` why it does not work here."""
 
     info: DriverInfo
     capabilities: Capabilities | None = None
@@ -69,11 +53,7 @@ def installed() -> list[DriverInfo]:
 
 
 def find(name: str) -> DriverInfo:
-    """Return the installed driver with this name, without importing it.
-
-    Raises:
-        DriverError: there is no such driver, or more than one.
-    """
+    """Return the installed driver with this name, not imported; else ``DriverError``."""
     return _info(_entry(name))
 
 
@@ -87,8 +67,7 @@ def create(
 
     Args:
         name: the name of the driver's entry point.
-        options: keyword arguments for the driver's constructor, which the user configures as
-            ``driver_options``; ``None`` for no options.
+        options: keyword arguments for the driver's constructor, configured as ``driver_options``.
         enter: what the caller does first in every thread that uses its memory; passed to a driver
             that takes it (see ``kvferry.core.transport.api``). The calling thread has done it.
 
@@ -118,9 +97,7 @@ def create(
 def load(name: str) -> type[Transport]:
     """Import the driver with this name, check its interface version, and return its class.
 
-    Raises:
-        DriverError: there is no such driver, or more than one; it cannot be loaded; or it is no
-            ``Transport`` of this interface version.
+    Raises ``DriverError`` as ``create`` does before it calls the class.
     """
     entry = _entry(name)
     driver = _checked_class(entry, _import(entry))
@@ -129,7 +106,7 @@ def load(name: str) -> type[Transport]:
 
 
 def describe(info: DriverInfo) -> DriverReport:
-    """Start a driver without options, and return what it can do here or why it does not work.
+    """Start a driver without options; return what it can do here, or why it does not work.
 
     Never raises: whatever the driver raises becomes the report's ``reason``.
     """
@@ -162,11 +139,7 @@ def _info(entry: EntryPoint) -> DriverInfo:
 
 
 def _entry(name: str) -> EntryPoint:
-    """Return the only entry point with this name, without importing anything.
-
-    Raises:
-        DriverError: no driver, or more than one, has this name.
-    """
+    """Return the only entry point with this name, without importing anything."""
     found = [entry for entry in _entries() if entry.name == name]
     if not found:
         known = sorted({entry.name for entry in _entries()})

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from kvferry.core.errors import DriverError
 
 EnterThread = Callable[[], None]
-"""What the integration has to do once in each thread that uses the engine's memory, before anything
-else: on a GPU, to choose the thread's device. A new thread is on device 0, whatever its process
-uses. A driver calls it first in every thread that it makes."""
+"""Called first in each thread that uses the engine's memory, also a driver's. On a GPU, it chooses
+the device: a new thread is on device 0, whatever its process uses.
+"""
 
 
 ENTER = "enter"
@@ -32,14 +32,8 @@ def start_thread(
 ) -> threading.Thread:
     """Start a thread that calls ``enter`` and then ``target``; return when ``enter`` has returned.
 
-    Args:
-        target: what the thread is for.
-        name: the name of the thread.
-        enter: what the integration does first in every thread.
-        daemon: whether the process may end while the thread runs.
-
-    Raises:
-        DriverError: ``enter`` raised; the thread has ended, and ``target`` was not called.
+    Raises ``DriverError`` if ``enter`` raised; ``target`` is then not called. With ``daemon``, the
+    process may end while the thread runs.
     """
     entered = threading.Event()
     failures: list[Exception] = []
