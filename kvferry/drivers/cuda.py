@@ -1,11 +1,8 @@
 """Call CUDA's driver API by ctypes: wait for a GPU's queues, and flush what a NIC has written.
 
-Two things about a GPU's memory are not known to the library that moves the bytes. After a failed
-transfer, copies may still wait in the GPU's queues; only the GPU knows when they have run
-(``DeviceWait``). And bytes that a NIC has written into the memory may not be visible yet to work
-that starts on the GPU (``CudaDriver.flush``).
-
-This module needs no CUDA toolkit, and imports where there is no GPU.
+After a failed transfer, copies may still wait in the GPU's queues, and only the GPU knows when they
+have run. Bytes that a NIC wrote may not be visible yet to work that starts on the GPU. The module
+needs no CUDA toolkit, and imports where there is no GPU.
 """
 
 from __future__ import annotations
@@ -26,8 +23,7 @@ logger = logging.getLogger(__name__)
 _LIBRARY = "libcuda.so.1"
 
 _CAPTURE_SECONDS = 0.25
-"""How long to pause when CUDA refuses to wait because a stream is being captured. Not shorter,
-since each refused call may invalidate the capture."""
+"""The pause after a refused wait; not shorter: each refused call may invalidate the capture."""
 
 # Of cuda.h.
 _CAPTURING = 900  # CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED
@@ -68,12 +64,9 @@ class StreamCaptureError(TransportError):
 
 
 class CudaDriver:
-    """The driver API of the GPUs of this machine. Any thread may call it.
+    """The driver API of this machine's GPUs, by their index. Any thread may call it.
 
-    Methods raise ``TransportError`` with CUDA's text if CUDA refuses a call.
-
-    Args:
-        library: the loaded ``libcuda``, or a test's stand-in with functions of the same names.
+    Methods raise ``TransportError`` if CUDA refuses.
     """
 
     def __init__(self, library: Any) -> None:  # noqa: ANN401 - a C library
@@ -88,31 +81,17 @@ class CudaDriver:
         return found.value
 
     def pci_address(self, device: int) -> str:
-        """Return the PCI address of a device, such as ``0000:1b:00.0``.
-
-        Args:
-            device: the index of the device.
-        """
+        """Return the PCI address of a device, such as ``0000:1b:00.0``."""
         text = ctypes.create_string_buffer(_ADDRESS_BYTES)
         self._call("cuDeviceGetPCIBusId", text, _ADDRESS_BYTES, self._device(device))
         return text.value.decode()
 
     def exports_dmabuf(self, device: int) -> bool:
-        """Return whether a device's memory can be given to a NIC's driver as a dmabuf.
-
-        Args:
-            device: the index of the device.
-        """
+        """Return whether a device's memory can be given to a NIC's driver as a dmabuf."""
         return self._attribute(device, _EXPORTS_DMABUF) == 1
 
     def wait_idle(self, device: int) -> None:
-        """Wait until a device has done all work that this process has enqueued on it.
-
-        This includes work on streams of other libraries, such as the copies of UCX and NIXL; and
-        the engine's kernels, so the wait may take as long as these.
-
-        Args:
-            device: the index of the device, as in ``Region.device``.
+        """Wait until a device has done all that this process has enqueued, the engine's work too.
 
         Raises:
             StreamCaptureError: a stream is being captured; try again later.
@@ -122,39 +101,22 @@ class CudaDriver:
                 self._call("cuCtxSynchronize")
 
     def needs_flush(self, device: int) -> bool:
-        """Return whether ``flush`` must follow a NIC's writes, so that new work sees their bytes.
-
-        That is so where the device does not order these writes, and where the CPU reaches the
-        device over NVLink-C2C (Grace): the completion then comes by another way than the bytes,
-        and may overtake them. Where no NIC can write into the device's memory, nothing must follow.
-
-        Args:
-            device: the index of the device.
-        """
+        """Return whether ``flush`` must follow a NIC's writes, for new work to see their bytes."""
         if device not in self._needs_flush:
             reached = self._attribute(device, _RDMA_SUPPORTED) == 1
             ordered = self._attribute(device, _WRITES_ORDERING) >= _ORDERED_FOR_OWNER
+            # NVLink-C2C (Grace): a completion comes by another way than the bytes, and may overtake
+            # them.
             by_c2c = self._attribute(device, _HOST_PAGE_TABLES) == 1
             self._needs_flush[device] = reached and (not ordered or by_c2c)
         return self._needs_flush[device]
 
     def can_flush(self, device: int) -> bool:
-        """Return whether ``flush`` works on a device.
-
-        Args:
-            device: the index of the device.
-        """
+        """Return whether ``flush`` works on a device."""
         return bool(self._attribute(device, _FLUSH_OPTIONS) & _CAN_FLUSH)
 
     def flush(self, device: int) -> None:
-        """Make all that NICs have written into a device's memory visible to new work on the device.
-
-        Args:
-            device: the index of the device.
-
-        Raises:
-            TransportError: also if the device cannot do that; the text says so.
-        """
+        """Make all that NICs have written into a device's memory visible to new work on it."""
         if not self.can_flush(device):
             raise TransportError(
                 f"GPU {device} neither orders what a NIC writes, nor can be told to flush it: "
@@ -166,12 +128,7 @@ class CudaDriver:
 
     @contextmanager
     def _context(self, device: int) -> Iterator[bool]:
-        """Within the context manager, this thread has the device's primary context.
-
-        Yields:
-            Whether the device's context exists; if not, this process has no work on the device,
-            and none is made.
-        """
+        """Give this thread the device's primary context; yield False if it has none (no work)."""
         handle = self._device(device)
         flags, active = ctypes.c_uint(), _INT()
         self._call("cuDevicePrimaryCtxGetState", handle, ctypes.byref(flags), ctypes.byref(active))
@@ -195,7 +152,6 @@ class CudaDriver:
         return handle.value
 
     def _attribute(self, device: int, attribute: int) -> int:
-        """Return an attribute of a device; 0 if the installed CUDA does not know it."""
         value = _INT()
         code = self._library.cuDeviceGetAttribute(
             ctypes.byref(value), attribute, self._device(device)
@@ -213,16 +169,7 @@ class CudaDriver:
 
 
 class DeviceWait:
-    """Waits, in a thread of its own, until devices have done what was enqueued on them until now.
-
-    While a stream is being captured into a CUDA graph, CUDA refuses to wait, and the thread tries
-    again.
-
-    Args:
-        cuda: the driver API.
-        devices: the indices of the devices.
-        enter: called first in the thread.
-    """
+    """A thread that waits until devices have done what was enqueued on them until now."""
 
     def __init__(self, cuda: CudaDriver, devices: Iterable[int], enter: Callable[[], None]) -> None:
         self._cuda = cuda
@@ -235,11 +182,11 @@ class DeviceWait:
 
     @property
     def quiet(self) -> bool:
-        """Whether all devices have done it. It stays False if a device reports an error."""
+        """Whether all devices have done it; stays False if a device reports an error."""
         return self._quiet
 
     def join(self, seconds: float) -> bool:
-        """Wait for the end of the wait, for some seconds at most; return ``quiet``."""
+        """Wait for the thread for some seconds at most; return ``quiet``."""
         self.ended(seconds)
         return self._quiet
 
@@ -271,11 +218,7 @@ class DeviceWait:
 
 
 class DeviceWaits:
-    """Waits for devices up to a deadline, with at most one thread at a time. Any thread may call.
-
-    Args:
-        enter: called first in each thread that waits.
-    """
+    """Waits for devices, with at most one thread at a time. Any thread may call."""
 
     def __init__(self, enter: Callable[[], None]) -> None:
         self._enter = enter
@@ -283,22 +226,11 @@ class DeviceWaits:
         self._last: DeviceWait | None = None
 
     def wait(self, cuda: CudaDriver, devices: Iterable[int], deadline: float) -> bool:
-        """Wait until devices have done what was enqueued on them before this call.
-
-        If an earlier wait is still stuck, first wait for its end. It says nothing about work that
-        was enqueued after it began, so then a new wait begins.
-
-        Args:
-            cuda: the driver API.
-            devices: the indices of the devices.
-            deadline: when to give up, by ``time.monotonic``.
-
-        Returns:
-            Whether all devices have done it before the deadline.
-        """
+        """Wait until a deadline (monotonic); return whether what was enqueued before is done."""
         if not self._lock.acquire(timeout=_seconds_until(deadline)):
             return False
         try:
+            # An earlier wait says nothing about work that was enqueued after it began.
             if self._last is not None and not self._last.ended(_seconds_until(deadline)):
                 return False
             self._last = DeviceWait(cuda, devices, self._enter)
@@ -308,7 +240,6 @@ class DeviceWaits:
 
 
 def _seconds_until(deadline: float) -> float:
-    """Return the seconds until a deadline by ``time.monotonic``; 0 if it has passed."""
     return max(0.0, deadline - time.monotonic())
 
 

@@ -1,13 +1,10 @@
 """Check worker addresses and memory keys that come from peers, before UCX reads them.
 
-UCX takes addresses and keys as pointers without a length. It reads beyond the end of bytes that
-were cut off, and aborts the process if it does not know the version of an address. So this module
-checks what can be checked without UCX: the header, the version, every length and every count.
-
-The formats are those of openucx/ucx, ``src/ucp/wireup/address.c`` (the layouts at its top and
-``ucp_address_unpack``) and ``src/ucp/core/ucp_rkey.c`` (``ucp_ep_rkey_unpack_internal``), which are
-the same from v1.18 to v1.22. With ``UCX_UNIFIED_MODE`` UCX writes addresses in another format: see
-``is_known``.
+UCX reads beyond the end of bytes that were cut off, and aborts the process if it does not know an
+address's version. The formats are those of openucx/ucx, ``src/ucp/wireup/address.c`` (the layouts
+at its top and ``ucp_address_unpack``) and ``src/ucp/core/ucp_rkey.c``
+(``ucp_ep_rkey_unpack_internal``), from v1.18 to v1.22; with ``UCX_UNIFIED_MODE`` they are others
+(see ``is_known``).
 """
 
 from __future__ import annotations
@@ -17,15 +14,12 @@ import struct
 from dataclasses import dataclass
 
 MAX_ENTRIES = 128
-"""UCP_MAX_RESOURCES: the most devices in an address, and the most transports of all of them
-together."""
+"""UCP_MAX_RESOURCES: the most devices in an address, and the most transports of all together."""
 MAX_DOMAINS = 64
-"""UCP_MAX_MDS: the most memory domains."""
 MAX_MEMORY_KINDS = 16
-"""Memory kinds from this value on are refused; the values of ``ucs_memory_type_t`` are all less."""
+"""Greater than every value of ``ucs_memory_type_t``."""
 MAX_KEY_TAIL = 1 + 3 * 64 + 1
-"""The most bytes that may follow a key's parts, of which it has one for each memory domain: the
-system device, the distances of 64 other devices at 3 bytes each, and an end mark."""
+"""The most bytes after a key's parts: system device, distances of 64 devices (3 each), end mark."""
 
 _V1, _V2 = 0, 1
 _DEBUG_INFO, _UUID, _CLIENT_ID = 1, 2, 4
@@ -34,20 +28,16 @@ _MORE_PATHS, _SYSTEM_DEVICE = 0x40, 0x20
 _DOMAIN, _DEVICE_LENGTH, _TRANSPORT_LENGTH = 0x7F, 0x1F, 0x3F
 _HAS_ENDPOINTS = 0x40
 _LEGACY_RELEASE = 18
-"""Up to this minor version of UCX, two of the bits that number a memory domain in an address of
-version 1 had another use."""
+"""Up to this minor version, an address of version 1 had another use for two bits of a domain."""
 _RELEASES = 16
-"""An address contains the minor version of the UCX that made it, modulo this number."""
+"""An address has the minor version of the UCX that made it modulo this."""
 
 _LENGTHS = {0x7563: 8, 0x19CF: 2}
-"""The length in bytes of the interface addresses of the transports ``self`` (a number) and ``tcp``
-(a port), by the CRC-16 of the transport's name. The lengths for other transports are not checked.
-"""
+"""Bytes of the interface addresses of ``self`` and ``tcp``, by CRC-16 of the name; others vary."""
 
 _ATTRIBUTES_V1 = struct.Struct("<fffI")
 _ATTRIBUTES_V2 = struct.Struct("<BBBBHH")
-_TINY_NAN = 0xF
-"""The exponent of a NaN in UCX's 8-bit floats."""
+_TINY_NAN = 0xF  # the exponent of a NaN in UCX's 8-bit floats
 _MAX_SECONDS = 1.0
 _BANDWIDTHS = (1.0, 1e18)
 
@@ -57,12 +47,7 @@ class FormatError(ValueError):
 
 
 def check_worker_address(data: bytes) -> None:
-    """Refuse bytes that are not the address of a UCX worker.
-
-    Raises:
-        FormatError: the address is cut off, is longer than the lengths in it say, or has a value
-            that UCX never writes.
-    """
+    """Refuse, by ``FormatError``, bytes that are not the address of a UCX worker."""
     reader = _Reader(data)
     version, flags = _header(reader)
     if not flags & _UUID or flags & ~(_DEBUG_INFO | _UUID | _CLIENT_ID):
@@ -77,13 +62,7 @@ def check_worker_address(data: bytes) -> None:
 def check_key(data: bytes, kinds: frozenset[int] = frozenset(range(MAX_MEMORY_KINDS))) -> None:
     """Refuse bytes that are not a memory key as UCX packs it.
 
-    Args:
-        data: the packed key.
-        kinds: the memory kinds to accept, as values of ``ucs_memory_type_t``.
-
-    Raises:
-        FormatError: the key is cut off, is longer than a key can be, or belongs to memory of a kind
-            that is not in ``kinds``.
+    ``kinds`` are the memory kinds to accept, as values of ``ucs_memory_type_t``.
     """
     reader = _Reader(data)
     domains = int.from_bytes(reader.take(8), "little")
@@ -97,12 +76,7 @@ def check_key(data: bytes, kinds: frozenset[int] = frozenset(range(MAX_MEMORY_KI
 
 
 def is_known(own: bytes) -> bool:
-    """Return whether this process's UCX uses the address format that this module checks.
-
-    Args:
-        own: the address of a worker of this process. UCX packed it with the settings that also hold
-            when it reads the addresses of peers.
-    """
+    """Return whether this process's UCX, given a worker address of it, writes this format."""
     try:
         check_worker_address(own)
     except FormatError:
@@ -112,12 +86,7 @@ def is_known(own: bytes) -> bool:
 
 @dataclass(slots=True)
 class _Reader:
-    """Read bytes in order; a method that would read beyond their end raises ``FormatError``.
-
-    Attributes:
-        data: the bytes.
-        at: the index of the next byte to read.
-    """
+    """Read bytes in order; to read beyond their end raises ``FormatError``."""
 
     data: bytes
     at: int = 0
@@ -139,20 +108,10 @@ class _Reader:
         return self.take(1)[0]
 
     def extended(self, mask: int, version: int) -> tuple[int, int]:
-        """Read a byte that holds a value and flags.
-
-        In an address of version 2, a value of which all bits are set stands for a value in the next
-        byte, which is then read too.
-
-        Args:
-            mask: the bits of the value; the other bits are the flags.
-            version: the version of the address, as in its header.
-
-        Returns:
-            The value and the flags; the flags keep their places in the byte.
-        """
+        """Return a byte's value (the bits of ``mask``) and flags, which keep their places."""
         first = self.byte()
         value = first & mask
+        # In version 2, a value of which all bits are set stands for the next byte.
         if version == _V2 and value == mask:
             value = self.byte()
         return value, first & ~mask
@@ -163,7 +122,6 @@ class _Reader:
 
 
 def _header(reader: _Reader) -> tuple[int, int]:
-    """Read the header of a worker address, and return its version (``_V1``, ``_V2``) and flags."""
     first = reader.byte()
     version = first & 0xF
     if version not in (_V1, _V2):
@@ -202,15 +160,7 @@ def _extras(reader: _Reader, flags: int) -> None:
 
 
 def _transports(reader: _Reader, version: int) -> int:
-    """Read the transports of one device, and return how many there are.
-
-    Args:
-        reader: reads the first of these transports next.
-        version: the version of the address, as in its header.
-
-    Returns:
-        The number of transports; reading stops when there are more than ``MAX_ENTRIES``.
-    """
+    """Read a device's transports, up to ``MAX_ENTRIES`` + 1; return their number."""
     count, last = 0, 0
     while not last:
         name = int.from_bytes(reader.take(2), "little")
@@ -229,15 +179,7 @@ def _transports(reader: _Reader, version: int) -> int:
 
 
 def _attributes(reader: _Reader, version: int) -> None:
-    """Read the performance figures of a transport, and refuse impossible ones.
-
-    Args:
-        reader: reads the transport's overhead, bandwidth and latency next.
-        version: the version of the address, as in its header.
-
-    Raises:
-        FormatError: a figure is not a number or out of bounds.
-    """
+    """Refuse a transport whose performance figures are no numbers, or out of bounds."""
     if version == _V2:
         tiny = _ATTRIBUTES_V2.unpack(reader.take(_ATTRIBUTES_V2.size))[:3]
         exponents = [value & 0xF for value in tiny]

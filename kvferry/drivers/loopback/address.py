@@ -23,15 +23,7 @@ _Slot = Annotated[int, msgspec.Meta(ge=0, lt=MAX_REGIONS)]
 
 
 class LoopbackRegion(msgspec.Struct, frozen=True, array_like=True):
-    """A registered region, and its row in the registry (the owner's table of registered regions).
-
-    Attributes:
-        address: the region's first byte, in the owner's process.
-        nbytes: the region's length in bytes.
-        device: the region's device index; 0 for CPU memory.
-        slot: the index of the region's row in the registry.
-        key: the key in that row.
-    """
+    """A registered region, and its row's index (``slot``) and ``key`` in the owner's registry."""
 
     address: _Word
     nbytes: _Word
@@ -41,34 +33,19 @@ class LoopbackRegion(msgspec.Struct, frozen=True, array_like=True):
 
 
 class LoopbackAddress(msgspec.Struct, frozen=True, kw_only=True):
-    """The address of a loopback transport, as msgpack. Fields of later versions are ignored.
-
-    Attributes:
-        magic: the format of the address.
-        name: the transport's name.
-        boot: the host's boot id (``procfs.boot_id``).
-        pid_namespace: the inode of the pid namespace in which ``pid`` is valid.
-        pid: the transport's process.
-        start_time: when the process started, in clock ticks since boot; it tells the process from
-            a later one with the same pid.
-        instance: 16 random bytes that identify the transport. The transport's registry of regions
-            begins with them, so a reader knows whose registry it is; the first message to
-            ``socket`` must contain them, so only a process that has this address can send
-            notifications.
-        socket: the name of the notification socket in Linux's abstract socket namespace.
-        board: the memory address of the registry (see ``registry``) in the transport's process.
-        regions: the regions that were registered when the address was made.
-    """
+    """The address of a loopback transport, as msgpack. Fields of later versions are ignored."""
 
     magic: Literal["kvferry-loopback-1"] = "kvferry-loopback-1"
     name: Name
-    boot: _Short
-    pid_namespace: _Word
+    boot: _Short  # ``procfs.boot_id``
+    pid_namespace: _Word  # inode of the namespace in which ``pid`` is valid
     pid: _Pid
-    start_time: _Word
+    start_time: _Word  # in clock ticks since boot; a later process with this pid has another
+    # 16 random bytes. The registry begins with them, so a reader knows whose it is; the first
+    # message to ``socket`` must have them, so only who has this address can notify.
     instance: Instance
-    socket: _Short
-    board: _Word
+    socket: _Short  # name of the notification socket in the abstract namespace
+    board: _Word  # memory address of the registry
     regions: Annotated[list[LoopbackRegion], msgspec.Meta(max_length=MAX_REGIONS)]
 
 
@@ -81,11 +58,7 @@ def encode(address: LoopbackAddress) -> bytes:
 
 
 def decode(data: bytes) -> LoopbackAddress:
-    """Parse an address from untrusted bytes.
-
-    Raises:
-        ConnectError: the bytes are no address of this driver.
-    """
+    """Parse an address from untrusted bytes; raise ``ConnectError`` if they are none."""
     if len(data) > MAX_ADDRESS_BYTES:
         raise ConnectError(
             f"an address of {len(data)} bytes; one of the loopback driver has at most "
@@ -100,11 +73,7 @@ def decode(data: bytes) -> LoopbackAddress:
 
 
 def entries(address: LoopbackAddress) -> dict[Region, Entry]:
-    """Return the regions that a peer's address names, each with its row in the peer's registry.
-
-    Raises:
-        ConnectError: a region in the address has values that no ``Region`` can have.
-    """
+    """Return the regions of an address with their rows; raise ``ConnectError`` if one cannot be."""
     try:
         return {
             Region(address=row.address, nbytes=row.nbytes, device=row.device): Entry(

@@ -1,7 +1,8 @@
 """Merging a batch of copies into runs, cutting the runs into chunks, and moving chunks.
 
-A *run* is a range of bytes that is contiguous on both sides. A *chunk* is the part of a batch that
-one system call moves: up to 1024 runs, of which the first and the last may be cut.
+A *run* is a range of bytes that is contiguous on both sides. A *chunk* is what one system call
+moves: up to 1024 runs, of which the first and the last may be cut. A *position* is a number of
+bytes from the start of the batch's first run, through all runs in their order.
 """
 
 from __future__ import annotations
@@ -21,44 +22,27 @@ from kvferry.core.transport.copies import Copies
 from kvferry.drivers.loopback.process_memory import MAX_IOVECS
 
 _RELEASE_FROM = 1 << 20
-"""From this many bytes per run on average, a copy within this process releases the interpreter's
-lock during each run. With shorter runs, waiting for the lock (5 ms, while another thread is busy)
-may take longer than the run."""
+"""From this many bytes per run on, a copy in this process releases the interpreter's lock."""
 
 _SORTED_FROM = 64
-"""A batch of fewer copies is not sorted by source address."""
+"""Batches of fewer copies are not sorted by source address."""
 
 _POOLED = 4
-"""How many idle ``CopyRuns`` a pool keeps."""
 
 _SMALLEST_CAPACITY = 4096
-"""The fewest copies that a ``CopyRuns`` of a pool has room for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Chunk:
-    """The part of a transfer that one system call moves.
+    """The part of a transfer that one system call moves: k <= 1024 ranges of either side."""
 
-    Attributes:
-        local: (k, 2) uint64, k at most 1024: address and length in bytes of each local range.
-        remote: (k, 2) uint64: address and length of the peer's range for each local range; the
-            lengths are those of ``local``.
-        nbytes: the sum of the lengths in ``local``.
-    """
-
-    local: U64Array
-    remote: U64Array
+    local: U64Array  # (k, 2) uint64: address and length in bytes of each
+    remote: U64Array  # the peer's; the lengths are those of ``local``
     nbytes: int
 
 
 class OneCopy(NamedTuple):
-    """A copy of one contiguous range.
-
-    Attributes:
-        local: the address of the first byte in this process.
-        remote: the address of the first byte in the peer's process.
-        nbytes: the length in bytes; may be 0.
-    """
+    """A copy of one contiguous range; ``nbytes`` may be 0."""
 
     local: int
     remote: int
@@ -73,25 +57,12 @@ class OneCopy(NamedTuple):
 
 
 class CopyRuns:
-    """A batch of copies, merged into *runs*: ranges of bytes that are contiguous on both sides.
-
-    The runs are sorted by source address if the batch has 64 copies or more. A *position* in the
-    batch is a number of bytes, counted from the start of the first run through all runs in their
-    order. So a batch can be cut within a run.
-
-    The object owns arrays that it reuses for batch after batch: touching fresh memory costs more
-    than what is computed in it.
-
-    Attributes:
-        capacity: the most copies that a batch can have.
-        count: how many runs the batch has.
-        total: how many bytes all runs have together.
-    """
+    """A batch of copies, merged into runs. The arrays are reused: fresh memory is slow to touch."""
 
     def __init__(self, capacity: int) -> None:
-        self.capacity = capacity
-        self.count = 0
-        self.total = 0
+        self.capacity = capacity  # the most copies of a batch
+        self.count = 0  # how many runs the batch has
+        self.total = 0  # its bytes
         # The sorted copies; where each copy ends on either side; the runs.
         self._sorted = np.empty((3, capacity), np.uint64)
         self._local_end = np.empty(capacity, np.uint64)
@@ -104,13 +75,7 @@ class CopyRuns:
         self._starts = np.empty(capacity + 1, np.int64)
 
     def fill(self, copies: Copies, *, write: bool) -> None:
-        """Replace the batch by another batch, and merge its copies into runs.
-
-        Args:
-            copies: n copies that have been checked, n at most ``capacity``. The arrays are copied,
-                so the caller may reuse them.
-            write: whether the local side is the source.
-        """
+        """Replace the batch by n <= ``capacity`` checked copies; their arrays are not kept."""
         n = len(copies.nbytes)
         self.count = self.total = 0
         if n == 0:
@@ -122,38 +87,16 @@ class CopyRuns:
         self._merge(copies, n)
 
     def small(self, limit: int) -> bool:
-        """Return whether one system call may move the batch.
-
-        It may if the batch has at most ``limit`` bytes, in at most 1024 runs (see ``CopyRuns``).
-        """
+        """Return whether the batch has at most ``limit`` bytes, and one system call may move it."""
         return self.total == 0 or (self.total <= limit and self.count <= MAX_IOVECS)
 
     def next_stop(self, start: int, limit: int) -> int:
-        """Return where the largest chunk that starts at ``start`` ends.
-
-        A chunk has at most ``limit`` bytes, and has bytes of at most 1024 runs.
-
-        Args:
-            start: the position in the batch (see ``CopyRuns``) of the chunk's first byte.
-            limit: the most bytes of the chunk.
-
-        Returns:
-            The position after the chunk's last byte; ``total`` if the chunk is the last.
-        """
+        """Return the end of the largest chunk, of at most ``limit`` bytes, from ``start``."""
         first = self._run_at(start)
         return min(start + limit, int(self._starts[min(first + MAX_IOVECS, self.count)]))
 
     def chunk(self, start: int, stop: int) -> Chunk:
-        """Return the local and remote ranges of the bytes at the positions ``[start, stop)``.
-
-        Args:
-            start: the position in the batch (see ``CopyRuns``) of the first byte.
-            stop: the position after the last byte; more than ``start``, and at most what
-                ``next_stop`` returns for ``start``.
-
-        Returns:
-            A chunk with arrays of its own, which the next ``fill`` does not change.
-        """
+        """Return the ranges from ``start`` to ``stop`` (see ``next_stop``), in their own arrays."""
         first, last = self._run_at(start), self._run_at(stop - 1) + 1
         edges = self._starts[first : last + 1].copy()
         skipped = start - int(edges[0])
@@ -230,13 +173,9 @@ _memmove_releasing_lock = _memmove(ctypes.CDLL(None))
 
 
 def copy_in_process(chunk: Chunk, *, write: bool) -> None:
-    """Copy a chunk whose local and remote ranges are both in this process, without system calls.
-
-    Args:
-        chunk: the ranges to copy.
-        write: whether the local ranges are the source.
-    """
+    """Copy a chunk whose local and remote ranges are both in this process, without system calls."""
     source, target = (chunk.local, chunk.remote) if write else (chunk.remote, chunk.local)
+    # To get the lock back takes 5 ms while another thread is busy: longer than a short run.
     long = chunk.nbytes >= _RELEASE_FROM * len(source)
     move = _memmove_releasing_lock if long else _memmove_holding_lock
     # The loop itself runs in C: a map, consumed by a deque that keeps nothing.

@@ -1,10 +1,9 @@
 """Notifications, over Unix sockets.
 
 Each transport listens on a socket with a random name in Linux's abstract socket namespace, where
-nothing is left when the process dies, however it dies. A peer connects and sends a hello: the
-receiver's instance, which only holders of the receiver's address know, and the peer's own name.
-Then it sends one message for each notification. SOCK_SEQPACKET keeps messages separate and in
-order.
+nothing is left however the process dies. A peer connects, and sends a hello (the receiver's
+instance, which only holders of its address know, and its own name), then a message per
+notification. SOCK_SEQPACKET keeps messages separate and in order.
 """
 
 from __future__ import annotations
@@ -28,26 +27,17 @@ from kvferry.core.side_channel_messages import DECODE_ERRORS
 from kvferry.core.transport import EnterThread, Notification, start_thread
 from kvferry.drivers.loopback.address import Instance, Name
 
-MAX_NOTIFICATION = 1 << 16
-"""The longest payload of a notification, in bytes."""
-_MAX_INBOX = 64 << 20
-"""With more bytes of received notifications than this in the inbox, nothing is received."""
-_MAX_QUEUED = 16 << 20
-"""With more bytes of unsent notifications than this in its queue, a channel takes no others."""
+MAX_NOTIFICATION = 1 << 16  # the longest payload in bytes
+_MAX_INBOX = 64 << 20  # bytes above which nothing is received
+_MAX_QUEUED = 16 << 20  # unsent bytes above which a channel takes no notifications
 _MAX_SENDERS = 4096
-"""How many incoming connections are kept."""
 _MAX_UNIDENTIFIED = 64
-"""How many connections that have sent no hello are kept: any process of this user or of root can
-connect."""
+"""Connections without a hello that are kept: any process of this user or of root can connect."""
 _PER_MESSAGE = 256
-"""How many bytes to add to each message's size in the limits above, so that they also bound the
-number of tiny messages."""
-_BACK_OFF_SECONDS = 0.05
-"""How long the thread waits while the inbox is full or no file descriptor is left."""
-_DRAIN_SECONDS = 0.5
-"""How long closing a channel waits for its queue to be sent."""
-_MESSAGES_AT_ONCE = 256
-"""How many messages to receive from one sender before turning to the next."""
+"""Bytes added to each message's size, so that the limits also bound the number of tiny messages."""
+_BACK_OFF_SECONDS = 0.05  # while the inbox is full or no file descriptor is left
+_DRAIN_SECONDS = 0.5  # how long closing a channel waits for its queue to be sent
+_MESSAGES_AT_ONCE = 256  # from one sender before turning to the next
 
 
 _CREDENTIALS = struct.Struct("iII")
@@ -55,13 +45,7 @@ _CREDENTIALS = struct.Struct("iII")
 
 
 class ChannelHello(msgspec.Struct, frozen=True, kw_only=True):
-    """The first message on a connection, as msgpack.
-
-    Attributes:
-        magic: the format of the message.
-        to: the instance (16 random bytes, see ``LoopbackAddress``) of the receiving transport.
-        sender: the name of the sending transport.
-    """
+    """The first message on a connection, as msgpack: the receiver's instance, the sender's name."""
 
     magic: Literal["kvferry-loopback-hello-1"] = "kvferry-loopback-hello-1"
     to: Instance
@@ -73,22 +57,12 @@ _hello = msgspec.msgpack.Decoder(ChannelHello)
 
 @dataclass(slots=True, eq=False)
 class NotificationChannel:
-    """The sending end of one connection, to a peer's mailbox.
-
-    Notifications that the socket does not take at once are queued, in order.
-
-    Attributes:
-        peer: the name of the receiving transport.
-        socket: the connected, non-blocking socket; owned by this channel.
-        epoll: the epoll object of this side's own mailbox; it reports when ``socket`` takes data
-            again.
-        lost: whether the receiver has closed its end, or this channel is closed.
-    """
+    """The sending end of a connection to a peer's mailbox; queues what the socket does not take."""
 
     peer: str
     socket: socket.socket
-    epoll: select.epoll
-    lost: bool = False
+    epoll: select.epoll  # the mailbox's; it reports when ``socket`` takes data again
+    lost: bool = False  # whether either end is closed
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _queue: deque[bytes] = field(default_factory=deque)
     _queued_bytes: int = 0
@@ -98,8 +72,7 @@ class NotificationChannel:
 
         Raises:
             PeerLostError: the receiver has closed its end, or this channel is closed.
-            TransportError: the queue is full, because the receiver takes no notifications. The
-                notification is dropped.
+            TransportError: the queue is full; the notification is dropped.
         """
         with self._lock:
             if self._queued_bytes > _MAX_QUEUED:
@@ -124,7 +97,7 @@ class NotificationChannel:
 
     @property
     def waiting(self) -> bool:
-        """Whether notifications are queued that can still be sent: ``lost`` is false."""
+        """Whether notifications are queued that can still be sent."""
         return bool(self._queue) and not self.lost
 
     def close(self) -> None:
@@ -135,12 +108,7 @@ class NotificationChannel:
             self.socket.close()
 
     def _try_send(self, payload: bytes) -> bool:
-        """Try to send a notification. If the receiver is gone, drop the notification, set ``lost``.
-
-        Returns:
-            True if the notification was sent or dropped; False if the socket's buffer is full, so
-            that the notification has to be sent later.
-        """
+        """Return False if the socket's buffer is full; True if sent, or dropped (``lost``)."""
         if self.lost:
             return True
         try:
@@ -157,37 +125,17 @@ class NotificationChannel:
 
 @dataclass(slots=True, eq=False)
 class _Incoming:
-    """The receiving end of one connection.
-
-    Attributes:
-        socket: the accepted, non-blocking socket; owned by the mailbox.
-        sender: the name of the peer's transport; ``None`` until its hello has arrived.
-    """
-
     socket: socket.socket
     sender: str | None = None
 
 
 class Mailbox:
-    """Receive notifications from all peers, and open channels to send notifications to peers.
-
-    The mailbox has one thread, which receives notifications and sends those that the channels have
-    queued.
-
-    Args:
-        instance: 16 random bytes that identify the transport; a sender must put them into its
-            hello.
-        name: the transport's name, which receivers see as the sender.
-        enter: called first in the mailbox's thread.
-
-    Attributes:
-        socket_name: the name of the listening socket in the abstract namespace.
-    """
+    """Receives notifications from all peers, and opens channels to them; has one thread."""
 
     def __init__(self, instance: bytes, name: str, enter: EnterThread) -> None:
         self._instance = instance
         self._name = name
-        self.socket_name = f"kvferry-{secrets.token_hex(16)}"
+        self.socket_name = f"kvferry-{secrets.token_hex(16)}"  # in the abstract namespace
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._listener.bind("\0" + self.socket_name)
         self._listener.listen(_MAX_SENDERS)
@@ -206,20 +154,7 @@ class Mailbox:
         self._thread = start_thread(self._serve, name=name, enter=enter)
 
     def open_channel(self, peer: str, instance: bytes, socket_name: str) -> NotificationChannel:
-        """Connect to a peer's mailbox and send the hello.
-
-        Args:
-            peer: the name of the peer's transport.
-            instance: the instance of the peer's transport.
-            socket_name: the name of the peer's socket in the abstract namespace.
-
-        Returns:
-            A channel that the mailbox owns until ``close_channel`` or ``close``.
-
-        Raises:
-            ConnectError: no socket of that name listens, or too many connections wait to be
-                accepted by the peer.
-        """
+        """Connect to a peer's mailbox, or raise ``ConnectError``. The mailbox owns the channel."""
         hello = msgspec.msgpack.encode(ChannelHello(to=instance, sender=self._name))
         try:
             sock = _connected(socket_name, hello)
@@ -236,10 +171,7 @@ class Mailbox:
         return channel
 
     def close_channel(self, channel: NotificationChannel) -> None:
-        """Close a channel from ``open_channel``, after waiting up to 0.5 s until its queue is sent.
-
-        Notifications that are still queued then are dropped.
-        """
+        """Wait up to 0.5 s until a channel's queue is sent, then close it and drop the rest."""
         _let_drain([channel])
         with self._lock:
             if self._channels.pop(channel.socket.fileno(), None) is not None:
@@ -256,11 +188,7 @@ class Mailbox:
         return taken
 
     def close(self, deadline_seconds: float) -> None:
-        """Wait up to 0.5 s until queues are sent, then end the thread and close every socket.
-
-        Args:
-            deadline_seconds: how many seconds to wait for the end of the thread.
-        """
+        """Wait up to 0.5 s until queues are sent, then end the thread and close every socket."""
         _let_drain(list(self._channels.values()))
         self._closing = True
         self._room.set()
@@ -287,15 +215,7 @@ class Mailbox:
                 self._room.wait(_BACK_OFF_SECONDS)
 
     def _handle(self, events: list[tuple[int, int]]) -> bool:
-        """Handle events: send queued notifications, receive notifications, accept connections.
-
-        Args:
-            events: what the epoll object's ``poll`` returned: (file descriptor, event mask).
-
-        Returns:
-            False if something could not be handled now, because the inbox is full or no file
-            descriptor is left for a new connection; else True.
-        """
+        """Handle epoll's events; return False if the inbox is full or no descriptor is left."""
         settled = True
         for fd, _ in events:
             if fd in self._channels:
@@ -307,7 +227,6 @@ class Mailbox:
         return settled
 
     def _accept(self) -> bool:
-        """Accept all waiting connections; return False if no file descriptor is left for one."""
         try:
             while True:
                 sock, _ = self._listener.accept()
@@ -329,7 +248,6 @@ class Mailbox:
             return False
 
     def _receive(self, incoming: _Incoming) -> bool:
-        """Receive messages that have arrived on a connection; return False if the inbox is full."""
         for _ in range(_MESSAGES_AT_ONCE):
             if self._inbox_bytes > _MAX_INBOX:
                 self._room.clear()
@@ -346,16 +264,7 @@ class Mailbox:
         return True
 
     def _on_message(self, incoming: _Incoming, message: bytes) -> bool:
-        """Handle a message: put a notification into the inbox, or record the sender of a hello.
-
-        Args:
-            incoming: the connection on which the message arrived.
-            message: the message: the hello if ``incoming.sender`` is ``None``, else a
-                notification. Empty if the connection has ended.
-
-        Returns:
-            Whether to keep the connection: false if it has ended, or the message is not valid.
-        """
+        """Handle a message, empty at the end; return whether to keep the connection."""
         if not 0 < len(message) <= MAX_NOTIFICATION:
             return False
         if incoming.sender is not None:
@@ -375,11 +284,7 @@ class Mailbox:
 
 
 def _may_send(sock: socket.socket) -> bool:
-    """Return whether the process at the other end of a connection may send notifications.
-
-    Processes of this user and of root may. Processes of other users could not reach this process's
-    memory either.
-    """
+    """Return whether this user or root has the other end; others cannot read memory either."""
     credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     _, uid, _ = _CREDENTIALS.unpack(credentials)
     return uid in (0, os.geteuid())

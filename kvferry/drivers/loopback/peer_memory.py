@@ -40,9 +40,8 @@ _BRIEF_RUNS = 16
 class PeerMemory(ABC):
     """Access to the memory of one peer. Several threads may use one object at once.
 
-    The peer's *registry* is a table, in its memory, of the regions that the peer has registered.
-    A transfer's *claims* are the regions of the peer that the transfer uses, with the rows that
-    this table must have for them.
+    A transfer's *claims* are the peer's regions that it uses, with the rows that the peer's
+    registry (see ``registry``) must have for them.
     """
 
     path: ClassVar[str]
@@ -50,60 +49,35 @@ class PeerMemory(ABC):
 
     @abstractmethod
     def check(self, claims: Claims) -> None:
-        """Check that the peer lives and still has the regions registered that a transfer uses.
-
-        Args:
-            claims: these regions, with the rows that the peer's registry must have for them.
+        """Check that the peer lives and still has the regions of the claims registered.
 
         Raises:
             PeerLostError: the peer has died, restarted or closed.
-            TransportError: the peer has deregistered one of the regions, or the kernel refuses to
-                read the peer's memory.
+            TransportError: a region was deregistered, or the kernel refuses to read the memory.
         """
 
     @abstractmethod
     def move(self, chunk: Chunk, claims: Claims, *, write: bool) -> None:
         """Check the peer's registry as ``check`` does, then copy the bytes of a chunk.
 
-        Args:
-            chunk: the local and remote ranges to copy between.
-            claims: the peer's regions that the transfer uses, with the rows that the peer's
-                registry must have for them.
-            write: whether the local side is the source.
-
         Raises:
             PeerLostError: the peer has died, restarted or closed.
-            TransportError: the peer has deregistered one of these regions, the kernel refuses to
-                access the peer's memory, or memory of either side is not mapped.
+            TransportError: as ``check``; or memory of either side is not mapped.
         """
 
     def move_one(self, copy: OneCopy, region: Region, entry: Entry, *, write: bool) -> None:
-        """Make one copy, with a check of the peer's registry before and after it.
-
-        Args:
-            copy: the copy to make.
-            region: the peer's region that the copy uses.
-            entry: the region's entry in the peer's registry.
-            write: whether the local side is the source.
-
-        Raises:
-            PeerLostError: as for ``move``.
-            TransportError: as for ``move``.
-        """
+        """Make one copy in one region, with the checks of ``move`` before it and after it."""
         claims = claims_of([(region, entry)])
         self.move(copy.chunk(), claims, write=write)
         self.check(claims)
 
 
 def open_memory(address: LoopbackAddress) -> PeerMemory:
-    """Return access to the memory of the process that an address names.
-
-    Checks that the process lives and that this process may read its memory.
+    """Return access to the memory of the process that an address names, after checking it.
 
     Raises:
         ConnectError: the process is on another host or in another pid namespace, has ended or
-            closed its transport, or may not be read by this process. The message says what to
-            change.
+            closed its transport, or may not be read. The message says what to change.
     """
     if address.boot != boot_id():
         raise ConnectError(
@@ -145,12 +119,7 @@ def _other_process(address: LoopbackAddress) -> PeerMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SameProcess(PeerMemory):
-    """The memory of a peer that is in this process; the peer may be the transport itself.
-
-    Attributes:
-        owner: the name of the peer's transport.
-        target: the registry of the peer's transport.
-    """
+    """The memory of a peer that is in this process; the peer may be the transport itself."""
 
     path: ClassVar[str] = "memcpy"
 
@@ -170,14 +139,7 @@ class SameProcess(PeerMemory):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class OtherProcess(PeerMemory):
-    """The memory of a peer in another process of this host.
-
-    Attributes:
-        owner: the name of the peer's transport.
-        pid: the peer's process.
-        registry: the address of the peer's registry in that process.
-        instance: the 16 bytes that the peer's registry begins with.
-    """
+    """The memory of a peer in another process of this host; ``registry`` is an address there."""
 
     path: ClassVar[str] = "process_vm"
 
@@ -218,7 +180,6 @@ class OtherProcess(PeerMemory):
             PeerMemory.move_one(self, copy, region, entry, write=write)
 
     def _read_one(self, copy: OneCopy, region: Region, entry: Entry) -> bool:
-        """Make one copy and check the registry; return whether both succeeded."""
         row = row_of(region, entry)
         seen = vm_read_then_peek(
             self.pid,

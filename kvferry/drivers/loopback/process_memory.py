@@ -1,7 +1,4 @@
-"""Access to the memory of another process, as Linux offers it.
-
-No other module of the driver makes system calls through ctypes.
-"""
+"""Access to another process's memory: the driver's only system calls through ctypes."""
 
 from __future__ import annotations
 
@@ -52,25 +49,18 @@ def _libc(*, holding_lock: bool = False) -> ctypes.CDLL:
 def vm_copy(
     pid: int, local: U64Array, remote: U64Array, *, write: bool = False, brief: bool = False
 ) -> int:
-    """Copy between this process and another.
+    """Copy between this process and another, by one system call; return how many bytes.
+
+    They are fewer than requested if a page of one side is not mapped; an ``OSError`` (``ESRCH``,
+    ``EPERM``, ``EFAULT``, ``ENOSYS``, ...) means none.
 
     Args:
         pid: the other process.
-        local: (n, 2) uint64, C-contiguous, n at most ``MAX_IOVECS``: address and length in bytes
-            of each range in this process, laid out as ``struct iovec``.
-        remote: (m, 2) uint64, the ranges in the other process, laid out like ``local``; m at most
-            ``MAX_IOVECS``.
-        write: True to copy from ``local`` to ``remote``, False to copy from ``remote`` to
-            ``local``.
-        brief: whether to keep the interpreter's lock during the copy. A thread that releases the
-            lock may wait 5 ms to get it back, which is too much for a copy of microseconds.
-
-    Returns:
-        How many bytes were copied; fewer than requested if a page of one side is not mapped.
-
-    Raises:
-        OSError: nothing was copied. The errno is that of the system call: ``ESRCH``, ``EPERM``,
-            ``EFAULT`` or ``ENOSYS``, for example.
+        local: (n, 2) uint64, C-contiguous, n at most ``MAX_IOVECS``: address and length of each
+            range.
+        remote: (m, 2) uint64, the same of the other process.
+        write: whether to copy from ``local`` to ``remote``.
+        brief: whether to keep the interpreter's lock: to get it back may take 5 ms.
     """
     libc = _libc(holding_lock=brief)
     call = libc.process_vm_writev if write else libc.process_vm_readv
@@ -82,16 +72,7 @@ def vm_copy(
 
 
 def vm_peek(pid: int, address: int, out: U64Array) -> None:
-    """Fill an array from another process's memory.
-
-    Args:
-        pid: the other process.
-        address: the address of the first byte to read, in that process.
-        out: the array to fill; contiguous.
-
-    Raises:
-        OSError: as ``vm_copy``; ``EFAULT`` also if only a part could be read.
-    """
+    """Fill a contiguous array from another process; raise ``OSError`` if not all can be read."""
     iovecs = np.array([[out.ctypes.data, out.nbytes], [address, out.nbytes]], np.uint64)
     if vm_copy(pid, iovecs[:1], iovecs[1:], brief=True) != out.nbytes:
         raise OSError(errno.EFAULT, os.strerror(errno.EFAULT))
@@ -100,18 +81,10 @@ def vm_peek(pid: int, address: int, out: U64Array) -> None:
 def vm_read_then_peek(
     pid: int, target: int, source: Span, peeks: tuple[Span, Span], *, brief: bool
 ) -> bytes:
-    """Read a range of another process's memory, and after that two short ones, in one system call.
-
-    Args:
-        pid: the other process.
-        target: the address, in this process, to which the bytes of ``source`` go.
-        source: the range to read.
-        peeks: the two ranges to read after ``source``. The kernel reads ranges in their order.
-        brief: as for ``vm_copy``.
+    """Read ``source`` to the address ``target``, and after it two short ranges, in one system call.
 
     Returns:
-        The bytes of both ``peeks``, one after the other; empty if not all bytes could be read. Then
-        some bytes at ``target`` may have been overwritten.
+        The bytes of both ``peeks``; empty on failure, when a part may have been read to ``target``.
     """
     (first, n), (second, m) = peeks
     peeked = ctypes.create_string_buffer(n + m)
@@ -124,32 +97,20 @@ def vm_read_then_peek(
 def allow_readers() -> None:
     """Allow every process of the same user to read this process's memory.
 
-    Without this call, Linux's security module Yama allows only ancestors of this process to read
-    its memory. A kernel without Yama refuses the call, and needs none: it does not restrict readers
-    to ancestors.
+    Yama otherwise allows only ancestors; a kernel without Yama refuses the call, and needs none.
     """
     _libc().prctl(_PR_SET_PTRACER, _PR_SET_PTRACER_ANY, 0, 0, 0)
 
 
 def is_mapped(address: int, nbytes: int) -> bool:
-    """Return whether every page of a range of memory is mapped in this process.
-
-    Args:
-        address: the first byte of the range.
-        nbytes: the length of the range.
-    """
+    """Return whether every page of a range of memory is mapped in this process."""
     first = address // _PAGE * _PAGE
     # With MS_ASYNC msync writes nothing; it only walks the mappings.
     return bool(_libc().msync(first, address + nbytes - first, _MS_ASYNC) == 0)
 
 
 def why_forbidden(code: int, pid: int) -> str:
-    """Return text for errors: why the kernel refuses copies to and from a process, and a remedy.
-
-    Args:
-        code: the errno of the refused copy.
-        pid: the other process.
-    """
+    """Return why the kernel refused a copy with this errno, and a remedy, for an error's text."""
     if code == errno.ENOSYS:
         return (
             "this kernel has no process_vm_readv, or a sandbox filters it: allow process_vm_readv "

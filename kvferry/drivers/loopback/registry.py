@@ -1,15 +1,11 @@
 """The registry of a transport's regions, in memory that its peers read themselves.
 
-A registry is a table in the memory of its owner, the transport whose regions it lists: 16 random
-bytes, the *instance*, then one row (key, address, length) for each registered region. A peer reads
-the table with the same system call as the data: before each chunk of a transfer (but for a small
-read of one copy), and after the last chunk. So
-
-- no other process is taken for the owner: a process that got the same pid, a restarted process and
-  a forked child (whose copy of the registry the kernel wipes) do not have the instance at the
-  registry's address;
-- a deregistered region is refused at once, as an RDMA device refuses an old key, even if the peer
-  does not know yet that it was deregistered. Keys are never used twice.
+It is 16 random bytes, the *instance*, then a row (key, address, length) for each registered region.
+A peer reads it before each chunk of a transfer (but for a small read of one copy), and after the
+last. So no other process is taken for the owner: one with the same pid, a restarted one, and a
+forked child (whose copy the kernel wipes) do not have the instance at that address. And a
+deregistered region is refused at once, as an RDMA device refuses an old key; keys are never used
+twice.
 """
 
 from __future__ import annotations
@@ -36,13 +32,7 @@ _ROW = struct.Struct("3Q")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """Which row a region has in the registry, its owner's table of registered regions.
-
-    Attributes:
-        slot: the index of the region's row.
-        key: the key in that row, which the owner never uses for another registration. A row
-            without a region has the key 0.
-    """
+    """The index and the key of a region's row in its owner's registry; a free row has key 0."""
 
     slot: int
     key: int
@@ -50,30 +40,16 @@ class Entry:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Claims:
-    """The rows that a transfer expects in the registry, the peer's table of registered regions.
-
-    Attributes:
-        regions: the n remote regions that the transfer uses.
-        slots: (n,) int64, the index of each region's row.
-        rows: the bytes of an (n, 3) uint64 array: the row that is expected for each region, (key,
-            address, length).
-        words: how many 8-byte words of the registry a check reads: from its beginning to the end of
-            the last row that is expected.
-    """
+    """The rows that a transfer expects in its peer's registry."""
 
     regions: tuple[Region, ...]
-    slots: I64Array
-    rows: bytes
-    words: int
+    slots: I64Array  # (n,) the index of each region's row
+    rows: bytes  # of an (n, 3) uint64 array: the expected key, address and length of each
+    words: int  # 8-byte words of the registry until the end of the last of these rows
 
 
 def claims_of(entries: Iterable[tuple[Region, Entry]]) -> Claims:
-    """Return the rows that a transfer expects in its peer's registry.
-
-    Args:
-        entries: the peer's regions that the transfer uses, each with its entry in the peer's
-            registry. May be empty: then only the instance is checked.
-    """
+    """Return the rows to expect for a peer's regions; without any, only the instance counts."""
     table = list(entries)
     slots = [entry.slot for _, entry in table]
     rows = [(entry.key, region.address, region.nbytes) for region, entry in table]
@@ -86,12 +62,7 @@ def claims_of(entries: Iterable[tuple[Region, Entry]]) -> Claims:
 
 
 def row_of(region: Region, entry: Entry) -> bytes:
-    """Return the bytes of the row that a registry has for a region.
-
-    Args:
-        region: the region.
-        entry: its entry; the row begins ``row_offset(entry)`` bytes after the registry's first.
-    """
+    """Return the bytes of the row that a registry has for a region."""
     return _ROW.pack(entry.key, region.address, region.nbytes)
 
 
@@ -101,18 +72,10 @@ def row_offset(entry: Entry) -> int:
 
 
 def check_claims(words: U64Array, instance: bytes, claims: Claims, owner: str) -> None:
-    """Check that a peer's registry still has the rows that a transfer expects.
+    """Check a peer's registry, of which ``words`` are the first, ``claims.words`` or more.
 
-    Args:
-        words: (n,) uint64, the first n words of the registry, n at least ``claims.words``.
-        instance: the 16 bytes that the owner's registry begins with.
-        claims: what the transfer expects.
-        owner: the name of the owner's transport, for the errors' texts.
-
-    Raises:
-        PeerLostError: ``words`` does not begin with ``instance``: the owner has closed, or its
-            process has restarted.
-        TransportError: the owner has deregistered one of the regions in ``claims``.
+    Raise ``PeerLostError`` if the owner is closed or restarted, ``TransportError`` if a region was
+    deregistered.
     """
     if words[:INSTANCE_WORDS].tobytes() != instance:
         raise PeerLostError(f"{owner} has been closed, or its process has restarted")
@@ -128,15 +91,11 @@ def check_claims(words: U64Array, instance: bytes, claims: Claims, owner: str) -
 
 @dataclass(slots=True, eq=False)
 class RegionRegistry:
-    """The registry of one transport of this process: the regions that it has registered.
-
-    Attributes:
-        instance: 16 random bytes that identify the transport.
-        lock: held while a copy within this process uses the owner's memory, so that no such copy
-            touches a region once ``remove`` has returned.
-    """
+    """The registry of one transport of this process."""
 
     instance: bytes = field(default_factory=lambda: secrets.token_bytes(16))
+    # Held by copies within this process, so that none touches a region once ``remove`` has
+    # returned.
     lock: threading.Lock = field(default_factory=threading.Lock)
     _words: U64Array = field(init=False)
     _free: Iterator[int] = field(init=False)
@@ -164,11 +123,7 @@ class RegionRegistry:
         return self._words
 
     def add(self, region: Region) -> Entry:
-        """Write a row with a new key for a region, and return the region's entry.
-
-        Raises:
-            TransportError: no row is free.
-        """
+        """Write a row with a new key for a region; raise ``TransportError`` if no row is free."""
         slot = self._erased.pop() if self._erased else next(self._free, None)
         if slot is None:
             raise TransportError(
@@ -188,7 +143,7 @@ class RegionRegistry:
         self._erased.append(entry.slot)
 
     def close(self) -> None:
-        """Erase the instance (the first 16 bytes), so that every later check of a peer fails."""
+        """Erase the instance, so that every later check of a peer fails."""
         _registries.pop(self.instance, None)
         with self.lock:
             self._words[:INSTANCE_WORDS] = 0

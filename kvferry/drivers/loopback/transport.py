@@ -47,11 +47,11 @@ class LoopbackOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
     Attributes:
         inline_bytes: a transfer of at most this many bytes is moved within ``read`` or ``write``,
-            unless its copies, after merging adjacent ones, are more than 1024; threads move all
-            other transfers.
-        chunk_bytes: the most bytes that one system call moves. Such a chunk is not interrupted: a
-            transfer that is cancelled or disconnected ends when its running chunks have ended.
-        threads: how many threads move these other transfers.
+            unless it has more than 1024 copies after merging adjacent ones; threads move all
+            others.
+        chunk_bytes: the most bytes that one system call moves. A cancelled or disconnected transfer
+            ends when its running chunks have ended.
+        threads: how many threads move transfers.
     """
 
     inline_bytes: Annotated[int, msgspec.Meta(ge=0, le=1 << 30)] = 1 << 20
@@ -61,16 +61,7 @@ class LoopbackOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class LoopbackConnection:
-    """The connection to one peer.
-
-    Attributes:
-        name: the name of the peer's transport.
-        identity: what ``LoopbackTransport._identity`` returned for the peer's address.
-        memory: access to the peer's memory.
-        regions: the regions that the peer's last address names, each with its row in the registry,
-            the peer's table of registered regions.
-        channel: the channel for notifications to the peer.
-    """
+    """The connection to one peer; ``regions`` are those of its last address, with their rows."""
 
     name: str
     identity: Hashable
@@ -84,18 +75,13 @@ class LoopbackTransport(
 ):
     """Read and write CPU memory of this process and of other processes of this host.
 
-    Other processes' memory is reached with ``process_vm_readv`` and ``process_vm_writev``, this
-    process's without system calls. Making a transport allows every process of the same user to read
-    this process's memory (``prctl(PR_SET_PTRACER)``); a kernel with Yama otherwise allows only
-    ancestors of this process to read it.
+    Other processes' memory is reached with ``process_vm_readv`` and ``process_vm_writev``. To make
+    a transport allows every process of the same user to read this process's memory
+    (``prctl(PR_SET_PTRACER)``), which Yama otherwise allows to ancestors only.
 
-    Small transfers run within ``read`` and ``write``, larger ones on threads, in chunks. Before
-    each chunk, and once more after the last, the transport checks that the peer lives and still has
-    the regions registered: a transfer is DONE only if the peer had them registered after the last
-    byte moved. A small read of one copy has only the last check, in the system call that moves the
-    bytes: so if the check fails, bytes may have arrived.
-
-    Not usable in a forked child.
+    A transfer is DONE only if the peer lived and had the regions registered after the last byte
+    moved. Each chunk is preceded by such a check; but a small read of one copy has only the last
+    check, so if that fails, bytes may have arrived. Not usable in a forked child.
 
     Args:
         enter: called first in every thread of the transport.
@@ -233,7 +219,6 @@ class LoopbackTransport(
         return self._workers.wait_final(transfers, time.monotonic() + self.grace_seconds)
 
     def _move_one(self, request: TransferRequest[LoopbackConnection]) -> LoopbackTransfer:
-        """Make a transfer's only copy, and return the transfer, which is final."""
         peer, copies, (region,) = request.connection, request.copies, request.remote
         copy = OneCopy(copies.local.item(), copies.remote.item(), copies.nbytes.item())
         try:

@@ -16,9 +16,7 @@ from kvferry.drivers.loopback.peer_memory import PeerMemory
 from kvferry.drivers.loopback.registry import Claims
 
 _SMALLEST_CHUNK = 4 << 20
-"""To keep all threads busy, a transfer is cut into smaller chunks than its limit allows, but not
-into smaller ones than this many bytes: handing more chunks to threads would cost more than it
-gains."""
+"""To keep all threads busy, chunks get smaller, but not below this: handing over costs, too."""
 
 _PENDING = Status(state=State.PENDING)
 _DONE = Status(state=State.DONE)
@@ -26,11 +24,7 @@ _DONE = Status(state=State.DONE)
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class LoopbackTransfer:
-    """One transfer.
-
-    Attributes:
-        status: the status that ``poll`` returns.
-    """
+    """One transfer, which by default is under way."""
 
     status: Status = _PENDING
 
@@ -48,39 +42,22 @@ MOVED = LoopbackTransfer(status=_DONE)
 class ChunkedTransfer(LoopbackTransfer):
     """A transfer which is moved in *chunks*: parts that one system call moves.
 
-    A transfer ends in one of two ways. Once all bytes have been moved, the transfer is
-    *concluding*: it can no longer be cancelled, the peer is checked a last time, the notification
-    is sent, and the transfer is DONE (FAILED if the check or the notification fails). Once ``stop``
-    is set, by an error, ``cancel``, ``disconnect`` or ``close``, no further chunk starts, and the
-    transfer is FAILED as soon as no chunk is running.
-
-    Attributes:
-        memory: access to the peer's memory.
-        write: whether the local side is the source.
-        runs: the copies to make, merged into contiguous runs; owned by the transport's pool, which
-            lends it until the transfer is final.
-        claims: the peer's regions that the transfer uses, as the peer's registry must list them.
-        send: sends the notification that is bound to the transfer; ``None`` if there is none.
-        release: gives ``runs`` back to the pool.
-        position: how many bytes of ``runs`` were handed out as chunks so far; the next chunk starts
-            at this position.
-        running: how many chunks threads are moving now.
-        concluding: whether all bytes were moved, but the last check or the notification is left.
-        stop: the error that the transfer fails with; ``None`` if it was not stopped.
-        limit: the most bytes that a chunk may have.
+    Once all bytes have been moved, it is *concluding* and can no longer be cancelled: the peer is
+    checked a last time, the notification is sent, and it is DONE, or FAILED. Once ``stop`` is set,
+    no further chunk starts, and it is FAILED as soon as no chunk is running.
     """
 
     memory: PeerMemory
     write: bool
-    runs: CopyRuns
+    runs: CopyRuns  # lent by the transport's pool until the transfer is final
     claims: Claims
-    send: Callable[[], None] | None
-    release: Callable[[CopyRuns], None]
-    position: int = 0
-    running: int = 0
+    send: Callable[[], None] | None  # sends the bound notification
+    release: Callable[[CopyRuns], None]  # gives ``runs`` back
+    position: int = 0  # in ``runs``, where the next chunk starts
+    running: int = 0  # chunks that threads are moving now
     concluding: bool = False
-    stop: TransportError | None = None
-    limit: int
+    stop: TransportError | None = None  # what the transfer fails with
+    limit: int  # the most bytes of a chunk
 
     @property
     def handed_out(self) -> bool:
@@ -88,35 +65,18 @@ class ChunkedTransfer(LoopbackTransfer):
         return self.stop is not None or self.position == self.runs.total
 
     def next_span(self) -> tuple[int, int]:
-        """Count the next chunk as running, and return its span: where it begins and ends.
-
-        The caller has made sure that a chunk is left: ``handed_out`` is false.
-
-        Returns:
-            The position in ``runs`` (see ``CopyRuns``) of the chunk's first byte, and the position
-            after its last byte.
-        """
+        """Count the next chunk as running; return its start and end in ``runs``. One is left."""
         start = self.position
         self.position = self.runs.next_stop(start, self.limit)
         self.running += 1
         return start, self.position
 
     def move(self, span: tuple[int, int]) -> None:
-        """Move the bytes of a chunk whose span ``next_span`` returned.
-
-        Raises:
-            TransportError: as ``PeerMemory.move``.
-        """
+        """Move a chunk from ``next_span``; raise as ``PeerMemory.move``."""
         self.memory.move(self.runs.chunk(*span), self.claims, write=self.write)
 
     def conclude(self) -> None:
-        """Check the peer a last time, and send the notification if one is bound to the transfer.
-
-        The caller has made sure that all bytes have been moved.
-
-        Raises:
-            TransportError: the check or the notification failed.
-        """
+        """Check the peer a last time, once all is moved, and send the bound notification."""
         self.memory.check(self.claims)
         if self.send is not None:
             self.send()
@@ -128,16 +88,7 @@ class ChunkedTransfer(LoopbackTransfer):
 
 
 class WorkerPool:
-    """The threads that move large transfers. They start when the first such transfer is submitted.
-
-    Args:
-        name: the name of the threads.
-        threads: how many threads to start.
-        enter: called first in each thread.
-
-    Attributes:
-        ended: called, on one of the threads, when a transfer has become final there.
-    """
+    """The threads that move large transfers; they start with the first of these."""
 
     def __init__(self, name: str, threads: int, enter: EnterThread) -> None:
         self._name = name
@@ -146,6 +97,7 @@ class WorkerPool:
         self._threads: list[threading.Thread] = []
         self._queue: deque[ChunkedTransfer] = deque()
         self._closing = False
+        # Called, on one of the threads, when a transfer has become final there.
         self.ended: Callable[[], None] = lambda: None
         # Guards the fields of submitted transfers, ``_queue`` and ``_closing``; notified when any
         # of them changes.
@@ -174,14 +126,7 @@ class WorkerPool:
             self._changed.notify_all()
 
     def stop(self, transfer: LoopbackTransfer, error: TransportError) -> None:
-        """Make a transfer fail, at once or when its running chunks have ended.
-
-        A transfer is left as it is if all its bytes were moved, or if it has failed or was stopped.
-
-        Args:
-            transfer: a transfer of this pool's transport.
-            error: the error that the transfer fails with.
-        """
+        """Make a transfer fail once its running chunks have ended, unless all bytes were moved."""
         if not isinstance(transfer, ChunkedTransfer):
             return  # it ended before its ``read`` or ``write`` returned
         with self._changed:
@@ -190,15 +135,7 @@ class WorkerPool:
             self._fail(transfer, error)
 
     def wait_final(self, transfers: Iterable[LoopbackTransfer], deadline: float) -> bool:
-        """Wait until transfers are final.
-
-        Args:
-            transfers: any transfers of this pool's transport.
-            deadline: when to give up, by ``time.monotonic``.
-
-        Returns:
-            Whether all of them are final.
-        """
+        """Wait until a deadline, by ``time.monotonic``; return whether the transfers are final."""
         transfers = list(transfers)
         with self._changed:
             return self._changed.wait_for(
@@ -207,11 +144,7 @@ class WorkerPool:
             )
 
     def close(self, deadline: float) -> None:
-        """End the threads. A thread that is still in a system call at the deadline is left running.
-
-        Args:
-            deadline: when to stop waiting for the threads, by ``time.monotonic``.
-        """
+        """End the threads; at the deadline (monotonic), leave those that are in system calls."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -231,12 +164,7 @@ class WorkerPool:
                 self.ended()
 
     def _next(self) -> tuple[ChunkedTransfer, tuple[int, int]] | None:
-        """Wait until a chunk is to be moved, or the pool closes.
-
-        Returns:
-            The chunk's transfer and span (see ``ChunkedTransfer.next_span``); ``None`` if the pool
-            closes.
-        """
+        """Wait for a chunk to move, and return its transfer and span; ``None`` at the end."""
         with self._changed:
             self._changed.wait_for(lambda: self._queue or self._closing)
             if self._closing:
@@ -248,15 +176,7 @@ class WorkerPool:
             return transfer, span
 
     def _chunk_ended(self, transfer: ChunkedTransfer, error: TransportError | None) -> bool:
-        """Record that a chunk has ended, and make its transfer fail if the chunk failed.
-
-        Args:
-            transfer: the chunk's transfer.
-            error: why the chunk failed; ``None`` if it was moved.
-
-        Returns:
-            Whether all bytes of the transfer have been moved; the caller then calls ``conclude``.
-        """
+        """Record that a chunk has ended; return whether ``conclude`` is due."""
         with self._changed:
             transfer.running -= 1
             if error is not None or transfer.stop is not None:
@@ -266,10 +186,7 @@ class WorkerPool:
             return transfer.concluding
 
     def _fail(self, transfer: ChunkedTransfer, error: TransportError | None) -> None:
-        """Stop an unfinished transfer: FAILING while one of its chunks is running, else FAILED.
-
-        The caller holds ``_changed``.
-        """
+        # The caller holds ``_changed``.
         transfer.stop = error
         if transfer in self._queue:
             self._queue.remove(transfer)
@@ -281,10 +198,7 @@ class WorkerPool:
 
 
 def _error_of(step: Callable[[], None]) -> TransportError | None:
-    """Run a function, and return the error that it raises, or ``None`` if it raises none.
-
-    In place of any other exception, a ``TransportError`` with its text is returned.
-    """
+    """Return the error of a function, or ``None``; others than ``TransportError`` as one."""
     try:
         step()
     except TransportError as exc:

@@ -1,7 +1,4 @@
-"""The nixl driver: moves bytes with any backend of NIXL, through NIXL's Python API.
-
-NIXL itself is imported when the first transport is made.
-"""
+"""The nixl driver: any backend of NIXL, which is imported with the first transport."""
 
 from kvferry.drivers.nixl.transport import NixlTransport
 

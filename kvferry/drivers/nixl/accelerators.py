@@ -12,19 +12,16 @@ _LIBRARIES = {
     "libze_loader.so.1": "xpu",
     "libhl-thunk.so": "hpu",
 }
-"""The driver libraries of accelerators other than NVIDIA's (see ``find_cuda``), which UCX's modules
-need, too, and the kind of memory of each."""
+"""Kinds of memory by driver library, which UCX needs, too; for NVIDIA's see ``find_cuda``."""
 
 KINDS = frozenset({CUDA, *_LIBRARIES.values()})
 """The memory kinds of accelerators, by the names that torch gives to their devices."""
 
 
 def present() -> frozenset[str]:
-    """Return the memory kinds of the accelerators whose driver this machine has.
-
-    NIXL's backends claim VRAM on every machine. UCX must also have been built for the accelerator;
-    that shows only when memory is registered. NIXL's wheels have UCX's modules for CUDA only.
-    """
+    """Return the memory kinds of the accelerators whose driver this machine has."""
+    # NIXL's backends claim VRAM on every machine. Whether UCX was built for it, too (NIXL's wheels:
+    # CUDA only), shows only when memory is registered.
     found = {kind for library, kind in _LIBRARIES.items() if _loads(library)}
     return frozenset(found if find_cuda() is None else found | {CUDA})
 

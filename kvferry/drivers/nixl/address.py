@@ -22,50 +22,30 @@ _Word = Annotated[int, msgspec.Meta(ge=0, le=ADDRESS_LIMIT - 1)]
 
 
 class Range(msgspec.Struct, frozen=True, array_like=True):
-    """A range of the peer's memory: a registered region, or a span.
-
-    A *span* is a range that is registered with NIXL for one or more regions.
-
-    Attributes:
-        address: the first byte, in the peer's process.
-        nbytes: the length in bytes.
-        kind: the memory kind, by kvferry's name.
-        device: the device index within the kind.
-        key: ``RegisteredSpan.key`` of a span, by which peers notice that the span was registered
-            anew; 0 for a region.
-    """
+    """A range of the peer's memory: a registered region, or a span (see ``registrations``)."""
 
     address: _Word
     nbytes: _Word
     kind: Annotated[str, msgspec.Meta(max_length=16)]
     device: Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)]
-    key: _Word = 0
+    key: _Word = 0  # of a span: a peer sees by it that it was registered anew
 
 
 _Ranges = Annotated[list[Range], msgspec.Meta(max_length=MAX_REGIONS)]
 
 
 class NixlAddress(msgspec.Struct, frozen=True, kw_only=True):
-    """The address of a NIXL transport, as msgpack. Fields of later versions are ignored.
-
-    Attributes:
-        magic: the format of the address.
-        name: the name of the transport, and of its NIXL agent.
-        backend: the agent's NIXL backend; both sides must have the same.
-        metadata: the agent's metadata, as NIXL writes it.
-        digest: ``digest_of(metadata)``. Metadata with another digest is refused before NIXL reads
-            it: NIXL drops a connected peer if it cannot read new metadata of that peer.
-        spans: the ranges that are registered with NIXL for the regions (see ``registrations``).
-        regions: the regions that the transport's user has registered; each lies in one span.
-    """
+    """The address of a NIXL transport, as msgpack. Fields of later versions are ignored."""
 
     magic: Literal["kvferry-nixl-1"] = "kvferry-nixl-1"
-    name: Name
-    backend: Name
+    name: Name  # also of the NIXL agent
+    backend: Name  # both sides must have the same
     metadata: bytes
+    # Metadata with another digest is refused before NIXL reads it: NIXL drops a connected peer if
+    # it cannot read new metadata of that peer.
     digest: bytes
     spans: _Ranges
-    regions: _Ranges
+    regions: _Ranges  # each lies in one span
 
 
 _decoder = msgspec.msgpack.Decoder(NixlAddress)
@@ -79,15 +59,7 @@ def encode(
     spans: Iterable[RegisteredSpan],
     regions: Iterable[Region],
 ) -> bytes:
-    """Return the address of a transport, encoded for its peers.
-
-    Args:
-        name: the name of the transport.
-        backend: the agent's NIXL backend.
-        metadata: the agent's metadata.
-        spans: the ranges that are registered with NIXL for the regions.
-        regions: the regions that the transport's user has registered.
-    """
+    """Return the address of a transport, encoded for its peers."""
     return msgspec.msgpack.encode(
         NixlAddress(
             name=name,
@@ -101,11 +73,7 @@ def encode(
 
 
 def decode(data: bytes) -> NixlAddress:
-    """Parse an address from untrusted bytes. The metadata in it is not parsed.
-
-    Raises:
-        ConnectError: the bytes are no address of this driver, or its metadata was damaged.
-    """
+    """Parse an untrusted address, but not its metadata; raise ``ConnectError`` if it is damaged."""
     if len(data) > MAX_ADDRESS_BYTES:
         raise ConnectError(
             f"an address of {len(data)} bytes; one of the nixl driver has at most "
@@ -125,11 +93,7 @@ def decode(data: bytes) -> NixlAddress:
 
 
 def regions_of(address: NixlAddress) -> frozenset[Region]:
-    """Return the regions that a peer's address names.
-
-    Raises:
-        ConnectError: a region in the address has values that no ``Region`` can have.
-    """
+    """Return the regions that an address names; raise ``ConnectError`` if one cannot be."""
     try:
         return frozenset(
             Region(address=row.address, nbytes=row.nbytes, kind=row.kind, device=row.device)

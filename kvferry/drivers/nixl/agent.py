@@ -1,8 +1,4 @@
-"""A typed wrapper of NIXL's agent: a method for each call that the driver makes.
-
-It turns the exceptions that NIXL raises into ``TransportError``, and NIXL's strings for the states
-of a transfer into booleans.
-"""
+"""A typed wrapper of NIXL's agent: a method for each call that the driver makes."""
 
 from __future__ import annotations
 
@@ -36,27 +32,16 @@ Registration = NewType("Registration", object)
 """NIXL's handle of registered memory."""
 
 Rows = npt.NDArray[np.uint64] | list[tuple[int, int, int]]
-"""One side of n copies: address, length in bytes and device index of each, as (n, 3) uint64,
-C-contiguous, or as a list of n tuples."""
+"""One side of n copies: (n, 3) uint64, C-contiguous, or n tuples: address, bytes, device index."""
 
 StridedRows = npt.NDArray[np.uint64]
-"""(n, 5) uint64, n series of descriptors that are evenly spaced: address of the first, length of
-each in bytes, device index, bytes from one to the next, and number of descriptors."""
+"""(n, 5) uint64, rows of evenly spaced descriptors: first address, bytes, device, stride, count."""
 
 
 # Not frozen, as ``Handle``: to make a frozen dataclass takes a microsecond.
 @dataclass(slots=True, kw_only=True, eq=False)
 class TransferChunk:
-    """The copies that one NIXL transfer makes, as NIXL's descriptors.
-
-    The descriptors do not refer to the arrays that they were made from. Each agent of this
-    transport (see ``AgentPair``) can use them.
-
-    Attributes:
-        write: whether the local side is the source.
-        local: NIXL's descriptors of the local side.
-        remote: NIXL's descriptors of the remote side.
-    """
+    """The copies that one NIXL transfer makes, as NIXL's descriptors, which any agent can use."""
 
     write: bool
     local: object
@@ -65,15 +50,10 @@ class TransferChunk:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PreparedList:
-    """A list of descriptors that one agent has prepared, valid until ``Agent.release_list``.
-
-    Attributes:
-        agent: the agent that prepared the list.
-        native: the handle of NIXL's Python API, which owns the list.
-    """
+    """A list of descriptors that one agent has prepared, valid until ``Agent.release_list``."""
 
     agent: Agent
-    native: Any
+    native: Any  # of NIXL's Python API; owns the list
 
 
 Indices = npt.NDArray[np.int32]
@@ -82,52 +62,30 @@ Indices = npt.NDArray[np.int32]
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Handle:
-    """A NIXL transfer, valid until ``Agent.release``.
-
-    Attributes:
-        agent: the agent that made the transfer.
-        native: the handle of NIXL's native agent.
-        name: the name of the remote agent.
-    """
+    """A NIXL transfer, valid until ``Agent.release``."""
 
     agent: Agent
-    native: object
-    name: str
+    native: object  # of NIXL's native agent
+    name: str  # of the remote agent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Telemetry:
-    """What NIXL measured of one of its transfers, which has succeeded.
-
-    Attributes:
-        nbytes: how many bytes the transfer moved.
-        descriptors: how many pieces these bytes were in, after NIXL had merged adjacent copies.
-        post_seconds: how many seconds posting took.
-        seconds: how many seconds the whole transfer took, posting included.
-    """
+    """What NIXL measured of one of its transfers, which has succeeded."""
 
     nbytes: int
-    descriptors: int
+    descriptors: int  # after NIXL had merged adjacent copies
     post_seconds: float
-    seconds: float
+    seconds: float  # of the whole transfer, posting included
 
 
 class Agent:
     """An agent of NIXL with one backend. NIXL serialises calls, so any thread may make them.
 
-    NIXL's native agent is destroyed by ``close`` only, never by the garbage collector. Once one of
-    the agent's transfers has failed, not even ``close`` destroys it (docs/adr/0012).
-
-    Args:
-        library: the imported NIXL.
-        name: the agent's name, unique among all agents anywhere.
-        options: the backend and its parameters.
-
-    Attributes:
-        name: the agent's name.
-        library: the name and version of NIXL's package, as text.
-        memory: the memory kinds that the backend supports on this machine.
-        notifies: whether the backend carries notifications.
+    Methods raise ``TransportError`` if NIXL refuses, and ``PeerLostError``, where they name a
+    remote agent, if NIXL has dropped it. NIXL's native agent is destroyed by ``close`` only, and
+    never once one of its transfers has failed (docs/adr/0012). The name must be unique among all
+    agents anywhere.
 
     Raises:
         DriverError: the backend or a parameter is unknown, or the backend does not load, does not
@@ -157,18 +115,15 @@ class Agent:
             started = parameters(options, library, self._agent.agent)
             self._threads = threads(started)
             self._start(started)
-        self.memory = self._memory()
+        self.memory = self._memory()  # kinds that the backend supports here
         self.notifies = self._probe_notifications()
         _pin(self._agent.agent)
 
     def close(self, *, quiet: bool) -> None:
         """Destroy NIXL's agent with its threads. The caller has released all handles.
 
-        If ``quiet`` is false, or a transfer of the agent has ever failed, NIXL's agent is not
-        destroyed: it and its threads stay until the process ends.
-
-        Args:
-            quiet: whether no byte of the agent's transfers can land any more.
+        Both stay until the process ends if a transfer has ever failed, or if bytes may still land
+        (``quiet`` is false).
         """
         agent, self._agent = self._agent, None
         if quiet and not self._failed:
@@ -182,82 +137,44 @@ class Agent:
 
     @property
     def must_not_post(self) -> bool:
-        """Whether the agent must not post any further transfer; its other calls stay allowed.
-
-        True once a transfer has failed, if the backend has threads besides its progress thread.
-        These threads may still hold a part of the failed transfer, and would run that part together
-        with the next transfer (docs/adr/0018).
-        """
+        """Whether the agent must not post any further transfer; its other calls stay allowed."""
+        # The backend's threads may still hold a part of a failed transfer, and would run it
+        # together with the next transfer (docs/adr/0018).
         return self._failed and self._threads > 0
 
     def wait_idle(self, deadline: float) -> bool:
-        """Wait until the copies that NIXL's threads are making now have ended.
-
-        Args:
-            deadline: when to give up, by ``time.monotonic``.
-
-        Returns:
-            Whether they ended before the deadline.
-        """
+        """Wait until a deadline (monotonic); return whether NIXL's threads ended their copies."""
         return self._own.wait_idle(deadline)
 
     # Memory.
 
     def register(self, region: Region) -> Registration:
-        """Register memory with NIXL, and return the handle that ``deregister`` takes.
-
-        Raises:
-            TransportError: NIXL refuses.
-        """
+        """Register memory with NIXL, and return the handle that ``deregister`` takes."""
         entry = (region.address, region.nbytes, region.device, "")
         with self._mapped(f"cannot register {region}"):
             return Registration(self._agent.register_memory([entry], SEGMENTS[region.kind]))
 
     def deregister(self, registration: Registration) -> None:
-        """Deregister memory from NIXL.
-
-        Raises:
-            TransportError: NIXL refuses.
-        """
+        """Deregister memory from NIXL."""
         with self._mapped("cannot deregister memory"):
             self._agent.deregister_memory(registration)
 
     # Peers.
 
     def metadata(self) -> bytes:
-        """Return NIXL's metadata of this agent: how to reach it, and the memory it has registered.
-
-        Raises:
-            TransportError: NIXL refuses.
-        """
+        """Return NIXL's metadata of this agent: how to reach it, and its registered memory."""
         with self._mapped("cannot say its address"):
             metadata: bytes = self._agent.get_agent_metadata()
             return metadata
 
     def add(self, metadata: bytes) -> str:
-        """Load the metadata of another agent, so that transfers with that agent can be prepared.
-
-        If older metadata of the other agent are loaded already, NIXL adds what is new.
-
-        Returns:
-            The name of the other agent, according to the metadata.
-
-        Raises:
-            TransportError: NIXL refuses the metadata.
-        """
+        """Load a remote agent's metadata, in addition to older metadata of it; return its name."""
         with self._mapped("cannot take the address"):
             name: bytes | str = self._agent.add_remote_agent(metadata)
         return name.decode(errors="replace") if isinstance(name, bytes) else name
 
     def remove(self, name: str) -> bool:
-        """Close the connection to another agent.
-
-        Returns:
-            Whether the connection was still open: NIXL closes a broken one by itself.
-
-        Raises:
-            TransportError: NIXL refuses.
-        """
+        """Close the connection to a remote agent; return False if NIXL had closed it by itself."""
         try:
             with self._mapped(f"cannot disconnect {name}", known=True):
                 self._agent.remove_remote_agent(name)
@@ -270,17 +187,7 @@ class Agent:
     def make_chunk(
         self, *, write: bool, kinds: tuple[str, str], local: Rows, remote: Rows
     ) -> TransferChunk:
-        """Return a chunk for ``prepare``. NIXL copies the arrays, so the caller may reuse them.
-
-        Args:
-            write: whether the local side is the source.
-            kinds: the memory kinds of the local and of the remote side.
-            local: the local side of n copies, n at least 1.
-            remote: the remote side of these copies.
-
-        Raises:
-            TransportError: NIXL refuses.
-        """
+        """Return a chunk of n >= 1 copies between two kinds. NIXL copies the arrays."""
         near, far = kinds
         make, memory = self._library.api.nixlBind.nixlXferDList, self._agent.nixl_mems
         try:
@@ -293,16 +200,7 @@ class Agent:
             raise self._error(exc, "cannot describe a transfer") from exc
 
     def prepare(self, chunk: TransferChunk, name: str) -> Handle:
-        """Make a NIXL transfer for the copies of a chunk. ``post`` starts the transfer.
-
-        Args:
-            chunk: the copies to make.
-            name: the name of the remote agent, whose metadata this agent has loaded.
-
-        Raises:
-            PeerLostError: NIXL has dropped the remote agent.
-            TransportError: NIXL refuses.
-        """
+        """Make a NIXL transfer, which ``post`` starts; the peer's metadata has been loaded."""
         op = self._agent.nixl_ops["WRITE" if chunk.write else "READ"]
         try:
             native = self._agent.agent.createXferReq(op, chunk.local, chunk.remote, name, b"", [])
@@ -311,19 +209,10 @@ class Agent:
         return Handle(agent=self, native=native, name=name)
 
     def prepare_list(self, rows: StridedRows, kind: str, name: str) -> PreparedList:
-        """Prepare a list of descriptors, so that transfers can name them by index.
+        """Prepare a list of descriptors, which transfers can name by index.
 
-        What NIXL keeps grows with the rows, not with the descriptors that they stand for.
-
-        Args:
-            rows: (n, 5) uint64, C-contiguous: the rows of the list. The descriptors of a row follow
-                those of the row before it.
-            kind: the memory kind of all descriptors.
-            name: the name of the remote agent that has the memory; empty for this side's memory.
-
-        Raises:
-            PeerLostError: NIXL has dropped the remote agent.
-            TransportError: NIXL refuses.
+        ``name`` is the remote agent that has the memory, empty for this side's memory. The
+        descriptors of a row follow those of the row before it.
         """
         try:
             native = self._agent.prep_xfer_dlist(name, rows, SEGMENTS[kind])
@@ -332,11 +221,7 @@ class Agent:
         return PreparedList(agent=self, native=native)
 
     def release_list(self, prepared: PreparedList) -> None:
-        """Release a prepared list; transfers that were made of it go on.
-
-        Raises:
-            TransportError: NIXL refuses.
-        """
+        """Release a prepared list; transfers that were made of it go on."""
         try:
             self._agent.release_dlist_handle(prepared.native)
         except self._library.errors as exc:
@@ -345,18 +230,7 @@ class Agent:
     def prepare_indexed(
         self, lists: tuple[PreparedList, PreparedList], local: Indices, remote: Indices, name: str
     ) -> Handle:
-        """Make a NIXL transfer that reads descriptors of prepared lists. ``post`` starts it.
-
-        Args:
-            lists: the local list and the remote one.
-            local: (n,) int32, indices in the local list.
-            remote: (n,) int32, indices in the remote list.
-            name: the name of the remote agent.
-
-        Raises:
-            PeerLostError: NIXL has dropped the remote agent.
-            TransportError: NIXL refuses.
-        """
+        """Make a NIXL transfer that reads descriptors of prepared lists (local, remote)."""
         near, far = lists
         op, here, there = self._agent.nixl_ops["READ"], near.native._handle, far.native._handle
         try:
@@ -366,14 +240,7 @@ class Agent:
         return Handle(agent=self, native=native, name=name)
 
     def post(self, handle: Handle) -> bool:
-        """Start a transfer. The call may take as long as the whole transfer.
-
-        Returns:
-            True if the transfer has already succeeded, False if it is under way.
-
-        Raises:
-            TransportError: the transfer failed; ``PeerLostError`` if NIXL has lost the peer.
-        """
+        """Start a transfer, perhaps for as long as it takes; return whether it has succeeded."""
         try:
             status = self._agent.agent.postXferReq(handle.native, b"")
         except self._library.errors as exc:
@@ -381,14 +248,7 @@ class Agent:
         return self._succeeded(status, handle.name)
 
     def check(self, handle: Handle) -> bool:
-        """Make progress with a posted transfer, and return whether it has succeeded.
-
-        Returns:
-            True if the transfer has succeeded, False if it is under way.
-
-        Raises:
-            TransportError: the transfer failed; ``PeerLostError`` if NIXL has lost the peer.
-        """
+        """Make progress with a posted transfer, and return whether it has succeeded."""
         try:
             status = self._agent.agent.getXferStatus(handle.native)
         except self._library.errors as exc:
@@ -396,22 +256,14 @@ class Agent:
         return self._succeeded(status, handle.name)
 
     def release(self, handle: Handle) -> None:
-        """Release a handle. NIXL tries to cancel a running transfer, but does not wait for its end.
-
-        Raises:
-            TransportError: NIXL refuses.
-        """
+        """Release a handle. NIXL tries to cancel a running transfer, without waiting for it."""
         try:
             self._agent.agent.releaseXferReq(handle.native)
         except self._library.errors as exc:
             raise self._error(exc, "cannot release a transfer") from exc
 
     def telemetry(self, handle: Handle) -> Telemetry:
-        """Return what NIXL measured of a transfer that has succeeded.
-
-        Raises:
-            TransportError: NIXL has no telemetry of the transfer.
-        """
+        """Return what NIXL measured of a transfer that has succeeded."""
         with self._mapped("has no telemetry"):
             native = self._agent.agent.getXferTelemetry(handle.native)
         return Telemetry(
@@ -424,27 +276,14 @@ class Agent:
     # Notifications.
 
     def notify(self, name: str, payload: bytes) -> None:
-        """Send a notification to another agent.
-
-        Args:
-            name: the name of the remote agent.
-            payload: the bytes to send, at least one: NIXL drops empty notifications.
-
-        Raises:
-            PeerLostError: the connection is broken, or NIXL has dropped the remote agent.
-            TransportError: NIXL refuses.
-        """
+        """Send a notification of at least one byte, as NIXL drops empty ones, to a remote agent."""
         try:
             self._agent.agent.genNotif(name, payload)
         except self._library.errors as exc:
             raise self._error(exc, f"cannot notify {name}", known=True) from exc
 
     def notifications(self) -> dict[str, list[bytes]]:
-        """Return the payloads that arrived since the last call, by the sending agent's name.
-
-        Raises:
-            TransportError: NIXL refuses, or its backend carries no notifications.
-        """
+        """Return the payloads that arrived since the last call, by the sending agent's name."""
         try:
             arrived: dict[str, list[bytes]] = self._agent.get_new_notifs()
         except self._library.errors as exc:
@@ -453,36 +292,18 @@ class Agent:
 
     @contextlib.contextmanager
     def _mapped(self, trouble: str, *, known: bool = False) -> Iterator[None]:
-        """Within the context, turn an error of NIXL into a ``TransportError``.
-
-        Methods that are called for each transfer or notification do not use this context manager,
-        since entering one costs as much as a call of NIXL.
-
-        Args:
-            trouble: what failed, for the error's text.
-            known: whether this agent knew the peer and its memory before the call (see ``_error``).
-        """
+        """Turn NIXL's errors into ``TransportError``; too slow for calls of each transfer."""
         try:
             yield
         except self._library.errors as exc:
             raise self._error(exc, trouble, known=known) from exc
 
     def _error(self, error: Exception, trouble: str, *, known: bool = False) -> TransportError:
-        """Return the exception to raise for an error of NIXL, and strip the error's traceback.
-
-        Args:
-            error: what NIXL raised.
-            trouble: what failed, for the exception's text.
-            known: whether this agent knew the peer and its memory before the call. If so, NIXL's
-                "not found" error means that NIXL has dropped the peer, as it does when a connection
-                breaks.
-
-        Returns:
-            A ``PeerLostError`` if the connection to the peer is gone, else a ``TransportError``.
-        """
+        """Return the exception for NIXL's error. ``known``: this agent knew the peer before."""
         bare(error)
         if isinstance(error, self._library.lost):
             return PeerLostError(f"{trouble}: the connection is broken ({error})")
+        # NIXL drops a peer when the connection breaks, and does not find it from then on.
         if known and isinstance(error, self._library.unknown):
             return PeerLostError(f"{trouble}: the connection was closed ({error})")
         return TransportError(
@@ -490,30 +311,11 @@ class Agent:
         )
 
     def _failing(self, error: Exception, name: str) -> TransportError:
-        """Return the exception to raise for a failed transfer, and record that one has failed.
-
-        From then on ``close`` does not destroy NIXL's agent; see also ``must_not_post``.
-
-        Args:
-            error: what NIXL raised for the transfer.
-            name: the name of the remote agent.
-        """
+        """Return the exception for a failed transfer, and record that one has failed."""
         self._failed = True
         return self._error(error, f"a transfer with {name} failed", known=True)
 
     def _succeeded(self, status: object, name: str) -> bool:
-        """Return whether a posted transfer has succeeded, given NIXL's status of it.
-
-        Args:
-            status: the status, of NIXL's enumeration.
-            name: the name of the remote agent.
-
-        Returns:
-            True if the transfer has succeeded, False if it is under way.
-
-        Raises:
-            TransportError: the transfer has failed.
-        """
         if status == self._success:
             return True
         if status == self._under_way:
@@ -552,11 +354,7 @@ E = TypeVar("E", bound=Exception)
 
 
 def bare(error: E) -> E:
-    """Return an error without its traceback.
-
-    The traceback's frames refer to the agent and its handles, which a stored error would keep
-    alive.
-    """
+    """Return an error without its traceback, whose frames would keep the agent alive."""
     return error.with_traceback(None)
 
 

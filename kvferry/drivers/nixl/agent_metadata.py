@@ -1,10 +1,10 @@
 """Check an agent's metadata before NIXL reads it, and read the agent's name from it.
 
-The format is that of ai-dynamo/nixl, ``src/utils/serdes/serdes.cpp``, ``getLocalMD`` of
-``src/core/nixl_agent.cpp``, ``serializeSections`` of ``src/infra/nixl_memory_section.cpp`` and
-``nixlDescList`` of ``src/infra/nixl_descriptors.cpp``, the same from 1.0 to 1.5: a sequence of
-fields, each with a tag, the length of the value, the value, and ``|``. The values of NIXL's UCX
-backend are addresses and keys that UCX packed; ``ucx_format`` checks those.
+The format, the same from 1.0 to 1.5, is that of ai-dynamo/nixl: ``src/utils/serdes/serdes.cpp``,
+``getLocalMD`` of ``src/core/nixl_agent.cpp``, ``serializeSections`` of
+``src/infra/nixl_memory_section.cpp`` and ``nixlDescList`` of ``src/infra/nixl_descriptors.cpp``.
+Each field is a tag, the length of the value, the value, and ``|``. The values of NIXL's UCX backend
+are addresses and keys that UCX packed.
 """
 
 from __future__ import annotations
@@ -25,35 +25,21 @@ _START = b"nixlSerDes|"
 _BAR = b"|"
 _SIZE = struct.Struct("<Q")
 _DESCRIPTOR_BYTES = 24
-"""How many bytes a descriptor's address, length and device take; the backend's key follows them."""
+"""The bytes of a descriptor's address, length and device; the backend's key follows them."""
 _SEGMENTS = range(7)
 """The values of ``nixl_mem_t`` (kinds of memory), and some more for kinds to come."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentMetadata:
-    """The parsed metadata of an agent.
-
-    Attributes:
-        agent: the name of the agent.
-        connections: backend name to the data with which another agent connects to that backend of
-            this agent. These data stay the same as long as the agent lives.
-    """
+    """An agent's name, and how to connect to it, by backend."""
 
     agent: str
-    connections: dict[str, bytes]
+    connections: dict[str, bytes]  # by backend; the same for as long as the agent lives
 
 
 def parsed(data: bytes, *, ucx: bool = True) -> AgentMetadata:
-    """Parse an agent's metadata, which is untrusted.
-
-    Args:
-        data: the metadata.
-        ucx: whether to check also the addresses and keys that NIXL's UCX backend put into it.
-
-    Raises:
-        FormatError: the bytes are not metadata as NIXL writes it.
-    """
+    """Parse untrusted metadata, or raise ``FormatError``. ``ucx``: check UCX's values, too."""
     reader = _Reader(data)
     reader.expect(_START)
     agent = reader.text(b"Agent")

@@ -1,9 +1,8 @@
 """A transport's agents: the one that peers know, and one that posts in its place after a failure.
 
 Once a transfer has failed, an agent whose backend has threads of its own must not post any more
-(docs/adr/0018). From then on a second agent, without such threads, posts all transfers. It is made
-when it is first needed. It registers the same memory, and loads the metadata of the peers that it
-transfers with; no peer knows of it.
+(docs/adr/0018). From then on a second agent, without such threads and unknown to peers, posts all
+transfers. It is made when it is first needed.
 """
 
 from __future__ import annotations
@@ -30,35 +29,16 @@ _FILES = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Shared:
-    """A range of memory that is registered with each agent of a pair.
-
-    Attributes:
-        region: the range.
-        held: for each agent, what its ``register`` returned for the range.
-    """
-
     region: Region
-    held: dict[Agent, Registration] = field(default_factory=dict)
+    held: dict[Agent, Registration] = field(default_factory=dict)  # by agent
 
 
 class AgentPair:
-    """The agents of one transport: one, or two after a failed transfer.
-
-    Args:
-        library: the imported NIXL.
-        name: the transport's name, which the first agent gets, too.
-        options: the backend and its parameters.
-
-    Attributes:
-        first: the agent with the transport's name. Peers reach memory through it, and it carries
-            all notifications. It posts all transfers until its ``must_not_post`` is true; from then
-            on the second agent posts them.
-
-    Raises:
-        DriverError: as ``Agent``.
-    """
+    """The agents of one transport: one, or two after a failed transfer."""
 
     def __init__(self, library: NixlLibrary, name: str, options: NixlOptions) -> None:
+        # The agent through which peers reach memory. It carries all notifications, and posts all
+        # transfers until its ``must_not_post`` is true.
         self.first = Agent(library, name, options)
         self._second: Agent | None = None
         self._library = library
@@ -68,15 +48,9 @@ class AgentPair:
         self._lock = threading.Lock()
 
     def prepare(self, peer: NixlPeer, chunk: TransferChunk | PagedChunk) -> Handle:
-        """Make a NIXL transfer for the copies of a chunk, in the agent that posts transfers now.
+        """Make a NIXL transfer for a chunk, in the agent that posts transfers now.
 
-        Args:
-            peer: the peer to read from or write to.
-            chunk: the copies to make.
-
-        Raises:
-            PeerLostError: NIXL has dropped the peer, or the agent cannot load the peer's metadata.
-            TransportError: NIXL refuses, or the second agent cannot be made.
+        Raise ``PeerLostError`` if it cannot load the peer's metadata, or as ``Agent.prepare``.
         """
         if peer.lost:
             raise PeerLostError(f"the connection to {peer.name} is broken: connect again")
@@ -91,11 +65,7 @@ class AgentPair:
         return agent.prepare(chunk, name)
 
     def register(self, region: Region) -> Registration:
-        """Register memory with every agent, and return a handle for ``deregister``.
-
-        Raises:
-            TransportError: an agent refuses; then no agent has the memory registered.
-        """
+        """Register memory with every agent, or with none if one raises ``TransportError``."""
         with self._lock:
             shared = _Shared(region=region)
             made = Registration(shared)
@@ -109,34 +79,16 @@ class AgentPair:
             return made
 
     def deregister(self, registration: Registration) -> None:
-        """Deregister memory from every agent.
-
-        Raises:
-            TransportError: an agent refuses; the other agent has been asked all the same.
-        """
+        """Deregister memory from every agent, then raise ``TransportError`` if one refused."""
         with self._lock:
             self._deregister(registration)
 
     def wait_idle(self, deadline: float) -> bool:
-        """Wait until the copies that NIXL's threads are making now have ended.
-
-        Args:
-            deadline: when to give up, by ``time.monotonic``.
-
-        Returns:
-            Whether they ended before the deadline.
-        """
+        """As ``Agent.wait_idle``, for both agents."""
         return all(agent.wait_idle(deadline) for agent in self._all)
 
     def close(self, *, quiet: bool) -> None:
-        """Destroy the agents, as ``Agent.close`` does.
-
-        The caller has deregistered all memory and released all handles.
-
-        Args:
-            quiet: ``True`` if all transfers are over, so that none of their bytes can land.
-                ``False``: the agents live on, since to destroy them could end the process.
-        """
+        """As ``Agent.close``, for both. All memory is deregistered, all handles are released."""
         for agent in self._all:
             agent.close(quiet=quiet)
 
@@ -187,13 +139,7 @@ class AgentPair:
 
 
 def _check_files() -> None:
-    """Refuse to make an agent if too few file descriptors are free.
-
-    UCX aborts the process if the process runs out of file descriptors while an agent is made.
-
-    Raises:
-        TransportError: fewer than ``_FILES`` file descriptors are free.
-    """
+    """Refuse to make an agent if too few files are free: UCX would abort the process."""
     most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     free = most - len(os.listdir("/proc/self/fd"))
     if free < _FILES:

@@ -1,9 +1,4 @@
-"""Turn a batch of copies into arrays for NIXL.
-
-The copies with the same memory kinds (local and remote) are described by two ``Rows``: one of their
-local ranges, and one of their remote ranges. These are arrays, but for a batch of one copy, for
-which tuples take less time.
-"""
+"""Turn a batch of copies into arrays for NIXL, or, for one copy, tuples, which takes less time."""
 
 from __future__ import annotations
 
@@ -19,33 +14,20 @@ Kinds = tuple[str, str]
 """The memory kinds of the local and of the remote side."""
 
 _Devices = tuple[int, int]
-"""The device indices of the local and of the remote side."""
 
 _SMALLEST = 4096
 
 
 class DescriptorLists:
-    """Describe batches of copies to NIXL, one batch after another, in the same two arrays.
-
-    The arrays are reused because touching fresh memory is slow. NIXL copies them, so it does not
-    see the reuse.
-    """
+    """Describe batches to NIXL, one after another, in the same two arrays: fresh memory is slow."""
 
     def __init__(self) -> None:
         self._reserve(_SMALLEST)
 
     def chunks(self, copies: Copies, most: int | None = None) -> Iterator[tuple[Kinds, Rows, Rows]]:
-        """Cut a batch into chunks, each with one memory kind locally and one at the peer.
+        """Cut a batch into chunks of ``most`` copies, each with one memory kind on either side.
 
-        Copies of 0 bytes are left out, so there may be no chunk at all.
-
-        Args:
-            copies: n copies that have been checked.
-            most: the most copies of a chunk; ``None`` for any number.
-
-        Returns:
-            For each chunk its memory kinds (local, remote), and the rows (see ``agent.Rows``) of
-            its local and of its remote side. The rows are valid until the next call.
+        Copies of 0 bytes are left out. The rows, local and remote, are valid until the next call.
         """
         n = len(copies)
         if n == 0:
@@ -71,16 +53,8 @@ class DescriptorLists:
         return local, remote
 
     def _fill_devices(self, copies: Copies, devices: set[_Devices]) -> None:
-        """Fill the column of device indices in both arrays.
-
-        If all copies have the same pair of devices, the columns are filled to their ends, beyond
-        the rows of this batch: later batches with that pair then need no filling.
-
-        Args:
-            copies: the batch.
-            devices: the pairs of local and remote device index that occur in the batch.
-        """
         if len(devices) == 1:
+            # Beyond this batch's rows, too, so that later batches of these devices need no filling.
             (self._devices,) = devices
             self._local[:, 2], self._remote[:, 2] = self._devices
             return

@@ -14,44 +14,26 @@ MAX_IDLE = 64
 
 
 class IdlePeers:
-    """The last ``MAX_IDLE`` peers that were disconnected without a failure; NIXL still knows them.
-
-    Several threads may use one object at once.
-    """
+    """The last peers that were disconnected without a failure. Threads may share it."""
 
     def __init__(self) -> None:
         self._peers: OrderedDict[str, NixlPeer] = OrderedDict()
         self._lock = threading.Lock()
 
     def add(self, peer: NixlPeer) -> None:
-        """Keep a peer that was disconnected without a failure, so that NIXL still knows it.
-
-        If there are now more than ``MAX_IDLE`` idle peers, NIXL forgets the one that was added
-        first.
-
-        If NIXL forgot every disconnected peer, sockets would leak: NIXL closes a connection's
-        sockets only when one of the two processes ends, and opens new sockets when it loads the
-        metadata of a forgotten peer again.
-        """
+        """Keep a disconnected peer known to NIXL, in place of the oldest if there are too many."""
         with self._lock:
             self._peers[peer.name] = peer
             if len(self._peers) > MAX_IDLE:
                 self._peers.popitem(last=False)[1].remove_remote()
 
     def connect(self, peer: NixlPeer, agent: Agent) -> None:
-        """Have an agent load a peer's metadata. If the peer was idle, it is idle no longer.
-
-        Args:
-            peer: the peer, as its address describes it.
-            agent: the agent of this side that loads the metadata.
-
-        Raises:
-            ConnectError: NIXL refuses the metadata. No agent of this side knows the peer any more.
-        """
+        """Have an agent load a peer's metadata. After a ``ConnectError`` no agent knows it."""
         with self._lock:
             known = self._peers.pop(peer.name, None)
             if known is not None:
                 if not known.keys <= peer.keys:
+                    # NIXL adds spans to a known peer, but does not remove any.
                     known.remove_remote()
                 # The agents know the peer, but load its metadata again: NIXL may have dropped the
                 # peer meanwhile.

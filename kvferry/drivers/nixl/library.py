@@ -16,54 +16,32 @@ from typing import Any
 from kvferry.core.errors import DriverError
 
 PACKAGES = ("nixl", "nixl_cu13", "nixl_cu12")
-"""The packages to try, in order; ``nixl`` itself imports whichever of the other two fits the
-installed CUDA. The extras bring one of the other two."""
+"""The packages to try, in order; ``nixl`` itself imports whichever of the others fits CUDA."""
 
 _LOG_LEVEL = "NIXL_LOG_LEVEL"
 
 _SYSTEMS_OWN = "libnl-route-3.so.200"
-"""The system's libnl-route, of which NIXL's wheel has a copy of another version. UCX loads the
-system's RDMA libraries, if there are any, and these load the system's libnl-route. If the wheel's
-copy was loaded before, the system's copy binds to the functions of the wheel's copy, and the
-process crashes when it ends. So the system's copy is loaded before NIXL."""
 
 _patience = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NixlLibrary:
-    """The imported Python package of NIXL.
-
-    Attributes:
-        package: the package's name.
-        version: the version of the package's distribution.
-        api: the package's module ``_api``, which has the agent class.
-        errors: the exceptions that NIXL's calls can raise.
-        lost: the exception that means that the peer is gone.
-        unknown: the exception that means that NIXL does not know, or no longer knows, an agent or
-            some memory.
-    """
+    """The imported Python package of NIXL, with its version and its module ``_api``."""
 
     package: str
     version: str
     api: Any
-    errors: tuple[type[Exception], ...]
-    lost: type[Exception]
-    unknown: type[Exception]
+    errors: tuple[type[Exception], ...]  # that NIXL's calls can raise
+    lost: type[Exception]  # the peer is gone
+    unknown: type[Exception]  # NIXL does not know, or no longer, an agent or some memory
 
     def __str__(self) -> str:
         return f"{self.package} {self.version}"
 
     @contextlib.contextmanager
     def patient(self, milliseconds: int) -> Iterator[None]:
-        """Within the context, give each new agent a progress thread that sleeps while it is idle.
-
-        NIXL's Python API has no argument for the length of the sleep and passes 0, with which the
-        thread never sleeps and takes a core.
-
-        Args:
-            milliseconds: how long the thread sleeps at most when nothing arrives.
-        """
+        """Give each new agent a progress thread that sleeps at most so long while it is idle."""
         with _patience:
             native = self.api.nixlBind
             self.api.nixlBind = _Patient(native, milliseconds)
@@ -74,12 +52,7 @@ class NixlLibrary:
 
 
 class _Patient:
-    """NIXL's bindings, with one change: a new agent's progress thread sleeps while it is idle.
-
-    Args:
-        native: NIXL's bindings.
-        milliseconds: how long the thread sleeps at most when nothing arrives.
-    """
+    """NIXL's bindings, with one change: a new agent's progress thread sleeps while it is idle."""
 
     def __init__(self, native: Any, milliseconds: int) -> None:  # noqa: ANN401
         self._native = native
@@ -90,16 +63,13 @@ class _Patient:
 
     def nixlAgent(self, name: str, config: Any) -> Any:  # noqa: ANN401
         if hasattr(config, "pthrDelay"):
+            # NIXL's Python API has no argument for it, and passes 0: the thread never sleeps.
             config.pthrDelay = self._microseconds
         return self._native.nixlAgent(name, config)
 
 
 def load() -> NixlLibrary:
-    """Import NIXL.
-
-    Raises:
-        DriverError: NIXL is not installed, or does not load; the text says what to do.
-    """
+    """Import NIXL, or raise ``DriverError``, whose text says what to do."""
     reasons = []
     for package in PACKAGES:
         try:
@@ -122,6 +92,9 @@ def load() -> NixlLibrary:
 
 def _loaded(package: str) -> NixlLibrary:
     with contextlib.suppress(OSError):
+        # Before NIXL, whose wheel has another version: the system's RDMA libraries, which UCX
+        # loads, load the system's. Loaded second, it would bind to the wheel's functions, and the
+        # process would crash when it ends.
         ctypes.CDLL(_SYSTEMS_OWN, os.RTLD_NOW | os.RTLD_LOCAL)
     # NIXL sets logging.raiseExceptions to False for the whole process.
     raising = logging.raiseExceptions

@@ -1,8 +1,4 @@
-"""Watch NIXL's native threads through /proc.
-
-NIXL closes a broken connection by itself and does not report when its threads have stopped using
-the connection: a thread may still be in the middle of a copy. So this module watches the threads.
-"""
+"""Watch NIXL's native threads through /proc, as NIXL does not say when they stop copying."""
 
 from __future__ import annotations
 
@@ -22,10 +18,7 @@ _TICK = 1 / os.sysconf("SC_CLK_TCK")
 
 
 class NativeThreads:
-    """The threads that a library starts: all that start within the context of ``starting``.
-
-    Threads that other parts of the process start in that time are among them.
-    """
+    """The process's threads that start within ``starting``: a library's, and perhaps others."""
 
     def __init__(self) -> None:
         self._ids: set[str] = set()
@@ -38,27 +31,16 @@ class NativeThreads:
         self._ids |= set(os.listdir(_TASKS)) - before
 
     def run_last(self) -> None:
-        """Let the threads have a processor only while no other thread of the machine wants it.
-
-        Python's threads are left alone: one may have started at the same time as the library's.
-        """
+        """Let the threads run only while no other thread of the machine wants the processor."""
+        # Python's threads may have started at the same time as the library's.
         ours = {str(thread.native_id) for thread in threading.enumerate()}
         for thread in self._ids.intersection(os.listdir(_TASKS)) - ours:
             with suppress(OSError):  # the thread has ended
                 os.sched_setscheduler(int(thread), os.SCHED_IDLE, os.sched_param(0))
 
     def wait_idle(self, deadline: float) -> bool:
-        """Wait until the copies that the threads are making now have ended.
-
-        A thread's copy has ended once the thread sleeps or has ended, or has used more processor
-        time since this call than any copy takes.
-
-        Args:
-            deadline: when to give up, by ``time.monotonic``.
-
-        Returns:
-            Whether they ended before the deadline.
-        """
+        """Wait until a deadline (monotonic); return whether the threads ended their copies."""
+        # A copy has ended once its thread sleeps, or has run for longer than any copy takes.
         ran = {thread: seconds for thread in self._ids if (seconds := _ran(thread)) is not None}
         while ran:
             if time.monotonic() > deadline:
@@ -72,19 +54,12 @@ class NativeThreads:
 
 
 def _ran(thread: str) -> float | None:
-    """Return how much processor time a thread of this process has used.
-
-    Args:
-        thread: the thread's id, in decimal.
-
-    Returns:
-        The time in seconds; ``None`` if the thread sleeps or has ended. A thread in state ``D``,
-        which may wait for memory in the middle of a copy, does not count as asleep.
-    """
+    """Return the seconds of processor time of a thread; ``None`` if it sleeps or has ended."""
     try:
         stat = (_TASKS / thread / "stat").read_text()
     except OSError:
         return None
     # The name, in brackets, may hold anything; proc(5) has the rest.
     state, *fields = stat.rpartition(")")[2].split()
+    # ``D`` may wait for memory in the middle of a copy.
     return (int(fields[10]) + int(fields[11])) * _TICK if state in "RD" else None

@@ -17,25 +17,22 @@ Parameter = str | int | float | bool
 
 _NUMBER = "num_threads"
 
+# Not more: each thread takes some of the NIC's doorbell pages, which other libraries need, too.
 _THREADS = {_NUMBER: "4"}
-"""How many threads the UCX backend gets by default. More would take too many of the NIC's doorbell
-pages, which other libraries need, too: each thread takes some."""
 
+# From how many copies on the threads share a chunk. NIXL's default, 1024, suits devices that move
+# the bytes; where the CPU does, while posting, few large copies already pay (docs/adr/0018).
 _SHARED = {"split_batch_size": "8"}
-"""From how many copies on the UCX backend's threads share a chunk; with fewer copies, the calling
-thread posts all of them. NIXL's default, 1024, suits devices that move the bytes: posting then
-costs less than waking threads. Where the CPU moves the bytes, it does so while posting, and sharing
-16 blocks of 1 MiB already pays (docs/adr/0018)."""
 
 _GET_ZCOPY = "CUDA_IPC_ENABLE_GET_ZCOPY"
 
 _ENGINE = "engine_config"
 """The parameter of the UCX backend that has UCX's settings, as ``NAME=value,NAME=value``."""
 
+# From UCX 1.21 on, UCX does not read by CUDA IPC where it detects no NVLink (GPUs on PCIe, many
+# virtual machines), and would move what kvferry reads over tcp, a hundred times slower. The
+# environment's ``UCX_CUDA_IPC_ENABLE_GET_ZCOPY`` overrides it.
 _CUDA = {_ENGINE: f"{_GET_ZCOPY}=y"}
-"""From UCX 1.21 on, UCX does not read by CUDA IPC where it detects no NVLink (GPUs on PCIe, many
-virtual machines). kvferry only reads, so UCX would move these bytes over tcp, at a hundredth of the
-speed. An environment variable ``UCX_CUDA_IPC_ENABLE_GET_ZCOPY`` overrides this setting."""
 
 _RDMA = Path("sys/class/infiniband")
 
@@ -76,13 +73,7 @@ class NixlOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 def defaults(backend: str, root: Path = Path("/")) -> dict[str, str]:
-    """Return the parameters that a backend is started with unless the user says otherwise.
-
-    Args:
-        backend: NIXL's name of the backend.
-        root: the folder that contains ``sys``, in which RDMA devices are looked up; only tests
-            change it.
-    """
+    """Return a backend's default parameters; ``root``, for tests, contains ``sys``."""
     if backend != "UCX":
         return {}
     if find_cuda() is not None:
@@ -103,18 +94,8 @@ class Plugins(Protocol):
 def parameters(options: NixlOptions, library: NixlLibrary, native: Plugins) -> dict[str, str]:
     """Return the parameters to start a backend with: the user's, and ``defaults`` for the others.
 
-    Args:
-        options: the user's options.
-        library: the imported NIXL, for the errors' texts.
-        native: NIXL's native agent, which lists the backends.
-
-    Returns:
-        The value of each parameter as text, by NIXL's names of parameters.
-
-    Raises:
-        DriverError: NIXL has no such backend, the backend does not load here, it has no parameter
-            of a name that the user gave (the text lists the names that exist), or the user wants
-            ``num_threads`` without a progress thread.
+    Raise ``DriverError`` if a name is unknown, the backend does not load here, or ``num_threads``
+    is set without a progress thread.
     """
     offered = sorted(native.getAvailPlugins())
     if options.backend not in offered:
@@ -138,14 +119,7 @@ def parameters(options: NixlOptions, library: NixlLibrary, native: Plugins) -> d
 
 
 def threads(started: Mapping[str, str]) -> int:
-    """Return how many threads a backend has besides its progress thread.
-
-    Args:
-        started: the parameters that the backend was or will be started with, by NIXL's names.
-
-    Raises:
-        DriverError: ``num_threads`` is not a number.
-    """
+    """Return how many threads a backend with these parameters has besides its progress thread."""
     found = started.get(_NUMBER, "0")
     try:
         return int(found)
@@ -161,19 +135,7 @@ def without_threads(options: NixlOptions) -> NixlOptions:
 
 
 def _known(backend: str, library: NixlLibrary, native: Plugins) -> dict[str, str]:
-    """Return the parameters that a backend takes, by name, with their defaults.
-
-    Args:
-        backend: NIXL's name of the backend.
-        library: the imported NIXL, for the error's text.
-        native: NIXL's native agent, which lists the parameters.
-
-    Returns:
-        The defaults as text; empty where NIXL tells none.
-
-    Raises:
-        DriverError: the backend does not load here.
-    """
+    """Return the parameters that a backend takes, with their defaults, empty if NIXL tells none."""
     try:
         listed, _ = native.getPluginParams(backend)
     except library.errors as exc:
@@ -186,14 +148,9 @@ def _known(backend: str, library: NixlLibrary, native: Plugins) -> dict[str, str
 
 
 def _unthreaded(ours: dict[str, str], given: dict[str, str]) -> dict[str, str]:
-    """Return the parameters to start a backend with if NIXL has no progress thread.
-
-    The UCX backend then gets no other threads. NIXL lets UCX lock its workers only if there is a
-    progress thread, but connects the workers of these threads from the calling thread.
-
-    Raises:
-        DriverError: the user wants such threads.
-    """
+    """Return the parameters for a NIXL without progress thread; UCX then has no other threads."""
+    # NIXL lets UCX lock its workers only if there is a progress thread, but connects the workers of
+    # the other threads from the calling thread.
     if _NUMBER in ours and threads(given):
         raise DriverError(
             f"driver_options of nixl: {_NUMBER} is {given[_NUMBER]}, but the UCX backend has no "

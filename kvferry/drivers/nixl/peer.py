@@ -15,35 +15,19 @@ from kvferry.drivers.nixl.prepared_strips import PreparedStrips
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class NixlPeer:
-    """A peer: what its last address says, and the state of its connection.
-
-    A *span* is a range of the peer's memory that is registered with NIXL, and its *key* a number
-    that changes when the range is registered anew (see ``registrations``).
-
-    Attributes:
-        name: the name of the peer's transport, and of its NIXL agent.
-        itself: whether the peer is this transport; NIXL then needs no metadata.
-        regions: the regions that the peer has registered, according to its last address.
-        metadata: the metadata of the peer's agent, which NIXL reads.
-        connections: the data for connecting to the peer's agent, by NIXL's names of backends; empty
-            if NIXL writes metadata in a format that this driver cannot read.
-        keys: the keys of the spans in ``metadata``.
-        loaded: for each agent of this side that has loaded metadata of the peer, the keys of the
-            spans that were in the metadata it loaded last.
-        lost: whether NIXL has dropped the peer, as it does when the connection breaks.
-        failed: whether a transfer with the peer has failed.
-        prepared: the descriptors that NIXL has prepared for reads from the peer by pages.
-    """
+    """A peer: what its last address says, and the state of its connection."""
 
     name: str
-    itself: bool
+    itself: bool  # this transport, of which NIXL needs no metadata
     regions: Collection[Region] = frozenset()
     metadata: bytes = b""
+    # By backend; empty if NIXL writes metadata in a format that this driver cannot read.
     connections: Mapping[str, bytes] = field(default_factory=dict)
-    keys: frozenset[int] = frozenset()
+    keys: frozenset[int] = frozenset()  # of the spans in ``metadata``
+    # The keys of the spans in the metadata that each agent loaded last.
     loaded: dict[Agent, frozenset[int]] = field(default_factory=dict)
-    lost: bool = False
-    failed: bool = False
+    lost: bool = False  # NIXL drops a peer when the connection breaks
+    failed: bool = False  # whether a transfer with the peer has failed
     prepared: PreparedStrips = field(default_factory=PreparedStrips)
 
     @property
@@ -52,14 +36,7 @@ class NixlPeer:
         return self.name
 
     def load_metadata(self, agent: Agent) -> None:
-        """Have an agent of this side load ``metadata``.
-
-        Does nothing if the metadata that the agent loaded last has the same spans, or if the peer
-        is this transport.
-
-        Raises:
-            ConnectError: NIXL refuses the metadata, or it is the metadata of another agent.
-        """
+        """Have an agent load ``metadata`` unless it has the spans; ``ConnectError`` if refused."""
         if self.itself or self.loaded.get(agent) == self.keys:
             return
         try:
@@ -76,18 +53,11 @@ class NixlPeer:
         self.loaded[agent] = self.keys
 
     def mark_lost(self) -> None:
-        """Record that NIXL has dropped the peer, so that no transfer with it is prepared.
-
-        Does nothing if the peer is this transport: NIXL never drops its own agent.
-        """
+        """Record that NIXL has dropped the peer, unless it is this transport, which NIXL keeps."""
         self.lost = not self.itself
 
     def remove_remote(self) -> list[TransportError]:
-        """Have all agents of this side forget the peer, which closes their connections to it.
-
-        Returns:
-            The errors of the agents that did not forget the peer; empty if all did.
-        """
+        """Close all agents' connections to the peer; return the errors of those that did not."""
         failed = self.prepared.release()
         for agent in self.loaded:
             try:
@@ -99,15 +69,7 @@ class NixlPeer:
 
 
 def check_backend(theirs: NixlAddress, backend: str) -> None:
-    """Refuse a peer whose agent has another backend than this side's.
-
-    Args:
-        theirs: the peer's address.
-        backend: NIXL's name of the backend of this side.
-
-    Raises:
-        ConnectError: the backends differ.
-    """
+    """Refuse, by ``ConnectError``, a peer whose agent has another backend than this side's."""
     if theirs.backend != backend:
         raise ConnectError(
             f"{theirs.name} has NIXL backend {theirs.backend}, and this side {backend}: both need "

@@ -1,7 +1,7 @@
 """Descriptors that NIXL prepares once for a peer's strips, and names by index for each read.
 
-A strip lies in every page, a fixed distance from page to page. NIXL takes that as one row of
-address, length, device, stride and count, so what it keeps does not grow with the number of pages.
+A strip lies in every page, a fixed distance from page to page. NIXL takes that as one row, so what
+it keeps does not grow with the number of pages.
 """
 
 from __future__ import annotations
@@ -35,13 +35,7 @@ Lists = tuple[PreparedList, PreparedList]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PagedChunk:
-    """The copies that one NIXL transfer makes, named by the indices of prepared descriptors.
-
-    Attributes:
-        strips: the strips whose descriptors are named.
-        local: (n,) int32, indices of local descriptors.
-        remote: (n,) int32, indices of remote descriptors.
-    """
+    """The copies that one NIXL transfer makes, by the indices of prepared descriptors of strips."""
 
     strips: Strips
     local: Indices
@@ -51,7 +45,7 @@ class PagedChunk:
 class PreparedStrips:
     """The lists that the agents of this side have prepared for one peer.
 
-    They name memory that is registered now, on either side. So they are released before anything is
+    They name memory that is registered now. So they are released before either side's memory is
     registered anew or deregistered, and before the agents forget the peer.
     """
 
@@ -61,17 +55,7 @@ class PreparedStrips:
         self._lock = threading.Lock()
 
     def prepare(self, agent: Agent, chunk: PagedChunk, name: str) -> Handle:
-        """Make a NIXL transfer for the copies of a chunk; its lists are prepared if need be.
-
-        Args:
-            agent: the agent that will post.
-            chunk: the copies.
-            name: the name of the remote agent.
-
-        Raises:
-            PeerLostError: NIXL has dropped the remote agent.
-            TransportError: NIXL refuses.
-        """
+        """Make a NIXL transfer of a chunk in an agent, which prepares its lists if need be."""
         with self._lock:
             lists = self._prepared(agent, chunk.strips, name)
             return agent.prepare_indexed(lists, chunk.local, chunk.remote, name)
@@ -88,11 +72,7 @@ class PreparedStrips:
         return found
 
     def release(self) -> list[TransportError]:
-        """Release all lists; transfers that were made of them go on.
-
-        Returns:
-            The errors of the lists that NIXL did not release; empty if it released all.
-        """
+        """Release all lists, and return NIXL's errors; transfers that were made of them go on."""
         failed = []
         with self._lock:
             for prepared in (each for pair in self._lists.values() for each in pair):
@@ -130,7 +110,6 @@ def _fits(strips: Strips) -> bool:
 
 
 def _kinds(strips: Strips) -> set[tuple[str, str]]:
-    """Return the memory kinds (local, remote) that occur; NIXL's lists have one kind each."""
     return {(segment.local.kind, segment.remote.kind) for segment in strips.segments}
 
 

@@ -1,9 +1,8 @@
 """Registrations with NIXL. A user's regions may overlap; the *spans* registered for them never do.
 
-NIXL looks up addresses among its registrations by bisection, which fails if one registration lies
-within another. So a region that lies within a registered span is not registered with NIXL: it
-becomes a further user of that span. A region that overlaps spans and reaches beyond them is merged
-with those spans into a larger span.
+NIXL bisects its registrations for an address, which fails if one lies within another. So a region
+within a span is one more user of that span, and one that overlaps spans and reaches beyond them is
+merged with them into a larger span.
 """
 
 from __future__ import annotations
@@ -30,31 +29,16 @@ class Registrar(Protocol):
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class RegisteredSpan:
-    """A range of memory that is registered with NIXL, for one or more regions.
-
-    Attributes:
-        whole: the range of memory.
-        key: a number of this registration, which the transport never uses again: if the span is
-            registered anew, it gets another key, by which peers notice.
-        registration: the registrar's handle.
-        users: the registered regions that lie in the span.
-    """
+    """A range of memory that is registered with NIXL, for one or more regions, its ``users``."""
 
     whole: Region
-    key: int
+    key: int  # new for each registration, by which peers notice
     registration: Registration
     users: set[Region] = field(default_factory=set)
 
 
 class Registrations:
-    """The regions that one transport has registered, and the spans in which they lie.
-
-    A *span* is a range that is registered with NIXL; spans do not overlap. Iterating yields the
-    spans; ``in`` tells whether a region is registered.
-
-    Args:
-        registrar: registers and deregisters the spans with NIXL.
-    """
+    """A transport's regions (see ``in``), and the spans in which they lie (iteration)."""
 
     def __init__(self, registrar: Registrar) -> None:
         self._registrar = registrar
@@ -73,17 +57,10 @@ class Registrations:
         return self._spans.keys()
 
     def add(self, region: Region, used: Collection[Region]) -> None:
-        """Register a region, and with NIXL a new span if no span contains the region.
+        """Register a region, in a span that contains it or in a new one, which may replace others.
 
-        If the region overlaps spans and reaches beyond them, the new span replaces these spans.
-
-        Args:
-            region: the region to register; the caller has made sure that it is not registered.
-            used: the local regions of this side's unfinished transfers.
-
-        Raises:
-            TransportError: NIXL refuses, or a span would have to be replaced while one of its
-                regions is in ``used``.
+        Raise ``TransportError`` if NIXL refuses, or a span would be replaced that has a region of
+        ``used``, the local regions of unfinished transfers.
         """
         touched = [span for span in self if _overlap(span.whole, region)]
         within = next((span for span in touched if span.whole.contains(region)), None)
@@ -93,22 +70,14 @@ class Registrations:
         self._spans[region] = within
 
     def remove(self, region: Region) -> None:
-        """Deregister a region, and its span if no other region lies in it.
-
-        Raises:
-            TransportError: NIXL refuses to deregister the span.
-        """
+        """Deregister a region, and its span if unused; raise ``TransportError`` if NIXL refuses."""
         span = self._spans.pop(region)
         span.users.discard(region)
         if not span.users:
             self._registrar.deregister(span.registration)
 
     def clear(self) -> list[TransportError]:
-        """Deregister everything.
-
-        Returns:
-            The errors of the spans that NIXL did not deregister; empty if it deregistered all.
-        """
+        """Deregister everything; return the errors of the spans that NIXL did not deregister."""
         failed = []
         for span in self:
             try:

@@ -14,8 +14,7 @@ from kvferry.drivers.nixl.peer import NixlPeer
 from kvferry.drivers.nixl.prepared_strips import PagedChunk
 
 AT_ONCE = 2
-"""The most chunks of a transfer that are posted at once. When the peer dies, NIXL fails all posted
-copies one by one before it reports anything: with 400,000 copies that took seconds."""
+"""Chunks posted at once; not more, as NIXL fails posted copies one by one if the peer dies."""
 
 _PENDING = Status(state=State.PENDING)
 _DONE = Status(state=State.DONE)
@@ -25,39 +24,25 @@ _DONE = Status(state=State.DONE)
 class NixlTransfer:
     """A transfer, cut into chunks, each of which is one transfer of NIXL.
 
-    All copies of a chunk go between the same two memory kinds.
-
-    The transfer is FAILING from its first error on. NIXL does not report when the copies of a
-    failed chunk have ended, so the transfer becomes FAILED only by ``settle``. It is FAILED at once
-    only if no copy can be under way: if a chunk could not be prepared while no other chunk was
-    running, or if only the flush or the notification failed.
-
-    Attributes:
-        peer: the connection to the peer.
-        prepare: makes the NIXL transfer of a chunk. It is called just before the chunk is posted,
-            because the agent that posts may change until then.
-        flush: makes the bytes that have arrived visible to new work on the GPU; called once all
-            chunks have succeeded, before ``send``. ``None`` if no bytes go to a GPU's memory.
-        send: sends the notification that is bound to the transfer; called once all chunks have
-            succeeded. ``None`` if there is no notification. NIXL's own bound notifications are not
-            used: NIXL sends them even if the peer has been disconnected meanwhile.
-        status: the status that ``poll`` returns.
-        waiting: the chunks that are not posted yet; empty once the transfer has failed.
-        running: the handles of the chunks that are posted and have not ended.
-        ended: the handles of the chunks that failed; kept until ``release``.
-        telemetry: what NIXL measured of each chunk that succeeded; ``None`` if NIXL does not
-            measure.
+    It is FAILING from its first error on. NIXL does not report when the copies of a failed chunk
+    have ended, so it becomes FAILED only by ``settle``. It is FAILED at once only if no copy can be
+    under way: if a chunk could not be prepared while no other was running, or if only the flush or
+    the notification failed.
     """
 
     peer: NixlPeer
+    # Called just before a chunk is posted: the agent that posts may change until then.
     prepare: Callable[[TransferChunk | PagedChunk], Handle]
+    # Makes what has arrived visible to the GPU's new work, before ``send``.
     flush: Callable[[], None] | None = None
+    # NIXL's own bound notifications are not used: it sends them even if the peer was disconnected.
     send: Callable[[], None] | None = None
     status: Status = _PENDING
+    # Not posted yet; empty once the transfer has failed.
     waiting: deque[TransferChunk | PagedChunk] = field(default_factory=deque)
     running: list[Handle] = field(default_factory=list)
-    ended: list[Handle] = field(default_factory=list)
-    telemetry: list[Telemetry] | None = None
+    ended: list[Handle] = field(default_factory=list)  # of failed chunks, until ``release``
+    telemetry: list[Telemetry] | None = None  # of each chunk that succeeded
 
     @property
     def final(self) -> bool:
@@ -96,19 +81,12 @@ class NixlTransfer:
             self.waiting.clear()
 
     def settle(self) -> None:
-        """Make a FAILING transfer FAILED, with the same error. A final transfer is left as it is.
-
-        The caller has made sure that no byte of the transfer can land any more.
-        """
+        """Make a FAILING transfer, of which no byte can land any more, FAILED."""
         if not self.final:
             self.status = Status(state=State.FAILED, error=self.status.error)
 
     def release(self) -> list[TransportError]:
-        """Release the handles of all chunks that are running or have failed.
-
-        Returns:
-            The errors of the handles that NIXL did not release; empty if it released all.
-        """
+        """Release the handles of chunks that run or have failed, and return NIXL's errors."""
         failed = []
         for handle in (*self.running, *self.ended):
             try:
@@ -162,7 +140,6 @@ class NixlTransfer:
         self.fail(error)
 
     def _conclude(self) -> None:
-        """If all chunks have succeeded, flush, send the notification and become DONE."""
         if not self.drained or self.status is not _PENDING:
             return
         try:

@@ -58,20 +58,17 @@ logger = logging.getLogger(__name__)
 class NixlTransport(BaseTransport[None, NixlPeer, NixlPeer, NixlTransfer]):
     """Read and write through a NIXL backend: CPU and CUDA memory, of one host or of several.
 
-    Each transfer goes to NIXL in chunks: ``read`` and ``write`` pass arrays of addresses,
-    ``read_pages`` indices of descriptors that NIXL has prepared for the strips. ``read`` and
-    ``write`` return when NIXL has posted the first chunks; a backend may move a chunk's bytes while
-    it posts the chunk. NIXL's threads go on with posted chunks and serve peers; ``poll`` posts the
-    other chunks, and the ``poll`` that finds that all bytes have landed sends the notification. A
-    transfer of which a chunk failed stays FAILING until ``disconnect``, because NIXL does not
-    report when the other copies of that chunk have ended. Transfers cannot be cancelled, because
-    NIXL does not wait for the end of a transfer that it cancels; ``disconnect`` waits until posted
+    ``read`` and ``write`` return when NIXL has posted the first chunks, whose bytes may then have
+    moved. NIXL's threads go on with these and serve peers; ``poll`` posts the other chunks, and
+    sends the notification when it finds that all bytes have landed.
+
+    A transfer of which a chunk failed stays FAILING until ``disconnect``, and none can be
+    cancelled, as NIXL does not report the end of such copies. ``disconnect`` waits until posted
     chunks have ended, and then until the GPUs have done the copies that were enqueued on them.
 
     A read into CUDA memory is DONE after the GPU was told to flush, where it needs that. What a
-    peer writes into this side's memory is not flushed here; kvferry itself only reads.
-
-    Not usable in a forked child.
+    peer writes into this side's memory is not flushed; kvferry only reads. Not usable in a forked
+    child.
 
     Args:
         enter: called first in each thread that waits for GPUs.
@@ -116,13 +113,10 @@ class NixlTransport(BaseTransport[None, NixlPeer, NixlPeer, NixlTransfer]):
         return f"{self._agent.library}, {self._options.backend}"
 
     def telemetry(self, transfer: TransferId) -> list[Telemetry]:
-        """Return what NIXL measured of a transfer: one ``Telemetry`` for each of its chunks.
-
-        A chunk is a part of a transfer that is one transfer for NIXL.
+        """Return what NIXL measured of each chunk of a DONE transfer.
 
         Raises:
-            TransportUsageError: the id is unknown, the transfer is not DONE, or the option
-                ``telemetry`` was not set.
+            TransportUsageError: it is unknown or not DONE, or the option ``telemetry`` is not set.
         """
         self._check_usable()
         found = self._find_transfer(transfer)
@@ -134,14 +128,6 @@ class NixlTransport(BaseTransport[None, NixlPeer, NixlPeer, NixlTransfer]):
     # Memory.
 
     def _register(self, region: Region) -> None:
-        """As ``BaseTransport._register``.
-
-        Raises:
-            TransportError: also if the region's span (see ``registrations``) would have to grow
-                while an unfinished transfer of this side uses one of the span's regions. If a span
-                grows, peers cannot reach its regions until they connect again: register the
-                largest region first.
-        """
         if len(self._registered) >= wire.MAX_REGIONS:
             raise TransportError(
                 f"{wire.MAX_REGIONS} regions are registered, and an address holds no more: "
@@ -152,6 +138,7 @@ class NixlTransport(BaseTransport[None, NixlPeer, NixlPeer, NixlTransfer]):
             if not record.final:
                 in_use |= record.local
         self._release_prepared()
+        # If a span grows, peers cannot reach its regions until they connect again.
         self._registrations.add(region, in_use)
 
     def _deregister(self, region: Region, registration: None) -> None:
@@ -243,12 +230,7 @@ class NixlTransport(BaseTransport[None, NixlPeer, NixlPeer, NixlTransfer]):
     def _transfer(
         self, request: TransferRequest[NixlPeer] | PagedRequest[NixlPeer], into: set[int]
     ) -> NixlTransfer:
-        """Return the transfer of a request, without its chunks.
-
-        Args:
-            request: the request.
-            into: the CUDA devices that bytes go to.
-        """
+        """Return a request's transfer without chunks; ``into``: the CUDA devices it fills."""
         peer, notify = request.connection, request.notify
         return NixlTransfer(
             peer=peer,
@@ -270,10 +252,7 @@ class NixlTransport(BaseTransport[None, NixlPeer, NixlPeer, NixlTransfer]):
         transfer.fail(error)
 
     def _end_transfers(self, transfers: Sequence[NixlTransfer], error: TransportError) -> bool:
-        """As ``BaseTransport._end_transfers``, but wait only until all posted chunks have ended.
-
-        The transfers become FAILED in ``_disconnect`` or ``_close``.
-        """
+        """Wait until posted chunks end; ``_disconnect`` or ``_close`` makes transfers FAILED."""
         for transfer in transfers:
             transfer.fail(error)
         return self._drained(transfers)
@@ -294,10 +273,7 @@ class NixlTransport(BaseTransport[None, NixlPeer, NixlPeer, NixlTransfer]):
         return arrived
 
     def _look(self) -> None:
-        """Have NIXL look for notifications, and keep them for ``_receive``.
-
-        Without a progress thread, only this call serves peers.
-        """
+        """Keep notifications for ``_receive``; without a progress thread, this serves peers."""
         with self._looking:
             arrived = self._agent.notifications()
             if arrived:
@@ -325,11 +301,7 @@ class NixlTransport(BaseTransport[None, NixlPeer, NixlPeer, NixlTransfer]):
     # How transfers and connections end.
 
     def _drained(self, transfers: Sequence[NixlTransfer]) -> bool:
-        """Make progress until every chunk of these transfers has ended, according to NIXL.
-
-        Returns:
-            Whether all chunks ended within ``grace_seconds``.
-        """
+        """Make progress until all chunks have ended; return whether within ``grace_seconds``."""
         deadline = time.monotonic() + self.grace_seconds
         undrained = list(transfers)
         while True:
@@ -342,26 +314,13 @@ class NixlTransport(BaseTransport[None, NixlPeer, NixlPeer, NixlTransfer]):
     def _remove_remote(
         self, connection: NixlPeer, transfers: Sequence[NixlTransfer]
     ) -> list[TransportError]:
-        """Release the handles of transfers, and have NIXL close their connection.
-
-        Args:
-            connection: the connection to close.
-            transfers: the transfers over this connection that were unfinished when ``disconnect``
-                or ``close`` was called.
-
-        Returns:
-            NIXL's errors for what it did not release or close; empty if there were none.
-        """
+        """Release unfinished transfers, close their connection, and return NIXL's errors."""
         # In this order: a handle keeps its connection open.
         failed = [error for transfer in transfers for error in transfer.release()]
         return failed + connection.remove_remote()
 
     def _settle(self, transfers: Sequence[NixlTransfer]) -> None:
-        """Wait until no byte of these transfers can land any more, then make them FAILED.
-
-        The caller has closed the transfers' connections. The transfers stay FAILING if NIXL's
-        threads, or copies that are enqueued on a GPU, have not ended after ``grace_seconds``.
-        """
+        """Wait until no byte of closed connections' transfers can land, then make them FAILED."""
         if not transfers:
             return
         deadline = time.monotonic() + self.grace_seconds
@@ -374,19 +333,12 @@ class NixlTransport(BaseTransport[None, NixlPeer, NixlPeer, NixlTransfer]):
             transfer.settle()
 
     def _wait_for_devices(self, deadline: float) -> bool:
-        """Wait until the accelerators of the registered regions have done what is enqueued on them.
-
-        Args:
-            deadline: when to give up, by ``time.monotonic``.
-
-        Returns:
-            Whether they have done it before the deadline. Always false for an accelerator other
-            than NVIDIA's, which this driver cannot ask.
-        """
+        """Return whether the accelerators, by the deadline, have done what was enqueued on them."""
         kinds = {region.kind for region in list(self._registered)} - {CPU}
         if not kinds:
             return True
         cuda = find_cuda()
+        # Accelerators other than NVIDIA's cannot be asked.
         if cuda is None or kinds != {CUDA}:
             logger.error(
                 "cannot tell whether an accelerator (%s) has ended the copies of a failed "
@@ -404,21 +356,10 @@ class NixlTransport(BaseTransport[None, NixlPeer, NixlPeer, NixlTransfer]):
             connection.prepared.release()
 
     def _reload(self, connection: NixlPeer, address: NixlPeer) -> None:
-        """Have NIXL load a connected peer's new metadata.
-
-        NIXL can add spans (ranges of memory, see ``registrations``) to a peer that it knows, but
-        not remove any. So if a span is gone, or the connection is lost, NIXL has to forget the peer
-        first. Before that, this method waits until this side's transfers with the peer have ended.
-
-        Args:
-            connection: the connected peer, which is updated.
-            address: the same peer, as its newer address describes it.
-
-        Raises:
-            ConnectError: the transfers do not end in time, or NIXL refuses the metadata.
-            TransportError: NIXL does not forget the peer.
-        """
+        """Have NIXL load a connected peer's new metadata; raise as ``_refresh``."""
         if connection.lost or not connection.keys <= address.keys:
+            # NIXL can add spans to a known peer, but not remove any: it has to forget the peer
+            # first.
             own = [one for one in self._unfinished() if one.peer is connection]
             if not self._drained(own):
                 raise ConnectError(
@@ -438,20 +379,8 @@ class NixlTransport(BaseTransport[None, NixlPeer, NixlPeer, NixlTransfer]):
         connection.lost = False
 
     def _backend_connections(self, theirs: NixlAddress) -> Mapping[str, bytes]:
-        """Check a peer's metadata before NIXL reads it, and return how the peer's agent is reached.
-
-        Args:
-            theirs: the peer's address.
-
-        Returns:
-            The data for connecting to the agent, by NIXL's names of backends. If this side's NIXL
-            writes metadata in a format that ``agent_metadata`` does not know, the peer's metadata
-            is not checked, and the result is empty.
-
-        Raises:
-            ConnectError: the metadata has a format that NIXL does not write, or is that of another
-                agent; or the address has this side's name, but other data for connecting.
-        """
+        """Check a peer's metadata before NIXL reads it, and return how its backends are reached."""
+        # This side's NIXL has an unknown format: peers' metadata cannot be checked.
         if self._own_metadata is None:
             return {}
         try:
@@ -478,16 +407,11 @@ class NixlTransport(BaseTransport[None, NixlPeer, NixlPeer, NixlTransfer]):
 
 
 def _devices(regions: Iterable[Region]) -> set[int]:
-    """Return the indices of the CUDA devices that have these regions."""
     return {region.device for region in regions if region.kind == CUDA}
 
 
 def _flush(devices: Iterable[int]) -> None:
-    """Make what NICs have written visible to new work on these CUDA devices, where that needs it.
-
-    Raises:
-        TransportError: a device cannot do that.
-    """
+    """Make what NICs have written visible to new work on these CUDA devices, where need be."""
     cuda = find_cuda()
     if cuda is None:  # a GPU of AMD's
         return
@@ -497,10 +421,7 @@ def _flush(devices: Iterable[int]) -> None:
 
 
 def _note_failure(transfer: NixlTransfer) -> None:
-    """If a transfer has an error, mark its peer as failed; if NIXL lost the peer, as lost, too.
-
-    A marked peer does not become an idle peer (see ``IdlePeers``) when it is disconnected.
-    """
+    """Mark a failed transfer's peer, so that it does not become idle (see ``IdlePeers``)."""
     error = transfer.status.error
     if error is not None:
         transfer.peer.failed = True

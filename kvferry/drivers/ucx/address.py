@@ -34,16 +34,7 @@ Word = Annotated[int, msgspec.Meta(ge=0, le=ADDRESS_LIMIT - 1)]
 
 
 class UcxRegion(msgspec.Struct, frozen=True, array_like=True):
-    """A registered region, as the address of its transport describes it to peers.
-
-    Attributes:
-        address: the region's first byte, in the process of the transport.
-        nbytes: the region's length in bytes.
-        kind: the memory kind, by kvferry's name.
-        device: the device index within the kind.
-        key: the number of the region's registration (``KeyId``).
-        packed: the key that UCX packed, with which the UCX of a peer reaches the region.
-    """
+    """A registered region, as peers see it; ``key`` is its ``KeyId``, ``packed`` is UCX's key."""
 
     address: Word
     nbytes: Word
@@ -54,20 +45,12 @@ class UcxRegion(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ProcessIdentity(msgspec.Struct, frozen=True, array_like=True):
-    """Identifies a process, so that others on the same host can check whether it still runs.
+    """Identifies a process, so that others on the same host can check whether it still runs."""
 
-    Attributes:
-        boot: the host's boot id, which the kernel makes at random when it starts.
-        namespace: the inode of the process's pid namespace.
-        pid: the process's id in that namespace.
-        start_time: when the process started, in clock ticks since boot; it tells the process from
-            others that have had the same pid.
-    """
-
-    boot: Annotated[str, msgspec.Meta(max_length=64)]
-    namespace: Word
+    boot: Annotated[str, msgspec.Meta(max_length=64)]  # random, made when the kernel starts
+    namespace: Word  # the inode of the pid namespace
     pid: Annotated[int, msgspec.Meta(gt=0, lt=1 << 31)]
-    start_time: Word
+    start_time: Word  # in clock ticks since boot; another process of this pid has another
 
     @classmethod
     def of_this_process(cls) -> ProcessIdentity:
@@ -76,59 +59,34 @@ class ProcessIdentity(msgspec.Struct, frozen=True, array_like=True):
         return cls(procfs.boot_id(), procfs.pid_namespace(), pid, procfs.start_time(pid) or 0)
 
     def has_ended(self) -> bool:
-        """Return whether the process has ended.
-
-        False also if the process is on another host or in another pid namespace, where it cannot
-        be checked from here.
-        """
+        """Return whether the process has ended; False if it cannot be seen from here."""
         if (self.boot, self.namespace) != (procfs.boot_id(), procfs.pid_namespace()):
             return False
         return procfs.start_time(self.pid) != self.start_time
 
 
 class UcxAddress(msgspec.Struct, frozen=True, kw_only=True):
-    """What peers need to reach a transport: a msgpack map. Unknown fields are ignored.
-
-    Attributes:
-        magic: the format of the address.
-        name: the transport's name.
-        instance: 16 random bytes that identify the transport. A client repeats them in ``Hello``; a
-            transport drops a ``Hello`` with other ones.
-        process: the transport's process.
-        ucx: the version of the transport's UCX; the major versions of both sides must be equal.
-        worker: UCX's address of the worker that serves peers.
-        withdrawn: how many regions had been deregistered when the address was made.
-        regions: the regions that were registered when the address was made.
-        digest: a digest of ``worker`` and of all packed keys, since damaged ones might crash UCX.
-        full_digest: a digest of all other fields, so that a damaged address is refused at once;
-            empty in addresses of versions of kvferry that did not have it.
-    """
+    """What peers need to reach a transport: a msgpack map. Unknown fields are ignored."""
 
     magic: Literal["kvferry-ucx-1"] = "kvferry-ucx-1"
     name: Name
-    instance: Instance
+    instance: Instance  # random; a ``Hello`` with another one is dropped
     process: ProcessIdentity = msgspec.field(name="place")
-    ucx: Annotated[str, msgspec.Meta(max_length=32)]
-    worker: WorkerAddress
-    withdrawn: Word
+    ucx: Annotated[str, msgspec.Meta(max_length=32)]  # version; both sides' majors must be equal
+    worker: WorkerAddress  # that serves peers
+    withdrawn: Word  # how many regions had been deregistered so far
     regions: Annotated[list[UcxRegion], msgspec.Meta(max_length=MAX_REGIONS)]
-    digest: bytes = b""
+    digest: bytes = b""  # of ``worker`` and all packed keys: damaged ones might crash UCX
+    # Of all other fields; empty in addresses of versions of kvferry that did not have it.
     full_digest: bytes = msgspec.field(name="whole", default=b"")
 
     @property
     def identity(self) -> Identity:
-        """The identity of the transport: its instance and its worker's address.
-
-        The instance alone does not suffice: an address with the same instance but another worker
-        leads to another transport.
-        """
+        """Instance and worker: an address with another worker leads to another transport."""
         return self.instance, self.worker
 
     def is_of_same_transport(self, other: UcxAddress) -> bool:
-        """Return whether both addresses can have been made by the same transport.
-
-        Only ``withdrawn`` and ``regions`` change while a transport lives.
-        """
+        """Return whether both differ only in ``withdrawn`` and ``regions``, which change."""
         return (self.identity, self.name, self.process, self.ucx) == (
             other.identity,
             other.name,
@@ -150,11 +108,7 @@ def encode(address: UcxAddress) -> bytes:
 
 
 def decode(data: bytes) -> UcxAddress:
-    """Parse an address from untrusted bytes.
-
-    Raises:
-        ConnectError: the bytes are too long, no address of this driver, or damaged.
-    """
+    """Parse an untrusted address; raise ``ConnectError`` if it is another driver's or damaged."""
     if len(data) > MAX_ADDRESS_BYTES:
         raise ConnectError(
             f"an address of {len(data)} bytes; one of the ucx driver has at most "
@@ -177,11 +131,7 @@ def decode(data: bytes) -> UcxAddress:
 
 
 def regions_of(address: UcxAddress) -> dict[Region, UcxRegion]:
-    """Return the regions that a peer's address names, each with its ``UcxRegion``.
-
-    Raises:
-        ConnectError: the address, length or kind of a region is not valid.
-    """
+    """Return the regions that an address names; raise ``ConnectError`` if one is not valid."""
     try:
         return {
             Region(address=row.address, nbytes=row.nbytes, kind=row.kind, device=row.device): row
@@ -192,11 +142,7 @@ def regions_of(address: UcxAddress) -> dict[Region, UcxRegion]:
 
 
 def check_packed(address: UcxAddress) -> None:
-    """Refuse an address whose worker address or keys do not have UCX's format.
-
-    Raises:
-        ConnectError: the worker address or a key is not in the format in which UCX packs them.
-    """
+    """Refuse, by ``ConnectError``, a worker address or keys that are not in UCX's format."""
     try:
         check_worker_address(address.worker)
         for region in address.regions:

@@ -42,27 +42,13 @@ _SMALL_SECONDS = 0.0001
 """How long a small read is waited for before it returns."""
 
 _LIVENESS_SECONDS = 0.2
-"""How often to check whether the peers' processes on this host run. UCX notices the death of a
-process only when its sockets close, and a forked child may hold these open."""
+"""How often to look for dead peers: UCX sees only sockets, which a forked child may hold open."""
 
 
 class Client:
     """The client side of a transport, which connects to peers, reads and writes.
 
     The caller of a method must hold ``lock``, except for ``stop``; properties need no lock.
-
-    Args:
-        ucp: the loaded libucp.
-        make_worker: makes a UCP worker.
-        name: this transport's name.
-        idle_timeout: seconds without progress after which a transfer fails.
-        connect_timeout: seconds within which a server must answer.
-        enter: called first in the copy thread.
-
-    Attributes:
-        lock: protects this object, its workers, connections and transfers.
-        last_driven: when ``run_once`` last ran within a call of the transport (not in the progress
-            thread), by ``time.monotonic``.
     """
 
     def __init__(
@@ -86,7 +72,7 @@ class Client:
         self._connections: dict[ConnectionId, UcxConnection] = {}
         self._transfers: list[UcxTransfer] = []
         self._next_liveness_check = 0.0
-        self.last_driven = 0.0
+        self.last_driven = 0.0  # when ``run_once`` last ran within a call of the transport
         self._add_worker()
 
     @property
@@ -101,7 +87,7 @@ class Client:
 
     @property
     def needs_timer(self) -> bool:
-        """Whether timeouts of a transfer or connection must be checked: UCX has no event for it."""
+        """Whether something may time out, of which UCX has no event."""
         # A copy, since this is also read without the lock, while other threads connect.
         connections = list(self._connections.values())
         return bool(self._transfers) or any(
@@ -116,11 +102,7 @@ class Client:
         )
 
     def run_once(self) -> bool:
-        """Let UCP work, handle messages and errors, and update connections and transfers.
-
-        Returns:
-            Whether there may be more to do at once.
-        """
+        """Let UCP work, handle what came, update transfers; return whether more may be left."""
         busy = False
         driven = self._progress_transfers()
         for client_worker in self._client_workers:
@@ -146,13 +128,7 @@ class Client:
         return busy
 
     def _progress_transfers(self) -> list[ClientWorker]:
-        """Let UCP move bytes for ``PROGRESS_SECONDS``, in two workers at most.
-
-        These are workers in which reads or writes are posted that have not completed.
-
-        Returns:
-            The workers in which UCP has worked.
-        """
+        """Let UCP move bytes, in two workers at most; return the workers."""
         moving = [
             window.connection.client_worker
             for transfer in self._transfers
@@ -174,15 +150,9 @@ class Client:
     # Connections.
 
     def open_connection(self, address: UcxAddress, index: int = 0) -> UcxConnection:
-        """Open a connection to a server.
+        """Open a connection to a server, the first (``index`` 0) or second (1).
 
-        Args:
-            address: the server's address.
-            index: 0 for this client's first connection to the server, 1 for its second.
-
-        Returns:
-            The connection. It is not ready until the server has answered; it is broken if no
-                worker can be made for it, or if UCX finds at once that it cannot connect.
+        It is not ready until the server has answered, and is broken if UCX cannot connect.
         """
         now = time.monotonic()
         try:
@@ -195,11 +165,7 @@ class Client:
         return connection
 
     def _worker_for(self, address: UcxAddress) -> ClientWorker:
-        """Return a worker that has never connected to a server; make one if there is none.
-
-        Raises:
-            TransportError: UCX cannot make a worker: a network device may be down.
-        """
+        """Return a worker that has never connected to a server; make one if there is none."""
         unused = (
             client_worker
             for client_worker in self._client_workers
@@ -215,7 +181,7 @@ class Client:
         return client_worker
 
     def connection_to(self, peer: UcxPeer) -> UcxConnection:
-        """Return the connection to a peer. If it is broken, open another one and return that."""
+        """Return the connection to a peer; open another one in place of a broken one."""
         if peer.connection.state is ConnectionState.BROKEN:
             peer.connection = self.open_connection(peer.address)
         return peer.connection
@@ -223,13 +189,13 @@ class Client:
     def second_connection_to(self, peer: UcxPeer) -> UcxConnection | None:
         """Return the second connection to a peer, for large reads; ``None`` if it would not help.
 
-        The connection is opened when it is first needed, and may not be ready yet. It lets a second
-        thread copy. That helps only if this process copies the bytes itself (cma), has more than
-        one core, and has compiled loops: with Python loops, the two threads would wait for each
-        other to release the interpreter's lock.
+        It is opened when it is first needed, and may not be ready yet. It lets a second thread
+        copy.
         """
         compiled = self._client_workers[0].worker.poster.compiled
         transports = peer.connection.transports
+        # Only if this process copies the bytes itself (cma). Two threads with Python loops would
+        # wait for each other to release the interpreter's lock.
         if available_cores() < 2 or not compiled or not copied_by_cpu(transports):
             return None
         old = peer.second_connection
@@ -249,17 +215,12 @@ class Client:
     # Transfers.
 
     def start(self, transfer: UcxTransfer) -> bool:
-        """Start a transfer, and let UCP work on it for 5 ms at most.
-
-        If this process copies the bytes itself (cma), a short transfer then ends without the
-        progress thread.
-
-        Returns:
-            Whether there may be more to do.
-        """
+        """Start a transfer, drive it for 5 ms at most, and return whether more is left to do."""
         self._transfers.append(transfer)
         now, busy = time.monotonic(), True
         transfer.advance(now, self._idle_timeout)
+        # If this process copies the bytes itself (cma), a short transfer ends here, without the
+        # progress thread.
         while busy and not transfer.final and time.monotonic() - now < _START_SECONDS:
             busy = self.run_once()
         self.last_driven = time.monotonic()
@@ -268,20 +229,11 @@ class Client:
     def read_small(
         self, peer: UcxPeer, region: UcxRegion, copies: Copies, params: int, notify: bytes | None
     ) -> UcxTransfer | None:
-        """Read one range of CPU memory, and let UCP work on it for 0.1 ms at most.
+        """Read one range of CPU memory, at most ``BRIEF_BYTES``, and drive it for 0.1 ms at most.
 
-        The read gets ahead of what is under way in the same worker: UCX takes turns between the
-        connections.
-
-        Args:
-            peer: the peer.
-            region: the remote region.
-            copies: the only copy, of at most ``BRIEF_BYTES``.
-            params: the address of the local registration's request parameters.
-            notify: the payload to send when the bytes have arrived, or ``None``.
-
-        Returns:
-            The transfer, which may be under way; ``None`` if it must be started by ``start``.
+        It gets ahead of what is under way in the same worker: UCX takes turns between connections.
+        The result may be under way; ``None`` if it must be started by ``start``. ``params`` is the
+        address of the local registration's request parameters.
         """
         connection, key = peer.connection, KeyId(region.key)
         if not connection.reads_directly or key in connection.withdrawn:
@@ -359,16 +311,7 @@ class Client:
                 connection.on_fetched(message, body, nbytes)
 
     def _check(self, connection: UcxConnection, now: float, *, check_liveness: bool) -> None:
-        """Close a connection if the server has not answered in time or its process has ended.
-
-        Forget the connection once it is broken and no read, write or message is under way on it.
-        Copies in the queues of a GPU count, too: they read memory that UCX would unmap.
-
-        Args:
-            connection: the connection.
-            now: the time, by ``time.monotonic``.
-            check_liveness: whether to check that the server's process runs.
-        """
+        """Close a connection whose server is silent or dead; forget it once it is unused."""
         server = connection.server
         broken = connection.state is ConnectionState.BROKEN
         if check_liveness and not broken and server.process.has_ended():
@@ -384,6 +327,7 @@ class Client:
             )
         if connection.state is not ConnectionState.BROKEN:
             return
+        # Copies in the queues of a GPU count, too: they read memory that UCX would unmap.
         used = any(transfer.uses(connection) for transfer in self._transfers)
         if not used and connection.try_release():
             self._forget(connection)

@@ -1,8 +1,8 @@
 """Loops over UCP's functions as machine code: they run without the interpreter and its lock.
 
-LLVM makes them in a tenth of a second, by llvmlite, which the extra ``ucx`` installs, and which
-vLLM installs, too. Without llvmlite, the Python loops of ``posting.py`` run instead: they make the
-same calls, but take up to twice the time for blocks of 4 KiB in random order (docs/adr/0031).
+LLVM makes them in a tenth of a second, by llvmlite, which the extra ``ucx`` and vLLM install.
+Without it, the loops of ``posting.py`` make the same calls, in up to twice the time for blocks of 4
+KiB in random order (docs/adr/0031).
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ from kvferry.drivers.ucx.ucp_structs import STATUS
 logger = logging.getLogger(__name__)
 
 WORTH_CALLING = 16
-"""With fewer runs than this, the Python loop runs: entering a compiled loop would cost more than it
-saves."""
+"""Fewer runs are posted by the Python loop: to enter a compiled one would cost more."""
 
 STATUS_BITS = 8 * ctypes.sizeof(STATUS)
 
@@ -43,35 +42,23 @@ Loop = Callable[..., int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loops:
-    """The compiled loops, which know functions and arrays by their addresses.
+    """The compiled loops, with their arguments; functions and arrays are passed as addresses."""
 
-    Attributes:
-        post: takes ``ucp_get_nbx`` or ``ucp_put_nbx``, an endpoint, n, five arrays of n numbers
-            (as in ``PostedRuns``), and the array of n numbers that gets the answers.
-        sweep: takes ``ucp_request_check_status``, ``ucp_request_free``, an array, the first index
-            to look at, the length of the array, and where to add the status of the first error.
-            Returns what ``Poster.sweep`` returns first.
-        progress: takes ``ucp_worker_progress``, ``clock_gettime``, a worker and a number of
-            nanoseconds. Lets UCP work for this time and returns 1, or returns 0 as soon as there is
-            nothing to do.
-        copy: takes ``memmove``, n, and the arrays of targets, sources and lengths.
-        owner: LLVM's owner of the code, to keep alive.
-    """
-
+    # ``ucp_get_nbx`` or ``ucp_put_nbx``, an endpoint, n, five arrays of n numbers (as in
+    # ``PostedRuns``), the array that gets the n answers.
     post: Loop
+    # ``ucp_request_check_status``, ``ucp_request_free``, an array, the first index to look at, the
+    # array's length, where to add the first error's status. Returns as ``Poster.sweep`` first.
     sweep: Loop
+    # ``ucp_worker_progress``, ``clock_gettime``, a worker, nanoseconds. Returns 1 when these are
+    # over, or 0 as soon as there is nothing to do.
     progress: Loop
-    copy: Loop
-    owner: object
+    copy: Loop  # ``memmove``, n, the arrays of targets, sources and lengths
+    owner: object  # LLVM's, of the code: to keep alive
 
 
 class CompiledPoster:
-    """Post to UCP by compiled loops: implements ``Poster``.
-
-    Args:
-        ucp: the loaded libucp.
-        loops: the loops.
-    """
+    """Post to UCP by compiled loops: implements ``Poster``."""
 
     compiled = True
 
@@ -121,10 +108,7 @@ class CompiledPoster:
 
 @functools.cache
 def poster(ucp: Ucp) -> Poster:
-    """Return the loops that post to a libucp: compiled ones, or without llvmlite those in Python.
-
-    Logs a warning if llvmlite is missing.
-    """
+    """Return the loops that post to a libucp; those in Python, with a warning, without llvmlite."""
     try:
         return CompiledPoster(ucp, compiled_loops())
     # What an llvmlite raises whose LLVM is missing, or whose interface is another.
@@ -135,11 +119,7 @@ def poster(ucp: Ucp) -> Poster:
 
 @functools.cache
 def compiled_loops() -> Loops:
-    """Compile the loops, once per process.
-
-    Raises:
-        ImportError: llvmlite is not installed.
-    """
+    """Compile the loops, once per process; raise ``ImportError`` if there is no llvmlite."""
     from llvmlite import binding, ir
 
     with contextlib.suppress(RuntimeError):  # from llvmlite 0.45 on, LLVM needs no such call
@@ -169,7 +149,6 @@ def compiled_loops() -> Loops:
 
 
 def _address(function: Any) -> int:  # noqa: ANN401
-    """Return the address of a C function."""
     return ctypes.cast(function, ctypes.c_void_p).value or 0
 
 
@@ -177,18 +156,7 @@ def _address(function: Any) -> int:  # noqa: ANN401
 
 
 class _Function:
-    """Writes a function for LLVM, whose arguments and result are numbers.
-
-    Args:
-        ir: the module ``llvmlite.ir``.
-        module: LLVM's module that gets the function.
-        name: the function's name.
-        arguments: how many arguments it has.
-
-    Attributes:
-        arguments: the arguments.
-        build: llvmlite's builder, at the end of what is written.
-    """
+    """A function written for LLVM, whose arguments and result are numbers."""
 
     def __init__(self, ir: Any, module: Any, name: str, arguments: int) -> None:  # noqa: ANN401
         self._ir, self._word = ir, ir.IntType(64)
@@ -197,7 +165,6 @@ class _Function:
         self.build = ir.IRBuilder(self._function.append_basic_block())
 
     def number(self, value: int) -> Any:  # noqa: ANN401
-        """Return a constant."""
         return self._word(value)
 
     def array(self, n: int) -> Any:  # noqa: ANN401
@@ -205,23 +172,17 @@ class _Function:
         return self.build.ptrtoint(self.build.alloca(self._word, n), self._word)
 
     def load(self, array: Any, index: Any) -> Any:  # noqa: ANN401
-        """Return an element of the array at an address."""
         return self.build.load(self._element(array, index))
 
     def store(self, array: Any, index: Any, value: Any) -> None:  # noqa: ANN401
-        """Set an element of the array at an address."""
         self.build.store(value, self._element(array, index))
 
     def call(self, function: Any, *arguments: Any) -> Any:  # noqa: ANN401
-        """Call the C function at an address, and return its result."""
         pointer = self.build.inttoptr(function, self._type(len(arguments)).as_pointer())
         return self.build.call(pointer, arguments)
 
     def call_for(self, bits: int, function: Any, *arguments: Any) -> Any:  # noqa: ANN401
-        """Call the C function at an address, whose result is a signed number of so many bits.
-
-        The bits above these are undefined in the register that the function returns.
-        """
+        """Call a C function with a signed result of so many bits: those above are undefined."""
         result = self.build.trunc(self.call(function, *arguments), self._ir.IntType(bits))
         return self.build.sext(result, self._word)
 

@@ -44,32 +44,19 @@ class ConnectionState(enum.Enum):
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class ClientWorker:
-    """A worker of the client side, with its connections.
+    """A worker of the client side, with its connections, at most one to each server ever."""
 
-    UCX matches the two ends of a connection by counting the connections between two workers. After
-    an error the two counts may differ, so a worker connects to each server only once; the next
-    connection to that server is made by another worker.
-
-    Attributes:
-        worker: the worker.
-        servers: the servers that the worker has connected to, by ``UcxAddress.instance``.
-        connections: the worker's connections by ``endpoint_number``; a broken one is removed when
-            nothing is under way on it any more.
-    """
-
+    # UCX matches the two ends of a connection by counting the connections between two workers.
+    # After an error the counts may differ, so the next connection to a server needs another worker.
     worker: Worker
-    servers: set[Instance] = field(default_factory=set)
+    servers: set[Instance] = field(default_factory=set)  # that it has ever connected to
+    # By ``endpoint_number``; a broken one is removed when nothing is under way on it any more.
     connections: dict[int, UcxConnection] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ScatterTarget:
-    """The n local ranges of memory into which the answer to a ``Fetch`` is copied, in this order.
-
-    Attributes:
-        addresses: (n,) uint64, the address of each range.
-        nbytes: (n,) uint64, the length of each range in bytes.
-    """
+    """The n ranges, as (n,) uint64, into which the answer to a ``Fetch`` is copied in order."""
 
     addresses: U64Array
     nbytes: U64Array
@@ -77,53 +64,28 @@ class ScatterTarget:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class UcxConnection:
-    """A connection to a server. A broken connection is replaced by a new one, never repaired.
+    """A connection to a server. A broken connection is replaced by a new one, never repaired."""
 
-    Attributes:
-        id: the random id of the connection, which every message names.
-        server: the address of the server.
-        client_worker: the worker that the endpoint belongs to.
-        ucp: the loaded libucp.
-        opened: when the connection was opened, by ``time.monotonic``.
-        endpoint: UCP's endpoint; 0 if there is none.
-        endpoint_number: the number under which ``Worker.failures`` reports the endpoint's error.
-        state: the state of the connection.
-        error: why the connection is broken; ``None`` if it is not.
-        closed_by_server: whether the server has said (``Ended``) that it has closed the connection
-            and drops what still arrives on it.
-        withdrawn: the registrations, by their keys, that the server has ended or has announced to
-            end (withdrawn).
-        unconfirmed: the announced ends (withdrawals) that this side has not confirmed: the number
-            of each, and the registration's key.
-        queued_notifications: notifications to send once the connection is ready.
-        open_windows: how many groups of runs that were posted together (``Window``) are under way.
-        transports: UCX's names of the transports that the connection uses, such as ``tcp``; empty
-            until it is ready.
-        has_native: whether UCX reaches the server's CPU memory without messages of this driver;
-            False until it is ready.
-        refusals: the server's answers to ``Store`` and ``Fetch`` messages, by the messages'
-            numbers: the reason for a refusal, or an empty string if there was none.
-        fetch_targets: where the bytes of each unanswered ``Fetch`` go, by the message's number.
-    """
-
-    id: ConnectionId
+    id: ConnectionId  # random; every message names it
     server: UcxAddress
     client_worker: ClientWorker
     ucp: Ucp
-    opened: float
-    endpoint: Endpoint = field(default=Endpoint(0))
-    endpoint_number: int = 0
+    opened: float  # by ``time.monotonic``
+    endpoint: Endpoint = field(default=Endpoint(0))  # 0 if there is none
+    endpoint_number: int = 0  # as ``Worker.failures`` reports it
     state: ConnectionState = ConnectionState.CONNECTING
     error: TransportError | None = None
-    closed_by_server: bool = False
-    withdrawn: set[KeyId] = field(default_factory=set)
+    closed_by_server: bool = False  # by ``Ended``: it drops what still arrives
+    withdrawn: set[KeyId] = field(default_factory=set)  # ended, or announced to end
+    # The announced withdrawals that this side has not confirmed: number and key.
     unconfirmed: deque[tuple[int, KeyId]] = field(default_factory=deque)
     queued_notifications: deque[bytes] = field(default_factory=deque)
-    open_windows: int = 0
-    transports: frozenset[str] = frozenset()
-    has_native: bool = False
+    open_windows: int = 0  # groups of runs that are under way (``Window``)
+    transports: frozenset[str] = frozenset()  # UCX's names; empty until ready
+    has_native: bool = False  # once ready: UCX reaches CPU memory without messages of this driver
+    # Answers to ``Store`` and ``Fetch``, by their numbers: the reason of a refusal, or "".
     refusals: dict[int, str] = field(default_factory=dict)
-    fetch_targets: dict[int, ScatterTarget] = field(default_factory=dict)
+    fetch_targets: dict[int, ScatterTarget] = field(default_factory=dict)  # by unanswered number
     _last_request: int = 0
     _keys: dict[KeyId, RemoteKey] = field(default_factory=dict)
 
@@ -137,18 +99,10 @@ class UcxConnection:
         now: float,
         index: int = 0,
     ) -> UcxConnection:
-        """Open a connection, and ask the server to serve it (``Hello``).
+        """Open a connection, and ask the server to serve it (``Hello``); it may be broken already.
 
-        Args:
-            server: the address of the server.
-            client_worker: a worker that has not connected to this server.
-            ucp: the loaded libucp.
-            client: the name of this transport.
-            now: the time, by ``time.monotonic``.
-            index: 0 for the client's first connection to the server, 1 for its second.
-
-        Returns:
-            The connection, which is broken already if the server cannot be reached at all.
+        ``client_worker`` has not connected to this server; ``client`` is the name of this
+        transport, ``index`` 0 for its first connection to the server, 1 for its second.
         """
         connection = cls(
             id=secrets.token_bytes(16),
@@ -179,15 +133,7 @@ class UcxConnection:
         now: float,
         error: TransportError,
     ) -> UcxConnection:
-        """Return a broken connection, for when no worker can be made for a working one.
-
-        Args:
-            server: the address of the server.
-            client_worker: any worker; nothing is sent by it.
-            ucp: the loaded libucp.
-            now: the time, by ``time.monotonic``.
-            error: why no worker can be made.
-        """
+        """Return a broken connection, for when no worker can be made for a working one."""
         return cls(
             id=secrets.token_bytes(16),
             server=server,
@@ -199,12 +145,7 @@ class UcxConnection:
         )
 
     def on_welcome(self, withdrawn: Iterable[int]) -> None:
-        """Become ready, and send queued notifications. Called when the server has answered.
-
-        Args:
-            withdrawn: the registrations, by their keys, that the server has ended or announced to
-                end since it made its address (``self.server``).
-        """
+        """Become ready: learn which keys the server has withdrawn, and send what is queued."""
         if self.state is not ConnectionState.CONNECTING:
             return
         self.state = ConnectionState.READY
@@ -234,15 +175,9 @@ class UcxConnection:
         return self.client_worker.worker.backlog(self.endpoint) + queued
 
     def fetch(self, rows: bytes, target: ScatterTarget) -> int:
-        """Ask the server to send bytes of its memory (``Fetch``).
+        """Ask for bytes (``Fetch``); return the number under which ``refusals`` gets the answer.
 
-        Args:
-            rows: the ranges of the server's memory, as ``Fetch.rows``.
-            target: where the bytes go. The memory must stay valid until the answer has arrived or
-                the connection is broken.
-
-        Returns:
-            The number of the request; ``refusals`` gets the answer under this number.
+        The target must be valid until the answer has arrived or the connection is broken.
         """
         self._last_request += 1
         self.fetch_targets[self._last_request] = target
@@ -250,28 +185,13 @@ class UcxConnection:
         return self._last_request
 
     def store(self, rows: int, body: MessageBuffer, nbytes: int) -> int:
-        """Ask the server to write bytes into its memory (``Store``).
-
-        Args:
-            rows: how many rows the body begins with (see ``Store``).
-            body: a buffer of the worker's pool; it goes back to the pool once it has been sent.
-            nbytes: how many bytes of the buffer to send.
-
-        Returns:
-            The number of the request; ``refusals`` gets the answer under this number.
-        """
+        """Ask to write a body, of the worker's pool (``Store``); return a number as ``fetch``."""
         self._last_request += 1
         self._send(Store(self.id, self._last_request, rows), body, nbytes)
         return self._last_request
 
     def on_fetched(self, message: Fetched, body: int, nbytes: int) -> None:
-        """Record the answer to a ``Fetch``; copy its bytes unless the transfer has failed since.
-
-        Args:
-            message: the server's answer.
-            body: the address of the fetched bytes.
-            nbytes: the number of the fetched bytes.
-        """
+        """Record the answer to a ``Fetch``; copy its bytes unless the transfer has failed since."""
         target = self.fetch_targets.pop(message.number, None)
         self.refusals[message.number] = message.refusal
         if target is None or message.refusal:
@@ -284,24 +204,12 @@ class UcxConnection:
             self.refusals[message.number] = f"it has sent {nbytes} bytes of {wanted}"
 
     def on_withdrawn(self, number: int, key: KeyId) -> None:
-        """Record that the server is about to end a registration, and waits for a confirmation.
-
-        Args:
-            number: the number of this announcement (a withdrawal).
-            key: the key of the registration.
-        """
+        """Record that the server waits for a confirmation before it ends a registration."""
         self.withdrawn.add(key)
         self.unconfirmed.append((number, key))
 
     def confirm_withdrawals(self, used: frozenset[KeyId]) -> None:
-        """Tell the server that registrations which it is about to end are not used here any more.
-
-        These withdrawals are confirmed in the order of their numbers, up to the first whose
-        registration is still used.
-
-        Args:
-            used: the keys of the registrations that transfers under way on this connection use.
-        """
+        """Confirm the announced withdrawals, in their order, up to the first key in use."""
         number = 0
         while self.unconfirmed and self.unconfirmed[0][1] not in used:
             number, key = self.unconfirmed.popleft()
@@ -311,28 +219,14 @@ class UcxConnection:
             self._send(Released(self.id, number))
 
     def remote_key(self, region: UcxRegion) -> RemoteKey:
-        """Return UCP's key to a region of the server, for posting on this connection only.
-
-        The connection unpacks the key when it is first needed, and destroys it.
-
-        Raises:
-            TransportError: UCX cannot reach the region over this connection.
-        """
+        """Return UCP's key to a region, which the connection owns; raise if out of UCX's reach."""
         key = KeyId(region.key)
         if key not in self._keys:
             self._keys[key] = self.ucp.unpack_key(self.endpoint, region.packed)
         return self._keys[key]
 
     def close(self, error: TransportError, *, say_bye: bool = False) -> None:
-        """Close the connection, which is then BROKEN.
-
-        Reads and writes that are posted on the connection complete later, with an error, while the
-        worker makes progress.
-
-        Args:
-            error: the reason, which the transfers on the connection report.
-            say_bye: whether to tell the server with ``Bye``.
-        """
+        """Make the connection BROKEN; posted operations complete later, with an error."""
         if say_bye and self.state is ConnectionState.READY:
             self._send(Bye(self.id))
         if self.state is ConnectionState.BROKEN:
@@ -348,11 +242,7 @@ class UcxConnection:
         close_endpoint(self.endpoint)
 
     def try_release(self) -> bool:
-        """Destroy the remote keys if the connection is broken and nothing is under way on it.
-
-        Returns:
-            Whether the keys have been destroyed, so that the connection can be forgotten.
-        """
+        """Destroy the keys of a broken, unused connection, to be forgotten; return whether done."""
         worker = self.client_worker.worker
         if self.state is not ConnectionState.BROKEN or self.open_windows or worker.closing:
             return False
@@ -372,19 +262,12 @@ class UcxConnection:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class UcxPeer:
-    """A connected peer, which this side's reads and writes name.
+    """A connected peer, which this side's reads and writes name."""
 
-    Attributes:
-        address: the last address with which the user connected to the peer.
-        regions: the regions that ``address`` names.
-        connection: the connection to the peer, which may be broken.
-        second_connection: a second connection, for large reads only; ``None`` until one is opened.
-    """
-
-    address: UcxAddress
-    regions: dict[Region, UcxRegion]
+    address: UcxAddress  # the last with which the user connected
+    regions: dict[Region, UcxRegion]  # of ``address``
     connection: UcxConnection
-    second_connection: UcxConnection | None = None
+    second_connection: UcxConnection | None = None  # for large reads only
 
     @property
     def name(self) -> str:
@@ -398,7 +281,6 @@ class UcxPeer:
 
 
 def _unreachable(error: TransportError) -> PeerLostError:
-    """Return the error for a server that UCX cannot connect to; it says what to do."""
     return PeerLostError(
         f"{error}; both sides need a way in common that notices when a peer dies: tcp or RDMA, "
         "beside which shared memory is used (driver_options: transports)"

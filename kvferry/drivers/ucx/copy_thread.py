@@ -1,8 +1,7 @@
 """A second thread for large reads whose bytes this process copies itself (cma, within one host).
 
-UCP copies such bytes while it makes progress in a worker. The transport's client side has two
-workers for them: while the thread that drives the client side makes progress in the first, this
-thread makes progress in the second, so that two cores copy.
+UCP copies such bytes while it makes progress in a worker. So this thread does so in a second
+worker, while the thread that drives the client side does in the first: two cores copy.
 """
 
 from __future__ import annotations
@@ -18,9 +17,7 @@ MIN_BYTES = 1 << 21
 """The smallest read that is worth a second thread."""
 
 PROGRESS_SECONDS = 0.002
-"""How many seconds both workers copy before messages and timeouts are handled. A shorter time would
-cost too much: waking a thread takes 0.1 ms, and another thread may keep the interpreter's lock for
-5 ms."""
+"""How long both workers copy. To wake a thread takes 0.1 ms, to get the lock up to 5 ms."""
 
 
 def available_cores() -> int:
@@ -29,12 +26,7 @@ def available_cores() -> int:
 
 
 class CopyThread:
-    """A thread that makes progress in one worker while the calling thread does so in another.
-
-    Args:
-        name: the name of the thread.
-        enter: called first in the thread.
-    """
+    """A thread that makes progress in one worker while the calling thread does so in another."""
 
     def __init__(self, name: str, enter: EnterThread) -> None:
         self._work: Callable[[], None] | None = None
@@ -44,14 +36,7 @@ class CopyThread:
         self._thread = start_thread(self._run, name=name, enter=enter)
 
     def progress_both(self, first: Worker, second: Worker) -> None:
-        """Make progress in two workers at once, for ``PROGRESS_SECONDS`` or until all is done.
-
-        When the call returns, neither thread is in a worker any more.
-
-        Args:
-            first: the worker in which the calling thread makes progress.
-            second: the worker in which this object's thread makes progress.
-        """
+        """Make progress in both workers at once; no thread is in either when this returns."""
         self._idle.acquire()
         self._work = lambda: second.progress(PROGRESS_SECONDS)
         self._start.release()

@@ -1,7 +1,7 @@
 """Transfers of GPU memory: wait for the GPU's queues, flush a NIC's writes, and explain errors.
 
-UCX reports the end of its requests. But copies may still wait in the queues of a GPU, and the GPU
-may not see yet what a NIC has written into its memory. CUDA's driver API knows both.
+UCX reports the end of its requests. But copies may still wait in a GPU's queues, and the GPU may
+not see yet what a NIC has written. CUDA's driver API knows both.
 """
 
 from __future__ import annotations
@@ -13,12 +13,11 @@ from kvferry.core.transport import EnterThread
 from kvferry.drivers.cuda import CudaDriver, DeviceWait
 from kvferry.drivers.ucx.ucp_structs import Code
 
+# Statuses of a read or write that no transport of the connection can carry out. If UCX (1.21 and
+# 1.22) has no protocol for a read, it reports ``CANCELED`` at once; the connection stays usable.
 NO_TRANSPORT = frozenset(
     {Code.CANCELED, Code.UNSUPPORTED, Code.UNREACHABLE, Code.INVALID_ADDR, Code.NO_DEVICE}
 )
-"""UCX's statuses of a read or write that no transport of the connection can carry out. If UCX (1.21
-and 1.22) has no protocol for a read, it reports ``CANCELED`` at once; the connection stays usable.
-"""
 
 WITHOUT_NIC = frozenset(
     {
@@ -38,13 +37,7 @@ WITHOUT_NIC = frozenset(
 
 
 class LocalDevices:
-    """The GPUs whose memory a transfer reads into, or writes from.
-
-    Args:
-        cuda: CUDA's driver API.
-        devices: the indices of the GPUs, as in ``Region.device``.
-        enter: called first in the thread that waits for the GPUs.
-    """
+    """The GPUs whose memory a transfer reads into, or writes from."""
 
     def __init__(self, cuda: CudaDriver, devices: Iterable[int], enter: EnterThread) -> None:
         self._cuda = cuda
@@ -53,25 +46,16 @@ class LocalDevices:
         self._wait: DeviceWait | None = None
 
     def are_quiet(self) -> bool:
-        """Return whether the GPUs have done everything that was enqueued before the first call.
-
-        The first call starts a thread that waits for the GPUs. No call blocks.
-        """
+        """Return whether all that was enqueued before the first call is done. Never block."""
         if self._wait is None:
             self._wait = DeviceWait(self._cuda, self._devices, self._enter)
         return self._wait.quiet
 
     def flush(self, transports: frozenset[str]) -> None:
-        """Make bytes that have arrived visible to work that starts on the GPUs from now on.
+        """Make bytes that have arrived visible to new work on the GPUs, if a NIC wrote them.
 
-        Does nothing if no NIC has written the bytes, or if the GPUs order what NICs write.
-
-        Args:
-            transports: UCX's names of the transports that may have moved the bytes; empty if they
-                are not known.
-
-        Raises:
-            TransportError: a GPU cannot do this.
+        ``transports`` may have moved them; empty if unknown. Raise ``TransportError`` if a GPU
+        cannot flush.
         """
         if transports and transports <= WITHOUT_NIC:
             return
@@ -83,14 +67,7 @@ class LocalDevices:
 def unreachable_memory_error(
     kinds: Iterable[str], transports: Iterable[str], peer: str, reason: object
 ) -> TransportUnsupportedError:
-    """Return the error for a transfer that UCX cannot carry out; it says what to look at.
-
-    Args:
-        kinds: the memory kinds of the regions on both sides.
-        transports: UCX's names of the connection's transports.
-        peer: the name of the peer.
-        reason: what UCX says.
-    """
+    """Return the error for a transfer that UCX cannot carry out; it says what to look at."""
     return TransportUnsupportedError(
         f"UCX cannot move {' and '.join(sorted(kinds))} memory from or to {peer} over "
         f"{', '.join(sorted(transports))}: {reason}. Between hosts, this needs RDMA, and "

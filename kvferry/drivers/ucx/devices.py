@@ -13,14 +13,7 @@ Devices = dict[str, list[str]]
 
 
 def devices(library: Any, context: int) -> Devices:  # noqa: ANN401 - a C library
-    """Return the transports and devices that a context can use.
-
-    UCX has no function that returns them, so they are read from what UCX prints.
-
-    Args:
-        library: a loaded libucp.
-        context: a ``ucp_context_h`` of that library.
-    """
+    """Return what a ``ucp_context_h`` can use, from what UCX prints, for lack of a function."""
     found: Devices = {}
     text = _printed(library.ucp_context_print_info, ctypes.c_void_p(context))
     for transport, device in _RESOURCE.findall(text):
@@ -37,12 +30,7 @@ def listed(found: Devices) -> str:
 
 
 def _printed(function: Any, context: ctypes.c_void_p) -> str:  # noqa: ANN401 - of a C library
-    """Return what a C function prints to the ``FILE *`` that it takes as its second argument.
-
-    Args:
-        function: the function.
-        context: its first argument.
-    """
+    """Return what a C function prints to the ``FILE *`` that it takes as its second argument."""
     libc = ctypes.CDLL(None)
     libc.open_memstream.restype = ctypes.c_void_p
     text, length = ctypes.c_char_p(), ctypes.c_size_t()

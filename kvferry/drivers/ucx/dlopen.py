@@ -3,11 +3,9 @@
     python -I -S dlopen.py PATH
 
 prints one JSON object: ``path`` (of the library's file), ``version`` (three numbers) and ``rdma``
-(whether a module of UCX for RDMA loads), or ``problem`` (why the library does not load). The script
-runs in a process of its own, since a library cannot be closed again, opening a libucp takes up to
-half a second (UCX measures the clock), and an unsuitable libucp may crash.
-
-This module imports only the standard library.
+(whether a module of UCX for RDMA loads), or ``problem`` (why the library does not load). It has a
+process of its own, since a library cannot be closed again, opening a libucp takes half a second,
+and an unsuitable one may crash. Only the standard library is imported.
 """
 
 from __future__ import annotations
@@ -24,49 +22,24 @@ _NEIGHBOURS = ("libucm.so.0", "libucs.so.0", "libuct.so.0")
 """The libraries that libucp needs, by the names under which the dynamic linker looks for them."""
 
 _UNDISGUISED = re.compile(r"libuc[mpst]\.so[.\d]*")
-"""Matches the file names of UCX's libraries. The copies in NIXL's wheels have other file names, so
-the dynamic linker never mixes these copies with another UCX."""
+"""UCX's file names; NIXL's copies have others, so the linker never mixes the two."""
 
 
 def opened(path: str) -> ctypes.CDLL:
-    """Open a libucp so that other libraries do not see its symbols, and return it.
-
-    Args:
-        path: the path of libucp's file, or a bare name for the dynamic linker to look up.
-
-    Raises:
-        OSError: libucp cannot be opened; the text says what is missing.
-    """
+    """Return a libucp (path or name to look up), whose symbols other libraries do not see."""
     _open_neighbours(Path(path))
     return ctypes.CDLL(path, os.RTLD_NOW | os.RTLD_LOCAL)
 
 
 def loaded_elsewhere(folder: Path) -> str | None:
-    """Return a library of UCX that this process has loaded from another folder.
-
-    Two versions of UCX would be mixed then: when the libucp of ``folder`` is opened and needs a
-    library of a certain name, the dynamic linker takes one of that name that is loaded already.
-
-    Args:
-        folder: the folder of the libucp that is to be opened.
-
-    Returns:
-        The path of the library that was found first; ``None`` if there is none.
-    """
+    """Return a UCX library loaded from another folder, which the linker would mix with this one."""
     home = folder.resolve()
     others = (path for path in _mapped() if path.parent.resolve() != home)
     return next((str(path) for path in others), None)
 
 
 def modules(path: Path) -> list[Path]:
-    """Return the files of the modules (plugins for transports) that a UCX may load.
-
-    Args:
-        path: the file of the UCX's libucp.
-
-    Returns:
-        One path for each module, even if several names in the folder lead to its file.
-    """
+    """Return the files of the modules (plugins for transports) that a libucp may load."""
     files = sorted((path.resolve().parent / "ucx").glob("libuct_*.so*"))
     return list({file.name.partition(".so")[0]: file for file in files}.values())
 
@@ -77,14 +50,8 @@ def for_rdma(module: Path) -> bool:
 
 
 def _open_neighbours(path: Path) -> None:
-    """Open those libraries that a libucp needs and that lie in its folder.
-
-    libucm and libucs need each other, so they must be opened with ``RTLD_LAZY``. ctypes always adds
-    ``RTLD_NOW``, so this function calls ``dlopen`` itself.
-
-    Args:
-        path: the file of the libucp; nothing is opened if it is a bare name.
-    """
+    """Open those libraries that a libucp needs and that lie in its folder."""
+    # libucm and libucs need each other, and so RTLD_LAZY; ctypes always adds RTLD_NOW.
     dlopen = ctypes.CDLL(None).dlopen
     dlopen.restype = ctypes.c_void_p
     for name in _NEIGHBOURS:
@@ -107,11 +74,7 @@ def _version(library: ctypes.CDLL) -> tuple[int, ...]:
 
 
 def loads(module: Path) -> bool:
-    """Return whether a shared library loads; for a module, the caller has opened its libucp.
-
-    Args:
-        module: the path of the file, or a bare name for the dynamic linker to look up.
-    """
+    """Return whether a shared library loads; for a module, the caller has opened its libucp."""
     try:
         ctypes.CDLL(str(module), os.RTLD_NOW | os.RTLD_LOCAL)
     except OSError:
@@ -129,7 +92,6 @@ class _DlInfo(ctypes.Structure):
 
 
 def _path_of(library: ctypes.CDLL) -> Path:
-    """Return the path of the file from which the dynamic linker loaded a library."""
     info = _DlInfo()
     if not ctypes.CDLL(None).dladdr(library.ucp_get_version, ctypes.byref(info)):
         raise OSError("the dynamic linker does not know its file")

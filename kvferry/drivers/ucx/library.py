@@ -21,13 +21,10 @@ Version = tuple[int, int, int]
 Source = Literal["option", "system", "wheel"]
 
 LOWEST: Version = (1, 21, 0)
-"""The oldest UCX that ``find`` and ``Ucp`` take, which is the oldest that was tested; the driver
-asks UCX for the interface of this version. The structures of another major version may be laid out
-in another way."""
+"""The oldest UCX that was tested; the driver asks for its interface. Another major may differ."""
 
 LOWEST_FOR_CUDA: Version = (1, 22, 0)
-"""The oldest UCX that may move GPU memory. In UCX 1.21, arming a worker whose endpoint was flushed
-hands an uninitialised pointer to CUDA, which can end the process (openucx/ucx#11499)."""
+"""The oldest UCX that may move GPU memory: 1.21 may crash with it (openucx/ucx#11499)."""
 
 SYSTEMS_OWN = "libucp.so.0"
 WHEEL = "libucx"
@@ -47,26 +44,14 @@ REMEDY = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UcxLibrary:
-    """The description of a libucp, which need not be loaded into this process.
-
-    Attributes:
-        path: the path of the libucp's file.
-        version: major, minor and patch number.
-        source: where it was found: by the option ``library``, by the system's linker, or in the
-            wheel.
-        rdma: whether one of its modules for RDMA loads here; there need not be a NIC.
-        transports: the built-in transports and the names of its modules, some of which may not load
-            here.
-        advice: how to use another library on this machine that can do RDMA, if this one cannot;
-            else empty.
-    """
+    """The description of a libucp, which need not be loaded into this process."""
 
     path: str
     version: Version
     source: Source
-    rdma: bool
-    transports: tuple[str, ...]
-    advice: str = ""
+    rdma: bool  # a module for it loads here; there need not be a NIC
+    transports: tuple[str, ...]  # built-in, and names of modules, which may not load here
+    advice: str = ""  # how to use a library on this machine that can do RDMA, if not this
 
     def __str__(self) -> str:
         rdma = "with RDMA" if self.rdma else "without RDMA"
@@ -81,17 +66,10 @@ _SOURCES: dict[Source, str] = {
 
 
 def find(explicit: str | None = None) -> UcxLibrary:
-    """Find the libucp to use. Warn if it cannot do RDMA but another on this machine can.
+    """Find the libucp to use: the ``explicit`` one, else the system's, else the wheel's.
 
-    Libraries are opened in another process to learn what they can do.
-
-    Args:
-        explicit: the path of a libucp, or a name for the dynamic linker; ``None`` to take the
-            system's, else the wheel's.
-
-    Raises:
-        DriverError: ``explicit`` cannot be used or, if it is ``None``, no library can; the text
-            names what was found, what is wrong with it, and the remedy.
+    Warn if it cannot do RDMA but another on this machine can. Raise ``DriverError`` if none is
+    usable; the text names what was found, what is wrong with it, and the remedy.
     """
     named = [] if explicit is None else [_named(explicit)]
     if named and named[0].rdma:
@@ -105,12 +83,7 @@ def find(explicit: str | None = None) -> UcxLibrary:
 
 
 def load(library: UcxLibrary) -> ctypes.CDLL:
-    """Load a libucp into this process for good, with the UCX libraries in its folder.
-
-    Raises:
-        DriverError: the libucp does not load, or this process has loaded libraries of another UCX,
-            which would be mixed with those of this one.
-    """
+    """Load a libucp for good; raise ``DriverError`` if another UCX would be mixed with it."""
     path = Path(library.path)
     other = dlopen.loaded_elsewhere(path.parent)
     if other is not None:
@@ -161,17 +134,13 @@ def _systems() -> UcxLibrary:
 
 
 def _wheels() -> UcxLibrary:
-    """Return the description of the wheel's library.
-
-    The library need not be opened, in another process, if the wheel has a file with the version,
-    and no RDMA module that must be tried.
-    """
     spec = find_spec(WHEEL)
     if spec is None or spec.origin is None:
         raise DriverError("the wheel libucx is not installed")
     folder = Path(spec.origin).parent
     path = folder / "lib" / SYSTEMS_OWN
     try:
+        # With this file, and no RDMA module to try, the library need not be opened.
         text = (folder / "UCX_WHEEL_VERSION.txt").read_text(encoding="utf-8")
         major, minor, patch = (int(number) for number in text.strip().split(".")[:3])
     except (OSError, ValueError):
@@ -182,15 +151,7 @@ def _wheels() -> UcxLibrary:
 
 
 def _asked(name: str, source: Source) -> UcxLibrary:
-    """Describe a library, by opening it in another process.
-
-    Args:
-        name: the library's path, or a name for the dynamic linker.
-        source: where the library was found.
-
-    Raises:
-        DriverError: the library cannot be opened.
-    """
+    """Describe a library, by opening it in another process."""
     try:
         ran = subprocess.run(
             [sys.executable, "-I", "-S", dlopen.__file__, name],

@@ -17,22 +17,14 @@ MAX_RUN_BYTES = 16 << 20
 class MergedCopies:
     """The n runs of a batch: copies that are contiguous in local and in remote memory.
 
-    Each run lies within one segment of the batch. Successive runs that are posted together are a
-    *window*.
-
-    Attributes:
-        local: (n,) the first local byte of each run.
-        remote: (n,) the first remote byte of each run.
-        nbytes: (n,) the length of each run in bytes, from 1 to ``MAX_RUN_BYTES``.
-        segment: (n,) the index, in the batch's ``segments``, of the segment of each run.
-        end_bytes: (n,) the sum of the lengths up to and including each run.
+    Each run lies within one segment. Successive runs that are posted together are a *window*.
     """
 
-    local: U64Array
+    local: U64Array  # (n,) the first byte of each run
     remote: U64Array
-    nbytes: U64Array
-    segment: I64Array
-    end_bytes: U64Array
+    nbytes: U64Array  # (n,) from 1 to ``MAX_RUN_BYTES``
+    segment: I64Array  # (n,) the index of each run's segment in the batch
+    end_bytes: U64Array  # (n,) the sum of the lengths up to and including each run
 
     def __len__(self) -> int:
         return len(self.nbytes)
@@ -55,32 +47,14 @@ class MergedCopies:
         )
 
     def window_end(self, start: int, max_runs: int, max_bytes: int) -> int:
-        """Return the end of the longest window (runs to post together) that begins at ``start``.
-
-        Args:
-            start: the index of the window's first run.
-            max_runs: the most runs of the window.
-            max_bytes: the most bytes of the window. A first run that is longer is a window of its
-                own.
-
-        Returns:
-            The index after the window's last run.
-        """
+        """Return the end of the longest window at ``start``; a first run may exceed the bytes."""
         before = int(self.end_bytes[start - 1]) if start else 0
         within = int(self.end_bytes.searchsorted(np.uint64(before + max_bytes), side="right"))
         return min(start + max_runs, max(within, start + 1), len(self))
 
 
 def merge_copies(copies: Copies) -> MergedCopies:
-    """Merge adjacent copies of a batch into longer ones (runs).
-
-    Args:
-        copies: a batch that ``check_copies`` has accepted. The caller may change its arrays
-            afterwards.
-
-    Returns:
-        The runs, in the order of the batch.
-    """
+    """Merge adjacent copies of a checked batch into runs, which do not refer to its arrays."""
     segment = np.repeat(
         np.arange(len(copies.segments)), [s.stop - s.start for s in copies.segments]
     )

@@ -1,11 +1,10 @@
 """Reads and writes by messages, for connections over which UCX cannot reach the peer's memory.
 
-UCX would emulate such access: the peer's UCX carries out requests without checking the addresses,
-and answers. If the connection has ended by then, because the requesting process was killed, UCX
-ends the peer's process (1.22: "Fatal: unexpected error", in ``ucp_put_handler`` and in its
-counterpart for reads). So the driver turns emulation off, and its client sends ``Store`` and
-``Fetch`` messages. The server, whose memory is read and written, checks every address; once it has
-closed a connection, it drops messages that arrive on it later.
+UCX would emulate such access: the peer's UCX checks no address, and if the connection has ended
+before it answers, since the requesting process was killed, UCX ends the peer's process (1.22:
+"Fatal: unexpected error", in ``ucp_put_handler`` and in its counterpart for reads). So the driver
+turns emulation off, and sends ``Store`` and ``Fetch``. The server checks every address; once it has
+closed a connection, it drops what arrives on it later.
 """
 
 from __future__ import annotations
@@ -35,52 +34,24 @@ _NONE: U64Array = np.empty(0, np.uint64)
 
 
 def needs_messages(transports: frozenset[str], kinds: frozenset[str]) -> bool:
-    """Return whether bytes go by messages, since UCX cannot move them without the peer's help.
-
-    Messages carry CPU memory only, so for other memory UCX always has to move the bytes itself.
-    Whether UCX can do so does not follow from the names of the transports: a NIC's driver may not
-    know a GPU's memory, and UCX may have turned reads off. UCX says so when the first read fails.
-
-    Args:
-        transports: UCX's names of the connection's transports.
-        kinds: the memory kinds of all regions, local and remote, that take part.
-    """
+    """Return whether bytes go by messages, since UCX needs the peer's help to move them."""
+    # Messages carry CPU memory only. Whether UCX reaches other memory does not follow from the
+    # names of transports (a NIC's driver may not know a GPU's memory): the first read shows it.
     return kinds == {CPU} and not any(name.startswith(NATIVE_TRANSPORTS) for name in transports)
 
 
 def copied_by_cpu(transports: frozenset[str]) -> bool:
-    """Return whether this process copies the bytes of CPU memory itself, by cma.
-
-    Args:
-        transports: UCX's names of the connection's transports.
-    """
+    """Return whether this process copies the bytes of CPU memory itself, by cma."""
     return "cma" in transports
 
 
 def consecutive(base: int, nbytes: U64Array) -> U64Array:
-    """Return the addresses of n adjacent ranges.
-
-    Args:
-        base: the address of the first range.
-        nbytes: (n,) uint64, the length of each range in bytes.
-
-    Returns:
-        (n,) uint64, the address of each range.
-    """
+    """Return the (n,) addresses of adjacent ranges of (n,) lengths, the first at ``base``."""
     return np.cumsum(nbytes) - nbytes + np.uint64(base)
 
 
 def build_rows(keys: U64Array, addresses: U64Array, nbytes: U64Array) -> U64Array:
-    """Return the rows that name n ranges of the server's memory in a ``Store`` or ``Fetch``.
-
-    Args:
-        keys: (n,) uint64, the key of the registration that each range lies in.
-        addresses: (n,) uint64, the address of each range in the server's process.
-        nbytes: (n,) uint64, the length of each range in bytes.
-
-    Returns:
-        (n, 3) uint64: key, address and length of each range.
-    """
+    """Return the rows, (n, 3) uint64, that name ranges of a server in a ``Store`` or ``Fetch``."""
     return np.stack([keys, addresses, nbytes], axis=1)
 
 
@@ -89,15 +60,8 @@ def apply_store(
 ) -> str:
     """Write the bytes of a client's ``Store`` into registered memory: all of them, or none.
 
-    Args:
-        rows: how many rows the body begins with, according to the client.
-        body: the address of the message's body: the rows, then the bytes to write.
-        nbytes: the length of the body in bytes.
-        regions: the registered regions of this transport.
-        copy_ranges: the function that copies the bytes.
-
-    Returns:
-        Why nothing was written; an empty string if all bytes were written.
+    ``body`` is the address of ``nbytes`` bytes: ``rows`` rows, according to the client, then the
+    bytes to write. The result is empty, or the reason for a refusal.
     """
     head = ROW_BYTES * rows
     if nbytes < head:
@@ -111,16 +75,7 @@ def apply_store(
 
 
 def check_rows(data: bytes, regions: RegionsByKey) -> tuple[str, U64Array, U64Array]:
-    """Check the rows of a client's message against the registered regions.
-
-    Args:
-        data: the n rows, ``ROW_BYTES`` each.
-        regions: the registered regions of this transport.
-
-    Returns:
-        Why the rows are refused, or an empty string; then the addresses and the lengths in bytes of
-        the ranges, each (n,) uint64, or (0,) if the rows are refused.
-    """
+    """Check rows; return the reason for a refusal, or "", and the addresses and lengths."""
     if len(data) % ROW_BYTES or len(data) > ROW_BYTES * MAX_RELAY_ROWS:
         return f"rows of {len(data)} bytes", _NONE, _NONE
     keys, addresses, lengths = np.frombuffer(data, np.uint64).reshape(-1, 3).T.copy()

@@ -28,8 +28,7 @@ REQUIRED_SETTINGS: Mapping[str, str] = {
     # message through shared memory, if its sender is interrupted while writing it.
     "ADAPTIVE_PROGRESS": "n",
 }
-"""The driver's settings of UCX on which its promises rest; they override the environment, which may
-be set for other libraries of the process."""
+"""Settings of UCX on which the driver's promises rest; they override the environment."""
 
 TUNING_SETTINGS: Mapping[str, str] = {
     # Few calls of ucp_worker_progress for many bytes, since each call takes the interpreter's lock.
@@ -39,18 +38,11 @@ TUNING_SETTINGS: Mapping[str, str] = {
     "CUDA_IPC_ENABLE_GET_ZCOPY": "y",
     "WARN_UNUSED_ENV_VARS": "n",
 }
-"""The driver's settings of UCX that only make it faster or quieter; the environment overrides
-them."""
+"""Settings of UCX that only make it faster or quieter; the environment overrides them."""
 
 
 def default_settings(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the driver's settings of UCX, by UCX's names without the prefix ``UCX_``.
-
-    The user's settings override them. The loaded UCX may not know all of them.
-
-    Args:
-        environ: the environment of the process, whose variables override ``TUNING_SETTINGS``.
-    """
+    """Return the driver's settings of UCX, without prefix ``UCX_``; the user's override them."""
     unset = {key: value for key, value in TUNING_SETTINGS.items() if f"UCX_{key}" not in environ}
     return {**REQUIRED_SETTINGS, **unset}
 
@@ -67,8 +59,8 @@ class UcxOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             wheel's.
         threads: with 1, one thread both serves peers and drives transfers; with 2, each has its
             own.
-        deadline_seconds: how long a transfer may make no progress, in seconds, before it fails.
-        connect_seconds: how many seconds a peer may take to answer ``connect``.
+        deadline_seconds: how long a transfer may make no progress before it fails.
+        connect_seconds: how long a peer may take to answer ``connect``.
     """
 
     transports: list[_Name] = []

@@ -18,23 +18,13 @@ from kvferry.drivers.ucx.ucp_structs import Code
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PostedRuns:
-    """The arguments for posting n runs: copies, each contiguous in local and in remote memory.
-
-    Each array is (n,) uint64.
-
-    Attributes:
-        local: the local address of each run.
-        nbytes: the length of each run in bytes.
-        remote: the remote address of each run.
-        keys: for each run, UCP's handle (``ucp_rkey_h``) of the key to the remote memory.
-        params: the address of each run's ``RequestParams``, which name the local registration.
-    """
+    """The arguments for posting n runs, which are contiguous on both sides: (n,) uint64 each."""
 
     local: U64Array
     nbytes: U64Array
     remote: U64Array
-    keys: U64Array
-    params: U64Array
+    keys: U64Array  # ``ucp_rkey_h``, to the remote memory
+    params: U64Array  # addresses of ``RequestParams``, which name the local registration
 
 
 class Poster(Protocol):
@@ -45,58 +35,24 @@ class Poster(Protocol):
         """Whether the loops are compiled, and so run without the interpreter's lock."""
 
     def post(self, endpoint: Endpoint, batch: PostedRuns, *, write: bool) -> U64Array:
-        """Post every run of a batch.
-
-        Args:
-            endpoint: the endpoint to post on.
-            batch: the runs.
-            write: whether to write (``ucp_put_nbx``) or to read (``ucp_get_nbx``).
-
-        Returns:
-            (n,) uint64, what UCP returned for each run: 0 if it has completed, an error status, or
-            the address of a request, which ``sweep`` frees.
-        """
+        """Post every run; return the n answers (see ``ucp``), whose requests ``sweep`` frees."""
 
     def sweep(self, requests: U64Array, start: int) -> tuple[int, int]:
         """Free completed requests, in order, up to the first that has not completed.
 
-        Args:
-            requests: (n,) uint64, the array that ``post`` returned.
-            start: the index of the first element to look at: 0 in the first call, then the number
-                that the previous call returned.
-
-        Returns:
-            How many elements, counted from the beginning of the array, have completed by now, and
-            the status of the first error among those that this call found completed, or 0.
+        ``start`` is 0, then the first result of the previous call: how many of all are completed.
+        The second result is the status of the first new error, or 0.
         """
 
     def progress(self, worker: WorkerHandle, seconds: float) -> bool:
-        """Let UCP make progress in a worker for a time, or until there is nothing to do.
-
-        Args:
-            worker: the worker.
-            seconds: how long to go on at most.
-
-        Returns:
-            Whether there may be more to do.
-        """
+        """Let UCP work for a time, or until all is done; return whether there may be more."""
 
     def copy(self, targets: U64Array, sources: U64Array, nbytes: U64Array) -> None:
-        """Copy n ranges of this process's memory. The caller has made sure that none overlap.
-
-        Args:
-            targets: (n,) uint64, the address to copy each range to.
-            sources: (n,) uint64, the address to copy each range from.
-            nbytes: (n,) uint64, the length of each range in bytes.
-        """
+        """Copy n ranges, none of which overlap, of this process's memory; (n,) uint64 each."""
 
 
 class PlainPoster:
-    """Post to UCP by loops in Python: implements ``Poster``.
-
-    Args:
-        ucp: the loaded libucp.
-    """
+    """Post to UCP by loops in Python: implements ``Poster``."""
 
     compiled = False
 

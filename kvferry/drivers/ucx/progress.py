@@ -1,10 +1,9 @@
 """Let UCX work: in a thread that sleeps while there is nothing to do, and within calls.
 
-UCX moves bytes and delivers messages only while ``ucp_worker_progress`` is called. The transport's
-client side and its server side each have workers, and a lock for them. To *drive* a side is to call
-its ``run_once``, which calls that function and handles what has arrived. A ``ProgressThread``
-drives one side or both. With a ``ProgressDriver``, calls of the transport also drive the client
-side, so that the thread need not be woken.
+UCX moves bytes and delivers messages only while ``ucp_worker_progress`` is called. The client side
+and the server side of a transport each have workers, and a lock. To *drive* a side is to call its
+``run_once``, which calls that function and handles what has arrived. A ``ProgressThread`` drives
+one side or both; a ``ProgressDriver`` drives the client side in calls of the transport, too.
 """
 
 from __future__ import annotations
@@ -22,29 +21,25 @@ from kvferry.drivers.ucx.worker import Worker
 if TYPE_CHECKING:
     from kvferry.drivers.ucx.client import Client
 
+# While calls of the transport follow each other within this time, they drive a side, and the
+# progress thread does not: the two would only hand the interpreter's lock to each other, which
+# takes up to 5 ms each time.
 POLLED_SECONDS = 0.0003
-"""While calls of the transport follow each other within this time, they drive a side, and the
-progress thread does not: the two would only hand the interpreter's lock to each other, which takes
-up to 5 ms each time."""
 
-_PAUSE_SECONDS = 0.0005
-"""How long ``wait_until`` sleeps before it checks its condition again, if there is nothing to do.
-"""
+_PAUSE_SECONDS = 0.0005  # of ``wait_until``
 
 _TIMER_MILLISECONDS = 20
-"""How long a progress thread sleeps at most while something, such as a deadline, may end without an
-event."""
+"""A progress thread's longest sleep while something may end without an event (a deadline)."""
 
 _HELD_MILLISECONDS = 2
-"""How long a progress thread sleeps at most while another thread holds the lock of a side: the
-release of a lock raises no event."""
+"""The same while another thread holds a side's lock, the release of which raises no event."""
 
 
 class FairLock:
     """A lock whose ``try_acquire`` fails while another thread waits in ``with lock:``.
 
-    If a loop releases and acquires a ``threading.Lock``, it has the lock again before a waiting
-    thread wakes up: a progress loop would keep other threads out for as long as bytes move.
+    A loop that releases and acquires a ``threading.Lock`` has it again before a waiting thread
+    wakes up: a progress loop would keep other threads out for as long as bytes move.
     """
 
     def __init__(self) -> None:
@@ -65,11 +60,7 @@ class FairLock:
         self._lock.release()
 
     def try_acquire(self) -> bool:
-        """Acquire the lock if it is free and nobody waits for it.
-
-        Returns:
-            Whether the lock was acquired.
-        """
+        """Acquire the lock if it is free and nobody waits for it; return whether it was."""
         return not self._waiting and self._lock.acquire(blocking=False)
 
     def release(self) -> None:
@@ -78,11 +69,7 @@ class FairLock:
 
 
 class ProgressTarget(Protocol):
-    """The client side or the server side of a transport, as a progress thread drives it.
-
-    Attributes:
-        lock: held while a thread uses the side.
-    """
+    """The client or server side of a transport; ``lock`` is held while a thread uses it."""
 
     lock: FairLock
 
@@ -99,21 +86,11 @@ class ProgressTarget(Protocol):
         """Whether calls of the transport drive this side, so that the progress thread need not."""
 
     def run_once(self) -> bool:
-        """Let UCP work in the side's workers, and handle the results. The caller holds the lock.
-
-        Returns:
-            Whether there may be more to do at once.
-        """
+        """Let UCP work and handle results, with the lock held; return whether more may be left."""
 
 
 class ProgressThread:
-    """A thread that calls ``run_once`` of one or both sides, and sleeps until UCX has work.
-
-    Args:
-        name: the name of the thread.
-        targets: the client side, the server side, or both.
-        enter: called first in the thread.
-    """
+    """A thread that calls ``run_once`` of one or both sides, and sleeps until UCX has work."""
 
     def __init__(self, name: str, targets: Sequence[ProgressTarget], enter: EnterThread) -> None:
         self._targets = targets
@@ -153,13 +130,7 @@ class ProgressThread:
                 self._sleep(elsewhere + held, soon=soon)
 
     def _sleep(self, unarmed: list[ProgressTarget], *, soon: bool) -> None:
-        """Sleep until UCX has an event, ``wake`` is called, or it is time for ``run_once`` again.
-
-        Args:
-            unarmed: the sides (client, server) whose workers are not armed and so raise no event:
-                because of them the sleep is short.
-            soon: whether to sleep for ``_HELD_MILLISECONDS`` at most.
-        """
+        """Sleep until UCX or ``wake`` has an event, briefly if some sides are not armed for it."""
         poll = select.poll()
         poll.register(self._wake, select.POLLIN)
         for target in self._targets:
@@ -174,27 +145,14 @@ class ProgressThread:
 
 
 class ProgressDriver:
-    """Lets the client side make progress within calls of the transport, such as ``poll``.
-
-    Args:
-        client: the client side.
-        threads: the progress threads, which drive both sides outside such calls.
-    """
+    """Lets the client side make progress within calls of the transport, such as ``poll``."""
 
     def __init__(self, client: Client, threads: Sequence[ProgressThread]) -> None:
         self._client = client
         self._threads = threads
 
     def wait_until(self, condition: Callable[[], bool], seconds: float) -> bool:
-        """Call the client side's ``run_once`` until a condition holds, or the time is up.
-
-        Args:
-            condition: checked repeatedly, without the client's lock.
-            seconds: how long to wait at most.
-
-        Returns:
-            Whether the condition holds.
-        """
+        """Drive the client side until a condition, checked without lock, holds; return whether."""
         deadline = time.monotonic() + seconds
         while not condition():
             if time.monotonic() > deadline:
@@ -204,11 +162,7 @@ class ProgressDriver:
         return True
 
     def run_once(self) -> bool:
-        """Call the client side's ``run_once``, unless another thread has its lock or waits for it.
-
-        Returns:
-            Whether there may be more to do at once; False if ``run_once`` was not called.
-        """
+        """Drive the client side, unless its lock is in use; return whether more may be left."""
         if not self._client.lock.try_acquire():
             return False
         try:
@@ -233,11 +187,6 @@ class ProgressDriver:
 
 
 def _run_and_release(target: ProgressTarget) -> bool:
-    """Call a side's ``run_once``, then release its lock, which the caller has acquired.
-
-    Returns:
-        Whether there may be more to do at once.
-    """
     try:
         return target.run_once()
     finally:

@@ -1,9 +1,9 @@
 """The server side of a transport: connections of clients, their messages, and withdrawals.
 
 A client's reads and writes may be carried out by the server's UCX, which checks nothing. So before
-memory is deregistered, the server tells every client that the memory's registration is *withdrawn*,
-and each client confirms this once no transfer of that client uses the memory any more. A client
-that does not confirm in time is disconnected; then the server drops what still arrives from it.
+memory is deregistered, the server tells every client that its registration is *withdrawn*, and each
+client confirms that once no transfer uses it any more. A client that does not in time is
+disconnected; then the server drops what still arrives from it.
 """
 
 from __future__ import annotations
@@ -46,8 +46,7 @@ _NOTIFICATION_BYTES = 256
 """About how many bytes a kept notification takes besides its payload."""
 
 MAX_CONNECTIONS = 4096
-"""The most connections that are served at once. Each takes an endpoint of UCX and, over tcp, one or
-more file descriptors. A client has one or two, so 256 engines of eight ranks have 4096 at most."""
+"""The most that are served; each takes a UCX endpoint and, over tcp, file descriptors."""
 MAX_WAITING_HELLOS = 256
 """The most ``Hello`` messages that wait for an answer while connections are being closed."""
 MAX_REFUSED = 64
@@ -56,19 +55,7 @@ MAX_REFUSED = 64
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class ClientConnection:
-    """A client's connection, as the server sees it.
-
-    Attributes:
-        id: the id that the client chose for the connection.
-        client: the client's name.
-        worker_address: UCX's address of the client's worker.
-        endpoint: the server's endpoint to the client's worker.
-        endpoint_number: the number under which the server's worker reports the endpoint's error.
-        index: 0 for the client's first connection to this server, 1 for its second.
-        confirmed: announcements to end registrations (withdrawals) are numbered; this is the number
-            of the last one that the client has confirmed or need not confirm.
-        welcome: True if the client may read and write, False if it was refused.
-    """
+    """A client's connection, as the server sees it."""
 
     id: ConnectionId
     client: str
@@ -76,18 +63,13 @@ class ClientConnection:
     endpoint: Endpoint
     endpoint_number: int
     index: int
-    confirmed: int
-    welcome: bool
+    confirmed: int  # the last withdrawal that the client has confirmed, or need not
+    welcome: bool  # False if it was refused
 
 
 @dataclass(slots=True, eq=False)
 class KeptNotifications:
-    """The notifications of one client that ``Server.take_notifications`` has not returned yet.
-
-    Attributes:
-        notifications: the notifications, in the order of their arrival.
-        nbytes: about how many bytes they take.
-    """
+    """A client's notifications, in order, that were not taken yet; about how many bytes."""
 
     notifications: list[Notification] = field(default_factory=list)
     nbytes: int = 0
@@ -97,25 +79,13 @@ class Server:
     """The server side of a transport, whose memory peers read and write.
 
     The caller of a method must hold ``lock``, except for ``is_confirmed``; properties need no lock.
-
-    Args:
-        make_worker: makes a UCP worker.
-        instance: 16 random bytes that identify this transport (``UcxAddress.instance``).
-
-    Attributes:
-        lock: protects this object and its worker.
-        last_driven: when ``poll`` last ran, by ``time.monotonic``.
-        worker: the worker whose address peers get.
-        format_known: whether this process's UCX uses the address format that ``ucx_format`` checks.
-        withdrawals: how many registrations this side has announced to end (withdrawn) so far.
-        regions: the registered regions, by the keys of their registrations.
     """
 
     def __init__(self, make_worker: Callable[[], Worker], instance: Instance) -> None:
         self.lock = FairLock()
         self.worker = make_worker()
         self.worker.on_body = self._on_body
-        self.format_known = is_known(self.worker.address)
+        self.format_known = is_known(self.worker.address)  # else addresses are not checked
         self._instance = instance
         # All connections that have an endpoint (refused ones, too), by the endpoint's number; then
         # those that are served, by connection id.
@@ -129,8 +99,8 @@ class Server:
         self._stored: deque[Stored] = deque()
         self._kept: dict[str, KeptNotifications] = {}  # by the names of the clients
         self._kept_bytes = 0
-        self.last_driven = 0.0
-        self.withdrawals = 0
+        self.last_driven = 0.0  # when ``poll`` last ran
+        self.withdrawals = 0  # announced so far
         self.regions: dict[KeyId, Region] = {}
 
     @property
@@ -145,18 +115,12 @@ class Server:
 
     @property
     def needs_timer(self) -> bool:
-        """Whether clients wait for an answer to ``Hello``: UCX may have no event when it is due.
-
-        Also while calls of the transport drive this side: they may end, and do not arm the worker.
-        """
+        """Whether clients wait for an answer to ``Hello``: UCX may have no event when it is due."""
+        # Calls of the transport that drive this side may end, and do not arm the worker.
         return bool(self._waiting_hellos) or self.driven_elsewhere
 
     def run_once(self) -> bool:
-        """Let UCP work, and handle what has arrived.
-
-        Returns:
-            Whether there may be more to do at once.
-        """
+        """Let UCP work, and handle what has arrived; return whether more may be left."""
         return self._handle(busy=self.worker.run_once())
 
     def poll(self) -> bool:
@@ -167,11 +131,6 @@ class Server:
         return busy or waits
 
     def _handle(self, *, busy: bool) -> bool:
-        """Handle what has arrived.
-
-        Returns:
-            Whether there may be more to do at once.
-        """
         for number, _ in self.worker.failures():
             if number in self._by_endpoint:
                 self._close(self._by_endpoint[number])
@@ -191,14 +150,7 @@ class Server:
         return [note for kept in taken.values() for note in kept.notifications]
 
     def withdraw(self, key: KeyId) -> int:
-        """Tell every client that a registration is about to end (withdraw the registration).
-
-        Args:
-            key: the key of the registration.
-
-        Returns:
-            The number of the withdrawal, for ``is_confirmed``.
-        """
+        """Tell every client that a registration ends; return a number for ``is_confirmed``."""
         self.withdrawals += 1
         self.regions.pop(key, None)
         self._withdrawn.append(key)
@@ -207,13 +159,9 @@ class Server:
         return self.withdrawals
 
     def is_confirmed(self, number: int) -> bool:
-        """Return whether all clients have confirmed the end of a registration or are disconnected.
-
-        The registration is named by the number that ``withdraw`` returned.
-
-        False while the worker is closing an endpoint, over which bytes may still arrive. Endpoints
-        that wait for unsent messages before they are closed do not count: see ``_answer_hellos``.
-        """
+        """Return whether all clients have confirmed a withdrawal or are disconnected."""
+        # Bytes may still arrive over an endpoint that is being closed, but not over one that
+        # lingers before: see ``_answer_hellos``.
         return not (self._unconfirmed(number) or self.worker.closing)
 
     def disconnect_unconfirmed(self, number: int) -> None:
@@ -231,12 +179,7 @@ class Server:
         self.worker.destroy()
 
     def _announce_end(self, served: list[ClientConnection]) -> None:
-        """Tell clients (``Ended``) that the server drops what still arrives from them.
-
-        Args:
-            served: the closed connections of clients that were not refused. ``Ended`` is sent on
-                new endpoints.
-        """
+        """Tell the clients of closed connections (``Ended``) that what still arrives is dropped."""
         for connection in served:
             with contextlib.suppress(TransportError):
                 endpoint, number = self.worker.connect(connection.worker_address)
@@ -287,7 +230,6 @@ class Server:
             self.worker.send(connection.endpoint, answer, buffer, int(lengths.sum()))
 
     def _on_notification(self, connection: ClientConnection, payload: bytes) -> None:
-        """Keep a notification for ``take_notifications``; if too many are kept, cut a client."""
         kept = self._kept.setdefault(connection.client, KeptNotifications())
         kept.notifications.append(Notification(sender=connection.client, payload=payload))
         kept.nbytes += len(payload) + _NOTIFICATION_BYTES
@@ -304,11 +246,8 @@ class Server:
                 self._close(connection)
 
     def _on_hello(self, hello: Hello) -> None:
-        """Close the client's earlier connection with the same index, and queue the ``Hello``.
-
-        A ``Hello`` that names another instance is dropped: only clients that were admitted to a
-        handshake know this transport's address, and with it ``UcxAddress.instance``.
-        """
+        """Close the client's earlier connection with the same index, and queue the ``Hello``."""
+        # Only clients that were admitted to a handshake know the instance.
         if hello.server != self._instance or not self._may_wait(hello):
             return
         for connection in list(self._connections.values()):
@@ -320,11 +259,6 @@ class Server:
         self._waiting_hellos.append(hello)
 
     def _may_wait(self, hello: Hello) -> bool:
-        """Return whether a ``Hello`` may be queued.
-
-        The queue must have room, the connection id must not be in use by another client, and the
-        format of the worker address must be valid.
-        """
         if len(self._waiting_hellos) >= MAX_WAITING_HELLOS or self._has_anothers_id(hello):
             return False
         try:
@@ -344,19 +278,13 @@ class Server:
         return any(waiting.connection == hello.connection for waiting in self._waiting_hellos)
 
     def _answer_hellos(self) -> bool:
-        """Answer the queued ``Hello`` messages, unless an endpoint is being closed.
-
-        A ``Welcome`` promises that no byte of the client's earlier connection is written any more.
-        An endpoint that lingers (see ``Worker.close_endpoint``) does not break the promise: only
-        messages arrive on it, and messages of a connection that is not in ``_connections`` are
-        dropped. An endpoint by which a NIC could write does not linger: ``Worker.closing`` is true
-        until that endpoint is closed. Shared memory is written by the client itself, which knows
-        when its writes have ended. So no answer needs to wait for endpoints that linger, which may
-        take long if their client is stopped.
-
-        Returns:
-            Whether any ``Hello`` was answered.
-        """
+        """Answer queued ``Hello`` messages unless an endpoint closes; return whether any."""
+        # A ``Welcome`` promises that no byte of the client's earlier connection is written any
+        # more. An endpoint that lingers does not break that: only messages arrive on it, which are
+        # dropped, since its connection is not in ``_connections``. One by which a NIC could write
+        # does not linger: ``closing`` is true until it is closed. Shared memory is written by the
+        # client itself, which knows when its writes have ended. So no answer waits for lingering
+        # endpoints, which may take long.
         before = len(self._waiting_hellos)
         while self._waiting_hellos and not self.worker.closing:
             self._answer(self._waiting_hellos.popleft())

@@ -29,17 +29,14 @@ from kvferry.drivers.ucx.ucp_structs import Code
 WINDOW_RUNS = 1 << 11
 WINDOW_BYTES = 8 << 20
 MAX_WINDOWS = 2
-"""The most windows of a transfer that are posted on a connection at once; each has ``WINDOW_RUNS``
-runs and ``WINDOW_BYTES`` bytes at most. These limits bound the memory that UCX takes, and what a
-cancelled transfer waits for."""
+"""The most windows per connection: a limit to UCX's memory, and to a cancelled transfer's wait."""
 
+# If GPU memory takes part, NICs and GPUs move a window while no thread of this process runs: at 400
+# Gbit/s, two last 2.7 ms, and that long a thread may wait for the interpreter's lock before it
+# posts the next. The runs suffice for pieces of 8 KiB. A cancelled transfer waits for two: some 5
+# ms over PCIe, and 70 ms if the pieces are small and a GPU makes a copy of each.
 DEVICE_WINDOW_RUNS = 1 << 13
 DEVICE_WINDOW_BYTES = 64 << 20
-"""The limits of a window if GPU memory takes part. NICs and GPUs move it while no thread of this
-process runs: at 400 Gbit/s, two windows last 2.7 ms, and that long a thread may wait for the
-interpreter's lock before it posts the next. The number of runs is enough for pieces of 8 KiB. A
-cancelled transfer waits for up to two such windows: some 5 ms over PCIe, and 70 ms if the pieces
-are small and a GPU makes a copy of each."""
 
 MAX_MESSAGE_WINDOWS = 16
 """The most windows of a transfer that are under way at once if its bytes go by messages."""
@@ -59,81 +56,46 @@ _DONE = Status(state=State.DONE)
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Window:
-    """Successive runs (contiguous copies) that were posted together, or sent in one message.
-
-    Attributes:
-        connection: the connection on which the runs were posted or the message was sent.
-        requests: (n,) uint64, what UCP returned for each run (see ``Poster.post``); empty if a
-            message was sent.
-        flush: what ``Ucp.flush`` returned after a write was posted; 0 once the flush has completed,
-            and for reads and messages.
-        message_number: the number of the ``Store`` or ``Fetch`` message; 0 if none was sent.
-        swept: how many of ``requests`` have completed.
-        flushed: whether the flush after a write has completed without an error: everything that UCX
-            has sent of the write has arrived.
-        code: UCX's status of the first error in the window, or 0.
-    """
+    """Successive runs (contiguous copies) that were posted together, or sent in one message."""
 
     connection: UcxConnection
-    requests: U64Array
-    flush: int = 0
-    message_number: int = 0
-    swept: int = 0
-    flushed: bool = False
-    code: int = 0
+    requests: U64Array  # (n,) of ``Poster.post``; empty for a message
+    flush: int = 0  # of ``Ucp.flush`` after a write; 0 once it has completed
+    message_number: int = 0  # of the ``Store`` or ``Fetch``
+    swept: int = 0  # how many of ``requests`` have completed
+    flushed: bool = False  # whether all that UCX has sent of a write has arrived
+    code: int = 0  # UCX's status of the first error
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class UcxTransfer:
     """One transfer, whose runs are posted in windows (see ``Window``).
 
-    The transfer is DONE when all runs have been posted and have completed without an error. Once
-    ``fail`` was called, the transfer is FAILING and nothing more is posted; it is FAILED when no
-    window is under way any more. But if UCX has begun a part of a write and completed it with an
-    error, bytes of that part may still lie in queues on the way to the peer: then the write is
-    FAILED only after ``confirm_dropped``. And if local GPU memory takes part, copies may still wait
-    in the queues of the GPU: then the transfer is FAILED only when the GPU has done them.
-
-    Attributes:
-        peer: the peer.
-        connection: the connection on which the transfer is posted.
-        write: True for a write, False for a read.
-        runs: the copies to make, merged into contiguous runs.
-        segments: for each segment of the batch, the address of the local registration's request
-            parameters, and the remote region.
-        memory_kinds: the memory kinds of the regions on both sides.
-        remote_keys: the keys of the remote registrations that the transfer uses.
-        send_notification: sends the bound notification; ``None`` if there is none.
-        poster: the loops that post the runs.
-        last_progress: when a run last completed (at first: when this object was made), by
-            ``time.monotonic``.
-        second_connection: a second connection to post on, too, when it is ready, or ``None``.
-        devices: the GPUs with local memory of the transfer; ``None`` if all local memory is CPU
-            memory.
-        status: the status that ``poll`` returns.
-        position: how many runs have been posted.
-        windows: the windows that are under way.
-        unconfirmed: whether bytes of a failed write may still arrive at the peer.
-        reported: whether ``poll`` has returned that the transfer is final.
+    It is DONE when all runs have completed without an error. Once ``fail`` was called, it is
+    FAILING and nothing more is posted; it is FAILED when no window is under way. But if UCX has
+    completed a part of a write with an error, bytes of it may still lie in queues on the way to the
+    peer: then it is FAILED only after ``confirm_dropped``. And copies may wait in the queues of
+    local GPUs: then it is FAILED only when these have done them.
     """
 
     peer: UcxPeer
     connection: UcxConnection
     write: bool
     runs: MergedCopies
+    # For each segment: the address of the local ``RequestParams``, and the remote region.
     segments: list[tuple[int, UcxRegion]]
-    memory_kinds: frozenset[str]
+    memory_kinds: frozenset[str]  # of both sides
     remote_keys: frozenset[KeyId]
-    send_notification: Callable[[], None] | None
+    send_notification: Callable[[], None] | None  # sends the bound one
     poster: Poster
-    last_progress: float = field(default_factory=time.monotonic)
-    second_connection: UcxConnection | None = None
-    devices: LocalDevices | None = None
+    last_progress: float = field(default_factory=time.monotonic)  # when a run last completed
+    second_connection: UcxConnection | None = None  # to post on, too, when it is ready
+    devices: LocalDevices | None = None  # with local memory
     status: Status = _PENDING
-    position: int = 0
-    windows: list[Window] = field(default_factory=list)
-    unconfirmed: bool = False
-    reported: bool = False
+    position: int = 0  # how many runs have been posted
+    windows: list[Window] = field(default_factory=list)  # under way
+    unconfirmed: bool = False  # whether bytes of a failed write may still arrive
+    reported: bool = False  # whether ``poll`` has returned that it is final
 
     @classmethod
     def of_small_read(
@@ -144,15 +106,7 @@ class UcxTransfer:
         poster: Poster,
         answer: int,
     ) -> UcxTransfer:
-        """Return the transfer of a read of CPU memory whose only run has been posted.
-
-        Args:
-            peer: the peer.
-            key: the key of the remote registration.
-            send_notification: sends the bound notification; ``None`` if there is none.
-            poster: the loops that collect the request.
-            answer: what UCP returned, as for ``Window.requests``; 0 if the bytes have arrived.
-        """
+        """Return a read of CPU memory whose only run was posted, with UCP's answer to that."""
         transfer = cls(
             peer=peer,
             connection=peer.connection,
@@ -177,12 +131,7 @@ class UcxTransfer:
         return self.status.state.final
 
     def advance(self, now: float, idle_timeout: float) -> None:
-        """Collect completed requests, post further windows, and update the status.
-
-        Args:
-            now: the time, by ``time.monotonic``.
-            idle_timeout: seconds without progress after which the transfer fails.
-        """
+        """Collect requests, post windows, update the status; fail if idle for too long."""
         if self.final:
             return
         self._sweep(now)
@@ -212,19 +161,13 @@ class UcxTransfer:
             window.connection.fetch_targets.pop(window.message_number, None)
 
     def confirm_dropped(self) -> None:
-        """Record that no further byte of the failed write will reach the peer's memory.
-
-        Called once the peer's process has ended, or the peer drops such bytes when they arrive.
-        """
+        """Record that no further byte of the failed write will reach the peer's memory."""
         self.unconfirmed = False
         if not self.windows:
             self._conclude()
 
     def uses(self, connection: UcxConnection) -> bool:
-        """Return whether runs of the transfer are under way on a connection.
-
-        This includes copies that may still wait in the queues of a GPU after the transfer failed.
-        """
+        """Return whether runs, or a GPU's copies of a failed transfer, may use a connection."""
         if self.devices is not None and self.position:
             return connection in self._connections
         return any(window.connection is connection for window in self.windows)
@@ -258,12 +201,10 @@ class UcxTransfer:
 
     @property
     def _by_messages(self) -> bool:
-        """Whether the bytes go by messages, since UCX cannot move them without the peer's help."""
         return needs_messages(self.connection.transports, self.memory_kinds)
 
     @property
     def _in_cpu_memory(self) -> bool:
-        """Whether all memory of the transfer, local and remote, is CPU memory."""
         return self.memory_kinds <= {CPU}
 
     def _post(self, connection: UcxConnection) -> None:
@@ -403,7 +344,6 @@ class UcxTransfer:
         return self.devices is None or not self.position or self.devices.are_quiet()
 
     def _complete(self) -> None:
-        """Make the transfer, all of whose bytes have arrived, DONE."""
         if self.devices is not None and not self.write:
             try:
                 self.devices.flush(self.connection.transports)

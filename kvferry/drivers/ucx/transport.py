@@ -60,8 +60,7 @@ _BREAK_SECONDS = 2.0
 """How long transfers may take to end after their connections were closed."""
 
 _ANSWER_SECONDS = 5.0
-"""How long a peer may then take to confirm that it drops what still arrives on the closed
-connections; ``connect_seconds`` if that is shorter."""
+"""How long peers may then take to confirm, and ``connect_seconds`` at most."""
 
 _RELEASE_SECONDS = 2.0
 """How long peers may take to stop using memory that is to be deregistered."""
@@ -69,50 +68,35 @@ _RELEASE_SECONDS = 2.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Registration:
-    """One registration of a region with UCX.
-
-    Attributes:
-        key: the number of the registration; this transport never uses a number twice.
-        memory: UCX's handle of the registered memory.
-        packed: UCX's packed key, with which peers reach the region.
-        params: UCX's request parameters for reads into the region and writes from it. UCX gets the
-            address of this structure, so the registration keeps it alive.
-    """
+    """One registration of a region with UCX, and UCX's request parameters for its use."""
 
     key: KeyId
     memory: Memory
     packed: bytes
-    params: structs.RequestParams
+    params: structs.RequestParams  # UCX gets its address, so it must live
 
 
 class UcxTransport(BaseTransport[Registration, UcxAddress, UcxPeer, UcxTransfer]):
     """Read and write CPU and CUDA memory, on one host or several, with UCP's one-sided operations.
 
-    Each transport has a UCX context of its own, configured by its options, and one or two threads,
-    which sleep while there is nothing to do: they drive transfers and serve peers without calls of
-    the transport.
+    Each transport has a UCX context of its own, and one or two threads, which drive transfers and
+    serve peers without calls of the transport, and else sleep. It is not usable in a forked child.
 
-    Which memory it reaches depends on the loaded UCX and on the connection. CPU memory is reached
-    over every connection: where UCX cannot access the peer's memory (over tcp, for example), the
-    bytes go by messages. CUDA memory needs a UCX that was built with CUDA, and RDMA or, on one
+    CPU memory is reached over every connection: where UCX cannot access it (over tcp, for example),
+    the bytes go by messages. CUDA memory needs a UCX that was built with CUDA, and RDMA or, on one
     host, CUDA IPC: ``capabilities`` lists it only if UCX can register it and CUDA's driver can be
-    called. Whether a connection reaches the peer's CUDA memory shows when it is first read: if not,
-    each transfer of it fails with ``TransportUnsupportedError``, which says what to look at.
+    called. If a connection does not reach the peer's, each transfer of it fails with
+    ``TransportUnsupportedError``, which says what to look at.
 
-    **When a failed transfer is FAILED.** UCX completes every request. If the connection breaks, it
-    first takes down the network connections below, then completes the requests with an error. So a
-    read into CPU memory is FAILED as soon as its requests have completed. Copies into CUDA memory
-    may then still wait in the GPU's queues: such a read is FAILED when the GPU has done all work
-    that was enqueued until then, the engine's too. If the GPU never ends that work, the read stays
-    FAILING, and ``disconnect`` raises. Bytes that a write sent before its connection broke may
-    still lie in queues of a living peer. Such a write stays FAILING until the peer's process has
-    ended, or the peer has closed its end of that connection and so drops what still arrives. The
-    peer confirms this on a new connection, which ``disconnect`` opens.
+    **When a failed transfer is FAILED.** A read into CPU memory: as soon as UCX has completed its
+    requests, which it does after it has taken down the network connections below. A read into CUDA
+    memory: when the GPU, too, has done all work that was enqueued until then, the engine's as well;
+    if it never does, the read stays FAILING, and ``disconnect`` raises. A write, whose bytes may
+    lie in queues of a living peer: when the peer's process has ended, or the peer has confirmed, on
+    a new connection that ``disconnect`` opens, that it drops what still arrives.
 
-    **When a read is DONE.** Its bytes are visible to work that starts on the GPU from then on.
-    Where the GPU does not order what a NIC writes into its memory, the driver flushes it first.
-
-    A transport is not usable in a forked child.
+    **When a read is DONE.** Its bytes are visible to work that starts on the GPU from then on: the
+    driver flushes what a NIC writes, where the GPU needs that.
 
     Args:
         enter: called first in every thread of the transport.
@@ -203,11 +187,7 @@ class UcxTransport(BaseTransport[Registration, UcxAddress, UcxPeer, UcxTransfer]
         return registration
 
     def _deregister(self, region: Region, registration: Registration) -> None:
-        """As ``BaseTransport._deregister``, but first wait until no peer uses the region any more.
-
-        Peers that have not confirmed this within 2 s are disconnected; then this method waits up to
-        2 s more for the end of their connections.
-        """
+        """As the base's, but first wait until no peer uses the region, or it is disconnected."""
         self._withdraw(registration.key)
         with self._server.lock, self._client.lock:
             self._ucp.unmap(self._context, registration.memory)
@@ -290,11 +270,7 @@ class UcxTransport(BaseTransport[Registration, UcxAddress, UcxPeer, UcxTransfer]
             raise
 
     def _wait_ready(self, connection: UcxConnection) -> None:
-        """Wait until a connection is ready.
-
-        Raises:
-            ConnectError: the connection has broken, or the server does not answer.
-        """
+        """Wait until a connection is ready; raise ``ConnectError`` if it will not be."""
         self._progress_driver.wake()
         # Twice the time after which the client itself breaks a connection that is not answered.
         self._progress_driver.wait_until(
@@ -310,10 +286,6 @@ class UcxTransport(BaseTransport[Registration, UcxAddress, UcxPeer, UcxTransfer]
         self._progress_driver.wake()
 
     def _path(self, connection: UcxPeer) -> str:
-        """Return UCX's names of the connection's transports, such as "cma+tcp".
-
-        Empty while the connection is not ready.
-        """
         return "+".join(sorted(connection.connection.transports))
 
     # Transfers.
@@ -343,12 +315,10 @@ class UcxTransport(BaseTransport[Registration, UcxAddress, UcxPeer, UcxTransfer]
         return self._client.read_small(peer, region, request.copies, params, request.notify)
 
     def _make_transfer(self, request: TransferRequest[UcxPeer], runs: MergedCopies) -> UcxTransfer:
-        """Return a transfer that has not been started.
-
-        The caller holds the client's lock, so that ``_refresh`` cannot replace the peer's regions
-        and connection meanwhile. A key from an older address must not be used on a connection that
-        was opened with a newer address: the server does not repeat there which keys are invalid.
-        """
+        """Return a transfer that has not been started. The caller holds the client's lock."""
+        # ``_refresh`` must not replace regions and connection meanwhile: a key of an older address
+        # must not be used on a connection that was opened with a newer one, where the server does
+        # not repeat which keys are invalid.
         peer = request.connection
         try:
             segments = [
@@ -382,7 +352,6 @@ class UcxTransport(BaseTransport[Registration, UcxAddress, UcxPeer, UcxTransfer]
         )
 
     def _devices_of(self, local: frozenset[Region]) -> LocalDevices | None:
-        """Return the GPUs that local regions are in, or ``None`` if there are none."""
         found = [region.device for region in local if region.kind == CUDA]
         return LocalDevices(self._cuda, found, self._enter) if self._cuda and found else None
 
@@ -399,12 +368,6 @@ class UcxTransport(BaseTransport[Registration, UcxAddress, UcxPeer, UcxTransfer]
         self._progress_driver.wake()
 
     def _end_transfers(self, transfers: Sequence[UcxTransfer], error: TransportError) -> bool:
-        """Make transfers fail, and wait until they are final.
-
-        Transfers get some time to end by themselves. Then their connections are closed. Then, for
-        failed writes, new connections are opened, on which the peers confirm that they drop the
-        bytes that still arrive.
-        """
         with self._client.lock:
             for transfer in transfers:
                 transfer.fail(error)
@@ -412,6 +375,9 @@ class UcxTransport(BaseTransport[Registration, UcxAddress, UcxPeer, UcxTransfer]
         def all_final() -> bool:
             return all(transfer.final for transfer in transfers)
 
+        # Transfers get some time to end by themselves. Then their connections are closed. Then, for
+        # failed writes, new connections are opened, on which the peers confirm that they drop the
+        # bytes that still arrive.
         if self._progress_driver.wait_until(all_final, _END_SECONDS):
             return True
         with self._client.lock:
@@ -431,11 +397,6 @@ class UcxTransport(BaseTransport[Registration, UcxAddress, UcxPeer, UcxTransfer]
     # Notifications.
 
     def _notify(self, connection: UcxPeer, payload: bytes) -> None:
-        """As ``BaseTransport._notify``, with room for 64 MiB of messages in the queue.
-
-        Raises:
-            TransportError: the peer lives, but the queue to it is full.
-        """
         with self._client.lock:
             latest = self._client.connection_to(connection)
             if latest.backlog > MAX_BACKLOG:
@@ -484,7 +445,6 @@ class UcxTransport(BaseTransport[Registration, UcxAddress, UcxPeer, UcxTransfer]
 
 
 def _is_small_read(request: TransferRequest[UcxPeer]) -> bool:
-    """Return whether a transfer reads one range of CPU memory, of at most ``BRIEF_BYTES``."""
     copies = request.copies
     if request.write or len(copies) != 1 or len(copies.segments) != 1:
         return False
@@ -496,11 +456,7 @@ def _is_small_read(request: TransferRequest[UcxPeer]) -> bool:
 
 @functools.cache
 def _loaded(explicit: str | None) -> tuple[UcxLibrary, Ucp]:
-    """Find and load a UCX; once per process and option, since libraries cannot be unloaded.
-
-    Args:
-        explicit: the user's option ``library``, or ``None``.
-    """
+    """Find and load a UCX; once per process and option, since libraries cannot be unloaded."""
     found = library.find(explicit)
     return found, Ucp(library.load(found))
 

@@ -1,7 +1,8 @@
 """The binding to libucp: the functions that the driver calls, and their statuses as exceptions.
 
 UCP's handles are addresses; here they are integers. UCP calls the driver's callbacks from within
-``progress`` and ``send``, in the calling thread.
+``progress`` and ``send``, in the calling thread. An *answer* (``ucs_status_ptr_t``) is 0 (done), an
+error status, or the address of a request that completes later.
 """
 
 from __future__ import annotations
@@ -24,8 +25,7 @@ Memory = NewType("Memory", int)
 RemoteKey = NewType("RemoteKey", int)
 
 ERRORS_FROM = (1 << 64) - 100
-"""A ``ucs_status_ptr_t`` from this value on is an error status, as an unsigned number. A smaller
-``ucs_status_ptr_t`` is 0 (done) or the address of a request."""
+"""Answers from this value on are error statuses, as unsigned numbers."""
 
 MAX_WORKER_ADDRESS = 1 << 16
 MAX_PACKED_KEY = 1 << 12
@@ -33,12 +33,10 @@ _MARGIN = bytes(256)
 """Appended to bytes of which UCX does not know the length, since it may read beyond their end."""
 
 BRIEF_BYTES = 1 << 16
-"""Calls that move no more bytes than this keep the interpreter's lock: the call takes some 10 µs,
-and a thread that gives the lock away may wait 5 ms for it."""
+"""Calls that move no more than this keep the lock: they take 10 µs, to get it back up to 5 ms."""
 
 _MESSAGE_ID = 1
 _Functions = dict[str, Any]
-"""Typed functions of a library, by name."""
 
 _SIZE = ctypes.c_size_t
 _WORD = ctypes.c_uint64
@@ -90,16 +88,11 @@ _NON_BLOCKING: dict[str, tuple[Any, list[Any]]] = {
 
 
 class Ucp:
-    """A loaded libucp, with its functions.
-
-    Where a docstring does not say otherwise, a method raises ``TransportError`` if UCX refuses.
-
-    Args:
-        library: what ``kvferry.drivers.ucx.library.load`` returned, or a test's substitute.
+    """A loaded libucp (or a test's substitute), whose methods raise ``TransportError``.
 
     Raises:
-        DriverError: the library is older than ``LOWEST`` or of another major version, lacks a
-            function, or was built without support for threads.
+        DriverError: the library has an unusable version, lacks a function, or was built without
+            support for threads.
     """
 
     def __init__(self, library: ctypes.CDLL) -> None:
@@ -129,13 +122,7 @@ class Ucp:
     def create_context(
         self, name: str, settings: Mapping[str, str], defaults: Mapping[str, str]
     ) -> Context:
-        """Create a context with a configuration of its own.
-
-        Args:
-            name: the name of the context in UCX's log.
-            settings: the user's settings, by UCX's names without the prefix ``UCX_``.
-            defaults: the driver's settings, by UCX's names without the prefix; ``settings``
-                override them. Defaults that UCX does not take are ignored.
+        """Create a context; the user's ``settings`` override ``defaults``, both without ``UCX_``.
 
         Raises:
             DriverError: UCX does not take one of the user's settings, or does not start.
@@ -183,20 +170,7 @@ class Ucp:
         return frozenset(k for k, bit in structs.MEMORY.items() if found.memory_types >> bit & 1)
 
     def map(self, context: Context, address: int, nbytes: int, kind: str) -> Memory:
-        """Register memory (``ucp_mem_map``).
-
-        Args:
-            context: the context to register the memory with.
-            address: the first byte.
-            nbytes: the length in bytes.
-            kind: the memory kind, by kvferry's name.
-
-        Returns:
-            The handle that ``unmap`` and ``pack_key`` take.
-
-        Raises:
-            TransportError: UCX refuses.
-        """
+        """Register memory, and return the handle that ``unmap`` and ``pack_key`` take."""
         params = structs.MapParams.of(
             address=address, length=nbytes, memory_type=structs.MEMORY[kind]
         )
@@ -238,11 +212,7 @@ class Ucp:
         self._calls["ucp_worker_destroy"](worker)
 
     def worker_address(self, worker: WorkerHandle) -> bytes:
-        """Return the address at which peers reach a worker.
-
-        Raises:
-            DriverError: UCX's answer does not fit the structures in ``ucp_structs``.
-        """
+        """Return a worker's address; raise ``DriverError`` if ``ucp_structs`` are not UCX's."""
         found = structs.WorkerAttributes()
         found.field_mask = structs.WorkerAttributes.mask("address", "thread_mode")
         self._try("ucp_worker_query", worker, ctypes.byref(found), trouble="UCX does not answer")
@@ -259,47 +229,27 @@ class Ucp:
         return address
 
     def descriptor(self, worker: WorkerHandle) -> int:
-        """Return a worker's file descriptor, which becomes readable on an event.
-
-        Arm the worker (``arm``) before the event. The descriptor belongs to the worker: do not
-        close it.
-        """
+        """Return a worker's file descriptor, readable on an event after ``arm``; never close it."""
         found = _INT()
         self._try("ucp_worker_get_efd", worker, ctypes.byref(found), trouble="no event descriptor")
         return found.value
 
     def arm(self, worker: WorkerHandle) -> bool:
-        """Arm a worker, so that its next event makes its file descriptor readable.
-
-        Returns:
-            Whether the worker is armed; False if it has work already: call ``progress`` first.
-        """
+        """Arm a worker's descriptor for its next event; return False if there is work already."""
         return bool(self._calls["ucp_worker_arm"](worker) == Code.OK)
 
     def progress(self, worker: WorkerHandle) -> int:
-        """Let UCP make progress in a worker: move bytes, send and deliver messages.
-
-        Returns:
-            0 if there was nothing to do, else another number.
-        """
+        """Let UCP move bytes, send and deliver messages; return 0 if there was nothing to do."""
         done: int = self._calls["ucp_worker_progress"](worker)
         return done
 
     def progress_briefly(self, worker: WorkerHandle) -> int:
-        """Let UCP make progress once, as ``progress``, but keep the interpreter's lock.
-
-        To get the lock back may take 5 ms. So this is for workers that have only little to do.
-        """
+        """As ``progress``, but keep the interpreter's lock: for workers with little to do."""
         done: int = self._progress_briefly(worker)
         return done
 
     def set_message_handler(self, worker: WorkerHandle, callback: Any) -> None:  # noqa: ANN401
-        """Have UCP deliver the messages that a worker receives to a callback.
-
-        Args:
-            worker: the worker.
-            callback: an ``ON_MESSAGE``; the caller keeps it alive as long as the worker.
-        """
+        """Have UCP pass messages to an ``ON_MESSAGE``, which must live as long as the worker."""
         params = structs.HandlerParams.of(id=_MESSAGE_ID, flags=structs.WHOLE_MESSAGES, cb=callback)
         self._try(
             "ucp_worker_set_am_recv_handler", worker, params, trouble="cannot receive messages"
@@ -314,21 +264,10 @@ class Ucp:
         on_error: Any,  # noqa: ANN401
         number: int,
     ) -> Endpoint:
-        """Connect a worker of this side to another worker.
+        """Connect to the worker at an address; raise ``PeerLostError`` if it is unreachable.
 
-        UCX may find out only later that it cannot reach the other worker; it then calls
-        ``on_error``.
-
-        Args:
-            worker: the worker of this side.
-            address: UCX's address of the worker to connect to.
-            on_error: an ``ON_ERROR``, which the caller keeps alive. It is called at most once, with
-                ``number`` as its argument.
-            number: a positive number, chosen by the caller, that identifies the endpoint.
-
-        Raises:
-            PeerLostError: UCX finds at once that it cannot reach the worker.
-            TransportError: UCX refuses for another reason.
+        If that shows later, or the peer dies, ``on_error`` (an ``ON_ERROR``, which the caller keeps
+        alive) is called once, with the caller's positive number.
         """
         params = structs.EndpointParams.of(
             address=address + _MARGIN,
@@ -339,35 +278,18 @@ class Ucp:
         return Endpoint(self._new("ucp_ep_create", worker, params, trouble="cannot connect"))
 
     def close_endpoint(self, endpoint: Endpoint) -> int:
-        """Close an endpoint at once; its requests complete with an error.
-
-        Returns:
-            0 if the endpoint is closed, an error status, or the address of a request that completes
-            when it is closed.
-        """
+        """Close an endpoint at once; its requests complete with an error. Return the answer."""
         return self._nbx("ucp_ep_close_nbx", endpoint, ctypes.byref(self._force))
 
     def flush(self, endpoint: Endpoint) -> int:
-        """Have UCX tell when everything that was posted on an endpoint has arrived at the peer.
-
-        Returns:
-            0 if everything has arrived, an error status, or the address of a request that completes
-            when everything has arrived.
-        """
+        """Return the answer for when all that was posted on an endpoint has arrived there."""
         return self._nbx("ucp_ep_flush_nbx", endpoint, ctypes.byref(self._plain))
 
     def send(self, endpoint: Endpoint, head: bytes, body: bytes | int, nbytes: int) -> int:
-        """Send a message.
+        """Send a message; return the answer for when UCP needs its data no longer.
 
-        Args:
-            endpoint: the endpoint to the receiver.
-            head: the header, which may be empty; UCP copies it.
-            body: the data or their address; the caller keeps them until the request has completed.
-            nbytes: the length of the data in bytes.
-
-        Returns:
-            0 if the message was sent, an error status, or the address of a request that completes
-            when UCP needs the data no longer.
+        UCP copies the head, which may be empty; the caller keeps the body (or the data at its
+        address) alive.
         """
         call = self._calls["ucp_am_send_nbx"] if nbytes > BRIEF_BYTES else self._send
         params = ctypes.byref(self._eager)
@@ -383,29 +305,15 @@ class Ucp:
         key: RemoteKey,
         params: int,
     ) -> int:
-        """Read a few bytes of the peer's memory, at most ``BRIEF_BYTES``.
+        """Read at most ``BRIEF_BYTES``, and return the answer.
 
-        Args:
-            endpoint: the endpoint to the peer.
-            local: the local address.
-            nbytes: the number of bytes.
-            remote: the remote address.
-            key: the key to the remote memory.
-            params: the address of the ``RequestParams`` that name the local registration.
-
-        Returns:
-            0 if the bytes have arrived, an error status, or the address of a request that completes
-            when they have.
+        ``params`` is the address of the ``RequestParams`` that name the local registration.
         """
         answer: int = self._get(endpoint, local, nbytes, remote, key, params)
         return answer
 
     def transports(self, endpoint: Endpoint) -> list[str]:
-        """Return the transports and devices of an endpoint, such as ``tcp/eth0``.
-
-        A transport that UCX uses for several purposes is listed several times. The list is empty if
-        UCX cannot name the transports.
-        """
+        """Return an endpoint's transports, such as ``tcp/eth0``, some repeatedly; [] if unknown."""
         entries = (structs.TransportEntry * 64)()
         found = structs.EndpointAttributes(
             entries=entries, num_entries=64, entry_size=ctypes.sizeof(structs.TransportEntry)
@@ -417,15 +325,7 @@ class Ucp:
         return [f"{e.transport_name.decode()}/{e.device_name.decode()}" for e in used]
 
     def unpack_key(self, endpoint: Endpoint, packed: bytes) -> RemoteKey:
-        """Return a key to a peer's memory, valid on one endpoint until ``destroy_key``.
-
-        Args:
-            endpoint: the endpoint to the peer.
-            packed: the key as the peer's ``pack_key`` returned it.
-
-        Raises:
-            TransportError: UCX cannot reach the memory over this endpoint.
-        """
+        """Return a key to a peer's memory, valid on one endpoint until ``destroy_key``."""
         trouble = "cannot reach the peer's memory over this connection"
         return RemoteKey(
             self._new("ucp_ep_rkey_unpack", endpoint, packed + _MARGIN, trouble=trouble)
@@ -450,10 +350,7 @@ class Ucp:
             )
 
     def _quieten(self, library: ctypes.CDLL) -> None:
-        """Keep UCX from printing what the driver reports itself, unless the user set a log level.
-
-        The function that sets the level is in libucs. If it does not exist, UCX prints.
-        """
+        # The driver reports errors itself. The function is in libucs; without it, UCX prints.
         if "UCX_LOG_LEVEL" not in os.environ:
             with contextlib.suppress(AttributeError):
                 library.ucs_global_opts_set_value(b"LOG_LEVEL", b"fatal")
@@ -474,15 +371,7 @@ class Ucp:
 
 
 def status_of(answer: int) -> int:
-    """Return the status that a result of UCP (``ucs_status_ptr_t``) stands for.
-
-    Args:
-        answer: what a function of UCP returned: 0, an error status as an unsigned number, or the
-            address of a request.
-
-    Returns:
-        ``Code.OK``, a negative error status, or ``Code.IN_PROGRESS`` for a request.
-    """
+    """Return the status of an answer: 0, negative, or ``Code.IN_PROGRESS`` for a request."""
     if answer == 0:
         return Code.OK
     return answer - (1 << 64) if answer >= ERRORS_FROM else Code.IN_PROGRESS
@@ -497,27 +386,14 @@ def describe(code: int) -> str:
 
 
 def error(code: int, trouble: str) -> TransportError:
-    """Return the exception for an error status: ``PeerLostError`` if the status is in ``LOST``.
-
-    Args:
-        code: the status, negative.
-        trouble: the beginning of the exception's text, which says what failed.
-    """
+    """Return the exception for a negative status: ``PeerLostError`` if it is in ``LOST``."""
     if code in structs.LOST:
         return PeerLostError(f"{trouble}: UCX says {describe(code)}")
     return TransportError(f"{trouble}: UCX says {describe(code)}; UCX_LOG_LEVEL=info says more")
 
 
 def _declare(library: ctypes.CDLL) -> tuple[_Functions, _Functions]:
-    """Return the functions of a library, twice.
-
-    Returns:
-        The functions for most calls: those that only look at a request keep the interpreter's lock,
-        and all others release it. Then the functions for calls that take little time: they keep it.
-
-    Raises:
-        AttributeError: the library lacks a function.
-    """
+    """Return a library's functions, then those for brief calls, which keep the lock."""
     keeping_lock = ctypes.PyDLL(None, handle=library._handle)
     calls = _typed(library, _FUNCTIONS) | _typed(keeping_lock, _NON_BLOCKING)
     return calls, _typed(keeping_lock, _FUNCTIONS)

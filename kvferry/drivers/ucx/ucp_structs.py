@@ -1,8 +1,8 @@
 """UCP's structures and constants, as its headers define them.
 
-A structure begins with a mask of the fields that are set. So a library of another version, whose
-structures have more fields or fewer, reads and writes only the fields in the mask. The numbers are
-from ``ucp/api/ucp.h`` and ``ucp/api/ucp_def.h`` of UCX 1.22.
+A structure begins with a mask of the fields that are set, so that other versions, with more fields
+or fewer, use only those. The numbers are from ``ucp/api/ucp.h`` and ``ucp/api/ucp_def.h`` of UCX
+1.22.
 """
 
 from __future__ import annotations
@@ -18,14 +18,12 @@ STATUS = ctypes.c_int8
 """``ucs_status_t`` is a packed enum: one byte."""
 
 ON_ERROR = ctypes.CFUNCTYPE(None, Pointer, Pointer, STATUS)
-"""``ucp_err_handler_cb_t``, with the arguments: the value that was given with the callback, the
-endpoint, the status."""
+"""``ucp_err_handler_cb_t``: the value given with the callback, the endpoint, the status."""
 
 ON_MESSAGE = ctypes.CFUNCTYPE(
     STATUS, Pointer, Pointer, ctypes.c_size_t, Pointer, ctypes.c_size_t, Pointer
 )
-"""``ucp_am_recv_callback_t``, with the arguments: the value that was given with the callback, the
-header, its length, the data, their length, the parameters."""
+"""``ucp_am_recv_callback_t``: the value given with it, header, length, data, length, parameters."""
 
 
 class Feature(enum.IntFlag):
@@ -78,8 +76,7 @@ MULTI = 2
 """``UCS_THREAD_MODE_MULTI``: what a library reports that was built with support for threads."""
 
 ERRORS_OF_PEER = 1
-"""``UCP_ERR_HANDLING_MODE_PEER``: UCX reports dead peers. In its other mode, requests to a dead
-peer never complete."""
+"""``UCP_ERR_HANDLING_MODE_PEER``: else requests to a dead peer never complete."""
 
 CLOSE_BY_FORCE = 1
 """``UCP_EP_CLOSE_FLAG_FORCE``: close an endpoint without involving the peer."""
@@ -108,11 +105,7 @@ class Masked(ctypes.Structure):
 
     @classmethod
     def of(cls, **fields: Any) -> Any:  # noqa: ANN401 - ctypes' own types
-        """Return a structure with these fields set, and with their bits in its mask.
-
-        Args:
-            fields: the values of the fields, by the fields' names.
-        """
+        """Return a structure with these fields set, and with their bits in its mask."""
         made = cls(**fields)
         made.field_mask = cls.mask(*fields)
         return made

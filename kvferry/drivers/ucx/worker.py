@@ -27,10 +27,8 @@ _RUN_SECONDS = 0.0005
 _PAUSE_SECONDS = 0.0005
 
 _POLL_TURNS = 16
-"""How often ``poll`` lets UCP work at most."""
 
 _MAX_FREE_BUFFERS = 32
-"""How many unused buffers a pool keeps."""
 
 OnBody = Callable[[Message, int, int], None]
 """Handles a message that has a body: the message, the body's address, and its length in bytes."""
@@ -38,12 +36,7 @@ OnBody = Callable[[Message, int, int], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class MessageBuffer:
-    """Memory for the body of a message.
-
-    Attributes:
-        array: (MAX_BODY,) the bytes.
-        address: the address of the first byte.
-    """
+    """Memory for the body of a message: an array (MAX_BODY,), and its address."""
 
     array: npt.NDArray[np.uint8]
     address: int
@@ -71,21 +64,6 @@ class MessageBufferPool:
 class Worker:
     """A UCP worker. Two threads must not use it at once: the client or server side has a lock.
 
-    Args:
-        ucp: the loaded libucp.
-        context: the transport's context.
-        poster: the loops that post operations.
-
-    Attributes:
-        poster: the loops that post operations.
-        buffer_pool: buffers for the bodies of messages to send.
-        on_body: called while UCP works, for each message that has a body; the body is valid only
-            until the call returns. It must not raise, and must not call UCP. Messages without a
-            body come from ``messages``.
-        handle: UCP's handle of the worker.
-        address: UCX's address of the worker, for peers.
-        descriptor: a file descriptor that becomes readable when the worker is armed and has work.
-
     Raises:
         TransportError: UCX cannot make a worker.
         DriverError: UCX's structures differ from those in ``ucp_structs``.
@@ -95,6 +73,8 @@ class Worker:
         self._ucp = ucp
         self.poster = poster
         self.buffer_pool = MessageBufferPool()
+        # Called while UCP works. It must not raise or call UCP; the body is valid only during the
+        # call.
         self.on_body: OnBody = _ignore_body
         self.handle = ucp.create_worker(context)
         self._arrived: deque[Message] = deque()
@@ -112,20 +92,10 @@ class Worker:
         self._error_callback = structs.ON_ERROR(self._on_error)
         ucp.set_message_handler(self.handle, self._message_callback)
         self.address = ucp.worker_address(self.handle)
-        self.descriptor = ucp.descriptor(self.handle)
+        self.descriptor = ucp.descriptor(self.handle)  # readable once it is armed and has work
 
     def connect(self, address: bytes) -> tuple[Endpoint, int]:
-        """Connect to a worker of another transport, or of this one.
-
-        Args:
-            address: UCX's address of that worker.
-
-        Returns:
-            The endpoint, and the number under which ``failures`` reports its error.
-
-        Raises:
-            TransportError: UCX refuses, or finds at once that it cannot reach the worker.
-        """
+        """Connect to a worker; return the endpoint, and its number in ``failures``."""
         number = next(self._numbers)
         endpoint = self._ucp.create_endpoint(self.handle, address, self._error_callback, number)
         return endpoint, number
@@ -137,18 +107,7 @@ class Worker:
         body: MessageBuffer | None = None,
         nbytes: int = 0,
     ) -> None:
-        """Send a message.
-
-        Args:
-            endpoint: the endpoint to the receiver.
-            message: the message.
-            body: the message's body, from ``buffer_pool``; it goes back there once it has been
-                sent.
-            nbytes: how many bytes of the body to send.
-
-        Raises:
-            TransportError: the endpoint is broken.
-        """
+        """Send a message; its body goes back to ``buffer_pool``. Raise if the endpoint broke."""
         head = encode(message)
         if body is None:
             self._send(endpoint, b"", head, head, len(head))
@@ -177,17 +136,14 @@ class Worker:
             self.buffer_pool.give_back(kept)
 
     def close_endpoint(self, endpoint: Endpoint) -> None:
-        """Begin to close an endpoint. The peer need not take part.
+        """Begin to close an endpoint, without the peer; over tcp, it *lingers* at first.
 
-        An endpoint whose messages go by tcp first *lingers* (``lingering``) until everything that
-        was sent on it has left, or the endpoint has failed: UCX crashes if the peer closes the
-        connection, too, while a part of a message is unsent. Then ``closing`` is true until the
-        endpoint is closed.
-
-        An endpoint by which a NIC may still write does not linger. Its messages go by the NIC, too,
-        even if UCX has chosen tcp for another purpose.
+        It is ``lingering`` until everything that was sent on it has left, or it has failed; then
+        ``closing`` until it is closed. An endpoint by which a NIC may still write does not linger.
         """
         names = self._ucp.transports(endpoint)
+        # UCX crashes if the peer closes a tcp connection, too, while a part of a message is unsent.
+        # If there is a NIC, messages go by it, even if UCX has chosen tcp for another purpose.
         by_tcp = any(name.startswith("tcp/") for name in names)
         if by_tcp and not any(name.startswith(NIC_TRANSPORTS) for name in names):
             answer = self._ucp.flush(endpoint)
@@ -207,10 +163,9 @@ class Worker:
         self.poster.progress(self.handle, seconds)
 
     def poll(self) -> bool:
-        """Let UCP deliver what has arrived; keep the interpreter's lock, and do not arm the worker.
+        """Deliver what has arrived; keep the interpreter's lock, and do not arm the worker.
 
-        Returns:
-            Whether there may be more to do.
+        Return whether there may be more to do.
         """
         turns = 0
         while turns < _POLL_TURNS and self._ucp.progress_briefly(self.handle):
@@ -220,16 +175,8 @@ class Worker:
         return turns == _POLL_TURNS
 
     def complete(self, request: int, seconds: float, *, alone: bool) -> int:
-        """Let UCP work until a request has completed or the time is up.
-
-        Args:
-            request: the address of the request, which is freed if it has completed.
-            seconds: how long to wait at most.
-            alone: whether nothing else is under way in the worker, so that each call is short.
-
-        Returns:
-            The status of the request; ``Code.IN_PROGRESS`` if it has not completed.
-        """
+        """Let UCP work for a time; free a request if it completes, and return its status."""
+        # If nothing else is under way in the worker, each call is short.
         progress = self._ucp.progress_briefly if alone else self._ucp.progress
         end = 0.0
         while True:
@@ -249,12 +196,7 @@ class Worker:
         return self._message_arrived or bool(self._sending) or bool(self._failed)
 
     def run_once(self, seconds: float = _RUN_SECONDS) -> bool:
-        """Let UCP work for a time; free what messages and closed endpoints no longer need.
-
-        Returns:
-            Whether there may be more to do at once; if not, the worker is armed: ``descriptor``
-            becomes readable on the next event.
-        """
+        """Let UCP work for a time. If nothing is left to do, arm the worker and return False."""
         self.progress(seconds)
         self._sweep()
         # The caller may answer a message, and UCP has to work again to send the answer.
@@ -346,7 +288,6 @@ class Worker:
 
 
 def _ignore_body(message: Message, body: int, nbytes: int) -> None:
-    """Drop a message with a body: the default of ``on_body``."""
     del message, body, nbytes
 
 
