@@ -48,7 +48,7 @@ class TestPaced(InFlightTests, StateMachineTests):
 
 class TestMinimalWholeSuite(TransportContract):
     factory = "tests.long.drivers.correct_drivers:Minimal"
-    lasting_bytes = 1 << 30
+    lasting_bytes = 4 << 30
 
 
 class TestWriteOnlyWholeSuite(TransportContract):
