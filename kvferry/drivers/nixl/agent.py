@@ -116,7 +116,7 @@ class Agent:
     """An agent of NIXL with one backend. NIXL serialises calls, so any thread may make them.
 
     NIXL's native agent is destroyed by ``close`` only, never by the garbage collector. Once one of
-    the agent's transfers has failed, not even ``close`` destroys it (docs/adr/0012).
+    the agent's transfers has failed, not even ``close`` destroys it (docs/adr/0018).
 
     Args:
         library: the imported NIXL.
@@ -186,7 +186,7 @@ class Agent:
 
         True once a transfer has failed, if the backend has threads besides its progress thread.
         These threads may still hold a part of the failed transfer, and would run that part together
-        with the next transfer (docs/adr/0018).
+        with the next transfer (docs/adr/0020).
         """
         return self._failed and self._threads > 0
 

@@ -25,7 +25,7 @@ _SHARED = {"split_batch_size": "8"}
 """From how many copies on the UCX backend's threads share a chunk; with fewer copies, the calling
 thread posts all of them. NIXL's default, 1024, suits devices that move the bytes: posting then
 costs less than waking threads. Where the CPU moves the bytes, it does so while posting, and sharing
-16 blocks of 1 MiB already pays (docs/adr/0018)."""
+16 blocks of 1 MiB already pays (docs/adr/0020)."""
 
 _GET_ZCOPY = "CUDA_IPC_ENABLE_GET_ZCOPY"
 
@@ -65,7 +65,7 @@ class NixlOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             At 0 it never sleeps, and takes a core.
         progress_thread: whether NIXL has a progress thread. Without one, the UCX backend has no
             other threads either, and this side serves its peers only when kvferry calls NIXL
-            (docs/adr/0032).
+            (docs/adr/0018).
     """
 
     backend: Annotated[str, msgspec.Meta(min_length=1, max_length=64)] = "UCX"

@@ -2,7 +2,7 @@
 
 LLVM makes them in a tenth of a second, by llvmlite, which the extra ``ucx`` installs, and which
 vLLM installs, too. Without llvmlite, the Python loops of ``posting.py`` run instead: they make the
-same calls, but take up to twice the time for blocks of 4 KiB in random order (docs/adr/0031).
+same calls, but take up to twice the time for blocks of 4 KiB in random order (docs/adr/0020).
 """
 
 from __future__ import annotations
