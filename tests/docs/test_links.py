@@ -135,7 +135,7 @@ def test_navigation_lists_the_pages_of_a_folder() -> None:
     decisions = inner["Decisions"]
     assert decisions[:2] == [
         "adr/README.md",
-        "adr/0001-block-size-belongs-to-the-group.md",
+        "adr/0001-decode-reads-and-a-fence-decides.md",
     ]
     assert len(decisions) == len(list(Path(ROOT / "docs/adr").glob("*.md")))
 

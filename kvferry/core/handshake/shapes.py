@@ -1,6 +1,6 @@
 """Shapes of engines by their digests, so that a handshake need not send what the asker knows.
 
-A rank's payload ends with its groups and fields, which engines of a deployment share (ADR 41).
+A rank's payload ends with its groups and fields, which engines of a deployment share (ADR 14).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Fields: the tensors inside a page, their axes, and sets of fields of one kind.
 
 Fields of one kind differ only in key, encoding, region and offset. A model repeats a few kinds
-layer after layer: what a kind has in common is checked and computed once (ADR 19).
+layer after layer: what a kind has in common is checked and computed once (ADR 4).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Find holds whose consumer is gone, to free their pages when requests wait for blocks (ADR 27).
+"""Find holds whose consumer is gone, to free their pages when requests wait for blocks (ADR 6).
 
 It is gone if all producer ranks report the hold as silent: no recent renewal or heartbeat.
 """

@@ -1,4 +1,4 @@
-"""Decide when a consumer rank renews the leases of the holds that it waits for (ADR 13).
+"""Decide when a consumer rank renews the leases of the holds that it waits for (ADR 6).
 
 Renewals end when the fence is posted: after that, the slot word may be cleared just because this
 engine sent "done".

@@ -1,4 +1,4 @@
-"""Reuse plans for engines that differ only in where their memory lies (ADR 17)."""
+"""Reuse plans for engines that differ only in where their memory lies (ADR 4)."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ class Agent:
 
     Methods raise ``TransportError`` if NIXL refuses, and ``PeerLostError``, where they name a
     remote agent, if NIXL has dropped it. NIXL's native agent is destroyed by ``close`` only, and
-    never once one of its transfers has failed (docs/adr/0012). The name must be unique among all
+    never once one of its transfers has failed (docs/adr/0018). The name must be unique among all
     agents anywhere.
 
     Raises:
@@ -139,7 +139,7 @@ class Agent:
     def must_not_post(self) -> bool:
         """Whether the agent must not post any further transfer; its other calls stay allowed."""
         # The backend's threads may still hold a part of a failed transfer, and would run it
-        # together with the next transfer (docs/adr/0018).
+        # together with the next transfer (docs/adr/0020).
         return self._failed and self._threads > 0
 
     def wait_idle(self, deadline: float) -> bool:

@@ -1,7 +1,7 @@
 """A transport's agents: the one that peers know, and one that posts in its place after a failure.
 
 Once a transfer has failed, an agent whose backend has threads of its own must not post any more
-(docs/adr/0018). From then on a second agent, without such threads and unknown to peers, posts all
+(docs/adr/0020). From then on a second agent, without such threads and unknown to peers, posts all
 transfers. It is made when it is first needed.
 """
 

@@ -1,4 +1,4 @@
-"""Peers that were disconnected without a failure, and whose metadata NIXL keeps loaded (ADR 21)."""
+"""Peers that were disconnected without a failure, and whose metadata NIXL keeps loaded (ADR 18)."""
 
 from __future__ import annotations
 

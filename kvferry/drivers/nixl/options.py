@@ -21,7 +21,7 @@ _NUMBER = "num_threads"
 _THREADS = {_NUMBER: "4"}
 
 # From how many copies on the threads share a chunk. NIXL's default, 1024, suits devices that move
-# the bytes; where the CPU does, while posting, few large copies already pay (docs/adr/0018).
+# the bytes; where the CPU does, while posting, few large copies already pay (docs/adr/0020).
 _SHARED = {"split_batch_size": "8"}
 
 _GET_ZCOPY = "CUDA_IPC_ENABLE_GET_ZCOPY"
@@ -62,7 +62,7 @@ class NixlOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             At 0 it never sleeps, and takes a core.
         progress_thread: whether NIXL has a progress thread. Without one, the UCX backend has no
             other threads either, and this side serves its peers only when kvferry calls NIXL
-            (docs/adr/0032).
+            (docs/adr/0018).
     """
 
     backend: Annotated[str, msgspec.Meta(min_length=1, max_length=64)] = "UCX"

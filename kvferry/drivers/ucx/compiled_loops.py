@@ -2,7 +2,7 @@
 
 LLVM makes them in a tenth of a second, by llvmlite, which the extra ``ucx`` and vLLM install.
 Without it, the loops of ``posting.py`` make the same calls, in up to twice the time for blocks of 4
-KiB in random order (docs/adr/0031).
+KiB in random order (docs/adr/0020).
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 vLLM has no hook for this: it loads an adapter when an operator asks for it
 (``/v1/load_lora_adapter``), or in the step that first runs a request with the adapter, and again
 after it has dropped the adapter to make room. So ``observe_loads`` wraps the method of vLLM that
-reads the files. ADR 34 says why files alone do not tell what the engine computes with.
+reads the files. ADR 17 says why files alone do not tell what the engine computes with.
 """
 
 from __future__ import annotations

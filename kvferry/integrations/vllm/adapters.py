@@ -1,7 +1,7 @@
 """The LoRA adapters of requests, as the scheduler half sees them: their content, for the digest.
 
 The content is a hash of the adapter's files, and counts only if vLLM's workers loaded the adapter
-from files with this content. ADR 34 has the argument.
+from files with this content. ADR 17 has the argument.
 """
 
 from __future__ import annotations

@@ -174,7 +174,7 @@ class Consumer:
         if request.abort_immediately:
             # vLLM refused the request earlier and dropped its prompt, so the ticket cannot be
             # checked against the prompt. Releasing the hold could hurt another request; the lease
-            # ends it (ADR 5).
+            # ends it (ADR 7).
             return
         if self._is_turn(request):
             self._begin_turn(request)

@@ -296,7 +296,7 @@ RELEASED = (
 
 
 def is_refused(decode: Decode) -> None:
-    """The ticket may be another client's (ADR 5)."""
+    """The ticket may be another client's (ADR 7)."""
     decode.start()
     decode.end(decode.arrive(first=7))
 
