@@ -14,6 +14,7 @@ from msgspec.structs import replace as replace_field
 from kvferry.core.errors import PageError
 from kvferry.core.layout import ContextParallel, Field, Group, GroupKind, Layout, axis
 from kvferry.core.planner.build_copies import (
+    CopyBatches,
     Pages,
     ReadRequest,
     Spans,
@@ -24,6 +25,7 @@ from kvferry.core.planner.build_copies import (
 )
 from kvferry.core.planner.plan import make_plan
 from kvferry.core.transport.copies import Copies
+from kvferry.core.transport.paged import PagedCopies
 from tests.core.layouts import DIM, heads, layout, model, paged, stacked
 from tests.core.planner.engine_pairs import engine_pairs
 from tests.core.planner.oracle import EnginePair, check_rank, pages
@@ -101,6 +103,20 @@ def test_blocks_of_different_sizes_are_copied_by_the_smaller_size() -> None:
     assert len(copies_of(large, small, request((0, 64), [1, 2], [4, 6, 1, 9]))) == 4
     assert len(copies_of(small, large, request((0, 64), [4, 6, 1, 9], [1, 2]))) == 4
     assert len(copies_of(large, small, request((0, 64), [1, 2], [4, 5, 6, 7]))) == 1
+
+
+@pytest.mark.parametrize(("block", "named"), [(4096, True), (32768, False)])
+def test_pages_in_which_strips_have_too_many_places_are_written_out(
+    block: int, named: bool
+) -> None:
+    """A peer's layout decides how many places are kept for a plan."""
+    small = layout(heads(order="HND", block=16), groups=[paged(16)])
+    large = layout(heads(order="HND", block=block), groups=[paged(block)])
+    source = make_plan([small], [large], 0).sources[0]
+    read_request = request((0, 16 * 20), list(range(40, 0, -2)), [1])
+    found = CopyBatches(source, read_request, Workspace()).build_paged()
+    assert isinstance(found, PagedCopies) == named
+    assert found.total == build_copies(source, read_request).total
 
 
 def test_context_parallel_ranks_copy_whole_pages_between_equal_layouts() -> None:
