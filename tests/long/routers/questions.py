@@ -97,8 +97,13 @@ class Answer:
 
     @property
     def complete(self) -> bool:
-        """Whether a client takes this for a good answer."""
-        return self.status == 200 and self.done and self.error is None
+        """Whether a client takes this for a good answer.
+
+        vLLM's multi-turn proxy leaves out an error in decode's stream: its answer then has status
+        200, and says only by ``finish_reason`` that it has not ended.
+        """
+        ended = self.done and self.finish_reason is not None
+        return self.status == 200 and ended and self.error is None
 
 
 def mixture(count: int, *, seed: int = 0, shortest: int = 5, longest: int = 500) -> list[Question]:
