@@ -133,12 +133,11 @@ engines: $(STAMP) prometheus ## Real vLLM engines that hand over to each other
 faults: $(STAMP) ## Peers that fail at any stage, over loopback
 	$(PYTEST) tests/faults
 
-# Nothing in kvferry writes to a peer: whether a driver can is tested in long-ucx and long-nixl.
 ucx: $(STAMP) ## The driver ucx, over shared memory
-	$(PYTEST) -k 'not write' tests/ucx
+	$(PYTEST) tests/ucx
 
 nixl: $(STAMP) ## The driver nixl
-	$(PYTEST) -k 'not write' tests/nixl
+	$(PYTEST) tests/nixl
 
 long-%: $(STAMP)
 	$(PYTEST) --dist loadfile -m '' tests/long/$*
@@ -149,11 +148,11 @@ long-drivers: $(STAMP)
 
 long-ucx: $(STAMP)
 	$(PYTEST) -m '' tests/long/ucx
-	$(PYTEST) -m '' -k 'write or slow' tests/ucx
+	$(PYTEST) -m slow tests/ucx
 
 long-nixl: $(STAMP)
 	$(PYTEST) -m '' tests/long/nixl
-	$(PYTEST) -m '' -k 'write or slow' tests/nixl
+	$(PYTEST) -m slow tests/nixl
 
 long-faults: $(STAMP)
 	$(PYTEST) tests/long/faults

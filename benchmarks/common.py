@@ -95,24 +95,22 @@ def timed(call: Callable[[], object]) -> Way:
 
 def mover(
     transport: Transport,
-    op: str,
     peer: PeerId,
     copies: Copies,
     pause: float = 0.0,
     notify: bytes | None = None,
 ) -> Callable[[], float]:
-    """A transfer from its call until ``poll`` says done; returns when the call had returned.
+    """A read from its call until ``poll`` says done; returns when the call had returned.
 
     Args:
-        transport: of this process, and ``op``: ``read`` or ``write``.
+        transport: of this process.
         peer: of it, and ``copies``: between the two.
         pause: seconds between two polls; 0: none, and the core is kept.
         notify: bound to the transfer; none by default.
     """
-    begin = transport.read if op == "read" else transport.write
 
     def move() -> float:
-        transfer = begin(peer, copies, notify)
+        transfer = transport.read(peer, copies, notify)
         submitted = time.perf_counter()
         while not (status := transport.poll([transfer])[0]).state.final:
             if pause:

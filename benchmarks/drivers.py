@@ -1,6 +1,6 @@
 """How fast the drivers move blocks, beside memcpy and NIXL's own Python API on the same work.
 
-    python benchmarks/drivers.py [--driver NAME]... [--op read] [--megabytes 128] [--rounds 15]
+    python benchmarks/drivers.py [--driver NAME]... [--megabytes 128] [--rounds 15]
                                  [--pages huge] [--only latency] [--quick] [--json FILE]
 
 For each driver another process has a buffer, and this one reads it, in blocks of several sizes, in
@@ -38,7 +38,7 @@ from kvferry.core.transport import PeerId, Transport
 from kvferry.core.transport.copies import Copies
 from kvferry.core.transport.registry import create, describe, installed
 from kvferry.drivers.loopback.chunked_copy import Chunk, CopyRuns
-from kvferry.drivers.loopback.process_memory import vm_copy
+from kvferry.drivers.loopback.process_memory import vm_read
 from kvferry.testing.memory import Buffer, Bytes
 
 KIB = 1 << 10
@@ -67,13 +67,13 @@ class Side:
     Attributes:
         name: for people.
         regions: where it reads, and ``contents``: what it must find.
-        mover: of a batch: (where, op, copies) to something like ``common.mover``.
+        mover: of a batch: (where, copies) to something like ``common.mover``.
     """
 
     name: str
     regions: dict[str, Region]
     contents: dict[str, Bytes]
-    mover: Callable[[str, str, Copies], Callable[[], float]]
+    mover: Callable[[str, Copies], Callable[[], float]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,8 +162,8 @@ class Lab:
 def _by_driver(driver: str, transport: Transport, peers: dict[str, PeerId]) -> Any:
     pause = PAUSE_SECONDS if driver == "loopback" else 0.0
 
-    def mover(where: str, op: str, copies: Copies) -> Callable[[], float]:
-        made: Callable[[], float] = common.mover(transport, op, peers[where], copies, pause)
+    def mover(where: str, copies: Copies) -> Callable[[], float]:
+        made: Callable[[], float] = common.mover(transport, peers[where], copies, pause)
         return made
 
     return mover
@@ -175,8 +175,8 @@ def _by_nixl(near: Region, addresses: dict[str, bytes]) -> Any:
         for where, address in addresses.items()
     }
 
-    def mover(where: str, op: str, copies: Copies) -> Callable[[], float]:
-        made: Callable[[], float] = nixl_api.mover(*agents[where], op, copies)
+    def mover(where: str, copies: Copies) -> Callable[[], float]:
+        made: Callable[[], float] = nixl_api.mover(*agents[where], copies)
         return made
 
     return mover
@@ -186,13 +186,9 @@ def _by_kernel(pid: int) -> Any:
     """What loopback stands on, and no more: no faster can it be."""
     pool = ThreadPoolExecutor(KERNEL_THREADS)
 
-    def mover(where: str, op: str, copies: Copies) -> Callable[[], float]:
+    def mover(where: str, copies: Copies) -> Callable[[], float]:
         del where
-        write = op == "write"
-        calls = [
-            partial(vm_copy, pid, chunk.local, chunk.remote, write=write)
-            for chunk in _chunks(copies, write=write)
-        ]
+        calls = [partial(vm_read, pid, each.local, each.remote) for each in _chunks(copies)]
 
         def move() -> float:
             begun = [pool.submit(call) for call in calls]
@@ -206,10 +202,10 @@ def _by_kernel(pid: int) -> Any:
     return mover
 
 
-def _chunks(copies: Copies, *, write: bool) -> Iterator[Chunk]:
+def _chunks(copies: Copies) -> Iterator[Chunk]:
     """As loopback cuts it: at most so many iovecs as a call takes, and some for each thread."""
     runs = CopyRuns(len(copies))
-    runs.fill(copies, write=write)
+    runs.fill(copies)
     start, share = 0, runs.total // (2 * KERNEL_THREADS)
     while start < runs.total:
         stop = runs.next_stop(start, share)
@@ -222,12 +218,11 @@ class Case:
     """What all sides do by turns."""
 
     where: str
-    op: str
     block: int
     order: str
 
     def __str__(self) -> str:
-        return f"{BETWEEN[self.where]}, {self.op}, blocks of {self.block >> 10} KiB, {self.order}"
+        return f"{BETWEEN[self.where]}, read, blocks of {self.block >> 10} KiB, {self.order}"
 
     def copies(self, near: Region, remote: Region) -> Copies:
         """Every block of the buffers once."""
@@ -250,9 +245,8 @@ def _times(lab: Lab, case: Case, rounds: int) -> dict[str, common.Times]:
     ways: dict[str, common.Way] = {}
     for side in lab.in_case(case):
         copies = case.copies(lab.near.region, side.regions[case.where])
-        move = side.mover(case.where, case.op, copies)
-        if case.op == "read":
-            _check(lab, side, case, copies, move)
+        move = side.mover(case.where, copies)
+        _check(lab, side, case, copies, move)
         ways[side.name] = common.timed(move)
     ways[lab.memory.name] = common.timed(lab.memory.copy)
     if case.block == BLOCKS[0]:
@@ -289,7 +283,7 @@ def _row(lab: Lab, case: Case, name: str, of: str, times: dict[str, common.Times
     return rows.compared(
         found,
         section=f"{name}, {BETWEEN[case.where]}",
-        case=f"{case.op} of {case.block >> 10} KiB blocks, {case.order}",
+        case=f"read of {case.block >> 10} KiB blocks, {case.order}",
         measured=float(f"{speed:.3g}"),
         unit="GB/s",
         of=f"speed of {of}",
@@ -298,7 +292,7 @@ def _row(lab: Lab, case: Case, name: str, of: str, times: dict[str, common.Times
 
 
 def _target(case: Case, name: str, of: str) -> str | None:
-    if (case.where, case.op, name) != ("there", "read", "loopback"):
+    if (case.where, name) != ("there", "loopback"):
         return None
     ofs = {"memcpy": OF_MEMCPY.get(case.block), NIXL: OF_NIXL.get((case.block, case.order))}
     limit = ofs.get(of)
@@ -310,7 +304,7 @@ def main() -> None:
     options = _options()
     drivers = options.driver or working()
     grid = [
-        Case(where=where, op=options.op, block=block, order=order)
+        Case(where=where, block=block, order=order)
         for where in BETWEEN
         for block in (QUICK_BLOCKS if options.quick else BLOCKS)
         for order in ORDERS
@@ -356,7 +350,6 @@ def working() -> list[str]:
 def _options() -> argparse.Namespace:
     parser: argparse.ArgumentParser = common.parser(__doc__)
     parser.add_argument("--driver", action="append", help="default: each that works here")
-    parser.add_argument("--op", choices=("read", "write"), default="read")
     parser.add_argument("--megabytes", type=int, help="of each buffer; default 128")
     parser.add_argument("--rounds", type=int, help="default 15")
     parser.add_argument("--pages", choices=peer_process.PAGES, default="huge", help="of the memory")

@@ -43,7 +43,7 @@ def _reads(
 ) -> Iterator[rows.Row]:
     for case, (nbytes, message) in FIGURES.items():
         copies = _one(lab, driver, nbytes)
-        ours = common.mover(transport, "read", peer, copies, notify=message or None)
+        ours = common.mover(transport, peer, copies, notify=message or None)
         of, theirs = _reference(lab, nbytes, message)
         yield _row(driver, case, of, _microseconds(rounds, [ours, theirs]))
 
@@ -58,7 +58,7 @@ def _reference(lab: Any, nbytes: int, message: bytes) -> tuple[str, Callable[[],
         return CALL, _call(lab)
     process = lab.others["nixl"]
     agent, name = nixl_api.agent(lab.near.region, process.address(), peer_process.THREADS)
-    return NIXL, nixl_api.mover(agent, name, "read", _one(lab, "nixl", nbytes), message)
+    return NIXL, nixl_api.mover(agent, name, _one(lab, "nixl", nbytes), message)
 
 
 def _call(lab: Any) -> Callable[[], object]:

@@ -109,8 +109,8 @@ def _measure(options: argparse.Namespace) -> list[Result]:
             show(f"{n:,} blocks of {block >> 10} KiB")
             copies = common.blocks(local, remote, block, n)
             moves = [
-                common.mover(transport, "read", peer, copies),
-                *(nixl_api.mover(*agent, "read", copies) for agent in agents),
+                common.mover(transport, peer, copies),
+                *(nixl_api.mover(*agent, copies) for agent in agents),
             ]
             ways = [_steps(move, watch) for move in moves]
             times = common.by_turns(max(2, options.rounds // share), ways)

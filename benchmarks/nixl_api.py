@@ -42,10 +42,8 @@ def bare(threads: int) -> Any:
     return made
 
 
-def mover(
-    agent: Any, name: str, op: str, copies: Copies, notify: bytes = b""
-) -> Callable[[], float]:
-    """Return a function that transfers as ``common.mover`` does, by NIXL's own calls."""
+def mover(agent: Any, name: str, copies: Copies, notify: bytes = b"") -> Callable[[], float]:
+    """Return a function that reads as ``common.mover`` does, by NIXL's own calls."""
     local, remote = np.zeros((2, len(copies), 3), np.uint64)
     [segment] = copies.segments
     local[:, 2], remote[:, 2] = segment.local.device, segment.remote.device
@@ -56,7 +54,7 @@ def mover(
         local[:, 0], remote[:, 0] = copies.local, copies.remote
         local[:, 1] = remote[:, 1] = copies.nbytes
         here, there = agent.get_xfer_descs(local, near), agent.get_xfer_descs(remote, far)
-        handle = agent.initialize_xfer(op.upper(), here, there, name, notify)
+        handle = agent.initialize_xfer("READ", here, there, name, notify)
         state = agent.transfer(handle)
         submitted = time.perf_counter()
         while state == "PROC":

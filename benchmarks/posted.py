@@ -36,7 +36,7 @@ class NoTransport(Transport):
         pending: whether such a read never ends.
     """
 
-    interface_version = (1, 0)
+    interface_version = (2, 0)
 
     def __init__(self, posted: Callable[[], None], *, pending: bool = False) -> None:
         self.word = WORD
@@ -52,7 +52,6 @@ class NoTransport(Transport):
     @property
     def capabilities(self) -> Capabilities:
         return Capabilities(
-            ops=frozenset({"read"}),
             memory=frozenset({"cpu"}),
             max_notification=1 << 14,
             cancel=False,

@@ -41,7 +41,7 @@ class NoUcp:
     """A libucp whose calls end at once, well, and do nothing: C's ``labs`` of a null pointer."""
 
     def function(self, name: str) -> Any:
-        if name in ("ucp_get_nbx", "ucp_put_nbx"):
+        if name == "ucp_get_nbx":
             return _labs(_WORD, [ctypes.c_void_p, *[_WORD] * 5])
         return _labs(ctypes.c_int, [_WORD])
 
@@ -60,9 +60,9 @@ class Clocked:
     def compiled(self) -> bool:
         return self._real.compiled
 
-    def post(self, endpoint: Endpoint, batch: PostedRuns, *, write: bool) -> U64Array:
+    def post(self, endpoint: Endpoint, batch: PostedRuns) -> U64Array:
         start = time.thread_time()
-        answers = self._real.post(endpoint, batch, write=write)
+        answers = self._real.post(endpoint, batch)
         self.seconds += time.thread_time() - start
         return answers
 
@@ -84,11 +84,11 @@ def nothing(rounds: int) -> Posting:
 
 
 def of_ucx(
-    over: str, transport: UcxTransport, op: str, peer: PeerId, copies: Copies, rounds: int
+    over: str, transport: UcxTransport, peer: PeerId, copies: Copies, rounds: int
 ) -> Posting:
     """The loops over UCX's calls, in transfers like any other."""
     library = transport._ucp
-    move = common.mover(transport, op, peer, copies)
+    move = common.mover(transport, peer, copies)
     ways = [_moves(transport, loop, move) for loop in (_compiled(library), PlainPoster(library))]
     return _posting(f"of UCX, {over}", common.by_turns(rounds, ways), len(copies))
 
@@ -136,7 +136,7 @@ def _posts(loop: Poster, batch: PostedRuns) -> common.Way:
 
     def way() -> list[float]:
         clocked.seconds = 0.0
-        clocked.post(Endpoint(0), batch, write=False)
+        clocked.post(Endpoint(0), batch)
         return [clocked.seconds]
 
     return way

@@ -1,9 +1,9 @@
 """What the driver ucx gets out of UCX: beside NIXL over the same transports, and its loop of calls.
 
-    python benchmarks/ucx.py [--over shm] [--over tcp] [--op read] [--megabytes 160] [--rounds 15]
+    python benchmarks/ucx.py [--over shm] [--over tcp] [--megabytes 160] [--rounds 15]
                              [--library PATH] [--quick] [--json FILE]
 
-Other processes have a buffer each; this one reads them (or writes them), in blocks in random order
+Other processes have a buffer each; this one reads them, in blocks in random order
 and in a row, by turns through the driver and through NIXL's own Python API. A time is from the call
 until the bytes have landed. ``ratio`` is the median of the ratios round by round, with its interval
 of 95 % confidence; beside it stands the same between two agents of NIXL: where that is not about 1,
@@ -50,7 +50,6 @@ class Result:
     """One line of the table; times in milliseconds, medians."""
 
     over: str
-    op: str
     order: str
     block: int
     copies: int
@@ -83,7 +82,6 @@ def main() -> None:
 def _options() -> argparse.Namespace:
     parser: argparse.ArgumentParser = common.parser(__doc__)
     parser.add_argument("--over", action="append", choices=TRANSPORTS, help="default: each")
-    parser.add_argument("--op", choices=("read", "write"), default="read")
     parser.add_argument("--megabytes", type=int, default=160, help="of each buffer")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--library", help="the driver's option of that name")
@@ -108,18 +106,18 @@ def _beside_nixl(over: str, options: argparse.Namespace) -> Iterator[Result]:
                 copies = common.blocks(local, near, block, scattered=scattered)
                 others = common.blocks(local, far, block, scattered=scattered)
                 moves = [
-                    common.mover(transport, options.op, peer, copies),
-                    *(nixl_api.mover(*agent, options.op, others) for agent in agents),
+                    common.mover(transport, peer, copies),
+                    *(nixl_api.mover(*agent, others) for agent in agents),
                     *plain,
                 ]
                 times = common.by_turns(options.rounds, [common.timed(move) for move in moves])
-                yield _result(over, options.op, order, block, len(copies), times)
+                yield _result(over, order, block, len(copies), times)
 
 
 def _posting(over: str, options: argparse.Namespace) -> posting.Posting:
     with _connected(over, options) as (transport, peer, local, near):
         copies = common.blocks(local, near, posting.BLOCK, posting.COPIES)
-        return posting.of_ucx(over, transport, options.op, peer, copies, options.rounds)
+        return posting.of_ucx(over, transport, peer, copies, options.rounds)
 
 
 @contextmanager
@@ -134,11 +132,10 @@ def _connected(
         yield ucx, ucx.connect(address), local, remote
 
 
-def _result(over: str, op: str, order: str, block: int, copies: int, times: common.Times) -> Result:
+def _result(over: str, order: str, block: int, copies: int, times: common.Times) -> Result:
     driver, nixl, other, *plain = times[:, :, 0]
     return Result(
         over=over,
-        op=op,
         order=order,
         block=block,
         copies=copies,
@@ -207,7 +204,7 @@ def _conditions(options: argparse.Namespace) -> dict[str, object]:
 
 
 def _rows(one: Result) -> Iterator[rows.Row]:
-    driver, case = f"the driver ucx over {one.over}", f"{one.op} of {one.block >> 10} KiB blocks"
+    driver, case = f"the driver ucx over {one.over}", f"read of {one.block >> 10} KiB blocks"
     row = partial(rows.compared, case=f"{case}, {one.order}", measured=one.driver_ms, unit="ms")
     small = (one.block, one.order) == (SIZES[0], "in a row")
     target = rows.goal(SMALL_IN_A_ROW if small else GOAL, at_least=False)
@@ -221,7 +218,6 @@ def _rows(one: Result) -> Iterator[rows.Row]:
 def _show(results: list[Result], conditions: dict[str, object]) -> None:
     headings = (
         "over",
-        "op",
         "order",
         "KiB",
         "copies",
@@ -236,7 +232,6 @@ def _show(results: list[Result], conditions: dict[str, object]) -> None:
     rows = [
         (
             one.over,
-            one.op,
             one.order,
             f"{one.block >> 10}",
             f"{one.copies:,}",

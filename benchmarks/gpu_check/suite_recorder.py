@@ -89,10 +89,9 @@ class Recorder:
             file.write(json.dumps(fields) + "\n")
 
 
-def _order(item: pytest.Item) -> tuple[int, bool]:
+def _order(item: pytest.Item) -> int:
     name = getattr(getattr(item, "function", None), "__qualname__", "").partition(".")[0]
-    topic = TOPICS.index(name) if name in TOPICS else len(TOPICS)
-    return topic, "write" in item.name
+    return TOPICS.index(name) if name in TOPICS else len(TOPICS)
 
 
 def pytest_configure(config: pytest.Config) -> None:

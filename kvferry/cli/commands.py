@@ -356,7 +356,6 @@ def bench(
     block: Annotated[
         str, typer.Option(metavar="SIZES", help="Bytes of each of its copies.")
     ] = "4K,64K,1M",
-    write: Annotated[bool, typer.Option("--write", help="Measure writes, too.")] = False,
     memory: Annotated[
         str, typer.Option(help="Kind of both buffers: cpu, cuda, cuda:INDEX.")
     ] = "cpu",
@@ -378,7 +377,7 @@ def bench(
     \b
     Examples:
       kvferry bench loopback --option threads=4
-      kvferry bench nixl --size 8,1M --block 8,512,64K --write --plot nixl.svg
+      kvferry bench nixl --size 8,1M --block 8,512,64K --plot nixl.svg
     """
     from kvferry.cli.bench import run
 
@@ -388,7 +387,6 @@ def bench(
             options=option or (),
             sizes=size,
             blocks=block,
-            write=write,
             memory=memory,
             seconds=seconds,
             as_json=as_json,

@@ -43,7 +43,6 @@ def _record(report: DriverReport) -> dict[str, object]:
 def _capabilities(can: Capabilities) -> dict[str, object]:
     """Return capabilities for ``--json``."""
     return {
-        "ops": sorted(can.ops),
         "memory": sorted(can.memory),
         "max_notification": can.max_notification,
         "cancel": can.cancel,
@@ -73,8 +72,7 @@ def _print_reports(reports: list[DriverReport]) -> None:
         if can is None:
             lines = [f"[red]does not work here:[/] {escape(report.reason or '')}"]
         else:
-            lines = [f"{', '.join(sorted(can.ops))}; memory: {', '.join(sorted(can.memory))}"]
-            lines.append(_more(can))
+            lines = [f"memory: {', '.join(sorted(can.memory))}", _more(can)]
         console.print(Padding("\n".join(lines), (0, 0, 0, 4), expand=False))
 
 

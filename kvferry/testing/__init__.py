@@ -10,7 +10,7 @@ Install ``kvferry[testing]``, and put this into a test module of your distributi
 
 Then run ``pytest``. Each rule of ``kvferry.core.transport`` is a test whose name states the rule.
 The tests use transports of this process and of processes that the suite starts, kills and stops.
-If your ``capabilities`` lack an operation, its tests check that the transport refuses it. The suite
+If your ``capabilities`` deny something, its tests check that the transport refuses it. The suite
 fills and inspects memory itself, without your transport; ``memory = "cuda"`` tests device memory,
 and ``memory = "package.module:function"`` any memory that you can allocate
 (``kvferry.testing.memory``).

@@ -2,10 +2,9 @@
 
     transport = FaultyTransport(LoopbackTransport(), Schedule(at={2: Fault.DOOM, 5: Fault.DIE}))
 
-The calls of ``read``, ``write`` and ``notify`` are counted together, from 0. So the third call, if
-it starts a transfer, starts one that is FAILING for a while and then FAILED; at the sixth call the
-transport dies.
-Faults can also be random, by seed:
+The calls of ``read``, ``read_pages`` and ``notify`` are counted together, from 0. So the third
+call, if it starts a transfer, starts one that is FAILING for a while and then FAILED; at the sixth
+call the transport dies. Faults can also be random, by seed:
 
     Schedule(seed=7, rate=0.1, faults=(Fault.DELAY, Fault.FAIL))
 
@@ -76,7 +75,7 @@ class Fault(enum.Enum):
 class Schedule:
     """Which calls of a ``FaultyTransport`` get which fault.
 
-    The calls of ``read``, ``write`` and ``notify`` are counted together, from 0.
+    The calls of ``read``, ``read_pages`` and ``notify`` are counted together, from 0.
 
     Attributes:
         at: The faults of certain calls, by the index of the call; these calls get no random fault.
@@ -148,7 +147,7 @@ class FaultyTransport(Transport):
         clock: Returns the seconds since some fixed time, for ``bytes_per_second``.
     """
 
-    interface_version: ClassVar[tuple[int, int]] = (1, 2)
+    interface_version: ClassVar[tuple[int, int]] = (2, 0)
 
     def __init__(
         self,
@@ -269,7 +268,7 @@ class FaultyTransport(Transport):
 
     def read(self, peer: PeerId, copies: Copies, notify: bytes | None = None) -> TransferId:
         """Start a read with the fault that the schedule has for it; see ``Transport.read``."""
-        return self._start("read", peer, copies, notify)
+        return self._start(peer, copies, notify)
 
     def read_pages(
         self, peer: PeerId, pages: PagedCopies, notify: bytes | None = None
@@ -278,11 +277,7 @@ class FaultyTransport(Transport):
 
         With a fault that changes which bytes move, it becomes a ``read`` of the same copies.
         """
-        return self._start("read_pages", peer, pages, notify)
-
-    def write(self, peer: PeerId, copies: Copies, notify: bytes | None = None) -> TransferId:
-        """Start a write with the fault that the schedule has for it; see ``Transport.write``."""
-        return self._start("write", peer, copies, notify)
+        return self._start(peer, pages, notify)
 
     def poll(self, transfers: Sequence[TransferId]) -> list[Status]:
         """Return the statuses of transfers as their faults change them."""
@@ -310,13 +305,13 @@ class FaultyTransport(Transport):
         del self._transfers[transfer]
 
     def _start(
-        self, op: str, peer: PeerId, copies: Copies | PagedCopies, notify: bytes | None
+        self, peer: PeerId, copies: Copies | PagedCopies, notify: bytes | None
     ) -> TransferId:
         fault = self._next_fault()
         if isinstance(copies, PagedCopies):
             segments = [segment for part in copies.parts for segment in part.strips.segments]
             if fault in (Fault.FAIL, Fault.TRUNCATE, Fault.LIE):
-                op, copies = "read", copies.written_out()
+                copies = copies.written_out()
         else:
             segments = list(copies.segments)
         transfer = _Transfer(
@@ -330,14 +325,16 @@ class FaultyTransport(Transport):
         if self._alive():
             # An empty notification is a mistake, and stays one.
             dropped = fault in (Fault.FAIL, Fault.TRUNCATE, Fault.DOOM, Fault.DROP)
-            if isinstance(copies, Copies):
+            bound = None if dropped and notify else notify
+            if isinstance(copies, PagedCopies):
+                transfer.inner = self._inner.read_pages(peer, copies, bound)
+            else:
                 copies = _remaining_copies(copies, fault)
-            begin = getattr(self._inner, op)
-            transfer.inner = begin(peer, copies, None if dropped and notify else notify)
+                transfer.inner = self._inner.read(peer, copies, bound)
         else:
             error = PeerLostError(f"{self._name} has died")
             transfer.status = Status(state=State.FAILED, error=error)
-        if self._pacer is not None and op != "write":
+        if self._pacer is not None:
             self._pacer.begin(transfer.number, copies.total)
         self._transfers[transfer.number] = transfer
         return transfer.number

@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import importlib
 import mmap
-import os
-import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -92,37 +90,6 @@ class CpuBuffer(Buffer):
         self._bytes[offset : offset + len(data)] = data
 
 
-class SharedBuffer(CpuBuffer):
-    """The memory of a file, which several processes can map.
-
-    So a test can inspect the memory of another process even while that process is stopped.
-
-    Args:
-        path: The file, which must have at least ``nbytes`` bytes.
-        nbytes: The size in bytes.
-    """
-
-    def __init__(self, path: str, nbytes: int) -> None:
-        self.path = path
-        file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        try:
-            self._map(mmap.mmap(file, nbytes, flags=mmap.MAP_SHARED))
-        finally:
-            os.close(file)
-
-    @classmethod
-    def create(cls, nbytes: int) -> Self:
-        """Return a new buffer of ``nbytes`` bytes, in a file that exists as long as the buffer.
-
-        Other processes can map the file by ``path``.
-        """
-        file = os.memfd_create("kvferry-testing", os.MFD_CLOEXEC)
-        os.ftruncate(file, nbytes)
-        made = cls(f"/proc/{os.getpid()}/fd/{file}", nbytes)
-        weakref.finalize(made, os.close, file)
-        return made
-
-
 class CudaBuffer(Buffer):
     """Memory of a CUDA device, allocated by torch.
 
@@ -165,11 +132,10 @@ class CudaBuffer(Buffer):
 
 
 def allocate(memory: str, nbytes: int) -> Buffer:
-    """Return a new buffer: of zeros, or of a file's bytes for ``shared:PATH``.
+    """Return a new buffer of zeros.
 
     Args:
-        memory: ``cpu``, ``shared:PATH`` (a ``SharedBuffer`` of that file), ``cuda``,
-            ``cuda:INDEX``, or ``package.module:function``.
+        memory: ``cpu``, ``cuda``, ``cuda:INDEX``, or ``package.module:function``.
         nbytes: The size in bytes.
 
     Raises:
@@ -179,8 +145,6 @@ def allocate(memory: str, nbytes: int) -> Buffer:
     kind, _, rest = memory.partition(":")
     if kind == "cpu":
         return CpuBuffer(nbytes)
-    if kind == "shared":
-        return SharedBuffer(rest, nbytes)
     if kind == "cuda":
         return CudaBuffer(nbytes, int(rest or 0))
     make: Callable[[int], Buffer] = imported(memory)

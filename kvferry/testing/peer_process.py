@@ -15,13 +15,12 @@ import traceback
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
 from kvferry.core.errors import KVFerryError, TransportUsageError
 from kvferry.core.memory import Region
-from kvferry.core.transport import PeerId, State, Status, TransferId, Transport
+from kvferry.core.transport import Notification, PeerId, State, Status, TransferId, Transport
 from kvferry.core.transport.copies import Copies
 from kvferry.testing.memory import Bytes, allocate, imported, make_transport, pattern
 
@@ -50,22 +49,6 @@ class PeerSetup:
     memory: str
     nbytes: int
     seed: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Seen:
-    """A notification that arrived.
-
-    Attributes:
-        sender: The name of the transport that sent it.
-        payload: The notification's payload.
-        first: The first byte of the receiver's buffer just after ``notifications`` returned this
-            notification.
-    """
-
-    sender: str
-    payload: bytes
-    first: int
 
 
 class PeerServer:
@@ -111,22 +94,20 @@ class PeerServer:
         """Deregister memory from the transport."""
         self.transport.deregister(region)
 
-    def notifications(self, count: int, seconds: float) -> list[Seen]:
+    def notifications(self, count: int, seconds: float) -> list[Notification]:
         """Wait for notifications, and return those that have arrived.
 
         Args:
             count: For how many notifications to wait.
             seconds: How long to wait at most.
         """
-        seen: list[Seen] = []
+        found: list[Notification] = []
         deadline = time.monotonic() + seconds
-        while len(seen) < count and time.monotonic() < deadline:
+        while len(found) < count and time.monotonic() < deadline:
             self.turn()
-            arrived = self.transport.notifications()
-            first = int(self.buffer.get(0, 1)[0]) if arrived else 0
-            seen += [Seen(sender=n.sender, payload=n.payload, first=first) for n in arrived]
+            found += self.transport.notifications()
             time.sleep(0.0005)
-        return seen
+        return found
 
     def connect(self, address: bytes) -> PeerId:
         """Connect the transport to an address, and return the peer's id."""
@@ -142,16 +123,15 @@ class PeerServer:
         for payload in payloads:
             self.transport.notify(peer, payload)
 
-    def start(self, op: str, peer: PeerId, copies: Copies, seconds: float) -> Status:
-        """Start a transfer, and return its status when it is no longer PENDING, or time is up.
+    def read(self, peer: PeerId, copies: Copies, seconds: float) -> Status:
+        """Start a read, and return its status when it is no longer PENDING, or time is up.
 
         Args:
-            op: ``read`` or ``write``.
-            peer: The id of the peer to read from or write to.
+            peer: The id of the peer to read from.
             copies: The copies to make.
             seconds: How long to wait at most.
         """
-        transfer = getattr(self.transport, op)(peer, copies)
+        transfer = self.transport.read(peer, copies)
         deadline = time.monotonic() + seconds
         while True:
             (status,) = self.transport.poll([transfer])
@@ -244,20 +224,19 @@ def calls(
 ) -> dict[str, Callable[[], object]]:
     """Return functions that call methods which must raise after ``close`` and in a forked child.
 
-    ``read``, ``write`` and ``notify`` are left out if the transport's capabilities lack them.
+    ``notify`` is left out if the transport has no notifications.
 
     Args:
         transport: The transport to call.
         region: The memory to register and deregister.
         peer: The id of a connected peer of the transport.
-        copies: The copies to read or write.
+        copies: The copies to read.
 
     Returns:
         A function without arguments for each method, by the method's name.
     """
-    can = transport.capabilities
-    sends = {"notify": lambda: transport.notify(peer, b"x")} if can.max_notification else {}
-    ops = {op: partial(getattr(transport, op), peer, copies) for op in can.ops}
+    notifies = transport.capabilities.max_notification > 0
+    sends = {"notify": lambda: transport.notify(peer, b"x")} if notifies else {}
     return {
         "register": lambda: transport.register(region),
         "deregister": lambda: transport.deregister(region),
@@ -268,8 +247,8 @@ def calls(
         "cancel": lambda: transport.cancel(TransferId(1)),
         "notifications": transport.notifications,
         "disconnect": lambda: transport.disconnect(peer),
+        "read": lambda: transport.read(peer, copies),
         **sends,
-        **ops,
     }
 
 

@@ -17,10 +17,10 @@ from typing import Any, Protocol, Self
 import numpy as np
 
 from kvferry.core.memory import Region
-from kvferry.core.transport import PeerId, Status
+from kvferry.core.transport import Notification, PeerId, Status
 from kvferry.core.transport.copies import Copies
 from kvferry.testing.memory import Bytes, pattern
-from kvferry.testing.peer_process import PeerSetup, Seen
+from kvferry.testing.peer_process import PeerSetup
 
 _START_SECONDS = 60.0
 _TURN_SECONDS = 0.002
@@ -53,7 +53,7 @@ class TransportPeer(Protocol):
     def deregister(self, region: Region) -> None:
         """Deregister memory from the peer's transport."""
 
-    def notifications(self, count: int, seconds: float | None = None) -> list[Seen]:
+    def notifications(self, count: int, seconds: float | None = None) -> list[Notification]:
         """Wait for notifications, and return those that have arrived.
 
         Args:
@@ -200,28 +200,11 @@ class Process:
         """Deregister memory from the peer's transport."""
         self.ask("deregister", region)
 
-    def notifications(self, count: int, seconds: float | None = None) -> list[Seen]:
+    def notifications(self, count: int, seconds: float | None = None) -> list[Notification]:
         """Wait for notifications, and return them; see ``TransportPeer.notifications``."""
-        self.expect(count, seconds)
-        return self.expected()
-
-    def expect(self, count: int, seconds: float | None = None) -> None:
-        """Let the peer start to wait for notifications; ``expected`` returns them.
-
-        Args:
-            count: For how many notifications to wait.
-            seconds: How long to wait at most; by default ``patience``.
-        """
         limit = self.patience if seconds is None else seconds
-        self._connection.send(("notifications", (count, limit)))
-
-    def expected(self) -> list[Seen]:
-        """Wait for the notifications that the last ``expect`` asked for, and return them.
-
-        There may be fewer than ``count``, if ``expect``'s time was up before they arrived.
-        """
-        seen: list[Seen] = self._answer("notifications", 60.0)
-        return seen
+        found: list[Notification] = self.ask("notifications", count, limit)
+        return found
 
     def connect(self, address: bytes) -> PeerId:
         """Let this peer's transport connect to an address, and return the new peer's id there."""
@@ -237,19 +220,18 @@ class Process:
         """
         self.ask("notify", peer, list(payloads))
 
-    def begin(self, op: str, peer: PeerId, copies: Copies, seconds: float = 20.0) -> None:
-        """Let this peer's transport start a transfer; call ``ended`` to wait for its status.
+    def begin(self, peer: PeerId, copies: Copies, seconds: float = 20.0) -> None:
+        """Let this peer's transport start a read; call ``ended`` to wait for its status.
 
         Args:
-            op: ``read`` or ``write``.
-            peer: The id of the transport to read from or write to, which ``connect`` returned.
+            peer: The id of the transport to read from, which ``connect`` returned.
             copies: The copies to make; their local addresses are those of the peer's process.
             seconds: How long the peer's process waits until the transfer is no longer PENDING.
         """
-        self._connection.send(("start", (op, peer, copies, seconds)))
+        self.tell("read", peer, copies, seconds)
 
     def answered(self) -> bool:
-        """Return whether the answer to ``begin``, ``expect`` or ``tell`` has arrived."""
+        """Return whether the answer to ``begin`` or ``tell`` has arrived."""
         return self._connection.poll(0)
 
     def ended(self) -> Status:
@@ -257,7 +239,7 @@ class Process:
 
         The status is PENDING if the ``seconds`` given to ``begin`` were over before.
         """
-        status: Status = self._answer("start", 60.0)
+        status: Status = self._answer("read", 60.0)
         return status
 
     def fork(self, peer: PeerId, copies: Copies) -> list[str]:

@@ -49,10 +49,10 @@ class Flipping(LoopbackTransport):
 
 
 class Swapping(LoopbackTransport):
-    '''Writes blocks to the wrong places.'''
+    '''Reads blocks from the wrong places.'''
 
-    def write(self, peer, copies, notify=None):
-        return super().write(peer, replace(copies, remote=copies.remote[::-1].copy()), notify)
+    def read(self, peer, copies, notify=None):
+        return super().read(peer, replace(copies, remote=copies.remote[::-1].copy()), notify)
 
 
 class Endless(LoopbackTransport):
@@ -77,18 +77,18 @@ class Failing(LoopbackTransport):
         return [Status(state=State.FAILED, error=TransportError("no luck")) for _ in transfers]
 
 
-class Reading(LoopbackTransport):
-    '''Cannot write.'''
+class Elsewhere(LoopbackTransport):
+    '''Does not reach CPU memory.'''
 
     @property
     def capabilities(self):
-        return replace(super().capabilities, ops=frozenset({"read"}))
+        return replace(super().capabilities, memory=frozenset({"cuda"}))
 """
 
 
 @pytest.fixture
 def environment(tmp_path: Path) -> dict[str, str]:
-    names = ("Flipping", "Swapping", "Endless", "Failing", "Reading")
+    names = ("Flipping", "Swapping", "Endless", "Failing", "Elsewhere")
     return install_drivers(tmp_path, DRIVERS_CODE, **{name.lower(): name for name in names})
 
 
@@ -99,15 +99,14 @@ def bench(environment: dict[str, str], *arguments: str) -> subprocess.CompletedP
 def test_every_case_is_measured_and_plotted(environment: dict[str, str], tmp_path: Path) -> None:
     picture = tmp_path / "speed.svg"
     plot = ("--plot", str(picture)) if _has_matplotlib() else ()
-    ran = bench(environment, "loopback", *SMALL_GRID, "--write", "--json", *plot)
+    ran = bench(environment, "loopback", *SMALL_GRID, "--json", *plot)
     assert (ran.returncode, ran.stderr) == (0, "")
     record = json.loads(ran.stdout)
     assert record["conditions"]["driver"] == "loopback"
     rows: list[dict[str, Any]] = record["results"]
-    found = [(r["op"], r["size"], r["block"], r["scattered"]) for r in rows]
+    found = [(r["size"], r["block"], r["scattered"]) for r in rows]
     assert found == [
-        (op, size << 10, block << 10, scattered)
-        for op in ("read", "write")
+        (size << 10, block << 10, scattered)
         for size, block, scattered in (
             (8, 4, True),
             (8, 4, False),
@@ -123,7 +122,7 @@ def test_every_case_is_measured_and_plotted(environment: dict[str, str], tmp_pat
         assert row["us_per_copy"] == pytest.approx(row["seconds"] / row["copies"] * 1e6, rel=1e-3)
     if plot:
         texts = {text.strip() for text in ET.parse(picture).getroot().itertext() if text.strip()}
-        assert {"read, scattered", "write, in a row", "8 KiB", "64 KiB"} <= texts
+        assert {"scattered", "in a row", "8 KiB", "64 KiB"} <= texts
 
 
 def test_table_fits_80_columns(environment: dict[str, str]) -> None:
@@ -131,42 +130,33 @@ def test_table_fits_80_columns(environment: dict[str, str]) -> None:
     ran = bench(narrow, "loopback", *SMALL_GRID, "--option", "threads=1")
     assert (ran.returncode, ran.stderr) == (0, "")
     lines = ran.stdout.splitlines()
-    assert lines[0].split()[:5] == ["op", "order", "size", "block", "copies"]
-    assert lines[1].split()[:8] == [
-        "read",
-        "scattered",
-        "8",
-        "KiB",
-        "4",
-        "KiB",
-        "2",
-        lines[1].split()[7],
-    ]
+    assert lines[0].split()[:4] == ["order", "size", "block", "copies"]
+    assert lines[1].split()[:6] == ["scattered", "8", "KiB", "4", "KiB", "2"]
     assert max(map(len, lines)) <= 80
     assert "options: {'threads': 1}" in ran.stdout
 
 
 @pytest.mark.parametrize(
-    ("driver", "arguments", "words"),
+    ("driver", "words"),
     [
-        ("flipping", (), "bytes are wrong after a read"),
-        ("swapping", ("--write",), "bytes are wrong after a write"),
-        ("failing", (), "failed: no luck"),
+        ("flipping", "bytes are wrong after a read"),
+        ("swapping", "bytes are wrong after a read"),
+        ("failing", "failed: no luck"),
     ],
 )
 def test_wrong_bytes_and_failures_are_reported(
-    environment: dict[str, str], driver: str, arguments: tuple[str, ...], words: str
+    environment: dict[str, str], driver: str, words: str
 ) -> None:
-    ran = bench(environment, driver, *SMALL_GRID, *arguments)
+    ran = bench(environment, driver, *SMALL_GRID)
     assert ran.returncode == 1
     assert words in ran.stderr
     assert "Traceback" not in ran.stderr
 
 
-def test_unsupported_operation_is_refused(environment: dict[str, str]) -> None:
-    ran = bench(environment, "reading", *SMALL_GRID, "--write")
+def test_unsupported_memory_is_refused(environment: dict[str, str]) -> None:
+    ran = bench(environment, "elsewhere", *SMALL_GRID)
     assert ran.returncode == 1
-    assert "asked for is write" in ran.stderr
+    assert "reaches cuda memory here, and asked for is cpu" in ran.stderr
 
 
 @pytest.mark.parametrize(
@@ -180,7 +170,7 @@ def test_unsupported_operation_is_refused(environment: dict[str, str]) -> None:
         ({"blocks": "1T"}, "--block: '1T'"),
         ({"sizes": "4K", "blocks": "64K"}, "no size is as large as a block"),
         ({"sizes": "64G", "blocks": "8"}, "at most"),
-        ({"memory": "cuda"}, "asked for is moving with cuda"),
+        ({"memory": "cuda"}, "asked for is cuda"),
         ({"plot": Path("picture.jpeg2")}, "must end in .svg"),
         ({"plot": Path("no/such/folder/picture.svg")}, "is no folder"),
     ],
@@ -268,7 +258,7 @@ def test_option_values_are_json_or_text() -> None:
 )
 def test_case_moves_every_block_once(block: int, count: int, rest: int, scattered: bool) -> None:
     total = block * count + rest % block
-    case = Case(op="read", size=total // block * block, block=block, scattered=scattered)
+    case = Case(size=total // block * block, block=block, scattered=scattered)
     local, remote = (Region(address=base, nbytes=total) for base in (4096, 1 << 20))
     batch = case.batch(local, remote)
     assert batch.total == case.size
@@ -277,7 +267,7 @@ def test_case_moves_every_block_once(block: int, count: int, rest: int, scattere
 
 
 def test_results_are_computed_from_seconds() -> None:
-    case = Case(op="read", size=10**6, block=1000, scattered=True)
+    case = Case(size=10**6, block=1000, scattered=True)
     result = Result(case=case, rounds=3, seconds=1e-3, memcpy_seconds=2.5e-4)
     assert result.gb_per_s == pytest.approx(1.0)
     assert result.us_per_copy == pytest.approx(1.0)

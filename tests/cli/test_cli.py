@@ -60,7 +60,7 @@ def test_version_is_printed() -> None:
 def test_drivers_are_listed_with_capabilities_or_reason(environment: dict[str, str]) -> None:
     result = run_kvferry(environment, "drivers")
     assert result.returncode == 0
-    for part in ("loopback", f"kvferry {kvferry.__version__}", "read, write", "can cancel"):
+    for part in ("loopback", f"kvferry {kvferry.__version__}", "memory: cpu", "can cancel"):
         assert part in result.stdout
     words = " ".join(result.stdout.split())
     for part in ("needy", "kvferry-fake 1.2", "does not work here", "a_library_that_is_missing"):

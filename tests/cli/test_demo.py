@@ -67,15 +67,15 @@ class Stuck(LoopbackTransport):
         ]
 
 
-class Writing(LoopbackTransport):
-    '''Cannot read.'''
+class Elsewhere(LoopbackTransport):
+    '''Does not reach CPU memory.'''
 
     @property
     def capabilities(self):
         can = super().capabilities
         from dataclasses import replace
 
-        return replace(can, ops=frozenset({"write"}))
+        return replace(can, memory=frozenset({"cuda"}))
 """
 
 
@@ -85,7 +85,7 @@ def environment(tmp_path: Path) -> dict[str, str]:
     site, temporary = tmp_path / "site", tmp_path / "temporary"
     site.mkdir()
     temporary.mkdir()
-    names = ("Flipping", "Stuck", "Writing")
+    names = ("Flipping", "Stuck", "Elsewhere")
     drivers = install_drivers(site, DRIVERS_CODE, **{name.lower(): name for name in names})
     return drivers | {"TMPDIR": str(temporary)}
 
@@ -149,8 +149,8 @@ def test_wrong_byte_is_reported_and_fails_the_command(environment: dict[str, str
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("--driver", "pigeon"), "no driver 'pigeon' is installed; installed: flipping, loopback"),
-        (("--driver", "writing"), "driver 'writing' can write with memory of kind cpu"),
+        (("--driver", "pigeon"), "no driver 'pigeon' is installed; installed: elsewhere, flipping"),
+        (("--driver", "elsewhere"), "driver 'elsewhere' reaches cuda memory; the demo reads cpu"),
         (("--prefill", "9/HND/16"), "9 ranks: the model has 8 heads"),
         (("--prefill", "HND/16"), "write RANKS/ORDER/TOKENS, such as 2/HND/16"),
         (("--decode", "DNH/16"), "order 'DNH': choose HND or NHD"),

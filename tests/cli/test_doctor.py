@@ -88,7 +88,7 @@ def test_driver_that_prints_and_crashes_at_exit_is_fine(tmp_path: Path) -> None:
     ran = run_kvferry(install_drivers(tmp_path, CRASH_AT_EXIT_CODE, odd="Driver"), "doctor")
     assert ran.returncode == 0
     words = " ".join(ran.stdout.split())
-    assert "driver odd kvferry-fake 1.2 (libcrash 7): read, write of cpu memory" in words
+    assert "driver odd kvferry-fake 1.2 (libcrash 7): cpu memory" in words
     assert "0 bad" in words
 
 
@@ -131,9 +131,7 @@ def test_worst_finding_decides() -> None:
 
 
 def test_no_working_driver_is_bad() -> None:
-    lame = Driver(
-        name="lame", distribution="lame 1", library="", ops=[], memory=[], reason="it is lame"
-    )
+    lame = Driver(name="lame", distribution="lame 1", library="", memory=[], reason="it is lame")
     found = list(software.drivers(Probed(drivers=[lame])))
     assert [f.verdict for f in found] == [FindingLevel.WARN, FindingLevel.BAD]
 

@@ -81,40 +81,33 @@ class CutLinkTests(PeersOnOtherHost):
         yield side
         networks.restore()
 
-    def test_reads_and_writes_arrive_with_their_notifications(
-        self, lab: Workbench, process: Process
-    ) -> None:
+    def test_reads_arrive_with_their_notifications(self, lab: Workbench, process: Process) -> None:
         lab.works(process)
         peer = lab.transport.connect(process.address())
-        for op in lab.ops:
-            transfer = lab.start(op, peer, lab.whole(process), b"arrived")
-            lab.finish(transfer)
-            assert [seen.payload for seen in process.notifications(1)] == [b"arrived"]
+        transfer = lab.transport.read(peer, lab.whole(process), b"arrived")
+        lab.finish(transfer)
+        assert [seen.payload for seen in process.notifications(1)] == [b"arrived"]
         np.testing.assert_array_equal(lab.mine.get(), process.get())
 
     def test_transfer_fails_when_link_is_cut_during_it(
-        self, lab: Workbench, process: Process, networks: Networks, op: str, side: Side
+        self, lab: Workbench, process: Process, networks: Networks, side: Side
     ) -> None:
         peer = lab.transport.connect(process.address())
         copies = lab.lasting(process)
-        if lab.refuses(op, peer, copies):
-            return
-        transfer = lab.start(op, peer, copies)
-        assert lab.until(lambda: self._has_moved_bytes(lab, process, op)), "no byte has arrived"
+        transfer = lab.transport.read(peer, copies)
+        assert lab.until(lambda: lab.mine.get(0, 8).any()), "no byte has arrived"
         assert lab.state(transfer) is State.PENDING, "the transfer ended before the link was cut"
         networks.cut(side)
         self._expect_failure(lab, peer, transfer)
         self._expect_recovery(lab, process, networks, peer, transfer)
 
     def test_transfer_fails_when_link_was_cut_before_it(
-        self, lab: Workbench, process: Process, networks: Networks, op: str, side: Side
+        self, lab: Workbench, process: Process, networks: Networks, side: Side
     ) -> None:
         peer = lab.transport.connect(process.address())
-        if lab.refuses(op, peer, lab.whole(process)):
-            return
         lab.works(process)
         networks.cut(side)
-        transfer = lab.start(op, peer, lab.whole(process), b"x" if lab.notifies else None)
+        transfer = lab.transport.read(peer, lab.whole(process), b"x" if lab.notifies else None)
         self._expect_failure(lab, peer, transfer)
         self._expect_recovery(lab, process, networks, peer, transfer)
         assert process.notifications(1, 0.2) == []
@@ -128,7 +121,7 @@ class CutLinkTests(PeersOnOtherHost):
         networks.cut(side)
         transfers = []
         for _ in range(3):
-            transfers.append(lab.start(lab.an_op, peer, lab.whole(process)))
+            transfers.append(lab.transport.read(peer, lab.whole(process)))
             status = lab.known(transfers[-1], seconds=self.noticed_within)
             assert status.state in (State.FAILING, State.FAILED), status
             if lab.notifies:
@@ -145,7 +138,7 @@ class CutLinkTests(PeersOnOtherHost):
         networks.cut(side)
         with contextlib.suppress(ConnectError):
             peer = lab.transport.connect(address)
-            transfer = lab.start(lab.an_op, peer, lab.whole(process))
+            transfer = lab.transport.read(peer, lab.whole(process))
             self._expect_failure(lab, peer, transfer)
             self._expect_recovery(lab, process, networks, peer, transfer)
         networks.restore()
@@ -158,12 +151,6 @@ class CutLinkTests(PeersOnOtherHost):
         networks.cut(side)
         networks.restore()
         lab.works(process)
-
-    @staticmethod
-    def _has_moved_bytes(lab: Workbench, process: Process, op: str) -> bool:
-        if op == "read":
-            return bool(lab.mine.get(0, 8).any())
-        return not process.get()[:8].any()  # this side's memory holds zeros
 
     def _expect_failure(self, lab: Workbench, peer: PeerId, transfer: TransferId) -> None:
         status = lab.known(transfer, seconds=self.noticed_within)

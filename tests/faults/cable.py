@@ -54,7 +54,7 @@ class StagedTransport(Transport):
         fences = is_fence(notify)
         if fences or not is_slot_read(copies):
             self._act("fencing" if fences else "reading")
-        transfer = super().read(peer, copies, notify)
+        transfer = super().read(peer, copies, notify)  # type: ignore[safe-super]
         if fences:
             self._fences.add(transfer)
         return transfer

@@ -25,8 +25,8 @@ def test_ucx_of_nixl_is_reported(tmp_path: Path) -> None:
 
 def test_bench_over_nixl(environment: dict[str, str]) -> None:
     threads = ("--option", 'backend_options={"num_threads": 1}')
-    ran = bench(environment, "nixl", *SMALL_GRID, "--write", "--json", *threads)
+    ran = bench(environment, "nixl", *SMALL_GRID, "--json", *threads)
     assert ran.returncode == 0, ran.stderr
     record = json.loads(ran.stdout)
     assert "UCX" in record["conditions"]["library"]
-    assert len(record["results"]) == 10
+    assert len(record["results"]) == 5

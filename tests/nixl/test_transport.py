@@ -313,12 +313,12 @@ def test_bound_notifications_keep_their_sender_after_peer_died(
         local=blocks.local,
         remote=blocks.remote,
     )
-    blocks.mine[:] = 7
-    assert _wait_until_known(transport, transport.write(peer, copies, b"written")) is State.DONE
+    blocks.theirs[:] = 7
+    assert _wait_until_known(transport, transport.read(peer, copies, b"read")) is State.DONE
     while not (found := other.notifications()):
         pass
-    assert (blocks.theirs == 7).all()
-    assert [(one.sender, one.payload) for one in found] == [(transport.name, b"written")]
+    assert (blocks.mine == 7).all()
+    assert [(one.sender, one.payload) for one in found] == [(transport.name, b"read")]
 
 
 ENDING = """
@@ -329,13 +329,12 @@ from kvferry.testing.peers import Process
 from tests.nixl.test_contract import TestNixl
 
 made = settings_of(TestNixl)
-for op in ("read", "write"):
-    with Workbench(made) as lab, Process(made.factory, made.options, "cpu", MIB) as process:
-        peer = lab.transport.connect(process.address())
-        with killed_soon(process):
-            transfer = lab.start(op, peer, lab.lasting(process))
-        lab.settled(transfer, peer)
-    gc.collect()
+with Workbench(made) as lab, Process(made.factory, made.options, "cpu", MIB) as process:
+    peer = lab.transport.connect(process.address())
+    with killed_soon(process):
+        transfer = lab.transport.read(peer, lab.lasting(process))
+    lab.settled(transfer, peer)
+gc.collect()
 print("the end")
 """
 

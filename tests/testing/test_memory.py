@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from kvferry.testing.memory import SharedBuffer, allocate, available, pattern
+from kvferry.testing.memory import allocate, available, pattern
 
 
 def fake_torch(devices: int) -> SimpleNamespace:
@@ -51,11 +51,3 @@ def test_memory_may_be_made_by_a_named_function() -> None:
     assert allocate("tests.long.drivers.correct_drivers:OddBuffer", 64).region.kind == "odd"
     with pytest.raises(ImportError, match="has no 'NoBuffer'"):
         allocate("tests.long.drivers.correct_drivers:NoBuffer", 64)
-
-
-def test_shared_buffer_is_seen_by_all_that_map_it() -> None:
-    one = SharedBuffer.create(4096)
-    other = allocate(f"shared:{one.path}", 4096)
-    one.put(pattern(100, 1), 7)
-    np.testing.assert_array_equal(other.get(7, 100), pattern(100, 1))
-    assert other.region.address != one.region.address

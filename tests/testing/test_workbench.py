@@ -40,7 +40,7 @@ def peer(lab: Workbench, remote: LocalPeer) -> PeerId:
 @pytest.fixture
 def endless(lab: Workbench, remote: LocalPeer, peer: PeerId) -> TransferId:
     """A transfer that takes longer than anybody waits."""
-    return lab.start("read", peer, lab.lasting(remote))
+    return lab.transport.read(peer, lab.lasting(remote))
 
 
 def test_a_transfer_that_does_not_end(lab: Workbench, peer: PeerId, endless: TransferId) -> None:

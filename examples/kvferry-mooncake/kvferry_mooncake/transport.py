@@ -27,12 +27,10 @@ deregistered ends too, but the engine then opens its connections anew, one in a 
 
 
 class MooncakeTransport(BaseTransport[None, wire.Address, MooncakeConnection, MooncakeTransfer]):
-    """Read through Mooncake's Transfer Engine, over tcp, from and to CPU memory.
+    """Read through Mooncake's Transfer Engine, over tcp, from CPU memory to CPU memory.
 
     What it cannot do, and why:
 
-    - ``write``: when a write fails, what the peer's kernel has received may still be stored, and
-      the engine has no call that waits for that. A failed write would never be known to be quiet.
     - ``background_progress``: the engine's threads serve peers by themselves, but tell the end of
       a piece only when asked, so ``poll`` asks, and begins the next pieces.
     - Memory other than ``cpu``: this build of the engine has none.
@@ -48,13 +46,12 @@ class MooncakeTransport(BaseTransport[None, wire.Address, MooncakeConnection, Mo
         DriverError: mooncake is not installed, or the host is not this machine's.
     """
 
-    interface_version: ClassVar[tuple[int, int]] = (1, 0)
+    interface_version: ClassVar[tuple[int, int]] = (2, 0)
 
     def __init__(self, *, host: str = "127.0.0.1") -> None:
         super().__init__(
             f"mooncake-{os.getpid()}-{secrets.token_hex(8)}",
             Capabilities(
-                ops=frozenset({"read"}),
                 memory=frozenset({CPU}),
                 max_notification=MAX_NOTIFICATION,
                 cancel=True,

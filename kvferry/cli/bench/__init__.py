@@ -1,7 +1,7 @@
 """``kvferry bench``: measure how fast a driver is here, compared with memcpy.
 
-There are two processes with a buffer each: this process reads or writes the buffer of the other
-one, in blocks of several sizes, in ascending order ("in a row") and in random order ("scattered").
+There are two processes with a buffer each: this process reads the buffer of the other one, in
+blocks of several sizes, in ascending order ("in a row") and in random order ("scattered").
 Before a case is timed, it runs once and every byte that it moved is compared.
 """
 
@@ -29,7 +29,6 @@ def run(
     options: Sequence[str] = (),
     sizes: str = SIZES,
     blocks: str = BLOCKS,
-    write: bool = False,
     memory: str = "cpu",
     seconds: float = 20.0,
     as_json: bool = False,
@@ -42,7 +41,6 @@ def run(
         options: The driver's ``driver_options``, each ``KEY=VALUE``.
         sizes: Bytes of the transfers, such as ``1M,16M``.
         blocks: Bytes of each copy in a transfer, such as ``4K,64K``.
-        write: Whether to measure writes as well as reads.
         memory: Kind of both buffers, as ``kvferry.testing.memory.allocate`` takes it.
         seconds: For about how long to measure in total.
         as_json: Whether to print JSON instead of a table.
@@ -55,9 +53,7 @@ def run(
         KVFerryError: The driver could not be measured, or moved a wrong byte. All processes have
             ended then.
     """
-    grid = cases(
-        sizes_of(sizes, "--size"), sizes_of(blocks, "--block"), ("read", "write")[: 1 + write]
-    )
+    grid = cases(sizes_of(sizes, "--size"), sizes_of(blocks, "--block"))
     if plot is not None:
         report.check_plot(plot)
     try:
@@ -92,7 +88,7 @@ def _measured(
         enter()
         transport = create(driver, options, enter=enter)  # first: it finds most mistakes
         stack.callback(transport.close)
-        _check_capabilities(driver, transport, grid, memory)
+        _check_memory(driver, transport, memory)
         setup = report.setup(driver, options, memory, transport)
         near, memcpy = near_buffer(memory, nbytes), memcpy_of(memory, nbytes)
         far = stack.enter_context(far_process(driver, options, memory, nbytes))
@@ -109,28 +105,12 @@ def _one(bench: Bench, case: Case, seconds: float, show: report.Show) -> Result:
     return bench.measure(case, seconds)
 
 
-def _check_capabilities(
-    driver: str, transport: Transport, grid: Sequence[Case], memory: str
-) -> None:
-    """Refuse to measure operations or a kind of memory that the driver does not support here.
-
-    Args:
-        driver: Name of the driver, for errors.
-        transport: A transport of the driver.
-        grid: The cases to measure.
-        memory: Kind of both buffers.
-
-    Raises:
-        BenchError: The driver lacks an operation or the kind of memory.
-    """
-    can, kind = transport.capabilities, memory.partition(":")[0]
-    lacking = sorted({case.op for case in grid} - can.ops)
+def _check_memory(driver: str, transport: Transport, memory: str) -> None:
+    """Raise ``BenchError`` if the driver does not reach a kind of memory here."""
+    can, kind = transport.capabilities.memory, memory.partition(":")[0]
     # If --memory names a function, the kind of memory is known only once it has made a region.
-    unknown = kind in ("cpu", "cuda") and kind not in can.memory
-    if lacking or unknown:
+    if kind in ("cpu", "cuda") and kind not in can:
         raise BenchError(
-            f"driver {driver!r} can {', '.join(sorted(can.ops)) or 'do nothing'} with memory of "
-            f"kind {', '.join(sorted(can.memory)) or 'none'} here, and asked for is "
-            f"{', '.join(lacking) or 'moving'} with {kind}: choose another driver (kvferry drivers "
-            "lists them), --memory, or leave --write out"
+            f"driver {driver!r} reaches {', '.join(sorted(can)) or 'no'} memory here, and asked "
+            f"for is {kind}: choose another driver (kvferry drivers lists them) or --memory"
         )

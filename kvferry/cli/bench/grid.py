@@ -35,20 +35,18 @@ class Case:
     """A transfer to measure.
 
     Attributes:
-        op: ``read`` or ``write``.
         size: Bytes of the transfer, a multiple of ``block``.
         block: Bytes of each copy.
         scattered: Whether the copies take the blocks of each buffer in a random order of its own;
             otherwise in ascending order on both sides.
     """
 
-    op: str
     size: int
     block: int
     scattered: bool
 
     def __str__(self) -> str:
-        return f"{self.op} of {size(self.size)} in blocks of {size(self.block)}, {self.order}"
+        return f"read of {size(self.size)} in blocks of {size(self.block)}, {self.order}"
 
     @property
     def copies(self) -> int:
@@ -95,8 +93,8 @@ class Case:
         )
 
 
-def cases(sizes: Sequence[int], blocks: Sequence[int], ops: Sequence[str]) -> list[Case]:
-    """Return the cases of all combinations of operation, size, block size and order of blocks.
+def cases(sizes: Sequence[int], blocks: Sequence[int]) -> list[Case]:
+    """Return the cases of all combinations of size, block size and order of blocks.
 
     Sizes are rounded down to whole blocks. Combinations whose block is larger than the size are
     left out. A size of a single block has no scattered case.
@@ -104,14 +102,12 @@ def cases(sizes: Sequence[int], blocks: Sequence[int], ops: Sequence[str]) -> li
     Args:
         sizes: Bytes of the transfers.
         blocks: Bytes of each copy.
-        ops: ``read``, ``write`` or both.
 
     Raises:
         BenchError: No case is left, or a case would have too many copies.
     """
     result = [
-        Case(op=op, size=total // block * block, block=block, scattered=scattered)
-        for op in ops
+        Case(size=total // block * block, block=block, scattered=scattered)
         for total in sizes
         for block in blocks
         for scattered in (True, False)

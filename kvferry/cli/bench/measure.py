@@ -17,7 +17,7 @@ import numpy as np
 from kvferry.cli.bench.grid import BenchError, Case
 from kvferry.core.transport import State, Status, Transport
 from kvferry.core.transport.copies import Copies
-from kvferry.testing.memory import Buffer, Bytes, allocate, pattern
+from kvferry.testing.memory import Buffer, Bytes, allocate
 from kvferry.testing.peers import Process
 
 ROUNDS = (3, 1000)
@@ -27,8 +27,8 @@ DEADLINE_SECONDS = 120.0
 BUSY_SECONDS = 0.001
 """Seconds after a transfer's start in which the transfer is polled without pause."""
 
-FAR, NEAR = 1, 2
-"""Seeds of the content of the two buffers."""
+FAR = 1
+"""The seed of the content of the other process's buffer."""
 
 Memcpy = Callable[[int], None]
 """A function that copies a number of bytes from one buffer of this process to another."""
@@ -85,7 +85,6 @@ class Bench:
 
     def __init__(self, transport: Transport, far: Process, near: Buffer, memcpy: Memcpy) -> None:
         self._transport, self._far, self._near, self._memcpy = transport, far, near, memcpy
-        self._content = pattern(near.region.nbytes, NEAR)
         transport.register(near.region)
         with _as_bench_error("start"):
             self._peer = transport.connect(far.address())
@@ -115,7 +114,7 @@ class Bench:
         )
 
     def _check(self, case: Case, copies: Copies) -> None:
-        """Run a case once, and compare every byte of the target buffer with its expected value.
+        """Run a case once, and compare every byte of this side's buffer with its expected value.
 
         Args:
             case: The case.
@@ -125,19 +124,10 @@ class Bench:
             BenchError: The transfer failed, or a byte is wrong.
         """
         local, remote = case.block_indices()
-        if case.op == "read":
-            self._near.put(np.zeros(case.size, np.uint8))
-            self._move(case, copies)
-            found, source = self._near.get(0, case.size), self._far.content
-            expected = _moved(source, case, remote, local)
-        else:
-            source = self._content
-            self._near.put(source[: case.size])
-            with _as_bench_error(str(case)):
-                self._far.reset()
-                self._move(case, copies)
-                found = self._far.get()[: case.size]
-            expected = _moved(source, case, local, remote)
+        self._near.put(np.zeros(case.size, np.uint8))
+        self._move(case, copies)
+        found = self._near.get(0, case.size)
+        expected = _moved(self._far.content, case, remote, local)
         if wrong := int(np.count_nonzero(found != expected)):
             raise BenchError(
                 f"{wrong:,} of {case.size:,} bytes are wrong after a {case}: the driver says that "
@@ -155,8 +145,7 @@ class Bench:
             BenchError: The transfer failed, or takes too long.
         """
         transport = self._transport
-        start = transport.read if case.op == "read" else transport.write
-        transfer = start(self._peer, copies)
+        transfer = transport.read(self._peer, copies)
         begun = time.perf_counter()
         while not (status := transport.poll([transfer])[0]).state.final:
             _refuse(case, status, time.perf_counter() - begun)

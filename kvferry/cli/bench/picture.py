@@ -6,7 +6,6 @@ This module needs matplotlib. It draws without pyplot, which would look for a di
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import product
 from pathlib import Path
 
 import matplotlib as mpl
@@ -22,7 +21,7 @@ WIDTH, HEIGHT = 5.2, 4.0
 
 
 def draw(path: Path, title: str, results: Sequence[Result]) -> None:
-    """Write the picture, with a panel for each combination of operation and order of blocks.
+    """Write the picture, with a panel for each order of blocks.
 
     Args:
         path: The file; its suffix says the format.
@@ -32,14 +31,13 @@ def draw(path: Path, title: str, results: Sequence[Result]) -> None:
     Raises:
         BenchError: The file cannot be written.
     """
-    ops = sorted({result.case.op for result in results})
     orders = sorted({result.case.scattered for result in results}, reverse=True)
-    figure = Figure(figsize=(WIDTH * len(orders), HEIGHT * len(ops)), layout="constrained")
+    figure = Figure(figsize=(WIDTH * len(orders), HEIGHT), layout="constrained")
     figure.suptitle(title)
-    panels = figure.subplots(len(ops), len(orders), sharex=True, sharey=True, squeeze=False)
-    for axes, (op, scattered) in zip(panels.flat, product(ops, orders), strict=True):
-        found = [r for r in results if (r.case.op, r.case.scattered) == (op, scattered)]
-        _panel(axes, f"{op}, {'scattered' if scattered else 'in a row'}", found)
+    panels = figure.subplots(1, len(orders), sharex=True, sharey=True, squeeze=False)
+    for axes, scattered in zip(panels.flat, orders, strict=True):
+        found = [r for r in results if r.case.scattered == scattered]
+        _panel(axes, found[0].case.order, found)
     figure.legend(
         *panels[0, -1].get_legend_handles_labels(), loc="outside right upper", title="size"
     )
@@ -56,7 +54,7 @@ def _panel(axes: Axes, title: str, results: Sequence[Result]) -> None:
     Args:
         axes: Where to draw.
         title: The panel's title.
-        results: The results of one operation and order of blocks.
+        results: The results of one order of blocks.
     """
     sizes = sorted({result.case.size for result in results})
     for number, total in enumerate(sizes):

@@ -160,20 +160,18 @@ def _digits(value: float) -> float:
 
 
 def _table(results: Sequence[Result]) -> Table:
-    """Return a table of the results, with an empty row where the operation or size changes."""
+    """Return a table of the results, with an empty row where the size changes."""
     table = Table(box=None, pad_edge=False)
-    for heading in ("op", "order"):
-        table.add_column(heading, no_wrap=True)
+    table.add_column("order", no_wrap=True)
     for heading in ("size", "block", "copies", "GB/s", "µs a copy", "memcpy", "of it"):
         table.add_column(heading, justify="right", no_wrap=True)
     last = None
     for one in results:
         case = one.case
-        if last not in (None, (case.op, case.size)):
+        if last not in (None, case.size):
             table.add_row()
-        last = (case.op, case.size)
+        last = case.size
         table.add_row(
-            case.op,
             case.order,
             size(case.size),
             size(case.block),

@@ -40,7 +40,6 @@ class Driver(Struct, frozen=True, kw_only=True):
         name: Name of the driver.
         distribution: Name and version of the distribution that the driver is in.
         library: The library that the driver uses, with its version; may be empty.
-        ops: The operations that the driver supports here; empty if it does not work.
         memory: The kinds of memory that the driver reaches here; empty if it does not work.
         reason: Why the driver does not work; ``None`` if it does.
     """
@@ -48,7 +47,6 @@ class Driver(Struct, frozen=True, kw_only=True):
     name: str
     distribution: str
     library: str
-    ops: list[str]
     memory: list[str]
     reason: str | None
 
@@ -174,7 +172,6 @@ def _driver(report: DriverReport) -> Driver:
         name=info.name,
         distribution=f"{info.distribution} {info.version}",
         library=report.library,
-        ops=sorted(can.ops) if can else [],
         memory=sorted(can.memory) if can else [],
         reason=report.reason,
     )

@@ -116,8 +116,8 @@ def _driver(driver: Driver) -> Finding:
     if driver.reason is not None:
         return warn(name, driver.reason, LEAVE)
     library = f" ({driver.library})" if driver.library else ""
-    can = f"{', '.join(driver.ops)} of {', '.join(driver.memory)} memory"
-    return ok(name, f"{driver.distribution}{library}: {can}")
+    memory = f"{', '.join(driver.memory)} memory"
+    return ok(name, f"{driver.distribution}{library}: {memory}")
 
 
 def _ucx(ucx: Ucx, nics: Sequence[str], *, cuda: bool) -> Finding:

@@ -104,13 +104,12 @@ class TemplateTransfer:
 class TemplateTransport(BaseTransport[None, TemplatePeer, TemplatePeer, TemplateTransfer]):
     """Read with ``process_vm_readv``, within ``poll``."""
 
-    interface_version: ClassVar[tuple[int, int]] = (1, 0)
+    interface_version: ClassVar[tuple[int, int]] = (2, 0)
 
     def __init__(self) -> None:
         super().__init__(
             f"template-{os.getpid()}-{secrets.token_hex(8)}",
             Capabilities(
-                ops=frozenset({"read"}),
                 memory=frozenset({CPU}),
                 max_notification=0,
                 cancel=True,

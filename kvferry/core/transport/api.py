@@ -1,11 +1,11 @@
-"""The interface of a driver: one-sided, polled transfers between registered memory.
+"""The interface of a driver: one-sided, polled reads of peers' registered memory.
 
-A ``Transport`` moves bytes and carries small messages. It knows no model, no parallelism and no
-request. Users do not call it, ``kvferry.core.endpoint.Endpoint`` does. Drivers usually derive from
-``kvferry.core.transport.base.BaseTransport``, which implements most of it.
+A ``Transport`` reads peers' memory and carries small messages. It knows no model, no parallelism
+and no request. Users do not call it, ``kvferry.core.endpoint.Endpoint`` does. Drivers usually
+derive from ``kvferry.core.transport.base.BaseTransport``, which implements most of it.
 
-**Threads.** Calls come from different threads, but one at a time. ``connect``, ``read``, ``write``
-and ``disconnect`` may block; a driver then releases the interpreter's lock (GIL). With
+**Threads.** Calls come from different threads, but one at a time. ``connect``, ``read`` and
+``disconnect`` may block; a driver then releases the interpreter's lock (GIL). With
 ``Capabilities.concurrent_connect``, calls of ``connect`` and ``disconnect`` may overlap with each
 other and with any call but ``close``, and must not delay the other calls. While either runs for a
 peer, no other call names this peer or its transfers; but ``connect`` may get an address of it, and
@@ -14,7 +14,7 @@ the driver lets such calls wait for each other.
 **Threads of the driver.** A driver that makes threads in Python takes the keyword ``enter`` in its
 constructor, a function, and calls it first in every such thread: what it does there (choosing the
 thread's GPU, for example) counts for one thread only. It is passed if the constructor names the
-keyword and ``interface_version`` is 1.1 or later. kvferry's own threads have done the same.
+keyword. kvferry's own threads have done the same.
 
 **Memory** belongs to the caller, who keeps it alive from ``register`` until ``deregister`` has
 returned. The arrays of ``Copies`` and the places in ``PagedCopies`` are the caller's, too, who
@@ -25,7 +25,7 @@ reuses them as soon as the call has returned: a driver that needs them longer co
 ``TransportUnsupportedError``), and then nothing has started. The outcome of a transfer is a value
 that ``poll`` returns, never an exception. A driver maps its library's errors in one place, with
 ``raise ... from exc``. After ``close``, every method but ``close`` raises ``TransportUsageError``;
-properties and ``path`` still answer. An op that the capabilities deny raises
+properties and ``path`` still answer. ``read_pages`` without the capability raises
 ``TransportUnsupportedError``, before and after ``close``.
 
 **Fork.** A transport belongs to the process that made it. In a forked child every method but
@@ -63,7 +63,7 @@ PeerId = NewType("PeerId", int)
 TransferId = NewType("TransferId", int)
 """The id of a transfer within one transport; never used again after ``forget``."""
 
-INTERFACE_VERSION = (1, 2)
+INTERFACE_VERSION = (2, 0)
 """Major and minor version of this interface; see ``Transport.interface_version``."""
 
 
@@ -109,7 +109,6 @@ class Capabilities:
     """What a transport can do on this machine, with the options that it was made with.
 
     Attributes:
-        ops: which of ``"read"`` and ``"write"`` the transport has.
         memory: the memory kinds that can be registered, such as ``cpu`` and ``cuda``.
         max_notification: the longest payload in bytes; 0 if notifications are not carried.
         cancel: whether ``cancel`` can end a transfer early.
@@ -121,10 +120,9 @@ class Capabilities:
         concurrent_connect: whether ``connect`` and ``disconnect`` may overlap with other calls. If
             not, a slow one delays the transfers with all other peers.
         paged_reads: whether there is ``read_pages``, and it takes less time than ``read`` with the
-            same copies. (Interface 1.2.)
+            same copies.
     """
 
-    ops: frozenset[str]
     memory: frozenset[str]
     max_notification: int
     cancel: bool
@@ -144,7 +142,7 @@ class Notification:
 
 
 class Transport(ABC):
-    """Moves bytes between this process's memory and its peers': the interface of every driver.
+    """Reads peers' memory into this process's: the interface of every driver.
 
     A driver's entry point (group ``kvferry.drivers``) names a subclass. Its constructor takes the
     user's ``driver_options`` as keyword arguments, and may take ``enter`` (see above). For an
@@ -226,6 +224,30 @@ class Transport(ABC):
         """
 
     @abstractmethod
+    def read(self, peer: PeerId, copies: Copies, notify: bytes | None = None) -> TransferId:
+        """Pull remote bytes into local memory.
+
+        Args:
+            peer: a connected peer.
+            copies: may be empty, and a copy may have 0 bytes. The regions of a segment must be
+                registered even if the segment has no copies.
+            notify: a message of 1 to ``max_notification`` bytes, bound to the transfer. The peer
+                gets it once, after all bytes have arrived, even if the driver has split the
+                transfer; never if the transfer fails.
+
+        Returns:
+            The id of the transfer, for ``poll``, ``cancel`` and ``forget``.
+
+        Raises:
+            TransportUsageError: no such peer; a segment's local region is not registered, or its
+                remote one is not among the peer's; a copy is not within its segment's regions; the
+                notification is empty or too long. Nothing was read.
+            TransportUnsupportedError: ``notify`` without notifications, where a driver may raise
+                ``TransportUsageError`` instead.
+            TransportError: ``max_outstanding`` transfers are unfinished already.
+        """
+
+    @abstractmethod
     def poll(self, transfers: Sequence[TransferId]) -> list[Status]:
         """Return the status of each transfer, in the order of the ids. Never block.
 
@@ -297,31 +319,6 @@ class Transport(ABC):
 
     # What the capabilities may deny; by default, all of it is refused.
 
-    def read(self, peer: PeerId, copies: Copies, notify: bytes | None = None) -> TransferId:
-        """Pull remote bytes into local memory.
-
-        Args:
-            peer: a connected peer.
-            copies: may be empty, and a copy may have 0 bytes. The regions of a segment must be
-                registered even if the segment has no copies.
-            notify: a message of 1 to ``max_notification`` bytes, bound to the transfer. The peer
-                gets it once, after all bytes have arrived, even if the driver has split the
-                transfer; never if the transfer fails.
-
-        Returns:
-            The id of the transfer, for ``poll``, ``cancel`` and ``forget``.
-
-        Raises:
-            TransportUsageError: no such peer; a segment's local region is not registered, or its
-                remote one is not among the peer's; a copy is not within its segment's regions; the
-                notification is empty or too long. Nothing was read.
-            TransportUnsupportedError: no capability ``read``, or ``notify`` without notifications,
-                where a driver may raise ``TransportUsageError`` instead.
-            TransportError: ``max_outstanding`` transfers are unfinished already.
-        """
-        del peer, copies, notify
-        raise unsupported_op(self, "read")
-
     def read_pages(
         self, peer: PeerId, pages: PagedCopies, notify: bytes | None = None
     ) -> TransferId:
@@ -332,12 +329,7 @@ class Transport(ABC):
         not exist.
         """
         del peer, pages, notify
-        raise unsupported_op(self, "read by pages")
-
-    def write(self, peer: PeerId, copies: Copies, notify: bytes | None = None) -> TransferId:
-        """Push local bytes into remote memory; arguments, result and errors are as in ``read``."""
-        del peer, copies, notify
-        raise unsupported_op(self, "write")
+        raise TransportUnsupportedError(f"{type(self).__name__} cannot read by pages")
 
     def cancel(self, transfer: TransferId) -> None:
         """Ask the driver to end a transfer early; best effort. An unknown id is refused.
@@ -347,9 +339,3 @@ class Transport(ABC):
         """
         # ``poll`` refuses an unknown id; the transfer goes on.
         self.poll([transfer])
-
-
-def unsupported_op(transport: Transport, op: str) -> TransportUnsupportedError:
-    """Return the error to raise for an operation, such as ``"read"``, that a transport denies."""
-    ops = ", ".join(sorted(transport.capabilities.ops)) or "nothing"
-    return TransportUnsupportedError(f"{type(transport).__name__} cannot {op}; it can {ops}")

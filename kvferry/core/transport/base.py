@@ -51,7 +51,6 @@ from kvferry.core.transport.api import (
     Status,
     TransferId,
     Transport,
-    unsupported_op,
 )
 from kvferry.core.transport.bounds import check_copies
 from kvferry.core.transport.copies import Copies, Segment
@@ -97,7 +96,7 @@ TransferT = TypeVar("TransferT", bound=DriverTransfer)
 
 
 class TransferRequest(NamedTuple, Generic[ConnectionT]):
-    """A transfer to start. Everything in it has been checked.
+    """A read to start. Everything in it has been checked.
 
     Attributes:
         copies: n >= 0 copies, each within its segment's regions. The caller reuses the arrays as
@@ -105,7 +104,6 @@ class TransferRequest(NamedTuple, Generic[ConnectionT]):
         local: the distinct local regions of the segments; all are registered.
         remote: the distinct remote regions of the segments; all are among ``connection.regions``.
         notify: the payload to send to the peer when all bytes have arrived, or ``None``.
-        write: whether to write to the peer or to read from it.
     """
 
     connection: ConnectionT
@@ -113,7 +111,6 @@ class TransferRequest(NamedTuple, Generic[ConnectionT]):
     local: frozenset[Region]
     remote: frozenset[Region]
     notify: bytes | None
-    write: bool
 
 
 class PagedRequest(NamedTuple, Generic[ConnectionT]):
@@ -234,7 +231,7 @@ class BaseTransport(Transport, Generic[RegistrationT, AddressT, ConnectionT, Tra
 
     @abstractmethod
     def _start(self, request: TransferRequest[ConnectionT]) -> TransferT:
-        """Start a transfer and return it. May block; the transfer may be final when it returns.
+        """Start a read and return it. May block; the transfer may be final when it returns.
 
         If the peer is gone, do not raise: return a transfer that is FAILED.
         """
@@ -417,7 +414,7 @@ class BaseTransport(Transport, Generic[RegistrationT, AddressT, ConnectionT, Tra
                 self._disconnect(connection, transfers)
             if not ended or not _all_final(transfers):
                 raise TransportError(
-                    f"bytes may still move to or from {connection.name}, {self.grace_seconds} s "
+                    f"bytes may still arrive from {connection.name}, {self.grace_seconds} s "
                     "after its transfers were told to end: they stay failing; disconnect again, "
                     "later"
                 )
@@ -425,14 +422,25 @@ class BaseTransport(Transport, Generic[RegistrationT, AddressT, ConnectionT, Tra
 
     def read(self, peer: PeerId, copies: Copies, notify: bytes | None = None) -> TransferId:
         """Implement ``Transport.read`` by ``_start``."""
-        return self._start_checked("read", peer, copies, notify)
+        self._check_usable()
+        connection = self._find_peer(peer)
+        if notify is not None:
+            self._check_payload(notify)
+        local = self._local_regions(copies.segments)
+        remote = _remote_regions(copies.segments, connection)
+        if len(copies.nbytes) > len(self._ends):
+            self._ends = np.empty(1 << (len(copies) - 1).bit_length(), np.uint64)
+        check_copies(copies, self._ends)
+        self._check_outstanding()
+        request = TransferRequest(connection, copies, local, remote, notify)
+        return self._record(peer, local, self._start(request))
 
     def read_pages(
         self, peer: PeerId, pages: PagedCopies, notify: bytes | None = None
     ) -> TransferId:
         """Implement ``Transport.read_pages`` by ``_start_paged``."""
         if not self._capabilities.paged_reads:
-            raise unsupported_op(self, "read by pages")
+            return super().read_pages(peer, pages, notify)
         self._check_usable()
         connection = self._find_peer(peer)
         if notify is not None:
@@ -444,10 +452,6 @@ class BaseTransport(Transport, Generic[RegistrationT, AddressT, ConnectionT, Tra
         self._check_outstanding()
         request = PagedRequest(connection, pages, local, remote, notify)
         return self._record(peer, local, self._start_paged(request))
-
-    def write(self, peer: PeerId, copies: Copies, notify: bytes | None = None) -> TransferId:
-        """Implement ``Transport.write`` by ``_start``."""
-        return self._start_checked("write", peer, copies, notify)
 
     def poll(self, transfers: Sequence[TransferId]) -> list[Status]:
         """Implement ``Transport.poll`` by ``_progress`` and the transfers' ``status``."""
@@ -506,27 +510,6 @@ class BaseTransport(Transport, Generic[RegistrationT, AddressT, ConnectionT, Tra
                 f"closed, but bytes may still land, {self.grace_seconds} s after all transfers "
                 "were told to end: do not reuse the memory of those that were unfinished"
             )
-
-    def _start_checked(
-        self, op: str, peer: PeerId, copies: Copies, notify: bytes | None
-    ) -> TransferId:
-        """Check the arguments of a read or write (``op``), start the transfer, and record it."""
-        if op not in self._capabilities.ops:
-            raise unsupported_op(self, op)
-        self._check_usable()
-        connection = self._find_peer(peer)
-        if notify is not None:
-            self._check_payload(notify)
-        local = self._local_regions(copies.segments)
-        remote = _remote_regions(copies.segments, connection)
-        if len(copies.nbytes) > len(self._ends):
-            self._ends = np.empty(1 << (len(copies) - 1).bit_length(), np.uint64)
-        check_copies(copies, self._ends)
-        self._check_outstanding()
-        transfer = self._start(
-            TransferRequest(connection, copies, local, remote, notify, op == "write")
-        )
-        return self._record(peer, local, transfer)
 
     def _record(self, peer: PeerId, local: frozenset[Region], transfer: TransferT) -> TransferId:
         transfer_id = TransferId(next(self._ids))

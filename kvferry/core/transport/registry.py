@@ -80,7 +80,7 @@ def create(
     options = dict(options or {})
     _check_options(name, driver, options)
     try:
-        if _is_given_enter(driver):
+        if takes_enter(driver):
             return driver(**options, enter=enter)  # type: ignore[call-arg]
         return driver(**options)
     except DriverError:
@@ -207,13 +207,8 @@ def _report(entry: EntryPoint) -> str:
     return f"that is a fault of {info.distribution} {info.version}: report it there"
 
 
-def _is_given_enter(driver: type[Transport]) -> bool:
-    # In an older driver, an option of its own may have this name.
-    return takes_enter(driver) and driver.interface_version >= (1, 1)
-
-
 def _check_options(name: str, driver: type[Transport], options: dict[str, object]) -> None:
-    ours = {ENTER} if _is_given_enter(driver) else set()
+    ours = {ENTER} if takes_enter(driver) else set()
     try:
         if given := ours.intersection(options):
             raise TypeError(f"{', '.join(given)} is not an option, kvferry itself sets it")

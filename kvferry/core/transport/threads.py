@@ -15,7 +15,7 @@ the device: a new thread is on device 0, whatever its process uses.
 
 
 ENTER = "enter"
-"""The keyword with which a driver's constructor takes an ``EnterThread``, since interface 1.1."""
+"""The keyword with which a driver's constructor takes an ``EnterThread``."""
 
 
 def takes_enter(make: Callable[..., object]) -> bool:

@@ -74,13 +74,13 @@ class CopyRuns:
         # positions that searchsorted gets: it would convert any other array.
         self._starts = np.empty(capacity + 1, np.int64)
 
-    def fill(self, copies: Copies, *, write: bool) -> None:
+    def fill(self, copies: Copies) -> None:
         """Replace the batch by n <= ``capacity`` checked copies; their arrays are not kept."""
         n = len(copies.nbytes)
         self.count = self.total = 0
         if n == 0:
             return
-        source = copies.local if write else copies.remote
+        source = copies.remote
         # Copies of 4 KiB take 0.7 times as long in the order of their sources as in random order.
         if n >= _SORTED_FROM and (source[1:] < source[:-1]).any():
             copies = self._sort(copies, source.argsort())
@@ -172,9 +172,9 @@ _memmove_holding_lock = _memmove(ctypes.PyDLL(None))
 _memmove_releasing_lock = _memmove(ctypes.CDLL(None))
 
 
-def copy_in_process(chunk: Chunk, *, write: bool) -> None:
-    """Copy a chunk whose local and remote ranges are both in this process, without system calls."""
-    source, target = (chunk.local, chunk.remote) if write else (chunk.remote, chunk.local)
+def read_in_process(chunk: Chunk) -> None:
+    """Read a chunk whose local and remote ranges are both in this process, without system calls."""
+    source, target = chunk.remote, chunk.local
     # To get the lock back takes 5 ms while another thread is busy: longer than a short run.
     long = chunk.nbytes >= _RELEASE_FROM * len(source)
     move = _memmove_releasing_lock if long else _memmove_holding_lock

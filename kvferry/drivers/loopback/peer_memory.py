@@ -14,10 +14,10 @@ from kvferry.core.errors import ConnectError, PeerLostError, TransportError
 from kvferry.core.memory import Region
 from kvferry.core.transport.procfs import boot_id, pid_namespace, start_time
 from kvferry.drivers.loopback.address import LoopbackAddress
-from kvferry.drivers.loopback.chunked_copy import Chunk, OneCopy, copy_in_process
+from kvferry.drivers.loopback.chunked_copy import Chunk, OneCopy, read_in_process
 from kvferry.drivers.loopback.process_memory import (
-    vm_copy,
     vm_peek,
+    vm_read,
     vm_read_then_peek,
     why_forbidden,
 )
@@ -32,7 +32,7 @@ from kvferry.drivers.loopback.registry import (
     row_offset,
 )
 
-# A copy within these limits takes microseconds, so it keeps the interpreter's lock; see vm_copy.
+# A copy within these limits takes microseconds, so it keeps the interpreter's lock; see vm_read.
 _BRIEF_BYTES = 32 << 10
 _BRIEF_RUNS = 16
 
@@ -57,18 +57,18 @@ class PeerMemory(ABC):
         """
 
     @abstractmethod
-    def move(self, chunk: Chunk, claims: Claims, *, write: bool) -> None:
-        """Check the peer's registry as ``check`` does, then copy the bytes of a chunk.
+    def move(self, chunk: Chunk, claims: Claims) -> None:
+        """Check the peer's registry as ``check`` does, then read the bytes of a chunk.
 
         Raises:
             PeerLostError: the peer has died, restarted or closed.
             TransportError: as ``check``; or memory of either side is not mapped.
         """
 
-    def move_one(self, copy: OneCopy, region: Region, entry: Entry, *, write: bool) -> None:
+    def move_one(self, copy: OneCopy, region: Region, entry: Entry) -> None:
         """Make one copy in one region, with the checks of ``move`` before it and after it."""
         claims = claims_of([(region, entry)])
-        self.move(copy.chunk(), claims, write=write)
+        self.move(copy.chunk(), claims)
         self.check(claims)
 
 
@@ -130,11 +130,11 @@ class SameProcess(PeerMemory):
         """As ``PeerMemory.check``."""
         check_claims(self.target.words, self.target.instance, claims, self.owner)
 
-    def move(self, chunk: Chunk, claims: Claims, *, write: bool) -> None:
+    def move(self, chunk: Chunk, claims: Claims) -> None:
         """As ``PeerMemory.move``."""
         with self.target.lock:
             self.check(claims)
-            copy_in_process(chunk, write=write)
+            read_in_process(chunk)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -159,12 +159,12 @@ class OtherProcess(PeerMemory):
             raise self._lost_or_forbidden(exc) from exc
         check_claims(words, self.instance, claims, self.owner)
 
-    def move(self, chunk: Chunk, claims: Claims, *, write: bool) -> None:
+    def move(self, chunk: Chunk, claims: Claims) -> None:
         """As ``PeerMemory.move``."""
         self.check(claims)
         brief = chunk.nbytes <= _BRIEF_BYTES and len(chunk.local) <= _BRIEF_RUNS
         try:
-            moved = vm_copy(self.pid, chunk.local, chunk.remote, write=write, brief=brief)
+            moved = vm_read(self.pid, chunk.local, chunk.remote, brief=brief)
         except OSError as exc:
             if exc.errno != errno.EFAULT:
                 raise self._lost_or_forbidden(exc) from exc
@@ -173,11 +173,11 @@ class OtherProcess(PeerMemory):
             self.check(claims)
             raise self._faulted(chunk, moved)
 
-    def move_one(self, copy: OneCopy, region: Region, entry: Entry, *, write: bool) -> None:
-        """As ``PeerMemory.move_one``, but a read has only the check after it, in the same call."""
-        if write or not self._read_one(copy, region, entry):
+    def move_one(self, copy: OneCopy, region: Region, entry: Entry) -> None:
+        """As ``PeerMemory.move_one``, but only with the check after it, in the same call."""
+        if not self._read_one(copy, region, entry):
             # Whatever has failed in ``_read_one`` fails here again, with the reason.
-            PeerMemory.move_one(self, copy, region, entry, write=write)
+            PeerMemory.move_one(self, copy, region, entry)
 
     def _read_one(self, copy: OneCopy, region: Region, entry: Entry) -> bool:
         row = row_of(region, entry)

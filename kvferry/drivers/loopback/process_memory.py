@@ -34,22 +34,20 @@ def _libc(*, holding_lock: bool = False) -> ctypes.CDLL:
     libc = library(None, use_errno=True)
     array, count = ctypes.c_void_p, ctypes.c_ulong
     try:
-        for call in (libc.process_vm_readv, libc.process_vm_writev):
-            call.argtypes = [ctypes.c_int, array, count, array, count, ctypes.c_ulong]
-            call.restype = ctypes.c_ssize_t
+        read = libc.process_vm_readv
     except AttributeError as exc:
         raise DriverError(
             "the loopback driver needs Linux: this C library has no process_vm_readv"
         ) from exc
+    read.argtypes = [ctypes.c_int, array, count, array, count, ctypes.c_ulong]
+    read.restype = ctypes.c_ssize_t
     libc.prctl.argtypes = [ctypes.c_int, *[ctypes.c_ulong] * 4]
     libc.msync.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     return libc
 
 
-def vm_copy(
-    pid: int, local: U64Array, remote: U64Array, *, write: bool = False, brief: bool = False
-) -> int:
-    """Copy between this process and another, by one system call; return how many bytes.
+def vm_read(pid: int, local: U64Array, remote: U64Array, *, brief: bool = False) -> int:
+    """Read from another process, by one system call; return how many bytes.
 
     They are fewer than requested if a page of one side is not mapped; an ``OSError`` (``ESRCH``,
     ``EPERM``, ``EFAULT``, ``ENOSYS``, ...) means none.
@@ -59,12 +57,10 @@ def vm_copy(
         local: (n, 2) uint64, C-contiguous, n at most ``MAX_IOVECS``: address and length of each
             range.
         remote: (m, 2) uint64, the same of the other process.
-        write: whether to copy from ``local`` to ``remote``.
         brief: whether to keep the interpreter's lock: to get it back may take 5 ms.
     """
-    libc = _libc(holding_lock=brief)
-    call = libc.process_vm_writev if write else libc.process_vm_readv
-    moved = call(pid, local.ctypes.data, len(local), remote.ctypes.data, len(remote), 0)
+    read = _libc(holding_lock=brief).process_vm_readv
+    moved = read(pid, local.ctypes.data, len(local), remote.ctypes.data, len(remote), 0)
     if moved < 0:
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code))
@@ -74,7 +70,7 @@ def vm_copy(
 def vm_peek(pid: int, address: int, out: U64Array) -> None:
     """Fill a contiguous array from another process; raise ``OSError`` if not all can be read."""
     iovecs = np.array([[out.ctypes.data, out.nbytes], [address, out.nbytes]], np.uint64)
-    if vm_copy(pid, iovecs[:1], iovecs[1:], brief=True) != out.nbytes:
+    if vm_read(pid, iovecs[:1], iovecs[1:], brief=True) != out.nbytes:
         raise OSError(errno.EFAULT, os.strerror(errno.EFAULT))
 
 
@@ -113,8 +109,8 @@ def why_forbidden(code: int, pid: int) -> str:
     """Return why the kernel refused a copy with this errno, and a remedy, for an error's text."""
     if code == errno.ENOSYS:
         return (
-            "this kernel has no process_vm_readv, or a sandbox filters it: allow process_vm_readv "
-            "and process_vm_writev in the seccomp profile"
+            "this kernel has no process_vm_readv, or a sandbox filters it: allow it in the "
+            "seccomp profile"
         )
     if code != errno.EPERM:
         return f"process_vm_readv on process {pid} failed: {os.strerror(code)}"

@@ -46,9 +46,8 @@ class LoopbackOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """``driver_options`` of loopback.
 
     Attributes:
-        inline_bytes: a transfer of at most this many bytes is moved within ``read`` or ``write``,
-            unless it has more than 1024 copies after merging adjacent ones; threads move all
-            others.
+        inline_bytes: a transfer of at most this many bytes is moved within ``read``, unless it has
+            more than 1024 copies after merging adjacent ones; threads move all others.
         chunk_bytes: the most bytes that one system call moves. A cancelled or disconnected transfer
             ends when its running chunks have ended.
         threads: how many threads move transfers.
@@ -73,11 +72,11 @@ class LoopbackConnection:
 class LoopbackTransport(
     BaseTransport[Entry, LoopbackAddress, LoopbackConnection, LoopbackTransfer]
 ):
-    """Read and write CPU memory of this process and of other processes of this host.
+    """Read CPU memory of this process and of other processes of this host.
 
-    Other processes' memory is reached with ``process_vm_readv`` and ``process_vm_writev``. To make
-    a transport allows every process of the same user to read this process's memory
-    (``prctl(PR_SET_PTRACER)``), which Yama otherwise allows to ancestors only.
+    Other processes' memory is read with ``process_vm_readv``. To make a transport allows every
+    process of the same user to read this process's memory (``prctl(PR_SET_PTRACER)``), which Yama
+    otherwise allows to ancestors only.
 
     A transfer is DONE only if the peer lived and had the regions registered after the last byte
     moved. Each chunk is preceded by such a check; but a small read of one copy has only the last
@@ -91,7 +90,7 @@ class LoopbackTransport(
         DriverError: an option is unknown or out of range, or this is not Linux.
     """
 
-    interface_version: ClassVar[tuple[int, int]] = (1, 1)
+    interface_version: ClassVar[tuple[int, int]] = (2, 0)
     grace_seconds: ClassVar[float] = 10.0
 
     def __init__(self, *, enter: EnterThread = enter_nothing, **options: object) -> None:
@@ -99,7 +98,6 @@ class LoopbackTransport(
         super().__init__(
             f"loopback-{os.getpid()}-{secrets.token_hex(8)}",
             Capabilities(
-                ops=frozenset({"read", "write"}),
                 memory=frozenset({CPU}),
                 max_notification=MAX_NOTIFICATION,
                 cancel=True,
@@ -222,7 +220,7 @@ class LoopbackTransport(
         peer, copies, (region,) = request.connection, request.copies, request.remote
         copy = OneCopy(copies.local.item(), copies.remote.item(), copies.nbytes.item())
         try:
-            peer.memory.move_one(copy, region, peer.regions[region], write=request.write)
+            peer.memory.move_one(copy, region, peer.regions[region])
             if request.notify is not None:
                 peer.channel.send(request.notify)
         except TransportError as exc:
@@ -232,10 +230,9 @@ class LoopbackTransport(
     def _make_transfer(self, request: TransferRequest[LoopbackConnection]) -> ChunkedTransfer:
         peer, notify = request.connection, request.notify
         runs = self._pool.take(len(request.copies.nbytes))
-        runs.fill(request.copies, write=request.write)
+        runs.fill(request.copies)
         return ChunkedTransfer(
             memory=peer.memory,
-            write=request.write,
             runs=runs,
             claims=claims_of((region, peer.regions[region]) for region in request.remote),
             # Bound now, since ``_refresh`` may replace the peer's channel.

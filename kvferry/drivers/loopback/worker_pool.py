@@ -35,7 +35,7 @@ class LoopbackTransfer:
 
 
 MOVED = LoopbackTransfer(status=_DONE)
-"""Every transfer that was DONE before its ``read`` or ``write`` returned."""
+"""Every transfer that was DONE before its ``read`` returned."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -48,7 +48,6 @@ class ChunkedTransfer(LoopbackTransfer):
     """
 
     memory: PeerMemory
-    write: bool
     runs: CopyRuns  # lent by the transport's pool until the transfer is final
     claims: Claims
     send: Callable[[], None] | None  # sends the bound notification
@@ -73,7 +72,7 @@ class ChunkedTransfer(LoopbackTransfer):
 
     def move(self, span: tuple[int, int]) -> None:
         """Move a chunk from ``next_span``; raise as ``PeerMemory.move``."""
-        self.memory.move(self.runs.chunk(*span), self.claims, write=self.write)
+        self.memory.move(self.runs.chunk(*span), self.claims)
 
     def conclude(self) -> None:
         """Check the peer a last time, once all is moved, and send the bound notification."""
@@ -128,7 +127,7 @@ class WorkerPool:
     def stop(self, transfer: LoopbackTransfer, error: TransportError) -> None:
         """Make a transfer fail once its running chunks have ended, unless all bytes were moved."""
         if not isinstance(transfer, ChunkedTransfer):
-            return  # it ended before its ``read`` or ``write`` returned
+            return  # it ended before its ``read`` returned
         with self._changed:
             if transfer.final or transfer.concluding or transfer.stop is not None:
                 return

@@ -43,7 +43,6 @@ StridedRows = npt.NDArray[np.uint64]
 class TransferChunk:
     """The copies that one NIXL transfer makes, as NIXL's descriptors, which any agent can use."""
 
-    write: bool
     local: object
     remote: object
 
@@ -184,15 +183,12 @@ class Agent:
 
     # Transfers.
 
-    def make_chunk(
-        self, *, write: bool, kinds: tuple[str, str], local: Rows, remote: Rows
-    ) -> TransferChunk:
+    def make_chunk(self, *, kinds: tuple[str, str], local: Rows, remote: Rows) -> TransferChunk:
         """Return a chunk of n >= 1 copies between two kinds. NIXL copies the arrays."""
         near, far = kinds
         make, memory = self._library.api.nixlBind.nixlXferDList, self._agent.nixl_mems
         try:
             return TransferChunk(
-                write=write,
                 local=make(memory[SEGMENTS[near]], local),
                 remote=make(memory[SEGMENTS[far]], remote),
             )
@@ -201,7 +197,7 @@ class Agent:
 
     def prepare(self, chunk: TransferChunk, name: str) -> Handle:
         """Make a NIXL transfer, which ``post`` starts; the peer's metadata has been loaded."""
-        op = self._agent.nixl_ops["WRITE" if chunk.write else "READ"]
+        op = self._agent.nixl_ops["READ"]
         try:
             native = self._agent.agent.createXferReq(op, chunk.local, chunk.remote, name, b"", [])
         except self._library.errors as exc:

@@ -56,19 +56,18 @@ logger = logging.getLogger(__name__)
 
 
 class NixlTransport(BaseTransport[None, NixlPeer, NixlPeer, NixlTransfer]):
-    """Read and write through a NIXL backend: CPU and CUDA memory, of one host or of several.
+    """Read through a NIXL backend: CPU and CUDA memory, of one host or of several.
 
-    ``read`` and ``write`` return when NIXL has posted the first chunks, whose bytes may then have
-    moved. NIXL's threads go on with these and serve peers; ``poll`` posts the other chunks, and
-    sends the notification when it finds that all bytes have landed.
+    ``read`` returns when NIXL has posted the first chunks, whose bytes may then have moved. NIXL's
+    threads go on with these and serve peers; ``poll`` posts the other chunks, and sends the
+    notification when it finds that all bytes have landed.
 
     A transfer of which a chunk failed stays FAILING until ``disconnect``, and none can be
     cancelled, as NIXL does not report the end of such copies. ``disconnect`` waits until posted
     chunks have ended, and then until the GPUs have done the copies that were enqueued on them.
 
-    A read into CUDA memory is DONE after the GPU was told to flush, where it needs that. What a
-    peer writes into this side's memory is not flushed; kvferry only reads. Not usable in a forked
-    child.
+    A read into CUDA memory is DONE after the GPU was told to flush, where it needs that. Not usable
+    in a forked child.
 
     Args:
         enter: called first in each thread that waits for GPUs.
@@ -79,7 +78,7 @@ class NixlTransport(BaseTransport[None, NixlPeer, NixlPeer, NixlTransfer]):
             type; the backend is unknown, does not start, or reaches no other process.
     """
 
-    interface_version: ClassVar[tuple[int, int]] = (1, 2)
+    interface_version: ClassVar[tuple[int, int]] = (2, 0)
 
     def __init__(self, *, enter: EnterThread = enter_nothing, **options: object) -> None:
         self._device_waits = DeviceWaits(enter)
@@ -90,7 +89,6 @@ class NixlTransport(BaseTransport[None, NixlPeer, NixlPeer, NixlTransfer]):
         super().__init__(
             name,
             Capabilities(
-                ops=frozenset({"read", "write"}),
                 memory=self._agent.memory,
                 max_notification=MAX_NOTIFICATION if self._agent.notifies else 0,
                 cancel=False,
@@ -205,10 +203,10 @@ class NixlTransport(BaseTransport[None, NixlPeer, NixlPeer, NixlTransfer]):
         if not self._options.progress_thread:
             # So that UCX notices before it reads that a peer has closed.
             self._look()
-        transfer = self._transfer(request, into=set() if request.write else _devices(request.local))
+        transfer = self._transfer(request)
         transfer.post(
             [
-                self._agent.make_chunk(write=request.write, kinds=kinds, local=local, remote=remote)
+                self._agent.make_chunk(kinds=kinds, local=local, remote=remote)
                 for kinds, local, remote in self._lists.chunks(request.copies, CHUNK_ROWS)
             ]
         )
@@ -219,19 +217,19 @@ class NixlTransport(BaseTransport[None, NixlPeer, NixlPeer, NixlTransfer]):
         connection, pages, local, remote, notify = request
         if not can_prepare(pages):
             copies = pages.written_out()
-            return self._start(TransferRequest(connection, copies, local, remote, notify, False))
+            return self._start(TransferRequest(connection, copies, local, remote, notify))
         if not self._options.progress_thread:
             self._look()
-        transfer = self._transfer(request, into=_devices(local))
+        transfer = self._transfer(request)
         transfer.post(paged_chunks(pages))
         _note_failure(transfer)
         return transfer
 
     def _transfer(
-        self, request: TransferRequest[NixlPeer] | PagedRequest[NixlPeer], into: set[int]
+        self, request: TransferRequest[NixlPeer] | PagedRequest[NixlPeer]
     ) -> NixlTransfer:
-        """Return a request's transfer without chunks; ``into``: the CUDA devices it fills."""
-        peer, notify = request.connection, request.notify
+        """Return a request's transfer without chunks."""
+        peer, notify, into = request.connection, request.notify, _devices(request.local)
         return NixlTransfer(
             peer=peer,
             prepare=partial(self._agents.prepare, peer),

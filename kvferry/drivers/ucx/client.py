@@ -1,4 +1,4 @@
-"""The client side of a transport, which reads and writes: its connections and transfers."""
+"""The client side of a transport, which reads: its connections and transfers."""
 
 from __future__ import annotations
 
@@ -21,11 +21,9 @@ from kvferry.drivers.ucx.copy_thread import PROGRESS_SECONDS, CopyThread, availa
 from kvferry.drivers.ucx.message_transfer import copied_by_cpu
 from kvferry.drivers.ucx.messages import (
     ConnectionId,
-    Ended,
     Fetched,
     Message,
     Refused,
-    Stored,
     Welcome,
     Withdrawn,
 )
@@ -36,7 +34,7 @@ from kvferry.drivers.ucx.ucp_structs import Code
 from kvferry.drivers.ucx.worker import Worker, wait_closed
 
 _START_SECONDS = 0.005
-"""How long ``read`` and ``write`` drive the transfer that they start before they return."""
+"""How long ``read`` drives the transfer that it starts before it returns."""
 
 _SMALL_SECONDS = 0.0001
 """How long a small read is waited for before it returns."""
@@ -46,7 +44,7 @@ _LIVENESS_SECONDS = 0.2
 
 
 class Client:
-    """The client side of a transport, which connects to peers, reads and writes.
+    """The client side of a transport, which connects to peers and reads.
 
     The caller of a method must hold ``lock``, except for ``stop``; properties need no lock.
     """
@@ -121,8 +119,6 @@ class Client:
             self._check(connection, now, check_liveness=check_liveness)
         for transfer in self._transfers:
             transfer.advance(now, self._idle_timeout)
-            if transfer.unconfirmed and self._is_dropped(transfer):
-                transfer.confirm_dropped()
         self._transfers = [transfer for transfer in self._transfers if not transfer.final]
         self._confirm_withdrawals()
         return busy
@@ -249,7 +245,7 @@ class Client:
             code = worker.complete(answer, _SMALL_SECONDS, alone=alone)
             answer = answer if code == Code.IN_PROGRESS else code % (1 << 64)
         send = None if notify is None else partial(connection.notify, notify)
-        transfer = UcxTransfer.of_small_read(peer, key, send, worker.poster, answer)
+        transfer = UcxTransfer.of_small_read(connection, key, send, worker.poster, answer)
         if not transfer.final:
             self._transfers.append(transfer)
         self.last_driven = time.monotonic()
@@ -283,10 +279,6 @@ class Client:
         )
 
     def _on_message(self, message: Message) -> None:
-        if isinstance(message, Ended):
-            for transfer in self._transfers:
-                transfer.connection.closed_by_server |= transfer.connection.id == message.connection
-            return
         connection = self._connections.get(message.connection)
         if connection is None or connection.state is ConnectionState.BROKEN:
             return
@@ -297,8 +289,6 @@ class Client:
                 connection.close(
                     ConnectError(f"{connection.server.name} refuses: {message.reason}")
                 )
-            case Stored():
-                connection.refusals[message.number] = message.refusal
             case Withdrawn():
                 connection.on_withdrawn(message.number, KeyId(message.key))
             case _:  # the other messages are for a server
@@ -339,17 +329,6 @@ class Client:
         if not client_worker.connections and len(self._client_workers) > 1:
             self._client_workers.remove(client_worker)
             client_worker.worker.destroy()
-
-    def _is_dropped(self, transfer: UcxTransfer) -> bool:
-        """Return whether certainly no further byte of a failed write reaches the peer's memory."""
-        if transfer.windows:
-            return False
-        connection = transfer.connection
-        if connection.closed_by_server or connection.server.process.has_ended():
-            return True
-        # A server closes a client's earlier connection before it welcomes the next.
-        latest = transfer.peer.connection
-        return latest is not connection and latest.state is ConnectionState.READY
 
     def _confirm_withdrawals(self) -> None:
         for connection in self._connections.values():

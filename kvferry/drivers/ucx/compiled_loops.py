@@ -44,8 +44,8 @@ Loop = Callable[..., int]
 class Loops:
     """The compiled loops, with their arguments; functions and arrays are passed as addresses."""
 
-    # ``ucp_get_nbx`` or ``ucp_put_nbx``, an endpoint, n, five arrays of n numbers (as in
-    # ``PostedRuns``), the array that gets the n answers.
+    # ``ucp_get_nbx``, an endpoint, n, five arrays of n numbers (as in ``PostedRuns``), the array
+    # that gets the n answers.
     post: Loop
     # ``ucp_request_check_status``, ``ucp_request_free``, an array, the first index to look at, the
     # array's length, where to add the first error's status. Returns as ``Poster.sweep`` first.
@@ -67,21 +67,19 @@ class CompiledPoster:
         self._loops = loops
         libc = ctypes.CDLL(None)
         self._get = _address(ucp.function("ucp_get_nbx"))
-        self._put = _address(ucp.function("ucp_put_nbx"))
         self._check = _address(ucp.function("ucp_request_check_status"))
         self._free = _address(ucp.function("ucp_request_free"))
         self._progress = _address(ucp.function("ucp_worker_progress"))
         self._clock, self._memmove = _address(libc.clock_gettime), _address(libc.memmove)
 
-    def post(self, endpoint: Endpoint, batch: PostedRuns, *, write: bool) -> U64Array:
-        """Post every run of a batch, as ``Poster.post``."""
+    def post(self, endpoint: Endpoint, batch: PostedRuns) -> U64Array:
+        """Post a read of every run, as ``Poster.post``."""
         n = len(batch.local)
         if n < WORTH_CALLING:
-            return self._plain.post(endpoint, batch, write=write)
+            return self._plain.post(endpoint, batch)
         answers = np.empty(n, np.uint64)
         columns = (batch.local, batch.nbytes, batch.remote, batch.keys, batch.params, answers)
-        call = self._put if write else self._get
-        self._loops.post(call, endpoint, n, *(column.ctypes.data for column in columns))
+        self._loops.post(self._get, endpoint, n, *(column.ctypes.data for column in columns))
         return answers
 
     def sweep(self, requests: U64Array, start: int) -> tuple[int, int]:

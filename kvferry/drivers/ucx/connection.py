@@ -1,7 +1,7 @@
 """A connected peer and the connections to that peer, as the client sees them.
 
-A transport that reads and writes is the *client*; the one whose memory is read and written is the
-*server*. ``server.py`` has the server's view of the same connection.
+A transport that reads is the *client*; the one whose memory is read is the *server*. ``server.py``
+has the server's view of the same connection.
 """
 
 from __future__ import annotations
@@ -25,10 +25,9 @@ from kvferry.drivers.ucx.messages import (
     Message,
     Note,
     Released,
-    Store,
 )
 from kvferry.drivers.ucx.ucp import Endpoint, RemoteKey, Ucp
-from kvferry.drivers.ucx.worker import MessageBuffer, Worker
+from kvferry.drivers.ucx.worker import Worker
 
 
 class ConnectionState(enum.Enum):
@@ -75,7 +74,6 @@ class UcxConnection:
     endpoint_number: int = 0  # as ``Worker.failures`` reports it
     state: ConnectionState = ConnectionState.CONNECTING
     error: TransportError | None = None
-    closed_by_server: bool = False  # by ``Ended``: it drops what still arrives
     withdrawn: set[KeyId] = field(default_factory=set)  # ended, or announced to end
     # The announced withdrawals that this side has not confirmed: number and key.
     unconfirmed: deque[tuple[int, KeyId]] = field(default_factory=deque)
@@ -83,7 +81,7 @@ class UcxConnection:
     open_windows: int = 0  # groups of runs that are under way (``Window``)
     transports: frozenset[str] = frozenset()  # UCX's names; empty until ready
     has_native: bool = False  # once ready: UCX reaches CPU memory without messages of this driver
-    # Answers to ``Store`` and ``Fetch``, by their numbers: the reason of a refusal, or "".
+    # Answers to ``Fetch``, by their numbers: the reason of a refusal, or "".
     refusals: dict[int, str] = field(default_factory=dict)
     fetch_targets: dict[int, ScatterTarget] = field(default_factory=dict)  # by unanswered number
     _last_request: int = 0
@@ -184,12 +182,6 @@ class UcxConnection:
         self._send(Fetch(self.id, self._last_request, rows))
         return self._last_request
 
-    def store(self, rows: int, body: MessageBuffer, nbytes: int) -> int:
-        """Ask to write a body, of the worker's pool (``Store``); return a number as ``fetch``."""
-        self._last_request += 1
-        self._send(Store(self.id, self._last_request, rows), body, nbytes)
-        return self._last_request
-
     def on_fetched(self, message: Fetched, body: int, nbytes: int) -> None:
         """Record the answer to a ``Fetch``; copy its bytes unless the transfer has failed since."""
         target = self.fetch_targets.pop(message.number, None)
@@ -253,16 +245,16 @@ class UcxConnection:
         self._keys.clear()
         return True
 
-    def _send(self, message: Message, body: MessageBuffer | None = None, nbytes: int = 0) -> None:
+    def _send(self, message: Message) -> None:
         try:
-            self.client_worker.worker.send(self.endpoint, message, body, nbytes)
+            self.client_worker.worker.send(self.endpoint, message)
         except TransportError as exc:
             self.close(exc)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class UcxPeer:
-    """A connected peer, which this side's reads and writes name."""
+    """A connected peer, which this side's reads name."""
 
     address: UcxAddress  # the last with which the user connected
     regions: dict[Region, UcxRegion]  # of ``address``

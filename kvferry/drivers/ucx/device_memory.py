@@ -13,7 +13,7 @@ from kvferry.core.transport import EnterThread
 from kvferry.drivers.cuda import CudaDriver, DeviceWait
 from kvferry.drivers.ucx.ucp_structs import Code
 
-# Statuses of a read or write that no transport of the connection can carry out. If UCX (1.21 and
+# Statuses of a read that no transport of the connection can carry out. If UCX (1.21 and
 # 1.22) has no protocol for a read, it reports ``CANCELED`` at once; the connection stays usable.
 NO_TRANSPORT = frozenset(
     {Code.CANCELED, Code.UNSUPPORTED, Code.UNREACHABLE, Code.INVALID_ADDR, Code.NO_DEVICE}
@@ -37,7 +37,7 @@ WITHOUT_NIC = frozenset(
 
 
 class LocalDevices:
-    """The GPUs whose memory a transfer reads into, or writes from."""
+    """The GPUs whose memory a transfer reads into."""
 
     def __init__(self, cuda: CudaDriver, devices: Iterable[int], enter: EnterThread) -> None:
         self._cuda = cuda

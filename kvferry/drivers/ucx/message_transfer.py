@@ -1,16 +1,14 @@
-"""Reads and writes by messages, for connections over which UCX cannot reach the peer's memory.
+"""Reads by messages, for connections over which UCX cannot reach the peer's memory.
 
 UCX would emulate such access: the peer's UCX checks no address, and if the connection has ended
 before it answers, since the requesting process was killed, UCX ends the peer's process (1.22:
-"Fatal: unexpected error", in ``ucp_put_handler`` and in its counterpart for reads). So the driver
-turns emulation off, and sends ``Store`` and ``Fetch``. The server checks every address; once it has
-closed a connection, it drops what arrives on it later.
+"Fatal: unexpected error"). So the driver turns emulation off, and sends ``Fetch``. The server
+checks every address; once it has closed a connection, it drops what arrives on it later.
 """
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -21,11 +19,8 @@ from kvferry.drivers.ucx.messages import MAX_RELAY_BYTES, MAX_RELAY_ROWS, ROW_BY
 RegionsByKey = Mapping[KeyId, Region]
 """The registered regions of a transport, by the keys of their registrations."""
 
-CopyRanges = Callable[[U64Array, U64Array, U64Array], None]
-"""Copies ranges of memory, as ``Poster.copy``."""
-
 NIC_TRANSPORTS = ("rc", "dc", "ugni")
-"""Name prefixes of the UCX transports by which NICs read and write the peer's memory."""
+"""Name prefixes of the UCX transports by which NICs read the peer's memory."""
 
 NATIVE_TRANSPORTS = ("cma", "knem", "xpmem", *NIC_TRANSPORTS)
 """Name prefixes of the UCX transports that reach CPU memory without the peer's help."""
@@ -51,27 +46,8 @@ def consecutive(base: int, nbytes: U64Array) -> U64Array:
 
 
 def build_rows(keys: U64Array, addresses: U64Array, nbytes: U64Array) -> U64Array:
-    """Return the rows, (n, 3) uint64, that name ranges of a server in a ``Store`` or ``Fetch``."""
+    """Return the rows, (n, 3) uint64, that name ranges of a server in a ``Fetch``."""
     return np.stack([keys, addresses, nbytes], axis=1)
-
-
-def apply_store(
-    rows: int, body: int, nbytes: int, regions: RegionsByKey, copy_ranges: CopyRanges
-) -> str:
-    """Write the bytes of a client's ``Store`` into registered memory: all of them, or none.
-
-    ``body`` is the address of ``nbytes`` bytes: ``rows`` rows, according to the client, then the
-    bytes to write. The result is empty, or the reason for a refusal.
-    """
-    head = ROW_BYTES * rows
-    if nbytes < head:
-        return f"a store of {nbytes} bytes, and {rows} rows"
-    refusal, addresses, lengths = check_rows(ctypes.string_at(body, head), regions)
-    if not refusal and int(lengths.sum()) != nbytes - head:
-        refusal = f"a store of {nbytes - head} bytes for {int(lengths.sum())}"
-    if not refusal:
-        copy_ranges(addresses, consecutive(body + head, lengths), lengths)
-    return refusal
 
 
 def check_rows(data: bytes, regions: RegionsByKey) -> tuple[str, U64Array, U64Array]:

@@ -1,10 +1,10 @@
 """The messages between the client and the server of a connection: UCP's active messages.
 
-A connection leads from a transport that reads and writes (the client), which opens it with
-``Hello``, to a transport whose memory is read and written (the server). Messages are msgpack arrays
-that begin with a number (``tag``), so neither class nor field names are on the wire; all name the
-connection by its id. Before the server deregisters memory, it *withdraws* the registration: it asks
-each client to stop using it (``Withdrawn``), and waits until all confirm (``Released``).
+A connection leads from a transport that reads (the client), which opens it with ``Hello``, to a
+transport whose memory is read (the server). Messages are msgpack arrays that begin with a number
+(``tag``), so neither class nor field names are on the wire; all name the connection by its id.
+Before the server deregisters memory, it *withdraws* the registration: it asks each client to stop
+using it (``Withdrawn``), and waits until all confirm (``Released``).
 """
 
 from __future__ import annotations
@@ -26,14 +26,12 @@ MAX_BACKLOG = 64 << 20
 MAX_WITHDRAWN = 1 << 14
 """The most ended registrations that a server remembers, for clients with an older address."""
 MAX_RELAY_BYTES = 1 << 18
-"""The most bytes of memory that one ``Store`` or ``Fetch`` may name."""
+"""The most bytes of memory that one ``Fetch`` may name, and of a message's body."""
 MAX_RELAY_ROWS = 1 << 12
-"""The most ranges of memory that one ``Store`` or ``Fetch`` may name."""
+"""The most ranges of memory that one ``Fetch`` may name."""
 ROW_BYTES = 24
-"""The length of a row, which names a range of memory in a ``Store`` or ``Fetch``."""
-MAX_BODY = MAX_RELAY_BYTES + ROW_BYTES * MAX_RELAY_ROWS
-"""The most bytes of a message's body."""
-MAX_MESSAGE = MAX_BODY + (1 << 18)
+"""The length of a row, which names a range of memory in a ``Fetch``."""
+MAX_MESSAGE = 1 << 19
 """The most bytes of one active message, a body or a message; longer ones are dropped."""
 
 ConnectionId = Instance
@@ -63,7 +61,7 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=2):
 
 
 class Refused(msgspec.Struct, frozen=True, array_like=True, tag=3):
-    """Server to client: the answer to a ``Hello`` of a client that may not read and write."""
+    """Server to client: the answer to a ``Hello`` of a client that may not read."""
 
     connection: ConnectionId
     reason: Annotated[str, msgspec.Meta(max_length=512)]
@@ -98,18 +96,13 @@ class Bye(msgspec.Struct, frozen=True, array_like=True, tag=7):
 
 
 class Ended(msgspec.Struct, frozen=True, array_like=True, tag=8):
-    """Server to client, on a new endpoint: the connection is closed; what arrives is dropped."""
+    """Server of an earlier build, with writes, to client: the connection is closed; ignored."""
 
     connection: ConnectionId
 
 
 class Store(msgspec.Struct, frozen=True, array_like=True, tag=9):
-    """Client to server: write bytes into the server's memory, where UCX cannot.
-
-    The body is n rows, (n, 3) uint64 (the key of a registration, an address in its region, a length
-    in bytes), then the bytes for the first row, for the second, and so on. On each connection, a
-    client numbers ``Store`` and ``Fetch`` messages together, from 1.
-    """
+    """Client of an earlier build to server: write the body into the server's memory."""
 
     connection: ConnectionId
     number: Word
@@ -117,7 +110,7 @@ class Store(msgspec.Struct, frozen=True, array_like=True, tag=9):
 
 
 class Stored(msgspec.Struct, frozen=True, array_like=True, tag=10):
-    """Server to client: the answer to a ``Store``; ``refusal`` is empty if all was written."""
+    """Server to client: the answer to a ``Store``, which is always refused."""
 
     connection: ConnectionId
     number: Word
@@ -125,7 +118,11 @@ class Stored(msgspec.Struct, frozen=True, array_like=True, tag=10):
 
 
 class Fetch(msgspec.Struct, frozen=True, array_like=True, tag=11):
-    """Client to server: ask for bytes of the server's memory, by rows as a ``Store``'s."""
+    """Client to server: ask for bytes of the server's memory.
+
+    ``rows`` are n rows, (n, 3) uint64: the key of a registration, an address in its region, a
+    length in bytes. On each connection, a client numbers its messages from 1.
+    """
 
     connection: ConnectionId
     number: Word

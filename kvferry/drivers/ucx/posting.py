@@ -28,14 +28,14 @@ class PostedRuns:
 
 
 class Poster(Protocol):
-    """The loops that post many reads or writes and collect them, in Python or compiled."""
+    """The loops that post many reads and collect them, in Python or compiled."""
 
     @property
     def compiled(self) -> bool:
         """Whether the loops are compiled, and so run without the interpreter's lock."""
 
-    def post(self, endpoint: Endpoint, batch: PostedRuns, *, write: bool) -> U64Array:
-        """Post every run; return the n answers (see ``ucp``), whose requests ``sweep`` frees."""
+    def post(self, endpoint: Endpoint, batch: PostedRuns) -> U64Array:
+        """Read every run; return the n answers (see ``ucp``), whose requests ``sweep`` frees."""
 
     def sweep(self, requests: U64Array, start: int) -> tuple[int, int]:
         """Free completed requests, in order, up to the first that has not completed.
@@ -59,13 +59,12 @@ class PlainPoster:
     def __init__(self, ucp: Ucp) -> None:
         self._ucp = ucp
         self._get = ucp.function("ucp_get_nbx")
-        self._put = ucp.function("ucp_put_nbx")
 
-    def post(self, endpoint: Endpoint, batch: PostedRuns, *, write: bool) -> U64Array:
-        """Post every run of a batch, as ``Poster.post``."""
+    def post(self, endpoint: Endpoint, batch: PostedRuns) -> U64Array:
+        """Post a read of every run, as ``Poster.post``."""
         columns = (batch.local, batch.nbytes, batch.remote, batch.keys, batch.params)
         answers = map(
-            self._put if write else self._get,
+            self._get,
             repeat(endpoint),
             *(column.tolist() for column in columns),
         )

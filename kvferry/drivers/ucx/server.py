@@ -1,9 +1,9 @@
 """The server side of a transport: connections of clients, their messages, and withdrawals.
 
-A client's reads and writes may be carried out by the server's UCX, which checks nothing. So before
-memory is deregistered, the server tells every client that its registration is *withdrawn*, and each
-client confirms that once no transfer uses it any more. A client that does not in time is
-disconnected; then the server drops what still arrives from it.
+A client's reads may be carried out by the server's UCX, which checks nothing. So before memory is
+deregistered, the server tells every client that its registration is *withdrawn*, and each client
+confirms that once no transfer uses it any more. A client that does not in time is disconnected;
+then the server drops what still arrives from it.
 """
 
 from __future__ import annotations
@@ -18,13 +18,12 @@ from kvferry.core.errors import TransportError
 from kvferry.core.memory import Region
 from kvferry.core.transport import Notification
 from kvferry.drivers.ucx.address import Instance, KeyId
-from kvferry.drivers.ucx.message_transfer import apply_store, check_rows, consecutive
+from kvferry.drivers.ucx.message_transfer import check_rows, consecutive
 from kvferry.drivers.ucx.messages import (
     MAX_BACKLOG,
     MAX_WITHDRAWN,
     Bye,
     ConnectionId,
-    Ended,
     Fetch,
     Fetched,
     Hello,
@@ -41,6 +40,8 @@ from kvferry.drivers.ucx.progress import POLLED_SECONDS, FairLock
 from kvferry.drivers.ucx.ucp import Endpoint
 from kvferry.drivers.ucx.worker import Worker, wait_closed
 from kvferry.drivers.ucx_format import FormatError, check_worker_address, is_known
+
+_NO_WRITES = "this build takes no writes"
 
 _NOTIFICATION_BYTES = 256
 """About how many bytes a kept notification takes besides its payload."""
@@ -59,7 +60,6 @@ class ClientConnection:
 
     id: ConnectionId
     client: str
-    worker_address: bytes
     endpoint: Endpoint
     endpoint_number: int
     index: int
@@ -76,7 +76,7 @@ class KeptNotifications:
 
 
 class Server:
-    """The server side of a transport, whose memory peers read and write.
+    """The server side of a transport, whose memory peers read.
 
     The caller of a method must hold ``lock``, except for ``is_confirmed``; properties need no lock.
     """
@@ -84,7 +84,6 @@ class Server:
     def __init__(self, make_worker: Callable[[], Worker], instance: Instance) -> None:
         self.lock = FairLock()
         self.worker = make_worker()
-        self.worker.on_body = self._on_body
         self.format_known = is_known(self.worker.address)  # else addresses are not checked
         self._instance = instance
         # All connections that have an endpoint (refused ones, too), by the endpoint's number; then
@@ -95,8 +94,6 @@ class Server:
         # Hellos wait here until the connections that they replace are closed.
         self._waiting_hellos: deque[Hello] = deque()
         self._withdrawn: deque[KeyId] = deque(maxlen=MAX_WITHDRAWN)
-        # Answers to stores wait here, since they cannot be sent from within a callback of UCP.
-        self._stored: deque[Stored] = deque()
         self._kept: dict[str, KeptNotifications] = {}  # by the names of the clients
         self._kept_bytes = 0
         self.last_driven = 0.0  # when ``poll`` last ran
@@ -134,10 +131,6 @@ class Server:
         for number, _ in self.worker.failures():
             if number in self._by_endpoint:
                 self._close(self._by_endpoint[number])
-        while self._stored:
-            stored = self._stored.popleft()
-            if stored.connection in self._connections:
-                self._send(self._connections[stored.connection], stored)
         for message in self.worker.messages():
             self._on_message(message)
             # After each message, since more hellos may have arrived than may be queued.
@@ -160,8 +153,8 @@ class Server:
 
     def is_confirmed(self, number: int) -> bool:
         """Return whether all clients have confirmed a withdrawal or are disconnected."""
-        # Bytes may still arrive over an endpoint that is being closed, but not over one that
-        # lingers before: see ``_answer_hellos``.
+        # A NIC may still read over an endpoint that is being closed. One that lingers before that
+        # has no NIC: only messages arrive on it, which are dropped.
         return not (self._unconfirmed(number) or self.worker.closing)
 
     def disconnect_unconfirmed(self, number: int) -> None:
@@ -170,26 +163,11 @@ class Server:
             self._close(connection)
 
     def close(self) -> None:
-        """Close all connections, tell the clients so with ``Ended``, and destroy the worker."""
-        served = list(self._connections.values())
+        """Close all connections, and destroy the worker."""
         for connection in list(self._by_endpoint.values()):
             self._close(connection)
         wait_closed(self.worker)
-        self._announce_end(served)
         self.worker.destroy()
-
-    def _announce_end(self, served: list[ClientConnection]) -> None:
-        """Tell the clients of closed connections (``Ended``) that what still arrives is dropped."""
-        for connection in served:
-            with contextlib.suppress(TransportError):
-                endpoint, number = self.worker.connect(connection.worker_address)
-                connection.endpoint, connection.endpoint_number = endpoint, number
-                self._by_endpoint[number] = connection
-                self.worker.send(endpoint, Ended(connection.id))
-        wait_closed(self.worker)
-        for connection in list(self._by_endpoint.values()):
-            self._close(connection)
-        wait_closed(self.worker)
 
     def _unconfirmed(self, number: int) -> list[ClientConnection]:
         # A copy, since ``is_confirmed`` is called without the lock.
@@ -210,16 +188,12 @@ class Server:
                 connection.confirmed = max(connection.confirmed, number)
             case Fetch():
                 self._on_fetch(connection, message)
+            case Store():
+                self._send(connection, Stored(message.connection, message.number, _NO_WRITES))
             case Bye():
                 self._close(connection)
             case _:  # the other messages are for a client
                 return
-
-    def _on_body(self, message: Message, body: int, nbytes: int) -> None:
-        if isinstance(message, Store) and message.connection in self._connections:
-            copy = self.worker.poster.copy
-            refusal = apply_store(message.rows, body, nbytes, self.regions, copy)
-            self._stored.append(Stored(message.connection, message.number, refusal))
 
     def _on_fetch(self, connection: ClientConnection, message: Fetch) -> None:
         refusal, addresses, lengths = check_rows(message.rows, self.regions)
@@ -279,12 +253,8 @@ class Server:
 
     def _answer_hellos(self) -> bool:
         """Answer queued ``Hello`` messages unless an endpoint closes; return whether any."""
-        # A ``Welcome`` promises that no byte of the client's earlier connection is written any
-        # more. An endpoint that lingers does not break that: only messages arrive on it, which are
-        # dropped, since its connection is not in ``_connections``. One by which a NIC could write
-        # does not linger: ``closing`` is true until it is closed. Shared memory is written by the
-        # client itself, which knows when its writes have ended. So no answer waits for lingering
-        # endpoints, which may take long.
+        # So a client that opens one connection after the other does not pile up endpoints. Those
+        # that linger may take long, and no answer waits for them.
         before = len(self._waiting_hellos)
         while self._waiting_hellos and not self.worker.closing:
             self._answer(self._waiting_hellos.popleft())
@@ -304,7 +274,6 @@ class Server:
         connection = ClientConnection(
             id=hello.connection,
             client=hello.client,
-            worker_address=hello.worker,
             endpoint=endpoint,
             endpoint_number=number,
             index=hello.index,

@@ -17,12 +17,11 @@ from kvferry.drivers.ucx.connection import (
     ConnectionState,
     ScatterTarget,
     UcxConnection,
-    UcxPeer,
 )
 from kvferry.drivers.ucx.device_memory import NO_TRANSPORT, LocalDevices, unreachable_memory_error
 from kvferry.drivers.ucx.merged_copies import MergedCopies
-from kvferry.drivers.ucx.message_transfer import build_rows, consecutive, needs_messages
-from kvferry.drivers.ucx.messages import MAX_RELAY_BYTES, MAX_RELAY_ROWS, ROW_BYTES
+from kvferry.drivers.ucx.message_transfer import build_rows, needs_messages
+from kvferry.drivers.ucx.messages import MAX_RELAY_BYTES, MAX_RELAY_ROWS
 from kvferry.drivers.ucx.posting import PostedRuns, Poster
 from kvferry.drivers.ucx.ucp_structs import Code
 
@@ -60,10 +59,8 @@ class Window:
 
     connection: UcxConnection
     requests: U64Array  # (n,) of ``Poster.post``; empty for a message
-    flush: int = 0  # of ``Ucp.flush`` after a write; 0 once it has completed
-    message_number: int = 0  # of the ``Store`` or ``Fetch``
+    message_number: int = 0  # of the ``Fetch``
     swept: int = 0  # how many of ``requests`` have completed
-    flushed: bool = False  # whether all that UCX has sent of a write has arrived
     code: int = 0  # UCX's status of the first error
 
 
@@ -72,15 +69,11 @@ class UcxTransfer:
     """One transfer, whose runs are posted in windows (see ``Window``).
 
     It is DONE when all runs have completed without an error. Once ``fail`` was called, it is
-    FAILING and nothing more is posted; it is FAILED when no window is under way. But if UCX has
-    completed a part of a write with an error, bytes of it may still lie in queues on the way to the
-    peer: then it is FAILED only after ``confirm_dropped``. And copies may wait in the queues of
-    local GPUs: then it is FAILED only when these have done them.
+    FAILING and nothing more is posted; it is FAILED when no window is under way. But copies may
+    wait in the queues of local GPUs: then it is FAILED only when these have done them.
     """
 
-    peer: UcxPeer
     connection: UcxConnection
-    write: bool
     runs: MergedCopies
     # For each segment: the address of the local ``RequestParams``, and the remote region.
     segments: list[tuple[int, UcxRegion]]
@@ -94,13 +87,12 @@ class UcxTransfer:
     status: Status = _PENDING
     position: int = 0  # how many runs have been posted
     windows: list[Window] = field(default_factory=list)  # under way
-    unconfirmed: bool = False  # whether bytes of a failed write may still arrive
     reported: bool = False  # whether ``poll`` has returned that it is final
 
     @classmethod
     def of_small_read(
         cls,
-        peer: UcxPeer,
+        connection: UcxConnection,
         key: KeyId,
         send_notification: Callable[[], None] | None,
         poster: Poster,
@@ -108,9 +100,7 @@ class UcxTransfer:
     ) -> UcxTransfer:
         """Return a read of CPU memory whose only run was posted, with UCP's answer to that."""
         transfer = cls(
-            peer=peer,
-            connection=peer.connection,
-            write=False,
+            connection=connection,
             runs=_NO_RUNS,
             segments=[],
             memory_kinds=_ONLY_CPU,
@@ -120,7 +110,7 @@ class UcxTransfer:
         )
         if answer:
             requests = np.array([answer], np.uint64)
-            transfer._add(Window(connection=peer.connection, requests=requests), 0)
+            transfer._add(Window(connection=connection, requests=requests), 0)
         else:
             transfer._complete()
         return transfer
@@ -159,12 +149,6 @@ class UcxTransfer:
         # Answers to unanswered fetches are not copied any more.
         for window in self.windows:
             window.connection.fetch_targets.pop(window.message_number, None)
-
-    def confirm_dropped(self) -> None:
-        """Record that no further byte of the failed write will reach the peer's memory."""
-        self.unconfirmed = False
-        if not self.windows:
-            self._conclude()
 
     def uses(self, connection: UcxConnection) -> bool:
         """Return whether runs, or a GPU's copies of a failed transfer, may use a connection."""
@@ -223,11 +207,8 @@ class UcxTransfer:
         except TransportError as exc:
             self.fail(exc if self._in_cpu_memory else self._unreachable_memory(connection, exc))
             return
-        requests = self.poster.post(connection.endpoint, batch, write=self.write)
-        window = Window(connection=connection, requests=requests)
-        if self.write:
-            window.flush = connection.ucp.flush(connection.endpoint)
-        self._add(window, stop)
+        requests = self.poster.post(connection.endpoint, batch)
+        self._add(Window(connection=connection, requests=requests), stop)
 
     def _batch(self, connection: UcxConnection, start: int, stop: int) -> PostedRuns:
         segment = self.runs.segment[start:stop]
@@ -245,27 +226,17 @@ class UcxTransfer:
         )
 
     def _post_message(self) -> None:
-        """Send the next window as a message: a ``Fetch`` for a read, a ``Store`` for a write."""
+        """Ask for the next window by a message (``Fetch``)."""
         self.runs = self.runs.split(MAX_RELAY_BYTES)
         start = self.position
         stop = self.runs.window_end(start, MAX_RELAY_ROWS, MAX_RELAY_BYTES)
         keys = np.array([region.key for _, region in self.segments], np.uint64)
         local, nbytes = self.runs.local[start:stop], self.runs.nbytes[start:stop]
         rows = build_rows(keys[self.runs.segment[start:stop]], self.runs.remote[start:stop], nbytes)
-        if self.write:
-            number = self._store(rows, local, nbytes)
-        else:
-            target = ScatterTarget(addresses=local, nbytes=nbytes)
-            number = self.connection.fetch(rows.tobytes(), target)
+        target = ScatterTarget(addresses=local, nbytes=nbytes)
+        number = self.connection.fetch(rows.tobytes(), target)
         window = Window(connection=self.connection, requests=_NO_REQUESTS, message_number=number)
         self._add(window, stop)
-
-    def _store(self, rows: U64Array, local: U64Array, nbytes: U64Array) -> int:
-        body = self.connection.client_worker.worker.buffer_pool.take()
-        head = ROW_BYTES * len(rows)
-        body.array[:head] = rows.view(np.uint8).reshape(-1)
-        self.poster.copy(consecutive(body.address + head, nbytes), local, nbytes)
-        return self.connection.store(len(rows), body, head + int(nbytes.sum()))
 
     def _add(self, window: Window, stop: int) -> None:
         self.position = stop
@@ -279,29 +250,16 @@ class UcxTransfer:
             window.code = window.code or code
             if window.swept != before:
                 self.last_progress = now
-            if window.swept == len(window.requests) and self._is_flushed(window):
+            if window.swept == len(window.requests) and self._is_answered(window):
                 self.windows.remove(window)
                 window.connection.open_windows -= 1
                 self.last_progress = now
                 self._note_outcome(window)
 
-    def _is_flushed(self, window: Window) -> bool:
-        if window.message_number:
-            return self._is_answered(window)
-        code = ucp.status_of(window.flush)
-        if code == Code.IN_PROGRESS:
-            library = window.connection.ucp
-            code = library.check(window.flush)
-            if code == Code.IN_PROGRESS:
-                return False
-            library.free(window.flush)
-            window.flush = 0
-        window.flushed = code == Code.OK
-        window.code = window.code or code
-        return True
-
     def _is_answered(self, window: Window) -> bool:
-        """Return whether a window's message was answered, or its connection is broken."""
+        """Return whether a window's message, if any, was answered, or its connection is broken."""
+        if not window.message_number:
+            return True
         refusal = window.connection.refusals.pop(window.message_number, None)
         if refusal is None:
             window.code = Code.CANCELED
@@ -317,14 +275,11 @@ class UcxTransfer:
         connection, reason = window.connection, f"UCX says {ucp.describe(window.code)}"
         trouble = f"a transfer with {connection.server.name} failed"
         if connection.state is ConnectionState.BROKEN:
-            self.unconfirmed |= self.write
             # The reason why the connection broke says more than the status of its requests.
             self.fail(connection.error or ucp.error(window.code, trouble))
         elif window.code in NO_TRANSPORT and not self._in_cpu_memory:
-            self.unconfirmed |= self.write and not window.flushed
             self.fail(self._unreachable_memory(connection, reason))
         else:
-            self.unconfirmed |= self.write
             self.fail(ucp.error(window.code, trouble))
 
     def _unreachable_memory(self, connection: UcxConnection, reason: object) -> TransportError:
@@ -334,7 +289,7 @@ class UcxTransfer:
 
     def _conclude(self) -> None:
         if self.status.state is State.FAILING:
-            if self._is_quiet() and not self.unconfirmed:
+            if self._is_quiet():
                 self.status = Status(state=State.FAILED, error=self.status.error)
         elif self.position == len(self.runs) and self.connection.state is ConnectionState.READY:
             self._complete()
@@ -344,7 +299,7 @@ class UcxTransfer:
         return self.devices is None or not self.position or self.devices.are_quiet()
 
     def _complete(self) -> None:
-        if self.devices is not None and not self.write:
+        if self.devices is not None:
             try:
                 self.devices.flush(self.connection.transports)
             except TransportError as exc:

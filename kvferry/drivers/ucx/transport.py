@@ -56,11 +56,8 @@ logger = logging.getLogger(__name__)
 _END_SECONDS = 3.0
 """How long transfers may take to end by themselves before their connections are closed."""
 
-_BREAK_SECONDS = 2.0
-"""How long transfers may take to end after their connections were closed."""
-
-_ANSWER_SECONDS = 5.0
-"""How long peers may then take to confirm, and ``connect_seconds`` at most."""
+_BREAK_SECONDS = 7.0
+"""How long transfers may take to end after their connections were closed: GPUs may be busy."""
 
 _RELEASE_SECONDS = 2.0
 """How long peers may take to stop using memory that is to be deregistered."""
@@ -77,7 +74,7 @@ class Registration:
 
 
 class UcxTransport(BaseTransport[Registration, UcxAddress, UcxPeer, UcxTransfer]):
-    """Read and write CPU and CUDA memory, on one host or several, with UCP's one-sided operations.
+    """Read CPU and CUDA memory, on one host or several, with UCP's one-sided reads.
 
     Each transport has a UCX context of its own, and one or two threads, which drive transfers and
     serve peers without calls of the transport, and else sleep. It is not usable in a forked child.
@@ -91,9 +88,7 @@ class UcxTransport(BaseTransport[Registration, UcxAddress, UcxPeer, UcxTransfer]
     **When a failed transfer is FAILED.** A read into CPU memory: as soon as UCX has completed its
     requests, which it does after it has taken down the network connections below. A read into CUDA
     memory: when the GPU, too, has done all work that was enqueued until then, the engine's as well;
-    if it never does, the read stays FAILING, and ``disconnect`` raises. A write, whose bytes may
-    lie in queues of a living peer: when the peer's process has ended, or the peer has confirmed, on
-    a new connection that ``disconnect`` opens, that it drops what still arrives.
+    if it never does, the read stays FAILING, and ``disconnect`` raises.
 
     **When a read is DONE.** Its bytes are visible to work that starts on the GPU from then on: the
     driver flushes what a NIC writes, where the GPU needs that.
@@ -107,8 +102,8 @@ class UcxTransport(BaseTransport[Registration, UcxAddress, UcxPeer, UcxTransfer]
             type or out of range, or UCX does not take its value.
     """
 
-    interface_version: ClassVar[tuple[int, int]] = (1, 1)
-    grace_seconds: ClassVar[float] = _END_SECONDS + _BREAK_SECONDS + _ANSWER_SECONDS
+    interface_version: ClassVar[tuple[int, int]] = (2, 0)
+    grace_seconds: ClassVar[float] = _END_SECONDS + _BREAK_SECONDS
 
     def __init__(self, *, enter: EnterThread = enter_nothing, **options: object) -> None:
         self._enter = enter
@@ -130,7 +125,6 @@ class UcxTransport(BaseTransport[Registration, UcxAddress, UcxPeer, UcxTransfer]
         super().__init__(
             name,
             Capabilities(
-                ops=frozenset({"read", "write"}),
                 memory=memory if self._cuda else memory - {CUDA},
                 max_notification=MAX_NOTIFICATION,
                 cancel=True,
@@ -203,7 +197,7 @@ class UcxTransport(BaseTransport[Registration, UcxAddress, UcxPeer, UcxTransfer]
         with self._server.lock:
             self._server.disconnect_unconfirmed(number)
         self._progress_driver.wake()
-        self._progress_driver.wait_until(confirmed, _BREAK_SECONDS)
+        self._progress_driver.wait_until(confirmed, _RELEASE_SECONDS)
 
     # Connections.
 
@@ -333,12 +327,10 @@ class UcxTransport(BaseTransport[Registration, UcxAddress, UcxPeer, UcxTransfer]
         connection, second = self._client.connection_to(peer), None
         kinds = frozenset(one.kind for one in request.local | request.remote)
         large = len(runs) and int(runs.end_bytes[-1]) >= MIN_BYTES
-        if large and not request.write and kinds == {CPU}:
+        if large and kinds == {CPU}:
             second = self._client.second_connection_to(peer)
         return UcxTransfer(
-            peer=peer,
             connection=connection,
-            write=request.write,
             runs=runs,
             segments=segments,
             memory_kinds=kinds,
@@ -375,24 +367,14 @@ class UcxTransport(BaseTransport[Registration, UcxAddress, UcxPeer, UcxTransfer]
         def all_final() -> bool:
             return all(transfer.final for transfer in transfers)
 
-        # Transfers get some time to end by themselves. Then their connections are closed. Then, for
-        # failed writes, new connections are opened, on which the peers confirm that they drop the
-        # bytes that still arrive.
+        # Transfers get some time to end by themselves. Then their connections are closed.
         if self._progress_driver.wait_until(all_final, _END_SECONDS):
             return True
         with self._client.lock:
             for transfer in transfers:
                 for window in transfer.windows:
                     window.connection.close(error)
-        self._progress_driver.wait_until(
-            lambda: not any(transfer.windows for transfer in transfers), _BREAK_SECONDS
-        )
-        with self._client.lock:
-            for transfer in transfers:
-                if transfer.unconfirmed:
-                    self._client.connection_to(transfer.peer)
-        limit = min(self._options.connect_seconds, _ANSWER_SECONDS)
-        return self._progress_driver.wait_until(all_final, limit)
+        return self._progress_driver.wait_until(all_final, _BREAK_SECONDS)
 
     # Notifications.
 
@@ -446,7 +428,7 @@ class UcxTransport(BaseTransport[Registration, UcxAddress, UcxPeer, UcxTransfer]
 
 def _is_small_read(request: TransferRequest[UcxPeer]) -> bool:
     copies = request.copies
-    if request.write or len(copies) != 1 or len(copies.segments) != 1:
+    if len(copies) != 1 or len(copies.segments) != 1:
         return False
     [segment] = copies.segments
     if segment.local.kind != CPU or segment.remote.kind != CPU:

@@ -76,8 +76,6 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
         [Pointer, ctypes.c_uint, Pointer, _SIZE, Pointer, _SIZE, Pointer],
     ),
     "ucp_get_nbx": (_WORD, [Pointer, _WORD, _SIZE, _WORD, _WORD, _WORD]),
-    "ucp_put_nbx": (_WORD, [Pointer, _WORD, _SIZE, _WORD, _WORD, _WORD]),
-    "ucp_request_cancel": (None, [Pointer, Pointer]),
 }
 
 # These functions only look at a request. So calls from Python keep the interpreter's lock.

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from kvferry.drivers.ucx import ucp as statuses
 from kvferry.drivers.ucx import ucp_structs as structs
 from kvferry.drivers.ucx.message_transfer import NIC_TRANSPORTS
-from kvferry.drivers.ucx.messages import MAX_BODY, MAX_MESSAGE, Message, decode, encode
+from kvferry.drivers.ucx.messages import MAX_MESSAGE, MAX_RELAY_BYTES, Message, decode, encode
 from kvferry.drivers.ucx.posting import Poster
 from kvferry.drivers.ucx.ucp import Context, Endpoint, Ucp, status_of
 from kvferry.drivers.ucx.ucp_structs import Code
@@ -36,7 +36,7 @@ OnBody = Callable[[Message, int, int], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class MessageBuffer:
-    """Memory for the body of a message: an array (MAX_BODY,), and its address."""
+    """Memory for the body of a message: an array (MAX_RELAY_BYTES,), and its address."""
 
     array: npt.NDArray[np.uint8]
     address: int
@@ -52,7 +52,7 @@ class MessageBufferPool:
         """Return a buffer, which the caller owns until ``give_back``."""
         if self._free:
             return self._free.pop()
-        array = np.empty(MAX_BODY, np.uint8)
+        array = np.empty(MAX_RELAY_BYTES, np.uint8)
         return MessageBuffer(array=array, address=array.ctypes.data)
 
     def give_back(self, buffer: MessageBuffer) -> None:
@@ -75,7 +75,7 @@ class Worker:
         self.buffer_pool = MessageBufferPool()
         # Called while UCP works. It must not raise or call UCP; the body is valid only during the
         # call.
-        self.on_body: OnBody = _ignore_body
+        self.on_body: OnBody = self._without_body
         self.handle = ucp.create_worker(context)
         self._arrived: deque[Message] = deque()
         self._message_arrived = False
@@ -139,7 +139,7 @@ class Worker:
         """Begin to close an endpoint, without the peer; over tcp, it *lingers* at first.
 
         It is ``lingering`` until everything that was sent on it has left, or it has failed; then
-        ``closing`` until it is closed. An endpoint by which a NIC may still write does not linger.
+        ``closing`` until it is closed. An endpoint by which a NIC may still read does not linger.
         """
         names = self._ucp.transports(endpoint)
         # UCX crashes if the peer closes a tcp connection, too, while a part of a message is unsent.
@@ -227,7 +227,7 @@ class Worker:
         return endpoint in self._lingering.values()
 
     def messages(self) -> Iterator[Message]:
-        """Yield and remove the messages that have arrived, in order, except those with a body."""
+        """Yield and remove the messages that have arrived and were not passed to ``on_body``."""
         while self._arrived:
             yield self._arrived.popleft()
 
@@ -282,13 +282,13 @@ class Worker:
                 self._arrived.append(message)
         return Code.OK
 
+    def _without_body(self, message: Message, body: int, nbytes: int) -> None:
+        del body, nbytes
+        self._arrived.append(message)
+
     def _on_error(self, number: int | None, endpoint: int | None, code: int) -> None:
         del endpoint
         self._failed.append((number or 0, code))
-
-
-def _ignore_body(message: Message, body: int, nbytes: int) -> None:
-    del message, body, nbytes
 
 
 def wait_closed(worker: Worker) -> None:

@@ -5,14 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-import pytest
 
-from kvferry.core.errors import ConnectError, TransportUnsupportedError, TransportUsageError
+from kvferry.core.errors import ConnectError
 from kvferry.core.transport import PeerId, State
 from kvferry.testing.contract.copy_batches import batch
 from kvferry.testing.contract.local_peer import LocalPeer
 from kvferry.testing.contract.settings import ContractSettings
-from kvferry.testing.contract.workbench import MIB, OPS, Workbench, refused
+from kvferry.testing.contract.workbench import MIB, Workbench, refused
 from kvferry.testing.peer_process import calls
 from kvferry.testing.peers import Process, TransportPeer
 
@@ -35,7 +34,7 @@ class ClosingTests(ContractSettings):
         transport.connect(remote.address())
         peer = transport.connect(remote.address())
         copies = batch(buffer.region, remote.region, [0], [0], [MIB])
-        lab.finish(getattr(transport, lab.an_op)(peer, copies), transport)
+        lab.finish(transport.read(peer, copies), transport)
         transport.close()
         transport.close()
         lab.works(remote)
@@ -47,7 +46,7 @@ class ClosingTests(ContractSettings):
         region = lab.buffer(MIB, transport).region
         peer = transport.connect(remote.address())
         copies = batch(region, remote.region, [0], [0], [MIB])
-        transfer = getattr(transport, lab.an_op)(peer, copies)
+        transfer = transport.read(peer, copies)
         lab.wait_for(lambda: transport.poll([transfer])[0].state.final, "a transfer has not ended")
         transport.close()
         for call in calls(transport, region, peer, copies).values():
@@ -55,9 +54,6 @@ class ClosingTests(ContractSettings):
         refused(transport.poll, [transfer])
         refused(transport.cancel, transfer)
         refused(transport.forget, transfer)
-        for op in set(OPS) - set(lab.ops):
-            with pytest.raises((TransportUnsupportedError, TransportUsageError)):
-                getattr(transport, op)(peer, copies)
         transport.close()
 
     def test_after_close_the_properties_go_on_answering(self, lab: Workbench) -> None:
@@ -106,37 +102,29 @@ class ClosingTests(ContractSettings):
         except ConnectError:
             return
         copies = batch(lab.mine.region, region, [0], [0], [MIB])
-        transfer = lab.start(lab.an_op, peer, copies)
+        transfer = lab.transport.read(peer, copies)
         assert lab.settled(transfer, peer).state is State.FAILED
 
     def test_what_a_transport_had_registered_is_out_of_reach_once_it_is_closed(
-        self, lab: Workbench, op: str
+        self, lab: Workbench
     ) -> None:
-        """A connected peer cannot read or write the memory of a transport that has closed.
-
-        The transfer fails, and no byte of its target changes.
-        """
+        """A read of a closed transport's memory fails, and no byte of its target changes."""
         neighbour = LocalPeer(lab, lab.make())
         peer = lab.transport.connect(neighbour.address())
         copies = lab.whole(neighbour)
-        if lab.refuses(op, peer, copies):
-            return
-        lab.finish(lab.start(op, peer, copies))
+        lab.finish(lab.transport.read(peer, copies))
         neighbour.transport.close()
-        content, before = lab.fresh(), lab.mine.get()
-        neighbour.put(content)
-        status = lab.settled(lab.start(op, peer, copies), peer)
+        before = lab.mine.get()
+        neighbour.put(lab.fresh())
+        status = lab.settled(lab.transport.read(peer, copies), peer)
         assert status.state is State.FAILED, "it has reached memory of a closed transport"
-        target, wanted = (lab.mine, before) if op == "read" else (neighbour, content)
-        np.testing.assert_array_equal(target.get(), wanted)
+        np.testing.assert_array_equal(lab.mine.get(), before)
 
     def test_what_arrived_before_the_peer_closed_stays_done(self, lab: Workbench) -> None:
         neighbour = LocalPeer(lab, lab.make())
         peer = lab.transport.connect(neighbour.address())
         content = neighbour.get()
-        if lab.an_op != "read":
-            lab.mine.put(content)
-        transfer = lab.start(lab.an_op, peer, lab.whole(neighbour))
+        transfer = lab.transport.read(peer, lab.whole(neighbour))
         assert lab.known(transfer).state is State.DONE
         neighbour.transport.close()
         assert lab.state(transfer) is State.DONE
@@ -152,7 +140,7 @@ class ClosingTests(ContractSettings):
         other.register(buffer.region)
         peer = other.connect(remote.address())
         copies = batch(buffer.region, remote.region, [0], [0], [MIB])
-        lab.finish(getattr(other, lab.an_op)(peer, copies), other)
+        lab.finish(other.read(peer, copies), other)
         np.testing.assert_array_equal(buffer.get(), remote.get())
 
     def test_a_forked_child_is_refused_and_harms_nothing(
@@ -172,7 +160,7 @@ class ClosingTests(ContractSettings):
 
     @staticmethod
     def _moves_and_notifies(lab: Workbench, process: Process, there: PeerId, back: PeerId) -> None:
-        process.begin(lab.an_op, there, batch(process.region, lab.mine.region, [0], [0], [MIB]))
+        process.begin(there, batch(process.region, lab.mine.region, [0], [0], [MIB]))
         lab.done_there(process)
         if lab.notifies:
             process.notify(there, [lab.payload(1)])

@@ -89,7 +89,7 @@ class ConcurrentConnectTests(ContractSettings):
         others = [OtherThread(lambda at=at: comes_and_goes(at)) for at in addresses]  # type: ignore[misc]
         kept: deque[TransferId] = deque()
         while any(other.runs for other in others):
-            kept.append(lab.start(lab.an_op, peer, copies))
+            kept.append(lab.transport.read(peer, copies))
             assert lab.known(kept[-1]).state is State.DONE
             if len(kept) > _KEPT:
                 lab.transport.forget(kept.popleft())
@@ -100,10 +100,10 @@ class ConcurrentConnectTests(ContractSettings):
         lab.works(shared_process)
 
     def test_a_stopped_peer_that_is_disconnected_holds_nobody_up(
-        self, lab: Workbench, process: Process, op: str
+        self, lab: Workbench, process: Process
     ) -> None:
         """While ``disconnect`` of a stopped peer lasts, transfers with other peers continue."""
-        if not lab.capabilities.concurrent_connect or op not in lab.ops:
+        if not lab.capabilities.concurrent_connect:
             return
         if (lab.capabilities.max_outstanding or 2) < 2:
             return
@@ -114,7 +114,7 @@ class ConcurrentConnectTests(ContractSettings):
         held_up = []
         for _ in range(_ATTEMPTS):  # a busy machine may hold everybody up, but not each time
             longest, took = self._beside_its_disconnect(
-                lab, process, op, lambda: lab.finish(lab.start(lab.an_op, other, copies))
+                lab, process, lambda: lab.finish(lab.transport.read(other, copies))
             )
             if took < _LONG_SECONDS or longest < 0.75 * took:
                 return
@@ -134,7 +134,7 @@ class ConcurrentConnectTests(ContractSettings):
         for _ in range(_ATTEMPTS):  # a connect that comes first returns the id that then ends
             found = self._connected_during_a_disconnect(lab, process)
             try:
-                transfer = lab.start(lab.an_op, found, lab.whole(process))
+                transfer = lab.transport.read(found, lab.whole(process))
             except TransportUsageError:
                 continue
             lab.finish(transfer)
@@ -149,7 +149,7 @@ class ConcurrentConnectTests(ContractSettings):
         """
         address = process.address()
         peer = lab.transport.connect(address)
-        lab.start(lab.an_op, peer, lab.lasting(process))
+        lab.transport.read(peer, lab.lasting(process))
         process.stop()
         found: list[PeerId] = []
         try:
@@ -174,14 +174,13 @@ class ConcurrentConnectTests(ContractSettings):
 
     @staticmethod
     def _beside_its_disconnect(
-        lab: Workbench, process: Process, op: str, others: Callable[[], None]
+        lab: Workbench, process: Process, others: Callable[[], None]
     ) -> tuple[float, float]:
         """Measure transfers with other peers while a stopped peer is disconnected.
 
         Args:
             lab: The workbench of the test.
             process: The peer to stop and disconnect, during a transfer.
-            op: The operation of that transfer.
             others: Runs one transfer with another peer.
 
         Returns:
@@ -189,7 +188,7 @@ class ConcurrentConnectTests(ContractSettings):
             time that ``disconnect`` took.
         """
         peer = lab.transport.connect(process.address())
-        lab.start(op, peer, lab.lasting(process))
+        lab.transport.read(peer, lab.lasting(process))
         process.stop()
         try:
             leaving = OtherThread(lambda: lab.transport.disconnect(peer))

@@ -23,21 +23,17 @@ _A_WHILE = 0.25
 class InFlightTests(ContractSettings):
     """Tests of calls during a transfer that takes seconds (``ContractSettings.lasting_bytes``)."""
 
-    def test_cancel_ends_a_transfer_early(
-        self, lab: Workbench, remote: TransportPeer, op: str
-    ) -> None:
+    def test_cancel_ends_a_transfer_early(self, lab: Workbench, remote: TransportPeer) -> None:
         """A running transfer that is cancelled becomes FAILED, and its notification is not sent.
 
         A driver that cannot cancel accepts the call, and the transfer continues to its end.
         """
         peer = lab.transport.connect(remote.address())
         if not lab.capabilities.cancel:
-            self._cancel_does_nothing(lab, remote, peer, op)
+            self._cancel_does_nothing(lab, remote, peer)
             return
         copies = lab.lasting(remote)
-        if lab.refuses(op, peer, copies):
-            return
-        transfer = lab.start(op, peer, copies, lab.bound())
+        transfer = lab.transport.read(peer, copies, lab.bound())
         if lab.state(transfer).final:
             return
         lab.transport.cancel(transfer)
@@ -52,13 +48,9 @@ class InFlightTests(ContractSettings):
         assert remote.notifications(1, 0.05) == []
         lab.works(remote)
 
-    def _cancel_does_nothing(
-        self, lab: Workbench, remote: TransportPeer, peer: PeerId, op: str
-    ) -> None:
+    def _cancel_does_nothing(self, lab: Workbench, remote: TransportPeer, peer: PeerId) -> None:
         copies = batch(lab.mine.region, remote.region, [0] * 64, [0] * 64, [MIB] * 64)
-        if lab.refuses(op, peer, copies):
-            return
-        transfer = lab.start(op, peer, copies)
+        transfer = lab.transport.read(peer, copies)
         lab.transport.cancel(transfer)
         assert lab.settled(transfer, peer).state is State.DONE
         np.testing.assert_array_equal(lab.mine.get(), remote.get())
@@ -70,7 +62,7 @@ class InFlightTests(ContractSettings):
         peer = lab.transport.connect(shared_process.address())
         took = []
         for _ in range(_ATTEMPTS):
-            transfer = lab.start(lab.an_op, peer, lab.lasting(shared_process))
+            transfer = lab.transport.read(peer, lab.lasting(shared_process))
             before = time.monotonic()
             lab.transport.cancel(transfer)
             if lab.notifies:
@@ -86,7 +78,7 @@ class InFlightTests(ContractSettings):
         self, lab: Workbench, remote: TransportPeer
     ) -> None:
         peer = lab.transport.connect(remote.address())
-        transfer = lab.start(lab.an_op, peer, lab.whole(remote))
+        transfer = lab.transport.read(peer, lab.whole(remote))
         assert lab.known(transfer).state is State.DONE
         lab.transport.cancel(transfer)
         assert lab.state(transfer) is State.DONE
@@ -97,10 +89,10 @@ class InFlightTests(ContractSettings):
         if (lab.capabilities.max_outstanding or 2) < 2:
             return
         peer = lab.transport.connect(remote.address())
-        lasting = lab.start(lab.an_op, peer, lab.lasting(remote))
+        lasting = lab.transport.read(peer, lab.lasting(remote))
         spare = lab.buffer(4096, lab.transport)
         small = batch(spare.region, remote.region, [0], [8192], [4096])
-        other = lab.start(lab.an_op, peer, small)
+        other = lab.transport.read(peer, small)
         lab.transport.cancel(lasting)
         lab.finish(other)
         np.testing.assert_array_equal(spare.get(), remote.get()[8192:12_288])
@@ -117,7 +109,7 @@ class InFlightTests(ContractSettings):
         zeros, sizes = [0] * _MANY, [MIB] * _MANY
         copies = batch(lab.mine.region, shared_process.region, zeros, zeros, sizes)
         for _ in range(_ATTEMPTS):  # a busy machine may hold this side up until one has ended
-            transfer = lab.start(lab.an_op, peer, copies)
+            transfer = lab.transport.read(peer, copies)
             while True:
                 woken.clear()
                 if lab.state(transfer).final:
@@ -126,14 +118,12 @@ class InFlightTests(ContractSettings):
                 assert in_time, f"the caller was not woken {lab.waited()}"
 
     def test_disconnect_fails_what_is_in_flight(
-        self, lab: Workbench, remote: TransportPeer, op: str
+        self, lab: Workbench, remote: TransportPeer
     ) -> None:
         peer = lab.transport.connect(remote.address())
         copies = lab.lasting(remote)
-        if lab.refuses(op, peer, copies):
-            return
         two = (lab.capabilities.max_outstanding or 2) >= 2
-        transfers = [lab.start(op, peer, copies, lab.bound()) for _ in range(1 + two)]
+        transfers = [lab.transport.read(peer, copies, lab.bound()) for _ in range(1 + two)]
         running = [lab.state(transfer) is State.PENDING for transfer in transfers]
         lab.transport.disconnect(peer)
         for was_running, status in zip(running, lab.poll(transfers), strict=True):
@@ -147,15 +137,13 @@ class InFlightTests(ContractSettings):
             done = [one for one in lab.poll(transfers) if one.state is State.DONE]
             told = remote.notifications(len(done) + 1, 0.05) if lab.notifies else done
             assert len(told) <= len(done), "notifications of transfers that failed"
-        refused(lab.start, op, peer, copies)
+        refused(lab.transport.read, peer, copies)
         refused(lab.transport.disconnect, peer)
         for transfer in transfers:
             lab.transport.forget(transfer)
         lab.works(remote)
 
-    def test_close_with_work_in_flight(
-        self, lab: Workbench, remote: TransportPeer, op: str
-    ) -> None:
+    def test_close_with_work_in_flight(self, lab: Workbench, remote: TransportPeer) -> None:
         """``close`` ends a running transfer, whose notification is then not sent.
 
         A driver that cannot cancel may let the transfer run to its end first.
@@ -163,9 +151,7 @@ class InFlightTests(ContractSettings):
         transport = lab.make()
         mine = lab.buffer(MIB, transport)
         peer = transport.connect(remote.address())
-        if op not in lab.ops:
-            return  # the refusal is tested above, with the transport under test
-        transfer = getattr(transport, op)(peer, lab.lasting(remote, mine.region), lab.bound())
+        transfer = transport.read(peer, lab.lasting(remote, mine.region), lab.bound())
         ended = transport.poll([transfer])[0].state.final
         transport.close()
         # A driver that cannot end a transfer early may have let it run to its end.
@@ -178,7 +164,7 @@ class InFlightTests(ContractSettings):
     def test_a_peer_that_closes_ends_the_transfer(self, lab: Workbench, process: Process) -> None:
         """When a peer closes its transport, transfers with the peer end soon, DONE or FAILED."""
         peer = lab.transport.connect(process.address())
-        transfer = lab.start(lab.an_op, peer, lab.lasting(process))
+        transfer = lab.transport.read(peer, lab.lasting(process))
         process.close()
         lab.known(transfer)
         lab.settled(transfer, peer)
@@ -186,7 +172,7 @@ class InFlightTests(ContractSettings):
     def test_a_neighbour_may_close_while_it_is_read(self, lab: Workbench) -> None:
         neighbour = LocalPeer(lab, lab.make())
         peer = lab.transport.connect(neighbour.address())
-        transfer = lab.start(lab.an_op, peer, lab.lasting(neighbour))
+        transfer = lab.transport.read(peer, lab.lasting(neighbour))
         neighbour.transport.close()
         lab.known(transfer)
         lab.settled(transfer, peer)
@@ -194,7 +180,7 @@ class InFlightTests(ContractSettings):
 
     def test_poll_does_not_block(self, lab: Workbench, shared_process: Process) -> None:
         peer = lab.transport.connect(shared_process.address())
-        transfer = lab.start(lab.an_op, peer, lab.lasting(shared_process))
+        transfer = lab.transport.read(peer, lab.lasting(shared_process))
         took = []
         for _ in range(20):
             before = time.monotonic()
@@ -214,7 +200,7 @@ class InFlightTests(ContractSettings):
         def elsewhere() -> None:
             try:
                 peer = lab.transport.connect(remote.address())
-                lab.finish(lab.start(lab.an_op, peer, lab.whole(remote)))
+                lab.finish(lab.transport.read(peer, lab.whole(remote)))
                 peers.append(peer)
             # The test's own thread reports the exception.
             except BaseException as exc:  # noqa: BLE001
@@ -229,20 +215,16 @@ class InFlightTests(ContractSettings):
         lab.works(remote)
         lab.transport.disconnect(peers[0])
 
-    def test_transfers_go_on_without_calls(
-        self, lab: Workbench, remote: TransportPeer, op: str
-    ) -> None:
+    def test_transfers_go_on_without_calls(self, lab: Workbench, remote: TransportPeer) -> None:
         """With the capability ``background_progress``, all bytes arrive without a ``poll``."""
         if not lab.capabilities.background_progress:
             return  # then every other test polls
-        mine, content = lab.mine.get(), remote.get()
+        content = remote.get()
         peer = lab.transport.connect(remote.address())
-        if lab.refuses(op, peer, lab.whole(remote)):
-            return
-        transfer = lab.start(op, peer, lab.whole(remote))
-        target, wanted = (lab.mine, content) if op == "read" else (remote, mine)
+        transfer = lab.transport.read(peer, lab.whole(remote))
         lab.wait_for(
-            lambda: bool((target.get() == wanted).all()), "the bytes have not moved without a poll"
+            lambda: bool((lab.mine.get() == content).all()),
+            "the bytes have not moved without a poll",
         )
         lab.finish(transfer)
 
@@ -254,7 +236,7 @@ class InFlightTests(ContractSettings):
         The calls connect, register memory, notify, and start a transfer with another peer.
         """
         peer = lab.transport.connect(remote.address())
-        lasting = lab.start(lab.an_op, peer, lab.lasting(remote))
+        lasting = lab.transport.read(peer, lab.lasting(remote))
         spare = lab.buffer(MIB, lab.transport)
         other = LocalPeer(lab, lab.make())
         third = lab.transport.connect(other.address())
@@ -265,7 +247,7 @@ class InFlightTests(ContractSettings):
         copies = batch(spare.region, other.region, [0], [0], [MIB])
         waiting = None
         if (lab.capabilities.max_outstanding or 2) >= 2:
-            waiting = lab.start(lab.an_op, third, copies)
+            waiting = lab.transport.read(third, copies)
         if lab.notifies:
             assert [one.payload for one in lab.received_by(remote, 1)] == [lab.payload(1)]
         assert lab.state(lasting) in (State.PENDING, State.DONE)
@@ -277,7 +259,7 @@ class InFlightTests(ContractSettings):
     def test_long_calls_release_the_interpreter(
         self, lab: Workbench, shared_process: Process
     ) -> None:
-        """While ``connect``, ``read``, ``write`` or ``disconnect`` lasts, other threads can run."""
+        """While ``connect``, ``read`` or ``disconnect`` lasts, other threads can run."""
         kept: list[str] = []
         for _ in range(_ATTEMPTS):  # a busy machine may hold everybody up, but not each time
             kept = self._calls_that_keep_the_lock(lab, shared_process)
@@ -310,14 +292,9 @@ class InFlightTests(ContractSettings):
         before = time.monotonic()
         peer = lab.transport.connect(remote.address())
         took["connect"] = (before, time.monotonic())
-        for op in lab.ops:
-            before = time.monotonic()
-            transfer = lab.start(op, peer, lab.lasting(remote))
-            took[op] = (before, time.monotonic())
-            lab.transport.cancel(transfer)
-            lab.settled(transfer, peer)
-            peer = lab.transport.connect(remote.address())
-        lab.start(lab.an_op, peer, lab.lasting(remote))
+        before = time.monotonic()
+        lab.transport.read(peer, lab.lasting(remote))
+        took["read"] = (before, time.monotonic())
         before = time.monotonic()
         lab.transport.disconnect(peer)
         took["disconnect"] = (before, time.monotonic())

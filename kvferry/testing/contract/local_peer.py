@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from kvferry.core.memory import Region
-from kvferry.core.transport import Transport
+from kvferry.core.transport import Notification, Transport
 from kvferry.testing.contract.workbench import MIB, Workbench
 from kvferry.testing.memory import Buffer, Bytes, pattern
-from kvferry.testing.peer_process import Seen
 
 
 @dataclass(slots=True, eq=False)
@@ -63,15 +62,13 @@ class LocalPeer:
         """Deregister memory from the peer's transport."""
         self.transport.deregister(region)
 
-    def notifications(self, count: int, seconds: float | None = None) -> list[Seen]:
+    def notifications(self, count: int, seconds: float | None = None) -> list[Notification]:
         """Wait for notifications, and return them; see ``TransportPeer.notifications``."""
-        seen: list[Seen] = []
+        found: list[Notification] = []
 
         def enough() -> bool:
-            arrived = self.transport.notifications()
-            first = int(self.buffer.get(0, 1)[0]) if arrived else 0
-            seen.extend(Seen(sender=n.sender, payload=n.payload, first=first) for n in arrived)
-            return len(seen) >= count
+            found.extend(self.transport.notifications())
+            return len(found) >= count
 
         self.lab.until(enough, seconds)
-        return seen
+        return found

@@ -60,7 +60,7 @@ class NotificationTests(ContractSettings):
         for number, known, peer in ((1, to_one, one), (2, to_other, other)):
             lab.transport.notify(known, lab.payload(number))
             copies = batch(lab.mine.region, peer.region, [0], [0], [8])
-            lab.finish(lab.start(lab.an_op, known, copies, lab.payload(10 * number)))
+            lab.finish(lab.transport.read(known, copies, lab.payload(10 * number)))
         for number, peer in ((1, one), (2, other)):
             found = [seen.payload for seen in lab.received_by(peer, 2)]
             assert sorted(found) == [lab.payload(number), lab.payload(10 * number)]
@@ -91,20 +91,20 @@ class NotificationTests(ContractSettings):
         assert [one.payload for one in lab.received_by(remote, len(payloads))] == payloads
         for payload in payloads:
             copies = batch(lab.mine.region, remote.region, [0], [0], [8])
-            lab.finish(lab.start(lab.an_op, peer, copies, payload))
+            lab.finish(lab.transport.read(peer, copies, payload))
         assert [one.payload for one in lab.received_by(remote, len(payloads))] == payloads
 
     def test_other_lengths_are_refused_and_nothing_has_moved(
-        self, lab: Workbench, remote: TransportPeer, op: str
+        self, lab: Workbench, remote: TransportPeer
     ) -> None:
         peer = lab.transport.connect(remote.address())
-        copies = batch(lab.mine.region, remote.region, [0], [0], [8])
-        if lab.refuses(op, peer, copies) or _refuses(lab, peer, remote):
+        if _refuses(lab, peer, remote):
             return
+        copies = batch(lab.mine.region, remote.region, [0], [0], [8])
         mine, theirs = lab.mine.get(), remote.get()
         for payload in (b"", bytes(lab.capabilities.max_notification + 1)):
             refused(lab.transport.notify, peer, payload)
-            refused(lab.start, op, peer, copies, payload)
+            refused(lab.transport.read, peer, copies, payload)
         lab.stays(lab.mine, mine)
         lab.stays(remote, theirs, 0)
         assert remote.notifications(1, 0.05) == []
@@ -118,30 +118,7 @@ class NotificationTests(ContractSettings):
         refused(lab.transport.notify, peer, b"x")
         assert remote.notifications(1, 0.05) == []
 
-    @pytest.mark.parametrize("watched", ["first", "last"])
-    def test_a_bound_one_arrives_after_all_bytes(
-        self, lab: Workbench, shared_process: Process, watched: str
-    ) -> None:
-        """When a peer gets the notification of a write, all bytes of the write are in its memory.
-
-        The test looks at the first byte, which either the first or the last copy writes.
-        """
-        peer = lab.transport.connect(shared_process.address())
-        if not lab.notifies or lab.refuses("write", peer, lab.whole(shared_process)):
-            return
-        starts = np.arange(0, MIB, 4096)[:: 1 if watched == "first" else -1]
-        lab.mine.put(np.full(MIB, 7, np.uint8))
-        shared_process.put(np.zeros(1, np.uint8))
-        shared_process.expect(1)
-        copies = batch(lab.mine.region, shared_process.region, starts, starts, np.full(256, 4096))
-        lab.finish(lab.start("write", peer, copies, lab.bound()))
-        found = shared_process.expected()
-        assert found, f"no notification {lab.waited()}"
-        (seen,) = found
-        assert (seen.sender, seen.payload) == (lab.transport.name, lab.bound())
-        assert seen.first == 7, "the notification was there before the bytes"
-
-    def test_a_bound_one_does_not_overtake_a_long_transfer(self, lab: Workbench, op: str) -> None:
+    def test_a_bound_one_does_not_overtake_a_long_transfer(self, lab: Workbench) -> None:
         """A notification does not arrive before the long transfer that it is bound to is DONE.
 
         The notification never arrives if the transfer fails.
@@ -150,9 +127,9 @@ class NotificationTests(ContractSettings):
         peer = lab.transport.connect(neighbour.address())
         short = batch(lab.mine.region, neighbour.region, [0], [0], [8])
         copies = joined([short, lab.lasting(neighbour), short])
-        if not lab.notifies or lab.refuses(op, peer, copies):
+        if not lab.notifies:
             return
-        transfer = lab.start(op, peer, copies, lab.bound())
+        transfer = lab.transport.read(peer, copies, lab.bound())
 
         def early() -> bool:
             # First the notifications, then the state: what has arrived must not belong to a
@@ -166,16 +143,16 @@ class NotificationTests(ContractSettings):
             assert neighbour.notifications(1, 0.1) == [], "of a transfer that failed"
 
     def test_a_bound_one_comes_with_every_transfer(
-        self, lab: Workbench, remote: TransportPeer, op: str
+        self, lab: Workbench, remote: TransportPeer
     ) -> None:
         peer = lab.transport.connect(remote.address())
-        if not lab.notifies or lab.refuses(op, peer, lab.whole(remote)):
+        if not lab.notifies:
             return
         sizes = [[8], [], [0], [MIB], [4096] * 20, [0, 0]]
         for index, size in enumerate(sizes):
             starts = 8192 * np.arange(len(size))
             copies = batch(lab.mine.region, remote.region, starts, starts, size)
-            lab.finish(lab.start(op, peer, copies, lab.payload(index)))
+            lab.finish(lab.transport.read(peer, copies, lab.payload(index)))
         found = lab.received_by(remote, len(sizes))
         assert [one.payload for one in found] == [lab.payload(n) for n in range(len(sizes))]
         assert {one.sender for one in found} == {lab.transport.name}
@@ -196,13 +173,13 @@ class NotificationTests(ContractSettings):
                 lab.transport.notify(peer, lab.payload(number))
             else:
                 copies = batch(lab.mine.region, remote.region, [0], [0], [8])
-                lab.finish(lab.start(lab.an_op, peer, copies, lab.payload(number)))
+                lab.finish(lab.transport.read(peer, copies, lab.payload(number)))
         found = [one.payload for one in lab.received_by(remote, 60)]
         for sort in (0, 1):
             wanted = [lab.payload(number) for number in range(sort, 60, 2)]
             assert [one for one in found if one[-1] % 2 == sort] == wanted
 
-    def test_a_bound_one_waits_for_every_segment(self, lab: Workbench, op: str) -> None:
+    def test_a_bound_one_waits_for_every_segment(self, lab: Workbench) -> None:
         """A bound notification arrives once, when all segments of its transfer have arrived."""
         other = lab.make()
         here = [lab.buffer(MIB, lab.transport) for _ in range(4)]
@@ -214,10 +191,9 @@ class NotificationTests(ContractSettings):
             [batch(a.region, b.region, [0], [0], [MIB]) for a, b in zip(here, there, strict=True)]
         )
         peer = lab.transport.connect(other.address())
-        if not lab.notifies or lab.refuses(op, peer, copies):
+        if not lab.notifies:
             return
-        transfer = lab.start(op, peer, copies, lab.bound())
-        targets, seed = (here, 20) if op == "read" else (there, 10)
+        transfer = lab.transport.read(peer, copies, lab.bound())
         notes: list[Notification] = []
 
         def arrived() -> bool:
@@ -228,19 +204,19 @@ class NotificationTests(ContractSettings):
 
         lab.wait_for(arrived, "no notification")
         (note,) = notes
-        for index, target in enumerate(targets):
-            np.testing.assert_array_equal(target.get(), pattern(MIB, seed + index))
+        for index, target in enumerate(here):
+            np.testing.assert_array_equal(target.get(), pattern(MIB, 20 + index))
         assert note.payload == lab.bound()
         lab.finish(transfer)
 
     def test_what_a_transfer_that_was_refused_was_to_say_is_not_said(
-        self, lab: Workbench, remote: TransportPeer, op: str
+        self, lab: Workbench, remote: TransportPeer
     ) -> None:
         peer = lab.transport.connect(remote.address())
-        if not lab.notifies or lab.refuses(op, peer, lab.whole(remote)):
+        if not lab.notifies:
             return
         outside = batch(lab.mine.region, remote.region, [0], [MIB - 4], [8])
-        refused(lab.start, op, peer, outside, lab.bound())
+        refused(lab.transport.read, peer, outside, lab.bound())
         assert remote.notifications(1, 0.1) == []
 
     def test_notifications_does_not_block(self, lab: Workbench, remote: TransportPeer) -> None:
@@ -270,5 +246,5 @@ def _refuses(lab: Workbench, peer: PeerId, remote: TransportPeer) -> bool:
     with pytest.raises(refusal):
         lab.transport.notify(peer, b"x")
     with pytest.raises(refusal):
-        lab.start(lab.an_op, peer, copies, b"x")
+        lab.transport.read(peer, copies, b"x")
     return True

@@ -19,7 +19,7 @@ from kvferry.core.transport import (
 from kvferry.testing.contract.copy_batches import batch
 from kvferry.testing.contract.local_peer import LocalPeer
 from kvferry.testing.contract.settings import ContractSettings
-from kvferry.testing.contract.workbench import MIB, OPS, Workbench, refused
+from kvferry.testing.contract.workbench import MIB, Workbench, refused
 from kvferry.testing.memory import imported, pattern
 from kvferry.testing.peers import Process, TransportPeer
 
@@ -89,8 +89,6 @@ class PeerTests(ContractSettings):
     def test_its_capabilities_make_sense_and_stay(self, lab: Workbench) -> None:
         can = lab.capabilities
         assert isinstance(lab.transport.library, str)
-        assert can.ops, "a driver that can neither read nor write moves nothing"
-        assert can.ops <= set(OPS)
         assert lab.mine.region.kind in can.memory
         assert can.max_notification >= 0
         assert isinstance(can.quiescence, Quiescence)
@@ -143,7 +141,7 @@ class PeerTests(ContractSettings):
         """
         neighbour = LocalPeer(lab, lab.make())
         peer = lab.transport.connect(shared_process.address())
-        lasting = lab.start(lab.an_op, peer, lab.lasting(shared_process))
+        lasting = lab.transport.read(peer, lab.lasting(shared_process))
         for wrong in flipped(neighbour.address(), _FLIPS):
             connect_and_part(lab, wrong, {peer})
         self._goes_on(lab, lasting, peer)
@@ -159,7 +157,7 @@ class PeerTests(ContractSettings):
         """
         address = shared_process.address()
         peer = lab.transport.connect(address)
-        lasting = lab.start(lab.an_op, peer, lab.lasting(shared_process))
+        lasting = lab.transport.read(peer, lab.lasting(shared_process))
         for wrong in renamed(address, shared_process.name):
             connect_and_part(lab, wrong, {peer})
             assert lab.transport.connect(address) == peer, "the peer has been taken away"
@@ -210,51 +208,43 @@ class PeerTests(ContractSettings):
         lab.transport.disconnect(peer)
         assert lab.transport.path(peer) == ""
 
-    def test_a_transport_may_connect_to_itself(self, lab: Workbench, op: str) -> None:
+    def test_a_transport_may_connect_to_itself(self, lab: Workbench) -> None:
         other = lab.buffer(MIB, lab.transport)
         lab.mine.put(pattern(MIB, 3))
         other.put(pattern(MIB, 4))
         peer = lab.transport.connect(lab.transport.address())
         copies = batch(lab.mine.region, other.region, [0], [0], [MIB])
-        if lab.refuses(op, peer, copies):
-            return
-        lab.finish(lab.start(op, peer, copies, lab.bound()))
-        content = pattern(MIB, 4 if op == "read" else 3)
-        np.testing.assert_array_equal(lab.mine.get(), content)
-        np.testing.assert_array_equal(other.get(), content)
+        lab.finish(lab.transport.read(peer, copies, lab.bound()))
+        for buffer in (lab.mine, other):
+            np.testing.assert_array_equal(buffer.get(), pattern(MIB, 4))
         if lab.notifies:
             (note,) = lab.receive(lab.transport, 1)
             assert (note.sender, note.payload) == (lab.transport.name, lab.bound())
 
-    def test_several_peers_at_once(self, lab: Workbench, op: str) -> None:
+    def test_several_peers_at_once(self, lab: Workbench) -> None:
         neighbours = [LocalPeer(lab, lab.make(), seed) for seed in range(6)]
         peers = [lab.transport.connect(one.address()) for one in neighbours]
         assert len(set(peers)) == len(peers)
         size = MIB // len(peers)
-        content = pattern(MIB, 99)
-        lab.mine.put(content)
         transfers = []
         for index, (one, peer) in enumerate(zip(neighbours, peers, strict=True)):
             at = index * size
             copies = batch(lab.mine.region, one.region, [at], [5], [size])
-            if lab.refuses(op, peer, copies):
-                return
             if (lab.capabilities.max_outstanding or 6) < 6:
-                lab.finish(lab.start(op, peer, copies))
+                lab.finish(lab.transport.read(peer, copies))
             else:
-                transfers.append(lab.start(op, peer, copies))
+                transfers.append(lab.transport.read(peer, copies))
         for transfer in transfers:
             lab.finish(transfer)
         for index, one in enumerate(neighbours):
             near, far = lab.mine.get()[index * size :][:size], one.get()[5:][:size]
             np.testing.assert_array_equal(near, far)
-            source = pattern(MIB, index)[5:] if op == "read" else content[index * size :]
-            np.testing.assert_array_equal(near, source[:size])
+            np.testing.assert_array_equal(near, pattern(MIB, index)[5:][:size])
 
     def test_several_transports_have_one_peer(
-        self, lab: Workbench, shared_process: Process, op: str
+        self, lab: Workbench, shared_process: Process
     ) -> None:
-        """Four transports each read or write a quarter of a peer's buffer, and all bytes arrive."""
+        """Four transports each read a quarter of a peer's buffer, and all bytes arrive."""
         size, theirs = MIB // 4, shared_process.get()
         started = []
         for index in range(4):
@@ -263,16 +253,14 @@ class PeerTests(ContractSettings):
             buffer.put(pattern(MIB, 30 + index))
             peer = transport.connect(shared_process.address())
             copies = batch(buffer.region, shared_process.region, [at], [at], [size])
-            if op in lab.ops:
-                started.append((transport, getattr(transport, op)(peer, copies), buffer))
+            started.append((transport, transport.read(peer, copies), buffer))
         for index, (transport, transfer, buffer) in enumerate(started):
             lab.finish(transfer, transport)
             part = slice(index * size, (index + 1) * size)
-            expected = theirs if op == "read" else pattern(MIB, 30 + index)
-            np.testing.assert_array_equal(buffer.get()[part], expected[part])
-            np.testing.assert_array_equal(shared_process.get()[part], expected[part])
+            np.testing.assert_array_equal(buffer.get()[part], theirs[part])
+        np.testing.assert_array_equal(shared_process.get(), theirs)
 
-    def test_both_sides_at_once(self, lab: Workbench, shared_process: Process, op: str) -> None:
+    def test_both_sides_at_once(self, lab: Workbench, shared_process: Process) -> None:
         """Two transports run a transfer with each other at the same time, and all bytes arrive.
 
         The transport under test moves the lower half of the buffers, its peer the upper half.
@@ -283,18 +271,15 @@ class PeerTests(ContractSettings):
         peer = lab.transport.connect(shared_process.address())
         back = shared_process.connect(lab.transport.address())
         ours = batch(lab.mine.region, shared_process.region, [0], [0], [half])
-        if lab.refuses(op, peer, ours):
-            return
         shared_process.begin(
-            op, back, batch(shared_process.region, lab.mine.region, [half], [half], [half])
+            back, batch(shared_process.region, lab.mine.region, [half], [half], [half])
         )
-        transfer = lab.start(op, peer, ours)
+        transfer = lab.transport.read(peer, ours)
         lab.finish(transfer)
         lab.done_there(shared_process)
-        lower, upper = (theirs, mine) if op == "read" else (mine, theirs)
         for side in (lab.mine.get(), shared_process.get()):
-            np.testing.assert_array_equal(side[:half], lower[:half])
-            np.testing.assert_array_equal(side[half:], upper[half:])
+            np.testing.assert_array_equal(side[:half], theirs[:half])
+            np.testing.assert_array_equal(side[half:], mine[half:])
 
     def test_disconnect_leaves_other_peers_alone(
         self, lab: Workbench, shared_process: Process
@@ -302,17 +287,17 @@ class PeerTests(ContractSettings):
         neighbour = LocalPeer(lab, lab.make())
         peer = lab.transport.connect(shared_process.address())
         other = lab.transport.connect(neighbour.address())
-        lasting = lab.start(lab.an_op, peer, lab.lasting(shared_process))
+        lasting = lab.transport.read(peer, lab.lasting(shared_process))
         spare = lab.buffer(MIB, lab.transport)
         whole = batch(spare.region, neighbour.region, [0], [0], [MIB])
         waiting = None
         if (lab.capabilities.max_outstanding or 2) >= 2:
-            waiting = lab.start(lab.an_op, other, whole)
+            waiting = lab.transport.read(other, whole)
         lab.transport.disconnect(peer)
         assert lab.state(lasting).final
         if waiting is not None:
             lab.finish(waiting)
-        lab.finish(lab.start(lab.an_op, other, whole))
+        lab.finish(lab.transport.read(other, whole))
 
     def test_a_limit_of_unfinished_transfers_is_kept(
         self, lab: Workbench, shared_process: Process
@@ -325,16 +310,16 @@ class PeerTests(ContractSettings):
         limit = lab.capabilities.max_outstanding
         outside = batch(lab.mine.region, shared_process.region, [0], [MIB], [8])
         for _ in range(2 if limit is None else min(limit, 64) + 1):
-            refused(lab.start, lab.an_op, peer, outside)
-            transfer = lab.start(lab.an_op, peer, lab.whole(shared_process))
+            refused(lab.transport.read, peer, outside)
+            transfer = lab.transport.read(peer, lab.whole(shared_process))
             assert lab.known(transfer).state is State.DONE
         if limit is None or limit > 64:
             return  # nothing to refuse; test_many_transfers_at_once has more
         lasting = lab.lasting(shared_process)
-        transfers = [lab.start(lab.an_op, peer, lasting) for _ in range(limit)]
+        transfers = [lab.transport.read(peer, lasting) for _ in range(limit)]
         if not any(status.state.final for status in lab.poll(transfers)):
             with pytest.raises(TransportError):
-                lab.start(lab.an_op, peer, lab.whole(shared_process))
+                lab.transport.read(peer, lab.whole(shared_process))
         for transfer in transfers:
             lab.transport.cancel(transfer)
         lab.transport.disconnect(peer)

@@ -33,9 +33,9 @@ class ProcessTests(ContractSettings):
             peer = lab.transport.connect(address)
         except ConnectError:
             return
-        fails_in_time(lab, peer, lab.start(lab.an_op, peer, lab.whole(process)))
+        fails_in_time(lab, peer, lab.transport.read(peer, lab.whole(process)))
 
-    def test_killed_before_a_transfer(self, lab: Workbench, process: Process, op: str) -> None:
+    def test_killed_before_a_transfer(self, lab: Workbench, process: Process) -> None:
         """Transfers that start after the peer's death fail in ``known_within`` s; no byte moves.
 
         The test starts a small transfer, and a large one with a notification. An empty transfer
@@ -43,15 +43,13 @@ class ProcessTests(ContractSettings):
         """
         peer = lab.transport.connect(process.address())
         copies = lab.whole(process)
-        if lab.refuses(op, peer, copies):
-            return
         process.kill()
         if lab.notifies:
             lab.transport.notify(peer, lab.payload(1))  # is dropped, without an error
         small = batch(lab.mine.region, process.region, [0], [0], [8])
-        transfers = [lab.start(op, peer, small)]
+        transfers = [lab.transport.read(peer, small)]
         if (lab.capabilities.max_outstanding or 2) >= 2:
-            transfers.append(lab.start(op, peer, copies, lab.bound()))
+            transfers.append(lab.transport.read(peer, copies, lab.bound()))
         for transfer in transfers:
             known_in_time(lab, transfer, time.monotonic())
         _in_use_until_final(lab, transfers[0])
@@ -62,16 +60,14 @@ class ProcessTests(ContractSettings):
         assert not lab.mine.get().any()
         # Here ``settled_or_gone`` has not disconnected the peer.
         if lab.capabilities.quiescence is Quiescence.ALWAYS:
-            nothing = lab.start(op, peer, batch(lab.mine.region, process.region, [], [], []))
+            nothing = lab.transport.read(peer, batch(lab.mine.region, process.region, [], [], []))
             known_in_time(lab, nothing, time.monotonic())
 
-    def test_killed_during_a_transfer(self, lab: Workbench, process: Process, op: str) -> None:
+    def test_killed_during_a_transfer(self, lab: Workbench, process: Process) -> None:
         peer = lab.transport.connect(process.address())
         copies = lab.lasting(process)
-        if lab.refuses(op, peer, copies):
-            return
         with killed_soon(process) as killed:
-            transfer = lab.start(op, peer, copies, lab.bound())
+            transfer = lab.transport.read(peer, copies, lab.bound())
             running = lab.state(transfer) is State.PENDING
         status = known_in_time(lab, transfer, killed())
         if running:
@@ -85,36 +81,34 @@ class ProcessTests(ContractSettings):
         if not lab.capabilities.cancel:
             limit = 1  # each of several may have to run to its end first
         with killed_soon(process) as killed:
-            transfers = [lab.start(lab.an_op, peer, copies) for _ in range(min(4, limit))]
+            transfers = [lab.transport.read(peer, copies) for _ in range(min(4, limit))]
         for transfer in transfers:
             known_in_time(lab, transfer, killed())
         for transfer in transfers:
             lab.settled_or_gone(transfer, peer)
             lab.transport.forget(transfer)
 
-    def test_killed_while_a_fork_lives_on(self, lab: Workbench, process: Process, op: str) -> None:
+    def test_killed_while_a_fork_lives_on(self, lab: Workbench, process: Process) -> None:
         """The death of a peer's process is reported in time although a forked child of it lives on.
 
         The child keeps the inherited sockets open, so the kernel closes no connection of the peer.
         """
         peer = lab.transport.connect(process.address())
         copies = lab.lasting(process)
-        if lab.refuses(op, peer, copies):
-            return
         # The child inherits only what the peer has already accepted: use the connection first.
-        lab.finish(lab.start(op, peer, lab.whole(process)))
+        lab.finish(lab.transport.read(peer, lab.whole(process)))
         if lab.notifies:
             lab.transport.notify(peer, lab.payload(1))
             assert len(lab.received_by(process, 1)) == 1
         fork = process.fork_and_stay()
         try:
             with killed_soon(process) as killed:
-                transfer = lab.start(op, peer, copies)
+                transfer = lab.transport.read(peer, copies)
                 running = lab.state(transfer) is State.PENDING
             status = known_in_time(lab, transfer, killed())
             assert not (running and status.state is State.DONE), "it says that all has arrived"
             if (lab.capabilities.max_outstanding or 2) >= 2:
-                later = lab.start(op, peer, lab.whole(process))
+                later = lab.transport.read(peer, lab.whole(process))
                 assert known_in_time(lab, later, time.monotonic()).state is not State.DONE
         finally:
             os.kill(fork, signal.SIGKILL)
@@ -123,10 +117,8 @@ class ProcessTests(ContractSettings):
 
     def test_killed_after_a_transfer(self, lab: Workbench, process: Process) -> None:
         content = process.get()
-        if lab.an_op == "write":
-            lab.mine.put(content)
         peer = lab.transport.connect(process.address())
-        transfer = lab.start(lab.an_op, peer, lab.whole(process))
+        transfer = lab.transport.read(peer, lab.whole(process))
         assert lab.known(transfer).state is State.DONE
         process.kill()
         assert lab.state(transfer) is State.DONE
@@ -149,7 +141,7 @@ class ProcessTests(ContractSettings):
         buffer = lab.buffer(MIB, transport)
         peer = transport.connect(process.address())
         with killed_soon(process):
-            getattr(transport, lab.an_op)(peer, lab.lasting(process, buffer.region))
+            transport.read(peer, lab.lasting(process, buffer.region))
         with lab.within_patience("close"), contextlib.suppress(TransportError):
             transport.close()
 
@@ -164,7 +156,7 @@ class ProcessTests(ContractSettings):
             lab.works(again)
             lab.mine.put(np.zeros(MIB, np.uint8))
             copies = lab.whole(process)
-            transfer = lab.start(lab.an_op, old, copies)
+            transfer = lab.transport.read(old, copies)
             fails_in_time(lab, old, transfer)
             assert not lab.mine.get().any(), "bytes of a process that is not the peer"
             lab.works(again)
@@ -176,14 +168,14 @@ class ProcessTests(ContractSettings):
         peer = lab.transport.connect(process.address())
         lab.works(neighbour)
         with killed_soon(process) as killed:
-            transfer = lab.start(lab.an_op, peer, lab.lasting(process))
+            transfer = lab.transport.read(peer, lab.lasting(process))
         known_in_time(lab, transfer, killed())
         lab.settled_or_gone(transfer, peer)
         lab.works(neighbour)
 
     @pytest.mark.parametrize("when", ["before", "during"])
     def test_a_stopped_peer_ends_by_the_deadline(
-        self, lab: Workbench, process: Process, op: str, when: str
+        self, lab: Workbench, process: Process, when: str
     ) -> None:
         """A transfer with a stopped peer is DONE, or ``disconnect`` ends within ``patience``.
 
@@ -194,13 +186,9 @@ class ProcessTests(ContractSettings):
         content = process.get()
         peer = lab.transport.connect(process.address())
         copies = lab.whole(process) if when == "before" else lab.lasting(process)
-        if op == "write":
-            lab.mine.put(content)
-        if lab.refuses(op, peer, copies):
-            return
         if when == "before":
             process.stop()
-        transfer = lab.start(op, peer, copies)
+        transfer = lab.transport.read(peer, copies)
         if when == "during":
             process.stop()
             lab.transport.cancel(transfer)

@@ -28,30 +28,23 @@ class QuiescenceTests(ContractSettings):
     for ``quiet_seconds``, and compares the memory with those bytes.
     """
 
-    def test_quiet_after_done(
-        self, lab: Workbench, everywhere: list[TransportPeer], op: str
-    ) -> None:
+    def test_quiet_after_done(self, lab: Workbench, everywhere: list[TransportPeer]) -> None:
         """After DONE, new bytes in the source do not arrive, and new bytes in the target stay."""
         watch = MemoryWatch(lab)
         for remote in everywhere:
             mine = _mine(lab)
             peer = lab.transport.connect(remote.address())
             copies = _again(mine, remote, 64)
-            if lab.refuses(op, peer, copies):
-                return
-            source, target = (remote, mine) if op == "read" else (mine, remote)
-            content = source.get().copy()
-            lab.finish(lab.start(op, peer, copies))
-            watch.overwrite(source)
-            # The target's other half stays as it arrived: no new byte of the source may get there.
+            content = remote.get().copy()
+            lab.finish(lab.transport.read(peer, copies))
+            watch.overwrite(remote)
+            # The other half stays as it arrived: no new byte of the peer may get there.
             content[:HALF] = lab.fresh(HALF)
-            target.put(content[:HALF])
-            watch.expect(target, content)
+            mine.put(content[:HALF])
+            watch.expect(mine, content)
         watch.see()
 
-    def test_quiet_after_a_cancel(
-        self, lab: Workbench, everywhere: list[TransportPeer], op: str
-    ) -> None:
+    def test_quiet_after_a_cancel(self, lab: Workbench, everywhere: list[TransportPeer]) -> None:
         """When a cancelled transfer is DONE or FAILED, no byte changes any more.
 
         One transfer is cancelled at once, another when some of its bytes have arrived.
@@ -62,48 +55,38 @@ class QuiescenceTests(ContractSettings):
                 mine = _mine(lab)
                 peer = lab.transport.connect(remote.address())
                 copies = lab.lasting(remote, mine.region)
-                if lab.refuses(op, peer, copies):
-                    return
-                transfer = lab.start(op, peer, copies)
+                transfer = lab.transport.read(peer, copies)
                 if under_way:
-                    _await_some(lab, transfer, mine if op == "read" else remote)
+                    _await_some(lab, transfer, mine)
                 lab.transport.cancel(transfer)
                 lab.settled(transfer, peer)
                 watch.overwrite(mine, remote)
             watch.see()
 
-    def test_quiet_after_disconnect(
-        self, lab: Workbench, everywhere: list[TransportPeer], op: str
-    ) -> None:
+    def test_quiet_after_disconnect(self, lab: Workbench, everywhere: list[TransportPeer]) -> None:
         watch = MemoryWatch(lab)
         for remote in everywhere:
             mine = _mine(lab)
             peer = lab.transport.connect(remote.address())
             copies = lab.lasting(remote, mine.region)
-            if lab.refuses(op, peer, copies):
-                return
-            transfer = lab.start(op, peer, copies)
+            transfer = lab.transport.read(peer, copies)
             lab.transport.disconnect(peer)
             assert lab.state(transfer).final, "disconnect has returned"
             watch.overwrite(mine, remote)
         watch.see()
 
-    def test_quiet_after_close(
-        self, lab: Workbench, everywhere: list[TransportPeer], op: str
-    ) -> None:
+    def test_quiet_after_close(self, lab: Workbench, everywhere: list[TransportPeer]) -> None:
         watch = MemoryWatch(lab)
-        if op not in lab.ops:
-            return  # other tests check that the transport under test refuses it
         for remote in everywhere:
             transport = lab.make()
             mine = lab.buffer(MIB, transport)
             peer = transport.connect(remote.address())
-            getattr(transport, op)(peer, lab.lasting(remote, mine.region))
+            transport.read(peer, lab.lasting(remote, mine.region))
             transport.close()
             watch.overwrite(mine, remote)
         watch.see()
 
-    def test_quiet_after_a_failure(self, lab: Workbench, process: Process, op: str) -> None:
+    def test_quiet_after_a_failure(self, lab: Workbench, process: Process) -> None:
         """If a peer deregisters memory during a transfer, no byte changes after the transfer's end.
 
         With some drivers the transfer fails at the deregistration; with others the test cancels it.
@@ -111,9 +94,7 @@ class QuiescenceTests(ContractSettings):
         mine = _mine(lab)
         peer = lab.transport.connect(process.address())
         copies = lab.lasting(process, mine.region)
-        if lab.refuses(op, peer, copies):
-            return
-        transfer = lab.start(op, peer, copies, lab.bound())
+        transfer = lab.transport.read(peer, copies, lab.bound())
         process.deregister(process.region)
         if not lab.until(lambda: lab.state(transfer) is not State.PENDING, _NOTICED_SECONDS):
             lab.transport.cancel(transfer)
@@ -122,42 +103,32 @@ class QuiescenceTests(ContractSettings):
             assert process.notifications(1, 0.05) == [], "of a transfer that failed"
         lab.quiet(mine, process)
 
-    def test_quiet_after_the_peer_has_closed(
-        self, lab: Workbench, process: Process, op: str
-    ) -> None:
+    def test_quiet_after_the_peer_has_closed(self, lab: Workbench, process: Process) -> None:
         mine = _mine(lab)
         peer = lab.transport.connect(process.address())
         copies = lab.lasting(process, mine.region)
-        if lab.refuses(op, peer, copies):
-            return
-        transfer = lab.start(op, peer, copies)
+        transfer = lab.transport.read(peer, copies)
         process.close()
         lab.settled(transfer, peer)
         lab.quiet(mine, process)
 
-    def test_quiet_after_the_peer_was_killed(
-        self, lab: Workbench, process: Process, op: str
-    ) -> None:
+    def test_quiet_after_the_peer_was_killed(self, lab: Workbench, process: Process) -> None:
         mine = _mine(lab)
         peer = lab.transport.connect(process.address())
         copies = lab.lasting(process, mine.region)
-        if lab.refuses(op, peer, copies):
-            return
         with killed_soon(process):
-            transfer = lab.start(op, peer, copies)
+            transfer = lab.transport.read(peer, copies)
         lab.settled(transfer, peer)
         lab.quiet(mine)
 
     def test_quiet_after_a_stopped_peer_was_disconnected(
-        self, lab: Workbench, process: Process, op: str
+        self, lab: Workbench, process: Process
     ) -> None:
         """After ``disconnect`` of a stopped peer no byte changes, even when the peer continues."""
         mine = _mine(lab)
         peer = lab.transport.connect(process.address())
         copies = lab.lasting(process, mine.region)
-        if lab.refuses(op, peer, copies):
-            return
-        transfer = lab.start(op, peer, copies)
+        transfer = lab.transport.read(peer, copies)
         process.stop()
         # An error means that the transfer did not end in time.
         with contextlib.suppress(TransportError):

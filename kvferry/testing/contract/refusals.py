@@ -61,7 +61,7 @@ class RefusalTests(ContractSettings):
         refused(lab.transport.deregister, lab.buffer(4096).region)
 
     def test_local_memory_that_is_not_registered_is_refused(
-        self, lab: Workbench, remote: TransportPeer, op: str
+        self, lab: Workbench, remote: TransportPeer
     ) -> None:
         peer = lab.transport.connect(remote.address())
         unknown = lab.buffer(MIB)
@@ -71,42 +71,39 @@ class RefusalTests(ContractSettings):
         elsewhere = replace(lab.mine.region, device=1 + lab.mine.region.device)
         for region in (unknown.region, shifted, elsewhere):
             copies = batch(region, remote.region, [0], [0], [4096])
-            if not lab.refuses(op, peer, copies):
-                refused(lab.start, op, peer, copies)
+            refused(lab.transport.read, peer, copies)
         lab.stays(unknown, pattern(MIB, 5))
         lab.stays(remote, theirs, 0)
 
     def test_local_memory_that_was_deregistered_is_refused(
-        self, lab: Workbench, remote: TransportPeer, op: str
+        self, lab: Workbench, remote: TransportPeer
     ) -> None:
         lab.works(remote)
         peer = lab.transport.connect(remote.address())
         mine, theirs, copies = lab.mine.get(), remote.get(), lab.whole(remote)
         lab.transport.deregister(lab.mine.region)
-        if not lab.refuses(op, peer, copies):
-            refused(lab.start, op, peer, copies)
+        refused(lab.transport.read, peer, copies)
         lab.stays(lab.mine, mine)
         lab.stays(remote, theirs, 0)
         lab.transport.register(lab.mine.region)
         lab.works(remote)
 
     def test_remote_memory_that_the_peer_did_not_register_is_refused(
-        self, lab: Workbench, remote: TransportPeer, op: str
+        self, lab: Workbench, remote: TransportPeer
     ) -> None:
         peer = lab.transport.connect(remote.address())
         mine, theirs, whole = lab.mine.get(), remote.get(), remote.region
         parts = [part_of(whole, *cut) for cut in ((0, MIB - 1), (4096, 4096), (8, MIB))]
         for region in (*parts, replace(whole, device=1 + whole.device)):
             copies = batch(lab.mine.region, region, [0], [0], [8])
-            if not lab.refuses(op, peer, copies):
-                refused(lab.start, op, peer, copies)
+            refused(lab.transport.read, peer, copies)
         lab.stays(lab.mine, mine)
         lab.stays(remote, theirs, 0)
         # A refused transfer keeps no region in use.
         lab.transport.deregister(lab.mine.region)
 
     def test_regions_of_another_peer_are_refused(
-        self, lab: Workbench, shared_process: Process, op: str
+        self, lab: Workbench, shared_process: Process
     ) -> None:
         """A remote range must lie in a region of that peer, a local range in one of this side."""
         local_peer = LocalPeer(lab, lab.make())
@@ -119,16 +116,14 @@ class RefusalTests(ContractSettings):
             spare = lab.buffer(MIB, lab.transport)
             for region in (local_peer.region, spare.region):
                 copies = batch(lab.mine.region, region, [0], [0], [8])
-                if not lab.refuses(op, peer, copies):
-                    refused(lab.start, op, peer, copies)
+                refused(lab.transport.read, peer, copies)
             # A peer's region is not a local region, even in one process.
             copies = batch(local_peer.region, remote.region, [0], [0], [8])
-            if not lab.refuses(op, peer, copies):
-                refused(lab.start, op, peer, copies)
+            refused(lab.transport.read, peer, copies)
         lab.stays(local_peer, content)
 
     def test_segments_without_copies_must_name_known_regions_too(
-        self, lab: Workbench, remote: TransportPeer, op: str
+        self, lab: Workbench, remote: TransportPeer
     ) -> None:
         peer = lab.transport.connect(remote.address())
         for here, there in (
@@ -137,42 +132,37 @@ class RefusalTests(ContractSettings):
         ):
             full = batch(lab.mine.region, remote.region, [0], [0], [8])
             copies = joined([batch(here, there, [], [], []), full])
-            if not lab.refuses(op, peer, copies):
-                refused(lab.start, op, peer, copies)
+            refused(lab.transport.read, peer, copies)
 
     def test_later_regions_are_known_after_connecting_again(
-        self, lab: Workbench, process: Process, op: str
+        self, lab: Workbench, process: Process
     ) -> None:
         peer = lab.transport.connect(process.address())
         later = part_of(process.region, 8192, 4096)
         copies = batch(lab.mine.region, later, [0], [0], [4096])
-        if lab.refuses(op, peer, copies):
-            return
         process.register(later)
-        refused(lab.start, op, peer, copies)
+        refused(lab.transport.read, peer, copies)
         assert lab.transport.connect(process.address()) == peer
-        lab.finish(lab.start(op, peer, copies))
+        lab.finish(lab.transport.read(peer, copies))
         assert (lab.mine.get()[:4096] == process.get()[8192:12_288]).all()
 
     def test_deregistered_regions_are_refused_after_connecting_again(
-        self, lab: Workbench, process: Process, op: str
+        self, lab: Workbench, process: Process
     ) -> None:
         peer = lab.transport.connect(process.address())
         copies = lab.whole(process)
-        if lab.refuses(op, peer, copies):
-            return
         kept = part_of(process.region, 0, 4096)
         process.register(kept)
         process.deregister(process.region)
         assert lab.transport.connect(process.address()) == peer
         mine, theirs = lab.mine.get(), process.get()
-        refused(lab.start, op, peer, copies)
+        refused(lab.transport.read, peer, copies)
         lab.stays(lab.mine, mine)
         lab.stays(process, theirs, 0)
-        lab.finish(lab.start(op, peer, batch(lab.mine.region, kept, [0], [0], [4096])))
+        lab.finish(lab.transport.read(peer, batch(lab.mine.region, kept, [0], [0], [4096])))
 
     def test_transfer_of_memory_deregistered_by_the_peer_ends(
-        self, lab: Workbench, process: Process, op: str
+        self, lab: Workbench, process: Process
     ) -> None:
         """A transfer of memory that the peer has deregistered ends, DONE or FAILED.
 
@@ -181,10 +171,8 @@ class RefusalTests(ContractSettings):
         """
         peer = lab.transport.connect(process.address())
         copies = lab.whole(process)
-        if lab.refuses(op, peer, copies):
-            return
         process.deregister(process.region)
-        transfer = lab.start(op, peer, copies, lab.bound())
+        transfer = lab.transport.read(peer, copies, lab.bound())
         if lab.settled(transfer, peer).state is State.FAILED and lab.notifies:
             assert process.notifications(1, 0.05) == [], (
                 "a failed transfer has sent its notification"
@@ -192,16 +180,14 @@ class RefusalTests(ContractSettings):
         lab.transport.forget(transfer)
 
     def test_a_region_in_use_is_not_deregistered(
-        self, lab: Workbench, shared_process: Process, op: str
+        self, lab: Workbench, shared_process: Process
     ) -> None:
         """During a transfer, the regions of all its segments cannot be deregistered; others can."""
         peer = lab.transport.connect(shared_process.address())
         other, spare = (lab.buffer(MIB, lab.transport) for _ in range(2))
         small = batch(other.region, shared_process.region, [0], [0], [8])
         copies = joined([lab.lasting(shared_process), small])
-        if lab.refuses(op, peer, copies):
-            return
-        transfer = lab.start(op, peer, copies)
+        transfer = lab.transport.read(peer, copies)
         for region in (lab.mine.region, other.region):
             if not lab.state(transfer).final:
                 refused(lab.transport.deregister, region)
@@ -211,18 +197,14 @@ class RefusalTests(ContractSettings):
         for region in (lab.mine.region, other.region):
             lab.transport.deregister(region)
 
-    def test_overlapping_regions_are_separate(
-        self, lab: Workbench, remote: TransportPeer, op: str
-    ) -> None:
+    def test_overlapping_regions_are_separate(self, lab: Workbench, remote: TransportPeer) -> None:
         half = lab.mine.part(0, MIB // 2)
         lab.transport.register(half)
         peer = lab.transport.connect(remote.address())
         lab.transport.deregister(lab.mine.region)
         small = batch(half, remote.region, [0], [0], [MIB // 2])
-        if lab.refuses(op, peer, small):
-            return
-        refused(lab.start, op, peer, lab.whole(remote))
-        lab.finish(lab.start(op, peer, small))
+        refused(lab.transport.read, peer, lab.whole(remote))
+        lab.finish(lab.transport.read(peer, small))
 
     def test_many_regions(self, lab: Workbench, remote: TransportPeer) -> None:
         parts = [lab.mine.part(4096 * index, 4096) for index in range(256)]
@@ -231,7 +213,7 @@ class RefusalTests(ContractSettings):
         peer = lab.transport.connect(remote.address())
         for index in (0, 100, 255):
             copies = batch(parts[index], remote.region, [0], [4096 * index], [4096])
-            lab.finish(lab.start(lab.an_op, peer, copies))
+            lab.finish(lab.transport.read(peer, copies))
         lab.transport.connect(lab.transport.address())
 
     # Ranges.
@@ -239,7 +221,7 @@ class RefusalTests(ContractSettings):
     @pytest.mark.parametrize("where", OUTSIDE)
     @pytest.mark.parametrize("side", ["local", "remote"])
     def test_a_copy_outside_its_region_is_refused(
-        self, lab: Workbench, remote: TransportPeer, op: str, side: str, where: str
+        self, lab: Workbench, remote: TransportPeer, side: str, where: str
     ) -> None:
         offset, nbytes = OUTSIDE[where]
         here, there = (offset, 0) if side == "local" else (0, offset)
@@ -254,22 +236,22 @@ class RefusalTests(ContractSettings):
                 np.array([100, there, 200], np.uint64),
                 np.array([8, nbytes, 8], np.uint64),
             )
-        _assert_batch_is_refused(lab, remote, op, copies)
+        _assert_batch_is_refused(lab, remote, copies)
 
     @pytest.mark.parametrize("at", [0, 500, 999])
     @pytest.mark.parametrize("side", ["local", "remote"])
     def test_one_copy_outside_among_many_is_refused(
-        self, lab: Workbench, shared_process: Process, op: str, side: str, at: int
+        self, lab: Workbench, shared_process: Process, side: str, at: int
     ) -> None:
         here, there = 512 * np.arange(1000), 512 * np.arange(1000)
         (here if side == "local" else there)[at] = MIB - 100
         copies = batch(lab.mine.region, shared_process.region, here, there, np.full(1000, 101))
-        _assert_batch_is_refused(lab, shared_process, op, copies)
+        _assert_batch_is_refused(lab, shared_process, copies)
 
     @pytest.mark.parametrize("start", [0, 4096])
     @pytest.mark.parametrize("side", ["local", "remote"])
     def test_each_copy_must_lie_in_its_own_segments_regions(
-        self, lab: Workbench, shared_process: Process, op: str, side: str, start: int
+        self, lab: Workbench, shared_process: Process, side: str, start: int
     ) -> None:
         """A copy is refused if its range lies in a registered region, but not in its segment's."""
         here, there = lab.mine.part(start, 4096), part_of(shared_process.region, start, 4096)
@@ -284,7 +266,7 @@ class RefusalTests(ContractSettings):
             [8],
         )
         try:
-            _assert_batch_is_refused(lab, shared_process, op, joined([inside, beside]))
+            _assert_batch_is_refused(lab, shared_process, joined([inside, beside]))
         finally:
             shared_process.deregister(there)
 
@@ -294,7 +276,7 @@ class RefusalTests(ContractSettings):
         "cuts", [[(0, 1)], [(1, 2)], [(0, 1), (0, 2)], [(0, 3)], [], [(0, 2), (2, 1), (1, 2)]]
     )
     def test_segments_that_do_not_cover_the_copies_are_refused(
-        self, lab: Workbench, remote: TransportPeer, op: str, cuts: list[tuple[int, int]]
+        self, lab: Workbench, remote: TransportPeer, cuts: list[tuple[int, int]]
     ) -> None:
         good = batch(lab.mine.region, remote.region, [0, 64], [0, 64], [8, 8])
         segments = tuple(
@@ -302,33 +284,29 @@ class RefusalTests(ContractSettings):
             for start, stop in cuts
         )
         copies = Copies(local=good.local, remote=good.remote, nbytes=good.nbytes, segments=segments)
-        _assert_batch_is_refused(lab, remote, op, copies)
+        _assert_batch_is_refused(lab, remote, copies)
 
     @pytest.mark.parametrize("name", ["local", "remote", "nbytes"])
     def test_arrays_of_unequal_length_are_refused(
-        self, lab: Workbench, remote: TransportPeer, op: str, name: str
+        self, lab: Workbench, remote: TransportPeer, name: str
     ) -> None:
         good = batch(lab.mine.region, remote.region, [0, 64], [0, 64], [8, 8])
         arrays = {"local": good.local, "remote": good.remote, "nbytes": good.nbytes}
         arrays[name] = arrays[name][:1]
-        _assert_batch_is_refused(lab, remote, op, Copies(segments=good.segments, **arrays))
+        _assert_batch_is_refused(lab, remote, Copies(segments=good.segments, **arrays))
 
     # Ids.
 
-    def test_unknown_peers_are_refused(
-        self, lab: Workbench, remote: TransportPeer, op: str
-    ) -> None:
+    def test_unknown_peers_are_refused(self, lab: Workbench, remote: TransportPeer) -> None:
         peer = lab.transport.connect(remote.address())
         copies = lab.whole(remote)
-        if lab.refuses(op, peer, copies):
-            return
         for unknown in (PeerId(peer + 1000), PeerId(-1)):
-            refused(lab.start, op, unknown, copies)
+            refused(lab.transport.read, unknown, copies)
             refused(lab.transport.disconnect, unknown)
 
     def test_unknown_transfers_are_refused(self, lab: Workbench, remote: TransportPeer) -> None:
         peer = lab.transport.connect(remote.address())
-        transfer = lab.start(lab.an_op, peer, lab.whole(remote))
+        transfer = lab.transport.read(peer, lab.whole(remote))
         unknown = TransferId(transfer + 1000)
         calls: list[Callable[[TransferId], object]] = [lab.transport.cancel, lab.transport.forget]
         for call in calls:
@@ -340,7 +318,7 @@ class RefusalTests(ContractSettings):
         self, lab: Workbench, shared_process: Process
     ) -> None:
         peer = lab.transport.connect(shared_process.address())
-        transfer = lab.start(lab.an_op, peer, lab.lasting(shared_process))
+        transfer = lab.transport.read(peer, lab.lasting(shared_process))
         if lab.state(transfer) is State.PENDING:
             refused(lab.transport.forget, transfer)
         lab.transport.cancel(transfer)
@@ -348,14 +326,11 @@ class RefusalTests(ContractSettings):
         lab.transport.forget(transfer)
 
 
-def _assert_batch_is_refused(
-    lab: Workbench, remote: TransportPeer, op: str, copies: Copies
-) -> None:
+def _assert_batch_is_refused(lab: Workbench, remote: TransportPeer, copies: Copies) -> None:
     """Assert that a batch is refused, and that no byte of either side changes."""
     peer = lab.transport.connect(remote.address())
     lab.mine.put(pattern(MIB, 77))
     theirs = remote.get()
-    if not lab.refuses(op, peer, copies):
-        refused(lab.start, op, peer, copies)
+    refused(lab.transport.read, peer, copies)
     lab.stays(lab.mine, pattern(MIB, 77), 0.01)
     lab.stays(remote, theirs, 0)

@@ -107,13 +107,3 @@ class ContractSettings:
     def everywhere(self, lab: Workbench, shared_process: Process) -> list[TransportPeer]:
         """A list with one peer of each kind that the fixture ``remote`` has."""
         return [LocalPeer(lab, lab.transport), LocalPeer(lab, lab.make()), shared_process]
-
-    @pytest.fixture(params=["read", "write"])
-    def op(self, request: pytest.FixtureRequest) -> str:
-        """The operation: a test runs once with ``read`` and once with ``write``.
-
-        A driver that lacks one of the two operations must refuse it, which the tests check with
-        ``Workbench.refuses``.
-        """
-        direction: str = request.param
-        return direction

@@ -105,7 +105,6 @@ class ModelledTransfer:
     """A transfer that is unfinished in the model: no poll has shown a final status yet.
 
     Attributes:
-        op: ``read`` or ``write``.
         pairs: The local and the remote slot of each copy.
         shift: The offset in bytes of each copy within its local slot; in its remote slot the offset
             is 64 minus ``shift``.
@@ -115,7 +114,6 @@ class ModelledTransfer:
             may be FAILED.
     """
 
-    op: str
     pairs: list[tuple[Slot, Slot]]
     shift: int
     nbytes: int
@@ -271,30 +269,25 @@ class DriverMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.peer is not None)
     @rule(
-        op=st.sampled_from(["read", "write"]),
         pairs=pairs,
         shift=st.integers(0, 64),
         nbytes=st.sampled_from([0, 1, 100, SLOT - 64]),
         notify=st.booleans(),
     )
-    def start(
-        self, op: str, pairs: list[tuple[Slot, Slot]], shift: int, nbytes: int, notify: bool
-    ) -> None:
+    def start(self, pairs: list[tuple[Slot, Slot]], shift: int, nbytes: int, notify: bool) -> None:
         assert self.peer is not None
         copies = self._copies(pairs, shift, nbytes)
-        if self.lab.refuses(op, self.peer, copies):
-            return
         if self._is_a_mistake(pairs):
-            refused(self.lab.start, op, self.peer, copies)
+            refused(self.lab.transport.read, self.peer, copies)
             return
         # End the transfers that use one of these slots: their outcomes would depend on the order.
         self._end_those({one for one, _ in pairs}, {other for _, other in pairs})
         if len(self.moving) >= (self.lab.capabilities.max_outstanding or 64):
             self._end_all()
         payload = self._payload(BOUND) if notify and self.lab.notifies else None
-        transfer = self.lab.start(op, self.peer, copies, payload)
+        transfer = self.lab.transport.read(self.peer, copies, payload)
         assert transfer not in self.moving | self.ended, "the id of a transfer was used again"
-        self.moving[transfer] = ModelledTransfer(op, pairs, shift, nbytes, payload)
+        self.moving[transfer] = ModelledTransfer(pairs, shift, nbytes, payload)
 
     def _is_a_mistake(self, pairs: list[tuple[Slot, Slot]]) -> bool:
         here, there = {one for (one, _), _ in pairs}, {other for _, (other, _) in pairs}
@@ -431,9 +424,8 @@ class DriverMachine(RuleBasedStateMachine):
             return
         assert moving.cancelled, "it failed without a reason"
         # Some bytes may have arrived. Write others: none may arrive any more.
-        for one, other in moving.pairs:
-            side, slot = (self.here, one) if moving.op == "read" else (self.there, other)
-            side.put(slot, pattern(SLOT, next(self.seeds)))
+        for slot, _ in moving.pairs:
+            self.here.put(slot, pattern(SLOT, next(self.seeds)))
 
     def _apply(self, moving: ModelledTransfer) -> None:
         if moving.notify is not None:
@@ -441,10 +433,7 @@ class DriverMachine(RuleBasedStateMachine):
         for (one, near), (other, far) in moving.pairs:
             mine = self.here.model[one][near * SLOT + moving.shift :][: moving.nbytes]
             theirs = self.there.model[other][far * SLOT + 64 - moving.shift :][: moving.nbytes]
-            if moving.op == "read":
-                mine[:] = theirs
-            else:
-                theirs[:] = mine
+            mine[:] = theirs
 
     def _all_arrived(self) -> None:
         """Assert that all free notifications and those of DONE transfers arrive."""

@@ -1,8 +1,8 @@
 """Transfers with a peer whose process is stopped, and how they end.
 
-Bytes that have reached the sockets of a stopped process are written to its memory when the process
-continues. So the tests map the peer's buffer into their own process, overwrite the buffer while the
-peer is stopped, and look for bytes that arrive after the transfer was DONE or FAILED.
+What a stopped process was asked for, it sends when it continues. So the tests overwrite the local
+buffer while the peer is stopped, and look for bytes that arrive after the transfer was DONE or
+FAILED.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvferry.core.memory import CPU, Region
 from kvferry.core.transport import PeerId, State, TransferId, Transport
 from kvferry.testing.contract.settings import ContractSettings
 from kvferry.testing.contract.workbench import MIB, MemoryWatch, Workbench, settings_of
-from kvferry.testing.memory import Buffer, SharedBuffer
+from kvferry.testing.memory import Buffer
 from kvferry.testing.peers import Process
 
 _UNDER_WAY_SECONDS = 0.5
@@ -34,19 +34,6 @@ _MOST_MESSAGES = 5000
 """How many notifications are sent to a stopped peer at most."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StoppablePeer:
-    """A peer in another process, whose buffer this process can access while the peer is stopped.
-
-    Attributes:
-        process: The peer.
-        memory: The peer's buffer, mapped into this process.
-    """
-
-    process: Process
-    memory: Buffer
-
-
 @dataclass(slots=True, kw_only=True, eq=False)
 class Caught:
     """A transfer whose peer is stopped while the transfer runs.
@@ -56,7 +43,6 @@ class Caught:
     Attributes:
         lab: The workbench of the test.
         there: The peer.
-        op: ``read`` or ``write``.
         transport: The transport that starts the transfer.
         mine: The transfer's local buffer, registered with ``transport``.
         peer: The id of the peer.
@@ -64,8 +50,7 @@ class Caught:
     """
 
     lab: Workbench
-    there: StoppablePeer
-    op: str
+    there: Process
     transport: Transport
     mine: Buffer = field(init=False)
     peer: PeerId = field(init=False)
@@ -74,17 +59,15 @@ class Caught:
     def __post_init__(self) -> None:
         self.mine = self.lab.buffer(MIB, self.transport, CPU)
         self.mine.put(self.lab.fresh())
-        process = self.there.process
-        self.peer = self.transport.connect(process.address())
-        copies = self.lab.lasting(process, self.mine.region)
-        self.transfer = getattr(self.transport, self.op)(self.peer, copies)
-        target = self.mine if self.op == "read" else self.there.memory
-        before = target.get()
+        self.peer = self.transport.connect(self.there.address())
+        copies = self.lab.lasting(self.there, self.mine.region)
+        self.transfer = self.transport.read(self.peer, copies)
+        before = self.mine.get()
         self.lab.until(
-            lambda: self.final or not np.array_equal(target.get(), before), _UNDER_WAY_SECONDS
+            lambda: self.final or not np.array_equal(self.mine.get(), before), _UNDER_WAY_SECONDS
         )
-        process.stop()
-        # What is sent now is accepted by the peer's kernel, but not by its process.
+        self.there.stop()
+        # What is asked for now reaches the peer's kernel, but not its process.
         self.lab.until(lambda: self.final, _PILES_UP_SECONDS)
 
     @property
@@ -101,10 +84,10 @@ class Caught:
             assert self.final, "memory that an unfinished transfer uses was deregistered"
 
     def quiet(self) -> None:
-        """Overwrite both buffers, let the stopped peer go on, and assert that no byte changes."""
+        """Overwrite the buffer, let the stopped peer go on, and assert that no byte changes."""
         watch = MemoryWatch(self.lab)
-        watch.overwrite(self.mine, self.there.memory)
-        self.there.process.go_on()
+        watch.overwrite(self.mine)
+        self.there.go_on()
         watch.see()
 
 
@@ -112,47 +95,44 @@ class StoppedPeerTests(ContractSettings):
     """Every way to end a transfer whose peer is stopped, and notifications to such a peer."""
 
     @pytest.fixture
-    def stoppable(self, lab: Workbench) -> Iterator[StoppablePeer]:
-        """A peer for one test, whose memory this process maps, too."""
+    def stoppable(self, lab: Workbench) -> Iterator[Process]:
+        """A peer with CPU memory for one test, which stops it."""
         if CPU not in lab.capabilities.memory:
-            pytest.skip("of a stopped process, only CPU memory can be looked at")
+            pytest.skip("a GPU may go on for a stopped process")
         made = settings_of(self)
-        memory = SharedBuffer.create(MIB)
-        with Process(made.factory, made.options, f"shared:{memory.path}", MIB) as process:
+        with Process(made.factory, made.options, CPU, MIB) as process:
             process.meanwhile = lab.turn
             process.patience = lab.settings.patience
-            yield StoppablePeer(process=process, memory=memory)
+            yield process
 
     def test_a_stopped_peer_keeps_what_was_cancelled_in_use(
-        self, lab: Workbench, stoppable: StoppablePeer, op: str
+        self, lab: Workbench, stoppable: Process
     ) -> None:
         """A cancelled transfer with a stopped peer keeps its memory in use until it has ended.
 
         Until the transfer is DONE or FAILED, its memory cannot be deregistered; afterwards no byte
         of the memory changes any more.
         """
-        if not lab.capabilities.cancel or op not in lab.ops:
-            return  # what is refused is tested elsewhere
-        caught = Caught(lab=lab, there=stoppable, op=op, transport=lab.transport)
+        if not lab.capabilities.cancel:
+            return
+        caught = Caught(lab=lab, there=stoppable, transport=lab.transport)
         lab.transport.cancel(caught.transfer)
         caught.keeps(caught.mine.region)
         if not lab.until(lambda: caught.final, _SOON_SECONDS):
             caught.keeps(caught.mine.region)
-            stoppable.process.go_on()
+            stoppable.go_on()
             lab.settled(caught.transfer, caught.peer)
         caught.quiet()
 
     def test_a_stopped_peer_is_disconnected_and_then_quiet_or_failing(
-        self, lab: Workbench, stoppable: StoppablePeer, op: str
+        self, lab: Workbench, stoppable: Process
     ) -> None:
         """``disconnect`` of a stopped peer ends the transfer, or raises if it cannot do so in time.
 
         In the first case no byte of the transfer's memory changes any more. In the second the
         transfer stays FAILING, and its memory stays in use.
         """
-        if op not in lab.ops:
-            return
-        caught = Caught(lab=lab, there=stoppable, op=op, transport=lab.transport)
+        caught = Caught(lab=lab, there=stoppable, transport=lab.transport)
         try:
             lab.transport.disconnect(caught.peer)
         except TransportError:
@@ -163,19 +143,17 @@ class StoppedPeerTests(ContractSettings):
             caught.quiet()
         else:
             assert lab.state(caught.transfer) is State.FAILING
-            stoppable.process.go_on()
+            stoppable.go_on()
 
     def test_close_beside_a_stopped_peer_is_quiet_or_an_error(
-        self, lab: Workbench, stoppable: StoppablePeer, op: str
+        self, lab: Workbench, stoppable: Process
     ) -> None:
-        if op not in lab.ops:
-            return
         transport = lab.make()
-        caught = Caught(lab=lab, there=stoppable, op=op, transport=transport)
+        caught = Caught(lab=lab, there=stoppable, transport=transport)
         try:
             transport.close()
         except TransportError:
-            stoppable.process.go_on()  # the error means that bytes may still land
+            stoppable.go_on()  # the error means that bytes may still land
         else:
             caught.quiet()
 

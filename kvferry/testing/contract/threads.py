@@ -26,8 +26,7 @@ class ThreadTests(ContractSettings):
     ) -> None:
         """Every thread that the transport makes in Python calls ``enter``, and does so once.
 
-        A driver that does not take ``enter`` makes no such threads; if it was written for interface
-        1.0, which had no ``enter``, it may.
+        A driver that does not take ``enter`` makes no such threads.
         """
         make = imported(lab.settings.factory)
         takes = takes_enter(make)
@@ -44,9 +43,8 @@ class ThreadTests(ContractSettings):
         try:
             _use(lab, transport, shared_process)
             if not takes:
-                assert not started or transport.interface_version < (1, 1), (
-                    f"threads {[one.name for one in started]}, and no enter to call in them"
-                )
+                names = [one.name for one in started]
+                assert not started, f"threads {names}, and no enter to call in them"
                 return
             without = [one.name for one in started if one not in entered]
             assert not without, f"threads that have not called enter: {without}"
@@ -75,5 +73,5 @@ def _use(lab: Workbench, transport: Transport, remote: Process) -> None:
     zeros = np.zeros(_COPIES, np.uint64)
     copies = batch(buffer.region, remote.region, zeros, zeros, zeros + np.uint64(MIB))
     for _ in range(2):
-        lab.finish(getattr(transport, lab.an_op)(peer, copies, lab.bound()), transport)
+        lab.finish(transport.read(peer, copies, lab.bound()), transport)
     transport.disconnect(peer)

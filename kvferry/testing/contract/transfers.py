@@ -22,82 +22,73 @@ _TIMES = 6
 
 
 class TransferTests(ContractSettings):
-    """Reads and writes of many kinds of batches, with each kind of peer."""
+    """Reads of many kinds of batches, from each kind of peer."""
 
-    def test_one_copy(self, lab: Workbench, remote: TransportPeer, op: str) -> None:
-        lab.moves(op, remote, [8192], [4096], [65_536])
+    def test_one_copy(self, lab: Workbench, remote: TransportPeer) -> None:
+        lab.moves(remote, [8192], [4096], [65_536])
 
-    def test_one_byte(self, lab: Workbench, remote: TransportPeer, op: str) -> None:
-        lab.moves(op, remote, [MIB - 1], [4097], [1])
+    def test_one_byte(self, lab: Workbench, remote: TransportPeer) -> None:
+        lab.moves(remote, [MIB - 1], [4097], [1])
 
-    def test_a_whole_region(self, lab: Workbench, remote: TransportPeer, op: str) -> None:
-        lab.moves(op, remote, [0], [0], [MIB])
+    def test_a_whole_region(self, lab: Workbench, remote: TransportPeer) -> None:
+        lab.moves(remote, [0], [0], [MIB])
 
     def test_scattered_unaligned_copies_of_every_size(
-        self, lab: Workbench, remote: TransportPeer, op: str
+        self, lab: Workbench, remote: TransportPeer
     ) -> None:
         sizes = [1, 0, 7, 4095, 4096, 4097, 100_000, 1]
         there = [0, 5, MIB - 7, 3, 8191, 12_289, 500_001, MIB - 1]
         here = [MIB - 1, 0, 11, 1001, 8000, 20_000, 300_003, 0]
-        if op == "write":
-            # Sources may overlap, targets not: here they do not.
-            here, there = there, here
-        lab.moves(op, remote, here, there, sizes)
+        lab.moves(remote, here, there, sizes)
 
-    def test_100_000_copies(self, lab: Workbench, remote: TransportPeer, op: str) -> None:
+    def test_100_000_copies(self, lab: Workbench, remote: TransportPeer) -> None:
         order = np.random.default_rng(2).permutation(100_000)
         here, there = 10 * np.arange(len(order)), 10 * order + 1
-        lab.moves(op, remote, here, there, np.full(len(order), 9))
+        lab.moves(remote, here, there, np.full(len(order), 9))
 
     @pytest.mark.parametrize("order", ["ascending", "descending", "shuffled"])
-    def test_adjacent_copies(
-        self, lab: Workbench, remote: TransportPeer, op: str, order: str
-    ) -> None:
+    def test_adjacent_copies(self, lab: Workbench, remote: TransportPeer, order: str) -> None:
         """All bytes arrive if copies are adjacent on both sides; a driver may merge them."""
         starts = np.arange(0, MIB // 2, 512)
         if order == "descending":
             starts = starts[::-1]
         if order == "shuffled":
             starts = np.random.default_rng(3).permutation(starts)
-        lab.moves(op, remote, starts + 64, starts + 1000, np.full(len(starts), 512))
+        lab.moves(remote, starts + 64, starts + 1000, np.full(len(starts), 512))
 
     @pytest.mark.parametrize("side", ["here", "there"])
     def test_copies_adjacent_on_one_side_only(
-        self, lab: Workbench, remote: TransportPeer, op: str, side: str
+        self, lab: Workbench, remote: TransportPeer, side: str
     ) -> None:
         """All bytes arrive if copies are adjacent on one side only; no driver may merge them."""
         near, far = 1000 * np.arange(300), 3000 * np.arange(300)
         here, there = (near, far) if side == "here" else (far, near)
-        lab.moves(op, remote, here, there, np.full(300, 1000))
+        lab.moves(remote, here, there, np.full(300, 1000))
 
     def test_copies_of_unequal_size_side_by_side(
-        self, lab: Workbench, remote: TransportPeer, op: str
+        self, lab: Workbench, remote: TransportPeer
     ) -> None:
         sizes = np.random.default_rng(4).integers(0, 3000, 500)
         ends = sizes.cumsum()
         gaps = np.random.default_rng(5).integers(0, 2, 500).cumsum()
-        lab.moves(op, remote, ends - sizes, ends - sizes + gaps, sizes)
+        lab.moves(remote, ends - sizes, ends - sizes + gaps, sizes)
 
-    def test_overlapping_sources(self, lab: Workbench, remote: TransportPeer, op: str) -> None:
-        target, source = [0, 1000, 2000, 5000], [5, 7, 5, 500]
-        here, there = (target, source) if op == "read" else (source, target)
-        lab.moves(op, remote, here, there, [1000, 1000, 1000, 2000])
+    def test_overlapping_sources(self, lab: Workbench, remote: TransportPeer) -> None:
+        here, there = [0, 1000, 2000, 5000], [5, 7, 5, 500]
+        lab.moves(remote, here, there, [1000, 1000, 1000, 2000])
 
-    def test_copies_of_no_bytes(self, lab: Workbench, remote: TransportPeer, op: str) -> None:
-        lab.moves(op, remote, np.zeros(5000), np.zeros(5000), np.zeros(5000))
-        lab.moves(op, remote, [MIB, 0], [MIB, 100], [0, 0])
+    def test_copies_of_no_bytes(self, lab: Workbench, remote: TransportPeer) -> None:
+        lab.moves(remote, np.zeros(5000), np.zeros(5000), np.zeros(5000))
+        lab.moves(remote, [MIB, 0], [MIB, 100], [0, 0])
 
-    def test_no_copies_at_all(self, lab: Workbench, remote: TransportPeer, op: str) -> None:
-        lab.moves(op, remote, [], [], [])
+    def test_no_copies_at_all(self, lab: Workbench, remote: TransportPeer) -> None:
+        lab.moves(remote, [], [], [])
         peer = lab.transport.connect(remote.address())
         none = np.empty(0, np.uint64)
         nothing = Copies(local=none, remote=none, nbytes=none, segments=())
-        if not lab.refuses(op, peer, nothing):
-            lab.finish(lab.start(op, peer, nothing))
+        lab.finish(lab.transport.read(peer, nothing))
 
-    def test_several_regions_in_one_transfer(
-        self, lab: Workbench, remote: TransportPeer, op: str
-    ) -> None:
+    def test_several_regions_in_one_transfer(self, lab: Workbench, remote: TransportPeer) -> None:
         buffers = [lab.buffer(1024, lab.transport) for _ in range(30)]
         parts = [index * 8192 + 5 for index in range(30)]
         content = remote.get()
@@ -118,22 +109,15 @@ class TransferTests(ContractSettings):
                 for buffer, part in zip(buffers, parts, strict=True)
             ]
         )
-        if lab.refuses(op, peer, copies):
-            return
-        lab.finish(lab.start(op, peer, copies))
+        lab.finish(lab.transport.read(peer, copies))
         for index, (buffer, part) in enumerate(zip(buffers, parts, strict=True)):
             mine, near, far = pattern(1024, 100 + index), [3, 600], [part + 7, part + 1000]
-            if op == "read":
-                mine = moved(mine, near, content, far, [500, 400])
-            else:
-                content = moved(content, far, mine, near, [500, 400])
+            mine = moved(mine, near, content, far, [500, 400])
             np.testing.assert_array_equal(buffer.get(), mine)
             remote.deregister(regions[index])
         np.testing.assert_array_equal(remote.get(), content)
 
-    def test_empty_segments_between_full_ones(
-        self, lab: Workbench, remote: TransportPeer, op: str
-    ) -> None:
+    def test_empty_segments_between_full_ones(self, lab: Workbench, remote: TransportPeer) -> None:
         mine = pattern(MIB, 9)
         lab.mine.put(mine)
         peer = lab.transport.connect(remote.address())
@@ -144,18 +128,13 @@ class TransferTests(ContractSettings):
             for start, stop in cuts
         )
         copies = Copies(local=full.local, remote=full.remote, nbytes=full.nbytes, segments=segments)
-        if lab.refuses(op, peer, copies):
-            return
         theirs = remote.get()
-        lab.finish(lab.start(op, peer, copies))
-        if op == "read":
-            mine = moved(mine, [0, 5000], theirs, [9, 7000], [10, 2000])
-        else:
-            theirs = moved(theirs, [9, 7000], mine, [0, 5000], [10, 2000])
+        lab.finish(lab.transport.read(peer, copies))
+        mine = moved(mine, [0, 5000], theirs, [9, 7000], [10, 2000])
         np.testing.assert_array_equal(lab.mine.get(), mine)
         np.testing.assert_array_equal(remote.get(), theirs)
 
-    def test_two_memory_kinds_in_one_transfer(self, lab: Workbench, op: str) -> None:
+    def test_two_memory_kinds_in_one_transfer(self, lab: Workbench) -> None:
         """One transfer moves bytes of every memory kind that driver and machine have.
 
         If that is only one kind, the transfer has two regions of this kind on each side.
@@ -171,107 +150,90 @@ class TransferTests(ContractSettings):
         pairs = list(zip(here, there, strict=True))
         copies = joined([batch(one.region, far.region, [0], [0], [MIB]) for one, far in pairs])
         peer = lab.transport.connect(other.address())
-        if lab.refuses(op, peer, copies):
-            return
-        lab.finish(lab.start(op, peer, copies, lab.bound()))
+        lab.finish(lab.transport.read(peer, copies, lab.bound()))
         for i, (one, far) in enumerate(pairs):
-            content = pattern(MIB, 20 + i if op == "read" else 10 + i)
+            content = pattern(MIB, 20 + i)
             np.testing.assert_array_equal(one.get(), content)
             np.testing.assert_array_equal(far.get(), content)
         if lab.notifies:
             assert [note.payload for note in lab.receive(other, 1)] == [lab.bound()]
 
     @pytest.mark.slow
-    def test_1_gib(self, lab: Workbench, op: str) -> None:
+    def test_1_gib(self, lab: Workbench) -> None:
         """1 GiB arrives, once in copies of 64 KiB in random order, and once in a single copy."""
         other = lab.make()
         mine, theirs = lab.buffer(GIB + 1, lab.transport), lab.buffer(GIB + 1, other)
-        target, source = (mine, theirs) if op == "read" else (theirs, mine)
         content = pattern(CHUNK, 1)
         for at in range(0, GIB, CHUNK):
             content[::4096] = at >> 22
-            source.put(content, at)
+            theirs.put(content, at)
         starts = (1 << 16) * np.random.default_rng(6).permutation(GIB >> 16)
         peer = lab.transport.connect(other.address())
         many = batch(mine.region, theirs.region, starts, starts, np.full(len(starts), 1 << 16))
-        to, start = (1, 0) if op == "read" else (0, 1)
-        one = batch(mine.region, theirs.region, [to], [start], [GIB])
-        if lab.refuses(op, peer, many):
-            return
+        one = batch(mine.region, theirs.region, [1], [0], [GIB])
         for copies, shift in ((many, 0), (one, 1)):
-            transfer = lab.start(op, peer, copies)
+            transfer = lab.transport.read(peer, copies)
             assert lab.known(transfer, seconds=300).state is State.DONE
             for at in range(0, GIB, CHUNK):
-                np.testing.assert_array_equal(target.get(at + shift, CHUNK), source.get(at, CHUNK))
+                np.testing.assert_array_equal(mine.get(at + shift, CHUNK), theirs.get(at, CHUNK))
 
-    def test_large_transfers(self, lab: Workbench, op: str) -> None:
+    def test_large_transfers(self, lab: Workbench) -> None:
         """When a transfer of 64 MiB in reversed blocks is DONE, every byte has arrived."""
         other = lab.make()
         mine, theirs = lab.buffer(_LARGE, lab.transport), lab.buffer(_LARGE, other)
-        target, source = (mine, theirs) if op == "read" else (theirs, mine)
         content = pattern(_LARGE, 8)
-        source.put(content)
+        theirs.put(content)
         peer = lab.transport.connect(other.address())
         starts = np.arange(0, _LARGE, 1 << 16)
         copies = batch(
             mine.region, theirs.region, starts, starts[::-1], np.full(len(starts), 1 << 16)
         )
-        if lab.refuses(op, peer, copies):
-            return
-        transfer = lab.start(op, peer, copies)
+        transfer = lab.transport.read(peer, copies)
         # The caller may reuse the arrays while the driver is at work.
         for array in (copies.local, copies.remote, copies.nbytes):
             array[:] = 0
         lab.finish(transfer)
-        wrong = (target.get().reshape(-1, 1 << 16) != content.reshape(-1, 1 << 16)[::-1]).any(1)
+        wrong = (mine.get().reshape(-1, 1 << 16) != content.reshape(-1, 1 << 16)[::-1]).any(1)
         assert not wrong.any(), f"{wrong.sum()} copies of {len(wrong)} have not arrived"
 
     def test_arrays_of_copies_may_be_reused_after_the_call(
-        self, lab: Workbench, shared_process: Process, op: str
+        self, lab: Workbench, shared_process: Process
     ) -> None:
-        mine, theirs = pattern(MIB, 77), shared_process.get()
-        lab.mine.put(mine)
+        theirs = shared_process.get()
         peer = lab.transport.connect(shared_process.address())
         starts = np.arange(0, MIB, 4096)
         copies = batch(
             lab.mine.region, shared_process.region, starts, starts[::-1], np.full(256, 4096)
         )
-        if lab.refuses(op, peer, copies):
-            return
-        transfer = lab.start(op, peer, copies)
+        transfer = lab.transport.read(peer, copies)
         for array in (copies.local, copies.remote, copies.nbytes):
             array[:] = 0
         lab.finish(transfer)
-        source, target = (theirs, lab.mine) if op == "read" else (mine, shared_process)
         np.testing.assert_array_equal(
-            target.get().reshape(-1, 4096), source.reshape(-1, 4096)[::-1]
+            lab.mine.get().reshape(-1, 4096), theirs.reshape(-1, 4096)[::-1]
         )
 
     @pytest.mark.parametrize("size", [100, 1 << 16])
     def test_arrays_of_few_copies_may_be_reused_after_the_call(
-        self, lab: Workbench, shared_process: Process, op: str, size: int
+        self, lab: Workbench, shared_process: Process, size: int
     ) -> None:
-        """The caller may change the arrays of a batch once ``read`` or ``write`` has returned."""
+        """The caller may change the arrays of a batch once ``read`` has returned."""
         peer = lab.transport.connect(shared_process.address())
-        if lab.refuses(op, peer, lab.whole(shared_process)):
-            return
-        sides: tuple[Buffer | TransportPeer, Buffer | TransportPeer] = (lab.mine, shared_process)
-        target, source = sides if op == "read" else sides[::-1]
-        source.put(content := lab.fresh())
+        shared_process.put(content := lab.fresh())
         for count in (1, 2, 7) * _TIMES:
-            target.put(before := lab.fresh())
+            lab.mine.put(before := lab.fresh())
             starts = 2 * size * np.arange(count)
             sizes = np.full(count, size)
             copies = batch(lab.mine.region, shared_process.region, starts, starts, sizes)
-            transfer = lab.start(op, peer, copies)
+            transfer = lab.transport.read(peer, copies)
             for array in (copies.local, copies.remote):
                 array[:] = array[0] + np.uint64(MIB - size)
             lab.finish(transfer)
             expected = moved(before, starts, content, starts, sizes)
-            np.testing.assert_array_equal(target.get(), expected)
+            np.testing.assert_array_equal(lab.mine.get(), expected)
 
     def test_arrays_of_copies_may_be_strided_and_read_only(
-        self, lab: Workbench, shared_process: Process, op: str
+        self, lab: Workbench, shared_process: Process
     ) -> None:
         theirs, mine = shared_process.get(), pattern(MIB, 77)
         lab.mine.put(mine)
@@ -284,26 +246,18 @@ class TransferTests(ContractSettings):
             nbytes=_strided(plain.nbytes),
             segments=plain.segments,
         )
-        if lab.refuses(op, peer, copies):
-            return
-        lab.finish(lab.start(op, peer, copies))
-        if op == "read":
-            expected = moved(mine, starts, theirs, starts + 1, np.full(100, 999))
-            np.testing.assert_array_equal(lab.mine.get(), expected)
-        else:
-            expected = moved(theirs, starts + 1, mine, starts, np.full(100, 999))
-            np.testing.assert_array_equal(shared_process.get(), expected)
+        lab.finish(lab.transport.read(peer, copies))
+        expected = moved(mine, starts, theirs, starts + 1, np.full(100, 999))
+        np.testing.assert_array_equal(lab.mine.get(), expected)
 
-    def test_many_transfers_at_once(self, lab: Workbench, remote: TransportPeer, op: str) -> None:
+    def test_many_transfers_at_once(self, lab: Workbench, remote: TransportPeer) -> None:
         mine, theirs = pattern(MIB, 77), remote.get()
         lab.mine.put(mine)
         peer = lab.transport.connect(remote.address())
         starts = np.arange(0, MIB, MIB // min(_MANY, lab.capabilities.max_outstanding or _MANY))
         size = int(starts[1]) if len(starts) > 1 else MIB
-        if lab.refuses(op, peer, lab.whole(remote)):
-            return
         transfers = [
-            lab.start(op, peer, batch(lab.mine.region, remote.region, [at], [at], [size]))
+            lab.transport.read(peer, batch(lab.mine.region, remote.region, [at], [at], [size]))
             for at in starts
         ]
         assert len(set(transfers)) == len(transfers), "two transfers have one id"
@@ -312,17 +266,16 @@ class TransferTests(ContractSettings):
             "not all transfers have ended",
         )
         assert {status.state for status in lab.poll(transfers)} == {State.DONE}
-        content = theirs if op == "read" else mine
-        np.testing.assert_array_equal(lab.mine.get(), content)
-        np.testing.assert_array_equal(remote.get(), content)
+        np.testing.assert_array_equal(lab.mine.get(), theirs)
+        np.testing.assert_array_equal(remote.get(), theirs)
 
     def test_poll_answers_in_the_order_of_the_ids(
         self, lab: Workbench, shared_process: Process
     ) -> None:
         peer = lab.transport.connect(shared_process.address())
-        small = lab.start(lab.an_op, peer, lab.whole(shared_process))
+        small = lab.transport.read(peer, lab.whole(shared_process))
         assert lab.known(small).state is State.DONE
-        lasting = lab.start(lab.an_op, peer, lab.lasting(shared_process))
+        lasting = lab.transport.read(peer, lab.lasting(shared_process))
         after = lab.state(lasting)
         first, second, third = lab.poll((small, lasting, small))
         assert first == third == Status(state=State.DONE)
@@ -331,7 +284,7 @@ class TransferTests(ContractSettings):
 
     def test_done_stays_until_it_is_forgotten(self, lab: Workbench, remote: TransportPeer) -> None:
         peer = lab.transport.connect(remote.address())
-        transfer = lab.start(lab.an_op, peer, lab.whole(remote))
+        transfer = lab.transport.read(peer, lab.whole(remote))
         assert lab.known(transfer).state is State.DONE
         lab.transport.disconnect(peer)
         assert lab.poll([transfer]) == [Status(state=State.DONE)]
@@ -346,7 +299,7 @@ class TransferTests(ContractSettings):
         peer = lab.transport.connect(remote.address())
         seen = set()
         for _ in range(20):
-            transfer = lab.start(lab.an_op, peer, lab.whole(remote))
+            transfer = lab.transport.read(peer, lab.whole(remote))
             assert transfer not in seen
             seen.add(transfer)
             lab.finish(transfer)

@@ -13,7 +13,7 @@ from typing import Protocol, Self
 import numpy as np
 import pytest
 
-from kvferry.core.errors import TransportError, TransportUnsupportedError, TransportUsageError
+from kvferry.core.errors import TransportError, TransportUsageError
 from kvferry.core.memory import Region
 from kvferry.core.transport import (
     Capabilities,
@@ -28,11 +28,9 @@ from kvferry.core.transport import (
 from kvferry.core.transport.copies import Copies
 from kvferry.testing.contract.copy_batches import Offsets, batch, moved
 from kvferry.testing.memory import Buffer, Bytes, allocate, make_transport, pattern
-from kvferry.testing.peer_process import Seen
 from kvferry.testing.peers import Process, TransportPeer
 
 MIB = 1 << 20
-OPS = ("read", "write")
 _TURN_SECONDS = 0.0005
 
 
@@ -329,48 +327,6 @@ class Workbench:
 
     # Transfers.
 
-    def start(
-        self, op: str, peer: PeerId, copies: Copies, notify: bytes | None = None
-    ) -> TransferId:
-        """Start a transfer of the transport under test, and return its id.
-
-        Args:
-            op: ``read`` or ``write``.
-            peer: The id of a connected peer.
-            copies: The copies to make.
-            notify: A payload to bind to the transfer, or ``None``.
-        """
-        begin = self.transport.read if op == "read" else self.transport.write
-        return begin(peer, copies, notify)
-
-    def refuses(self, op: str, peer: PeerId, copies: Copies) -> bool:
-        """Return whether the driver lacks an operation.
-
-        If so, assert that the driver refuses the operation and that no byte of ``mine`` changes.
-
-        Args:
-            op: ``read`` or ``write``.
-            peer: The id of a connected peer.
-            copies: The copies to attempt.
-        """
-        if op in self.capabilities.ops:
-            return False
-        before = self.mine.get()
-        with pytest.raises(TransportUnsupportedError):
-            self.start(op, peer, copies)
-        np.testing.assert_array_equal(self.mine.get(), before)
-        return True
-
-    @property
-    def ops(self) -> list[str]:
-        """The operations that the driver has: ``read``, ``write``."""
-        return [op for op in OPS if op in self.capabilities.ops]
-
-    @property
-    def an_op(self) -> str:
-        """One operation that the driver has, for tests that are not about moving bytes."""
-        return self.ops[0]
-
     @property
     def notifies(self) -> bool:
         """Whether the driver carries notifications."""
@@ -392,15 +348,10 @@ class Workbench:
         """
         return self.payload(number) if self.notifies else None
 
-    def moves(
-        self, op: str, remote: TransportPeer, here: Offsets, there: Offsets, sizes: Offsets
-    ) -> None:
-        """Assert that a transfer between ``mine`` and a peer changes the right bytes and no others.
-
-        If the driver lacks the operation, assert that the driver refuses it.
+    def moves(self, remote: TransportPeer, here: Offsets, there: Offsets, sizes: Offsets) -> None:
+        """Assert that a read from a peer to ``mine`` changes the right bytes and no others.
 
         Args:
-            op: ``read`` or ``write``.
             remote: The peer.
             here: Each copy's offset in ``mine``, in bytes.
             there: Each copy's offset in the peer's buffer, in bytes.
@@ -410,13 +361,8 @@ class Workbench:
         self.mine.put(mine)
         peer = self.transport.connect(remote.address())
         copies = batch(self.mine.region, remote.region, here, there, sizes)
-        if self.refuses(op, peer, copies):
-            return
-        self.finish(self.start(op, peer, copies))
-        if op == "read":
-            mine = moved(mine, here, theirs, there, sizes)
-        else:
-            theirs = moved(theirs, there, mine, here, sizes)
+        self.finish(self.transport.read(peer, copies))
+        mine = moved(mine, here, theirs, there, sizes)
         np.testing.assert_array_equal(self.mine.get(), mine, "this side's memory")
         np.testing.assert_array_equal(remote.get(), theirs, "the peer's memory")
 
@@ -436,10 +382,10 @@ class Workbench:
         return batch(local or self.mine.region, remote.region, zeros, zeros, zeros + np.uint64(MIB))
 
     def works(self, remote: TransportPeer) -> None:
-        """Assert that the transport under test can still move bytes from or to a peer."""
+        """Assert that the transport under test can still read from a peer."""
         self.mine.put(np.zeros(MIB, np.uint8))
         peer = self.transport.connect(remote.address())
-        self.finish(self.start(self.an_op, peer, self.whole(remote)))
+        self.finish(self.transport.read(peer, self.whole(remote)))
         np.testing.assert_array_equal(self.mine.get(), remote.get())
 
     def receive(self, transport: Transport, count: int) -> list[Notification]:
@@ -462,7 +408,7 @@ class Workbench:
         assert len(arrived) == count, found if in_time else f"{found} {self.waited()}"
         return arrived
 
-    def received_by(self, remote: TransportPeer, count: int) -> list[Seen]:
+    def received_by(self, remote: TransportPeer, count: int) -> list[Notification]:
         """Wait for notifications to a peer, assert that ``count`` arrive, and return all.
 
         Args:

@@ -31,12 +31,12 @@ from kvferry.core.transport import (
 )
 from kvferry.core.transport.base import TransferRequest
 from kvferry.core.transport.copies import Copies, copies_between
+from kvferry.core.transport.paged import PagedCopies
 
 HERE = Region(address=1 << 20, nbytes=4096)
 MORE = Region(address=3 << 20, nbytes=4096)
 THERE = Region(address=2 << 20, nbytes=4096)
 ALL = Capabilities(
-    ops=frozenset({"read", "write"}),
     memory=frozenset({"cpu"}),
     max_notification=8,
     cancel=True,
@@ -63,7 +63,7 @@ class Transfer:
 class RecordingTransport(BaseTransport[int, str, Connection, Transfer]):
     """A transport that records the calls of its hooks. An address is a peer's name."""
 
-    interface_version = (1, 0)
+    interface_version = (2, 0)
     grace_seconds = 0.01
     settles = False
 
@@ -282,7 +282,7 @@ def test_a_peer_whose_transfers_do_not_end_stays_connected() -> None:
     transport = Connected()
     transport.stuck = True
     transfer = transport.start()
-    with pytest.raises(TransportError, match=r"bytes may still move to or from peer, 0\.01 s"):
+    with pytest.raises(TransportError, match=r"bytes may still arrive from peer, 0\.01 s"):
         transport.disconnect(transport.peer)
     assert transport.of("disconnect") == []
     assert transport.poll([transfer])[0].state is State.FAILING
@@ -319,10 +319,10 @@ def test_failing_transfers_may_become_final_when_their_connection_ends(settles: 
 
 def test_the_hook_gets_a_checked_request() -> None:
     transport = Connected()
-    transfer = transport.write(transport.peer, _copies(), b"said")
+    transfer = transport.read(transport.peer, _copies(), b"said")
     request = transport._transfers[transfer].transfer.request
     assert (set(request.local), set(request.remote)) == ({HERE}, {THERE})
-    assert (request.notify, request.write, request.connection.name) == (b"said", True, "peer")
+    assert (request.notify, request.connection.name) == (b"said", "peer")
 
 
 @pytest.mark.parametrize(
@@ -358,11 +358,11 @@ def test_the_scratch_memory_of_the_bounds_check_grows() -> None:
         transport.read(transport.peer, copies)
 
 
-def test_an_unsupported_operation_is_refused_even_when_closed() -> None:
-    transport = Connected(replace(ALL, ops=frozenset({"read"})))
+def test_reads_by_pages_are_refused_without_the_capability_even_when_closed() -> None:
+    transport = Connected()
     for _ in range(2):
-        with pytest.raises(TransportUnsupportedError, match="Connected cannot write; it can read"):
-            transport.write(transport.peer, _copies())
+        with pytest.raises(TransportUnsupportedError, match="Connected cannot read by pages"):
+            transport.read_pages(transport.peer, PagedCopies(parts=()))
         transport.close()
 
 

@@ -25,19 +25,13 @@ class Good(LoopbackTransport):
         self.colour = colour
 
 class Entering(LoopbackTransport):
-    interface_version = (1, 1)
+    interface_version = (2, 0)
     def __init__(self, *, enter, size: int = 1) -> None:
         super().__init__(enter=enter)
         self.given = enter
 
-class Older(Good):
-    interface_version = (1, 0)
-    def __init__(self, *, enter: str = "main street") -> None:
-        super().__init__()
-        self.given = enter
-
 class Future(Good):
-    interface_version = (2, 3)
+    interface_version = (3, 4)
 
 class Vague(Good):
     interface_version = "one"
@@ -125,13 +119,6 @@ def test_enter_is_passed_to_a_driver_that_takes_it(install: Install) -> None:
     assert threading.current_thread().name not in calls
 
 
-def test_enter_is_an_option_of_a_driver_that_is_older(install: Install) -> None:
-    install("older", "fake_good:Older", source=GOOD)
-    transport = create("older", {"enter": "side street"}, enter=lambda: None)
-    transport.close()
-    assert getattr(transport, "given", None) == "side street"
-
-
 def test_a_user_cannot_set_enter(install: Install) -> None:
     install("entering", "fake_good:Entering", source=GOOD)
     said = said_by("entering", enter=1)
@@ -167,7 +154,7 @@ def test_a_driver_installed_while_running_is_found_without_a_cache_on_disk(
     install("good", "fake_good:Good", source=GOOD)
     assert load("good").__name__ == "Good"
     install("late", "fake_good:Future")
-    assert "2.3" in said_by("late")
+    assert "3.4" in said_by("late")
     assert not (tmp_path / "cache").exists()
 
 
@@ -193,8 +180,8 @@ def test_a_driver_that_cannot_be_imported_is_refused(install: Install) -> None:
 def test_another_major_version_is_refused_with_both_versions(install: Install) -> None:
     install("future", "fake_good:Future", source=GOOD)
     said = said_by("future")
-    assert "version 2.3 of the transport interface" in said
-    assert "this kvferry has 1.2" in said
+    assert "version 3.4 of the transport interface" in said
+    assert "this kvferry has 2.0" in said
     assert "kvferry-fake" in said
     install("vague", "fake_good:Vague")
     assert "interface_version 'one', not two numbers" in said_by("vague")

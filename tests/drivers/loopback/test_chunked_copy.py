@@ -8,21 +8,21 @@ from hypothesis import strategies as st
 
 from kvferry.core.memory import region_of
 from kvferry.core.transport.copies import Copies, Segment
-from kvferry.drivers.loopback.chunked_copy import CopyRuns, copy_in_process
+from kvferry.drivers.loopback.chunked_copy import CopyRuns, read_in_process
 from kvferry.testing.contract.copy_batches import batch
 from tests.drivers.loopback.peer import pattern
 
 SIZE = 4096
 
 
-def move(runs: CopyRuns, limit: int, *, write: bool) -> list[int]:
+def move(runs: CopyRuns, limit: int) -> list[int]:
     """Move all chunks and return the number of iovecs of each."""
     sizes, position = [], 0
     while position < runs.total:
         stop = runs.next_stop(position, limit)
         chunk = runs.chunk(position, stop)
         assert int(chunk.local[:, 1].sum()) == chunk.nbytes == stop - position
-        copy_in_process(chunk, write=write)
+        read_in_process(chunk)
         sizes.append(len(chunk.local))
         position = stop
     return sizes
@@ -42,19 +42,17 @@ def batches(draw: st.DrawFn) -> tuple[list[int], list[int], list[int]]:
     return target, source, sizes
 
 
-@given(table=batches(), limit=st.integers(1, 3 * SIZE), write=st.booleans(), cut=st.integers(0, 64))
+@given(table=batches(), limit=st.integers(1, 3 * SIZE), cut=st.integers(0, 64))
 def test_chunks_move_exactly_the_bytes_of_the_copies(
-    table: tuple[list[int], list[int], list[int]], limit: int, write: bool, cut: int
+    table: tuple[list[int], list[int], list[int]], limit: int, cut: int
 ) -> None:
     targets, sources, sizes = table
     source, target = pattern(SIZE, 3), np.zeros(SIZE, np.uint8)
     expected = target.copy()
     for to, start, size in zip(targets, sources, sizes, strict=True):
         expected[to : to + size] = source[start : start + size]
-    sides = (source, target) if write else (target, source)
-    local, remote = (region_of(side) for side in sides)
-    offsets = (sources, targets) if write else (targets, sources)
-    copies = batch(local, remote, *offsets, sizes)
+    local, remote = region_of(target), region_of(source)
+    copies = batch(local, remote, targets, sources, sizes)
     cut = min(cut, len(sizes))
     segments = (
         Segment(start=0, stop=cut, local=local, remote=remote),
@@ -63,9 +61,8 @@ def test_chunks_move_exactly_the_bytes_of_the_copies(
     runs = CopyRuns(SIZE)
     runs.fill(
         Copies(local=copies.local, remote=copies.remote, nbytes=copies.nbytes, segments=segments),
-        write=write,
     )
-    move(runs, limit, write=write)
+    move(runs, limit)
     np.testing.assert_array_equal(target, expected)
 
 
@@ -75,10 +72,9 @@ def test_adjacent_copies_are_merged_in_any_order() -> None:
     runs = CopyRuns(SIZE)
     runs.fill(
         batch(region_of(target), region_of(source), order, order, np.full(len(order), 32)),
-        write=False,
     )
     assert runs.count == 1
-    assert move(runs, SIZE, write=False) == [1]
+    assert move(runs, SIZE) == [1]
     np.testing.assert_array_equal(target, source)
 
 
@@ -86,7 +82,7 @@ def test_copies_adjacent_on_one_side_only_are_not_merged() -> None:
     memory = np.zeros(SIZE, np.uint8)
     runs = CopyRuns(SIZE)
     region = region_of(memory)
-    runs.fill(batch(region, region, [0, 8, 16], [100, 108, 120], [8, 8, 8]), write=False)
+    runs.fill(batch(region, region, [0, 8, 16], [100, 108, 120], [8, 8, 8]))
     assert runs.count == 2
 
 
@@ -94,10 +90,8 @@ def test_chunk_has_at_most_1024_iovecs() -> None:
     source, target = pattern(SIZE, 6), np.zeros(SIZE, np.uint8)
     odd = np.arange(1, SIZE, 2)
     runs = CopyRuns(SIZE)
-    runs.fill(
-        batch(region_of(target), region_of(source), odd - 1, odd, np.ones(len(odd))), write=False
-    )
-    assert move(runs, SIZE, write=False) == [1024, 1024]
+    runs.fill(batch(region_of(target), region_of(source), odd - 1, odd, np.ones(len(odd))))
+    assert move(runs, SIZE) == [1024, 1024]
     np.testing.assert_array_equal(target[::2], source[1::2])
 
 
@@ -105,16 +99,16 @@ def test_arrays_of_copies_may_be_reused_after_fill() -> None:
     source, target = pattern(SIZE, 7), np.zeros(SIZE, np.uint8)
     copies = batch(region_of(target), region_of(source), [0, 64], [128, 0], [64, 64])
     runs = CopyRuns(SIZE)
-    runs.fill(copies, write=False)
+    runs.fill(copies)
     for array in (copies.local, copies.remote, copies.nbytes):
         array[:] = 0
-    move(runs, SIZE, write=False)
+    move(runs, SIZE)
     np.testing.assert_array_equal(target[:128], np.r_[source[128:192], source[:64]])
 
 
 def test_refilled_runs_contain_only_the_last_batch() -> None:
     buffer = np.zeros(SIZE, np.uint8)
     region, runs = region_of(buffer), CopyRuns(64)
-    runs.fill(batch(region, region, [0, 128], [0, 128], [64, 64]), write=False)
-    runs.fill(batch(region, region, [0, 64], [0, 64], [32, 32]), write=False)
+    runs.fill(batch(region, region, [0, 128], [0, 128], [64, 64]))
+    runs.fill(batch(region, region, [0, 64], [0, 64], [32, 32]))
     assert runs.count == 2

@@ -69,13 +69,11 @@ def test_transfers_of_region_deregistered_by_peer_fail(
     known = transport.connect(peer.address())
     peer.register(peer.part(0, 8))
     peer.deregister(peer.region)
-    for start in (transport.write, transport.read):
-        for nbytes in (8, MIB):
-            copies = batch(local, peer.region, [0], [0], [nbytes])
-            status = run(transport, start(known, copies, b"must not arrive"))
-            assert status.state is State.FAILED
-            assert "no longer has" in str(status.error)
-    assert (peer.get() == peer.content).all()
+    for nbytes in (8, MIB):
+        copies = batch(local, peer.region, [0], [0], [nbytes])
+        status = run(transport, transport.read(known, copies, b"must not arrive"))
+        assert status.state is State.FAILED
+        assert "no longer has" in str(status.error)
     # After a refresh the region is known to be gone, and using it is an error of the caller.
     transport.connect(peer.address())
     with pytest.raises(TransportUsageError, match="is not among"):
@@ -96,17 +94,18 @@ def test_region_registered_again_has_another_key(
 
 
 def test_deregistering_fails_transfers_of_local_peer(
-    transport: LoopbackTransport, local: Region, make: MakeTransport
+    transport: LoopbackTransport, buffer: Bytes, local: Region, make: MakeTransport
 ) -> None:
     local_peer = LocalPeer(make())
     peer = transport.connect(local_peer.address())
-    transfer = transport.write(peer, endless(local, local_peer.region))
+    transfer = transport.read(peer, endless(local, local_peer.region))
     local_peer.transport.deregister(local_peer.region)
+    arrived = buffer.copy()
     local_peer.buffer[:] = 7
     status = run(transport, transfer)
     assert status.state is State.FAILED
     assert "no longer has" in str(status.error)
-    assert (local_peer.buffer == 7).all()
+    np.testing.assert_array_equal(buffer, arrived)
 
 
 def test_deregistering_fails_transfers_of_another_process(
@@ -134,11 +133,10 @@ def test_unmapped_memory_of_peer_fails_the_transfer(
     around = batch(region_of(target), peer.region, starts, starts, np.full(16, PAGE))
     inside = batch(region_of(target), peer.region, [0], [8 * PAGE + 5], [8])
     for copies, moved in ((around, 8 * PAGE), (inside, 0)):
-        for start in (transport.read, transport.write):
-            status = run(transport, start(known, copies, b"must not arrive"))
-            assert status.state is State.FAILED
-            assert f"copied {moved} of" in str(status.error)
-            assert hex(peer.region.address + 8 * PAGE)[:-3] in str(status.error)
+        status = run(transport, transport.read(known, copies, b"must not arrive"))
+        assert status.state is State.FAILED
+        assert f"copied {moved} of" in str(status.error)
+        assert hex(peer.region.address + 8 * PAGE)[:-3] in str(status.error)
     before = batch(region_of(target), peer.region, [0], [0], [8 * PAGE])
     assert done(transport, transport.read(known, before, b"good"))
     assert peer.notifications(1)[0].payload == b"good"
@@ -185,7 +183,6 @@ def test_at_most_65536_regions_are_registered(
 
 def test_capabilities(transport: LoopbackTransport) -> None:
     can = transport.capabilities
-    assert can.ops == {"read", "write"}
     assert can.memory == {"cpu"}
     assert can.cancel
     assert can.background_progress

@@ -17,7 +17,7 @@ from tests.drivers.nixl.fake_agent import FakeAgent
 LIBRARY = NixlLibrary(
     package="fake", version="0", api=None, errors=(), lost=OSError, unknown=KeyError
 )
-CHUNK = TransferChunk(write=False, local=None, remote=None)
+CHUNK = TransferChunk(local=None, remote=None)
 ONE, OTHER = Region(address=4096, nbytes=64), Region(address=8192, nbytes=64)
 
 

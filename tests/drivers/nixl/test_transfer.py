@@ -20,7 +20,7 @@ def make_transfer(
         prepare=agent.prepare,
         send=None if notify is None else partial(agent.notify, "peer", notify),
     )
-    return transfer, [TransferChunk(write=False, local=None, remote=None) for _ in range(chunks)]
+    return transfer, [TransferChunk(local=None, remote=None) for _ in range(chunks)]
 
 
 def test_notification_is_sent_when_all_chunks_are_done() -> None:

@@ -64,18 +64,17 @@ def again_and_again(local: Region, remote: Region, times: int = 1 << 14) -> Copi
 
 
 def moves(one: Transport, other: Transport, seed: int) -> None:
-    """Read and write a MiB, and be told."""
+    """Read a MiB twice, and be told."""
     mine, theirs = np.zeros(MIB, np.uint8), np.full(MIB, seed, np.uint8)
     local, remote = region_of(mine), region_of(theirs)
     one.register(local)
     other.register(remote)
     peer = one.connect(other.address())
-    for begin in (one.read, one.write):
-        transfer = begin(peer, again_and_again(local, remote, 1), b"%d" % seed)
+    for _ in range(2):
+        transfer = one.read(peer, again_and_again(local, remote, 1), b"%d" % seed)
         assert until(ended(one, transfer, State.DONE))
         assert (mine == seed).all()
-        assert (theirs == seed).all()
-        mine[:] = theirs[:] = seed = seed + 1
+        theirs[:] = seed = seed + 1
     heard: list[bytes] = []
 
     def both() -> bool:

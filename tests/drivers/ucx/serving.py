@@ -8,6 +8,7 @@ import numpy as np
 
 from kvferry.core.memory import Region
 from kvferry.core.transport import PeerId, TransferId
+from kvferry.core.transport.copies import Copies
 from kvferry.testing.peer_process import PeerServer, PeerSetup
 
 
@@ -34,9 +35,9 @@ class Mapped(PeerServer):
         if self._memory is not None:
             self._memory.close()
 
-    def start_only(self, op: str, peer: PeerId, copies: object) -> None:
-        """Start a transfer without waiting for its end."""
-        self._begun = getattr(self.transport, op)(peer, copies)
+    def start_only(self, peer: PeerId, copies: Copies) -> None:
+        """Start a read without waiting for its end."""
+        self._begun = self.transport.read(peer, copies)
 
     def state(self) -> str:
         """Return the state of the transfer that was started."""

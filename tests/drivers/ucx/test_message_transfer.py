@@ -1,4 +1,4 @@
-"""Transfers by messages: a store is checked whole, and then stored whole or refused."""
+"""Reads by messages: the rows of a request are checked before anything is sent."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import pytest
 from kvferry.core.memory import Region, U64Array, region_of
 from kvferry.drivers.ucx.address import KeyId
 from kvferry.drivers.ucx.message_transfer import (
-    apply_store,
     build_rows,
     check_rows,
     consecutive,
@@ -31,39 +30,34 @@ def table(rows: list[Row]) -> U64Array:
     return build_rows(keys, addresses, nbytes)
 
 
-def store(rows: list[Row], data: bytes, regions: dict[KeyId, Region]) -> str:
-    """Apply a store message and return the refusal, empty if it was stored."""
-    body = np.frombuffer(table(rows).tobytes() + data + b"?", np.uint8)
-    return apply_store(len(rows), body.ctypes.data, len(body) - 1, regions, copy)
+def refusal(rows: list[Row], regions: dict[KeyId, Region]) -> str:
+    return check_rows(table(rows).tobytes(), regions)[0]
 
 
-def test_bytes_are_gathered_and_stored_in_order() -> None:
-    source, target = np.arange(64, dtype=np.uint8), np.zeros(64, np.uint8)
-    region, packed = region_of(target), np.zeros(7, np.uint8)
-    at = np.uint64(source.ctypes.data)
-    lengths: U64Array = np.array([3, 0, 4], np.uint64)
-    copy(consecutive(packed.ctypes.data, lengths), at + np.array([5, 0, 40], np.uint64), lengths)
+def test_bytes_are_gathered_in_order() -> None:
+    source, packed = np.arange(64, dtype=np.uint8), np.zeros(7, np.uint8)
+    region = region_of(source)
     rows: list[Row] = [
-        (KEY, region.address + 60, 3),
+        (KEY, region.address + 5, 3),
         (KEY, region.end, 0),
-        (KEY, region.address, 4),
+        (KEY, region.address + 40, 4),
     ]
-    assert store(rows, packed.tobytes(), {KEY: region}) == ""
-    expected = np.zeros(64, np.uint8)
-    expected[60:63], expected[:4] = source[5:8], source[40:44]
-    np.testing.assert_array_equal(target, expected)
+    refused, addresses, lengths = check_rows(table(rows).tobytes(), {KEY: region})
+    assert refused == ""
+    copy(consecutive(packed.ctypes.data, lengths), addresses, lengths)
+    np.testing.assert_array_equal(packed, np.concatenate([source[5:8], source[40:44]]))
 
 
 def test_fetch_rows_must_lie_in_registered_memory() -> None:
     target = np.zeros(64, np.uint8)
     region = region_of(target)
     rows = table([(KEY, region.address + 8, 3), (KEY, region.address, 2)])
-    refusal, addresses, nbytes = check_rows(rows.tobytes(), {KEY: region})
-    assert refusal == ""
+    refused, addresses, nbytes = check_rows(rows.tobytes(), {KEY: region})
+    assert refused == ""
     assert addresses.tolist() == [region.address + 8, region.address]
     assert nbytes.tolist() == [3, 2]
-    refusal, addresses, nbytes = check_rows(rows.tobytes(), {})
-    assert refusal == "a region has been deregistered"
+    refused, addresses, nbytes = check_rows(rows.tobytes(), {})
+    assert refused == "a region has been deregistered"
     assert len(addresses) == len(nbytes) == 0
 
 
@@ -73,13 +67,13 @@ def test_fetch_of_more_than_one_message_holds_is_refused(nbytes: int) -> None:
     target = np.zeros(MAX_RELAY_BYTES, np.uint8)
     region = region_of(target)
     rows: list[Row] = [(KEY, region.address, nbytes), (KEY, region.address, 1)]
-    refusal, addresses, _ = check_rows(table(rows).tobytes(), {KEY: region})
-    assert "at most" in refusal
+    refused, addresses, _ = check_rows(table(rows).tobytes(), {KEY: region})
+    assert "at most" in refused
     assert not len(addresses)
 
 
-def test_empty_store_is_accepted() -> None:
-    assert store([], b"", {}) == ""
+def test_no_rows_are_accepted() -> None:
+    assert refusal([], {}) == ""
 
 
 @pytest.mark.parametrize(
@@ -89,30 +83,25 @@ def test_empty_store_is_accepted() -> None:
         ((KEY, 61, 4), "leave"),
         ((KEY, -1, 4), "leave"),
         ((KEY, (1 << 64) - (1 << 47), 4), "leave"),
-        ((KEY, 0, 5), "a store of 8 bytes for 9"),
-        ((KEY, 0, 3), "a store of 8 bytes for 7"),
     ],
 )
-def test_store_with_one_bad_row_changes_nothing(second: Row, why: str) -> None:
+def test_one_bad_row_is_refused(second: Row, why: str) -> None:
     target = np.zeros(64, np.uint8)
     region = region_of(target)
     key, offset, nbytes = second
     rows = [(KEY, region.address, 4), (key, (region.address + offset) % (1 << 64), nbytes)]
-    assert why in store(rows, b"12345678", {KEY: region})
-    assert not target.any()
+    assert why in refusal(rows, {KEY: region})
 
 
 def test_malformed_rows_are_refused() -> None:
     assert "bytes" in check_rows(bytes(23), {})[0]
     assert "bytes" in check_rows(bytes(24 * MAX_RELAY_ROWS + 24), {})[0]
-    assert "rows" in apply_store(2, np.zeros(47, np.uint8).ctypes.data, 47, {}, copy)
 
 
-def test_store_to_device_memory_is_refused() -> None:
+def test_device_memory_is_refused() -> None:
     target = np.zeros(64, np.uint8)
     region = Region(address=target.ctypes.data, nbytes=64, kind="cuda")
-    assert "leave" in store([(KEY, region.address, 4)], b"1234", {KEY: region})
-    assert not target.any()
+    assert "leave" in refusal([(KEY, region.address, 4)], {KEY: region})
 
 
 @pytest.mark.parametrize(

@@ -7,16 +7,22 @@ from collections import deque
 from collections.abc import Iterator
 from typing import cast
 
-import numpy as np
 import pytest
 
-from kvferry.core.memory import U64Array, region_of
 from kvferry.drivers.ucx import server as module
-from kvferry.drivers.ucx.address import KeyId
-from kvferry.drivers.ucx.messages import Bye, Hello, Message, Note, Refused, Store, Welcome
+from kvferry.drivers.ucx.messages import (
+    Bye,
+    Hello,
+    Message,
+    Note,
+    Refused,
+    Store,
+    Stored,
+    Welcome,
+)
 from kvferry.drivers.ucx.server import Server
 from kvferry.drivers.ucx.ucp import Endpoint
-from kvferry.drivers.ucx.worker import OnBody, Worker
+from kvferry.drivers.ucx.worker import Worker
 from tests.drivers.test_ucx_format import ONE, UNIFIED
 
 INSTANCE = b"i" * 16
@@ -32,7 +38,6 @@ class Noted:
         said: to whom, by the addresses, and what.
         ended: the endpoints that were closed, likewise.
         closing: whether one is being closed.
-        copied: the addresses that each store was written to.
     """
 
     def __init__(self, address: bytes = ONE) -> None:
@@ -43,13 +48,6 @@ class Noted:
         self.ended: list[bytes] = []
         self.closing = False
         self.numbers = itertools.count(1)
-        self.on_body: OnBody = lambda message, body, nbytes: None
-        self.copied: list[list[int]] = []
-        self.poster = self
-
-    def copy(self, targets: U64Array, sources: U64Array, nbytes: U64Array) -> None:
-        del sources, nbytes
-        self.copied.append(targets.tolist())
 
     def run_once(self) -> bool:
         return False
@@ -154,27 +152,17 @@ def test_a_client_may_begin_its_own_connection_again() -> None:
     assert (worker.connected, worker.ended) == ([worker_of(1), worker_of(2)], [worker_of(1)])
 
 
-def test_a_store_is_dropped_once_a_hello_has_replaced_its_connection() -> None:
-    """``Welcome`` promises this; the endpoint of the replaced connection may still be open."""
+def test_a_store_is_refused_and_dropped_once_a_hello_has_replaced_its_connection() -> None:
+    """The endpoint of the replaced connection may still be open."""
     server, worker = hosted()
-    memory = np.zeros(64, np.uint8)
-    server.regions[KeyId(7)] = region_of(memory)
-    body = np.concatenate(
-        [np.array([7, region_of(memory).address, 8], np.uint64).view(np.uint8), memory[:8]]
-    )
-
-    def store(connection: bytes) -> None:
-        worker.on_body(Store(connection, 1, 1), body.ctypes.data, body.nbytes)
-
     hear(server, worker, hello(worker=worker_of(1)))
-    store(CONNECTION)
-    assert worker.copied == [[region_of(memory).address]]
-    hear(server, worker, hello(OTHER, worker=worker_of(2)))
-    assert worker.said[-1] == (worker_of(2), Welcome(OTHER, []))
-    store(CONNECTION)
-    assert len(worker.copied) == 1
-    store(OTHER)
-    assert len(worker.copied) == 2
+    hear(server, worker, Store(CONNECTION, 5, 1))
+    hear(server, worker, hello(OTHER, worker=worker_of(2)), Store(CONNECTION, 6, 1))
+    assert worker.said == [
+        (worker_of(1), Welcome(CONNECTION, [])),
+        (worker_of(1), Stored(CONNECTION, 5, "this build takes no writes")),
+        (worker_of(2), Welcome(OTHER, [])),
+    ]
 
 
 def test_beyond_so_many_connections_clients_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

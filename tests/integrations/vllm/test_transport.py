@@ -34,7 +34,6 @@ class Described:
         if memory is None:
             return registry.DriverReport(info=info, reason="it is broken")
         capabilities = Capabilities(
-            ops=frozenset({"read"}),
             memory=memory,
             max_notification=1024,
             cancel=False,

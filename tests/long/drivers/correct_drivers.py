@@ -44,7 +44,6 @@ _DELAY_SECONDS = 3600.0
 class LimitedTransport(LoopbackTransport):
     """Base class: a driver with the capabilities that its attributes name."""
 
-    ops: ClassVar[frozenset[str]] = frozenset({"read", "write"})
     max_notification: ClassVar[int] = 1 << 16
     cancels: ClassVar[bool] = True
     max_outstanding: ClassVar[int | None] = None
@@ -53,26 +52,23 @@ class LimitedTransport(LoopbackTransport):
         super().__init__(enter=enter, **options)
         self._capabilities = replace(
             self._capabilities,
-            ops=self.ops,
             max_notification=self.max_notification,
             cancel=self.cancels,
             max_outstanding=self.max_outstanding,
         )
 
 
-class ReadOnly(LimitedTransport):
-    """Only reads, two at once, and can neither notify nor cancel."""
+class OnlyReads(LimitedTransport):
+    """Reads, two at once, and can neither notify nor cancel."""
 
-    ops = frozenset({"read"})
     max_notification = 0
     cancels = False
     max_outstanding = 2
 
 
-class WriteOnly(LimitedTransport):
-    """Only writes, one at once, and carries notifications of at most 8 bytes."""
+class OneAtOnce(LimitedTransport):
+    """Reads, one at once, and carries notifications of at most 8 bytes."""
 
-    ops = frozenset({"write"})
     max_notification = 8
     max_outstanding = 1
 
@@ -117,7 +113,7 @@ class ProgressOnlyInPoll(LimitedTransport):
 
 
 class Blocking(LoopbackTransport):
-    """``read`` and ``write`` return when all bytes have been moved."""
+    """``read`` returns when all bytes have been moved."""
 
     def _start(self, request: TransferRequest[LoopbackConnection]) -> LoopbackTransfer:
         transfer = super()._start(request)
@@ -166,7 +162,7 @@ class FailingUntilDisconnect(LoopbackTransport):
         super().forget(transfer)
 
 
-class Minimal(FailingUntilDisconnect, ReadOnly):
+class Minimal(FailingUntilDisconnect, OnlyReads):
     """The fewest abilities: one read at once, failing until disconnected."""
 
     max_outstanding = 1
@@ -204,9 +200,6 @@ class Delegating(Transport):
     def read(self, peer: PeerId, copies: Copies, notify: bytes | None = None) -> TransferId:
         return self._inner.read(peer, copies, notify)
 
-    def write(self, peer: PeerId, copies: Copies, notify: bytes | None = None) -> TransferId:
-        return self._inner.write(peer, copies, notify)
-
     def poll(self, transfers: Sequence[TransferId]) -> list[Status]:
         return self._inner.poll(transfers)
 
@@ -229,8 +222,7 @@ class WithoutBase(Delegating):
     It does its own bookkeeping, limits and refusals, and inherits only defaults of ``Transport``.
     """
 
-    interface_version: ClassVar[tuple[int, int]] = (1, 0)
-    write = Transport.write
+    interface_version: ClassVar[tuple[int, int]] = (2, 0)
     cancel = Transport.cancel
 
     def __init__(self, **options: Any) -> None:
@@ -243,7 +235,6 @@ class WithoutBase(Delegating):
     def capabilities(self) -> Capabilities:
         return replace(
             super().capabilities,
-            ops=frozenset({"read"}),
             cancel=False,
             max_notification=0,
             max_outstanding=1,
@@ -303,9 +294,6 @@ class TwoMemoryKinds(LoopbackTransport):
 
     def read(self, peer: PeerId, copies: Copies, notify: bytes | None = None) -> TransferId:
         return super().read(peer, _plain_copies(copies), notify)
-
-    def write(self, peer: PeerId, copies: Copies, notify: bytes | None = None) -> TransferId:
-        return super().write(peer, _plain_copies(copies), notify)
 
 
 def _plain(region: Region) -> Region:

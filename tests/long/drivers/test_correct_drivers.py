@@ -18,8 +18,8 @@ from kvferry.testing import (
 LASTING = 200 << 30
 
 
-class TestReadOnly(NotificationTests, InFlightTests, StoppedPeerTests, StateMachineTests):
-    factory = "tests.long.drivers.correct_drivers:ReadOnly"
+class TestOnlyReads(NotificationTests, InFlightTests, StoppedPeerTests, StateMachineTests):
+    factory = "tests.long.drivers.correct_drivers:OnlyReads"
     lasting_bytes = 2 << 30
 
 
@@ -51,8 +51,8 @@ class TestMinimalWholeSuite(TransportContract):
     lasting_bytes = 4 << 30
 
 
-class TestWriteOnlyWholeSuite(TransportContract):
-    factory = "tests.long.drivers.correct_drivers:WriteOnly"
+class TestOneAtOnceWholeSuite(TransportContract):
+    factory = "tests.long.drivers.correct_drivers:OneAtOnce"
     lasting_bytes = LASTING
 
 

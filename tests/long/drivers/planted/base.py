@@ -41,13 +41,10 @@ def caught_by(test: str) -> Callable[[type[T]], type[T]]:
 
 
 class AlteredTransfers(LoopbackTransport):
-    """Base class: a subclass alters the arguments of ``read`` and ``write``."""
+    """Base class: a subclass alters the arguments of ``read``."""
 
     def read(self, peer: PeerId, copies: Copies, notify: bytes | None = None) -> TransferId:
         return super().read(*self.alter(peer, copies, notify))
-
-    def write(self, peer: PeerId, copies: Copies, notify: bytes | None = None) -> TransferId:
-        return super().write(*self.alter(peer, copies, notify))
 
     def alter(
         self, peer: PeerId, copies: Copies, notify: bytes | None

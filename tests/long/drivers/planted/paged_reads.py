@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from kvferry.core.transport import (
+    Capabilities,
     PagedCopies,
     PagedRequest,
     PeerId,
@@ -26,7 +27,7 @@ from tests.long.drivers.planted.base import caught_by
 class ReadsPages(LoopbackTransport):
     """Base class: loopback with reads by pages, whose copies a subclass alters."""
 
-    interface_version = (1, 2)
+    interface_version = (2, 0)
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -35,7 +36,7 @@ class ReadsPages(LoopbackTransport):
     def _start_paged(self, request: PagedRequest[LoopbackConnection]) -> LoopbackTransfer:
         connection, pages, local, remote, notify = request
         copies = self.written_out(connection, pages)
-        return self._start(TransferRequest(connection, copies, local, remote, notify, False))
+        return self._start(TransferRequest(connection, copies, local, remote, notify))
 
     def written_out(self, connection: LoopbackConnection, pages: PagedCopies) -> Copies:
         return pages.written_out()
@@ -50,6 +51,15 @@ class IgnoresPlacesWithinPages(ReadsPages):
             replace(part, local=part.local % part.strips.local.pages) for part in pages.parts
         )
         return PagedCopies(parts=parts).written_out()
+
+
+@caught_by("test_paged_read_moves_the_right_bytes")
+class ExceedsCapabilities(ReadsPages):
+    """It can do what its capabilities deny."""
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return replace(super().capabilities, paged_reads=False)
 
 
 @caught_by("test_paged_read_moves_the_right_bytes")

@@ -140,15 +140,6 @@ class IgnoresUnknownOptions(LoopbackTransport):
         super().__init__()
 
 
-@caught_by("test_one_copy")
-class ExceedsCapabilities(LoopbackTransport):
-    """It can do what its capabilities deny."""
-
-    @property
-    def capabilities(self) -> Capabilities:
-        return replace(super().capabilities, ops=frozenset({"read"}))
-
-
 @caught_by("test_a_limit_of_unfinished_transfers_is_kept")
 class ExceedsMaxOutstanding(LoopbackTransport):
     """More transfers than ``max_outstanding`` are accepted."""

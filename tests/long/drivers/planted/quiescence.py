@@ -10,12 +10,8 @@ import contextlib
 import ctypes
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
-
-import numpy as np
 
 from kvferry.core.errors import (
     PeerLostError,
@@ -33,8 +29,6 @@ from kvferry.core.transport import (
 )
 from kvferry.core.transport.copies import Copies
 from kvferry.drivers.loopback import LoopbackTransport
-from kvferry.drivers.loopback.peer_memory import OtherProcess
-from kvferry.drivers.loopback.process_memory import vm_copy
 from kvferry.drivers.loopback.worker_pool import ChunkedTransfer
 from tests.long.drivers.planted.base import Watched, caught_by, connection_of, cut, transfer_of
 
@@ -47,7 +41,6 @@ _STAGED = b"staged" * 10
 class LateCopy:
     """The first copy of a transfer, which lands late."""
 
-    op: str
     peer: PeerId
     address: bytes
     copies: Copies
@@ -58,18 +51,16 @@ class LateCopy:
         moved = False
         with contextlib.suppress(TransportError):
             device.register(self.copies.segments[0].local)
-            transfer = getattr(device, self.op)(device.connect(self.address), self.copies)
+            transfer = device.read(device.connect(self.address), self.copies)
             moved = device.poll([transfer])[0].state is not State.FAILED
         device.close()
-        if self.op == "read" and not moved:
+        if not moved:
             # The peer is gone: write bytes that could have been staged on this side.
             ctypes.memmove(int(self.copies.local[0]), _STAGED, len(_STAGED))
 
 
 class LateBytes(Watched):
     """Base class: records the first copy of every transfer, so that it can land late."""
-
-    op = "read"
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -83,25 +74,12 @@ class LateBytes(Watched):
         return peer
 
     def read(self, peer: PeerId, copies: Copies, notify: bytes | None = None) -> TransferId:
-        return self._begin("read", super().read, peer, copies, notify)
-
-    def write(self, peer: PeerId, copies: Copies, notify: bytes | None = None) -> TransferId:
-        return self._begin("write", super().write, peer, copies, notify)
-
-    def _begin(
-        self,
-        op: str,
-        begin: Callable[[PeerId, Copies, bytes | None], TransferId],
-        peer: PeerId,
-        copies: Copies,
-        notify: bytes | None,
-    ) -> TransferId:
-        transfer = begin(peer, copies, notify)
-        if op == self.op and copies.total:
+        transfer = super().read(peer, copies, notify)
+        if copies.total:
             part = cut(copies, slice(1))
             part = replace(part, segments=tuple(one for one in part.segments if one.stop)[:1])
             self._batches[transfer] = LateCopy(
-                op=op, peer=peer, address=self._addresses[peer], copies=part
+                peer=peer, address=self._addresses[peer], copies=part
             )
         return transfer
 
@@ -111,15 +89,10 @@ class LateBytes(Watched):
         if batch is None:
             return
 
-        self._repeat_in_thread(batch.land)
-
-    def _repeat_in_thread(self, land: Callable[[], None]) -> None:
-        """Call a function repeatedly for a while, in a thread."""
-
         def late() -> None:
             for _ in range(_TIMES):
                 time.sleep(_LATE_SECONDS)
-                land()
+                batch.land()
 
         thread = threading.Thread(target=late)
         thread.start()
@@ -153,13 +126,6 @@ class LandsAReadAfterCancel(LateAfterCancel):
 
 
 @caught_by("test_quiet_after_a_cancel")
-class LandsAWriteAfterCancel(LateAfterCancel):
-    """A write that is FAILED by ``cancel`` still moves a copy."""
-
-    op = "write"
-
-
-@caught_by("test_quiet_after_a_cancel")
 class LandsOnlyWhatHadBegun(LateBytes):
     """A transfer that is cancelled at once is quiet; one that has moved bytes is not."""
 
@@ -186,13 +152,6 @@ class LandsAReadAfterDisconnect(LateAfterDisconnect):
     """``disconnect`` returns while a read goes on."""
 
 
-@caught_by("test_quiet_after_disconnect")
-class LandsAWriteAfterDisconnect(LateAfterDisconnect):
-    """``disconnect`` returns while a write goes on."""
-
-    op = "write"
-
-
 class LateAfterClose(LateBytes):
     """Base class: the first ``close`` does not wait for its threads, the second does."""
 
@@ -209,13 +168,6 @@ class LandsAReadAfterClose(LateAfterClose):
     """``close`` returns while a read goes on."""
 
 
-@caught_by("test_quiet_after_close")
-class LandsAWriteAfterClose(LateAfterClose):
-    """``close`` returns while a write goes on."""
-
-    op = "write"
-
-
 class LateAfterDone(LateBytes):
     """Base class: bytes land after DONE."""
 
@@ -228,13 +180,6 @@ class LateAfterDone(LateBytes):
 @caught_by("test_quiet_after_done")
 class LandsAReadAgainAfterDone(LateAfterDone):
     """A part whose acknowledgement was late is sent again and lands after DONE."""
-
-
-@caught_by("test_quiet_after_done")
-class LandsAWriteAgainAfterDone(LateAfterDone):
-    """A part whose acknowledgement was late is sent again and lands after DONE."""
-
-    op = "write"
 
 
 class LateAfterFailure(LateBytes):
@@ -251,36 +196,6 @@ class LateAfterFailure(LateBytes):
 @caught_by("test_quiet_after_a_failure")
 class LandsAReadAfterAFailure(LateAfterFailure):
     """One part fails, which ends the transfer, and another part still lands."""
-
-
-@caught_by("test_quiet_after_a_failure")
-class LandsAWriteAfterAFailure(LateAfterFailure):
-    """One part fails, which ends the transfer, and another part still lands."""
-
-    op = "write"
-
-    def seen(self, transfer: TransferId, status: Status) -> Status:
-        if status.state is State.FAILED and type(status.error) is TransportError:
-            self._lands_unregistered(transfer)
-        return status
-
-    def _lands_unregistered(self, transfer: TransferId) -> None:
-        # The peer has deregistered its memory, so a transport would refuse the copy.
-        batch = self._batches.pop(transfer, None)
-        if batch is None:
-            return
-        reach = self._peers[batch.peer].memory
-        assert isinstance(reach, OtherProcess)
-        self._repeat_in_thread(partial(_write_repeatedly, reach.pid, batch))
-
-
-def _write_repeatedly(process: int, batch: LateCopy) -> None:
-    """Write into the memory of a process as long as it lives, without its driver."""
-    size = np.minimum(batch.copies.nbytes[:1], np.uint64(4096))
-    local, remote = (
-        np.stack([one[:1], size], 1) for one in (batch.copies.local, batch.copies.remote)
-    )
-    vm_copy(process, local, remote, write=True)
 
 
 @caught_by("test_quiet_after_the_peer_was_killed")

@@ -1,4 +1,4 @@
-"""Faults with stopped peers: bytes in their kernel's buffers land when they continue."""
+"""Faults with stopped peers: bytes that they were asked for land when they continue."""
 
 from __future__ import annotations
 
@@ -34,9 +34,7 @@ def is_stopped(pid: int) -> bool:
 
 
 class LandsWhenThePeerContinues(LateBytes):
-    """Base class: bytes that were sent to a stopped peer land when it continues."""
-
-    op = "write"
+    """Base class: bytes that a stopped peer was asked for land when it continues."""
 
     def land_repeatedly(self, transfer: TransferId) -> None:
         batch = self._batches.pop(transfer, None)
@@ -57,7 +55,7 @@ class LandsWhenThePeerContinues(LateBytes):
 
 @caught_by("test_a_stopped_peer_keeps_what_was_cancelled_in_use")
 class CancelDoesNotWaitForThePeer(LandsWhenThePeerContinues):
-    """A cancelled write is FAILED before the peer confirms it."""
+    """A cancelled read is FAILED before the peer has answered."""
 
     def cancel(self, transfer: TransferId) -> None:
         super().cancel(transfer)
@@ -78,7 +76,7 @@ class DisconnectTimeoutMeansFailed(LandsWhenThePeerContinues):
 
 @caught_by("test_close_beside_a_stopped_peer_is_quiet_or_an_error")
 class CloseDoesNotWaitForPeers(LandsWhenThePeerContinues):
-    """``close`` neither waits for bytes sent to a stopped peer nor raises."""
+    """``close`` neither waits for bytes of a stopped peer nor raises."""
 
     def close(self) -> None:
         if self._closed:

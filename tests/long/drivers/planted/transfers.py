@@ -31,14 +31,6 @@ class LosesTheLastByte(AlteredTransfers):
         return replace(copies, nbytes=copies.nbytes - (copies.nbytes > 1))
 
 
-@caught_by("test_one_copy")
-class SwapsTheDirection(LoopbackTransport):
-    """``write`` reads."""
-
-    def write(self, peer: PeerId, copies: Copies, notify: bytes | None = None) -> TransferId:
-        return super().read(peer, copies, notify)
-
-
 @caught_by("test_one_byte")
 class DropsSingleBytes(AlteredTransfers):
     """Copies of single bytes are dropped."""
