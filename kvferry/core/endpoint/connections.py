@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import heapq
 import logging
 import threading
@@ -31,14 +30,6 @@ Acquired = Callable[[dict[int, PeerId] | KVFerryError], None]
 """Called with (producer rank index to connection) for all ranks, or with the error of any."""
 
 
-class _State(enum.Enum):
-    """``CLOSING``: from the first call of ``disconnect`` until one has succeeded."""
-
-    DIALLING = enum.auto()
-    OPEN = enum.auto()
-    CLOSING = enum.auto()
-
-
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Acquisition:
     """A call of ``acquire`` that is not over; the first in ``left`` is the rank being connected."""
@@ -58,13 +49,19 @@ class _Acquisition:
 class _Connection:
     """A connection; ``engine`` is for log lines, ``tries`` counts failures of ``disconnect``."""
 
+    peer: PeerId
     address: bytes
     engine: str
-    state: _State = _State.DIALLING
-    peer: PeerId | None = None
     users: int = 0
-    waiting: list[_Acquisition] = field(default_factory=list)
+    is_closing: bool = False
+    """From the first call of ``disconnect`` until one has succeeded."""
     tries: int = 0
+
+    def __repr__(self) -> str:
+        state = "open"
+        if self.is_closing:
+            state = f"closing, {self.tries} failures" if self.tries else "closing"
+        return f"<connection {self.peer} to {self.engine}: {state}, {self.users} users>"
 
 
 class Connections:
@@ -85,24 +82,23 @@ class Connections:
         self._blocking_calls = blocking_calls
         self._clock = clock
         self._by_address: dict[bytes, _Connection] = {}
+        """Those that are open."""
         # ``connect`` returns the same id for a remote transport, even if several engines publish
         # its address: so users are counted, and the last one's release closes the connection.
         self._by_peer: dict[PeerId, _Connection] = {}
-        self._closing: set[PeerId] = set()
+        self._dials: dict[bytes, list[_Acquisition]] = {}
+        """Address to those that wait for the call of ``connect`` with it."""
+        self._closing = 0
         self._retries: list[tuple[float, PeerId]] = []
-        self._dialling = 0
         # Other threads read this without a lock.
         self._not_quiesced = 0
-        # Connections that were closed while some ``connect`` ran that may still run. It may return
-        # the id of one of them, which must not be used.
-        self._closed_meanwhile: set[PeerId] = set()
         self._resumed: deque[_Acquisition] = deque()
         self._is_advancing = False
 
     @property
     def closing(self) -> int:
         """Return how many connections are being closed."""
-        return len(self._closing)
+        return self._closing
 
     @property
     def not_quiesced(self) -> int:
@@ -127,7 +123,7 @@ class Connections:
     def is_open(self, peer: PeerId) -> bool:
         """Return whether a connection is open, and not being closed."""
         connection = self._by_peer.get(peer)
-        return connection is not None and connection.state is _State.OPEN
+        return connection is not None and not connection.is_closing
 
     def acquire(self, addresses: Mapping[int, bytes], engine: str, over: Acquired) -> None:
         """Connect to the ranks of an engine; connections that are open already are shared.
@@ -145,7 +141,7 @@ class Connections:
     def release(self, peer: PeerId) -> None:
         """End one use of a connection; when the last use ends, the connection is closed."""
         connection = self._by_peer.get(peer)
-        if connection is None or connection.state is not _State.OPEN:
+        if connection is None or connection.is_closing:
             return  # it was closed although it had users
         connection.users -= 1
         if not connection.users:
@@ -154,7 +150,7 @@ class Connections:
     def close(self, peer: PeerId) -> None:
         """Close a connection even if it has users; that ends its transfers."""
         connection = self._by_peer.get(peer)
-        if connection is not None and connection.state is _State.OPEN:
+        if connection is not None and not connection.is_closing:
             self._close(connection)
 
     def progress(self, now: float) -> None:
@@ -179,33 +175,18 @@ class Connections:
             self._is_advancing = False
 
     def _advance(self, one: _Acquisition) -> None:
-        """Connect an acquisition's ranks in turn, until it is over or has to wait."""
+        """Connect an acquisition's ranks in turn, until it is over or has to wait for a call."""
         while one.left and one.error is None:
             rank, address = one.left[0]
             connection = self._by_address.get(address)
             if connection is None:
                 self._dial(one, address)
                 return
-            if connection.state is not _State.OPEN:
-                self._wait(one, connection)
-                if one.error is None:
-                    return
-            else:
-                self._use(one, rank, connection)
+            self._use(one, rank, connection)
         self._end(one)
-
-    def _wait(self, one: _Acquisition, connection: _Connection) -> None:
-        """Have an acquisition wait for a connection, or fail if that could not be closed."""
-        if connection.tries:
-            one.error = ConnectError(f"the last connection to {one.engine} does not fall silent")
-        else:
-            connection.waiting.append(one)
 
     def _use(self, one: _Acquisition, rank: int, connection: _Connection) -> None:
         """Use an open connection for an acquisition's next rank; two ranks cannot share one."""
-        if connection.peer is None:
-            one.fail(ConnectError("it has no connection"))
-            return
         twin = next((r for r, peer in one.ids.items() if peer == connection.peer), None)
         if twin is not None:
             one.fail(ConnectError(f"it is the transport of rank {twin}"))
@@ -226,87 +207,75 @@ class Connections:
         one.over(one.ids if one.error is None else one.error)
 
     def _dial(self, one: _Acquisition, address: bytes) -> None:
-        made = _Connection(address=address, engine=one.engine, waiting=[one])
-        self._by_address[address] = made
-        self._dialling += 1
-        self._blocking_calls.run(
-            lambda: self._transport.connect(address), lambda outcome: self._dialled(made, outcome)
-        )
+        """Connect to an address, or wait for the call that does."""
+        # While a connection to the transport is being closed, the driver has the call wait.
+        waiting = self._dials.setdefault(address, [])
+        waiting.append(one)
+        if len(waiting) == 1:
+            self._blocking_calls.run(
+                lambda: self._transport.connect(address),
+                lambda outcome: self._dialled(address, one.engine, outcome),
+            )
 
-    def _dialled(self, made: _Connection, outcome: object) -> None:
-        self._dialling -= 1
-        waiting, made.waiting = made.waiting, []
-        del self._by_address[made.address]
+    def _dialled(self, address: bytes, engine: str, outcome: object) -> None:
+        waiting = self._dials.pop(address)
         try:
-            connection = self._opened(made, outcome)
+            self._opened(address, engine, outcome)
         except Exception as exc:  # noqa: BLE001  whatever it is, it fails all who wait
             for one in waiting:
                 one.fail(exc)
-        else:
-            if connection.state is _State.CLOSING:
-                for one in waiting:
-                    self._wait(one, connection)
-                waiting = [one for one in waiting if one.error is not None]
-        if not self._dialling:
-            self._closed_meanwhile.clear()
         self._go_on(waiting)
 
-    def _opened(self, made: _Connection, outcome: object) -> _Connection:
-        """Return the connection whose id ``connect`` has returned: ``made``, or one that exists."""
+    def _opened(self, address: bytes, engine: str, outcome: object) -> None:
+        """Record the connection whose id ``connect`` has returned, and that may exist already."""
         if isinstance(outcome, Exception):
             raise outcome
         if not isinstance(outcome, int):
             raise TypeError(f"the driver's connect returned {outcome!r:.200}, which is no id")
         peer = PeerId(outcome)
-        if peer in self._closed_meanwhile:
-            raise ConnectError("its connection was closed meanwhile")
         connection = self._by_peer.get(peer)
         if connection is None:
-            made.peer, made.state = peer, _State.OPEN
-            self._by_peer[peer] = self._by_address[made.address] = made
-            return made
-        if connection.state is _State.OPEN:
-            if self._by_address.get(connection.address) is connection:
-                del self._by_address[connection.address]
-            # Two addresses lead to one transport, and the driver uses the last it was given. An
-            # engine that publishes the other address dials again.
-            connection.address = made.address
-            self._by_address[made.address] = connection
-        return connection
+            connection = _Connection(peer=peer, address=address, engine=engine)
+            self._by_peer[peer] = connection
+        elif connection.tries:
+            raise ConnectError("the last connection to it does not fall silent")
+        elif connection.is_closing:
+            return  # ``disconnect`` came later: who waits dials again, and the driver waits for it
+        # Two addresses may lead to one transport, and the driver uses the last it was given. An
+        # engine that publishes the other address dials again.
+        self._forget_address(connection)
+        connection.address = address
+        self._by_address[address] = connection
+
+    def _forget_address(self, connection: _Connection) -> None:
+        if self._by_address.get(connection.address) is connection:
+            del self._by_address[connection.address]
 
     # Closing.
 
     def _close(self, connection: _Connection) -> None:
         peer = connection.peer
-        if peer is None:
-            return
-        connection.state = _State.CLOSING
-        self._closing.add(peer)
+        if not connection.is_closing:
+            connection.is_closing = True
+            self._closing += 1
+            self._forget_address(connection)
         self._transfers.begin_disconnect(peer)
         self._blocking_calls.run(
             lambda: self._transport.disconnect(peer),
-            lambda outcome: self._closed(connection, peer, outcome),
+            lambda outcome: self._closed(connection, outcome),
         )
 
-    def _closed(self, connection: _Connection, peer: PeerId, error: Exception | None) -> None:
+    def _closed(self, connection: _Connection, error: Exception | None) -> None:
         is_closed = error is None or isinstance(error, TransportUsageError)  # closed before
-        self._transfers.end_disconnect(peer, closed=is_closed)
-        waiting, connection.waiting = connection.waiting, []
+        self._transfers.end_disconnect(connection.peer, closed=is_closed)
         if error is None or is_closed:
-            del self._by_peer[peer]
-            self._closing.discard(peer)
+            del self._by_peer[connection.peer]
+            self._closing -= 1
             self._not_quiesced -= connection.tries > 0
-            if self._by_address.get(connection.address) is connection:
-                del self._by_address[connection.address]
-            if self._dialling:
-                self._closed_meanwhile.add(peer)
         else:
-            self._on_not_quiesced(connection, peer, error)
-            for one in waiting:
-                self._wait(one, connection)
-        self._go_on(waiting)
+            self._on_not_quiesced(connection, error)
 
-    def _on_not_quiesced(self, connection: _Connection, peer: PeerId, error: Exception) -> None:
+    def _on_not_quiesced(self, connection: _Connection, error: Exception) -> None:
         if not connection.tries:
             self._not_quiesced += 1
             ours = as_ours(error)
@@ -314,14 +283,14 @@ class Connections:
                 "connection %d, to %s, did not fall silent (stage disconnect, cause %s): %s; the "
                 "pages that it may still write are quarantined until it does: restart the engine "
                 "if that lasts",
-                peer,
+                connection.peer,
                 on_one_line(connection.engine),
                 cause_of(ours),
                 on_one_line(str(ours)),
             )
         connection.tries += 1
         due = self._clock() + min(2.0**connection.tries, LONGEST_SECONDS)
-        heapq.heappush(self._retries, (due, peer))
+        heapq.heappush(self._retries, (due, connection.peer))
 
 
 class BlockingCalls:
