@@ -1,4 +1,4 @@
-"""``Connections``: engines share connections, which are opened once and closed by the last user."""
+"""``Connections``: engines share them; they are opened once and closed by the last user."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvferry.core.endpoint import connections as module
-from kvferry.core.endpoint.connections import BlockingCalls, Connections
+from kvferry.core.endpoint import peers as module
+from kvferry.core.endpoint.peers import BlockingCalls, Connections
 from kvferry.core.errors import ConnectError, KVFerryError, TransportError, TransportUsageError
 from kvferry.core.transport import PeerId
 from tests.core.endpoint.engines import Clock
@@ -239,6 +239,20 @@ def test_4096_ranks_are_connected_without_threads() -> None:
     driver, acquired = Driver(), Acquired()
     make_connections(driver).acquire({rank: b"%d" % rank for rank in range(4096)}, "e", acquired)
     assert len(acquired.ids[0]) == 4096
+
+
+def test_a_connection_shows_its_state() -> None:
+    driver, calls, acquired = Driver(), ManualCalls(), Acquired()
+    connections = make_connections(driver, calls)
+    connections.acquire({0: A}, "prefill", acquired)
+    calls.run_next()
+    [connection] = connections._by_peer.values()
+    assert repr(connection) == "<connection 1 to prefill: open, 1 users>"
+    driver.error = TransportError("still copying")
+    connections.release(PeerId(1))
+    assert repr(connection) == "<connection 1 to prefill: closing, 0 users>"
+    calls.run_next()
+    assert repr(connection) == "<connection 1 to prefill: closing, 1 failures, 0 users>"
 
 
 # Concurrent acquisitions.
