@@ -26,7 +26,6 @@ from kvferry.core.endpoint.handshakes import (
 )
 from kvferry.core.endpoint.liveness import LivenessChecks
 from kvferry.core.endpoint.options import EndpointOptions
-from kvferry.core.endpoint.peer_key import PeerKey
 from kvferry.core.endpoint.relayed_replies import RelayedHandshakes, RelayedReplies
 from kvferry.core.endpoint.transfers import Transfers
 from kvferry.core.error_causes import RAISE_LIMITS, cause_of, on_one_line
@@ -39,7 +38,7 @@ from kvferry.core.errors import (
 )
 from kvferry.core.lifecycle.holds import Incarnation
 from kvferry.core.lifecycle.loads import RemoteRank
-from kvferry.core.lifecycle.ticket import Ticket, check_against, check_maker, page_limits
+from kvferry.core.lifecycle.ticket import PeerKey, Ticket, check_against, check_maker, page_limits
 from kvferry.core.memory import Region
 from kvferry.core.messages import RankPayload
 from kvferry.core.metrics import LOST_PEERS, MAX_NAME, PEERS_DOWN, PEERS_UP, Metrics, Stage

@@ -18,12 +18,12 @@ import zmq
 from kvferry.core.endpoint import EndpointOptions, peers
 from kvferry.core.endpoint.handshakes import HandshakeResult, memory_of
 from kvferry.core.endpoint.liveness import LivenessChecks
-from kvferry.core.endpoint.peer_key import PeerKey
 from kvferry.core.endpoint.peers import Peer, PeerMemoryBudget, PeerStatus, PeerUse, most_peers
 from kvferry.core.errors import ConnectError, HandshakeError, KVFerryError
 from kvferry.core.handshake.sockets import Context
 from kvferry.core.layout import Layout
 from kvferry.core.lifecycle.holds import Incarnation, RequestId
+from kvferry.core.lifecycle.ticket import PeerKey
 from kvferry.core.messages import Coordinates, RankPayload, decode_payload
 from kvferry.core.metrics import PEERS_DOWN, PEERS_UP
 from kvferry.core.planner.plan import make_plan
