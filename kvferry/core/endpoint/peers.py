@@ -246,6 +246,8 @@ class Peers:
         self._rank = 0
         self._by_name: dict[Name, Peer] = {}
         """In the order of ``Peer.last_used``: a tick looks at the first only."""
+        self._by_connection: dict[PeerId, dict[Peer, None]] = {}
+        """Connection to those in ``_by_name`` that use it, the first to be connected first."""
         self._liveness = LivenessChecks(options)
         self._memory = PeerMemoryBudget()
         self._relayed = RelayedReplies(options.handshake_timeout, clock)
@@ -363,6 +365,10 @@ class Peers:
         if self._by_name.get(name) is peer:
             del self._by_name[name]
             self._status.released(name)
+            for connection in peer.ids.values():
+                del self._by_connection[connection][peer]
+                if not self._by_connection[connection]:
+                    del self._by_connection[connection]
         if peer.stop_watching is not None:
             peer.stop_watching()
             peer.stop_watching = None
@@ -381,7 +387,7 @@ class Peers:
 
     def using(self, connection: PeerId) -> list[Peer]:
         """Return the peers that use a connection; several engines may share it."""
-        return [peer for peer in self._by_name.values() if connection in peer.ids.values()]
+        return list(self._by_connection.get(connection, ()))
 
     @property
     def awaited(self) -> list[Peer]:
@@ -515,6 +521,8 @@ class Peers:
         """Add a producer to those that can be used."""
         self._forget_earlier(peer.key.engine)
         self._by_name[peer.name] = peer
+        for connection in peer.ids.values():
+            self._by_connection.setdefault(connection, {})[peer] = None
         self._touch(peer)
         self._status.connected(peer.key.engine, peer.name)
         seconds = time.perf_counter() - peer.handshake.begun
