@@ -94,15 +94,13 @@ class Peer:
         handshake: what the producer has answered, and the plan.
         key: the producer, with the side-channel address that answered.
         waiting: those that wait until the producer is connected; empty after that.
-        ids: producer rank index to connection, where this rank reads or notifies; empty before the
-            producer is connected, and once it is given up.
-        links: ``ids`` before the peer was given up: reads may still be under way there.
+        links: producer rank index to connection, where this rank reads or notifies; empty before
+            the producer is connected. Once it is given up, reads may still be under way there.
         sources: producer rank index to that rank's part of ``plan``.
         page_limits: per cache group of the producer, the number that page ids must stay below.
         connected: ``False`` once the peer is given up.
         suspect: whether a read has failed: connect anew once no load is left; new loads wait for
             it.
-        memory: ``id(object)`` to estimated bytes of what is kept for the peer; peers may share it.
         path: the driver's name for what carries the bytes; ``None`` until ``Peers.path`` has asked.
         ticket_key: the public key for the proofs of the producer's tickets; empty if there is none.
         watch: number of the scheduler half's watch; ``None`` if this rank pings the producer.
@@ -119,10 +117,8 @@ class Peer:
     page_limits: tuple[int, ...] = field(init=False)
     ticket_key: bytes = field(init=False)
     watch: int | None = field(init=False)
-    memory: Mapping[int, int] = field(init=False)
     waiting: list[tuple[Ready, Failed]] = field(default_factory=list)
-    ids: dict[int, PeerId] = field(default_factory=dict)
-    links: Mapping[int, PeerId] = field(default_factory=dict)
+    links: dict[int, PeerId] = field(default_factory=dict)
     connected: bool = True
     suspect: bool = False
     path: str | None = None
@@ -133,7 +129,7 @@ class Peer:
     def __post_init__(self) -> None:
         result = self.handshake
         self.key = result.place or self.asked
-        self.payloads, self.plan, self.memory = result.payloads, result.plan, result.memory
+        self.payloads, self.plan = result.payloads, result.plan
         self.ticket_key, self.watch = result.ticket_key, result.watch
         self.sources = {source.remote: source for source in self.plan.sources}
         self.page_limits = page_limits(self.payloads)
@@ -148,6 +144,11 @@ class Peer:
             state = "suspect"
         uses = "".join(f", {n} {use.name.lower()}s" for use, n in self._uses.items() if n)
         return f"<peer {self.key.engine} {self.incarnation:x}: {state}{uses}, links {self.links}>"
+
+    @property
+    def ids(self) -> dict[int, PeerId]:
+        """Return the connections to use, by producer rank index; none once the peer is given up."""
+        return self.links if self.connected else {}
 
     def acquire(self, use: PeerUse) -> None:
         """Count one more use of the peer, which keeps it connected until ``Peers.release``."""
@@ -344,7 +345,7 @@ class Peers:
 
     def _forget_with_idle(self, peer: Peer) -> None:
         """Disconnect a suspect peer and the peers without loads that share its connections."""
-        for connection in list(peer.ids.values()):
+        for connection in peer.links.values():
             for other in self.using(connection):
                 if not other.loads:
                     self.forget(other)
@@ -361,22 +362,20 @@ class Peers:
 
     def forget(self, peer: Peer) -> None:
         """Give a peer up; end its connections that no other uses, and their transfers."""
-        name = peer.name
-        if self._by_name.get(name) is peer:
-            del self._by_name[name]
-            self._status.released(name)
-            for connection in peer.ids.values():
+        if not peer.connected:
+            return
+        if self._by_name.get(peer.name) is peer:
+            del self._by_name[peer.name]
+            self._status.released(peer.name)
+            for connection in peer.links.values():
                 del self._by_connection[connection][peer]
                 if not self._by_connection[connection]:
                     del self._by_connection[connection]
         if peer.stop_watching is not None:
             peer.stop_watching()
-            peer.stop_watching = None
-        memory, peer.memory = peer.memory, {}
-        self._memory.remove(memory)
+        self._memory.remove(peer.handshake.memory)
         peer.connected = False
-        ids, peer.ids = peer.ids, {}
-        for connection in ids.values():
+        for connection in peer.links.values():
             self._connections.release(connection)
 
     def lose(self, peer: Peer) -> None:
@@ -463,7 +462,7 @@ class Peers:
 
     def _make_room(self, wanted: Peer) -> ConnectError | None:
         """Give up idle peers, least recently used first, for a producer; count its memory."""
-        self._memory.add(wanted.memory)
+        self._memory.add(wanted.handshake.memory)
         for peer in list(self._by_name.values()):
             if self._has_room():
                 break
@@ -473,7 +472,7 @@ class Peers:
         if self._has_room():
             return None
         kept = self._memory.nbytes
-        self._memory.remove(wanted.memory)
+        self._memory.remove(wanted.handshake.memory)
         return ConnectError(
             f"there is no room for another engine: with it {len(self._by_name)} are in use and "
             f"{len(self._connecting)} are being connected, of {most_peers()} that may be, and "
@@ -489,7 +488,7 @@ class Peers:
         if isinstance(acquired, KVFerryError):
             self._on_outcome(peer, acquired)
             return
-        peer.ids, peer.links = acquired, dict(acquired)
+        peer.links = acquired
         # The peer is used only after its fingerprint was checked.
         if peer.ticket_key:
             self._fingerprints.check(peer, lambda error: self._on_fingerprint(peer, error))

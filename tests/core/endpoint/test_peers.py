@@ -52,8 +52,7 @@ def test_a_peer_shows_its_state() -> None:
     start = f"<peer prefill {ranks[0].incarnation:x}: "
     assert repr(peer) == start + "connecting, 1 wait, links {}>"
     peer.waiting.clear()
-    peer.ids = {0: PeerId(7)}
-    peer.links = dict(peer.ids)
+    peer.links = {0: PeerId(7)}
     peer.acquire(PeerUse.LOAD)
     assert repr(peer) == start + "connected, 1 loads, links {0: 7}>"
     peer.suspect = True
@@ -61,6 +60,7 @@ def test_a_peer_shows_its_state() -> None:
     peer.release(PeerUse.LOAD)
     peer.connected = False
     assert repr(peer) == start + "given up, links {0: 7}>"
+    assert not peer.ids
 
 
 class PeerStatusHarness:
