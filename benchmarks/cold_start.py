@@ -29,8 +29,8 @@ import zmq
 
 from kvferry.core.endpoint.liveness import LivenessChecks
 from kvferry.core.endpoint.options import DEFAULTS
-from kvferry.core.endpoint.peer_key import PeerKey
 from kvferry.core.lifecycle.holds import Incarnation
+from kvferry.core.lifecycle.ticket import PeerKey
 from kvferry.core.side_channel_messages import (
     NEWEST_PROTOCOL,
     OLDEST_PROTOCOL,

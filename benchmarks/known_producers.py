@@ -25,16 +25,15 @@ import rows
 from engines import Shape
 
 from kvferry.core.endpoint import Load
-from kvferry.core.endpoint.connections import BlockingCalls, Connections
 from kvferry.core.endpoint.consumer import TICK_SECONDS, LoadManager
 from kvferry.core.endpoint.error_containment import ErrorContainment
 from kvferry.core.endpoint.options import DEFAULTS
-from kvferry.core.endpoint.peer_key import PeerKey
+from kvferry.core.endpoint.peers import BlockingCalls, Connections
 from kvferry.core.endpoint.relayed_replies import EncodedReply, RelayedHandshakes
 from kvferry.core.endpoint.slot_reads import ScratchWords
 from kvferry.core.endpoint.transfers import Transfers
 from kvferry.core.lifecycle.holds import Hold, Incarnation, RequestId
-from kvferry.core.lifecycle.ticket import Ticket
+from kvferry.core.lifecycle.ticket import PeerKey, Ticket
 from kvferry.core.messages import decode_payload
 from kvferry.core.metrics import Metrics
 from kvferry.core.planner.build_copies import Pages

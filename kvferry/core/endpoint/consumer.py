@@ -9,12 +9,11 @@ from dataclasses import replace
 from functools import partial
 
 from kvferry.core.endpoint import log_messages
-from kvferry.core.endpoint.connections import Connections
 from kvferry.core.endpoint.error_containment import ErrorContainment, as_ours
 from kvferry.core.endpoint.lease_renewal import LeaseRenewal, PendingTickets
 from kvferry.core.endpoint.load import Load, LoadState, check_same_engine, early_unit
 from kvferry.core.endpoint.options import EndpointOptions
-from kvferry.core.endpoint.peers import Peer, Peers, PeerUse
+from kvferry.core.endpoint.peers import Connections, Peer, Peers, PeerUse
 from kvferry.core.endpoint.relayed_replies import RelayedHandshakes
 from kvferry.core.endpoint.slot_reads import (
     FingerprintReads,

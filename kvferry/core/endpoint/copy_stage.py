@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from kvferry.core.endpoint.connections import STUCK_SECONDS
 from kvferry.core.endpoint.load import Load
 from kvferry.core.endpoint.page_copies import PageCopies
+from kvferry.core.endpoint.peers import STUCK_SECONDS
 from kvferry.core.endpoint.producer import HoldServer
 from kvferry.core.error_causes import cause_of, on_one_line
 from kvferry.core.errors import CopyError, DeadlineError, KVFerryError

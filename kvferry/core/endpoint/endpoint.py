@@ -14,7 +14,6 @@ from collections.abc import Callable, Collection, Sequence
 from functools import partial
 
 from kvferry.core.endpoint import log_messages
-from kvferry.core.endpoint.connections import STUCK_SECONDS, BlockingCalls, Connections
 from kvferry.core.endpoint.consumer import LoadManager
 from kvferry.core.endpoint.copy_stage import CopyStage
 from kvferry.core.endpoint.device_sync import DeviceSync
@@ -22,6 +21,7 @@ from kvferry.core.endpoint.error_containment import ErrorContainment
 from kvferry.core.endpoint.load import Load
 from kvferry.core.endpoint.options import DEFAULTS, EndpointOptions, Identity, Results
 from kvferry.core.endpoint.page_copies import PageCopies
+from kvferry.core.endpoint.peers import STUCK_SECONDS, BlockingCalls, Connections
 from kvferry.core.endpoint.producer import HoldServer, SlotTable
 from kvferry.core.endpoint.relayed_replies import RelayedHandshakes
 from kvferry.core.endpoint.slot_reads import ScratchWords

@@ -25,7 +25,6 @@ from kvferry.core.endpoint.handshakes import (
 )
 from kvferry.core.endpoint.liveness import LivenessChecks
 from kvferry.core.endpoint.options import EndpointOptions
-from kvferry.core.endpoint.peer_key import PeerKey
 from kvferry.core.endpoint.peers import Name, most_peers
 from kvferry.core.endpoint.relayed_replies import EncodedReply, RelayedHandshakes
 from kvferry.core.error_causes import RAISE_LIMITS
@@ -34,7 +33,7 @@ from kvferry.core.handshake.client import receiving
 from kvferry.core.handshake.exchange import explained
 from kvferry.core.handshake.reply_limits import ReplyLimits
 from kvferry.core.lifecycle.holds import Incarnation
-from kvferry.core.lifecycle.ticket import Ticket
+from kvferry.core.lifecycle.ticket import PeerKey, Ticket
 from kvferry.core.security import proof
 from kvferry.core.security.proof import Proof, load_library
 from kvferry.core.side_channel_messages import MAX_PAYLOAD_BYTES, RandomBits, decode

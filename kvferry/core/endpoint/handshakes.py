@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from kvferry.core.endpoint.options import EndpointOptions
-from kvferry.core.endpoint.peer_key import PeerKey
 from kvferry.core.endpoint.relayed_replies import EncodedReply, RelayedReplies
 from kvferry.core.error_causes import RAISE_LIMITS
 from kvferry.core.errors import HandshakeError, KVFerryError, PlanError
@@ -22,6 +21,7 @@ from kvferry.core.handshake.compatibility import answer_info, differing_software
 from kvferry.core.handshake.dialer import Dialer
 from kvferry.core.handshake.exchange import explained
 from kvferry.core.handshake.reply_limits import ReplyLimits
+from kvferry.core.lifecycle.ticket import PeerKey
 from kvferry.core.messages import RankPayload
 from kvferry.core.planner.plan import Plan
 from kvferry.core.planner.plan_cache import PlanCache

@@ -23,12 +23,12 @@ from contextlib import suppress
 import zmq
 
 from kvferry.core.endpoint.options import EndpointOptions
-from kvferry.core.endpoint.peer_key import PeerKey
 from kvferry.core.errors import HandshakeError, KVFerryError, PeerLostError, WireError
 from kvferry.core.handshake.connection import AGAIN_SECONDS
 from kvferry.core.handshake.dialer import Dialer, answer, why_unreachable
 from kvferry.core.handshake.sockets import Socket, endpoint
 from kvferry.core.lifecycle.holds import Incarnation
+from kvferry.core.lifecycle.ticket import PeerKey
 from kvferry.core.side_channel_messages import MAX_PONG_BYTES, Ping, Pong, Refusal, Reply, encode
 
 logger = logging.getLogger(__name__)

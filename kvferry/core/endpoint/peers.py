@@ -1,19 +1,23 @@
-"""The producer engines of a rank (its peers): how they are connected, used and given up."""
+"""The producer engines of a rank (its peers): how they are connected, used and given up.
+
+Engines share connections (``Connections``); what each engine is to this rank is in one ``Peer``.
+"""
 
 from __future__ import annotations
 
 import enum
+import heapq
 import logging
 import resource
+import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
-from kvferry.core.endpoint.connections import Connections
-from kvferry.core.endpoint.error_containment import ErrorContainment
+from kvferry.core.endpoint.error_containment import ErrorContainment, as_ours
 from kvferry.core.endpoint.handshakes import (
     LONGEST_BACKOFF_SECONDS,
     HandshakeResult,
@@ -22,23 +26,24 @@ from kvferry.core.endpoint.handshakes import (
 )
 from kvferry.core.endpoint.liveness import LivenessChecks
 from kvferry.core.endpoint.options import EndpointOptions
-from kvferry.core.endpoint.peer_key import PeerKey
 from kvferry.core.endpoint.relayed_replies import RelayedHandshakes, RelayedReplies
-from kvferry.core.error_causes import RAISE_LIMITS
+from kvferry.core.endpoint.transfers import Transfers
+from kvferry.core.error_causes import RAISE_LIMITS, cause_of, on_one_line
 from kvferry.core.errors import (
     ConnectError,
     KVFerryError,
     PeerLostError,
     TicketError,
+    TransportUsageError,
 )
 from kvferry.core.lifecycle.holds import Incarnation
 from kvferry.core.lifecycle.loads import RemoteRank
-from kvferry.core.lifecycle.ticket import Ticket, check_against, check_maker, page_limits
+from kvferry.core.lifecycle.ticket import PeerKey, Ticket, check_against, check_maker, page_limits
 from kvferry.core.memory import Region
 from kvferry.core.messages import RankPayload
 from kvferry.core.metrics import LOST_PEERS, MAX_NAME, PEERS_DOWN, PEERS_UP, Metrics, Stage
 from kvferry.core.planner.plan import Plan, Source
-from kvferry.core.transport import PeerId, Transport
+from kvferry.core.transport import EnterThread, PeerId, Transport, enter_nothing
 
 if TYPE_CHECKING:
     from kvferry.core.endpoint.slot_reads import FingerprintReads
@@ -60,10 +65,15 @@ RELAYED_TTL_SECONDS = 5.0
 """How much longer than ``engine_ttl`` a rank keeps an idle peer that a scheduler half watches."""
 MAX_DOWN = 1 << 12
 """The most engines counted as down; there is a limit because clients choose what tickets name."""
+LONGEST_SECONDS = 60.0
+"""The longest pause between two tries to close a connection that the driver could not close."""
+STUCK_SECONDS = 30.0
+"""How long a driver's call may take before it is a health problem; drivers promise less."""
 
 # Without the key, the first process that claims an engine's id would be taken for that engine.
 Name = tuple[str, int, bytes]
 """Engine id, incarnation and ticket key of a producer."""
+T = TypeVar("T")
 
 
 class PeerUse(enum.Enum):
@@ -77,45 +87,68 @@ class PeerUse(enum.Enum):
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Peer:
-    """A producer engine that is connected, or was until it was given up.
+    """A producer engine that is being connected, is connected, or was until it was given up.
 
     Attributes:
+        asked: the producer as the ticket named it; failures are counted for it.
+        handshake: what the producer has answered, and the plan.
         key: the producer, with the side-channel address that answered.
-        ids: producer rank index to connection, where this rank reads or notifies; empty once given
-            up.
-        links: ``ids`` before the peer was given up: reads may still be under way there.
+        waiting: those that wait until the producer is connected; empty after that.
+        links: producer rank index to connection, where this rank reads or notifies; empty before
+            the producer is connected. Once it is given up, reads may still be under way there.
         sources: producer rank index to that rank's part of ``plan``.
         page_limits: per cache group of the producer, the number that page ids must stay below.
+        connected: ``False`` once the peer is given up.
         suspect: whether a read has failed: connect anew once no load is left; new loads wait for
             it.
-        memory: ``id(object)`` to estimated bytes of what is kept for the peer; peers may share it.
         path: the driver's name for what carries the bytes; ``None`` until ``Peers.path`` has asked.
         ticket_key: the public key for the proofs of the producer's tickets; empty if there is none.
         watch: number of the scheduler half's watch; ``None`` if this rank pings the producer.
+        stop_watching: ends this rank's liveness check; ``None`` if it makes none.
     """
 
-    key: PeerKey
-    payloads: tuple[RankPayload, ...]
-    plan: Plan
-    ids: dict[int, PeerId]
-    links: Mapping[int, PeerId] = field(init=False)
+    asked: PeerKey
+    handshake: HandshakeResult
+    last_used: float
+    key: PeerKey = field(init=False)
+    payloads: tuple[RankPayload, ...] = field(init=False)
+    plan: Plan = field(init=False)
     sources: dict[int, Source] = field(init=False)
     page_limits: tuple[int, ...] = field(init=False)
-    last_used: float = 0.0
+    ticket_key: bytes = field(init=False)
+    watch: int | None = field(init=False)
+    waiting: list[tuple[Ready, Failed]] = field(default_factory=list)
+    links: dict[int, PeerId] = field(default_factory=dict)
     connected: bool = True
     suspect: bool = False
-    numeric: str = ""
-    memory: Mapping[int, int] = field(default_factory=dict)
     path: str | None = None
     throughput: dict[int, Throughput | None] = field(default_factory=dict)
-    ticket_key: bytes = b""
-    watch: int | None = None
+    stop_watching: Callable[[], None] | None = None
     _uses: Counter[PeerUse] = field(default_factory=Counter, init=False)
 
     def __post_init__(self) -> None:
-        self.links = dict(self.ids)
+        result = self.handshake
+        self.key = result.place or self.asked
+        self.payloads, self.plan = result.payloads, result.plan
+        self.ticket_key, self.watch = result.ticket_key, result.watch
         self.sources = {source.remote: source for source in self.plan.sources}
         self.page_limits = page_limits(self.payloads)
+
+    def __repr__(self) -> str:
+        state = "connected"
+        if not self.connected:
+            state = "given up"
+        elif self.waiting:
+            state = f"connecting, {len(self.waiting)} wait"
+        elif self.suspect:
+            state = "suspect"
+        uses = "".join(f", {n} {use.name.lower()}s" for use, n in self._uses.items() if n)
+        return f"<peer {self.key.engine} {self.incarnation:x}: {state}{uses}, links {self.links}>"
+
+    @property
+    def ids(self) -> dict[int, PeerId]:
+        """Return the connections to use, by producer rank index; none once the peer is given up."""
+        return self.links if self.connected else {}
 
     def acquire(self, use: PeerUse) -> None:
         """Count one more use of the peer, which keeps it connected until ``Peers.release``."""
@@ -214,8 +247,9 @@ class Peers:
         self._rank = 0
         self._by_name: dict[Name, Peer] = {}
         """In the order of ``Peer.last_used``: a tick looks at the first only."""
+        self._by_connection: dict[PeerId, dict[Peer, None]] = {}
+        """Connection to those in ``_by_name`` that use it, the first to be connected first."""
         self._liveness = LivenessChecks(options)
-        self._stop_watching: dict[Peer, Callable[[], None]] = {}
         self._memory = PeerMemoryBudget()
         self._relayed = RelayedReplies(options.handshake_timeout, clock)
         self._handshake_worker = HandshakeWorker(options, self._relayed)
@@ -223,7 +257,7 @@ class Peers:
             self._handshake_worker.perform, post, clock, self._handshake_worker.used
         )
         self._connections = connections
-        self._connecting: dict[Name, list[tuple[Ready, Failed]]] = {}
+        self._connecting: dict[Name, Peer] = {}
         self._deferred: dict[Peer, list[Callable[[], None]]] = {}
         """Calls of ``reach`` that wait until a suspect peer has no loads."""
 
@@ -275,9 +309,9 @@ class Peers:
         elif peer is not None:
             self._touch(peer)
             self._call_ready(peer, ready, failed)
-        elif (waiting := self._connecting.get(name)) is not None:
+        elif (peer := self._connecting.get(name)) is not None:
             # A relayed reply was taken by the handshake before: another one would ask the producer.
-            waiting.append((ready, failed))
+            peer.waiting.append((ready, failed))
         else:
             key = PeerKey.of(ticket)
             # A new engine, a restarted one, or an old ticket: only a handshake can tell.
@@ -300,6 +334,7 @@ class Peers:
         except TicketError as error:
             failed(error)
         except Exception as exc:  # noqa: BLE001  it fails this ticket, and no other
+            self._handshakes.failed(key)
             failed(self._containment.caught("a handshake that is over", exc))
 
     def _call_ready(self, peer: Peer, ready: Ready, failed: Failed) -> None:
@@ -310,7 +345,7 @@ class Peers:
 
     def _forget_with_idle(self, peer: Peer) -> None:
         """Disconnect a suspect peer and the peers without loads that share its connections."""
-        for connection in list(peer.ids.values()):
+        for connection in peer.links.values():
             for other in self.using(connection):
                 if not other.loads:
                     self.forget(other)
@@ -327,17 +362,20 @@ class Peers:
 
     def forget(self, peer: Peer) -> None:
         """Give a peer up; end its connections that no other uses, and their transfers."""
-        name = peer.name
-        if self._by_name.get(name) is peer:
-            del self._by_name[name]
-            self._status.released(name)
-        if (stop := self._stop_watching.pop(peer, None)) is not None:
-            stop()
-        memory, peer.memory = peer.memory, {}
-        self._memory.remove(memory)
+        if not peer.connected:
+            return
+        if self._by_name.get(peer.name) is peer:
+            del self._by_name[peer.name]
+            self._status.released(peer.name)
+            for connection in peer.links.values():
+                del self._by_connection[connection][peer]
+                if not self._by_connection[connection]:
+                    del self._by_connection[connection]
+        if peer.stop_watching is not None:
+            peer.stop_watching()
+        self._memory.remove(peer.handshake.memory)
         peer.connected = False
-        ids, peer.ids = peer.ids, {}
-        for connection in ids.values():
+        for connection in peer.links.values():
             self._connections.release(connection)
 
     def lose(self, peer: Peer) -> None:
@@ -348,7 +386,7 @@ class Peers:
 
     def using(self, connection: PeerId) -> list[Peer]:
         """Return the peers that use a connection; several engines may share it."""
-        return [peer for peer in self._by_name.values() if connection in peer.ids.values()]
+        return list(self._by_connection.get(connection, ()))
 
     @property
     def awaited(self) -> list[Peer]:
@@ -398,29 +436,33 @@ class Peers:
         if isinstance(result, KVFerryError):
             self._status.lost(key.engine)
             failed(result)
-        elif (peer := self._by_name.get(_name(key, result))) is not None:
+            return
+        name = key.engine, result.payloads[0].incarnation, result.ticket_key
+        if (peer := self._by_name.get(name)) is not None:
             self._call_ready(peer, ready, failed)
+        elif (peer := self._connecting.get(name)) is not None:
+            peer.waiting.append((ready, failed))
         else:
-            self._connect(key, result, ready, failed)
+            peer = Peer(asked=key, handshake=result, last_used=self._clock())
+            self._connect(peer, ready, failed)
 
-    def _connect(self, key: PeerKey, result: HandshakeResult, ready: Ready, failed: Failed) -> None:
-        """Connect to a producer, or wait for what another ticket has asked for."""
-        ranks = {source.remote for source in result.plan.sources} | set(result.plan.notified_ranks)
-        addresses = {rank: result.payloads[rank].address for rank in ranks}
-        waiting = self._connecting.setdefault(_name(key, result), [])
-        waiting.append((ready, failed))
-        if len(waiting) == 1:
-            if (error := self._make_room(result)) is not None:
-                del self._connecting[_name(key, result)]
-                failed(error)
-                return
-            self._connections.acquire(
-                addresses, key.engine, lambda made: self._on_acquired(key, result, made)
-            )
+    def _connect(self, peer: Peer, ready: Ready, failed: Failed) -> None:
+        """Connect to a producer; others that want it meanwhile are added to ``Peer.waiting``."""
+        ranks = peer.sources.keys() | set(peer.plan.notified_ranks)
+        addresses = {rank: peer.payloads[rank].address for rank in ranks}
+        self._connecting[peer.name] = peer
+        if (error := self._make_room(peer)) is not None:
+            del self._connecting[peer.name]
+            failed(error)
+            return
+        peer.waiting.append((ready, failed))
+        self._connections.acquire(
+            addresses, peer.key.engine, lambda made: self._on_acquired(peer, made)
+        )
 
-    def _make_room(self, result: HandshakeResult) -> ConnectError | None:
+    def _make_room(self, wanted: Peer) -> ConnectError | None:
         """Give up idle peers, least recently used first, for a producer; count its memory."""
-        self._memory.add(result.memory)
+        self._memory.add(wanted.handshake.memory)
         for peer in list(self._by_name.values()):
             if self._has_room():
                 break
@@ -430,7 +472,7 @@ class Peers:
         if self._has_room():
             return None
         kept = self._memory.nbytes
-        self._memory.remove(result.memory)
+        self._memory.remove(wanted.handshake.memory)
         return ConnectError(
             f"there is no room for another engine: with it {len(self._by_name)} are in use and "
             f"{len(self._connecting)} are being connected, of {most_peers()} that may be, and "
@@ -442,84 +484,49 @@ class Peers:
         count = len(self._by_name) + len(self._connecting)
         return count <= most_peers() and self._memory.nbytes <= MAX_KEPT_BYTES
 
-    def _on_acquired(
-        self, key: PeerKey, result: HandshakeResult, acquired: dict[int, PeerId] | KVFerryError
-    ) -> None:
+    def _on_acquired(self, peer: Peer, acquired: dict[int, PeerId] | KVFerryError) -> None:
         if isinstance(acquired, KVFerryError):
-            self._memory.remove(result.memory)
-            self._on_outcome(key, result, acquired)
+            self._on_outcome(peer, acquired)
             return
-        peer = self._make_peer(key, result, acquired)
+        peer.links = acquired
         # The peer is used only after its fingerprint was checked.
-        if isinstance(peer, Peer) and peer.ticket_key:
-            self._fingerprints.check(
-                peer, lambda error: self._on_fingerprint(key, result, peer, error)
-            )
+        if peer.ticket_key:
+            self._fingerprints.check(peer, lambda error: self._on_fingerprint(peer, error))
         else:
-            self._on_outcome(key, result, peer)
+            self._on_outcome(peer, None)
 
-    def _on_fingerprint(
-        self, key: PeerKey, result: HandshakeResult, peer: Peer, error: KVFerryError | None
-    ) -> None:
+    def _on_fingerprint(self, peer: Peer, error: KVFerryError | None) -> None:
         if error is None and not all(map(self._connections.is_open, peer.ids.values())):
-            error = ConnectError(f"a connection to engine {key.engine} was lost meanwhile")
-        if error is not None:
-            self.forget(peer)
-        self._on_outcome(key, result, error or peer)
+            error = ConnectError(f"a connection to engine {peer.key.engine} was lost meanwhile")
+        self._on_outcome(peer, error)
 
-    def _on_outcome(
-        self, key: PeerKey, result: HandshakeResult, outcome: Peer | KVFerryError
-    ) -> None:
+    def _on_outcome(self, peer: Peer, error: KVFerryError | None) -> None:
         """Call ``ready`` or ``failed`` for every ``reach`` that waits for a producer."""
-        waiting = self._connecting.pop(_name(key, result))
-        if isinstance(outcome, Peer):
-            outcome = self._admit(key, result, outcome)
-        if isinstance(outcome, KVFerryError):
-            self._handshakes.failed(key)
-            self._status.lost(key.engine)
-            for _, failed in waiting:
-                failed(outcome)
-            return
-        self._handshakes.succeeded(key)
-        for ready, failed in waiting:
-            self._call_ready(outcome, ready, failed)
-
-    def _make_peer(
-        self, key: PeerKey, result: HandshakeResult, ids: dict[int, PeerId]
-    ) -> Peer | KVFerryError:
-        """Return a producer's ``Peer``; with an error, its connections and memory are freed."""
-        try:
-            return Peer(
-                key=result.place or key,
-                payloads=result.payloads,
-                plan=result.plan,
-                ids=ids,
-                last_used=self._clock(),
-                ticket_key=result.ticket_key,
-                numeric=result.numeric,
-                memory=result.memory,
-                watch=result.watch,
-            )
-        except Exception as exc:  # noqa: BLE001  what this peer published fails only it
-            self._memory.remove(result.memory)
-            for connection in ids.values():
-                self._connections.release(connection)
-            return self._containment.caught("a producer that is connected", exc)
-
-    def _admit(self, key: PeerKey, result: HandshakeResult, peer: Peer) -> Peer | KVFerryError:
-        """Add a producer to those that can be used, and watch it; give it up if that fails."""
-        name = _name(key, result)
-        if (error := self._watch(peer)) is not None:
+        del self._connecting[peer.name]
+        waiting, peer.waiting = peer.waiting, []
+        if (error := error or self._watch(peer)) is not None:
             self.forget(peer)
-            return error
-        self._forget_earlier(key.engine)
-        self._by_name[name] = peer
+            self._handshakes.failed(peer.asked)
+            self._status.lost(peer.key.engine)
+            for _, failed in waiting:
+                failed(error)
+            return
+        self._admit(peer)
+        self._handshakes.succeeded(peer.asked)
+        for ready, failed in waiting:
+            self._call_ready(peer, ready, failed)
+
+    def _admit(self, peer: Peer) -> None:
+        """Add a producer to those that can be used."""
+        self._forget_earlier(peer.key.engine)
+        self._by_name[peer.name] = peer
+        for connection in peer.ids.values():
+            self._by_connection.setdefault(connection, {})[peer] = None
         self._touch(peer)
-        self._status.connected(key.engine, name)
-        seconds = time.perf_counter() - result.begun
-        self._metrics.count_stage(Stage.HANDSHAKE, seconds, key.engine)
-        self._warn(name, result)
-        return peer
+        self._status.connected(peer.key.engine, peer.name)
+        seconds = time.perf_counter() - peer.handshake.begun
+        self._metrics.count_stage(Stage.HANDSHAKE, seconds, peer.key.engine)
+        self._warn(peer)
 
     def _watch(self, peer: Peer) -> KVFerryError | None:
         """Begin a peer's liveness check, if one is wanted and nobody else makes it."""
@@ -535,22 +542,23 @@ class Peers:
                 self._post(lambda: self._lost(peer, error) if peer.connected else None)
 
         try:
-            self._stop_watching[peer] = self._liveness.start(
-                peer.key, peer.numeric, Incarnation(peer.incarnation), lost=lost
+            peer.stop_watching = self._liveness.start(
+                peer.key, peer.handshake.numeric, Incarnation(peer.incarnation), lost=lost
             )
         except (OSError, RuntimeError) as exc:  # no file descriptor or no thread is left
             return ConnectError(f"cannot watch engine {peer.key.engine}: {exc}; {RAISE_LIMITS}")
         return None
 
-    def _warn(self, name: Name, result: HandshakeResult) -> None:
+    def _warn(self, peer: Peer) -> None:
         """Log the differences that the operator allows, once per incarnation, on rank 0 only."""
-        if result.overridden and self._rank == 0 and name not in self._warned:
-            self._warned.add(name)
+        overridden = peer.handshake.overridden
+        if overridden and self._rank == 0 and peer.name not in self._warned:
+            self._warned.add(peer.name)
             logger.warning(
                 "reading from engine %s although it differs in %s: enforce_handshake_compat is "
                 "false, and if the pages do not mean the same, answers will be wrong",
-                name[0],
-                "; ".join(result.overridden),
+                peer.key.engine,
+                "; ".join(overridden),
             )
 
     def _forget_earlier(self, engine: str) -> None:
@@ -560,8 +568,360 @@ class Peers:
                 self.forget(peer)
 
 
-def _name(key: PeerKey, result: HandshakeResult) -> Name:
-    return key.engine, result.payloads[0].incarnation, result.ticket_key
+Acquired = Callable[[dict[int, PeerId] | KVFerryError], None]
+"""Called with (producer rank index to connection) for all ranks, or with the error of any."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Acquisition:
+    """A call of ``acquire`` that is not over; the first in ``left`` is the rank being connected."""
+
+    engine: str
+    left: deque[tuple[int, bytes]]
+    over: Acquired
+    ids: dict[int, PeerId] = field(default_factory=dict)
+    error: KVFerryError | None = None
+
+    def fail(self, error: Exception) -> None:
+        rank, _ = self.left[0]
+        self.error = ConnectError(f"cannot connect to rank {rank} of engine {self.engine}: {error}")
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Connection:
+    """A connection; ``engine`` is for log lines, ``tries`` counts failures of ``disconnect``."""
+
+    peer: PeerId
+    address: bytes
+    engine: str
+    users: int = 0
+    is_closing: bool = False
+    """From the first call of ``disconnect`` until one has succeeded."""
+    tries: int = 0
+
+    def __repr__(self) -> str:
+        state = "open"
+        if self.is_closing:
+            state = f"closing, {self.tries} failures" if self.tries else "closing"
+        return f"<connection {self.peer} to {self.engine}: {state}, {self.users} users>"
+
+
+class Connections:
+    """Open, share and close the connections of one endpoint.
+
+    Used by the endpoint's thread only, except for ``not_quiesced`` and ``problems``.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        transfers: Transfers,
+        blocking_calls: BlockingCalls,
+        clock: Callable[[], float],
+    ) -> None:
+        self._transport = transport
+        self._transfers = transfers
+        self._blocking_calls = blocking_calls
+        self._clock = clock
+        self._by_address: dict[bytes, _Connection] = {}
+        """Those that are open."""
+        # ``connect`` returns the same id for a remote transport, even if several engines publish
+        # its address: so users are counted, and the last one's release closes the connection.
+        self._by_peer: dict[PeerId, _Connection] = {}
+        self._dials: dict[bytes, list[_Acquisition]] = {}
+        """Address to those that wait for the call of ``connect`` with it."""
+        self._closing = 0
+        self._retries: list[tuple[float, PeerId]] = []
+        # Other threads read this without a lock.
+        self._not_quiesced = 0
+        self._resumed: deque[_Acquisition] = deque()
+        self._is_advancing = False
+
+    @property
+    def closing(self) -> int:
+        """Return how many connections are being closed."""
+        return self._closing
+
+    @property
+    def not_quiesced(self) -> int:
+        """Return how many connections failed to close: reads may still write. Thread-safe."""
+        return self._not_quiesced
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """Return a text for a health check if ``not_quiesced`` is not 0. Thread-safe."""
+        if not (count := self._not_quiesced):
+            return ()
+        return (
+            f"{count} connections did not fall silent when they were closed; the pages that they "
+            "may still write are quarantined until they do: restart the engine if that lasts",
+        )
+
+    def has_not_quiesced(self, peer: PeerId) -> bool:
+        """Return whether a connection failed to close, so that reads over it may still write."""
+        connection = self._by_peer.get(peer)
+        return connection is not None and connection.tries > 0
+
+    def is_open(self, peer: PeerId) -> bool:
+        """Return whether a connection is open, and not being closed."""
+        connection = self._by_peer.get(peer)
+        return connection is not None and not connection.is_closing
+
+    def acquire(self, addresses: Mapping[int, bytes], engine: str, over: Acquired) -> None:
+        """Connect to the ranks of an engine; connections that are open already are shared.
+
+        Args:
+            addresses: rank index to transport address, for each rank to connect to.
+            engine: id of the engine, for errors and log lines.
+            over: called once, with rank index to connection, each to be released once, or an error.
+        """
+        # One rank after the other, so that an address to which ``connect`` hangs delays only the
+        # engines that publish it.
+        left = deque(sorted(addresses.items()))
+        self._go_on([_Acquisition(engine=engine, left=left, over=over)])
+
+    def release(self, peer: PeerId) -> None:
+        """End one use of a connection; when the last use ends, the connection is closed."""
+        connection = self._by_peer.get(peer)
+        if connection is None or connection.is_closing:
+            return  # it was closed although it had users
+        connection.users -= 1
+        if not connection.users:
+            self._close(connection)
+
+    def close(self, peer: PeerId) -> None:
+        """Close a connection even if it has users; that ends its transfers."""
+        connection = self._by_peer.get(peer)
+        if connection is not None and not connection.is_closing:
+            self._close(connection)
+
+    def progress(self, now: float) -> None:
+        """Try again to close connections, where a try is due."""
+        while self._retries and self._retries[0][0] <= now:
+            _, peer = heapq.heappop(self._retries)
+            self._close(self._by_peer[peer])
+
+    # Opening.
+
+    def _go_on(self, acquisitions: Iterable[_Acquisition]) -> None:
+        # A callback may call this again; a recursion would be too deep for an engine of a thousand
+        # ranks.
+        self._resumed.extend(acquisitions)
+        if self._is_advancing:
+            return
+        self._is_advancing = True
+        try:
+            while self._resumed:
+                self._advance(self._resumed.popleft())
+        finally:
+            self._is_advancing = False
+
+    def _advance(self, one: _Acquisition) -> None:
+        """Connect an acquisition's ranks in turn, until it is over or has to wait for a call."""
+        while one.left and one.error is None:
+            rank, address = one.left[0]
+            connection = self._by_address.get(address)
+            if connection is None:
+                self._dial(one, address)
+                return
+            self._use(one, rank, connection)
+        self._end(one)
+
+    def _use(self, one: _Acquisition, rank: int, connection: _Connection) -> None:
+        """Use an open connection for an acquisition's next rank; two ranks cannot share one."""
+        twin = next((r for r, peer in one.ids.items() if peer == connection.peer), None)
+        if twin is not None:
+            one.fail(ConnectError(f"it is the transport of rank {twin}"))
+            return
+        one.left.popleft()
+        one.ids[rank] = connection.peer
+        connection.users += 1
+
+    def _end(self, one: _Acquisition) -> None:
+        """Report an acquisition, failed if one of its connections was closed meanwhile."""
+        if one.error is None and not all(map(self.is_open, one.ids.values())):
+            one.error = ConnectError(
+                f"a connection to engine {one.engine} was lost while the next was made"
+            )
+        if one.error is not None:
+            for peer in one.ids.values():
+                self.release(peer)
+        one.over(one.ids if one.error is None else one.error)
+
+    def _dial(self, one: _Acquisition, address: bytes) -> None:
+        """Connect to an address, or wait for the call that does."""
+        # While a connection to the transport is being closed, the driver has the call wait.
+        waiting = self._dials.setdefault(address, [])
+        waiting.append(one)
+        if len(waiting) == 1:
+            self._blocking_calls.run(
+                lambda: self._transport.connect(address),
+                lambda outcome: self._dialled(address, one.engine, outcome),
+            )
+
+    def _dialled(self, address: bytes, engine: str, outcome: object) -> None:
+        waiting = self._dials.pop(address)
+        try:
+            self._opened(address, engine, outcome)
+        except Exception as exc:  # noqa: BLE001  whatever it is, it fails all who wait
+            for one in waiting:
+                one.fail(exc)
+        self._go_on(waiting)
+
+    def _opened(self, address: bytes, engine: str, outcome: object) -> None:
+        """Record the connection whose id ``connect`` has returned, and that may exist already."""
+        if isinstance(outcome, Exception):
+            raise outcome
+        if not isinstance(outcome, int):
+            raise TypeError(f"the driver's connect returned {outcome!r:.200}, which is no id")
+        peer = PeerId(outcome)
+        connection = self._by_peer.get(peer)
+        if connection is None:
+            connection = _Connection(peer=peer, address=address, engine=engine)
+            self._by_peer[peer] = connection
+        elif connection.tries:
+            raise ConnectError("the last connection to it does not fall silent")
+        elif connection.is_closing:
+            return  # ``disconnect`` came later: who waits dials again, and the driver waits for it
+        # Two addresses may lead to one transport, and the driver uses the last it was given. An
+        # engine that publishes the other address dials again.
+        self._forget_address(connection)
+        connection.address = address
+        self._by_address[address] = connection
+
+    def _forget_address(self, connection: _Connection) -> None:
+        if self._by_address.get(connection.address) is connection:
+            del self._by_address[connection.address]
+
+    # Closing.
+
+    def _close(self, connection: _Connection) -> None:
+        peer = connection.peer
+        if not connection.is_closing:
+            connection.is_closing = True
+            self._closing += 1
+            self._forget_address(connection)
+        self._transfers.begin_disconnect(peer)
+        self._blocking_calls.run(
+            lambda: self._transport.disconnect(peer),
+            lambda outcome: self._closed(connection, outcome),
+        )
+
+    def _closed(self, connection: _Connection, error: Exception | None) -> None:
+        is_closed = error is None or isinstance(error, TransportUsageError)  # closed before
+        self._transfers.end_disconnect(connection.peer, closed=is_closed)
+        if error is None or is_closed:
+            del self._by_peer[connection.peer]
+            self._closing -= 1
+            self._not_quiesced -= connection.tries > 0
+        else:
+            self._on_not_quiesced(connection, error)
+
+    def _on_not_quiesced(self, connection: _Connection, error: Exception) -> None:
+        if not connection.tries:
+            self._not_quiesced += 1
+            ours = as_ours(error)
+            logger.error(
+                "connection %d, to %s, did not fall silent (stage disconnect, cause %s): %s; the "
+                "pages that it may still write are quarantined until it does: restart the engine "
+                "if that lasts",
+                connection.peer,
+                on_one_line(connection.engine),
+                cause_of(ours),
+                on_one_line(str(ours)),
+            )
+        connection.tries += 1
+        due = self._clock() + min(2.0**connection.tries, LONGEST_SECONDS)
+        heapq.heappush(self._retries, (due, connection.peer))
+
+
+class BlockingCalls:
+    """Make calls of a driver that may take seconds, on a thread each if ``threads`` is set.
+
+    Used by the endpoint's thread only, except for ``stuck``, ``problems`` and ``wait``.
+    """
+
+    def __init__(
+        self,
+        *,
+        threads: bool,
+        post: Callable[[Callable[[], None]], None],
+        clock: Callable[[], float],
+        enter: EnterThread = enter_nothing,
+    ) -> None:
+        self._threads = threads
+        self._enter = enter
+        self._post = post
+        self._clock = clock
+        self._running: dict[threading.Thread, float] = {}
+        """Thread to when its call began. Replaced, never changed: others read it without a lock."""
+
+    @property
+    def stuck(self) -> int:
+        """Return the number of calls that have run longer than ``STUCK_SECONDS``. Thread-safe."""
+        now = self._clock()
+        return sum(now - begun > STUCK_SECONDS for begun in self._running.values())
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """Return a text for a health check if calls are stuck. Thread-safe."""
+        if not (count := self.stuck):
+            return ()
+        return (
+            f"{count} calls of the driver, to connect to a peer or to disconnect from one, have "
+            f"not returned for {STUCK_SECONDS:.0f} s: restart the engine if that lasts",
+        )
+
+    def run(self, call: Callable[[], T], over: Callable[[T | Exception], None]) -> None:
+        """Make a call, and pass what it returned or raised to ``over`` on the endpoint's thread.
+
+        Without threads, or if none can be started, that happens before ``run`` returns.
+        """
+        if not self._threads:
+            over(_outcome(call))
+            return
+        # Daemons: a call that never returns must not keep the process from ending.
+        thread = threading.Thread(
+            target=lambda: self._run(thread, call, over), name="kvferry-driver-call", daemon=True
+        )
+        self._running = {**self._running, thread: self._clock()}
+        try:
+            thread.start()
+        except RuntimeError:  # no thread can be started: make the call here, late
+            self._remove(thread)
+            over(_outcome(call))
+
+    def wait(self, until: float) -> bool:
+        """Wait for the calls under way until a time on the clock; return whether all ended."""
+        running = list(self._running)
+        for thread in running:
+            thread.join(max(0.0, until - self._clock()))
+        return not any(thread.is_alive() for thread in running)
+
+    def _run(
+        self, thread: threading.Thread, call: Callable[[], T], over: Callable[[T | Exception], None]
+    ) -> None:
+        def entered() -> T:
+            self._enter()
+            return call()
+
+        outcome = _outcome(entered)
+
+        def back() -> None:
+            self._remove(thread)
+            over(outcome)
+
+        self._post(back)
+
+    def _remove(self, thread: threading.Thread) -> None:
+        self._running = {each: begun for each, begun in self._running.items() if each != thread}
+
+
+def _outcome(call: Callable[[], T]) -> T | Exception:
+    try:
+        return call()
+    except Exception as exc:  # noqa: BLE001  whatever a driver raises concerns only this call
+        return exc
 
 
 class PeerStatus:

@@ -6,8 +6,8 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from kvferry.core.endpoint.peer_key import PeerKey
 from kvferry.core.errors import KVFerryError
+from kvferry.core.lifecycle.ticket import PeerKey
 
 MAX_STORED_BYTES = 1 << 24
 """The most bytes of relayed replies that a rank keeps for its handshakes, the newest."""

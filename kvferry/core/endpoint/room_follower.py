@@ -24,7 +24,6 @@ from msgspec import UNSET
 
 from kvferry.core.endpoint.handshakes import dialer, forget_frames
 from kvferry.core.endpoint.options import EndpointOptions
-from kvferry.core.endpoint.peer_key import PeerKey
 from kvferry.core.endpoint.room_inbox import FollowedRoom, RoomInbox, RoomUser
 from kvferry.core.error_causes import RAISE_LIMITS
 from kvferry.core.errors import (
@@ -39,6 +38,7 @@ from kvferry.core.handshake.connection import SideChannelConnection
 from kvferry.core.handshake.exchange import explained, unexpected
 from kvferry.core.handshake.sockets import place
 from kvferry.core.lifecycle.rooms import RoomId
+from kvferry.core.lifecycle.ticket import PeerKey
 from kvferry.core.side_channel_messages import (
     MAX_FOLLOWED_PROMPTS,
     MAX_WAIT_MS,

@@ -13,10 +13,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from kvferry.core.endpoint import RoomFollower
-from kvferry.core.endpoint.peer_key import PeerKey
 from kvferry.core.errors import KVFerryError, TicketError, TicketReason
 from kvferry.core.lifecycle.rooms import RoomId, room_id
-from kvferry.core.lifecycle.ticket import Ticket
+from kvferry.core.lifecycle.ticket import PeerKey, Ticket
 from kvferry.integrations.vllm.prompts import whole_prompt_digest
 from kvferry.integrations.vllm.security import SecuritySettings
 from kvferry.integrations.vllm.ticket_params import Part, read_part

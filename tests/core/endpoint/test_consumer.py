@@ -15,17 +15,21 @@ import numpy as np
 import pytest
 
 from kvferry.core.endpoint import EndpointOptions, Load, peers
-from kvferry.core.endpoint.connections import LONGEST_SECONDS, BlockingCalls, Connections
 from kvferry.core.endpoint.consumer import TICK_SECONDS, LoadManager
 from kvferry.core.endpoint.error_containment import ErrorContainment
-from kvferry.core.endpoint.peer_key import PeerKey
-from kvferry.core.endpoint.peers import MAX_PEERS, RELAYED_TTL_SECONDS
+from kvferry.core.endpoint.peers import (
+    LONGEST_SECONDS,
+    MAX_PEERS,
+    RELAYED_TTL_SECONDS,
+    BlockingCalls,
+    Connections,
+)
 from kvferry.core.endpoint.relayed_replies import EncodedReply, RelayedHandshakes
 from kvferry.core.endpoint.slot_reads import ScratchWords
 from kvferry.core.endpoint.transfers import Transfers
 from kvferry.core.errors import HandshakeError, KVFerryError, TransportError
 from kvferry.core.lifecycle.holds import RequestId
-from kvferry.core.lifecycle.ticket import Ticket
+from kvferry.core.lifecycle.ticket import PeerKey, Ticket
 from kvferry.core.messages import RankPayload
 from kvferry.core.metrics import Metrics
 from kvferry.core.planner.build_copies import Pages

@@ -13,7 +13,6 @@ import pytest
 
 from kvferry.core.endpoint import EndpointOptions, Load, LoadRecord, RoomFollower
 from kvferry.core.endpoint.options import DEFAULTS
-from kvferry.core.endpoint.peer_key import PeerKey
 from kvferry.core.errors import (
     DeadlineError,
     EndpointClosedError,
@@ -25,7 +24,7 @@ from kvferry.core.errors import (
 from kvferry.core.lifecycle.digest import digest
 from kvferry.core.lifecycle.holds import Hold, HoldEnd, RequestId
 from kvferry.core.lifecycle.rooms import room_id
-from kvferry.core.lifecycle.ticket import Ticket
+from kvferry.core.lifecycle.ticket import PeerKey, Ticket
 from kvferry.core.planner.build_copies import Pages
 from kvferry.core.security import TicketKey
 from kvferry.core.transport import PeerId, State, Status, TransferId

@@ -19,7 +19,6 @@ from kvferry.core.endpoint import (
     handshake_relay,
     handshakes,
 )
-from kvferry.core.endpoint.peer_key import PeerKey
 from kvferry.core.endpoint.relayed_replies import (
     ERROR_SECONDS,
     MAX_STORED_BYTES,
@@ -34,7 +33,7 @@ from kvferry.core.errors import (
     TicketError,
 )
 from kvferry.core.lifecycle.holds import RequestId
-from kvferry.core.lifecycle.ticket import Ticket
+from kvferry.core.lifecycle.ticket import PeerKey, Ticket
 from kvferry.core.security import TicketKey
 from kvferry.core.side_channel_messages import (
     PayloadRequest,

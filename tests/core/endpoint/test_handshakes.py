@@ -11,8 +11,8 @@ import pytest
 
 from kvferry.core.endpoint import handshakes as module
 from kvferry.core.endpoint.handshakes import MAX_HANDSHAKES, HandshakeResult, Handshakes
-from kvferry.core.endpoint.peer_key import PeerKey
 from kvferry.core.errors import HandshakeError, KVFerryError
+from kvferry.core.lifecycle.ticket import PeerKey
 from kvferry.core.planner.plan import Plan
 
 GOOD = HandshakeResult(

@@ -16,14 +16,14 @@ import pytest
 import zmq
 
 from kvferry.core.endpoint import EndpointOptions, peers
-from kvferry.core.endpoint.handshakes import memory_of
+from kvferry.core.endpoint.handshakes import HandshakeResult, memory_of
 from kvferry.core.endpoint.liveness import LivenessChecks
-from kvferry.core.endpoint.peer_key import PeerKey
-from kvferry.core.endpoint.peers import PeerMemoryBudget, PeerStatus, most_peers
+from kvferry.core.endpoint.peers import Peer, PeerMemoryBudget, PeerStatus, PeerUse, most_peers
 from kvferry.core.errors import ConnectError, HandshakeError, KVFerryError
 from kvferry.core.handshake.sockets import Context
 from kvferry.core.layout import Layout
 from kvferry.core.lifecycle.holds import Incarnation, RequestId
+from kvferry.core.lifecycle.ticket import PeerKey
 from kvferry.core.messages import Coordinates, RankPayload, decode_payload
 from kvferry.core.metrics import PEERS_DOWN, PEERS_UP
 from kvferry.core.planner.plan import make_plan
@@ -38,6 +38,29 @@ from kvferry.core.transport import PeerId
 from tests.core.endpoint.engines import Engine, RecordingTransport, eventually
 from tests.core.endpoint.loads import load
 from tests.core.messages import payload
+
+
+def test_a_peer_shows_its_state() -> None:
+    ranks = (payload(),)
+    plan = make_plan([ranks[0].layout], [ranks[0].layout], 0)
+    peer = Peer(
+        asked=PeerKey("prefill", "127.0.0.1", 1),
+        handshake=HandshakeResult(payloads=ranks, plan=plan),
+        last_used=0.0,
+    )
+    peer.waiting.append((lambda _: None, lambda _: None))
+    start = f"<peer prefill {ranks[0].incarnation:x}: "
+    assert repr(peer) == start + "connecting, 1 wait, links {}>"
+    peer.waiting.clear()
+    peer.links = {0: PeerId(7)}
+    peer.acquire(PeerUse.LOAD)
+    assert repr(peer) == start + "connected, 1 loads, links {0: 7}>"
+    peer.suspect = True
+    assert repr(peer) == start + "suspect, 1 loads, links {0: 7}>"
+    peer.release(PeerUse.LOAD)
+    peer.connected = False
+    assert repr(peer) == start + "given up, links {0: 7}>"
+    assert not peer.ids
 
 
 class PeerStatusHarness:

@@ -8,7 +8,7 @@ import socket
 import pytest
 
 from kvferry.core.endpoint import EndpointOptions
-from kvferry.core.errors import DeadlineError, TransportError
+from kvferry.core.errors import DeadlineError, TransportError, TransportUsageError
 from kvferry.core.lifecycle.holds import RequestId
 from kvferry.core.transport import PeerId, State, Status, TransferId
 from kvferry.core.transport.copies import Copies
@@ -81,6 +81,31 @@ def test_overlapping_loads_do_not_keep_a_connection_on_which_a_read_failed() -> 
         decode.pull("d-4", waiting, [4])
         assert outcomes(decode, 3, 4) == [None, None]
         assert len(driver.connected) == 2
+
+
+class EndedBeforeUseTransport(RecordingTransport):
+    """A transport whose first connection has ended when ``connect`` returns its id."""
+
+    def connect(self, address: bytes) -> PeerId:
+        peer = super().connect(address)
+        if len(self.connected) == 1:
+            super().disconnect(peer)
+        return peer
+
+
+def test_a_connection_that_has_ended_before_its_first_read_is_made_anew() -> None:
+    """Two addresses lead to one transport, and the last user of the other has released it."""
+    driver = EndedBeforeUseTransport()
+    with (
+        Engine("prefill") as prefill,
+        Engine("decode", options=OPTIONS, transport=lambda: driver) as decode,
+    ):
+        pull(prefill, decode, 1)
+        assert isinstance(outcomes(decode, 1)[0], TransportUsageError)
+        pull(prefill, decode, 2)
+        assert outcomes(decode, 2) == [None]
+        assert len(driver.connected) == 2
+        assert decode.ranks[0].endpoint.healthy
 
 
 def test_loads_wait_for_a_new_connection_at_most_until_the_others_deadline() -> None:

@@ -15,7 +15,6 @@ import pytest
 import zmq
 
 from kvferry.core.endpoint import EndpointOptions, RoomFollower, room_follower, room_inbox
-from kvferry.core.endpoint.peer_key import PeerKey
 from kvferry.core.endpoint.room_follower import MAX_PRODUCERS, MAX_SILENT_AT_HOST
 from kvferry.core.errors import (
     AdmissionError,
@@ -28,6 +27,7 @@ from kvferry.core.errors import (
 from kvferry.core.handshake import HandshakeServer, server, waiting_follows
 from kvferry.core.lifecycle import rooms as rooms_module
 from kvferry.core.lifecycle.rooms import Rooms, room_id
+from kvferry.core.lifecycle.ticket import PeerKey
 from kvferry.core.security import Access, Networks
 from kvferry.core.side_channel_messages import (
     MAX_FOLLOWED,

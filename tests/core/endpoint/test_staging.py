@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kvferry.core.endpoint import EndpointOptions
-from kvferry.core.endpoint.connections import STUCK_SECONDS
+from kvferry.core.endpoint.peers import STUCK_SECONDS
 from kvferry.core.error_causes import Cause, cause_of
 from kvferry.core.errors import CopyError, DeadlineError, EndpointClosedError, StaleError
 from kvferry.core.lifecycle.holds import HoldEnd, RequestId

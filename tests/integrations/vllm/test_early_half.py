@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from kvferry.core.endpoint.peer_key import PeerKey
 from kvferry.core.errors import KVFerryError, PeerLostError
 from kvferry.core.lifecycle.holds import EndedHold, Hold, HoldEnd, RequestId
 from kvferry.core.lifecycle.rooms import RoomId, Rooms, room_id
+from kvferry.core.lifecycle.ticket import PeerKey
 from kvferry.core.metrics import Metrics
 from kvferry.core.security import generate
 from kvferry.core.side_channel_messages import RoomNews

@@ -13,12 +13,11 @@ import pytest
 from kvferry.core import messages as wire
 from kvferry.core import side_channel_messages as side
 from kvferry.core.endpoint import Load, RelayedHandshakes, Results
-from kvferry.core.endpoint.peer_key import PeerKey
 from kvferry.core.errors import StaleError
 from kvferry.core.lifecycle.holds import EndedHold, Hold, HoldEnd, RequestId
 from kvferry.core.lifecycle.reclamation import Silence
 from kvferry.core.lifecycle.scheduler_holds import HoldOrders
-from kvferry.core.lifecycle.ticket import Ticket
+from kvferry.core.lifecycle.ticket import PeerKey, Ticket
 from kvferry.core.metrics import LoadRecord
 from kvferry.integrations.vllm.cache_groups import CacheGroup
 from kvferry.integrations.vllm.ticket_params import Part
