@@ -499,10 +499,11 @@ class Endpoint:
         return 0 if self._copies is None else len(self._copies)
 
     def _copy_pages(self) -> bool:
-        if self._stage is None:
+        if self._copies is None or self._stage is None:
             return False
         busy = self._step("copying pages of holds", self._hold_server.progress)
-        busy = self._step("copying pages", self._stage.progress) or busy
+        busy = self._step("copying pages", self._copies.progress) or busy
+        busy = self._step("copying loaded pages", self._stage.progress) or busy
         if busy:
             self._next_listen = 0.0  # a hold may be ready, or may have ended
         return busy
