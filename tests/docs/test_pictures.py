@@ -151,7 +151,7 @@ class PicturedHold:
             return "free"
         if self.words[0] == HOLD_OF_REQUEST.ready:
             return "ready"
-        return "computing" if self.holds.age(HOLD_OF_REQUEST, self.now) is None else "ticketed"
+        return "ticketed" if self.holds.ticketed else "computing"
 
     def release(self, *, abandoned: bool) -> None:
         """Receive "done" or "abandon" from the only rank of a decode engine."""

@@ -20,7 +20,7 @@ from kvferry.core.endpoint.device_sync import DeviceSync
 from kvferry.core.endpoint.error_containment import ErrorContainment
 from kvferry.core.endpoint.load import Load
 from kvferry.core.endpoint.options import DEFAULTS, EndpointOptions, Identity, Results
-from kvferry.core.endpoint.page_copies import PageCopies
+from kvferry.core.endpoint.page_copies import PageCopies, RunningCopies
 from kvferry.core.endpoint.peers import STUCK_SECONDS, BlockingCalls, Connections
 from kvferry.core.endpoint.producer import HoldServer, SlotTable
 from kvferry.core.endpoint.relayed_replies import RelayedHandshakes
@@ -128,7 +128,12 @@ class Endpoint:
         self._wake = threading.Event()
         self._metrics = Metrics(driver=driver, rank=str(identity.rank))
         self._clock = clock
-        self._hold_server = HoldServer(self._slot_table, identity.incarnation, clock, self._metrics)
+        self._copies = (
+            None if copies is None else RunningCopies(copies, metrics=self._metrics, clock=clock)
+        )
+        self._hold_server = HoldServer(
+            self._slot_table, identity.incarnation, clock, self._metrics, self._copies
+        )
         self._containment = ErrorContainment()
         self._transfers = Transfers(transport, self._containment, clock)
         self._blocking_calls = BlockingCalls(
@@ -158,12 +163,10 @@ class Endpoint:
         self._results = _ResultQueue()
         self._stage = (
             None
-            if copies is None
+            if self._copies is None
             else CopyStage(
-                copies,
-                server=self._hold_server,
+                self._copies,
                 report=self._report_load,
-                metrics=self._metrics,
                 clock=clock,
                 patience=options.load_timeout,
             )
@@ -207,7 +210,7 @@ class Endpoint:
         if orders:
             self._check_open()
             self._check_staged(bool(orders.copies))
-            (self._hold_server if self._stage is None else self._stage).apply(orders, passed)
+            self._hold_server.apply(orders, passed)
             self._next_listen = 0.0  # a hold may be the first
             self._wake.set()
 
@@ -312,7 +315,7 @@ class Endpoint:
             problems.append("the endpoint is closed")
         for source in (self._connections, self._blocking_calls, self._containment):
             problems += source.problems
-        problems += () if self._stage is None else self._stage.problems
+        problems += () if self._copies is None else self._copies.problems
         if not problems and self._clock() - self._last_round > STUCK_SECONDS:
             problems.append(
                 "a call of the driver does not return: restart the engine if that lasts"
@@ -493,13 +496,25 @@ class Endpoint:
 
     @property
     def _unfinished_copies(self) -> int:
-        return 0 if self._stage is None else self._stage.running
+        return 0 if self._copies is None else len(self._copies)
 
     def _copy_pages(self) -> bool:
-        busy = self._stage is not None and self._step("copying pages", self._stage.progress)
+        if self._copies is None or self._stage is None:
+            return False
+        busy = self._step("copying pages of holds", self._hold_server.progress)
+        busy = self._step("copying pages", self._copies.progress) or busy
+        busy = self._step("copying loaded pages", self._stage.progress) or busy
         if busy:
             self._next_listen = 0.0  # a hold may be ready, or may have ended
         return busy
+
+    @property
+    def _is_copying(self) -> bool:
+        """Return whether a copy waits for the device, or is under way and not lost."""
+        if self._copies is None or self._stage is None:
+            return False
+        waits = self._hold_server.is_computing or self._stage.is_waiting
+        return waits or self._copies.is_busy
 
     def _run_commands(self) -> bool:
         busy = False
@@ -524,11 +539,7 @@ class Endpoint:
         return list(self._transport.notifications())
 
     def _report_sent(self) -> None:
-        ended = self._hold_server.take_ended()
-        if self._stage is None:
-            self._results.add_ended([each.request for each in ended], ended)
-        else:
-            self._results.add_ended(*self._stage.take_ended(ended))
+        self._results.add_ended(*self._hold_server.take_ended())
 
     def _extend(self, request: RequestId, part: Ticket, *, is_last: bool) -> None:
         if not self._device_sync.extend(request, part, is_last=is_last):
@@ -570,7 +581,7 @@ class Endpoint:
     def _pause(self, busy: bool) -> float:
         if busy:
             return 0.0
-        if len(self._device_sync) or (self._stage is not None and self._stage.is_busy):
+        if len(self._device_sync) or self._is_copying:
             return BUSY_SECONDS
         if len(self._transfers) and not self._is_woken:
             return BUSY_SECONDS

@@ -1,9 +1,27 @@
-"""What an endpoint needs of an engine whose cache it stages through host memory."""
+"""Copies between the device and host pages, where an engine's cache is staged."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
+
+from kvferry.core.endpoint.peers import STUCK_SECONDS
+from kvferry.core.errors import CopyError, KVFerryError
+from kvferry.core.lifecycle.staging import PageCopy
+from kvferry.core.metrics import COPY_SECONDS, CopyDirection, Metrics
+
+logger = logging.getLogger(__name__)
+
+Passed = Callable[[], bool]
+"""Returns whether the device has finished some work; may raise any exception."""
+
+LOST = (
+    "cannot tell whether the copy of the %s is over (stage copy, cause device): its blocks and "
+    "host pages are not reused; restart the engine"
+)
+"""Logged when a copy's end is unknown."""
 
 
 class PageCopies(Protocol):
@@ -52,3 +70,107 @@ class PageCopies(Protocol):
             CopyError: the copy cannot begin, and nothing of it has.
         """
         ...
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Running:
+    """A copy under way; without ``passed``, nobody can tell any more whether it is over (lost)."""
+
+    what: str
+    direction: CopyDirection
+    begun: float
+    passed: Passed | None
+    end: Callable[[], None]
+    fail: Callable[[KVFerryError], None]
+
+
+class RunningCopies:
+    """Begin copies, and say when each is over. Only the properties are for any thread."""
+
+    def __init__(self, copies: PageCopies, *, metrics: Metrics, clock: Callable[[], float]) -> None:
+        self._copies = copies
+        self._metrics = metrics
+        self._clock = clock
+        self._running: list[_Running] = []
+
+    def __len__(self) -> int:
+        """Return how many copies may use the memory on both sides."""
+        return len(self._running)
+
+    @property
+    def is_busy(self) -> bool:
+        """Return whether a copy is under way and not lost."""
+        return any(each.passed is not None for each in self._running)
+
+    @property
+    def problems(self) -> list[str]:
+        """Return the problems to report in a health check; empty if all is well."""
+        running = list(self._running)
+        lost = [each.what for each in running if each.passed is None]
+        now = self._clock()
+        stuck = [each.what for each in running if now - each.begun > STUCK_SECONDS]
+        if lost:
+            return [
+                f"{len(lost)} copies between the device and host pages have failed, and may still "
+                f"be under way ({lost[0]}): their pages are not reused; restart the engine"
+            ]
+        if stuck:
+            return [
+                f"{len(stuck)} copies between the device and host pages do not end ({stuck[0]}): "
+                "restart the engine if that lasts"
+            ]
+        return []
+
+    def begin(
+        self,
+        what: str,
+        direction: CopyDirection,
+        copy: PageCopy,
+        *,
+        end: Callable[[], None],
+        fail: Callable[[KVFerryError], None],
+    ) -> None:
+        """Begin a copy; ``end`` or ``fail`` is called when it is over, neither if it is lost."""
+        if not copy.blocks:
+            end()
+            return
+        begun, passed = self._clock(), None
+        try:
+            passed = self._call(direction, copy)
+        except CopyError as exc:
+            fail(exc)
+            return
+        except Exception:  # a device library may raise any type
+            logger.exception(LOST, what)
+        self._running.append(
+            _Running(what=what, direction=direction, begun=begun, passed=passed, end=end, fail=fail)
+        )
+
+    def progress(self) -> bool:
+        """Act on the copies that have ended; return whether there were any."""
+        before = len(self._running)
+        self._running = [each for each in self._running if not self._has_ended(each)]
+        return len(self._running) < before
+
+    def _call(self, direction: CopyDirection, copy: PageCopy) -> Passed:
+        if direction is CopyDirection.TO_HOST:
+            return self._copies.out(copy.blocks, copy.pages)
+        return self._copies.into(copy.pages, copy.blocks)
+
+    def _has_ended(self, copy: _Running) -> bool:
+        if copy.passed is None:
+            return False
+        try:
+            if not copy.passed():
+                return False
+        except CopyError as exc:
+            copy.fail(exc)
+            return True
+        except Exception:  # a device library may raise any type
+            logger.exception(LOST, copy.what)
+            copy.passed = None
+            return False
+        seconds = self._clock() - copy.begun
+        self._metrics.observe(COPY_SECONDS, seconds, direction=copy.direction.value)
+        copy.end()
+        return True

@@ -7,20 +7,23 @@ import math
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 
 from kvferry.core.endpoint.log_messages import ExpiredHolds
-from kvferry.core.error_causes import on_one_line
-from kvferry.core.errors import WireError
-from kvferry.core.lifecycle.holds import EndedHold, Hold, Incarnation
+from kvferry.core.endpoint.page_copies import Passed, RunningCopies
+from kvferry.core.error_causes import cause_of, on_one_line
+from kvferry.core.errors import CopyError, KVFerryError, WireError
+from kvferry.core.lifecycle.holds import EndedHold, Hold, Incarnation, RequestId
 from kvferry.core.lifecycle.reclamation import GONE_SECONDS, MAX_SILENT, Silence
 from kvferry.core.lifecycle.scheduler_holds import HoldOrders
-from kvferry.core.lifecycle.worker_holds import NoteOutcome, WorkerHolds
+from kvferry.core.lifecycle.staging import HoldCopy
+from kvferry.core.lifecycle.worker_holds import ReleaseOutcome, WorkerHolds
 from kvferry.core.memory import Region, region_of
 from kvferry.core.messages import WORD_BYTES, Heartbeat, Note, Renewal, decode_notes
-from kvferry.core.metrics import IGNORED, LATE, Metrics
+from kvferry.core.metrics import IGNORED, LATE, CopyDirection, Metrics
 from kvferry.core.security.proof import FINGERPRINT_BYTES
 from kvferry.core.transport import Notification
 
@@ -71,32 +74,35 @@ class SlotTable(WordArray):
         self._header[:] = np.frombuffer(fingerprint, dtype="<u8")
 
 
-@dataclass(slots=True, kw_only=True)
-class _ComputingHold:
-    """A hold whose first ``tokens``, or all, are computed when ``passed`` returns ``True``."""
+@dataclass(slots=True, kw_only=True, eq=False)
+class _DeviceWork:
+    """Work of a step that fills holds' first tokens, or all, when ``passed`` returns ``True``."""
 
-    hold: Hold
-    passed: Callable[[], bool]
-    tokens: int | None = None
+    passed: Passed
+    marks: list[tuple[Hold, int | None]]
     has_failed: bool = False
 
     def has_passed(self) -> bool:
-        """Return whether the device has finished; if that raises for ever, the lease ends it."""
+        """Return whether the device has finished; never, if it does not say so."""
         try:
             return self.passed()
         except Exception:  # a device library may raise any type
             if not self.has_failed:
                 logger.exception(
-                    "cannot tell whether the work for %s has passed (stage held, cause device): "
-                    "nobody may read its pages, and its lease ends it",
-                    self.hold,
+                    "cannot tell whether the work for %d holds has passed, the first %s (stage "
+                    "held, cause device): nobody may read their pages, and their leases end them",
+                    len(self.marks),
+                    self.marks[0][0],
                 )
             self.has_failed = True
             return False
 
 
 class HoldServer:
-    """Keep the holds of one rank, and let consumers renew and end them. Thread-safe."""
+    """Keep the holds of one rank, and let consumers renew and end them. Thread-safe.
+
+    With ``copies``, peers read host pages: a hold is ready when its copy has passed.
+    """
 
     def __init__(
         self,
@@ -104,11 +110,13 @@ class HoldServer:
         incarnation: Incarnation,
         clock: Callable[[], float],
         metrics: Metrics,
+        copies: RunningCopies | None = None,
     ) -> None:
         self._holds = WorkerHolds(table, incarnation, table.watermarks)
         self._clock = clock
         self._metrics = metrics
-        self._computing: list[_ComputingHold] = []
+        self._copies = copies
+        self._computing: list[_DeviceWork] = []
         self._listened = clock()
         """All messages that had arrived from consumers by this time have been processed."""
         self._heard = clock()
@@ -132,30 +140,88 @@ class HoldServer:
         with self._lock:
             return bool(self._holds.ticketed or self._computing)
 
-    def apply(self, orders: HoldOrders, passed: Callable[[], bool] | None) -> None:
+    @property
+    def is_computing(self) -> bool:
+        """Return whether pages wait for the device."""
+        return bool(self._computing)
+
+    def apply(self, orders: HoldOrders, passed: Passed | None) -> None:
         """Begin, mark as ready, and end holds; the words of those that begin or end are written.
 
-        ``passed`` is polled by ``tick``, and returns whether the device has filled the pages of
+        ``passed`` is polled by ``progress``, and returns whether the device has filled the pages of
         ``orders.ready`` and ``orders.watermarks``; ``None`` if it has.
+
+        Raises:
+            CopyError: the cache is staged, and a hold of ``ready`` has no copy.
         """
-        marks: list[tuple[Hold, int | None]] = [*orders.watermarks]
-        marks += [(hold, None) for hold, _ in orders.ready]
+        marks: list[tuple[Hold, int | None]] = [(hold, None) for hold, _ in orders.ready]
+        if self._copies is None:
+            marks += orders.watermarks  # host pages have nothing before the ticket is made
+        else:
+            _check_copies(orders)
         with self._lock:
             self._lease = max((lease for _, lease in orders.ready), default=self._lease)
             self._holds.apply(orders, self._clock())
-            for hold, tokens in marks:
-                if passed is None:
-                    self._computed(hold, tokens)
-                else:
-                    one = _ComputingHold(hold=hold, passed=passed, tokens=tokens)
-                    self._computing.append(one)
+            if passed is None:
+                self._computed(marks)
+            elif marks:
+                self._computing.append(_DeviceWork(passed=passed, marks=marks))
 
-    def _computed(self, hold: Hold, tokens: int | None) -> None:
-        """Write that a hold's first ``tokens`` are computed, or all, so that it is ready."""
-        if tokens is None:
-            self._holds.ready(hold, self._clock())
-        else:
-            self._holds.mark(hold, tokens)
+    def _computed(self, marks: Iterable[tuple[Hold, int | None]]) -> None:
+        """Write that holds' first tokens are computed, or all, so that they are ready."""
+        for hold, tokens in marks:
+            if tokens is None:
+                self._holds.ready(hold, self._clock())
+            else:
+                self._holds.mark(hold, tokens)
+
+    def progress(self) -> bool:
+        """Mark holds as ready whose pages are computed, or copy these; return whether any are."""
+        with self._lock:
+            computing = [work for work in self._computing if not self._is_over(work)]
+            busy = len(computing) < len(self._computing)
+            self._computing = computing
+            copies = self._holds.take_copies()
+        for copy in copies:
+            self._begin(copy)
+        return busy or bool(copies)
+
+    def _is_over(self, work: _DeviceWork) -> bool:
+        """Return whether work has passed, and say so, or its holds have all ended."""
+        if not any(hold in self._holds for hold, _ in work.marks):
+            return True
+        if work.has_passed():
+            self._computed(work.marks)
+            return True
+        if work.has_failed:
+            for hold, _ in work.marks:
+                self._holds.failed(hold)  # of one with a copy, which does not begin
+        return False
+
+    def _begin(self, order: HoldCopy) -> None:
+        if self._copies is not None:
+            self._copies.begin(
+                f"pages of request {on_one_line(order.request)}",
+                CopyDirection.TO_HOST,
+                order.copy,
+                end=partial(self._copied, order.hold),
+                fail=partial(self._not_copied, order),
+            )
+
+    def _copied(self, hold: Hold) -> None:
+        with self._lock:
+            self._holds.copied(hold, self._clock())
+
+    def _not_copied(self, order: HoldCopy, error: KVFerryError) -> None:
+        logger.warning(
+            "request %s: its pages cannot be read by others, and its hold ends (stage copy, cause "
+            "%s): %s",
+            on_one_line(order.request),
+            cause_of(error),
+            on_one_line(str(error)),
+        )
+        with self._lock:
+            self._holds.failed(order.hold)
 
     def hear(self, notifications: Iterable[Notification]) -> None:
         """Process messages from consumers; malformed messages are logged and dropped."""
@@ -182,17 +248,9 @@ class HoldServer:
 
     def tick(self) -> None:
         """Mark holds as ready whose pages are computed, and end holds whose lease has expired."""
+        self.progress()
         with self._lock:
             now = self._clock()
-            computing = []
-            for one in self._computing:
-                if one.hold not in self._holds:
-                    continue
-                if one.has_passed():
-                    self._computed(one.hold, one.tokens)
-                else:
-                    computing.append(one)
-            self._computing = computing
             expired = self._holds.expire(now)
             silence = self._silence(now)
         self._expired.add(expired, now, silence=silence)
@@ -206,10 +264,13 @@ class HoldServer:
         with self._lock:
             return self._holds.silent(self._listened, GONE_SECONDS, MAX_SILENT)
 
-    def take_ended(self) -> list[EndedHold]:
-        """Return the holds, of those with a ticket, that have ended since the last call."""
+    def take_ended(self) -> tuple[list[RequestId], list[EndedHold]]:
+        """Return, once, the requests whose blocks are free, and the holds that have ended.
+
+        These had a ticket, and their host pages, if the cache is staged, are free.
+        """
         with self._lock:
-            return self._holds.take_ended()
+            return self._holds.take_sent(), self._holds.take_ended()
 
     def close(self) -> None:
         """End all holds and clear their slot words, so that no consumer's fence passes any more."""
@@ -237,11 +298,19 @@ class HoldServer:
             self._holds.renew(note, self._clock())  # the consumer sees the outcome in the slot word
             return
         if isinstance(note, Heartbeat):
-            # UNKNOWN is not counted: the last claim of the engine may have ended just now.
             self._holds.heartbeat(note, self._clock())
             return
-        verdict = self._holds.release(note)
-        if verdict is NoteOutcome.LATE:
+        outcome = self._holds.release(note)
+        if outcome is ReleaseOutcome.LATE:
             self._metrics.add(LATE)
-        elif verdict is NoteOutcome.UNKNOWN:
+        elif outcome is ReleaseOutcome.IGNORED:
             self._metrics.add(IGNORED)
+
+
+def _check_copies(orders: HoldOrders) -> None:
+    copies = {each.hold for each in orders.copies}
+    if missing := [hold for hold, _ in orders.ready if hold not in copies]:
+        raise CopyError(
+            f"{missing[0]} is to be made readable, and its copy was not ordered: this endpoint "
+            "stages its cache, so pass SchedulerHolds.ticket the copy"
+        )

@@ -1,4 +1,4 @@
-"""Which copies between device and host pages a rank begins, and what it reports when.
+"""Copies between device and host pages, and which of them a rank begins for its loads.
 
 The caller makes the copies (docs/protocol.md, "Staging").
 """
@@ -41,121 +41,8 @@ class _At(enum.Enum):
     DEVICE = "device"
     """The device has not finished its earlier work on the blocks."""
     FENCE = "fence"
-    """Of a load: the device has, but the load is not over."""
+    """The device has, but the load is not over."""
     COPYING = "copying"
-    OVER = "over"
-    """The copy has passed, or none will begin."""
-
-
-@dataclass(slots=True, kw_only=True)
-class _Staged:
-    order: HoldCopy
-    at: _At = _At.DEVICE
-    is_copied: bool = False
-    has_ended: bool = False
-    """Whether the hold has ended, so that its slot word is cleared."""
-
-
-class StagedHolds:
-    """Copy the pages of requests with a ticket to the host, and say when both sides are free.
-
-    When its copy has passed, a hold's pages may be read, and its blocks are free: the request is
-    *sent*. Its host pages are free when it is *over*: the hold has ended, and no copy writes them
-    any more. Each request is sent once and over once. Not thread-safe.
-    """
-
-    def __init__(self) -> None:
-        self._staged: dict[Hold, _Staged] = {}
-        self._of: dict[RequestId, Hold] = {}
-        self._copies: list[HoldCopy] = []
-        self._sent: list[RequestId] = []
-        self._over: list[RequestId] = []
-        self._failed: list[Hold] = []
-
-    def __len__(self) -> int:
-        """Return how many holds are not over."""
-        return len(self._staged)
-
-    def __contains__(self, hold: Hold) -> bool:
-        return hold in self._staged
-
-    def order(self, order: HoldCopy) -> None:
-        """Add a hold whose ticket was made. Call it before the hold can end."""
-        self._staged[order.hold] = _Staged(order=order)
-        self._of[order.request] = order.hold
-
-    def passed(self, hold: Hold) -> None:
-        """Begin the copy if the hold stands: the device has done the work that fills its blocks."""
-        staged = self._staged.get(hold)
-        if staged is not None and staged.at is _At.DEVICE:
-            staged.at = _At.COPYING
-            self._copies.append(staged.order)
-
-    def copied(self, hold: Hold) -> None:
-        """Free the blocks of a hold: its copy has passed, and the host pages may be read."""
-        staged = self._staged.get(hold)
-        if staged is not None and staged.at is _At.COPYING:
-            staged.is_copied = True
-            self._finish(staged)
-
-    def failed(self, hold: Hold) -> None:
-        """End a hold and free its blocks: its copy has failed, or cannot begin.
-
-        Only if nothing reads or writes for the copy any more. Where the caller cannot tell, it must
-        not call this, so that neither blocks nor host pages are ever given back.
-        """
-        staged = self._staged.get(hold)
-        if staged is not None and staged.at is not _At.OVER:
-            self._failed.append(hold)
-            self._finish(staged)
-
-    def ended(self, request: RequestId) -> None:
-        """Record that a request's hold has ended: its slot word is cleared."""
-        hold = self._of.get(request)
-        if hold is None:
-            return
-        staged = self._staged[hold]
-        staged.has_ended = True
-        if staged.at is _At.DEVICE:
-            self._finish(staged)
-        elif staged.at is _At.OVER:
-            self._forget(staged)
-
-    def is_copied(self, hold: Hold) -> bool:
-        """Return whether a hold's pages may be read, so that its slot word may say ``ready``."""
-        staged = self._staged.get(hold)
-        return staged is not None and staged.is_copied
-
-    def take_copies(self) -> list[HoldCopy]:
-        """Return the copies to begin, from the device to the host. Each is returned once."""
-        copies, self._copies = self._copies, []
-        return copies
-
-    def take_failed(self) -> list[Hold]:
-        """Return the holds to end because their copy has failed. Each is returned once."""
-        failed, self._failed = self._failed, []
-        return failed
-
-    def take_sent(self) -> list[RequestId]:
-        """Return the requests whose blocks this rank does not need any more, each once."""
-        sent, self._sent = self._sent, []
-        return sent
-
-    def take_over(self) -> list[RequestId]:
-        """Return the requests whose host pages this rank does not use any more, each once."""
-        over, self._over = self._over, []
-        return over
-
-    def _finish(self, staged: _Staged) -> None:
-        """Free the blocks: the copy is over, or will not begin."""
-        staged.at = _At.OVER
-        self._sent.append(staged.order.request)
-        if staged.has_ended:
-            self._forget(staged)
-
-    def _forget(self, staged: _Staged) -> None:
-        del self._staged[staged.order.hold], self._of[staged.order.request]
-        self._over.append(staged.order.request)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -212,7 +99,7 @@ class StagedLoads:
             self._end(load_id, load)
 
     def failed(self, load_id: LoadId, error: KVFerryError) -> None:
-        """Have a load fail whose copy has failed or cannot begin, as for ``StagedHolds``."""
+        """Have a load fail whose copy has failed or cannot begin, as ``WorkerHolds.failed``."""
         load = self._loads.get(load_id)
         if load is None:
             return

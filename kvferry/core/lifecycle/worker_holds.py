@@ -1,8 +1,8 @@
 """The holds of a producer rank: its slot table, and when a request's pages may be freed.
 
-Each rank keeps its own, timed by its own clock. When a hold ends, its request is reported as sent;
-then the pages may be freed. The slot word is always cleared *before* this report, so that no late
-reader takes stale pages for valid.
+Each rank keeps its own, timed by its own clock. When a hold ends, or its pages are copied to the
+host, its request is reported as sent; then the blocks may be freed. The slot word is always cleared
+before pages that peers read are given back, so that no late reader takes stale pages for valid.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from kvferry.core.lifecycle.holds import (
 )
 from kvferry.core.lifecycle.reclamation import Silence
 from kvferry.core.lifecycle.scheduler_holds import HoldOrders
+from kvferry.core.lifecycle.staging import HoldCopy
 from kvferry.core.messages import Heartbeat, Release, Renewal
 
 MAX_READERS = 64
@@ -41,21 +42,30 @@ class SlotWords(Protocol):
     def __setitem__(self, slot: int, word: int, /) -> None: ...
 
 
-class NoteOutcome(enum.Enum):
-    """The effect of a message from a consumer: "done", "abandon", a renewal or a heartbeat."""
+class HoldState(enum.Enum):
+    """How far a hold is. The slot word says ``computing`` until ``READY``, and 0 in ``ENDED``."""
+
+    COMPUTING = "computing"
+    """There is no ticket yet."""
+    ORDERED = "ordered"
+    """There is a ticket, and the device works on the pages."""
+    COPYING = "copying"
+    """The pages are copied to host pages, where the cache is staged."""
+    READY = "ready"
+    """The pages may be read."""
+    ENDED = "ended"
+    """The hold is kept until the ticket is made, or the copy is over: it is reported then."""
+
+
+class ReleaseOutcome(enum.Enum):
+    """The effect of "done" or "abandon"."""
 
     COUNTED = "counted"
-    """A "done" or "abandon" was counted; other ranks of its engine have yet to send theirs."""
-    ENDED = "ended"
-    """The last "done" or "abandon" of a consumer engine came: the hold has ended."""
-    REPEATED = "repeated"
-    """The consumer rank had sent "done" or "abandon" for the hold before; nothing has changed."""
-    RENEWED = "renewed"
-    """A renewal or a heartbeat was taken as a sign of life."""
+    """It was counted, or had been before; it may have ended the hold."""
     LATE = "late"
     """A "done" came after the lease had expired; the consumer's fence has discarded the pages."""
-    UNKNOWN = "unknown"
-    """The message was ignored: it names no hold, claims none, or too many engines sent "done"."""
+    IGNORED = "ignored"
+    """It names no hold, or too many engines have sent one."""
 
 
 _Claimant = tuple[str, int]
@@ -70,18 +80,23 @@ class _Reader:
     has_abandoned: bool = False
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, repr=False)
 class _Held:
-    """A hold that has not ended. Times are in seconds, by this rank's clock."""
+    """All that a rank knows of a hold. Times are in seconds, by this rank's clock."""
 
     request: RequestId
     hold: Hold
+    state: HoldState = HoldState.COMPUTING
     lease: float | None = None
     ttl: float | None = None
     """How long a conversation's hold is kept until it is renewed for the first time."""
     deadline: float | None = None
     """When the lease ends; ``None`` while there is no ticket."""
-    is_ready: bool = False
+    copy: HoldCopy | None = None
+    """What fills the host pages, where the cache is staged."""
+    is_sent: bool = False
+    """Whether the blocks were given back, before the hold has ended."""
+    end: EndedHold | None = None
     marked: int = 0
     readers: dict[str, _Reader] = field(default_factory=dict)
     alive: float = -math.inf
@@ -89,6 +104,12 @@ class _Held:
     renewed: float = -math.inf
     """When the hold was last renewed without a claim, maybe before ``order`` was called."""
     claimants: set[_Claimant] = field(default_factory=set)
+
+    def __repr__(self) -> str:
+        until = "" if self.deadline is None else f" until {self.deadline:.3f}"
+        end = "" if self.end is None else f" ({self.end.end or 'ordered'})"
+        slot, generation = self.hold.slot, self.hold.generation
+        return f"<hold {slot}:{generation} of {self.request!r}: {self.state.value}{until}{end}>"
 
     @property
     def is_unclaimed(self) -> bool:
@@ -104,10 +125,13 @@ class WorkerHolds:
     """Keep the holds of one producer rank. Times are in seconds, on its own clock.
 
     A hold is taken on before its request is computed, marked as the device gets on, ordered when
-    the ticket was made, and ready when the device is done. It ends when the ranks of a consumer
-    engine have sent "done" or "abandon", its lease expires, or the scheduler half says so. A
-    renewal with an engine's id claims the hold for it, whose heartbeats are then signs of life. Not
-    thread-safe.
+    the ticket was made, and ready when the device is done, and the copy to host pages, if there is
+    one. It ends when the ranks of a consumer engine have sent "done" or "abandon", its lease
+    expires, its copy fails, or the scheduler half says so. A renewal with an engine's id claims the
+    hold for it, whose heartbeats are then signs of life. Not thread-safe.
+
+    A request is *sent* when its blocks are free: its copy has passed, or its hold has ended. The
+    hold is reported as ended when nobody reads, and no copy writes, its host pages either.
 
     The tables of slot words and watermarks are all zero; their memory belongs to the caller.
     """
@@ -117,12 +141,13 @@ class WorkerHolds:
         self._watermarks = watermarks
         self._incarnation = incarnation
         self._held: dict[int, _Held] = {}
+        """By slot, which the scheduler half gives out again when the hold was reported."""
         self._ticketed: set[int] = set()
         self._soonest = math.inf
         """No lease expires earlier than this: saves scanning thousands of holds in each turn."""
+        self._copies: list[HoldCopy] = []
+        self._sent: list[RequestId] = []
         self._ended: list[EndedHold] = []
-        self._unordered: dict[Hold, EndedHold] = {}
-        """Holds ended before ``order``: still computed, so not reported as sent before it."""
         self._expired: dict[int, int] = {}
         """Slot to the generation of its last expired hold, to recognise a late "done"."""
         self._claims = Counter[_Claimant]()
@@ -132,18 +157,13 @@ class WorkerHolds:
 
     @property
     def held(self) -> int:
-        """Number of holds that have not ended."""
-        return len(self._held)
+        """Number of holds that have not ended; visits every hold."""
+        return sum(held.state is not HoldState.ENDED for held in self._held.values())
 
     @property
     def ticketed(self) -> int:
         """Number of holds that have not ended and whose ticket was made."""
         return len(self._ticketed)
-
-    @property
-    def slots(self) -> int:
-        """Number of slots."""
-        return len(self._words)
 
     def __contains__(self, hold: Hold) -> bool:
         return self._find(hold) is not None
@@ -158,6 +178,8 @@ class WorkerHolds:
             self.drop(hold)
         for request, hold in orders.take_ons:
             self.take_on(request, hold)
+        for copy in orders.copies:
+            self.stage(copy)
         ttls = dict(orders.ttls)
         for hold, lease in orders.ready:
             self.order(hold, lease, now, ttls.get(hold))
@@ -171,10 +193,11 @@ class WorkerHolds:
         self._words[hold.slot] = hold.computing
 
     def drop(self, hold: Hold) -> None:
-        """End a hold that never got a ticket, unreported. Ignored if the hold has ended."""
-        self._unordered.pop(hold, None)
-        if self._find(hold):
-            self._clear(hold)
+        """End a hold that never got a ticket, unreported. Ignored if it is not known."""
+        held = self._known(hold)
+        if held:
+            self._clear(held)
+            del self._held[hold.slot]
 
     def mark(self, hold: Hold, tokens: int) -> None:
         """Raise a hold's watermark: the device has computed the pages of some first tokens."""
@@ -183,62 +206,96 @@ class WorkerHolds:
             held.marked = tokens
             self._watermarks[hold.slot] = hold.watermark(tokens)
 
+    def stage(self, copy: HoldCopy) -> None:
+        """Have a hold's pages copied to host pages before they may be read; call it first."""
+        held = self._known(copy.hold)
+        if held and held.lease is None:
+            held.copy = copy
+
     def order(self, hold: Hold, lease: float, now: float, ttl: float | None = None) -> None:
-        """Start the lease of a hold whose ticket was made; ignored if it has ended.
+        """Start the lease of a hold whose ticket was made; report it if it has ended.
 
         A conversation's hold is kept for ``ttl`` until its first renewal, which starts the lease.
         """
-        if ended := self._unordered.pop(hold, None):
-            self._ended.append(ended)
-        held = self._find(hold)
-        if held:
-            held.lease, held.ttl, held.alive = lease, ttl, now
-            self._ticketed.add(hold.slot)
-            # For the case that ``ready`` is never called, because the device failed.
-            self._set_deadline(held, now + held.term(lease))
+        held = self._known(hold)
+        if held is None or held.lease is not None:
+            return
+        held.lease, held.ttl, held.alive = lease, ttl, now
+        if held.state is HoldState.ENDED:
+            self._report(held)
+            return
+        held.state = HoldState.ORDERED
+        self._ticketed.add(hold.slot)
+        # For the case that ``ready`` is never called, because the device failed.
+        self._set_deadline(held, now + held.term(lease))
 
     def ready(self, hold: Hold, now: float) -> None:
-        """Let a hold's pages be read: the device has finished its work. Its lease starts again."""
+        """Let a hold's pages be read, or copied first: the device has finished its work."""
         held = self._find(hold)
-        if held and held.lease is not None and not held.is_ready:
-            held.is_ready, held.alive = True, max(held.alive, now)
-            self._set_deadline(held, now + held.term(held.lease))
-            self._words[hold.slot] = hold.ready
+        if held is None or held.state is not HoldState.ORDERED:
+            return
+        if held.copy is None:
+            self._publish(held, now)
+        else:
+            held.state = HoldState.COPYING
+            self._copies.append(held.copy)
 
-    def renew(self, message: Renewal, now: float) -> NoteOutcome:
+    def copied(self, hold: Hold, now: float) -> None:
+        """Let a hold's host pages be read, and free its blocks: its copy has passed."""
+        held = self._known(hold)
+        if held is None or held.copy is None:
+            return
+        if held.state is HoldState.COPYING:
+            self._publish(held, now)
+            self._free_blocks(held)
+        elif held.state is HoldState.ENDED:
+            self._report(held)
+
+    def failed(self, hold: Hold) -> None:
+        """End a hold whose copy has failed, or cannot begin.
+
+        Only if nothing reads or writes for the copy any more. Where the caller cannot tell, it must
+        not call this, so that neither blocks nor host pages are ever given back.
+        """
+        held = self._known(hold)
+        if held is None or held.copy is None or held.state is HoldState.READY:
+            return
+        if held.state is not HoldState.ENDED:
+            self._clear(held, HoldEnd.REVOKED)
+        self._report(held)
+
+    def take_copies(self) -> list[HoldCopy]:
+        """Return, once, the copies to begin, from the device to the host."""
+        copies, self._copies = self._copies, []
+        return copies
+
+    def renew(self, message: Renewal, now: float) -> None:
         """Restart the lease of a hold that is ready, and record a sign of life, or claim it."""
         held = self._named(message)
         if held is None:
-            return NoteOutcome.UNKNOWN
+            return
         if not self._claim(held, message, now):
             held.renewed = now
-        if held.lease is not None and held.is_ready:
+        if held.lease is not None and held.state is HoldState.READY:
             self._set_deadline(held, now + held.lease)
-        return NoteOutcome.RENEWED
 
-    def heartbeat(self, message: Heartbeat, now: float) -> NoteOutcome:
+    def heartbeat(self, message: Heartbeat, now: float) -> None:
         """Record a sign of life of an engine for all holds that it claims."""
         claimant = message.engine, message.life
-        if message.incarnation != self._incarnation or claimant not in self._claims:
-            return NoteOutcome.UNKNOWN
-        self._heard[claimant] = now
-        return NoteOutcome.RENEWED
-
-    def age(self, hold: Hold, now: float) -> float | None:
-        """Return the time since the last sign of life for a hold; ``None`` if ended or unticketed.
-
-        Signs are ``order``, ``ready``, any message of an engine that claims it, and renewals
-        without a claim, which last for a third of the lease.
-        """
-        held = self._find(hold)
-        return None if held is None or held.lease is None else self._age(held, held.lease, now)
+        if message.incarnation == self._incarnation and claimant in self._claims:
+            self._heard[claimant] = now
 
     def silent(self, now: float, beyond: float, limit: int) -> list[Silence]:
-        """Return up to ``limit`` holds with a ticket of at least an ``age``; visits every hold."""
+        """Return up to ``limit`` holds with a ticket that are silent for long; visits every one.
+
+        That is the time since the last sign of life, at least ``beyond``. Signs are ``order``,
+        ``ready``, any message of an engine that claims the hold, and renewals without a claim,
+        which last for a third of the lease.
+        """
         aged = [
             (self._age(held, held.lease, now), held)
             for held in self._held.values()
-            if held.lease is not None
+            if held.lease is not None and held.state is not HoldState.ENDED
         ]
         old = [each for each in aged if each[0] >= beyond]
         return [
@@ -255,17 +312,17 @@ class WorkerHolds:
         """End a hold whose ticket was made. Ignored if the hold has ended."""
         held = self._find(hold)
         if held:
-            self._over(held)
+            self._end(held)
 
     def end_all(self) -> None:
         """End all holds, at shutdown."""
         for held in list(self._held.values()):
             if held.lease is None:
-                self._clear(held.hold)
+                self.drop(held.hold)
             else:
-                self._over(held)
+                self.end(held.hold)
 
-    def release(self, message: Release) -> NoteOutcome:
+    def release(self, message: Release) -> ReleaseOutcome:
         """Count a "done" or "abandon"; the ``expected`` ranks of one engine end the hold.
 
         One counts before ``order`` and ``ready``, too: the consumer may be faster than this
@@ -273,19 +330,17 @@ class WorkerHolds:
         """
         held = self._named(message)
         if held is None:
-            return NoteOutcome.LATE if self._is_late(message) else NoteOutcome.UNKNOWN
+            return ReleaseOutcome.LATE if self._is_late(message) else ReleaseOutcome.IGNORED
         if message.engine not in held.readers and len(held.readers) >= MAX_READERS:
-            return NoteOutcome.UNKNOWN
+            return ReleaseOutcome.IGNORED
         reader = held.readers.setdefault(message.engine, _Reader())
-        if message.rank in reader.ranks:
-            return NoteOutcome.REPEATED
-        reader.ranks.add(message.rank)
-        reader.has_abandoned |= message.abandoned
-        if len(reader.ranks) < message.expected:
-            return NoteOutcome.COUNTED
-        end = HoldEnd.ABANDONED if reader.has_abandoned else HoldEnd.READ
-        self._over(held, end, message.engine)
-        return NoteOutcome.ENDED
+        if message.rank not in reader.ranks:
+            reader.ranks.add(message.rank)
+            reader.has_abandoned |= message.abandoned
+            if len(reader.ranks) >= message.expected:
+                end = HoldEnd.ABANDONED if reader.has_abandoned else HoldEnd.READ
+                self._end(held, end, message.engine)
+        return ReleaseOutcome.COUNTED
 
     def expire(self, now: float) -> list[RequestId]:
         """End the holds whose lease is over; return their requests, to warn of."""
@@ -298,17 +353,18 @@ class WorkerHolds:
         missed = [held.request for held in over if not held.is_unclaimed]
         for held in over:
             self._expired[held.hold.slot] = held.hold.generation
-            self._over(held, HoldEnd.EXPIRED)
+            self._end(held, HoldEnd.EXPIRED)
         return missed
+
+    def take_sent(self) -> list[RequestId]:
+        """Return, once, the requests whose blocks this rank does not need any more."""
+        sent, self._sent = self._sent, []
+        return sent
 
     def take_ended(self) -> list[EndedHold]:
         """Return, once, the holds with a ticket that have ended, for the scheduler half."""
         ended, self._ended = self._ended, []
         return ended
-
-    def take_sent(self) -> list[RequestId]:
-        """Return the requests of the holds that ``take_ended`` would return, and forget these."""
-        return [each.request for each in self.take_ended()]
 
     def _set_deadline(self, held: _Held, deadline: float) -> None:
         held.deadline = deadline
@@ -316,8 +372,10 @@ class WorkerHolds:
 
     def _named(self, message: Release | Renewal) -> _Held | None:
         held = self._held.get(message.slot)
-        known = held is not None and held.hold.generation == message.generation
-        return held if known and message.incarnation == self._incarnation else None
+        if held is None or message.incarnation != self._incarnation:
+            return None
+        stands = held.state is not HoldState.ENDED
+        return held if stands and held.hold.generation == message.generation else None
 
     def _age(self, held: _Held, lease: float, now: float) -> float:
         signs = max((self._heard[claimant] for claimant in held.claimants), default=-math.inf)
@@ -349,21 +407,46 @@ class WorkerHolds:
             return False
         return self._expired.get(message.slot) == message.generation
 
-    def _find(self, hold: Hold) -> _Held | None:
+    def _known(self, hold: Hold) -> _Held | None:
         held = self._held.get(hold.slot)
         return held if held is not None and held.hold == hold else None
 
-    def _clear(self, hold: Hold) -> None:
-        """Clear the slot word of a hold, and forget the hold."""
-        self._words[hold.slot] = NOTHING
-        self._ticketed.discard(hold.slot)
-        self._disclaim(self._held.pop(hold.slot))
+    def _find(self, hold: Hold) -> _Held | None:
+        """Return what is known of a hold that has not ended."""
+        held = self._known(hold)
+        return None if held is None or held.state is HoldState.ENDED else held
 
-    def _over(self, held: _Held, end: HoldEnd | None = None, engine: str = "") -> None:
-        """End a hold: clear its slot word, then keep how it ended for ``take_ended``."""
-        self._clear(held.hold)
-        ended = EndedHold(request=held.request, end=end, engine=engine)
-        if held.lease is None:
-            self._unordered[held.hold] = ended
-        else:
-            self._ended.append(ended)
+    def _publish(self, held: _Held, now: float) -> None:
+        """Let a hold's pages be read; its lease starts again."""
+        held.state, held.alive = HoldState.READY, max(held.alive, now)
+        if held.lease is not None:
+            self._set_deadline(held, now + held.term(held.lease))
+        self._words[held.hold.slot] = held.hold.ready
+
+    def _end(self, held: _Held, end: HoldEnd | None = None, engine: str = "") -> None:
+        """End a hold: clear its slot word, then report it, now or later."""
+        waits = held.state in (HoldState.COMPUTING, HoldState.COPYING)
+        self._clear(held, end, engine)
+        if not waits:
+            self._report(held)
+
+    def _clear(self, held: _Held, end: HoldEnd | None = None, engine: str = "") -> None:
+        """Clear the slot word of a hold that stands, and note how it ended."""
+        if held.state is not HoldState.ENDED:
+            self._words[held.hold.slot] = NOTHING
+            self._ticketed.discard(held.hold.slot)
+            self._disclaim(held)
+            held.state, held.deadline = HoldState.ENDED, None
+            held.end = EndedHold(request=held.request, end=end, engine=engine)
+
+    def _report(self, held: _Held) -> None:
+        """Forget a hold that has ended and say so: nobody reads its pages, nor copies them."""
+        del self._held[held.hold.slot]
+        self._free_blocks(held)
+        if held.end is not None:
+            self._ended.append(held.end)
+
+    def _free_blocks(self, held: _Held) -> None:
+        if not held.is_sent:
+            held.is_sent = True
+            self._sent.append(held.request)

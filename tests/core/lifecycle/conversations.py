@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, rule
 
 from kvferry.core.errors import KVFerryError, TransportError
-from kvferry.core.lifecycle.holds import EndedHold, RequestId
+from kvferry.core.lifecycle.holds import RequestId
 from kvferry.core.lifecycle.loads import LoadId
 from kvferry.core.lifecycle.scheduler_holds import SchedulerHolds
 from tests.core.lifecycle.model import Model
@@ -258,7 +258,7 @@ class AbortReportsTheHold(Rank):
         for held in list(self.holds._held.values()):
             if held.request in self.inbox[0].aborts:
                 self.holds.drop(held.hold)
-                self.holds._ended.append(EndedHold(request=held.request))
+                self.holds._sent.append(held.request)
         super().launch()
 
 
@@ -280,8 +280,8 @@ class SentOfOneIsReceivedOfTheOther(Rank):
 
     def launch(self) -> None:
         self._seen |= {request for request, _ in self.received}
-        ended = self.holds._ended
-        self.holds._ended = [each for each in ended if each.request not in self._seen]
+        sent = self.holds._sent
+        self.holds._sent = [each for each in sent if each not in self._seen]
         super().launch()
 
 

@@ -12,7 +12,7 @@ from kvferry.core.lifecycle import loads as loads_module
 from kvferry.core.lifecycle.holds import Hold, RequestId
 from kvferry.core.lifecycle.loads import LoadAction, LoadId, Loads
 from kvferry.core.lifecycle.scheduler_holds import SchedulerHolds
-from kvferry.core.lifecycle.worker_holds import NoteOutcome, WorkerHolds
+from kvferry.core.lifecycle.worker_holds import HoldState, ReleaseOutcome, WorkerHolds
 from kvferry.core.messages import Release
 from tests.core.lifecycle.early_engines import (
     PLANS,
@@ -150,10 +150,10 @@ class AnyPartAccepted(Decode):
 class SentWhileComputing(WorkerHolds):
     """A hold that its consumer ends is reported sent at once, though it has no ticket."""
 
-    def release(self, message: Release) -> NoteOutcome:
+    def release(self, message: Release) -> ReleaseOutcome:
         outcome = super().release(message)
-        self._ended += self._unordered.values()
-        self._unordered.clear()
+        for held in [h for h in self._held.values() if h.state is HoldState.ENDED]:
+            self._report(held)
         return outcome
 
 
@@ -275,7 +275,8 @@ class OldHoldNotDropped(SchedulerHolds):
 
 class AbandonForgottenBeforeTheOrder(WorkerHolds):
     def order(self, hold: Hold, lease: float, now: float, ttl: float | None = None) -> None:
-        self._unordered.pop(hold, None)
+        if hold not in self:
+            self.drop(hold)
         super().order(hold, lease, now, ttl)
 
 

@@ -211,18 +211,15 @@ class ProducerRank:
         now = self._now()
         for note, origin in zip(decode_notes(message.payload), message.origins, strict=True):
             if isinstance(note, Renewal):
-                verdict, expected = (
-                    self.worker_holds.renew(note, now),
-                    self.table.renewed(note, now),
-                )
+                self.worker_holds.renew(note, now)
+                self.table.renewed(note, now)
             elif isinstance(note, Heartbeat):
-                verdict, expected = (
-                    self.worker_holds.heartbeat(note, now),
-                    self.table.heartbeat(note, now),
-                )
+                self.worker_holds.heartbeat(note, now)
+                self.table.heartbeat(note, now)
             else:
                 verdict, expected = self.worker_holds.release(note), self.table.heard(note, origin)
-            require(verdict is expected or not self._strict, "verdict", verdict, "not", expected)
+                same = verdict is expected or not self._strict
+                require(same, "verdict", verdict, "not", expected)
         self._check()
 
     def _check(self) -> None:
@@ -233,8 +230,10 @@ class ProducerRank:
             require(
                 self.worker_holds.held == len(self.table.active), "held", self.worker_holds.held
             )
-            for hold, age in self.table.ages(self._now()).items():
-                require(self.worker_holds.age(hold, self._now()) == age, "an age is to be", age)
+            silent = self.worker_holds.silent(self._now(), 0.0, len(self.words))
+            ages = {each.hold: each.age for each in silent}
+            expected = self.table.ages(self._now())
+            require(ages == expected, "ages", ages, "are to be", expected)
 
     def _apply(self, orders: HoldOrders) -> None:
         now = self._now()

@@ -21,7 +21,7 @@ from kvferry.core.lifecycle.renewals import RenewalId, RenewalRequest, Renewals
 from kvferry.core.lifecycle.scheduler_holds import HoldOrders, SchedulerHolds
 from kvferry.core.lifecycle.staging import PageCopy
 from kvferry.core.lifecycle.ticket import Ticket
-from kvferry.core.lifecycle.worker_holds import NoteOutcome, WorkerHolds
+from kvferry.core.lifecycle.worker_holds import HoldState, ReleaseOutcome, WorkerHolds
 from kvferry.core.messages import Heartbeat, Release, Renewal
 from tests.core.lifecycle.consumer_rank import ConsumerRank
 from tests.core.lifecycle.decode_requests import DecodeRequest, RankLoad
@@ -75,9 +75,11 @@ class WordClearedAfterwards(WorkerHolds):
             self._words[hold.slot] = NOTHING
         super().apply(orders, now)
 
-    def _clear(self, hold: Hold) -> None:
-        del self._held[hold.slot]
-        self._late = (*self._late, hold)
+    def _clear(self, held: Any, *end: Any) -> None:
+        word = held.hold.ready if held.state is HoldState.READY else held.hold.computing
+        super()._clear(held, *end)
+        self._words[held.hold.slot] = word
+        self._late = (*self._late, held.hold)
 
 
 class AbandonNotSent(Loads):
@@ -97,30 +99,30 @@ class UnreadRankNotNotified(Loads):
 class RanksNotDistinct(WorkerHolds):
     """Repeated messages of one rank are counted as of different ranks."""
 
-    def release(self, message: Release) -> NoteOutcome:
+    def release(self, message: Release) -> ReleaseOutcome:
         held = self._held.get(message.slot)
         reader = held.readers.get(message.engine) if held is not None else None
         if held is not None and reader is not None and message.rank in reader.ranks:
             reader.ranks.add(1000 + len(reader.ranks))
             if len(reader.ranks) >= message.expected:
-                self._over(held)
+                self._end(held)
         return super().release(message)
 
 
 class AnyGenerationReleases(WorkerHolds):
-    def release(self, message: Release) -> NoteOutcome:
+    def release(self, message: Release) -> ReleaseOutcome:
         held = self._held.get(message.slot)
         generation = message.generation if held is None else held.hold.generation
         return super().release(_changed(message, generation=generation))
 
 
 class AnyIncarnationReleases(WorkerHolds):
-    def release(self, message: Release) -> NoteOutcome:
+    def release(self, message: Release) -> ReleaseOutcome:
         return super().release(_changed(message, incarnation=self._incarnation))
 
 
 class EnginesCountedTogether(WorkerHolds):
-    def release(self, message: Release) -> NoteOutcome:
+    def release(self, message: Release) -> ReleaseOutcome:
         rank = message.rank if message.engine == "A" else 100 + message.rank
         return super().release(_changed(message, engine="any", rank=rank))
 
@@ -132,7 +134,7 @@ class ExpiryForgets(WorkerHolds):
         late = [h for h in self._held.values() if h.deadline is not None and h.deadline <= now]
         requests = super().expire(now)
         for held in late:
-            held.deadline = None
+            held.state, held.is_sent = HoldState.READY, False
             self._held.setdefault(held.hold.slot, held)
         return requests
 
@@ -290,8 +292,8 @@ class RenewedWhileFencing(Renewals):
 
 
 class RenewalsIgnored(WorkerHolds):
-    def renew(self, message: Renewal, now: float) -> NoteOutcome:
-        return NoteOutcome.RENEWED
+    def renew(self, message: Renewal, now: float) -> None:
+        pass
 
 
 class OldestRankCounts(BlockPressure):
@@ -308,8 +310,8 @@ class NeverAsksForSilentHolds(BlockPressure):
 
 
 class HeartbeatsIgnored(WorkerHolds):
-    def heartbeat(self, message: Heartbeat, now: float) -> NoteOutcome:
-        return NoteOutcome.RENEWED
+    def heartbeat(self, message: Heartbeat, now: float) -> None:
+        pass
 
 
 class EndedWordClearedAfterwards(WorkerHolds):
@@ -527,12 +529,11 @@ class TtlFromTheOrder(WorkerHolds):
 class TtlAtEachRenewal(WorkerHolds):
     """A renewal gives an answer's hold another TTL, not a lease."""
 
-    def renew(self, message: Renewal, now: float) -> NoteOutcome:
-        outcome = super().renew(message, now)
+    def renew(self, message: Renewal, now: float) -> None:
+        super().renew(message, now)
         held = self._named(message)
-        if held is not None and held.ttl is not None and held.is_ready:
+        if held is not None and held.ttl is not None and held.state is HoldState.READY:
             held.deadline = now + held.ttl
-        return outcome
 
 
 class TtlAfterTheClaim(WorkerHolds):
@@ -541,7 +542,7 @@ class TtlAfterTheClaim(WorkerHolds):
     def ready(self, hold: Hold, now: float) -> None:
         super().ready(hold, now)
         held = self._find(hold)
-        if held is not None and held.ttl is not None and held.is_ready:
+        if held is not None and held.ttl is not None and held.state is HoldState.READY:
             held.deadline = now + held.ttl
 
 

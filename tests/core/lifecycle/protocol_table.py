@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass, field
 
 from kvferry.core.lifecycle.holds import NOTHING, Hold, RequestId
-from kvferry.core.lifecycle.worker_holds import NoteOutcome
+from kvferry.core.lifecycle.worker_holds import ReleaseOutcome
 from kvferry.core.messages import Heartbeat, Release, Renewal
 
 
@@ -86,11 +86,11 @@ class ProtocolTable:
             active.is_ready, active.deadline = True, now + active.term(active.lease)
             active.alive = max(active.alive, now)
 
-    def renewed(self, renewal: Renewal, now: float) -> NoteOutcome:
-        """Apply a renewal and return its outcome; it extends the lease of ready pages only."""
+    def renewed(self, renewal: Renewal, now: float) -> None:
+        """Apply a renewal; it extends the lease of ready pages only."""
         active = self.active.get(Hold(slot=renewal.slot, generation=renewal.generation))
         if active is None or renewal.incarnation != self._incarnation:
-            return NoteOutcome.UNKNOWN
+            return
         if active.is_ready and active.lease is not None:
             active.deadline = now + active.lease
         if renewal.engine:
@@ -98,16 +98,13 @@ class ProtocolTable:
             self._signs[renewal.engine, renewal.life] = now
         else:
             active.renewed = now
-        return NoteOutcome.RENEWED
 
-    def heartbeat(self, heartbeat: Heartbeat, now: float) -> NoteOutcome:
+    def heartbeat(self, heartbeat: Heartbeat, now: float) -> None:
         """Apply a heartbeat, which counts for engines that claim an active hold."""
         claimant = heartbeat.engine, heartbeat.life
         claims = any(claimant in active.claims for active in self.active.values())
-        if heartbeat.incarnation != self._incarnation or not claims:
-            return NoteOutcome.UNKNOWN
-        self._signs[claimant] = now
-        return NoteOutcome.RENEWED
+        if heartbeat.incarnation == self._incarnation and claims:
+            self._signs[claimant] = now
 
     def ages(self, now: float) -> dict[Hold, float]:
         """Return, for each hold with a ticket, the time since the last sign of life."""
@@ -139,7 +136,7 @@ class ProtocolTable:
         if self.active.pop(hold, None) is not None:
             self.over[hold] = cause
 
-    def heard(self, release: Release, origin: int) -> NoteOutcome:
+    def heard(self, release: Release, origin: int) -> ReleaseOutcome:
         """Apply a "done" or "abandon" and return its outcome."""
         hold = Hold(slot=release.slot, generation=release.generation)
         active = self.active.get(hold)
@@ -147,19 +144,18 @@ class ProtocolTable:
             return self._unheard(release, hold)
         said = active.said.setdefault(release.engine, {})
         if release.rank in said:
-            return NoteOutcome.REPEATED
+            return ReleaseOutcome.COUNTED
         said[release.rank] = origin
-        if len(said) < release.expected:
-            return NoteOutcome.COUNTED
-        cause = Cause(why="released", engine=release.engine, origins=frozenset(said.values()))
-        self.end(hold, cause)
-        return NoteOutcome.ENDED
+        if len(said) >= release.expected:
+            cause = Cause(why="released", engine=release.engine, origins=frozenset(said.values()))
+            self.end(hold, cause)
+        return ReleaseOutcome.COUNTED
 
-    def _unheard(self, release: Release, hold: Hold) -> NoteOutcome:
+    def _unheard(self, release: Release, hold: Hold) -> ReleaseOutcome:
         """Return the outcome for a hold that has ended: ``LATE`` if its lease expired before."""
         late = not release.abandoned and self.expired.get(hold.slot) == hold
         ours = release.incarnation == self._incarnation
-        return NoteOutcome.LATE if late and ours else NoteOutcome.UNKNOWN
+        return ReleaseOutcome.LATE if late and ours else ReleaseOutcome.IGNORED
 
     def knows(self, hold: Hold, engine: str, rank: int) -> bool:
         """Return whether a consumer rank need not release a hold any more."""

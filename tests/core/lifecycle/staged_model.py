@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, rule
 
 from kvferry.core.errors import KVFerryError
-from kvferry.core.lifecycle.holds import Hold, RequestId
+from kvferry.core.lifecycle.holds import EndedHold, Hold, RequestId
 from kvferry.core.lifecycle.host_pages import HostPages, Reservation
 from kvferry.core.lifecycle.loads import LoadId
-from kvferry.core.lifecycle.staging import HoldCopy, PageCopy, StagedHolds, StagedLoads
+from kvferry.core.lifecycle.staging import HoldCopy, PageCopy, StagedLoads
+from kvferry.core.lifecycle.worker_holds import HoldState, WorkerHolds
 from tests.core.lifecycle.model import Model
 from tests.core.lifecycle.producer import LEASE, PrefillState
 from tests.core.lifecycle.staged_simulation import (
@@ -172,35 +173,35 @@ class CopiedBeforeTheFence(StagedLoads):
         pass
 
 
-class OverTooEarly(StagedHolds):
+class OverTooEarly(WorkerHolds):
     """A hold is over as soon as ``is_early``, and not again when it is over."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
         self._early = set[Hold]()
 
-    def is_early(self, hold: Hold) -> bool:
+    def is_early(self, held: Any) -> bool:
         raise NotImplementedError
 
-    def take_over(self) -> list[RequestId]:
-        early = {hold for hold in self._staged if self.is_early(hold)} - self._early
-        self._early |= early
-        return [each for each, hold in self._of.items() if hold in early] + super().take_over()
+    def take_ended(self) -> list[EndedHold]:
+        early = [h for h in self._held.values() if h.hold not in self._early and self.is_early(h)]
+        self._early |= {held.hold for held in early}
+        return [EndedHold(request=held.request) for held in early] + super().take_ended()
 
-    def _forget(self, staged: Any) -> None:
-        super()._forget(staged)
-        if staged.order.hold in self._early:
-            self._over.pop()
+    def _report(self, held: Any) -> None:
+        super()._report(held)
+        if held.hold in self._early:
+            self._ended.pop()
 
 
 class OverWhenSent(OverTooEarly):
     """Host pages are given back, with the slot, when the blocks are."""
 
-    def is_early(self, hold: Hold) -> bool:
-        return self.is_copied(hold)
+    def is_early(self, held: Any) -> bool:
+        return bool(held.is_sent)
 
 
-class SentBeforeTheEvent(StagedHolds):
+class SentBeforeTheEvent(WorkerHolds):
     """Blocks are given back when the copy begins."""
 
     def take_copies(self) -> list[HoldCopy]:
@@ -208,30 +209,32 @@ class SentBeforeTheEvent(StagedHolds):
         self._sent += [each.request for each in copies]
         return copies
 
-    def copied(self, hold: Hold) -> None:
+    def copied(self, hold: Hold, now: float) -> None:
         before = list(self._sent)
-        super().copied(hold)
+        super().copied(hold, now)
         self._sent[:] = before
 
 
-class CopiedBeforeTheEvent(StagedHolds):
+class CopiedBeforeTheEvent(WorkerHolds):
     """Blocks are copied when the copy is ordered, though the device may still fill them."""
 
-    def order(self, order: HoldCopy) -> None:
-        super().order(order)
-        super().passed(order.hold)
+    def order(self, hold: Hold, lease: float, now: float, ttl: float | None = None) -> None:
+        super().order(hold, lease, now, ttl)
+        super().ready(hold, now)
 
 
-class ReadyBeforeTheCopy(StagedHolds):
-    def is_copied(self, hold: Hold) -> bool:
-        return hold in self._staged
+class ReadyBeforeTheCopy(WorkerHolds):
+    def order(self, hold: Hold, lease: float, now: float, ttl: float | None = None) -> None:
+        super().order(hold, lease, now, ttl)
+        if hold in self:
+            self._words[hold.slot] = hold.ready
 
 
 class OverWhileCopying(OverTooEarly):
     """A hold that ends during its copy is over at once."""
 
-    def is_early(self, hold: Hold) -> bool:
-        return self._staged[hold].has_ended
+    def is_early(self, held: Any) -> bool:
+        return held.copy is not None and held.state is HoldState.ENDED
 
 
 class ReportedBeforeTheCopy(StagedLoads):
@@ -496,22 +499,22 @@ PLANTED = {
         "stale bytes reach the device",
     ),
     "a host page reused before its word is cleared": Fault(
-        Components(staged_holds=OverWhenSent),
+        Components(worker_holds=OverWhenSent),
         ask_while_pages_are_read,
         "host pages given out while their slot word is valid",
     ),
     "sent before the event": Fault(
-        Components(staged_holds=SentBeforeTheEvent),
+        Components(worker_holds=SentBeforeTheEvent),
         compute_again_in_blocks_that_were_sent,
         "blocks given back while they are copied",
     ),
     "copied to the host before the event": Fault(
-        Components(staged_holds=CopiedBeforeTheEvent),
+        Components(worker_holds=CopiedBeforeTheEvent),
         copy_behind_the_drafter,
         "stale bytes reach the device",
     ),
     "ready before the copy has passed": Fault(
-        Components(staged_holds=ReadyBeforeTheCopy),
+        Components(worker_holds=ReadyBeforeTheCopy),
         read_before_the_copy,
         "stale bytes reach the device",
     ),
@@ -521,7 +524,7 @@ PLANTED = {
         "stale bytes reach the device",
     ),
     "over while it is copied": Fault(
-        Components(staged_holds=OverWhileCopying),
+        Components(worker_holds=OverWhileCopying),
         end_during_the_copy,
         "host pages given out that a copy writes",
     ),

@@ -1,7 +1,7 @@
 """The simulation of staging: both engines have blocks on a device, and host pages that peers reach.
 
-It runs the real ``HostPages``, ``StagedHolds``, ``StagedLoads``, ``SchedulerHolds``,
-``WorkerHolds`` and ``Loads`` of one prefill and one decode engine, on the simulated transport of
+It runs the real ``HostPages``, ``StagedLoads``, ``SchedulerHolds``, ``WorkerHolds``
+and ``Loads`` of one prefill and one decode engine, on the simulated transport of
 ``fabric``. The delays are vLLM's, as in ``producer`` and ``consumer``. A copy between the device
 and the host moves one block at a time, in any order with everything else.
 """
@@ -18,7 +18,7 @@ from kvferry.core.lifecycle.holds import NOTHING, Hold, RequestId, random_incarn
 from kvferry.core.lifecycle.host_pages import HostPages, Reservation
 from kvferry.core.lifecycle.loads import Action, LoadId, Loads
 from kvferry.core.lifecycle.scheduler_holds import HoldOrders, SchedulerHolds
-from kvferry.core.lifecycle.staging import HoldCopy, PageCopy, StagedHolds, StagedLoads
+from kvferry.core.lifecycle.staging import HoldCopy, PageCopy, StagedLoads
 from kvferry.core.lifecycle.worker_holds import WorkerHolds
 from kvferry.core.messages import Release, decode_notes
 from tests.core.lifecycle.decode_requests import DecodeState
@@ -99,8 +99,6 @@ class PrefillRank:
         self.device_blocks: list[Content | None] = [None] * (BLOCKS + 1)
         self.pages: list[Content | None] = [None] * (prefill.host_pages.total + 1)
         self.worker_holds = components.worker_holds(self.words, prefill.incarnation, [0] * slots)
-        self.staged = components.staged_holds()
-        self.ordered: list[Hold] = []
         self.copies: list[HostCopy] = []
         self.inbox: deque[PrefillStep] = deque()
         self.stream: deque[Callable[[], object]] = deque()
@@ -118,16 +116,13 @@ class PrefillRank:
     def launch(self) -> None:
         """Run a step: apply its orders, queue its work, collect its reports."""
         step, now = self.inbox.popleft(), self.prefill.now()
-        for each in step.orders.copies:
-            self.staged.order(each)
-            self.ordered.append(each.hold)
         self.worker_holds.apply(step.orders, now)
         for each in step.orders.copies:
-            self.stream.append(partial(self.staged.passed, each.hold))
+            self.stream.append(partial(self._passed, each.hold))
         for prompt, _, blocks in step.work:
             self._write(prompt, blocks, final=False)
-        self._hear_ended()
-        reports = self.staged.take_sent(), self.staged.take_over()
+        over = [each.request for each in self.worker_holds.take_ended()]
+        reports = self.worker_holds.take_sent(), over
         self.stream.append(partial(step.outputs.__setitem__, self.rank, reports))
         for prompt, _, blocks in step.work:  # a drafter goes on after the report
             self._write(prompt, blocks, final=True)
@@ -137,19 +132,12 @@ class PrefillRank:
         self.stream.popleft()()
 
     def tick(self) -> None:
-        """Begin copies, write the words of those that have passed, and expire leases."""
+        """Begin copies, and expire leases."""
         self.copies += [
             HostCopy(order=each, items=list(zip(each.copy.blocks, each.copy.pages, strict=True)))
-            for each in self.staged.take_copies()
+            for each in self.worker_holds.take_copies()
         ]
-        now = self.prefill.now()
-        for hold in [hold for hold in self.ordered if self.staged.is_copied(hold)]:
-            self.ordered.remove(hold)
-            self.worker_holds.ready(hold, now)
-        for hold in self.staged.take_failed():
-            self.worker_holds.end(hold)
-        self.worker_holds.expire(now)
-        self._hear_ended()
+        self.worker_holds.expire(self.prefill.now())
 
     def copy(self, copy: HostCopy, pick: int) -> None:
         """Let one block of a copy reach the host."""
@@ -160,22 +148,21 @@ class PrefillRank:
             self.pages[page] = self.device_blocks[block]
         if not copy.items:
             self.copies.remove(copy)
-            self.staged.copied(copy.order.hold)
+            self.worker_holds.copied(copy.order.hold, self.prefill.now())
 
     def fail(self, copy: HostCopy) -> None:
         """Let a copy fail."""
         self.copies.remove(copy)
         self.prefill.held[copy.order.request].has_failed = True
-        self.staged.failed(copy.order.hold)
+        self.worker_holds.failed(copy.order.hold)
 
     def hear(self, message: Message) -> None:
         for note in decode_notes(message.payload):
             assert isinstance(note, Release)
             self.worker_holds.release(note)
 
-    def _hear_ended(self) -> None:
-        for each in self.worker_holds.take_ended():
-            self.staged.ended(each.request)
+    def _passed(self, hold: Hold) -> None:
+        self.worker_holds.ready(hold, self.prefill.now())
 
     def _write(self, prompt: Prompt, blocks: tuple[int, ...], *, final: bool) -> None:
         for index, block in enumerate(blocks):
@@ -573,7 +560,6 @@ class Components:
     """The classes that a simulation is made of; a planted fault replaces one of them."""
 
     host_pages: type[HostPages] = HostPages
-    staged_holds: type[StagedHolds] = StagedHolds
     staged_loads: type[StagedLoads] = StagedLoads
     scheduler_holds: type[SchedulerHolds] = SchedulerHolds
     worker_holds: type[WorkerHolds] = WorkerHolds
@@ -718,7 +704,7 @@ class StagedSimulation(ReadingSimulation):
             require(pages.used == pages.waiting == pages.taken == 0, "host pages lost", pages.used)
         self.launch()  # what is still to be dropped
         for rank in prefill.ranks:
-            require(rank.worker_holds.held == len(rank.staged) == 0, "a worker still holds")
+            require(not rank.worker_holds._held, "a worker still holds", rank.worker_holds._held)
             require(set(rank.words) == {NOTHING}, "words left:", rank.words)
         for other in decode.ranks:
             while other.stream:

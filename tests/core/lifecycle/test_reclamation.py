@@ -14,7 +14,7 @@ from kvferry.core.lifecycle.reclamation import (
     silent_everywhere,
 )
 from kvferry.core.lifecycle.scheduler_holds import SchedulerHolds
-from kvferry.core.lifecycle.worker_holds import NoteOutcome, WorkerHolds
+from kvferry.core.lifecycle.worker_holds import ReleaseOutcome, WorkerHolds
 from kvferry.core.messages import Heartbeat, Release, Renewal
 
 INCARNATION = Incarnation(99)
@@ -32,7 +32,7 @@ class WorkerHoldsHarness:
             self.worker_holds.order(hold, LEASE, 100.0)
             self.worker_holds.ready(hold, 100.0)
 
-    def renew(self, hold: Hold, now: float, engine: str = "d", life: int = 5) -> NoteOutcome:
+    def renew(self, hold: Hold, now: float, engine: str = "d", life: int = 5) -> None:
         renewal = Renewal(
             incarnation=INCARNATION,
             slot=hold.slot,
@@ -40,15 +40,15 @@ class WorkerHoldsHarness:
             engine=engine,
             life=life if engine else 0,
         )
-        return self.worker_holds.renew(renewal, now)
+        self.worker_holds.renew(renewal, now)
 
     def heartbeat(
         self, now: float, engine: str = "d", life: int = 5, incarnation: int = INCARNATION
-    ) -> NoteOutcome:
+    ) -> None:
         heartbeat = Heartbeat(incarnation=incarnation, engine=engine, life=life)
-        return self.worker_holds.heartbeat(heartbeat, now)
+        self.worker_holds.heartbeat(heartbeat, now)
 
-    def done(self, hold: Hold, engine: str = "d") -> NoteOutcome:
+    def done(self, hold: Hold, engine: str = "d") -> ReleaseOutcome:
         release = Release(
             incarnation=INCARNATION,
             slot=hold.slot,
@@ -60,18 +60,23 @@ class WorkerHoldsHarness:
         return self.worker_holds.release(release)
 
     def ages(self, now: float, *holds: Hold) -> list[float | None]:
-        return [self.worker_holds.age(hold, now) for hold in holds]
+        return [age(self.worker_holds, hold, now) for hold in holds]
+
+
+def age(worker_holds: WorkerHolds, hold: Hold, now: float) -> float | None:
+    """Return for how long a hold is silent; ``None`` if it has ended or has no ticket."""
+    return {each.hold: each.age for each in worker_holds.silent(now, 0.0, 99)}.get(hold)
 
 
 def test_the_age_of_an_unclaimed_hold_starts_when_it_is_ready() -> None:
     worker_holds = WorkerHolds([0, 0], INCARNATION, [0, 0])
     worker_holds.take_on(RequestId("a"), HOLDS[0])
-    assert worker_holds.age(HOLDS[0], 100.0) is None
+    assert age(worker_holds, HOLDS[0], 100.0) is None
     worker_holds.order(HOLDS[0], LEASE, 100.0)
-    assert worker_holds.age(HOLDS[0], 102.0) == 2.0
+    assert age(worker_holds, HOLDS[0], 102.0) == 2.0
     worker_holds.ready(HOLDS[0], 102.0)
-    assert worker_holds.age(HOLDS[0], 103.0) == 1.0
-    assert worker_holds.age(HOLDS[1], 103.0) is None
+    assert age(worker_holds, HOLDS[0], 103.0) == 1.0
+    assert age(worker_holds, HOLDS[1], 103.0) is None
 
 
 def test_a_heartbeat_resets_the_age_of_all_holds_that_its_engine_claims() -> None:
@@ -79,7 +84,7 @@ def test_a_heartbeat_resets_the_age_of_all_holds_that_its_engine_claims() -> Non
     harness.renew(HOLDS[0], 101.0)
     harness.renew(HOLDS[1], 101.0)
     harness.renew(HOLDS[2], 101.0, engine="other")
-    assert harness.heartbeat(110.0) is NoteOutcome.RENEWED
+    harness.heartbeat(110.0)
     assert harness.ages(110.0, *HOLDS[:4]) == [0.0, 0.0, 9.0, 10.0]
 
 
@@ -108,7 +113,7 @@ def test_a_heartbeat_of_another_engine_or_incarnation_changes_nothing(
     """A restarted consumer engine has no claims of its earlier incarnation."""
     harness = WorkerHoldsHarness()
     harness.renew(HOLDS[0], 101.0)
-    assert harness.heartbeat(110.0, **changes) is NoteOutcome.UNKNOWN  # type: ignore[arg-type]
+    harness.heartbeat(110.0, **changes)  # type: ignore[arg-type]
     assert harness.ages(110.0, HOLDS[0]) == [9.0]
 
 
@@ -124,12 +129,12 @@ def test_a_consumer_without_heartbeats_may_renew_before_the_hold_is_ordered() ->
     worker_holds = WorkerHolds([0], INCARNATION, [0])
     worker_holds.take_on(RequestId("a"), HOLDS[0])
     renewal = Renewal(incarnation=INCARNATION, slot=0, generation=HOLDS[0].generation)
-    assert worker_holds.renew(renewal, 100.0) is NoteOutcome.RENEWED
+    worker_holds.renew(renewal, 100.0)
     worker_holds.order(HOLDS[0], LEASE, 100.5)
     worker_holds.ready(HOLDS[0], 100.5)
-    assert worker_holds.age(HOLDS[0], 110.0) == 0.0
+    assert age(worker_holds, HOLDS[0], 110.0) == 0.0
     assert worker_holds.silent(110.0, GONE_SECONDS, 8) == []
-    assert worker_holds.age(HOLDS[0], 113.0) == 3.0
+    assert age(worker_holds, HOLDS[0], 113.0) == 3.0
 
 
 def test_engines_are_forgotten_with_their_last_claim() -> None:
@@ -137,9 +142,10 @@ def test_engines_are_forgotten_with_their_last_claim() -> None:
     harness.renew(HOLDS[0], 101.0)
     harness.renew(HOLDS[1], 101.0)
     harness.done(HOLDS[0], engine="other")
-    assert harness.heartbeat(102.0) is NoteOutcome.RENEWED
+    harness.heartbeat(102.0)
+    assert harness.ages(102.0, HOLDS[1]) == [0.0]
     harness.worker_holds.end(HOLDS[1])
-    assert harness.heartbeat(103.0) is NoteOutcome.UNKNOWN
+    harness.heartbeat(103.0)
     assert (len(harness.worker_holds._claims), len(harness.worker_holds._heard)) == (0, 0)
 
 
@@ -149,7 +155,7 @@ def test_the_number_of_claims_is_bounded(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(module, "MAX_READERS", 2)
     harness = WorkerHoldsHarness()
     for number in range(6):
-        assert harness.renew(HOLDS[0], 101.0, engine=f"d{number}") is NoteOutcome.RENEWED
+        harness.renew(HOLDS[0], 101.0, engine=f"d{number}")
     assert len(harness.worker_holds._claims) == 2
     for number in range(6):
         harness.renew(HOLDS[1 + number], 101.0, engine=f"e{number}")

@@ -5,83 +5,135 @@ from __future__ import annotations
 import pytest
 
 from kvferry.core.errors import CopyError, StaleError
-from kvferry.core.lifecycle.holds import Hold, RequestId
+from kvferry.core.lifecycle.holds import (
+    NOTHING,
+    EndedHold,
+    Hold,
+    HoldEnd,
+    Incarnation,
+    RequestId,
+)
 from kvferry.core.lifecycle.loads import LoadId
-from kvferry.core.lifecycle.scheduler_holds import SchedulerHolds
-from kvferry.core.lifecycle.staging import HoldCopy, PageCopy, StagedHolds, StagedLoads
+from kvferry.core.lifecycle.scheduler_holds import HoldOrders, SchedulerHolds
+from kvferry.core.lifecycle.staging import HoldCopy, PageCopy, StagedLoads
+from kvferry.core.lifecycle.worker_holds import WorkerHolds
+from kvferry.core.messages import Release
 
-A, B = RequestId("a"), RequestId("b")
+A = RequestId("a")
 FIRST, SECOND = LoadId(1), LoadId(2)
 HOLD = Hold(slot=3, generation=7)
 COPY = PageCopy(blocks=(30, 31), pages=(1, 2))
 ORDER = HoldCopy(request=A, hold=HOLD, copy=COPY)
+WORDS = [NOTHING] * 4
 
 
 @pytest.fixture
-def holds() -> StagedHolds:
-    """Return the holds of a rank of which one was ordered."""
-    holds = StagedHolds()
-    holds.order(ORDER)
+def holds() -> WorkerHolds:
+    """Return the holds of a rank of which one was ordered; ``WORDS`` are its slot words."""
+    WORDS[:] = [NOTHING] * 4
+    holds = WorkerHolds(WORDS, Incarnation(99), [NOTHING] * 4)
+    holds.apply(HoldOrders(take_ons=((A, HOLD),)), 100.0)
+    holds.apply(HoldOrders(ready=((HOLD, 30.0),), copies=(ORDER,)), 100.0)
     return holds
 
 
-def test_a_hold_is_copied_then_sent_then_over(holds: StagedHolds) -> None:
+def reports(holds: WorkerHolds) -> tuple[list[RequestId], list[EndedHold]]:
+    """Return which requests are sent, and which holds are over."""
+    return holds.take_sent(), holds.take_ended()
+
+
+def over(end: HoldEnd | None = None) -> list[EndedHold]:
+    return [EndedHold(request=A, end=end)]
+
+
+def test_a_hold_is_copied_then_sent_then_over(holds: WorkerHolds) -> None:
     assert holds.take_copies() == []
-    holds.passed(HOLD)
+    holds.ready(HOLD, 101.0)
     assert holds.take_copies() == [ORDER]
     assert holds.take_copies() == []
-    assert not holds.is_copied(HOLD)
-    holds.copied(HOLD)
-    assert holds.is_copied(HOLD)
-    assert (holds.take_sent(), holds.take_over()) == ([A], [])
-    holds.ended(A)
-    assert (holds.take_sent(), holds.take_over()) == ([], [A])
-    assert HOLD not in holds
-    assert len(holds) == 0
+    assert WORDS[HOLD.slot] == HOLD.computing
+    holds.copied(HOLD, 102.0)
+    assert WORDS[HOLD.slot] == HOLD.ready
+    assert reports(holds) == ([A], [])
+    holds.end(HOLD)
+    assert reports(holds) == ([], over())
+    assert WORDS[HOLD.slot] == NOTHING
+    assert not holds._held
 
 
-def test_a_hold_that_ends_first_is_not_copied(holds: StagedHolds) -> None:
-    holds.ended(A)
-    assert (holds.take_sent(), holds.take_over()) == ([A], [A])
-    holds.passed(HOLD)
+def test_the_lease_starts_when_the_copy_has_passed(holds: WorkerHolds) -> None:
+    holds.ready(HOLD, 110.0)
+    holds.copied(HOLD, 120.0)
+    assert holds.expire(149.9) == []
+    assert holds.expire(150.0) == [A]
+    assert reports(holds) == ([A], over(HoldEnd.EXPIRED))
+
+
+def test_a_hold_that_ends_first_is_not_copied(holds: WorkerHolds) -> None:
+    holds.end(HOLD)
+    assert reports(holds) == ([A], over())
+    holds.ready(HOLD, 101.0)
     assert holds.take_copies() == []
 
 
-def test_a_hold_that_ends_during_its_copy_is_over_after_it(holds: StagedHolds) -> None:
-    holds.passed(HOLD)
-    holds.ended(A)
-    assert (holds.take_sent(), holds.take_over()) == ([], [])
-    holds.copied(HOLD)
-    assert (holds.take_sent(), holds.take_over()) == ([A], [A])
+def test_a_hold_that_its_consumer_gave_up_before_the_ticket_is_not_copied() -> None:
+    holds = WorkerHolds([NOTHING] * 4, Incarnation(99), [NOTHING] * 4)
+    holds.take_on(A, HOLD)
+    abandon = Release(
+        incarnation=99, slot=3, generation=7, engine="d", rank=0, expected=1, abandoned=True
+    )
+    holds.release(abandon)
+    assert reports(holds) == ([], [])
+    holds.apply(HoldOrders(ready=((HOLD, 30.0),), copies=(ORDER,)), 100.0)
+    end = EndedHold(request=A, end=HoldEnd.ABANDONED, engine="d")
+    assert reports(holds) == ([A], [end])
+    holds.ready(HOLD, 101.0)
+    assert holds.take_copies() == []
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_hold_that_ends_during_its_copy_is_over_after_it(holds: WorkerHolds, fails: bool) -> None:
+    holds.ready(HOLD, 101.0)
+    holds.end(HOLD)
+    assert WORDS[HOLD.slot] == NOTHING
+    assert HOLD not in holds
+    assert reports(holds) == ([], [])
+    if fails:
+        holds.failed(HOLD)
+    else:
+        holds.copied(HOLD, 102.0)
+    assert WORDS[HOLD.slot] == NOTHING
+    assert reports(holds) == ([A], over())
 
 
 @pytest.mark.parametrize("begins", [True, False])
-def test_a_hold_whose_copy_fails_is_to_end(holds: StagedHolds, begins: bool) -> None:
+def test_a_hold_ends_whose_copy_fails(holds: WorkerHolds, begins: bool) -> None:
     if begins:
-        holds.passed(HOLD)
+        holds.ready(HOLD, 101.0)
     holds.failed(HOLD)
-    assert holds.take_failed() == [HOLD]
-    assert not holds.is_copied(HOLD)
-    assert (holds.take_sent(), holds.take_over()) == ([A], [])
-    holds.ended(A)
-    assert (holds.take_sent(), holds.take_over()) == ([], [A])
-    assert holds.take_failed() == []
+    assert WORDS[HOLD.slot] == NOTHING
+    assert reports(holds) == ([A], over(HoldEnd.REVOKED))
+    holds.end(HOLD)
+    assert reports(holds) == ([], [])
 
 
-def test_repeated_and_unknown_events_of_holds_change_nothing(holds: StagedHolds) -> None:
+def test_repeated_and_unknown_events_of_holds_change_nothing(holds: WorkerHolds) -> None:
     other = Hold(slot=3, generation=8)
-    for event in (holds.passed, holds.copied, holds.failed):
-        event(other)
-    holds.ended(B)
-    holds.copied(HOLD)
-    assert not holds.is_copied(HOLD)
+    holds.ready(other, 101.0)
+    holds.copied(other, 101.0)
+    holds.failed(other)
+    holds.end(other)
+    holds.copied(HOLD, 101.0)
+    assert WORDS[HOLD.slot] == HOLD.computing
     for _ in range(2):
-        holds.passed(HOLD)
+        holds.ready(HOLD, 101.0)
     assert holds.take_copies() == [ORDER]
     for _ in range(2):
-        holds.copied(HOLD)
+        holds.copied(HOLD, 102.0)
     holds.failed(HOLD)
-    assert (holds.take_sent(), holds.take_failed()) == ([A], [])
+    holds.order(HOLD, 30.0, 103.0)
+    assert WORDS[HOLD.slot] == HOLD.ready
+    assert reports(holds) == ([A], [])
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from kvferry.core.lifecycle.holds import (
     RequestId,
 )
 from kvferry.core.lifecycle.scheduler_holds import HoldOrders
-from kvferry.core.lifecycle.worker_holds import MAX_READERS, NoteOutcome, WorkerHolds
+from kvferry.core.lifecycle.worker_holds import MAX_READERS, ReleaseOutcome, WorkerHolds
 from kvferry.core.messages import Release, Renewal
 
 A, B = RequestId("a"), RequestId("b")
@@ -35,7 +35,7 @@ class WorkerHoldsHarness:
         if ready:
             self.worker_holds.ready(HOLD, 100.0)
 
-    def release(self, rank: int = 0, expected: int = 1, **changes: Any) -> NoteOutcome:
+    def release(self, rank: int = 0, expected: int = 1, **changes: Any) -> ReleaseOutcome:
         fields = {
             "incarnation": INCARNATION,
             "slot": HOLD.slot,
@@ -46,13 +46,13 @@ class WorkerHoldsHarness:
         }
         return self.worker_holds.release(Release(**{**fields, **changes}))
 
-    def renew(self, now: float, **changes: int) -> NoteOutcome:
+    def renew(self, now: float, **changes: int) -> None:
         fields: dict[str, Any] = {
             "incarnation": INCARNATION,
             "slot": HOLD.slot,
             "generation": HOLD.generation,
         }
-        return self.worker_holds.renew(Renewal(**{**fields, **changes}), now)
+        self.worker_holds.renew(Renewal(**{**fields, **changes}), now)
 
     @property
     def is_over(self) -> bool:
@@ -66,7 +66,7 @@ def test_the_slot_word_follows_the_state_of_the_request() -> None:
     assert harness.words == [NOTHING, HOLD.computing]
     harness.worker_holds.ready(HOLD, 100.0)
     assert harness.words == [NOTHING, HOLD.ready]
-    assert harness.release() is NoteOutcome.ENDED
+    assert harness.release() is ReleaseOutcome.COUNTED
     assert harness.is_over
     assert harness.worker_holds.take_sent() == [A]
     assert harness.worker_holds.take_sent() == []
@@ -194,18 +194,19 @@ def test_orders_are_carried_out() -> None:
 
 def test_a_hold_ends_when_every_rank_of_one_engine_has_released_it() -> None:
     harness = WorkerHoldsHarness()
-    assert harness.release(rank=0, expected=2) is NoteOutcome.COUNTED
-    assert harness.release(rank=0, expected=2) is NoteOutcome.REPEATED
-    assert harness.release(rank=1, expected=3, engine="other") is NoteOutcome.COUNTED
+    assert harness.release(rank=0, expected=2) is ReleaseOutcome.COUNTED
+    assert harness.release(rank=0, expected=2) is ReleaseOutcome.COUNTED
+    assert harness.release(rank=1, expected=3, engine="other") is ReleaseOutcome.COUNTED
     assert harness.words == [NOTHING, HOLD.ready]
     assert harness.worker_holds.take_sent() == []
-    assert harness.release(rank=5, expected=2, abandoned=True) is NoteOutcome.ENDED
+    assert harness.release(rank=5, expected=2, abandoned=True) is ReleaseOutcome.COUNTED
     assert harness.is_over
 
 
 def test_a_release_before_the_order_ends_the_hold() -> None:
     harness = WorkerHoldsHarness(ordered=False, ready=False)
-    assert harness.release() is NoteOutcome.ENDED
+    assert harness.release() is ReleaseOutcome.COUNTED
+    assert harness.is_over
     harness.worker_holds.order(HOLD, 30.0, 100.0)
     harness.worker_holds.ready(HOLD, 100.0)
     assert harness.is_over
@@ -217,7 +218,7 @@ def test_a_release_before_the_order_ends_the_hold() -> None:
 )
 def test_a_release_of_another_hold_is_ignored(changes: dict[str, int]) -> None:
     harness = WorkerHoldsHarness()
-    assert harness.release(**changes) is NoteOutcome.UNKNOWN
+    assert harness.release(**changes) is ReleaseOutcome.IGNORED
     assert harness.words == [NOTHING, HOLD.ready]
 
 
@@ -226,16 +227,20 @@ def test_a_late_release_of_an_earlier_hold_of_the_slot_is_ignored() -> None:
     harness.worker_holds.expire(130.0)
     new_hold = Hold(slot=1, generation=8)
     harness.worker_holds.take_on(B, new_hold)
-    assert harness.release() is NoteOutcome.LATE
+    assert harness.release() is ReleaseOutcome.LATE
     assert harness.words == [NOTHING, new_hold.computing]
 
 
 def test_the_number_of_counted_engines_is_limited() -> None:
     harness = WorkerHoldsHarness()
     for number in range(MAX_READERS):
-        assert harness.release(expected=2, engine=f"d{number}") is NoteOutcome.COUNTED
-    assert harness.release(expected=2, engine="one more") is NoteOutcome.UNKNOWN
-    assert harness.release(rank=1, expected=2, engine="d0") is NoteOutcome.ENDED
+        assert harness.release(expected=2, engine=f"d{number}") is ReleaseOutcome.COUNTED
+    for rank in range(2):
+        found = harness.release(rank=rank, expected=2, engine="one more")
+        assert found is ReleaseOutcome.IGNORED
+    assert not harness.is_over
+    assert harness.release(rank=1, expected=2, engine="d0") is ReleaseOutcome.COUNTED
+    assert harness.is_over
 
 
 def test_a_lease_expires_on_time_and_once() -> None:
@@ -245,11 +250,11 @@ def test_a_lease_expires_on_time_and_once() -> None:
     assert harness.worker_holds.expire(130.0) == [A]
     assert harness.is_over
     assert harness.worker_holds.expire(131.0) == []
-    assert harness.release() is NoteOutcome.LATE
-    assert harness.release(abandoned=True) is NoteOutcome.UNKNOWN, (
+    assert harness.release() is ReleaseOutcome.LATE
+    assert harness.release(abandoned=True) is ReleaseOutcome.IGNORED, (
         "the fence of an abandoned load failed, so the release is not late"
     )
-    assert harness.release(incarnation=98) is NoteOutcome.UNKNOWN
+    assert harness.release(incarnation=98) is ReleaseOutcome.IGNORED
     assert harness.worker_holds.take_sent() == [A]
 
 
@@ -269,7 +274,7 @@ def test_each_of_several_leases_expires_at_its_own_time() -> None:
     assert [worker_holds.expire(now) for now in (109.0, 110.0, 110.0)] == [[], ["1"], []]
     worker_holds.ready(holds[2], 115.0)
     renewal = Renewal(incarnation=INCARNATION, slot=2, generation=3)
-    assert worker_holds.renew(renewal, 118.0) is NoteOutcome.RENEWED
+    worker_holds.renew(renewal, 118.0)
     assert [worker_holds.expire(now) for now in (129.0, 130.0, 137.0, 138.0)] == [
         [],
         ["0"],
@@ -290,7 +295,7 @@ def test_a_hold_that_is_ended_twice_is_reported_once() -> None:
 def test_end_all_clears_every_word_and_reports_ticketed_requests() -> None:
     harness = WorkerHoldsHarness()
     harness.worker_holds.take_on(B, Hold(slot=0, generation=3))
-    assert harness.worker_holds.held == harness.worker_holds.slots == 2
+    assert harness.worker_holds.held == 2
     harness.worker_holds.end_all()
     assert harness.is_over
     assert harness.worker_holds.take_sent() == [A]
@@ -299,10 +304,11 @@ def test_end_all_clears_every_word_and_reports_ticketed_requests() -> None:
 def test_a_renewal_restarts_the_lease() -> None:
     harness = WorkerHoldsHarness()
     for now in (120.0, 145.0, 170.0):
-        assert harness.renew(now) is NoteOutcome.RENEWED
+        harness.renew(now)
         assert harness.worker_holds.expire(now + 29.9) == []
     assert harness.worker_holds.expire(200.0) == [A]
-    assert harness.renew(201.0) is NoteOutcome.UNKNOWN
+    harness.renew(201.0)
+    assert harness.is_over
 
 
 @pytest.mark.parametrize(
@@ -310,14 +316,14 @@ def test_a_renewal_restarts_the_lease() -> None:
 )
 def test_a_renewal_of_another_hold_changes_nothing(changes: dict[str, int]) -> None:
     harness = WorkerHoldsHarness()
-    assert harness.renew(120.0, **changes) is NoteOutcome.UNKNOWN
+    harness.renew(120.0, **changes)
     assert harness.worker_holds.expire(130.0) == [A]
 
 
 def test_a_renewal_does_not_extend_the_lease_of_pages_that_are_not_ready() -> None:
     """As after a failure of the device: pages are held for one lease at most."""
     harness = WorkerHoldsHarness(ready=False)
-    assert harness.renew(120.0) is NoteOutcome.RENEWED
+    harness.renew(120.0)
     assert harness.worker_holds.expire(129.9) == []
     assert harness.worker_holds.expire(130.0) == [A]
     assert HOLD not in harness.worker_holds
@@ -332,11 +338,11 @@ class AnswerHarness(WorkerHoldsHarness):
     def __init__(self, *, claimed_first: bool = False, engine: str = "d") -> None:
         super().__init__(ordered=False, ready=False)
         if claimed_first:
-            assert self.claim(99.0, engine) is NoteOutcome.RENEWED
+            self.claim(99.0, engine)
         orders = HoldOrders(ready=((HOLD, 30.0),), ttls=((HOLD, TTL),))
         self.worker_holds.apply(orders, 100.0)
 
-    def claim(self, now: float, engine: str = "d") -> NoteOutcome:
+    def claim(self, now: float, engine: str = "d") -> None:
         renewal = Renewal(
             incarnation=INCARNATION,
             slot=HOLD.slot,
@@ -344,7 +350,7 @@ class AnswerHarness(WorkerHoldsHarness):
             engine=engine,
             life=5 if engine else 0,
         )
-        return self.worker_holds.renew(renewal, now)
+        self.worker_holds.renew(renewal, now)
 
     def ends_at(self, deadline: float) -> bool:
         """Return whether the hold ends at that moment, and not a second before."""
@@ -455,7 +461,7 @@ def test_a_watermark_of_a_hold_that_has_ended_is_not_written() -> None:
 @pytest.mark.parametrize("abandoned", [False, True])
 def test_a_hold_that_ends_while_computing_is_reported_with_the_order(abandoned: bool) -> None:
     harness = WorkerHoldsHarness(ordered=False, ready=False)
-    assert harness.release(abandoned=abandoned) is NoteOutcome.ENDED
+    assert harness.release(abandoned=abandoned) is ReleaseOutcome.COUNTED
     assert harness.is_over
     assert not harness.worker_holds.take_ended()
     harness.worker_holds.order(HOLD, 30.0, 100.0)
@@ -470,3 +476,14 @@ def test_a_hold_that_ends_while_computing_and_is_dropped_is_not_reported() -> No
     harness.worker_holds.drop(HOLD)
     harness.worker_holds.order(HOLD, 30.0, 100.0)
     assert not harness.worker_holds.take_ended()
+
+
+def test_a_hold_shows_its_state() -> None:
+    harness = WorkerHoldsHarness(ordered=False, ready=False)
+    [held] = harness.worker_holds._held.values()
+    assert repr(held) == "<hold 1:7 of 'a': computing>"
+    harness.worker_holds.order(HOLD, 30.0, 100.0)
+    harness.worker_holds.ready(HOLD, 100.0)
+    assert repr(held) == "<hold 1:7 of 'a': ready until 130.000>"
+    harness.release(abandoned=True)
+    assert repr(held) == "<hold 1:7 of 'a': ended (abandoned)>"
