@@ -221,4 +221,4 @@ def run_consumer(
 
 def handshake_in_progress() -> bool:
     """Return whether a handshake of this process is under way."""
-    return any(thread.name.startswith("kvferry-handshake") for thread in threading.enumerate())
+    return any(thread.name == "kvferry-side-channels" for thread in threading.enumerate())

@@ -15,29 +15,20 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import takewhile
 
-import msgspec
-
-from kvferry.core.endpoint.handshakes import (
-    LONGEST_BACKOFF_SECONDS,
-    Handshakes,
-    dialer,
-    first_answer,
-)
+from kvferry.core.endpoint.handshakes import LONGEST_BACKOFF_SECONDS, Handshakes, fetched
 from kvferry.core.endpoint.liveness import LivenessChecks
 from kvferry.core.endpoint.options import EndpointOptions
 from kvferry.core.endpoint.peer_key import PeerKey
 from kvferry.core.endpoint.peers import Name, most_peers
 from kvferry.core.endpoint.relayed_replies import EncodedReply, RelayedHandshakes
 from kvferry.core.error_causes import RAISE_LIMITS
-from kvferry.core.errors import ConnectError, HandshakeError, KVFerryError, TicketError, WireError
-from kvferry.core.handshake.client import receiving
-from kvferry.core.handshake.exchange import explained
+from kvferry.core.errors import ConnectError, HandshakeError, KVFerryError, TicketError
+from kvferry.core.handshake.poller import Steps
 from kvferry.core.handshake.reply_limits import ReplyLimits
 from kvferry.core.lifecycle.holds import Incarnation
 from kvferry.core.lifecycle.ticket import Ticket
 from kvferry.core.security import proof
 from kvferry.core.security.proof import Proof, load_library
-from kvferry.core.side_channel_messages import MAX_PAYLOAD_BYTES, RandomBits, decode
 
 MAX_STEP_BYTES = 1 << 20
 """The most bytes of replies in the messages of one step, beyond the first reply."""
@@ -49,16 +40,6 @@ MAX_TICKETS = 16
 """The most tickets of one handshake that are looked at for a genuine one."""
 QUICK_SECONDS = 0.1
 """How long after a handshake's begin its reply may come within milliseconds, not after a pause."""
-
-
-class _PayloadStart(msgspec.Struct, frozen=True, kw_only=True):
-    """What the relay needs of a rank's payload; the ranks decode and check all of it."""
-
-    engine: str
-    incarnation: RandomBits
-
-
-_start = msgspec.msgpack.Decoder(_PayloadStart)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,8 +73,8 @@ class _Producer:
 class HandshakeRelay:
     """Ask and ping producers for all ranks of an engine; used by the scheduler half's thread.
 
-    No method blocks: what handshakes and pings learn, on threads of their own, is processed when a
-    method is called next. ``options`` are those of the ranks' endpoints.
+    No method blocks: what handshakes and pings learn, on the thread of all tasks, is processed when
+    a method is called next. ``options`` are those of the ranks' endpoints.
     """
 
     def __init__(
@@ -222,30 +203,14 @@ class HandshakeRelay:
         while self._posted:
             self._posted.popleft()()
 
-    def _fetch(self, key: PeerKey) -> _Answer:
-        """Ask a producer what its ranks publish; runs on a thread of its own."""
-        begun = time.perf_counter()
-
-        def ask(place: PeerKey, timeout: float, attempt: ExitStack) -> tuple[bytes, _Answer]:
-            call = dialer(place, timeout, self._options)
-            published = attempt.enter_context(receiving(call, place.engine, self._reply_limits))
-            with explained(place.engine, call):
-                incarnation = _incarnation_of(published.ranks[0], place.engine)
-            reply = EncodedReply(
-                place=place,
-                ranks=tuple(published.ranks),
-                ticket_key=published.ticket_key,
-                numeric=call.found,
-            )
-            return published.ticket_key, _Answer(reply=reply, incarnation=incarnation)
-
-        with ExitStack() as turn:
-            _, answer = first_answer(key, self._options.handshake_timeout, ask, turn)
-            if answer.reply.ticket_key:
+    def _fetch(self, key: PeerKey) -> Steps[_Answer]:
+        """Ask a producer what its ranks publish."""
+        with ExitStack() as held:
+            reply, incarnation = yield from fetched(key, self._options, self._reply_limits, held)
+            if reply.ticket_key:
                 load_library()
-            self._reply_limits.made(answer.reply.nbytes)
-        seconds = time.perf_counter() - begun
-        return replace(answer, reply=replace(answer.reply, seconds=seconds))
+            self._reply_limits.made(reply.nbytes)
+        return _Answer(reply=reply, incarnation=incarnation)
 
     def _on_outcome(self, key: PeerKey, outcome: _Answer | KVFerryError) -> None:
         tickets = self._asking.pop(key).tickets
@@ -338,14 +303,3 @@ def _is_proven(made: Proof | None, ticket_key: bytes) -> bool:
     except TicketError:
         return False
     return True
-
-
-def _incarnation_of(payload: bytes, engine: str) -> Incarnation:
-    """Return the incarnation in a payload, which is untrusted, or refuse the payload."""
-    try:
-        start = decode(_start, payload, MAX_PAYLOAD_BYTES, "payload")
-    except WireError as exc:
-        raise HandshakeError(f"payload of rank 0: {exc}") from exc
-    if start.engine != engine:
-        raise HandshakeError(f"it answered with the ranks of engine {start.engine!r}")
-    return Incarnation(start.incarnation)
