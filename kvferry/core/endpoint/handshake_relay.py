@@ -1,8 +1,8 @@
 """Handshakes and liveness checks that a scheduler half makes once for all ranks of its engine.
 
 What ``HandshakeRelay`` learns goes to the ranks' endpoints with the messages of each step
-(``Endpoint.relay``). A rank that needs a reply which is not on its way, because it alone has given
-the producer up, asks for itself, and then pings for itself.
+(``Endpoint.relay``), and each keeps it as long as the watch lasts. A rank that needs a reply which
+it has not kept, and which is not on its way, asks for itself, and then pings for itself.
 """
 
 from __future__ import annotations
@@ -32,10 +32,6 @@ from kvferry.core.security.proof import Proof, load_library
 
 MAX_STEP_BYTES = 1 << 20
 """The most bytes of replies in the messages of one step, beyond the first reply."""
-# A ticket that its engine refuses may be why a load failed, and would have all ranks sent the reply
-# each time. Until then, a rank that needs the reply asks for itself, at once.
-ASK_AGAIN_SECONDS = LONGEST_BACKOFF_SECONDS
-"""How long after it was asked a producer may be asked again because a load from it has failed."""
 MAX_TICKETS = 16
 """The most tickets of one handshake that are looked at for a genuine one."""
 QUICK_SECONDS = 0.1
@@ -63,11 +59,7 @@ class _Producer:
     key: PeerKey
     number: int
     last_used: float
-    asked: float
     stop: Callable[[], None] = lambda: None
-    # A load has failed since it was asked, so that some rank may have given it up: asked again at
-    # the next use.
-    is_doubted: bool = False
 
 
 class HandshakeRelay:
@@ -87,7 +79,7 @@ class HandshakeRelay:
         self._handshakes = Handshakes(self._fetch, self._posted.append, clock)
         self._liveness = LivenessChecks(options)
         self._asking: dict[PeerKey, _Asking] = {}
-        self._users: dict[Hashable, tuple[Name, Proof | None]] = {}
+        self._users: dict[Hashable, Name] = {}
         self._uses: Counter[Name] = Counter()
         self._producers: dict[Name, _Producer] = {}
         self._numbers = itertools.count(1)
@@ -107,7 +99,7 @@ class HandshakeRelay:
         self.end(request)
         self.reach(ticket)
         name = _name(ticket)
-        self._users[request] = name, ticket.proof
+        self._users[request] = name
         self._uses[name] += 1
 
     def reach(self, ticket: Ticket) -> None:
@@ -122,9 +114,7 @@ class HandshakeRelay:
             producer = None
         if producer is not None:
             producer.last_used = now
-            if not producer.is_doubted or now < producer.asked + ASK_AGAIN_SECONDS:
-                return
-            producer.asked = now
+            return
         key = PeerKey.of(ticket)
         made = ticket.incarnation, ticket.proof
         asking = self._asking.get(key)
@@ -138,21 +128,16 @@ class HandshakeRelay:
                 del asking.tickets[next(iter(asking.tickets))]
             asking.tickets[made] = None
 
-    def end(self, request: Hashable, *, loaded: bool | None = None) -> None:
-        """Count a request no longer as a user; ``loaded``: whether its load succeeded, if any."""
-        name, made = self._users.pop(request, (None, None))
+    def end(self, request: Hashable) -> None:
+        """Count a request no longer as a user; ignored if it is none."""
+        name = self._users.pop(request, None)
         if name is None:
             return
         self._uses[name] -= 1
         if not self._uses[name]:
             del self._uses[name]
-        if (producer := self._producers.get(name)) is None:
-            return
-        producer.last_used = self._clock()
-        if loaded:
-            self._handshakes.succeeded(producer.key)
-        elif loaded is not None and _is_proven(made, producer.key.ticket_key):
-            producer.is_doubted = True
+        if (producer := self._producers.get(name)) is not None:
+            producer.last_used = self._clock()
 
     def take(self) -> RelayedHandshakes:
         """Return what to tell the ranks in this step; replies beyond ``MAX_STEP_BYTES`` wait."""
@@ -220,6 +205,7 @@ class HandshakeRelay:
         reply = outcome.reply
         # The ranks refuse other tickets; what only those name is not watched.
         if any(_is_made_by(outcome, *ticket) for ticket in tickets):
+            self._handshakes.succeeded(key)
             watched = self._watch(key, outcome)
             if isinstance(watched, KVFerryError):
                 self._reply_limits.used(reply.nbytes)
@@ -233,13 +219,11 @@ class HandshakeRelay:
         reply = answer.reply
         name = key.engine, answer.incarnation, reply.ticket_key
         if (known := self._producers.get(name)) is not None:
-            known.is_doubted, known.asked = False, self._clock()
             return known.number
         if not self._has_room():
             return None
         number = next(self._numbers)
-        now = self._clock()
-        producer = _Producer(key=key, number=number, last_used=now, asked=now)
+        producer = _Producer(key=key, number=number, last_used=self._clock())
 
         def lost(error: KVFerryError | None) -> None:
             self._posted.append(lambda: self._end(name, producer, error))
@@ -294,12 +278,8 @@ def _name(ticket: Ticket) -> Name:
 
 def _is_made_by(answer: _Answer, incarnation: int, made: Proof | None) -> bool:
     """Return whether the engine that answered made a ticket; see ``check_maker``."""
-    return incarnation == answer.incarnation and _is_proven(made, answer.reply.ticket_key)
-
-
-def _is_proven(made: Proof | None, ticket_key: bytes) -> bool:
     try:
-        proof.check(made, ticket_key)
+        proof.check(made, answer.reply.ticket_key)
     except TicketError:
         return False
-    return True
+    return incarnation == answer.incarnation

@@ -279,7 +279,9 @@ class HandshakeWorker:
                     deadline = time.monotonic() + self._options.handshake_timeout
                     yield from self._reply_limits.turn(deadline, held)
             # Not on the thread of all tasks: it takes up to as long as ``work_budget`` allows.
-            result = yield from on_thread(partial(self._plan, reply, begun), "kvferry-handshake")
+            result = yield from on_thread(
+                partial(self._plan, key, reply, begun), "kvferry-handshake"
+            )
             self._reply_limits.made(sum(result.memory.values()))
         return result
 
@@ -288,10 +290,11 @@ class HandshakeWorker:
         call.numeric.append(reply.numeric)
         return explained(reply.place.engine, call)
 
-    def _plan(self, reply: EncodedReply, begun: float) -> HandshakeResult:
+    def _plan(self, key: PeerKey, reply: EncodedReply, begun: float) -> HandshakeResult:
         """Decode and check a reply, which is untrusted, and plan the reads."""
         with self._explained(reply):
             info = answer_info(reply.place.engine, reply.ranks, reply.ticket_key)
+        self._relayed.used(key, reply)
         if info.ticket_key:
             load_library()
         own, options = self._own[self._rank], self._options
