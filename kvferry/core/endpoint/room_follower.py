@@ -15,7 +15,6 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import closing
-from typing import Protocol
 
 from msgspec import UNSET
 
@@ -63,7 +62,8 @@ TURN_MS = 20
 SHORTEST_SECONDS = 0.002
 """The least time between two questions, also if a producer answers at once without news."""
 PAUSE_SECONDS = 0.1
-"""The pause after an attempt that failed."""
+LONGEST_PAUSE_SECONDS = 0.8
+"""The pause after an attempt that failed doubles with each up to this, until an answer comes."""
 FINAL = (RefusedError, AdmissionError)
 """What an address that answers so will answer the next time, too."""
 
@@ -256,24 +256,20 @@ class RoomFollower:
                 return True
         return False
 
-    def _forget(self, producer: _Producer, *, is_over: bool) -> bool:
-        """Forget a producer without rooms, or whose task ends; the lock is held."""
-        if producer.rooms and not is_over:
-            return False
+    def _forget(self, producer: _Producer) -> None:
         if self._producers.get(producer.key) is producer:
             del self._producers[producer.key]
-        return True
-
-
-class _Forget(Protocol):
-    def __call__(self, producer: _Producer, *, is_over: bool) -> bool: ...
 
 
 class _Producer:
     """Follow the rooms of one producer, in a task; ``inbox.lock`` guards ``rooms``."""
 
     def __init__(
-        self, key: PeerKey, options: EndpointOptions, inbox: RoomInbox, forget: _Forget
+        self,
+        key: PeerKey,
+        options: EndpointOptions,
+        inbox: RoomInbox,
+        forget: Callable[[_Producer], None],
     ) -> None:
         self.key = key
         self.rooms: dict[RoomId, FollowedRoom] = {}
@@ -289,6 +285,8 @@ class _Producer:
         """The index of the address that is asked."""
         self._failures: dict[int, KVFerryError] = {}
         """Since the last answer: how each address has failed last, the latest at the end."""
+        self._attempts = 0
+        """The attempts since the last answer."""
         self._is_woken = False
         self._task = start(self._follow(), self._over)
 
@@ -322,13 +320,15 @@ class _Producer:
 
     def _over(self, _: object) -> None:
         with self._lock:
-            self._forget(self, is_over=True)
+            self._forget(self)
             ended = HandshakeError("the thread that follows this engine's rooms has ended")
             self._inbox.fail(self.rooms.values(), ended)
 
     def _is_over(self) -> bool:
         with self._lock:
-            return self._forget(self, is_over=False)
+            if not self.rooms:
+                self._forget(self)  # at once, so that no room can be entered any more
+            return not self.rooms
 
     def _turn(self) -> Steps[None]:
         if not self._has_rooms():
@@ -340,7 +340,9 @@ class _Producer:
             self._failed(exc)
         except Exception as exc:  # noqa: BLE001  the requests must hear of any failure
             self._failed(HandshakeError(f"failed: {exc!r}"))
-        yield from pause(PAUSE_SECONDS)
+        seconds = min(PAUSE_SECONDS * 2.0 ** min(self._attempts, 16), LONGEST_PAUSE_SECONDS)
+        self._attempts += 1
+        yield from pause(seconds)
 
     def _connect_and_follow(self) -> Steps[None]:
         """Follow the rooms over one connection, until none was left for a while."""
@@ -389,6 +391,7 @@ class _Producer:
             self._answered = time.monotonic()
             self._inbox.answered.put(self.key, True)
             self._failures.clear()
+            self._attempts = 0
             is_new = self._incarnation not in (0, reply.incarnation)
             self._incarnation = reply.incarnation
             if is_new:
