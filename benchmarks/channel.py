@@ -19,7 +19,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import Any
 
 import common
 import engines
@@ -29,10 +28,11 @@ import worker_process
 import zmq
 from engines import Shape
 
-from kvferry.core.handshake import HandshakeServer
+from kvferry.core.handshake import HandshakeServer, poller
 from kvferry.core.handshake.connection import SideChannelConnection
 from kvferry.core.handshake.connection_limits import most_connections
 from kvferry.core.handshake.dialer import Dialer
+from kvferry.core.handshake.exchange import asked
 from kvferry.core.handshake.server import BACKLOG
 from kvferry.core.handshake.shapes import EngineShape
 from kvferry.core.security import NEARBY, OPEN
@@ -144,13 +144,11 @@ class Producer:
 
 
 class Consumers:
-    """Some of the clients: a thread each, as an endpoint has one for each handshake."""
+    """Some of the clients."""
 
     def __init__(self, count: int) -> None:
         many_files()
         self._count = count
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._context.set(zmq.MAX_SOCKETS, self._context.get(zmq.SOCKET_LIMIT))
         self._lines: list[SideChannelConnection] = []
 
     def ready(self) -> bool:
@@ -159,11 +157,11 @@ class Consumers:
 
     def ask(self, port: int) -> list[float]:
         """Each asks for the payloads; how many seconds each waited."""
-        return self._all(lambda: fetched(port, self._context))
+        return self._all(lambda: fetched(port))
 
     def stay(self, port: int) -> int:
         """Each makes a connection that it keeps; how many did."""
-        self._all(lambda: self._lines.append(_line(port, self._context)))
+        self._all(lambda: self._lines.append(_line(port)))
         return len(self._lines)
 
     def ping(self) -> list[float]:
@@ -176,7 +174,7 @@ class Consumers:
                 due += pause
                 time.sleep(max(0.0, due - time.monotonic()))
                 before = time.perf_counter()
-                line.ask(Ping(engine=NAME))
+                poller.call(line.ask(Ping(engine=NAME), time.monotonic() + PATIENCE_SECONDS))
                 waited.append(time.perf_counter() - before)
         return waited
 
@@ -210,29 +208,23 @@ class Consumers:
 WHOLE = PayloadRequest(oldest=1, newest=1, engine=NAME)
 
 
-def fetched(
-    port: int, context: Any, request: PayloadRequest = WHOLE, kind: type[Reply] = Payloads
-) -> None:
+def fetched(port: int, request: PayloadRequest = WHOLE, kind: type[Reply] = Payloads) -> None:
     """What a consumer does but for the decoding, which is not the server's and would hold it up."""
-    line = _line(port, context)
-    try:
-        if not isinstance(line.ask(request), kind):
-            raise SystemExit(f"it did not answer with {kind.__name__}")
-    finally:
-        line.close()
+    dialer = _dialer(port)
+    if not isinstance(
+        poller.call(asked(dialer, request, time.monotonic() + PATIENCE_SECONDS)), kind
+    ):
+        raise SystemExit(f"it did not answer with {kind.__name__}")
 
 
-def _line(port: int, context: Any) -> SideChannelConnection:
-    return SideChannelConnection(
-        Dialer(
-            host="127.0.0.1",
-            port=port,
-            timeout=PATIENCE_SECONDS,
-            context=context,
-            access=OPEN,
-            key=b"",
-        )
-    )
+def _line(port: int) -> SideChannelConnection:
+    line = SideChannelConnection(_dialer(port))
+    poller.call(line.open())
+    return line
+
+
+def _dialer(port: int) -> Dialer:
+    return Dialer(host="127.0.0.1", port=port, timeout=PATIENCE_SECONDS, access=OPEN, key=b"")
 
 
 def many_files() -> None:

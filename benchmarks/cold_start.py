@@ -25,7 +25,6 @@ import common
 import numpy as np
 import rows
 import worker_process
-import zmq
 
 from kvferry.core.endpoint.liveness import LivenessChecks
 from kvferry.core.endpoint.options import DEFAULTS
@@ -56,8 +55,6 @@ class Consumers:
 
     def __init__(self) -> None:
         channel.many_files()
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._context.set(zmq.MAX_SOCKETS, self._context.get(zmq.SOCKET_LIMIT))
         self._checks = LivenessChecks(DEFAULTS)
         self._lost: list[str] = []
 
@@ -74,7 +71,7 @@ class Consumers:
         start = time.perf_counter()
 
         def one(_: int) -> float:
-            channel.fetched(port, self._context, request, kind)
+            channel.fetched(port, request, kind)
             return time.perf_counter() - start
 
         with ThreadPoolExecutor(min(count, THREADS)) as pool:

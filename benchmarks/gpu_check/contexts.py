@@ -13,7 +13,7 @@ from typing import Any
 
 from .devices import Device
 
-WITHOUT_MEMORY = ("kvferry-handshake", "kvferry-liveness", "gpu-check-")
+WITHOUT_MEMORY = ("kvferry-handshake", "kvferry-side-channels", "gpu-check-")
 """How the names begin of threads that use neither the transport nor the engine's memory, and of the
 check's own."""
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -71,6 +72,17 @@ class EngineProcess:
     def signal(self, number: signal.Signals) -> None:
         assert self.process.pid is not None
         os.kill(self.process.pid, number)
+        # The thread that gets SIGSTOP may have to wait for a core; until then, the others go on.
+        if number == signal.SIGSTOP:
+            eventually(self._is_stopped, "the process stops")
+
+    def _is_stopped(self) -> bool:
+        try:
+            tasks = Path(f"/proc/{self.process.pid}/task").glob("*/stat")
+            stats = [task.read_text() for task in tasks]
+        except OSError:  # a thread has just ended
+            return False
+        return all(stat.rpartition(")")[2].split()[0] == "T" for stat in stats)
 
 
 @contextlib.contextmanager
@@ -221,4 +233,4 @@ def run_consumer(
 
 def handshake_in_progress() -> bool:
     """Return whether a handshake of this process is under way."""
-    return any(thread.name.startswith("kvferry-handshake") for thread in threading.enumerate())
+    return any(thread.name == "kvferry-side-channels" for thread in threading.enumerate())

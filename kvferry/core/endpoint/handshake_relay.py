@@ -1,8 +1,8 @@
 """Handshakes and liveness checks that a scheduler half makes once for all ranks of its engine.
 
 What ``HandshakeRelay`` learns goes to the ranks' endpoints with the messages of each step
-(``Endpoint.relay``). A rank that needs a reply which is not on its way, because it alone has given
-the producer up, asks for itself, and then pings for itself.
+(``Endpoint.relay``), and each keeps it as long as the watch lasts. A rank that needs a reply which
+it has not kept, and which is not on its way, asks for itself, and then pings for itself.
 """
 
 from __future__ import annotations
@@ -15,49 +15,26 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import takewhile
 
-import msgspec
-
-from kvferry.core.endpoint.handshakes import (
-    LONGEST_BACKOFF_SECONDS,
-    Handshakes,
-    dialer,
-    first_answer,
-)
+from kvferry.core.endpoint.handshakes import LONGEST_BACKOFF_SECONDS, Handshakes, fetched
 from kvferry.core.endpoint.liveness import LivenessChecks
 from kvferry.core.endpoint.options import EndpointOptions
 from kvferry.core.endpoint.peers import Name, most_peers
 from kvferry.core.endpoint.relayed_replies import EncodedReply, RelayedHandshakes
 from kvferry.core.error_causes import RAISE_LIMITS
-from kvferry.core.errors import ConnectError, HandshakeError, KVFerryError, TicketError, WireError
-from kvferry.core.handshake.client import receiving
-from kvferry.core.handshake.exchange import explained
+from kvferry.core.errors import ConnectError, HandshakeError, KVFerryError, TicketError
+from kvferry.core.handshake.poller import Steps
 from kvferry.core.handshake.reply_limits import ReplyLimits
 from kvferry.core.lifecycle.holds import Incarnation
 from kvferry.core.lifecycle.ticket import PeerKey, Ticket
 from kvferry.core.security import proof
 from kvferry.core.security.proof import Proof, load_library
-from kvferry.core.side_channel_messages import MAX_PAYLOAD_BYTES, RandomBits, decode
 
 MAX_STEP_BYTES = 1 << 20
 """The most bytes of replies in the messages of one step, beyond the first reply."""
-# A ticket that its engine refuses may be why a load failed, and would have all ranks sent the reply
-# each time. Until then, a rank that needs the reply asks for itself, at once.
-ASK_AGAIN_SECONDS = LONGEST_BACKOFF_SECONDS
-"""How long after it was asked a producer may be asked again because a load from it has failed."""
 MAX_TICKETS = 16
 """The most tickets of one handshake that are looked at for a genuine one."""
 QUICK_SECONDS = 0.1
 """How long after a handshake's begin its reply may come within milliseconds, not after a pause."""
-
-
-class _PayloadStart(msgspec.Struct, frozen=True, kw_only=True):
-    """What the relay needs of a rank's payload; the ranks decode and check all of it."""
-
-    engine: str
-    incarnation: RandomBits
-
-
-_start = msgspec.msgpack.Decoder(_PayloadStart)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,18 +58,14 @@ class _Producer:
     key: PeerKey
     number: int
     last_used: float
-    asked: float
     stop: Callable[[], None] = lambda: None
-    # A load has failed since it was asked, so that some rank may have given it up: asked again at
-    # the next use.
-    is_doubted: bool = False
 
 
 class HandshakeRelay:
     """Ask and ping producers for all ranks of an engine; used by the scheduler half's thread.
 
-    No method blocks: what handshakes and pings learn, on threads of their own, is processed when a
-    method is called next. ``options`` are those of the ranks' endpoints.
+    No method blocks: what handshakes and pings learn, on the thread of all tasks, is processed when
+    a method is called next. ``options`` are those of the ranks' endpoints.
     """
 
     def __init__(
@@ -105,7 +78,7 @@ class HandshakeRelay:
         self._handshakes = Handshakes(self._fetch, self._posted.append, clock)
         self._liveness = LivenessChecks(options)
         self._asking: dict[PeerKey, _Asking] = {}
-        self._users: dict[Hashable, tuple[Name, Proof | None]] = {}
+        self._users: dict[Hashable, Name] = {}
         self._uses: Counter[Name] = Counter()
         self._producers: dict[Name, _Producer] = {}
         self._numbers = itertools.count(1)
@@ -125,7 +98,7 @@ class HandshakeRelay:
         self.end(request)
         self.reach(ticket)
         name = _name(ticket)
-        self._users[request] = name, ticket.proof
+        self._users[request] = name
         self._uses[name] += 1
 
     def reach(self, ticket: Ticket) -> None:
@@ -140,9 +113,7 @@ class HandshakeRelay:
             producer = None
         if producer is not None:
             producer.last_used = now
-            if not producer.is_doubted or now < producer.asked + ASK_AGAIN_SECONDS:
-                return
-            producer.asked = now
+            return
         key = PeerKey.of(ticket)
         made = ticket.incarnation, ticket.proof
         asking = self._asking.get(key)
@@ -156,21 +127,16 @@ class HandshakeRelay:
                 del asking.tickets[next(iter(asking.tickets))]
             asking.tickets[made] = None
 
-    def end(self, request: Hashable, *, loaded: bool | None = None) -> None:
-        """Count a request no longer as a user; ``loaded``: whether its load succeeded, if any."""
-        name, made = self._users.pop(request, (None, None))
+    def end(self, request: Hashable) -> None:
+        """Count a request no longer as a user; ignored if it is none."""
+        name = self._users.pop(request, None)
         if name is None:
             return
         self._uses[name] -= 1
         if not self._uses[name]:
             del self._uses[name]
-        if (producer := self._producers.get(name)) is None:
-            return
-        producer.last_used = self._clock()
-        if loaded:
-            self._handshakes.succeeded(producer.key)
-        elif loaded is not None and _is_proven(made, producer.key.ticket_key):
-            producer.is_doubted = True
+        if (producer := self._producers.get(name)) is not None:
+            producer.last_used = self._clock()
 
     def take(self) -> RelayedHandshakes:
         """Return what to tell the ranks in this step; replies beyond ``MAX_STEP_BYTES`` wait."""
@@ -221,30 +187,14 @@ class HandshakeRelay:
         while self._posted:
             self._posted.popleft()()
 
-    def _fetch(self, key: PeerKey) -> _Answer:
-        """Ask a producer what its ranks publish; runs on a thread of its own."""
-        begun = time.perf_counter()
-
-        def ask(place: PeerKey, timeout: float, attempt: ExitStack) -> tuple[bytes, _Answer]:
-            call = dialer(place, timeout, self._options)
-            published = attempt.enter_context(receiving(call, place.engine, self._reply_limits))
-            with explained(place.engine, call):
-                incarnation = _incarnation_of(published.ranks[0], place.engine)
-            reply = EncodedReply(
-                place=place,
-                ranks=tuple(published.ranks),
-                ticket_key=published.ticket_key,
-                numeric=call.found,
-            )
-            return published.ticket_key, _Answer(reply=reply, incarnation=incarnation)
-
-        with ExitStack() as turn:
-            _, answer = first_answer(key, self._options.handshake_timeout, ask, turn)
-            if answer.reply.ticket_key:
+    def _fetch(self, key: PeerKey) -> Steps[_Answer]:
+        """Ask a producer what its ranks publish."""
+        with ExitStack() as held:
+            reply, incarnation = yield from fetched(key, self._options, self._reply_limits, held)
+            if reply.ticket_key:
                 load_library()
-            self._reply_limits.made(answer.reply.nbytes)
-        seconds = time.perf_counter() - begun
-        return replace(answer, reply=replace(answer.reply, seconds=seconds))
+            self._reply_limits.made(reply.nbytes)
+        return _Answer(reply=reply, incarnation=incarnation)
 
     def _on_outcome(self, key: PeerKey, outcome: _Answer | KVFerryError) -> None:
         tickets = self._asking.pop(key).tickets
@@ -254,6 +204,7 @@ class HandshakeRelay:
         reply = outcome.reply
         # The ranks refuse other tickets; what only those name is not watched.
         if any(_is_made_by(outcome, *ticket) for ticket in tickets):
+            self._handshakes.succeeded(key)
             watched = self._watch(key, outcome)
             if isinstance(watched, KVFerryError):
                 self._reply_limits.used(reply.nbytes)
@@ -267,13 +218,11 @@ class HandshakeRelay:
         reply = answer.reply
         name = key.engine, answer.incarnation, reply.ticket_key
         if (known := self._producers.get(name)) is not None:
-            known.is_doubted, known.asked = False, self._clock()
             return known.number
         if not self._has_room():
             return None
         number = next(self._numbers)
-        now = self._clock()
-        producer = _Producer(key=key, number=number, last_used=now, asked=now)
+        producer = _Producer(key=key, number=number, last_used=self._clock())
 
         def lost(error: KVFerryError | None) -> None:
             self._posted.append(lambda: self._end(name, producer, error))
@@ -328,23 +277,8 @@ def _name(ticket: Ticket) -> Name:
 
 def _is_made_by(answer: _Answer, incarnation: int, made: Proof | None) -> bool:
     """Return whether the engine that answered made a ticket; see ``check_maker``."""
-    return incarnation == answer.incarnation and _is_proven(made, answer.reply.ticket_key)
-
-
-def _is_proven(made: Proof | None, ticket_key: bytes) -> bool:
     try:
-        proof.check(made, ticket_key)
+        proof.check(made, answer.reply.ticket_key)
     except TicketError:
         return False
-    return True
-
-
-def _incarnation_of(payload: bytes, engine: str) -> Incarnation:
-    """Return the incarnation in a payload, which is untrusted, or refuse the payload."""
-    try:
-        start = decode(_start, payload, MAX_PAYLOAD_BYTES, "payload")
-    except WireError as exc:
-        raise HandshakeError(f"payload of rank 0: {exc}") from exc
-    if start.engine != engine:
-        raise HandshakeError(f"it answered with the ranks of engine {start.engine!r}")
-    return Incarnation(start.incarnation)
+    return incarnation == answer.incarnation

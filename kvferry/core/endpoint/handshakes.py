@@ -1,31 +1,36 @@
-"""Handshakes with producers: concurrent, each on its own thread, with pauses after failures."""
+"""Handshakes with producers: concurrent, with pauses after failures."""
 
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence, Set
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Generic, TypeVar
+
+import msgspec
 
 from kvferry.core.endpoint.options import EndpointOptions
 from kvferry.core.endpoint.relayed_replies import EncodedReply, RelayedReplies
 from kvferry.core.error_causes import RAISE_LIMITS
-from kvferry.core.errors import HandshakeError, KVFerryError, PlanError
+from kvferry.core.errors import HandshakeError, KVFerryError, PlanError, WireError
 from kvferry.core.handshake import agree
-from kvferry.core.handshake.client import EngineReply, fetching
+from kvferry.core.handshake.client import payloads
 from kvferry.core.handshake.compatibility import answer_info, differing_software
 from kvferry.core.handshake.dialer import Dialer
 from kvferry.core.handshake.exchange import explained
+from kvferry.core.handshake.poller import Steps, Task, on_thread, start
 from kvferry.core.handshake.reply_limits import ReplyLimits
+from kvferry.core.lifecycle.holds import Incarnation
 from kvferry.core.lifecycle.ticket import PeerKey
 from kvferry.core.messages import RankPayload
 from kvferry.core.planner.plan import Plan
 from kvferry.core.planner.plan_cache import PlanCache
 from kvferry.core.security.proof import load_library
+from kvferry.core.side_channel_messages import MAX_PAYLOAD_BYTES, RandomBits, decode
 
 logger = logging.getLogger(__name__)
 
@@ -86,12 +91,12 @@ class Handshakes(Generic[T]):
 
     Callers that ask for the same producer share one. After a failure, the next one with that
     producer waits: briefly at first, since an engine may restart, and longer each time. ``shake``
-    performs a handshake on a thread of its own; it may block and raise.
+    returns the steps of a handshake.
     """
 
     def __init__(
         self,
-        shake: Callable[[PeerKey], T],
+        shake: Callable[[PeerKey], Steps[T]],
         post: Callable[[Callable[[], None]], None],
         clock: Callable[[], float],
         used: Callable[[T], None] = lambda _: None,
@@ -106,7 +111,7 @@ class Handshakes(Generic[T]):
         self._queued: deque[PeerKey] = deque()
         self._delayed: dict[PeerKey, float] = {}
         self._backoffs: dict[PeerKey, _Backoff] = {}
-        self._running = 0
+        self._running: dict[PeerKey, Task | None] = {}
         self._is_turn_of_oldest = False
 
     def __len__(self) -> int:
@@ -129,7 +134,7 @@ class Handshakes(Generic[T]):
         for key in [key for key in due_keys if key not in self._expected]:
             del self._delayed[key]
             self._queued.append(key)
-        while self._queued and self._running < MAX_HANDSHAKES:
+        while self._queued and len(self._running) < MAX_HANDSHAKES:
             self._start(self._take())
 
     def expect(self, key: PeerKey, until: float) -> None:
@@ -167,9 +172,12 @@ class Handshakes(Generic[T]):
         return cancelled
 
     def close(self) -> None:
-        """Start no more handshakes. Return without waiting for the handshakes under way."""
+        """Start no more handshakes, and end those under way; return at once."""
         self._queued.clear()
         self._delayed.clear()
+        for task in self._running.values():
+            if task is not None:
+                task.cancel()
 
     def _take(self) -> PeerKey:
         # Every second time the one with the fewest failures, so that producers that never answer do
@@ -185,25 +193,19 @@ class Handshakes(Generic[T]):
         return backoff.failures if backoff is not None else 0
 
     def _start(self, key: PeerKey) -> None:
-        self._running += 1
-        name = f"kvferry-handshake-{key.engine[:16]}"
-        try:
-            # A daemon: a host that never answers must not keep the process from ending.
-            threading.Thread(target=self._run, args=(key,), name=name, daemon=True).start()
-        except RuntimeError as exc:
-            error = HandshakeError(f"{exc}; {RAISE_LIMITS}")
-            self._post(lambda: self._over(key, error))
+        self._running[key] = None
 
-    def _run(self, key: PeerKey) -> None:
+        def over(outcome: T | Exception) -> None:
+            result = _contained(outcome)
+            self._post(lambda: self._over(key, result))
+
         try:
-            result: T | KVFerryError = self._shake(key)
-        except Exception as exc:  # noqa: BLE001  whoever waits must hear of any failure
-            result = exc if isinstance(exc, KVFerryError) else HandshakeError(f"failed: {exc!r}")
-            forget_frames(result)
-        self._post(lambda: self._over(key, result))
+            self._running[key] = start(self._shake(key), over)
+        except (OSError, RuntimeError) as exc:  # no file descriptor or no thread is left
+            over(HandshakeError(f"{exc}; {RAISE_LIMITS}"))
 
     def _over(self, key: PeerKey, result: T | KVFerryError) -> None:
-        self._running -= 1
+        del self._running[key]
         if isinstance(result, KVFerryError):
             self.failed(key)
         else:
@@ -211,6 +213,16 @@ class Handshakes(Generic[T]):
         self.progress(self._clock())
         for heard in self._asked.pop(key):
             heard(result)
+
+
+def _contained(outcome: T | Exception) -> T | KVFerryError:
+    if not isinstance(outcome, Exception):
+        return outcome
+    error = outcome
+    if not isinstance(error, KVFerryError):
+        error = HandshakeError(f"failed: {outcome!r}")
+    forget_frames(error)
+    return error
 
 
 def forget_frames(error: BaseException | None) -> None:
@@ -223,7 +235,7 @@ def forget_frames(error: BaseException | None) -> None:
 
 
 class HandshakeWorker:
-    """Perform handshakes for one rank; ``perform`` on any thread, the rest on the endpoint's.
+    """Perform handshakes for one rank; ``perform`` as a task, the rest on the endpoint's thread.
 
     ``relayed`` are replies from the scheduler half; a producer without one is asked here.
     """
@@ -247,8 +259,8 @@ class HandshakeWorker:
         # (``ReplyLimits``).
         self._reply_limits.used(sum(result.memory.values()))
 
-    def perform(self, key: PeerKey) -> HandshakeResult:
-        """Fetch what a producer publishes, check it, and plan the reads. Blocks.
+    def perform(self, key: PeerKey) -> Steps[HandshakeResult]:
+        """Fetch what a producer publishes, check it, and plan the reads.
 
         Raises:
             HandshakeError: the producer cannot be reached, or does not fit this engine.
@@ -256,94 +268,114 @@ class HandshakeWorker:
         """
         if not self._own:
             raise HandshakeError("this endpoint has not joined its engine: call join() first")
-        begun, options = time.perf_counter(), self._options
-        relayed = self._relayed.take(key)
-        with ExitStack() as turn:
-            if relayed is None:
-                place, fetched = self._fetch(key, turn)
+        begun = time.perf_counter()
+        reply = self._relayed.take(key)
+        with ExitStack() as held:
+            if reply is None:
+                reply, _ = yield from fetched(key, self._options, self._reply_limits, held)
             else:
-                begun -= relayed.seconds
-                place, fetched = relayed.place, self._decode(relayed, turn)
-            info, own = fetched.info, self._own[self._rank]
-            if info.ticket_key:
-                load_library()
-            agreed = [agree(own, rank, options.judgements) for rank in info.ranks]
-            plan = self._plan(info.ranks)
-            memory = memory_of(info.ranks, fetched.sizes, plan)
-            self._reply_limits.made(sum(memory.values()))
+                begun -= reply.seconds
+                with self._explained(reply):
+                    deadline = time.monotonic() + self._options.handshake_timeout
+                    yield from self._reply_limits.turn(deadline, held)
+            # Not on the thread of all tasks: it takes up to as long as ``work_budget`` allows.
+            result = yield from on_thread(
+                partial(self._plan, key, reply, begun), "kvferry-handshake"
+            )
+            self._reply_limits.made(sum(result.memory.values()))
+        return result
+
+    def _explained(self, reply: EncodedReply) -> AbstractContextManager[None]:
+        call = dialer(reply.place, self._options.handshake_timeout, self._options)
+        call.numeric.append(reply.numeric)
+        return explained(reply.place.engine, call)
+
+    def _plan(self, key: PeerKey, reply: EncodedReply, begun: float) -> HandshakeResult:
+        """Decode and check a reply, which is untrusted, and plan the reads."""
+        with self._explained(reply):
+            info = answer_info(reply.place.engine, reply.ranks, reply.ticket_key)
+        self._relayed.used(key, reply)
+        if info.ticket_key:
+            load_library()
+        own, options = self._own[self._rank], self._options
+        agreed = [agree(own, rank, options.judgements) for rank in info.ranks]
+        try:
+            plan = self._planner.plan([payload.layout for payload in info.ranks])
+        except PlanError as exc:
+            told = differing_software(own, info.ranks[0], options.judgements)
+            raise PlanError(f"{exc}{told}") from exc
         return HandshakeResult(
             payloads=info.ranks,
             plan=plan,
             overridden=tuple(dict.fromkeys(text for each in agreed for text in each.overridden)),
             begun=begun,
-            place=place,
+            place=reply.place,
             ticket_key=info.ticket_key,
-            numeric=fetched.numeric,
-            memory=memory,
-            watch=relayed.watch if relayed is not None else None,
+            numeric=reply.numeric,
+            memory=memory_of(info.ranks, tuple(map(len, reply.ranks)), plan),
+            watch=reply.watch,
         )
 
-    def _plan(self, ranks: Sequence[RankPayload]) -> Plan:
-        """Plan the reads; an error ends with the software that differs between the engines."""
-        try:
-            return self._planner.plan([payload.layout for payload in ranks])
-        except PlanError as exc:
-            own = self._own[self._rank]
-            told = differing_software(own, ranks[0], self._options.judgements)
-            raise PlanError(f"{exc}{told}") from exc
 
-    def _decode(self, relayed: EncodedReply, turn: ExitStack) -> EngineReply:
-        """Decode and check a relayed reply (untrusted); ``turn`` gets the turn to decode."""
-        place, timeout = relayed.place, self._options.handshake_timeout
-        call = dialer(place, timeout, self._options)
-        call.numeric.append(relayed.numeric)
-        with explained(place.engine, call):
-            turn.enter_context(self._reply_limits.turn(time.monotonic() + timeout))
-            info = answer_info(place.engine, relayed.ranks, relayed.ticket_key)
-        return EngineReply(info=info, sizes=tuple(map(len, relayed.ranks)), numeric=relayed.numeric)
+def fetched(
+    key: PeerKey, options: EndpointOptions, limits: ReplyLimits, held: ExitStack
+) -> Steps[tuple[EncodedReply, Incarnation]]:
+    """Return a producer's reply, of the first address that has ``key.ticket_key``, and its start.
 
-    def _fetch(self, key: PeerKey, turn: ExitStack) -> tuple[PeerKey, EngineReply]:
-        """Ask at a producer's addresses; ``turn`` holds the turn to decode until it is closed."""
-
-        def ask(place: PeerKey, timeout: float, attempt: ExitStack) -> tuple[bytes, EngineReply]:
-            call = dialer(place, timeout, self._options)
-            reply = attempt.enter_context(fetching(call, place.engine, self._reply_limits))
-            return reply.info.ticket_key, reply
-
-        return first_answer(key, self._options.handshake_timeout, ask, turn)
-
-
-def first_answer(
-    key: PeerKey,
-    timeout: float,
-    ask: Callable[[PeerKey, float, ExitStack], tuple[bytes, T]],
-    turn: ExitStack,
-) -> tuple[PeerKey, T]:
-    """Return the first of a producer's addresses that has ``key.ticket_key``, and its answer.
-
-    The last address's answer is returned whatever its key is. ``timeout`` is for all together.
-    ``ask`` returns a ticket key and an answer; what it enters on its stack is left when the answer
-    is not returned, or when ``turn`` is closed.
+    The last address's reply is returned whatever its key is; the addresses share the timeout. The
+    task has its turn to decode the reply until ``held`` is closed.
 
     Raises:
         HandshakeError: no address has that key, and the last did not answer; says why each failed.
     """
-    deadline = time.monotonic() + timeout
+    deadline = time.monotonic() + options.handshake_timeout
+    begun = time.perf_counter()
     places, failures = list(key.places), list[HandshakeError]()
     while True:
         place, left = places.pop(0), max(deadline - time.monotonic(), 0.0)
+        call = dialer(place, left / (1 + len(places)), options)
         try:
             with ExitStack() as attempt:
-                ticket_key, reply = ask(place, left / (1 + len(places)), attempt)
+                found = yield from payloads(call, place.engine, limits, attempt)
+                with explained(place.engine, call):
+                    incarnation = _incarnation_of(found.ranks[0], place.engine)
                 # Another key means another engine with the same id: a loopback address, for
                 # instance, leads to another engine on each host.
-                if ticket_key == key.ticket_key or not places:
-                    turn.push(attempt.pop_all())
-                    return place, reply
+                if found.ticket_key == key.ticket_key or not places:
+                    held.push(attempt.pop_all())
+                    reply = EncodedReply(
+                        place=place,
+                        ranks=tuple(found.ranks),
+                        ticket_key=found.ticket_key,
+                        numeric=call.found,
+                        seconds=time.perf_counter() - begun,
+                    )
+                    return reply, incarnation
         except HandshakeError as exc:
             failures.append(exc)
             if not places:
                 raise type(exc)("; and ".join(map(str, failures))) from exc
+
+
+class _PayloadStart(msgspec.Struct, frozen=True, kw_only=True):
+    """What is read of a rank's payload before all of it is decoded and checked."""
+
+    engine: str
+    incarnation: RandomBits
+
+
+_decoder = msgspec.msgpack.Decoder(_PayloadStart)
+
+
+def _incarnation_of(payload: bytes, engine: str) -> Incarnation:
+    """Return the incarnation in a payload, which is untrusted, or refuse the payload."""
+    try:
+        start = decode(_decoder, payload, MAX_PAYLOAD_BYTES, "payload")
+    except WireError as exc:
+        raise HandshakeError(f"payload of rank 0: {exc}") from exc
+    if start.engine != engine:
+        raise HandshakeError(f"it answered with the ranks of engine {start.engine!r}")
+    return Incarnation(start.incarnation)
 
 
 def dialer(place: PeerKey, timeout: float, options: EndpointOptions) -> Dialer:
@@ -352,7 +384,6 @@ def dialer(place: PeerKey, timeout: float, options: EndpointOptions) -> Dialer:
         host=place.host,
         port=place.port,
         timeout=timeout,
-        context=None,
         access=options.access,
         key=place.key,
     )

@@ -11,14 +11,10 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
-import select
-import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import closing, suppress
-from typing import Protocol
+from contextlib import closing
 
 from msgspec import UNSET
 
@@ -36,6 +32,7 @@ from kvferry.core.errors import (
 )
 from kvferry.core.handshake.connection import SideChannelConnection
 from kvferry.core.handshake.exchange import explained, unexpected
+from kvferry.core.handshake.poller import Steps, Wait, pause, start
 from kvferry.core.handshake.sockets import place
 from kvferry.core.lifecycle.rooms import RoomId
 from kvferry.core.lifecycle.ticket import PeerKey
@@ -65,7 +62,8 @@ TURN_MS = 20
 SHORTEST_SECONDS = 0.002
 """The least time between two questions, also if a producer answers at once without news."""
 PAUSE_SECONDS = 0.1
-"""The pause after an attempt that failed."""
+LONGEST_PAUSE_SECONDS = 0.8
+"""The pause after an attempt that failed doubles with each up to this, until an answer comes."""
 FINAL = (RefusedError, AdmissionError)
 """What an address that answers so will answer the next time, too."""
 
@@ -89,7 +87,6 @@ class RoomFollower:
         self._requests: dict[Hashable, tuple[_Producer | None, RoomId, FollowedRoom]] = {}
         self._due = math.inf
         """No request is late before this time."""
-        self._is_closed = False
 
     @property
     def following(self) -> int:
@@ -149,12 +146,10 @@ class RoomFollower:
     def close(self) -> None:
         """Follow nothing any more; return at once."""
         with self._lock:
-            self._is_closed = True
             producers = list(self._producers.values())
-            for producer in producers:
-                producer.rooms.clear()
+            self._producers.clear()
         for producer in producers:
-            producer.wake()
+            producer.end()
 
     def _late_at(self, request: Hashable, room: FollowedRoom) -> float:
         """Return when a request is late if nothing is heard of its room; the lock is held."""
@@ -242,7 +237,7 @@ class RoomFollower:
         return True
 
     def _reason_against(self, key: PeerKey) -> HandshakeError | None:
-        busy = [each for each, producer in self._producers.items() if not producer.is_unused]
+        busy = [each for each, producer in self._producers.items() if producer.rooms]
         if sum(each.host == key.host for each in busy) >= MAX_AT_HOST:
             return HandshakeError(
                 f"requests of {MAX_AT_HOST} prefill engines at {key.host} wait here, which is the "
@@ -255,35 +250,29 @@ class RoomFollower:
 
     def _evict(self) -> bool:
         for key, producer in self._producers.items():
-            # A thread that waits for a peer counts until it ends, so that there cannot be too many.
-            if producer.is_unused:
+            if not producer.rooms:
                 del self._producers[key]
-                producer.rouse()
+                producer.end()
                 return True
         return False
 
-    def _forget(self, producer: _Producer, *, is_over: bool) -> bool:
-        """Forget a producer without rooms, or whose thread ends; the lock is held."""
-        if producer.rooms and not self._is_closed and not is_over:
-            return False
+    def _forget(self, producer: _Producer) -> None:
         if self._producers.get(producer.key) is producer:
             del self._producers[producer.key]
-        return True
-
-
-class _Forget(Protocol):
-    def __call__(self, producer: _Producer, *, is_over: bool) -> bool: ...
 
 
 class _Producer:
-    """Follow the rooms of one producer, on a thread; ``inbox.lock`` guards ``rooms``."""
+    """Follow the rooms of one producer, in a task; ``inbox.lock`` guards ``rooms``."""
 
     def __init__(
-        self, key: PeerKey, options: EndpointOptions, inbox: RoomInbox, forget: _Forget
+        self,
+        key: PeerKey,
+        options: EndpointOptions,
+        inbox: RoomInbox,
+        forget: Callable[[_Producer], None],
     ) -> None:
         self.key = key
         self.rooms: dict[RoomId, FollowedRoom] = {}
-        self.is_idle = False
         self._options = options
         self._inbox = inbox
         self._lock = inbox.lock
@@ -296,17 +285,10 @@ class _Producer:
         """The index of the address that is asked."""
         self._failures: dict[int, KVFerryError] = {}
         """Since the last answer: how each address has failed last, the latest at the end."""
-        self._woken = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        name = f"kvferry-rooms-{key.engine[:16]}"
-        try:
-            threading.Thread(target=self._run, name=name, daemon=True).start()
-        except RuntimeError:
-            os.close(self._woken)
-            raise
-
-    @property
-    def is_unused(self) -> bool:
-        return self.is_idle and not self.rooms
+        self._attempts = 0
+        """The attempts since the last answer."""
+        self._is_woken = False
+        self._task = start(self._follow(), self._over)
 
     def enter(self, name: RoomId) -> FollowedRoom:
         """Return a room that a request is about to follow; the lock is held."""
@@ -324,57 +306,59 @@ class _Producer:
             del self.rooms[name]
 
     def wake(self) -> None:
+        """Ask again at once: there is another room."""
+        self._is_woken = True
+        self._task.wake()
+
+    def end(self) -> None:
+        """End the connection: there are no rooms."""
+        self._task.cancel()
+
+    def _follow(self) -> Steps[None]:
+        while not self._is_over():
+            yield from self._turn()
+
+    def _over(self, _: object) -> None:
         with self._lock:
-            self.rouse()
-
-    def rouse(self) -> None:
-        """Do what ``wake`` does; the lock is held."""
-        with suppress(OSError):
-            if self._woken >= 0:
-                os.eventfd_write(self._woken, 1)
-
-    def _run(self) -> None:
-        try:
-            while not self._is_over():
-                self._turn()
-        finally:
-            with self._lock:
-                self._forget(self, is_over=True)
-                ended = HandshakeError("the thread that follows this engine's rooms has ended")
-                self._inbox.fail(self.rooms.values(), ended)
-                woken, self._woken = self._woken, -1
-                os.close(woken)
+            self._forget(self)
+            ended = HandshakeError("the thread that follows this engine's rooms has ended")
+            self._inbox.fail(self.rooms.values(), ended)
 
     def _is_over(self) -> bool:
         with self._lock:
-            return self._forget(self, is_over=False)
+            if not self.rooms:
+                self._forget(self)  # at once, so that no room can be entered any more
+            return not self.rooms
 
-    def _turn(self) -> None:
+    def _turn(self) -> Steps[None]:
+        if not self._has_rooms():
+            yield from self._sleep(time.monotonic() + LINGER_SECONDS)
+            return
         try:
-            if not self._has_rooms():
-                self._sleep(LINGER_SECONDS)
-                return
-            self._connect_and_follow()
+            yield from self._connect_and_follow()
         except KVFerryError as exc:
             self._failed(exc)
         except Exception as exc:  # noqa: BLE001  the requests must hear of any failure
             self._failed(HandshakeError(f"failed: {exc!r}"))
-        time.sleep(PAUSE_SECONDS)
+        seconds = min(PAUSE_SECONDS * 2.0 ** min(self._attempts, 16), LONGEST_PAUSE_SECONDS)
+        self._attempts += 1
+        yield from pause(seconds)
 
-    def _connect_and_follow(self) -> None:
+    def _connect_and_follow(self) -> Steps[None]:
         """Follow the rooms over one connection, until none was left for a while."""
         places = self.key.places
         place = places[self._place]
-        # The addresses of the producer share the timeout, as in ``first_answer``.
+        # The addresses of the producer share the timeout, as those of a handshake do.
         timeout = self._options.handshake_timeout
         call = dialer(place, timeout / len(places), self._options)
         with explained(place.engine, call), closing(SideChannelConnection(call)) as connection:
+            yield from connection.open()
             begun = time.monotonic()
             until = begun + LINGER_SECONDS
             while time.monotonic() < until:
                 rooms, wait_ms = self._asked()
                 if not rooms:
-                    self._sleep(max(0.0, until - time.monotonic()))
+                    yield from self._sleep(until)
                     if not self._has_rooms():
                         return
                     continue
@@ -384,9 +368,9 @@ class _Producer:
                 deadline = min(
                     max(silent_since, begun) + timeout / len(places), silent_since + timeout
                 )
-                reply = connection.ask_until(follow, self._woken, deadline)
-                time.sleep(SHORTEST_SECONDS)
-                self._clear()
+                reply = yield from connection.ask_unless(self._has_more, follow, deadline)
+                yield from pause(SHORTEST_SECONDS)
+                self._is_woken = False
                 if reply is not None:
                     self._hear(reply, [room for room, _ in rooms])
 
@@ -407,6 +391,7 @@ class _Producer:
             self._answered = time.monotonic()
             self._inbox.answered.put(self.key, True)
             self._failures.clear()
+            self._attempts = 0
             is_new = self._incarnation not in (0, reply.incarnation)
             self._incarnation = reply.incarnation
             if is_new:
@@ -436,17 +421,13 @@ class _Producer:
         with self._lock:
             return any(not room.is_over for room in self.rooms.values())
 
-    def _sleep(self, seconds: float) -> None:
-        poll = select.poll()  # select.select refuses descriptors from 1,024 on
-        poll.register(self._woken, select.POLLIN)
-        self.is_idle = True
-        poll.poll(math.ceil(seconds * 1e3))
-        self.is_idle = False
-        self._clear()
+    def _has_more(self) -> bool:
+        return self._is_woken
 
-    def _clear(self) -> None:
-        with suppress(BlockingIOError):
-            os.eventfd_read(self._woken)
+    def _sleep(self, until: float) -> Steps[None]:
+        while time.monotonic() < until and not self._is_woken:
+            yield Wait(until)
+        self._is_woken = False
 
 
 def _question(engine: str, rooms: Sequence[tuple[RoomId, int]], wait_ms: int) -> Follow:

@@ -1,20 +1,21 @@
-"""The client of a side channel. Its functions block until a timeout; any thread may call them."""
+"""The client of a side channel: what an engine publishes, and whether it is alive."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 
 from kvferry.core.errors import AdmissionError, HandshakeError, WireError
 from kvferry.core.handshake.compatibility import EngineInfo, answer_info
 from kvferry.core.handshake.dialer import Dialer, HungUpError
-from kvferry.core.handshake.exchange import asked, explained, unexpected
+from kvferry.core.handshake.exchange import answered, asked, explained, unexpected
+from kvferry.core.handshake.poller import Steps, call
 from kvferry.core.handshake.reply_limits import ReplyLimits
 from kvferry.core.handshake.shapes import EngineShape, ShapeCache
-from kvferry.core.handshake.sockets import Context, place
+from kvferry.core.handshake.sockets import place
 from kvferry.core.lifecycle.holds import Incarnation
 from kvferry.core.security import OPEN, Access
 from kvferry.core.side_channel_messages import (
@@ -38,14 +39,13 @@ def fetch(
     engine: str,
     *,
     timeout: float,
-    context: Context | None = None,
     access: Access = OPEN,
     key: bytes = b"",
 ) -> EngineInfo:
     """Ask an engine's side channel for what the engine's ranks publish, and return the answer.
 
-    ``host``, ``port`` and ``key`` (empty: not encrypted) are as in the engine's tickets. The
-    timeout is in seconds, for the whole call. Without a ``context``, the process shares one.
+    Blocks. ``host``, ``port`` and ``key`` (empty: not encrypted) are as in the engine's tickets.
+    The timeout is in seconds, for the whole call.
 
     Raises:
         IncompatibleError: the two builds have no protocol version in common.
@@ -53,41 +53,30 @@ def fetch(
         AdmissionError: one of the two engines does not admit the key or address of the other.
         HandshakeError: there was no valid answer; the message says where, why and what to do.
     """
-    call = Dialer(host=host, port=port, timeout=timeout, context=context, access=access, key=key)
-    with fetching(call, engine, ReplyLimits()) as fetched:
-        return fetched.info
+    dialer = Dialer(host=host, port=port, timeout=timeout, access=access, key=key)
+    with ExitStack() as held:
+        published = call(payloads(dialer, engine, ReplyLimits(), held))
+        with explained(engine, dialer):
+            return answer_info(engine, published.ranks, published.ticket_key)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineReply:
-    """What an engine publishes, the bytes of each encoded payload, and who answered."""
+def payloads(dialer: Dialer, engine: str, limits: ReplyLimits, held: ExitStack) -> Steps[Payloads]:
+    """Fetch what an engine's ranks publish, not decoded; raises as ``fetch``.
 
-    info: EngineInfo
-    sizes: tuple[int, ...]
-    numeric: str
-
-
-@contextmanager
-def fetching(call: Dialer, engine: str, reading: ReplyLimits) -> Iterator[EngineReply]:
-    """Fetch what an engine's ranks publish; other handshakes wait until the ``with`` block ends.
-
-    From decoding to the end of the block, no other handshake with the same ``reading`` decodes, so
-    a caller that plans inside the block plans one engine at a time. Raises as ``fetch``, or
-    ``HandshakeError`` if other replies were being decoded until the timeout.
+    No other task with these limits decodes a reply until ``held`` is closed, so a caller that plans
+    meanwhile plans one engine at a time. ``HandshakeError`` is also raised if that could not begin
+    before the timeout. What the caller makes of the reply is counted there (``ReplyLimits.made``).
     """
-    deadline = time.monotonic() + call.timeout
-    with ExitStack() as turn:
-        with explained(engine, call), ExitStack() as long:
-            published = _published(call, engine, reading, long, deadline)
-            turn.enter_context(reading.turn(deadline))
-            ranks = published.payloads()
-            info = answer_info(engine, ranks, published.reply.ticket_key)
-            shape = published.shape or EngineShape.of(ranks)
-            if shape is not None:
+    deadline = time.monotonic() + dialer.timeout
+    with explained(engine, dialer):
+        published = yield from _published(dialer, engine, limits, held, deadline)
+        yield from limits.turn(deadline, held)
+        ranks = published.ranks()
+        # Not checked here: a shape is known by its bytes, so it can only stand for itself.
+        with suppress(WireError):  # whoever decodes the payloads says what is wrong with them
+            if (shape := published.shape or EngineShape.of(ranks)) is not None:
                 _shapes.remember(shape)
-            sizes = tuple(map(len, ranks))
-            del published, ranks, shape
-        yield EngineReply(info=info, sizes=sizes, numeric=call.found)
+    return Payloads(ranks=ranks, ticket_key=published.reply.ticket_key)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,42 +86,21 @@ class _Published:
     reply: Payloads | PayloadHeads
     shape: EngineShape | None = None
 
-    def payloads(self) -> list[bytes]:
+    def ranks(self) -> list[bytes]:
         if self.shape is None or isinstance(self.reply, Payloads):
             return self.reply.ranks
         return self.shape.whole(self.reply)
 
 
-@contextmanager
-def receiving(call: Dialer, engine: str, reading: ReplyLimits) -> Iterator[Payloads]:
-    """Fetch what an engine's ranks publish, undecoded, to pass it on to other processes.
-
-    Until the ``with`` block ends, no other handshake with the same ``reading`` receives a reply
-    beyond its limits; the caller counts the reply there (``ReplyLimits.made``) inside the block.
-    Raises as ``fetching``.
-    """
-    deadline = time.monotonic() + call.timeout
-    with ExitStack() as turn:
-        with explained(engine, call):
-            published = _published(call, engine, reading, turn, deadline)
-            turn.enter_context(reading.turn(deadline))
-            ranks = published.payloads()
-            # Not checked here: a shape is known by its bytes, so it can only stand for itself.
-            with suppress(WireError):  # whoever decodes the payloads says what is wrong with them
-                if (shape := published.shape or EngineShape.of(ranks)) is not None:
-                    _shapes.remember(shape)
-        yield Payloads(ranks=ranks, ticket_key=published.reply.ticket_key)
-
-
 def _published(
-    call: Dialer, engine: str, reading: ReplyLimits, long: ExitStack, deadline: float
-) -> _Published:
-    """Return an engine's answer. For a long one, a room is entered on ``long``."""
+    dialer: Dialer, engine: str, limits: ReplyLimits, held: ExitStack, deadline: float
+) -> Steps[_Published]:
+    """Return an engine's answer. For a long one, a room is entered on ``held``."""
     # The first connection accepts a short answer only, and is closed if the answer is long. Then
     # the request is sent again on a second connection, once there is room for a long answer.
     known = _shapes.known()
     try:
-        reply = asked(call, _request(engine, list(known)), deadline)
+        reply = yield from asked(dialer, _request(engine, list(known)), deadline)
         if isinstance(reply, PayloadHeads):
             shape = known.get(reply.shape)
             if shape is not None and len(shape.ends) == len(reply.ranks):
@@ -140,18 +108,18 @@ def _published(
             logger.warning(
                 "engine %s at %s left the shape %s of %d ranks out of its answer, which it was not "
                 "told to be known: it is asked for everything",
-                *(engine, place(call.host, call.port), reply.shape.hex(), len(reply.ranks)),
+                *(engine, place(dialer.host, dialer.port), reply.shape.hex(), len(reply.ranks)),
             )
-            reply = asked(call, _request(engine), deadline)
+            reply = yield from asked(dialer, _request(engine), deadline)
         return _Published(reply=_payloads(reply))
     except HungUpError as exc:
         # Keep only the text: the traceback would keep all that was decoded from the answer alive
         # until a garbage collection, which would stop all threads while it frees it.
         closed = str(exc)
-    long.enter_context(reading.room(deadline))
-    call.longest = MAX_REPLY_BYTES
+    yield from limits.room(deadline, held)
+    dialer.longest = MAX_REPLY_BYTES
     try:
-        reply = asked(call, _request(engine), deadline)
+        reply = yield from asked(dialer, _request(engine), deadline)
     except AdmissionError:
         raise
     except HandshakeError as exc:
@@ -179,17 +147,12 @@ def ping(
     engine: str,
     *,
     timeout: float,
-    context: Context | None = None,
     access: Access = OPEN,
     key: bytes = b"",
 ) -> Incarnation:
     """Return the incarnation of an engine that is alive; arguments and errors as for ``fetch``."""
-    call = Dialer(host=host, port=port, timeout=timeout, context=context, access=access, key=key)
-    with explained(engine, call):
-        reply = asked(call, Ping(engine=engine))
-        if not isinstance(reply, Pong):
-            raise unexpected(reply)
-        return Incarnation(reply.incarnation)
+    dialer = Dialer(host=host, port=port, timeout=timeout, access=access, key=key)
+    return Incarnation(answered(dialer, engine, Ping(engine=engine), Pong).incarnation)
 
 
 _shapes = ShapeCache()

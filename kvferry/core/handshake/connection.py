@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
-import math
 import select
 import struct
 import time
+from collections.abc import Callable
 from contextlib import suppress
 
 import zmq
 
 from kvferry.core.errors import HandshakeError, WireError
-from kvferry.core.handshake.dialer import ENDINGS, Dialer, answer
-from kvferry.core.handshake.sockets import Socket, endpoint, numeric_hosts
+from kvferry.core.handshake.dialer import ENDINGS, Dialer, HungUpError, answer
+from kvferry.core.handshake.poller import Steps, Wait
+from kvferry.core.handshake.sockets import Socket, endpoint, resolved
 from kvferry.core.side_channel_messages import Reply, Request, encode
 
 AGAIN_SECONDS = 0.25
 """After this time, a request is sent again: with ``CONFLATE``, libzmq can lose a wake-up."""
+READABLE, WRITABLE = int(zmq.POLLIN), int(zmq.POLLOUT)
+"""As plain numbers: flags cost more than all else of a ping."""
 
 
 class SideChannelConnection:
-    """A client's connection to one side channel, for one request after another, by one thread.
+    """A client's connection to one side channel, for one request after another, by one task.
 
-    Raises ``HandshakeError`` if the side channel cannot be reached; it says why, but not where.
+    Where its steps raise ``HandshakeError``, the text says why, but not where. It takes two file
+    descriptors once the first answer has come, for libzmq's socket and the connection.
     """
 
     def __init__(self, dialer: Dialer) -> None:
@@ -31,77 +35,99 @@ class SideChannelConnection:
         # traceback would refer back to this object.
         self._ended: tuple[int, int] | None = None
         self._unanswered = 0
+        self._channel: Socket | None = None
+        self._monitor: Socket | None = None
+        self._descriptors: tuple[tuple[int, int], ...] = ()
+
+    def open(self) -> Steps[None]:
+        """Connect; raise ``HandshakeError`` if the side channel cannot be reached."""
+        dialer = self._dialer
         dialer.access.check_server(dialer.key)
-        dialer.numeric = numeric_hosts(
-            dialer.host, dialer.port, dialer.timeout, is_command=dialer.access.is_command
-        )
-        numeric = dialer.listening(time.monotonic() + dialer.timeout)
+        if not dialer.numeric:
+            dialer.numeric = yield from resolved(
+                dialer.host, dialer.port, dialer.timeout, is_command=dialer.access.is_command
+            )
+        numeric = yield from dialer.listening(time.monotonic() + dialer.timeout)
         try:
-            self._channel, self._monitor = _connect(dialer, numeric)
+            self._connect(numeric)
         except zmq.ZMQError as exc:
             raise HandshakeError(f"no connection can be made from here: {exc}") from exc
-        self._poller = zmq.Poller()
-        for socket in (self._channel, self._monitor):
-            self._poller.register(socket, zmq.POLLIN)
 
-    def ask(self, request: Request, deadline: float | None = None) -> Reply:
+    def ask(self, request: Request, deadline: float) -> Steps[Reply]:
         """Send a request, again after every ``AGAIN_SECONDS``, and return the answer.
 
-        The deadline is by ``time.monotonic``; ``None`` for the dialer's timeout from now. Raises
-        ``HandshakeError`` if no answer came, or the connection has ended.
+        The deadline is by ``time.monotonic``. Raises ``HandshakeError`` if no answer came, or the
+        connection has ended.
         """
-        if deadline is None:
-            deadline = time.monotonic() + self._dialer.timeout
-        while self._channel.poll(0):
+        while True:
+            if (reply := (yield from self.ask_unless(_never, request, deadline))) is not None:
+                return reply
+
+    def ask_unless(
+        self, is_enough: Callable[[], bool], request: Request, deadline: float
+    ) -> Steps[Reply | None]:
+        """As ``ask``; return ``None`` once ``is_enough``, of which a wake of the task reminds.
+
+        The answer may be that to the request of an earlier call that returned ``None``.
+        """
+        while self._has_answer():
             self._drop_late_answer()
         while True:
-            with suppress(zmq.Again):  # if the connection has ended already, the monitor says how
-                self._channel.send(encode(request), zmq.DONTWAIT)
+            with suppress(zmq.Again):  # if the connection has ended already, _arrives says how
+                self._open_channel.send(encode(request), zmq.DONTWAIT)
                 self._unanswered += 1
-            left = deadline - time.monotonic()
-            if self._wait(min(left, AGAIN_SECONDS)):
-                return self._receive()
-            if left <= 0:
+            until = min(deadline, time.monotonic() + AGAIN_SECONDS)
+            if (yield from self._arrives(until, is_enough)):
+                reply = self._receive()
+                self._drop_monitor()
+                return reply
+            if time.monotonic() >= deadline:
                 raise HandshakeError(
                     "it took the connection, but did not answer within "
                     f"{self._dialer.timeout:g} s: its process is stopped or overloaded"
                     f"{self._dialer.or_another_port}"
                 )
-
-    def ask_until(self, request: Request, descriptor: int, deadline: float) -> Reply | None:
-        """Return the answer to a request; ``None`` if the descriptor becomes readable before.
-
-        The answer may be that to the request of an earlier call that returned ``None``. The
-        descriptor, from which the caller reads, must be the same in each call. Raises
-        ``HandshakeError`` if no answer came by the deadline (``time.monotonic``), also if the
-        descriptor is readable, or the connection has ended.
-        """
-        self._poller.register(descriptor, zmq.POLLIN)
-        with suppress(zmq.Again):
-            self._channel.send(encode(request), zmq.DONTWAIT)
-        while not self._wait(AGAIN_SECONDS):
-            if time.monotonic() >= deadline:
-                raise HandshakeError(
-                    f"it took the connection, but did not answer within {self._dialer.timeout:g} "
-                    "s: its process is stopped or overloaded"
-                )
-            if _is_readable(descriptor):
+            if is_enough():
                 return None
-            with suppress(zmq.Again):
-                self._channel.send(encode(request), zmq.DONTWAIT)
-        self._unanswered = 1
-        return self._receive()
+
+    def rest(self, until: float) -> Steps[None]:
+        """Wait until a time by ``time.monotonic``; raise if the connection has ended before."""
+        while time.monotonic() < until:
+            if (yield from self._arrives(until, _never)):
+                self._drop_late_answer()
 
     def close(self) -> None:
-        """Close the connection."""
-        self._channel.disable_monitor()
-        self._monitor.close(0)
-        self._channel.close(0)
+        """Close the connection, if it was opened."""
+        self._drop_monitor()
+        if self._channel is not None:
+            self._channel.close(0)
+            self._channel = None
+
+    @property
+    def _open_channel(self) -> Socket:
+        if self._channel is None:
+            raise HandshakeError("the connection is not open")
+        return self._channel
+
+    def _connect(self, numeric: str) -> None:
+        """Begin to connect; the monitor reports how that ends."""
+        self._channel = self._dialer.channel(numeric)
+        self._monitor = self._channel.get_monitor_socket(sum(ENDINGS))
+        self._channel.connect(endpoint(numeric, self._dialer.port))
+        self._descriptors = _polled(self._channel), _polled(self._monitor)
+
+    def _drop_monitor(self) -> None:
+        # After an answer, an end has no reason that only the monitor knows.
+        if self._monitor is not None and self._channel is not None:
+            self._channel.disable_monitor()
+            self._monitor.close(0)
+            self._monitor = None
+            self._descriptors = self._descriptors[:1]
 
     def _receive(self) -> Reply:
         self._unanswered -= 1
         try:
-            return answer(self._channel)
+            return answer(self._open_channel)
         except WireError as exc:
             raise HandshakeError(f"its answer is {exc}") from exc
 
@@ -111,32 +137,42 @@ class SideChannelConnection:
         if self._unanswered < 0:
             raise HandshakeError("it sent what was not asked for")
 
-    def _wait(self, seconds: float) -> bool:
+    def _has_answer(self) -> bool:
+        return bool(_events(self._open_channel) & READABLE)
+
+    def _arrives(self, until: float, is_enough: Callable[[], bool]) -> Steps[bool]:
         """Return whether an answer comes in time; raise if the connection has ended without one."""
-        if self._ended is not None:
-            raise self._dialer.why_ended(*self._ended)
-        ready = dict(self._poller.poll(max(math.ceil(seconds * 1e3), 0)))
-        if self._monitor in ready and self._channel not in ready:
-            if not self._channel.poll(0):
-                self._ended = struct.unpack("=hi", self._monitor.recv_multipart()[0])
-                raise self._dialer.why_ended(*self._ended)
-            return True  # the answer came before the connection ended
-        return self._channel in ready
+        while not (events := _events(self._open_channel)) & READABLE:
+            # The answer may have come before the connection ended.
+            if self._has_ended(events) and not self._has_answer():
+                raise (yield from self._why_ended())
+            if time.monotonic() >= until or is_enough():
+                return False
+            yield Wait(until, self._descriptors)
+        return True
+
+    def _has_ended(self, events: int) -> bool:
+        if self._monitor is None:
+            return self._ended is not None or not events & WRITABLE
+        if self._ended is None and _events(self._monitor) & READABLE:
+            self._ended = struct.unpack("=hi", self._monitor.recv_multipart(zmq.DONTWAIT)[0])
+        return self._ended is not None
+
+    def _why_ended(self) -> Steps[HandshakeError]:
+        if self._ended is None:
+            return HungUpError("the connection was closed: the engine has ended, or refuses this")
+        return (yield from self._dialer.why_ended(*self._ended))
 
 
-def _is_readable(descriptor: int) -> bool:
-    poll = select.poll()  # select.select refuses descriptors from 1,024 on
-    poll.register(descriptor, select.POLLIN)
-    return bool(poll.poll(0))
+def _never() -> bool:
+    return False
 
 
-def _connect(dialer: Dialer, numeric: str) -> tuple[Socket, Socket]:
-    """Return a socket that begins to connect, and its monitor, which reports how that ends."""
-    channel = dialer.channel(numeric)
-    try:
-        monitor: Socket = channel.get_monitor_socket(sum(ENDINGS))
-        channel.connect(endpoint(numeric, dialer.port))
-    except zmq.ZMQError:
-        channel.close(0)
-        raise
-    return channel, monitor
+def _events(channel: Socket) -> int:
+    # Asked before each wait: libzmq makes the descriptor readable once, not as long as there is
+    # something to receive.
+    return int(channel.getsockopt(zmq.EVENTS))
+
+
+def _polled(channel: Socket) -> tuple[int, int]:
+    return int(channel.getsockopt(zmq.FD)), select.EPOLLIN

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import select
 import socket
 import threading
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +16,7 @@ import zmq
 from zmq.utils import z85
 
 from kvferry.core.errors import AdmissionError, HandshakeError, WireError
+from kvferry.core.handshake.poller import Steps, Wait
 from kvferry.core.handshake.sockets import Context, Socket, encrypt, make_socket
 from kvferry.core.security import Access
 from kvferry.core.side_channel_messages import MAX_SHORT_REPLY_BYTES, Reply, decode_reply
@@ -50,7 +54,6 @@ class Dialer:
 
     Attributes:
         timeout: seconds for connecting, and for each answer.
-        context: ``None`` for the context that the process shares.
         access: this engine's keys, and which side channels it may connect to.
         key: the public key that the side channel must have; empty if it must have none.
         longest: the most bytes in an answer; a longer answer ends the connection.
@@ -61,7 +64,6 @@ class Dialer:
     host: str
     port: int
     timeout: float
-    context: Context | None
     access: Access
     key: bytes
     longest: int = MAX_SHORT_REPLY_BYTES
@@ -71,7 +73,7 @@ class Dialer:
     def channel(self, numeric: str) -> Socket:
         """Return a new, unconnected ZMQ socket for a numeric address, with this engine's keys."""
         made = make_socket(
-            self.context or _shared_context(),
+            _shared_context(),
             zmq.DEALER,
             numeric,
             MAXMSGSIZE=self.longest,
@@ -85,7 +87,7 @@ class Dialer:
             made.setsockopt(zmq.CURVE_SERVERKEY, z85.encode(self.key))
         return made
 
-    def listening(self, deadline: float) -> str:
+    def listening(self, deadline: float) -> Steps[str]:
         """Return the first address in ``numeric`` that accepts a TCP connection; sets ``found``.
 
         Raises ``AdmissionError`` if ``access`` allows none, and ``HandshakeError`` if none accepts
@@ -95,13 +97,13 @@ class Dialer:
         # for ever without an error, and the name could resolve to an address that was not checked.
         reasons: dict[str, None] = {}
         for numeric in self._allowed():
-            left = deadline - time.monotonic()
             try:
-                with socket.create_connection((numeric, self.port), max(left, 1e-3)):
-                    self.found = numeric
-                    return numeric
+                (yield from _connected(numeric, self.port, deadline)).close()
             except OSError as exc:
                 reasons[why_unreachable(exc, self.timeout)] = None
+            else:
+                self.found = numeric
+                return numeric
         raise HandshakeError(" and ".join(reasons))
 
     def _allowed(self) -> list[str]:
@@ -114,7 +116,7 @@ class Dialer:
             )
         return allowed
 
-    def why_ended(self, event: int, value: int) -> HandshakeError:
+    def why_ended(self, event: int, value: int) -> Steps[HandshakeError]:
         """Return the error for a connection's end, which the monitor reported (``ENDINGS``).
 
         May connect once more, to find out whether the ends differ in security mechanism or keys.
@@ -124,7 +126,8 @@ class Dialer:
         if event in UNCLEAR:
             # Only the side that first notices that the mechanisms differ gets a reason from ZMQ;
             # the other side sees the connection end.
-            mechanism = _mechanism(self.found, self.port, min(self.timeout, LOOK_SECONDS))
+            until = time.monotonic() + min(self.timeout, LOOK_SECONDS)
+            mechanism = yield from _mechanism(self.found, self.port, until)
             mismatch = value == zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH
             reason = self._why_unlike(mechanism, mismatch)
             if reason:
@@ -193,19 +196,41 @@ def answer(channel: Socket) -> Reply:
     frame: Any = channel.recv(zmq.DONTWAIT, copy=False)
     if frame.more:
         raise WireError("not a reply of this protocol: it has several frames")
-    with _decode_lock:
-        return decode_reply(frame.buffer)
+    return decode_reply(frame.buffer)
 
 
-def _mechanism(numeric: str, port: int, timeout: float) -> bytes:
+def _connected(numeric: str, port: int, until: float) -> Steps[socket.socket]:
+    """Return a plain TCP connection, not blocking; raise ``OSError`` if there is none in time."""
+    with ExitStack() as unless_made:
+        family = socket.AF_INET6 if ":" in numeric else socket.AF_INET
+        made = unless_made.enter_context(socket.socket(family, socket.SOCK_STREAM))
+        made.setblocking(False)
+        # Called again, it says what has become of the attempt.
+        while (status := made.connect_ex((numeric, port))) in (errno.EINPROGRESS, errno.EALREADY):
+            if time.monotonic() >= until:
+                raise TimeoutError
+            yield Wait(until, ((made.fileno(), select.EPOLLOUT),))
+        if status not in (0, errno.EISCONN):
+            raise OSError(status, os.strerror(status))
+        unless_made.pop_all()
+        return made
+
+
+def _mechanism(numeric: str, port: int, until: float) -> Steps[bytes]:
     """Return a ZMQ socket's security mechanism (``NULL``, ``CURVE``); empty if none answers."""
-    heard, deadline = b"", time.monotonic() + timeout
+    heard = b""
     try:
-        with socket.create_connection((numeric, port), timeout) as asking:
-            asking.sendall(HALF_GREETING)
-            while len(heard) < GREETING_BYTES and (data := asking.recv(GREETING_BYTES)):
+        with (yield from _connected(numeric, port, until)) as asking:
+            asking.send(HALF_GREETING)
+            while len(heard) < GREETING_BYTES and time.monotonic() < until:
+                try:
+                    data = asking.recv(GREETING_BYTES)
+                except BlockingIOError:
+                    yield Wait(until, ((asking.fileno(), select.EPOLLIN),))
+                    continue
+                if not data:
+                    break
                 heard += data
-                asking.settimeout(max(deadline - time.monotonic(), 1e-3))
     except OSError:
         return b""
     return heard[MECHANISM].rstrip(b"\0") if heard[:1] == HALF_GREETING[:1] else b""
@@ -223,8 +248,6 @@ def why_unreachable(exc: OSError, timeout: float) -> str:
     return f"cannot be reached ({exc.strerror or exc}): is side_channel_host right there?"
 
 
-_decode_lock = threading.Lock()
-"""One answer is decoded at a time: each holds the interpreter's lock for milliseconds."""
 _context: tuple[int, Context] | None = None
 _context_lock = threading.Lock()
 

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import ipaddress
-import queue
 import socket
 import threading
-from contextlib import suppress
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 import zmq
 from zmq.utils import z85
 
-from kvferry.core.error_causes import RAISE_LIMITS
 from kvferry.core.errors import HandshakeError
+from kvferry.core.handshake.poller import Steps, on_thread
 from kvferry.core.security import KeyPair
 
 Socket = zmq.Socket[bytes]
@@ -40,21 +41,41 @@ def bare(host: str) -> str:
     return host[1:-1] if host.startswith("[") and host.endswith("]") else host
 
 
-def numeric_hosts(
-    host: str, port: int, timeout: float | None = None, *, is_command: bool = False
-) -> list[str]:
+def numeric_hosts(host: str, port: int, *, is_command: bool = False) -> list[str]:
     """Return the numeric addresses of a host, in the resolver's order; at least one.
 
-    The timeout, in seconds, is for looking up a name. ``is_command`` words errors for a command's
-    arguments, and not for settings. Raises ``HandshakeError`` if the name does not resolve in time,
-    the host is empty or stands for all addresses (``0.0.0.0``), the port is invalid, or no thread
+    ``is_command`` words errors for a command's arguments, and not for settings. Raises
+    ``HandshakeError`` if the name does not resolve, the host is empty or stands for all addresses
+    (``0.0.0.0``), or the port is invalid.
+    """
+    with _checked(host, port, is_command=is_command) as found:
+        found += _looked_up(bare(host) or None, port)
+    return list(dict.fromkeys(found))
+
+
+def resolved(host: str, port: int, timeout: float, *, is_command: bool = False) -> Steps[list[str]]:
+    """As ``numeric_hosts``; a name is looked up on a thread of its own.
+
+    Raises ``HandshakeError`` also if that takes longer than the timeout, in seconds, or no thread
     can be started.
     """
+    with _checked(host, port, is_command=is_command) as found:
+        with suppress(OSError, ValueError):
+            found += _looked_up(bare(host) or None, port, socket.AI_NUMERICHOST)
+        if not found:
+            found += yield from _within(host, port, timeout)
+    return list(dict.fromkeys(found))
+
+
+@contextmanager
+def _checked(host: str, port: int, *, is_command: bool) -> Iterator[list[str]]:
+    """Yield a list for a host's addresses; say what to correct if none are found, or wrong ones."""
     if not 0 <= port <= 65535:
         what = "the port" if is_command else "side_channel_port"
         raise HandshakeError(f"port {port} is not in 0 to 65535: correct {what}")
+    found = list[str]()
     try:
-        numeric = _resolved(bare(host) or None, port, timeout)
+        yield found
     except (OSError, ValueError) as exc:  # ValueError: a name that is not even encodable
         remedy = (
             "correct the host, or ask from a host that resolves it"
@@ -62,22 +83,12 @@ def numeric_hosts(
             else "set side_channel_host to an IP address of the engine's host"
         )
         raise HandshakeError(f"host {host!r} does not resolve ({exc}): {remedy}") from exc
-    if bare(host) in ("", "*") or any(
-        ipaddress.ip_address(name).is_unspecified for name in numeric
-    ):
+    if bare(host) in ("", "*") or any(ipaddress.ip_address(name).is_unspecified for name in found):
         remedy = "give" if is_command else "set side_channel_host to"
         raise HandshakeError(
             f"host {host!r} is no address that a peer could connect to: {remedy} an address of the "
             "engine's host"
         )
-    return list(dict.fromkeys(numeric))
-
-
-def _resolved(host: str | None, port: int, timeout: float | None) -> list[str]:
-    """Return the numeric addresses of a host, which is looked up only if it is a name."""
-    with suppress(OSError, ValueError):
-        return _looked_up(host, port, socket.AI_NUMERICHOST)
-    return _looked_up(host, port) if timeout is None else _within(host, port, timeout)
 
 
 def _looked_up(host: str | None, port: int, flags: int = 0) -> list[str]:
@@ -86,32 +97,26 @@ def _looked_up(host: str | None, port: int, flags: int = 0) -> list[str]:
     return [socket.getnameinfo(entry[4], _NUMERIC)[0] for entry in found]
 
 
-def _within(host: str | None, port: int, timeout: float) -> list[str]:
+def _within(host: str, port: int, timeout: float) -> Steps[list[str]]:
     """As ``_looked_up``, on a thread, which cannot be ended and is left running if it is late."""
-    if not _resolvers.acquire(blocking=False):
+    resolvers = _resolvers
+    if not resolvers.acquire(blocking=False):
         raise TimeoutError(f"{MAX_RESOLVERS} names are being looked up already")
-    answer: queue.SimpleQueue[list[str] | Exception] = queue.SimpleQueue()
 
-    def look_up() -> None:
+    def look_up() -> list[str]:
         try:
-            answer.put(_looked_up(host, port))
-        except (OSError, ValueError) as exc:
-            answer.put(exc)
+            return _looked_up(bare(host) or None, port)
         finally:
-            _resolvers.release()
+            resolvers.release()
 
     try:
-        threading.Thread(target=look_up, name="kvferry-resolve", daemon=True).start()
-    except RuntimeError as exc:
-        _resolvers.release()
-        raise HandshakeError(f"host {host!r} cannot be looked up: {exc}; {RAISE_LIMITS}") from exc
-    try:
-        found = answer.get(timeout=max(timeout, 0))
-    except queue.Empty:
+        until = time.monotonic() + timeout
+        return (yield from on_thread(look_up, "kvferry-resolve", until))
+    except TimeoutError:
         raise TimeoutError(f"no answer from the resolver within {timeout:g} s") from None
-    if isinstance(found, Exception):
-        raise found
-    return found
+    except HandshakeError as exc:
+        resolvers.release()  # it was not begun
+        raise HandshakeError(f"host {host!r} cannot be looked up: {exc}") from exc
 
 
 def is_loopback(numeric: str) -> bool:

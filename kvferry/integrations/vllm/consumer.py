@@ -511,7 +511,7 @@ class Consumer:
             loaded = request_id not in failed
             self._users.over(RequestId(request_id), loaded=loaded)
             if self._relay is not None:
-                self._relay.end(request_id, loaded=None if loading.is_aborted else loaded)
+                self._relay.end(request_id)
             if not loading.is_aborted:
                 self._loaded.add(request_id)
                 if loaded and loading.record is not None and loading.record.first_tokens:

@@ -47,10 +47,10 @@ class Steps:
             self._relay.begin(request, ticket)
             self._step()
 
-    def end(self, request: str, *, loaded: bool | None) -> None:
+    def end(self, request: str) -> None:
         """A request's load is over."""
         with self._lock:
-            self._relay.end(request, loaded=loaded)
+            self._relay.end(request)
 
     def close(self) -> None:
         """Make no more steps."""
@@ -104,7 +104,7 @@ class Engine(ModelFreeEngine):
     def outcome(self, request: str, seconds: float = PATIENCE_SECONDS) -> Results:
         results = super().outcome(request, seconds)
         if self.steps is not None:
-            self.steps.end(request, loaded=not results.failed)
+            self.steps.end(request)
         return results
 
 

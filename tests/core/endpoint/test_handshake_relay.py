@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import pytest
 import zmq
+from msgspec.structs import replace as replace_struct
 
 from kvferry.core.endpoint import (
     EndpointOptions,
@@ -18,7 +19,9 @@ from kvferry.core.endpoint import (
     RelayedHandshakes,
     handshake_relay,
     handshakes,
+    relayed_replies,
 )
+from kvferry.core.endpoint.handshakes import LONGEST_BACKOFF_SECONDS
 from kvferry.core.endpoint.relayed_replies import (
     ERROR_SECONDS,
     MAX_STORED_BYTES,
@@ -45,6 +48,7 @@ from kvferry.core.side_channel_messages import (
 from kvferry.core.transport import PeerId
 from kvferry.testing.engines import CacheShape
 from tests.core.endpoint.engines import Clock, Engine, RecordingTransport, eventually
+from tests.core.messages import payload
 
 KEY = PeerKey("prefill", "127.0.0.1", 1)
 TTL = 100.0
@@ -215,7 +219,7 @@ class FailingFirst(RecordingTransport):
         return super().connect(address)
 
 
-def test_after_a_failed_load_the_producer_is_asked_again_once_for_all_ranks() -> None:
+def test_a_rank_that_could_not_connect_does_so_later_without_asking_anybody() -> None:
     drivers = iter([FailingFirst(), RecordingTransport()])
     clock = Clock()
     with (
@@ -228,10 +232,11 @@ def test_after_a_failed_load_the_producer_is_asked_again_once_for_all_ranks() ->
         decode.pull("d-1", at(channel, prefill.serve("p-1", [1], 4)), [2])
         error = decode.outcome("d-1").failed[RequestId("d-1")]
         assert "the cable is out" in str(error)
-        clock.skip(handshake_relay.ASK_AGAIN_SECONDS)
+        clock.skip(LONGEST_BACKOFF_SECONDS)
         decode.pull("d-2", at(channel, prefill.serve("p-2", [2], 4)), [3])
         assert not decode.outcome("d-2").failed
-        assert channel.asked == 2
+        assert channel.asked == 1
+        assert len(channel.pinged_by) <= 1
 
 
 def test_a_reply_whose_watch_has_ended_is_not_used() -> None:
@@ -253,13 +258,20 @@ def test_a_reply_whose_watch_has_ended_is_not_used() -> None:
 
 
 def test_a_relayed_reply_is_checked_as_one_that_the_rank_has_fetched() -> None:
+    clock = Clock()
     with (
         Engine("prefill", agreement={"model": "one"}) as prefill,
-        Engine("decode", CacheShape(tp=2), agreement={"model": "two"}, relays=True) as decode,
+        SideChannel(prefill) as channel,
+        Engine(
+            "decode", CacheShape(tp=2), agreement={"model": "two"}, clock=clock, relays=True
+        ) as decode,
     ):
-        decode.pull("d-1", prefill.serve("p-1", [1], 4), [2])
-        error = decode.outcome("d-1").failed[RequestId("d-1")]
-        assert "They differ in model: 'two' here, 'one' there" in str(error)
+        for number in range(1, 3):
+            decode.pull(f"d-{number}", at(channel, prefill.serve(f"p-{number}", [1], 4)), [2])
+            error = decode.outcome(f"d-{number}").failed[RequestId(f"d-{number}")]
+            assert "They differ in model: 'two' here, 'one' there" in str(error)
+            clock.skip(LONGEST_BACKOFF_SECONDS)
+        assert channel.asked == 1
 
 
 @pytest.mark.parametrize(
@@ -300,37 +312,6 @@ def test_only_the_maker_of_a_ticket_is_watched() -> None:
         assert channel.asked == 3
 
 
-def test_a_failed_load_has_the_producer_asked_again_not_at_once_and_if_its_ticket_is_proven() -> (
-    None
-):
-    with (
-        Engine("prefill", ticket_key=TicketKey()) as prefill,
-        SideChannel(prefill) as channel,
-        relaying(EndpointOptions(liveness_interval=0.0)) as (relay, clock),
-    ):
-        ticket = at(channel, prefill.serve("p-1", [1], 4))
-        assert ticket.proof is not None
-        altered = replace(ticket, proof=replace(ticket.proof, content=bytes(32)))
-        relay.begin("genuine", ticket)
-        watch = reply_of(relay).watch
-        clock.skip(10.0)
-        relay.begin("altered", altered)
-        relay.end("altered", loaded=False)
-        relay.begin("r", ticket)
-        assert not relay.take()
-        relay.end("r", loaded=False)
-        relay.begin("s", ticket)
-        assert relay.take().expected
-        assert reply_of(relay).watch == watch
-        relay.end("s", loaded=False)
-        relay.begin("t", ticket)
-        assert not relay.take()  # ranks that lack the reply ask at once
-        clock.skip(10.0)
-        relay.begin("u", ticket)
-        assert reply_of(relay).watch == watch
-        assert channel.asked == 3
-
-
 def test_a_genuine_ticket_after_many_others_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
     with Engine("prefill") as prefill, relaying() as (relay, _):
         ticket = prefill.serve("p-1", [1], 4)
@@ -352,7 +333,7 @@ def test_a_producer_that_nobody_uses_is_released_and_asked_again() -> None:
         assert watch is not None
         clock.skip(2 * TTL)
         assert not relay.take().unwatched  # a request uses it
-        relay.end("r", loaded=True)
+        relay.end("r")
         clock.skip(2 * TTL)
         eventually(lambda: relay.pending, "the check has ended without a step")
         assert relay.take().unwatched == ((watch, None),)
@@ -485,12 +466,64 @@ def test_an_error_is_not_kept_for_later_requests() -> None:
     assert replies.take(KEY) is None
 
 
+@pytest.mark.parametrize("way", ["ended", "another reply", "too many"])
+def test_a_used_reply_is_kept_as_long_as_its_watch_lasts(
+    way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock()
+    replies = RelayedReplies(10.0, clock)
+    good = encode(payload())
+    other = KEY._replace(routed=("router", 2))  # of the same producer
+    for key in (KEY, other):
+        replies.put(key, EncodedReply(place=KEY, ranks=(good,), watch=7))
+    clock.skip(1000.0)
+    replies.progress()
+    for key in (KEY, other, KEY):
+        reply = replies.take(key)
+        assert reply is not None
+        assert reply.ranks == (good,)
+        replies.used(key, reply)
+    if way == "ended":
+        replies.end_watches([7])
+    elif way == "another reply":
+        for key in (KEY, other):
+            replies.put(key, EncodedReply(place=KEY, ranks=(b"b",)))
+            assert replies.take(key) is not None
+    else:
+        monkeypatch.setattr(relayed_replies, "MAX_WATCHES", 1)
+        new = PeerKey("new", "127.0.0.1", 1)
+        replies.put(new, EncodedReply(place=new, ranks=(b"b",), watch=8))
+        assert replies.take(new) is not None
+    assert replies.is_watched(7) == (way == "another reply")
+    assert [replies.take(key) for key in (KEY, other)] == [None, None]
+
+
 def test_the_oldest_replies_go_if_all_are_too_long() -> None:
     replies = RelayedReplies(10.0, Clock())
     keys = [PeerKey(f"e-{number}", "127.0.0.1", 1) for number in range(4)]
     for key in keys:
         replies.put(key, EncodedReply(place=key, ranks=(bytes(MAX_STORED_BYTES // 3),)))
     assert [replies.take(key) is not None for key in keys] == [False, True, True, True]
+
+
+def test_used_replies_of_a_thousand_engines_of_one_deployment_are_kept() -> None:
+    """Only their heads take memory of each."""
+    with Engine("prefill", CacheShape(layers=200)) as prefill:
+        [published] = [rank.endpoint.payload for rank in prefill.ranks]
+    replies = RelayedReplies(10.0, Clock())
+    sent = list[EncodedReply]()
+    for number in range(1000):
+        place = PeerKey(f"e-{number}", "127.0.0.1", 1)
+        ours = replace_struct(published, incarnation=number + 1)
+        sent.append(EncodedReply(place=place, ranks=(encode(ours),), watch=number))
+        replies.put(place, sent[-1])
+        replies.used(place, sent[-1])
+    assert sum(reply.nbytes for reply in sent) > MAX_STORED_BYTES
+    for reply in sent * 2:
+        assert replies.take(reply.place) == reply
+    replies.end_watches(range(1000))
+    assert [replies.take(reply.place) for reply in sent] == [None] * len(sent)
+    assert replies._used.nbytes == 0
 
 
 def test_a_ticket_of_an_earlier_life_is_refused_by_every_rank() -> None:

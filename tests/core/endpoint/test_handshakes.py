@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 import weakref
 from collections.abc import Callable
 
@@ -12,6 +13,7 @@ import pytest
 from kvferry.core.endpoint import handshakes as module
 from kvferry.core.endpoint.handshakes import MAX_HANDSHAKES, HandshakeResult, Handshakes
 from kvferry.core.errors import HandshakeError, KVFerryError
+from kvferry.core.handshake.poller import Steps, Wait
 from kvferry.core.lifecycle.ticket import PeerKey
 from kvferry.core.planner.plan import Plan
 
@@ -50,11 +52,12 @@ class HandshakeHarness:
             self._posted.append(call)
             self._changed.notify_all()
 
-    def _perform(self, key: PeerKey) -> HandshakeResult:
+    def _perform(self, key: PeerKey) -> Steps[HandshakeResult]:
         with self._changed:
             self.calls.append(key)
             self._changed.notify_all()
-        self.may_return.wait()
+        while not self.may_return.is_set():
+            yield Wait(time.monotonic() + 0.001)
         if self.fails:
             raise HandshakeError("nobody there")
         return GOOD
@@ -183,7 +186,8 @@ def test_any_exception_of_a_handshake_is_reported() -> None:
     done = threading.Event()
     posted: list[Callable[[], None]] = []
 
-    def perform(key: PeerKey) -> HandshakeResult:
+    def perform(key: PeerKey) -> Steps[HandshakeResult]:
+        yield from ()
         raise ZeroDivisionError(key.engine)
 
     def post(call: Callable[[], None]) -> None:
@@ -205,7 +209,8 @@ def test_an_error_keeps_no_reference_to_decoded_data() -> None:
     references: list[weakref.ref[Decoded]] = []
     posted = queue.SimpleQueue[Callable[[], None]]()
 
-    def perform(key: PeerKey) -> HandshakeResult:
+    def perform(key: PeerKey) -> Steps[HandshakeResult]:
+        yield from ()
         decoded = Decoded()
         references.append(weakref.ref(decoded))
         try:
@@ -242,3 +247,21 @@ def test_no_handshake_starts_after_close() -> None:
     harness.now += 100.0
     harness.handshakes.progress(harness.now)
     assert len(harness.calls) == 1
+
+
+def test_handshakes_under_way_end_with_close() -> None:
+    begun, ended = threading.Event(), threading.Event()
+
+    def perform(_: PeerKey) -> Steps[HandshakeResult]:
+        begun.set()
+        try:
+            yield Wait()
+        finally:
+            ended.set()
+        return GOOD
+
+    handshakes = Handshakes(perform, lambda _: pytest.fail("it is cancelled"), lambda: 0.0)
+    handshakes.ask(PeerKey("a", "host", 1), lambda _: None)
+    assert begun.wait(20)
+    handshakes.close()
+    assert ended.wait(20)

@@ -73,16 +73,18 @@ def test_a_live_producer_stays_connected() -> None:
         assert driver.open_connections == 1
 
 
-def test_the_liveness_thread_ends_with_the_endpoint() -> None:
-    def liveness_threads() -> set[threading.Thread]:
-        return {thread for thread in threading.enumerate() if thread.name == "kvferry-liveness"}
+def test_the_thread_that_pings_ends_with_the_endpoint() -> None:
+    def threads() -> set[threading.Thread]:
+        return {
+            thread for thread in threading.enumerate() if thread.name == "kvferry-side-channels"
+        }
 
-    before = liveness_threads()
+    before = threads()
     with Engine("prefill") as prefill, Engine("decode") as decode:
         decode.pull("d-1", prefill.serve("p-1", [1], 4), [3])
         assert not decode.outcome("d-1").failed
-        assert len(liveness_threads() - before) == 1
-    eventually(lambda: liveness_threads() <= before, "the liveness thread ends")
+        assert len(threads()) == 1
+    eventually(lambda: threads() <= before, "the thread ends")
 
 
 def test_a_restarted_engine_at_the_same_address_is_another_producer() -> None:

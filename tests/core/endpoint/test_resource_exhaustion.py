@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import errno
 import os
-import socket
 
 import pytest
 
-from kvferry.core.errors import ConnectError, HandshakeError, KVFerryError
+from kvferry.core.errors import HandshakeError, KVFerryError
 from tests.core.endpoint.engines import Engine
 from tests.core.endpoint.loads import load
 from tests.core.resource_limits import no_threads
@@ -19,7 +18,7 @@ from tests.core.resource_limits import no_threads
     [
         ("kvferry-handshake", HandshakeError),
         ("kvferry-resolve", HandshakeError),
-        ("kvferry-liveness", ConnectError),
+        ("kvferry-side-channels", HandshakeError),
         ("kvferry-driver-call", None),
     ],
 )
@@ -42,14 +41,14 @@ def test_a_load_that_gets_no_thread_fails_or_does_without_and_the_next_succeeds(
 def test_a_load_that_gets_no_file_descriptor_fails_and_the_next_succeeds(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def no_files() -> None:
+    def no_files(*_: object) -> None:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
     with Engine("prefill") as prefill, Engine("decode") as decode:
         with monkeypatch.context() as patch:
-            patch.setattr(socket, "socketpair", no_files)
+            patch.setattr(os, "eventfd", no_files)
             error = load(prefill, decode, 1)
-        assert isinstance(error, ConnectError)
+        assert isinstance(error, HandshakeError)
         assert "Too many open files; let this process have more files" in str(error)
         assert load(prefill, decode, 2) is None
         assert decode.ranks[0].endpoint.healthy

@@ -22,11 +22,12 @@ from kvferry.core.errors import (
 )
 from kvferry.core.handshake import HandshakeServer, engine_info
 from kvferry.core.handshake.dialer import Dialer
+from kvferry.core.handshake.poller import Steps
 from kvferry.core.lifecycle.holds import Hold
 from kvferry.core.lifecycle.ticket import Ticket
 from kvferry.core.security import TicketKey
 from kvferry.core.security.proof import FINGERPRINT_BYTES, fingerprint
-from kvferry.core.side_channel_messages import encode
+from kvferry.core.side_channel_messages import Payloads, encode
 from kvferry.core.transport import Capabilities, PeerId, Quiescence, State, Status, TransferId
 from kvferry.core.transport.copies import Copies
 from kvferry.drivers.loopback import LoopbackTransport
@@ -485,12 +486,13 @@ def test_the_two_addresses_share_the_timeout_of_a_handshake(
     """The first address may take half of it."""
     asked: list[tuple[str, float]] = []
 
-    def fetching(call: Dialer, *_: object) -> Any:
+    def silent(call: Dialer, *_: object) -> Steps[Payloads]:
         asked.append((call.host, call.timeout))
+        yield from ()
         raise HandshakeError(f"{call.host} is silent")
 
     with Engine("prefill", ticket_key=KEY) as prefill, Engine("decode") as decode:
-        monkeypatch.setattr("kvferry.core.endpoint.handshakes.fetching", fetching)
+        monkeypatch.setattr("kvferry.core.endpoint.handshakes.payloads", silent)
         ticket = routed(prefill.serve("p-1", [1, 2], 8), 1, "router")
         failure(decode, "d-1", ticket, [5, 6])
         [(first, half), (second, rest)] = asked

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import select
 import socket
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 
@@ -17,6 +18,7 @@ from kvferry.core.errors import AdmissionError, HandshakeError
 from kvferry.core.handshake import HandshakeServer, fetch, ping
 from kvferry.core.handshake.connection import SideChannelConnection
 from kvferry.core.handshake.dialer import Dialer
+from kvferry.core.handshake.poller import call
 from kvferry.core.handshake.sockets import encrypt
 from kvferry.core.security import OPEN, Access, Networks, PeerKeys, generate
 from tests.core.endpoint.engines import eventually
@@ -152,19 +154,15 @@ def test_a_server_key_that_is_not_listed_is_refused_before_anything_is_sent() ->
 @contextmanager
 def side_channel_connection(
     server: HandshakeServer, access: Access
-) -> Iterator[SideChannelConnection]:
-    """Yield a connection for several requests."""
-    call = Dialer(
-        host=server.host,
-        port=server.port,
-        timeout=LONG,
-        context=None,
-        access=access,
-        key=PREFILL.public,
+) -> Iterator[Callable[[], wire.Reply]]:
+    """Yield a function that pings over one connection."""
+    dialer = Dialer(
+        host=server.host, port=server.port, timeout=LONG, access=access, key=PREFILL.public
     )
-    connection = SideChannelConnection(call)
-    yield connection
-    connection.close()
+    with closing(SideChannelConnection(dialer)) as connection:
+        call(connection.open())
+        asking = wire.Ping(engine="prefill")
+        yield lambda: call(connection.ask(asking, time.monotonic() + LONG))
 
 
 def test_a_connection_for_several_requests_is_encrypted() -> None:
@@ -172,12 +170,12 @@ def test_a_connection_for_several_requests_is_encrypted() -> None:
     with serve(SERVES) as server:
         with side_channel_connection(server, READS) as admitted:
             for _ in range(3):
-                assert admitted.ask(wire.Ping(engine="prefill")) == wire.Pong(incarnation=7)
+                assert admitted() == wire.Pong(incarnation=7)
         with (
             side_channel_connection(server, unlisted) as refused,
             pytest.raises(AdmissionError, match="refuses"),
         ):
-            refused.ask(wire.Ping(engine="prefill"))
+            refused()
 
 
 # Admission by address.
@@ -244,31 +242,19 @@ def test_a_key_that_is_removed_is_refused_also_over_connections_that_exist(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     peers = PeerKeys([DECODE.public, UNLISTED.public])
-    with serve(Access(own=PREFILL, peers=peers)) as server:
-        dialer = Dialer(
-            host=server.host,
-            port=server.port,
-            timeout=LONG,
-            context=None,
-            access=READS,
-            key=PREFILL.public,
-        )
-        with closing(SideChannelConnection(dialer)) as connection:
-            assert isinstance(
-                connection.ask(wire.Ping(engine="prefill")),
-                wire.Pong,
-            )
-            peers.replace([UNLISTED.public])
-            answer = connection.ask(wire.Ping(engine="prefill"))
-            assert isinstance(answer, wire.Refusal)
-            assert f"the key {DECODE.public.hex()} was removed from curve_peers" in answer.reason
-            assert f"{DECODE.public.hex()} is no longer in curve_peers" in caplog.text
-            assert "refuses this engine's key" in refusal(server, READS)
-            peers.replace([DECODE.public])
-            assert isinstance(
-                connection.ask(wire.Ping(engine="prefill")),
-                wire.Pong,
-            )
+    with (
+        serve(Access(own=PREFILL, peers=peers)) as server,
+        side_channel_connection(server, READS) as ping_again,
+    ):
+        assert isinstance(ping_again(), wire.Pong)
+        peers.replace([UNLISTED.public])
+        answer = ping_again()
+        assert isinstance(answer, wire.Refusal)
+        assert f"the key {DECODE.public.hex()} was removed from curve_peers" in answer.reason
+        assert f"{DECODE.public.hex()} is no longer in curve_peers" in caplog.text
+        assert "refuses this engine's key" in refusal(server, READS)
+        peers.replace([DECODE.public])
+        assert isinstance(ping_again(), wire.Pong)
 
 
 def test_a_key_that_is_removed_from_the_clients_list_is_not_asked() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -12,9 +13,10 @@ from kvferry.core.errors import HandshakeError
 from kvferry.core.handshake import HandshakeServer
 from kvferry.core.handshake.connection import SideChannelConnection
 from kvferry.core.handshake.dialer import Dialer
+from kvferry.core.handshake.poller import call
 from kvferry.core.handshake.sockets import Context, Socket
 from kvferry.core.security import Access, generate
-from kvferry.core.side_channel_messages import Ping, Pong, Refusal, encode
+from kvferry.core.side_channel_messages import Ping, Pong, Refusal, Reply, encode
 from tests.core.messages import payload
 
 LONG = 60.0
@@ -40,33 +42,36 @@ def server(encrypted: bool) -> Iterator[HandshakeServer]:
 def connection(server: HandshakeServer, encrypted: bool) -> Iterator[SideChannelConnection]:
     access = Access(own=CLIENT, peers=frozenset({ENGINE.public})) if encrypted else Access()
     key = ENGINE.public if encrypted else b""
-    dialer = Dialer(
-        host=server.host, port=server.port, timeout=LONG, context=None, access=access, key=key
-    )
+    dialer = Dialer(host=server.host, port=server.port, timeout=LONG, access=access, key=key)
     created = SideChannelConnection(dialer)
+    call(created.open())
     yield created
     created.close()
 
 
+def ask(connection: SideChannelConnection, request: Ping = PING) -> Reply:
+    return call(connection.ask(request, time.monotonic() + LONG))
+
+
 def test_a_connection_can_be_used_for_several_requests(connection: SideChannelConnection) -> None:
     for _ in range(5):
-        assert connection.ask(PING) == Pong(incarnation=7)
-    assert isinstance(connection.ask(Ping(engine="other")), Refusal)
+        assert ask(connection) == Pong(incarnation=7)
+    assert isinstance(ask(connection, Ping(engine="other")), Refusal)
 
 
 def test_a_request_fails_if_the_server_has_closed(
     connection: SideChannelConnection, server: HandshakeServer
 ) -> None:
-    assert connection.ask(PING) == Pong(incarnation=7)
+    assert ask(connection) == Pong(incarnation=7)
     server.close()
     with pytest.raises(HandshakeError):
-        connection.ask(PING)
+        ask(connection)
 
 
 def test_a_port_without_a_listener_is_refused() -> None:
-    dialer = Dialer(host="127.0.0.1", port=1, timeout=LONG, context=None, access=Access(), key=b"")
+    dialer = Dialer(host="127.0.0.1", port=1, timeout=LONG, access=Access(), key=b"")
     with pytest.raises(HandshakeError, match="nobody listens there"):
-        SideChannelConnection(dialer)
+        call(SideChannelConnection(dialer).open())
 
 
 # A server that replies when the test says so. libzmq may lose a wake-up, so that a request or a
@@ -85,7 +90,7 @@ class ManualServer:
 
     def ask(self) -> Future[object]:
         """Send a request; return the future reply."""
-        return self._asked.submit(self.connection.ask, PING)
+        return self._asked.submit(ask, self.connection)
 
     def receive(self) -> bytes:
         """Wait for a request; return its routing id."""
@@ -94,7 +99,9 @@ class ManualServer:
 
     def await_arrival(self) -> None:
         """Wait until a reply has arrived that the connection has not received yet."""
-        assert self.connection._channel.poll(int(LONG * 1e3)), "no reply arrives"
+        channel = self.connection._channel
+        assert channel is not None
+        assert channel.poll(int(LONG * 1e3)), "no reply arrives"
 
     def reply(self, to: bytes) -> None:
         self.channel.send_multipart([to, encode(Pong(incarnation=7))])
@@ -106,10 +113,9 @@ def manual_server() -> Iterator[ManualServer]:
     with context, context.socket(zmq.ROUTER) as channel, ThreadPoolExecutor(1) as asked:
         channel.linger = 0
         port = channel.bind_to_random_port("tcp://127.0.0.1")
-        dialer = Dialer(
-            host="127.0.0.1", port=port, timeout=LONG, context=None, access=Access(), key=b""
-        )
+        dialer = Dialer(host="127.0.0.1", port=port, timeout=LONG, access=Access(), key=b"")
         connection = SideChannelConnection(dialer)
+        call(connection.open())
         yield ManualServer(channel, asked, connection)
         connection.close()
 

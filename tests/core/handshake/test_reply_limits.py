@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import queue
 import sys
 import threading
 import time
@@ -15,8 +16,9 @@ from kvferry.core import messages as wire
 from kvferry.core import side_channel_messages as side
 from kvferry.core.errors import HandshakeError, WireError
 from kvferry.core.handshake import HandshakeServer, engine_info, fetch
-from kvferry.core.handshake.client import fetching
+from kvferry.core.handshake.client import payloads
 from kvferry.core.handshake.dialer import Dialer
+from kvferry.core.handshake.poller import Steps, Wait, call, start
 from kvferry.core.handshake.reply_limits import MAX_LONG_REPLIES, MAX_UNUSED_BYTES, ReplyLimits
 from kvferry.core.messages import RankPayload
 from kvferry.core.security import OPEN
@@ -31,69 +33,96 @@ def deadline() -> float:
     return time.monotonic() + LONG
 
 
+def turn(limits: ReplyLimits, until: float, inside: Steps[None]) -> Steps[None]:
+    with ExitStack() as held:
+        yield from limits.turn(until, held)
+        yield from inside
+
+
+def nothing() -> Steps[None]:
+    yield from ()
+
+
+def make(limits: ReplyLimits, nbytes: int) -> Steps[None]:
+    limits.made(nbytes)
+    yield from ()
+
+
+def rooms_taken(limits: ReplyLimits) -> Steps[None]:
+    for _ in range(MAX_LONG_REPLIES):
+        yield from limits.room(deadline(), ExitStack())
+
+
+def fetched(server: HandshakeServer, limits: ReplyLimits, timeout: float = LONG) -> side.Payloads:
+    dialer = Dialer(host=server.host, port=server.port, timeout=timeout, access=OPEN, key=b"")
+    with ExitStack() as held:
+        found = call(payloads(dialer, "prefill", limits, held))
+    assert dialer.found == "127.0.0.1"
+    return found
+
+
 def test_one_reply_is_decoded_at_a_time() -> None:
-    reading, inside = ReplyLimits(), []
+    limits, inside, may_end = ReplyLimits(), list[int](), threading.Event()
+    over = queue.SimpleQueue[Exception | None]()
 
-    def read() -> None:
-        with reading.turn(deadline()):
-            inside.append(1)
-            assert len(inside) == 1
-            inside.pop()
-
-    threads = [threading.Thread(target=read) for _ in range(20)]
-    with reading.turn(deadline()):
-        for thread in threads:
-            thread.start()
-        with pytest.raises(HandshakeError, match="replies of other engines were being read"):
-            reading.turn(time.monotonic()).__enter__()
+    def read() -> Steps[None]:
         inside.append(1)
+        assert len(inside) == 1
+        while not may_end.is_set():
+            yield Wait(time.monotonic() + 0.001)
         inside.pop()
-    for thread in threads:
-        thread.join()
+
+    for _ in range(20):
+        start(turn(limits, deadline(), read()), over.put)
+    with pytest.raises(HandshakeError, match="replies of other engines were being read"):
+        call(turn(limits, time.monotonic(), nothing()))
+    may_end.set()
+    assert [over.get(timeout=LONG) for _ in range(20)] == [None] * 20
 
 
 def test_no_reply_is_decoded_while_too_much_waits_to_be_used() -> None:
-    reading = ReplyLimits()
-    with reading.turn(deadline()):
-        reading.made(MAX_UNUSED_BYTES)
-    with reading.turn(deadline()):
-        reading.made(1)
-    with pytest.raises(HandshakeError), reading.turn(time.monotonic()):
-        pass
-    reading.used(1)
-    with reading.turn(deadline()):
-        assert reading.unused == MAX_UNUSED_BYTES
+    limits = ReplyLimits()
+    call(turn(limits, deadline(), make(limits, MAX_UNUSED_BYTES)))
+    call(turn(limits, deadline(), make(limits, 1)))
+    with pytest.raises(HandshakeError):
+        call(turn(limits, time.monotonic(), nothing()))
+    over = queue.SimpleQueue[Exception | None]()
+    start(turn(limits, deadline(), nothing()), over.put)
+    limits.used(1)
+    assert over.get(timeout=LONG) is None
+    assert limits.unused == MAX_UNUSED_BYTES
 
 
 def test_a_failed_turn_is_over() -> None:
-    reading = ReplyLimits()
-    with pytest.raises(ZeroDivisionError), reading.turn(deadline()):
+    def fail() -> Steps[None]:
+        yield from ()
         raise ZeroDivisionError
-    with reading.turn(time.monotonic()):
-        pass
+
+    limits = ReplyLimits()
+    with pytest.raises(ZeroDivisionError):
+        call(turn(limits, deadline(), fail()))
+    call(turn(limits, time.monotonic(), nothing()))
 
 
-def test_only_few_long_replies_are_received_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    reading = ReplyLimits()
-    with (
-        ExitStack() as stack,
-        HandshakeServer(encoded(*LONG_RANKS), engine="prefill", incarnation=7) as server,
-    ):
-        call = Dialer(
-            host=server.host, port=server.port, timeout=LONG, context=None, access=OPEN, key=b""
-        )
-        with fetching(call, "prefill", reading) as fetched:
-            assert len(fetched.info.ranks) == len(LONG_RANKS)
-            assert fetched.numeric == "127.0.0.1"
-        for _ in range(MAX_LONG_REPLIES):
-            stack.enter_context(reading.room(deadline()))
-        another = Dialer(
-            host=server.host, port=server.port, timeout=LONG, context=None, access=OPEN, key=b""
-        )
-        room = reading.room
-        monkeypatch.setattr(reading, "room", lambda _: room(time.monotonic()))
+def test_a_turn_that_is_cancelled_is_over() -> None:
+    def stay() -> Steps[None]:
+        begun.set()
+        yield Wait()
+
+    limits, begun = ReplyLimits(), threading.Event()
+    task = start(turn(limits, deadline(), stay()), lambda _: None)
+    assert begun.wait(LONG)
+    task.cancel()
+    call(turn(limits, deadline(), nothing()))
+
+
+def test_only_few_long_replies_are_received_at_once() -> None:
+    limits = ReplyLimits()
+    with HandshakeServer(encoded(*LONG_RANKS), engine="prefill", incarnation=7) as server:
+        assert len(fetched(server, limits).ranks) == len(LONG_RANKS)
+        call(rooms_taken(limits))
         with pytest.raises(HandshakeError, match="its reply is long"):
-            fetching(another, "prefill", reading).__enter__()
+            fetched(server, limits, timeout=0.5)
 
 
 @pytest.mark.parametrize("ranks", [1, len(LONG_RANKS)])
@@ -117,19 +146,11 @@ def test_decoded_replies_are_freed_without_the_garbage_collector(ranks: int) -> 
             gc.enable()
 
 
-def test_a_short_reply_needs_no_turn() -> None:
-    reading = ReplyLimits()
-    with (
-        ExitStack() as stack,
-        HandshakeServer(encoded(payload()), engine="prefill", incarnation=7) as server,
-    ):
-        for _ in range(MAX_LONG_REPLIES):
-            stack.enter_context(reading.room(deadline()))
-        call = Dialer(
-            host=server.host, port=server.port, timeout=LONG, context=None, access=OPEN, key=b""
-        )
-        with fetching(call, "prefill", reading) as fetched:
-            assert fetched.sizes == (len(encoded(payload())[0]),)
+def test_a_short_reply_needs_no_room() -> None:
+    limits = ReplyLimits()
+    with HandshakeServer(encoded(payload()), engine="prefill", incarnation=7) as server:
+        call(rooms_taken(limits))
+        assert fetched(server, limits).ranks == encoded(payload())
 
 
 @pytest.mark.parametrize(

@@ -111,11 +111,6 @@ def test_many_clients_at_once_are_all_answered(server: HandshakeServer) -> None:
         assert all(pool.map(lambda _: still_serves(server), range(40)))
 
 
-def test_a_zmq_context_of_the_caller_is_used(server: HandshakeServer, context: Context) -> None:
-    info = fetch(server.host, server.port, "prefill", timeout=LONG, context=context)
-    assert list(info.ranks) == RANKS
-
-
 def test_a_large_reply_arrives_whole() -> None:
     ranks = [payload(rank, address=os.urandom(400_000)) for rank in range(20)]
     with HandshakeServer(encoded(*ranks), engine="prefill", incarnation=7) as server:
@@ -322,16 +317,16 @@ def test_close_frees_the_port_and_leaves_no_thread() -> None:
         assert still_serves(two)
 
 
-def test_calls_leave_no_file_descriptors_open(server: HandshakeServer, context: Context) -> None:
+def test_calls_leave_no_file_descriptors_open(server: HandshakeServer) -> None:
     def descriptors() -> int:
         gc.collect()
         return len(os.listdir("/proc/self/fd"))
 
     for _ in range(5):
-        fetch(server.host, server.port, "prefill", timeout=LONG, context=context)
+        fetch(server.host, server.port, "prefill", timeout=LONG)
     before = descriptors()
     for _ in range(50):
-        fetch(server.host, server.port, "prefill", timeout=LONG, context=context)
+        fetch(server.host, server.port, "prefill", timeout=LONG)
     eventually(lambda: descriptors() < before + 25, "most sockets are reaped")
 
 

@@ -1,0 +1,229 @@
+"""The one thread of all tasks: what they wait for, how they end, and that they do not meet."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import queue
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+
+from kvferry.core.errors import HandshakeError
+from kvferry.core.handshake import poller as module
+from kvferry.core.handshake.poller import Steps, Wait, call, on_thread, pause, running, start
+from tests.core.endpoint.engines import eventually
+from tests.core.resource_limits import no_threads
+
+LONG = 60.0
+
+
+def waiting(begun: queue.SimpleQueue[threading.Thread], ended: Callable[[], None]) -> Steps[str]:
+    """Wait until woken."""
+    begun.put(threading.current_thread())
+    try:
+        yield Wait(time.monotonic() + LONG)
+        return "woken"
+    finally:
+        ended()
+
+
+def received(end: socket.socket) -> Steps[bytes]:
+    while True:
+        try:
+            return end.recv(100)
+        except BlockingIOError:
+            yield Wait(time.monotonic() + LONG, ((end.fileno(), select.EPOLLIN),))
+
+
+def failing(error: BaseException) -> Steps[None]:
+    yield from ()
+    raise error
+
+
+def threads() -> list[str]:
+    return [each.name for each in threading.enumerate() if each.name == "kvferry-side-channels"]
+
+
+def test_all_tasks_share_one_thread_which_ends_with_the_last() -> None:
+    begun, over = queue.SimpleQueue[threading.Thread](), queue.SimpleQueue[str | Exception]()
+    tasks = [start(waiting(begun, lambda: None), over.put) for _ in range(100)]
+    assert len({begun.get(timeout=LONG) for _ in tasks}) == 1
+    for task in tasks:
+        task.wake()
+    assert [over.get(timeout=LONG) for _ in tasks] == ["woken"] * len(tasks)
+    eventually(lambda: not threads(), "the thread ends")
+    assert call(resting()) == "again"
+
+
+def resting() -> Steps[str]:
+    yield from pause(0.001)
+    return "again"
+
+
+def test_a_task_goes_on_once_its_descriptor_is_ready() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        theirs.setblocking(False)
+        over = queue.SimpleQueue[bytes | Exception]()
+        for data in (b"one", b"two"):
+            start(received(theirs), over.put)
+            ours.send(data)
+            assert over.get(timeout=LONG) == data
+
+
+def test_a_descriptor_may_be_closed_and_its_number_used_again() -> None:
+    """By a task that goes on in the same round as another one whose descriptor is ready."""
+
+    def exchange() -> Steps[bytes]:
+        data = b""
+        for _ in range(50):
+            ours, theirs = socket.socketpair()
+            with ours, theirs:
+                theirs.setblocking(False)
+                ours.send(b"x")
+                yield Wait(0.0)
+                data = yield from received(theirs)
+        return data
+
+    over = queue.SimpleQueue[bytes | Exception]()
+    for _ in range(20):
+        start(exchange(), over.put)
+    assert [over.get(timeout=LONG) for _ in range(20)] == [b"x"] * 20
+
+
+def test_a_cancelled_task_frees_what_it_has_and_is_not_over() -> None:
+    begun, ended = queue.SimpleQueue[threading.Thread](), threading.Event()
+    over = list[object]()
+    task = start(waiting(begun, ended.set), over.append)
+    begun.get(timeout=LONG)
+    for _ in range(2):
+        task.cancel()
+        assert ended.wait(LONG)
+    eventually(lambda: not threads(), "the thread ends")
+    task.wake()
+    assert not over
+
+
+def test_an_error_ends_its_task_only() -> None:
+    begun, over = queue.SimpleQueue[threading.Thread](), queue.SimpleQueue[str | Exception]()
+    other = start(waiting(begun, lambda: None), over.put)
+    with pytest.raises(ZeroDivisionError):
+        call(failing(ZeroDivisionError()))
+    other.wake()
+    assert over.get(timeout=LONG) == "woken"
+
+
+def test_an_error_of_who_hears_the_end_ends_no_other_task(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def fail(_: object) -> None:
+        raise ZeroDivisionError
+
+    begun, over = queue.SimpleQueue[threading.Thread](), queue.SimpleQueue[str | Exception]()
+    other = start(waiting(begun, lambda: None), over.put)
+    start(resting(), fail)
+    eventually(lambda: "ZeroDivisionError" in caplog.text, "it is logged")
+    other.wake()
+    assert over.get(timeout=LONG) == "woken"
+
+
+def test_a_descriptor_that_cannot_be_waited_for_fails_the_task() -> None:
+    def wrong() -> Steps[None]:
+        yield Wait(time.monotonic() + LONG, ((1 << 20, select.EPOLLIN),))
+
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        call(wrong())
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_every_task_hears_if_the_thread_ends() -> None:
+    begun, ended = queue.SimpleQueue[threading.Thread](), threading.Event()
+    over = queue.SimpleQueue[str | Exception]()
+    start(waiting(begun, ended.set), over.put)
+    begun.get(timeout=LONG)
+    with pytest.raises(HandshakeError, match="has ended"):
+        call(failing(SystemExit()))
+    assert isinstance(over.get(timeout=LONG), HandshakeError)
+    assert ended.is_set()
+    assert call(resting()) == "again"
+
+
+def test_what_blocks_runs_on_a_thread_of_its_own() -> None:
+    def block() -> tuple[str, str]:
+        return threading.current_thread().name, call(resting())
+
+    assert call(on_thread(block, "kvferry-aside")) == ("kvferry-aside", "again")
+    with pytest.raises(ZeroDivisionError):
+        call(on_thread(lambda: 1 // 0, "kvferry-aside"))
+    with no_threads("kvferry-aside"), pytest.raises(HandshakeError, match="ulimit"):
+        call(on_thread(lambda: None, "kvferry-aside"))
+
+
+def test_what_blocks_too_long_is_left_running() -> None:
+    release = threading.Event()
+    with pytest.raises(TimeoutError):
+        call(on_thread(release.wait, "kvferry-aside", time.monotonic() + 0.01))
+    release.set()
+
+
+def test_a_call_needs_the_thread() -> None:
+    eventually(lambda: not threads(), "the thread ends")
+    with no_threads("kvferry-side-channels"), pytest.raises(HandshakeError, match="ulimit"):
+        call(resting())
+
+
+def test_no_more_work_is_done_than_is_due() -> None:
+    """Tasks that wait cost nothing while another one runs."""
+    begun, over = queue.SimpleQueue[threading.Thread](), queue.SimpleQueue[str | Exception]()
+    steps = 0
+
+    def counted() -> Steps[str]:
+        nonlocal steps
+        begun.put(threading.current_thread())
+        while True:
+            steps += 1
+            yield Wait(time.monotonic() + LONG)
+
+    tasks = [start(counted(), over.put) for _ in range(1000)]
+    for _ in tasks:
+        begun.get(timeout=LONG)
+    before = steps
+    for _ in range(20):
+        call(resting())
+    assert steps == before
+    for task in tasks:
+        task.cancel()
+
+
+def test_a_wait_that_is_repeated_takes_no_memory() -> None:
+    def repeat() -> Steps[int]:
+        until = time.monotonic() + LONG
+        for _ in range(1000):
+            running().wake()
+            yield Wait(until)
+        assert module._poller is not None
+        return len(module._poller._due)
+
+    eventually(lambda: not threads(), "what tasks of other tests waited for is forgotten")
+    assert call(repeat()) < 10
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_forked_process_has_a_thread_of_its_own() -> None:
+    begun = queue.SimpleQueue[threading.Thread]()
+    task = start(waiting(begun, lambda: None), lambda _: None)
+    begun.get(timeout=LONG)
+    child = multiprocessing.get_context("fork").Process(target=_call_and_exit)
+    child.start()
+    child.join(LONG)
+    task.cancel()
+    assert child.exitcode == 7
+
+
+def _call_and_exit() -> None:
+    os._exit(7 if call(resting()) == "again" else 1)
