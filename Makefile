@@ -144,15 +144,15 @@ long-%: $(STAMP)
 
 long-drivers: $(STAMP)
 	$(PYTEST) -m '' tests/long/drivers
-	$(PYTEST) -m slow tests
+	$(PYTEST) --timeout 600 -m slow tests
 
 long-ucx: $(STAMP)
 	$(PYTEST) -m '' tests/long/ucx
-	$(PYTEST) -m slow tests/ucx
+	$(PYTEST) --timeout 600 -m slow tests/ucx
 
 long-nixl: $(STAMP)
 	$(PYTEST) -m '' tests/long/nixl
-	$(PYTEST) -m slow tests/nixl
+	$(PYTEST) --timeout 600 -m slow tests/nixl
 
 long-faults: $(STAMP)
 	$(PYTEST) tests/long/faults
