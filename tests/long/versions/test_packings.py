@@ -63,9 +63,9 @@ FAILED = re.compile(r"^FAILED \S+?::(test_\w+)(\[.*?\])?(?: - .*)?$", re.MULTILI
 def test_packings(version: str) -> None:
     python = interpreter(version)
     assert python is not None
-    command = [str(python), "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "vllm"]
+    command = [str(python), "-m", "pytest", "-q", "-p", "no:cacheprovider", "--color=no"]
     run = subprocess.run(
-        [*command, "--color=no", "tests/vllm/caches"],
+        [*command, "tests/vllm/caches", "tests/long/vllm/test_architectures.py"],
         cwd=ROOT,
         env=os.environ | ENVIRONMENT | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
