@@ -22,6 +22,8 @@ SHORT = ("kvferry/core", "kvferry/drivers")
 HOOKS = "kvferry/core/transport/base.py"
 """Its private methods are what the author of a driver implements."""
 
+_Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+
 
 class Modules:
     """The syntax trees of the modules in a folder, each read when it is first needed.
@@ -128,9 +130,6 @@ def _private(tree: ast.AST, *, inside: bool) -> Iterator[_Definition]:
             yield from _private(node, inside=private or not isinstance(node, ast.ClassDef))
         else:
             yield from _private(node, inside=inside)
-
-
-_Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def _assignments(tree: ast.Module | None) -> Iterator[tuple[str, ast.expr | None, bool]]:

@@ -20,7 +20,6 @@ from kvferry.core.endpoint.liveness import LivenessChecks
 from kvferry.core.endpoint.options import EndpointOptions
 from kvferry.core.endpoint.peers import Name, most_peers
 from kvferry.core.endpoint.relayed_replies import EncodedReply, RelayedHandshakes
-from kvferry.core.error_causes import RAISE_LIMITS
 from kvferry.core.errors import ConnectError, HandshakeError, KVFerryError, TicketError
 from kvferry.core.handshake.poller import Steps
 from kvferry.core.handshake.reply_limits import ReplyLimits
@@ -236,8 +235,8 @@ class HandshakeRelay:
                     lost=lost,
                     wanted=lambda: self._is_wanted(name, producer),
                 )
-            except (OSError, RuntimeError) as exc:  # no file descriptor or no thread is left
-                return ConnectError(f"cannot watch engine {key.engine}: {exc}; {RAISE_LIMITS}")
+            except HandshakeError as exc:
+                return ConnectError(f"cannot watch engine {key.engine}: {exc}")
         self._producers[name] = producer
         return number
 

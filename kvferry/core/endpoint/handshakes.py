@@ -15,7 +15,6 @@ import msgspec
 
 from kvferry.core.endpoint.options import EndpointOptions
 from kvferry.core.endpoint.relayed_replies import EncodedReply, RelayedReplies
-from kvferry.core.error_causes import RAISE_LIMITS
 from kvferry.core.errors import HandshakeError, KVFerryError, PlanError, WireError
 from kvferry.core.handshake import agree
 from kvferry.core.handshake.client import payloads
@@ -201,8 +200,8 @@ class Handshakes(Generic[T]):
 
         try:
             self._running[key] = start(self._shake(key), over)
-        except (OSError, RuntimeError) as exc:  # no file descriptor or no thread is left
-            over(HandshakeError(f"{exc}; {RAISE_LIMITS}"))
+        except HandshakeError as exc:
+            over(exc)
 
     def _over(self, key: PeerKey, result: T | KVFerryError) -> None:
         del self._running[key]

@@ -12,10 +12,10 @@ from contextlib import closing
 
 import zmq
 
+from kvferry.core.endpoint.handshakes import dialer
 from kvferry.core.endpoint.options import EndpointOptions
 from kvferry.core.errors import HandshakeError, KVFerryError, PeerLostError
 from kvferry.core.handshake.connection import SideChannelConnection
-from kvferry.core.handshake.dialer import Dialer
 from kvferry.core.handshake.poller import Steps, Task, pause, start
 from kvferry.core.lifecycle.holds import Incarnation
 from kvferry.core.lifecycle.ticket import PeerKey
@@ -59,8 +59,7 @@ class LivenessChecks:
         the thread of all tasks (``poller``), and ``wanted`` there before each ping.
 
         Raises:
-            OSError: no file descriptor is left for that thread.
-            RuntimeError: the thread cannot be started.
+            HandshakeError: that thread cannot be started.
         """
         check = _LivenessCheck(key, numeric, incarnation, self._options)
 
@@ -78,7 +77,7 @@ class LivenessChecks:
         self._checks.add(check)
         try:
             check.task = start(check.ping_while(wanted), over)
-        except (OSError, RuntimeError):
+        except HandshakeError:
             self._checks.discard(check)
             raise
         return stop
@@ -101,15 +100,9 @@ class _LivenessCheck:
         self._ping = Ping(engine=key.engine)
         self._name = f"engine {key.engine}"
         self._misses = 0
-        self._dialer = Dialer(
-            host=key.host,
-            port=key.port,
-            timeout=options.liveness_interval,
-            access=options.access,
-            key=key.key,
-            longest=MAX_PONG_BYTES,
-            numeric=[numeric],
-        )
+        self._dialer = dialer(key, options.liveness_interval, options)
+        self._dialer.longest = MAX_PONG_BYTES
+        self._dialer.numeric.append(numeric)
 
     def cancel(self) -> None:
         if self.task is not None:

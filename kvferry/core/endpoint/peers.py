@@ -31,6 +31,7 @@ from kvferry.core.endpoint.transfers import Transfers
 from kvferry.core.error_causes import RAISE_LIMITS, cause_of, on_one_line
 from kvferry.core.errors import (
     ConnectError,
+    HandshakeError,
     KVFerryError,
     PeerLostError,
     TicketError,
@@ -92,7 +93,6 @@ class Peer:
     Attributes:
         asked: the producer as the ticket named it; failures are counted for it.
         handshake: what the producer has answered, and the plan.
-        key: the producer, with the side-channel address that answered.
         waiting: those that wait until the producer is connected; empty after that.
         links: producer rank index to connection, where this rank reads or notifies; empty before
             the producer is connected. Once it is given up, reads may still be under way there.
@@ -102,21 +102,14 @@ class Peer:
         suspect: whether a read has failed: connect anew once no load is left; new loads wait for
             it.
         path: the driver's name for what carries the bytes; ``None`` until ``Peers.path`` has asked.
-        ticket_key: the public key for the proofs of the producer's tickets; empty if there is none.
-        watch: number of the scheduler half's watch; ``None`` if this rank pings the producer.
         stop_watching: ends this rank's liveness check; ``None`` if it makes none.
     """
 
     asked: PeerKey
     handshake: HandshakeResult
     last_used: float
-    key: PeerKey = field(init=False)
-    payloads: tuple[RankPayload, ...] = field(init=False)
-    plan: Plan = field(init=False)
     sources: dict[int, Source] = field(init=False)
     page_limits: tuple[int, ...] = field(init=False)
-    ticket_key: bytes = field(init=False)
-    watch: int | None = field(init=False)
     waiting: list[tuple[Ready, Failed]] = field(default_factory=list)
     links: dict[int, PeerId] = field(default_factory=dict)
     connected: bool = True
@@ -127,10 +120,6 @@ class Peer:
     _uses: Counter[PeerUse] = field(default_factory=Counter, init=False)
 
     def __post_init__(self) -> None:
-        result = self.handshake
-        self.key = result.place or self.asked
-        self.payloads, self.plan = result.payloads, result.plan
-        self.ticket_key, self.watch = result.ticket_key, result.watch
         self.sources = {source.remote: source for source in self.plan.sources}
         self.page_limits = page_limits(self.payloads)
 
@@ -144,6 +133,31 @@ class Peer:
             state = "suspect"
         uses = "".join(f", {n} {use.name.lower()}s" for use, n in self._uses.items() if n)
         return f"<peer {self.key.engine} {self.incarnation:x}: {state}{uses}, links {self.links}>"
+
+    @property
+    def key(self) -> PeerKey:
+        """Return the producer, with the side-channel address that answered."""
+        return self.handshake.place or self.asked
+
+    @property
+    def payloads(self) -> tuple[RankPayload, ...]:
+        """Return what the producer's ranks publish, in rank order."""
+        return self.handshake.payloads
+
+    @property
+    def plan(self) -> Plan:
+        """Return the plan of the reads."""
+        return self.handshake.plan
+
+    @property
+    def ticket_key(self) -> bytes:
+        """Return the public key for the proofs of the producer's tickets; empty without proofs."""
+        return self.handshake.ticket_key
+
+    @property
+    def watch(self) -> int | None:
+        """Return the number of the scheduler half's watch; ``None`` if this rank pings."""
+        return self.handshake.watch
 
     @property
     def ids(self) -> dict[int, PeerId]:
@@ -545,8 +559,8 @@ class Peers:
             peer.stop_watching = self._liveness.start(
                 peer.key, peer.handshake.numeric, Incarnation(peer.incarnation), lost=lost
             )
-        except (OSError, RuntimeError) as exc:  # no file descriptor or no thread is left
-            return ConnectError(f"cannot watch engine {peer.key.engine}: {exc}; {RAISE_LIMITS}")
+        except HandshakeError as exc:
+            return ConnectError(f"cannot watch engine {peer.key.engine}: {exc}")
         return None
 
     def _warn(self, peer: Peer) -> None:

@@ -21,7 +21,6 @@ from msgspec import UNSET
 from kvferry.core.endpoint.handshakes import dialer, forget_frames
 from kvferry.core.endpoint.options import EndpointOptions
 from kvferry.core.endpoint.room_inbox import FollowedRoom, RoomInbox, RoomUser
-from kvferry.core.error_causes import RAISE_LIMITS
 from kvferry.core.errors import (
     AdmissionError,
     DeadlineError,
@@ -209,8 +208,9 @@ class RoomFollower:
             )
         try:
             made = _Producer(key, self._options, self._inbox, self._forget)
-        except (OSError, RuntimeError) as exc:  # no file descriptor or no thread is left
-            return None, HandshakeError(f"{exc}; {RAISE_LIMITS}")
+        except HandshakeError as exc:
+            forget_frames(exc)
+            return None, exc
         self._producers[key] = made
         return made, None
 

@@ -68,27 +68,26 @@ def start(steps: Steps[T], over: Callable[[T | Exception], None]) -> Task:
     """Start a task; ``over`` gets what it returns or raises, on the thread of all tasks.
 
     Raises:
-        OSError: no file descriptor is left for the thread.
-        RuntimeError: the thread cannot be started.
+        HandshakeError: no file descriptor is left for the thread, or it cannot be started.
     """
     global _poller
     task = Task(steps, over)
     with _starting:
         if _poller is None or _poller.process != os.getpid() or not _poller.post(task):
-            _poller = _Poller(task)
+            try:
+                _poller = _Poller(task)
+            except (OSError, RuntimeError) as exc:
+                raise HandshakeError(f"{exc}; {RAISE_LIMITS}") from exc
     return task
 
 
 def call(steps: Steps[T]) -> T:
     """Run a task, and wait until it is over; return what it returns, or raise what it raises.
 
-    Raises ``HandshakeError`` also if the thread of all tasks cannot be started.
+    Raises ``HandshakeError`` also where ``start`` does.
     """
     outcomes = queue.SimpleQueue[T | Exception]()
-    try:
-        task = start(steps, outcomes.put)
-    except (OSError, RuntimeError) as exc:
-        raise HandshakeError(f"{exc}; {RAISE_LIMITS}") from exc
+    task = start(steps, outcomes.put)
     try:
         return _result(outcomes.get())
     finally:
