@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from kvferry.core.layout import Axis, ContextParallel, Field, Group, GroupKind, Layout, axis
 from kvferry.core.memory import Region
@@ -16,6 +17,16 @@ PAGES = 100
 def paged(block: int = 16, context: ContextParallel = ContextParallel()) -> Group:  # noqa: B008
     """Return a group of tokens."""
     return Group(kind=GroupKind.PAGED, block_tokens=block, context=context)
+
+
+STATE = Group(kind=GroupKind.STATE, block_tokens=0)
+
+
+def plain_field(key: str = "k", **changes: Any) -> Field:
+    """Return a field of one byte without axes, with changes."""
+    plain: dict[str, Any] = {"group": 0, "region": 0, "offset": 0, "page_stride": 1}
+    plain |= {"pages": 1, "dtype": "int8", "unit": 1}
+    return Field(key=key, **(plain | changes))
 
 
 def heads(
