@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from kvferry.core import messages as wire
 from kvferry.core import side_channel_messages as side
-from kvferry.core.layout import Dim, Field, Group, GroupKind, Layout
+from kvferry.core.layout import Dim, Layout
 from kvferry.core.memory import Region
 from kvferry.core.messages import MAX_SLOTS
 from kvferry.core.security.proof import FINGERPRINT_BYTES, TICKET_KEY_BYTES
@@ -17,6 +17,7 @@ from kvferry.core.side_channel_messages import (
     MAX_KNOWN_SHAPES,
     SHAPE_DIGEST_BYTES,
 )
+from tests.core.layouts import paged, plain_field
 
 names = st.text(min_size=1, max_size=20)
 texts = st.text(max_size=50)
@@ -45,14 +46,11 @@ def layouts(draw: st.DrawFn) -> Layout:
     page = block * heads * unit
     keys = draw(st.lists(names, min_size=1, max_size=4, unique=True))
     fields = tuple(
-        Field(
-            key=key,
-            group=0,
-            region=0,
+        plain_field(
+            key,
             offset=index * page,
             page_stride=len(keys) * page,
             pages=pages,
-            dtype="int8",
             unit=unit,
             tokens=(Dim(extent=block, stride=heads * unit),),
             shard=(Dim(extent=heads, stride=unit),),
@@ -62,7 +60,7 @@ def layouts(draw: st.DrawFn) -> Layout:
     )
     return Layout(
         regions=(draw(regions(nbytes=pages * len(keys) * page)),),
-        groups=(Group(kind=GroupKind.PAGED, block_tokens=block),),
+        groups=(paged(block),),
         fields=fields,
     )
 
@@ -163,11 +161,8 @@ def payload(
     fingerprint: Region | None = None,
 ) -> wire.RankPayload:
     """Return a rank's payload with a small layout and, unless given, a unique address and tp."""
-    block = Field(
-        key="layer.0/k",
-        group=0,
-        region=0,
-        offset=0,
+    block = plain_field(
+        "layer.0/k",
         page_stride=1024,
         pages=16,
         dtype="float32",
@@ -185,7 +180,7 @@ def payload(
         agreement=dict({"model": "tiny"} if agreement is None else agreement),
         layout=Layout(
             regions=(Region(address=1 << 20, nbytes=1 << 14),),
-            groups=(Group(kind=GroupKind.PAGED, block_tokens=16),),
+            groups=(paged(16),),
             fields=(block,),
         ),
         driver=driver,

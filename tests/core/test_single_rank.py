@@ -12,14 +12,10 @@ import pytest
 from kvferry import (
     Endpoint,
     EndpointOptions,
-    Field,
-    Group,
-    GroupKind,
     Layout,
     Results,
     SingleRankEngine,
     Ticket,
-    axis,
     paged_layout,
     region_of,
 )
@@ -31,6 +27,7 @@ from kvferry.core.errors import (
     TicketError,
 )
 from kvferry.core.memory import Region
+from tests.core.layouts import STATE, plain_field
 
 PAGES, TOKENS, HEADS, ELEMENTS = 8, 4, 2, 8
 DIMS = ("page", "token", "head", "element")
@@ -170,22 +167,8 @@ def test_an_unknown_driver_is_refused_with_the_installed_ones() -> None:
 
 def test_groups_of_states_are_refused() -> None:
     memory = np.zeros((4, 16), dtype=np.float32)
-    state = Field(
-        key="state",
-        group=0,
-        region=0,
-        offset=0,
-        page_stride=64,
-        pages=4,
-        dtype="float32",
-        unit=64,
-        shard=axis((1, 64)),
-    )
-    layout = Layout(
-        regions=(region_of(memory),),
-        groups=(Group(kind=GroupKind.STATE, block_tokens=0),),
-        fields=(state,),
-    )
+    state = plain_field(page_stride=64, pages=4, unit=64)
+    layout = Layout(regions=(region_of(memory),), groups=(STATE,), fields=(state,))
     with pytest.raises(LayoutError, match=r"groups of kind state.*use Endpoint"):
         SingleRankEngine("engine", layout)
 

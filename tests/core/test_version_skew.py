@@ -7,8 +7,8 @@ build changes them too. Messages of a newer engine have unknown fields everywher
 from __future__ import annotations
 
 import copy
-import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,11 +19,10 @@ import zmq
 from kvferry.core import messages as wire
 from kvferry.core import side_channel_messages as side
 from kvferry.core.errors import IncompatibleError, WireError
-from kvferry.core.handshake import Compatibility, HandshakeServer, agree, engine_info, fetch, ping
+from kvferry.core.handshake import Compatibility, agree, fetch, ping
 from kvferry.core.memory import Region
+from tests.core.handshake.servers import LONG, bound, patient, serve
 from tests.core.messages import encoded, payload
-
-LONG = 60.0
 
 OLDER: dict[str, Any] = {
     "oldest": 1,
@@ -86,15 +85,56 @@ def packed(message: object) -> bytes:
     return msgspec.msgpack.encode(message)
 
 
-def test_a_payload_of_an_older_version_is_read() -> None:
-    assert wire.decode_payload(packed(OLDER)) == payload()
+ASK = {"type": "ask", "oldest": 1, "newest": 1, "engine": "prefill"}
+PING = {"type": "ping", "engine": "prefill"}
+PONG = {"type": "pong", "incarnation": 7}
+MESSAGES: list[tuple[Callable[[bytes], object], dict[str, Any], object]] = [
+    (wire.decode_payload, OLDER, payload()),
+    (side.decode_request, ASK, side.PayloadRequest(oldest=1, newest=1, engine="prefill")),
+    (side.decode_request, PING, side.Ping(engine="prefill")),
+    (side.decode_request, {"type": "health"}, side.Health(engine="")),
+    (side.decode_request, {"type": "health", "engine": "p"}, side.Health(engine="p")),
+    (side.decode_reply, PONG, side.Pong(incarnation=7)),
+    (side.decode_reply, {"type": "refusal", "reason": "no"}, side.Refusal(reason="no")),
+    (
+        side.decode_reply,
+        {"type": "condition", "engine": "prefill", "incarnation": 7},
+        side.Condition(engine="prefill", incarnation=7),
+    ),
+    (
+        wire.decode_notes,
+        OLDER_RELEASE,
+        wire.Release(
+            incarnation=7,
+            slot=3,
+            generation=9,
+            engine="decode",
+            rank=0,
+            expected=1,
+            abandoned=False,
+        ),
+    ),
+    (
+        wire.decode_notes,
+        {"type": "renewal", "incarnation": 7, "slot": 3, "generation": 9},
+        wire.Renewal(incarnation=7, slot=3, generation=9),
+    ),
+    (
+        wire.decode_notes,
+        {"type": "heartbeat", "incarnation": 7, "engine": "decode"},
+        wire.Heartbeat(incarnation=7, engine="decode"),
+    ),
+]
 
 
-def test_unknown_fields_of_a_newer_payload_are_ignored() -> None:
-    grown = newer(msgspec.msgpack.decode(side.encode(payload()))) | {"newest": 3}
-    got = wire.decode_payload(packed(grown))
-    assert got == payload(newest=3)
-    assert engine_info([packed(grown)]).ranks == (got,)
+@pytest.mark.parametrize(("decode", "message", "expected"), MESSAGES)
+def test_older_and_newer_messages_are_read(
+    decode: Callable[[bytes], object], message: dict[str, Any], expected: object
+) -> None:
+    if decode is wire.decode_notes:
+        assert decode(packed([message, newer(message)])) == [expected, expected]
+    else:
+        assert decode(packed(message)) == decode(packed(newer(message))) == expected
 
 
 @pytest.mark.parametrize("missing", [key for key in OLDER if key != "coordinates"])
@@ -102,30 +142,6 @@ def test_a_payload_without_a_required_field_is_refused(missing: str) -> None:
     less = {key: value for key, value in OLDER.items() if key != missing}
     with pytest.raises(WireError, match=missing):
         wire.decode_payload(packed(less))
-
-
-def test_older_and_newer_requests_are_read() -> None:
-    ask = {"type": "ask", "oldest": 1, "newest": 1, "engine": "prefill"}
-    assert side.decode_request(packed(ask)) == side.PayloadRequest(
-        oldest=1, newest=1, engine="prefill"
-    )
-    assert side.decode_request(packed(newer(ask))) == side.decode_request(packed(ask))
-    ping_request = {"type": "ping", "engine": "prefill"}
-    assert side.decode_request(packed(newer(ping_request))) == side.Ping(engine="prefill")
-    probe = {"type": "health"}
-    assert side.decode_request(packed(probe)) == side.Health()
-    assert side.decode_request(packed(newer(probe | {"engine": "p"}))) == side.Health(engine="p")
-
-
-def test_older_and_newer_replies_are_read() -> None:
-    pong = {"type": "pong", "incarnation": 7}
-    assert side.decode_reply(packed(newer(pong))) == side.decode_reply(packed(pong))
-    refusal = {"type": "refusal", "reason": "no"}
-    assert side.decode_reply(packed(newer(refusal))) == side.Refusal(reason="no")
-    condition = {"type": "condition", "engine": "prefill", "incarnation": 7}
-    expected = side.Condition(engine="prefill", incarnation=7)
-    assert side.decode_reply(packed(condition)) == expected
-    assert side.decode_reply(packed(newer(condition))) == expected
 
 
 class OlderPayloads(msgspec.Struct, kw_only=True, tag="payloads"):
@@ -144,26 +160,6 @@ def test_an_older_consumer_reads_a_reply_with_a_ticket_key() -> None:
     assert {name: found[name] for name in OLDER} == {name: expected[name] for name in OLDER}
 
 
-def test_older_and_newer_notes_are_read() -> None:
-    expected = wire.Release(
-        incarnation=7, slot=3, generation=9, engine="decode", rank=0, expected=1, abandoned=False
-    )
-    assert wire.decode_notes(packed([OLDER_RELEASE])) == [expected]
-    assert wire.decode_notes(packed([newer(OLDER_RELEASE)])) == [expected]
-    renewal = {"type": "renewal", "incarnation": 7, "slot": 3, "generation": 9}
-    expected_renewal = wire.Renewal(incarnation=7, slot=3, generation=9)
-    assert wire.decode_notes(packed([newer(renewal), OLDER_RELEASE])) == [
-        expected_renewal,
-        expected,
-    ]
-    heartbeat = {"type": "heartbeat", "incarnation": 7, "engine": "decode"}
-    expected_heartbeat = wire.Heartbeat(incarnation=7, engine="decode")
-    assert wire.decode_notes(packed([newer(heartbeat), OLDER_RELEASE])) == [
-        expected_heartbeat,
-        expected,
-    ]
-
-
 def test_the_newest_common_protocol_version_is_used() -> None:
     mine = payload(engine="decode")
     assert agree(mine, payload(oldest=1, newest=3)) == Compatibility(version=1)
@@ -177,45 +173,31 @@ def test_the_newest_common_protocol_version_is_used() -> None:
 @contextmanager
 def serve_replies(*replies: bytes) -> Iterator[int]:
     """Serve these replies one after the other, as a side channel would; yield the port."""
-    with zmq.Context() as context, context.socket(zmq.ROUTER) as other:
-        other.linger, other.rcvtimeo = 0, int(LONG * 1e3)
-        port = other.bind_to_random_port("tcp://127.0.0.1")
+    with zmq.Context() as context, ThreadPoolExecutor(1) as pool:
+        other, port = bound(context)
 
-        def serve() -> None:
+        def serve_all() -> None:
             for reply in replies:
                 routing_id, *_ = other.recv_multipart()
                 other.send_multipart([routing_id, reply])
 
-        thread = threading.Thread(target=serve)
-        thread.start()
+        served = pool.submit(serve_all)
         yield port
-        thread.join()
+        served.result()
+        other.close()
 
 
 @pytest.mark.parametrize("grow", [copy.deepcopy, newer], ids=["older", "newer"])
 def test_this_build_fetches_from_another_version(grow: Any) -> None:
     ranks = {"type": "payloads", "ranks": [packed(grow(OLDER))]}
-    pong = {"type": "pong", "incarnation": 7}
-    with serve_replies(packed(grow(ranks)), packed(grow(pong))) as port:
+    with serve_replies(packed(grow(ranks)), packed(grow(PONG))) as port:
         assert fetch("127.0.0.1", port, "prefill", timeout=LONG).ranks == (payload(),)
         assert ping("127.0.0.1", port, "prefill", timeout=LONG) == 7
 
 
-@pytest.mark.parametrize(
-    "ask",
-    [
-        {"type": "ask", "oldest": 1, "newest": 1, "engine": "prefill"},
-        newer({"type": "ask", "oldest": 1, "newest": 9, "engine": "prefill"}),
-    ],
-    ids=["older", "newer"],
-)
+@pytest.mark.parametrize("ask", [ASK, newer(ASK | {"newest": 9})], ids=["older", "newer"])
 def test_this_build_serves_another_version(ask: Any) -> None:
-    with (
-        HandshakeServer(encoded(payload()), engine="prefill", incarnation=7) as server,
-        zmq.Context() as context,
-        context.socket(zmq.DEALER) as other,
-    ):
-        other.linger, other.rcvtimeo = 0, int(LONG * 1e3)
+    with serve() as server, zmq.Context() as context, patient(context, zmq.DEALER) as other:
         other.connect(f"tcp://{server.host}:{server.port}")
         other.send_multipart([b"", packed(ask)])
         reply = side.decode_reply(other.recv_multipart()[-1])

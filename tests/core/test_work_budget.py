@@ -13,26 +13,18 @@ import pytest
 
 from kvferry.core.errors import HandshakeError, LayoutError, PlanError, WireError
 from kvferry.core.handshake import engine_info
-from kvferry.core.layout import ContextParallel, Field, Group, GroupKind, Layout, axis
+from kvferry.core.layout import ContextParallel, Field, Layout, axis
 from kvferry.core.memory import Region
 from kvferry.core.messages import RankPayload, decode_payload
 from kvferry.core.planner.plan import make_plan
 from kvferry.core.planner.plan_cache import PlanCache
 from kvferry.core.side_channel_messages import encode
 from kvferry.core.work_budget import MAX_STEPS
-from tests.core.layouts import model, paged
+from tests.core.layouts import STATE, model, paged, plain_field
 from tests.core.messages import payload
 
-STATE = Group(kind=GroupKind.STATE, block_tokens=0)
 PLENTY = Region(address=1 << 40, nbytes=1 << 41)
 TOO_MUCH = f"steps or more, .*, and {MAX_STEPS} are allowed"
-
-
-def field(key: str, **changes: object) -> Field:
-    """Return a field of one byte, with changes."""
-    plain: dict[str, object] = {"group": 0, "region": 0, "offset": 0, "page_stride": 1}
-    plain |= {"pages": 1, "dtype": "int8", "unit": 1}
-    return Field(key=key, **(plain | changes))  # type: ignore[arg-type]
 
 
 def state(*fields: Field, regions: Sequence[Region] = (PLENTY,), groups: int = 1) -> Layout:
@@ -46,8 +38,8 @@ def interleaved_fields(key: str, runs: int = 700, **changes: object) -> list[Fie
     """Return two fields that interleave; only enumerating runs shows that they share no byte."""
     shape = {"shard": axis((runs, 2)), "shard_range": (0, runs), "page_stride": 1 << 20} | changes
     return [
-        field(f"{key}/a", pages=runs, **shape),
-        field(f"{key}/b", pages=runs - 1, offset=1, **shape),
+        plain_field(f"{key}/a", pages=runs, **shape),
+        plain_field(f"{key}/b", pages=runs - 1, offset=1, **shape),
     ]
 
 
@@ -65,7 +57,7 @@ def many_groups_and_devices() -> Layout:
 def a_field_per_group_and_device() -> Layout:
     regions = [Region(address=1 << 40, nbytes=1 << 34, device=device) for device in range(160)]
     fields = [
-        field(f"{group}.{device}", group=group, region=device)
+        plain_field(f"{group}.{device}", group=group, region=device)
         for group in range(160)
         for device in range(160)
     ]
@@ -76,7 +68,9 @@ def clusters_of_different_shapes() -> Layout:
     dims = axis((2, 1 << 24), (2, 1 << 22), (2, 1 << 20))
     return state(
         *(
-            field(f"{cluster}/{which}", offset=(cluster << 26) + which * cluster, inner=(dims,))
+            plain_field(
+                f"{cluster}/{which}", offset=(cluster << 26) + which * cluster, inner=(dims,)
+            )
             for cluster in range(1, 16_000)
             for which in range(2)
         )
@@ -86,7 +80,7 @@ def clusters_of_different_shapes() -> Layout:
 def many_fields_of_many_kinds() -> Layout:
     """The hashes of their kinds may all be equal."""
     return state(
-        *(field(str(i), offset=i, page_stride=1 + i % 500) for i in range(30_000)),
+        *(plain_field(str(i), offset=i, page_stride=1 + i % 500) for i in range(30_000)),
     )
 
 
@@ -169,7 +163,7 @@ def all_channels(keys: int, channels: int, *, distinct: bool = True) -> Layout:
 
 
 def channel(key: int, start: int, stop: int, more: int = 0) -> Field:
-    return field(
+    return plain_field(
         f"m{key}",
         offset=key << 24,
         pages=10,
@@ -187,7 +181,7 @@ def one_channel_on_each_of_many_ranks() -> tuple[list[Layout], list[Layout]]:
 
 def fields_of_different_shapes(count: int = 100) -> tuple[list[Layout], list[Layout]]:
     def shaped(key: int, dims: list[tuple[int, int]], more: int) -> Field:
-        return field(
+        return plain_field(
             f"k{key}",
             offset=key << 30,
             pages=4,
@@ -206,7 +200,7 @@ def one_shard_of_each_tensor_on_many_ranks() -> tuple[list[Layout], list[Layout]
     def held(start: int, stop: int, dims: list[tuple[int, int]]) -> Layout:
         return state(
             *(
-                field(
+                plain_field(
                     f"m{key}",
                     offset=key << 30,
                     pages=2,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -13,32 +13,41 @@ from kvferry.core.errors import AdmissionError, HandshakeError
 from kvferry.core.handshake import HandshakeServer, fetch, ping
 from kvferry.core.handshake import sockets as module
 from kvferry.core.security import NEARBY, Access, Networks
-from tests.core.messages import encoded, payload
+from tests.core.handshake.servers import LONG, pinged, serve
 from tests.core.resource_limits import no_threads
 
-LONG = 60.0
 HERE = Access(networks=Networks.of(["127.0.0.0/8"]))
 ELSEWHERE = Access(networks=Networks.of(["192.0.2.0/24"]))
 
 
-@pytest.fixture
-def server() -> Iterator[HandshakeServer]:
-    with HandshakeServer(encoded(payload()), engine="prefill", incarnation=7) as running:
-        yield running
+def resolve(monkeypatch: pytest.MonkeyPatch, name: str, look_up: Callable[[], list[str]]) -> None:
+    """Have the resolver find for a name what ``look_up`` returns."""
+    real = socket.getaddrinfo
 
-
-def resolve_to(monkeypatch: pytest.MonkeyPatch, answers: Iterator[list[str]]) -> None:
-    """Resolve ``prefill.test`` to the next of these address lists at each look-up."""
-    resolve = socket.getaddrinfo
-
-    def look_up(host: str | None, *args: Any, **options: Any) -> list[Any]:
-        if host != "prefill.test":
-            return resolve(host, *args, **options)
+    def resolved(host: str | None, *args: Any, **options: Any) -> list[Any]:
+        if host != name:
+            return real(host, *args, **options)
         if options.get("flags"):
             raise socket.gaierror("a name is no number")
-        return [entry for each in next(answers) for entry in resolve(each, *args, **options)]
+        return [entry for each in look_up() for entry in real(each, *args, **options)]
 
-    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    monkeypatch.setattr(socket, "getaddrinfo", resolved)
+
+
+@pytest.fixture
+def stuck_resolver(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Have the resolver not answer for ``slow.test`` during the test."""
+    release, before = threading.Event(), set(threading.enumerate())
+
+    def look_up() -> list[str]:
+        release.wait()
+        raise socket.gaierror("nobody knows")
+
+    resolve(monkeypatch, "slow.test", look_up)
+    yield
+    release.set()
+    for thread in set(threading.enumerate()) - before:
+        thread.join()
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.1", "2130706433", "0x7f000001", "localhost"])
@@ -57,7 +66,8 @@ def test_a_name_is_resolved_once_and_the_checked_address_is_used(
     server: HandshakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So another address at a second look-up (DNS rebinding) has no effect."""
-    resolve_to(monkeypatch, iter([["127.0.0.1"]]))  # a second look-up would raise
+    found = iter([["127.0.0.1"]])  # a second look-up would raise
+    resolve(monkeypatch, "prefill.test", lambda: next(found))
     assert ping("prefill.test", server.port, "prefill", timeout=LONG, access=HERE) == 7
 
 
@@ -66,41 +76,22 @@ def test_of_several_addresses_only_allowed_ones_are_tried(
 ) -> None:
     with socket.create_server(("127.0.0.2", server.port)) as forbidden:
         forbidden.setblocking(False)
-        resolve_to(monkeypatch, iter([["127.0.0.2", "127.0.0.1"]]))
+        resolve(monkeypatch, "prefill.test", lambda: ["127.0.0.2", "127.0.0.1"])
         only = Access(networks=Networks.of(["127.0.0.1"]))
         assert ping("prefill.test", server.port, "prefill", timeout=LONG, access=only) == 7
         with pytest.raises(BlockingIOError):
             forbidden.accept()
 
 
-@pytest.fixture
-def stuck_resolver(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """Have the resolver not answer until the event is set."""
-    release, resolve = threading.Event(), socket.getaddrinfo
-
-    def look_up(host: str | None, *args: Any, **options: Any) -> list[Any]:
-        if host != "slow.test":
-            return resolve(host, *args, **options)
-        if options.get("flags"):
-            raise socket.gaierror("a name is no number")
-        release.wait()
-        raise socket.gaierror("nobody knows")
-
-    monkeypatch.setattr(socket, "getaddrinfo", look_up)
-    before = set(threading.enumerate())
-    yield release
-    release.set()
-    for thread in set(threading.enumerate()) - before:
-        thread.join()
-
-
-def test_a_resolver_that_hangs_times_out(stuck_resolver: threading.Event) -> None:
+@pytest.mark.usefixtures("stuck_resolver")
+def test_a_resolver_that_hangs_times_out() -> None:
     with pytest.raises(HandshakeError, match=r"no answer from the resolver within 0\.05 s"):
         fetch("slow.test", 4242, "prefill", timeout=0.05)
 
 
+@pytest.mark.usefixtures("stuck_resolver")
 def test_the_number_of_hanging_resolvers_is_bounded(
-    stuck_resolver: threading.Event, server: HandshakeServer, monkeypatch: pytest.MonkeyPatch
+    server: HandshakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Beyond the bound, names are refused at once; numeric addresses need no resolver."""
     monkeypatch.setattr(module, "_resolvers", threading.BoundedSemaphore(2))
@@ -109,7 +100,7 @@ def test_the_number_of_hanging_resolvers_is_bounded(
             fetch("slow.test", 4242, "prefill", timeout=0.01)
     with pytest.raises(HandshakeError, match="names are being looked up already"):
         fetch("slow.test", 4242, "prefill", timeout=LONG)
-    assert ping("127.0.0.1", server.port, "prefill", timeout=LONG) == 7
+    assert pinged(server) == 7
 
 
 def test_a_name_is_refused_while_no_thread_can_be_started(
@@ -117,7 +108,7 @@ def test_a_name_is_refused_while_no_thread_can_be_started(
 ) -> None:
     """The failed attempt does not count as a hanging resolver: later look-ups work."""
     monkeypatch.setattr(module, "_resolvers", threading.BoundedSemaphore(1))
-    resolve_to(monkeypatch, iter([["127.0.0.1"]]))
+    resolve(monkeypatch, "prefill.test", lambda: ["127.0.0.1"])
     with no_threads("kvferry-resolve"):
         for _ in range(2):
             with pytest.raises(HandshakeError, match=r"can't start new thread; .*ulimit"):
@@ -133,9 +124,8 @@ def test_all_addresses_of_this_host_are_nearby() -> None:
         except OSError:
             pytest.skip("this host has no network")
         own = asking.getsockname()[0]
-    made = encoded(payload())
-    with HandshakeServer(made, engine="prefill", incarnation=7, host=own, access=NEARBY) as server:
-        assert ping(own, server.port, "prefill", timeout=LONG, access=NEARBY) == 7
+    with serve(host=own, access=NEARBY) as server:
+        assert pinged(server, access=NEARBY) == 7
 
 
 def test_addresses_that_are_not_nearby_must_be_allowed_explicitly() -> None:

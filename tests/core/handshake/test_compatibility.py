@@ -9,12 +9,7 @@ import pytest
 
 from kvferry.core import messages as wire
 from kvferry.core.errors import HandshakeError, IncompatibleError
-from kvferry.core.handshake import (
-    Compatibility,
-    Judgements,
-    agree,
-    engine_info,
-)
+from kvferry.core.handshake import Compatibility, Judgements, agree, engine_info
 from tests.core.messages import encoded, payload
 
 
@@ -80,14 +75,8 @@ def test_equal_engines_agree_on_the_newest_common_version() -> None:
 
 def test_every_difference_is_named_with_both_values() -> None:
     mine = payload(2, agreement={"model": "a", "dtype": "bf16", "same": "x"})
-    theirs = payload(
-        1,
-        engine="decode",
-        oldest=2,
-        newest=3,
-        driver="nixl",
-        agreement={"model": "b", "dtype": "fp8", "same": "x"},
-    )
+    differing = {"model": "b", "dtype": "fp8", "same": "x"}
+    theirs = payload(1, engine="decode", oldest=2, newest=3, driver="nixl", agreement=differing)
     with pytest.raises(IncompatibleError) as caught:
         agree(mine, theirs)
     text = str(caught.value)

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
-import zmq
 
 from kvferry.core.errors import HandshakeError
 from kvferry.core.handshake import HandshakeServer
@@ -17,9 +16,8 @@ from kvferry.core.handshake.poller import call
 from kvferry.core.handshake.sockets import Context, Socket
 from kvferry.core.security import Access, generate
 from kvferry.core.side_channel_messages import Ping, Pong, Refusal, Reply, encode
-from tests.core.messages import payload
+from tests.core.handshake.servers import LONG, bound, serve
 
-LONG = 60.0
 ENGINE, CLIENT = generate(), generate()
 PING = Ping(engine="prefill")
 
@@ -32,9 +30,7 @@ def encrypted(request: pytest.FixtureRequest) -> bool:
 @pytest.fixture
 def server(encrypted: bool) -> Iterator[HandshakeServer]:
     access = Access(own=ENGINE, peers=frozenset({CLIENT.public})) if encrypted else Access()
-    with HandshakeServer(
-        [encode(payload())], engine="prefill", incarnation=7, access=access
-    ) as running:
+    with serve(access=access) as running:
         yield running
 
 
@@ -66,12 +62,6 @@ def test_a_request_fails_if_the_server_has_closed(
     server.close()
     with pytest.raises(HandshakeError):
         ask(connection)
-
-
-def test_a_port_without_a_listener_is_refused() -> None:
-    dialer = Dialer(host="127.0.0.1", port=1, timeout=LONG, access=Access(), key=b"")
-    with pytest.raises(HandshakeError, match="nobody listens there"):
-        call(SideChannelConnection(dialer).open())
 
 
 # A server that replies when the test says so. libzmq may lose a wake-up, so that a request or a
@@ -108,11 +98,9 @@ class ManualServer:
 
 
 @pytest.fixture
-def manual_server() -> Iterator[ManualServer]:
-    context: Context = zmq.Context()
-    with context, context.socket(zmq.ROUTER) as channel, ThreadPoolExecutor(1) as asked:
-        channel.linger = 0
-        port = channel.bind_to_random_port("tcp://127.0.0.1")
+def manual_server(context: Context) -> Iterator[ManualServer]:
+    channel, port = bound(context)
+    with channel, ThreadPoolExecutor(1) as asked:
         dialer = Dialer(host="127.0.0.1", port=port, timeout=LONG, access=Access(), key=b"")
         connection = SideChannelConnection(dialer)
         call(connection.open())

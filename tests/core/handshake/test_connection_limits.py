@@ -7,35 +7,23 @@ import logging
 import os
 import resource
 import socket
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from kvferry.core import side_channel_messages as wire
 from kvferry.core.errors import HandshakeError
-from kvferry.core.handshake import HandshakeServer, fetch, ping
+from kvferry.core.handshake import HandshakeServer, fetch
 from kvferry.core.handshake import connection_limits as watch
 from kvferry.core.security import NEARBY, OPEN, Access, Networks
 from kvferry.core.security.keys import generate
 from tests.core.endpoint.engines import eventually
-from tests.core.messages import encoded, payload
+from tests.core.handshake.servers import LONG, serve, still_serves
 
-LONG = 60.0
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(48)
 READY = b"\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER"
 MORE = b"\x01\x01a"
 """A frame of one byte with the flag that more follow."""
-
-
-@pytest.fixture
-def server() -> Iterator[HandshakeServer]:
-    with HandshakeServer(encoded(payload()), engine="prefill", incarnation=7) as running:
-        yield running
-
-
-def still_serves(server: HandshakeServer) -> bool:
-    return ping(server.host, server.port, "prefill", timeout=LONG) == 7
 
 
 def connect(server: HandshakeServer) -> socket.socket:
@@ -119,7 +107,7 @@ def is_closed(raw: socket.socket, seconds: float = LONG) -> bool:
 def test_beyond_the_limit_idle_connections_are_closed(
     server: HandshakeServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(watch, "MAX_OPEN_CONNECTIONS", 4)
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (16, 16))
     with caplog.at_level(logging.WARNING), contextlib.ExitStack() as stack:
         asking = stack.enter_context(connect(server))
         assert ping_is_answered(asking)
@@ -141,9 +129,7 @@ def test_strangers_of_one_address_push_out_none_of_another(
 ) -> None:
     monkeypatch.setattr(watch, "MAX_CONNECTIONS", 4)
     with contextlib.ExitStack() as stack:
-        server = stack.enter_context(
-            HandshakeServer(encoded(payload()), engine="prefill", incarnation=7, access=NEARBY)
-        )
+        server = stack.enter_context(serve(access=NEARBY))
         asking = stack.enter_context(connect(server))
         assert ping_is_answered(asking)
         slow = stack.enter_context(connect(server))
@@ -157,9 +143,7 @@ def test_addresses_that_are_not_admitted_go_first(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(watch, "MAX_CONNECTIONS", 3)
     access = Access(networks=Networks.of(["127.0.0.1"]))
     with contextlib.ExitStack() as stack:
-        server = stack.enter_context(
-            HandshakeServer(encoded(payload()), engine="prefill", incarnation=7, access=access)
-        )
+        server = stack.enter_context(serve(access=access))
         admitted = [stack.enter_context(connect(server)) for _ in range(2)]
         stranger = stack.enter_context(connect_from(server, "127.0.0.2"))
         admitted.append(stack.enter_context(connect(server)))
@@ -170,9 +154,7 @@ def test_addresses_that_are_not_admitted_go_first(monkeypatch: pytest.MonkeyPatc
 def test_where_all_are_admitted_the_newest_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watch, "MAX_CONNECTIONS", 3)
     with contextlib.ExitStack() as stack:
-        server = stack.enter_context(
-            HandshakeServer(encoded(payload()), engine="prefill", incarnation=7, access=NEARBY)
-        )
+        server = stack.enter_context(serve(access=NEARBY))
         admitted = []
         for _ in range(3):
             admitted.append(stack.enter_context(connect(server)))
@@ -237,20 +219,10 @@ def test_an_endless_reply_is_refused(frame: bytes) -> None:
     ],
 )
 def test_the_connection_limit_is_a_quarter_of_the_file_limit(
-    files: int,
-    admitted: int,
-    anybody: int,
-    server: HandshakeServer,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    files: int, admitted: int, anybody: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (files, files))
     keys = generate()
     keyed = Access(own=keys, peers=frozenset({keys.public}))
     assert watch.most_connections(NEARBY) == watch.most_connections(keyed) == admitted
     assert watch.most_connections(OPEN) == anybody
-    if files == 16:
-        with caplog.at_level(logging.WARNING), contextlib.ExitStack() as stack:
-            idle = [stack.enter_context(connect(server)) for _ in range(6)]
-            assert is_closed(idle[0])
-        assert "asked for nothing yet, and there are 4 others" in caplog.text

@@ -9,7 +9,6 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Callable
 
 import pytest
 
@@ -17,19 +16,35 @@ from kvferry.core.errors import HandshakeError
 from kvferry.core.handshake import poller as module
 from kvferry.core.handshake.poller import Steps, Wait, call, on_thread, pause, running, start
 from tests.core.endpoint.engines import eventually
+from tests.core.handshake.servers import LONG
 from tests.core.resource_limits import no_threads
 
-LONG = 60.0
 
+class Waiting:
+    """A task that waits until it is woken."""
 
-def waiting(begun: queue.SimpleQueue[threading.Thread], ended: Callable[[], None]) -> Steps[str]:
-    """Wait until woken."""
-    begun.put(threading.current_thread())
-    try:
-        yield Wait(time.monotonic() + LONG)
-        return "woken"
-    finally:
-        ended()
+    def __init__(self) -> None:
+        self.steps = 0
+        self.ended = threading.Event()
+        self.over = queue.SimpleQueue[str | Exception]()
+        begun = queue.SimpleQueue[threading.Thread]()
+        self.task = start(self._wait(begun), self.over.put)
+        self.thread = begun.get(timeout=LONG)
+
+    def wake(self) -> str | Exception:
+        """Wake the task; return with what it ended."""
+        self.task.wake()
+        return self.over.get(timeout=LONG)
+
+    def _wait(self, begun: queue.SimpleQueue[threading.Thread]) -> Steps[str]:
+        self.steps += 1
+        begun.put(threading.current_thread())
+        try:
+            yield Wait(time.monotonic() + LONG)
+            self.steps += 1
+            return "woken"
+        finally:
+            self.ended.set()
 
 
 def received(end: socket.socket) -> Steps[bytes]:
@@ -50,12 +65,9 @@ def threads() -> list[str]:
 
 
 def test_all_tasks_share_one_thread_which_ends_with_the_last() -> None:
-    begun, over = queue.SimpleQueue[threading.Thread](), queue.SimpleQueue[str | Exception]()
-    tasks = [start(waiting(begun, lambda: None), over.put) for _ in range(100)]
-    assert len({begun.get(timeout=LONG) for _ in tasks}) == 1
-    for task in tasks:
-        task.wake()
-    assert [over.get(timeout=LONG) for _ in tasks] == ["woken"] * len(tasks)
+    tasks = [Waiting() for _ in range(100)]
+    assert len({each.thread for each in tasks}) == 1
+    assert {each.wake() for each in tasks} == {"woken"}
     eventually(lambda: not threads(), "the thread ends")
     assert call(resting()) == "again"
 
@@ -97,25 +109,20 @@ def test_a_descriptor_may_be_closed_and_its_number_used_again() -> None:
 
 
 def test_a_cancelled_task_frees_what_it_has_and_is_not_over() -> None:
-    begun, ended = queue.SimpleQueue[threading.Thread](), threading.Event()
-    over = list[object]()
-    task = start(waiting(begun, ended.set), over.append)
-    begun.get(timeout=LONG)
+    waiting = Waiting()
     for _ in range(2):
-        task.cancel()
-        assert ended.wait(LONG)
+        waiting.task.cancel()
+        assert waiting.ended.wait(LONG)
     eventually(lambda: not threads(), "the thread ends")
-    task.wake()
-    assert not over
+    waiting.task.wake()
+    assert waiting.over.empty()
 
 
 def test_an_error_ends_its_task_only() -> None:
-    begun, over = queue.SimpleQueue[threading.Thread](), queue.SimpleQueue[str | Exception]()
-    other = start(waiting(begun, lambda: None), over.put)
+    other = Waiting()
     with pytest.raises(ZeroDivisionError):
         call(failing(ZeroDivisionError()))
-    other.wake()
-    assert over.get(timeout=LONG) == "woken"
+    assert other.wake() == "woken"
 
 
 def test_an_error_of_who_hears_the_end_ends_no_other_task(
@@ -124,12 +131,10 @@ def test_an_error_of_who_hears_the_end_ends_no_other_task(
     def fail(_: object) -> None:
         raise ZeroDivisionError
 
-    begun, over = queue.SimpleQueue[threading.Thread](), queue.SimpleQueue[str | Exception]()
-    other = start(waiting(begun, lambda: None), over.put)
+    other = Waiting()
     start(resting(), fail)
     eventually(lambda: "ZeroDivisionError" in caplog.text, "it is logged")
-    other.wake()
-    assert over.get(timeout=LONG) == "woken"
+    assert other.wake() == "woken"
 
 
 def test_a_descriptor_that_cannot_be_waited_for_fails_the_task() -> None:
@@ -142,14 +147,11 @@ def test_a_descriptor_that_cannot_be_waited_for_fails_the_task() -> None:
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_every_task_hears_if_the_thread_ends() -> None:
-    begun, ended = queue.SimpleQueue[threading.Thread](), threading.Event()
-    over = queue.SimpleQueue[str | Exception]()
-    start(waiting(begun, ended.set), over.put)
-    begun.get(timeout=LONG)
+    waiting = Waiting()
     with pytest.raises(HandshakeError, match="has ended"):
         call(failing(SystemExit()))
-    assert isinstance(over.get(timeout=LONG), HandshakeError)
-    assert ended.is_set()
+    assert isinstance(waiting.over.get(timeout=LONG), HandshakeError)
+    assert waiting.ended.is_set()
     assert call(resting()) == "again"
 
 
@@ -179,25 +181,12 @@ def test_a_call_needs_the_thread() -> None:
 
 def test_no_more_work_is_done_than_is_due() -> None:
     """Tasks that wait cost nothing while another one runs."""
-    begun, over = queue.SimpleQueue[threading.Thread](), queue.SimpleQueue[str | Exception]()
-    steps = 0
-
-    def counted() -> Steps[str]:
-        nonlocal steps
-        begun.put(threading.current_thread())
-        while True:
-            steps += 1
-            yield Wait(time.monotonic() + LONG)
-
-    tasks = [start(counted(), over.put) for _ in range(1000)]
-    for _ in tasks:
-        begun.get(timeout=LONG)
-    before = steps
+    tasks = [Waiting() for _ in range(1000)]
     for _ in range(20):
         call(resting())
-    assert steps == before
-    for task in tasks:
-        task.cancel()
+    assert {each.steps for each in tasks} == {1}
+    for each in tasks:
+        each.task.cancel()
 
 
 def test_a_wait_that_is_repeated_takes_no_memory() -> None:
@@ -215,13 +204,11 @@ def test_a_wait_that_is_repeated_takes_no_memory() -> None:
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_forked_process_has_a_thread_of_its_own() -> None:
-    begun = queue.SimpleQueue[threading.Thread]()
-    task = start(waiting(begun, lambda: None), lambda _: None)
-    begun.get(timeout=LONG)
+    waiting = Waiting()
     child = multiprocessing.get_context("fork").Process(target=_call_and_exit)
     child.start()
     child.join(LONG)
-    task.cancel()
+    waiting.task.cancel()
     assert child.exitcode == 7
 
 

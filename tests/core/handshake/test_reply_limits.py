@@ -22,9 +22,9 @@ from kvferry.core.handshake.poller import Steps, Wait, call, start
 from kvferry.core.handshake.reply_limits import MAX_LONG_REPLIES, MAX_UNUSED_BYTES, ReplyLimits
 from kvferry.core.messages import RankPayload
 from kvferry.core.security import OPEN
+from tests.core.handshake.servers import LONG, serve
 from tests.core.messages import encoded, payload
 
-LONG = 60.0
 FLEETING = 0xF1EE
 LONG_RANKS = [payload(rank, address=bytes([rank]) * 400_000) for rank in range(3)]
 
@@ -118,7 +118,7 @@ def test_a_turn_that_is_cancelled_is_over() -> None:
 
 def test_only_few_long_replies_are_received_at_once() -> None:
     limits = ReplyLimits()
-    with HandshakeServer(encoded(*LONG_RANKS), engine="prefill", incarnation=7) as server:
+    with serve(*LONG_RANKS) as server:
         assert len(fetched(server, limits).ranks) == len(LONG_RANKS)
         call(rooms_taken(limits))
         with pytest.raises(HandshakeError, match="its reply is long"):
@@ -148,7 +148,7 @@ def test_decoded_replies_are_freed_without_the_garbage_collector(ranks: int) -> 
 
 def test_a_short_reply_needs_no_room() -> None:
     limits = ReplyLimits()
-    with HandshakeServer(encoded(payload()), engine="prefill", incarnation=7) as server:
+    with serve(payload()) as server:
         call(rooms_taken(limits))
         assert fetched(server, limits).ranks == encoded(payload())
 
@@ -170,7 +170,7 @@ def test_an_engine_that_publishes_too_much_is_refused_at_its_start(
     ranks: list[wire.RankPayload], message: str
 ) -> None:
     with pytest.raises(HandshakeError, match=f"{message} .* allowed.*fewer fields and regions"):
-        HandshakeServer(encoded(*ranks), engine="prefill", incarnation=7)
+        serve(*ranks)
 
 
 def test_no_payload_exceeds_the_limit_for_decoding_at_once() -> None:
@@ -182,10 +182,8 @@ def test_no_payload_exceeds_the_limit_for_decoding_at_once() -> None:
         engine_info([data])
 
 
-def test_a_reply_beyond_the_limit_is_refused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    with HandshakeServer(encoded(*LONG_RANKS), engine="prefill", incarnation=7) as server:
+def test_a_reply_beyond_the_limit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with serve(*LONG_RANKS) as server:
         monkeypatch.setattr("kvferry.core.handshake.client.MAX_REPLY_BYTES", 1_000_000)
         with pytest.raises(HandshakeError, match="or its answer has more than 1000000 bytes"):
             fetch(server.host, server.port, "prefill", timeout=LONG)
@@ -198,12 +196,6 @@ def long_reply() -> bytes:
     return side.encode(side.Payloads(ranks=encoded(*LONG_RANKS)))
 
 
-def test_a_long_reply_is_split_into_its_payloads() -> None:
-    reply = side.decode_reply(long_reply())
-    assert isinstance(reply, side.Payloads)
-    assert reply.ranks == encoded(*LONG_RANKS)
-
-
 @pytest.mark.parametrize("count", [1, 15, 16, 60])
 def test_payloads_of_any_length_and_number_are_split(count: int) -> None:
     ranks = [bytes([rank]) * size for rank, size in enumerate([0, 255, 256, 65_536] * count)]
@@ -213,22 +205,16 @@ def test_payloads_of_any_length_and_number_are_split(count: int) -> None:
     assert reply.ranks == ranks
 
 
-@pytest.mark.parametrize("count", [1, 13, 20])
-def test_fields_that_a_newer_version_adds_to_a_long_reply_are_skipped(count: int) -> None:
-    tree = msgspec.msgpack.decode(long_reply()) | {"ticket_key": b"k" * 32}
+@pytest.mark.parametrize("key", [{}, {"ticket_key": b"k" * 32}])
+@pytest.mark.parametrize("count", [0, 1, 13, 20])
+def test_a_long_reply_may_lack_its_key_and_have_fields_of_a_newer_version(
+    key: dict[str, bytes], count: int
+) -> None:
+    tree = {"type": "payloads", "ranks": encoded(*LONG_RANKS)} | key
     more = {f"more-{number}": [1, {"a": b"b"}] for number in range(count)}
     reply = side.decode_reply(msgspec.msgpack.encode(tree | more))
     assert isinstance(reply, side.Payloads)
-    assert reply.ranks == encoded(*LONG_RANKS)
-    assert reply.ticket_key == b"k" * 32
-
-
-def test_a_long_reply_without_a_ticket_key_has_none() -> None:
-    tree = msgspec.msgpack.decode(long_reply())
-    del tree["ticket_key"]
-    reply = side.decode_reply(msgspec.msgpack.encode(tree))
-    assert isinstance(reply, side.Payloads)
-    assert (reply.ranks, reply.ticket_key) == (encoded(*LONG_RANKS), b"")
+    assert (reply.ranks, reply.ticket_key) == (encoded(*LONG_RANKS), key.get("ticket_key", b""))
 
 
 @pytest.mark.parametrize(

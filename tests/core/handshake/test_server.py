@@ -8,34 +8,24 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from typing import Any
 
 import msgspec
 import pytest
 import zmq
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvferry.core import side_channel_messages as wire
 from kvferry.core.errors import HandshakeError
-from kvferry.core.handshake import (
-    HandshakeServer,
-    fetch,
-    ping,
-)
+from kvferry.core.handshake import HandshakeServer, fetch, ping
 from kvferry.core.handshake.sockets import Context, Socket
 from kvferry.core.memory import Region
 from kvferry.core.security import TicketKey
 from tests.core.endpoint.engines import eventually
+from tests.core.handshake.servers import LONG, RANKS, fetched, patient, pinged, serve, still_serves
 from tests.core.messages import encoded, payload
 from tests.own_host import OWN_HOST
-
-LONG = 60.0
-"""Seconds; a deadline for what is expected to happen."""
-RANKS = [payload(0), payload(1)]
 
 
 def has_ipv6() -> bool:
@@ -49,82 +39,43 @@ def has_ipv6() -> bool:
 needs_ipv6 = pytest.mark.skipif(not has_ipv6(), reason="this host has no IPv6 loopback address")
 
 
-@pytest.fixture
-def server() -> Iterator[HandshakeServer]:
-    with HandshakeServer(encoded(*RANKS), engine="prefill", incarnation=7) as running:
-        yield running
-
-
-@pytest.fixture
-def context() -> Iterator[Context]:
-    with zmq.Context() as created:
-        yield created
-
-
-def still_serves(server: HandshakeServer) -> bool:
-    return list(fetch(server.host, server.port, "prefill", timeout=LONG).ranks) == RANKS
-
-
 def dealer(context: Context, server: HandshakeServer, **options: int) -> Socket:
-    created: Socket = context.socket(zmq.DEALER)
-    created.linger = 0
-    created.rcvtimeo = int(LONG * 1e3)
+    created = patient(context, zmq.DEALER)
     for name, value in options.items():
         created.setsockopt(getattr(zmq, name), value)
     created.connect(f"tcp://{server.host}:{server.port}")
     return created
 
 
+one_server_for_all_examples = settings(
+    max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+
 # What is served.
 
 
-def test_one_request_gives_the_payloads_of_all_ranks(server: HandshakeServer) -> None:
-    info = fetch(server.host, server.port, "prefill", timeout=LONG)
-    assert (info.engine, info.incarnation, list(info.ranks)) == ("prefill", 7, RANKS)
-
-
 def test_the_ticket_key_is_published() -> None:
-    ranks = [payload(fingerprint=Region(address=1 << 22, nbytes=16))]
+    rank = payload(fingerprint=Region(address=1 << 22, nbytes=16))
     key = TicketKey().public
-    with HandshakeServer(
-        encoded(*ranks), engine="prefill", incarnation=7, ticket_key=key
-    ) as server:
-        info = fetch("127.0.0.1", server.port, "prefill", timeout=LONG)
-    assert (info.ticket_key, info.ranks) == (key, tuple(ranks))
-
-
-def test_a_ping_returns_the_incarnation(server: HandshakeServer) -> None:
-    assert ping(server.host, server.port, "prefill", timeout=LONG) == 7
+    with serve(rank, ticket_key=key) as server:
+        info = fetched(server)
+    assert (info.ticket_key, info.ranks) == (key, (rank,))
 
 
 def test_a_req_socket_is_answered(server: HandshakeServer, context: Context) -> None:
-    with context.socket(zmq.REQ) as asker:
-        asker.linger = 0
-        asker.rcvtimeo = int(LONG * 1e3)
+    with patient(context, zmq.REQ) as asker:
         asker.connect(f"tcp://{server.host}:{server.port}")
         asker.send(wire.encode(wire.Ping(engine="prefill")))
         assert wire.decode_reply(asker.recv()) == wire.Pong(incarnation=7)
 
 
-def test_many_clients_at_once_are_all_answered(server: HandshakeServer) -> None:
-    with ThreadPoolExecutor(8) as pool:
-        assert all(pool.map(lambda _: still_serves(server), range(40)))
-
-
-def test_a_large_reply_arrives_whole() -> None:
-    ranks = [payload(rank, address=os.urandom(400_000)) for rank in range(20)]
-    with HandshakeServer(encoded(*ranks), engine="prefill", incarnation=7) as server:
-        info = fetch(server.host, server.port, "prefill", timeout=LONG)
-    assert list(info.ranks) == ranks
-
-
 @needs_ipv6
 @pytest.mark.parametrize("host", ["::1", "[::1]"])
 def test_ipv6_addresses_work_with_and_without_brackets(host: str) -> None:
-    with HandshakeServer(encoded(*RANKS), engine="prefill", incarnation=7, host=host) as server:
+    with serve(host=host) as server:
         assert server.host == "::1"
         assert still_serves(server)
-        assert list(fetch(host, server.port, "prefill", timeout=LONG).ranks) == RANKS
+        assert fetch(host, server.port, "prefill", timeout=LONG).ranks == RANKS
 
 
 @pytest.mark.parametrize("bound", ["127.0.0.1", pytest.param("::1", marks=needs_ipv6)])
@@ -137,9 +88,9 @@ def test_of_several_addresses_of_a_name_the_one_that_listens_is_used(
         names = ["::1", "127.0.0.1"] if name == "prefill.test" else [name]
         return [entry for name in names for entry in resolve(name, *args, **options)]
 
-    with HandshakeServer(encoded(*RANKS), engine="prefill", incarnation=7, host=bound) as server:
+    with serve(host=bound) as server:
         monkeypatch.setattr(socket, "getaddrinfo", both)
-        assert list(fetch("prefill.test", server.port, "prefill", timeout=LONG).ranks) == RANKS
+        assert fetch("prefill.test", server.port, "prefill", timeout=LONG).ranks == RANKS
 
 
 # What is refused.
@@ -167,11 +118,9 @@ def refusal(channel: Socket, *frames: bytes) -> str:
 def test_unknown_versions_are_refused_with_both_ranges(
     server: HandshakeServer, context: Context
 ) -> None:
+    ask_newer = wire.PayloadRequest(oldest=8, newest=9, engine="prefill")
     with dealer(context, server) as channel:
-        reason = refusal(
-            channel,
-            wire.encode(wire.PayloadRequest(oldest=8, newest=9, engine="prefill")),
-        )
+        reason = refusal(channel, wire.encode(ask_newer))
     assert "versions 8 to 9" in reason
     assert "this build 1 to 1" in reason
     assert still_serves(server)
@@ -214,38 +163,23 @@ def test_an_oversized_request_ends_only_its_own_connection(
     assert still_serves(server)
 
 
-@settings(max_examples=60)
+@one_server_for_all_examples
 @given(noise=st.binary(max_size=300), greeted=st.booleans())
-def test_the_server_survives_raw_bytes(noise: bytes, greeted: bool) -> None:
-    """Bytes are sent on a TCP connection, before or after ZMQ's greeting."""
+def test_the_server_survives_raw_bytes(
+    server: HandshakeServer, noise: bytes, greeted: bool
+) -> None:
     greeting = b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(48)
-    server = shared_server()
     with closing(socket.create_connection((server.host, server.port), LONG)) as raw:
         raw.sendall((greeting if greeted else b"") + noise)
-    assert ping(server.host, server.port, "prefill", timeout=LONG) == 7
+    assert pinged(server) == 7
 
 
-_shared: list[HandshakeServer] = []
-
-
-def shared_server() -> HandshakeServer:
-    """Return one server for all examples of a Hypothesis test."""
-    if not _shared:
-        _shared.append(HandshakeServer(encoded(*RANKS), engine="prefill", incarnation=7))
-    return _shared[0]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _close_shared() -> Iterator[None]:
-    yield
-    while _shared:
-        _shared.pop().close()
-
-
-@settings(max_examples=60)
+@one_server_for_all_examples
 @given(frames=st.lists(st.binary(max_size=100), min_size=1, max_size=5))
-def test_random_frames_are_answered_with_a_refusal(frames: list[bytes]) -> None:
-    with zmq.Context() as context, dealer(context, shared_server()) as channel:
+def test_random_frames_are_answered_with_a_refusal(
+    server: HandshakeServer, context: Context, frames: list[bytes]
+) -> None:
+    with dealer(context, server) as channel:
         assert refusal(channel, *frames)
 
 
@@ -263,12 +197,12 @@ def test_clients_that_stop_in_the_middle_delay_no_others(server: HandshakeServer
 def test_a_client_that_never_reads_delays_no_others(context: Context) -> None:
     """It requests far more than all buffers can hold."""
     ranks = [payload(rank, address=bytes([rank]) * 500_000) for rank in range(10)]
-    with HandshakeServer(encoded(*ranks), engine="prefill", incarnation=7) as server:
+    with serve(*ranks) as server:
         question = wire.encode(wire.PayloadRequest(oldest=1, newest=1, engine="prefill"))
         with dealer(context, server, RCVHWM=1, SNDHWM=2000) as slow_reader:
             for _ in range(1000):
                 slow_reader.send(question)
-            assert len(fetch(server.host, server.port, "prefill", timeout=LONG).ranks) == 10
+            assert len(fetched(server).ranks) == 10
             assert len(slow_reader.recv_multipart()[-1]) > 4 << 20
 
 
@@ -277,24 +211,24 @@ def test_a_client_that_never_reads_delays_no_others(context: Context) -> None:
 
 def test_a_port_in_use_is_refused_with_its_setting(server: HandshakeServer) -> None:
     with pytest.raises(HandshakeError, match=rf"port {server.port}: .* in use. Set side_channel_p"):
-        HandshakeServer(encoded(*RANKS), engine="prefill", incarnation=7, port=server.port)
+        serve(port=server.port)
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "[::]", ""])
 def test_a_wildcard_address_is_refused(host: str) -> None:
     with pytest.raises(HandshakeError, match="set side_channel_host"):
-        HandshakeServer(encoded(*RANKS), engine="prefill", incarnation=7, host=host)
+        serve(host=host)
 
 
 @pytest.mark.parametrize("host", ["192.0.2.1", "no-such-host.invalid", "a" * 300, "\0"])
 def test_a_host_that_is_not_this_one_is_refused_with_its_setting(host: str) -> None:
     with pytest.raises(HandshakeError, match=r"[sS]et side_channel_host"):
-        HandshakeServer(encoded(*RANKS), engine="prefill", incarnation=7, host=host)
+        serve(host=host)
 
 
 def test_an_invalid_port_is_refused() -> None:
     with pytest.raises(HandshakeError, match="70000 is not in 0 to 65535"):
-        HandshakeServer(encoded(*RANKS), engine="prefill", incarnation=7, port=70000)
+        serve(port=70000)
 
 
 def test_payloads_of_another_engine_are_refused() -> None:
@@ -307,13 +241,12 @@ def test_payloads_of_another_engine_are_refused() -> None:
 
 def test_close_frees_the_port_and_leaves_no_thread() -> None:
     before = set(threading.enumerate())
-    where: dict[str, Any] = {"engine": "prefill", "incarnation": 7, "host": OWN_HOST}
-    server = HandshakeServer(encoded(*RANKS), **where)
+    server = serve(host=OWN_HOST)
     with socket.create_connection((server.host, server.port), LONG):
         server.close()
     server.close()
     assert set(threading.enumerate()) <= before
-    with HandshakeServer(encoded(*RANKS), **where, port=server.port) as two:
+    with serve(host=OWN_HOST, port=server.port) as two:
         assert still_serves(two)
 
 
@@ -323,19 +256,18 @@ def test_calls_leave_no_file_descriptors_open(server: HandshakeServer) -> None:
         return len(os.listdir("/proc/self/fd"))
 
     for _ in range(5):
-        fetch(server.host, server.port, "prefill", timeout=LONG)
+        fetched(server)
     before = descriptors()
     for _ in range(50):
-        fetch(server.host, server.port, "prefill", timeout=LONG)
+        fetched(server)
     eventually(lambda: descriptors() < before + 25, "most sockets are reaped")
 
 
 def test_a_process_ends_without_closing_the_server() -> None:
     program = (
-        "from kvferry.core.handshake import HandshakeServer, ping\n"
-        "from tests.core.messages import encoded, payload\n"
-        "s = HandshakeServer(encoded(payload()), engine='prefill', incarnation=7)\n"
-        "print(ping(s.host, s.port, 'prefill', timeout=60))\n"
+        "from tests.core.handshake.servers import pinged, serve\n"
+        "server = serve()\n"
+        "print(pinged(server))\n"
     )
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", program],

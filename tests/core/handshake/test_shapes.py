@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import msgspec
@@ -21,9 +21,9 @@ from kvferry.core.memory import Region
 from kvferry.core.messages import RankPayload
 from kvferry.core.security import TicketKey
 from kvferry.core.side_channel_messages import MAX_KNOWN_SHAPES, MAX_REPLY_BYTES
+from tests.core.handshake.servers import LONG, bound, patient, serve
 from tests.core.messages import encoded, payload
 
-LONG = 60.0
 KEY = TicketKey().public
 
 
@@ -54,39 +54,25 @@ def request(*known: bytes) -> wire.PayloadRequest:
     return wire.PayloadRequest(oldest=1, newest=1, engine="prefill", known=list(known))
 
 
-class Scripted:
-    """A side channel that records requests, and gives one answer of a list to each."""
-
-    def __init__(self, answers: Sequence[wire.Reply]) -> None:
-        self._answers = answers
-        self.requests: list[wire.Request] = []
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._socket = self._context.socket(zmq.ROUTER)
-        self._socket.linger = 0
-        self._socket.rcvtimeo = int(LONG * 1e3)
-        self.port = self._socket.bind_to_random_port("tcp://127.0.0.1")
-        self._thread = threading.Thread(target=self._serve)
-        self._thread.start()
-
-    def close(self) -> None:
-        self._thread.join()
-        self._socket.close(0)
-        self._context.term()
-
-    def _serve(self) -> None:
-        for answer in self._answers:
-            routing_id, data = self._socket.recv_multipart()
-            self.requests.append(wire.decode_request(data))
-            self._socket.send_multipart([routing_id, wire.encode(answer)])
-
-
 @contextmanager
-def scripted(*answers: wire.Reply) -> Iterator[Scripted]:
-    channel = Scripted(answers)
-    try:
-        yield channel
-    finally:
-        channel.close()
+def scripted(*answers: wire.Reply) -> Iterator[tuple[int, list[wire.Request]]]:
+    """Give one of these answers to each request; yield the port and the requests."""
+    requests: list[wire.Request] = []
+    with zmq.Context() as context, ThreadPoolExecutor(1) as pool:
+        channel, port = bound(context)
+
+        def serve_all() -> None:
+            for answer in answers:
+                routing_id, data = channel.recv_multipart()
+                requests.append(wire.decode_request(data))
+                channel.send_multipart([routing_id, wire.encode(answer)])
+
+        served = pool.submit(serve_all)
+        try:
+            yield port, requests
+        finally:
+            served.result()
+            channel.close()
 
 
 def fetched(port: int) -> EngineInfo:
@@ -94,9 +80,7 @@ def fetched(port: int) -> EngineInfo:
 
 
 def asked(port: int, *known: bytes) -> wire.Reply:
-    with zmq.Context() as context, context.socket(zmq.DEALER) as channel:
-        channel.linger = 0
-        channel.rcvtimeo = int(LONG * 1e3)
+    with zmq.Context() as context, patient(context, zmq.DEALER) as channel:
         channel.connect(f"tcp://127.0.0.1:{port}")
         channel.send(wire.encode(request(*known)))
         return wire.decode_reply(channel.recv())
@@ -119,13 +103,11 @@ def test_the_second_engine_of_a_shape_is_asked_for_the_rest_only() -> None:
     first, second = ranks(), ranks(1 << 30, incarnation=8)
     shape = shape_of(encoded(*first))
     whole = wire.Payloads(ranks=encoded(*second), ticket_key=KEY)
-    with HandshakeServer(
-        encoded(*first), engine="prefill", incarnation=7, ticket_key=KEY
-    ) as server:
+    with serve(*first, ticket_key=KEY) as server:
         assert list(fetched(server.port).ranks) == first
-    with scripted(shape.heads(whole)) as channel:
-        info = fetched(channel.port)
-    assert channel.requests == [request(shape.digest)]
+    with scripted(shape.heads(whole)) as (port, requests):
+        info = fetched(port)
+    assert requests == [request(shape.digest)]
     assert (list(info.ranks), info.incarnation, info.ticket_key) == (second, 8, KEY)
     assert info.ranks[0].layout.fields is messages.decode_payload(encoded(*first)[0]).layout.fields
 
@@ -133,9 +115,9 @@ def test_the_second_engine_of_a_shape_is_asked_for_the_rest_only() -> None:
 def test_an_engine_of_an_older_build_answers_with_everything() -> None:
     data = encoded(*ranks())
     whole = wire.Payloads(ranks=data)
-    with scripted(whole, whole) as channel:
-        assert fetched(channel.port) == fetched(channel.port)
-    assert channel.requests == [request(), request(shape_of(data).digest)]
+    with scripted(whole, whole) as (port, requests):
+        assert fetched(port) == fetched(port)
+    assert requests == [request(), request(shape_of(data).digest)]
 
 
 class OlderAsk(msgspec.Struct, kw_only=True, tag="ask"):
@@ -162,44 +144,53 @@ def test_a_shape_that_was_not_named_is_refused_by_name_and_everything_is_asked_f
 ) -> None:
     data = encoded(*ranks())
     whole = wire.Payloads(ranks=data)
-    with scripted(shape_of(data).heads(whole), whole) as channel, caplog.at_level(logging.WARNING):
-        assert list(fetched(channel.port).ranks) == ranks()
-    assert channel.requests == [request(), request()]
-    assert f"engine prefill at 127.0.0.1 port {channel.port} left the shape" in caplog.text
+    with (
+        scripted(shape_of(data).heads(whole), whole) as (port, requests),
+        caplog.at_level(logging.WARNING),
+    ):
+        assert list(fetched(port).ranks) == ranks()
+    assert requests == [request(), request()]
+    assert f"engine prefill at 127.0.0.1 port {port} left the shape" in caplog.text
 
 
 def test_a_shape_of_another_number_of_ranks_is_refused(caplog: pytest.LogCaptureFixture) -> None:
     data = encoded(*ranks())
     whole = wire.Payloads(ranks=data)
     fewer = msgspec.structs.replace(shape_of(data).heads(whole), ranks=[b"one"])
-    with scripted(whole, fewer, whole) as channel, caplog.at_level(logging.WARNING):
-        assert fetched(channel.port) == fetched(channel.port)
+    with scripted(whole, fewer, whole) as (port, _), caplog.at_level(logging.WARNING):
+        assert fetched(port) == fetched(port)
     assert "of 1 ranks out of its answer" in caplog.text
 
 
 def test_an_engine_that_never_answers_with_everything_fails() -> None:
     data = encoded(*ranks())
     heads = shape_of(data).heads(wire.Payloads(ranks=data))
-    with scripted(heads, heads) as channel, pytest.raises(HandshakeError, match="PayloadHeads, wh"):
-        fetched(channel.port)
+    with (
+        scripted(heads, heads) as (port, _),
+        pytest.raises(HandshakeError, match="PayloadHeads, wh"),
+    ):
+        fetched(port)
 
 
 def test_what_was_left_out_does_not_make_an_answer_valid() -> None:
     data = encoded(*ranks())
     whole = wire.Payloads(ranks=data)
-    with scripted(whole) as channel:
-        fetched(channel.port)
+    with scripted(whole) as (port, _):
+        fetched(port)
     twice = [data[0]] * 2
     short = shape_of(data).heads(whole)
     for head in (b"", b"\x80", bytes(300_000)):
         answer = msgspec.structs.replace(short, ranks=[head, short.ranks[1]])
-        with scripted(answer) as channel, pytest.raises(HandshakeError, match="rank 0: not a pay"):
-            fetched(channel.port)
+        with (
+            scripted(answer) as (port, _),
+            pytest.raises(HandshakeError, match="rank 0: not a pay"),
+        ):
+            fetched(port)
     answer = msgspec.structs.replace(
         short, ranks=shape_of(twice).heads(wire.Payloads(ranks=twice)).ranks
     )
-    with scripted(answer) as channel, pytest.raises(HandshakeError, match="is that of rank 0"):
-        fetched(channel.port)
+    with scripted(answer) as (port, _), pytest.raises(HandshakeError, match="is that of rank 0"):
+        fetched(port)
 
 
 def test_completed_payloads_are_bounded_as_a_whole_reply_is() -> None:

@@ -12,9 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.core.errors import LayoutError
-from kvferry.core.layout import Field, Group, GroupKind, Layout, axis
+from kvferry.core.layout import Field, Layout, axis
 from kvferry.core.layout.host_page_format import HostPageFormat
 from kvferry.core.memory import Region, region_of
+from tests.core.layouts import paged, plain_field
 
 AXES = ("layer", "part", "page", "head", "token")
 PAGES, HOST_PAGES = 7, 4
@@ -28,14 +29,11 @@ def cache_of(order: tuple[str, ...], sizes: dict[str, int], unit: int) -> tuple[
     nbytes = unit * math.prod(shape)
     memory = np.random.default_rng(nbytes).integers(1, 255, nbytes, dtype=np.uint8)
     fields = [
-        Field(
-            key=f"{layer}/{part}",
-            group=0,
-            region=0,
+        plain_field(
+            f"{layer}/{part}",
             offset=layer * strides["layer"] + part * strides["part"],
             page_stride=strides["page"],
             pages=sizes["page"],
-            dtype="uint8",
             unit=unit,
             tokens=axis((sizes["token"], strides["token"])),
             shard=axis((sizes["head"], strides["head"])),
@@ -44,8 +42,8 @@ def cache_of(order: tuple[str, ...], sizes: dict[str, int], unit: int) -> tuple[
         for layer in range(sizes["layer"])
         for part in range(sizes["part"])
     ]
-    group = Group(kind=GroupKind.PAGED, block_tokens=sizes["token"])
-    return memory, Layout(regions=(region_of(memory),), groups=(group,), fields=tuple(fields))
+    groups = (paged(sizes["token"]),)
+    return memory, Layout(regions=(region_of(memory),), groups=groups, fields=tuple(fields))
 
 
 def content(memory: Bytes, field: Field, page: int) -> bytes:
@@ -100,22 +98,21 @@ def test_a_cache_without_fields_has_empty_pages() -> None:
 @pytest.mark.parametrize(("offset", "stride"), [(96, 64), (0, 32)])
 def test_blocks_that_share_bytes_with_other_blocks_are_refused(offset: int, stride: int) -> None:
     """Two groups may overlay each other, but only block by block."""
-    groups = tuple(Group(kind=GroupKind.PAGED, block_tokens=1) for _ in range(2))
     places = ((0, 64), (offset, stride))
     fields = tuple(
-        Field(
-            key=str(group),
+        plain_field(
+            str(group),
             group=group,
-            region=0,
             offset=start,
             page_stride=step,
             pages=4,
-            dtype="uint8",
             unit=step,
             tokens=axis((1, 1)),
         )
         for group, (start, step) in enumerate(places)
     )
-    cache = Layout(regions=(Region(address=4096, nbytes=4096),), groups=groups, fields=fields)
+    cache = Layout(
+        regions=(Region(address=4096, nbytes=4096),), groups=(paged(1),) * 2, fields=fields
+    )
     with pytest.raises(LayoutError, match="of different block ids overlap"):
         HostPageFormat.of(cache)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -23,20 +24,9 @@ from kvferry.core.layout import (
     axis_length,
 )
 from kvferry.core.memory import Region, region_of
-from tests.core.layouts import DIM, PAGES, heads, layout, paged
+from tests.core.layouts import DIM, PAGES, STATE, heads, layout, paged, plain_field
 from tests.core.planner.engine_pairs import engine_pairs
 from tests.core.planner.oracle import EnginePair, field_offsets
-
-
-def test_the_length_of_an_axis_is_the_product_of_its_extents() -> None:
-    assert axis_length(axis((3, 100), (4, 10))) == 12
-    assert axis_length(()) == 1
-
-
-def test_a_field_computes_its_entry_bytes_and_span() -> None:
-    f = replace_field(heads(), inner=(axis((2, 1024)),))
-    assert f.entry_bytes == 2 * DIM
-    assert f.byte_span == 1024 + 4 * 16 * DIM
 
 
 def test_a_group_has_as_many_pages_as_its_smallest_field() -> None:
@@ -45,17 +35,15 @@ def test_a_group_has_as_many_pages_as_its_smallest_field() -> None:
     assert two.pages(1) == 0
 
 
-INVALID_PLACES = {
+INVALID_FIELDS = {
     "a key has 1 to 512 characters": {"key": ""},
     "this one 513": {"key": "k" * 513},
     "offset -1 must lie in 0 to": {"offset": -1},
     "and region -1 of 1 groups and 1 regions": {"region": -1},
-    "and region 1 of 1 groups and 1 regions": {"region": 1},
+    "is in group 0 and region 1 of 1 groups and 1 regions": {"region": 1},
+    "is in group 1 and region 0 of 1 groups and 1 regions": {"group": 1},
     f"ends at byte {8 + PAGES * 4 * 16 * DIM + (1 << 20)} of region 0": {"offset": 8 + (1 << 20)},
-}
-"""Attributes that may differ between fields of one kind."""
-
-INVALID_FIELDS = {
+    f"ends at byte {101 * 4 * 16 * DIM} of region 0": {"pages": PAGES + 1},
     "unknown element type 'int4'": {"dtype": "int4"},
     "is not a positive multiple of a float32": {"dtype": "float32", "unit": 6},
     "page_stride 0 must lie in 1 to": {"page_stride": 0},
@@ -67,51 +55,25 @@ INVALID_FIELDS = {
     "a dim of 0 entries with a stride of 64 bytes": {"shard": axis((0, 64))},
     "a dim of 4 entries with a stride of -8 bytes": {"shard": axis((4, -8))},
     "up to 256 characters": {"encoding": "x" * 257},
-}
-
-
-@pytest.mark.parametrize(
-    ("message", "change"),
-    (INVALID_PLACES | INVALID_FIELDS).items(),
-    ids=list(INVALID_PLACES | INVALID_FIELDS),
-)
-def test_an_invalid_field_is_refused(message: str, change: dict[str, object]) -> None:
-    good = layout(heads())
-    bad = replace_field(good.fields[0], **change)
-    with pytest.raises(LayoutError) as refusal:
-        replace(good, fields=(bad,))
-    assert message in str(refusal.value)
-    assert str(refusal.value).startswith("field ")
-
-
-BAD_IN_A_LAYOUT = {
-    "is in group 1 and region 0 of 1 groups and 1 regions": {"group": 1},
-    "is in group 0 and region 1 of": {"region": 1},
     "a packing is named by opaque groups": {"packing": "tiles"},
     "16 token entries of 2 tokens in a block of 16": {"tokens_per_state": 2},
     "8 token entries of 1 tokens in a block of 16": {"tokens": axis((8, DIM))},
-    f"ends at byte {101 * 4 * 16 * DIM} of region 0": {"pages": PAGES + 1},
     "put two elements of one group on one byte": {"page_stride": 16},
 }
+each_invalid_field = pytest.mark.parametrize(
+    ("message", "change"), INVALID_FIELDS.items(), ids=list(INVALID_FIELDS)
+)
 
 
-@pytest.mark.parametrize(("message", "change"), BAD_IN_A_LAYOUT.items(), ids=list(BAD_IN_A_LAYOUT))
-def test_a_field_that_does_not_fit_the_layout_is_refused(
-    message: str, change: dict[str, object]
-) -> None:
+@each_invalid_field
+def test_an_invalid_field_is_refused(message: str, change: dict[str, object]) -> None:
     good = layout(heads())
-    bad = replace_field(good.fields[0], **change)
-    with pytest.raises(LayoutError) as refusal:
-        replace(good, fields=(bad,))
-    assert message in str(refusal.value)
+    with pytest.raises(LayoutError, match=re.escape(message)):
+        replace(good, fields=(replace_field(good.fields[0], **change),))
 
 
 @pytest.mark.parametrize("place", [0, 77, 159])
-@pytest.mark.parametrize(
-    ("message", "change"),
-    (INVALID_PLACES | INVALID_FIELDS | BAD_IN_A_LAYOUT).items(),
-    ids=list(INVALID_PLACES | INVALID_FIELDS | BAD_IN_A_LAYOUT),
-)
+@each_invalid_field
 def test_one_invalid_field_among_many_similar_ones_is_refused_by_key(
     message: str, change: dict[str, object], place: int
 ) -> None:
@@ -120,9 +82,8 @@ def test_one_invalid_field_among_many_similar_ones_is_refused_by_key(
     good = layout(*many)
     assert len(good.field_sets) == 1
     bad = replace_field(many[place], **({"key": f"bad-{place}"} | change))
-    with pytest.raises(LayoutError) as refusal:
+    with pytest.raises(LayoutError, match=re.escape(repr(bad.key[:512]))):
         replace(good, fields=(*many[:place], bad, *many[place + 1 :]))
-    assert repr(bad.key[:512]) in str(refusal.value)
 
 
 def test_too_many_kinds_of_fields_are_refused() -> None:
@@ -142,21 +103,18 @@ def test_a_repeated_key_is_refused() -> None:
 @pytest.mark.parametrize(
     ("kind", "block", "context"),
     [
-        (GroupKind.STATE, 16, ContextParallel()),
-        (GroupKind.STATE, 0, ContextParallel(size=2)),
-        (GroupKind.PAGED, 0, ContextParallel()),
-        (GroupKind.PAGED, 16, ContextParallel(size=2, interleave=3)),
+        (GroupKind.STATE, 16, {}),
+        (GroupKind.STATE, 0, {"size": 2}),
+        (GroupKind.PAGED, 0, {}),
+        (GroupKind.PAGED, 16, {"size": 2, "interleave": 3}),
+        (GroupKind.PAGED, 16, {"size": 0}),
+        (GroupKind.PAGED, 16, {"size": 2, "rank": 2}),
+        (GroupKind.PAGED, 16, {"interleave": 0}),
     ],
 )
-def test_an_invalid_group_is_refused(kind: GroupKind, block: int, context: ContextParallel) -> None:
+def test_an_invalid_group_is_refused(kind: GroupKind, block: int, context: dict[str, int]) -> None:
     with pytest.raises(LayoutError):
-        Group(kind=kind, block_tokens=block, context=context)
-
-
-@pytest.mark.parametrize("wrong", [{"size": 0}, {"size": 2, "rank": 2}, {"interleave": 0}])
-def test_an_invalid_context_is_refused(wrong: dict[str, int]) -> None:
-    with pytest.raises(LayoutError):
-        ContextParallel(**wrong)
+        Group(kind=kind, block_tokens=block, context=ContextParallel(**context))
 
 
 def test_entries_that_two_context_ranks_would_share_are_refused() -> None:
@@ -167,24 +125,13 @@ def test_entries_that_two_context_ranks_would_share_are_refused() -> None:
 
 
 def test_axes_without_something_to_index_are_refused() -> None:
-    whole = Field(
-        key="k",
-        group=0,
-        region=0,
-        offset=0,
-        page_stride=64,
-        pages=4,
-        dtype="int8",
-        unit=64,
-        packing="tiles",
-    )
+    whole = plain_field(page_stride=64, pages=4, unit=64, packing="tiles")
     opaque = Group(kind=GroupKind.OPAQUE, block_tokens=16)
-    state = Group(kind=GroupKind.STATE, block_tokens=0)
     layout(whole, groups=[opaque])
     with pytest.raises(LayoutError, match="an opaque page has no axes"):
         layout(replace_field(whole, unit=32, tokens=axis((2, 32))), groups=[opaque])
     with pytest.raises(LayoutError, match="a state has no token axis"):
-        layout(heads(), groups=[state])
+        layout(heads(), groups=[STATE])
 
 
 def test_groups_may_share_bytes_and_fields_of_one_group_may_not() -> None:
@@ -287,14 +234,11 @@ DIGITS = st.builds(Dim, extent=st.integers(1, 3), stride=st.integers(1, 40))
 def wild_fields(draw: st.DrawFn, key: str) -> Field:
     """Draw a field with arbitrary strides."""
     shard = tuple(draw(st.lists(DIGITS, max_size=2)))
-    return Field(
-        key=key,
-        group=0,
-        region=0,
+    return plain_field(
+        key,
         offset=draw(st.integers(0, 60)),
         page_stride=draw(st.integers(1, 120)),
         pages=draw(st.integers(1, 3)),
-        dtype="int8",
         unit=draw(st.integers(1, 4)),
         shard=shard,
         shard_range=(0, axis_length(shard)),
@@ -303,7 +247,6 @@ def wild_fields(draw: st.DrawFn, key: str) -> Field:
 
 @given(wild_fields("a"), wild_fields("b"))
 def test_two_fields_are_accepted_exactly_if_no_byte_is_used_twice(a: Field, b: Field) -> None:
-    state = Group(kind=GroupKind.STATE, block_tokens=0)
     region = Region(address=1, nbytes=1 << 20)
     taken = [
         int(offset) + f.offset + page * f.page_stride
@@ -312,7 +255,7 @@ def test_two_fields_are_accepted_exactly_if_no_byte_is_used_twice(a: Field, b: F
         for offset in field_offsets(f).ravel()
     ]
     try:
-        Layout(regions=(region,), groups=(state,), fields=(a, b))
+        Layout(regions=(region,), groups=(STATE,), fields=(a, b))
     except LayoutError:
         return
     assert (

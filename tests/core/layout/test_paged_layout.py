@@ -74,14 +74,10 @@ def by_hand(cache: np.ndarray, token: int, head: int, **changes: Any) -> Layout:
     )
 
 
-def test_tokens_of_a_head_may_be_adjacent() -> None:
-    cache = array(PAGES, HEADS, TOKENS, ELEMENTS)
-    assert paged_layout({"layer": cache}, HND) == by_hand(cache, token=ROW, head=TOKENS * ROW)
-
-
-def test_heads_of_a_token_may_be_adjacent() -> None:
-    cache = array(PAGES, TOKENS, HEADS, ELEMENTS)
-    assert paged_layout({"layer": cache}, NHD) == by_hand(cache, token=HEADS * ROW, head=ROW)
+def test_heads_or_tokens_may_be_adjacent() -> None:
+    hnd, nhd = array(PAGES, HEADS, TOKENS, ELEMENTS), array(PAGES, TOKENS, HEADS, ELEMENTS)
+    assert paged_layout({"layer": hnd}, HND) == by_hand(hnd, token=ROW, head=TOKENS * ROW)
+    assert paged_layout({"layer": nhd}, NHD) == by_hand(nhd, token=HEADS * ROW, head=ROW)
 
 
 def test_a_rank_may_hold_some_of_the_heads() -> None:
@@ -136,41 +132,34 @@ def test_real_torch_tensors_have_the_same_layout() -> None:
     assert layout.fields[1].dtype == "bfloat16"
 
 
+CACHE = array(PAGES, TOKENS, HEADS, ELEMENTS)
+
+
 @pytest.mark.parametrize(
-    "dims", [("page", "token"), ("page", "token", "token", "element"), (*NHD[:3], "channel")]
+    ("tensors", "dims", "message"),
+    [
+        ([CACHE], ("page", "token"), "name each of page, token, head, element once"),
+        ([CACHE], ("page", "token", "token", "element"), "name each of page, token, head, element"),
+        ([CACHE], (*NHD[:3], "channel"), "name each of page, token, head, element once"),
+        ([CACHE[:, 0]], NHD, "'0' has 3 dimensions, and 4 are named"),
+        ([CACHE, CACHE[:, 1:].copy()], NHD, "'1' has 4 tokens per page, those before it have 5"),
+        (
+            [CACHE],
+            ("page", "token", "element", "head"),
+            "its elements of 4 bytes lie 32 bytes apart",
+        ),
+        ([[0.0]], NHD, "'0' is a list: pass a numpy array or a torch"),
+        ([], NHD, "pass at least one"),
+    ],
 )
-def test_unknown_dimension_names_are_refused(dims: tuple[str, ...]) -> None:
-    with pytest.raises(LayoutError, match="name each of page, token, head, element once"):
-        paged_layout({"layer": array(PAGES, TOKENS, HEADS, ELEMENTS)}, dims)
-
-
-def test_a_tensor_with_another_number_of_dimensions_is_refused() -> None:
-    with pytest.raises(LayoutError, match="'layer' has 3 dimensions, and 4 are named"):
-        paged_layout({"layer": array(PAGES, TOKENS, ELEMENTS)}, NHD)
-
-
-def test_pages_of_different_sizes_are_refused() -> None:
-    tensors = {f"layer{n}": array(PAGES, n, HEADS, ELEMENTS) for n in (4, 5)}
-    with pytest.raises(LayoutError, match="'layer5' has 5 tokens per page, those before it have 4"):
-        paged_layout(tensors, NHD)
-
-
-def test_elements_that_are_not_adjacent_are_refused() -> None:
-    cache = array(PAGES, TOKENS, ELEMENTS, HEADS)
-    with pytest.raises(LayoutError, match="its elements of 4 bytes lie 12 bytes apart"):
-        paged_layout({"layer": cache}, ("page", "token", "element", "head"))
-
-
-def test_an_object_that_is_no_tensor_is_refused() -> None:
-    with pytest.raises(LayoutError, match="'layer' is a list: pass a numpy array or a torch"):
-        paged_layout({"layer": [0.0]}, NHD)
-
-
-def test_a_cache_without_tensors_is_refused() -> None:
-    with pytest.raises(LayoutError, match="pass at least one"):
-        paged_layout({}, NHD)
+def test_tensors_that_are_no_paged_cache_are_refused(
+    tensors: list[Any], dims: tuple[str, ...], message: str
+) -> None:
+    named = {str(number): tensor for number, tensor in enumerate(tensors)}
+    with pytest.raises(LayoutError, match=message):
+        paged_layout(named, dims)
 
 
 def test_a_head_range_that_does_not_fit_the_tensors_is_refused() -> None:
     with pytest.raises(LayoutError, match="3 entries for the range"):
-        paged_layout({"layer": array(PAGES, TOKENS, HEADS, ELEMENTS)}, NHD, heads=(0, 4))
+        paged_layout({"layer": CACHE}, NHD, heads=(0, 4))

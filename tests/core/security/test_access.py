@@ -59,8 +59,7 @@ def test_networks_contain_their_addresses(
     networks: list[str], inside: list[str], outside: list[str]
 ) -> None:
     allowed = Networks.of(networks)
-    assert [address for address in inside if address not in allowed] == []
-    assert [address for address in outside if address in allowed] == []
+    assert [address for address in inside + outside if address in allowed] == inside
 
 
 @pytest.mark.parametrize("text", ["10.0.0.1/8", "prefill", "", "10.0.0.0/33", "300.0.0.0/8"])
@@ -71,27 +70,19 @@ def test_an_invalid_network_is_refused(text: str) -> None:
         Networks.of(["10.0.0.0/8", text])
 
 
-@pytest.mark.parametrize(
-    "address",
-    [
-        *("127.0.0.1", "127.1.2.3", "::1", "10.0.0.1", "172.16.0.1", "172.31.255.255"),
-        *("192.168.7.7", "100.64.0.1", "100.127.0.1", "169.254.1.1", "fe80::1%lo", "fd00::1"),
-        *("fc00::1", "::ffff:10.0.0.1"),
-    ],
-)
-def test_this_host_and_private_networks_are_nearby(address: str) -> None:
-    assert NEARBY.allows(address)
+NEAR = [
+    *("127.0.0.1", "127.1.2.3", "::1", "10.0.0.1", "172.16.0.1", "172.31.255.255"),
+    *("192.168.7.7", "100.64.0.1", "100.127.0.1", "169.254.1.1", "fe80::1%lo", "fd00::1"),
+    *("fc00::1", "::ffff:10.0.0.1"),
+]
+FAR = [
+    *("8.8.8.8", "192.0.2.7", "172.32.0.1", "100.128.0.1", "192.169.0.1", "11.0.0.1"),
+    *("2001:db8::1", "::ffff:8.8.8.8", "0.0.0.0", "::", "255.255.255.255", "no address", ""),
+]
 
 
-@pytest.mark.parametrize(
-    "address",
-    [
-        *("8.8.8.8", "192.0.2.7", "172.32.0.1", "100.128.0.1", "192.169.0.1", "11.0.0.1"),
-        *("2001:db8::1", "::ffff:8.8.8.8", "0.0.0.0", "::", "255.255.255.255", "no address", ""),
-    ],
-)
-def test_other_addresses_are_not_nearby(address: str) -> None:
-    assert not NEARBY.allows(address)
+def test_this_host_and_private_networks_are_nearby() -> None:
+    assert [address for address in NEAR + FAR if NEARBY.allows(address)] == NEAR
 
 
 def test_a_host_with_a_public_address_is_nearby_to_itself(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,9 +125,3 @@ def test_a_peer_that_may_not_be_connected_to_is_refused(
 ) -> None:
     with pytest.raises(AdmissionError, match=message):
         access.check_server(key)
-
-
-def test_a_peer_that_may_be_connected_to_is_accepted() -> None:
-    OPEN.check_server(b"")
-    keyed().check_server(PEER.public)
-    assert (OPEN.public, keyed().public) == (b"", OWN.public)

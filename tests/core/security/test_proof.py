@@ -67,10 +67,6 @@ def test_a_proof_of_another_build_is_valid() -> None:
     assert fingerprint(known.key).hex() == "7e538c9bd0d5ffa7fa17f1e142d7e0f6"
 
 
-def test_every_ticket_key_is_different() -> None:
-    assert len({TicketKey().public for _ in range(10)}) == 10
-
-
 @given(where=st.sampled_from(["key", "content", "signature"]), data=st.data())
 def test_a_proof_with_a_changed_bit_is_refused(where: str, data: st.DataObject) -> None:
     value = bytearray(getattr(proof(), where))
@@ -112,19 +108,17 @@ def test_a_part_of_the_wrong_length_is_refused_by_name(field: str, size: int, me
 
 
 def test_content_that_json_cannot_encode_is_refused() -> None:
-    with pytest.raises(TicketError, match="cannot be proved"):
-        content_of({"tokens": object()})
     deep: list[Any] = []
     for _ in range(100_000):
         deep = [deep]
-    with pytest.raises(TicketError, match="cannot be proved"):
-        content_of({"kvferry": deep})
-    with pytest.raises(TicketError, match="cannot be proved"):
-        content_of({"kvferry": "\ud800"})
+    for content in (object(), deep, "\ud800"):
+        with pytest.raises(TicketError, match="cannot be proved"):
+            content_of({"kvferry": content})
 
 
 def test_a_fingerprint_identifies_one_key() -> None:
     assert len(fingerprint(KEY.public)) == FINGERPRINT_BYTES
+    assert KEY.public != OTHER.public
     assert fingerprint(KEY.public) != fingerprint(OTHER.public)
     assert any(fingerprint(bytes(TICKET_KEY_BYTES)))
 

@@ -12,17 +12,20 @@ from kvferry.core.security import Secret, read_secret
 HIDDEN = "correct horse battery staple"
 
 
-def test_a_secret_is_read_from_a_file(tmp_path: Path) -> None:
-    path = tmp_path / "ticket.secret"
-    path.write_text(f"  {HIDDEN}\n")
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    created = tmp_path / "ticket.secret"
+    created.write_text(f"  {HIDDEN}\n")
+    return created
+
+
+def test_a_secret_is_read_from_a_file(path: Path) -> None:
     path.chmod(0o600)
     assert read_secret(f"file:{path}") == Secret(text=HIDDEN, place=f"file:{path}")
 
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o660])
-def test_a_file_that_others_can_read_is_reported(tmp_path: Path, mode: int) -> None:
-    path = tmp_path / "ticket.secret"
-    path.write_text(HIDDEN)
+def test_a_file_that_others_can_read_is_reported(path: Path, mode: int) -> None:
     path.chmod(mode)
     assert read_secret(f"file:{path}").exposed == (
         f"file:{path} is open to others than its owner: chmod 600 it"
@@ -31,20 +34,16 @@ def test_a_file_that_others_can_read_is_reported(tmp_path: Path, mode: int) -> N
 
 @pytest.mark.parametrize(("mode", "is_open"), [(0o440, False), (0o460, True), (0o444, True)])
 def test_a_credential_of_systemd_may_show_the_mask_of_its_access_list(
-    tmp_path: Path, mode: int, is_open: bool
+    path: Path, mode: int, is_open: bool
 ) -> None:
-    path = tmp_path / "ticket.secret"
-    path.write_text(HIDDEN)
     path.chmod(mode)
-    secret = read_secret(f"file:{path}", {"CREDENTIALS_DIRECTORY": str(tmp_path)})
+    secret = read_secret(f"file:{path}", {"CREDENTIALS_DIRECTORY": str(path.parent)})
     assert bool(secret.exposed) == is_open
 
 
-def test_a_file_beside_the_credentials_of_systemd_is_for_its_owner_only(tmp_path: Path) -> None:
-    path = tmp_path / "ticket.secret"
-    path.write_text(HIDDEN)
+def test_a_file_beside_the_credentials_of_systemd_is_for_its_owner_only(path: Path) -> None:
     path.chmod(0o440)
-    environment = {"CREDENTIALS_DIRECTORY": str(tmp_path / "credentials")}
+    environment = {"CREDENTIALS_DIRECTORY": str(path.parent / "credentials")}
     assert read_secret(f"file:{path}", environment).exposed
 
 
@@ -78,8 +77,7 @@ def test_a_secret_given_instead_of_a_source_is_not_shown() -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b" \n", b"\xff\xfe" * 20, b"a" * (1 << 17)])
-def test_a_file_without_a_secret_is_refused(tmp_path: Path, content: bytes) -> None:
-    path = tmp_path / "ticket.secret"
+def test_a_file_without_a_secret_is_refused(path: Path, content: bytes) -> None:
     path.write_bytes(content)
     with pytest.raises(SecretError, match=r"ticket\.secret"):
         read_secret(f"file:{path}")

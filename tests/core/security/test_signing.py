@@ -46,6 +46,12 @@ def test_a_signature_with_another_secret_is_refused() -> None:
         secrets(NEW).check(SAID, secrets(OLD).sign(SAID))
 
 
+@pytest.mark.parametrize("signature", [b"x", bytes(31), bytes(32), bytes(33)])
+def test_a_made_up_signature_is_refused(signature: bytes) -> None:
+    with pytest.raises(TicketError, match="altered or made up"):
+        secrets(NEW, OLD).check(SAID, signature)
+
+
 def test_a_missing_signature_is_refused_with_the_remedy() -> None:
     with pytest.raises(TicketError, match="not signed, and this engine has ticket_secrets"):
         secrets(NEW).check(SAID, b"")
@@ -79,12 +85,6 @@ def test_a_single_change_anywhere_is_refused(data: st.DataObject) -> None:
         return
     with pytest.raises(TicketError, match="altered or made up"):
         secrets(NEW).check(changed, signature)
-
-
-@given(signature=st.binary(min_size=1, max_size=80))
-def test_random_signatures_are_refused(signature: bytes) -> None:
-    with pytest.raises(TicketError, match="altered or made up"):
-        secrets(NEW, OLD).check(SAID, signature)
 
 
 @pytest.mark.parametrize("content", [{"x": {1, 2}}, {"x": b"y"}, {1: 2, "x": 3}])

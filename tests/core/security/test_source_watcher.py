@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 from hypothesis import given
@@ -115,6 +115,11 @@ def test_the_last_valid_content_of_two_looks_in_a_row_is_used(
         assert (source.uses or [START])[-1] == expected
 
 
+def watcher(read: Callable[[], Reading[str]]) -> SourceWatcher:
+    setting = WatchedSetting("curve_peers", Reading(""), read=read, use=str)
+    return SourceWatcher([setting], who="rank 0", seconds=0.001)
+
+
 def test_the_watcher_looks_until_it_is_closed_and_survives_a_failure(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -124,12 +129,11 @@ def test_the_watcher_looks_until_it_is_closed_and_survives_a_failure(
         again.release()
         raise MemoryError("for this test")
 
-    setting = WatchedSetting("curve_peers", Reading(""), read=read, use=str)
-    watcher = SourceWatcher([setting], who="rank 0", seconds=0.001)
+    running = watcher(read)
     for _ in range(3):
         assert again.acquire(timeout=LONG)
-    watcher.close()
-    watcher.close()
+    running.close()
+    running.close()
     assert "rank 0: a key or secret could not be read again" in caplog.text
 
 
@@ -141,10 +145,9 @@ def test_a_reading_that_hangs_does_not_hold_up_the_end_of_the_engine() -> None:
         assert goes_on.wait(LONG)
         return Reading("")
 
-    setting = WatchedSetting("curve_peers", Reading(""), read=read, use=str)
-    watcher = SourceWatcher([setting], who="rank 0", seconds=0.001)
+    running = watcher(read)
     assert hangs.wait(LONG)
-    watcher.close()
+    running.close()
     goes_on.set()
 
 

@@ -1,0 +1,48 @@
+"""A side channel of two ranks, and its clients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import zmq
+
+from kvferry.core.handshake import EngineInfo, HandshakeServer, fetch, ping
+from kvferry.core.handshake.sockets import Context, Socket
+from kvferry.core.messages import RankPayload
+from tests.core.messages import encoded, payload
+
+LONG = 60.0
+"""Seconds; a deadline for what is expected to happen."""
+RANKS = (payload(0), payload(1))
+
+
+def serve(*ranks: RankPayload, **options: Any) -> HandshakeServer:
+    """Serve these ranks, or ``RANKS``."""
+    data = encoded(*(ranks or RANKS))
+    return HandshakeServer(data, engine="prefill", incarnation=7, **options)
+
+
+def fetched(server: HandshakeServer, **options: Any) -> EngineInfo:
+    return fetch(server.host, server.port, "prefill", timeout=LONG, **options)
+
+
+def pinged(server: HandshakeServer, **options: Any) -> int:
+    return ping(server.host, server.port, "prefill", timeout=LONG, **options)
+
+
+def still_serves(server: HandshakeServer) -> bool:
+    return fetched(server).ranks == RANKS
+
+
+def patient(context: Context, kind: int) -> Socket:
+    """Return a socket that waits long for messages, and for none when it is closed."""
+    created: Socket = context.socket(kind)
+    created.linger = 0
+    created.rcvtimeo = int(LONG * 1e3)
+    return created
+
+
+def bound(context: Context) -> tuple[Socket, int]:
+    """Return a socket that serves, and its port."""
+    channel = patient(context, zmq.ROUTER)
+    return channel, channel.bind_to_random_port("tcp://127.0.0.1")
