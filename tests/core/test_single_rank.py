@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterator
+from dataclasses import replace
 
 import msgspec
 import numpy as np
@@ -26,7 +27,6 @@ from kvferry.core.errors import (
     LayoutError,
     TicketError,
 )
-from kvferry.core.memory import Region
 from tests.core.layouts import STATE, plain_field
 
 PAGES, TOKENS, HEADS, ELEMENTS = 8, 4, 2, 8
@@ -61,15 +61,15 @@ class Cache:
 @pytest.fixture
 def prefill() -> Iterator[Cache]:
     cache = Cache("prefill")
-    yield cache
-    cache.engine.close()
+    with cache.engine:
+        yield cache
 
 
 @pytest.fixture
 def decode() -> Iterator[Cache]:
     cache = Cache("decode")
-    yield cache
-    cache.engine.close()
+    with cache.engine:
+        yield cache
 
 
 def test_a_ticket_can_be_sent_as_json(prefill: Cache, decode: Cache) -> None:
@@ -112,12 +112,9 @@ def test_a_ticket_for_another_prompt_is_refused(prefill: Cache, decode: Cache) -
     assert decode.engine.endpoint.pending == 0
 
 
-def test_a_request_that_was_not_begun_gets_no_ticket(prefill: Cache) -> None:
+def test_a_request_that_was_begun_gets_one_ticket(prefill: Cache) -> None:
     with pytest.raises(TicketError, match="begin_prefill did not take it on"):
         prefill.engine.finish_prefill("unknown", PROMPT, [1, 2])
-
-
-def test_a_request_gets_one_ticket(prefill: Cache) -> None:
     prefill.computed("once", [1, 2])
     with pytest.raises(TicketError, match="or it has its ticket already"):
         prefill.engine.finish_prefill("once", PROMPT, [1, 2])
@@ -175,8 +172,7 @@ def test_groups_of_states_are_refused() -> None:
 
 def test_device_memory_is_refused() -> None:
     array = np.zeros((2, 2, 2, 2), dtype=np.float32)
-    region = region_of(array)
-    cuda = Region(address=region.address, nbytes=region.nbytes, kind="cuda")
+    cuda = replace(region_of(array), kind="cuda")
     layout = paged_layout({"layer": array}, DIMS).with_regions((cuda,))
     with pytest.raises(LayoutError, match=r"memory of kind cuda.*use Endpoint"):
         SingleRankEngine("engine", layout)

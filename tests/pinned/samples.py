@@ -23,7 +23,7 @@ from kvferry.core import side_channel_messages as side
 from kvferry.core.endpoint.producer import SlotTable
 from kvferry.core.errors import TicketError
 from kvferry.core.handshake.shapes import EngineShape
-from kvferry.core.layout import ContextParallel, Field, Group, GroupKind, Layout, axis
+from kvferry.core.layout import ContextParallel, Group, GroupKind, Layout, axis
 from kvferry.core.lifecycle.digest import BlockDigests, chain
 from kvferry.core.lifecycle.holds import Hold
 from kvferry.core.lifecycle.ticket import Ticket
@@ -50,6 +50,7 @@ from kvferry.integrations.vllm.ticket_params import (
     read_part,
     read_ticket,
 )
+from tests.core.layouts import STATE, paged, plain_field
 
 INCARNATION = 0x0123456789ABCDEF
 LARGEST = (1 << 63) - 1
@@ -99,19 +100,13 @@ ATTENTION = Layout(
         Region(address=0x7E00_0000_0000, nbytes=384, kind="cuda", device=1),
     ),
     groups=(
-        Group(
-            kind=GroupKind.PAGED,
-            block_tokens=16,
-            context=ContextParallel(size=2, rank=1, interleave=4),
-        ),
-        Group(kind=GroupKind.PAGED, block_tokens=32),
+        paged(16, ContextParallel(size=2, rank=1, interleave=4)),
+        paged(32),
     ),
     fields=(
         *(
-            Field(
-                key=f"model.layers.0.attn/{name}",
-                group=0,
-                region=0,
+            plain_field(
+                f"model.layers.0.attn/{name}",
                 offset=1024 * index,
                 page_stride=2048,
                 pages=8,
@@ -123,11 +118,10 @@ ATTENTION = Layout(
             )
             for index, name in enumerate("kv")
         ),
-        Field(
-            key="draft_model.layers.0.attn/kv",
+        plain_field(
+            "draft_model.layers.0.attn/kv",
             group=1,
             region=1,
-            offset=0,
             page_stride=96,
             pages=4,
             dtype="uint8",
@@ -144,13 +138,10 @@ ATTENTION = Layout(
 
 STATES = Layout(
     regions=(Region(address=1 << 20, nbytes=448),),
-    groups=(Group(kind=GroupKind.STATE, block_tokens=0),),
+    groups=(STATE,),
     fields=(
-        Field(
-            key="model.layers.1.mixer/conv x",
-            group=0,
-            region=0,
-            offset=0,
+        plain_field(
+            "model.layers.1.mixer/conv x",
             page_stride=112,
             pages=4,
             dtype="float32",
@@ -158,10 +149,8 @@ STATES = Layout(
             shard=axis((4, 12)),
             shard_range=(0, 4),
         ),
-        Field(
-            key="model.layers.1.mixer/ssm",
-            group=0,
-            region=0,
+        plain_field(
+            "model.layers.1.mixer/ssm",
             offset=48,
             page_stride=112,
             pages=4,
@@ -177,11 +166,8 @@ OPAQUE = Layout(
     regions=(Region(address=1 << 20, nbytes=3072),),
     groups=(Group(kind=GroupKind.OPAQUE, block_tokens=16),),
     fields=(
-        Field(
-            key="model.layers.0.attn/page",
-            group=0,
-            region=0,
-            offset=0,
+        plain_field(
+            "model.layers.0.attn/page",
             page_stride=1024,
             pages=3,
             dtype="bfloat16",

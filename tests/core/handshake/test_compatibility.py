@@ -49,19 +49,14 @@ def test_payloads_that_differ_within_one_engine_are_refused(
 # Two engines.
 
 
-def test_a_value_that_is_only_told_is_no_difference() -> None:
-    told = Judgements(told=frozenset({"vLLM"}))
-    mine = payload(agreement={"model": "a", "vLLM": "0.32"})
-    theirs = payload(engine="decode", agreement={"model": "a", "vLLM": "0.29"})
+def test_a_value_that_is_only_told_is_no_difference_and_refusals_name_it() -> None:
+    told = Judgements(told=frozenset({"vLLM", "equal"}))
+    mine = payload(agreement={"model": "a", "vLLM": "0.32", "equal": "1"})
+    theirs = payload(engine="decode", agreement={"model": "a", "vLLM": "0.29", "equal": "1"})
     assert agree(mine, theirs, told).overridden == ()
     with pytest.raises(IncompatibleError, match=r"vLLM: '0\.32' here, '0\.29' there"):
         agree(mine, theirs)
-
-
-def test_a_refusal_names_what_is_only_told() -> None:
-    told = Judgements(told=frozenset({"vLLM", "equal"}))
-    mine = payload(agreement={"model": "a", "vLLM": "0.32", "equal": "1"})
-    theirs = payload(engine="decode", agreement={"model": "b", "vLLM": "0.29", "equal": "1"})
+    theirs.agreement["model"] = "b"
     with pytest.raises(IncompatibleError) as caught:
         agree(mine, theirs, told)
     assert "They differ in model: 'a' here, 'b' there. " in str(caught.value)

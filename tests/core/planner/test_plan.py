@@ -162,6 +162,21 @@ def changed(**changes: Any) -> list[Layout]:
     return [layout(replace_field(heads(), **changes))]
 
 
+def encoded_as(*encodings: str, draft: bool = False) -> list[Layout]:
+    """Return a rank per encoding, each with a head of that encoding and one without."""
+    fields = [
+        replace_field(heads(shard=(rank, rank + 1)), encoding=encoding, draft=draft)
+        for rank, encoding in enumerate(encodings)
+    ]
+    return [layout(each, heads("plain", shard=each.shard_range, region=1)) for each in fields]
+
+
+def test_encodings_of_draft_layers_that_are_not_read_are_not_compared() -> None:
+    bare, drafted = [layout(heads("plain", shard=(0, 1)))], encoded_as("k 0.5", draft=True)
+    assert make_plan(bare, drafted, 0).sources
+    assert make_plan(drafted, bare, 0).sources
+
+
 ONE = [layout(heads())]
 ONE_TOKEN = replace_field(heads(block=1, order="NHD"), tokens=())
 DRAFTED = [layout(heads("k"), draft("d", region=1))]
@@ -234,6 +249,11 @@ MORE_DRAFTS = [layout(heads("k"), draft("d", region=1), draft("e", region=2))]
         ([layout(draft("k"))], ONE, "'k' is of draft layers on local rank 0 and not on remote"),
         (ONE, [layout(draft("k"))], "'k' is of draft layers on remote rank 0 and not on local"),
         ([layout(draft("k")), *ONE], ONE, "'k' is of draft layers on local rank 0 and not on"),
+        (
+            encoded_as("k 0.5", "k 0.5"),
+            encoded_as("k 0.5", "k 1.0"),
+            "field 'k': encoding is 'k 0.5' on local rank 0 and 'k 1.0' on remote rank 1",
+        ),
         (opaque(), opaque(block=32), "tokens of a block is 16 on local rank 0 and 32"),
         (opaque(), opaque((0, 2)) + opaque((2, 4)), "packed as 'tiles' and only moves whole"),
         (opaque(), opaque(unit=32), "[0, 4) in 64 bytes and remote rank 0 [0, 4) in 32"),

@@ -13,6 +13,7 @@ import pytest
 from kvferry.core.errors import (
     ConnectError,
     PeerLostError,
+    TransferCancelledError,
     TransportError,
     TransportUnsupportedError,
     TransportUsageError,
@@ -311,6 +312,30 @@ def test_a_transfer_may_fail_when_it_is_started() -> None:
     with pytest.raises(TransportUsageError, match=f"no transfer {transfer}"):
         transport.poll([transfer])
     assert transport.start() != transfer
+
+
+@pytest.mark.parametrize("state", State)
+def test_only_final_transfers_are_forgotten(state: State) -> None:
+    transport = Connected()
+    transport.born, transport.stuck = Status(state=state), True
+    transfer = transport.start()
+    if state.final:
+        transport.forget(transfer)
+        return
+    with pytest.raises(TransportUsageError, match=f"transfer {transfer} is not final"):
+        transport.forget(transfer)
+
+
+def test_cancel_fails_unfinished_transfers_only() -> None:
+    transport = Connected()
+    transfer = transport.start()
+    transport.cancel(transfer)
+    (status,) = transport.poll([transfer])
+    assert isinstance(status.error, TransferCancelledError)
+    transport.cancel(transfer)
+    assert transport.poll([transfer]) == [status]
+    with pytest.raises(TransportUsageError, match="no transfer"):
+        transport.cancel(TransferId(99))
 
 
 def test_cancel_without_the_capability_changes_nothing() -> None:
