@@ -60,13 +60,14 @@ class EarlyTickets(Model):
         self.simulation.ask(size=size, drafter=drafter, fits=fits, decodes=decodes)
         self.drift(picks)
 
-    @rule(script=st.lists(st.sampled_from("SLLCCCHHKK11RRP"), min_size=4, max_size=16))
+    @rule(script=st.lists(st.sampled_from("SLLlCCCHHKK11RRP"), min_size=4, max_size=16))
     def proceed(self, script: list[str]) -> None:
         """Let some part proceed while the others wait, in any sequence."""
         simulation = self.simulation
         acts = {
             "S": simulation.schedule,
             "L": simulation.launch,
+            "l": self.launch_one,
             "C": simulation.compute,
             "H": simulation.hear,
             "K": simulation.look,
@@ -76,6 +77,11 @@ class EarlyTickets(Model):
         }
         for each in script:
             acts[each]()
+
+    def launch_one(self) -> None:
+        for rank in self.simulation.prefill.ranks:
+            if rank.inbox:
+                rank.launch()
 
     def preempt_one(self) -> None:
         prefill = self.simulation.prefill
@@ -301,4 +307,8 @@ PLANTED: dict[str, Components] = {
     "an abandon before the order forgotten": Components(
         worker_holds=AbandonForgottenBeforeTheOrder
     ),
+    "a watermark read before its generation": Components(loads=MarkedBeforeItsGeneration),
+    "a watermark not zeroed at take-on": Components(worker_holds=WatermarkNotZeroed),
+    "the read of an old hold not awaited": Components(loads=OldReadNotAwaited),
+    "no fence": Components(loads=NoFence),
 }

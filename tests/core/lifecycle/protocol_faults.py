@@ -626,6 +626,8 @@ PLANTED: dict[str, Components] = {
     "the scheduler half counts the TTL": Components(producer=TtlOfTheScheduler),
     "the consumer counts the TTL": Components(consumer_rank=TtlOfTheConsumer),
     "no TTL": Components(worker_holds=NoTtl),
+    "the newest answer is reclaimed first": Components(scheduler_holds=NewestAnswerReclaimed),
+    "heartbeats ignored": Components(worker_holds=HeartbeatsIgnored),
 }
 
 PLANTED_IN_TIME: dict[str, type[WorkerHolds]] = {
