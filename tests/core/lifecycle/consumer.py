@@ -18,13 +18,17 @@ if TYPE_CHECKING:
     from tests.core.lifecycle.simulation import Plan, Simulation
 
 
-class UncountedHoldUsers(HoldUsers):
-    """The behaviour of an older build: every load sends its own "done"."""
+class EveryLoadSendsDone(HoldUsers):
+    """Every load sends its own "done", even if the hold has other users."""
 
     def order(self, request: RequestId, *, siblings: bool = False) -> bool:
         super().order(request, siblings=siblings)
         self._uses[self._keys[request]].is_done_bound = True
         return False
+
+
+class UncountedHoldUsers(EveryLoadSendsDone):
+    """The behaviour of an older build."""
 
 
 class Consumer(Scheduler):

@@ -27,6 +27,7 @@ from tests.core.lifecycle.early_engines import (
 )
 from tests.core.lifecycle.model import Model
 from tests.core.lifecycle.producer import LEASE, LOAD_TIMEOUT, PrefillState
+from tests.core.lifecycle.protocol_faults import FenceIgnored
 
 PICKS = st.binary(min_size=4, max_size=60)
 """Which of the possible moves come next."""
@@ -286,12 +287,6 @@ class AbandonForgottenBeforeTheOrder(WorkerHolds):
         super().order(hold, lease, now, ttl)
 
 
-class NoFence(Loads):
-    def fenced(self, load_id: LoadId, rank: int, word: int) -> None:
-        load = self._loads.get(load_id)
-        super().fenced(load_id, rank, word if load is None else load.hold.ready)
-
-
 PLANTED: dict[str, Components] = {
     "the generation kept at a preemption": Components(scheduler_holds=GenerationKeptAtPreemption),
     "the last chunk published early": Components(prefill=LastChunkPublishedEarly),
@@ -310,5 +305,5 @@ PLANTED: dict[str, Components] = {
     "a watermark read before its generation": Components(loads=MarkedBeforeItsGeneration),
     "a watermark not zeroed at take-on": Components(worker_holds=WatermarkNotZeroed),
     "the read of an old hold not awaited": Components(loads=OldReadNotAwaited),
-    "no fence": Components(loads=NoFence),
+    "no fence": Components(loads=FenceIgnored),
 }

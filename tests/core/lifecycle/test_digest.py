@@ -208,7 +208,7 @@ def without(**left_out: Any) -> Chain:
     def wrong(
         tokens: Sequence[int], every: int, salt: bytes, root: object, extras: Mapping[int, object]
     ) -> bytes:
-        covered = {"salt": salt, "root": root, "extras": extras} | left_out
+        covered: dict[str, Any] = {"salt": salt, "root": root, "extras": extras} | left_out
         return chain(tokens, every, **covered)
 
     return wrong
