@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import sys
-from collections import defaultdict
-from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 from kvferry.core.errors import KVFerryError, TicketError
 from kvferry.core.lifecycle.hold_users import HoldUsers
 from kvferry.core.lifecycle.holds import Hold, RequestId
-from kvferry.core.lifecycle.loads import LoadAction, Loads, RemoteRank
-from kvferry.core.lifecycle.renewals import Renewals
-from tests.core.lifecycle.consumer_rank import ConsumerRank
+from kvferry.core.lifecycle.loads import LoadAction
 from tests.core.lifecycle.decode_requests import DecodeRequest, DecodeState, LoadOrder, StepMetadata
-from tests.core.lifecycle.fabric import Fabric, require
-from tests.core.lifecycle.producer import PAGES, IssuedTicket, Producer, skewed
+from tests.core.lifecycle.fabric import require
+from tests.core.lifecycle.producer import PAGES, IssuedTicket
 from tests.core.lifecycle.schedulers import Scheduler
 
+if TYPE_CHECKING:
+    from tests.core.lifecycle.simulation import Plan, Simulation
 
-class UncountedHoldUsers(HoldUsers):
-    """The behaviour of an older build: every load sends its own "done"."""
+
+class EveryLoadSendsDone(HoldUsers):
+    """Every load sends its own "done", even if the hold has other users."""
 
     def order(self, request: RequestId, *, siblings: bool = False) -> bool:
         super().order(request, siblings=siblings)
@@ -27,49 +27,27 @@ class UncountedHoldUsers(HoldUsers):
         return False
 
 
+class UncountedHoldUsers(EveryLoadSendsDone):
+    """The behaviour of an older build."""
+
+
 class Consumer(Scheduler):
     """One incarnation of a decode engine."""
 
     def __init__(
         self,
+        simulation: Simulation,
         name: str,
-        plan: tuple[tuple[RemoteRank, ...], ...],
-        *,
-        rank: type[ConsumerRank],
-        loads: type[Loads],
-        renewals: type[Renewals],
+        plan: Plan,
         users: type[HoldUsers],
-        uids: Iterator[int],
         life: int,
-        fabric: Fabric,
-        producer: Callable[[], Producer],
-        clock: Callable[[], float],
     ) -> None:
-        self.name = name
+        self.simulation, self.name, self.plan, self.life = simulation, name, plan, life
         self.users = users()
-        self._uids = uids
+        self._uids = simulation.uids
         self._issues: dict[Hold, IssuedTicket] = {}
-        self._ordered: dict[int, int] = {}
-        expected: dict[int, int] = defaultdict(int)
-        for remote_ranks in plan:
-            for remote in remote_ranks:
-                expected[remote.rank] += 1
-        ranks = [
-            rank(
-                engine=name,
-                rank=i,
-                remote_ranks=remote_ranks,
-                expected=expected,
-                ordered=self._ordered,
-                loads=loads,
-                renewals=renewals,
-                life=life,
-                fabric=fabric,
-                producer=producer,
-                now=skewed(clock, -500.0 * i),
-            )
-            for i, remote_ranks in enumerate(plan)
-        ]
+        self.ordered: dict[int, int] = {}
+        ranks = [simulation.components.consumer_rank(self, i) for i in range(len(plan))]
         super().__init__(ranks, PAGES)
         self.requests: dict[RequestId, DecodeRequest] = {}
         self._prepares: list[DecodeRequest] = []
@@ -167,7 +145,7 @@ class Consumer(Scheduler):
         self._begins.append(LoadOrder(request=request, pulling=pulling, shared=shared))
         # No message of a sample may end the hold, because siblings may come later.
         if not isinstance(self.users, UncountedHoldUsers):
-            self._ordered[request.uid] = sys.maxsize if request.sample else next(self._uids)
+            self.ordered[request.uid] = sys.maxsize if request.sample else next(self._uids)
 
     def _order_done(self, issue: IssuedTicket) -> None:
         """Order a "done" by itself, for a hold that no request uses any more."""
@@ -178,7 +156,7 @@ class Consumer(Scheduler):
         )
         order = LoadOrder(request=request, pulling=False, shared=False, prepared=False)
         self._begins.append(order)
-        self._ordered[uid] = uid
+        self.ordered[uid] = uid
 
     def _hear(self, rank: int, request: DecodeRequest, error: KVFerryError | None) -> None:
         awaited = self.requests.get(request.id) is request

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Callable
 from functools import partial
+from typing import TYPE_CHECKING
 
 from kvferry.core.errors import (
     DeadlineError,
@@ -18,8 +19,7 @@ from kvferry.core.errors import (
     TicketError,
     TransportError,
 )
-from kvferry.core.lifecycle.loads import Action, LoadAction, LoadId, Loads, RemoteRank, gone
-from kvferry.core.lifecycle.renewals import Renewals
+from kvferry.core.lifecycle.loads import Action, LoadAction, LoadId, RemoteRank, gone
 from kvferry.core.lifecycle.ticket import check_against, page_limits
 from kvferry.core.messages import RankPayload, Release
 from kvferry.core.side_channel_messages import encode
@@ -34,46 +34,33 @@ from tests.core.lifecycle.decode_requests import (
 )
 from tests.core.lifecycle.fabric import (
     Content,
-    Fabric,
     Link,
     Message,
     ProtocolViolation,
     Transfer,
     require,
 )
-from tests.core.lifecycle.producer import LOAD_TIMEOUT, PAGES, Producer
+from tests.core.lifecycle.producer import LOAD_TIMEOUT, PAGES, Producer, skewed
 from tests.core.lifecycle.rank_renewals import RankRenewals
+
+if TYPE_CHECKING:
+    from tests.core.lifecycle.consumer import Consumer
 
 
 class ConsumerRank:
     """One rank: its memory, its ``Loads``, and the work of an endpoint."""
 
-    def __init__(
-        self,
-        *,
-        engine: str,
-        rank: int,
-        remote_ranks: tuple[RemoteRank, ...],
-        expected: dict[int, int],
-        ordered: dict[int, int],
-        loads: type[Loads],
-        renewals: type[Renewals],
-        life: int,
-        fabric: Fabric,
-        producer: Callable[[], Producer],
-        now: Callable[[], float],
-    ) -> None:
-        self.engine = engine
-        self.life = life
-        self.rank = rank
-        self.remote_ranks = remote_ranks
-        self.expected = expected
-        self._ordered = ordered
-        self.loads = loads()
-        self.rank_renewals = RankRenewals(self, renewals)
-        self.fabric = fabric
-        self.producer = producer
-        self.now = now
+    def __init__(self, consumer: Consumer, rank: int) -> None:
+        self._simulation = simulation = consumer.simulation
+        self.engine, self.life, self.rank = consumer.name, consumer.life, rank
+        self.remote_ranks = consumer.plan[rank]
+        remotes = [remote.rank for remote_ranks in consumer.plan for remote in remote_ranks]
+        self.expected = {remote: remotes.count(remote) for remote in remotes}
+        self._ordered = consumer.ordered
+        self.loads = simulation.components.loads()
+        self.rank_renewals = RankRenewals(self, simulation.components.renewals)
+        self.fabric = simulation.fabric
+        self.now = skewed(lambda: simulation.now, -500.0 * rank)
         self.pages: list[dict[int, Content | None]] = [{} for _ in range(PAGES + 1)]
         self.inbox: deque[StepMetadata] = deque()
         self.pulls: dict[LoadId, RankLoad] = {}
@@ -84,6 +71,10 @@ class ConsumerRank:
         self._link = Link(broken=True)
         self._payloads: list[RankPayload] = []
         self._ticket_key = b""
+
+    def producer(self) -> Producer:
+        """Return the producer that runs now."""
+        return self._simulation.producer
 
     # The engine's step.
 
@@ -489,10 +480,7 @@ class ConsumerRank:
             require(error is first, "reported", error, "but what happened was", first)
 
     def _check_told(self, pull: RankLoad) -> None:
-        """Check which ranks got a message of their own.
-
-        For a failure these are all ranks; otherwise those without a fence; for a shared load none.
-        """
+        """Check which ranks got a message of their own."""
         everybody = bool(pull.causes) or not pull.pulling
         remote_ranks = () if pull.shared else pull.remote_ranks
         told = {remote.rank for remote in remote_ranks if everybody or not remote.reads}

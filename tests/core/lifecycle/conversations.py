@@ -10,9 +10,9 @@ from hypothesis.stateful import initialize, rule
 from kvferry.core.errors import KVFerryError, TransportError
 from kvferry.core.lifecycle.holds import RequestId
 from kvferry.core.lifecycle.loads import LoadId
-from kvferry.core.lifecycle.scheduler_holds import SchedulerHolds
 from tests.core.lifecycle.model import Model
 from tests.core.lifecycle.producer import LEASE, LOAD_TIMEOUT, TTL
+from tests.core.lifecycle.protocol_faults import AnswersNeverReclaimed
 from tests.core.lifecycle.two_engines import (
     LARGEST,
     PAGES,
@@ -222,11 +222,6 @@ class ClaimedAnswersStay(Engine):
         return 0 if claimed else super().reclaim(pages)
 
 
-class NothingReclaimed(SchedulerHolds):
-    def reclaim(self, pages: int) -> int:
-        return 0
-
-
 class ReclaimedAtOnce(Engine):
     """A reclaimed hold's pages are given back before the ranks have cleared its word."""
 
@@ -304,7 +299,7 @@ class ReadBeforeTheDeviceHasFinished(Rank):
 
 PLANTED: dict[str, Parts] = {
     "claimed answers are not reclaimed": Parts(engine=ClaimedAnswersStay),
-    "nothing is reclaimed": Parts(scheduler_holds=NothingReclaimed),
+    "nothing is reclaimed": Parts(scheduler_holds=AnswersNeverReclaimed),
     "a reclaimed hold's pages given back at once": Parts(engine=ReclaimedAtOnce),
     "an answer's ticket says computed": Parts(engine=AnswerSaidToBeComputed),
     "the abort of a load leaves its request's hold": Parts(engine=AbortKeepsTheHold),

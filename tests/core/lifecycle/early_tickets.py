@@ -27,6 +27,7 @@ from tests.core.lifecycle.early_engines import (
 )
 from tests.core.lifecycle.model import Model
 from tests.core.lifecycle.producer import LEASE, LOAD_TIMEOUT, PrefillState
+from tests.core.lifecycle.protocol_faults import FenceIgnored
 
 PICKS = st.binary(min_size=4, max_size=60)
 """Which of the possible moves come next."""
@@ -62,11 +63,12 @@ class EarlyTickets(Model):
 
     @rule(script=st.lists(st.sampled_from("SLLCCCHHKK11RRP"), min_size=4, max_size=16))
     def proceed(self, script: list[str]) -> None:
-        """Let some part proceed while the others wait, in any sequence."""
+        """Let some part proceed while the others wait; sequences have "l" and "h", too."""
         simulation = self.simulation
         acts = {
             "S": simulation.schedule,
             "L": simulation.launch,
+            "l": self.launch_one,
             "C": simulation.compute,
             "H": simulation.hear,
             "K": simulation.look,
@@ -76,6 +78,11 @@ class EarlyTickets(Model):
         }
         for each in script:
             acts[each]()
+
+    def launch_one(self) -> None:
+        for rank in self.simulation.prefill.ranks:
+            if rank.inbox:
+                rank.launch()
 
     def preempt_one(self) -> None:
         prefill = self.simulation.prefill
@@ -280,12 +287,6 @@ class AbandonForgottenBeforeTheOrder(WorkerHolds):
         super().order(hold, lease, now, ttl)
 
 
-class NoFence(Loads):
-    def fenced(self, load_id: LoadId, rank: int, word: int) -> None:
-        load = self._loads.get(load_id)
-        super().fenced(load_id, rank, word if load is None else load.hold.ready)
-
-
 PLANTED: dict[str, Components] = {
     "the generation kept at a preemption": Components(scheduler_holds=GenerationKeptAtPreemption),
     "the last chunk published early": Components(prefill=LastChunkPublishedEarly),
@@ -301,4 +302,8 @@ PLANTED: dict[str, Components] = {
     "an abandon before the order forgotten": Components(
         worker_holds=AbandonForgottenBeforeTheOrder
     ),
+    "a watermark read before its generation": Components(loads=MarkedBeforeItsGeneration),
+    "a watermark not zeroed at take-on": Components(worker_holds=WatermarkNotZeroed),
+    "the read of an old hold not awaited": Components(loads=OldReadNotAwaited),
+    "no fence": Components(loads=FenceIgnored),
 }

@@ -26,10 +26,7 @@ def check_scheduler_holds(simulation: Simulation) -> None:
 
 
 def check_rest(simulation: Simulation) -> None:
-    """Check that all loads are over and all due messages were sent, when nothing is under way.
-
-    No time has passed, so no expired lease can hide a message that was never sent.
-    """
+    """Check that all loads are over and all due messages were sent, when nothing is under way."""
     for engine in simulation.consumers:
         require(not engine.requests, "never reported:", engine.requests)
         require(len(engine.users) == 0, "holds without users:", len(engine.users))

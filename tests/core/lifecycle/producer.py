@@ -12,15 +12,14 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvferry.core.layout import Field, Group, GroupKind, Layout, axis
 from kvferry.core.lifecycle.digest import digest
 from kvferry.core.lifecycle.holds import Hold, HoldEnd, Incarnation, RequestId, random_incarnation
-from kvferry.core.lifecycle.reclamation import GONE_SECONDS, BlockPressure, Silence
-from kvferry.core.lifecycle.scheduler_holds import HoldOrders, SchedulerHolds
+from kvferry.core.lifecycle.reclamation import GONE_SECONDS, Silence
+from kvferry.core.lifecycle.scheduler_holds import HoldOrders
 from kvferry.core.lifecycle.ticket import Ticket
-from kvferry.core.lifecycle.worker_holds import WorkerHolds
 from kvferry.core.memory import Region
 from kvferry.core.messages import (
     WORD_BYTES,
@@ -35,6 +34,9 @@ from kvferry.testing.engines import proved
 from tests.core.lifecycle.fabric import Content, Message, require
 from tests.core.lifecycle.protocol_table import Cause, ProtocolTable
 from tests.core.lifecycle.schedulers import Scheduler
+
+if TYPE_CHECKING:
+    from tests.core.lifecycle.simulation import Components
 
 PAGES = 4
 """Pages of an engine's cache, without the null page."""
@@ -147,20 +149,19 @@ class ProducerRank:
         rank: int,
         slots: int,
         incarnation: Incarnation,
-        worker_holds: type[WorkerHolds],
+        components: Components,
         now: Callable[[], float],
-        strict: bool,
     ) -> None:
         self.rank = rank
         self.words = [0] * slots
         self.pages: list[Content | None] = [None] * (PAGES + 1)
-        self.worker_holds = worker_holds(self.words, incarnation, [0] * slots)
+        self.worker_holds = components.worker_holds(self.words, incarnation, [0] * slots)
         self.table = ProtocolTable(incarnation)
         self.inbox: deque[Step] = deque()
         self.stream: deque[Callable[[], None]] = deque()
         self.passed: list[Hold] = []
         self._now = now
-        self._strict = strict
+        self._strict = components.strict
 
     def now(self) -> float:
         """Return the time of the rank's own clock."""
@@ -261,15 +262,11 @@ class Producer(Scheduler):
 
     def __init__(
         self,
+        components: Components,
         *,
         ranks: int,
         slots: int,
         max_held: int | None,
-        scheduler_holds: type[SchedulerHolds],
-        worker_holds: type[WorkerHolds],
-        rank: type[ProducerRank],
-        pressure: type[BlockPressure],
-        strict: bool,
         clock: Callable[[], float],
         issues: list[IssuedTicket],
     ) -> None:
@@ -277,8 +274,8 @@ class Producer(Scheduler):
         self.ticket_key = TicketKey()
         self.slots = slots
         self.max_held = max_held
-        self.scheduler_holds = scheduler_holds(slots, max_pages=max_held)
-        self.pressure = pressure(PAGES, ranks)
+        self.scheduler_holds = components.scheduler_holds(slots, max_pages=max_held)
+        self.pressure = components.pressure(PAGES, ranks)
         self.orphaned: list[Hold] = []
         self.reclaimed: list[Hold] = []
         self.evicted: set[Hold | None] = set()
@@ -286,7 +283,9 @@ class Producer(Scheduler):
         self._ages: dict[int, dict[Hold, float]] = {}
         super().__init__(
             [
-                rank(i, slots, self.incarnation, worker_holds, skewed(clock, 1000.0 * i), strict)
+                components.producer_rank(
+                    i, slots, self.incarnation, components, skewed(clock, 1000.0 * i)
+                )
                 for i in range(ranks)
             ],
             PAGES,
@@ -372,10 +371,7 @@ class Producer(Scheduler):
     # Inside.
 
     def relieve(self) -> bool:
-        """Give up holds if a request waits for pages; return whether to ask the ranks.
-
-        Those of conversations go first, then silent ones.
-        """
+        """Give up holds if a request waits for pages; return whether to ask the ranks."""
         silent, waits = self.pressure.take_silent(), self.starved
         if waits is None:
             return False

@@ -23,6 +23,7 @@ from kvferry.core.lifecycle.staging import PageCopy
 from kvferry.core.lifecycle.ticket import Ticket
 from kvferry.core.lifecycle.worker_holds import HoldState, ReleaseOutcome, WorkerHolds
 from kvferry.core.messages import Heartbeat, Release, Renewal
+from tests.core.lifecycle.consumer import EveryLoadSendsDone
 from tests.core.lifecycle.consumer_rank import ConsumerRank
 from tests.core.lifecycle.decode_requests import DecodeRequest, RankLoad
 from tests.core.lifecycle.fabric import Link, Transfer
@@ -64,8 +65,8 @@ class CountedGenerations(SchedulerHolds):
         super().__init__(slots, itertools.count(1).__next__, **limit)
 
 
-class WordClearedAfterwards(WorkerHolds):
-    """The request is reported sent, and its word is cleared with the next orders."""
+class WordsClearedWithTheNextOrders(WorkerHolds):
+    """A request is reported sent before its word is cleared, for some holds."""
 
     _late: tuple[Hold, ...] = ()
 
@@ -75,11 +76,16 @@ class WordClearedAfterwards(WorkerHolds):
             self._words[hold.slot] = NOTHING
         super().apply(orders, now)
 
+    def clear_later(self, hold: Hold, word: int) -> None:
+        self._words[hold.slot] = word
+        self._late = (*self._late, hold)
+
+
+class WordClearedAfterwards(WordsClearedWithTheNextOrders):
     def _clear(self, held: Any, *end: Any) -> None:
         word = held.hold.ready if held.state is HoldState.READY else held.hold.computing
         super()._clear(held, *end)
-        self._words[held.hold.slot] = word
-        self._late = (*self._late, held.hold)
+        self.clear_later(held.hold, word)
 
 
 class AbandonNotSent(Loads):
@@ -314,22 +320,11 @@ class HeartbeatsIgnored(WorkerHolds):
         pass
 
 
-class EndedWordClearedAfterwards(WorkerHolds):
-    """A hold that is ordered to end is reported sent, and its word cleared with the next orders."""
-
-    _late: tuple[Hold, ...] = ()
-
-    def apply(self, orders: HoldOrders, now: float) -> None:
-        late, self._late = self._late, ()
-        for hold in late:
-            self._words[hold.slot] = NOTHING
-        super().apply(orders, now)
-
+class EndedWordClearedAfterwards(WordsClearedWithTheNextOrders):
     def end(self, hold: Hold) -> None:
         if self._find(hold):
             super().end(hold)
-            self._words[hold.slot] = hold.ready
-            self._late = (*self._late, hold)
+            self.clear_later(hold, hold.ready)
 
 
 class RenewedUnproved(ConsumerRank):
@@ -407,15 +402,6 @@ class DoneNeverOrdered(HoldUsers):
     def take_unused(self) -> list[Ticket]:
         super().take_unused()
         return []
-
-
-class EveryLoadSendsDone(HoldUsers):
-    """Every load sends "done", even if the hold has other users."""
-
-    def order(self, request: RequestId, *, siblings: bool = False) -> bool:
-        super().order(request, siblings=siblings)
-        self._uses[self._keys[request]].is_done_bound = True
-        return False
 
 
 class SampleCountsAsOnlyUser(HoldUsers):
@@ -626,6 +612,8 @@ PLANTED: dict[str, Components] = {
     "the scheduler half counts the TTL": Components(producer=TtlOfTheScheduler),
     "the consumer counts the TTL": Components(consumer_rank=TtlOfTheConsumer),
     "no TTL": Components(worker_holds=NoTtl),
+    "the newest answer is reclaimed first": Components(scheduler_holds=NewestAnswerReclaimed),
+    "heartbeats ignored": Components(worker_holds=HeartbeatsIgnored),
 }
 
 PLANTED_IN_TIME: dict[str, type[WorkerHolds]] = {

@@ -109,9 +109,9 @@ class ReadingSimulation(ABC):
         self.fabric.messages.remove(message)
         self.prefill.ranks[message.rank].hear(message)
 
-    def deliver_all(self) -> None:
-        while self.fabric.messages:
-            self.deliver(self.fabric.messages[0])
+    def deliver_all(self, most: int = 1 << 10) -> None:
+        for message in self.fabric.messages[:most]:
+            self.deliver(message)
 
     def schedule(self) -> None:
         """Schedule a step of the prefill engine, unless too many are under way."""

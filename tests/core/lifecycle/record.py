@@ -1,36 +1,21 @@
-"""Write ``sequences.py`` anew: ``python -m tests.core.lifecycle.record [--all]``
+"""Write ``sequences.json`` anew: ``python -m tests.core.lifecycle.record [--all]``
 
-For each planted fault that has no sequence written by hand, search for a violation, and make the
-sequence as short as it gets. Sequences that still find their fault are kept; with ``--all``, none
-are. Run it when ``test_sequences.py`` fails after a change of a simulation, a rule or a planted
-fault; read the difference. A fault that is not found ends the run with the name of its model.
+Sequences that still find their fault are kept, unless ``--all``; for the others, search for a
+violation, and make the sequence as short as it gets. Run it when ``test_sequences.py`` fails after
+a change of a simulation, a rule or a planted fault. A fault that is not found ends the run.
 """
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from enum import Enum
-from pathlib import Path
 from typing import Any
 
 from tests.core.lifecycle.model import Call, Sequence, call, replay
-from tests.core.lifecycle.planted import MODELS, PLANTED, WRITTEN_BY_HAND, plant
+from tests.core.lifecycle.planted import MODELS, PLANTED, plant
 from tests.core.lifecycle.searches import catch
-from tests.core.lifecycle.sequences import SEQUENCES
+from tests.core.lifecycle.sequences import load, save
 from tests.core.lifecycle.two_engines import Leaves
-
-PATH = Path(__file__).with_name("sequences.py")
-HEAD = '''"""Sequences of events that find planted faults, by model: made by ``record.py``."""
-
-from __future__ import annotations
-
-from tests.core.lifecycle.model import Sequence, call
-from tests.core.lifecycle.two_engines import Leaves
-
-SEQUENCES: dict[str, dict[str, Sequence]] = {
-'''
 
 
 class Program:
@@ -111,43 +96,17 @@ def finds(model: str, fault: str, sequence: Sequence) -> bool:
     return is_found and replay(MODELS[model], sequence.calls) is None
 
 
-def text(sequences: dict[str, dict[str, Sequence]]) -> str:
-    return HEAD + "".join(_lines(sequences)) + "}\n"
-
-
-def _lines(sequences: dict[str, dict[str, Sequence]]) -> Iterator[str]:
-    for model, found in sequences.items():
-        yield f"{model!r}: {{"
-        for fault, sequence in found.items():
-            calls = ", ".join(map(_call, sequence.calls))
-            yield f"{fault!r}: Sequence({sequence.found!r}, [{calls},],),\n"
-        yield "},\n"
-
-
-def _call(one: Call) -> str:
-    rule, arguments = one
-    values = (f"{name}={_literal(value)}" for name, value in arguments.items())
-    return f"call({', '.join([repr(rule), *values])})"
-
-
-def _literal(value: Any) -> str:
-    if isinstance(value, bytes):
-        return f"bytes.fromhex({value.hex()!r})"
-    return str(value) if isinstance(value, Enum) else repr(value)
-
-
 def main(options: Iterable[str]) -> None:
-    known = {} if "--all" in options else SEQUENCES
+    known = {} if "--all" in options else load()
     made: dict[str, dict[str, Sequence]] = {}
-    for model in [each for each in PLANTED if each not in WRITTEN_BY_HAND]:
+    for model, faults in PLANTED.items():
         made[model] = {}
-        for fault in PLANTED[model]:
+        for fault in faults:
             old = known.get(model, {}).get(fault)
             is_kept = old is not None and finds(model, fault, old)
             made[model][fault] = old if old is not None and is_kept else record(model, fault)
             print("kept" if is_kept else "made", f"{model}: {fault}", flush=True)  # noqa: T201
-    PATH.write_text(text(made), encoding="utf-8")
-    subprocess.run([sys.executable, "-m", "ruff", "format", str(PATH)], check=True)
+    save(made)
 
 
 if __name__ == "__main__":

@@ -31,11 +31,7 @@ def search(machine: type[Model], examples: int) -> None:
 def catch(
     machine: type[Model], examples: int = FAULT_EXAMPLES, *, shrinks: bool = False
 ) -> ProtocolViolation | None:
-    """Search for the violation by a planted fault.
-
-    Returns:
-        What was found; with ``shrinks``, the simplest that Hypothesis knows.
-    """
+    """Search for the violation by a planted fault."""
     chosen = settings(
         _settings(machine),
         max_examples=examples,

@@ -110,7 +110,7 @@ class Simulation:
         self.fabric = Fabric()
         self.issues: list[IssuedTicket] = []
         self._ranks, self.slots, self._max_held = ranks, slots, max_held
-        self._uids, self._lives = itertools.count(1), itertools.count(1)
+        self.uids, self._lives = itertools.count(1), itertools.count(1)
         self._old = old
         self._forged: set[int] = set()
         self.producer = self._new_producer()
@@ -203,7 +203,7 @@ class Simulation:
         free = [i for i in IDS if i not in self.producer.requests]
         if free:
             prompt = PrefillRequest(
-                uid=next(self._uids),
+                uid=next(self.uids),
                 id=free[0],
                 size=size,
                 chunks=chunks,
@@ -228,7 +228,7 @@ class Simulation:
         free = [i for i in IDS if i not in engine.requests]
         if free:
             request = DecodeRequest(
-                uid=next(self._uids),
+                uid=next(self.uids),
                 id=free[0],
                 issue=issue,
                 cached=min(cached, issue.prompt.size),
@@ -241,10 +241,7 @@ class Simulation:
             engine.add(request)
 
     def fresh(self, *, kind: str, ordered: bool) -> IssuedTicket | None:
-        """Return a new ticket, if the prefill engine has room for the request.
-
-        With ``ordered``, its ranks have the order for it, and their devices have not gone on.
-        """
+        """Return a new ticket, if the prefill engine has room for the request."""
         issued = len(self.issues)
         self.ask(size=2, kind=kind)
         if kind == "conversation" and self.producer.can_schedule:
@@ -267,10 +264,7 @@ class Simulation:
             self._producer_step(tail=True)
 
     def pull(self, engine: Consumer, items: int, ranks: slice = slice(None)) -> None:
-        """Run some ranks of a decode engine alone until ``items`` items have landed on each.
-
-        With ``items`` below 0, handshakes are not answered until a later call.
-        """
+        """Run some ranks of a decode engine alone until ``items`` items have landed on each."""
         self.silent = items < 0
         if engine.can_schedule:
             engine.schedule()
@@ -307,10 +301,7 @@ class Simulation:
             require(not (expired and waited), "expired, although it was renewed:", hold)
 
     def starve(self, seconds: float, heard: slice) -> None:
-        """Let requests wait for pages for some seconds.
-
-        Meanwhile renewals and heartbeats arrive only at the ranks in ``heard``.
-        """
+        """Let requests wait for pages for some seconds."""
         self._claim(self.producer.ranks[heard])
         for _ in IDS:
             if self.producer.starved is None:
@@ -413,11 +404,7 @@ class Simulation:
     def restart_producer(
         self, *, severs: bool, failing: bool, messages: bool, gracefully: bool
     ) -> None:
-        """Restart the prefill engine at the same addresses.
-
-        With ``severs``, connections break; otherwise they lead to the new incarnation. With
-        ``messages``, so do messages under way. With ``gracefully``, it was shut down before.
-        """
+        """Restart the prefill engine at the same addresses."""
         if gracefully:
             self.producer.shut_down()
         for engine in self.consumers:
@@ -505,29 +492,15 @@ class Simulation:
 
     def _new_producer(self) -> Producer:
         return self.components.producer(
+            self.components,
             ranks=self._ranks,
             slots=self.slots,
             max_held=self._max_held,
-            scheduler_holds=self.components.scheduler_holds,
-            worker_holds=self.components.worker_holds,
-            rank=self.components.producer_rank,
-            pressure=self.components.pressure,
-            strict=self.components.strict,
             clock=lambda: self.now,
             issues=self.issues,
         )
 
     def _new_consumer(self, name: str, plan: Plan) -> Consumer:
-        return Consumer(
-            name,
-            plan,
-            rank=self.components.consumer_rank,
-            loads=self.components.loads,
-            renewals=self.components.renewals,
-            users=UncountedHoldUsers if self._is_older and name == "B" else self.components.users,
-            uids=self._uids,
-            life=0 if name == self._old else next(self._lives),
-            fabric=self.fabric,
-            producer=lambda: self.producer,
-            clock=lambda: self.now,
-        )
+        users = UncountedHoldUsers if self._is_older and name == "B" else self.components.users
+        life = 0 if name == self._old else next(self._lives)
+        return Consumer(self, name, plan, users, life)

@@ -1,13 +1,9 @@
-"""The model of staging, and the faults that it must find, planted one at a time.
-
-Each fault is looked for in two ways: in the search of the state machine, and in a fixed sequence of
-events, which must hold without the fault.
-"""
+"""The model of staging, and the faults that it must find, planted one at a time."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, rule
@@ -45,7 +41,7 @@ class Staging(Model):
     @initialize(
         plan=st.sampled_from(range(len(PLANS))), slots=st.integers(1, 3), pages=st.integers(1, 3)
     )
-    def start(self, plan: int, slots: int, pages: int) -> None:
+    def start(self, plan: int = 0, slots: int = 1, pages: int = 1) -> None:
         self.simulation = StagedSimulation(
             plan=PLANS[plan], slots=slots, pages=pages, components=self.components
         )
@@ -55,7 +51,7 @@ class Staging(Model):
         until=st.sampled_from(["asked", "drafted", "ticket", "copying", "copied", "handed"]),
         picks=PICKS,
     )
-    def ask(self, sizes: list[int], until: str, picks: bytes) -> None:
+    def ask(self, sizes: list[int], until: str = "asked", picks: bytes = b"") -> None:
         simulation = self.simulation
         for size in sizes:
             simulation.ask(size)
@@ -74,7 +70,7 @@ class Staging(Model):
         self.drift(picks)
 
     @rule(index=st.integers(-3, -1), rounds=st.integers(0, 3), items=st.integers(1, 4), picks=PICKS)
-    def hand(self, index: int, rounds: int, items: int, picks: bytes) -> None:
+    def hand(self, index: int = -1, rounds: int = 0, items: int = 1, picks: bytes = b"") -> None:
         simulation = self.simulation
         issues = simulation.prefill.issues
         if len(issues) >= -index:
@@ -87,7 +83,7 @@ class Staging(Model):
 
     @rule(script=st.lists(st.sampled_from("SSDdCCccHBBbLLlIIiR"), min_size=4, max_size=16))
     def proceed(self, script: list[str]) -> None:
-        """Let some part proceed while the others wait, in any sequence."""
+        """Let some part proceed while the others wait; sequences have "l" and "h", too."""
         simulation = self.simulation
         acts: dict[str, Callable[[], object]] = {
             "S": simulation.launch,
@@ -96,6 +92,7 @@ class Staging(Model):
             "C": simulation.copy_out,
             "c": lambda: simulation.copy_out(items=1),
             "H": simulation.hear,
+            "h": lambda: simulation.deliver_all(1),
             "B": simulation.begin_loads,
             "b": lambda: simulation.begin_loads(device=False),
             "L": simulation.land,
@@ -118,7 +115,7 @@ class Staging(Model):
         index=st.integers(0, 2),
         picks=PICKS,
     )
-    def stop(self, what: str, index: int, picks: bytes) -> None:
+    def stop(self, what: str = "preempt", index: int = 0, picks: bytes = b"") -> None:
         prefill, decode = self.simulation.prefill, self.simulation.decode
         running = prefill.at(PrefillState.RUNNING)
         waiting = prefill.at(PrefillState.WAITING, PrefillState.RUNNING)
@@ -133,7 +130,7 @@ class Staging(Model):
         self.drift(picks)
 
     @rule(rank=st.integers(0, 1), way=st.sampled_from(["out", "in"]), picks=PICKS)
-    def fail_copies(self, rank: int, way: str, picks: bytes) -> None:
+    def fail_copies(self, rank: int = 0, way: str = "out", picks: bytes = b"") -> None:
         engine = self.simulation.prefill if way == "out" else self.simulation.decode
         one = engine.ranks[rank % len(engine.ranks)]
         for copy in one.copies[:1]:
@@ -141,13 +138,13 @@ class Staging(Model):
         self.drift(picks)
 
     @rule(rank=st.integers(0, 1), failing=st.booleans(), picks=PICKS)
-    def sever(self, rank: int, failing: bool, picks: bytes) -> None:
+    def sever(self, rank: int = 0, failing: bool = False, picks: bytes = b"") -> None:
         ranks = self.simulation.decode.ranks
         ranks[rank % len(ranks)].sever(failing=failing)
         self.drift(picks)
 
     @rule(seconds=st.sampled_from([0.0, 0.0, PATIENCE, LEASE]), picks=PICKS)
-    def rest(self, seconds: float, picks: bytes) -> None:
+    def rest(self, seconds: float = 0.0, picks: bytes = b"") -> None:
         if seconds:
             self.simulation.wait(seconds)
         else:
@@ -321,256 +318,23 @@ class FailedLoadGivenBackAtOnce(Decode):
             super().finish(request)
 
 
-# Fixed sequences of events, each of which must hold, and one or more faults break.
-
-
-def read_while_it_lands(simulation: StagedSimulation) -> None:
-    """Let decode's device be ready while only one of two pages has landed."""
-    simulation.begin_load(simulation.issue(size=2))
-    for _ in range(3):
-        simulation.land(items=1)
-        simulation.copy_in()
-
-
-def ask_while_pages_are_read(simulation: StagedSimulation) -> None:
-    """Ask for as many host pages as there are while decode reads those of a hold."""
-    simulation.begin_load(simulation.issue(size=2))
-    simulation.land()  # the check
-    simulation.land(items=1)
-    simulation.ask(size=2)
-    for _ in range(4):
-        simulation.launch()
-        simulation.device()
-        simulation.copy_out()
-
-
-def compute_again_in_blocks_that_were_sent(simulation: StagedSimulation) -> None:
-    """Let the next requests have the blocks as soon as they are free, during the copy."""
-    simulation.issue(size=2)
-    simulation.device()
-    simulation.copy_out(items=1)
-    for _ in range(3):
-        simulation.ask(size=2)
-        for _ in range(3):
-            simulation.launch()
-            simulation.device()
-    simulation.copy_out()
-
-
-def copy_behind_the_drafter(simulation: StagedSimulation) -> None:
-    """Order a copy while a drafter still works on the blocks, and read what was copied."""
-    prompt = simulation.ask()
-    assert prompt is not None
-    simulation.launch()
-    for rank in simulation.prefill.ranks:
-        rank.device()  # the first pass over the block
-        rank.device()  # the step's report
-    simulation.device(items=0)
-    simulation.launch()
-    simulation.copy_out()
-    simulation.hand(prompt)
-    simulation.begin_loads()
-    for _ in range(4):
-        simulation.land()
-        simulation.copy_in()
-    simulation.device()
-    simulation.copy_out()
-
-
-def read_before_the_copy(simulation: StagedSimulation) -> None:
-    """Hand a ticket on before the copy to the host has begun."""
-    prompt = simulation.issue(size=2)
-    simulation.hand(prompt)
-    simulation.begin_loads()
-    for rank in simulation.prefill.ranks:
-        rank.tick()
-    for _ in range(4):
-        simulation.land()
-        simulation.copy_in()
-    simulation.hear()
-
-
-def end_during_the_copy(simulation: StagedSimulation) -> None:
-    """Reset during a copy, and let the next request have the host pages."""
-    simulation.issue(size=2)
-    simulation.device()
-    simulation.copy_out(items=1)
-    simulation.prefill.reset()
-    simulation.launch()
-    simulation.device()
-    simulation.launch()
-    simulation.device()
-    simulation.ask(size=2)
-    for _ in range(3):
-        simulation.launch()
-        simulation.device()
-
-
-def load_before_the_zeroing(simulation: StagedSimulation) -> None:
-    """Let a load be fenced and copied before decode's device has zeroed its blocks."""
-    prompt = simulation.issue()
-    simulation.device()
-    simulation.copy_out()
-    simulation.hand(prompt)
-    simulation.begin_loads(device=False)
-    for _ in range(4):
-        simulation.land()
-    simulation.copy_in()
-    for rank in simulation.decode.ranks:
-        while rank.stream:
-            rank.device()
-    simulation.begin_loads(device=False)
-    simulation.copy_in()
-    simulation.begin_loads()
-    simulation.hear()
-
-
-def fail_the_copy_of_a_load(simulation: StagedSimulation) -> None:
-    simulation.begin_load(simulation.issue(size=2))
-    for _ in range(4):
-        simulation.land()
-    simulation.copy_in(items=1)
-    for rank in simulation.decode.ranks:
-        rank.fail(rank.copies[0])
-
-
-def use_the_pool_again_when_one_rank_is_over(simulation: StagedSimulation) -> None:
-    """Let one of two ranks hear that a hold is done, and another request ask for its pages."""
-    simulation.begin_load(simulation.issue(size=2))
-    for _ in range(4):
-        simulation.land()
-    simulation.deliver(simulation.fabric.messages[0])
-    for _ in range(3):
-        simulation.launch()
-        simulation.device()
-    simulation.issue(size=2)
-
-
-def fill_the_pool(simulation: StagedSimulation) -> None:
-    """Ask for more host pages than are free, and for more than there are."""
-    for size in (2, 1, 3):
-        simulation.ask(size=size)
-    for _ in range(4):
-        simulation.launch()
-        simulation.device()
-        simulation.copy_out()
-    for prompt in list(simulation.prefill.issues):
-        simulation.hand(prompt)
-
-
-def abort_while_it_is_computed(simulation: StagedSimulation) -> None:
-    prompt = simulation.ask(size=2)
-    assert prompt is not None
-    simulation.launch()
-    simulation.prefill.abort(prompt)
-
-
-def load_two(simulation: StagedSimulation) -> None:
-    """Begin the load of a request while that of another is under way."""
-    for prompt in [simulation.issue() for _ in range(2)]:
-        simulation.begin_load(prompt)
-    for _ in range(4):
-        simulation.land(items=1)
-        simulation.copy_in()
-
-
-def abort_while_bytes_land(simulation: StagedSimulation) -> None:
-    request = simulation.begin_load(simulation.issue(size=2))
-    simulation.land()  # the check
-    simulation.land(items=1)
-    simulation.decode.abort(request)
-
-
-Scenario = Callable[[StagedSimulation], None]
-
-
-class Fault(NamedTuple):
-    """A planted fault, a fixed sequence of events that must find it, and what is wrong then."""
-
-    components: Components
-    scenario: Scenario
-    found: str
-
-
-PLANTED = {
-    "copied to the device before the fence": Fault(
-        Components(staged_loads=CopiedBeforeTheFence),
-        read_while_it_lands,
-        "stale bytes reach the device",
+PLANTED: dict[str, Components] = {
+    "copied to the device before the fence": Components(staged_loads=CopiedBeforeTheFence),
+    "a host page reused before its word is cleared": Components(worker_holds=OverWhenSent),
+    "sent before the event": Components(worker_holds=SentBeforeTheEvent),
+    "copied to the host before the event": Components(worker_holds=CopiedBeforeTheEvent),
+    "ready before the copy has passed": Components(worker_holds=ReadyBeforeTheCopy),
+    "a staged ticket that says computed": Components(prefill=TicketSaysComputed),
+    "over while it is copied": Components(worker_holds=OverWhileCopying),
+    "received before its copy has passed": Components(staged_loads=ReportedBeforeTheCopy),
+    "copied to blocks that the device still zeroes": Components(
+        staged_loads=CopiedBeforeTheZeroing
     ),
-    "a host page reused before its word is cleared": Fault(
-        Components(worker_holds=OverWhenSent),
-        ask_while_pages_are_read,
-        "host pages given out while their slot word is valid",
-    ),
-    "sent before the event": Fault(
-        Components(worker_holds=SentBeforeTheEvent),
-        compute_again_in_blocks_that_were_sent,
-        "blocks given back while they are copied",
-    ),
-    "copied to the host before the event": Fault(
-        Components(worker_holds=CopiedBeforeTheEvent),
-        copy_behind_the_drafter,
-        "stale bytes reach the device",
-    ),
-    "ready before the copy has passed": Fault(
-        Components(worker_holds=ReadyBeforeTheCopy),
-        read_before_the_copy,
-        "stale bytes reach the device",
-    ),
-    "a staged ticket that says computed": Fault(
-        Components(prefill=TicketSaysComputed),
-        read_before_the_copy,
-        "stale bytes reach the device",
-    ),
-    "over while it is copied": Fault(
-        Components(worker_holds=OverWhileCopying),
-        end_during_the_copy,
-        "host pages given out that a copy writes",
-    ),
-    "received before its copy has passed": Fault(
-        Components(staged_loads=ReportedBeforeTheCopy),
-        load_before_the_zeroing,
-        "reported while its pages are copied",
-    ),
-    "copied to blocks that the device still zeroes": Fault(
-        Components(staged_loads=CopiedBeforeTheZeroing),
-        load_before_the_zeroing,
-        "stale bytes accepted",
-    ),
-    "a failed copy accepted": Fault(
-        Components(staged_loads=FailedCopyAccepted),
-        fail_the_copy_of_a_load,
-        "stale bytes accepted",
-    ),
-    "two loads of one request id": Fault(
-        Components(decode_rank=LoadsOfOneRequest),
-        load_two,
-        "no rest",
-    ),
-    "over on one rank": Fault(
-        Components(host_pages=OverOnOneRank),
-        use_the_pool_again_when_one_rank_is_over,
-        "host pages given back too early",
-    ),
-    "a full pool, and pages given out twice": Fault(
-        Components(host_pages=FullPoolOvercommitted),
-        fill_the_pool,
-        "host pages given out",
-    ),
-    "a full pool, and no deadline": Fault(
-        Components(host_pages=FullPoolWithoutDeadline),
-        fill_the_pool,
-        "no rest",
-    ),
-    "a reservation forgotten": Fault(
-        Components(prefill=ReservationForgotten),
-        abort_while_it_is_computed,
-        "host pages lost",
-    ),
-    "host pages given back while bytes may land": Fault(
-        Components(decode=FailedLoadGivenBackAtOnce),
-        abort_while_bytes_land,
-        "given back while bytes can land",
-    ),
+    "a failed copy accepted": Components(staged_loads=FailedCopyAccepted),
+    "two loads of one request id": Components(decode_rank=LoadsOfOneRequest),
+    "over on one rank": Components(host_pages=OverOnOneRank),
+    "a full pool, and pages given out twice": Components(host_pages=FullPoolOvercommitted),
+    "a full pool, and no deadline": Components(host_pages=FullPoolWithoutDeadline),
+    "a reservation forgotten": Components(prefill=ReservationForgotten),
+    "host pages given back while bytes may land": Components(decode=FailedLoadGivenBackAtOnce),
 }

@@ -661,25 +661,6 @@ class StagedSimulation(ReadingSimulation):
         while self.decode.can_process:
             self.decode.process()
 
-    def issue(self, size: int = 1) -> Prompt:
-        """Return a prompt whose ticket was made, and whose copies to the host are ordered."""
-        prompt = self.ask(size)
-        assert prompt is not None
-        for _ in range(2):
-            self.launch()
-            self.device()
-        self.launch()
-        return prompt
-
-    def begin_load(self, prompt: Prompt) -> DecodeRequest:
-        """Let a prompt's pages reach the host, hand its ticket to decode, and begin its load."""
-        self.device()
-        self.copy_out()
-        request = self.hand(prompt)
-        assert request is not None
-        self.begin_loads()
-        return request
-
     @property
     def is_at_rest(self) -> bool:
         engines = (self.prefill, self.decode)

@@ -21,7 +21,7 @@ Acts = list[tuple[LoadAction, int, int | None]]
 class EarlyLoad:
     """One early load from one producer rank, whose first part covers 8 tokens."""
 
-    def __init__(self, *, unit: int = UNIT, parties: int = 1) -> None:
+    def __init__(self, *, unit: int = UNIT, parties: int = 1, handshake: bool = True) -> None:
         self.loads = Loads()
         self.id = self.loads.begin(
             RequestId("a"), HOLD, computed=False, reads=True, deadline=10.0, early=8
@@ -30,7 +30,13 @@ class EarlyLoad:
         self.error: KVFerryError | None = None
         self.reports = 0
         ranks = tuple(RemoteRank(rank=rank, reads=True) for rank in range(parties))
-        self.loads.handshake_succeeded(self.id, ranks, unit)
+        if handshake:
+            self.loads.handshake_succeeded(self.id, ranks, unit)
+
+    def begin_marking(self) -> None:
+        """Read the slot word, up to the moment when the watermark is read."""
+        assert self.tick() == [(LoadAction.CHECK, 0, None)]
+        assert self.check() == [(LoadAction.MARK, 0, None)]
 
     @property
     def acts(self) -> Acts:
@@ -65,8 +71,7 @@ class EarlyLoad:
 
     def begin_reading(self) -> None:
         """Read the first 8 tokens, up to the moment when the read is under way."""
-        assert self.tick() == [(LoadAction.CHECK, 0, None)]
-        assert self.check() == [(LoadAction.MARK, 0, None)]
+        self.begin_marking()
         assert self.mark(8) == [(LoadAction.READ, 0, 8)]
 
 
@@ -85,50 +90,24 @@ def test_finished_chunks_are_read_then_the_rest_is_fenced() -> None:
     assert load.error is None
 
 
-def test_an_early_load_only_waits_between_its_reads() -> None:
-    load = EarlyLoad()
-    assert load.loads.only_computing
-    load.tick()
-    assert not load.loads.only_computing
-    load.check()
-    load.mark(0)
-    assert load.loads.only_computing
-    load.finish()
-    assert not load.loads.only_computing
-
-
 def test_no_more_is_read_than_the_newest_part_covers() -> None:
     load = EarlyLoad()
-    load.tick()
-    load.check()
+    load.begin_marking()
     assert load.mark(100) == [(LoadAction.READ, 0, 8)]
     assert load.read() == []
     assert load.tick() == []
 
 
-@pytest.mark.parametrize("tokens", [0, 3])
-def test_a_watermark_of_less_than_a_page_is_read_again(tokens: int) -> None:
+@pytest.mark.parametrize(("tokens", "hold"), [(0, HOLD), (3, HOLD), (8, OTHER)])
+def test_a_watermark_of_no_page_of_the_hold_is_read_again_but_not_too_soon(
+    tokens: int, hold: Hold
+) -> None:
     load = EarlyLoad()
-    load.tick()
-    load.check()
-    assert load.mark(tokens) == []
-    assert load.tick() == [(LoadAction.MARK, 0, None)]
-
-
-def test_the_watermark_of_another_hold_counts_nothing() -> None:
-    load = EarlyLoad()
-    load.tick()
-    load.check()
-    assert load.mark(8, OTHER) == []
-
-
-def test_watermarks_are_not_read_more_often_than_allowed() -> None:
-    load = EarlyLoad()
-    load.tick()
-    load.check()
-    load.mark(0)
+    load.begin_marking()
+    assert load.mark(tokens, hold) == []
     load.loads.tick(load.now + MARK_SECONDS / 2)
     assert load.acts == []
+    assert load.tick() == [(LoadAction.MARK, 0, None)]
 
 
 @pytest.mark.parametrize("word", [NOTHING, OTHER.computing])
@@ -190,24 +169,19 @@ def test_a_read_for_an_older_hold_is_discarded() -> None:
 
 
 def test_an_early_load_is_early_until_its_last_part_and_idle_between_its_reads() -> None:
-    load = EarlyLoad()
-    assert load.loads.is_early(load.id)
-    assert load.loads.is_idle(load.id)
+    def state(load: EarlyLoad) -> tuple[bool, bool, bool]:
+        return load.loads.is_early(load.id), load.loads.is_idle(load.id), load.loads.only_computing
+
+    load, failed = EarlyLoad(), EarlyLoad()
+    assert state(load) == (True, True, True)
     load.begin_reading()
-    assert load.loads.is_early(load.id)
-    assert not load.loads.is_idle(load.id)
+    assert state(load) == (True, False, False)
     load.read()
-    assert load.loads.is_idle(load.id)
+    assert state(load) == (True, True, True)
     load.finish()
-    assert not load.loads.is_early(load.id)
-    assert not load.loads.is_idle(load.id)
-
-
-def test_an_early_load_that_has_failed_is_neither_early_nor_idle() -> None:
-    load = EarlyLoad()
-    load.loads.abort(load.id, KVFerryError("given up"))
-    assert not load.loads.is_early(load.id)
-    assert not load.loads.is_idle(load.id)
+    assert state(load) == (False, False, False)
+    failed.loads.abort(failed.id, KVFerryError("given up"))
+    assert state(failed)[:2] == (False, False)
 
 
 def test_a_check_that_was_too_early_is_repeated_after_the_last_part() -> None:
@@ -244,12 +218,7 @@ def test_the_deadline_counts_after_the_last_part() -> None:
 
 @pytest.mark.parametrize("stage", ["handshake", "idle", "check", "mark", "read"])
 def test_an_early_load_can_be_aborted_at_any_time(stage: str) -> None:
-    load = EarlyLoad()
-    if stage == "handshake":
-        load.loads = Loads()
-        load.id = load.loads.begin(
-            RequestId("a"), HOLD, computed=False, reads=True, deadline=10.0, early=8
-        )
+    load = EarlyLoad(handshake=stage != "handshake")
     if stage in ("check", "mark", "read"):
         load.tick()
     if stage in ("mark", "read"):
@@ -279,11 +248,7 @@ def test_a_watermark_that_lands_after_a_failure_starts_no_read() -> None:
 
 
 def test_a_last_part_during_the_handshake_makes_it_an_ordinary_load() -> None:
-    load = EarlyLoad()
-    load.loads = Loads()
-    load.id = load.loads.begin(
-        RequestId("a"), HOLD, computed=False, reads=True, deadline=10.0, early=8
-    )
+    load = EarlyLoad(handshake=False)
     assert load.finish() == []
     load.loads.handshake_succeeded(load.id, (RemoteRank(rank=0, reads=True),), UNIT)
     assert load.acts == [(LoadAction.READ, 0, None)]

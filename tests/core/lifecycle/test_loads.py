@@ -6,45 +6,51 @@ import pytest
 
 from kvferry.core.errors import DeadlineError, KVFerryError, StaleError, TransportError
 from kvferry.core.lifecycle.holds import NOTHING, Hold, RequestId
-from kvferry.core.lifecycle.loads import Action, LoadAction, LoadId, Loads, RemoteRank
+from kvferry.core.lifecycle.loads import LoadAction, LoadId, Loads, RemoteRank
 from kvferry.core.metrics import Stage
 
 HOLD = Hold(slot=1, generation=7)
 OTHER = Hold(slot=1, generation=8)
 REQUEST = RequestId("a")
 DEADLINE = 100.0
+CHECK, READ, FENCE = LoadAction.CHECK, LoadAction.READ, LoadAction.FENCE
+CANCEL, DONE, ABANDON = LoadAction.CANCEL, LoadAction.DONE, LoadAction.ABANDON
+REPORT = LoadAction.REPORT, -1
+CABLE = TransportError("cable")
+GIVEN_UP = KVFerryError("given up")
 
 
-def read_ranks(*ranks: int) -> tuple[RemoteRank, ...]:
-    return tuple(RemoteRank(rank=rank, reads=True) for rank in ranks)
+def ranks(*reading: int, notified: tuple[int, ...] = ()) -> tuple[RemoteRank, ...]:
+    return tuple(RemoteRank(rank=rank, reads=rank in reading) for rank in (*reading, *notified))
 
 
-def notified_ranks(*ranks: int) -> tuple[RemoteRank, ...]:
-    return tuple(RemoteRank(rank=rank, reads=False) for rank in ranks)
-
-
-class LoadHarness:
+class Load:
     """One load, whose actions are returned as (op, rank)."""
 
     def __init__(
         self,
-        *remote_ranks: RemoteRank,
+        *reading: int,
+        notified: tuple[int, ...] = (),
         computed: bool = True,
-        reads_pages: bool = True,
+        reads: bool = True,
         handshake: bool = True,
         shared: bool = False,
     ) -> None:
         self.loads = Loads()
         self.id = self.loads.begin(
-            REQUEST, HOLD, computed=computed, reads=reads_pages, deadline=DEADLINE, shared=shared
+            REQUEST, HOLD, computed=computed, reads=reads, deadline=DEADLINE, shared=shared
         )
         self.reported: list[KVFerryError | None] = []
         self.failed_at: Stage | None = None
         if handshake:
-            self.loads.handshake_succeeded(self.id, remote_ranks)
+            self.connect(*reading, notified=notified)
+
+    def connect(self, *reading: int, notified: tuple[int, ...] = ()) -> None:
+        self.loads.handshake_succeeded(self.id, ranks(*reading, notified=notified))
 
     @property
-    def next_actions(self) -> list[tuple[LoadAction, int]]:
+    def acts(self) -> list[tuple[LoadAction, int]]:
+        """Return the actions that are to be performed next."""
         actions = self.loads.take_actions()
         assert {action.load for action in actions} <= {self.id}
         for action in actions:
@@ -62,188 +68,189 @@ class LoadHarness:
     def is_over(self) -> bool:
         return len(self.loads) == 0 and self.id not in self.loads
 
-    def fence(self, rank: int = 0, word: int = HOLD.ready) -> None:
+    def check(self, word: int) -> None:
+        self.loads.checked(self.id, 0, word)
+
+    def read(self, rank: int = 0) -> None:
         self.loads.read(self.id, rank)
+
+    def fence(self, rank: int = 0, word: int = HOLD.ready) -> None:
+        self.read(rank)
         self.loads.fenced(self.id, rank, word)
+
+    def lose(self, rank: int = 0, error: KVFerryError = CABLE) -> None:
+        self.loads.lost(self.id, rank, error)
+
+    def abort(self, error: KVFerryError = GIVEN_UP) -> None:
+        self.loads.abort(self.id, error)
 
 
 def test_a_load_is_read_then_fenced_then_reported() -> None:
-    harness = LoadHarness(handshake=False)
-    assert harness.next_actions == []
-    harness.loads.handshake_succeeded(harness.id, read_ranks(0))
-    assert harness.next_actions == [(LoadAction.READ, 0)]
-    harness.loads.read(harness.id, 0)
-    assert harness.next_actions == [(LoadAction.FENCE, 0)]
-    assert not harness.is_over
-    harness.loads.fenced(harness.id, 0, HOLD.ready)
-    assert harness.next_actions == [(LoadAction.REPORT, -1)]
-    assert harness.error is None
-    assert harness.is_over
+    load = Load(handshake=False)
+    assert load.acts == []
+    load.connect(0)
+    assert load.acts == [(READ, 0)]
+    load.read()
+    assert load.acts == [(FENCE, 0)]
+    assert not load.is_over
+    load.loads.fenced(load.id, 0, HOLD.ready)
+    assert load.acts == [REPORT]
+    assert load.error is None
+    assert load.is_over
 
 
 def test_every_rank_is_fenced_separately_and_unread_ranks_are_notified_at_the_end() -> None:
-    harness = LoadHarness(*read_ranks(0, 2), *notified_ranks(1))
-    assert harness.next_actions == [(LoadAction.READ, 0), (LoadAction.READ, 2)]
-    harness.fence(2)
-    assert harness.next_actions == [(LoadAction.FENCE, 2)]
-    harness.loads.read(harness.id, 0)
-    assert harness.next_actions == [(LoadAction.FENCE, 0)]
-    harness.loads.fenced(harness.id, 0, HOLD.ready)
-    assert harness.next_actions == [(LoadAction.DONE, 1), (LoadAction.REPORT, -1)]
-    assert harness.error is None
+    load = Load(0, 2, notified=(1,))
+    assert load.acts == [(READ, 0), (READ, 2)]
+    load.fence(2)
+    assert load.acts == [(FENCE, 2)]
+    load.read()
+    assert load.acts == [(FENCE, 0)]
+    load.loads.fenced(load.id, 0, HOLD.ready)
+    assert load.acts == [(DONE, 1), REPORT]
+    assert load.error is None
 
 
 @pytest.mark.parametrize("word", [HOLD.ready, NOTHING])
 def test_a_shared_load_is_fenced_and_sends_no_done_or_abandon(word: int) -> None:
-    """Neither to ranks that it reads nor to other ranks, even if it fails."""
-    harness = LoadHarness(*read_ranks(0), *notified_ranks(1), shared=True)
-    assert harness.next_actions == [(LoadAction.READ, 0)]
-    harness.fence(word=word)
-    assert harness.next_actions == [(LoadAction.FENCE, 0), (LoadAction.REPORT, -1)]
-    assert (harness.error is None) is (word == HOLD.ready)
-    assert harness.is_over
+    load = Load(0, notified=(1,), shared=True)
+    assert load.acts == [(READ, 0)]
+    load.fence(word=word)
+    assert load.acts == [(FENCE, 0), REPORT]
+    assert (load.error is None) is (word == HOLD.ready)
+    assert load.is_over
 
 
 @pytest.mark.parametrize("handshake", [True, False])
 def test_an_aborted_shared_load_sends_no_done_or_abandon(handshake: bool) -> None:
     """Not even if the handshake succeeds afterwards."""
-    harness = LoadHarness(*read_ranks(0), *notified_ranks(1), shared=True, handshake=handshake)
-    harness.loads.abort(harness.id, KVFerryError("given up"))
+    load = Load(0, notified=(1,), shared=True, handshake=handshake)
+    load.abort()
     if handshake:
-        assert harness.next_actions == [(LoadAction.READ, 0), (LoadAction.CANCEL, 0)]
-        harness.loads.lost(harness.id, 0, KVFerryError("cancelled"))
-    assert harness.next_actions == [(LoadAction.REPORT, -1)]
-    harness.loads.handshake_succeeded(harness.id, (*read_ranks(0), *notified_ranks(1)))
-    assert harness.next_actions == []
-    assert harness.is_over
+        assert load.acts == [(READ, 0), (CANCEL, 0)]
+        load.lose()
+    assert load.acts == [REPORT]
+    load.connect(0, notified=(1,))
+    assert load.acts == []
+    assert load.is_over
 
 
 @pytest.mark.parametrize("shared", [True, False])
 def test_a_load_that_reads_nothing_sends_done_to_all_ranks_unless_shared(shared: bool) -> None:
-    harness = LoadHarness(*read_ranks(0), *notified_ranks(1), reads_pages=False, shared=shared)
-    notified = [] if shared else [(LoadAction.DONE, 0), (LoadAction.DONE, 1)]
-    assert harness.next_actions == [*notified, (LoadAction.REPORT, -1)]
+    load = Load(0, notified=(1,), reads=False, shared=shared)
+    assert load.acts == [*([] if shared else [(DONE, 0), (DONE, 1)]), REPORT]
+    assert load.error is None
 
 
-@pytest.mark.parametrize("computed", [True, False])
-@pytest.mark.parametrize("word", [NOTHING, OTHER.ready, OTHER.computing])
-def test_a_fence_that_reads_another_word_is_stale(word: int, computed: bool) -> None:
-    harness = LoadHarness(*read_ranks(0), computed=computed)
+def test_a_load_without_remote_ranks_is_reported_at_once() -> None:
+    load = Load()
+    assert load.acts == [REPORT]
+    assert load.error is None
+    assert load.is_over
+
+
+@pytest.mark.parametrize(
+    ("computed", "word", "stale"),
+    [
+        (True, NOTHING, True),
+        (True, OTHER.ready, True),
+        (True, OTHER.computing, True),
+        (True, HOLD.computing, False),
+        (False, NOTHING, True),
+        (False, OTHER.ready, True),
+        (False, OTHER.computing, True),
+        (False, HOLD.computing, True),
+    ],
+)
+def test_a_fence_decides_by_the_word(computed: bool, word: int, stale: bool) -> None:
+    """It may read "computing" if the ticket says ``computed``."""
+    load = Load(0, computed=computed)
     if not computed:
-        harness.loads.checked(harness.id, 0, HOLD.ready)
-    harness.fence(word=word)
-    assert harness.next_actions[-2:] == [(LoadAction.ABANDON, 0), (LoadAction.REPORT, -1)]
-    assert isinstance(harness.error, StaleError)
-    assert harness.is_over
+        load.check(HOLD.ready)
+    load.fence(word=word)
+    assert load.acts[-2:] == [(ABANDON, 0) if stale else (FENCE, 0), REPORT]
+    assert isinstance(load.error, StaleError) is stale
+    assert load.is_over
 
 
-def test_a_fence_may_read_computing_if_the_ticket_says_computed() -> None:
-    harness = LoadHarness(*read_ranks(0), computed=True)
-    harness.fence(word=HOLD.computing)
-    assert harness.next_actions[-1] == (LoadAction.REPORT, -1)
-    assert harness.error is None
-
-
-def test_a_fence_that_reads_computing_is_stale_if_the_ticket_does_not_say_computed() -> None:
-    harness = LoadHarness(*read_ranks(0), computed=False)
-    harness.loads.checked(harness.id, 0, HOLD.ready)
-    harness.fence(word=HOLD.computing)
-    assert harness.next_actions[-1] == (LoadAction.REPORT, -1)
-    assert isinstance(harness.error, StaleError)
-
-
-def test_a_check_that_reads_computing_is_repeated_at_each_tick() -> None:
-    harness = LoadHarness(*read_ranks(0), computed=False)
-    assert harness.next_actions == [(LoadAction.CHECK, 0)]
+def test_a_check_that_reads_computing_is_repeated_once_at_each_tick() -> None:
+    load = Load(0, computed=False)
+    assert load.acts == [(CHECK, 0)]
     for now in (1.0, 2.0):
-        harness.loads.checked(harness.id, 0, HOLD.computing)
-        assert harness.next_actions == []
-        harness.loads.tick(now)
-        assert harness.next_actions == [(LoadAction.CHECK, 0)]
-        harness.loads.tick(now)
-        assert harness.next_actions == []
-    harness.loads.checked(harness.id, 0, HOLD.ready)
-    assert harness.next_actions == [(LoadAction.READ, 0)]
-    harness.fence()
-    assert harness.next_actions == [(LoadAction.FENCE, 0), (LoadAction.REPORT, -1)]
-    assert harness.error is None
+        load.check(HOLD.computing)
+        assert load.acts == []
+        assert load.loads.is_computing(load.id)
+        load.loads.tick(now)
+        assert load.acts == [(CHECK, 0)]
+        assert not load.loads.is_computing(load.id)
+        load.loads.tick(now)
+        assert load.acts == []
+    load.check(HOLD.ready)
+    assert load.acts == [(READ, 0)]
+    load.fence()
+    assert load.acts == [(FENCE, 0), REPORT]
+    assert load.error is None
 
 
 @pytest.mark.parametrize("word", [HOLD.ready, HOLD.computing, NOTHING])
 def test_a_check_that_ends_after_a_failure_starts_no_read(word: int) -> None:
-    harness = LoadHarness(*read_ranks(0), computed=False)
-    aborted = KVFerryError("given up")
-    harness.loads.abort(harness.id, aborted)
-    assert harness.next_actions == [(LoadAction.CHECK, 0), (LoadAction.CANCEL, 0)]
-    harness.loads.checked(harness.id, 0, word)
-    assert harness.next_actions == [(LoadAction.ABANDON, 0), (LoadAction.REPORT, -1)]
-    assert harness.error is aborted
+    load = Load(0, computed=False)
+    load.abort()
+    assert load.acts == [(CHECK, 0), (CANCEL, 0)]
+    load.check(word)
+    assert load.acts == [(ABANDON, 0), REPORT]
+    assert load.error is GIVEN_UP
 
 
 @pytest.mark.parametrize("word", [NOTHING, OTHER.ready])
 def test_a_check_that_reads_another_word_is_stale_and_starts_no_read(word: int) -> None:
-    harness = LoadHarness(*read_ranks(0), computed=False)
-    assert harness.next_actions == [(LoadAction.CHECK, 0)]
-    harness.loads.checked(harness.id, 0, word)
-    assert harness.next_actions == [(LoadAction.ABANDON, 0), (LoadAction.REPORT, -1)]
-    assert isinstance(harness.error, StaleError)
+    load = Load(0, computed=False)
+    assert load.acts == [(CHECK, 0)]
+    load.check(word)
+    assert load.acts == [(ABANDON, 0), REPORT]
+    assert isinstance(load.error, StaleError)
 
 
 def test_a_failure_cancels_the_other_reads_and_waits_for_them() -> None:
-    harness = LoadHarness(*read_ranks(0, 1), *notified_ranks(2))
-    assert harness.next_actions == [(LoadAction.READ, 0), (LoadAction.READ, 1)]
-    failure = TransportError("cable")
-    harness.loads.lost(harness.id, 0, failure)
-    assert harness.next_actions == [(LoadAction.CANCEL, 1)]
-    assert len(harness.loads) == 1
-    harness.loads.lost(harness.id, 1, TransportError("cancelled"))
-    assert harness.next_actions == [
-        (LoadAction.ABANDON, 0),
-        (LoadAction.ABANDON, 1),
-        (LoadAction.ABANDON, 2),
-        (LoadAction.REPORT, -1),
-    ]
-    assert harness.error is failure
-    assert harness.is_over
+    load = Load(0, 1, notified=(2,))
+    assert load.acts == [(READ, 0), (READ, 1)]
+    load.lose()
+    assert load.acts == [(CANCEL, 1)]
+    assert len(load.loads) == 1
+    load.lose(1, TransportError("cancelled"))
+    assert load.acts == [(ABANDON, 0), (ABANDON, 1), (ABANDON, 2), REPORT]
+    assert load.error is CABLE
+    assert load.is_over
 
 
 def test_a_read_that_ends_after_a_failure_is_not_fenced() -> None:
-    harness = LoadHarness(*read_ranks(0, 1))
-    harness.loads.lost(harness.id, 0, TransportError("cable"))
-    assert (LoadAction.CANCEL, 1) in harness.next_actions
-    harness.loads.read(harness.id, 1)
-    assert harness.next_actions == [
-        (LoadAction.ABANDON, 0),
-        (LoadAction.ABANDON, 1),
-        (LoadAction.REPORT, -1),
-    ]
+    load = Load(0, 1)
+    load.lose()
+    assert (CANCEL, 1) in load.acts
+    load.read(1)
+    assert load.acts == [(ABANDON, 0), (ABANDON, 1), REPORT]
 
 
 def test_a_valid_fence_does_not_undo_a_failure() -> None:
-    harness = LoadHarness(*read_ranks(0, 1))
-    harness.loads.read(harness.id, 0)
-    harness.loads.lost(harness.id, 1, TransportError("cable"))
-    harness.loads.fenced(harness.id, 0, HOLD.ready)
-    assert harness.next_actions[-1] == (LoadAction.REPORT, -1)
-    assert isinstance(harness.error, TransportError)
+    load = Load(0, 1)
+    load.read(0)
+    load.lose(1)
+    load.loads.fenced(load.id, 0, HOLD.ready)
+    assert load.acts[-1] == REPORT
+    assert load.error is CABLE
 
 
 def test_a_failing_read_cancels_the_others_and_is_reported_once_lost() -> None:
-    harness = LoadHarness(*read_ranks(0, 1))
-    assert harness.next_actions == [(LoadAction.READ, 0), (LoadAction.READ, 1)]
-    error = TransportError("the peer is gone")
-    harness.loads.failing(harness.id, 0, error)
-    assert harness.next_actions == [(LoadAction.CANCEL, 0), (LoadAction.CANCEL, 1)]
-    harness.loads.failing(harness.id, 0, error)
-    harness.loads.lost(harness.id, 1, TransportError("cancelled"))
-    assert harness.next_actions == []
-    harness.loads.lost(harness.id, 0, TransportError("quiet"))
-    assert harness.next_actions == [
-        (LoadAction.ABANDON, 0),
-        (LoadAction.ABANDON, 1),
-        (LoadAction.REPORT, -1),
-    ]
-    assert harness.error is error
+    load = Load(0, 1)
+    assert load.acts == [(READ, 0), (READ, 1)]
+    load.loads.failing(load.id, 0, CABLE)
+    assert load.acts == [(CANCEL, 0), (CANCEL, 1)]
+    load.loads.failing(load.id, 0, CABLE)
+    load.lose(1, TransportError("cancelled"))
+    assert load.acts == []
+    load.lose(0, TransportError("quiet"))
+    assert load.acts == [(ABANDON, 0), (ABANDON, 1), REPORT]
+    assert load.error is CABLE
 
 
 STAGES = {
@@ -257,162 +264,131 @@ STAGES = {
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_load_can_be_aborted_in_every_stage(stage: str) -> None:
-    harness = LoadHarness(*read_ranks(0), computed=False, handshake=stage != "handshake")
-    if stage != "handshake":
-        harness.loads.checked(harness.id, 0, HOLD.ready if stage[-3:] == "ing" else HOLD.computing)
-    if stage == "checking":
-        harness = LoadHarness(*read_ranks(0), computed=False)
+    load = Load(0, computed=False, handshake=stage != "handshake")
+    if stage in ("reading", "fencing", "recheck"):
+        load.check(HOLD.computing if stage == "recheck" else HOLD.ready)
     if stage == "fencing":
-        harness.loads.read(harness.id, 0)
-    assert harness.loads.stage(harness.id) is STAGES[stage]
-    assert harness.loads.request(harness.id) == REQUEST
-    assert harness.next_actions is not None
-    aborted = KVFerryError("given up")
-    harness.loads.abort(harness.id, aborted)
+        load.read()
+    assert load.loads.stage(load.id) is STAGES[stage]
+    assert load.loads.request(load.id) == REQUEST
+    assert load.acts is not None
+    load.abort()
     if stage in ("checking", "reading", "fencing"):
-        assert harness.next_actions == [(LoadAction.CANCEL, 0)]
-        harness.loads.lost(harness.id, 0, TransportError("cancelled"))
-    notified = [] if stage == "handshake" else [(LoadAction.ABANDON, 0)]
-    assert harness.next_actions == [*notified, (LoadAction.REPORT, -1)]
-    assert harness.error is aborted
-    assert harness.failed_at is STAGES[stage]
-    assert harness.loads.stage(harness.id) is None
+        assert load.acts == [(CANCEL, 0)]
+        load.lose()
+    assert load.acts == [*([] if stage == "handshake" else [(ABANDON, 0)]), REPORT]
+    assert load.error is GIVEN_UP
+    assert load.failed_at is STAGES[stage]
+    assert load.loads.stage(load.id) is None
 
 
 def test_the_deadline_error_names_the_stage() -> None:
-    harness = LoadHarness(*read_ranks(0), computed=False)
-    harness.loads.checked(harness.id, 0, HOLD.computing)
-    harness.loads.tick(DEADLINE - 0.1)
-    harness.loads.checked(harness.id, 0, HOLD.computing)
-    assert harness.next_actions == [(LoadAction.CHECK, 0), (LoadAction.CHECK, 0)]
-    harness.loads.tick(DEADLINE)
-    assert harness.next_actions == [(LoadAction.ABANDON, 0), (LoadAction.REPORT, -1)]
-    assert isinstance(harness.error, DeadlineError)
-    assert "(stage: check, the producer still computes the pages)" in str(harness.error)
-    assert "load_timeout" in str(harness.error)
+    load = Load(0, computed=False)
+    load.check(HOLD.computing)
+    load.loads.tick(DEADLINE - 0.1)
+    load.check(HOLD.computing)
+    assert load.acts == [(CHECK, 0), (CHECK, 0)]
+    load.loads.tick(DEADLINE)
+    assert load.acts == [(ABANDON, 0), REPORT]
+    assert isinstance(load.error, DeadlineError)
+    assert "(stage: check, the producer still computes the pages)" in str(load.error)
+    assert "load_timeout" in str(load.error)
 
 
 def test_a_read_past_the_deadline_is_cancelled_and_waited_for() -> None:
-    harness = LoadHarness(*read_ranks(0))
-    assert harness.next_actions == [(LoadAction.READ, 0)]
-    harness.loads.tick(DEADLINE + 1)
-    harness.loads.tick(DEADLINE + 2)
-    assert harness.next_actions == [(LoadAction.CANCEL, 0)]
-    harness.loads.read(harness.id, 0)
-    assert harness.next_actions == [(LoadAction.ABANDON, 0), (LoadAction.REPORT, -1)]
-    assert isinstance(harness.error, DeadlineError)
+    load = Load(0)
+    assert load.acts == [(READ, 0)]
+    load.loads.tick(DEADLINE + 1)
+    load.loads.tick(DEADLINE + 2)
+    assert load.acts == [(CANCEL, 0)]
+    load.read()
+    assert load.acts == [(ABANDON, 0), REPORT]
+    assert isinstance(load.error, DeadlineError)
 
 
 def test_a_failed_handshake_fails_the_load_and_notifies_no_rank() -> None:
-    harness = LoadHarness(handshake=False)
-    failure = KVFerryError("nobody answers")
-    harness.loads.handshake_failed(harness.id, failure)
-    assert harness.next_actions == [(LoadAction.REPORT, -1)]
-    assert harness.error is failure
-    assert harness.is_over
+    load = Load(handshake=False)
+    load.loads.handshake_failed(load.id, CABLE)
+    assert load.acts == [REPORT]
+    assert load.error is CABLE
+    assert load.is_over
 
 
 def test_a_load_aborted_during_its_handshake_is_abandoned_after_it() -> None:
-    harness = LoadHarness(handshake=False)
-    harness.loads.abort(harness.id, KVFerryError("given up"))
-    assert harness.next_actions == [(LoadAction.REPORT, -1)]
-    assert len(harness.loads) == 0
-    assert harness.id in harness.loads
-    harness.loads.handshake_succeeded(harness.id, (*read_ranks(0), *notified_ranks(1)))
-    assert harness.next_actions == [(LoadAction.ABANDON, 0), (LoadAction.ABANDON, 1)]
-    assert harness.is_over
+    load = Load(handshake=False)
+    load.abort()
+    assert load.acts == [REPORT]
+    assert len(load.loads) == 0
+    assert load.id in load.loads
+    load.connect(0, notified=(1,))
+    assert load.acts == [(ABANDON, 0), (ABANDON, 1)]
+    assert load.is_over
 
 
 def test_a_load_aborted_during_a_handshake_that_fails_is_reported_once() -> None:
-    harness = LoadHarness(handshake=False)
-    aborted = KVFerryError("given up")
-    harness.loads.abort(harness.id, aborted)
-    harness.loads.tick(DEADLINE)
-    harness.loads.abort(harness.id, KVFerryError("again"))
-    harness.loads.handshake_failed(harness.id, KVFerryError("nobody answers"))
-    assert harness.next_actions == [(LoadAction.REPORT, -1)]
-    assert harness.error is aborted
-    assert harness.is_over
-
-
-def test_a_load_that_reads_nothing_succeeds_and_sends_done_to_all_ranks() -> None:
-    harness = LoadHarness(*read_ranks(0), *notified_ranks(1), reads_pages=False)
-    assert harness.next_actions == [
-        (LoadAction.DONE, 0),
-        (LoadAction.DONE, 1),
-        (LoadAction.REPORT, -1),
-    ]
-    assert harness.error is None
-
-
-def test_a_load_without_remote_ranks_is_reported_at_once() -> None:
-    harness = LoadHarness()
-    assert harness.next_actions == [(LoadAction.REPORT, -1)]
-    assert harness.error is None
-    assert harness.is_over
+    load = Load(handshake=False)
+    load.abort()
+    load.loads.tick(DEADLINE)
+    load.abort(KVFerryError("again"))
+    load.loads.handshake_failed(load.id, CABLE)
+    assert load.acts == [REPORT]
+    assert load.error is GIVEN_UP
+    assert load.is_over
 
 
 def test_unexpected_events_change_nothing() -> None:
-    harness = LoadHarness(*read_ranks(0))
-    assert harness.next_actions == [(LoadAction.READ, 0)]
-    late = TransportError("late")
-    for load_id, rank in ((LoadId(99), 0), (harness.id, 5)):
-        harness.loads.read(load_id, rank)
-        harness.loads.lost(load_id, rank, late)
-        harness.loads.failing(load_id, rank, late)
-        harness.loads.checked(load_id, rank, HOLD.ready)
-        harness.loads.fenced(load_id, rank, HOLD.ready)
-    harness.loads.handshake_succeeded(LoadId(99), read_ranks(0))
-    harness.loads.handshake_failed(LoadId(99), late)
-    harness.loads.abort(LoadId(99), late)
-    harness.loads.checked(harness.id, 0, NOTHING)
-    harness.loads.fenced(harness.id, 0, HOLD.ready)
-    harness.loads.handshake_succeeded(harness.id, read_ranks(0))
-    harness.loads.handshake_failed(harness.id, late)
-    assert harness.next_actions == []
-    harness.fence()
-    assert harness.next_actions == [(LoadAction.FENCE, 0), (LoadAction.REPORT, -1)]
-    harness.loads.abort(harness.id, late)
-    harness.loads.tick(DEADLINE)
-    harness.loads.handshake_succeeded(harness.id, read_ranks(0))
-    assert harness.next_actions == []
+    load = Load(0)
+    assert load.acts == [(READ, 0)]
+    for load_id, rank in ((LoadId(99), 0), (load.id, 5)):
+        load.loads.read(load_id, rank)
+        load.loads.lost(load_id, rank, CABLE)
+        load.loads.failing(load_id, rank, CABLE)
+        load.loads.checked(load_id, rank, HOLD.ready)
+        load.loads.fenced(load_id, rank, HOLD.ready)
+    load.loads.handshake_succeeded(LoadId(99), ranks(0))
+    load.loads.handshake_failed(LoadId(99), CABLE)
+    load.loads.abort(LoadId(99), CABLE)
+    load.check(NOTHING)
+    load.loads.fenced(load.id, 0, HOLD.ready)
+    load.connect(0)
+    load.loads.handshake_failed(load.id, CABLE)
+    assert load.acts == []
+    load.fence()
+    assert load.acts == [(FENCE, 0), REPORT]
+    load.abort()
+    load.loads.tick(DEADLINE)
+    load.connect(0)
+    assert load.acts == []
 
 
 def test_errors_of_a_rank_that_is_over_do_not_fail_the_load() -> None:
-    harness = LoadHarness(*read_ranks(0, 1))
-    harness.fence(0)
-    harness.loads.lost(harness.id, 0, TransportError("late"))
-    harness.loads.failing(harness.id, 0, TransportError("late"))
-    harness.fence(1)
-    assert harness.next_actions[-1] == (LoadAction.REPORT, -1)
-    assert harness.error is None
+    load = Load(0, 1)
+    load.fence(0)
+    load.lose()
+    load.loads.failing(load.id, 0, CABLE)
+    load.fence(1)
+    assert load.acts[-1] == REPORT
+    assert load.error is None
 
 
 def test_pages_are_wanted_until_the_load_fails_or_ends() -> None:
-    good, bad = LoadHarness(*read_ranks(0)), LoadHarness(*read_ranks(0))
-    assert good.loads.wanted(good.id)
-    assert bad.loads.wanted(bad.id)
-    bad.loads.failing(bad.id, 0, TransportError("cable"))
-    assert not bad.loads.wanted(bad.id)
+    good, bad, late = Load(0), Load(0), Load(handshake=False)
+    assert all(each.loads.wanted(each.id) for each in (good, bad, late))
     good.fence()
-    assert not good.loads.wanted(good.id)
-    late = LoadHarness(handshake=False)
-    assert late.loads.wanted(late.id)
-    late.loads.abort(late.id, KVFerryError("given up"))
+    bad.loads.failing(bad.id, 0, CABLE)
+    late.abort()
     assert late.id in late.loads
-    assert not late.loads.wanted(late.id)
+    assert not any(each.loads.wanted(each.id) for each in (good, bad, late))
 
 
 def test_loads_are_independent_and_ids_are_not_reused() -> None:
-    loads = Loads()
-    ids = []
+    loads, ids = Loads(), []
     for _ in range(3):
         ids.append(loads.begin(REQUEST, HOLD, computed=True, reads=True, deadline=DEADLINE))
-        loads.handshake_succeeded(ids[-1], read_ranks(0))
-    loads.lost(ids[1], 0, TransportError("cable"))
+        loads.handshake_succeeded(ids[-1], ranks(0))
+    loads.lost(ids[1], 0, CABLE)
     assert len(loads) == 2
     again = loads.begin(REQUEST, HOLD, computed=True, reads=True, deadline=DEADLINE)
     assert len({*ids, again}) == 4
     reports = [a for a in loads.take_actions() if a.op is LoadAction.REPORT]
-    assert [(a.load, type(a.error)) for a in reports] == [(ids[1], TransportError)]
-    assert Action(op=LoadAction.READ, load=ids[0]).rank == -1
+    assert [(each.load, each.error) for each in reports] == [(ids[1], CABLE)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvferry.core.lifecycle import worker_holds as module
-from kvferry.core.lifecycle.holds import Hold, HoldEnd, Incarnation, RequestId
+from kvferry.core.lifecycle.holds import Hold, Incarnation, RequestId
 from kvferry.core.lifecycle.reclamation import (
     ASK_SECONDS,
     GONE_SECONDS,
@@ -13,7 +13,6 @@ from kvferry.core.lifecycle.reclamation import (
     Silence,
     silent_everywhere,
 )
-from kvferry.core.lifecycle.scheduler_holds import SchedulerHolds
 from kvferry.core.lifecycle.worker_holds import ReleaseOutcome, WorkerHolds
 from kvferry.core.messages import Heartbeat, Release, Renewal
 
@@ -208,75 +207,3 @@ def test_an_answer_is_used_once() -> None:
     assert pressure.take_silent() == [silence(0, 9.0)]
     assert pressure.take_silent() == []
     assert (pressure.enough(3), pressure.enough(30)) == (10, 30)
-
-
-class SchedulerHoldsHarness:
-    """``SchedulerHolds`` with eight tickets of two pages each."""
-
-    def __init__(self) -> None:
-        self.scheduler_holds = SchedulerHolds(8)
-        self.holds: dict[RequestId, Hold] = {}
-        for number in range(8):
-            request = RequestId(f"r{number}")
-            self.scheduler_holds.take_on(request)
-            hold = self.scheduler_holds.ticket(
-                request, LEASE, frozenset([2 * number, 2 * number + 1])
-            )
-            assert hold is not None
-            self.holds[request] = hold
-        self.scheduler_holds.drain()
-
-    def silences(self, *numbers: int) -> list[Silence]:
-        requests = [RequestId(f"r{number}") for number in numbers]
-        return [Silence(request=each, hold=self.holds[each], age=9.0) for each in requests]
-
-
-def test_as_many_holds_are_given_up_as_needed() -> None:
-    harness = SchedulerHoldsHarness()
-    silent = harness.silences(5, 3, 1, 0)
-    assert harness.scheduler_holds.give_up(silent, 3) == silent[:2]
-    assert harness.scheduler_holds.drain().ends == tuple(each.hold for each in silent[:2])
-    assert (
-        harness.scheduler_holds.held_pages,
-        harness.scheduler_holds.ticketed,
-        harness.scheduler_holds.held,
-    ) == (12, 6, 8)
-    assert harness.scheduler_holds.take_evicted() == []
-    assert harness.scheduler_holds.sent(silent[0].request) is HoldEnd.ORPHANED
-    assert harness.scheduler_holds.sent(silent[2].request) is None
-
-
-def test_holds_that_were_given_up_sent_or_replaced_are_not_given_up() -> None:
-    harness = SchedulerHoldsHarness()
-    first, second = harness.silences(5, 3)
-    assert harness.scheduler_holds.give_up([first], 2) == [first]
-    other_hold = Silence(request=second.request, hold=Hold(slot=3, generation=1), age=9.0)
-    assert harness.scheduler_holds.give_up([first, other_hold], 2) == []
-    harness.scheduler_holds.sent(second.request)
-    assert harness.scheduler_holds.give_up([second], 2) == []
-
-
-def test_holds_that_a_reset_ended_are_not_given_up() -> None:
-    harness = SchedulerHoldsHarness()
-    harness.scheduler_holds.reset()
-    ends = harness.scheduler_holds.drain().ends
-    assert harness.scheduler_holds.give_up(harness.silences(5, 3), 4) == []
-    assert (len(ends), harness.scheduler_holds.ticketed, harness.scheduler_holds.held_pages) == (
-        8,
-        0,
-        0,
-    )
-    assert not harness.scheduler_holds.drain()
-
-
-def test_pages_are_coming_back_until_the_last_given_up_request_is_sent() -> None:
-    harness = SchedulerHoldsHarness()
-    assert not harness.scheduler_holds.ending
-    harness.scheduler_holds.give_up(harness.silences(5, 3), 4)
-    assert harness.scheduler_holds.ending
-    harness.scheduler_holds.sent(RequestId("r5"))
-    assert harness.scheduler_holds.ending
-    harness.scheduler_holds.sent(RequestId("r3"))
-    assert not harness.scheduler_holds.ending
-    harness.scheduler_holds.reset()
-    assert harness.scheduler_holds.ending

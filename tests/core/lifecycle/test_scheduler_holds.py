@@ -7,300 +7,229 @@ import pickle
 import pytest
 
 from kvferry.core.lifecycle.holds import Hold, HoldEnd, RequestId
+from kvferry.core.lifecycle.reclamation import Silence
 from kvferry.core.lifecycle.scheduler_holds import HoldOrders, SchedulerHolds
 
 A, B, C = (RequestId(name) for name in "abc")
+LEASE, TTL = 30.0, 480.0
 
 
-def take_on(scheduler_holds: SchedulerHolds, request: RequestId) -> Hold:
-    hold = scheduler_holds.take_on(request)
+def take_on(holds: SchedulerHolds, request: RequestId = A) -> Hold:
+    hold = holds.take_on(request)
     assert hold is not None
     return hold
 
 
-def test_a_request_is_taken_on_ticketed_and_sent() -> None:
-    scheduler_holds = SchedulerHolds(4)
-    hold = take_on(scheduler_holds, A)
-    assert scheduler_holds.drain() == HoldOrders(take_ons=((A, hold),))
-    assert scheduler_holds.ticket(A, 30.0) == hold
-    assert scheduler_holds.drain() == HoldOrders(ready=((hold, 30.0),))
-    assert scheduler_holds.held == 1
-    scheduler_holds.sent(A)
-    assert scheduler_holds.held == 0
-    assert not scheduler_holds.drain()
+def ticket(holds: SchedulerHolds, name: str, *pages: int, ttl: float | None = None) -> Hold | None:
+    """Take a request on, and give it a ticket for these pages."""
+    take_on(holds, RequestId(name))
+    return holds.ticket(RequestId(name), LEASE, frozenset(pages), ttl=ttl)
 
 
-def test_a_preempted_request_gets_a_new_hold_in_its_slot() -> None:
-    scheduler_holds = SchedulerHolds(1)
-    old = take_on(scheduler_holds, A)
-    scheduler_holds.drain()
-    new = take_on(scheduler_holds, A)
-    assert new.slot == old.slot
-    assert new.generation != old.generation
-    assert scheduler_holds.drain() == HoldOrders(drops=(old,), take_ons=((A, new),))
-    assert scheduler_holds.take_on(B) is None
-    assert scheduler_holds.ticket(A, 30.0) == new
+@pytest.fixture
+def one() -> SchedulerHolds:
+    """Return holds with a single slot."""
+    return SchedulerHolds(1)
 
 
-def test_a_hold_that_the_workers_never_heard_of_is_replaced_without_a_drop() -> None:
-    scheduler_holds = SchedulerHolds(1)
-    take_on(scheduler_holds, A)
-    new = take_on(scheduler_holds, A)
-    assert scheduler_holds.drain() == HoldOrders(take_ons=((A, new),))
+@pytest.fixture
+def four() -> SchedulerHolds:
+    """Return holds with sixteen slots, limited to four pages."""
+    return SchedulerHolds(16, max_pages=4)
 
 
-def test_a_request_that_is_dropped_after_a_preemption_frees_its_slot_once() -> None:
-    scheduler_holds = SchedulerHolds(1)
-    old = take_on(scheduler_holds, A)
-    scheduler_holds.drain()
-    take_on(scheduler_holds, A)
-    assert scheduler_holds.drop(A)
-    other = take_on(scheduler_holds, B)
-    assert scheduler_holds.drain() == HoldOrders(drops=(old,), take_ons=((B, other),))
-    assert scheduler_holds.take_on(C) is None
+@pytest.fixture
+def six() -> SchedulerHolds:
+    """Return holds with sixteen slots, limited to six pages."""
+    return SchedulerHolds(16, max_pages=6)
 
 
-def test_a_watermark_is_ordered_once_for_the_newest_tokens() -> None:
-    scheduler_holds = SchedulerHolds(4)
-    hold = take_on(scheduler_holds, A)
-    assert scheduler_holds.mark(B, 16) is None
-    assert scheduler_holds.mark(A, 16) == hold
-    assert scheduler_holds.mark(A, 32) == hold
-    orders = scheduler_holds.drain()
-    assert orders.watermarks == ((hold, 32),)
-    assert orders.needs_device
-    assert not scheduler_holds.drain()
-
-
-@pytest.mark.parametrize("end", ["ticket", "drop", "preemption"])
-def test_a_watermark_is_not_ordered_for_a_hold_that_is_computed_or_gone(end: str) -> None:
-    scheduler_holds = SchedulerHolds(4)
-    take_on(scheduler_holds, A)
-    scheduler_holds.drain()
-    scheduler_holds.mark(A, 16)
-    if end == "ticket":
-        scheduler_holds.ticket(A, 30.0)
-        assert scheduler_holds.mark(A, 32) is None
-    elif end == "drop":
-        scheduler_holds.drop(A)
-    else:
-        scheduler_holds.take_on(A)
-    assert not scheduler_holds.drain().watermarks
-
-
-def test_requests_get_distinct_slots_and_generations() -> None:
-    scheduler_holds = SchedulerHolds(64)
-    holds = [take_on(scheduler_holds, RequestId(f"r{i}")) for i in range(64)]
-    assert {hold.slot for hold in holds} == set(range(64))
-    assert len({hold.generation for hold in holds}) == 64
-
-
-def test_two_incarnations_of_an_engine_share_no_generation() -> None:
-    incarnations = [SchedulerHolds(8), SchedulerHolds(8)]
-    drawn = [
-        [take_on(incarnation, RequestId(f"r{i}")).generation for i in range(8)]
-        for incarnation in incarnations
-    ]
-    assert not set(drawn[0]) & set(drawn[1])
-
-
-def test_without_a_free_slot_there_is_no_hold() -> None:
-    scheduler_holds = SchedulerHolds(1)
-    take_on(scheduler_holds, A)
-    assert scheduler_holds.take_on(B) is None
-    assert scheduler_holds.ticket(B, 30.0) is None
-    assert not scheduler_holds.drop(B)
-
-
-def test_the_slot_of_a_sent_request_is_free_again() -> None:
-    scheduler_holds = SchedulerHolds(1)
-    hold = take_on(scheduler_holds, A)
-    scheduler_holds.ticket(A, 30.0)
-    assert scheduler_holds.take_on(B) is None
-    scheduler_holds.sent(A)
-    again = take_on(scheduler_holds, B)
+def test_a_request_is_taken_on_ticketed_and_sent(one: SchedulerHolds) -> None:
+    assert one.ticket(A, LEASE) is None
+    hold = take_on(one)
+    assert one.drain() == HoldOrders(take_ons=((A, hold),))
+    one.sent(A)
+    one.sent(B)
+    assert one.held == 1
+    assert one.ticket(A, LEASE) == hold
+    assert one.drain() == HoldOrders(ready=((hold, LEASE),))
+    assert one.ticket(A, LEASE) is None
+    assert one.take_on(A) is None
+    assert one.drop(A) is False
+    assert (one.held, one.take_on(B)) == (1, None)
+    one.sent(A)
+    assert one.held == 0
+    assert not one.drain()
+    again = take_on(one, B)
     assert again.slot == hold.slot
     assert again.generation != hold.generation
 
 
-def test_the_slot_of_a_dropped_request_is_free_once_the_order_is_drained() -> None:
-    scheduler_holds = SchedulerHolds(1)
-    hold = take_on(scheduler_holds, A)
-    scheduler_holds.drain()
-    assert scheduler_holds.drop(A)
-    assert scheduler_holds.held == 0
-    assert scheduler_holds.take_on(B) is None
-    assert scheduler_holds.drain() == HoldOrders(drops=(hold,))
-    assert take_on(scheduler_holds, B).slot == hold.slot
+def test_a_preempted_request_gets_a_new_hold_in_its_slot(one: SchedulerHolds) -> None:
+    old = take_on(one)
+    one.drain()
+    new = take_on(one)
+    assert new.slot == old.slot
+    assert new.generation != old.generation
+    assert one.drain() == HoldOrders(drops=(old,), take_ons=((A, new),))
+    assert one.take_on(B) is None
+    assert one.ticket(A, LEASE) == new
 
 
-def test_a_drop_before_the_take_on_was_drained_makes_no_order() -> None:
-    scheduler_holds = SchedulerHolds(1)
-    take_on(scheduler_holds, A)
-    assert scheduler_holds.drop(A)
-    assert not scheduler_holds.drain()
-    assert scheduler_holds.take_on(B) is not None
+def test_a_hold_that_the_workers_never_heard_of_is_replaced_without_a_drop(
+    one: SchedulerHolds,
+) -> None:
+    take_on(one)
+    new = take_on(one)
+    assert one.drain() == HoldOrders(take_ons=((A, new),))
 
 
-def test_a_ticket_is_made_once_and_its_request_cannot_be_dropped() -> None:
-    scheduler_holds = SchedulerHolds(4)
-    assert scheduler_holds.ticket(A, 30.0) is None
-    take_on(scheduler_holds, A)
-    scheduler_holds.ticket(A, 30.0)
-    assert scheduler_holds.ticket(A, 30.0) is None
-    assert scheduler_holds.drop(A) is False
-    assert scheduler_holds.held == 1
+def test_a_request_that_is_dropped_after_a_preemption_frees_its_slot_once(
+    one: SchedulerHolds,
+) -> None:
+    old = take_on(one)
+    one.drain()
+    take_on(one)
+    assert one.drop(A)
+    other = take_on(one, B)
+    assert one.drain() == HoldOrders(drops=(old,), take_ons=((B, other),))
+    assert one.take_on(C) is None
 
 
-def test_a_request_id_that_is_still_held_is_not_taken_on_again() -> None:
-    scheduler_holds = SchedulerHolds(4)
-    take_on(scheduler_holds, A)
-    scheduler_holds.ticket(A, 30.0)
-    assert scheduler_holds.take_on(A) is None
-    scheduler_holds.sent(A)
-    assert scheduler_holds.take_on(A) is not None
+def test_without_a_free_slot_there_is_no_hold(one: SchedulerHolds) -> None:
+    take_on(one)
+    assert one.take_on(B) is None
+    assert one.ticket(B, LEASE) is None
+    assert not one.drop(B)
 
 
-def test_sent_is_ignored_for_requests_without_a_ticket() -> None:
-    scheduler_holds = SchedulerHolds(4)
-    take_on(scheduler_holds, A)
-    scheduler_holds.sent(A)
-    scheduler_holds.sent(B)
-    assert scheduler_holds.held == 1
+def test_the_slot_of_a_dropped_request_is_free_once_the_order_is_drained(
+    one: SchedulerHolds,
+) -> None:
+    hold = take_on(one)
+    one.drain()
+    assert one.drop(A)
+    assert (one.held, one.take_on(B)) == (0, None)
+    assert one.drain() == HoldOrders(drops=(hold,))
+    assert take_on(one, B).slot == hold.slot
+
+
+def test_a_drop_before_the_take_on_was_drained_makes_no_order(one: SchedulerHolds) -> None:
+    take_on(one)
+    assert one.drop(A)
+    assert not one.drain()
+    assert one.take_on(B) is not None
+
+
+def test_a_watermark_is_ordered_once_for_the_newest_tokens(one: SchedulerHolds) -> None:
+    hold = take_on(one)
+    assert one.mark(B, 16) is None
+    assert one.mark(A, 16) == one.mark(A, 32) == hold
+    orders = one.drain()
+    assert orders.watermarks == ((hold, 32),)
+    assert orders.needs_device
+    assert not one.drain()
+
+
+@pytest.mark.parametrize("end", ["ticket", "drop", "preemption"])
+def test_a_watermark_is_not_ordered_for_a_hold_that_is_computed_or_gone(
+    end: str, one: SchedulerHolds
+) -> None:
+    take_on(one)
+    one.drain()
+    one.mark(A, 16)
+    if end == "ticket":
+        one.ticket(A, LEASE)
+        assert one.mark(A, 32) is None
+    elif end == "drop":
+        one.drop(A)
+    else:
+        one.take_on(A)
+    assert not one.drain().watermarks
+
+
+def test_requests_get_distinct_slots_and_no_two_incarnations_share_a_generation() -> None:
+    incarnations = [SchedulerHolds(64), SchedulerHolds(64)]
+    taken = [[take_on(each, RequestId(f"r{i}")) for i in range(64)] for each in incarnations]
+    assert all({hold.slot for hold in holds} == set(range(64)) for holds in taken)
+    assert len({hold.generation for holds in taken for hold in holds}) == 128
 
 
 def test_a_reset_ends_ticketed_holds_and_keeps_computing_ones() -> None:
-    scheduler_holds = SchedulerHolds(4)
-    late, early = take_on(scheduler_holds, A), take_on(scheduler_holds, B)
-    take_on(scheduler_holds, C)
-    scheduler_holds.ticket(B, 30.0)
-    scheduler_holds.ticket(A, 30.0)
-    scheduler_holds.drain()
-    scheduler_holds.reset()
-    scheduler_holds.reset()
-    assert scheduler_holds.drain() == HoldOrders(ends=(late, early))
-    assert scheduler_holds.held == 3
-    assert not scheduler_holds.drain()
-    scheduler_holds.reset()
-    assert scheduler_holds.drain().ends == (
-        late,
-        early,
-    )  # repeated, since no request was sent meanwhile
+    holds = SchedulerHolds(4)
+    late, early = take_on(holds, A), take_on(holds, B)
+    take_on(holds, C)
+    holds.ticket(B, LEASE)
+    holds.ticket(A, LEASE)
+    holds.drain()
+    holds.reset()
+    holds.reset()
+    assert holds.drain() == HoldOrders(ends=(late, early))
+    assert holds.held == 3
+    assert not holds.drain()
+    holds.reset()
+    # Repeated, since no request was sent meanwhile.
+    assert holds.drain().ends == (late, early)
 
 
-class LimitedHarness:
-    """``SchedulerHolds`` limited to four pages."""
-
-    def __init__(self) -> None:
-        self.scheduler_holds = SchedulerHolds(16, max_pages=4)
-
-    def hold(self, name: str, *pages: int, ttl: float | None = None) -> Hold | None:
-        take_on(self.scheduler_holds, RequestId(name))
-        return self.scheduler_holds.ticket(RequestId(name), 30.0, frozenset(pages), ttl=ttl)
-
-    def ends(self) -> tuple[Hold, ...]:
-        return self.scheduler_holds.drain().ends
+def test_the_oldest_tickets_are_evicted_when_too_many_pages_are_held(four: SchedulerHolds) -> None:
+    oldest, older = ticket(four, "a", 1, 2), ticket(four, "b", 3, 4)
+    assert not four.drain().ends
+    newest = ticket(four, "c", 5, 6)
+    assert four.drain().ends == (oldest,)
+    assert four.sent(A) is HoldEnd.EVICTED
+    ticket(four, "d", 7, 8, 9, 10)
+    assert four.drain().ends == (older, newest)
+    assert (four.take_evicted(), four.take_evicted()) == (["a", "b", "c"], [])
 
 
-def test_the_oldest_tickets_are_evicted_when_too_many_pages_are_held() -> None:
-    harness = LimitedHarness()
-    oldest, older = harness.hold("a", 1, 2), harness.hold("b", 3, 4)
-    assert not harness.ends()
-    newest = harness.hold("c", 5, 6)
-    assert harness.ends() == (oldest,)
-    assert newest is not None
-    harness.hold("d", 7, 8, 9, 10)
-    assert harness.ends() == (older, newest)
-    assert (harness.scheduler_holds.take_evicted(), harness.scheduler_holds.take_evicted()) == (
-        ["a", "b", "c"],
-        [],
-    )
+def test_a_revoked_ticket_ends_its_hold_in_the_same_orders(four: SchedulerHolds) -> None:
+    hold = take_on(four)
+    assert not four.revoke(A)
+    four.ticket(A, LEASE, frozenset({1, 2}))
+    assert [four.revoke(each) for each in (A, A, B)] == [True, False, False]
+    orders = four.drain()
+    assert (orders.ready, orders.ends) == (((hold, LEASE),), (hold,))
+    assert (four.held_pages, four.held, four.take_evicted()) == (0, 1, [])
+    assert four.sent(A) is HoldEnd.REVOKED
+    assert four.held == 0
 
 
-def test_an_evicted_request_that_is_sent_later_counts_once() -> None:
-    harness = LimitedHarness()
-    harness.hold("a", 1, 2)
-    harness.hold("b", 3, 4)
-    harness.hold("c", 5, 6)
-    assert harness.scheduler_holds.sent(RequestId("a")) is HoldEnd.EVICTED
-    assert harness.scheduler_holds.sent(RequestId("b")) is None
-    harness.hold("d", 7, 8)
-    assert harness.scheduler_holds.take_evicted() == ["a"]
+def test_holds_that_a_reset_ended_are_not_evicted(four: SchedulerHolds) -> None:
+    holds = ticket(four, "a", 1, 2), ticket(four, "b", 3, 4)
+    four.reset()
+    assert four.drain().ends == holds
+    ticket(four, "c", 5, 6)
+    assert four.take_evicted() == []
+    assert not four.drain().ends
+    assert four.sent(A) is HoldEnd.REVOKED
 
 
-def test_a_revoked_ticket_ends_its_hold_in_the_same_orders() -> None:
-    """Its pages count no longer, and it is not reported as evicted."""
-    scheduler_holds = SchedulerHolds(4, max_pages=3)
-    hold = take_on(scheduler_holds, A)
-    assert not scheduler_holds.revoke(A)
-    scheduler_holds.ticket(A, 30.0, frozenset({1, 2}))
-    assert scheduler_holds.revoke(A)
-    assert not scheduler_holds.revoke(A)
-    assert not scheduler_holds.revoke(B)
-    orders = scheduler_holds.drain()
-    assert (orders.ready, orders.ends) == (((hold, 30.0),), (hold,))
-    assert (scheduler_holds.held_pages, scheduler_holds.held) == (0, 1)
-    assert scheduler_holds.take_evicted() == []
-    assert scheduler_holds.sent(A) is HoldEnd.REVOKED
-    assert scheduler_holds.held == 0
+def test_the_first_reason_counts_for_a_ticket_that_a_reset_gives_up_again(
+    four: SchedulerHolds,
+) -> None:
+    ticket(four, "a", 1, 2, 3)
+    ticket(four, "b", 4, 5)
+    four.reset()
+    assert (four.sent(A), four.sent(B)) == (HoldEnd.EVICTED, HoldEnd.REVOKED)
 
 
-def test_holds_that_a_reset_ended_are_not_evicted() -> None:
-    """Their pages are freed anyway, so they are not reported as evicted."""
-    harness = LimitedHarness()
-    holds = harness.hold("a", 1, 2), harness.hold("b", 3, 4)
-    harness.scheduler_holds.reset()
-    assert harness.ends() == holds
-    harness.hold("c", 5, 6)
-    assert harness.scheduler_holds.take_evicted() == []
-    assert not harness.ends()
-    assert harness.scheduler_holds.sent(RequestId("a")) is HoldEnd.REVOKED
-
-
-def test_the_first_reason_counts_for_a_ticket_that_a_reset_gives_up_again() -> None:
-    harness = LimitedHarness()
-    harness.hold("a", 1, 2, 3)
-    harness.hold("b", 4, 5)
-    harness.scheduler_holds.reset()
-    assert harness.scheduler_holds.sent(RequestId("a")) is HoldEnd.EVICTED
-    assert harness.scheduler_holds.sent(RequestId("b")) is HoldEnd.REVOKED
-
-
-def test_pages_that_several_requests_share_count_once() -> None:
-    harness = LimitedHarness()
+def test_pages_that_several_requests_share_count_once(four: SchedulerHolds) -> None:
     for number in range(8):
-        harness.hold(f"r{number}", 1, 2, 3)
-    assert not harness.ends()
+        ticket(four, f"r{number}", 1, 2, 3)
+    assert not four.drain().ends
     for number in range(7):
-        harness.scheduler_holds.sent(RequestId(f"r{number}"))
-    harness.hold("other", 4, 5)
-    assert harness.scheduler_holds.take_evicted() == ["r7"]
+        assert four.sent(RequestId(f"r{number}")) is None
+    ticket(four, "other", 4, 5)
+    assert four.take_evicted() == ["r7"]
 
 
-def test_a_request_with_more_pages_than_the_limit_gets_no_ticket() -> None:
-    harness = LimitedHarness()
-    kept = harness.hold("a", 1)
-    assert not harness.scheduler_holds.fits(5)
-    assert harness.hold("b", 2, 3, 4, 5, 6) is None
-    assert harness.scheduler_holds.drop(RequestId("b"))
-    assert kept not in harness.ends()
-
-
-def test_a_conversation_makes_no_ticket_of_a_prompt_go() -> None:
-    """It gets a ticket only beside those, for which other conversations go, without a warning."""
-    harness = LimitedHarness()
-    firm = harness.hold("prompt", 1, 2)
-    older = harness.hold("older", 2, 3, ttl=480.0)
-    assert not harness.scheduler_holds.has_room(frozenset({3, 4, 5}))
-    assert harness.hold("large", 3, 4, 5, ttl=480.0) is None
-    assert harness.ends() == ()
-    newer = harness.hold("newer", 4, 5, ttl=480.0)
-    assert harness.ends() == (older,)
-    harness.hold("another prompt", 6, 7)
-    assert harness.ends() == (newer,)
-    harness.hold("third prompt", 8)
-    assert harness.ends() == (firm,)
-    assert harness.scheduler_holds.take_evicted() == ["prompt"]
+def test_a_request_with_more_pages_than_the_limit_gets_no_ticket(four: SchedulerHolds) -> None:
+    kept = ticket(four, "a", 1)
+    assert not four.fits(5)
+    assert ticket(four, "b", 2, 3, 4, 5, 6) is None
+    assert four.drop(B)
+    assert kept not in four.drain().ends
 
 
 ANY = Hold(slot=0, generation=1)
@@ -311,142 +240,176 @@ ANY = Hold(slot=0, generation=1)
     [
         HoldOrders(drops=(ANY,)),
         HoldOrders(take_ons=((A, ANY),)),
-        HoldOrders(ready=((ANY, 30.0),)),
+        HoldOrders(ready=((ANY, LEASE),)),
         HoldOrders(ends=(ANY,)),
     ],
 )
-def test_orders_of_any_kind_are_true(orders: HoldOrders) -> None:
+def test_orders_of_any_kind_are_true_and_can_be_pickled(orders: HoldOrders) -> None:
     assert orders
     assert not HoldOrders()
-
-
-def test_orders_can_be_pickled() -> None:
-    scheduler_holds = SchedulerHolds(4)
-    take_on(scheduler_holds, A)
-    scheduler_holds.ticket(A, 30.0)
-    scheduler_holds.reset()
-    orders = scheduler_holds.drain()
-    assert orders.take_ons
-    assert orders.ready
-    assert orders.ends
     assert pickle.loads(pickle.dumps(orders)) == orders
 
 
-class ConversationsHarness(LimitedHarness):
-    """``SchedulerHolds`` limited to six pages, with holds of prompts and of answers."""
-
-    def __init__(self) -> None:
-        self.scheduler_holds = SchedulerHolds(16, max_pages=6)
-
-    def answer(self, name: str, *pages: int) -> Hold | None:
-        take_on(self.scheduler_holds, RequestId(name))
-        return self.scheduler_holds.ticket(RequestId(name), 30.0, frozenset(pages), ttl=480.0)
+# Answers, which are held for the next turn of a conversation.
 
 
-def test_a_conversation_s_ticket_tells_the_workers_its_time_to_live() -> None:
-    harness = ConversationsHarness()
-    hold = harness.answer("a", 1, 2)
-    prompt = harness.hold("p", 3)
-    orders = harness.scheduler_holds.drain()
-    assert (orders.ready, orders.ttls) == (((hold, 30.0), (prompt, 30.0)), ((hold, 480.0),))
-    assert not harness.scheduler_holds.drain().ttls
+def test_a_conversation_makes_no_ticket_of_a_prompt_go(four: SchedulerHolds) -> None:
+    firm = ticket(four, "prompt", 1, 2)
+    older = ticket(four, "older", 2, 3, ttl=TTL)
+    assert not four.has_room(frozenset({3, 4, 5}))
+    assert ticket(four, "large", 3, 4, 5, ttl=TTL) is None
+    assert four.drain().ends == ()
+    newer = ticket(four, "newer", 4, 5, ttl=TTL)
+    assert four.drain().ends == (older,)
+    ticket(four, "another prompt", 6, 7)
+    assert four.drain().ends == (newer,)
+    ticket(four, "third prompt", 8)
+    assert four.drain().ends == (firm,)
+    assert four.take_evicted() == ["prompt"]
 
 
-def test_as_many_answers_are_reclaimed_as_needed_the_oldest_first() -> None:
-    harness = ConversationsHarness()
-    holds = [harness.answer(name, 2 * i, 2 * i + 1) for i, name in enumerate("abc")]
-    harness.scheduler_holds.drain()
-    assert harness.scheduler_holds.reclaimable_pages == 6
-    assert harness.scheduler_holds.reclaim(3) == 2
-    assert harness.ends() == tuple(holds[:2])
-    assert harness.scheduler_holds.reclaiming
-    assert (harness.scheduler_holds.held_pages, harness.scheduler_holds.ticketed) == (2, 1)
-    assert harness.scheduler_holds.reclaim(99) == 1
-    assert harness.scheduler_holds.reclaim(1) == 0
-    assert harness.scheduler_holds.take_evicted() == []
-    assert {harness.scheduler_holds.sent(RequestId(each)) for each in "abc"} == {HoldEnd.RECLAIMED}
-    assert not harness.scheduler_holds.reclaiming
+def test_a_conversation_s_ticket_tells_the_workers_its_time_to_live(six: SchedulerHolds) -> None:
+    hold, prompt = ticket(six, "a", 1, 2, ttl=TTL), ticket(six, "p", 3)
+    orders = six.drain()
+    assert (orders.ready, orders.ttls) == (((hold, LEASE), (prompt, LEASE)), ((hold, TTL),))
+    assert not six.drain().ttls
 
 
-def test_a_page_of_several_answers_is_free_when_all_are_reclaimed() -> None:
-    harness = ConversationsHarness()
+def test_as_many_answers_are_reclaimed_as_needed_the_oldest_first(six: SchedulerHolds) -> None:
+    holds = [ticket(six, name, 2 * i, 2 * i + 1, ttl=TTL) for i, name in enumerate("abc")]
+    six.drain()
+    assert six.reclaimable_pages == 6
+    assert six.reclaim(3) == 2
+    assert six.drain().ends == tuple(holds[:2])
+    assert six.reclaiming
+    assert (six.held_pages, six.ticketed) == (2, 1)
+    assert (six.reclaim(99), six.reclaim(1)) == (1, 0)
+    assert six.take_evicted() == []
+    assert {six.sent(each) for each in (A, B, C)} == {HoldEnd.RECLAIMED}
+    assert not six.reclaiming
+
+
+def test_a_page_of_several_answers_is_free_when_all_are_reclaimed(six: SchedulerHolds) -> None:
     for name in "abc":
-        harness.answer(name, 1, 2)
-    assert harness.scheduler_holds.reclaimable_pages == 2
-    assert harness.scheduler_holds.reclaim(1) == 3
+        ticket(six, name, 1, 2, ttl=TTL)
+    assert six.reclaimable_pages == 2
+    assert six.reclaim(1) == 3
 
 
-def test_prompts_are_not_reclaimed() -> None:
+def test_prompts_are_not_reclaimed(six: SchedulerHolds) -> None:
     """Pages that a prompt's ticket holds, too, stay held when an answer is reclaimed."""
-    harness = ConversationsHarness()
-    harness.hold("p", 1, 2)
-    answer = harness.answer("a", 2, 3)
-    harness.scheduler_holds.drain()
-    assert harness.scheduler_holds.reclaimable_pages == 1
-    assert harness.scheduler_holds.reclaim(3) == 1
-    assert harness.ends() == (answer,)
-    assert harness.scheduler_holds.held_pages == 2
+    ticket(six, "p", 1, 2)
+    answer = ticket(six, "a", 2, 3, ttl=TTL)
+    six.drain()
+    assert six.reclaimable_pages == 1
+    assert six.reclaim(3) == 1
+    assert six.drain().ends == (answer,)
+    assert six.held_pages == 2
 
 
-def test_answers_are_evicted_before_prompts() -> None:
-    harness = ConversationsHarness()
-    prompt = harness.hold("p", 1, 2)
-    answers = harness.answer("a", 3, 4), harness.answer("b", 5, 6)
-    assert not harness.ends()
-    harness.hold("q", 7, 8, 9)
-    assert harness.ends() == answers
-    harness.hold("r", 10, 11)
-    assert harness.ends() == (prompt,)
-    assert harness.scheduler_holds.take_evicted() == ["p"]
-    assert harness.scheduler_holds.sent(RequestId("a")) is HoldEnd.EVICTED
+def test_answers_are_evicted_before_prompts(six: SchedulerHolds) -> None:
+    prompt = ticket(six, "p", 1, 2)
+    answers = ticket(six, "a", 3, 4, ttl=TTL), ticket(six, "b", 5, 6, ttl=TTL)
+    assert not six.drain().ends
+    ticket(six, "q", 7, 8, 9)
+    assert six.drain().ends == answers
+    ticket(six, "r", 10, 11)
+    assert six.drain().ends == (prompt,)
+    assert six.take_evicted() == ["p"]
+    assert six.sent(A) is HoldEnd.EVICTED
 
 
-def test_an_answer_evicts_other_answers_only() -> None:
-    harness = ConversationsHarness()
-    harness.hold("p", 1, 2, 3)
-    older = harness.answer("a", 4, 5, 6)
-    assert harness.scheduler_holds.has_room(frozenset({3, 7, 8, 9}))
-    assert harness.answer("b", 3, 7, 8, 9) is not None
-    assert harness.ends() == (older,)
-    assert not harness.scheduler_holds.has_room(frozenset({7, 8, 9, 10}))
-    assert harness.answer("c", 7, 8, 9, 10) is None
-    assert harness.scheduler_holds.drop(RequestId("c"))
-    assert not harness.ends()
+def test_an_answer_evicts_other_answers_only(six: SchedulerHolds) -> None:
+    ticket(six, "p", 1, 2, 3)
+    older = ticket(six, "a", 4, 5, 6, ttl=TTL)
+    assert six.has_room(frozenset({3, 7, 8, 9}))
+    assert ticket(six, "b", 3, 7, 8, 9, ttl=TTL) is not None
+    assert six.drain().ends == (older,)
+    assert not six.has_room(frozenset({7, 8, 9, 10}))
+    assert ticket(six, "c", 7, 8, 9, 10, ttl=TTL) is None
+    assert six.drop(C)
+    assert not six.drain().ends
     assert SchedulerHolds(4).has_room(frozenset(range(99)))
 
 
-def test_a_prompt_that_was_sent_leaves_room_for_answers() -> None:
-    harness = ConversationsHarness()
-    harness.hold("p", 1, 2, 3, 4)
-    harness.answer("a", 5)
-    assert harness.scheduler_holds.reclaimable_pages == 1
-    assert not harness.scheduler_holds.has_room(frozenset({6, 7, 8}))
-    harness.scheduler_holds.sent(RequestId("p"))
-    assert harness.scheduler_holds.reclaimable_pages == 1
-    assert harness.scheduler_holds.has_room(frozenset({6, 7, 8, 9, 10, 11}))
+def test_a_prompt_that_was_sent_leaves_room_for_answers(six: SchedulerHolds) -> None:
+    ticket(six, "p", 1, 2, 3, 4)
+    ticket(six, "a", 5, ttl=TTL)
+    assert six.reclaimable_pages == 1
+    assert not six.has_room(frozenset({6, 7, 8}))
+    six.sent(RequestId("p"))
+    assert six.reclaimable_pages == 1
+    assert six.has_room(frozenset({6, 7, 8, 9, 10, 11}))
 
 
-def test_answers_that_ended_otherwise_are_not_reclaimed() -> None:
-    harness = ConversationsHarness()
+def test_answers_that_ended_otherwise_are_not_reclaimed(six: SchedulerHolds) -> None:
     for name in "abc":
-        harness.answer(name, ord(name))
-    harness.scheduler_holds.revoke(RequestId("a"))
-    harness.scheduler_holds.sent(RequestId("b"))
-    assert harness.scheduler_holds.reclaim(9) == 1
-    assert harness.scheduler_holds.reclaimable_pages == 0
-    assert harness.scheduler_holds.sent(RequestId("a")) is HoldEnd.REVOKED
-    assert harness.scheduler_holds.sent(RequestId("c")) is HoldEnd.RECLAIMED
-    harness.answer("d", 4)
-    harness.scheduler_holds.reset()
-    assert harness.scheduler_holds.reclaim(9) == 0
-    assert not harness.scheduler_holds.reclaiming
-    assert harness.scheduler_holds.sent(RequestId("d")) is HoldEnd.REVOKED
+        ticket(six, name, ord(name), ttl=TTL)
+    six.revoke(A)
+    six.sent(B)
+    assert six.reclaim(9) == 1
+    assert six.reclaimable_pages == 0
+    assert (six.sent(A), six.sent(C)) == (HoldEnd.REVOKED, HoldEnd.RECLAIMED)
+    ticket(six, "d", 4, ttl=TTL)
+    six.reset()
+    assert six.reclaim(9) == 0
+    assert not six.reclaiming
+    assert six.sent(RequestId("d")) is HoldEnd.REVOKED
 
 
-def test_a_reset_keeps_the_reason_of_answers_that_were_reclaimed() -> None:
-    harness = ConversationsHarness()
-    hold = harness.answer("a", 1)
-    harness.scheduler_holds.reclaim(1)
-    harness.scheduler_holds.reset()
-    assert harness.ends() == (hold,)
-    assert harness.scheduler_holds.sent(RequestId("a")) is HoldEnd.RECLAIMED
+def test_a_reset_keeps_the_reason_of_answers_that_were_reclaimed(six: SchedulerHolds) -> None:
+    hold = ticket(six, "a", 1, ttl=TTL)
+    six.reclaim(1)
+    six.reset()
+    assert six.drain().ends == (hold,)
+    assert six.sent(A) is HoldEnd.RECLAIMED
+
+
+# Silent holds, which are given up when blocks are lacking.
+
+
+@pytest.fixture
+def eight() -> SchedulerHolds:
+    """Return eight tickets of two pages each."""
+    holds = SchedulerHolds(8)
+    for number in range(8):
+        ticket(holds, f"r{number}", 2 * number, 2 * number + 1)
+    return holds
+
+
+def silences(holds: SchedulerHolds, *numbers: int) -> list[Silence]:
+    held = {hold.slot: hold for hold, _ in holds.drain().ready}
+    return [
+        Silence(request=RequestId(f"r{number}"), hold=held[number], age=9.0) for number in numbers
+    ]
+
+
+def test_as_many_silent_holds_are_given_up_as_needed(eight: SchedulerHolds) -> None:
+    silent = silences(eight, 5, 3, 1, 0)
+    assert not eight.ending
+    assert eight.give_up(silent, 3) == silent[:2]
+    assert eight.drain().ends == tuple(each.hold for each in silent[:2])
+    assert (eight.held_pages, eight.ticketed, eight.held) == (12, 6, 8)
+    assert eight.take_evicted() == []
+    assert eight.sent(silent[2].request) is None
+    assert eight.sent(silent[0].request) is HoldEnd.ORPHANED
+    assert eight.ending
+    assert eight.sent(silent[1].request) is HoldEnd.ORPHANED
+    assert not eight.ending
+    eight.reset()
+    assert eight.ending
+
+
+def test_holds_that_were_given_up_sent_replaced_or_reset_are_not_given_up(
+    eight: SchedulerHolds,
+) -> None:
+    first, second, third = silences(eight, 5, 3, 1)
+    assert eight.give_up([first], 2) == [first]
+    other_hold = Silence(request=second.request, hold=Hold(slot=3, generation=1), age=9.0)
+    assert eight.give_up([first, other_hold], 2) == []
+    eight.sent(second.request)
+    assert eight.give_up([second], 2) == []
+    eight.reset()
+    assert eight.give_up([third], 4) == []
+    assert (len(eight.drain().ends), eight.ticketed, eight.held_pages) == (7, 0, 0)
+    assert not eight.drain()

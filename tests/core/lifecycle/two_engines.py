@@ -677,14 +677,7 @@ class TwoEngines:
         return turn
 
     def run(self, engine: Engine, *, items: int, ahead: bool = True, works: bool = True) -> None:
-        """Let one engine take a step.
-
-        Args:
-            engine: the engine.
-            items: how many items of its transfers land on each rank.
-            ahead: whether a second step is scheduled before the first one's results are processed.
-            works: whether the devices work, so that a step's results can be processed.
-        """
+        """Let one engine take a step."""
         for _ in range(1 + ahead):
             if engine.can_schedule:
                 engine.schedule()
