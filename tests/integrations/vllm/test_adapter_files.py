@@ -67,7 +67,6 @@ def test_each_file_matters(tmp_path: Path, changes: dict[str, Any]) -> None:
 
 
 def test_bytes_belong_to_one_file(tmp_path: Path) -> None:
-    """Where one file ends and the next begins is part of the hash."""
     first = write(tmp_path / "first", weights=b"bc", config="a")
     second = write(tmp_path / "second", weights=b"c", config="ab")
     assert content(first) != content(second)
@@ -190,7 +189,6 @@ def test_an_adapter_that_cannot_be_hashed(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """The thread goes on, and hashes the next one."""
     gone, path = str(tmp_path / "gone"), write(tmp_path / "there")
     finish(hashes, gone)
     assert "cannot be read" in (hashes.failure(gone) or "")

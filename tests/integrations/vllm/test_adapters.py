@@ -17,13 +17,12 @@ from kvferry.integrations.vllm.adapter_files import (
     AdapterError,
     AdapterHashes,
     AdapterVersion,
-    hash_files,
     settled_version,
 )
 from kvferry.integrations.vllm.adapter_loads import AdapterLoad, AdapterReport
 from kvferry.integrations.vllm.adapters import WAIT_SECONDS, Adapters, lora_settings
 from tests.engines.steps import eventually
-from tests.integrations.vllm.test_adapter_files import write
+from tests.integrations.vllm.test_adapter_files import content, write
 
 Make = Callable[..., Adapters]
 
@@ -63,11 +62,17 @@ def tell(adapters: Adapters, *loads: AdapterLoad, step: int = 0) -> list[str]:
     return adapters.reported(AdapterReport(loads=loads, step=step))
 
 
-def settle(adapters: Adapters, request: Any, *loads: AdapterLoad) -> None:
+def settle(adapters: Adapters, request: Any, *loads: AdapterLoad) -> Any:
     """Follow a request until it waits no longer; the workers answer with these loads."""
     adapters.follow(request)
     tell(adapters, *loads, step=adapters.next_step())
     eventually(lambda: not adapters.waits(request))
+    return request
+
+
+def refuses(adapters: Adapters, request: Any, words: str) -> None:
+    with pytest.raises(AdapterError, match=words):
+        adapters.content(request)
 
 
 def test_a_request_without_an_adapter(make: Make) -> None:
@@ -82,17 +87,14 @@ def test_a_request_waits_for_the_hash_and_for_the_workers(make: Make, path: str)
     hashes = AdapterHashes()
     adapters, request = make(hashes=hashes), asks(path)
     adapters.follow(request)
-    with pytest.raises(
-        AdapterError, match="'adapter': its content was not known when the request began"
-    ):
-        adapters.content(request)
+    refuses(adapters, request, "'adapter': its content was not known when the request began")
     step = adapters.next_step()
     assert step > 0
     eventually(lambda: not hashes.in_progress(path))
     assert adapters.waits(request)
     tell(adapters, step=step)
     assert not adapters.waits(request)
-    assert adapters.content(request) == hash_files(path)[1]
+    assert adapters.content(request) == content(path)
     assert adapters.next_step() == 0
 
 
@@ -114,7 +116,7 @@ def test_a_known_adapter_asks_nobody(make: Make, path: str) -> None:
     settle(adapters, asks(path, "first"), load(path))
     adapters.follow(later := asks(path, "later"))
     assert not adapters.waits(later)
-    assert adapters.content(later) == hash_files(path)[1]
+    assert adapters.content(later) == content(path)
 
 
 def test_how_experts_are_packed_is_content(make: Make, path: str) -> None:
@@ -134,7 +136,7 @@ def test_how_the_engine_applies_adapters_is_content(make: Make, path: str) -> No
         settle(adapters, request := asks(path))
         contents[adapters.content(request)] = modules, shared
     assert len(contents) == 4
-    assert contents[hash_files(path)[1]] == (None, False)
+    assert contents[content(path)] == (None, False)
     older: Any = SimpleNamespace()
     assert lora_settings(None) == lora_settings(older) == b""
 
@@ -155,8 +157,7 @@ def test_hashes_that_were_forgotten(
     adapters.content(request)
     write(Path(path))
     settle(adapters, asks(write(tmp_path / "other"), "other", number=2))
-    settle(adapters, request := asks(path, "second"))
-    assert adapters.content(request) == hash_files(path)[1]
+    assert adapters.content(settle(adapters, asks(path, "second"))) == content(path)
 
 
 def test_loads_that_were_forgotten(
@@ -171,12 +172,12 @@ def test_loads_that_were_forgotten(
     for number, known in ((1, True), (2, False), (3, True), (4, True)):
         settle(adapters, request := asks(path, str(number), number=number))
         if known:
-            assert adapters.content(request) == hash_files(path)[1]
+            assert adapters.content(request) == content(path)
         else:
-            with pytest.raises(AdapterError, match="forgotten the load of this one: unload"):
-                adapters.content(request)
-    settle(adapters, request := asks(path, "again", number=2), load(path, 2))
-    assert adapters.content(request) == hash_files(path)[1]
+            refuses(adapters, request, "forgotten the load of this one: unload")
+    assert adapters.content(
+        settle(adapters, asks(path, "again", number=2), load(path, 2))
+    ) == content(path)
 
 
 def test_many_weights_from_one_path(make: Make, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,9 +187,7 @@ def test_many_weights_from_one_path(make: Make, path: str, monkeypatch: pytest.M
     for weights in (b"1", b"2", b"3"):
         write(Path(path), weights=weights)
         settle(adapters, asks(path, f"{weights!r}"), load(path))
-    settle(adapters, request := asks(path))
-    with pytest.raises(AdapterError, match="blocks of those in its prefix cache"):
-        adapters.content(request)
+    refuses(adapters, settle(adapters, asks(path)), "blocks of those in its prefix cache")
 
 
 @pytest.mark.parametrize("prefix_caching", [False, True])
@@ -199,64 +198,62 @@ def test_files_that_changed_after_they_were_loaded(
     adapters = make(prefix_caching=prefix_caching)
     settle(adapters, asks(path, "first"), load(path))
     write(Path(path), weights=b"others")
-    settle(adapters, request := asks(path, "second"))
-    with pytest.raises(AdapterError, match="not those that the engine loaded"):
-        adapters.content(request)
+    refuses(adapters, settle(adapters, asks(path, "second")), "not those that the engine loaded")
     settle(adapters, request := asks(path, "third"), load(path))
     if prefix_caching:
-        with pytest.raises(AdapterError, match=r"blocks of those .* from a new path"):
-            adapters.content(request)
+        refuses(adapters, request, r"blocks of those .* from a new path")
     else:
-        assert adapters.content(request) == hash_files(path)[1]
+        assert adapters.content(request) == content(path)
 
 
 def test_files_that_were_replaced_by_equal_ones(make: Make, path: str) -> None:
-    """Their version is another, their content is not."""
     adapters = make()
     settle(adapters, asks(path, "first"), load(path))
     write(Path(path))
-    settle(adapters, request := asks(path, "second"))
-    assert adapters.content(request) == hash_files(path)[1]
+    assert adapters.content(settle(adapters, asks(path, "second"))) == content(path)
 
 
 def test_files_that_change_after_they_were_hashed(make: Make, path: str) -> None:
     adapters = make()
     settle(adapters, request := asks(path), load(path))
     write(Path(path), weights=b"others")
-    with pytest.raises(AdapterError, match=r"'adapter': .* changed after they were hashed"):
-        adapters.content(request)
+    refuses(adapters, request, r"'adapter': .* changed after they were hashed")
 
 
 def test_files_that_changed_while_they_were_loaded(make: Make, path: str) -> None:
     adapters = make()
-    settle(adapters, request := asks(path), load(path, version=None))
-    with pytest.raises(AdapterError, match="not those that the engine loaded"):
-        adapters.content(request)
+    refuses(
+        adapters,
+        settle(adapters, asks(path), load(path, version=None)),
+        "not those that the engine loaded",
+    )
 
 
 def test_a_path_that_is_gone(make: Make, tmp_path: Path) -> None:
     adapters = make()
-    settle(adapters, request := asks(str(tmp_path / "gone")))
-    with pytest.raises(AdapterError, match=r"'adapter': its files .* cannot be read"):
-        adapters.content(request)
+    refuses(
+        adapters,
+        settle(adapters, asks(str(tmp_path / "gone"))),
+        r"'adapter': its files .* cannot be read",
+    )
 
 
 def test_one_number_for_two_adapters(make: Make, path: str, tmp_path: Path) -> None:
     """vLLM computes with whichever it loaded first."""
     adapters, other = make(), write(tmp_path / "other", weights=b"others")
     settle(adapters, asks(path, "first"), load(path))
-    settle(adapters, request := asks(other, "second"))
-    with pytest.raises(AdapterError, match="not those that the engine loaded"):
-        adapters.content(request)
+    refuses(adapters, settle(adapters, asks(other, "second")), "not those that the engine loaded")
 
 
 def test_ranks_that_loaded_different_files(make: Make, path: str) -> None:
     adapters, old = make(prefix_caching=False), load(path, rank=0)
     settle(adapters, asks(path, "first"), old)
     write(Path(path), weights=b"others")
-    settle(adapters, request := asks(path, "second"), load(path, rank=1))
-    with pytest.raises(AdapterError, match="not those that the engine loaded"):
-        adapters.content(request)
+    refuses(
+        adapters,
+        settle(adapters, asks(path, "second"), load(path, rank=1)),
+        "not those that the engine loaded",
+    )
 
 
 def test_another_load_during_a_request(make: Make, path: str, tmp_path: Path) -> None:
@@ -265,8 +262,7 @@ def test_another_load_during_a_request(make: Make, path: str, tmp_path: Path) ->
     settle(adapters, request := asks(path), load(path))
     tell(adapters, load(other))
     tell(adapters, load(path))
-    with pytest.raises(AdapterError, match="loaded other files for it while it computed"):
-        adapters.content(request)
+    refuses(adapters, request, "loaded other files for it while it computed")
 
 
 @pytest.mark.parametrize("same", [True, False])
@@ -284,15 +280,13 @@ def test_a_load_in_the_last_step_of_a_request(
 
 
 def test_a_load_while_the_files_are_elsewhere(make: Make, path: str, tmp_path: Path) -> None:
-    """The files are put back before the request ends."""
     adapters, aside = make(prefix_caching=False), tmp_path / "aside"
     settle(adapters, request := asks(path), load(path))
     Path(path).rename(aside)
     tell(adapters, load(write(tmp_path / "other", weights=b"others")))
     aside.rename(path)
     tell(adapters, load(path))
-    with pytest.raises(AdapterError, match="cannot be read"):
-        adapters.content(request)
+    refuses(adapters, request, "cannot be read")
 
 
 @pytest.mark.parametrize("prefix_caching", [False, True])
@@ -311,15 +305,13 @@ def test_blocks_of_a_request_with_two_weights(
     tell(adapters, load(path))
     settle(adapters, later := asks(path, "later"))
     if prefix_caching:
-        with pytest.raises(AdapterError, match="blocks of those in its prefix cache"):
-            adapters.content(later)
+        refuses(adapters, later, "blocks of those in its prefix cache")
     else:
-        assert adapters.content(later) == hash_files(path)[1]
+        assert adapters.content(later) == content(path)
 
 
 @pytest.mark.parametrize("hashing", [True, False])
 def test_waiting_has_an_end(make: Make, path: str, hashing: bool) -> None:
-    """Hashing may take too long, or the workers may not answer."""
     now = [0.0]
     stuck: Any = SimpleNamespace(
         known=lambda path, version: None,

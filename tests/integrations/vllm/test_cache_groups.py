@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.integrations.vllm.cache_groups import CacheGroup
+from tests.integrations.vllm.test_scheduler_half import listed
 
 FULL = CacheGroup(index=0, tokens=16)
 WINDOW = CacheGroup(index=1, tokens=16, window=20)
@@ -17,15 +17,6 @@ CHUNKS = CacheGroup(index=2, tokens=16, chunk=32)
 STATE = CacheGroup(index=3, tokens=1024, is_state=True)
 ALIGNED_STATE = CacheGroup(index=4, tokens=32, is_state=True)
 RING = CacheGroup(index=5, tokens=0, is_state=True)
-
-
-def blocks(*ids: int, cached: int = 0) -> list[Any]:
-    """``KVCacheBlock``s, the first ones in the prefix cache; 0 is a hole."""
-    hashes = [b"hash"] * cached + [None] * (len(ids) - cached)
-    return [
-        SimpleNamespace(block_id=each, is_null=each == 0, block_hash=known)
-        for each, known in zip(ids, hashes, strict=True)
-    ]
 
 
 @pytest.mark.parametrize(
@@ -53,16 +44,16 @@ def test_offered(
 @pytest.mark.parametrize(
     ("group", "given_blocks", "tokens", "wanted", "first_index", "ids"),
     [
-        (FULL, blocks(5, 6, 7), 40, (0, 40), 0, [5, 6, 7]),
-        (FULL, blocks(5, 6, 7, cached=2), 40, (32, 40), 2, [7]),
-        (FULL, blocks(5, 6, 7, cached=3), 40, None, 0, []),
-        (FULL, blocks(5, 6, 7, 8), 40, (0, 40), 0, [5, 6, 7, 8]),
-        (WINDOW, blocks(0, 0, 7, 8), 60, (41, 60), 2, [7, 8]),
-        (WINDOW, blocks(0, 6, 7, 8, cached=3), 60, (48, 60), 3, [8]),
-        (CHUNKS, blocks(0, 0, 7), 40, (32, 40), 2, [7]),
-        (STATE, blocks(9, 101, 102), 700, (0, 700), 0, [9]),
-        (ALIGNED_STATE, blocks(0, 0, 9, 101), 70, (0, 70), 0, [9]),
-        (RING, blocks(9), 700, (0, 700), 0, [9]),
+        (FULL, listed(5, 6, 7), 40, (0, 40), 0, [5, 6, 7]),
+        (FULL, listed(5, 6, 7, cached=2), 40, (32, 40), 2, [7]),
+        (FULL, listed(5, 6, 7, cached=3), 40, None, 0, []),
+        (FULL, listed(5, 6, 7, 8), 40, (0, 40), 0, [5, 6, 7, 8]),
+        (WINDOW, listed(0, 0, 7, 8), 60, (41, 60), 2, [7, 8]),
+        (WINDOW, listed(0, 6, 7, 8, cached=3), 60, (48, 60), 3, [8]),
+        (CHUNKS, listed(0, 0, 7), 40, (32, 40), 2, [7]),
+        (STATE, listed(9, 101, 102), 700, (0, 700), 0, [9]),
+        (ALIGNED_STATE, listed(0, 0, 9, 101), 70, (0, 70), 0, [9]),
+        (RING, listed(9), 700, (0, 700), 0, [9]),
     ],
 )
 def test_wanted(
@@ -91,13 +82,13 @@ def test_what_is_wanted_is_offered(
     near = CacheGroup(index=0, tokens=here, window=window, chunk=chunk)
     far = CacheGroup(index=0, tokens=there, window=window, chunk=chunk)
 
-    def listed(group: CacheGroup) -> list[int]:
+    def held(group: CacheGroup) -> list[int]:
         gone = group.num_skipped_tokens(tokens) // group.tokens
         count = -(-tokens // group.tokens)
         return [0] * min(gone, count) + list(range(1, count - min(gone, count) + 1))
 
-    first, pages = far.producer_pages(listed(far), tokens)
-    wanted, mine = near.consumer_pages(blocks(*listed(near)), tokens)
+    first, pages = far.producer_pages(held(far), tokens)
+    wanted, mine = near.consumer_pages(listed(*held(near)), tokens)
     if wanted is None or wanted[0] == wanted[1]:
         return
     assert first * there <= wanted[0] < wanted[1] <= (first + len(pages)) * there

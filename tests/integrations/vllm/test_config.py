@@ -13,22 +13,7 @@ from kvferry.integrations.vllm.config import KEYS, NIXL_KEYS, Config, ConfigErro
 
 
 def test_nothing_set() -> None:
-    assert parse({}) == Config(
-        driver="loopback",
-        driver_options={},
-        side_channel_host="127.0.0.1",
-        side_channel_port=0,
-        kv_lease_duration=30.0,
-        max_held_fraction=1.0,
-        drain_timeout=2.0,
-        handshake_timeout=10.0,
-        load_timeout=60.0,
-        liveness_interval=5.0,
-        liveness_misses=3,
-        engine_ttl=600.0,
-        enforce_handshake_compat=True,
-        verify_prompt=True,
-    )
+    assert parse({}) == Config()
 
 
 def test_everything_set() -> None:

@@ -159,7 +159,6 @@ def test_results_are_taken_before_a_drafter_runs(vllm: Any) -> None:
 
 
 def test_a_worker_with_adapters(vllm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its report has the loads, and the answer to the step that asked."""
     log = vllm.connector.LoadLog()
     monkeypatch.setattr(vllm.connector, "observe_loads", lambda config: log)
     config = SimpleNamespace(**{**vars(CONFIG), "lora_config": object()})
@@ -218,7 +217,6 @@ def test_a_worker_without_caches(vllm: Any) -> None:
 def test_what_is_checked_at_start(
     vllm: Any, outer: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Under MultiConnector, also what stands around this connector."""
     around = SimpleNamespace(kv_transfer_config=None if outer == "its own" else "around")
     found = None if outer is None else around
     monkeypatch.setattr(vllm.connector, "get_current_vllm_config_or_none", lambda: found)

@@ -13,14 +13,13 @@ from kvferry.core.lifecycle.holds import EndedHold, Hold, HoldEnd, RequestId
 from kvferry.core.lifecycle.reclamation import Silence
 from kvferry.core.lifecycle.ticket import Ticket
 from kvferry.core.metrics import Metrics
-from kvferry.core.security import Access, TicketKey, TicketSecrets, generate
+from kvferry.core.security import TicketKey
 from kvferry.core.security.proof import check
 from kvferry.integrations.vllm.adapter_files import AdapterError
 from kvferry.integrations.vllm.cache_groups import CacheGroup
 from kvferry.integrations.vllm.consumer import Consumer
 from kvferry.integrations.vllm.producer import Producer
 from kvferry.integrations.vllm.request_reports import RequestReports
-from kvferry.integrations.vllm.security import SecuritySettings
 from kvferry.integrations.vllm.side_channel import EngineSideChannel
 from kvferry.integrations.vllm.ticket_params import KEY, ParallelSizes, read_ticket
 from tests.integrations.vllm import test_scheduler_half as halves
@@ -30,8 +29,6 @@ TTL = 480.0
 DECODE = EngineSideChannel(engine="decode", incarnation=6, host="10.0.0.2", port=5700)
 DECODED = {"do_remote_prefill": True}
 STATE = (CacheGroup(index=0, tokens=1 << 20, is_state=True),)
-SECRETS = TicketSecrets.of(["the secret of both engines"])
-PEER, STRANGER = bytes([1]) * 32, bytes([2]) * 32
 
 
 def spoken(each: Any, generated: int = 0) -> Any:
@@ -84,6 +81,15 @@ def counted(metrics: Metrics, name: str) -> dict[str, float]:
     return found
 
 
+def chunks(digests: bytes) -> list[bytes]:
+    """The digests of a chain."""
+    return [digests[i : i + 16] for i in range(0, len(digests), 16)]
+
+
+def unknown(request: Any) -> bytes | None:
+    raise AdapterError("not known")
+
+
 class TestAnswers:
     """The tickets of answers, on the engine that decodes."""
 
@@ -121,9 +127,8 @@ class TestAnswers:
         assert finished(made, answered(40, 9, 49)) is None
         assert made.drain().ready == ()
 
-    @pytest.mark.parametrize("status", ["FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED"])
-    def test_answer_that_came_to_its_end_is_held(self, status: str) -> None:
-        assert finished(producer(), answered(status=status)) is not None
+    def test_answer_that_was_stopped_is_held(self) -> None:
+        assert finished(producer(), answered(status="FINISHED_STOPPED")) is not None
 
     @pytest.mark.parametrize(
         "status", ["FINISHED_ABORTED", "FINISHED_ERROR", "FINISHED_IGNORED", "FINISHED_REPETITION"]
@@ -182,26 +187,39 @@ class TestAnswers:
         assert got.blocks is not None
         assert (got.blocks.tokens, len(got.blocks)) == (48, 1)
 
-    def test_embeddings_get_no_ticket(self, caplog: pytest.LogCaptureFixture) -> None:
+    @pytest.mark.parametrize(
+        ("settings", "change", "said"),
+        [
+            ({}, {"prompt_embeds": object()}, "its prompt has embeddings"),
+            ({"max_held": 3}, {}, "it has 4 blocks, and 3 may be held"),
+            ({"slots": 0}, {}, "no slot was free"),
+            ({"adapter_content": unknown}, {}, "not known"),
+        ],
+    )
+    def test_answer_that_is_not_held_is_counted(
+        self,
+        settings: dict[str, Any],
+        change: dict[str, Any],
+        said: str,
+        caplog: pytest.LogCaptureFixture,
+    ) -> None:
         metrics = Metrics(driver="loopback")
         each = answered()
-        each.prompt_embeds = object()
+        vars(each).update(change)
         with caplog.at_level(logging.DEBUG):
-            assert finished(producer(metrics=metrics), each) is None
-        assert "its prompt has embeddings" in caplog.text
-        assert counted(metrics, "conversation_holds") == {"refused": 1}
+            assert finished(producer(metrics=metrics, **settings), each) is None
+        assert "not held for the next turn" in caplog.text
+        assert said in caplog.text
+        assert metrics.take() == {"conversation_holds": {"loopback": {"refused": 1}}}
 
     def test_states_are_held_if_nothing_went_beyond_the_known_tokens(self) -> None:
         got = read_ticket(finished(producer(groups=STATE), answered(40, 9, 49), [[7]]))
         assert got.blocks is not None
         assert (got.tokens, got.blocks.digests) == (49, b"")
         metrics = Metrics(driver="loopback")
-        for made, computed in (
-            (producer(groups=STATE, metrics=metrics), 50),
-            (halves.producer(groups=STATE, metrics=metrics, conversation_ttl=TTL), 50),
-        ):
-            assert finished(made, answered(40, 9, computed), [[7]]) is None
-        assert counted(metrics, "conversation_holds") == {"refused": 2}
+        made = producer(groups=STATE, metrics=metrics)
+        assert finished(made, answered(40, 9, 50), [[7]]) is None
+        assert counted(metrics, "conversation_holds") == {"refused": 1}
 
     def test_states_are_not_held_where_drafts_are_computed(self) -> None:
         """A drafter, too, advances a state beyond the tokens that are verified."""
@@ -217,30 +235,6 @@ class TestAnswers:
         )
         assert finished(made, answered(40, 9, 48), [[7]]) is None
 
-    def test_answer_larger_than_the_limit(self, caplog: pytest.LogCaptureFixture) -> None:
-        metrics = Metrics(driver="loopback")
-        with caplog.at_level(logging.DEBUG):
-            assert finished(producer(max_held=3, metrics=metrics), answered()) is None
-        assert "not held for the next turn" in caplog.text
-        assert "it has 4 blocks, and 3 may be held" in caplog.text
-        data: dict[str, Any] = metrics.take() or {}
-        assert data == {"conversation_holds": {"loopback": {"refused": 1}}}
-
-    def test_answer_without_a_slot(self) -> None:
-        metrics = Metrics(driver="loopback")
-        made = producer(slots=1, metrics=metrics)
-        made.take_on(answered(name="first"))
-        assert finished(made, answered(name="second")) is None
-        assert counted(metrics, "conversation_holds") == {"refused": 1}
-
-    def test_answer_whose_adapter_is_not_known(self) -> None:
-        def unknown(request: Any) -> bytes | None:
-            raise AdapterError("not known")
-
-        metrics = Metrics(driver="loopback")
-        assert finished(producer(adapter_content=unknown, metrics=metrics), answered()) is None
-        assert counted(metrics, "conversation_holds") == {"refused": 1}
-
     @pytest.mark.parametrize("end", list(HoldEnd))
     def test_its_end_is_counted_by_itself(self, end: HoldEnd) -> None:
         metrics = Metrics(driver="loopback")
@@ -248,13 +242,7 @@ class TestAnswers:
         finished(made, answered())
         made.holds_ended({"r": EndedHold(request=RequestId("r"), end=end)})
         made.sends_finished(["r"])
-        data: dict[str, Any] = metrics.take() or {}
-        assert data == {"conversation_holds": {"loopback": {"made": 1, end.value: 1}}}
-
-
-def chunks(digests: bytes) -> list[bytes]:
-    """The digests of a chain."""
-    return [digests[i : i + 16] for i in range(0, len(digests), 16)]
+        assert metrics.take() == {"conversation_holds": {"loopback": {"made": 1, end.value: 1}}}
 
 
 class Passes:
@@ -330,11 +318,6 @@ class TestBlocksAreLacking:
         assert not passes.lack_once(48, name="another")
         assert passes.ended() == []
 
-    def test_nothing_goes_if_nobody_waits(self) -> None:
-        passes = Passes()
-        assert not passes.producer.relieve_block_pressure()
-        assert passes.ended() == []
-
     def test_running_request_is_not_preempted_while_answers_go(self) -> None:
         passes = Passes()
         assert passes.producer.has_pending_block_frees()
@@ -356,7 +339,7 @@ class TestBlocksAreLacking:
     def test_metrics_of_held_blocks(self) -> None:
         passes = Passes()
         passes.producer.update_metrics()
-        data: dict[str, Any] = passes.metrics.take() or {}
+        data = passes.metrics.take() or {}
         assert data["held_pages"] == {"loopback": 10}
         assert data["conversation_pages"] == {"loopback": 8}
         assert data["held_fraction"] == {"loopback": 2 / 64}
@@ -403,11 +386,13 @@ class TestTurns:
         assert [prepared.tokens for prepared in messages.prepare] == [57]
         assert not load.ticket.computed
 
-    def test_what_is_cached_here_is_not_loaded(self) -> None:
-        assert loaded(consumer(), turn(80, conversation_ticket(57)), 32) == 25
-
-    def test_prompt_that_is_the_whole_ticket(self) -> None:
-        assert loaded(consumer(), turn(57, conversation_ticket(57))) == 57
+    @pytest.mark.parametrize(
+        ("prompt", "covered", "cached", "tokens"),
+        [(80, 57, 32, 25), (57, 57, 0, 57), (50, 64, 0, 48)],
+        ids=["cached here", "the whole ticket", "a shortened history"],
+    )
+    def test_what_a_prompt_loads(self, prompt: int, covered: int, cached: int, tokens: int) -> None:
+        assert loaded(consumer(), turn(prompt, conversation_ticket(covered)), cached) == tokens
 
     @pytest.mark.parametrize(
         ("position", "common"), [(63, 48), (48, 48), (47, 32), (16, 16), (79, 64)]
@@ -416,9 +401,6 @@ class TestTurns:
         self, position: int, common: int
     ) -> None:
         assert loaded(consumer(), changed(turn(80), position)) == common
-
-    def test_history_that_was_shortened(self) -> None:
-        assert loaded(consumer(), turn(50)) == 48
 
     def test_edited_history_is_counted_and_computed(self, caplog: pytest.LogCaptureFixture) -> None:
         metrics = Metrics(driver="loopback")
@@ -480,13 +462,20 @@ class TestTurns:
         each.mm_features = [image(33, name="dog")]
         assert loaded(consumer(), each) == 32
 
-    def test_another_salt_or_adapter_has_nothing_in_common(self) -> None:
-        salted = turn(80)
-        salted.cache_salt = "another"
-        assert loaded(consumer(), salted) == 0
-        adapted = turn(80)
-        adapted.lora_request = SimpleNamespace(lora_name="sql")
-        assert loaded(consumer(), adapted) == 0
+    @pytest.mark.parametrize(
+        "change",
+        [
+            {"cache_salt": "another"},
+            {"lora_request": SimpleNamespace(lora_name="sql")},
+            {"prompt_embeds": object()},
+        ],
+    )
+    def test_another_prompt_has_nothing_in_common(self, change: dict[str, Any]) -> None:
+        each = turn(80)
+        vars(each).update(change)
+        assert loaded(consumer(), each) == 0
+
+    def test_another_adapter_has_nothing_in_common(self) -> None:
         lora = SimpleNamespace(lora_name="sql")
         same = turn(80, conversation_ticket(lora=lora, adapter_content=lambda each: b"weights"))
         same.lora_request = lora
@@ -496,31 +485,24 @@ class TestTurns:
     def test_tokens_are_compared_without_verify_prompt_too(self) -> None:
         assert loaded(consumer(verify_prompt=False), changed(turn(80), 20)) == 16
 
-    def test_embeddings_have_nothing_in_common(self) -> None:
-        each = turn(80)
-        each.prompt_embeds = object()
-        assert loaded(consumer(), each) == 0
-
     def test_ticket_of_a_prompt_has_nothing_in_common(self) -> None:
-        """It has no digests of blocks."""
         params = halves.ticket() | {"do_remote_decode": True, "do_remote_prefill": False}
         assert loaded(consumer(engine="another"), turn(80, params)) == 0
 
-    def test_requests_without_a_ticket_are_no_turns(self) -> None:
-        made = consumer()
-        assert loaded(made, spoken(request(80, {"do_remote_decode": True}))) == 0
-        assert loaded(made, spoken(request(80, None))) == 0
-        assert not made.pending
-
-    @pytest.mark.parametrize("flags", [{}, {"do_remote_decode": False}])
-    def test_request_that_nobody_else_decodes_is_no_turn(self, flags: dict[str, bool]) -> None:
-        params = {
-            name: value
-            for name, value in conversation_ticket().items()
-            if name != "do_remote_decode"
-        }
-        made = consumer()
-        assert loaded(made, turn(80, params | flags)) == 0
+    @pytest.mark.parametrize(
+        ("settings", "each"),
+        [
+            ({}, spoken(request(80, {"do_remote_decode": True}))),
+            ({}, spoken(request(80, None))),
+            ({}, turn(80, {**conversation_ticket(), "do_remote_decode": None})),
+            ({}, turn(80, {**conversation_ticket(), "do_remote_decode": False})),
+            ({"continues": False}, turn(80)),
+        ],
+        ids=["no ticket", "no params", "nobody decodes", "decoded here", "off"],
+    )
+    def test_no_turn(self, settings: dict[str, Any], each: Any) -> None:
+        made = consumer(**settings)
+        assert loaded(made, each) == 0
         assert not made.pending
 
     def test_request_with_both_flags_is_no_turn(self) -> None:
@@ -532,11 +514,6 @@ class TestTurns:
         made.on_new_request(other)
         made.blocks_allocated(other, blocks(21, 22, 23), 40)
         assert made.drain().refused
-
-    def test_ticket_is_left_alone_where_the_second_turn_is_off(self) -> None:
-        for made in (consumer(continues=False), halves.consumer(engine="prefill")):
-            assert loaded(made, turn(80)) == 0
-            assert not made.pending
 
     def test_turn_that_vllm_has_refused(self) -> None:
         made = consumer()
@@ -592,16 +569,10 @@ class TestRefused:
         [
             ({"engine": "decode"}, "own"),
             ({"may_load": False}, "role"),
-            ({"security": SecuritySettings(secrets=SECRETS)}, "signature"),
-            (
-                {
-                    "security": SecuritySettings(
-                        access=Access(own=generate(), peers=frozenset({PEER}))
-                    )
-                },
-                "admission",
-            ),
+            (halves.SIGNS, "signature"),
+            (halves.KEYS, "admission"),
         ],
+        ids=["own", "role", "signature", "admission"],
     )
     def test_what_this_engine_may_not_load(
         self, settings: dict[str, Any], reason: str, caplog: pytest.LogCaptureFixture
@@ -618,10 +589,7 @@ class TestRefused:
             (lambda params: params.pop(KEY), "foreign"),
             (lambda params: params[KEY].update(version=2), "version"),
             (lambda params: params[KEY].update(tokens="many"), "malformed"),
-            (lambda params: params[KEY]["blocks"].update(salt="00"), "malformed"),
-            (lambda params: params[KEY]["blocks"].update(digests="00"), "malformed"),
             (lambda params: params[KEY]["blocks"].update(tokens=0), "malformed"),
-            (lambda params: params[KEY].update(blocks=7), "malformed"),
             (lambda params: params[KEY].update(proof="", ticket_key=""), "proof"),
         ],
     )
@@ -633,9 +601,6 @@ class TestRefused:
         assert self.refused(made, turn(80, params), metrics) == {reason: 1}
 
     def test_adapter_whose_content_is_not_known(self) -> None:
-        def unknown(request: Any) -> bytes | None:
-            raise AdapterError("not known")
-
         metrics = Metrics(driver="loopback")
         made = consumer(metrics=metrics, adapter_content=unknown)
         assert self.refused(made, turn(80), metrics) == {"adapter": 1}

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from kvferry.core.errors import KVFerryError, PeerLostError
-from kvferry.core.lifecycle.holds import EndedHold, Hold, HoldEnd, RequestId
+from kvferry.core.lifecycle.holds import EndedHold, HoldEnd, RequestId
 from kvferry.core.lifecycle.rooms import RoomId, Rooms, room_id
 from kvferry.core.lifecycle.ticket import PeerKey
 from kvferry.core.metrics import Metrics
-from kvferry.core.security import generate
+from kvferry.core.security import TicketSecrets, generate
 from kvferry.core.side_channel_messages import RoomNews
 from kvferry.integrations.vllm.cache_groups import CacheGroup
 from kvferry.integrations.vllm.consumer import Consumer, LoadMessages
@@ -86,6 +86,11 @@ class Prefilling:
         self.request.num_computed_tokens += tokens
         return orders
 
+    def publish(self, tokens: int = 0, *added: int) -> Any:
+        """Schedule a chunk, and the step after it, which publishes the chunk."""
+        self.step(tokens, *added)
+        return self.step()
+
     def preempt(self) -> None:
         self.request.num_computed_tokens = 0
         self.request.num_preemptions += 1
@@ -126,15 +131,13 @@ class TestProducer:
     def test_a_prompt_of_one_chunk_has_no_part(self) -> None:
         prefill = Prefilling(40)
         prefill.place(1, 2, 3)
-        prefill.step(40)
-        assert not prefill.step().watermarks
+        assert not prefill.publish(40).watermarks
         assert not prefill.news().part
 
     def test_a_step_for_others_publishes_what_was_computed_once(self) -> None:
         prefill = Prefilling(100)
         prefill.place(1, 2, 3)
-        prefill.step(40)
-        assert prefill.step().watermarks
+        assert prefill.publish(40).watermarks
         assert not prefill.step().watermarks
 
     def test_blocks_of_the_prefix_cache_wait_for_the_first_chunk(self) -> None:
@@ -178,34 +181,33 @@ class TestProducer:
         orders = prefill.step(40)
         assert (orders.take_ons, orders.drops) == ((), ())
 
-    def test_windows_and_states_wait_for_the_ticket(self) -> None:
-        for groups in (WINDOWS, STATES):
-            prefill = Prefilling(100, groups=groups)
-            prefill.place(groups=[[1, 2, 3], [0, 5, 6]])
-            prefill.step(40)
-            prefill.step()
-            assert prefill.part().ticket.pages == ((1, 2, 3), ())
-            assert prefill.part().ticket.first_index == (0, 0)
+    @pytest.mark.parametrize("groups", [WINDOWS, STATES])
+    def test_windows_and_states_wait_for_the_ticket(self, groups: tuple[CacheGroup, ...]) -> None:
+        prefill = Prefilling(100, groups=groups)
+        prefill.place(groups=[[1, 2, 3], [0, 5, 6]])
+        prefill.publish(40)
+        assert prefill.part().ticket.pages == ((1, 2, 3), ())
+        assert prefill.part().ticket.first_index == (0, 0)
 
-    def test_windows_alone_have_no_part(self) -> None:
-        prefill = Prefilling(100, groups=(CacheGroup(index=0, tokens=16, window=20),))
+    @pytest.mark.parametrize(
+        ("settings", "change"),
+        [
+            ({"groups": (CacheGroup(index=0, tokens=16, window=20),)}, {}),
+            ({}, {"lora_request": object()}),
+            ({}, {"prompt_embeds": object()}),
+        ],
+        ids=["windows alone", "adapter", "embeddings"],
+    )
+    def test_what_has_no_part(self, settings: dict[str, Any], change: dict[str, Any]) -> None:
+        prefill = Prefilling(100, **settings)
+        vars(prefill.request).update(change)
         prefill.place(1, 2, 3)
-        prefill.step(40)
-        assert not prefill.step().watermarks
-
-    def test_adapters_and_embeddings_have_no_part(self) -> None:
-        for name in ("lora_request", "prompt_embeds"):
-            prefill = Prefilling(100)
-            setattr(prefill.request, name, object())
-            prefill.place(1, 2, 3)
-            prefill.step(40)
-            assert not prefill.step().watermarks
+        assert not prefill.publish(40).watermarks
 
     def test_drafts_behind_a_chunk_are_left_to_the_next_part(self) -> None:
         prefill = Prefilling(100, lookahead=3)
         prefill.place(1, 2, 3)
-        prefill.step(40)
-        assert [tokens for _, tokens in prefill.step().watermarks] == [37]
+        assert [tokens for _, tokens in prefill.publish(40).watermarks] == [37]
         assert prefill.part().ticket.tokens == 37
 
     def test_aborted_request_ends_its_room(self) -> None:
@@ -273,10 +275,7 @@ class TestProducer:
         assert made.request_finished(each, [[1, 2, 3]], SERVING) is not None
 
     def test_parts_are_signed(self) -> None:
-        prefill = Prefilling(100, secrets=SECRETS)
-        prefill.place(1, 2, 3)
-        prefill.step(40)
-        prefill.step()
+        prefill = computed(40, secrets=SECRETS)
         assert prefill.part(secrets=SECRETS).ticket.tokens == 40
         with pytest.raises(KVFerryError, match="signed"):
             prefill.part()
@@ -324,13 +323,23 @@ class Decoding:
         self.follower = Follower()
         self.metrics = Metrics(driver="loopback")
         common: dict[str, Any] = {"blocks": 64, "metrics": self.metrics}
-        self.consumer: Consumer = consumer(
-            **(common | settings),
-            follower=self.follower,
-        )
-        self.requests = {name: request(tokens, DECODE, name=name) for name in names or ("r",)}
-        for each in self.requests.values():
-            self.consumer.on_new_request(each)
+        self.consumer: Consumer = consumer(**(common | settings), follower=self.follower)
+        self.requests: dict[str, Any] = {}
+        for name in names or ("r",):
+            self.add(DECODE, name, tokens)
+
+    def add(self, params: dict[str, Any], name: str = "second", tokens: int = 100) -> None:
+        """Let another request come."""
+        self.requests[name] = request(tokens, params, name=name)
+        self.consumer.on_new_request(self.requests[name])
+
+    def counted(self) -> dict[str, Any]:
+        return self.metrics.take() or {}
+
+    def tokens_of_parts(self) -> list[tuple[int, bool]]:
+        """Of each part that the workers get: how many tokens it covers, and if it is the last."""
+        parts = self.consumer.drain().parts.values()
+        return [(part.ticket.tokens, part.is_last) for part in parts]
 
     def matched(self, computed: int = 0, name: str = "r") -> int | None:
         return self.consumer.num_matched_tokens(self.requests[name], computed)
@@ -360,6 +369,14 @@ def computed(*chunks: int, tokens: int = 100, **settings: Any) -> Prefilling:
     return prefill
 
 
+def computed_of_another_prompt(tokens: int) -> Prefilling:
+    prefill = Prefilling(100)
+    prefill.request.prompt_token_ids = [7] * 100
+    prefill.place(*range(11, 18))
+    prefill.publish(tokens)
+    return prefill
+
+
 def finished(prefill: Prefilling) -> Prefilling:
     tokens = prefill.request.num_prompt_tokens
     prefill.request.num_computed_tokens = tokens
@@ -385,19 +402,15 @@ class TestConsumer:
         [load] = decode.begin(prefill).loads
         assert (load.is_early, load.shared, load.ticket.tokens) == (True, False, 40)
         assert load.ranges == ((0, 100),)
-        prefill.step(40)
-        prefill.step()
+        prefill.publish(40)
         decode.hear(prefill)
         assert decode.consumer.pending
-        parts = decode.consumer.drain().parts
-        assert [(part.ticket.tokens, part.is_last) for part in parts.values()] == [(80, False)]
+        assert decode.tokens_of_parts() == [(80, False)]
         decode.hear(finished(prefill))
-        parts = decode.consumer.drain().parts
-        assert [(part.ticket.tokens, part.is_last) for part in parts.values()] == [(100, True)]
+        assert decode.tokens_of_parts() == [(100, True)]
         assert not decode.follower.followed
         decode.consumer.loads_finished(["r"])
-        counted = decode.metrics.take()
-        assert counted is not None
+        counted = decode.counted()
         assert counted["early_loads"] == counted["loads"] == {"loopback": 1}
         assert decode.consumer.drain() == LoadMessages()
 
@@ -405,11 +418,10 @@ class TestConsumer:
         decode, prefill = Decoding(), computed(40)
         decode.begin(prefill)
         for _ in range(2):
-            prefill.step(20)
-            prefill.step()
+            prefill.publish(20)
             decode.hear(prefill)
             decode.matched()
-        assert [part.ticket.tokens for part in decode.consumer.drain().parts.values()] == [80]
+        assert decode.tokens_of_parts() == [(80, False)]
 
     def test_ticket_that_comes_first_is_loaded_as_any_other(self) -> None:
         decode = Decoding()
@@ -433,24 +445,20 @@ class TestConsumer:
         [load] = decode.begin(prefill).loads
         prefill.preempt()
         prefill.place(*range(21, 28))
-        prefill.step(20)
-        prefill.step()
+        prefill.publish(20)
         decode.hear(prefill)
         [part] = decode.consumer.drain().parts.values()
         assert part.ticket.hold.generation != load.ticket.hold.generation
         assert part.ticket.pages == ((21, 22),)
 
     def test_other_prompt_is_refused_before_and_after_the_load_has_begun(self) -> None:
-        other = Prefilling(100)
-        other.request.prompt_token_ids = [7] * 100
-        other.place(*range(11, 18))
-        other.step(40)
-        other.step()
+        other = computed_of_another_prompt(40)
         decode = Decoding()
         decode.hear(other)
         assert decode.matched() == 100
         [(name, reason)] = decode.place(*range(1, 8), external=100).refused
-        assert (name, "another prompt" in reason) == ("r", True)
+        assert name == "r"
+        assert "another prompt" in reason
         decode = Decoding()
         decode.begin(computed(40))
         decode.hear(other)
@@ -471,9 +479,7 @@ class TestConsumer:
         assert decode.consumer.drain().aborted == ("r",)
         decode.consumer.loads_finished(["r"], ["r"])
         assert not decode.follower.followed
-        counted = decode.metrics.take()
-        assert counted is not None
-        assert counted["failed_loads"] == {"loopback": 1}
+        assert decode.counted()["failed_loads"] == {"loopback": 1}
 
     def test_load_that_failed_is_not_followed_any_more(self) -> None:
         decode, prefill = Decoding(), computed(40)
@@ -485,8 +491,7 @@ class TestConsumer:
     def test_request_that_ends_has_its_early_load_aborted(self) -> None:
         decode, prefill = Decoding(), computed(40)
         decode.begin(prefill)
-        prefill.step(20)
-        prefill.step()
+        prefill.publish(20)
         decode.hear(prefill)
         decode.consumer.request_finished(decode.requests["r"])
         messages = decode.consumer.drain()
@@ -523,9 +528,7 @@ class TestConsumer:
 
     def test_half_of_the_cache_may_wait_for_prefill(self) -> None:
         decode, prefill = Decoding(blocks=27), computed(40)
-        second = request(100, DECODE | {"transfer_id": "other"}, name="second")
-        decode.requests["second"] = second
-        decode.consumer.on_new_request(second)
+        decode.add(DECODE | {"transfer_id": "other"})
         decode.begin(prefill)
         decode.hear(prefill, "second")
         assert decode.matched(name="second") is None
@@ -551,17 +554,14 @@ class TestConsumer:
     def test_states_need_the_tokens_that_they_were_computed_for(self) -> None:
         prefill = Prefilling(100, groups=STATES, tail=1)
         prefill.place(groups=[[11, 12, 13], [14, 15, 16]])
-        prefill.step(40)
-        prefill.step()
+        prefill.publish(40)
         decode = Decoding(groups=STATES, backoff=1)
         decode.hear(prefill)
         assert decode.matched() == 99
         decode = Decoding(groups=STATES, backoff=2)
         decode.hear(prefill)
         decode.matched()
-        counted = decode.metrics.take()
-        assert counted is not None
-        assert counted["refused_tickets"] == {"loopback": {"tokens": 1}}
+        assert decode.counted()["refused_tickets"] == {"loopback": {"tokens": 1}}
 
     def test_longer_prompt_loads_its_front(self) -> None:
         decode = Decoding(tokens=130)
@@ -575,11 +575,8 @@ class TestConsumer:
         assert decode.consumer.drain().aborted == ("r",)
 
     def test_part_of_another_engine_is_refused(self) -> None:
-        params = DECODE | {"remote_engine_id": "another"}
         decode = Decoding()
-        second = request(100, params, name="second")
-        decode.requests["second"] = second
-        decode.consumer.on_new_request(second)
+        decode.add(DECODE | {"remote_engine_id": "another"})
         decode.hear(computed(40), "second")
         decode.matched(name="second")
         [(_, reason)] = decode.place(1, external=100, name="second").refused
@@ -596,29 +593,26 @@ class TestConsumer:
             decode.matched()
             assert decode.place(1, external=100).refused
 
-    def test_unsigned_part_is_refused(self) -> None:
-        security = SecuritySettings(secrets=SECRETS)
-        decode = Decoding(security=security)
-        decode.hear(computed(40))
-        decode.matched()
-        assert decode.place(1, external=100).refused
-        decode = Decoding(security=security)
-        decode.hear(computed(40, secrets=SECRETS))
+    @pytest.mark.parametrize("secrets", [None, SECRETS], ids=["unsigned", "signed"])
+    def test_unsigned_part_is_refused(self, secrets: TicketSecrets | None) -> None:
+        decode = Decoding(security=SecuritySettings(secrets=SECRETS))
+        decode.hear(computed(40, secrets=secrets))
         assert decode.matched() == 100
-        assert not decode.place(1, external=100).refused
+        assert bool(decode.place(1, external=100).refused) == (secrets is None)
 
-    def test_address_of_the_router_is_tried_too_unless_parts_are_signed(self) -> None:
-        for secrets, routed in ((None, ("proxy", 7)), (SECRETS, None)):
-            decode = Decoding(security=SecuritySettings(secrets=secrets))
-            params = DECODE | {"remote_bootstrap_addr": "proxy:7"}
-            each = request(100, params)
-            decode.consumer.request_finished(decode.requests["r"])
-            decode.requests["r"] = each
-            decode.consumer.on_new_request(each)
-            decode.hear(computed(40, secrets=secrets))
-            decode.matched()
-            [load] = decode.place(*range(1, 8), external=100).loads
-            assert load.ticket.routed == routed
+    @pytest.mark.parametrize(
+        ("secrets", "routed"), [(None, ("proxy", 7)), (SECRETS, None)], ids=["unsigned", "signed"]
+    )
+    def test_address_of_the_router_is_tried_too_unless_parts_are_signed(
+        self, secrets: TicketSecrets | None, routed: tuple[str, int] | None
+    ) -> None:
+        decode = Decoding("another", security=SecuritySettings(secrets=secrets))
+        decode.consumer.request_finished(decode.requests["another"])
+        decode.add(DECODE | {"remote_bootstrap_addr": "proxy:7"}, "r")
+        decode.hear(computed(40, secrets=secrets))
+        decode.matched()
+        [load] = decode.place(*range(1, 8), external=100).loads
+        assert load.ticket.routed == routed
 
     @pytest.mark.parametrize(
         ("changed", "reason"),
@@ -636,9 +630,7 @@ class TestConsumer:
     )
     def test_malformed_params_are_refused(self, changed: dict[str, Any], reason: str) -> None:
         decode = Decoding()
-        each = request(100, DECODE | changed, name="second")
-        decode.requests["second"] = each
-        decode.consumer.on_new_request(each)
+        decode.add(DECODE | changed)
         assert "second" not in decode.follower.followed
         [(_, said)] = decode.place(1, external=100, name="second").refused
         assert reason in said
@@ -646,22 +638,13 @@ class TestConsumer:
     def test_side_channel_whose_key_is_not_admitted(self) -> None:
         decode = Decoding(security=SecuritySettings(access=KEYED))
         assert not decode.follower.followed  # without a key
-        own = generate().public
-        each = request(100, DECODE | {"remote_bootstrap_key": own.hex()})
-        decode.consumer.on_new_request(each)
+        decode.add(DECODE | {"remote_bootstrap_key": generate().public.hex()})
         assert not decode.follower.followed
 
     def test_request_with_a_ticket_is_not_followed(self) -> None:
         decode = Decoding()
-        each = request(100, DECODE | {"remote_block_ids": [[1]]}, name="second")
-        decode.consumer.on_new_request(each)
+        decode.add(DECODE | {"remote_block_ids": [[1]]})
         assert "second" not in decode.follower.followed
-
-    def test_hold_of_the_ticket_is_that_of_the_parts(self) -> None:
-        prefill = computed(40)
-        hold = prefill.part().ticket.hold
-        assert isinstance(hold, Hold)
-        assert finished(prefill).part().ticket.hold == hold
 
 
 class TestReusedTransferId:
@@ -710,12 +693,6 @@ class TestReusedTransferId:
         assert "older kvferry" in reason
 
     def test_older_prefill_is_refused_after_the_load_has_begun(self, decode: Decoding) -> None:
-        decode.hear(computed(40))
-        decode.place(*range(1, 8), external=decode.matched() or 0)
-        stranger = Prefilling(name="other")
-        stranger.request.prompt_token_ids = [7] * 100
-        stranger.place(*range(21, 28))
-        stranger.step(80)
-        stranger.step()
-        decode.hear(stranger)
+        decode.begin(computed(40))
+        decode.hear(computed_of_another_prompt(80))
         assert decode.consumer.drain().aborted == ("r",)

@@ -123,7 +123,6 @@ def test_a_shorter_prompt_is_short_everywhere() -> None:
 
 
 def test_the_content_of_an_adapter() -> None:
-    """Name and content both count."""
     first, second = (
         changed(lora_request=SimpleNamespace(lora_name=name)) for name in ("first", "second")
     )

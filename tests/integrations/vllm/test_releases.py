@@ -1,13 +1,12 @@
-"""Every way in which a request with a ticket ends without a load: "done" is said once, or never.
+"""Ways in which a request with a ticket ends without a load: "done" is said once, or never.
 
-Needs no vLLM.
+Those in which nothing but the scheduler half's consumer has a part are in its tests. Needs no vLLM.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +17,6 @@ from kvferry.core.errors import PeerLostError
 from tests.engines.steps import eventually
 from tests.integrations.vllm import without_vllm
 from tests.integrations.vllm.test_adapter_files import content, write
-from tests.integrations.vllm.test_conversation_half import conversation_ticket
 from tests.integrations.vllm.test_early_half import DECODE, Follower, Prefilling
 from tests.integrations.vllm.test_scheduler_half import (
     PREFILL,
@@ -29,10 +27,9 @@ from tests.integrations.vllm.test_scheduler_half import (
     request,
 )
 from tests.integrations.vllm.test_scheduler_hooks import IDLE, adapters_heard, configured
-from tests.integrations.vllm.test_staging_half import PATIENCE, pages
+from tests.integrations.vllm.test_staging_half import pages
 
 TOKENS = 40
-ANSWERING = replace(SERVING, engine="answering")
 
 
 @pytest.fixture(scope="module")
@@ -43,13 +40,7 @@ def vllm() -> Iterator[Any]:
 
 
 class Decode:
-    """The scheduler half of an engine that decodes, and what its workers were told.
-
-    Attributes:
-        done: The requests for which they say "done" without a load.
-        loads: The requests for which they load.
-        now: The time by which requests wait for host pages.
-    """
+    """The scheduler half of an engine that decodes, and for whom its workers say done, or load."""
 
     def __init__(self, vllm: Any, patch: pytest.MonkeyPatch, path: str) -> None:
         self._vllm, self._path = vllm, path
@@ -155,13 +146,6 @@ def ends(decode: Decode) -> None:
     decode.end(decode.arrive())
 
 
-def needs_nothing(decode: Decode) -> None:
-    decode.start()
-    each = decode.arrive()
-    decode.begin(each)
-    decode.end(each)
-
-
 def lora_ends_while_hashed(decode: Decode) -> None:
     decode.start()
     decode.end(decode.arrive(lora=True))
@@ -207,24 +191,6 @@ def another_sample_of_lora_is_over_first(decode: Decode) -> None:
     decode.end(second)
 
 
-def room_ends_in_queue(decode: Decode) -> None:
-    decode.start()
-    decode.end(decode.arrive(DECODE))
-    decode.step()
-    assert decode.done == []
-    decode.hear_ticket()
-    decode.step()
-
-
-def room_needs_nothing(decode: Decode) -> None:
-    decode.start()
-    each = decode.arrive(DECODE)
-    decode.begin(each)
-    decode.hear_ticket()
-    decode.step()
-    decode.end(each)
-
-
 def lora_in_a_room_ends_while_hashed(decode: Decode) -> None:
     decode.start()
     decode.end(decode.arrive(DECODE, lora=True))
@@ -248,50 +214,16 @@ def ends_while_it_waits_for_host_pages(decode: Decode) -> None:
     decode.end(decode.arrive())
 
 
-def gets_no_host_pages(decode: Decode) -> None:
-    decode.start(staging=True)
-    decode.arrive(name="first")
-    each = decode.arrive()
-    decode.now[0] = PATIENCE
-    assert decode.half.num_matched_tokens(each, 0) == (TOKENS, True)
-    decode.begin(each, TOKENS)
-
-
-def has_more_blocks_than_host_pages(decode: Decode) -> None:
-    decode.start(staging=True)
-    each = decode.arrive()
-    decode.half.blocks_allocated(each, blocks(1, 2, 3, 4, 5), TOKENS)
-
-
-def turn_ends(decode: Decode) -> None:
-    decode.start(bidirectional_kv_xfer=True)
-    params = conversation_ticket(64, serving=ANSWERING)
-    decode.end(decode.arrive(params, tokens=80))
-
-
-def turn_needs_too_little(decode: Decode) -> None:
-    decode.start(bidirectional_kv_xfer=True, kv_recompute_threshold=65)
-    params = conversation_ticket(64, serving=ANSWERING)
-    decode.begin(decode.arrive(params, tokens=80))
-
-
 RELEASED = (
     ends,
-    needs_nothing,
     lora_ends_while_hashed,
     lora_ends_when_hashed,
     lora_begins_while_hashed,
     lora_begins_and_ends_while_hashed,
     another_sample_of_lora_is_over_first,
-    room_ends_in_queue,
-    room_needs_nothing,
     lora_in_a_room_ends_while_hashed,
     lora_in_a_room_ends_when_hashed,
     ends_while_it_waits_for_host_pages,
-    gets_no_host_pages,
-    has_more_blocks_than_host_pages,
-    turn_ends,
-    turn_needs_too_little,
 )
 
 
@@ -327,13 +259,6 @@ def room_has_no_ticket(decode: Decode) -> None:
     decode.step()
 
 
-def turn_begins_otherwise(decode: Decode) -> None:
-    """The ticket may be another conversation's; its time to live ends the hold."""
-    decode.start(bidirectional_kv_xfer=True)
-    params = conversation_ticket(64, serving=ANSWERING)
-    decode.begin(decode.arrive(params, tokens=80, first=7))
-
-
 def ends_in_an_engine_that_shuts_down(decode: Decode) -> None:
     """Its workers run no further step; the lease ends the hold."""
     decode.start()
@@ -358,7 +283,6 @@ NOT_RELEASED = (
     lora_is_refused,
     is_refused_by_vllm,
     room_has_no_ticket,
-    turn_begins_otherwise,
     ends_in_an_engine_that_shuts_down,
     id_is_used_again_while_lora_is_hashed,
 )

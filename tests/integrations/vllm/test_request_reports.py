@@ -169,17 +169,6 @@ def test_made_holds_are_those_that_ended_and_those_still_held(
     ], "an evicted hold has a warning"
 
 
-def test_a_request_without_a_ticket_is_counted_as_refused(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    prefill = Prefill(max_held=2)
-    each = request(40, PREFILL)
-    prefill.producer.take_on(each)
-    assert prefill.producer.request_finished(each, [[1, 2, 3]], SERVING) is None
-    assert prefill.counted() == {"refused": 1}
-    assert lines(caplog) == []
-
-
 def test_every_end_of_a_hold_is_an_outcome() -> None:
     assert {*HoldOutcome} - {*map(str, HoldEnd)} == {HoldOutcome.MADE, HoldOutcome.REFUSED}
 
@@ -211,7 +200,6 @@ def test_a_load_is_logged_with_what_it_waited(caplog: pytest.LogCaptureFixture) 
 def test_an_id_that_both_engines_have_from_the_router_is_there_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Each engine of vLLM appends a suffix of its own."""
     router = "cmpl-" + "a" * 110 + "-0"
     there = read_ticket(ticket())
     for here, shown in (("-0123abcd", ""), ("-1-0123abcd", f" (here {router}-1-0123abcd)")):
@@ -253,14 +241,17 @@ def test_ranks_that_end_in_different_steps_make_one_line(caplog: pytest.LogCaptu
     assert "in 12.1 ms" in line
 
 
-def test_a_load_that_failed_has_no_line_beside_its_warning(
+def test_a_load_that_failed_has_a_span_and_no_line_beside_its_warning(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    half = decoding()
-    begin(half)
+    spans = Spans()
+    half = decoding(spans=spans)
+    begin(half, HEADERS)
     half.loads_reported({"d": RECORD})
     half.loads_finished(["d"], failed=["d"])
     assert lines(caplog) == []
+    [(kind, headers, attributes)] = spans.made
+    assert (kind, headers, attributes["prefill_request"]) == ("failed", HEADERS, "r")
 
 
 def test_a_request_that_loads_nothing_is_logged(caplog: pytest.LogCaptureFixture) -> None:
@@ -336,15 +327,6 @@ def test_spans_have_the_trace_of_their_request() -> None:
             },
         ),
     ]
-
-
-def test_a_load_that_failed_has_a_span() -> None:
-    spans = Spans()
-    half = decoding(log=False, spans=spans)
-    begin(half, HEADERS)
-    half.loads_finished(["d"], failed=["d"])
-    [(kind, headers, attributes)] = spans.made
-    assert (kind, headers, attributes["prefill_request"]) == ("failed", HEADERS, "r")
 
 
 @pytest.mark.parametrize(("endpoint", "traced"), [(None, False), ("http://127.0.0.1:4317", True)])

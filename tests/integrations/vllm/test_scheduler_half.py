@@ -143,15 +143,53 @@ def listed(*ids: int, cached: int = 0) -> list[Any]:
     ]
 
 
+def finish(made: Producer, each: Any, *ids: int) -> Any:
+    """Compute a request in these blocks; its ticket, if it gets one."""
+    made.take_on(each)
+    return made.request_finished(each, [list(ids or (1, 2, 3))], SERVING)
+
+
 def ticket(
     tokens: int = 40, secrets: TicketSecrets | None = None, serving: EngineSideChannel = SERVING
 ) -> dict[str, Any]:
-    made = producer(secrets=secrets)
-    each = request(tokens, PREFILL)
+    made, each = producer(secrets=secrets), request(tokens, PREFILL)
     made.take_on(each)
     params = made.request_finished(each, [list(range(1, 5))], serving)
     assert params is not None
     return params
+
+
+def arrive(
+    made: Consumer, params: dict[str, Any] | None = None, tokens: int = 40, **changes: Any
+) -> Any:
+    """A request that has come with a ticket; changes are of its attributes."""
+    each = request(tokens, ticket() if params is None else params, name=changes.pop("name", "r"))
+    vars(each).update(changes)
+    made.on_new_request(each)
+    return each
+
+
+def allocate(made: Consumer, *requests: Any) -> None:
+    """Blocks for requests of which nothing is cached here."""
+    for one in requests:
+        made.blocks_allocated(one, blocks(21, 22, 23), 40)
+
+
+def scored(made: Producer, tokens: int = 40) -> Any:
+    """A request that asks for ``prompt_logprobs``."""
+    each = request(tokens, dict(PREFILL))
+    each.skip_reading_prefix_cache = True
+    made.on_new_request(each)
+    return each
+
+
+def keyed(key: bytes) -> dict[str, Any]:
+    """A ticket of an engine with a key."""
+    return ticket(serving=replace(SERVING, key=key))
+
+
+SIGNS = {"security": SecuritySettings(secrets=SECRETS)}
+KEYS = {"security": SecuritySettings(access=KEYED)}
 
 
 class TestProducer:
@@ -188,21 +226,19 @@ class TestProducer:
         each = request(40, PREFILL, name="second")
         for _ in range(3):
             made.take_on(each)
-        assert made.request_finished(each, [[1, 2, 3]], SERVING) is None
+        assert finish(made, each) is None
         assert metrics.take() == not_made("no_hold")
 
     def test_no_ticket_for_a_request_that_nobody_else_decodes(self) -> None:
         made = producer()
-        made.take_on(request(40))
-        assert made.request_finished(request(40), [[1, 2, 3]], SERVING) is None
+        assert finish(made, request(40)) is None
         assert not made.drain()
 
     def test_no_ticket_for_a_state_that_went_on(self) -> None:
         """It is the one after 41 tokens, and the consumer needs the one after 40."""
         made = producer(groups=[CacheGroup(index=0, tokens=1024, is_state=True)])
         each = request(40, PREFILL, computed=41)
-        made.take_on(each)
-        assert made.request_finished(each, [[7, 8]], SERVING) is None
+        assert finish(made, each, 7, 8) is None
 
     @pytest.mark.parametrize(
         ("group", "tail", "tokens"),
@@ -218,37 +254,22 @@ class TestProducer:
         """Its whole prompt is computed, and what decode needs is before its last tokens."""
         metrics = Metrics(driver="loopback")
         made = producer(tail=tail, groups=[group], metrics=metrics)
-        each = request(tokens, dict(PREFILL))
-        each.skip_reading_prefix_cache = True
-        made.on_new_request(each)
+        each = scored(made, tokens)
         assert each.num_prompt_tokens == tokens
         made.take_on(each)
         made.drain()
         assert made.request_finished(each, [[7, 8, 9]], SERVING) is None
         assert len(made.drain().drops) == 1
-        assert metrics.take() == not_made("scored", 1)
+        assert metrics.take() == not_made("scored")
         assert "prompt_logprobs" in caplog.text
 
-    @pytest.mark.parametrize(
-        ("group", "tail", "tokens"),
-        [
-            (CacheGroup(index=0, tokens=16), 0, 40),
-            (CacheGroup(index=0, tokens=16), 2, 40),
-            (CacheGroup(index=0, tokens=16, window=32), 1, 1),
-        ],
-    )
-    def test_ticket_for_a_prompt_that_is_scored(
-        self, group: CacheGroup, tail: int, tokens: int
-    ) -> None:
-        """Where decode can do with the pages of the whole prompt."""
+    @pytest.mark.parametrize(("window", "tail", "tokens"), [(0, 0, 40), (0, 2, 40), (32, 1, 1)])
+    def test_ticket_for_a_prompt_that_is_scored(self, window: int, tail: int, tokens: int) -> None:
+        group = CacheGroup(index=0, tokens=16, window=window)
         made = producer(tail=tail, groups=[group])
-        each = request(tokens, dict(PREFILL))
-        each.skip_reading_prefix_cache = True
-        made.on_new_request(each)
-        made.take_on(each)
-        params = made.request_finished(each, [[7, 8, 9]], SERVING)
+        params = finish(made, scored(made, tokens), 7, 8, 9)
         taker = consumer([group], backoff=tail)
-        taker.on_new_request(request(tokens, params))
+        arrive(taker, params, tokens)
         assert len(taker.drain().prepare) == 1
 
     def test_preempted_request_gets_another_hold_in_its_slot(self) -> None:
@@ -268,27 +289,22 @@ class TestProducer:
         """The pages of the first request stay its own; the second is served without a ticket."""
         made = producer()
         each = request(40, PREFILL)
-        made.take_on(each)
-        assert made.request_finished(each, [[1, 2, 3]], SERVING)
-        made.take_on(each)
-        assert made.request_finished(each, [[4, 5, 6]], SERVING) is None
+        assert finish(made, each)
+        assert finish(made, each, 4, 5, 6) is None
         assert "request r: no ticket is made" in caplog.text
         made.sends_finished(["r"])
-        made.take_on(each)
-        assert made.request_finished(each, [[4, 5, 6]], SERVING)
+        assert finish(made, each, 4, 5, 6)
 
     def test_answer_is_not_held_in_place_of_a_prompt(
         self, caplog: pytest.LogCaptureFixture
     ) -> None:
         metrics = Metrics(driver="loopback")
         made = producer(max_held=4, metrics=metrics, conversation_ttl=480.0)
-        first, answer = request(40, PREFILL), request(32, {"do_remote_prefill": True}, name="a")
+        answer = request(32, {"do_remote_prefill": True}, name="a")
         answer.all_token_ids = answer.prompt_token_ids
-        for each in (first, answer):
-            made.take_on(each)
-        assert made.request_finished(first, [[1, 2, 3]], SERVING)
+        assert finish(made, request(40, PREFILL))
         with caplog.at_level(logging.DEBUG):
-            assert made.request_finished(answer, [[4, 5]], SERVING) is None
+            assert finish(made, answer, 4, 5) is None
         assert "it has 2 blocks, and with those held for prompts" in caplog.text
         counted = metrics.take() or {}
         assert counted["conversation_holds"] == {"loopback": {"refused": 1}}
@@ -297,10 +313,8 @@ class TestProducer:
     def test_clients_cannot_pin_the_whole_cache(self, caplog: pytest.LogCaptureFixture) -> None:
         metrics = Metrics(driver="loopback")
         made = producer(max_held=4, metrics=metrics)
-        for name, ids in (("old", [1, 2, 3]), ("new", [4, 5, 6])):
-            each = request(40, PREFILL, name=name)
-            made.take_on(each)
-            assert made.request_finished(each, [ids], SERVING)
+        assert finish(made, request(40, PREFILL, name="old"))
+        assert finish(made, request(40, PREFILL, name="new"), 4, 5, 6)
         orders = made.drain()
         assert orders.ends == (orders.take_ons[0][1],)
         made.update_metrics()
@@ -315,13 +329,11 @@ class TestProducer:
         assert metrics.take() is None
         assert "max_held_fraction" in caplog.text
         large = request(90, PREFILL, name="large")
-        made.take_on(large)
-        assert made.request_finished(large, [[0, 7, 8, 9, 10, 11]], SERVING) is None
+        assert finish(made, large, 0, 7, 8, 9, 10, 11) is None
         assert "it has 5 blocks, and 4 may be held" in caplog.text
         assert metrics.take() == not_made("too_large")
 
     def test_state_before_the_last_token(self) -> None:
-        """The prompt is shortened once, though a preempted request comes again."""
         made = producer(tail=1)
         each = request(40, dict(PREFILL))
         made.on_new_request(each)
@@ -349,8 +361,7 @@ class TestProducer:
             each.mm_features = [image(3), image(30, length=end - 30)]
             made.on_new_request(each)
             assert (each.num_prompt_tokens, len(each._all_token_ids)) == (40, 40)
-            made.take_on(each)
-            assert made.request_finished(each, [[1, 2, 3]], SERVING) is None
+            assert finish(made, each) is None
         assert not made.drain()
         assert metrics.take() == not_made("cut_media", 2)
         assert caplog.text.count("end prompts with text") == 1
@@ -363,19 +374,11 @@ class TestProducer:
         each.mm_features = [image(30, length=end - 30)]
         made.on_new_request(each)
         each.num_computed_tokens = each.num_prompt_tokens
-        made.take_on(each)
-        params = made.request_finished(each, [[1, 2, 3]], SERVING)
+        params = finish(made, each)
         for name, accepted in (("image", 1), ("another", 0)):
-            taker, wanted = consumer(backoff=tail), request(40, params)
-            wanted.mm_features = [image(30, length=end - 30, name=name)]
-            taker.on_new_request(wanted)
+            taker = consumer(backoff=tail)
+            arrive(taker, params, mm_features=[image(30, length=end - 30, name=name)])
             assert len(taker.drain().prepare) == accepted
-
-    def test_log_of_another_prompt_names_media(self, caplog: pytest.LogCaptureFixture) -> None:
-        each = request(40, ticket())
-        each.mm_features = [image(3)]
-        consumer().on_new_request(each)
-        assert "than this one of 40 tokens, or for other media (vLLM up to 0.30" in caplog.text
 
     def test_image_is_not_cut_where_nothing_is_handed_over(self) -> None:
         metrics = Metrics(driver="loopback")
@@ -386,11 +389,6 @@ class TestProducer:
         assert made.request_finished(each, [[1, 2, 3]], SERVING) is None
         assert metrics.take() is None
 
-    def test_prompt_of_one_token_is_not_shortened(self) -> None:
-        each = request(1, dict(PREFILL))
-        producer(tail=1).on_new_request(each)
-        assert each.num_prompt_tokens == 1
-
     def test_further_prompts_of_a_list_are_not_held(self, caplog: pytest.LogCaptureFixture) -> None:
         """vLLM would not answer with their tickets; one line says so."""
         metrics = Metrics(driver="loopback")
@@ -399,8 +397,7 @@ class TestProducer:
             each = request(40, dict(PREFILL), name=f"cmpl-a-{index}-89b15765")
             made.on_new_request(each)
             assert each.num_prompt_tokens == (40 if index else 39)
-            made.take_on(each)
-            ticketed = made.request_finished(each, [[1, 2, 3]], SERVING) is not None
+            ticketed = finish(made, each) is not None
             assert ticketed == (index == 0)
         assert len(made.drain().take_ons) == 1
         counted = metrics.take() or {}
@@ -469,12 +466,8 @@ class TestProducer:
         metrics = Metrics(driver="loopback")
         group = CacheGroup(index=0, tokens=16, window=32)
         made = producer(tail=1, groups=[group], metrics=metrics, hands_over=False)
-        each = request(40, PREFILL)
-        each.skip_reading_prefix_cache = True
-        made.on_new_request(each)
-        made.take_on(each)
-        assert made.request_finished(each, [[1, 2, 3]], SERVING) is None
-        assert metrics.take() == not_made("role", 1)
+        assert finish(made, scored(made)) is None
+        assert metrics.take() == not_made("role")
 
 
 class Passes:
@@ -559,8 +552,7 @@ class TestBlocksAreLacking:
         assert passes.ended() == ["r2"]
 
     def test_a_request_that_vllm_tries_no_allocation_for_waits_like_others(self) -> None:
-        passes = Passes()
-        assert passes.producer.relieve_block_pressure(request_waits=True)
+        assert Passes().producer.relieve_block_pressure(request_waits=True)
 
     def test_nothing_goes_when_nobody_waits_any_more(self) -> None:
         passes = Passes()
@@ -586,8 +578,7 @@ class TestBlocksAreLacking:
 class TestConsumer:
     def test_load_of_what_is_not_cached_here(self) -> None:
         made = consumer()
-        each = request(40, ticket())
-        made.on_new_request(each)
+        each = arrive(made)
         assert made.num_matched_tokens(each, 16) == made.num_matched_tokens(each, 16) == 24
         made.blocks_allocated(each, blocks(21, 22, 23, cached=1), 24)
         [load] = made.drain().loads
@@ -601,13 +592,10 @@ class TestConsumer:
         each = request(2, dict(PREFILL))
         there = producer(tail=2, groups=state)
         there.on_new_request(each)
-        there.take_on(each)
-        params = there.request_finished(each, [[7]], SERVING)
-        assert params is not None
+        params = finish(there, each, 7)
         assert params["remote_num_tokens"] == 2
         made = consumer(state, backoff=2)
-        each = request(2, params)
-        made.on_new_request(each)
+        each = arrive(made, params, 2)
         assert made.num_matched_tokens(each, 0) == 0
         made.blocks_allocated(each, blocks(21), 0)
         [load] = made.drain().loads
@@ -618,14 +606,13 @@ class TestConsumer:
     ) -> None:
         """It could be large, and the scheduler would wait for it."""
         params = {"do_remote_prefill": True, "remote_request_id": [7], "remote_engine_id": {"a": 1}}
-        consumer().on_new_request(request(40, params))
+        arrive(consumer(), params)
         assert caplog.messages[0].endswith("of engine (dict), request (list))")
 
     def test_second_allocation_loads_nothing(self) -> None:
         made = consumer()
-        each = request(40, ticket())
-        made.on_new_request(each)
-        made.blocks_allocated(each, blocks(21, 22, 23), 40)
+        each = arrive(made)
+        allocate(made, each)
         made.drain()
         made.loads_finished(["r"])
         made.blocks_allocated(each, blocks(21, 22, 23), 0)
@@ -633,14 +620,9 @@ class TestConsumer:
         assert made.num_matched_tokens(each, 0) == 0
 
     def test_loads_are_counted_once(self) -> None:
-        """However many ranks take part, and whatever else was received."""
         metrics = Metrics(driver="loopback")
         made = consumer(metrics=metrics)
-        for name in ("good", "bad"):
-            each = request(40, ticket())
-            each.request_id = name
-            made.on_new_request(each)
-            made.blocks_allocated(each, blocks(21, 22, 23), 40)
+        allocate(made, *(arrive(made, name=name) for name in ("good", "bad")))
         made.loads_finished(["good", "bad", "another connector's"], failed={"bad"})
         once = {"loopback": 1}
         counted = {"loads": once, "tokens": {"loopback": 40}, "failed_loads": once}
@@ -650,14 +632,12 @@ class TestConsumer:
     def test_request_that_was_loaded_and_is_not_computed_waits_for_blocks(self) -> None:
         """If another request is computed meanwhile, the loaded one may wait for its turn only."""
         made = consumer()
-        for name in ("waits", "aborted", "ends"):
-            each = request(48, ticket(), name=name)
-            made.on_new_request(each)
-            made.blocks_allocated(each, blocks(21, 22, 23), 40)
-            if name == "aborted":
-                made.request_finished(each)
+        names = "waits", "aborted", "ends"
+        requests = [arrive(made, tokens=48, name=name) for name in names]
+        allocate(made, *requests)
+        made.request_finished(requests[1])
         assert not made.loaded_request_waits(step())
-        made.loads_finished(["waits", "aborted", "ends"])
+        made.loads_finished(names)
         assert not made.loaded_request_waits(step(another=1))
         assert made.loaded_request_waits(step())
         made.request_finished(request(48, name="ends"))
@@ -678,17 +658,15 @@ class TestConsumer:
 
     def test_end_before_allocation_tells_the_producer(self) -> None:
         made = consumer()
-        each = request(40, ticket())
-        made.on_new_request(each)
+        each = arrive(made)
         made.request_finished(each)
         [load] = made.drain().loads
         assert (load.reads, load.report) == (False, False)
 
     def test_end_during_the_load_is_told_to_the_workers(self) -> None:
         made = consumer()
-        each = request(40, ticket())
-        made.on_new_request(each)
-        made.blocks_allocated(each, blocks(21, 22, 23), 40)
+        each = arrive(made)
+        allocate(made, each)
         made.request_finished(each)
         assert made.drain().aborted == ("r",)
 
@@ -714,58 +692,46 @@ class TestConsumer:
         """It comes with the first prompt's ticket; a router that passes tickets on is right."""
         metrics = Metrics(driver="loopback")
         made = consumer(metrics=metrics)
-        each = request(41, ticket(), name="cmpl-a-1-89b15765")
-        each.prompt_token_ids = [7] * 41
-        made.on_new_request(each)
+        arrive(made, tokens=41, name="cmpl-a-1-89b15765", prompt_token_ids=[7] * 41)
         assert "this is prompt 2 of it" in caplog.text
         assert "send each prompt in a request of its own" in caplog.text
         assert "as they are" not in caplog.text
         assert metrics.take() == {"refused_tickets": {"loopback": {"list": 1}}}
-        same = request(40, ticket(), name="cmpl-a-1-89b15765")
-        made.on_new_request(same)
+        arrive(made, name="cmpl-a-1-89b15765")
         assert len(made.drain().prepare) == 1
 
     def test_refused_ticket_where_nothing_is_pulled(self) -> None:
         made = consumer()
-        each = request(40, ticket() | {"kvferry": {}})
-        made.on_new_request(each)
+        each = arrive(made, ticket() | {"kvferry": {}})
         made.blocks_allocated(each, blocks(21, 22, 23), 0)
         assert made.drain().refused == ()
 
     @pytest.mark.parametrize(
-        ("settings", "reason"),
+        ("settings", "params", "reason"),
         [
-            ({"may_load": False}, 'this engine\'s kv_role is "kv_producer"'),
-            ({"engine": "prefill"}, "it was made by this very engine"),
+            ({"may_load": False}, ticket(), 'this engine\'s kv_role is "kv_producer"'),
+            ({"engine": "prefill"}, ticket(), "it was made by this very engine"),
+            (SIGNS, ticket(), "not signed"),
+            ({}, ticket(secrets=SECRETS), "no ticket_secrets to check it with"),
+            (SIGNS, ticket(secrets=SECRETS) | {"remote_block_ids": [[9, 2, 3]]}, "altered"),
+            (KEYS, ticket(), "its tickets name no key, and this engine has keys"),
+            ({}, keyed(PEER), "its side channel is encrypted, and this engine has no keys"),
+            (KEYS, keyed(STRANGER), f"its key is {STRANGER.hex()}, which is not listed here"),
         ],
+        ids=["role", "own", "unsigned", "no secrets", "altered", "no key", "no keys", "stranger"],
     )
     def test_refused_here(
-        self, settings: dict[str, Any], reason: str, caplog: pytest.LogCaptureFixture
-    ) -> None:
-        made = consumer(**settings)
-        made.on_new_request(request(40, ticket()))
-        assert f"request r: ticket refused: {reason}" in caplog.text
-
-    def test_signed_ticket(self) -> None:
-        made = consumer(security=SecuritySettings(secrets=SECRETS))
-        made.on_new_request(request(40, ticket(secrets=SECRETS)))
-        assert len(made.drain().prepare) == 1
-
-    @pytest.mark.parametrize(
-        ("params", "ours", "reason"),
-        [
-            (ticket(), SECRETS, "not signed"),
-            (ticket(secrets=SECRETS), None, "no ticket_secrets to check it with"),
-            (ticket(secrets=SECRETS) | {"remote_block_ids": [[9, 2, 3]]}, SECRETS, "altered"),
-        ],
-    )
-    def test_ticket_that_is_not_signed_as_it_should_be(
-        self, params: dict[str, Any], ours: TicketSecrets | None, reason: str
+        self,
+        settings: dict[str, Any],
+        params: dict[str, Any],
+        reason: str,
+        caplog: pytest.LogCaptureFixture,
     ) -> None:
         """It is refused like any other: nothing is raised, and nothing is asked for or read."""
-        made = consumer(security=SecuritySettings(secrets=ours))
-        each = request(40, params)
-        made.on_new_request(each)
+        made = consumer(**settings)
+        each = arrive(made, params)
+        assert "request r: ticket refused: " in caplog.text
+        assert reason in caplog.text
         assert made.num_matched_tokens(each, 16) == 24
         made.blocks_allocated(each, blocks(21, 22, 23), 24)
         arrivals = made.drain()
@@ -773,83 +739,57 @@ class TestConsumer:
         [(_, why)] = arrivals.refused
         assert reason in why
 
+    @pytest.mark.parametrize(
+        ("settings", "params", "key"),
+        [(SIGNS, ticket(secrets=SECRETS), b""), (KEYS, keyed(PEER), PEER)],
+        ids=["signed", "listed"],
+    )
+    def test_accepted_here(
+        self, settings: dict[str, Any], params: dict[str, Any], key: bytes
+    ) -> None:
+        made = consumer(**settings)
+        arrive(made, params)
+        [prepared] = made.drain().prepare
+        assert prepared.key == key
+
     def test_every_ticket_of_a_producer_with_a_key_is_proved(self) -> None:
         key = TicketKey()
-        made, each = producer(ticket_key=key), request(40, PREFILL)
-        made.take_on(each)
-        params = made.request_finished(each, [list(range(1, 5))], SERVING)
-        assert params is not None
+        params = finish(producer(ticket_key=key), request(40, PREFILL))
         check(read_ticket(params).proof, key.public)
 
-    def test_genuine_ticket_for_another_prompt(self, caplog: pytest.LogCaptureFixture) -> None:
-        made = consumer(security=SecuritySettings(secrets=SECRETS))
-        each = request(40, ticket(secrets=SECRETS))
-        each.prompt_token_ids = [*range(1, 41)]
-        made.on_new_request(each)
-        assert "it was made for another prompt" in caplog.text
-        assert made.drain().prepare == ()
-
     @pytest.mark.parametrize(
-        ("theirs", "ours", "reason"),
+        ("settings", "change", "hint"),
         [
-            (b"", KEYED, "its tickets name no key, and this engine has keys"),
-            (PEER, Access(), "its side channel is encrypted, and this engine has no keys"),
-            (STRANGER, KEYED, f"its key is {STRANGER.hex()}, which is not listed here"),
+            ({}, {"prompt_token_ids": [*range(39), 99]}, ""),
+            (SIGNS, {"prompt_token_ids": [*range(39), 99]}, ""),
+            ({}, {"cache_salt": "salt"}, ""),
+            ({}, {"mm_features": [image(3)]}, ", or for other media (vLLM up to 0.30"),
+            (
+                {"lora_enabled": True},
+                {"prompt_token_ids": [*range(39), 99]},
+                ", or with a LoRA adapter, while this request has none",
+            ),
+            (
+                {"lora_enabled": True},
+                {"lora_request": SimpleNamespace(lora_name="mine")},
+                ", or with other weights than adapter 'mine' has here",
+            ),
         ],
+        ids=["tokens", "signed", "salt", "media", "no adapter", "adapter"],
     )
-    def test_engine_that_would_not_be_asked(
-        self, theirs: bytes, ours: Access, reason: str, caplog: pytest.LogCaptureFixture
+    def test_another_prompt_is_refused(
+        self,
+        settings: dict[str, Any],
+        change: dict[str, Any],
+        hint: str,
+        caplog: pytest.LogCaptureFixture,
     ) -> None:
-        made = consumer(security=SecuritySettings(access=ours))
-        made.on_new_request(request(40, ticket(serving=replace(SERVING, key=theirs))))
-        assert f"ticket refused: engine 'prefill': {reason}" in caplog.text
+        made = consumer(**settings)
+        arrive(made, ticket(secrets=SECRETS if settings == SIGNS else None), **change)
+        assert "request r: ticket refused: it was made for another prompt" in caplog.text
+        said = hint or " (producer's request"
+        assert f"than this one of 40 tokens{said}" in caplog.text
         assert made.drain().prepare == ()
-
-    def test_engine_whose_key_is_listed(self) -> None:
-        made = consumer(security=SecuritySettings(access=KEYED))
-        made.on_new_request(request(40, ticket(serving=replace(SERVING, key=PEER))))
-        [prepared] = made.drain().prepare
-        assert prepared.key == PEER
-
-    def test_what_a_prompt_depends_on(self, caplog: pytest.LogCaptureFixture) -> None:
-        """Each of these makes it another prompt."""
-        made = consumer()
-        changes: list[dict[str, Any]] = [
-            {"prompt_token_ids": [*range(39), 99]},
-            {"cache_salt": "salt"},
-            {"lora_request": SimpleNamespace(lora_name="adapter")},
-            {
-                "mm_features": [
-                    SimpleNamespace(
-                        identifier="image", mm_position=SimpleNamespace(offset=3, length=2)
-                    )
-                ]
-            },
-        ]
-        for number, change in enumerate(changes):
-            each = request(40, ticket(), name=f"r{number}")
-            each.__dict__.update(change)
-            made.on_new_request(each)
-            assert f"request r{number}: ticket refused: it was made for another" in caplog.text
-
-    @pytest.mark.parametrize(
-        ("name", "lora_enabled", "hint"),
-        [
-            (None, False, ""),
-            (None, True, ", or with a LoRA adapter, while this request has none"),
-            ("mine", True, ", or with other weights than adapter 'mine' has here"),
-        ],
-    )
-    def test_log_of_another_prompt_names_the_adapter(
-        self, name: str | None, lora_enabled: bool, hint: str, caplog: pytest.LogCaptureFixture
-    ) -> None:
-        """With the same prompt, the adapter is what differs."""
-        made = consumer(lora_enabled=lora_enabled)
-        each = request(40, ticket())
-        each.prompt_token_ids = [*range(1, 41)]
-        each.lora_request = SimpleNamespace(lora_name=name) if name else None
-        made.on_new_request(each)
-        assert f"than this one of 40 tokens{hint} (producer's request" in caplog.text
 
     @pytest.mark.parametrize("there", [None, "11111", "00000", "11100"])
     @pytest.mark.parametrize("here", [None, "11111", "00000", "11100"])
@@ -858,41 +798,32 @@ class TestConsumer:
     ) -> None:
         """The same ids and embeddings are another prompt where other positions are ids."""
         torch = pytest.importorskip("torch")
-        made = producer()
         each = request(40, PREFILL)
         each.prompt_embeds = torch.ones(40, 8)
         each.prompt_is_token_ids = mask(there)
-        made.take_on(each)
-        params = made.request_finished(each, [[1, 2, 3]], SERVING)
-        each = request(40, params)
-        each.prompt_embeds = torch.ones(40, 8)
-        each.prompt_is_token_ids = mask(here)
+        params = finish(producer(), each)
         taker = consumer()
-        taker.on_new_request(each)
+        arrive(taker, params, prompt_embeds=torch.ones(40, 8), prompt_is_token_ids=mask(here))
         assert len(taker.drain().prepare) == (there == here)
         assert ("it was made for another prompt" in caplog.text) == (there != here)
 
     def test_unverified_prompt(self) -> None:
         made = consumer(verify_prompt=False)
-        each = request(40, ticket())
-        each.prompt_token_ids = [7] * 40
-        made.on_new_request(each)
+        arrive(made, prompt_token_ids=[7] * 40)
         [prepared] = made.drain().prepare
         assert isinstance(prepared, Ticket)
 
 
 def arrived(made: Consumer, params: dict[str, Any], *names: str) -> list[Any]:
     """Requests that came with one ticket."""
-    each = [request(40, params, name=name) for name in names]
-    for one in each:
-        made.on_new_request(one)
-    return each
+    return [arrive(made, params, name=name) for name in names]
 
 
-def allocate(made: Consumer, *requests: Any) -> None:
-    """Blocks for requests of which nothing is cached here."""
-    for one in requests:
-        made.blocks_allocated(one, blocks(21, 22, 23), 40)
+def pair() -> tuple[Consumer, Any, Any]:
+    """A consumer with the requests "a" and "b", which came with one ticket."""
+    made = consumer()
+    first, second = arrived(made, ticket(), "a", "b")
+    return made, first, second
 
 
 def said(made: Consumer) -> list[str]:
@@ -924,8 +855,7 @@ class TestSharedHolds:
 
     def test_the_last_one_says_done_itself_if_it_comes_to_its_turn_late(self) -> None:
         """It waited for blocks while the first was loaded."""
-        made = consumer()
-        first, second = arrived(made, ticket(), "a", "b")
+        made, first, second = pair()
         allocate(made, first)
         assert said(made) == ["nobody"]
         made.loads_finished(["a"])
@@ -937,8 +867,7 @@ class TestSharedHolds:
 
     def test_one_that_is_given_up_before_it_has_blocks(self) -> None:
         """Its wait ends; the other one is loaded, and says "done"."""
-        made = consumer()
-        first, second = arrived(made, ticket(), "a", "b")
+        made, first, second = pair()
         made.request_finished(first)
         [load] = made.drain().loads
         assert (load.shared, load.reads, load.report) == (True, False, False)
@@ -947,8 +876,7 @@ class TestSharedHolds:
 
     def test_one_that_is_given_up_while_it_is_loaded(self) -> None:
         """It is over when all ranks have said so, not before."""
-        made = consumer()
-        first, second = arrived(made, ticket(), "a", "b")
+        made, first, second = pair()
         allocate(made, first, second)
         made.drain()
         made.request_finished(first)
@@ -959,8 +887,7 @@ class TestSharedHolds:
         assert said(made) == ["it"]
 
     def test_one_that_ended_after_its_load(self) -> None:
-        made = consumer()
-        first, second = arrived(made, ticket(), "a", "b")
+        made, first, second = pair()
         allocate(made, first, second)
         made.drain()
         made.loads_finished(["a"])
@@ -977,27 +904,22 @@ class TestSharedHolds:
         assert not made.pending
 
     def test_one_of_which_all_is_cached_here(self) -> None:
-        made = consumer()
-        first, second = arrived(made, ticket(), "a", "b")
+        made, first, second = pair()
         made.blocks_allocated(first, blocks(21, 22, 23), 0)
         allocate(made, second)
         assert said(made) == ["nobody", "it"]
 
     def test_one_whose_ticket_is_refused_does_not_count(self) -> None:
-        made = consumer()
-        params = ticket()
-        [good] = arrived(made, params, "a")
-        bad = request(40, params, name="b")
-        bad.prompt_token_ids = [*range(1, 41)]
-        made.on_new_request(bad)
+        made, params = consumer(), ticket()
+        good = arrive(made, params, name="a")
+        bad = arrive(made, params, name="b", prompt_token_ids=[*range(1, 41)])
         allocate(made, good, bad)
         assert said(made) == ["it"]
         made.loads_finished(["a", "b"], failed={"b"})
         assert not made.pending
 
     def test_one_that_is_preempted_after_its_load_uses_the_hold_no_more(self) -> None:
-        made = consumer()
-        first, second = arrived(made, ticket(), "a", "b")
+        made, first, second = pair()
         allocate(made, first, second)
         made.drain()
         made.loads_finished(["a", "b"])

@@ -128,22 +128,28 @@ class TestSideChannel:
         assert (step.ranks, step.ticket_key) == ((), b"")
 
     @pytest.mark.parametrize(
-        ("role", "told"), [("kv_producer", True), ("kv_both", True), ("kv_consumer", False)]
+        ("role", "settings", "told"),
+        [
+            ("kv_producer", {}, True),
+            ("kv_both", {}, True),
+            ("kv_consumer", {}, False),
+            ("kv_both", {"side_channel_host": "127.0.0.1"}, False),
+        ],
     )
     def test_a_producer_on_loopback_only_is_warned_of(
-        self, make: Any, caplog: pytest.LogCaptureFixture, role: str, told: bool
+        self,
+        make: Any,
+        caplog: pytest.LogCaptureFixture,
+        role: str,
+        settings: dict[str, Any],
+        told: bool,
     ) -> None:
-        make(role=role, driver="nixl")
+        make(role=role, driver="nixl", **settings)
         assert ("only engines on this host can load from this one" in caplog.text) is told
 
-    def test_a_producer_whose_host_is_chosen_is_not_warned_of(
-        self, make: Any, caplog: pytest.LogCaptureFixture
-    ) -> None:
-        make(driver="nixl", side_channel_host="127.0.0.1")
-        assert caplog.text == ""
-
-    @pytest.mark.parametrize("role", ["kv_producer", "kv_both", "kv_consumer"])
-    @pytest.mark.parametrize("secured", [False, True])
+    @pytest.mark.parametrize(
+        ("role", "secured"), [("kv_producer", False), ("kv_both", True), ("kv_consumer", False)]
+    )
     def test_one_line_says_how_an_engine_is_set_up(
         self,
         vllm: Any,
@@ -166,10 +172,9 @@ class TestSideChannel:
         assert f"serves engine decode as {role}: driver " in line
         assert "(nixl 1.5, UCX)" in line
         assert f"127.0.0.1 port {half._serving.port}" in line
-        assert ("side channel not encrypted at" in line) is not secured
-        assert ("side channel encrypted at" in line) is secured
-        assert ("tickets not signed" in line) is not secured
-        assert ("tickets signed" in line) is secured
+        negated = "" if secured else "not "
+        assert f"side channel {negated}encrypted at" in line
+        assert f"tickets {negated}signed" in line
 
     def test_it_says_what_is_wrong(self, vllm: Any, make: Any) -> None:
         half = make()
@@ -202,7 +207,6 @@ class TestSideChannel:
         assert ping("127.0.0.1", before.port, "decode", timeout=60) == 9
 
     def test_a_second_one_takes_the_first_ones_place(self, vllm: Any, make: Any) -> None:
-        """If the ranks published something else."""
         half = make()
         serving(vllm, half, *RANKS)
         first = half._serving.port
@@ -250,6 +254,23 @@ def adapters_heard(vllm: Any, load: Any = None, step: int = 0) -> Any:
     return output
 
 
+def prefilled(half: Any, *ids: int, name: str = "r") -> Any:
+    """Compute a request in these blocks; what vLLM is told at its end."""
+    each = request(40, dict(PREFILL), name=name)
+    half.on_new_request(each)
+    half.blocks_allocated(each, blocks(*ids or (1, 2, 3)), 0)
+    return half.request_finished(each, [list(ids or (1, 2, 3))])
+
+
+def loading(half: Any, **changes: Any) -> Any:
+    """A request with a ticket, which has blocks to load into."""
+    each = request(40, ticket())
+    vars(each).update(changes)
+    half.on_new_request(each)
+    half.blocks_allocated(each, blocks(21, 22, 23), 40)
+    return each
+
+
 def adapted(path: str, params: Any) -> Any:
     """A request with a LoRA adapter."""
     each = request(40, params)
@@ -292,10 +313,7 @@ class TestProducing:
         assert (stats["held_pages"], stats["held_fraction"]) == ({"loopback": 0}, {"loopback": 0})
 
     def test_a_drafter_writes_after_the_last_token(self, make: Any) -> None:
-        half = make(drafts=True)
-        each = request(40, dict(PREFILL))
-        half.blocks_allocated(each, blocks(1, 2, 3), 0)
-        _, params = half.request_finished(each, [[1, 2, 3]])
+        _, params = prefilled(make(drafts=True))
         assert params["kvferry"]["computed"] is False
 
     @pytest.mark.parametrize(
@@ -310,67 +328,44 @@ class TestProducing:
         assert each.num_prompt_tokens == left
 
     def test_settings_reach_it(self, make: Any) -> None:
-        """Of 100 blocks 2 may be held, and as long as it is set."""
         half = make(kv_lease_duration=7, max_held_fraction=0.02)
-        for name, ids in (("large", [1, 2, 3]), ("small", [4, 5])):
-            each = request(40, dict(PREFILL), name=name)
-            half.blocks_allocated(each, blocks(*ids), 0)
-            held, _ = half.request_finished(each, [ids])
-            assert held == (name == "small")
+        assert prefilled(half, 1, 2, 3) == (False, None)
+        held, _ = prefilled(half, 4, 5, name="small")
+        assert held
         [(_, lease)] = half.build_step(OUTPUT).orders.ready
         assert lease == 7.0
 
     def test_a_reset_gives_up_what_is_held(self, make: Any) -> None:
         half = make()
-        each = request(40, dict(PREFILL))
-        half.blocks_allocated(each, blocks(1, 2, 3), 0)
-        half.request_finished(each, [[1, 2, 3]])
+        prefilled(half)
         half.build_step(OUTPUT)
         half.reset()
         assert len(half.build_step(OUTPUT).orders.ends) == 1
 
     def test_a_hold_that_no_rank_hears_of_makes_room(self, vllm: Any, make: Any) -> None:
-        """The ranks are asked when a request is not given blocks."""
         half = make()
         serving(vllm, half, *RANKS)
-        each = request(40, dict(PREFILL))
-        half.blocks_allocated(each, blocks(1, 2, 3), 0)
-        half.request_finished(each, [[1, 2, 3]])
-        step = half.build_step(OUTPUT)
-        [(_, hold)] = step.orders.take_ons
-        assert not step.asks_silent
-        half.num_matched_tokens(request(40, name="waits"), 0)
+        prefilled(half)
+        [(_, hold)] = half.build_step(OUTPUT).orders.take_ons
+        waits = request(40, name="waits")
+        half.num_matched_tokens(waits, 0)
+        half.blocks_allocated(waits, blocks(4, 5, 6), 0)
+        assert not half.build_step(OUTPUT).asks_silent
+        half.num_matched_tokens(waits, 0)
         assert half.build_step(OUTPUT).asks_silent
         silence = Silence(request=RequestId("r"), hold=hold, age=4.0)
         half.worker_output(heard(vllm, silent=dict.fromkeys(range(len(RANKS)), (silence,))))
-        half.num_matched_tokens(request(40, name="waits"), 0)
+        half.num_matched_tokens(waits, 0)
         assert not half.has_pending_block_frees()
         assert half.build_step(OUTPUT).orders.ends == (hold,)
         assert half.has_pending_block_frees()
         half.worker_output(heard(vllm, sending={"r"}))
         assert half.take_stats().data["holds"] == {"loopback": {"made": 1, "orphaned": 1}}
 
-    def test_a_request_that_is_given_blocks_asks_nobody(self, vllm: Any, make: Any) -> None:
-        half = make()
-        serving(vllm, half, *RANKS)
-        each = request(40, dict(PREFILL))
-        half.blocks_allocated(each, blocks(1, 2, 3), 0)
-        half.request_finished(each, [[1, 2, 3]])
-        other = request(40, name="other")
-        half.num_matched_tokens(other, 0)
-        half.blocks_allocated(other, blocks(4, 5, 6), 0)
-        assert not half.build_step(OUTPUT).asks_silent
-
     def test_an_engine_that_only_loads_makes_no_tickets(self, make: Any) -> None:
         half = make(role="kv_consumer")
-        each = request(40, dict(PREFILL))
-        half.on_new_request(each)
-        half.blocks_allocated(each, blocks(1, 2, 3), 0)
-        assert half.request_finished(each, [[1, 2, 3]]) == (False, None)
+        assert prefilled(half) == (False, None)
         assert half.take_stats().data["tickets_not_made"] == {"loopback": {"role": 1}}
-
-    def test_no_ticket_holds_no_blocks(self, make: Any) -> None:
-        assert make().request_finished(request(40), [[1, 2, 3]]) == (False, None)
 
 
 class TestAdapters:
@@ -433,7 +428,6 @@ class TestAdapters:
     def test_a_prefill_that_ends_before_its_content_is_known(
         self, make: Any, tmp_path: Path
     ) -> None:
-        """``test_releases`` has requests with a ticket."""
         half = make()
         each = adapted(write(tmp_path), dict(PREFILL))
         half.on_new_request(each)
@@ -475,12 +469,8 @@ class TestConsuming:
         assert (len(step.prepare), len(step.loads), step.idle) == (1, 1, False)
         assert [key.engine for key in step.relayed.expected] == ["prefill"]
         later = half.build_step(IDLE)
-        assert (later.idle, later.prepare, later.loads, later.relayed.expected) == (
-            True,
-            (),
-            (),
-            (),
-        )
+        assert later.idle
+        assert later.prepare == later.loads == later.relayed.expected == ()
         half.worker_output(heard(vllm, recving={"r"}))
         assert half.take_stats().data == {
             "loads": {"loopback": 1},
@@ -489,9 +479,7 @@ class TestConsuming:
 
     def test_one_that_failed(self, vllm: Any, make: Any) -> None:
         half = make()
-        each = request(40, ticket())
-        half.on_new_request(each)
-        half.blocks_allocated(each, blocks(21, 22, 23), 40)
+        loading(half)
         half.worker_output(heard(vllm, recving={"r"}, failed={"r"}))
         assert half.take_stats().data["failed_loads"] == {"loopback": 1}
 
@@ -501,9 +489,7 @@ class TestConsuming:
         """The workers get the load's blocks, and report the request before all of them are done."""
         monkeypatch.setattr(vllm.scheduler.versions, "takes_failed_requests", lambda: False)
         half = make()
-        each = request(40, ticket())
-        half.on_new_request(each)
-        half.blocks_allocated(each, blocks(21, 22, 23), 40)
+        loading(half)
         assert half.build_step(OUTPUT).blocks == {"r": (21, 22, 23)}
         assert half.build_step(OUTPUT).blocks == {}
         early, late = heard(vllm), heard(vllm, recving={"r"})
@@ -513,33 +499,21 @@ class TestConsuming:
             half.worker_output(output)
         assert half.take_stats().data["failed_loads"] == {"loopback": 1}
 
-    def test_one_that_is_aborted(self, make: Any) -> None:
+    def test_one_that_is_aborted_and_one_that_is_refused(self, make: Any) -> None:
         half = make()
-        each = request(40, ticket())
-        half.on_new_request(each)
-        half.blocks_allocated(each, blocks(21, 22, 23), 40)
-        half.request_finished(each, [[21, 22, 23]])
-        assert half.build_step(OUTPUT).aborted == ("r",)
-
-    def test_a_ticket_that_is_refused(self, make: Any) -> None:
-        half = make()
-        each = request(41, ticket())
-        each.prompt_token_ids = [*range(1, 42)]
-        half.on_new_request(each)
-        half.blocks_allocated(each, blocks(21, 22, 23), 40)
-        [(name, _)] = half.build_step(OUTPUT).refused
-        assert name == "r"
+        half.request_finished(loading(half), [[21, 22, 23]])
+        loading(half, request_id="other", prompt_token_ids=[*range(1, 41)])
+        step = half.build_step(OUTPUT)
+        assert step.aborted == ("r",)
+        assert [name for name, _ in step.refused] == ["other"]
 
     @pytest.mark.parametrize(
-        ("settings", "taken"),
-        [({"role": "kv_producer"}, False), ({"verify_prompt": False}, True), ({}, False)],
+        ("settings", "taken"), [({"role": "kv_producer"}, 0), ({"verify_prompt": False}, 1)]
     )
-    def test_settings_reach_it(self, make: Any, settings: dict[str, Any], taken: bool) -> None:
+    def test_settings_reach_it(self, make: Any, settings: dict[str, Any], taken: int) -> None:
         half = make(**settings)
-        each = request(40, ticket())
-        each.prompt_token_ids = [*range(1, 41)]
-        half.on_new_request(each)
-        assert bool(half.build_step(OUTPUT).prepare) == taken
+        loading(half, prompt_token_ids=[*range(1, 41)])
+        assert len(half.build_step(OUTPUT).prepare) == taken
 
 
 def test_an_unwell_engine_steps_on_for_a_while(

@@ -18,25 +18,27 @@ def reported(caplog: pytest.LogCaptureFixture, **settings: Any) -> list[tuple[in
     return [(record.levelno, record.getMessage()) for record in caplog.records]
 
 
+@pytest.mark.parametrize(
+    ("address", "remedy"),
+    [
+        ("10.0.0.7", "set side_channel_host to 10.0.0.7, the address of this host"),
+        (None, "set side_channel_host to an address at which they reach this host"),
+    ],
+    ids=["a route", "no route"],
+)
 def test_default_host_is_warned_of_with_the_address_to_set(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    address: str | None,
+    remedy: str,
 ) -> None:
-    monkeypatch.setattr(side_channel, "own_address", lambda: "10.0.0.7")
+    monkeypatch.setattr(side_channel, "own_address", lambda: address)
     [(level, text)] = reported(caplog, driver="nixl")
     assert level == logging.WARNING
     assert "listens at 127.0.0.1: only engines on this host can load from this one" in text
-    assert "set side_channel_host to 10.0.0.7, the address of this host" in text
+    assert remedy in text
     assert "if all engines run on this host, set it to 127.0.0.1" in text
     assert "\n" not in text
-
-
-def test_default_host_without_a_route_is_warned_of(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(side_channel, "own_address", lambda: None)
-    [(level, text)] = reported(caplog, driver="nixl")
-    assert level == logging.WARNING
-    assert "set side_channel_host to an address at which they reach this host" in text
 
 
 @pytest.mark.parametrize(

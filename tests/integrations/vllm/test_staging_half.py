@@ -25,13 +25,13 @@ from kvferry.integrations.vllm.ticket_params import read_ticket
 from tests.integrations.vllm.test_scheduler_half import (
     PREFILL,
     SERVING,
+    arrive,
     blocks,
     consumer,
     full,
     producer,
     request,
     step,
-    ticket,
 )
 from tests.integrations.vllm.test_support import engine
 
@@ -60,16 +60,22 @@ def staged_consumer(count: int = 8, **settings: Any) -> tuple[Consumer, list[flo
     return made, now
 
 
+def two_requests(
+    **settings: Any,
+) -> tuple[Consumer, Any, Any, list[float]]:
+    """An engine with four host pages, of which the first of two requests has got three."""
+    made, now = staged_consumer(count=4, **settings)
+    first, second = (arrive(made, name=name) for name in ("first", "second"))
+    assert made.num_matched_tokens(first, 0) == 40
+    return made, first, second, now
+
+
 def prefill(made: Producer, name: str, *ids: int, tokens: int = 40) -> Any:
     """Prefill a request in these blocks; its ticket."""
     each = request(tokens, PREFILL, name=name)
     assert not made.waits_for_host_pages(each)
     made.take_on(each)
     return made.request_finished(each, [list(ids)], SERVING)
-
-
-def decoding(params: dict[str, Any], name: str = "r", tokens: int = 40) -> Any:
-    return request(tokens, {"do_remote_prefill": True, **params}, name=name)
 
 
 class TestProducer:
@@ -95,7 +101,6 @@ class TestProducer:
         assert len({page for some in got.pages for page in some}) == 5
 
     def test_host_pages_return_when_all_ranks_say_over(self) -> None:
-        """Not when the blocks are free."""
         made, _ = staged_producer(count=4, ranks=2)
         prefill(made, "a", 7, 3, 9)
         waiting = request(40, PREFILL, name="b")
@@ -204,33 +209,19 @@ class TestProducer:
 
 
 class TestConsumer:
-    def test_load_fills_host_pages_for_its_blocks(self) -> None:
+    @pytest.mark.parametrize("cached", [0, 1])
+    def test_load_fills_host_pages_for_the_blocks_that_are_not_cached(self, cached: int) -> None:
         made, _ = staged_consumer()
-        each = decoding(ticket())
-        made.on_new_request(each)
-        assert made.num_matched_tokens(each, 0) == 40
-        made.blocks_allocated(each, blocks(21, 5, 17), 40)
+        each = arrive(made)
+        assert made.num_matched_tokens(each, 16 * cached) == 40 - 16 * cached
+        made.blocks_allocated(each, blocks(21, 5, 17, cached=cached), 40 - 16 * cached)
         [load] = made.drain().loads
-        assert load.copy is not None
-        assert load.copy.blocks == (21, 5, 17)
-        assert tuple(load.local[0].ids) == load.copy.pages
-
-    def test_cached_blocks_need_no_host_pages(self) -> None:
-        made, _ = staged_consumer()
-        each = decoding(ticket())
-        made.on_new_request(each)
-        assert made.num_matched_tokens(each, 16) == 24
-        made.blocks_allocated(each, blocks(21, 5, 17, cached=1), 24)
-        [load] = made.drain().loads
-        assert load.copy == PageCopy(blocks=(5, 17), pages=tuple(load.local[0].ids))
-        assert load.local[0].first_index == 1
+        [pages] = load.local
+        assert load.copy == PageCopy(blocks=(21, 5, 17)[cached:], pages=tuple(pages.ids))
+        assert pages.first_index == cached
 
     def test_the_next_request_waits_until_the_load_is_reported(self) -> None:
-        made, _ = staged_consumer(count=4)
-        first, second = decoding(ticket(), "first"), decoding(ticket(), "second")
-        for each in (first, second):
-            made.on_new_request(each)
-        assert made.num_matched_tokens(first, 0) == 40
+        made, first, second, _ = two_requests()
         assert made.num_matched_tokens(second, 0) is None
         made.blocks_allocated(first, blocks(1, 2, 3), 40)
         assert made.num_matched_tokens(second, 0) is None
@@ -242,56 +233,39 @@ class TestConsumer:
     def test_a_wait_ends_as_a_refused_ticket(self, caplog: pytest.LogCaptureFixture) -> None:
         """Prefill is told that nobody will come."""
         metrics = Metrics(driver="loopback")
-        made, now = staged_consumer(count=4, metrics=metrics)
-        first, late = decoding(ticket(), "first"), decoding(ticket(), "late")
-        for each in (first, late):
-            made.on_new_request(each)
-        assert made.num_matched_tokens(first, 0) == 40
+        made, _, late, now = two_requests(metrics=metrics)
         assert made.num_matched_tokens(late, 0) is None
         now[0] = PATIENCE
         assert made.num_matched_tokens(late, 0) == 40
         made.blocks_allocated(late, blocks(4, 5, 6), 40)
         messages = made.drain()
-        assert [request for request, _ in messages.refused] == ["late"]
+        assert [request for request, _ in messages.refused] == ["second"]
         [release] = messages.loads
-        assert (release.request, release.report, release.copy) == ("late", False, None)
+        assert (release.request, release.report, release.copy) == ("second", False, None)
         assert "cause host_pages" in caplog.text
         assert (metrics.take() or {})["refused_tickets"] == {"loopback": {"host_pages": 1}}
 
     def test_more_blocks_than_reserved_fail_the_load(self) -> None:
         """vLLM may give a request more than its tokens need."""
-        made, _ = staged_consumer(count=4)
-        each = decoding(ticket())
-        made.on_new_request(each)
-        assert made.num_matched_tokens(each, 0) == 40
-        made.blocks_allocated(each, blocks(1, 2, 3, 4, 5), 40)
+        made, first, second, _ = two_requests()
+        made.blocks_allocated(first, blocks(1, 2, 3, 4, 5), 40)
         messages = made.drain()
-        assert [request for request, _ in messages.refused] == ["r"]
+        assert [request for request, _ in messages.refused] == ["first"]
         [release] = messages.loads
         assert not release.report
-        made.loads_finished(["r"], ["r"])
-        again = decoding(ticket(), "again")
-        made.on_new_request(again)
-        assert made.num_matched_tokens(again, 0) == 40
+        made.loads_finished(["first"], ["first"])
+        assert made.num_matched_tokens(second, 0) == 40
 
     def test_a_request_that_ends_early_gives_its_host_pages_back(self) -> None:
-        made, _ = staged_consumer(count=4)
-        first, second = decoding(ticket(), "first"), decoding(ticket(), "second")
-        for each in (first, second):
-            made.on_new_request(each)
-        assert made.num_matched_tokens(first, 0) == 40
+        made, first, second, _ = two_requests()
         made.request_finished(first)
         assert made.num_matched_tokens(second, 0) == 40
 
     def test_a_request_whose_prompt_is_cached_needs_none(self) -> None:
-        made, _ = staged_consumer(count=4)
-        each, other = decoding(ticket()), decoding(ticket(), "other")
-        for one in (each, other):
-            made.on_new_request(one)
-        assert made.num_matched_tokens(each, 0) == 40  # and then its prompt comes into the cache
-        assert made.num_matched_tokens(each, 40) == 0
-        made.blocks_allocated(each, blocks(1, 2, 3, cached=3), 0)
-        assert made.num_matched_tokens(other, 0) == 40
+        made, first, second, _ = two_requests()
+        assert made.num_matched_tokens(first, 40) == 0  # its prompt has come into the cache
+        made.blocks_allocated(first, blocks(1, 2, 3, cached=3), 0)
+        assert made.num_matched_tokens(second, 0) == 40
 
 
 def transfer(role: str = "kv_both", device: str = "cpu") -> Any:

@@ -48,19 +48,15 @@ def test_driver_that_reaches_the_memory() -> None:
     transport.close()
 
 
-def test_driver_that_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that could are named."""
+@pytest.mark.parametrize(
+    ("memory", "could"),
+    [("cuda", "rdma"), ("tpu", "none; kvferry drivers lists them, and why one does not work")],
+)
+def test_driver_that_does_not(monkeypatch: pytest.MonkeyPatch, memory: str, could: str) -> None:
     monkeypatch.setattr(registry, "installed", Described.installed)
     monkeypatch.setattr(registry, "describe", Described.describe)
     with pytest.raises(ConfigError) as raised:
-        make_transport(Config(), {"cuda"})
-    assert "driver 'loopback' cannot reach cuda memory" in str(raised.value)
+        make_transport(Config(), {memory})
+    assert f"driver 'loopback' cannot reach {memory} memory" in str(raised.value)
     assert "set kv_buffer_device 'cpu'" in str(raised.value)
-    assert str(raised.value).endswith("of the installed ones: rdma")
-
-
-def test_no_driver_that_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "installed", Described.installed)
-    monkeypatch.setattr(registry, "describe", Described.describe)
-    with pytest.raises(ConfigError, match="none; kvferry drivers lists them"):
-        make_transport(Config(), {"tpu"})
+    assert str(raised.value).endswith(f"of the installed ones: {could}")

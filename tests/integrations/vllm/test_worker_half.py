@@ -117,16 +117,10 @@ def test_a_step_is_applied_whole_and_in_order(half: Any, endpoint: MagicMock) ->
     assert [fourth, fifth] == [call.abort("d"), call.abort("e")]
 
 
-def test_an_empty_step_asks_the_endpoint_for_nothing(half: Any, endpoint: MagicMock) -> None:
-    passed = MagicMock()
-    half.FerryWorker(endpoint, passed).apply(half.StepMetadata())
-    assert endpoint.method_calls == []
-    assert not passed.called
-
-
 @pytest.mark.parametrize(
     ("orders", "loads", "marks"),
     [
+        (HoldOrders(), (), False),
         (HoldOrders(drops=(HOLD,)), (), False),
         (READY, (), True),
         (HoldOrders(watermarks=((HOLD, 32),)), (), True),
@@ -232,7 +226,6 @@ def test_reports_of_ranks_are_put_together(half: Any) -> None:
 
 
 def test_what_several_ranks_say_of_one_request_is_put_together(half: Any) -> None:
-    """Bytes are added up; the times are those of the slowest rank."""
     slow = record("a", nbytes=300, seconds=2.0, transfer_seconds=1.5)
     first = half.RankReport(loads={"a": record("a"), "b": record("b")}, ended={})
     second = half.RankReport(loads={"a": slow}, ended={"c": ended("c", HoldEnd.READ, "decode")})

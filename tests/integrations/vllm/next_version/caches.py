@@ -18,9 +18,9 @@ from tests.integrations.vllm.next_version import source as reading
 from tests.integrations.vllm.next_version.findings import (
     Finding,
     Section,
+    changed_texts,
     changed_values,
-    changes,
-    described_change,
+    described_changes,
 )
 from tests.integrations.vllm.next_version.source import Source
 from tests.vllm.caches import census
@@ -50,29 +50,22 @@ CHOOSERS = re.compile(r"^(supports_|get_cudagraph|autotune)|Builder\.")
 
 def spec_section(old: Source, new: Source) -> Section:
     """Compare the classes that describe caches, and their fields."""
-    before, after = _spec_fields(old), _spec_fields(new)
-    found = [
-        Finding(name=name, change=described_change(was, now), verdict=_spec_verdict(name))
-        for name, was, now in changed_values(before, after)
-    ]
     return Section(
         title="Specs of caches",
         look="`caches/cache_specs.py`; a field may change what the bytes of a page mean",
-        findings=tuple(found),
+        findings=described_changes(_spec_fields(old), _spec_fields(new), _spec_verdict),
     )
 
 
 def _spec_fields(source: Source) -> dict[str, str]:
     """Return the classes and their fields, as ``Class`` and ``Class.field``."""
-    derived = {cls.simple: " ".join(cls.bases) for cls in _derived(source)}
-    found = {name: f"class {name}({bases})" for name, bases in derived.items()}
+    found = {
+        cls.simple: f"class {cls.simple}({' '.join(cls.bases)})"
+        for cls in census.derived(census.SPEC_ROOT, source.root)
+    }
     for name, cls in source.classes(INTERFACE).items():
         found |= {f"{name}.{field}": text for field, text in reading.fields(cls).items()}
     return found
-
-
-def _derived(source: Source) -> tuple[census.Class, ...]:
-    return census.derived(census.SPEC_ROOT, source.root)
 
 
 def _spec_verdict(name: str) -> str:
@@ -84,19 +77,15 @@ def _spec_verdict(name: str) -> str:
 def backend_section(old: Source, new: Source) -> Section:
     """Compare the attention backends: their names, classes and orders, and what they can be."""
     before, after = _backends(old), _backends(new)
-    found = [
-        Finding(
-            name=name,
-            change=described_change(was, now),
-            verdict=_backend_verdict(name) if was is None else "",
-        )
-        for name, was, now in changed_values(before, after)
-    ]
+
+    def verdict(name: str) -> str:
+        return "" if name in before else _backend_verdict(name)
+
     return Section(
         title="Attention backends",
         look="`caches/attention_pages.py`, `caches/state_pages.py`; a class that is new under a "
         "known name may fill its pages in another way",
-        findings=tuple(found),
+        findings=described_changes(before, after, verdict),
     )
 
 
@@ -122,10 +111,7 @@ def _backend_verdict(name: str) -> str:
 
 
 def kernel_section(old: Source, new: Source) -> Section:
-    """Compare the Python functions that fill pages, in modules that both have.
-
-    Only for backends whose pages the tables describe: those of others move whole.
-    """
+    """Compare the Python functions that fill pages, in modules that both have."""
     found = []
     for path in sorted(_kernel_modules(old) & _kernel_modules(new)):
         before, after = _cache_functions(old, path), _cache_functions(new, path)
@@ -166,17 +152,11 @@ def _is_described(name: str) -> bool:
 def native_section(old: Source, new: Source) -> Section:
     """Compare the files in C++ that have to do with caches; both must be source distributions."""
     before, after = _native_files(old), _native_files(new)
-    found = []
-    if before and after:
-        for name, was, now in changed_values(before, after):
-            change = "new" if was is None else "gone" if now is None else "changed"
-            found.append(Finding(name=name, change=change))
-    else:
-        found.append(Finding(name=NATIVE, change="not compared: not both are source distributions"))
+    missing = Finding(name=NATIVE, change="not compared: not both are source distributions")
     return Section(
         title="Kernels in C++",
         look="`caches/attention_pages.py`: do these kernels still fill pages as described?",
-        findings=tuple(found),
+        findings=changed_texts(before, after) if before and after else (missing,),
     )
 
 
@@ -206,17 +186,15 @@ def _cache_functions(source: Source, path: str) -> Mapping[str, str]:
 
 def value_section(old: Source, new: Source) -> Section:
     """Compare the members of enumerations and of types that list their values."""
-    before, after = dict(_values(old)), dict(_values(new))
-    found = changes(before, after)
-    found += [
+    aliases = tuple(
         Finding(name=name, change=f"another name of `{other}`: both have the same value")
         for name, other in _aliases(new)
         if (name, other) not in set(_aliases(old))
-    ]
+    )
     return Section(
         title="Quantised formats, orders and other values",
         look="`caches/quantization.py` and `caches/attention_pages.py`",
-        findings=tuple(found),
+        findings=described_changes(dict(_values(old)), dict(_values(new))) + aliases,
     )
 
 

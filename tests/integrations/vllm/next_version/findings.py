@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -14,13 +14,7 @@ Verdicts = Mapping[str, str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """A difference between two versions.
-
-    Attributes:
-        name: What differs, such as a hook's name; unique in its section.
-        change: How it differs.
-        verdict: What it means here; empty if nobody has looked at it yet.
-    """
+    """A difference between two versions."""
 
     name: str
     change: str
@@ -29,13 +23,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Section:
-    """The differences of one kind.
-
-    Attributes:
-        title: What is compared.
-        look: Where in this tree a difference has to be looked at.
-        findings: The differences, by name.
-    """
+    """The differences of one kind."""
 
     title: str
     look: str
@@ -60,12 +48,22 @@ def changed_values(
             yield name, old.get(name), new.get(name)
 
 
-def changes(old: Mapping[str, str], new: Mapping[str, str]) -> list[Finding]:
+def described_changes(
+    old: Mapping[str, str], new: Mapping[str, str], verdict: Callable[[str], str] = lambda _: ""
+) -> tuple[Finding, ...]:
     """Return a finding for each name whose text differs."""
-    return [
-        Finding(name=name, change=described_change(was, now))
+    return tuple(
+        Finding(name=name, change=described_change(was, now), verdict=verdict(name))
         for name, was, now in changed_values(old, new)
-    ]
+    )
+
+
+def changed_texts(old: Mapping[str, str], new: Mapping[str, str]) -> tuple[Finding, ...]:
+    """Return a finding for each name whose text differs, without the texts."""
+    return tuple(
+        Finding(name=name, change="new" if was is None else "gone" if now is None else "changed")
+        for name, was, now in changed_values(old, new)
+    )
 
 
 def described_change(old: str | None, new: str | None) -> str:

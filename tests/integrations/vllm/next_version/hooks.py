@@ -11,6 +11,7 @@ from tests.integrations.vllm.next_version import source as reading
 from tests.integrations.vllm.next_version.findings import (
     Finding,
     Section,
+    changed_texts,
     changed_values,
     code,
     described_change,
@@ -31,14 +32,7 @@ OTHER_CONNECTORS = ("ec_connector", "aux_output_connector", "weight_")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hook:
-    """A method of one of vLLM's base classes for connectors.
-
-    Attributes:
-        parameters: Its parameters with defaults, as source text.
-        kind: Its decorators, such as ``abstractmethod`` or ``classmethod``.
-        default: What it does unless a connector overrides it, as source text.
-        doc: The first sentence of its docstring.
-    """
+    """A method of one of vLLM's base classes for connectors."""
 
     parameters: str
     kind: tuple[str, ...]
@@ -62,13 +56,7 @@ def hooks(source: Source) -> dict[str, Hook]:
 
 
 def hook_section(old: Source, new: Source, defined: Collection[str]) -> Section:
-    """Compare the hooks.
-
-    Args:
-        old: The vLLM that the connector is made for.
-        new: The other vLLM.
-        defined: The names of the methods that the connector defines.
-    """
+    """Compare the hooks."""
     before, after = hooks(old), hooks(new)
     found = []
     for name in sorted({*before, *after}):
@@ -148,12 +136,7 @@ def _listed(calls: Calls) -> str:
 
 
 def calls(source: Source, names: Collection[str]) -> dict[str, Calls]:
-    """Return which hooks each function calls, in order, each with its conditions.
-
-    Args:
-        source: The vLLM.
-        names: The names of the hooks.
-    """
+    """Return which hooks each function calls, in order, each with its conditions."""
     found = {}
     for path in source.files(*CALLERS, mentioning=("connector", "kv_transfer_group")):
         if not path.startswith(CONNECTORS):
@@ -198,15 +181,10 @@ MACHINERY = (
 
 def machinery_section(old: Source, new: Source) -> Section:
     """Compare the functions by which vLLM drives connectors and merges their reports."""
-    before, after = _machinery(old), _machinery(new)
-    found = []
-    for name, was, now in changed_values(before, after):
-        change = "new" if was is None else "gone" if now is None else "changed"
-        found.append(Finding(name=name, change=change))
     return Section(
         title="What drives connectors",
         look="`scheduler.py` and `metadata.py` (`RankReport`)",
-        findings=tuple(found),
+        findings=changed_texts(_machinery(old), _machinery(new)),
     )
 
 

@@ -13,9 +13,8 @@ from tests.integrations.vllm.next_version import source as reading
 from tests.integrations.vllm.next_version.findings import (
     Finding,
     Section,
-    changed_values,
-    changes,
     described_change,
+    described_changes,
 )
 from tests.integrations.vllm.next_version.source import Source
 
@@ -52,12 +51,10 @@ OBJECTS = (
 
 def ticket_section(old: Source, new: Source) -> Section:
     """Compare the keys of tickets: those that NixlConnector writes, and those that vLLM reads."""
-    before, after = _ticket_keys(old), _ticket_keys(new)
-    found = changes(before, after)
     return Section(
         title="Keys of tickets",
         look="`ticket_params.py`; what vLLM itself and routers do with a key",
-        findings=tuple(found),
+        findings=described_changes(_ticket_keys(old), _ticket_keys(new)),
     )
 
 
@@ -77,12 +74,7 @@ def _ticket_keys(source: Source) -> dict[str, str]:
 
 
 def _keys(node: ast.AST, params: Collection[str]) -> Iterator[str]:
-    """Yield the keys of tickets that an expression reads, sets or makes.
-
-    Args:
-        node: The expression.
-        params: What tickets are called.
-    """
+    """Yield the keys of tickets that an expression reads, sets or makes."""
     if isinstance(node, ast.Call):
         func = node.func
         if isinstance(func, ast.Attribute) and func.attr in ("get", "pop") and node.args:
@@ -105,19 +97,14 @@ def _makes_ticket(node: ast.Call) -> bool:
 
 def connector_section(old: Source, new: Source) -> Section:
     """Compare the connectors that vLLM registers."""
-    before, after = _connectors(old), _connectors(new)
-    found = [
-        Finding(
-            name=name,
-            change=described_change(was, now),
-            verdict="in `TICKET_CONNECTORS`" if name in TICKET_CONNECTORS else "",
-        )
-        for name, was, now in changed_values(before, after)
-    ]
+
+    def verdict(name: str) -> str:
+        return "in `TICKET_CONNECTORS`" if name in TICKET_CONNECTORS else ""
+
     return Section(
         title="Connectors",
         look="`support.py`: does it make tickets with the same keys (`TICKET_CONNECTORS`)?",
-        findings=tuple(found),
+        findings=described_changes(_connectors(old), _connectors(new), verdict),
     )
 
 
@@ -133,12 +120,10 @@ def _connectors(source: Source) -> dict[str, str]:
 
 def model_section(old: Source, new: Source) -> Section:
     """Compare the architectures that vLLM registers."""
-    before, after = _models(old), _models(new)
-    found = changes(before, after)
     return Section(
         title="Architectures",
         look="`docs/coverage.md`: which kinds of cache does the architecture have?",
-        findings=tuple(found),
+        findings=described_changes(_models(old), _models(new)),
     )
 
 
@@ -219,10 +204,7 @@ def _is_of_vllm(module: str) -> bool:
 
 
 def _definition(source: Source, module: str, name: str) -> str | None:
-    """Return how a name is called, if it is a function; what it is otherwise.
-
-    ``None`` if the module does not have it.
-    """
+    """Return how a name is called, if it is a function; what it is otherwise."""
     path = source.module_path(module)
     if path is None:
         return None
@@ -275,12 +257,7 @@ def _used_attributes() -> set[str]:
 
 
 def requirement_section(old: list[str], new: list[str]) -> Section:
-    """Compare what vLLM requires of its environment.
-
-    Args:
-        old: The ``Requires-Dist`` and ``Requires-Python`` of one vLLM.
-        new: Those of the other.
-    """
+    """Compare what vLLM requires of its environment."""
     before, after = ("; ".join(_relevant(each)) for each in (old, new))
     change = described_change(before, after) if before != after else ""
     return Section(

@@ -16,12 +16,7 @@ OPEN = "**look**"
 
 
 def compared(old: Source, new: Source) -> list[Section]:
-    """Return every difference between two vLLMs that may matter to the connector.
-
-    Args:
-        old: The vLLM that the connector is made for.
-        new: The other vLLM.
-    """
+    """Return every difference between two vLLMs that may matter to the connector."""
     sections = [
         hooks.hook_section(old, new, connector_methods()),
         hooks.call_section(old, new),
@@ -77,13 +72,7 @@ def unused_verdicts(sections: Sequence[Section]) -> list[str]:
 
 
 def page(old: Source, new: Source, sections: Sequence[Section]) -> str:
-    """Return the comparison as Markdown.
-
-    Args:
-        old: The vLLM that the connector is made for.
-        new: The other vLLM.
-        sections: The differences.
-    """
+    """Return the comparison as Markdown."""
     total = sum(len(section.findings) for section in sections)
     waiting = len(open_findings(sections))
     lines = [

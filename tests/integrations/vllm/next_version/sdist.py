@@ -30,20 +30,7 @@ class SdistError(Exception):
 
 
 def fetch(name: str, version: str, folder: Path, indexes: list[str] | None = None) -> Path:
-    """Return the unpacked source distribution of a version; download it if it is not there.
-
-    Of several processes that ask for it at the same time, one downloads it.
-
-    Args:
-        name: The distribution's name.
-        version: Its version.
-        folder: Where source distributions are kept.
-        indexes: Addresses of package indexes; by default, those that pip is configured for.
-
-    Raises:
-        SdistError: No index has it, its hash is not the one that the index says, or it cannot be
-            unpacked.
-    """
+    """Return the unpacked source distribution of a version; download it if it is not there."""
     unpacked = folder / f"{name}-{version}"
     folder.mkdir(parents=True, exist_ok=True)
     with _locked(folder):
@@ -64,11 +51,7 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def _fetch(name: str, version: str, folder: Path, indexes: list[str]) -> None:
-    """Download and unpack the source distribution of a version.
-
-    Raises:
-        SdistError: See ``fetch``.
-    """
+    """Download and unpack the source distribution of a version."""
     archive = folder / f"{name}-{version}.tar.gz"
     _download(_link(name, version, indexes), archive)
     partial = folder / f".{name}-{version}"
@@ -109,11 +92,7 @@ def _default_index() -> str:
 
 
 def _link(name: str, version: str, indexes: list[str]) -> str:
-    """Return the address of a source distribution, with the hash behind ``#`` if there is one.
-
-    Raises:
-        SdistError: No index has it.
-    """
+    """Return the address of a source distribution, with the hash behind ``#`` if there is one."""
     wanted = f"{name}-{version}.tar.gz"
     problems = []
     for index in indexes:
@@ -155,11 +134,7 @@ def _file_of(link: str) -> str:
 
 
 def _download(link: str, archive: Path) -> None:
-    """Download an archive.
-
-    Raises:
-        SdistError: It was not downloaded, or has another hash than the link says.
-    """
+    """Download an archive."""
     address, _, fragment = link.partition("#")
     digest = hashlib.sha256()
     try:

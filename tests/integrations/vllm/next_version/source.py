@@ -13,11 +13,7 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """The source of one vLLM.
-
-    Attributes:
-        root: The folder of the package ``vllm``.
-    """
+    """The source of one vLLM."""
 
     root: Path
 
@@ -28,20 +24,11 @@ class Source:
         return ast.literal_eval(found) if found is not None else "unknown"
 
     def tree(self, path: str) -> ast.Module:
-        """Return a file's syntax tree; an empty one if there is no such file.
-
-        Args:
-            path: The file's path in the package.
-        """
+        """Return a file's syntax tree; an empty one if there is no such file."""
         return _parsed(self.root / path)
 
     def files(self, *folders: str, mentioning: Sequence[str] = ("",)) -> Iterator[str]:
-        """Yield the paths of Python files in the package.
-
-        Args:
-            folders: Only files in these.
-            mentioning: Only files whose text has one of these.
-        """
+        """Yield the paths of Python files in the package."""
         for folder in folders or (".",):
             for path in sorted((self.root / folder).rglob("*.py")):
                 text = path.read_text(encoding="utf-8")
@@ -49,29 +36,17 @@ class Source:
                     yield path.relative_to(self.root).as_posix()
 
     def module_path(self, name: str) -> str | None:
-        """Return the path of a module; ``None`` if there is no such module.
-
-        Args:
-            name: Dotted, beginning with ``vllm``.
-        """
+        """Return the path of a module; ``None`` if there is no such module."""
         stem = "/".join(name.split(".")[1:])
         candidates = (f"{stem}/__init__.py" if stem else "__init__.py", f"{stem}.py")
         return next((each for each in candidates if (self.root / each).is_file()), None)
 
     def constants(self, path: str) -> dict[str, ast.expr]:
-        """Return the values that a module assigns to names, by name.
-
-        Args:
-            path: The module's path in the package.
-        """
+        """Return the values that a module assigns to names, by name."""
         return {name: value for name, value in assignments(self.tree(path).body) if value}
 
     def classes(self, path: str) -> dict[str, ast.ClassDef]:
-        """Return a module's classes by name.
-
-        Args:
-            path: The module's path in the package.
-        """
+        """Return a module's classes by name."""
         return {n.name: n for n in self.tree(path).body if isinstance(n, ast.ClassDef)}
 
 

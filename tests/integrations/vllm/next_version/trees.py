@@ -79,12 +79,7 @@ FILES = {
 
 
 def tree(folder: Path, changes: Mapping[str, str | None] | None = None) -> Source:
-    """Write a tree like a source distribution's.
-
-    Args:
-        folder: Where the package's folder comes to lie.
-        changes: Files that are different from ``FILES``; ``None`` for those that are not there.
-    """
+    """Write a tree like a source distribution's."""
     root = folder / "vllm"
     for path, text in {**FILES, **(changes or {})}.items():
         if text is not None:
