@@ -22,7 +22,7 @@ from kvferry.testing.memory import Bytes, pattern
 from kvferry.testing.peers import Process
 
 MIB = 1 << 20
-SECONDS = 60.0
+SECONDS = 100.0
 MANY = 1 << 17
 """How often a transfer that outlasts a test reads its memory."""
 
