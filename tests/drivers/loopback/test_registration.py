@@ -10,7 +10,7 @@ import pytest
 
 from kvferry.core.errors import DriverError, TransportError
 from kvferry.core.memory import Region, region_of
-from kvferry.core.transport import State
+from kvferry.core.transport import Quiescence, State
 from kvferry.drivers.loopback import LoopbackTransport
 from tests.drivers.loopback.conftest import Make
 from tests.drivers.loopback.peer import Peer
@@ -103,6 +103,14 @@ def test_at_most_65536_regions_are_registered(transport: LoopbackTransport, make
     assert (status.state, target[0]) == (State.DONE, 5)
     other.deregister(regions[0])
     other.register(Region(address=base, nbytes=2))
+
+
+def test_capabilities_decide_what_the_conformance_suite_demands(
+    transport: LoopbackTransport,
+) -> None:
+    can = transport.capabilities
+    assert (can.memory, can.quiescence) == ({"cpu"}, Quiescence.ALWAYS)
+    assert (can.cancel, can.background_progress, can.concurrent_connect) == (True, True, True)
 
 
 @pytest.mark.parametrize(
