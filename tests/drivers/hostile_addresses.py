@@ -48,6 +48,8 @@ OPTIONS: dict[str, dict[str, object]] = {
     "nixl": {},
     "loopback": {},
 }
+COUNT = int(os.environ.get("KVFERRY_HOSTILE", "300"))
+"""Addresses that a test tries."""
 ADDRESSES_PER_PROCESS = 500
 """Addresses tried on one process: in NIXL, connections leave file descriptors behind."""
 ANSWER_SECONDS = 30.0
@@ -355,6 +357,14 @@ def try_addresses(side: str, count: int, seed: int = 1) -> tuple[Counter[str], T
                 found["the honest peer died"] += 1
                 before = right()
     return found, tried
+
+
+def crash_no_process(side: str) -> None:
+    """Assert that a sample of addresses is refused, or connected to, and that no process ends."""
+    outcomes, tried = try_addresses(side, COUNT)
+    assert tried.deaths == []
+    assert set(outcomes) <= {"refused", "connected"}
+    assert outcomes["refused"]
 
 
 if __name__ == "__main__":

@@ -22,19 +22,14 @@ NEVER = 1e9
 """A time that no test reaches, for a queue that does not drain."""
 
 
-def test_wait_has_the_device_s_context_and_gives_it_back() -> None:
+@pytest.mark.parametrize("mine", [[], [0]], ids=["none", "another"])
+def test_wait_has_the_device_s_context_and_gives_back_the_caller_s(mine: list[int]) -> None:
     library = StandInCuda()
+    library.contexts.extend(mine)
     CudaDriver(library).wait_idle(1)
     assert library.called("cuCtxSynchronize") == [1]
-    assert library.contexts == []
+    assert library.contexts == mine
     assert library.retained == {1: 0}
-
-
-def test_caller_s_context_is_kept() -> None:
-    library = StandInCuda()
-    library.contexts.append(0)
-    CudaDriver(library).wait_idle(1)
-    assert library.contexts == [0]
 
 
 def test_no_context_is_made_where_none_is_active() -> None:
@@ -47,9 +42,8 @@ def test_no_context_is_made_where_none_is_active() -> None:
 
 def test_error_has_cuda_s_text_and_context_is_given_back() -> None:
     library = StandInCuda(broken={1})
-    cuda = CudaDriver(library)
     with pytest.raises(TransportError, match=r"cuCtxSynchronize: stand-in's error 719 \(719\)"):
-        cuda.wait_idle(1)
+        CudaDriver(library).wait_idle(1)
     assert library.contexts == []
     assert library.retained == {1: 0}
 
@@ -64,9 +58,13 @@ def test_unknown_device_is_refused() -> None:
     [(0, 0, True), (100, 0, False), (200, 0, False), (100, 1, True), (200, 1, True)],
     ids=["none", "owner", "all devices", "owner by C2C", "all devices by C2C"],
 )
-def test_flush_is_needed_unless_writes_are_ordered(ordering: int, c2c: int, needed: bool) -> None:
+def test_flush_is_needed_where_a_nic_s_writes_are_not_ordered(
+    ordering: int, c2c: int, needed: bool
+) -> None:
     library = StandInCuda(attributes={(1, WRITES_ORDERING): ordering, (1, HOST_PAGE_TABLES): c2c})
     assert CudaDriver(library).needs_flush(1) is needed
+    library.attributes[1, RDMA_SUPPORTED] = 0
+    assert not CudaDriver(library).needs_flush(1)
 
 
 def test_flush_has_the_device_s_context() -> None:
@@ -178,8 +176,3 @@ def test_wait_beside_a_stuck_one_gives_up_in_time() -> None:
     library.idle_at.clear()
     other.join()
     assert library.called("cuCtxSynchronize") == [0]
-
-
-def test_a_device_that_no_nic_reaches_needs_no_flush() -> None:
-    library = StandInCuda(attributes={(1, RDMA_SUPPORTED): 0})
-    assert not CudaDriver(library).needs_flush(1)

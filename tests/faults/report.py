@@ -140,10 +140,7 @@ def _driver(run: Run) -> Iterator[str]:
     yield _table(
         ["driver", *(f"{stage}, quiet {kind.value.replace('_', ' ')}" for stage, kind in columns)],
         [
-            [
-                fault,
-                *(run.cell(Key("driver", fault, stage, kind.value)) for stage, kind in columns),
-            ]
+            [fault, *(run.cell(Key("driver", fault, stage, kind.value)) for stage, kind in columns)]
             for fault in faults
         ],
     )

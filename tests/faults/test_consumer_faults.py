@@ -78,10 +78,7 @@ def expect_next_load(prefill: Engine, request: str, driver: str = "loopback") ->
 @pytest.mark.parametrize(("driver", "stage"), DRIVERS_AND_STAGES)
 def test_pages_of_killed_consumer_are_released(driver: str, stage: str) -> None:
     cell = Cell(side="consumer", fault="killed", stage=stage, driver=driver)
-    with (
-        local_producer(driver) as prefill,
-        engine_process(run_consumer, stage, driver) as decode,
-    ):
+    with local_producer(driver) as prefill, engine_process(run_consumer, stage, driver) as decode:
         load_until_stage(decode, prefill, LONG_LEASE if stage == "finishing" else LEASE)
         cell.start_clock()
         decode.kill()
@@ -94,10 +91,7 @@ def test_pages_of_killed_consumer_are_released(driver: str, stage: str) -> None:
 def test_restarted_consumer_loads_or_is_refused(driver: str, stage: str) -> None:
     """The restarted consumer gets the same request with the same ticket."""
     cell = Cell(side="consumer", fault="restarted", stage=stage, driver=driver)
-    with (
-        local_producer(driver) as prefill,
-        engine_process(run_consumer, stage, driver) as first,
-    ):
+    with local_producer(driver) as prefill, engine_process(run_consumer, stage, driver) as first:
         ticket = load_until_stage(first, prefill, LONG_LEASE)
         cell.start_clock()
         first.kill()
@@ -112,51 +106,39 @@ def test_restarted_consumer_loads_or_is_refused(driver: str, stage: str) -> None
         expect_next_load(prefill, "p-2", driver)
 
 
-@pytest.mark.parametrize(("driver", "stage"), DRIVERS_AND_STAGES)
-def test_consumer_stopped_beyond_its_lease_accepts_no_stale_pages(driver: str, stage: str) -> None:
-    cell = Cell(side="consumer", fault="stopped", stage=stage, driver=driver)
-    with (
-        local_producer(driver) as prefill,
-        engine_process(run_consumer, stage, driver) as decode,
-    ):
+@pytest.mark.parametrize(
+    ("fault", "driver", "stage"),
+    [
+        *[("stopped", *each) for each in DRIVERS_AND_STAGES],
+        *[("slow", "loopback", stage) for stage in WITH_WAITING],
+    ],
+)
+def test_consumer_that_is_late_renews_or_accepts_no_stale_pages(
+    fault: str, driver: str, stage: str
+) -> None:
+    """A consumer that waits for pages renews the lease; stopped, or stuck in a read, it cannot."""
+    cell = Cell(side="consumer", fault=fault, stage=stage, driver=driver)
+    with local_producer(driver) as prefill, engine_process(run_consumer, stage, driver) as decode:
         load_until_stage(decode, prefill)
         cell.start_clock()
-        decode.signal(signal.SIGSTOP)
-        prefill.released("p-1")
-        overwrite_pages(prefill)
-        decode.signal(signal.SIGCONT)
-        decode.pipe.send("go on")
-        outcome, is_right = decode.answer()
-        assert outcome == ("loaded" if stage == "finishing" else "StaleError")
-        assert is_right or outcome == "StaleError"
-        cell.write(outcome)
-        expect_next_load(prefill, "p-2", driver)
-
-
-@pytest.mark.parametrize("stage", WITH_WAITING)
-def test_slow_consumer_renews_or_accepts_no_stale_pages(stage: str) -> None:
-    """A consumer that waits for pages renews the lease; one that is stuck in a read cannot."""
-    cell = Cell(side="consumer", fault="slow", stage=stage)
-    with (
-        Engine("prefill", SHAPE, options=OPTIONS) as prefill,
-        engine_process(run_consumer, stage) as decode,
-    ):
-        load_until_stage(decode, prefill)
-        cell.start_clock()
-        endpoint = prefill.ranks[0].endpoint
-        if stage == "waiting":
-            assert not endpoint.wait(2.5 * LEASE)
+        if fault == "stopped":
+            decode.signal(signal.SIGSTOP)
+        renews = fault == "slow" and stage == "waiting"
+        if renews:
+            assert not prefill.ranks[0].endpoint.wait(2.5 * LEASE)
         else:
             prefill.released("p-1")
             overwrite_pages(prefill)
+        if fault == "stopped":
+            decode.signal(signal.SIGCONT)
         decode.pipe.send("go on")
         outcome, is_right = decode.answer()
-        assert outcome == ("loaded" if stage in ("waiting", "finishing") else "StaleError")
+        assert outcome == ("loaded" if renews or stage == "finishing" else "StaleError")
         assert is_right or outcome == "StaleError"
         cell.write(outcome)
-        if stage == "waiting":
+        if renews:
             prefill.released("p-1")
-        expect_next_load(prefill, "p-2")
+        expect_next_load(prefill, "p-2", driver)
 
 
 @pytest.mark.parametrize(("driver", "stage"), DRIVERS_AND_STAGES)

@@ -65,10 +65,7 @@ RELEASE = wire.Release(
 )
 RENEWAL = wire.Renewal(incarnation=7, slot=3, generation=9, engine="decode", life=5)
 HEARTBEAT = wire.Heartbeat(incarnation=7, engine="decode", life=5)
-ASK, PING = (
-    side.PayloadRequest(oldest=1, newest=1, engine="prefill"),
-    side.Ping(engine="prefill"),
-)
+ASK, PING = (side.PayloadRequest(oldest=1, newest=1, engine="prefill"), side.Ping(engine="prefill"))
 REQUESTS = [
     side.encode(each)
     for each in (
@@ -126,10 +123,7 @@ DECODERS: dict[str, tuple[Callable[[Mutator], bytes], Callable[[bytes], object]]
     ),
     "payload": (packed(*RANKS), wire.decode_payload),
     "notes": (
-        packed(
-            side.encode([RELEASE, RENEWAL]),
-            side.encode([RENEWAL, HEARTBEAT]),
-        ),
+        packed(side.encode([RELEASE, RENEWAL]), side.encode([RENEWAL, HEARTBEAT])),
         wire.decode_notes,
     ),
     "engine": (packed(*RANKS), lambda data: engine_info([RANKS[0], data])),

@@ -21,13 +21,7 @@ from kvferry.core.lifecycle.ticket import Ticket
 from tests.core.endpoint.engines import Engine, until
 from tests.faults.cable import StagedTransport, staged_transport
 from tests.faults.cells import OVER, figure
-from tests.faults.engine_processes import (
-    SHAPE,
-    TOKENS,
-    EngineProcess,
-    engine_process,
-    run_producer,
-)
+from tests.faults.engine_processes import SHAPE, TOKENS, EngineProcess, engine_process, run_producer
 
 LOADS = int(os.environ.get("KVFERRY_REUSE", "300"))
 LOCAL = [3, 4]

@@ -2,37 +2,28 @@
 
 from __future__ import annotations
 
-import os
 import threading
 
 import msgspec
-import numpy as np
 import pytest
 
 from kvferry.core.errors import ConnectError
-from kvferry.core.memory import region_of
-from kvferry.core.transport import PeerId, State
-from kvferry.core.transport.copies import copies_between
+from kvferry.core.transport import PeerId
 from kvferry.drivers.nixl import NixlTransport
 from kvferry.drivers.nixl import address as wire
 from kvferry.drivers.nixl.agent import Agent
 from kvferry.drivers.nixl.idle_peers import IdlePeers
 from kvferry.drivers.nixl.peer import NixlPeer
-from tests.drivers.hostile_addresses import try_addresses
-from tests.drivers.ucx.helpers import ended, until
+from tests.drivers.hostile_addresses import COUNT, crash_no_process
+from tests.drivers.pairs import paired
 from tests.nixl.test_transport import Make, make
 
 __all__ = ["make"]
 
-COUNT = int(os.environ.get("KVFERRY_HOSTILE", "300"))
-
 
 @pytest.mark.timeout(300 + COUNT)
 def test_hostile_addresses_crash_no_process() -> None:
-    outcomes, tried = try_addresses("nixl", COUNT)
-    assert tried.deaths == []
-    assert set(outcomes) <= {"refused", "connected"}
-    assert outcomes["refused"]
+    crash_no_process("nixl")
 
 
 def with_fields(address: bytes, **changes: object) -> bytes:
@@ -44,20 +35,14 @@ def with_fields(address: bytes, **changes: object) -> bytes:
 
 def reads_despite_wrong_addresses(one: NixlTransport, honest: NixlTransport) -> bool:
     """Return whether ``one`` still reads from ``honest`` after it refused two wrong addresses."""
-    mine, theirs = np.zeros(4096, np.uint8), np.full(4096, 7, np.uint8)
-    local, remote = region_of(mine), region_of(theirs)
-    one.register(local)
-    honest.register(remote)
-    peer = one.connect(honest.address())
+    pair = paired(one, honest)
     for wrong in (
         with_fields(honest.address(), name="somebody else"),
         with_fields(honest.address(), metadata=wire.decode(honest.address()).metadata[:-1]),
     ):
         with pytest.raises(ConnectError):
             one.connect(wrong)
-    copies = copies_between([(local.address, remote.address, 4096)], local=local, remote=remote)
-    assert until(ended(one, one.read(peer, copies), State.DONE))
-    return bool((mine == theirs).all())
+    return pair.works()
 
 
 def test_refused_addresses_do_not_harm_existing_connection(make: Make) -> None:

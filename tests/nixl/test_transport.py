@@ -6,38 +6,31 @@ import gc
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from kvferry.core.endpoint.slot_reads import fitting
 from kvferry.core.errors import DriverError, TransportUsageError
-from kvferry.core.memory import Region, region_of
 from kvferry.core.messages import Release
 from kvferry.core.side_channel_messages import encode
-from kvferry.core.transport import Quiescence, State, TransferId, registry
-from kvferry.core.transport.copies import Copies, Segment, copies_between
+from kvferry.core.transport import Notification, Quiescence, State, TransferId, registry
 from kvferry.drivers.nixl import NixlTransport
 from kvferry.testing.contract.killed_peers import killed_soon
 from kvferry.testing.peers import Process
+from tests.drivers.pairs import MIB, Pair, closed_at_end, notifications_of, paired, until
+from tests.nixl.test_contract import FACTORY
 
 Make = Callable[..., NixlTransport]
+NixlPair = Pair[NixlTransport, NixlTransport]
 
 
 @pytest.fixture
 def make() -> Iterator[Make]:
-    made: list[NixlTransport] = []
-
-    def transport(**options: Any) -> NixlTransport:
-        made.append(NixlTransport(**options))
-        return made[-1]
-
-    yield transport
-    for one in made:
-        one.close()
+    with closed_at_end(NixlTransport) as make_one:
+        yield make_one
 
 
 def test_registry_finds_driver() -> None:
@@ -86,31 +79,28 @@ def test_invalid_options_are_refused_with_valid_ones_named(
 
 @pytest.mark.parametrize("threads", [0, "1"])
 def test_backend_options_are_accepted(make: Make, threads: object) -> None:
-    _move_bytes(make(backend_options={"num_threads": threads, "num_workers": 2}), make())
+    options = {"num_threads": threads, "num_workers": 2}
+    assert paired(make(backend_options=options), make()).works()
 
 
 def test_telemetry_of_finished_transfer(make: Make) -> None:
-    transport = make(telemetry=True)
-    transfer = _move_bytes(transport, make())
-    [found] = transport.telemetry(transfer)
-    assert found.nbytes == 1 << 16
+    pair = paired(make(telemetry=True), make())
+    transfer = pair.read()
+    assert pair.final(transfer).state is State.DONE
+    [found] = pair.reader.telemetry(transfer)
+    assert found.nbytes == MIB
     assert found.descriptors >= 1
     assert 0 <= found.post_seconds <= found.seconds
-    transport.forget(transfer)
+    pair.reader.forget(transfer)
     with pytest.raises(TransportUsageError, match="never started, or forgotten"):
-        transport.telemetry(transfer)
+        pair.reader.telemetry(transfer)
 
 
-def test_telemetry_is_refused_unless_enabled(make: Make) -> None:
-    transport = make()
+def test_path_and_telemetry_are_not_known_by_default(make: Make) -> None:
+    pair = paired(make(), make())
+    assert pair.reader.path(pair.peer) == "UCX (transport not reported)"
     with pytest.raises(TransportUsageError, match="set driver_options: telemetry"):
-        transport.telemetry(_move_bytes(transport, make()))
-
-
-def test_path_says_that_nixl_does_not_report_the_transport(make: Make) -> None:
-    transport = make()
-    peer = transport.connect(make().address())
-    assert transport.path(peer) == "UCX (transport not reported)"
+        pair.reader.telemetry(pair.read())
 
 
 def test_without_progress_thread_ucx_has_no_threads_and_polls_keep_notifications(
@@ -124,29 +114,26 @@ def test_without_progress_thread_ucx_has_no_threads_and_polls_keep_notifications
     assert not transport.capabilities.background_progress
     assert with_threads.capabilities.background_progress
     other.notify(other.connect(transport.address()), b"kept")
-    deadline = time.monotonic() + 60
-    while not (found := transport.notifications()) and time.monotonic() < deadline:
-        for one in (transport, other):
-            one.poll([])
+    found: list[Notification] = []
+
+    def arrives() -> bool:
+        other.poll([])
+        transport.poll([])
+        found.extend(transport.notifications())
+        return bool(found)
+
+    assert until(arrives)
     assert [(one.sender, one.payload) for one in found] == [(other.name, b"kept")]
 
 
 def test_deregistered_memory_does_not_break_connection_to_itself(make: Make) -> None:
     """A transport never loses the connection to itself, so it could not connect again either."""
-    transport, rows = make(), 3 * 4096
-    here, there, other = (np.full(rows * 64, value, np.uint8) for value in (0, 1, 7))
-    local, gone, stays = map(region_of, (here, there, other))
-    for region in (local, gone, stays):
-        transport.register(region)
-    peer = transport.connect(transport.address())
-    places = [(local.address + 64 * i, gone.address + 64 * i, 32) for i in range(rows)]
-    begun = transport.read(peer, copies_between(places, local=local, remote=gone))
-    transport.deregister(gone)
-    _wait_until_known(transport, begun)
-    place = [(local.address, stays.address, 4096)]
-    after = transport.read(peer, copies_between(place, local=local, remote=stays))
-    assert _wait_until_known(transport, after) is State.DONE
-    assert (here[:4096] == 7).all()
+    transport = make()
+    gone, stays = (paired(transport, transport) for _ in range(2))
+    begun = gone.read([(64 * i, 64 * i, 32) for i in range(3 * 4096)])
+    transport.deregister(gone.remote)
+    gone.known(begun)
+    assert stays.works()
 
 
 def test_reconnecting_peer_leaks_no_descriptors(make: Make) -> None:
@@ -154,8 +141,9 @@ def test_reconnecting_peer_leaks_no_descriptors(make: Make) -> None:
 
     def connect_and_count() -> int:
         """Return the number of open descriptors; a connection has five on either side."""
-        _move_bytes(transport, other)
-        transport.disconnect(transport.connect(other.address()))
+        pair = paired(transport, other)
+        assert pair.works()
+        transport.disconnect(pair.peer)
         return _descriptors()
 
     first = [connect_and_count() for _ in range(3)][-1]
@@ -165,13 +153,11 @@ def test_reconnecting_peer_leaks_no_descriptors(make: Make) -> None:
 def test_reconnecting_peer_with_other_memory_can_be_read(make: Make) -> None:
     """Some regions in the metadata that NIXL keeps are gone by then, and others are new."""
     transport, other = make(), make()
-    for _ in range(3):
-        gone = np.full(4096, 1, np.uint8)
-        other.register(region_of(gone))
-        _move_bytes(transport, other)
-        transport.disconnect(transport.connect(other.address()))
-        other.deregister(region_of(gone))
-    _move_bytes(transport, other)
+    for _ in range(4):
+        pair = paired(transport, other)
+        assert pair.works()
+        transport.disconnect(pair.peer)
+        other.deregister(pair.remote)
 
 
 def _threads() -> int:
@@ -186,26 +172,20 @@ def _descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-def _threads_fall_to(threads: int) -> bool:
-    """Wait until so few threads are left: the kernel lists a joined thread for a moment."""
-    deadline = time.monotonic() + 60
-    while _threads() > threads and time.monotonic() < deadline:
-        pass
-    return _threads() <= threads
-
-
 def test_close_ends_threads_while_transport_is_still_referenced(make: Make) -> None:
     make().close()  # the library starts some threads that stay
     before = _threads()
-    transport, other = make(), make()
-    transfer = _move_bytes(transport, other)
+    pair = paired(make(), make())
+    transfer = pair.read()
+    assert pair.final(transfer).state is State.DONE
     with pytest.raises(TransportUsageError) as kept:
-        transport.telemetry(transfer)
+        pair.reader.telemetry(transfer)
     gc.disable()
     try:
-        transport.close()
-        other.close()
-        assert _threads_fall_to(before)
+        pair.reader.close()
+        pair.other.close()
+        # The kernel lists a joined thread for a moment.
+        assert until(lambda: _threads() <= before)
     finally:
         gc.enable()
     assert kept.traceback
@@ -217,46 +197,37 @@ class NumberedBlocks:
     n, size = 5000, 4096
 
     def __init__(self, transport: NixlTransport, other: NixlTransport) -> None:
-        self.transport, self.other = transport, other
-        self.mine, self.theirs = np.zeros((2, self.n, self.size), np.uint8)
-        self.theirs[:] = np.arange(self.n)[:, None] % 251
-        self.local, self.remote = region_of(self.mine), region_of(self.theirs)
-        transport.register(self.local)
-        other.register(self.remote)
+        self.pair: NixlPair = paired(transport, other, self.n * self.size)
+        self.pair.theirs.reshape(self.n, -1)[:] = np.arange(self.n)[:, None] % 251
 
-    def read(self) -> TransferId:
+    def read(self, notify: bytes | None = None) -> TransferId:
         """Read all blocks in random order and check their contents."""
-        self.mine[:] = 0
-        offsets = np.random.default_rng(0).permutation(self.n).astype(np.uint64) * np.uint64(
-            self.size
-        )
-        far = offsets + np.uint64(self.remote.address)
-        copies = _blocks(self.local, offsets, self.remote, far, self.size)
-        peer = self.transport.connect(self.other.address())
-        transfer = self.transport.read(peer, copies)
-        assert _wait_until_known(self.transport, transfer) is State.DONE
-        np.testing.assert_array_equal(self.mine, self.theirs)
+        peer = self.pair.reader.connect(self.pair.other.address())
+        pair = replace(self.pair, peer=peer)
+        pair.mine[:] = 0
+        offsets = self.size * np.random.default_rng(0).permutation(self.n)
+        transfer = pair.read([(at, at, self.size) for at in offsets], notify)
+        assert pair.known(transfer).state is State.DONE
+        np.testing.assert_array_equal(pair.mine, pair.theirs)
         return transfer
 
     def leave(self) -> None:
         """Disconnect and deregister the memory."""
-        self.transport.disconnect(self.transport.connect(self.other.address()))
-        self.transport.deregister(self.local)
-        self.other.deregister(self.remote)
+        pair = self.pair
+        pair.reader.disconnect(pair.reader.connect(pair.other.address()))
+        pair.reader.deregister(pair.local)
+        pair.other.deregister(pair.remote)
 
 
-def _kill_peer_during_read(transport: NixlTransport, local: Region) -> None:
+def _kill_peer_during_read(transport: NixlTransport) -> None:
     """Kill a peer during a read that is large enough for UCX's threads."""
-    with Process("kvferry.drivers.nixl:NixlTransport", {}, "cpu", 1 << 20) as process:
-        dead = transport.connect(process.address())
-        same = np.zeros(4096, np.uint64)
-        far = process.region
-        copies = _blocks(local, same, far, same + np.uint64(far.address), 1 << 20)
+    with Process(FACTORY, {}, "cpu", MIB) as process:
+        pair = paired(transport, process)
         with killed_soon(process):
-            transfer = transport.read(dead, copies)
-        assert _wait_until_known(transport, transfer) is State.FAILING
-        transport.disconnect(dead)
-    assert transport.poll([transfer])[0].state is State.FAILED
+            transfer = pair.read(times=4096)
+        assert pair.known(transfer).state is State.FAILING
+        transport.disconnect(pair.peer)
+    assert pair.status(transfer).state is State.FAILED
 
 
 def test_large_transfers_work_after_peer_died_during_one(make: Make) -> None:
@@ -270,55 +241,34 @@ def test_large_transfers_work_after_peer_died_during_one(make: Make) -> None:
     parts = len(transport.telemetry(blocks.read()))
     more = []
     for _ in range(2):
-        _kill_peer_during_read(transport, blocks.local)
+        _kill_peer_during_read(transport)
         before = _descriptors()
         assert len(transport.telemetry(blocks.read())) == parts
         more.append(_descriptors() - before)
     assert more[0] >= DESCRIPTORS_PER_AGENT > more[1]
     # A peer that comes back has another address.
-    with Process("kvferry.drivers.nixl:NixlTransport", {}, "cpu", 1 << 20) as process:
-        peer, far = transport.connect(process.address()), process.region
-        span = (blocks.local.address, far.address, 1 << 20)
-        copies = copies_between([span], local=blocks.local, remote=far)
-        assert _wait_until_known(transport, transport.read(peer, copies)) is State.DONE
-        np.testing.assert_array_equal(blocks.mine.ravel()[: 1 << 20], process.get())
+    with Process(FACTORY, {}, "cpu", MIB) as process:
+        assert paired(transport, process).works()
 
 
 def test_regions_and_peers_change_after_peer_died(make: Make) -> None:
+    """And bound notifications keep their sender."""
     transport, other = make(), make()
     blocks = NumberedBlocks(transport, other)
     blocks.read()
-    _kill_peer_during_read(transport, blocks.local)
+    _kill_peer_during_read(transport)
     more, itself = NumberedBlocks(transport, other), NumberedBlocks(transport, transport)
     for _ in range(2):
         more.read()
-        blocks.read()
+        blocks.read(b"read")
         itself.read()
+    found = [(note.sender, note.payload) for note in notifications_of(other, 2)]
+    assert found == [(transport.name, b"read")] * 2
     more.leave()
     blocks.read()
     blocks.leave()
     NumberedBlocks(transport, other).read()
     NumberedBlocks(transport, make()).read()
-
-
-def test_bound_notifications_keep_their_sender_after_peer_died(
-    make: Make,
-) -> None:
-    transport, other = make(), make()
-    blocks = NumberedBlocks(transport, other)
-    _kill_peer_during_read(transport, blocks.local)
-    peer = transport.connect(other.address())
-    copies = copies_between(
-        [(blocks.local.address, blocks.remote.address, blocks.local.nbytes)],
-        local=blocks.local,
-        remote=blocks.remote,
-    )
-    blocks.theirs[:] = 7
-    assert _wait_until_known(transport, transport.read(peer, copies, b"read")) is State.DONE
-    while not (found := other.notifications()):
-        pass
-    assert (blocks.mine == 7).all()
-    assert [(one.sender, one.payload) for one in found] == [(transport.name, b"read")]
 
 
 ENDING = """
@@ -388,39 +338,3 @@ def test_transport_prints_nothing_and_process_exits_cleanly(closed: bool) -> Non
 def test_nixl_log_level_is_respected() -> None:
     run = _run(CODE.replace("{closed}", "True"), NIXL_LOG_LEVEL="INFO")
     assert "Initialized NIXL agent" in run.stdout + run.stderr
-
-
-def _blocks(
-    local: Region, here: np.ndarray, remote: Region, there: np.ndarray, size: int
-) -> Copies:
-    """Return copies of one size from remote addresses to local offsets."""
-    n = len(here)
-    return Copies(
-        local=here + np.uint64(local.address),
-        remote=there,
-        nbytes=np.full(n, size, np.uint64),
-        segments=(Segment(start=0, stop=n, local=local, remote=remote),),
-    )
-
-
-def _wait_until_known(transport: NixlTransport, transfer: TransferId) -> State:
-    while (state := transport.poll([transfer])[0].state) is State.PENDING:
-        time.sleep(0.001)
-    return state
-
-
-def _move_bytes(transport: NixlTransport, other: NixlTransport) -> TransferId:
-    """Read 64 KiB and return the finished transfer."""
-    mine, theirs = np.zeros(1 << 16, np.uint8), np.full(1 << 16, 7, np.uint8)
-    local, remote = region_of(mine), region_of(theirs)
-    transport.register(local)
-    other.register(remote)
-    peer = transport.connect(other.address())
-    copies = copies_between([(local.address, remote.address, 1 << 16)], local=local, remote=remote)
-    transfer = transport.read(peer, copies)
-    while not (status := transport.poll([transfer])[0]).state.final:
-        pass
-    assert status.state is State.DONE
-    assert (mine == 7).all()
-    transport.deregister(local)
-    return transfer

@@ -2,59 +2,24 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.core.errors import ConnectError, PeerLostError, TransportUsageError
-from kvferry.core.transport import PeerId, Quiescence, State, TransferId, Transport
-from kvferry.core.transport.copies import Copies, copies_between
+from kvferry.core.transport import Quiescence, State, TransferId
 from kvferry.drivers.loopback import LoopbackTransport
-from kvferry.testing import Buffer, Fault, FaultyTransport, Schedule
-from kvferry.testing.memory import allocate, pattern
+from kvferry.testing import Fault, FaultyTransport, Schedule
+from tests.drivers.pairs import Pair, paired, received, until
 
 HALF = 1024
+HALVES = [(0, 0, HALF), (HALF, HALF, HALF)]
 
-
-@dataclass
-class Pair:
-    """A faulty transport and a plain one that it reads from, in two copies of HALF bytes."""
-
-    reader: FaultyTransport
-    source: Transport
-    target: Buffer
-    content: Buffer
-    peer: PeerId
-
-    @property
-    def copies(self) -> Copies:
-        near, far = self.target.region, self.content.region
-        pairs = [(near.address + at, far.address + at, HALF) for at in (0, HALF)]
-        return copies_between(pairs, local=near, remote=far)
-
-    def read(self, notify: bytes | None = b"done") -> TransferId:
-        return self.reader.read(self.peer, self.copies, notify)
-
-    def states(self, transfer: TransferId, polls: int) -> list[State]:
-        return [self.reader.poll([transfer])[0].state for _ in range(polls)]
-
-    def moved(self) -> list[bool]:
-        same = self.target.get() == self.content.get()
-        return [bool(same[:HALF].all()), bool(same[HALF:].all())]
-
-    def received(self, count: int = 0) -> list[bytes]:
-        """Return the notifications that the source got, after waiting for at least ``count``."""
-        until, received = time.monotonic() + 30, self.source.notifications()
-        while len(received) < count and time.monotonic() < until:
-            time.sleep(0.001)
-            received += self.source.notifications()
-        return [one.payload for one in received]
+FaultyPair = Pair[FaultyTransport, LoopbackTransport]
+Make = Callable[..., FaultyPair]
 
 
 class Clock:
@@ -67,108 +32,121 @@ class Clock:
         return self.seconds
 
 
-def make_pair(
-    schedule: Schedule | None = None, quiescence: Quiescence | None = None, **pacing: Any
-) -> Pair:
-    reader = FaultyTransport(LoopbackTransport(), schedule, quiescence=quiescence, **pacing)
-    source = LoopbackTransport()
-    target, content = allocate("cpu", 2 * HALF), allocate("cpu", 2 * HALF)
-    content.put(pattern(2 * HALF, 1))
-    reader.register(target.region)
-    source.register(content.region)
-    return Pair(reader, source, target, content, reader.connect(source.address()))
+@pytest.fixture
+def make() -> Iterator[Make]:
+    """Return a function that makes a pair, by default without faults."""
+    with ExitStack() as stack:
+
+        def make_pair(schedule: Schedule | None = None, **options: object) -> FaultyPair:
+            reader = FaultyTransport(LoopbackTransport(), schedule, **options)  # type: ignore[arg-type]
+            made = paired(reader, LoopbackTransport(), 2 * HALF)
+            stack.callback(made.other.close)
+            stack.callback(made.reader.close)
+            return made
+
+        yield make_pair
 
 
 @pytest.fixture
-def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
+def pair(request: pytest.FixtureRequest, make: Make) -> FaultyPair:
     """A pair whose first call has the fault that the test is parametrized with."""
-    made = make_pair(Schedule(at={0: request.param}, polls=3))
-    yield made
-    made.reader.close()
-    made.source.close()
+    return make(Schedule(at={0: request.param}, polls=3))
 
 
 def with_fault(fault: Fault) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("pair", [fault], indirect=True)
 
 
+def begin(pair: FaultyPair, notify: bytes | None = b"done") -> TransferId:
+    """Begin to read both halves."""
+    return pair.read(HALVES, notify)
+
+
+def states(pair: FaultyPair, transfer: TransferId, polls: int) -> list[State]:
+    return [pair.status(transfer).state for _ in range(polls)]
+
+
+def moved(pair: FaultyPair) -> list[bool]:
+    """Return whether each half has moved."""
+    same = pair.mine == pair.theirs
+    return [bool(same[:HALF].all()), bool(same[HALF:].all())]
+
+
 P, D, DONE, FAILED = State.PENDING, State.FAILING, State.DONE, State.FAILED
 
 
 @with_fault(Fault.DELAY)
-def test_delayed_transfer_ends_as_usual(pair: Pair) -> None:
-    transfer = pair.read()
+def test_delayed_transfer_ends_as_usual(pair: FaultyPair) -> None:
+    transfer = begin(pair)
     with pytest.raises(TransportUsageError, match="not final"):
         pair.reader.forget(transfer)
     with pytest.raises(TransportUsageError, match="still uses"):
-        pair.reader.deregister(pair.target.region)
-    assert pair.states(transfer, 5) == [P, P, P, DONE, DONE]
-    assert pair.moved() == [True, True]
-    assert pair.received(1) == [b"done"]
+        pair.reader.deregister(pair.local)
+    assert states(pair, transfer, 5) == [P, P, P, DONE, DONE]
+    assert moved(pair) == [True, True]
+    assert received(pair.other, 1) == [b"done"]
     pair.reader.forget(transfer)
-    pair.reader.deregister(pair.target.region)
+    pair.reader.deregister(pair.local)
 
 
 @with_fault(Fault.FAIL)
-def test_failed_transfer_moves_nothing(pair: Pair) -> None:
-    assert pair.states(pair.read(), 2) == [FAILED, FAILED]
-    assert pair.moved() == [False, False]
-    assert pair.received() == []
-    assert pair.states(pair.read(), 1) == [DONE]
+def test_failed_transfer_moves_nothing(pair: FaultyPair) -> None:
+    assert states(pair, begin(pair), 2) == [FAILED, FAILED]
+    assert moved(pair) == [False, False]
+    assert pair.other.notifications() == []
+    assert states(pair, begin(pair), 1) == [DONE]
 
 
 @with_fault(Fault.TRUNCATE)
-def test_truncated_transfer_moves_half_of_the_copies_and_fails(pair: Pair) -> None:
-    (status,) = pair.reader.poll([pair.read()])
+def test_truncated_transfer_moves_half_of_the_copies_and_fails(pair: FaultyPair) -> None:
+    status = pair.status(begin(pair))
     assert status.state is FAILED
     assert str(status.error) == "injected: truncate"
-    assert pair.moved() == [True, False]
-    assert pair.received() == []
+    assert moved(pair) == [True, False]
+    assert pair.other.notifications() == []
 
 
 @with_fault(Fault.DOOM)
-def test_failing_transfer_fails_after_some_polls(pair: Pair) -> None:
-    transfer = pair.read()
-    assert pair.states(transfer, 5) == [D, D, D, FAILED, FAILED]
-    assert pair.received() == []
+def test_failing_transfer_fails_after_some_polls(pair: FaultyPair) -> None:
+    transfer = begin(pair)
+    assert states(pair, transfer, 5) == [D, D, D, FAILED, FAILED]
+    assert pair.other.notifications() == []
 
 
-def test_failing_transfer_fails_after_disconnect() -> None:
-    pair = make_pair(Schedule(at={0: Fault.DOOM}), Quiescence.AFTER_DISCONNECT)
+def test_failing_transfer_fails_after_disconnect(make: Make) -> None:
+    pair = make(Schedule(at={0: Fault.DOOM}), quiescence=Quiescence.AFTER_DISCONNECT)
     assert pair.reader.capabilities.quiescence is Quiescence.AFTER_DISCONNECT
-    transfer = pair.read()
-    assert set(pair.states(transfer, 20)) == {D}
+    transfer = begin(pair)
+    assert set(states(pair, transfer, 20)) == {D}
     pair.reader.disconnect(pair.peer)
-    assert pair.states(transfer, 1) == [FAILED]
-    pair.reader.close()
-    pair.source.close()
+    assert states(pair, transfer, 1) == [FAILED]
 
 
 @with_fault(Fault.DROP)
-def test_dropped_notification_does_not_arrive(pair: Pair) -> None:
-    assert pair.states(pair.read(), 1) == [DONE]
-    assert pair.moved() == [True, True]
+def test_dropped_notification_does_not_arrive(pair: FaultyPair) -> None:
+    assert states(pair, begin(pair), 1) == [DONE]
+    assert moved(pair) == [True, True]
     pair.reader.notify(pair.peer, b"next")
-    assert pair.received(1) == [b"next"]
+    assert received(pair.other, 1) == [b"next"]
 
 
 @with_fault(Fault.LIE)
-def test_lie_reports_done_with_half_of_the_bytes(pair: Pair) -> None:
-    assert pair.states(pair.read(), 1) == [DONE]
-    assert pair.moved() == [True, False]
-    assert pair.received(1) == [b"done"]
+def test_lie_reports_done_with_half_of_the_bytes(pair: FaultyPair) -> None:
+    assert states(pair, begin(pair), 1) == [DONE]
+    assert moved(pair) == [True, False]
+    assert received(pair.other, 1) == [b"done"]
 
 
 @with_fault(Fault.DIE)
-def test_dead_transport_is_lost_to_both_sides(pair: Pair) -> None:
+def test_dead_transport_is_lost_to_both_sides(pair: FaultyPair) -> None:
     address = pair.reader.address()
-    transfer = pair.read()
-    (status,) = pair.reader.poll([transfer])
+    transfer = begin(pair)
+    status = pair.status(transfer)
     assert isinstance(status.error, PeerLostError)
     pair.reader.notify(pair.peer, b"not sent")
-    assert pair.received() == []
+    assert pair.other.notifications() == []
     assert pair.reader.address() == address
-    for side, to in ((pair.reader, pair.source.address()), (pair.source, address)):
+    for side, to in ((pair.reader, pair.other.address()), (pair.other, address)):
         with pytest.raises(ConnectError):
             side.connect(to)
     pair.reader.disconnect(pair.peer)
@@ -178,27 +156,22 @@ def test_dead_transport_is_lost_to_both_sides(pair: Pair) -> None:
         pair.reader.address()
 
 
-def test_death_fails_unfinished_transfers_only() -> None:
-    pair = make_pair(Schedule(at={1: Fault.DELAY}))
-    done = pair.read()
-    assert pair.states(done, 1) == [DONE]
-    unfinished = pair.read()
+def test_death_fails_unfinished_transfers_only(make: Make) -> None:
+    pair = make(Schedule(at={1: Fault.DELAY}))
+    done = begin(pair)
+    assert states(pair, done, 1) == [DONE]
+    unfinished = begin(pair)
     pair.reader.die()
     assert [one.state for one in pair.reader.poll([done, unfinished])] == [DONE, FAILED]
-    pair.reader.close()
-    pair.source.close()
 
 
-def test_usage_errors_are_raised_despite_faults() -> None:
-    for fault in (Fault.DELAY, Fault.FAIL, Fault.DOOM, Fault.DROP):
-        pair = make_pair(Schedule(at={0: fault}))
-        with pytest.raises(TransportUsageError):
-            pair.read(notify=b"")
-        pair.reader.deregister(pair.target.region)
-        with pytest.raises(TransportUsageError):
-            pair.read()
-        pair.reader.close()
-        pair.source.close()
+@pytest.mark.parametrize("pair", [Fault.DELAY, Fault.FAIL, Fault.DOOM, Fault.DROP], indirect=True)
+def test_usage_errors_are_raised_despite_faults(pair: FaultyPair) -> None:
+    with pytest.raises(TransportUsageError):
+        begin(pair, b"")
+    pair.reader.deregister(pair.local)
+    with pytest.raises(TransportUsageError):
+        begin(pair)
 
 
 @given(seed=st.integers(), rate=st.floats(0, 1))
@@ -218,21 +191,19 @@ def test_rate_is_the_share_of_faulty_calls() -> None:
     assert [named.fault(call) for call in (2, 3)] == [Fault.DROP, Fault.DIE]
 
 
-def test_every_faulty_transfer_is_right_or_fails() -> None:
-    pair = make_pair(Schedule(seed=5, rate=0.5))
+def test_every_faulty_transfer_is_right_or_fails(make: Make) -> None:
+    pair = make(Schedule(seed=5, rate=0.5))
     outcomes = set()
     for _ in range(60):
-        pair.target.put(np.zeros(2 * HALF, np.uint8))
-        transfer = pair.read(notify=None)
-        state = pair.states(transfer, 5)[-1]
+        pair.mine[:] = 0
+        transfer = begin(pair, None)
+        state = states(pair, transfer, 5)[-1]
         assert state.final
         outcomes.add(state)
         if state is DONE:
-            assert pair.moved() == [True, True]
+            assert moved(pair) == [True, True]
         pair.reader.forget(transfer)
     assert outcomes == {DONE, FAILED}
-    pair.reader.close()
-    pair.source.close()
 
 
 @pytest.fixture
@@ -241,57 +212,41 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def paced(clock: Clock) -> Iterator[Pair]:
-    """A pair that reads 2 * HALF bytes, which is what ``Pair.read`` reads, in a second."""
-    made = make_pair(bytes_per_second=2 * HALF, clock=clock)
-    yield made
-    made.reader.close()
-    made.source.close()
+def paced(make: Make, clock: Clock) -> FaultyPair:
+    """A pair that reads both halves in a second."""
+    return make(bytes_per_second=2 * HALF, clock=clock)
 
 
-def settled(pair: Pair, transfer: TransferId) -> State:
+def settled(pair: FaultyPair, transfer: TransferId) -> State:
     """Return a transfer's state once loopback has had time to move the bytes."""
-    until = time.monotonic() + 30
-    while pair.moved() != [True, True] and time.monotonic() < until:
-        time.sleep(0.001)
-    return pair.states(transfer, 3)[-1]
+    assert until(lambda: moved(pair) == [True, True])
+    return states(pair, transfer, 3)[-1]
 
 
-def test_paced_read_ends_when_its_bytes_have_had_their_time(paced: Pair, clock: Clock) -> None:
-    transfer = paced.read()
+def test_paced_read_ends_when_its_bytes_have_had_their_time(
+    paced: FaultyPair, clock: Clock
+) -> None:
+    transfer = begin(paced)
     assert settled(paced, transfer) is P
     with pytest.raises(TransportUsageError, match="not final"):
         paced.reader.forget(transfer)
     clock.seconds += 0.99
-    assert paced.states(transfer, 1) == [P]
+    assert states(paced, transfer, 1) == [P]
     clock.seconds += 0.02
-    assert paced.states(transfer, 1) == [DONE]
+    assert states(paced, transfer, 1) == [DONE]
     paced.reader.forget(transfer)
-    paced.reader.deregister(paced.target.region)
-
-
-def test_paced_reads_share_the_rate(paced: Pair, clock: Clock) -> None:
-    first = paced.read()
-    clock.seconds += 0.5
-    second = paced.read()
-    assert settled(paced, second) is P
-    clock.seconds += 0.9  # of 0.5 and 1 s of bytes, 0.45 s each
-    assert [status.state for status in paced.reader.poll([first, second])] == [P, P]
-    clock.seconds += 0.2
-    assert [status.state for status in paced.reader.poll([first, second])] == [DONE, P]
-    clock.seconds += 0.45
-    assert paced.states(second, 1) == [DONE]
+    paced.reader.deregister(paced.local)
 
 
 @pytest.mark.parametrize("how", ["cancel", "disconnect"])
-def test_paced_read_that_is_given_up_ends_at_once(paced: Pair, how: str) -> None:
-    transfer = paced.read()
+def test_paced_read_that_is_given_up_ends_at_once(paced: FaultyPair, how: str) -> None:
+    transfer = begin(paced)
     assert settled(paced, transfer) is P
     if how == "cancel":
         paced.reader.cancel(transfer)
     else:
         paced.reader.disconnect(paced.peer)
-    assert paced.states(transfer, 1)[0].final
+    assert states(paced, transfer, 1)[0].final
 
 
 @pytest.mark.parametrize(
@@ -299,15 +254,10 @@ def test_paced_read_that_is_given_up_ends_at_once(paced: Pair, how: str) -> None
     [(Fault.DELAY, P, DONE), (Fault.FAIL, FAILED, FAILED), (Fault.LIE, P, DONE)],
 )
 def test_paced_read_may_have_a_fault(
-    clock: Clock, fault: Fault, meanwhile: State, end: State
+    make: Make, clock: Clock, fault: Fault, meanwhile: State, end: State
 ) -> None:
-    pair = make_pair(Schedule(at={0: fault}), bytes_per_second=2 * HALF, clock=clock)
-    transfer = pair.read()
-    until = time.monotonic() + 30
-    while pair.states(transfer, 9)[-1] is not meanwhile and time.monotonic() < until:
-        time.sleep(0.001)
-    assert pair.states(transfer, 9)[-1] is meanwhile
+    pair = make(Schedule(at={0: fault}), bytes_per_second=2 * HALF, clock=clock)
+    transfer = begin(pair)
+    assert until(lambda: states(pair, transfer, 9)[-1] is meanwhile)
     clock.seconds += 1.1
-    assert pair.states(transfer, 9)[-1] is end
-    pair.reader.close()
-    pair.source.close()
+    assert states(pair, transfer, 9)[-1] is end

@@ -12,42 +12,41 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvferry.core.errors import (
-    ConnectError,
-    DriverError,
-    TransportUsageError,
-)
+from kvferry.core.errors import ConnectError, DriverError, TransportUsageError
 from kvferry.core.memory import Region, region_of
 from kvferry.core.transport import Quiescence, State, registry
-from kvferry.core.transport.copies import Copies, copies_between
+from kvferry.core.transport.copies import Copies
 from kvferry.drivers.ucx import UcxTransport, client, server, transport
 from kvferry.drivers.ucx.merged_copies import MergedCopies, merge_copies
 from kvferry.drivers.ucx.ucp import BRIEF_BYTES
 from kvferry.testing.peers import Process
-from tests.drivers.ucx.helpers import MIB, again_and_again, at_last, ended, moves, stop, until
+from tests.drivers.pairs import (
+    MIB,
+    closed_at_end,
+    copies_of,
+    paired,
+    received,
+    stop,
+    until,
+    until_accepted,
+)
 
 FACTORY = "kvferry.drivers.ucx:UcxTransport"
 MAPPED = "tests.drivers.ucx.serving:Mapped"
 # On a machine with much else to do, an answer may take longer than one would wait for it in use.
-PATIENT = {"connect_seconds": 60.0}
-TCP = PATIENT | {"transports": ["tcp"]}
+PATIENT: dict[str, Any] = {"connect_seconds": 60.0}
+TCP: dict[str, Any] = PATIENT | {"transports": ["tcp"]}
 # Who stops has others stop in the middle of a message.
-NARROW = TCP | {"settings": {"TCP_SNDBUF": "16k", "TCP_RCVBUF": "16k"}}
+NARROW: dict[str, Any] = TCP | {"settings": {"TCP_SNDBUF": "16k", "TCP_RCVBUF": "16k"}}
+ANY_WAY = pytest.mark.parametrize("options", [{}, TCP], ids=["shared memory", "tcp"])
 
 Make = Callable[..., UcxTransport]
 
 
 @pytest.fixture
 def make() -> Iterator[Make]:
-    made: list[UcxTransport] = []
-
-    def make_one(**options: Any) -> UcxTransport:
-        made.append(UcxTransport(**PATIENT | options))
-        return made[-1]
-
-    yield make_one
-    for one in made:
-        one.close()
+    with closed_at_end(lambda **options: UcxTransport(**PATIENT | options)) as make_one:
+        yield make_one
 
 
 # Options.
@@ -87,8 +86,8 @@ def test_two_in_one_process_have_each_its_own_settings(make: Make) -> None:
     plain, over_tcp = make(), make(**TCP)
     assert dict(os.environ) == before
     assert len(plain._server.worker.address) > len(over_tcp._server.worker.address)
-    moves(plain, make(), 1)
-    moves(over_tcp, make(**TCP), 3)
+    assert paired(plain, make()).works()
+    assert paired(over_tcp, make(**TCP)).works()
 
 
 def test_a_way_that_cannot_tell_that_a_peer_died_is_not_taken(make: Make) -> None:
@@ -97,75 +96,43 @@ def test_a_way_that_cannot_tell_that_a_peer_died_is_not_taken(make: Make) -> Non
         one.connect(other.address())
 
 
-@pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("options", [{}, TCP], ids=["shared memory", "tcp"])
-def test_many_runs_through_compiled_loops(
-    make: Make, options: Mapping[str, object], threads: int
-) -> None:
-    one, other = make(**options, threads=threads), make(**options)
-    assert one._poster.compiled, "llvmlite, which the extra ucx installs, is missing"
+@ANY_WAY
+def test_many_runs_through_compiled_loops(make: Make, options: Mapping[str, object]) -> None:
     n, size = 30_000, 16
-    mine, theirs = np.zeros(2 * n * size, np.uint8), np.zeros(2 * n * size, np.uint8)
-    local, remote = region_of(mine), region_of(theirs)
-    one.register(local)
-    other.register(remote)
-    peer = one.connect(other.address())
+    pair = paired(make(**options, threads=2), make(**options), 2 * n * size)
+    assert pair.reader._poster.compiled, "llvmlite, which the extra ucx installs, is missing"
     places = np.random.default_rng(1).permutation(2 * n)[:n]
-    rows = [(local.address + size * int(p), remote.address + size * int(p), size) for p in places]
-    content = np.random.default_rng(2).integers(1, 255, (2 * n, size), np.uint8)
     expected = np.zeros((2 * n, size), np.uint8)
-    expected[places] = content[places]
-    theirs[:] = content.reshape(-1)
-    transfer = one.read(peer, copies_between(rows, local=local, remote=remote))
-    assert until(ended(one, transfer, State.DONE))
-    np.testing.assert_array_equal(mine.reshape(-1, size), expected)
+    expected[places] = pair.theirs.reshape(-1, size)[places]
+    assert pair.moved([(size * p, size * p, size) for p in places]).state is State.DONE
+    np.testing.assert_array_equal(pair.mine.reshape(-1, size), expected)
 
 
 @pytest.mark.parametrize("nbytes", [1, 8, BRIEF_BYTES, BRIEF_BYTES + 1])
-@pytest.mark.parametrize("options", [{}, TCP], ids=["shared memory", "tcp"])
+@ANY_WAY
 def test_small_reads_move_all_bytes_and_then_notify(
     make: Make, options: Mapping[str, object], nbytes: int
 ) -> None:
-    one, other = make(**options), make(**options)
-    source = np.random.default_rng(6).integers(1, 255, MIB, np.uint8)
-    target = np.zeros_like(source)
-    local, remote = region_of(target), region_of(source)
-    one.register(local)
-    other.register(remote)
-    peer = one.connect(other.address())
-    row = (local.address + 3, remote.address + 5, nbytes)
+    pair = paired(make(**options), make(**options))
+    payloads = [b"%d" % number for number in range(20)]
     transfers = []
-    for number in range(20):
-        copies = copies_between([row], local=local, remote=remote)
-        transfers.append(one.read(peer, copies, b"%d" % number))
-        assert until(ended(one, transfers[-1], State.DONE))
-    np.testing.assert_array_equal(target[3 : 3 + nbytes], source[5 : 5 + nbytes])
-    assert not target[:3].any()
-    assert not target[3 + nbytes :].any()
-    arrived: list[bytes] = []
-
-    def all_arrived() -> bool:
-        arrived.extend(one.payload for one in other.notifications())
-        return len(arrived) == len(transfers)
-
-    assert until(all_arrived)
-    assert arrived == [b"%d" % number for number in range(20)]
+    for payload in payloads:
+        transfers.append(pair.read([(3, 5, nbytes)], payload))
+        assert pair.final(transfers[-1]).state is State.DONE
+    np.testing.assert_array_equal(pair.mine[3 : 3 + nbytes], pair.theirs[5 : 5 + nbytes])
+    assert not pair.mine[:3].any()
+    assert not pair.mine[3 + nbytes :].any()
+    assert received(pair.other, 20) == payloads
     # A finished transfer does not keep polls from making progress in others.
-    whole = one.read(peer, again_and_again(local, remote, 1))
-    assert until(lambda: all(s.state is State.DONE for s in one.poll([*transfers, whole])))
+    every = [*transfers, pair.read()]
+    assert until(lambda: all(s.state is State.DONE for s in pair.reader.poll(every)))
 
 
 def test_a_small_read_of_memory_that_was_deregistered_fails(make: Make) -> None:
-    one, other = make(), make()
-    mine, theirs = np.zeros(4096, np.uint8), np.ones(4096, np.uint8)
-    local, remote = region_of(mine), region_of(theirs)
-    one.register(local)
-    other.register(remote)
-    peer = one.connect(other.address())
-    other.deregister(remote)
-    transfer = one.read(peer, again_and_again(local, remote, 1))
-    assert until(ended(one, transfer, State.FAILED))
-    assert not mine.any()
+    pair = paired(make(), make(), 4096)
+    pair.other.deregister(pair.remote)
+    assert pair.moved().state is State.FAILED
+    assert not pair.mine.any()
 
 
 @pytest.mark.parametrize("available", [1, 2])
@@ -173,29 +140,20 @@ def test_a_large_read_within_a_host_is_copied_by_two_threads_on_two_cores(
     make: Make, monkeypatch: pytest.MonkeyPatch, available: int
 ) -> None:
     monkeypatch.setattr(client, "available_cores", lambda: available)
-    one, other = make(), make()
-    assert one._poster.compiled, "llvmlite, which the extra ucx installs, is missing"
-    source = np.random.default_rng(4).integers(0, 255, (8 * MIB // 4096, 4096), np.uint8)
-    target = np.zeros_like(source)
-    local, remote = region_of(target), region_of(source)
-    one.register(local)
-    other.register(remote)
-    peer = one.connect(other.address())
-    places = np.random.default_rng(5).permutation(len(source))
-    rows = [
-        (local.address + 4096 * i, remote.address + 4096 * int(p), 4096)
-        for i, p in enumerate(places)
-    ]
+    pair = paired(make(), make(), 8 * MIB)
+    assert pair.reader._poster.compiled, "llvmlite, which the extra ucx installs, is missing"
+    places = np.random.default_rng(5).permutation(8 * MIB // 4096)
+    rows = [(4096 * i, 4096 * int(place), 4096) for i, place in enumerate(places)]
     for seed in range(8):
-        target[:] = 0
-        transfer = one.read(peer, copies_between(rows, local=local, remote=remote), b"%d" % seed)
-        assert until(ended(one, transfer, State.DONE))
-        np.testing.assert_array_equal(target, source[places])
-    assert (one._peers[peer].second_connection is None) == (available < 2)
+        pair.mine[:] = 0
+        assert pair.moved(rows, b"%d" % seed).state is State.DONE
+        np.testing.assert_array_equal(
+            pair.mine.reshape(-1, 4096), pair.theirs.reshape(-1, 4096)[places]
+        )
+    assert (pair.reader._peers[pair.peer].second_connection is None) == (available < 2)
     # What is deregistered is used on neither.
-    other.deregister(remote)
-    transfer = one.read(peer, copies_between(rows, local=local, remote=remote))
-    assert until(ended(one, transfer, State.FAILED))
+    pair.other.deregister(pair.remote)
+    assert pair.moved(rows).state is State.FAILED
 
 
 # Memory that goes away, and peers that stop.
@@ -203,46 +161,36 @@ def test_a_large_read_within_a_host_is_copied_by_two_threads_on_two_cores(
 
 def test_memory_that_is_unmapped_while_it_is_moved_harms_nobody(make: Make) -> None:
     """Over tcp it is the other side that carries transfers out, and checks nothing."""
-    one, buffer = make(**TCP), np.ones(MIB, np.uint8)
-    one.register(region_of(buffer))
     with Process(FACTORY, TCP, "cpu", MIB, server=MAPPED) as process:
         region: Region = process.ask("map", 4 * MIB)
-        peer = one.connect(process.address())
-        copies = again_and_again(region_of(buffer), region)
-        transfer = one.read(peer, copies)
+        pair = paired(make(**TCP), process)
+        copies = copies_of(pair.local, region, times=1 << 14)
+        transfer = pair.reader.read(pair.peer, copies)
         process.ask("unmap", region)
-        assert until(ended(one, transfer, State.FAILED))
-        assert "deregistered" in str(one.poll([transfer])[0].error)
+        status = pair.final(transfer)
+        assert status.state is State.FAILED
+        assert "deregistered" in str(status.error)
         # Nor does one that does not know it yet.
-        after = one.read(peer, copies)
-        assert until(ended(one, after, State.FAILED))
+        assert pair.final(pair.reader.read(pair.peer, copies)).state is State.FAILED
         assert process.process.poll() is None
-        whole = again_and_again(region_of(buffer), process.region, 1)
-        transfer = one.read(peer, whole)
-        assert until(ended(one, transfer, State.DONE))
-        np.testing.assert_array_equal(buffer, process.content)
+        assert pair.works()
 
 
 def test_a_region_that_the_peer_deregisters_while_a_read_begins_is_refused(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another thread connects with the peer's new address after the base has found the region."""
-    one, other = make(), make()
-    mine, theirs = np.zeros(MIB, np.uint8), np.ones(MIB, np.uint8)
-    local, remote = region_of(mine), region_of(theirs)
-    one.register(local)
-    other.register(remote)
-    peer = one.connect(other.address())
+    pair = paired(make(), make())
 
     def merged(copies: Copies) -> MergedCopies:
-        other.deregister(remote)
-        assert one.connect(other.address()) == peer
+        pair.other.deregister(pair.remote)
+        assert pair.reader.connect(pair.other.address()) == pair.peer
         return merge_copies(copies)
 
     monkeypatch.setattr(transport, "merge_copies", merged)
     with pytest.raises(TransportUsageError, match="no longer among the regions of"):
-        one.read(peer, again_and_again(local, remote, 1))
-    assert not mine.any()
+        pair.read()
+    assert not pair.mine.any()
 
 
 @pytest.mark.parametrize("options", [TCP, NARROW])
@@ -258,7 +206,7 @@ def test_a_stopped_reader_does_not_keep_memory_and_harms_nobody_later(
     owner.register(region_of(kept))
     with Process(FACTORY, options, "cpu", MIB, server=MAPPED) as process:
         peer = process.connect(owner.address())
-        process.ask("start_only", peer, again_and_again(process.region, region))
+        process.ask("start_only", peer, copies_of(process.region, region, times=1 << 14))
         stop(process)
         owner.deregister(region)
         del array
@@ -269,7 +217,7 @@ def test_a_stopped_reader_does_not_keep_memory_and_harms_nobody_later(
 
         def reads() -> bool:
             # That it was cut off may be known a moment later.
-            process.begin(peer, again_and_again(process.region, region_of(kept), 1))
+            process.begin(peer, copies_of(process.region, region_of(kept)))
             return until(process.answered) and process.ended().state is State.DONE
 
         assert until(reads)
@@ -280,25 +228,17 @@ def test_a_stopped_reader_does_not_keep_memory_and_harms_nobody_later(
 @pytest.mark.parametrize("nbytes", [4096, MIB])
 def test_a_reader_that_is_killed_harms_nobody(make: Make, nbytes: int) -> None:
     """What it had asked for arrives after its death: UCX's emulation of reads aborts then."""
-    one, buffer = make(**TCP), np.zeros(MIB, np.uint8)
-    one.register(region_of(buffer))
     with Process(FACTORY, TCP, "cpu", MIB) as owner:
         with Process(FACTORY, TCP, "cpu", MIB, server=MAPPED) as process:
-            local, remote = process.region, owner.region
-            places = np.random.default_rng(3).permutation(MIB // nbytes)
-            rows = [
-                (local.address + nbytes * int(p), remote.address + nbytes * int(p), nbytes)
-                for p in np.tile(places, 1 << 6)
-            ]
+            places = nbytes * np.random.default_rng(3).permutation(MIB // nbytes)
+            rows = [(place, place, nbytes) for place in places]
             peer = process.connect(owner.address())
-            process.ask("start_only", peer, copies_between(rows, local=local, remote=remote))
+            copies = copies_of(process.region, owner.region, rows, times=1 << 6)
+            process.ask("start_only", peer, copies)
             stop(owner)
             process.kill()
         owner.go_on()
-        peer = one.connect(owner.address())
-        transfer = one.read(peer, again_and_again(region_of(buffer), owner.region, 1))
-        assert until(ended(one, transfer, State.DONE))
-        np.testing.assert_array_equal(buffer, owner.get())
+        assert paired(make(**TCP), owner).works()
 
 
 def test_a_flood_of_notifications_costs_its_sender_the_connection_and_nobody_else(
@@ -325,16 +265,14 @@ def test_a_flood_of_notifications_costs_its_sender_the_connection_and_nobody_els
 
 
 def test_a_transfer_in_which_nothing_moves_fails_by_the_deadline(make: Make) -> None:
-    one, buffer = make(**TCP, deadline_seconds=0.5), np.zeros(MIB, np.uint8)
-    one.register(region_of(buffer))
     with Process(FACTORY, TCP, "cpu", MIB) as process:
-        peer = one.connect(process.address())
+        pair = paired(make(**TCP, deadline_seconds=0.5), process)
         stop(process)
-        transfer = one.read(peer, again_and_again(region_of(buffer), process.region, 1))
-        assert until(ended(one, transfer, State.FAILING))
-        assert "deadline_seconds" in str(one.poll([transfer])[0].error)
-        one.disconnect(peer)
-        assert one.poll([transfer])[0].state is State.FAILED
+        transfer = pair.read()
+        assert pair.comes_to(transfer, State.FAILING)
+        assert "deadline_seconds" in str(pair.status(transfer).error)
+        pair.reader.disconnect(pair.peer)
+        assert pair.status(transfer).state is State.FAILED
 
 
 def test_a_peer_that_does_not_answer_is_not_connected_to(make: Make) -> None:
@@ -345,7 +283,7 @@ def test_a_peer_that_does_not_answer_is_not_connected_to(make: Make) -> None:
         with pytest.raises(ConnectError, match=r"has not answered in 0\.5 s"):
             one.connect(address)
         process.go_on()
-        at_last(lambda: one.connect(address))
+        until_accepted(lambda: one.connect(address))
 
 
 # Its process.
@@ -396,10 +334,13 @@ def beside_nixl(first: str) -> None:
     """Both drivers, by turns."""
     second = {"ucx": "nixl", "nixl": "ucx"}[first]
     options: dict[str, dict[str, Any]] = {"ucx": PATIENT, "nixl": {}}
-    pairs = [[registry.create(name, options[name]) for _ in range(2)] for name in (first, second)]
-    for seed in (1, 11, 21):
-        for one, other in pairs:
-            moves(one, other, seed)
+    made = [[registry.create(name, options[name]) for _ in range(2)] for name in (first, second)]
+    pairs = [paired(one, other) for one, other in made]
+    for _ in range(3):
+        for pair in pairs:
+            assert pair.works()
+            assert pair.moved(notify=b"x").state is State.DONE
+            assert received(pair.other, 1) == [b"x"]
     for pair in pairs:
-        for one in pair:
-            one.close()
+        pair.reader.close()
+        pair.other.close()

@@ -5,14 +5,8 @@ from __future__ import annotations
 import ctypes
 import os
 
-from kvferry.core.memory import Region
-from kvferry.testing.memory import Bytes, pattern
 from kvferry.testing.peer_process import PeerServer
 from kvferry.testing.peers import Process
-
-__all__ = ["Bytes", "Peer", "PeerCommands", "pattern"]
-
-MIB = 1 << 20
 
 
 class Peer(Process):
@@ -23,13 +17,9 @@ class Peer(Process):
             "kvferry.drivers.loopback:LoopbackTransport",
             {},
             "cpu",
-            MIB,
+            1 << 20,
             server="tests.drivers.loopback.peer:PeerCommands",
         )
-
-    def part(self, offset: int, nbytes: int) -> Region:
-        """Return a part of the peer's region."""
-        return Region(address=self.region.address + offset, nbytes=nbytes)
 
 
 class PeerCommands(PeerServer):

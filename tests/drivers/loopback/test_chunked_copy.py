@@ -7,10 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.core.memory import region_of
-from kvferry.core.transport.copies import Copies, Segment
 from kvferry.drivers.loopback.chunked_copy import CopyRuns, read_in_process
-from kvferry.testing.contract.copy_batches import batch
-from tests.drivers.loopback.peer import pattern
+from kvferry.testing.contract.copy_batches import batch, joined
+from kvferry.testing.memory import pattern
 
 SIZE = 4096
 
@@ -52,16 +51,12 @@ def test_chunks_move_exactly_the_bytes_of_the_copies(
     for to, start, size in zip(targets, sources, sizes, strict=True):
         expected[to : to + size] = source[start : start + size]
     local, remote = region_of(target), region_of(source)
-    copies = batch(local, remote, targets, sources, sizes)
-    cut = min(cut, len(sizes))
-    segments = (
-        Segment(start=0, stop=cut, local=local, remote=remote),
-        Segment(start=cut, stop=len(sizes), local=local, remote=remote),
-    )
+    halves = [
+        batch(local, remote, targets[part], sources[part], sizes[part])
+        for part in (slice(cut), slice(cut, None))
+    ]
     runs = CopyRuns(SIZE)
-    runs.fill(
-        Copies(local=copies.local, remote=copies.remote, nbytes=copies.nbytes, segments=segments),
-    )
+    runs.fill(joined(halves))
     move(runs, limit)
     np.testing.assert_array_equal(target, expected)
 
@@ -70,9 +65,7 @@ def test_adjacent_copies_are_merged_in_any_order() -> None:
     source, target = pattern(SIZE, 4), np.zeros(SIZE, np.uint8)
     order = np.random.default_rng(5).permutation(SIZE // 32) * 32
     runs = CopyRuns(SIZE)
-    runs.fill(
-        batch(region_of(target), region_of(source), order, order, np.full(len(order), 32)),
-    )
+    runs.fill(batch(region_of(target), region_of(source), order, order, np.full(len(order), 32)))
     assert runs.count == 1
     assert move(runs, SIZE) == [1]
     np.testing.assert_array_equal(target, source)
@@ -93,17 +86,6 @@ def test_chunk_has_at_most_1024_iovecs() -> None:
     runs.fill(batch(region_of(target), region_of(source), odd - 1, odd, np.ones(len(odd))))
     assert move(runs, SIZE) == [1024, 1024]
     np.testing.assert_array_equal(target[::2], source[1::2])
-
-
-def test_arrays_of_copies_may_be_reused_after_fill() -> None:
-    source, target = pattern(SIZE, 7), np.zeros(SIZE, np.uint8)
-    copies = batch(region_of(target), region_of(source), [0, 64], [128, 0], [64, 64])
-    runs = CopyRuns(SIZE)
-    runs.fill(copies)
-    for array in (copies.local, copies.remote, copies.nbytes):
-        array[:] = 0
-    move(runs, SIZE)
-    np.testing.assert_array_equal(target[:128], np.r_[source[128:192], source[:64]])
 
 
 def test_refilled_runs_contain_only_the_last_batch() -> None:

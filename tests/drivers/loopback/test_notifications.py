@@ -1,79 +1,49 @@
-"""Notifications: order, limits, delivery after the data, and invalid senders at the socket."""
+"""Notifications: order, limits, and invalid senders at the socket."""
 
 from __future__ import annotations
 
 import socket
 import struct
-import time
 from typing import cast
 
 import msgspec
 import pytest
 
-from kvferry.core.errors import PeerLostError, TransportError
-from kvferry.core.memory import Region
-from kvferry.core.transport import Notification
+from kvferry.core.errors import TransportError
+from kvferry.core.transport import State
 from kvferry.drivers.loopback import LoopbackTransport
 from kvferry.drivers.loopback.notifications import MAX_NOTIFICATION, ChannelHello, _may_send
-from kvferry.testing.contract.copy_batches import batch
-from tests.drivers.loopback.conftest import LocalPeer, MakeTransport
-from tests.drivers.loopback.helpers import done, run
+from tests.drivers.loopback.conftest import Make
 from tests.drivers.loopback.peer import Peer
-
-MIB = 1 << 20
-
-
-def receive(transport: LoopbackTransport, count: int) -> list[Notification]:
-    """Wait for exactly this many notifications and return them."""
-    deadline = time.monotonic() + 60
-    found: list[Notification] = []
-    while len(found) < count:
-        found += transport.notifications()
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"{len(found)} of {count} notifications arrived")
-        time.sleep(0.0005)
-    assert len(found) == count
-    return found
+from tests.drivers.pairs import paired, received
 
 
-def test_closed_peer_fails_bound_notification_but_not_free_one(
-    transport: LoopbackTransport, local: Region, make: MakeTransport
-) -> None:
-    local_peer = LocalPeer(make())
-    peer = transport.connect(local_peer.address())
-    local_peer.transport.close()
-    for _ in range(3):
-        transport.notify(peer, b"hello?")
-    copies = batch(local, local_peer.region, [], [], [])
-    assert isinstance(run(transport, transport.read(peer, copies, b"x")).error, PeerLostError)
-
-
-def test_queue_for_stopped_peer_is_bounded(
-    transport: LoopbackTransport, local: Region, peer: Peer
-) -> None:
-    known = transport.connect(peer.address())
+def test_queue_for_stopped_peer_is_bounded(transport: LoopbackTransport, peer: Peer) -> None:
+    pair = paired(transport, peer)
     peer.stop()
     sent = 0
     # The socket's buffer holds some, the queue 16 MiB.
     for sent in range(1000):
         try:
-            transport.notify(known, b"%d" % sent + bytes(MAX_NOTIFICATION - 4))
+            transport.notify(pair.peer, b"%d" % sent + bytes(MAX_NOTIFICATION - 4))
         except TransportError:
             break
     assert 256 <= sent < 999
-    copies = batch(local, peer.region, [0], [0], [8])
-    assert "is it stopped" in str(run(transport, transport.read(known, copies, b"x")).error)
+    assert "is it stopped" in str(pair.moved([(0, 0, 8)], b"x").error)
     peer.go_on()
     # Accepted notifications are delivered without another call to the sender.
-    found = peer.notifications(sent)
-    assert [int(one.payload.rstrip(b"\0")) for one in found] == list(range(sent))
-    assert done(transport, transport.read(known, copies, b"and on"))
+    assert numbers([note.payload for note in peer.notifications(sent)]) == list(range(sent))
+    assert pair.moved([(0, 0, 8)], b"and on").state is State.DONE
     assert peer.notifications(1)[0].payload == b"and on"
+
+
+def numbers(payloads: list[bytes]) -> list[int]:
+    return [int(payload.rstrip(b"\0")) for payload in payloads]
 
 
 @pytest.mark.parametrize("closing", [False, True])
 def test_notifications_sent_before_disconnect_or_close_arrive(
-    transport: LoopbackTransport, make: MakeTransport, closing: bool
+    transport: LoopbackTransport, make: Make, closing: bool
 ) -> None:
     sender = make()
     peer = sender.connect(transport.address())
@@ -83,31 +53,30 @@ def test_notifications_sent_before_disconnect_or_close_arrive(
         sender.close()
     else:
         sender.disconnect(peer)
-    assert [int(note.payload) for note in receive(transport, 500)] == list(range(500))
+    assert numbers(received(transport, 500)) == list(range(500))
 
 
-@pytest.mark.parametrize("how", ["disconnect", "close"])
+@pytest.mark.parametrize("closing", [False, True])
 def test_disconnect_and_close_do_not_wait_for_stopped_peer(
-    transport: LoopbackTransport, peer: Peer, how: str
+    transport: LoopbackTransport, peer: Peer, closing: bool
 ) -> None:
     """The socket takes only a part of the 12 MB that are sent."""
     known = transport.connect(peer.address())
     peer.stop()
     for index in range(200):
         transport.notify(known, b"%d" % index + bytes(60_000))
-    if how == "disconnect":
-        transport.disconnect(known)
-        peer.go_on()
-        transport.notify(transport.connect(peer.address()), b"and on")
-        found = peer.notifications(1)
-        while found[-1].payload != b"and on":
-            found += peer.notifications(1)
-        # The first of the queued notifications were delivered, in order.
-        numbers = [int(one.payload.rstrip(b"\0")) for one in found[:-1]]
-        assert numbers == list(range(len(numbers)))
-        assert len(numbers) < 200
-    else:
+    if closing:
         transport.close()
+        return
+    transport.disconnect(known)
+    peer.go_on()
+    transport.notify(transport.connect(peer.address()), b"and on")
+    found = [note.payload for note in peer.notifications(1)]
+    while found[-1] != b"and on":
+        found += [note.payload for note in peer.notifications(1)]
+    # The first of the queued notifications were delivered, in order.
+    assert numbers(found[:-1]) == list(range(len(found) - 1))
+    assert len(found) - 1 < 200
 
 
 # Senders that are no peers.
@@ -126,8 +95,14 @@ def hello(transport: LoopbackTransport, sender: str) -> bytes:
     return msgspec.msgpack.encode(ChannelHello(to=fields["instance"], sender=sender))
 
 
+def expect_service(transport: LoopbackTransport, make: Make) -> None:
+    sender = make()
+    sender.notify(sender.connect(transport.address()), b"served")
+    assert received(transport, 1) == [b"served"]
+
+
 def test_invalid_connections_are_closed_and_valid_ones_served(
-    transport: LoopbackTransport, make: MakeTransport
+    transport: LoopbackTransport, make: Make
 ) -> None:
     good = hello(transport, "somebody")
     firsts = [
@@ -150,10 +125,8 @@ def test_invalid_connections_are_closed_and_valid_ones_served(
         stranger.send(b"heard")
         stranger.send(bytes(MAX_NOTIFICATION + 1))
         assert stranger.recv(1) == b""
-    assert receive(transport, 1) == [Notification(sender="somebody", payload=b"heard")]
-    sender = make()
-    sender.notify(sender.connect(transport.address()), b"still here")
-    assert [note.payload for note in receive(transport, 1)] == [b"still here"]
+    assert received(transport, 1) == [b"heard"]
+    expect_service(transport, make)
 
 
 @pytest.mark.parametrize(
@@ -174,7 +147,7 @@ def test_only_same_user_and_root_may_send(
 
 
 def test_connection_of_another_user_is_closed(
-    transport: LoopbackTransport, make: MakeTransport, monkeypatch: pytest.MonkeyPatch
+    transport: LoopbackTransport, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[socket.socket] = []
 
@@ -187,37 +160,32 @@ def test_connection_of_another_user_is_closed(
         with connect_stranger(transport) as stranger:
             assert stranger.recv(1) == b"", "the connection must be closed"
     assert len(asked) == 1
-    sender = make()
-    sender.notify(sender.connect(transport.address()), b"heard")
-    assert [note.payload for note in receive(transport, 1)] == [b"heard"]
+    expect_service(transport, make)
 
 
 def test_silent_connections_are_evicted_for_peers(
-    transport: LoopbackTransport, make: MakeTransport, monkeypatch: pytest.MonkeyPatch
+    transport: LoopbackTransport, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvferry.drivers.loopback.notifications._MAX_SENDERS", 8)
     sender = make()
     peer = sender.connect(transport.address())
     sender.notify(peer, b"first")
-    receive(transport, 1)
+    assert received(transport, 1) == [b"first"]
     strangers = [connect_stranger(transport) for _ in range(20)]
     assert strangers[0].recv(1) == b""
     sender.notify(peer, b"second")
-    assert [note.payload for note in receive(transport, 1)] == [b"second"]
-    late = make()
-    late.notify(late.connect(transport.address()), b"third")
-    assert [note.payload for note in receive(transport, 1)] == [b"third"]
+    assert received(transport, 1) == [b"second"]
+    expect_service(transport, make)
     for stranger in strangers:
         stranger.close()
 
 
 def test_full_inbox_applies_backpressure_and_loses_nothing(
-    transport: LoopbackTransport, make: MakeTransport, monkeypatch: pytest.MonkeyPatch
+    transport: LoopbackTransport, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvferry.drivers.loopback.notifications._MAX_INBOX", 10_000)
     sender = make()
     peer = sender.connect(transport.address())
     for index in range(3000):
         sender.notify(peer, b"%d" % index)
-    found = receive(transport, 3000)
-    assert [int(note.payload) for note in found] == list(range(3000))
+    assert numbers(received(transport, 3000)) == list(range(3000))

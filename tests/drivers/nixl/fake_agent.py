@@ -24,7 +24,7 @@ class FakeAgent(Agent):
         sent: the notifications, each with the name of its recipient.
         must_not_post: see ``Agent``.
         known: the metadata that was added and not removed.
-        closed: whether ``close`` was called.
+        refuses_metadata: whether ``add`` raises.
     """
 
     must_not_post = False
@@ -32,6 +32,7 @@ class FakeAgent(Agent):
     def __init__(self, name: str = "fake") -> None:
         self.name = name
         self.known: list[bytes] = []
+        self.refuses_metadata = False
         self.closed = False
         self.memory = frozenset({"cpu", "cuda"})
         self.notifies = True
@@ -56,6 +57,8 @@ class FakeAgent(Agent):
 
     def add(self, metadata: bytes) -> str:
         self.known.append(metadata)
+        if self.refuses_metadata:  # NIXL keeps a part of it
+            raise TransportError("its second half is wrong")
         return metadata.decode()
 
     def remove(self, name: str) -> bool:

@@ -11,8 +11,8 @@ from kvferry.core.errors import ConnectError
 from kvferry.core.memory import Region
 from kvferry.drivers.nixl import address as wire
 from kvferry.drivers.nixl.registrations import Registrations
-from tests.drivers.damage import damaged
 from tests.drivers.nixl.fake_agent import FakeAgent
+from tests.drivers.pairs import damaged
 
 WHOLE = Region(address=4096, nbytes=1 << 20)
 PART = Region(address=8192, nbytes=16)

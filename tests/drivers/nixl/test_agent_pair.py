@@ -22,13 +22,7 @@ ONE, OTHER = Region(address=4096, nbytes=64), Region(address=8192, nbytes=64)
 
 
 class FakeAgentFactory:
-    """Makes ``FakeAgent`` instances in place of ``Agent``.
-
-    Attributes:
-        made: the agents, in order.
-        refused: ranges that the next agents refuse to register.
-        error: raised instead of making an agent.
-    """
+    """Makes ``FakeAgent`` instances, which refuse some ranges, or raises an error."""
 
     def __init__(self) -> None:
         self.made: list[FakeAgent] = []
@@ -38,10 +32,9 @@ class FakeAgentFactory:
     def __call__(self, library: NixlLibrary, name: str, options: NixlOptions) -> FakeAgent:
         if self.error is not None:
             raise self.error
-        agent = FakeAgent(name)
-        agent.refused = set(self.refused)
-        self.made.append(agent)
-        return agent
+        self.made.append(FakeAgent(name))
+        self.made[-1].refused = set(self.refused)
+        return self.made[-1]
 
 
 @pytest.fixture

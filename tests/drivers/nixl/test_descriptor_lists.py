@@ -56,8 +56,10 @@ def _arrays(*sides: Rows) -> list[U64Array]:
     return arrays
 
 
-@given(batches())
-def test_every_nonempty_copy_is_in_the_chunk_of_its_memory_kinds(copies: Copies) -> None:
+@given(batches(), st.none() | st.integers(1, 5))
+def test_every_nonempty_copy_is_in_a_chunk_of_its_memory_kinds(
+    copies: Copies, most: int | None
+) -> None:
     expected: dict[tuple[str, str], list[tuple[int, ...]]] = {}
     for cut in copies.segments:
         for i in range(cut.start, cut.stop):
@@ -65,10 +67,12 @@ def test_every_nonempty_copy_is_in_the_chunk_of_its_memory_kinds(copies: Copies)
             if size:
                 part = expected.setdefault((cut.local.kind, cut.remote.kind), [])
                 part.append((here, size, cut.local.device, there, size, cut.remote.device))
-    found = {}
-    for kinds, local, remote in DescriptorLists().chunks(copies):
-        assert kinds not in found
-        found[kinds] = [tuple(map(int, row)) for row in np.hstack(_arrays(local, remote))]
+    found: dict[tuple[str, str], list[tuple[int, ...]]] = {}
+    for kinds, local, remote in DescriptorLists().chunks(copies, most):
+        assert 0 < len(local) == len(remote) <= (most or len(local))
+        assert most or kinds not in found
+        rows = np.hstack(_arrays(local, remote))
+        found.setdefault(kinds, []).extend(tuple(map(int, row)) for row in rows)
     assert found == expected
 
 
@@ -86,14 +90,3 @@ def test_arrays_grow_and_are_reused() -> None:
         near, far = _arrays(local, remote)
         np.testing.assert_array_equal(near[:, 0], copies.local)
         np.testing.assert_array_equal(far[:, 0], copies.remote)
-
-
-@given(batches(), st.integers(1, 5))
-def test_limited_chunks_have_the_same_rows(copies: Copies, most: int) -> None:
-    whole: list[tuple[object, ...]] = []
-    few: list[tuple[object, ...]] = []
-    for found, limit in ((whole, None), (few, most)):
-        for kinds, local, remote in DescriptorLists().chunks(copies, limit):
-            assert 0 < len(local) == len(remote) <= (limit or len(local))
-            found += [(kinds, *map(int, row)) for row in np.hstack(_arrays(local, remote))]
-    assert few == whole

@@ -6,19 +6,17 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from kvferry.core.errors import ConnectError, TransportError
+from kvferry.core.errors import ConnectError
 from kvferry.drivers.nixl.idle_peers import MAX_IDLE, IdlePeers
 from kvferry.drivers.nixl.peer import NixlPeer
 from tests.drivers.nixl.fake_agent import FakeAgent
 
 
 def peer(name: str, *keys: int) -> NixlPeer:
-    """Return a peer with these keys of registrations."""
     return NixlPeer(name=name, itself=False, metadata=name.encode(), keys=frozenset(keys))
 
 
 def connect_and_disconnect(idle: IdlePeers, agent: FakeAgent, some: NixlPeer) -> None:
-    """Connect a peer and make it idle."""
     idle.connect(some, agent)
     idle.add(some)
 
@@ -63,18 +61,10 @@ def test_only_most_recent_idle_peers_are_kept() -> None:
 
 
 def test_returning_peer_refused_by_nixl_is_removed() -> None:
-    class Refusing(FakeAgent):
-        refuses = False
-
-        def add(self, metadata: bytes) -> str:
-            if self.refuses:
-                raise TransportError("no")
-            return super().add(metadata)
-
-    idle, agent = IdlePeers(), Refusing()
+    idle, agent = IdlePeers(), FakeAgent()
     connect_and_disconnect(idle, agent, peer("a", 1))
-    agent.refuses = True
-    with pytest.raises(ConnectError, match="no"):
+    agent.refuses_metadata = True
+    with pytest.raises(ConnectError, match="its second half is wrong"):
         idle.connect(peer("a", 1), agent)
     assert agent.known == []
 

@@ -31,18 +31,13 @@ def missing(package: str, needed: str = "") -> ModuleNotFoundError:
     return ModuleNotFoundError(f"No module named {needed or package!r}", name=needed or package)
 
 
-def test_missing_library_is_reported_with_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_library_is_reported_with_install_commands(monkeypatch: pytest.MonkeyPatch) -> None:
     fail_imports(monkeypatch, {package: missing(package) for package in library.PACKAGES})
-    with pytest.raises(DriverError, match=r"not installed: pip install 'kvferry\[nixl\]'"):
+    with pytest.raises(
+        DriverError, match=r"not installed: pip install 'kvferry\[nixl\]'"
+    ) as caught:
         library.load()
-
-
-def test_missing_library_is_reported_for_environments_without_torch(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    fail_imports(monkeypatch, {package: missing(package) for package in library.PACKAGES})
-    with pytest.raises(DriverError, match="without torch, pip install --no-deps nixl-cu13"):
-        library.load()
+    assert "without torch, pip install --no-deps nixl-cu13" in str(caught.value)
 
 
 def test_each_extra_brings_one_build_of_nixl() -> None:

@@ -23,20 +23,13 @@ from kvferry.drivers.nixl.options import (
 from tests.gpu.driver_api import StandInCuda
 
 
-def test_default_options_without_rdma(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("rdma", [False, True])
+def test_default_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rdma: bool) -> None:
     monkeypatch.setattr(options, "find_cuda", lambda: None)
-    found = defaults("UCX", tmp_path)
-    assert found["num_threads"] == "4"
-    assert found.get("split_batch_size") == "8"
-
-
-def test_default_options_with_rdma(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(options, "find_cuda", lambda: None)
-    (tmp_path / "sys/class/infiniband/mlx5_0").mkdir(parents=True)
-    assert defaults("UCX", tmp_path) == {"num_threads": "4"}
-
-
-def test_other_backends_have_no_default_options(tmp_path: Path) -> None:
+    more = {} if rdma else {"split_batch_size": "8"}
+    if rdma:
+        (tmp_path / "sys/class/infiniband/mlx5_0").mkdir(parents=True)
+    assert defaults("UCX", tmp_path) == {"num_threads": "4", **more}
     assert defaults("LIBFABRIC", tmp_path) == {}
     assert threads({}) == 0
 

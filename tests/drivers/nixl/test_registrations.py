@@ -21,10 +21,8 @@ REGIONS = st.tuples(st.integers(0, 30), st.integers(1, 30), st.sampled_from(["cp
 )
 
 
-@given(st.lists(REGIONS, unique=True, max_size=12), st.randoms())
-def test_registrations_cover_all_regions_and_never_overlap(
-    regions: list[Region], order: object
-) -> None:
+@given(st.lists(REGIONS, unique=True, max_size=12))
+def test_registrations_cover_all_regions_and_never_overlap(regions: list[Region]) -> None:
     agent = FakeAgent()
     registrations = Registrations(agent)
     for index, one in enumerate(regions):

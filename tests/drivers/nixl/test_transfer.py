@@ -13,19 +13,19 @@ from tests.drivers.nixl.fake_agent import FakeAgent
 
 
 def make_transfer(
-    agent: FakeAgent, chunks: int, notify: bytes | None = None
-) -> tuple[NixlTransfer, list[TransferChunk]]:
+    chunks: int, notify: bytes | None = None
+) -> tuple[FakeAgent, NixlTransfer, list[TransferChunk]]:
+    agent = FakeAgent()
     transfer = NixlTransfer(
         peer=NixlPeer(name="peer", itself=False),
         prepare=agent.prepare,
         send=None if notify is None else partial(agent.notify, "peer", notify),
     )
-    return transfer, [TransferChunk(local=None, remote=None) for _ in range(chunks)]
+    return agent, transfer, [TransferChunk(local=None, remote=None) for _ in range(chunks)]
 
 
 def test_notification_is_sent_when_all_chunks_are_done() -> None:
-    agent = FakeAgent()
-    transfer, chunks = make_transfer(agent, 3, b"all of it")
+    agent, transfer, chunks = make_transfer(3, b"all of it")
     agent.answers = {chunks[0]: [True], chunks[1]: [False, False, True], chunks[2]: [False]}
     transfer.post(chunks)
     assert transfer.status.state is State.PENDING
@@ -37,8 +37,7 @@ def test_notification_is_sent_when_all_chunks_are_done() -> None:
 
 
 def test_gpu_is_flushed_once_before_the_notification_is_sent() -> None:
-    agent = FakeAgent()
-    transfer, chunks = make_transfer(agent, 2, b"all of it")
+    agent, transfer, chunks = make_transfer(2, b"all of it")
     agent.answers = {chunks[1]: [False, True]}
     flushed: list[tuple[State, int]] = []
     transfer.flush = lambda: flushed.append((transfer.status.state, len(agent.sent)))
@@ -51,8 +50,7 @@ def test_gpu_is_flushed_once_before_the_notification_is_sent() -> None:
 
 
 def test_read_that_cannot_be_flushed_fails_and_sends_nothing() -> None:
-    agent = FakeAgent()
-    transfer, chunks = make_transfer(agent, 1, b"never")
+    agent, transfer, chunks = make_transfer(1, b"never")
 
     def refuse() -> None:
         raise TransportError("cannot flush")
@@ -64,8 +62,7 @@ def test_read_that_cannot_be_flushed_fails_and_sends_nothing() -> None:
 
 
 def test_failed_chunk_leaves_transfer_failing_until_settled() -> None:
-    agent = FakeAgent()
-    transfer, chunks = make_transfer(agent, 2, b"never")
+    agent, transfer, chunks = make_transfer(2, b"never")
     agent.answers = {chunks[0]: [False, PeerLostError("gone")], chunks[1]: [False, False, True]}
     transfer.post(chunks)
     transfer.advance()
@@ -82,12 +79,13 @@ def test_failed_chunk_leaves_transfer_failing_until_settled() -> None:
 
 
 def test_no_chunk_is_posted_after_one_that_fails_at_once() -> None:
-    agent = FakeAgent()
-    transfer, chunks = make_transfer(agent, 3)
+    agent, transfer, chunks = make_transfer(3)
     agent.answers = {chunks[0]: [False, True], chunks[1]: [TransportError("refused")]}
     transfer.post(chunks)
     assert agent.posted == chunks[:2]
     assert transfer.status.state is State.FAILING
+    assert transfer.status.error is not None
+    assert transfer.status.error.__traceback__ is None
     assert len(agent.held) == 2
     transfer.release()
     assert not agent.held
@@ -95,8 +93,8 @@ def test_no_chunk_is_posted_after_one_that_fails_at_once() -> None:
 
 def test_chunk_is_prepared_when_it_is_posted() -> None:
     """A chunk is prepared by the agent that posts transfers by then."""
-    first, second = FakeAgent(), FakeAgent()
-    transfer, chunks = make_transfer(first, 3)
+    first, transfer, chunks = make_transfer(3)
+    second = FakeAgent()
     first.answers = {chunks[0]: [False, True], chunks[1]: [False, True]}
     transfer.post(chunks)
     transfer.prepare = second.prepare
@@ -108,9 +106,8 @@ def test_chunk_is_prepared_when_it_is_posted() -> None:
 
 
 def test_transfer_without_any_prepared_chunk_fails_at_once() -> None:
-    agent = FakeAgent()
+    agent, transfer, chunks = make_transfer(2, b"never")
     agent.gone = PeerLostError("gone")
-    transfer, chunks = make_transfer(agent, 2, b"never")
     transfer.post(chunks)
     assert (transfer.status.state, str(transfer.status.error)) == (State.FAILED, "gone")
     assert transfer.drained
@@ -118,8 +115,7 @@ def test_transfer_without_any_prepared_chunk_fails_at_once() -> None:
 
 
 def test_running_chunk_must_be_settled_when_the_next_cannot_be_prepared() -> None:
-    agent = FakeAgent()
-    transfer, chunks = make_transfer(agent, 3)
+    agent, transfer, chunks = make_transfer(3)
     agent.answers = {chunks[0]: [False, True], chunks[1]: [False, False, True]}
     transfer.post(chunks)
     agent.gone = PeerLostError("gone")
@@ -133,8 +129,7 @@ def test_running_chunk_must_be_settled_when_the_next_cannot_be_prepared() -> Non
 
 
 def test_lost_notification_fails_a_finished_transfer() -> None:
-    agent = FakeAgent()
-    transfer, chunks = make_transfer(agent, 1)
+    agent, transfer, chunks = make_transfer(1)
 
     def raise_peer_lost() -> None:
         raise PeerLostError("gone")
@@ -146,27 +141,16 @@ def test_lost_notification_fails_a_finished_transfer() -> None:
 
 
 def test_transfer_without_chunks_is_done_at_once() -> None:
-    agent = FakeAgent()
-    transfer, chunks = make_transfer(agent, 0, b"still said")
+    agent, transfer, chunks = make_transfer(0, b"still said")
     transfer.post(chunks)
     assert (transfer.status.state, agent.sent) == (State.DONE, [("peer", b"still said")])
 
 
 def test_transfer_failed_by_disconnect_stays_failed() -> None:
-    agent = FakeAgent()
-    transfer, chunks = make_transfer(agent, 1, b"too late")
+    agent, transfer, chunks = make_transfer(1, b"too late")
     agent.answers = {chunks[0]: [False, True]}
     transfer.post(chunks)
     transfer.fail(PeerLostError("disconnected"))
     transfer.advance()
     transfer.settle()
     assert (transfer.status.state, agent.sent) == (State.FAILED, [])
-
-
-def test_error_is_kept_without_traceback() -> None:
-    agent = FakeAgent()
-    transfer, chunks = make_transfer(agent, 2)
-    agent.answers = {chunks[0]: [PeerLostError("gone")]}
-    transfer.post(chunks)
-    assert transfer.status.error is not None
-    assert transfer.status.error.__traceback__ is None

@@ -12,7 +12,7 @@ from kvferry.core.memory import Region
 from kvferry.drivers.ucx import address as wire
 from kvferry.drivers.ucx import messages
 from kvferry.drivers.ucx.address import ProcessIdentity, UcxAddress, UcxRegion
-from tests.drivers.damage import damaged
+from tests.drivers.pairs import damaged
 
 ADDRESS = UcxAddress(
     name="one",
@@ -61,14 +61,10 @@ def test_empty_region_is_refused() -> None:
         wire.regions_of(msgspec.structs.replace(ADDRESS, regions=[none]))
 
 
-def test_living_process_has_not_ended() -> None:
+def test_only_a_process_of_this_host_is_said_to_have_ended() -> None:
     here = ProcessIdentity.of_this_process()
     assert not here.has_ended()
     assert msgspec.structs.replace(here, start_time=here.start_time + 1).has_ended()
-
-
-def test_process_of_another_host_is_not_said_to_have_ended() -> None:
-    here = ProcessIdentity.of_this_process()
     assert not ProcessIdentity("another", here.namespace, here.pid, 0).has_ended()
     assert not ProcessIdentity(here.boot, here.namespace + 1, here.pid, 0).has_ended()
 

@@ -23,9 +23,7 @@ class FakeUcp:
 
     Attributes:
         names: the transports of the endpoint, joined by "+".
-        flushed: what a flush returns.
-        status: the status of a flush that returned a request.
-        closed: the endpoints that were closed by force.
+        flushed: what a flush returns; ``status`` is then its status.
         destroyed: for each destroyed worker, the endpoints that were closed before.
     """
 

@@ -233,12 +233,7 @@ class WithoutBase(Delegating):
 
     @property
     def capabilities(self) -> Capabilities:
-        return replace(
-            super().capabilities,
-            cancel=False,
-            max_notification=0,
-            max_outstanding=1,
-        )
+        return replace(super().capabilities, cancel=False, max_notification=0, max_outstanding=1)
 
     def read(self, peer: PeerId, copies: Copies, notify: bytes | None = None) -> TransferId:
         if notify is not None:

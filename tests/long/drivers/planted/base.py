@@ -9,13 +9,7 @@ import numpy as np
 
 from kvferry.core.errors import TransportError
 from kvferry.core.memory import Region
-from kvferry.core.transport import (
-    PeerId,
-    State,
-    Status,
-    TransferId,
-    Transport,
-)
+from kvferry.core.transport import PeerId, State, Status, TransferId, Transport
 from kvferry.core.transport.copies import Copies, Segment
 from kvferry.drivers.loopback import LoopbackTransport
 from kvferry.drivers.loopback.transport import LoopbackConnection

@@ -8,18 +8,11 @@ import threading
 from typing import Any
 
 from kvferry.core.errors import TransportUsageError
-from kvferry.core.transport import (
-    EnterThread,
-    Notification,
-    PeerId,
-    enter_nothing,
-)
+from kvferry.core.transport import EnterThread, Notification, PeerId, enter_nothing
 from kvferry.drivers.loopback import LoopbackTransport
 from kvferry.drivers.loopback.registry import RegionRegistry
 from kvferry.drivers.loopback.worker_pool import WorkerPool
-from tests.long.drivers.planted.base import (
-    caught_by,
-)
+from tests.long.drivers.planted.base import caught_by
 
 
 @caught_by("test_close_twice")

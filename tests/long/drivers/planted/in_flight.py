@@ -10,11 +10,7 @@ from typing import Any
 
 from kvferry.core.errors import PeerLostError, TransportError
 from kvferry.core.memory import Region
-from kvferry.core.transport import (
-    PeerId,
-    Status,
-    TransferId,
-)
+from kvferry.core.transport import PeerId, Status, TransferId
 from kvferry.core.transport.copies import Copies
 from kvferry.drivers.loopback import LoopbackTransport
 from kvferry.drivers.loopback.worker_pool import ChunkedTransfer

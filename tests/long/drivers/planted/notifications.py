@@ -7,14 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from kvferry.core.transport import (
-    Capabilities,
-    Notification,
-    PeerId,
-    State,
-    Status,
-    TransferId,
-)
+from kvferry.core.transport import Capabilities, Notification, PeerId, State, Status, TransferId
 from kvferry.core.transport.copies import Copies
 from kvferry.drivers.loopback import LoopbackTransport
 from tests.long.drivers.planted.base import (

@@ -10,13 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from kvferry.core.errors import TransportError, TransportUsageError
-from kvferry.core.transport import (
-    Notification,
-    PeerId,
-    State,
-    Status,
-    TransferId,
-)
+from kvferry.core.transport import Notification, PeerId, State, Status, TransferId
 from kvferry.core.transport.copies import Copies
 from kvferry.drivers.loopback import LoopbackTransport
 from tests.long.drivers.planted.base import PENDING, Watched, caught_by, failed, transfer_of

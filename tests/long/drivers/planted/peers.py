@@ -7,18 +7,12 @@ from dataclasses import replace
 
 from kvferry.core.errors import ConnectError, TransportError
 from kvferry.core.memory import Region
-from kvferry.core.transport import (
-    Capabilities,
-    PeerId,
-    TransferId,
-)
+from kvferry.core.transport import Capabilities, PeerId, TransferId
 from kvferry.core.transport.copies import Copies
 from kvferry.drivers.loopback import LoopbackTransport
 from kvferry.drivers.loopback import address as wire
 from tests.long.drivers.correct_drivers import Delegating
-from tests.long.drivers.planted.base import (
-    caught_by,
-)
+from tests.long.drivers.planted.base import caught_by
 
 
 @caught_by("test_later_regions_are_known_after_connecting_again")

@@ -9,24 +9,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from kvferry.core.errors import TransportError
-from kvferry.core.transport import (
-    Capabilities,
-    PeerId,
-    Quiescence,
-    State,
-    Status,
-    TransferId,
-)
+from kvferry.core.transport import Capabilities, PeerId, Quiescence, State, Status, TransferId
 from kvferry.core.transport.copies import Copies
 from kvferry.drivers.loopback import LoopbackTransport
 from kvferry.drivers.loopback.peer_memory import OtherProcess
 from kvferry.drivers.loopback.worker_pool import ChunkedTransfer
-from tests.long.drivers.planted.base import (
-    DONE,
-    PENDING,
-    Watched,
-    caught_by,
-)
+from tests.long.drivers.planted.base import DONE, PENDING, Watched, caught_by
 
 
 @caught_by("test_killed_before_a_transfer")

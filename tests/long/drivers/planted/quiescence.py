@@ -19,14 +19,7 @@ from kvferry.core.errors import (
     TransportError,
     TransportUsageError,
 )
-from kvferry.core.transport import (
-    Capabilities,
-    PeerId,
-    Quiescence,
-    State,
-    Status,
-    TransferId,
-)
+from kvferry.core.transport import Capabilities, PeerId, Quiescence, State, Status, TransferId
 from kvferry.core.transport.copies import Copies
 from kvferry.drivers.loopback import LoopbackTransport
 from kvferry.drivers.loopback.worker_pool import ChunkedTransfer

@@ -11,10 +11,7 @@ import numpy as np
 
 from kvferry.core.errors import TransportError, TransportUsageError
 from kvferry.core.memory import Region
-from kvferry.core.transport import (
-    PeerId,
-    TransferId,
-)
+from kvferry.core.transport import PeerId, TransferId
 from kvferry.core.transport.copies import Copies, Segment
 from kvferry.drivers.loopback import LoopbackTransport
 from tests.long.drivers.planted.base import (

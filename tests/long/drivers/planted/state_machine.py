@@ -5,9 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvferry.core.memory import Region
-from kvferry.core.transport import (
-    PeerId,
-)
+from kvferry.core.transport import PeerId
 from kvferry.drivers.loopback import LoopbackTransport
 from tests.long.drivers.planted.base import caught_by, connection_of
 

@@ -9,18 +9,10 @@ from typing import Any
 import numpy as np
 
 from kvferry.core.errors import TransportUsageError
-from kvferry.core.transport import (
-    PeerId,
-    Status,
-    TransferId,
-)
+from kvferry.core.transport import PeerId, Status, TransferId
 from kvferry.core.transport.copies import Copies
 from kvferry.drivers.loopback import LoopbackTransport
-from tests.long.drivers.planted.base import (
-    AlteredTransfers,
-    caught_by,
-    cut,
-)
+from tests.long.drivers.planted.base import AlteredTransfers, caught_by, cut
 
 
 @caught_by("test_one_copy")

@@ -1,0 +1,199 @@
+"""Transports that are closed at the end of a test, and reads of one from another."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+from weakref import WeakKeyDictionary
+
+import numpy as np
+from hypothesis import strategies as st
+
+from kvferry.core.errors import TransportError
+from kvferry.core.memory import Region, region_of
+from kvferry.core.transport import Notification, PeerId, State, Status, TransferId, Transport
+from kvferry.core.transport.copies import Copies
+from kvferry.testing.contract.copy_batches import batch
+from kvferry.testing.memory import Bytes, pattern
+from kvferry.testing.peers import Process
+
+MIB = 1 << 20
+SECONDS = 100.0
+MANY = 1 << 17
+"""How often a transfer that outlasts a test reads its memory."""
+
+T = TypeVar("T", bound=Transport)
+P = TypeVar("P", bound=Transport | Process)
+Row = tuple[int, int, int]
+"""A copy: its offset in the local and in the remote memory, and its length."""
+
+
+@contextlib.contextmanager
+def closed_at_end(make: Callable[..., T]) -> Iterator[Callable[..., T]]:
+    """Yield a function that makes transports, which are closed at the end."""
+    with contextlib.ExitStack() as stack:
+
+        def make_one(**options: Any) -> T:
+            made = make(**options)
+            stack.callback(made.close)
+            return made
+
+        yield make_one
+
+
+def until(holds: Callable[[], object], seconds: float = SECONDS) -> bool:
+    """Wait until a condition holds; return whether it does."""
+    deadline = time.monotonic() + seconds
+    while not holds():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.0005)  # without it, this loop starves the threads of a driver
+    return True
+
+
+def until_accepted(call: Callable[[], object]) -> None:
+    """Call again as long as it raises ``TransportError``."""
+
+    def accepted() -> bool:
+        with contextlib.suppress(TransportError):
+            call()
+            return True
+        return False
+
+    assert until(accepted)
+
+
+def notifications_of(transport: Transport, count: int) -> list[Notification]:
+    """Wait for exactly this many notifications."""
+    found: list[Notification] = []
+
+    def enough() -> bool:
+        found.extend(transport.notifications())
+        return len(found) >= count
+
+    assert until(enough)
+    assert len(found) == count
+    return found
+
+
+def received(transport: Transport, count: int) -> list[bytes]:
+    """Wait for exactly this many notifications and return their payloads."""
+    return [note.payload for note in notifications_of(transport, count)]
+
+
+def stop(process: Process) -> None:
+    """Stop a process with all its threads."""
+    process.stop()
+    tasks = Path(f"/proc/{process.process.pid}/task")
+
+    def stopped(task: Path) -> bool:
+        return (task / "stat").read_text().rpartition(")")[2].split()[0] == "T"
+
+    assert until(lambda: all(map(stopped, tasks.iterdir())))
+
+
+def copies_of(local: Region, remote: Region, rows: Sequence[Row] = (), times: int = 1) -> Copies:
+    """Return copies of these rows, by default of all bytes, repeated."""
+    whole = (0, 0, min(local.nbytes, remote.nbytes))
+    table = np.tile(np.array(rows or [whole], np.uint64), (times, 1))
+    return batch(local, remote, *table.T)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pair(Generic[T, P]):
+    """A transport that reads and a connected peer, each with registered memory.
+
+    Attributes:
+        peer: The peer, as the reader knows it.
+        mine: The reader's memory, registered as ``local``.
+        theirs: The peer's memory, registered as ``remote``; of a process, a copy.
+    """
+
+    reader: T
+    other: P
+    peer: PeerId
+    mine: Bytes
+    theirs: Bytes
+    local: Region
+    remote: Region
+
+    def read(
+        self, rows: Sequence[Row] = (), notify: bytes | None = None, times: int = 1
+    ) -> TransferId:
+        return self.reader.read(self.peer, copies_of(self.local, self.remote, rows, times), notify)
+
+    def lasting(self) -> TransferId:
+        """Begin a read that outlasts the test."""
+        return self.read(times=MANY)
+
+    def status(self, transfer: TransferId) -> Status:
+        return self.reader.poll([transfer])[0]
+
+    def comes_to(self, transfer: TransferId, state: State) -> bool:
+        """Wait until the transfer is in this state."""
+        return until(lambda: self.status(transfer).state is state)
+
+    def known(self, transfer: TransferId) -> Status:
+        """Wait until the transfer is not pending."""
+        assert until(lambda: self.status(transfer).state is not State.PENDING)
+        return self.status(transfer)
+
+    def final(self, transfer: TransferId) -> Status:
+        assert until(lambda: self.status(transfer).state.final)
+        return self.status(transfer)
+
+    def moved(self, rows: Sequence[Row] = (), notify: bytes | None = None) -> Status:
+        """Read, and return the final status."""
+        return self.final(self.read(rows, notify))
+
+    def works(self) -> bool:
+        """Return whether all bytes can be read."""
+        self.mine[:] = 0
+        return self.moved().state is State.DONE and bool((self.mine == self.theirs).all())
+
+
+_memory: WeakKeyDictionary[Transport, list[Bytes]] = WeakKeyDictionary()
+"""Memory of pairs, which lives as long as the transport that moves its bytes."""
+
+
+def paired(
+    reader: T,
+    other: P,
+    nbytes: int = MIB,
+    local: Callable[[Bytes], Region] = region_of,
+    remote: Callable[[Bytes], Region] = region_of,
+) -> Pair[T, P]:
+    """Register memory with both transports and connect them; a process has registered its own."""
+    mine = np.zeros(nbytes, np.uint8)
+    reader.register(local(mine))
+    _memory.setdefault(reader, []).append(mine)
+    if isinstance(other, Process):
+        theirs, region = other.content, other.region
+    else:
+        theirs = pattern(nbytes, 1)
+        region = remote(theirs)
+        other.register(region)
+        _memory.setdefault(other, []).append(theirs)
+    return Pair(
+        reader=reader,
+        other=other,
+        peer=reader.connect(other.address()),
+        mine=mine,
+        theirs=theirs,
+        local=local(mine),
+        remote=region,
+    )
+
+
+def damaged(address: bytes) -> st.SearchStrategy[bytes]:
+    """Draw an address that is truncated, has one byte changed, or has one byte too many."""
+
+    def damage(at: int) -> st.SearchStrategy[bytes]:
+        changed = address[:at] + b"\xff" + address[at + 1 :]
+        return st.sampled_from([address[:at], changed, address + b"x"])
+
+    return st.integers(0, len(address) - 1).flatmap(damage)
