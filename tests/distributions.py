@@ -23,11 +23,7 @@ METADATA = ("METADATA", "RECORD", "WHEEL", "entry_points.txt", "licenses/LICENSE
 
 
 def main(folder: Path) -> int:
-    """Check the one sdist and the one wheel of a folder, and say what is wrong.
-
-    Returns:
-        The exit status: 0 if both are as they should be.
-    """
+    """Check the one sdist and the one wheel of a folder, and say what is wrong."""
     [sdist], [wheel] = folder.glob("*.tar.gz"), folder.glob("*.whl")
     found = [*sdist_problems(sdist, tracked()), *wheel_problems(wheel, tracked())]
     for problem in found:

@@ -79,17 +79,7 @@ ANNOTATIONS = ("annotation", "decorator_list", "returns", "type_comment")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mutant:
-    """One change of one file.
-
-    Attributes:
-        path: the file, relative to the repository's root.
-        line: where the change starts.
-        start: first byte that is replaced.
-        stop: the byte after the last one that is replaced.
-        text: what stands there instead.
-        was: what stood there.
-        code: the line in which the change starts.
-    """
+    """One change of one file: other text from byte ``start`` to before byte ``stop``."""
 
     path: Path
     line: int
@@ -270,12 +260,7 @@ def stages(module: Path, root: Path = ROOT, *, near: bool = False) -> list[list[
 
 
 class Scratch:
-    """A copy of the working tree in which one mutant at a time is tried.
-
-    Args:
-        folder: where the copy is made; empty.
-        seconds: for how long pytest may run.
-    """
+    """A copy of the working tree in which one mutant at a time is tried."""
 
     def __init__(self, folder: Path, seconds: float) -> None:
         self._folder = folder

@@ -20,14 +20,7 @@ SAYS_VERSION = "import sys; print('%d.%d' % sys.version_info[:2])"
 
 
 def main(versions: list[str]) -> int:
-    """Test every version that is there, and say what came of it.
-
-    Args:
-        versions: such as ``3.12``.
-
-    Returns:
-        The exit status: 0 if tests ran on at least one version and passed on all that are there.
-    """
+    """Test every version that is there, and say what came of it."""
     outcomes = {version: _tested(version) for version in versions}
     _say("")
     for version, outcome in outcomes.items():

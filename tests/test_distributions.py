@@ -6,6 +6,8 @@ import tarfile
 import zipfile
 from pathlib import Path
 
+import pytest
+
 from tests.distributions import METADATA, sdist_problems, wheel_problems
 
 TRACKED = {
@@ -29,16 +31,18 @@ IN_WHEEL = {"kvferry/__init__.py", "kvferry/py.typed"} | {
 }
 
 
-def sdist(folder: Path, names: set[str]) -> Path:
-    path, file = folder / "kvferry-1.0.tar.gz", folder / "empty"
+def write_sdist(folder: Path, names: set[str], link: str = "") -> Path:
+    """Write an sdist with these files, one of them a link."""
+    path, file, target = folder / "kvferry-1.0.tar.gz", folder / "empty", folder / "link"
     file.touch()
+    target.symlink_to(file)
     with tarfile.open(path, "w:gz") as archive:
         for name in names:
-            archive.add(file, f"kvferry-1.0/{name}")
+            archive.add(target if name == link else file, f"kvferry-1.0/{name}")
     return path
 
 
-def wheel(folder: Path, names: set[str]) -> Path:
+def write_wheel(folder: Path, names: set[str]) -> Path:
     path = folder / "kvferry-1.0-py3-none-any.whl"
     with zipfile.ZipFile(path, "w") as archive:
         for name in names:
@@ -46,39 +50,37 @@ def wheel(folder: Path, names: set[str]) -> Path:
     return path
 
 
-def test_a_correct_sdist_has_no_problems(tmp_path: Path) -> None:
-    assert list(sdist_problems(sdist(tmp_path, IN_SDIST), TRACKED)) == []
+UNWANTED = {"benchmarks/results/bench.json", "tests/.cache/core.123", "kvferry/a.pyc"}
 
 
-def test_caches_and_results_are_found_in_an_sdist(tmp_path: Path) -> None:
-    unwanted = {"benchmarks/results/bench.json", "tests/.cache/core.123", "kvferry/a.pyc"}
-    found = set(sdist_problems(sdist(tmp_path, IN_SDIST | unwanted), TRACKED))
-    assert found == {f"kvferry-1.0.tar.gz has {n}, which does not belong there" for n in unwanted}
+@pytest.mark.parametrize(
+    ("names", "link", "problems"),
+    [
+        (IN_SDIST, "", set()),
+        (IN_SDIST | UNWANTED, "", {f"has {n}, which does not belong there" for n in UNWANTED}),
+        (IN_SDIST - {"kvferry/py.typed"}, "", {"lacks kvferry/py.typed"}),
+        (IN_SDIST, "README.md", {"kvferry-1.0/README.md is no plain file"}),
+    ],
+)
+def test_problems_of_an_sdist(
+    tmp_path: Path, names: set[str], link: str, problems: set[str]
+) -> None:
+    said = {f"kvferry-1.0.tar.gz{':' * bool(link)} {problem}" for problem in problems}
+    assert set(sdist_problems(write_sdist(tmp_path, names, link), TRACKED)) == said
 
 
-def test_a_missing_file_of_an_sdist_is_named(tmp_path: Path) -> None:
-    found = list(sdist_problems(sdist(tmp_path, IN_SDIST - {"kvferry/py.typed"}), TRACKED))
-    assert found == ["kvferry-1.0.tar.gz lacks kvferry/py.typed"]
-
-
-def test_a_link_in_an_sdist_is_found(tmp_path: Path) -> None:
-    path = sdist(tmp_path, IN_SDIST - {"README.md"})
-    (tmp_path / "link").symlink_to(tmp_path / "empty")
-    with tarfile.open(path, "w:gz") as archive:
-        for name in IN_SDIST:
-            source = "link" if name == "README.md" else "empty"
-            archive.add(tmp_path / source, f"kvferry-1.0/{name}")
-    found = list(sdist_problems(path, TRACKED))
-    assert found == ["kvferry-1.0.tar.gz: kvferry-1.0/README.md is no plain file"]
-
-
-def test_a_correct_wheel_has_no_problems(tmp_path: Path) -> None:
-    assert list(wheel_problems(wheel(tmp_path, IN_WHEEL), TRACKED)) == []
-
-
-def test_a_wheel_with_tests_and_without_types(tmp_path: Path) -> None:
-    names = IN_WHEEL - {"kvferry/py.typed"} | {"tests/__init__.py"}
-    assert list(wheel_problems(wheel(tmp_path, names), TRACKED)) == [
-        "kvferry-1.0-py3-none-any.whl has tests/__init__.py, which does not belong there",
-        "kvferry-1.0-py3-none-any.whl lacks kvferry/py.typed",
-    ]
+@pytest.mark.parametrize(
+    ("names", "problems"),
+    [
+        (IN_WHEEL, []),
+        (
+            IN_WHEEL - {"kvferry/py.typed"} | {"tests/__init__.py"},
+            [
+                "kvferry-1.0-py3-none-any.whl has tests/__init__.py, which does not belong there",
+                "kvferry-1.0-py3-none-any.whl lacks kvferry/py.typed",
+            ],
+        ),
+    ],
+)
+def test_problems_of_a_wheel(tmp_path: Path, names: set[str], problems: list[str]) -> None:
+    assert list(wheel_problems(write_wheel(tmp_path, names), TRACKED)) == problems

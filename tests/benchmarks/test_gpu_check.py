@@ -18,9 +18,8 @@ from benchmarks.gpu_check.caches import PAGE_TOKENS, Cache, CacheShape
 from benchmarks.gpu_check.contexts import ContextReport
 from benchmarks.gpu_check.defaults import DRIVERS, SUITE_SECONDS, TOTAL_SECONDS
 from benchmarks.gpu_check.devices import Device
-from benchmarks.gpu_check.outcome import Outcome, Settings
-from benchmarks.gpu_check.report import RunReport
-from benchmarks.gpu_check.runner import Step, StepResult
+from benchmarks.gpu_check.outcome import Settings
+from benchmarks.gpu_check.runner import Step
 from kvferry.testing.memory import available
 
 
@@ -167,25 +166,3 @@ def test_thread_or_context_on_a_wrong_device_is_a_problem(
     assert contexts().problems(1) == []
     [found] = contexts(**changes).problems(1)
     assert found.startswith(problem)
-
-
-def test_page_and_json_name_each_step(tmp_path: Path) -> None:
-    passed, failed, missing = (step(name=name) for name in ("one", "two", "three"))
-    tables: Any = {"speeds": [{"case": "a | b", "GB/s": 1.5}, {"case": "c", "ms": 2}]}
-    good, bad = Outcome(tables=tables), Outcome(problems=["it broke"])
-    results = [
-        StepResult(step=passed, status="passed", seconds=1.0, outcome=good, tail=""),
-        StepResult(step=failed, status="failed", seconds=1.0, outcome=bad, tail="the log"),
-    ]
-    report = RunReport(
-        device="a GPU", rehearsal=False, steps=[passed, failed, missing], results=results
-    )
-    report.write(tmp_path)
-    assert report.summary() == "1 of 3 steps passed; failed: two; not run: three"
-    page = (tmp_path / "page.md").read_text(encoding="utf-8")
-    assert "| a \\| b | 1.5 |  |" in page
-    assert "- it broke" in page
-    assert "the log" in page
-    record = json.loads((tmp_path / "results.json").read_text(encoding="utf-8"))
-    assert record["failed"] == ["two"]
-    assert [one["status"] for one in record["steps"]] == ["passed", "failed"]

@@ -14,15 +14,9 @@ COMMAND = [sys.executable, "-W", "error", "-c", "from kvferry.cli import main; m
 
 
 def install_drivers(folder: Path, code: str, **drivers: str) -> dict[str, str]:
-    """Install a distribution ``kvferry-fake`` with drivers into a folder.
+    """Install a distribution ``kvferry-fake`` with drivers, the classes of a module with this code.
 
-    Args:
-        folder: where the distribution is installed.
-        code: of its only module, ``fake_drivers``.
-        drivers: the class of each driver, by the driver's name.
-
-    Returns:
-        The environment of a process that finds the distribution.
+    Returns the environment of a process that finds it.
     """
     info = folder / "kvferry_fake-1.2.dist-info"
     info.mkdir()

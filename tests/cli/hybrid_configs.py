@@ -1,4 +1,4 @@
-"""Config files of hybrid and multimodal models, with the keys and sizes of published ones."""
+"""Config files of models with states, with the keys and sizes of published ones."""
 
 from __future__ import annotations
 
@@ -6,13 +6,23 @@ from typing import Any
 
 Config = dict[str, Any]
 
-QWEN3_NEXT: Config = {
-    "num_hidden_layers": 48,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 2,
+
+def attention(layers: int, heads: int, kv_heads: int, hidden_size: int) -> Config:
+    """The keys of attention."""
+    return {
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "hidden_size": hidden_size,
+        "torch_dtype": "bfloat16",
+    }
+
+
+MAMBA: Config = {"mamba_d_conv": 4, "mamba_expand": 2}
+MAMBA_2: Config = MAMBA | {"mamba_d_state": 128, "mamba_n_groups": 1}
+
+QWEN3_NEXT = attention(48, 16, 2, 2048) | {
     "head_dim": 256,
-    "hidden_size": 2048,
-    "torch_dtype": "bfloat16",
     "full_attention_interval": 4,
     "linear_conv_kernel_dim": 4,
     "linear_key_head_dim": 128,
@@ -36,24 +46,19 @@ QWEN3_5: Config = {
 }
 """A multimodal model whose text model is a hybrid, with states in float32."""
 
-NEMOTRON_H: Config = {
-    "num_hidden_layers": 52,
+NEMOTRON_H = attention(52, 32, 8, 4096) | {
     "hybrid_override_pattern": "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-",
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
     "attention_head_dim": 128,
-    "hidden_size": 4096,
     "mamba_num_heads": 128,
     "mamba_head_dim": 64,
     "n_groups": 8,
     "ssm_state_size": 128,
     "conv_kernel": 4,
     "expand": 2,
-    "torch_dtype": "bfloat16",
 }
 """Mamba 2 with eight groups, four layers with attention, and layers without any cache."""
 
-NEMOTRON_H_BY_TYPES: Config = NEMOTRON_H | {
+NEMOTRON_H_BY_TYPES = NEMOTRON_H | {
     "model_type": "nemotron_h",
     "hybrid_override_pattern": None,
     "layers_block_type": [
@@ -63,89 +68,50 @@ NEMOTRON_H_BY_TYPES: Config = NEMOTRON_H | {
 }
 """The same model with the type of each layer instead of the pattern."""
 
-GRANITE: Config = {
-    "num_hidden_layers": 40,
-    "layer_types": (["mamba"] * 5 + ["attention"] + ["mamba"] * 4) * 4,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "hidden_size": 2048,
-    "mamba_n_heads": 64,
-    "mamba_d_head": "auto",
-    "mamba_n_groups": 1,
-    "mamba_d_state": 128,
-    "mamba_d_conv": 4,
-    "mamba_expand": 2,
-    "torch_dtype": "bfloat16",
-}
+GRANITE = (
+    attention(40, 32, 8, 2048)
+    | MAMBA_2
+    | {"mamba_n_heads": 64, "mamba_d_head": "auto"}
+    | {"layer_types": (["mamba"] * 5 + ["attention"] + ["mamba"] * 4) * 4}
+)
 """Mamba 2 with a single group, which every rank has a copy of."""
 
-FALCON_H1: Config = {
-    "num_hidden_layers": 36,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "hidden_size": 1024,
-    "mamba_d_ssm": 1536,
-    "mamba_n_heads": 24,
-    "mamba_d_head": 64,
-    "mamba_n_groups": 1,
-    "mamba_d_state": 128,
-    "mamba_d_conv": 4,
-    "mamba_expand": 2,
-    "torch_dtype": "bfloat16",
-}
+FALCON_H1 = (
+    attention(36, 8, 2, 1024)
+    | MAMBA_2
+    | {"head_dim": 64, "mamba_d_ssm": 1536, "mamba_n_heads": 24, "mamba_d_head": 64}
+)
 """Every layer has both attention and Mamba 2."""
 
-ZAMBA2: Config = {
-    "num_hidden_layers": 38,
+ZAMBA2 = attention(38, 32, 32, 2048) | {
     "hybrid_layer_ids": [5, 11, 17, 23, 29, 35],
-    "num_attention_heads": 32,
-    "num_key_value_heads": 32,
     "attention_head_dim": 128,
     "kv_channels": 64,
-    "hidden_size": 2048,
     "n_mamba_heads": 64,
     "mamba_headdim": 64,
     "mamba_ngroups": 1,
     "mamba_d_state": 128,
     "mamba_d_conv": 4,
     "mamba_expand": 2,
-    "torch_dtype": "bfloat16",
 }
 """Every layer has Mamba 2, and some have attention, too."""
 
-JAMBA: Config = {
-    "num_hidden_layers": 32,
-    "attn_layer_period": 8,
-    "attn_layer_offset": 4,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "hidden_size": 4096,
-    "mamba_d_state": 16,
-    "mamba_d_conv": 4,
-    "mamba_expand": 2,
-    "torch_dtype": "bfloat16",
-}
+JAMBA = (
+    attention(32, 32, 8, 4096)
+    | MAMBA
+    | {"mamba_d_state": 16, "attn_layer_period": 8, "attn_layer_offset": 4}
+)
 """Mamba 1 beside attention."""
 
-LFM2: Config = {
-    "num_hidden_layers": 16,
+LFM2 = attention(16, 32, 8, 2048) | {
     "full_attn_idxs": [2, 5, 8, 10, 12, 14],
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "hidden_size": 2048,
     "conv_L_cache": 3,
     "conv_dim": 2048,
-    "torch_dtype": "bfloat16",
 }
 """Short convolutions beside attention."""
 
-KIMI_LINEAR: Config = {
-    "num_hidden_layers": 27,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 32,
+KIMI_LINEAR = attention(27, 32, 32, 2304) | {
     "head_dim": 72,
-    "hidden_size": 2304,
     "kv_lora_rank": 512,
     "qk_rope_head_dim": 64,
     "linear_attn_config": {
@@ -155,17 +121,5 @@ KIMI_LINEAR: Config = {
         "num_heads": 32,
         "short_conv_kernel_size": 4,
     },
-    "dtype": "bfloat16",
 }
 """KDA beside latents (MLA)."""
-
-TEXT: Config = {
-    "num_hidden_layers": 34,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 256,
-    "hidden_size": 2560,
-}
-"""The text model of a multimodal model."""
-
-VISION: Config = {"num_hidden_layers": 27, "num_attention_heads": 16, "hidden_size": 1152}

@@ -22,11 +22,9 @@ def recorded(engine: str, number: int) -> bytes:
 
 
 class MetricsServer:
-    """Answers on a free port; the last answer is repeated. Closing it twice is fine.
+    """Answers on a free port with pages or HTTP statuses, and repeats the last one.
 
-    Args:
-        answers: A page, or an HTTP status without one; ``None`` keeps the connection open until
-            the server is closed, without an answer.
+    After ``None`` it keeps the connection open, without an answer. Closing it twice is fine.
     """
 
     def __init__(self, *answers: bytes | int | None, port: int = 0) -> None:

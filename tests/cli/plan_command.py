@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,7 +12,9 @@ import pytest
 
 from kvferry.cli import main
 
-TINY: dict[str, Any] = {
+Config = dict[str, Any]
+
+TINY: Config = {
     "num_hidden_layers": 4,
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
@@ -20,11 +22,9 @@ TINY: dict[str, Any] = {
     "torch_dtype": "bfloat16",
 }
 """A model with heads of 8 elements: K and V of one head and token have 32 bytes."""
-
-LATENT: dict[str, Any] = TINY | {"kv_lora_rank": 24, "qk_rope_head_dim": 8}
+LATENT: Config = TINY | {"kv_lora_rank": 24, "qk_rope_head_dim": 8}
 """A model with latents of 32 elements, 64 bytes."""
-
-WINDOWS: dict[str, Any] = TINY | {
+WINDOWS: Config = TINY | {
     "sliding_window": 20,
     "layer_types": ["sliding_attention", "full_attention"] * 2,
 }
@@ -50,27 +50,59 @@ def write_config(folder: Path, content: object) -> str:
     return str(file)
 
 
-def run_kvferry(
-    capsys: pytest.CaptureFixture[str], *arguments: str, width: int = 200
-) -> CommandResult:
-    """Run the command in this process."""
-    status: Any = 0
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["kvferry", *arguments])
-        patch.setenv("COLUMNS", str(width))
-        try:
-            main()
-        except SystemExit as exc:
-            status = exc.code or 0
-    return CommandResult(status, *capsys.readouterr())
+@dataclass(frozen=True)
+class PlanCommand:
+    """``kvferry plan``, with files in a folder. Arguments that are empty are left out."""
 
+    folder: Path
+    capsys: pytest.CaptureFixture[str]
 
-def make_plan(
-    capsys: pytest.CaptureFixture[str], model: Sequence[str], prefill: str, decode: str, *more: str
-) -> dict[str, Any]:
-    """Return the output of ``kvferry plan --json``; ``model`` has its path, or is empty."""
-    sides = ("--prefill", prefill, "--decode", decode)
-    ran = run_kvferry(capsys, "plan", *model, *sides, "--json", *more)
-    assert ran.status == 0, ran.err
-    found: dict[str, Any] = json.loads(ran.out)
-    return found
+    def run(self, *arguments: str, width: int = 200) -> CommandResult:
+        """Run the command with these arguments."""
+        status: Any = 0
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sys, "argv", ["kvferry", "plan", *arguments])
+            patch.setenv("COLUMNS", str(width))
+            try:
+                main()
+            except SystemExit as exc:
+                status = exc.code or 0
+        return CommandResult(status, *self.capsys.readouterr())
+
+    def between(self, model: Config | None, prefill: str, decode: str, *more: str) -> CommandResult:
+        """Run the command for a model's config and two engines."""
+        config = [write_config(self.folder, model)] if model else []
+        sides = [f"--prefill={prefill}"] * bool(prefill) + [f"--decode={decode}"] * bool(decode)
+        return self.run(*config, *sides, *more)
+
+    def text(
+        self, model: Config | None, prefill: str = "tp=1", decode: str = "tp=1", *more: str
+    ) -> str:
+        """Return the words that the command prints."""
+        ran = self.between(model, prefill, decode, *more)
+        assert ran.status == 0, ran.err
+        return ran.words
+
+    def json(
+        self, model: Config | None, prefill: str = "tp=1", decode: str = "tp=1", *more: str
+    ) -> dict[str, Any]:
+        """Return what the command prints with ``--json``."""
+        ran = self.between(model, prefill, decode, "--json", *more)
+        assert ran.status == 0, ran.err
+        found: dict[str, Any] = json.loads(ran.out)
+        return found
+
+    def refusal(
+        self, model: Config | None, prefill: str = "tp=1", decode: str = "tp=1", *more: str
+    ) -> str:
+        """Return the error of a command that fails."""
+        ran = self.between(model, prefill, decode, *more)
+        assert (ran.status, ran.err[:9], "Traceback" in ran.err) == (1, "kvferry: ", False), ran.err
+        return ran.err
+
+    def layouts(
+        self, model: Config, prefill: str = "tp=1", decode: str = "tp=1", *more: str
+    ) -> tuple[str, str]:
+        """Write the layouts of two engines, and return the paths of the files."""
+        self.json(model, prefill, decode, f"--write-layouts={self.folder}", *more)
+        return str(self.folder / "prefill.json"), str(self.folder / "decode.json")

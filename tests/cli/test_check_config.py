@@ -7,10 +7,10 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -26,13 +26,38 @@ from tests.own_host import OWN_HOST
 jsonschema: Any = pytest.importorskip("jsonschema")  # vLLM brings it
 
 
-def checked(
-    capsys: pytest.CaptureFixture[str], given: object, *peers: str
-) -> tuple[int, list[str], str]:
-    """Check a configuration; return the exit status, the problems, and the last line."""
-    status = run(json.dumps(given), peers)
-    *lines, last = capsys.readouterr().out.splitlines()
-    return status, [line for line in lines if line.startswith("- ")], last
+class CheckResult(NamedTuple):
+    """The exit status of the command, the problems and notes that it listed, and the last line."""
+
+    status: int
+    problems: list[str]
+    notes: list[str]
+    last: str
+
+
+Checker = Callable[..., CheckResult]
+
+
+@pytest.fixture
+def checked(capsys: pytest.CaptureFixture[str]) -> Checker:
+    """A function that checks a configuration, and that peers answer."""
+
+    def check(given: object, *peers: str) -> CheckResult:
+        status = run(json.dumps(given), peers)
+        *lines, last = capsys.readouterr().out.splitlines()
+        problems, notes = (
+            [line for line in lines if line.startswith(start)] for start in ("- ", "note: ")
+        )
+        assert status == bool(problems)
+        return CheckResult(status, problems, notes, last)
+
+    return check
+
+
+def assert_lines_have(lines: list[str], words: Sequence[str]) -> None:
+    """Check that there is one line for each of some words."""
+    assert len(lines) == len(words), lines
+    assert [each for each in words if not any(each in line for line in lines)] == [], lines
 
 
 def transfer(**changes: object) -> dict[str, Any]:
@@ -60,27 +85,29 @@ def multi(*children: dict[str, Any], role: str = "kv_both") -> dict[str, Any]:
         multi(transfer(), {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}),
     ],
 )
-def test_accepted(capsys: pytest.CaptureFixture[str], given: object) -> None:
-    status, problems, last = checked(capsys, given)
-    assert (status, problems) == (0, [])
-    assert "no problem on this host" in last
+def test_accepted(checked: Checker, given: object) -> None:
+    found = checked(given)
+    assert found.status == 0
+    assert "no problem on this host" in found.last
 
 
-def test_all_problems_are_listed_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_problems_are_listed_at_once(checked: Checker) -> None:
     extra = {
         "drvier": "nixl",
         "backends": ["UCX"],
         "side_channel_port": "5600",
         "driver_options": {"thread": 1},
-        "ticket_secrets": ["file:/missing"],
+        "ticket_secrets": ["file:/missing/t1", "file:/missing/t2"],
+        "curve_secret_key": "file:/missing/own",
+        "curve_peers": ["file:/missing/peers", "abc"],
+        "allowed_peers": ["prefill"],
         "side_channel_host": "192.0.2.1",
     }
     given = transfer(
         kv_role="producer", kv_load_failure_policy="retry", role=1, kv_connector_extra_config=extra
     )
-    status, problems, last = checked(capsys, given)
-    assert status == 1
-    assert last == "--kv-transfer-config: 9 problems"
+    found = checked(given)
+    assert found.last == f"--kv-transfer-config: {len(found.problems)} problems"
     wanted = (
         "unknown key 'role' in --kv-transfer-config",
         "kv_role is 'producer': set one of kv_producer, kv_consumer, kv_both",
@@ -89,11 +116,15 @@ def test_all_problems_are_listed_at_once(capsys: pytest.CaptureFixture[str]) -> 
         "'backends' in kv_connector_extra_config is NixlConnector's",
         "`$.side_channel_port`",
         "unknown field `thread`",
-        "file:/missing cannot be read",
+        "ticket_secrets: file:/missing/t1 cannot be read (No such file",
+        "ticket_secrets: file:/missing/t2 cannot be read (No such file",
+        "curve_secret_key: file:/missing/own cannot be read (No such file",
+        "curve_peers: file:/missing/peers cannot be read (No such file",
+        "line 1 of curve_peers is no public key",
+        "'prefill' in allowed_peers is no network",
         "Set side_channel_host to an address of this host",
     )
-    missing = [text for text in wanted if not any(text in problem for problem in problems)]
-    assert missing == []
+    assert_lines_have(found.problems, wanted)
 
 
 @pytest.mark.parametrize(
@@ -126,21 +157,17 @@ def test_all_problems_are_listed_at_once(capsys: pytest.CaptureFixture[str]) -> 
         ),
     ],
 )
-def test_one_problem(capsys: pytest.CaptureFixture[str], given: object, words: str) -> None:
-    status, problems, _ = checked(capsys, given)
-    assert status == 1
-    assert len(problems) == 1
-    assert words in problems[0]
+def test_one_problem(checked: Checker, given: object, words: str) -> None:
+    assert_lines_have(checked(given).problems, [words])
 
 
-def test_port_that_is_in_use(capsys: pytest.CaptureFixture[str]) -> None:
+def test_port_that_is_in_use(checked: Checker) -> None:
     with socket.create_server((OWN_HOST, 0)) as taken:
         port = taken.getsockname()[1]
         given = {"side_channel_host": OWN_HOST, "side_channel_port": port}
-        status, problems, _ = checked(capsys, given)
-    assert status == 1
-    assert f"{OWN_HOST} port {port}: the port is in use" in problems[0]
-    assert checked(capsys, given)[0] == 0
+        said = f"{OWN_HOST} port {port}: the port is in use"
+        assert_lines_have(checked(given).problems, [said])
+    assert checked(given).status == 0
 
 
 def test_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -168,106 +195,67 @@ def test_input_that_is_no_object(
         run(text)
 
 
-def test_every_key_and_secret_that_cannot_be_read_is_listed(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    given = {
-        "ticket_secrets": ["file:/missing/t1", "file:/missing/t2"],
-        "curve_secret_key": "file:/missing/own",
-        "curve_peers": ["file:/missing/peers", "abc"],
-        "allowed_peers": ["prefill"],
-    }
-    status, problems, _ = checked(capsys, given)
-    assert status == 1
-    wanted = (
-        "ticket_secrets: file:/missing/t1 cannot be read (No such file",
-        "ticket_secrets: file:/missing/t2 cannot be read (No such file",
-        "curve_secret_key: file:/missing/own cannot be read (No such file",
-        "curve_peers: file:/missing/peers cannot be read (No such file",
-        "line 1 of curve_peers is no public key",
-        "'prefill' in allowed_peers is no network",
+# Notes.
+
+NO_DRIVER = "driver is not set: the default, 'loopback', is for engines of one host"
+ONE_HOST = "only engines on this host can load from this one"
+NIXL = {"driver": "nixl"}
+
+
+def turns(policy: str | None) -> dict[str, Any]:
+    extra = {"driver": "loopback", "bidirectional_kv_xfer": True}
+    return transfer(
+        kv_role="kv_both", kv_load_failure_policy=policy, kv_connector_extra_config=extra
     )
-    assert len(problems) == len(wanted)
-    missing = [text for text in wanted if not any(text in problem for problem in problems)]
-    assert missing == []
-
-
-@pytest.mark.parametrize("policy", ["recompute", "fail", None])
-def test_turns_that_may_fail_are_a_note(
-    capsys: pytest.CaptureFixture[str], policy: str | None
-) -> None:
-    given = transfer(
-        kv_role="kv_both",
-        kv_load_failure_policy=policy,
-        kv_connector_extra_config={"driver": "loopback", "bidirectional_kv_xfer": True},
-    )
-    found = notes(capsys, given)
-    assert len(found) == (policy != "recompute")
-    assert all("kv_load_failure_policy is 'fail', with bidirectional" in note for note in found)
-
-
-def notes(capsys: pytest.CaptureFixture[str], given: object) -> list[str]:
-    """The notes on a configuration."""
-    run(json.dumps(given))
-    lines = capsys.readouterr().out.splitlines()
-    return [line for line in lines if line.startswith("note: ")]
-
-
-def test_default_driver_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    for given in ({}, transfer(kv_connector_extra_config={})):
-        [note] = notes(capsys, given)
-        assert "driver is not set: the default, 'loopback', is for engines of one host" in note
-    assert notes(capsys, transfer()) == []
-
-
-def test_notes_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "no problem on this host." in checked(capsys, {"driver": "loopback"})[2]
-    assert "no problem on this host but for 1 note above." in checked(capsys, {})[2]
-    many = checked(capsys, {"verify_prompt": False})[2]
-    assert "no problem on this host but for 2 notes above." in many
 
 
 @pytest.mark.parametrize(
-    ("given", "warned"),
+    ("given", "words"),
     [
-        ({"driver": "nixl"}, True),
-        (transfer(kv_connector_extra_config={"driver": "nixl"}), True),
-        (multi(transfer(kv_connector_extra_config={"driver": "nixl"})), True),
-        (transfer(kv_role="kv_consumer", kv_connector_extra_config={"driver": "nixl"}), False),
-        ({"driver": "nixl", "side_channel_host": "127.0.0.1"}, False),
+        (transfer(), []),
+        ({}, [NO_DRIVER]),
+        (transfer(kv_connector_extra_config={}), [NO_DRIVER]),
+        (NIXL, [ONE_HOST]),
+        (transfer(kv_connector_extra_config=NIXL), [ONE_HOST]),
+        (multi(transfer(kv_connector_extra_config=NIXL)), [ONE_HOST]),
+        (transfer(kv_role="kv_consumer", kv_connector_extra_config=NIXL), []),
+        (NIXL | {"side_channel_host": "127.0.0.1"}, []),
+        (
+            {"driver": "loopback", "side_channel_host": "10.0.0.7"},
+            ["side channel at 10.0.0.7 is open", "tickets are not signed"],
+        ),
+        (turns("recompute"), []),
+        (turns("fail"), ["kv_load_failure_policy is 'fail', with bidirectional"]),
+        (turns(None), ["kv_load_failure_policy is 'fail', with bidirectional"]),
     ],
 )
-def test_default_side_channel_host_is_a_note(
-    capsys: pytest.CaptureFixture[str], given: object, warned: bool
-) -> None:
-    found = notes(capsys, given)
-    assert len(found) == warned
-    assert all("only engines on this host can load from this one" in note for note in found)
-    assert all("set side_channel_host to" in note for note in found)
+def test_notes(checked: Checker, given: object, words: list[str]) -> None:
+    notes = checked(given).notes
+    assert_lines_have(notes, words)
+    assert all("set side_channel_host to" in note for note in notes if ONE_HOST in note)
+
+
+def test_notes_are_counted(checked: Checker) -> None:
+    assert "no problem on this host." in checked({"driver": "loopback"}).last
+    assert "no problem on this host but for 1 note above." in checked({}).last
+    many = checked({"verify_prompt": False}).last
+    assert "no problem on this host but for 2 notes above." in many
 
 
 def test_variables_of_nixlconnector_are_a_note(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    checked: Checker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_HOST", "10.0.0.7")
-    [note] = notes(capsys, {"driver": "loopback"})
-    assert "VLLM_NIXL_SIDE_CHANNEL_HOST (set side_channel_host instead)" in note
+    said = "VLLM_NIXL_SIDE_CHANNEL_HOST (set side_channel_host instead)"
+    assert_lines_have(checked({"driver": "loopback"}).notes, [said])
 
 
-def test_open_access_is_a_note(capsys: pytest.CaptureFixture[str]) -> None:
-    [channel, tickets] = notes(capsys, {"driver": "loopback", "side_channel_host": "10.0.0.7"})
-    assert "side channel at 10.0.0.7 is open" in channel
-    assert "tickets are not signed" in tickets
-
-
-def test_secret_that_others_can_read_is_a_note(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_secret_that_others_can_read_is_a_note(checked: Checker, tmp_path: Path) -> None:
     file = tmp_path / "ticket.secret"
     file.write_text("a secret of both engines")
     file.chmod(0o644)
-    [note] = notes(capsys, {"driver": "loopback", "ticket_secrets": [f"file:{file}"]})
-    assert note.startswith(f"note: file:{file} is open to others")
+    notes = checked({"driver": "loopback", "ticket_secrets": [f"file:{file}"]}).notes
+    assert_lines_have(notes, [f"note: file:{file} is open to others"])
 
 
 # Peers.
@@ -286,29 +274,26 @@ def keyed_peer() -> Iterator[str]:
         yield f"{server.host}:{server.port}"
 
 
-def test_peer_that_answers(capsys: pytest.CaptureFixture[str]) -> None:
+def test_peer_that_answers(checked: Checker, capsys: pytest.CaptureFixture[str]) -> None:
     with HandshakeServer([encode(payload())], engine="prefill", incarnation=7) as server:
         peer = f"{server.host}:{server.port}"
         assert run("{}", [peer]) == 0
         assert f"peer {peer}: engine prefill answers" in capsys.readouterr().out
-    status, [problem], _ = checked(capsys, {}, peer)
-    assert status == 1
+    [problem] = checked({}, peer).problems
     assert f"--peer {peer}" in problem
     assert "nobody listens there" in problem
 
 
 def test_peer_with_one_of_the_keys(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, keyed_peer: str
+    checked: Checker, monkeypatch: pytest.MonkeyPatch, keyed_peer: str
 ) -> None:
     monkeypatch.setenv("OWN", OWN.secret.hex())
     peers = [STRANGER.public.hex(), PEER.public.hex()]
-    assert checked(capsys, KEYED | {"curve_peers": peers}, keyed_peer)[0] == 0
-    status, [problem], _ = checked(capsys, KEYED | {"curve_peers": peers[:1]}, keyed_peer)
-    assert status == 1
-    assert "does not have the secret key of the public key" in problem
-    status, [problem], _ = checked(capsys, {}, keyed_peer)
-    assert status == 1
-    assert "set curve_secret_key and curve_peers here" in problem
+    assert checked(KEYED | {"curve_peers": peers}, keyed_peer).status == 0
+    said = "does not have the secret key of the public key"
+    assert_lines_have(checked(KEYED | {"curve_peers": peers[:1]}, keyed_peer).problems, [said])
+    said = "set curve_secret_key and curve_peers here"
+    assert_lines_have(checked({}, keyed_peer).problems, [said])
 
 
 # The schema.

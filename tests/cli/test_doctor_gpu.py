@@ -11,7 +11,7 @@ from kvferry.cli.doctor.finding import Finding, FindingLevel
 from kvferry.cli.doctor.probe import Gpu, Probed, gpus
 from kvferry.cli.plan.report import BACKENDS
 from kvferry.drivers.cuda import CudaDriver
-from tests.cli.test_doctor import write_files
+from tests.cli.findings import BAD, OK, WARN, check, write_files
 from tests.gpu.driver_api import StandInCuda
 
 ORDERING, FLUSH_OPTIONS, DMABUF = 118, 117, 124
@@ -83,25 +83,20 @@ def test_kernel_module(tmp_path: Path, text: str, module: str) -> None:
     assert devices.kernel_module(tmp_path) == module
 
 
-def test_usable_gpu_is_fine(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("library", "answers", "verdict", "found", "remedy"),
+    [
+        (LIBC, True, OK, "NVIDIA H200; kernel module open 580.95.05", ""),
+        ("libno_such_thing.so.1", True, WARN, "", "NVIDIA_DRIVER_CAPABILITIES"),
+        (LIBC, False, WARN, "CUDA finds no GPU", "CUDA_VISIBLE_DEVICES"),
+    ],
+)
+def test_gpu_that_cuda_cannot_use_is_a_warning(
+    tmp_path: Path, library: str, answers: bool, verdict: FindingLevel, found: str, remedy: str
+) -> None:
     write_files(tmp_path, proc__driver__nvidia__version=OPEN)
-    finding = devices.gpu(["NVIDIA H200"], root=tmp_path, library=LIBC)
-    assert finding.verdict is FindingLevel.OK
-    assert finding.found == "NVIDIA H200; kernel module open 580.95.05"
-
-
-def test_kernel_module_without_libcuda_is_a_warning(tmp_path: Path) -> None:
-    write_files(tmp_path, proc__driver__nvidia__version=OPEN)
-    finding = devices.gpu(["NVIDIA H200"], root=tmp_path, library="libno_such_thing.so.1")
-    assert finding.verdict is FindingLevel.WARN
-    assert "NVIDIA_DRIVER_CAPABILITIES" in finding.remedy
-
-
-def test_gpu_that_cuda_does_not_find_is_a_warning(tmp_path: Path) -> None:
-    finding = devices.gpu(["NVIDIA H200"], cuda_answers=False, root=tmp_path, library=LIBC)
-    assert finding.verdict is FindingLevel.WARN
-    assert "CUDA finds no GPU" in finding.found
-    assert "CUDA_VISIBLE_DEVICES" in finding.remedy
+    finding = devices.gpu(["NVIDIA H200"], cuda_answers=answers, root=tmp_path, library=library)
+    check(finding, verdict, found, remedy)
 
 
 def test_cuda_is_asked_about_each_gpu() -> None:
@@ -120,28 +115,28 @@ def test_cuda_is_asked_about_each_gpu() -> None:
 
 @pytest.mark.parametrize("module", ["nvidia_peermem", "nv_peer_mem"])
 def test_peermem_is_fine(tmp_path: Path, module: str) -> None:
-    assert nvidia.direct(None, tmp_path).verdict is FindingLevel.WARN
+    check(nvidia.direct(None, tmp_path), WARN)
     write_files(tmp_path / "sys/module" / module, version="1")
-    assert nvidia.direct(None, tmp_path).verdict is FindingLevel.OK
+    check(nvidia.direct(None, tmp_path), OK)
 
 
 @pytest.mark.parametrize(
     ("release", "module", "asked", "verdict", "words"),
     [
-        ("6.8.0-60-generic", OPEN, [gpu()], FindingLevel.OK, "CUDA exports GPU memory"),
-        ("5.12.0", PROPRIETARY, [gpu()], FindingLevel.OK, "CUDA exports GPU memory"),
-        ("6.8.0", OPEN, None, FindingLevel.OK, "the kernel module is open"),
-        ("5.11.22", OPEN, [gpu()], FindingLevel.WARN, "Linux 5.11.22 is older than 5.12"),
+        ("6.8.0-60-generic", OPEN, [gpu()], OK, "CUDA exports GPU memory"),
+        ("5.12.0", PROPRIETARY, [gpu()], OK, "CUDA exports GPU memory"),
+        ("6.8.0", OPEN, None, OK, "the kernel module is open"),
+        ("5.11.22", OPEN, [gpu()], WARN, "Linux 5.11.22 is older than 5.12"),
         (
             "6.8.0",
             OPEN,
             [gpu(), gpu(index=1, dmabuf=False)],
-            FindingLevel.WARN,
+            WARN,
             "does not export memory of GPU 1",
         ),
-        ("6.8.0", PROPRIETARY, None, FindingLevel.WARN, "module is proprietary 535.104.05"),
-        ("6.8.0", "", None, FindingLevel.WARN, "cannot be told"),
-        ("", OPEN, [gpu()], FindingLevel.WARN, "the version of Linux cannot be told"),
+        ("6.8.0", PROPRIETARY, None, WARN, "module is proprietary 535.104.05"),
+        ("6.8.0", "", None, WARN, "cannot be told"),
+        ("", OPEN, [gpu()], WARN, "the version of Linux cannot be told"),
     ],
 )
 def test_dmabuf_instead_of_peermem(
@@ -158,27 +153,21 @@ def test_dmabuf_instead_of_peermem(
     finding = nvidia.direct(asked, tmp_path)
     assert finding.verdict is verdict
     assert words in finding.found
-    assert ("modprobe nvidia_peermem" in finding.remedy) is (verdict is FindingLevel.WARN)
-
-
-def test_gpus_that_order_writes_or_flush_them_are_fine() -> None:
-    ordered, flushed = nvidia.visibility([gpu()]), nvidia.visibility([gpu(index=2, flush=True)])
-    assert (ordered.verdict, flushed.verdict) == (FindingLevel.OK, FindingLevel.OK)
-    assert "kvferry flushes GPU 2" in flushed.found
+    assert ("modprobe nvidia_peermem" in finding.remedy) is (verdict is WARN)
 
 
 def test_gpu_that_neither_orders_nor_flushes_writes_is_a_warning() -> None:
-    finding = nvidia.visibility([gpu(), gpu(index=1, flush=True, can=False)])
-    assert finding.verdict is FindingLevel.WARN
-    assert "GPU 1 may not see at once what a NIC has written" in finding.found
+    check(nvidia.visibility([gpu()]), OK)
+    check(nvidia.visibility([gpu(index=2, flush=True)]), OK, "kvferry flushes GPU 2")
+    stale = gpu(index=1, flush=True, can=False)
+    said = "GPU 1 may not see at once what a NIC has written"
+    check(nvidia.visibility([gpu(), stale]), WARN, said)
 
 
 def test_nics_near_gpus(tmp_path: Path) -> None:
     (finding,) = topology.near(None, two_sockets(tmp_path))
-    assert finding.verdict is FindingLevel.OK
-    assert finding.found == (
-        f"GPU {GPU_A}: mlx5_0 (same PCIe switch); GPU {GPU_B}: mlx5_1 (same NUMA node)"
-    )
+    near = f"GPU {GPU_A}: mlx5_0 (same PCIe switch); GPU {GPU_B}: mlx5_1 (same NUMA node)"
+    assert (finding.verdict, finding.found) == (OK, near)
 
 
 def test_nics_of_one_root_complex(tmp_path: Path) -> None:
@@ -190,20 +179,20 @@ def test_nics_of_one_root_complex(tmp_path: Path) -> None:
     assert finding.found == f"GPU {GPU_A}: mlx5_0, mlx5_1 (same PCIe root complex)"
 
 
-def test_gpu_far_from_every_nic_is_a_warning(tmp_path: Path) -> None:
-    graphics(tmp_path, f"pci0000:15/0000:15:01.0/{GPU_A}")
+@pytest.mark.parametrize(
+    ("node", "verdict", "found", "remedy"),
+    [
+        (0, WARN, f"GPU {GPU_A}: mlx5_1 (another NUMA node)", GPU_A),
+        (-1, OK, "how near is not known", ""),
+    ],
+)
+def test_gpu_far_from_every_nic_is_a_warning(
+    tmp_path: Path, node: int, verdict: FindingLevel, found: str, remedy: str
+) -> None:
+    graphics(tmp_path, f"pci0000:15/0000:15:01.0/{GPU_A}", node=node)
     nic(tmp_path, "mlx5_1", f"pci0000:d0/0000:d0:01.0/{NIC_B}", node=1)
     (finding,) = topology.near(None, tmp_path)
-    assert finding.verdict is FindingLevel.WARN
-    assert finding.found == f"GPU {GPU_A}: mlx5_1 (another NUMA node)"
-    assert GPU_A in finding.remedy
-
-
-def test_unknown_numa_node_is_no_warning(tmp_path: Path) -> None:
-    graphics(tmp_path, f"pci0000:15/0000:15:01.0/{GPU_A}", node=-1)
-    nic(tmp_path, "mlx5_1", f"pci0000:d0/0000:d0:01.0/{NIC_B}", node=1)
-    (finding,) = topology.near(None, tmp_path)
-    assert (finding.verdict, "how near is not known" in finding.found) == (FindingLevel.OK, True)
+    check(finding, verdict, found, remedy)
 
 
 def test_distance_needs_gpus_and_nics(tmp_path: Path) -> None:
@@ -220,7 +209,7 @@ def test_gpus_that_cuda_does_not_see_are_left_out(tmp_path: Path) -> None:
     assert finding.found == f"GPU {GPU_A}: mlx5_0 (same PCIe switch)"
     environment = {topology.MAPPING: f"{GPU_A}={NIC_A}", topology.SELECTION: "UCX_NET_DEVICES:1"}
     (finding,) = topology.bound(environment, [gpu()], root)
-    assert finding.verdict is FindingLevel.OK
+    assert finding.verdict is OK
 
 
 # Variables that bind GPUs to NICs.
@@ -239,20 +228,20 @@ def binding(root: Path, mapping: str | None, selection: str | None) -> Finding:
 @pytest.mark.parametrize("mapping", [BOTH, "1B:00.0=1c:00.0, 00000000:C3:00.0=0000:d4:00.0"])
 def test_bound_gpus_are_fine(tmp_path: Path, mapping: str) -> None:
     finding = binding(two_sockets(tmp_path), mapping, TO_UCX)
-    assert finding.verdict is FindingLevel.OK
+    assert finding.verdict is OK
     assert finding.found == f"{GPU_A}: mlx5_0, {GPU_B}: mlx5_1"
 
 
 @pytest.mark.parametrize(
     ("mapping", "selection", "verdict", "words"),
     [
-        (BOTH, None, FindingLevel.BAD, "MAPPING is set alone"),
-        (None, TO_UCX, FindingLevel.BAD, "VARS is set alone"),
-        ("mlx5_0", TO_UCX, FindingLevel.BAD, "is no list of GPU=NIC"),
-        (f"{GPU_A}=mlx5_0", TO_UCX, FindingLevel.BAD, "is no list of GPU=NIC"),
-        (f"{GPU_A}=0000:99:00.0", TO_UCX, FindingLevel.BAD, "names 0000:99:00.0, where no NIC"),
-        (f"{GPU_A}={NIC_A}", TO_UCX, FindingLevel.WARN, f"no entry for GPU {GPU_B}"),
-        (BOTH, "NCCL_IB_HCA:1", FindingLevel.WARN, "does not set UCX_NET_DEVICES"),
+        (BOTH, None, BAD, "MAPPING is set alone"),
+        (None, TO_UCX, BAD, "VARS is set alone"),
+        ("mlx5_0", TO_UCX, BAD, "is no list of GPU=NIC"),
+        (f"{GPU_A}=mlx5_0", TO_UCX, BAD, "is no list of GPU=NIC"),
+        (f"{GPU_A}=0000:99:00.0", TO_UCX, BAD, "names 0000:99:00.0, where no NIC"),
+        (f"{GPU_A}={NIC_A}", TO_UCX, WARN, f"no entry for GPU {GPU_B}"),
+        (BOTH, "NCCL_IB_HCA:1", WARN, "does not set UCX_NET_DEVICES"),
     ],
 )
 def test_wrong_binding_is_found(
@@ -277,7 +266,7 @@ def test_wrong_binding_is_found(
 def test_devices_of_ucx(tmp_path: Path, listed: str, missing: str) -> None:
     (two_sockets(tmp_path) / "sys/class/net/eth0").mkdir(parents=True)
     (finding,) = topology.bound({"UCX_NET_DEVICES": listed}, None, tmp_path)
-    assert finding.verdict is (FindingLevel.WARN if missing else FindingLevel.OK)
+    assert finding.verdict is (WARN if missing else OK)
     assert (f"there is no {missing} here" in finding.found) is bool(missing)
 
 
@@ -288,21 +277,11 @@ def test_unset_variables_are_not_reported(tmp_path: Path) -> None:
 # From GPU to GPU.
 
 
-def test_cuda_ipc_within_the_host(tmp_path: Path) -> None:
-    finding = nvidia.ipc(pid_namespace(tmp_path, 4026531836))
-    assert finding.verdict is FindingLevel.OK
-    assert "the host's PID namespace" in finding.found
-
-
 def test_container_with_a_pid_namespace_is_a_warning(tmp_path: Path) -> None:
-    finding = nvidia.ipc(pid_namespace(tmp_path, 4026532833))
-    assert finding.verdict is FindingLevel.WARN
-    assert "without NVLink" in finding.found
-    assert "--pid" in finding.remedy
-
-
-def test_unknown_pid_namespace(tmp_path: Path) -> None:
-    assert nvidia.ipc(tmp_path).verdict is FindingLevel.OK
+    check(nvidia.ipc(tmp_path), OK)
+    own, inner = (pid_namespace(tmp_path / str(n), n) for n in (4026531836, 4026532833))
+    check(nvidia.ipc(own), OK, "the host's PID namespace")
+    check(nvidia.ipc(inner), WARN, "without NVLink", "--pid")
 
 
 def test_mig_instances_are_a_warning(tmp_path: Path) -> None:
@@ -311,26 +290,18 @@ def test_mig_instances_are_a_warning(tmp_path: Path) -> None:
     assert list(nvidia.mig(tmp_path)) == []
     write_files(tmp_path, **{f"{folder}gpu0__mig__gi1__access": "DeviceFileMinor: 12\n"})
     (finding,) = nvidia.mig(tmp_path)
-    assert finding.verdict is FindingLevel.WARN
-    assert "gpu0 gi1" in finding.found
+    check(finding, WARN, "gpu0 gi1")
 
 
-def test_nvlink_between_hosts_needs_an_imex_channel(tmp_path: Path) -> None:
-    assert nvidia.imex(["NVIDIA H200"], tmp_path).verdict is FindingLevel.OK
-    missing = nvidia.imex(["NVIDIA GB200"], tmp_path)
-    assert (missing.verdict, "nvidia-imex" in missing.remedy) == (FindingLevel.WARN, True)
-    write_files(tmp_path, **{"dev__nvidia-caps-imex-channels__channel0": ""})
-    assert nvidia.imex(["NVIDIA GB200"], tmp_path).verdict is FindingLevel.OK
-
-
-def test_imex_channel_that_may_not_be_opened_is_a_warning(
+def test_nvlink_between_hosts_needs_an_imex_channel(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    check(nvidia.imex(["NVIDIA H200"], tmp_path), OK)
+    check(nvidia.imex(["NVIDIA GB200"], tmp_path), WARN, "", "nvidia-imex")
     write_files(tmp_path, **{"dev__nvidia-caps-imex-channels__channel0": ""})
+    check(nvidia.imex(["NVIDIA GB200"], tmp_path), OK)
     monkeypatch.setattr("os.access", lambda *_: False)  # root may open everything
-    finding = nvidia.imex(["NVIDIA GB200"], tmp_path)
-    assert finding.verdict is FindingLevel.WARN
-    assert "may not open" in finding.found
+    check(nvidia.imex(["NVIDIA GB200"], tmp_path), WARN, "may not open")
 
 
 @pytest.mark.parametrize(
@@ -345,20 +316,16 @@ def test_order_with_small_copies_is_a_warning_where_vllm_is_installed(
     environment: dict[str, str], words: str
 ) -> None:
     finding = nvidia.cache_order(environment, has_vllm=True)
-    assert (finding.verdict, words in finding.found) == (FindingLevel.WARN, True)
+    backends = BACKENDS["BLHNC"].partition(" can")[0]
+    check(finding, WARN, words, "VLLM_KV_CACHE_LAYOUT=BLHNC", backends, "kvferry plan")
     assert "40,960 copies of 8 KiB" in finding.found
-    assert "VLLM_KV_CACHE_LAYOUT=BLHNC" in finding.remedy
-    assert BACKENDS["BLHNC"].partition(" can")[0] in finding.remedy
-    assert "kvferry plan" in finding.remedy
     without = nvidia.cache_order(environment, has_vllm=False)
-    assert (without.verdict, without.found) == (FindingLevel.OK, finding.found)
+    assert (without.verdict, without.found) == (OK, finding.found)
 
 
 @pytest.mark.parametrize("order", ["BLHNC", "BHLNC", "BLNHC"])
 def test_order_with_the_layers_of_a_page_together_is_fine(order: str) -> None:
-    finding = nvidia.cache_order({"VLLM_KV_CACHE_LAYOUT": order}, has_vllm=True)
-    assert finding.verdict is FindingLevel.OK
-    assert f"is {order}" in finding.found
+    check(nvidia.cache_order({"VLLM_KV_CACHE_LAYOUT": order}, has_vllm=True), OK, f"is {order}")
 
 
 # All of it.
@@ -392,4 +359,4 @@ def test_amd_gpu_gets_no_findings_about_cuda(
     write_files(tmp_path, sys__class__drm__card0__device__vendor="0x1002\n")
     nic(tmp_path, "mlx5_0", f"pci0000:15/0000:15:01.0/{NIC_A}")
     found = {finding.name: finding for finding in hardware(Probed(), {}, tmp_path)}
-    assert (set(found), found["GPU"].verdict) == (ALWAYS, FindingLevel.OK)
+    assert (set(found), found["GPU"].verdict) == (ALWAYS, OK)

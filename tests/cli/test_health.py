@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 
 import pytest
@@ -17,7 +18,7 @@ from kvferry.cli.commands import health
 from kvferry.cli.health import OPTIONS, parse, run
 from kvferry.core.errors import AdmissionError, HandshakeError
 from kvferry.core.handshake import HandshakeServer
-from kvferry.core.security import Access, KeyPair, generate
+from kvferry.core.security import Access, generate
 from kvferry.core.side_channel_messages import encode
 from tests.cli.command import run_kvferry
 from tests.core.messages import payload
@@ -42,13 +43,17 @@ def probes_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PROBE", PROBE.secret.hex())
 
 
-@pytest.fixture(params=["open", "encrypted"])
-def server_and_keys(
-    request: pytest.FixtureRequest,
-) -> Iterator[tuple[HandshakeServer, dict[str, str]]]:
-    """A side channel, and the keys with which it answers a probe."""
-    encrypted = request.param == "encrypted"
-    access = Access(own=ENGINE, peers=frozenset({PROBE.public})) if encrypted else Access()
+PROBLEMS: list[str] = []
+HEALTHY = (
+    "engine prefill is well: its driver and its side channel are up, and nothing is quarantined\n"
+)
+OPEN = Access()
+KEYED = Access(own=ENGINE, peers=frozenset({PROBE.public}))
+
+
+@contextmanager
+def side_channel(access: Access) -> Iterator[HandshakeServer]:
+    """Yield the side channel of an engine with ``PROBLEMS``."""
     with HandshakeServer(
         [encode(payload())],
         engine="prefill",
@@ -56,35 +61,23 @@ def server_and_keys(
         access=access,
         problems=lambda: PROBLEMS,
     ) as server:
-        yield server, KEYS if encrypted else {}
+        yield server
     PROBLEMS.clear()
 
 
-PROBLEMS: list[str] = []
-HEALTHY = (
-    "engine prefill is well: its driver and its side channel are up, and nothing is quarantined\n"
-)
-
-
+@pytest.mark.parametrize(("access", "keys"), [(OPEN, {}), (KEYED, KEYS)])
 def test_exit_status_is_the_health(
-    server_and_keys: tuple[HandshakeServer, dict[str, str]], capsys: pytest.CaptureFixture[str]
+    access: Access, keys: dict[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    server, keys = server_and_keys
-    probe = partial(run, server.host, server.port, timeout=60.0, **keys)
-    assert probe() == 0
-    assert capsys.readouterr().out == HEALTHY
-    PROBLEMS.append("rank 1: it burns")
-    assert probe() == 1
-    assert capsys.readouterr().out == "engine prefill: rank 1: it burns\n"
-
-
-def test_missing_answer_is_reported_with_reason(
-    server_and_keys: tuple[HandshakeServer, dict[str, str]],
-) -> None:
-    server, _ = server_and_keys
-    server.close()
+    with side_channel(access) as server:
+        probe = partial(run, server.host, server.port, timeout=60.0, **keys)
+        assert probe() == 0
+        assert capsys.readouterr().out == HEALTHY
+        PROBLEMS.append("rank 1: it burns")
+        assert probe() == 1
+        assert capsys.readouterr().out == "engine prefill: rank 1: it burns\n"
     with pytest.raises(HandshakeError, match="nobody listens there"):
-        run(server.host, server.port, timeout=60.0)
+        probe()
 
 
 def test_unreachable_engine_is_reported_without_tickets_and_settings() -> None:
@@ -104,55 +97,37 @@ def test_another_listener_is_reported_with_the_port_to_give() -> None:
         run("127.0.0.1", other.getsockname()[1], timeout=0.2)
 
 
-def test_encrypted_engine_refuses_probe_without_keys() -> None:
-    access = Access(own=ENGINE, peers=frozenset({PROBE.public}))
-    with (
-        HandshakeServer(
-            [encode(payload())], engine="prefill", incarnation=7, access=access
-        ) as server,
-        pytest.raises(AdmissionError, match="ask with --curve-secret-key and --curve-peer"),
-    ):
-        run(server.host, server.port, timeout=60.0)
-
-
 OTHER = generate()
 
 
 @pytest.mark.parametrize(
-    ("access", "peer", "words"),
+    ("access", "keys", "words"),
     [
-        (Access(), ENGINE, "or ask without --curve-secret-key and --curve-peer"),
+        (KEYED, {}, "ask with --curve-secret-key and --curve-peer"),
+        (OPEN, KEYS, "or ask without --curve-secret-key and --curve-peer"),
         (
             Access(own=ENGINE, peers=frozenset({OTHER.public})),
-            ENGINE,
+            KEYS,
             "it refuses the key of --curve-secret-key",
         ),
         (
-            Access(own=ENGINE, peers=frozenset({PROBE.public})),
-            OTHER,
+            KEYED,
+            KEYS | {"peer": OTHER.public.hex()},
             "by which it is known to --curve-peer",
         ),
     ],
 )
-def test_wrong_keys_are_reported_with_options(access: Access, peer: KeyPair, words: str) -> None:
-    keys = {"secret_key": "env:PROBE", "peer": peer.public.hex()}
-    with (
-        HandshakeServer(
-            [encode(payload())], engine="prefill", incarnation=7, access=access
-        ) as server,
-        pytest.raises(AdmissionError) as caught,
-    ):
+def test_wrong_keys_are_reported_with_options(
+    access: Access, keys: dict[str, str], words: str
+) -> None:
+    with side_channel(access) as server, pytest.raises(AdmissionError, match=words):
         run(server.host, server.port, timeout=60.0, **keys)
-    assert words in str(caught.value)
 
 
 @pytest.fixture
 def keyed_server() -> Iterator[HandshakeServer]:
     """An encrypted side channel that admits the probe."""
-    access = Access(own=ENGINE, peers=frozenset({PROBE.public}))
-    with HandshakeServer(
-        [encode(payload())], engine="prefill", incarnation=7, access=access
-    ) as server:
+    with side_channel(KEYED) as server:
         yield server
 
 

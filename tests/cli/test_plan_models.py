@@ -1,82 +1,223 @@
-"""``kvferry plan`` reads the configs of hybrids with states and of multimodal models."""
+"""``kvferry plan`` reads the configs of models: attention, windows, indexes, states, multimodal."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
+from msgspec import structs
 
+from kvferry.cli.plan.engines import PlanSettings, make_engine
+from kvferry.cli.plan.model import read_model
+from kvferry.cli.plan.running import with_keys_of
 from tests.cli import hybrid_configs as configs
-from tests.cli.plan_command import make_plan, run_kvferry, write_config
+from tests.cli.plan_command import LATENT, TINY, Config, PlanCommand, write_config
 
-Capture = pytest.CaptureFixture[str]
-Config = dict[str, Any]
+BYTES_PER_TOKEN = 4 * 4 * 32
+"""Of ``TINY``."""
+VISION: Config = {"num_hidden_layers": 27, "num_attention_heads": 16, "hidden_size": 1152}
 
-EQUAL_ENGINES = "--prefill=tp=1", "--decode=tp=1"
+
+def total_bytes(plan: PlanCommand, model: Config, *options: str) -> int:
+    """Return the bytes of a request of 16 tokens."""
+    found: int = plan.json(model, "tp=1", "tp=1", "--tokens=16", *options)["total"]["bytes"]
+    return found
+
+
+def test_folder_stands_for_its_config_file(plan: PlanCommand) -> None:
+    write_config(plan.folder, TINY)
+    found = plan.json(None, "tp=1", "tp=1", "--tokens=16", str(plan.folder))
+    assert found["total"]["bytes"] == 16 * BYTES_PER_TOKEN
+
+
+EQUIVALENT: dict[str, Config] = {
+    "a size of heads": TINY | {"head_dim": 8, "hidden_size": 999},
+    "nested": {"text_config": TINY, "vision_config": VISION},
+    "nested twice": {"thinker_config": {"text_config": TINY}},
+    "other names": {"n_layer": 4, "n_head": 8, "n_head_kv": 4, "n_embd": 64, "dtype": "float16"},
+    "one head for all": TINY
+    | {"torch_dtype": "float32", "num_key_value_heads": 8, "multi_query": True}
+    | {"num_hidden_layers": 8},
+    "shared": TINY | {"num_hidden_layers": 6, "num_kv_shared_layers": 2},
+    "no window": TINY | {"sliding_window": 8, "use_sliding_window": False},
+    "chunks": TINY | {"layer_types": ["chunked_attention"] * 4, "attention_chunk_size": 32},
+    "types": TINY | {"layers_block_type": ["attention"] * 4, "mamba_d_state": 4},
+    "as many heads": TINY | {"num_key_value_heads": None, "num_attention_heads": 4, "head_dim": 8},
+    "list of attention types": TINY | {"attn_type_list": [1] * 4},
+    "infinity": TINY | {"time_step_limit": [0.0, float("inf")]},
+    "llm_config": {"llm_config": TINY, "vision_config": VISION},
+    "language_config": {"language_config": TINY, "vision_config": VISION},
+    "thinker_config": {
+        "thinker_config": {"text_config": TINY, "audio_config": VISION},
+        "talker_config": {"text_config": VISION},
+    },
+    "flat, with a vision part": TINY | {"vision_config": VISION},
+    "element type of the top level": {
+        "text_config": TINY | {"torch_dtype": None},
+        "dtype": "bfloat16",
+    },
+    "element type of both levels": {
+        "text_config": TINY | {"torch_dtype": None, "dtype": "float32"},
+        "torch_dtype": "bfloat16",
+    },
+    "head size 0": {"text_config": TINY | {"head_dim": 0}},
+}
+
+
+@pytest.mark.parametrize("model", EQUIVALENT.values(), ids=EQUIVALENT)
+def test_equivalent_config_files_give_the_same_bytes(plan: PlanCommand, model: Config) -> None:
+    assert total_bytes(plan, model) == 16 * BYTES_PER_TOKEN
+
+
+def test_element_types_set_the_bytes(plan: PlanCommand) -> None:
+    for name, nbytes in (("fp8", 1), ("auto", 2), ("torch.float32", 4)):
+        assert total_bytes(plan, TINY, f"--dtype={name}") == 16 * BYTES_PER_TOKEN * nbytes // 2
+
+
+def test_assumed_heads_are_reported(plan: PlanCommand) -> None:
+    said = plan.text({"text_config": TINY | {"num_key_value_heads": None}})
+    assert "As many KV heads as attention heads are assumed" in said
+
+
+# Windows.
+
+
+WINDOW: Config = {"sliding_window": 20}
+
+
+@pytest.mark.parametrize(
+    ("content", "copies"),
+    [
+        (WINDOW | {"model_type": "mixtral"}, 4 * 2),
+        (WINDOW | {"sliding_window_pattern": 4}, 3 * 2 + 4),
+        (
+            WINDOW | {"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": 3},
+            3 * 4 + 2,
+        ),
+        (WINDOW | {"model_type": "gemma2"}, 2 * (2 + 4)),  # the class's pattern
+        (WINDOW | {"sliding_window_pattern": "GL"}, 2 * (2 + 4)),
+        # At the end of a chunk nothing is read, and within one its pages.
+        ({"attention_chunk_size": 32, "model_type": "llama4_text"}, 3 * 0 + 4),
+        ({"attention_chunk_size": 48, "model_type": "llama4_text"}, 3 * 1 + 4),
+    ],
+)
+def test_windows_read_only_their_pages(plan: PlanCommand, content: Config, copies: int) -> None:
+    # A window of 20 tokens before token 64 has tokens 45 to 63, in 2 of the 4 pages.
+    found = plan.json(TINY | content, "tp=1", "tp=1", "--tokens=64")
+    assert found["total"]["copies"] == copies
+
+
+GEMMA_3_27B: Config = {
+    "model_type": "gemma3",
+    "text_config": {
+        "num_hidden_layers": 62,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 16,
+        "head_dim": 128,
+        "hidden_size": 5376,
+        "sliding_window": 1024,
+    },
+    "vision_config": {"num_hidden_layers": 27},
+    "torch_dtype": "bfloat16",
+}
+"""As published: the pattern of windows is that of the model's class."""
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_windows_have_the_pattern_of_the_models_class(plan: PlanCommand, named: bool) -> None:
+    name = {"model_type": "gemma3_text"} if named else {}
+    model = GEMMA_3_27B | {"text_config": GEMMA_3_27B["text_config"] | name}
+    said = plan.text(model, "tp=1", "tp=1", "--tokens=32768")
+    for part in (
+        "layers 0-4, 6-10, 12-16, 18-22, 24-28, 30-34, 36-40, 42-46, 48-52, 54-58, 60-61 look ",
+        "look back 1,024 tokens",
+        "The file leaves out 'sliding_window_pattern': the default of model_type",
+        "takes 2.91 GiB",
+    ):
+        assert part in said
+
+
+def test_layers_with_chunks_are_named(plan: PlanCommand) -> None:
+    said = plan.text(TINY | {"model_type": "llama4_text", "head_dim": 8})
+    assert "layers 0-2 look back to the start of a chunk of 8,192 tokens" in said
+
+
+# Indexes.
+
+
+INDEXED = LATENT | {"model_type": "deepseek_v32", "index_topk": 64, "index_head_dim": 128}
+
+
+@pytest.mark.parametrize(
+    ("layout", "kernel"),
+    [("LBNHC", 0), ("LBNHC", 8), ("LBHNC", 8), ("LHBNC", 0), ("BLHNC", 0), ("BHLNC", 0)],
+)
+def test_indexes_are_moved_with_latents(plan: PlanCommand, layout: str, kernel: int) -> None:
+    side = f"layout={layout}" + f",kernel_block={kernel}" * bool(kernel)
+    model = INDEXED | {"index_topk_pattern": "FSSF"}
+    found = plan.json(model, f"tp=2,{side}", side, "--tokens=64")
+    assert found["total"]["bytes"] == 64 * (4 * 64 + 2 * 132)
+
+
+def test_layers_with_an_index_are_named(plan: PlanCommand) -> None:
+    said = plan.text(INDEXED)
+    assert "one latent per token (latent 32, bfloat16): 784 B per token" in said
+    assert "layers 0-3 have an index: 132 bytes per token each" in said
+    assert "layers 0-3, latent and index latent and index scale" in said
+
+
+def test_indexes_get_the_keys_of_a_running_engine(tmp_path: Path) -> None:
+    computed = make_engine(read_model(Path(write_config(tmp_path, INDEXED))), PlanSettings(), 16)
+    [layout] = computed.ranks
+    fields = tuple(
+        structs.replace(f, key=f"model.{f.key}".replace(".indexer/", ".attn.indexer.k_cache/"))
+        for f in layout.fields
+    )
+    running = replace(computed, ranks=(replace(layout, fields=fields),))
+    assert with_keys_of(computed, running) == running
+
+
+# States.
 
 HYBRIDS = [
     # config, layers with attention, their bytes per token; layers with a state, its bytes
-    pytest.param(
-        configs.QWEN3_NEXT, 12, 2048, 36, 8192 * 3 * 2 + 32 * 128 * 128 * 2, id="gated delta net"
-    ),
-    pytest.param(
-        configs.QWEN3_5, 8, 4096, 24, 8192 * 3 * 2 + 32 * 128 * 128 * 4, id="nested, in float32"
-    ),
-    pytest.param(
-        configs.NEMOTRON_H, 4, 4096, 24, 10240 * 3 * 2 + 128 * 64 * 128 * 4, id="pattern of layers"
-    ),
-    pytest.param(
-        configs.NEMOTRON_H_BY_TYPES,
-        4,
-        4096,
-        24,
-        10240 * 3 * 2 + 128 * 64 * 128 * 4,
-        id="types of layers",
-    ),
-    pytest.param(configs.GRANITE, 4, 2048, 36, 4352 * 3 * 2 + 64 * 64 * 128 * 2, id="one group"),
-    pytest.param(
-        configs.FALCON_H1, 36, 512, 36, 1792 * 3 * 2 + 24 * 64 * 128 * 2, id="both in each layer"
-    ),
-    pytest.param(
-        configs.ZAMBA2, 6, 16384, 38, 4352 * 3 * 2 + 64 * 64 * 128 * 2, id="both in some layers"
-    ),
-    pytest.param(configs.JAMBA, 4, 4096, 28, 8192 * 3 * 2 + 8192 * 16 * 2, id="Mamba 1"),
-    pytest.param(configs.LFM2, 6, 2048, 10, 2048 * 2 * 2, id="short convolution"),
-    pytest.param(
-        configs.KIMI_LINEAR, 7, 1152, 20, 12288 * 3 * 2 + 32 * 128 * 128 * 4, id="KDA and MLA"
-    ),
+    (configs.QWEN3_NEXT, 12, 2048, 36, 8192 * 3 * 2 + 32 * 128 * 128 * 2),
+    (configs.QWEN3_5, 8, 4096, 24, 8192 * 3 * 2 + 32 * 128 * 128 * 4),
+    (configs.NEMOTRON_H, 4, 4096, 24, 10240 * 3 * 2 + 128 * 64 * 128 * 4),
+    (configs.NEMOTRON_H_BY_TYPES, 4, 4096, 24, 10240 * 3 * 2 + 128 * 64 * 128 * 4),
+    (configs.GRANITE, 4, 2048, 36, 4352 * 3 * 2 + 64 * 64 * 128 * 2),
+    (configs.FALCON_H1, 36, 512, 36, 1792 * 3 * 2 + 24 * 64 * 128 * 2),
+    (configs.ZAMBA2, 6, 16384, 38, 4352 * 3 * 2 + 64 * 64 * 128 * 2),
+    (configs.JAMBA, 4, 4096, 28, 8192 * 3 * 2 + 8192 * 16 * 2),
+    (configs.LFM2, 6, 2048, 10, 2048 * 2 * 2),
+    (configs.KIMI_LINEAR, 7, 1152, 20, 12288 * 3 * 2 + 32 * 128 * 128 * 4),
 ]
 
 
-@pytest.mark.parametrize(("config", "attending", "token", "stateful", "state"), HYBRIDS)
+@pytest.mark.parametrize(("model", "attending", "token", "stateful", "state"), HYBRIDS)
 @pytest.mark.parametrize("layout", ["LBNHC", "BLHNC"])
 def test_bytes_of_hybrids(
-    tmp_path: Path,
-    capsys: Capture,
-    config: Config,
+    plan: PlanCommand,
+    model: Config,
     attending: int,
     token: int,
     stateful: int,
     state: int,
     layout: str,
 ) -> None:
-    model = [write_config(tmp_path, config)]
     # A page of the block size that vLLM chooses has room for a state.
-    step = 128 if config is configs.KIMI_LINEAR else 16
+    step = 128 if model is configs.KIMI_LINEAR else 16
     block = step * -(-state // (step * token))
-    sides = f"layout={layout}", f"layout={layout}"
-    found = make_plan(capsys, model, *sides, f"--tokens={block}")
+    side = f"layout={layout}"
+    found = plan.json(model, side, side, f"--tokens={block}")
     assert found["total"]["bytes"] == attending * block * token + stateful * state
-    assert [f"have {block:,} tokens instead of 16" in note for note in found["notes"]] == [
-        True,
-        True,
-    ] * (block > 16)
+    enlarged = [f"have {block:,} tokens instead of 16" in note for note in found["notes"]]
+    assert enlarged == [True, True] * (block > 16)
 
 
-def test_table_names_the_states(tmp_path: Path, capsys: Capture) -> None:
-    model = write_config(tmp_path, configs.QWEN3_NEXT)
-    ran = run_kvferry(capsys, "plan", model, "--prefill=tp=2", "--decode=tp=1")
+def test_table_names_the_states(plan: PlanCommand) -> None:
+    said = plan.text(configs.QWEN3_NEXT, "tp=2", "tp=1")
     for part in (
         "12 layers, 2 KV heads (k 256 + v 256, bfloat16): 24 KiB per token",
         "layers 0-2, 4-6, 8-10,",
@@ -89,16 +230,13 @@ def test_table_names_the_states(tmp_path: Path, capsys: Capture) -> None:
         "conv/v 0-2047",
         "ssm 0-15",
     ):
-        assert part in ran.words
+        assert part in said
 
 
-def test_ranks_split_states_by_heads_and_copy_a_single_group(
-    tmp_path: Path, capsys: Capture
-) -> None:
-    model = [write_config(tmp_path, configs.GRANITE)]
-    found = make_plan(capsys, model, "tp=2", "tp=4", "--tokens=16")
+def test_ranks_split_states_by_heads_and_copy_a_single_group(plan: PlanCommand) -> None:
+    found = plan.json(configs.GRANITE, "tp=2", "tp=4", "--tokens=16")
     shards = {
-        key.partition("/")[2]: tuple(fields["shard"])
+        key.partition("/")[2]: fields["shard"]
         for read in found["reads"]
         if read["decode"] == 3
         for fields in read["fields"]
@@ -106,159 +244,16 @@ def test_ranks_split_states_by_heads_and_copy_a_single_group(
         if ".0." in key
     }
     assert shards == {
-        "conv/x": (3072, 4096),
-        "conv/B": (0, 128),
-        "conv/C": (0, 128),
-        "ssm": (48, 64),
+        "conv/x": [3072, 4096],
+        "conv/B": [0, 128],
+        "conv/C": [0, 128],
+        "ssm": [48, 64],
     }
 
 
-@pytest.mark.parametrize(
-    ("config", "settings", "said"),
-    [
-        (configs.NEMOTRON_H, "tp=16", "tp=16 does not divide the 8 units of a state's B channels"),
-        (
-            configs.QWEN3_NEXT | {"linear_num_value_heads": 1},
-            "tp=2",
-            "tp=2 does not divide the 1 heads of a state",
-        ),
-        (configs.GRANITE, "layout=LHBNC", "use one of LBHNC, LBNHC, BLHNC, BLNHC, BHLNC"),
-    ],
-)
-def test_settings_that_no_hybrid_can_have_are_refused(
-    tmp_path: Path, capsys: Capture, config: Config, settings: str, said: str
-) -> None:
-    ran = run_kvferry(
-        capsys, "plan", write_config(tmp_path, config), f"--prefill={settings}", "--decode=tp=1"
-    )
-    assert (ran.status, said in ran.err) == (1, True), ran.err
-
-
-@pytest.mark.parametrize(
-    ("config", "said"),
-    [
-        (
-            configs.NEMOTRON_H | {"hybrid_override_pattern": "MX" * 26},
-            "'hybrid_override_pattern' has the letter 'X'; known are M, *, -, E",
-        ),
-        (
-            configs.NEMOTRON_H | {"hybrid_override_pattern": "M*"},
-            "'hybrid_override_pattern' has 2 entries for 52 layers",
-        ),
-        (
-            configs.NEMOTRON_H_BY_TYPES | {"layers_block_type": ["mamba", "attention"]},
-            "'layers_block_type' has 2 entries for 52 layers",
-        ),
-        (
-            configs.JAMBA | {"hidden_size": 4, "num_attention_heads": 8},
-            "hidden_size=4 is less than num_attention_heads=8",
-        ),
-        (
-            configs.JAMBA | {"mamba_expand": 0.0001},
-            "mamba_expand=0.0001 and hidden_size=4096 give 0 channels",
-        ),
-        (
-            configs.GRANITE | {"mamba_expand": 0.0001},
-            "mamba_expand=0.0001 and hidden_size=2048 give 0 channels",
-        ),
-        (
-            configs.GRANITE | {"mamba_expand": 0.01},
-            "mamba_n_heads=64 is more than the 20 channels of mamba_expand=0.01 and "
-            "hidden_size=2048",
-        ),
-        (
-            configs.FALCON_H1 | {"mamba_d_head": "auto", "mamba_d_ssm": 8},
-            "mamba_n_heads=24 is more than the 8 channels of mamba_d_ssm=8",
-        ),
-        (configs.QWEN3_NEXT | {"linear_key_head_dim": None}, "`linear_key_head_dim`"),
-        (configs.QWEN3_NEXT | {"full_attention_interval": 0}, "`$.full_attention_interval`"),
-        (configs.GRANITE | {"mamba_d_head": "any"}, "`$.mamba_d_head`"),
-        (configs.QWEN3_5 | {"text_config": {"mamba_ssm_dtype": "int4"}}, "num_hidden_layers"),
-        (configs.QWEN3_NEXT | {"mamba_ssm_dtype": "int4"}, "unknown element type 'int4'"),
-        (configs.KIMI_LINEAR | {"linear_attn_config": {"num_heads": 2}}, "linear_attn_config"),
-    ],
-)
-def test_incomplete_hybrids_are_refused(
-    tmp_path: Path, capsys: Capture, config: Config, said: str
-) -> None:
-    ran = run_kvferry(capsys, "plan", write_config(tmp_path, config), *EQUAL_ENGINES)
-    assert (ran.status, said in ran.err) == (1, True), ran.err
-
-
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        ("kernel_block=12,block_size=24", "kernel_block=12 does not divide block_size=32"),
-        ("interleave=24,block_size=24", "interleave=24 does not divide block_size=32"),
-    ],
-)
-def test_settings_that_do_not_fit_enlarged_pages_are_refused_with_both_sizes(
-    tmp_path: Path, capsys: Capture, settings: str, said: str
-) -> None:
-    # A state fits into 16 tokens, and vLLM rounds 24 up to a multiple of 16.
-    model = write_config(tmp_path, configs.LFM2 | {"num_key_value_heads": 1, "conv_dim": 1024})
-    ran = run_kvferry(capsys, "plan", model, f"--prefill={settings}", "--decode=tp=1")
-    assert ran.status == 1
-    assert f"--prefill: {said} (vLLM enlarges block_size=24 to 32" in ran.err
-
-
-def test_advice_for_hybrids_predicts_the_resulting_plan(tmp_path: Path, capsys: Capture) -> None:
-    model = [write_config(tmp_path, configs.QWEN3_NEXT)]
-    now = make_plan(capsys, model, "layout=HND,tp=2", "layout=NHD,tp=1")
-    change = now["advice"]["changes"][0]
+def test_advice_for_hybrids_predicts_the_resulting_plan(plan: PlanCommand) -> None:
+    model = configs.QWEN3_NEXT
+    change = plan.json(model, "layout=HND,tp=2", "layout=NHD")["advice"]["changes"][0]
     assert change["decode"] == "layout=LBHNC"
-    after = make_plan(capsys, model, "layout=HND,tp=2", "layout=LBHNC,tp=1")
+    after = plan.json(model, "layout=HND,tp=2", "layout=LBHNC")
     assert after["total"]["copies"] == change["copies"]
-
-
-PER_TOKEN = 34 * 4 * 512 * 2
-MULTIMODAL = [
-    pytest.param({"text_config": configs.TEXT, "dtype": "bfloat16"}, id="text_config"),
-    pytest.param({"llm_config": configs.TEXT | {"torch_dtype": "bfloat16"}}, id="llm_config"),
-    pytest.param(
-        {"language_config": configs.TEXT | {"torch_dtype": "bfloat16"}}, id="language_config"
-    ),
-    pytest.param(
-        {
-            "thinker_config": {"text_config": configs.TEXT, "audio_config": configs.VISION},
-            "talker_config": {"text_config": configs.VISION},
-        },
-        id="thinker_config",
-    ),
-    pytest.param(configs.TEXT | {"torch_dtype": "bfloat16"}, id="flat, with a vision part"),
-    pytest.param(
-        {"text_config": configs.TEXT | {"dtype": "float32"}, "torch_dtype": "bfloat16"},
-        id="element type of the top level",
-    ),
-    pytest.param(
-        {"text_config": configs.TEXT | {"head_dim": 0, "hidden_size": 8 * 256}},
-        id="head size 0",
-    ),
-]
-
-
-@pytest.mark.parametrize("config", MULTIMODAL)
-def test_text_part_of_multimodal_models(tmp_path: Path, capsys: Capture, config: Config) -> None:
-    model = [write_config(tmp_path, config | {"vision_config": configs.VISION})]
-    found = make_plan(capsys, model, "tp=1", "tp=1", "--tokens=16")
-    assert found["total"]["bytes"] == 16 * PER_TOKEN
-
-
-def test_keys_left_to_defaults_are_reported_with_remedy(tmp_path: Path, capsys: Capture) -> None:
-    config = {"text_config": {"model_type": "llama", "vocab_size": 32064}}
-    ran = run_kvferry(capsys, "plan", write_config(tmp_path, config), *EQUAL_ENGINES)
-    assert ran.status == 1
-    assert "missing required field `num_hidden_layers`" in ran.err
-    assert "to_json_file(FILE, use_diff=False)" in ran.err
-
-
-def test_assumed_heads_are_reported(tmp_path: Path, capsys: Capture) -> None:
-    config = {"text_config": configs.TEXT | {"num_key_value_heads": None}}
-    ran = run_kvferry(capsys, "plan", write_config(tmp_path, config), *EQUAL_ENGINES)
-    assert "As many KV heads as attention heads are assumed" in ran.words
-
-
-def test_cross_attention_is_refused(tmp_path: Path, capsys: Capture) -> None:
-    config = {"text_config": configs.TEXT | {"cross_attention_layers": [3, 8]}}
-    ran = run_kvferry(capsys, "plan", write_config(tmp_path, config), *EQUAL_ENGINES)
-    assert (ran.status, "layers that keep entries of images" in ran.err) == (1, True)

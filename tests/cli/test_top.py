@@ -14,11 +14,13 @@ import struct
 import subprocess
 import termios
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
 
 import pytest
 
+from kvferry.cli import top
 from kvferry.cli.top import report, scrape
 from kvferry.cli.top.exposition import MetricsPageError
 from kvferry.cli.top.scrape import MetricsAddress, MetricsReading
@@ -34,12 +36,19 @@ NOBODY = "127.0.0.1:1"
 QUICK = ("--once", "--interval", "0.2", "--timeout", "60")
 
 
-def once(*addresses: str, status: int = 0) -> list[dict[str, Any]]:
-    """Run ``kvferry top --once --json``, and return the engines that it reports."""
-    result = run_kvferry(ENVIRONMENT, "top", *QUICK, *addresses, "--json")
-    assert (result.returncode, result.stderr) == (status, "")
-    engines: list[dict[str, Any]] = json.loads(result.stdout)["engines"]
-    return engines
+Once = Callable[..., list[dict[str, Any]]]
+
+
+@pytest.fixture
+def once(capsys: pytest.CaptureFixture[str]) -> Once:
+    """A function that does what ``kvferry top --once --json`` does, and returns the engines."""
+
+    def run(*addresses: str, status: int = 0) -> list[dict[str, Any]]:
+        assert top.run(addresses, interval=0.2, timeout=60.0, once=True, as_json=True) == status
+        engines: list[dict[str, Any]] = json.loads(capsys.readouterr().out)["engines"]
+        return engines
+
+    return run
 
 
 def screen(*addresses: str) -> str:
@@ -52,7 +61,7 @@ def only(engines: list[dict[str, Any]]) -> dict[str, Any]:
     return engine
 
 
-def test_decode_is_shown_with_rates_between_two_readings() -> None:
+def test_decode_is_shown_with_rates_between_two_readings(once: Once) -> None:
     with MetricsServer(recorded("decode", 1), recorded("decode", 3)) as server:
         engine = only(once(server.address))
     seconds = engine["seconds"]
@@ -80,7 +89,7 @@ def test_decode_is_shown_with_rates_between_two_readings() -> None:
     }
 
 
-def test_prefill_is_shown_with_what_it_holds() -> None:
+def test_prefill_is_shown_with_what_it_holds(once: Once) -> None:
     with MetricsServer(recorded("prefill", 1), recorded("prefill", 2)) as server:
         holds = only(once(server.address))["holds"]
     assert (holds["pages"], holds["share_of_cache"]) == (14.0, 14 / 512)
@@ -89,7 +98,7 @@ def test_prefill_is_shown_with_what_it_holds() -> None:
     assert holds["outcomes"]["read"] == {"total": 12.0, "new": 0.0}
 
 
-def test_holds_that_expired_are_shown_as_a_problem() -> None:
+def test_holds_that_expired_are_shown_as_a_problem(once: Once) -> None:
     with MetricsServer(recorded("prefill", 2), recorded("prefill", 3)) as server:
         engine = only(once(server.address))
     assert engine["holds"]["pages"] == 0
@@ -119,22 +128,26 @@ def test_screen_has_every_table_in_100_columns() -> None:
     assert [prefill.address, *["0", "0%", "0%", "18", "+3", "15", "+3", "0", "3", "+3"]] in cells
 
 
-def test_counter_that_was_reset_counts_from_zero() -> None:
-    with MetricsServer(recorded("decode", 3), recorded("decode", 1)) as server:
+RESTARTED = recorded("decode", 3).replace(
+    b"process_start_time_seconds 1.7", b"process_start_time_seconds 1.8"
+)
+"""An engine that was restarted, and has counted more than before."""
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "loads"),
+    [(recorded("decode", 3), recorded("decode", 1), 12), (recorded("decode", 1), RESTARTED, 15)],
+    ids=["less than before", "more than before"],
+)
+def test_counter_that_was_reset_counts_from_zero(
+    once: Once, before: bytes, after: bytes, loads: int
+) -> None:
+    with MetricsServer(before, after) as server:
         engine = only(once(server.address))
-    assert engine["loads_per_second"] * engine["seconds"] == pytest.approx(12)
+    assert engine["loads_per_second"] * engine["seconds"] == pytest.approx(loads)
 
 
-def test_restarted_engine_counts_from_zero_even_if_it_counted_more_than_before() -> None:
-    restarted = recorded("decode", 3).replace(
-        b"process_start_time_seconds 1.7", b"process_start_time_seconds 1.8"
-    )
-    with MetricsServer(recorded("decode", 1), restarted) as server:
-        engine = only(once(server.address))
-    assert engine["loads_per_second"] * engine["seconds"] == pytest.approx(15)
-
-
-def test_metric_that_appears_counts_from_zero() -> None:
+def test_metric_that_appears_counts_from_zero(once: Once) -> None:
     with MetricsServer(recorded("decode", 0), recorded("decode", 1)) as server:
         engine = only(once(server.address))
     assert only(engine["pulls"])["pulls_per_second"] * engine["seconds"] == pytest.approx(12)
@@ -162,28 +175,29 @@ def test_nothing_follows_the_only_report() -> None:
     assert "next reading" not in text
 
 
-def test_page_that_is_not_found_is_reported_with_the_port() -> None:
-    with MetricsServer(404) as server:
-        engine = only(once(server.address, status=1))
-    assert engine["error"] == "answers with HTTP status 404: is this the port of vLLM's server?"
-
-
-def test_silent_engines_are_named_with_the_reason_and_the_others_are_shown() -> None:
+def test_silent_engines_are_named_with_the_reason_and_the_others_are_shown(
+    once: Once,
+) -> None:
     with (
         MetricsServer(recorded("decode", 1)) as decode,
+        MetricsServer(404) as elsewhere,
         MetricsServer(b"<html></html>") as other,
         MetricsServer(RUNNING) as plain,
         MetricsServer(b"vllm:num_requests_running 1\n") as nameless,
     ):
-        addresses = [decode, other, plain, nameless]
+        addresses = [decode, elsewhere, other, plain, nameless]
         found = once(NOBODY, *(one.address for one in addresses), status=1)
     assert [one["error"] for one in found] == [
         "does not answer: Connection refused",
         None,
+        "answers with HTTP status 404: is this the port of vLLM's server?",
         "the page has no metric of vLLM: expected a page like /metrics",
         "has no metrics of kvferry",
         "the page has no metric of an engine",
     ]
+
+
+NO_PAGE = "does not answer: no page within 0.3 s"
 
 
 def test_engine_is_asked_without_the_proxy_of_the_environment() -> None:
@@ -193,29 +207,20 @@ def test_engine_is_asked_without_the_proxy_of_the_environment() -> None:
     assert (result.returncode, result.stderr) == (0, "")
 
 
-def test_engine_that_accepts_connections_but_never_answers_is_waited_for_only_so_long() -> None:
-    with MetricsServer(None) as hanging:
-        arguments = ("top", hanging.address, *QUICK, "--timeout", "0.3", "--json")
-        result = run_kvferry(ENVIRONMENT, *arguments)
-    assert result.returncode == 1
-    error = only(json.loads(result.stdout)["engines"])["error"]
-    assert error == "does not answer: no page within 0.3 s"
-
-
-def test_engine_that_sends_a_byte_now_and_then_is_not_waited_for() -> None:
-    command = f"from kvferry.cli.top import scrape; scrape.LATE_SECONDS = 0; {COMMAND[-1]}"
-    with DrippingServer() as dripping:
-        arguments = ("top", dripping.address, *QUICK, "--timeout", "0.3", "--json")
+@pytest.mark.parametrize("drips", [False, True], ids=["no byte", "a byte now and then"])
+def test_engine_that_never_answers_is_waited_for_only_so_long(drips: bool) -> None:
+    silent: MetricsServer | DrippingServer = DrippingServer() if drips else MetricsServer(None)
+    code = COMMAND[-1]
+    if drips:
+        code = f"from kvferry.cli.top import scrape; scrape.LATE_SECONDS = 0; {code}"
+    with silent:
+        command = [*COMMAND[:-1], code, "top", silent.address, *QUICK, "--timeout=0.3", "--json"]
         result = subprocess.run(
-            [*COMMAND[:-1], command, *arguments],
-            env=ENVIRONMENT,
-            capture_output=True,
-            text=True,
+            command, env=ENVIRONMENT, capture_output=True, text=True, check=False
         )
     assert result.returncode == 1
-    error = only(json.loads(result.stdout)["engines"])["error"]
-    assert error == "does not answer: no page within 0.3 s"
-    assert dripping.asked == 1
+    assert only(json.loads(result.stdout)["engines"])["error"] == NO_PAGE
+    assert silent.requests == 1 or not drips
 
 
 def test_other_engines_are_read_while_one_sends_a_byte_now_and_then(
@@ -228,7 +233,7 @@ def test_other_engines_are_read_while_one_sends_a_byte_now_and_then(
         outcome: object = None
         while not isinstance(outcome, MetricsReading):  # on a busy machine, not at the first time
             late, outcome = scraper.scrape()
-            assert str(late) == "does not answer: no page within 0.3 s"
+            assert str(late) == NO_PAGE
         scraper.close()
 
 
@@ -239,7 +244,7 @@ class DrippingServer:
         self._listener = socket.create_server(("127.0.0.1", 0))
         self._closed = threading.Event()
         self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
-        self.asked = 0
+        self.requests = 0
 
     def __enter__(self) -> Self:
         threading.Thread(target=self._accept, daemon=True).start()
@@ -253,7 +258,7 @@ class DrippingServer:
         with contextlib.suppress(OSError):
             while True:
                 connection, _ = self._listener.accept()
-                self.asked += 1
+                self.requests += 1
                 threading.Thread(target=self._drip, args=(connection,), daemon=True).start()
 
     def _drip(self, connection: socket.socket) -> None:
@@ -263,7 +268,7 @@ class DrippingServer:
                 connection.sendall(b"x")
 
 
-def test_holds_by_outcome_and_share_of_limit_are_shown() -> None:
+def test_holds_by_outcome_and_share_of_limit_are_shown(once: Once) -> None:
     outcomes = ("made", "read", "abandoned", *report.LOST, "refused")
     page = RUNNING + b'vllm:kvferry_held_fraction{engine="0"} 0.25\n'
     for number, outcome in enumerate(outcomes, 1):
@@ -284,7 +289,7 @@ def test_holds_by_outcome_and_share_of_limit_are_shown() -> None:
     assert row == [server.address, "-", "-", "25%", "1", "2", "3", "22"]
 
 
-def test_staging_is_shown_where_an_engine_stages() -> None:
+def test_staging_is_shown_where_an_engine_stages(once: Once) -> None:
     staged = b"".join(
         b'vllm:kvferry_host_pages{engine="0",use="%s"} %d\n'
         b'vllm:kvferry_host_pages_used{engine="0",use="%s"} %d\n' % (use, pages, use, used)
@@ -292,19 +297,14 @@ def test_staging_is_shown_where_an_engine_stages() -> None:
     )
     copied = b'vllm:kvferry_peer_seconds_total{engine="0",peer="prefill-0",stage="copy"} 0.06\n'
     prefill = recorded("prefill", 2) + staged
-    with (
-        MetricsServer(recorded("decode", 1), recorded("decode", 3) + copied) as decode,
-        MetricsServer(prefill) as other,
-    ):
+    pages = recorded("decode", 1), recorded("decode", 3) + copied
+    # Each run reads twice.
+    with MetricsServer(*pages, *pages) as decode, MetricsServer(prefill) as other:
         loading, holding = once(decode.address, other.address)
+        lines = screen(decode.address, other.address).splitlines()
     assert loading["pulls"][0]["seconds_per_pull"]["copy"] == pytest.approx(0.02)
     assert (loading["host_pages_used"], holding["host_pages_used"]) == (None, 0.75)
     assert holding["holds"]["share_of_cache"] is None
-    with (
-        MetricsServer(recorded("decode", 1), recorded("decode", 3) + copied) as decode,
-        MetricsServer(prefill) as other,
-    ):
-        lines = screen(decode.address, other.address).splitlines()
     assert max(map(len, lines)) <= 100
     assert any(line.endswith(" fence   copy") for line in map(str.rstrip, lines))
     [pulls] = [line.split() for line in lines if "process_vm" in line]
@@ -312,7 +312,7 @@ def test_staging_is_shown_where_an_engine_stages() -> None:
     assert any(line.startswith(other.address) and line.endswith(" 75%") for line in lines)
 
 
-def test_engines_of_one_page_are_told_apart() -> None:
+def test_engines_of_one_page_are_told_apart(once: Once) -> None:
     page = b"".join(
         b'vllm:kvferry_loads_total{engine="%d"} 1\nvllm:num_requests_running{engine="%d"} %d\n'
         % (engine, engine, 10 + engine)
@@ -401,14 +401,7 @@ def test_address_may_be_url_or_host_and_port(written: str, url: str, name: str) 
 @pytest.mark.parametrize(
     "written",
     [
-        "",
-        ":8000",
-        "ftp://a",
-        "file:///etc/passwd",
-        "a:port",
-        "a:70000",
-        "http://u:p@a",
-        "a b",
+        *("", ":8000", "ftp://a", "file:///etc/passwd", "a:port", "a:70000", "http://u:p@a", "a b"),
         "a\n",
     ],
 )
@@ -417,16 +410,10 @@ def test_other_addresses_are_refused(written: str) -> None:
         MetricsAddress.parse(written)
 
 
-def test_address_that_is_given_twice_is_read_once() -> None:
+def test_address_that_is_given_twice_is_read_once(once: Once) -> None:
     with MetricsServer(recorded("decode", 1)) as server:
         assert len(once(server.address, f"http://{server.address}/metrics")) == 1
         assert server.requests == 2
-
-
-def test_help_names_what_is_shown() -> None:
-    shown = run_kvferry(ENVIRONMENT, "top", "--help").stdout
-    for word in ("Who pulls from whom", "Held for decode", "What failed", "--interval", "--once"):
-        assert word in shown
 
 
 def test_metrics_that_are_shown_are_defined() -> None:

@@ -242,7 +242,7 @@ def test_hold_transitions_match_the_picture() -> None:
         if sent:
             assert sent == [REQUEST]
             reported.add((before, event))
-    causes["ready", "ready"] = {"renew"}  # see the test below: the state stays the same
+    causes["ready", "ready"] = {"renew"}  # it restarts the lease
     assert causes == {step: set(events) for step, events in HOLD.items()}
     assert reported == {
         (before, event)
@@ -250,16 +250,6 @@ def test_hold_transitions_match_the_picture() -> None:
         if after == "free" and before != "computing"
         for event in HOLD_REPORTED.intersection(events)
     }
-
-
-def test_renewal_of_a_ready_hold_restarts_its_lease() -> None:
-    hold = PicturedHold()
-    for event in ("take on", "ticket", "passed"):
-        HOLD_EVENTS[event](hold)
-    hold.now = 20.0
-    hold.renew()
-    assert hold.holds.expire(45.0) == []
-    assert hold.holds.expire(50.0) == [REQUEST]
 
 
 # The planner.

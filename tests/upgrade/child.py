@@ -31,12 +31,6 @@ class Child:
 
     It has a session of its own, so that Ctrl-C is heard by the parent alone, which then ends it. If
     the parent is killed, it ends by itself, for there is nothing more to read.
-
-    Args:
-        tree: whose code it runs.
-        file: the program, in that tree or anywhere.
-        settings: the first message.
-        environment: beyond the tree's.
     """
 
     def __init__(
@@ -62,11 +56,7 @@ class Child:
         self._send(settings)
 
     def ask(self, do: str, *, patience: float = 120.0, **arguments: Any) -> Any:
-        """Give a command and wait for its answer.
-
-        Raises:
-            ChildError: it failed, or there was no answer in time.
-        """
+        """Give a command and wait for its answer."""
         self._send({"do": do, **arguments})
         return self.answer(patience)
 
@@ -127,11 +117,7 @@ class Child:
 
 @contextmanager
 def closing_all(children: Collection[Child]) -> Iterator[None]:
-    """End processes when the block ends: at once, unless it ended as it should.
-
-    Args:
-        children: may grow within the block.
-    """
+    """End processes when the block ends: at once, unless it ended as it should."""
     seconds = 0.0
     try:
         yield

@@ -32,16 +32,7 @@ class Engine:
         return {"source": kvferry.__file__}
 
     def generate(self, requests: list[dict[str, Any]]) -> dict[str, Any]:
-        """Answer requests, all at once.
-
-        Args:
-            requests: each with ``prompt``, token ids; ``tokens``, how many to generate; and
-                ``params``, its ``kv_transfer_params`` or ``None``.
-
-        Returns:
-            ``answers``, in that order, and ``pulled``, how many prompt tokens were transferred so
-            far.
-        """
+        """Answer requests, all at once."""
         from vllm import SamplingParams
 
         sampling = [

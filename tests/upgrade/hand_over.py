@@ -43,13 +43,7 @@ RELEASE_SECONDS = 20.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Way:
-    """How bytes go from one side to the other.
-
-    Attributes:
-        name: for people.
-        driver, options: the transport of both sides.
-        encrypted: whether side channels have keys.
-    """
+    """How bytes go from one side to the other."""
 
     name: str
     driver: str
@@ -117,11 +111,7 @@ def serve(producer: Side, *, lease: float = LONG_LEASE, secret: str = "") -> Tic
 
 
 def load(consumer: Side, ticket: Ticket) -> str:
-    """Let an engine load the pages of a ticket.
-
-    Returns:
-        What is wrong, or an empty text: why it was not loaded, or which bytes are others.
-    """
+    """Let an engine load the pages of a ticket; return what is wrong, or an empty text."""
     pages = consumer.pages(TOKENS)
     answer = consumer.child.ask(
         "load",

@@ -29,13 +29,7 @@ class Report:
         self._console.print(text, markup=False)
 
     def check(self, what: str, holds: bool, why: str = "") -> None:
-        """Print the result of a check.
-
-        Args:
-            what: is right, or is not.
-            holds: which of the two.
-            why: shown if it is not.
-        """
+        """Print the result of a check."""
         self._checked += 1
         self._console.print(f"  {_SHOWN[holds]} {what}")
         if not holds:

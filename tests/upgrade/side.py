@@ -126,18 +126,7 @@ class Side:
     def serve(
         self, request: str, pages: list[int], tokens: int, seed: int, lease: float, secret: str
     ) -> Params:
-        """Compute a request for another engine.
-
-        Args:
-            request: what to call it.
-            pages: where its cache goes.
-            tokens, seed: its prompt.
-            lease: for how many seconds the pages are held without a renewal.
-            secret: signs the ticket; empty for none.
-
-        Returns:
-            The ticket, proved.
-        """
+        """Compute a request for another engine; return its ticket, proved."""
         self.engine.take_on(request)
         values = content(seed, tokens)
         for rank in self.engine.ranks:
@@ -167,12 +156,7 @@ class Side:
         return True
 
     def load(self, request: str, ticket: Params, pages: list[int], secret: str) -> dict[str, Any]:
-        """Load all tokens of a ticket.
-
-        Returns:
-            ``failed``, why not, or an empty text, which begins with a word for the cause; and
-            ``held``, each rank's bytes of the pages.
-        """
+        """Load all tokens; return ``failed``, a word for why and more, and ``held``, the bytes."""
         for rank in self.engine.ranks:
             rank.cache[:, pages] = np.nan
         try:

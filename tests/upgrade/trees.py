@@ -12,8 +12,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 SIDE = Path("tests/upgrade/side.py")
-OLDEST = "2397a61484975b9afd9728b34b56beec5778cc83"
-"""The oldest commit that has a program of a side."""
 
 
 class TreeError(Exception):
@@ -22,14 +20,7 @@ class TreeError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tree:
-    """The code of one commit, as if it were installed.
-
-    Attributes:
-        name: for people.
-        root: its folder.
-        metadata: a folder with what an installer writes of it: its entry points.
-        scratch: a folder that its processes may leave files in.
-    """
+    """The code of one commit, as if it were installed."""
 
     name: str
     root: Path
@@ -48,24 +39,12 @@ class Tree:
 
 
 def this_tree(folder: Path) -> Tree:
-    """Return the working tree as it is.
-
-    Args:
-        folder: where files may be left.
-    """
+    """Return the working tree as it is."""
     return prepared("new", ROOT, folder / "new")
 
 
 def older_tree(commit: str, folder: Path) -> Tree:
-    """Unpack a commit.
-
-    Args:
-        commit: whatever git takes for one.
-        folder: where to.
-
-    Raises:
-        TreeError: it is no commit, or older than any that can be driven.
-    """
+    """Unpack a commit."""
     found = _commit(commit)
     root = folder / "old" / "tree"
     root.mkdir(parents=True)
@@ -81,13 +60,7 @@ def described(commit: str) -> str:
 
 
 def prepared(name: str, root: Path, folder: Path) -> Tree:
-    """Make code that lies in a folder ready to run.
-
-    Args:
-        name: what to call it.
-        root: where it lies; nothing is written there.
-        folder: where files may be left.
-    """
+    """Make code that lies in a folder ready to run."""
     metadata, scratch = folder / "metadata", folder / "scratch"
     scratch.mkdir(parents=True, exist_ok=True)
     _install(root, metadata)
@@ -101,33 +74,13 @@ def _commit(name: str) -> str:
         raise TreeError(
             f"FROM={name} is no commit of {ROOT}: name one, or fetch its history first"
         ) from exc
-    if _knows(OLDEST) and not _is_ancestor(OLDEST, found):
-        raise TreeError(
-            f"FROM={name} does not follow {OLDEST[:7]}, the oldest commit whose code can be driven "
-            "here"
-        )
     return found
-
-
-def _knows(commit: str) -> bool:
-    """Whether the history here goes back to a commit: a shallow clone's does not."""
-    return _status("cat-file", "-e", f"{commit}^{{commit}}") == 0
-
-
-def _is_ancestor(one: str, other: str) -> bool:
-    return _status("merge-base", "--is-ancestor", one, other) == 0
 
 
 def _git(*arguments: str) -> bytes:
     return subprocess.run(
         ["git", "-C", str(ROOT), *arguments], capture_output=True, check=True
     ).stdout
-
-
-def _status(*arguments: str) -> int:
-    return subprocess.run(
-        ["git", "-C", str(ROOT), *arguments], capture_output=True, check=False
-    ).returncode
 
 
 def _install(root: Path, metadata: Path) -> None:

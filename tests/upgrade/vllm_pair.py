@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from examples.tiny_llama import prompt
+from tests.engines.engines import ENVIRONMENT, OPTIONS, PREFILL
 from tests.upgrade.child import Child, ChildError, closing_all
 from tests.upgrade.report import Report
 from tests.upgrade.trees import ROOT, Tree
@@ -23,47 +24,11 @@ ENGINE = Path(__file__).with_name("engine.py")
 LENGTHS = (5, 31, 32, 33, 100, 256, 300)
 TOKENS = 16
 START_SECONDS, ANSWER_SECONDS = 600.0, 300.0
-ENVIRONMENT = {
-    "HF_HUB_OFFLINE": "1",
-    "GLOO_SOCKET_IFNAME": "lo",
-    "OMP_NUM_THREADS": "1",
-    "TORCHDYNAMO_DISABLE": "1",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_HOST_IP": "127.0.0.1",
-    "VLLM_LOGGING_LEVEL": "WARNING",
-    "VLLM_NO_USAGE_STATS": "1",
-}
-"""What vLLM's CPU build needs on one small machine."""
-OPTIONS: dict[str, Any] = {
-    "block_size": 32,
-    "disable_log_stats": False,
-    "dtype": "float32",
-    "enable_prefix_caching": False,
-    "enforce_eager": True,
-    "max_model_len": 1024,
-    "num_gpu_blocks_override": 512,
-}
-FOR_ANOTHER_ENGINE: Params = {
-    "do_remote_decode": True,
-    "do_remote_prefill": False,
-    "remote_engine_id": None,
-    "remote_block_ids": None,
-    "remote_host": None,
-    "remote_port": None,
-}
-"""What a router sends along with a prompt that another engine will decode."""
+QUIET = {"VLLM_LOGGING_LEVEL": "WARNING"}
 
 
 def check(old: Tree, new: Tree, driver: str, report: Report) -> None:
-    """Hand prompts over in both directions, and compare with the texts of one engine alone.
-
-    Args:
-        old, new: the trees.
-        driver: the transport of both engines.
-        report: where the findings go.
-    """
+    """Hand prompts over in both directions, and compare with the texts of one engine alone."""
     report.heading(f"vLLM engines over {driver} (they take a minute or two to start)")
     try:
         with _engines(old, new, driver) as engines:
@@ -88,7 +53,7 @@ def _check_way(
     texts: list[list[int]],
     report: Report,
 ) -> None:
-    asked = [FOR_ANOTHER_ENGINE] * len(prompts)
+    asked: list[Params] = [PREFILL] * len(prompts)
     made = _answers(engines[source], prompts, asked, tokens=1)["answers"]
     # A router passes tickets on as JSON.
     tickets = [json.loads(json.dumps(answer["params"])) for answer in made]
@@ -138,7 +103,7 @@ def _engines(old: Tree, new: Tree, driver: str) -> Iterator[dict[str, Child]]:
     with closing_all(engines.values()):
         for tree in (old, new):
             settings = OPTIONS | {"model": str(model), "kv_transfer_config": transfer}
-            engines[tree.name] = Child(tree, ENGINE, settings, ENVIRONMENT)
+            engines[tree.name] = Child(tree, ENGINE, settings, ENVIRONMENT | QUIET)
         for tree in (old, new):
             source = engines[tree.name].answer(START_SECONDS)["source"]
             if not source.startswith(f"{tree.root}/"):

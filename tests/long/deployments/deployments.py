@@ -19,14 +19,7 @@ ROLES = ("prefill", "decode")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Engine:
-    """One ``vllm serve``, as a deployment starts it.
-
-    Attributes:
-        arguments: what follows ``vllm serve``.
-        files: the paths of the keys and secrets that it finds.
-        url: how the router reaches it; without the scheme.
-        grace: how many seconds it has from SIGTERM to SIGKILL.
-    """
+    """One ``vllm serve``, as a deployment starts it."""
 
     arguments: list[str]
     files: set[str]

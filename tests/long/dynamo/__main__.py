@@ -30,11 +30,7 @@ CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor 
 
 
 def main(arguments: list[str]) -> int:
-    """Run everything.
-
-    Returns:
-        The exit status: 0 if every text was right and every prompt was transferred.
-    """
+    """Run everything."""
     parser = argparse.ArgumentParser(prog="make dynamo", description=__doc__.splitlines()[0])
     parser.add_argument("python", type=Path, help="of an environment with vLLM and kvferry")
     parser.add_argument("site", type=Path, help="the folder into which Dynamo was installed")

@@ -35,12 +35,6 @@ class Deployment:
     """The three processes. They find each other by files, and no server of etcd or NATS runs.
 
     The frontend routes by prefix: the workers publish what they cache.
-
-    Args:
-        python: The interpreter of an environment with vLLM and kvferry.
-        site: The folder into which Dynamo was installed.
-        model: The checkpoint.
-        folder: Where to write.
     """
 
     def __init__(self, python: Path, site: Path, model: Path, folder: Path) -> None:
@@ -96,12 +90,7 @@ class Deployment:
             raise DynamoError(f"{said}\n{self._logs()}") from exc
 
     def counter(self, name: str, label: str = "") -> float:
-        """Return the value of one of decode's counters, on the page that Dynamo serves.
-
-        Args:
-            name: The counter, without ``_total``.
-            label: What the labels contain.
-        """
+        """Return the value of one of decode's counters, on the page that Dynamo serves."""
         lines = self._get("decode", "/metrics").splitlines()
         found = [line for line in lines if line.startswith(f"{name}_total{{") and label in line]
         return sum(float(line.rsplit(" ", 1)[1]) for line in found)

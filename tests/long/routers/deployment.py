@@ -50,16 +50,7 @@ class Servers:
         strangers: Collection[str] = (),
         options: Mapping[str, Any] | None = None,
     ) -> None:
-        """Begin to start the servers.
-
-        Args:
-            model: The checkpoint.
-            folder: For logs, keys and the chat template.
-            sides: Each server's name and the settings of its own in ``kv_transfer_config``.
-            extra: Settings of all in ``kv_connector_extra_config``.
-            strangers: The servers that have another ticket secret than the others.
-            options: Of all engines, in place of those in `engines.OPTIONS`.
-        """
+        """Begin to start the servers."""
         self.model = str(model)
         self._model, self._folder, self._sides = model, folder, sides
         self._template = folder / "template"

@@ -28,14 +28,7 @@ LENGTHS = (2, 5, 31, 33, 63, 65, 79, 95, 97, 111, 129, 161, 200, 300)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
-    """A checkpoint, and what is to be expected of it.
-
-    Attributes:
-        left: prompt tokens that are left to the engine that decodes.
-        chunk: how many tokens its engines compute in a step.
-        options: for its engines.
-        steady: an ordinary engine's text does not depend on how its tokens were computed.
-    """
+    """A checkpoint, and what is to be expected of it."""
 
     left: int = 0
     chunk: int = 64

@@ -60,11 +60,7 @@ class Deployment:
         self.fill(place, version).close()
 
     def fill(self, place: tuple[str, int], version: str) -> Engine:
-        """Start an engine and give it a place.
-
-        Returns:
-            The engine that had this place.
-        """
+        """Start an engine and give it a place."""
         engine = self._launch(place[0], version).wait_started()
         with self._busy:
             _, old = self._places[place]
