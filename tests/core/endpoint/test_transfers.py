@@ -53,6 +53,8 @@ class Harness:
         self.cancelled: list[int] = []
         self.unknown_status: set[int] = set()
         self.polls: list[list[TransferId]] = []
+        self.poll_result: Any = None
+        """If not ``None``, what ``poll`` returns instead of a list of statuses."""
         self.outcomes: dict[str, Outcome] = {}
         self.failing: dict[str, KVFerryError] = {}
         self.escalated: list[set[PeerId]] = []
@@ -77,6 +79,8 @@ class Harness:
         self.polls.append(list(ids))
         if self.unknown_status.intersection(ids):
             raise ZeroDivisionError
+        if self.poll_result is not None:
+            return self.poll_result  # type: ignore[no-any-return]
         return [self.statuses[each] for each in ids]
 
     def cancel(self, transfer: TransferId) -> None:
@@ -418,6 +422,18 @@ def test_a_read_of_unknown_status_is_over_when_its_connection_is_closed(harness:
     harness.unknown_status.add(4)
     harness.transfers.progress()
     assert "c" not in harness.outcomes, "closing a connection ends only the reads that it had then"
+
+
+@pytest.mark.parametrize("poll_result", [[], [None], "no statuses", 7])
+def test_a_poll_that_returns_no_statuses_says_nothing_of_the_reads(
+    harness: Harness, poll_result: Any
+) -> None:
+    harness.add("a")
+    harness.transfers.progress()
+    harness.poll_result = poll_result
+    assert harness.transfers.progress()
+    assert "cannot say how a read stands: TypeError" in str(harness.failing["a"])
+    assert not harness.outcomes
 
 
 # Any order of events.

@@ -40,9 +40,11 @@ class ScriptedTransport(RecordingTransport):
     Attributes:
         raises: what the methods with these names raise.
         posted: number of copies of each read, in order; ``WORD`` for a slot word.
+        addresses: the remote addresses of each read, in order.
         pages: the reads of pages, in order.
         statuses: of these reads, by their index in ``pages``.
-        default: status of the others; ``None`` for that of the driver.
+        may_end: the first so many of the others have the status that the driver gives them.
+        default: the status of the rest; ``None`` for that of the driver.
         unknown: indices of reads for which ``poll`` raises.
         cancelled: the reads that were cancelled, in order.
     """
@@ -52,8 +54,10 @@ class ScriptedTransport(RecordingTransport):
     ) -> None:
         super().__init__()
         self.default, self.quiescence = default, quiescence
+        self.may_end = 0
         self.raises: dict[str, Exception] = {}
         self.posted: list[int] = []
+        self.addresses: list[list[int]] = []
         self.pages: list[TransferId] = []
         self.statuses: dict[int, Status | None] = {}
         self.unknown: set[int] = set()
@@ -73,6 +77,7 @@ class ScriptedTransport(RecordingTransport):
         transfer: TransferId = self._call("read", peer, copies, notify)
         is_word = notify is not None or copies.total == WORD_BYTES
         self.posted.append(WORD if is_word else len(copies))
+        self.addresses.append(copies.remote.tolist())
         if not is_word:
             self.pages.append(transfer)
             self.peers[transfer] = peer
@@ -91,7 +96,7 @@ class ScriptedTransport(RecordingTransport):
         index = self.pages.index(transfer)
         if index in self.unknown:
             raise ZeroDivisionError("a bug in poll")
-        return self.statuses.get(index, self.default)
+        return self.statuses.get(index, None if index < self.may_end else self.default)
 
     def cancel(self, transfer: TransferId) -> None:
         self.cancelled.append(transfer)
