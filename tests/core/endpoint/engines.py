@@ -9,7 +9,8 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from kvferry.core.endpoint import Endpoint, EndpointOptions, HandshakeRelay, Results
-from kvferry.core.errors import EndpointClosedError
+from kvferry.core.errors import EndpointClosedError, KVFerryError
+from kvferry.core.lifecycle.holds import RequestId
 from kvferry.core.lifecycle.ticket import Ticket
 from kvferry.core.messages import Note, decode_notes
 from kvferry.core.transport import Notification, PeerId
@@ -86,10 +87,37 @@ class Engine(ModelFreeEngine):
         if relays:
             self.steps = Steps(self.ranks, self.options, how.get("clock", time.monotonic))
 
+    @property
+    def endpoint(self) -> Endpoint:
+        """The endpoint of the first rank."""
+        return self.ranks[0].endpoint
+
     def close(self) -> None:
         if self.steps is not None:
             self.steps.close()
         super().close()
+
+    def serve_later(self, request: str, pages: list[int], tokens: int = 4) -> Ticket:
+        """Serve a request whose pages can be read after the next ``step``."""
+        self.compute(request, pages, tokens)
+        return self.finish(request, pages, tokens, computed=False, order=False)
+
+    def reset(self, request: str) -> None:
+        """End all holds, and wait until the pages of a request are free."""
+        self.scheduler_holds.reset()
+        self.step()
+        self.released(request)
+
+    def load(
+        self, request: str, ticket: Ticket, pages: list[int], **how: Any
+    ) -> KVFerryError | None:
+        """Load a request; return its error, if any."""
+        self.pull(request, ticket, pages, **how)
+        return self.error(request)
+
+    def error(self, request: str) -> KVFerryError | None:
+        """Wait until a load is over; return its error, if any."""
+        return self.outcome(request).failed.get(RequestId(request))
 
     def pull(self, request: str, ticket: Ticket, pages: list[int], **how: Any) -> None:
         if self.steps is not None:

@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from kvferry.core.endpoint import Load, Results
+from kvferry.core.endpoint import Endpoint, Load, Results
+from kvferry.core.errors import KVFerryError
 from kvferry.core.lifecycle.holds import RequestId
 from kvferry.core.lifecycle.host_pages import HostPages, Reservation
 from kvferry.core.lifecycle.staging import PageCopy
@@ -34,6 +35,11 @@ class StagedEngine:
     @property
     def shape(self) -> CacheShape:
         return self.engine.shape
+
+    @property
+    def endpoint(self) -> Endpoint:
+        """The endpoint of the first rank."""
+        return self.engine.endpoint
 
     @property
     def ranks(self) -> list[EngineRank]:
@@ -115,6 +121,17 @@ class StagedEngine:
         outcome = self.engine.outcome(request)
         self.host_pages.give_back(RequestId(request))
         return outcome
+
+    def load(
+        self, request: str, ticket: Ticket, blocks: list[int], **how: Any
+    ) -> KVFerryError | None:
+        """Load a request; return its error, if any."""
+        self.pull(request, ticket, blocks, **how)
+        return self.error(request)
+
+    def error(self, request: str) -> KVFerryError | None:
+        """Wait until a load is over; return its error, if any."""
+        return self.outcome(request).failed.get(RequestId(request))
 
     def sent(self, request: str) -> None:
         """Wait until every rank has reported a request as sent: its blocks are free."""

@@ -42,13 +42,12 @@ def failure(decode: Engine, request: str, ticket: Ticket) -> KVFerryError:
     return error
 
 
-def test_engines_that_list_each_other_exchange_pages() -> None:
+def test_engines_that_list_each_other_exchange_pages(prefill: Engine) -> None:
     options = EndpointOptions(access=READS)
-    with Engine("prefill") as prefill, Engine("decode", options=options) as decode:
+    with Engine("decode", options=options) as decode:
         with encrypted_side_channel(prefill) as server:
             ticket = replace(prefill.serve("p-1", [1], 4), port=server.port, key=PREFILL.public)
-            decode.pull("d-1", ticket, [2])
-            assert not decode.outcome("d-1").failed
+            assert decode.load("d-1", ticket, [2]) is None
         prefill.released("p-1")
 
 
@@ -63,12 +62,11 @@ def test_engines_that_list_each_other_exchange_pages() -> None:
     ],
 )
 def test_a_forged_ticket_fails_alone_and_its_address_is_not_connected_to(
-    changes: dict[str, object], complaint: str
+    prefill: Engine, changes: dict[str, object], complaint: str
 ) -> None:
     """A genuine ticket of the same engine and address works afterwards."""
     options = EndpointOptions(access=READS)
     with (
-        Engine("prefill") as prefill,
         Engine("decode", options=options) as decode,
         encrypted_side_channel(prefill) as server,
         socket.create_server(("127.0.0.2", server.port)) as other_host,
@@ -81,8 +79,7 @@ def test_a_forged_ticket_fails_alone_and_its_address_is_not_connected_to(
         assert complaint in str(error)
         with pytest.raises(BlockingIOError):
             other_host.accept()
-        decode.pull("d-2", ticket, [3])
-        assert not decode.outcome("d-2").failed
+        assert decode.load("d-2", ticket, [3]) is None
 
 
 def test_an_engine_without_the_secret_key_of_the_ticket_is_refused() -> None:

@@ -102,7 +102,7 @@ def start_two_reads(driver: StalledReadsTransport, prefill: Engine, decode: Engi
 def abort(driver: StalledReadsTransport, decode: Engine, *numbers: int) -> None:
     """Abort these loads and wait until their reads, the first to be cancelled, are cancelled."""
     for number in numbers:
-        decode.ranks[0].endpoint.abort(RequestId(f"d-{number}"))
+        decode.endpoint.abort(RequestId(f"d-{number}"))
     eventually(lambda: len(driver.seen_cancelled) == len(numbers), "the reads are cancelled")
 
 
@@ -120,26 +120,28 @@ def pass_time(clock: Clock, other: Engine, decode: Engine, seconds: float) -> No
 
 
 @pytest.mark.parametrize("fails_when_cancelled", [False, True])
-def test_an_aborted_load_does_not_end_others(fails_when_cancelled: bool) -> None:
-    driver, clock = StalledReadsTransport(fails_when_cancelled=fails_when_cancelled), Clock()
+def test_an_aborted_load_does_not_end_others(clock: Clock, fails_when_cancelled: bool) -> None:
+    driver = StalledReadsTransport(fails_when_cancelled=fails_when_cancelled)
     with three_engines(driver, clock) as (prefill, other, decode):
         start_two_reads(driver, prefill, decode)
         abort(driver, decode, 1)
         pass_time(clock, other, decode, LOAD_TIMEOUT / 2)
         assert driver.disconnected == set()
-        assert decode.ranks[0].endpoint.pending == 2, "bytes may still land"
+        assert decode.endpoint.pending == 2, "bytes may still land"
         driver.may_end = True
         aborted, other_error = outcomes(decode, 1, 2)
         assert isinstance(aborted, EndpointClosedError)
         assert other_error is None
         assert not decode.wrong_bytes([2], TOKENS)
-        eventually(lambda: prefill.ranks[0].endpoint.held == 0, "the producer is told of both")
+        eventually(lambda: prefill.endpoint.held == 0, "the producer is told of both")
         assert driver.disconnected == set()
 
 
 @pytest.mark.parametrize("fails_when_cancelled", [False, True])
-def test_a_connection_whose_loads_were_all_aborted_is_closed(fails_when_cancelled: bool) -> None:
-    driver, clock = StalledReadsTransport(fails_when_cancelled=fails_when_cancelled), Clock()
+def test_a_connection_whose_loads_were_all_aborted_is_closed(
+    clock: Clock, fails_when_cancelled: bool
+) -> None:
+    driver = StalledReadsTransport(fails_when_cancelled=fails_when_cancelled)
     with three_engines(driver, clock) as (prefill, other, decode):
         start_two_reads(driver, prefill, decode)
         abort(driver, decode, 1, 2)
@@ -150,10 +152,10 @@ def test_a_connection_whose_loads_were_all_aborted_is_closed(fails_when_cancelle
 
 @pytest.mark.parametrize("fails_when_cancelled", [False, True])
 def test_a_cancelled_read_is_ended_at_the_deadline_of_its_own_load(
-    fails_when_cancelled: bool,
+    clock: Clock, fails_when_cancelled: bool
 ) -> None:
     """The disconnect also ends a load whose deadline is later."""
-    driver, clock = StalledReadsTransport(fails_when_cancelled=fails_when_cancelled), Clock()
+    driver = StalledReadsTransport(fails_when_cancelled=fails_when_cancelled)
     with three_engines(driver, clock) as (prefill, other, decode):
         pull(prefill, decode, 1)
         eventually(lambda: len(driver.reads) == 1, "the first is read")
@@ -201,9 +203,9 @@ class LostReadsTransport(RecordingTransport):
         self.is_disconnecting = False
 
 
-def test_no_transfer_is_named_while_its_connection_is_closed() -> None:
+def test_no_transfer_is_named_while_its_connection_is_closed(clock: Clock) -> None:
     """That includes transfers that failed in the same poll as the first."""
-    driver, clock = LostReadsTransport(), Clock()
+    driver = LostReadsTransport()
     with three_engines(driver, clock) as (prefill, _, decode):
         pull(prefill, decode, 1, 2, 3)
         eventually(lambda: len(driver.reads) == 3, "all are read")

@@ -73,29 +73,7 @@ class Driver:
 
 
 class ManualCalls:
-    """Blocking calls that run and report when the test says so, in any order."""
-
-    def __init__(self) -> None:
-        self.queued: deque[Callable[[], None]] = deque()
-
-    def run(self, call: Callable[[], Any], over: Callable[[Any], None]) -> None:
-        def run_and_report() -> None:
-            try:
-                outcome = call()
-            except Exception as exc:  # noqa: BLE001
-                outcome = exc
-            over(outcome)
-
-        self.queued.append(run_and_report)
-
-    def run_next(self, index: int = 0) -> None:
-        self.queued.rotate(-index)
-        self.queued.popleft()()
-        self.queued.rotate(index)
-
-
-class RacingCalls:
-    """Blocking calls whose results are reported later than they run, as in a race."""
+    """Blocking calls that run, and whose results are reported, when the test says so."""
 
     def __init__(self) -> None:
         self.queued: list[tuple[Callable[[], Any], Callable[[Any], None]]] = []
@@ -104,13 +82,18 @@ class RacingCalls:
     def run(self, call: Callable[[], Any], over: Callable[[Any], None]) -> None:
         self.queued.append((call, over))
 
-    def run_call(self) -> None:
-        call, over = self.queued.pop(0)
+    def run_call(self, index: int = 0) -> None:
+        """Run a call without a report of its result, as in a race."""
+        call, over = self.queued.pop(index)
         try:
             outcome = call()
-        except TransportUsageError as exc:
+        except Exception as exc:  # noqa: BLE001
             outcome = exc
         self.results.append(lambda: over(outcome))
+
+    def run_next(self, index: int = 0) -> None:
+        self.run_call(index)
+        self.results.pop()()
 
 
 class Acquired:
@@ -120,6 +103,11 @@ class Acquired:
         self.ids: list[dict[int, PeerId]] = []
         self.errors: list[KVFerryError] = []
 
+    @property
+    def peer(self) -> PeerId:
+        """The first connection of the first acquisition, which succeeded."""
+        return self.ids[0][0]
+
     def __call__(self, result: dict[int, PeerId] | KVFerryError) -> None:
         if isinstance(result, KVFerryError):
             self.errors.append(result)
@@ -127,271 +115,243 @@ class Acquired:
             self.ids.append(result)
 
 
-def make_connections(driver: Any, calls: Any = None) -> Connections:
-    at_once = BlockingCalls(threads=False, post=lambda _: None, clock=driver.clock)
-    return Connections(driver, driver, calls or at_once, driver.clock)
+class Links:
+    """``Connections`` over a driver of the test's, whose calls run at once or as the test says."""
+
+    def __init__(self, *, manual: bool = False, driver: Driver | None = None) -> None:
+        self.driver, self.calls = driver or Driver(), ManualCalls()
+        self.connections = self.make(self.calls if manual else None)
+
+    def make(self, calls: Any) -> Connections:
+        clock = self.driver.clock
+        at_once = BlockingCalls(threads=False, post=lambda _: None, clock=clock)
+        return Connections(self.driver, self.driver, calls or at_once, clock)  # type: ignore[arg-type]
+
+    def acquire(self, *addresses: bytes, engine: str = "e") -> Acquired:
+        """Acquire an engine's connections."""
+        return self.acquire_ranks(dict(enumerate(addresses)), engine)
+
+    def acquire_ranks(self, addresses: dict[int, bytes], engine: str = "e") -> Acquired:
+        acquired = Acquired()
+        self.connections.acquire(addresses, engine, acquired)
+        return acquired
 
 
-def acquire(connections: Connections, *addresses: bytes, engine: str = "e") -> PeerId:
-    """Acquire an engine's connections; return the first."""
-    acquired = Acquired()
-    connections.acquire(dict(enumerate(addresses)), engine, acquired)
-    assert not acquired.errors
-    return acquired.ids[0][0]
+@pytest.fixture
+def links() -> Links:
+    return Links()
+
+
+@pytest.fixture
+def manual() -> Links:
+    return Links(manual=True)
 
 
 @pytest.mark.parametrize("error", [None, TransportUsageError("no such peer")])
-def test_a_connection_without_users_is_closed_at_once(error: Exception | None) -> None:
-    driver = Driver()
-    connections = make_connections(driver)
-    peer = acquire(connections, A)
-    assert connections.is_open(peer)
-    assert (connections.closing, connections.not_quiesced) == (0, 0)
-    driver.error = error
-    connections.release(peer)
-    assert driver.disconnected == [peer]
-    assert driver.ended == [(peer, True)]
-    assert (connections.closing, connections.not_quiesced) == (0, 0)
-    assert not connections.is_open(peer)
-    assert not driver.disconnecting
+def test_a_connection_without_users_is_closed_at_once(
+    links: Links, error: Exception | None
+) -> None:
+    peer = links.acquire(A).peer
+    assert links.connections.is_open(peer)
+    assert (links.connections.closing, links.connections.not_quiesced) == (0, 0)
+    links.driver.error = error
+    links.connections.release(peer)
+    assert links.driver.disconnected == [peer]
+    assert links.driver.ended == [(peer, True)]
+    assert (links.connections.closing, links.connections.not_quiesced) == (0, 0)
+    assert not links.connections.is_open(peer)
+    assert not links.driver.disconnecting
 
 
-def test_a_connection_is_opened_once_and_closed_by_its_last_user() -> None:
-    driver = Driver()
-    connections = make_connections(driver)
-    one, other = acquire(connections, A, engine="one"), acquire(connections, A, engine="other")
+def test_a_connection_is_opened_once_and_closed_by_its_last_user(links: Links) -> None:
+    one, other = links.acquire(A, engine="one").peer, links.acquire(A, engine="other").peer
     assert one == other
-    assert driver.dialled == [A]
-    connections.release(one)
-    assert driver.disconnected == []
-    assert connections.is_open(one)
-    connections.release(other)
-    assert driver.disconnected == [other]
-    connections.release(other)
-    connections.close(other)
-    assert driver.disconnected == [other], "closed twice"
-    assert acquire(connections, A) != one
+    assert links.driver.dialled == [A]
+    links.connections.release(one)
+    assert links.driver.disconnected == []
+    assert links.connections.is_open(one)
+    links.connections.release(other)
+    links.connections.release(other)
+    links.connections.close(other)
+    assert links.driver.disconnected == [other], "it is closed once"
+    assert links.acquire(A).peer != one
 
 
-def test_the_ranks_of_an_engine_are_connected_in_order() -> None:
-    driver, acquired = Driver(), Acquired()
-    connections = make_connections(driver)
-    connections.acquire({7: B, 2: A, 9: C}, "e", acquired)
-    assert driver.dialled == [A, B, C]
+def test_the_ranks_of_an_engine_are_connected_in_order(links: Links) -> None:
+    acquired = links.acquire_ranks({7: B, 2: A, 9: C})
+    assert links.driver.dialled == [A, B, C]
     assert acquired.ids == [{2: 1, 7: 2, 9: 3}]
 
 
-def test_if_one_rank_cannot_be_connected_the_engines_other_connections_are_closed() -> None:
-    driver, acquired = Driver(), Acquired()
-    driver.refused[B] = ConnectError("nobody there")
-    connections = make_connections(driver)
-    shared = acquire(connections, A)
-    connections.acquire({0: A, 3: C, 5: B}, "e", acquired)
-    [error] = acquired.errors
+def test_if_one_rank_cannot_be_connected_the_engines_other_connections_are_closed(
+    links: Links,
+) -> None:
+    links.driver.refused[B] = ConnectError("nobody there")
+    shared = links.acquire(A).peer
+    [error] = links.acquire_ranks({0: A, 3: C, 5: B}).errors
     assert str(error) == "cannot connect to rank 5 of engine e: nobody there"
     assert isinstance(error, ConnectError)
-    assert driver.disconnected == [PeerId(2)], "the connection without other users"
-    assert connections.is_open(shared)
-    connections.release(shared)
-    assert driver.disconnected == [PeerId(2), shared]
+    assert links.driver.disconnected == [PeerId(2)], "the connection without other users"
+    assert links.connections.is_open(shared)
+    links.connections.release(shared)
+    assert links.driver.disconnected == [PeerId(2), shared]
 
 
-def test_another_address_of_the_same_transport_refreshes_its_connection() -> None:
+def test_another_address_of_the_same_transport_refreshes_its_connection(links: Links) -> None:
     """The driver knows the regions that the last address of a transport lists."""
-    driver = Driver()
-    connections = make_connections(driver)
-    first = acquire(connections, b"a/1")
-    assert [
-        acquire(connections, b"a/2"),
-        acquire(connections, b"a/2"),
-        acquire(connections, b"a/1"),
-    ] == [first] * 3
-    assert driver.dialled == [b"a/1", b"a/2", b"a/1"]
+    peers = [links.acquire(each).peer for each in (b"a/1", b"a/2", b"a/2", b"a/1")]
+    first = peers[0]
+    assert peers == [first] * 4
+    assert links.driver.dialled == [b"a/1", b"a/2", b"a/1"]
     for _ in range(3):
-        connections.release(first)
-    assert not driver.disconnected
-    connections.release(first)
-    assert driver.disconnected == [first]
-    acquire(connections, b"a/1")
-    acquire(connections, b"a/1")
-    assert driver.dialled[3:] == [b"a/1"]
+        links.connections.release(first)
+    assert not links.driver.disconnected
+    links.connections.release(first)
+    assert links.driver.disconnected == [first]
+    links.acquire(b"a/1")
+    links.acquire(b"a/1")
+    assert links.driver.dialled[3:] == [b"a/1"]
 
 
-def test_two_ranks_of_one_engine_on_one_transport_are_refused() -> None:
+def test_two_ranks_of_one_engine_on_one_transport_are_refused(links: Links) -> None:
     """Their addresses differ; equal ones are refused by the handshake."""
-    driver, acquired = Driver(), Acquired()
-    connections = make_connections(driver)
-    connections.acquire({0: b"a/0", 1: b"a/1"}, "e", acquired)
-    assert "rank 1 of engine e: it is the transport of rank 0" in str(acquired.errors[0])
-    assert driver.disconnected == [PeerId(1)]
+    [error] = links.acquire(b"a/0", b"a/1").errors
+    assert "rank 1 of engine e: it is the transport of rank 0" in str(error)
+    assert links.driver.disconnected == [PeerId(1)]
 
 
 @pytest.mark.parametrize("nonsense", ["peer", b"peer", 1.5, [1]])
-def test_a_driver_that_returns_no_peer_id_fails_the_acquisition(nonsense: object) -> None:
-    driver, acquired = Driver(), Acquired()
-    driver.refused[A] = nonsense
-    connections = make_connections(driver)
-    connections.acquire({0: A}, "e", acquired)
-    assert "which is no id" in str(acquired.errors[0])
+def test_a_driver_that_returns_no_peer_id_fails_the_acquisition(
+    links: Links, nonsense: object
+) -> None:
+    links.driver.refused[A] = nonsense
+    assert "which is no id" in str(links.acquire(A).errors[0])
 
 
-def test_4096_ranks_are_connected_without_threads() -> None:
-    driver, acquired = Driver(), Acquired()
-    make_connections(driver).acquire({rank: b"%d" % rank for rank in range(4096)}, "e", acquired)
-    assert len(acquired.ids[0]) == 4096
+def test_4096_ranks_are_connected_without_threads(links: Links) -> None:
+    assert len(links.acquire(*[b"%d" % rank for rank in range(4096)]).ids[0]) == 4096
 
 
-def test_a_connection_shows_its_state() -> None:
-    driver, calls, acquired = Driver(), ManualCalls(), Acquired()
-    connections = make_connections(driver, calls)
-    connections.acquire({0: A}, "prefill", acquired)
-    calls.run_next()
-    [connection] = connections._by_peer.values()
+def test_a_connection_shows_its_state(manual: Links) -> None:
+    manual.acquire(A, engine="prefill")
+    manual.calls.run_next()
+    [connection] = manual.connections._by_peer.values()
     assert repr(connection) == "<connection 1 to prefill: open, 1 users>"
-    driver.error = TransportError("still copying")
-    connections.release(PeerId(1))
-    assert repr(connection) == "<connection 1 to prefill: closing, 0 users>"
-    calls.run_next()
+    manual.driver.error = TransportError("still copying")
+    manual.connections.release(PeerId(1))
+    manual.calls.run_next()
     assert repr(connection) == "<connection 1 to prefill: closing, 1 failures, 0 users>"
 
 
 # Concurrent acquisitions.
 
 
-def test_two_engines_that_connect_at_once_share_one_dial() -> None:
-    driver, calls, one, other = Driver(), ManualCalls(), Acquired(), Acquired()
-    connections = make_connections(driver, calls)
-    connections.acquire({0: A}, "one", one)
-    connections.acquire({0: A, 1: B}, "other", other)
-    calls.run_next()
+def test_two_engines_that_connect_at_once_share_one_dial(manual: Links) -> None:
+    one, other = manual.acquire(A, engine="one"), manual.acquire(A, B, engine="other")
+    manual.calls.run_next()
     assert one.ids == [{0: 1}]
-    assert driver.dialled == [A]
-    calls.run_next()
+    assert manual.driver.dialled == [A]
+    manual.calls.run_next()
     assert other.ids == [{0: 1, 1: 2}]
 
 
-def test_two_engines_that_connect_at_once_share_a_failure() -> None:
-    driver, calls, one, other = Driver(), ManualCalls(), Acquired(), Acquired()
-    driver.refused[A] = ConnectError("nobody there")
-    connections = make_connections(driver, calls)
-    connections.acquire({0: A}, "one", one)
-    connections.acquire({4: A}, "other", other)
-    calls.run_next()
+def test_two_engines_that_connect_at_once_share_a_failure(manual: Links) -> None:
+    manual.driver.refused[A] = ConnectError("nobody there")
+    one, other = manual.acquire(A, engine="one"), manual.acquire_ranks({4: A}, "other")
+    manual.calls.run_next()
     assert "rank 0 of engine one" in str(one.errors[0])
     assert "rank 4 of engine other" in str(other.errors[0])
-    assert driver.dialled == [A]
+    assert manual.driver.dialled == [A]
 
 
-def test_an_address_that_does_not_answer_delays_only_its_own_engine() -> None:
-    driver, calls, stuck_engine, other = Driver(), ManualCalls(), Acquired(), Acquired()
-    connections = make_connections(driver, calls)
-    connections.acquire({0: B, 1: A}, "stuck", stuck_engine)
-    connections.acquire({0: A}, "other", other)
-    calls.run_next(1)
+def test_an_address_that_does_not_answer_delays_only_its_own_engine(manual: Links) -> None:
+    stuck, other = manual.acquire(B, A, engine="stuck"), manual.acquire(A, engine="other")
+    manual.calls.run_next(1)
     assert other.ids == [{0: 1}]
-    assert not stuck_engine.ids
+    assert not stuck.ids
 
 
 @pytest.mark.parametrize("address", [b"a/1", b"a/2"])
-def test_an_acquisition_during_a_disconnect_gets_a_new_connection(address: bytes) -> None:
-    """The driver has ``connect`` wait for ``disconnect``, which comes first here."""
-    driver, calls, acquired = Driver(), ManualCalls(), Acquired()
-    connections = make_connections(driver, calls)
-    connections.acquire({0: b"a/1"}, "e", acquired)
-    calls.run_next()
-    connections.release(PeerId(1))
-    assert connections.closing == 1
-    connections.acquire({0: address}, "f", acquired)
-    calls.run_next()
-    calls.run_next()
-    assert acquired.ids == [{0: 1}, {0: 2}]
-    assert driver.dialled == [b"a/1", address]
-    assert connections.closing == 0
-
-
-@pytest.mark.parametrize("address", [b"a/1", b"a/2"])
-def test_an_acquisition_that_gets_a_connection_about_to_be_closed_dials_again(
-    address: bytes,
+@pytest.mark.parametrize("is_about_to_be_closed", [False, True])
+def test_an_acquisition_during_a_disconnect_gets_a_new_connection(
+    manual: Links, address: bytes, is_about_to_be_closed: bool
 ) -> None:
-    driver, calls, acquired = Driver(), ManualCalls(), Acquired()
-    connections = make_connections(driver, calls)
-    connections.acquire({0: b"a/1"}, "e", acquired)
-    calls.run_next()
-    connections.release(PeerId(1))
-    connections.acquire({0: address}, "f", acquired)
-    calls.run_next(1)  # the driver returns the connection that it is about to close
-    assert len(acquired.ids) == 1
-    assert not acquired.errors
-    calls.run_next(1)
-    assert not driver.connected
-    calls.run_next()
-    assert acquired.ids == [{0: 1}, {0: 2}]
-    assert driver.dialled == [b"a/1", address, address]
+    """The driver has ``connect`` wait for ``disconnect``, or returns what it is about to close."""
+    manual.acquire(b"a/1")
+    manual.calls.run_next()
+    manual.connections.release(PeerId(1))
+    assert manual.connections.closing == 1
+    acquired = manual.acquire(address, engine="f")
+    if is_about_to_be_closed:
+        manual.calls.run_next(1)
+        assert (acquired.ids, acquired.errors) == ([], [])
+        manual.calls.run_next()
+        assert not manual.driver.connected
+        manual.calls.run_next()
+    else:
+        manual.calls.run_next()
+        manual.calls.run_next()
+    assert acquired.ids == [{0: 2}]
+    assert manual.driver.dialled == [b"a/1", *[address] * (1 + is_about_to_be_closed)]
+    assert manual.connections.closing == 0
 
 
-def test_an_id_that_was_closed_before_it_was_reported_is_given_up_like_any_other() -> None:
+def test_an_id_that_was_closed_before_it_was_reported_is_given_up_like_any_other(
+    manual: Links,
+) -> None:
     """Its reads fail; ``tests/core/endpoint/test_reconnection.py`` has what follows."""
-    driver, calls, acquired = Driver(), RacingCalls(), Acquired()
-    connections = make_connections(driver, calls)
-    connections.acquire({0: b"a/1"}, "e", acquired)
-    calls.run_call()
-    calls.results.pop(0)()
-    connections.acquire({0: b"a/2"}, "f", acquired)
+    calls = manual.calls
+    first = manual.acquire(b"a/1")
+    calls.run_next()
+    second = manual.acquire(b"a/2", engine="f")
     calls.run_call()  # returns the same id, which is not reported yet
-    connections.release(PeerId(1))
+    manual.connections.release(PeerId(1))
     calls.run_call()
     calls.results.pop(1)()
     calls.results.pop(0)()
-    assert acquired.ids == [{0: 1}, {0: 1}]
-    driver.error = TransportUsageError("no such peer")
-    connections.release(PeerId(1))
-    calls.run_call()
-    calls.results.pop(0)()
-    connections.acquire({0: b"a/2"}, "f", acquired)
-    calls.run_call()
-    calls.results.pop(0)()
-    assert acquired.ids[2:] == [{0: 2}]
-    assert (connections.closing, connections.not_quiesced) == (0, 0)
-
-
-def test_a_connection_lost_while_the_next_is_made_fails_the_acquisition() -> None:
-    driver, calls, acquired = Driver(), ManualCalls(), Acquired()
-    connections = make_connections(driver, calls)
-    connections.acquire({0: A, 1: B}, "e", acquired)
+    assert first.ids == second.ids == [{0: 1}]
+    manual.driver.error = TransportUsageError("no such peer")
+    manual.connections.release(PeerId(1))
     calls.run_next()
-    connections.close(PeerId(1))
-    calls.run_next(1)
+    third = manual.acquire(b"a/2", engine="f")
+    calls.run_next()
+    assert third.ids == [{0: 2}]
+    assert (manual.connections.closing, manual.connections.not_quiesced) == (0, 0)
+
+
+def test_a_connection_lost_while_the_next_is_made_fails_the_acquisition(manual: Links) -> None:
+    acquired = manual.acquire(A, B)
+    manual.calls.run_next()
+    manual.connections.close(PeerId(1))
+    manual.calls.run_next(1)
     assert not acquired.errors
-    calls.run_next()
+    manual.calls.run_next()
     assert not acquired.ids
     assert "lost while the next was made" in str(acquired.errors[0])
-    calls.run_next()
-    assert driver.disconnected == [PeerId(1), PeerId(2)]
-    assert connections.closing == 0
+    manual.calls.run_next()
+    assert manual.driver.disconnected == [PeerId(1), PeerId(2)]
+    assert manual.connections.closing == 0
 
 
-def test_a_connection_can_be_closed_while_it_has_users() -> None:
-    driver = Driver()
-    connections = make_connections(driver)
-    peers = [acquire(connections, A), acquire(connections, A)]
-    connections.close(peers[0])
-    assert driver.disconnected == peers[:1]
-    fresh = acquire(connections, A)
+def test_a_connection_can_be_closed_while_it_has_users(links: Links) -> None:
+    peers = [links.acquire(A).peer, links.acquire(A).peer]
+    links.connections.close(peers[0])
+    assert links.driver.disconnected == peers[:1]
+    fresh = links.acquire(A).peer
     for peer in peers:
-        connections.release(peer)
-    assert connections.is_open(fresh)
-    assert driver.disconnected == peers[:1]
+        links.connections.release(peer)
+    assert links.connections.is_open(fresh)
+    assert links.driver.disconnected == peers[:1]
 
 
 # Disconnects that fail or take long.
 
 
 def test_a_disconnect_that_fails_is_reported_and_repeated_at_growing_intervals(
-    caplog: pytest.LogCaptureFixture,
+    links: Links, caplog: pytest.LogCaptureFixture
 ) -> None:
-    driver, acquired = Driver(), Acquired()
-    connections = make_connections(driver)
-    peer, other = acquire(connections, A, engine="first"), acquire(connections, B)
+    driver, connections = links.driver, links.connections
+    peer, other = links.acquire(A, engine="first").peer, links.acquire(B).peer
     driver.error = TransportError("still copying")
     connections.release(peer)
     tries = []
@@ -403,38 +363,35 @@ def test_a_disconnect_that_fails_is_reported_and_repeated_at_growing_intervals(
         if len(driver.disconnected) > known:
             tries.append(now)
     assert (connections.not_quiesced, connections.closing) == (1, 1)
-    assert connections.has_not_quiesced(peer)
-    assert not connections.has_not_quiesced(other)
-    assert not connections.has_not_quiesced(PeerId(99))
+    quiesced = [not connections.has_not_quiesced(each) for each in (peer, other, PeerId(99))]
+    assert quiesced == [False, True, True]
     assert tries == [2, 6, 14, 30, 62, 122, 182]
     assert set(driver.ended) == {(peer, False)}
-    connections.acquire({0: A}, "second", acquired)
-    assert "second: the last connection to it does not fall silent" in str(acquired.errors[0])
+    [error] = links.acquire(A, engine="second").errors
+    assert "second: the last connection to it does not fall silent" in str(error)
     driver.error = None
     connections.progress(300.0)
     assert (connections.closing, connections.not_quiesced) == (0, 0)
     assert not connections.has_not_quiesced(peer)
     assert driver.ended[-1] == (peer, True)
-    assert acquire(connections, A) != peer
+    assert links.acquire(A).peer != peer
     [record] = [r for r in caplog.records if r.levelno == logging.ERROR]
     assert "to first, did not fall silent (stage disconnect, cause transport)" in record.message
 
 
-def test_acquisitions_that_wait_for_a_disconnect_fail_if_it_fails() -> None:
-    driver, calls, acquired = Driver(), ManualCalls(), Acquired()
-    connections = make_connections(driver, calls)
-    connections.acquire({0: A}, "e", acquired)
-    calls.run_next()
-    driver.error = TransportError("still copying")
-    connections.release(PeerId(1))
-    connections.acquire({0: A}, "f", acquired)
-    connections.acquire({0: b"a/2"}, "g", acquired)
-    calls.run_next(1)  # g: returns what is about to be closed, and is dialled again
-    assert not acquired.errors
-    while calls.queued:
-        calls.run_next()
-    assert ["does not fall silent" in str(error) for error in acquired.errors] == [True, True]
-    assert len(acquired.ids) == 1
+def test_acquisitions_that_wait_for_a_disconnect_fail_if_it_fails(manual: Links) -> None:
+    manual.acquire(A)
+    manual.calls.run_next()
+    manual.driver.error = TransportError("still copying")
+    manual.connections.release(PeerId(1))
+    waiting = [manual.acquire(A, engine="f"), manual.acquire(b"a/2", engine="g")]
+    manual.calls.run_next(1)  # g: returns what is about to be closed, and is dialled again
+    assert not any(each.errors for each in waiting)
+    while manual.calls.queued:
+        manual.calls.run_next()
+    for each in waiting:
+        assert ["does not fall silent" in str(error) for error in each.errors] == [True]
+        assert not each.ids
 
 
 class SlowDisconnectDriver(Driver):
@@ -450,8 +407,8 @@ class SlowDisconnectDriver(Driver):
         super().disconnect(peer)
 
 
-def test_a_slow_disconnect_delays_no_other_connection() -> None:
-    driver, clock = SlowDisconnectDriver(), Clock()
+def test_a_slow_disconnect_delays_no_other_connection(clock: Clock) -> None:
+    driver = SlowDisconnectDriver()
     posted: deque[Callable[[], None]] = deque()
     posted_calls = threading.Semaphore(0)
 
@@ -464,9 +421,9 @@ def test_a_slow_disconnect_delays_no_other_connection() -> None:
         posted.popleft()()
 
     calls = BlockingCalls(threads=True, post=post, clock=clock)
-    connections, acquired = make_connections(driver, calls), Acquired()
+    connections = Links(driver=driver).make(calls)
     for address in (A, B):
-        connections.acquire({0: address}, "e", acquired)
+        connections.acquire({0: address}, "e", Acquired())
         run_posted()
     slow, quick = PeerId(1), PeerId(2)
     connections.release(slow)
@@ -496,8 +453,8 @@ class ConnectionsStateMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.driver, self.calls = Driver(), ManualCalls()
-        self.connections = make_connections(self.driver, self.calls)
+        links = Links(manual=True)
+        self.driver, self.calls, self.connections = links.driver, links.calls, links.connections
         self.held: list[dict[int, PeerId]] = []
         self.expected = 0
         self.answered = 0

@@ -182,7 +182,7 @@ def manager(monkeypatch: pytest.MonkeyPatch) -> Iterator[Manager]:
     with Engine("prefill", CacheShape(tp=4)) as prefill, Engine("decode") as decode:
         ticket = prefill.serve("p-1", [1], 4)
         payloads = [rank.endpoint.payload for rank in prefill.ranks]
-        made = Manager(decode.ranks[0].endpoint.payload, ticket, payloads)
+        made = Manager(decode.endpoint.payload, ticket, payloads)
         made.meet(1)
         yield made
         made.loads.close()

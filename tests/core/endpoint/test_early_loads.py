@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
@@ -27,8 +27,7 @@ from kvferry.core.lifecycle.rooms import room_id
 from kvferry.core.lifecycle.ticket import PeerKey, Ticket
 from kvferry.core.planner.build_copies import Pages
 from kvferry.core.security import TicketKey
-from kvferry.core.transport import PeerId, State, Status, TransferId
-from kvferry.core.transport.copies import Copies
+from kvferry.core.transport import TransferId
 from kvferry.testing.engines import SMALL, CacheShape
 from tests.core.endpoint.engines import (
     DIM,
@@ -36,11 +35,10 @@ from tests.core.endpoint.engines import (
     LAYERS,
     Clock,
     Engine,
-    RecordingTransport,
     eventually,
     until,
 )
-from tests.core.endpoint.loads import outcome, pull
+from tests.core.endpoint.loads import load, outcomes, pull
 from tests.core.endpoint.test_cancelled_loads import (
     LOAD_TIMEOUT,
     StalledReadsTransport,
@@ -49,6 +47,7 @@ from tests.core.endpoint.test_cancelled_loads import (
     three_engines,
 )
 from tests.core.endpoint.test_rolling_upgrade import side_channel_with
+from tests.core.endpoint.transports import ScriptedTransport, failed
 from tests.core.ticket_proofs import altered
 
 CHUNK = 8
@@ -113,6 +112,13 @@ def both(
         yield prompt, other
 
 
+@pytest.fixture
+def prompt(prefill: Engine) -> Prompt:
+    made = Prompt(prefill=prefill)
+    made.take_on()
+    return made
+
+
 def has_tokens(decode: Engine, tokens: int) -> bool:
     """Return whether every rank of the decode engine has the first tokens."""
     return all(
@@ -136,9 +142,19 @@ def records(decode: Engine) -> list[LoadRecord]:
     return found
 
 
-def failure(decode: Engine) -> KVFerryError:
-    """Wait until every rank has reported the load, which failed; return one of the errors."""
-    return decode.outcome("d").failed[RequestId("d")]
+def begin(prompt: Prompt, decode: Engine, request: str = "d") -> None:
+    """Start an early load, and wait until the first chunk is read."""
+    prompt.compute(1)
+    decode.pull(request, prompt.part(1), TO, early=TOKENS)
+    wait_for(decode, CHUNK)
+
+
+def finish(prompt: Prompt, decode: Engine, *, computed: bool = True) -> LoadRecord:
+    """Pass on the ticket, and return the record of the load, which succeeds."""
+    decode.extend("d", prompt.finish(computed=computed), is_last=True)
+    record, *_ = records(decode)
+    assert has_tokens(decode, TOKENS)
+    return record
 
 
 SHAPES = [
@@ -158,9 +174,7 @@ def test_finished_chunks_are_read_while_the_rest_is_computed(
     with both(of_prefill, of_decode) as (prompt, decode):
         if of_prefill.block == 2:
             prompt.pages = list(range(1, 13))
-        prompt.compute(1)
-        decode.pull("d", prompt.part(1), TO, early=TOKENS)
-        wait_for(decode, CHUNK)
+        begin(prompt, decode)
         prompt.compute(2)
         decode.extend("d", prompt.part(2))
         wait_for(decode, 2 * CHUNK)
@@ -225,155 +239,143 @@ def test_only_whole_pages_of_both_engines_are_read_early(
         part = prompt.prefill.ticket("p", hold, pages[: 8 // of_prefill.block], 6, computed=False)
         decode.pull("d", part, TO, early=TOKENS)
         wait_for(decode, 4)
-        decode.extend("d", prompt.finish(), is_last=True)
-        [record] = records(decode)
+        record = finish(prompt, decode)
         assert record.early_nbytes == CHUNK_NBYTES // 2
-        assert has_tokens(decode, TOKENS)
 
 
-def test_a_prefix_that_decode_has_is_not_read_early() -> None:
-    with both() as (prompt, decode):
-        [rank] = decode.ranks
-        rank.cache[:, TO[:2]] = GARBAGE
-        prompt.compute(2)
-        decode.pull("d", prompt.part(1), TO[2:], first=CHUNK, first_index=2, early=TOKENS)
-        decode.extend("d", prompt.part(2))
-        arrived = rank.values(1, 2 * CHUNK)[CHUNK:]
-        eventually(lambda: np.array_equal(rank.read(1, TO[2:4]), arrived), "a chunk is read")
-        decode.extend("d", prompt.finish(), is_last=True)
-        [record] = records(decode)
-        assert (record.early_nbytes, record.nbytes) == (CHUNK_NBYTES, 2 * CHUNK_NBYTES)
-        assert np.array_equal(rank.read(0, TO[2:]), rank.values(0, TOKENS)[CHUNK:])
-        assert (rank.cache[:, TO[:2]] == GARBAGE).all()
+def test_a_prefix_that_decode_has_is_not_read_early(prompt: Prompt, decode: Engine) -> None:
+    [rank] = decode.ranks
+    rank.cache[:, TO[:2]] = GARBAGE
+    prompt.compute(2)
+    decode.pull("d", prompt.part(1), TO[2:], first=CHUNK, first_index=2, early=TOKENS)
+    decode.extend("d", prompt.part(2))
+    arrived = rank.values(1, 2 * CHUNK)[CHUNK:]
+    eventually(lambda: np.array_equal(rank.read(1, TO[2:4]), arrived), "a chunk is read")
+    decode.extend("d", prompt.finish(), is_last=True)
+    [record] = records(decode)
+    assert (record.early_nbytes, record.nbytes) == (CHUNK_NBYTES, 2 * CHUNK_NBYTES)
+    assert np.array_equal(rank.read(0, TO[2:]), rank.values(0, TOKENS)[CHUNK:])
+    assert (rank.cache[:, TO[:2]] == GARBAGE).all()
 
 
-def test_nothing_is_read_before_the_device_has_passed_its_chunk() -> None:
-    with both() as (prompt, decode):
-        asked: list[bool] = []
-        is_over = False
+def test_nothing_is_read_before_the_device_has_passed_its_chunk(
+    prompt: Prompt, decode: Engine
+) -> None:
+    asked: list[bool] = []
+    is_over = False
 
-        def passed() -> bool:
-            asked.append(is_over)
-            return is_over
+    def passed() -> bool:
+        asked.append(is_over)
+        return is_over
 
-        decode.pull("d", prompt.part(1, passed), TO, early=TOKENS)
-        eventually(lambda: len(asked) > 20, "the device is asked")
-        assert not has_tokens(decode, 1)
-        prompt.compute(1)
-        is_over = True
-        wait_for(decode, CHUNK)
-        decode.extend("d", prompt.finish(), is_last=True)
-        records(decode)
-        assert has_tokens(decode, TOKENS)
+    decode.pull("d", prompt.part(1, passed), TO, early=TOKENS)
+    eventually(lambda: len(asked) > 20, "the device is asked")
+    assert not has_tokens(decode, 1)
+    prompt.compute(1)
+    is_over = True
+    wait_for(decode, CHUNK)
+    finish(prompt, decode)
 
 
-def test_a_ticket_that_comes_before_any_part_was_read_is_enough() -> None:
-    with both() as (prompt, decode):
-        part = prompt.part(1, lambda: False)
-        decode.pull("d", part, TO, early=TOKENS)
-        decode.extend("d", prompt.finish(computed=False), is_last=True)
-        [record] = records(decode)
-        assert record.early_nbytes == 0
-        assert has_tokens(decode, TOKENS)
-        prompt.prefill.released("p")
+def test_a_ticket_that_comes_before_any_part_was_read_is_enough(
+    prompt: Prompt, decode: Engine
+) -> None:
+    part = prompt.part(1, lambda: False)
+    decode.pull("d", part, TO, early=TOKENS)
+    record = finish(prompt, decode, computed=False)
+    assert record.early_nbytes == 0
+    prompt.prefill.released("p")
 
 
 @pytest.mark.parametrize("read", [0, 1, 2])
 @pytest.mark.parametrize("again", [True, False], ids=["a part again", "only the ticket"])
-def test_after_a_preemption_everything_is_read_again(read: int, again: bool) -> None:
-    with both() as (prompt, decode):
-        prompt.compute(2)
-        decode.pull("d", prompt.part(1), TO, early=TOKENS)
-        if read:
-            decode.extend("d", prompt.part(read))
-            wait_for(decode, read * CHUNK)
-        # The old pages are another request's now.
-        for rank in prompt.prefill.ranks:
-            rank.cache[:, FROM] = GARBAGE
-        decode.ranks[0].cache[:, TO] = GARBAGE
-        prompt.pages = [7, 8, 9, 10, 11, 12]
-        prompt.take_on()
-        if again:
-            prompt.compute(1)
-            decode.extend("d", prompt.part(1))
-            wait_for(decode, CHUNK)
-        decode.extend("d", prompt.finish(), is_last=True)
-        [record] = records(decode)
-        assert record.early_nbytes == (CHUNK_NBYTES if again else 0)
-        assert has_tokens(decode, TOKENS)
-        prompt.prefill.released("p")
-        assert prompt.prefill.ranks[0].endpoint.held == 0
+def test_after_a_preemption_everything_is_read_again(
+    prompt: Prompt, decode: Engine, read: int, again: bool
+) -> None:
+    prompt.compute(2)
+    decode.pull("d", prompt.part(1), TO, early=TOKENS)
+    if read:
+        decode.extend("d", prompt.part(read))
+        wait_for(decode, read * CHUNK)
+    # The old pages are another request's now.
+    for rank in prompt.prefill.ranks:
+        rank.cache[:, FROM] = GARBAGE
+    decode.ranks[0].cache[:, TO] = GARBAGE
+    prompt.pages = [7, 8, 9, 10, 11, 12]
+    prompt.take_on()
+    if again:
+        prompt.compute(1)
+        decode.extend("d", prompt.part(1))
+        wait_for(decode, CHUNK)
+    record = finish(prompt, decode)
+    assert record.early_nbytes == (CHUNK_NBYTES if again else 0)
+    prompt.prefill.released("p")
+    assert prompt.prefill.endpoint.held == 0
 
 
 @pytest.mark.parametrize("parts", [0, 1, 2])
-def test_a_load_that_is_given_up_ends_the_hold_with_the_order(parts: int) -> None:
-    with both() as (prompt, decode):
-        prompt.compute(2)
-        decode.pull("d", prompt.part(1, None if parts else lambda: False), TO, early=TOKENS)
-        for chunks in range(1, parts + 1):
-            decode.extend("d", prompt.part(chunks))
-            wait_for(decode, chunks * CHUNK)
-        endpoint = prompt.prefill.ranks[0].endpoint
-        decode.ranks[0].endpoint.abort(RequestId("d"))
-        failure(decode)
-        if parts:  # connected, so that "abandon" is sent
-            eventually(lambda: endpoint.held == 0, "the hold ends")
-            assert not endpoint.results().sent
-            prompt.finish()
-            [ended] = prompt.prefill.released("p")
-            assert ended.end is HoldEnd.ABANDONED
-
-
-def test_a_load_that_is_given_up_after_a_preemption_abandons_the_new_hold() -> None:
-    with both() as (prompt, decode):
-        prompt.compute(1)
-        decode.pull("d", prompt.part(1), TO, early=TOKENS)
-        wait_for(decode, CHUNK)
-        prompt.take_on()
-        decode.extend("d", prompt.part(1))
-        decode.ranks[0].endpoint.abort(RequestId("d"))
-        failure(decode)
+def test_a_load_that_is_given_up_ends_the_hold_with_the_order(
+    prompt: Prompt, decode: Engine, parts: int
+) -> None:
+    prompt.compute(2)
+    decode.pull("d", prompt.part(1, None if parts else lambda: False), TO, early=TOKENS)
+    for chunks in range(1, parts + 1):
+        decode.extend("d", prompt.part(chunks))
+        wait_for(decode, chunks * CHUNK)
+    endpoint = prompt.prefill.endpoint
+    decode.endpoint.abort(RequestId("d"))
+    assert decode.error("d") is not None
+    if parts:  # connected, so that "abandon" is sent
+        eventually(lambda: endpoint.held == 0, "the hold ends")
+        assert not endpoint.results().sent
         prompt.finish()
         [ended] = prompt.prefill.released("p")
         assert ended.end is HoldEnd.ABANDONED
 
 
-def test_the_load_timeout_counts_from_the_last_part() -> None:
-    clock = Clock()
+def test_a_load_that_is_given_up_after_a_preemption_abandons_the_new_hold(
+    prompt: Prompt, decode: Engine
+) -> None:
+    begin(prompt, decode)
+    prompt.take_on()
+    decode.extend("d", prompt.part(1))
+    decode.endpoint.abort(RequestId("d"))
+    assert decode.error("d") is not None
+    prompt.finish()
+    [ended] = prompt.prefill.released("p")
+    assert ended.end is HoldEnd.ABANDONED
+
+
+def test_the_load_timeout_counts_from_the_last_part(clock: Clock) -> None:
     with both(clock=clock, options=EndpointOptions(load_timeout=5.0)) as (prompt, decode):
-        prompt.compute(1)
-        decode.pull("d", prompt.part(1), TO, early=TOKENS)
-        wait_for(decode, CHUNK)
+        begin(prompt, decode)
         clock.skip(100.0)
         prompt.compute(2)
         decode.extend("d", prompt.part(2))
         wait_for(decode, 2 * CHUNK)
         decode.extend("d", prompt.finish(computed=False, order=False), is_last=True)
-        eventually(lambda: decode.ranks[0].endpoint.pending == 1, "it waits for ready")
+        eventually(lambda: decode.endpoint.pending == 1, "it waits for ready")
         clock.skip(100.0)
-        assert isinstance(failure(decode), DeadlineError)
+        assert isinstance(decode.error("d"), DeadlineError)
 
 
-def test_of_an_older_producer_nothing_is_read_early() -> None:
-    with both() as (prompt, decode), side_channel_with(prompt.prefill, {}, "watermarks") as port:
+def test_of_an_older_producer_nothing_is_read_early(prompt: Prompt, decode: Engine) -> None:
+    with side_channel_with(prompt.prefill, {}, "watermarks") as port:
         prompt.port = port
         prompt.compute(1)
         decode.pull("d", prompt.part(1), TO, early=TOKENS)
         decode.extend("d", prompt.part(2))
-        decode.extend("d", prompt.finish(), is_last=True)
-        [record] = records(decode)
+        record = finish(prompt, decode)
         assert record.early_nbytes == 0
-        assert has_tokens(decode, TOKENS)
         prompt.prefill.released("p")
 
 
-def test_an_older_consumer_loads_what_was_published_early() -> None:
-    with both() as (prompt, decode):
-        prompt.part(1)
-        decode.pull("d", prompt.finish(), TO)
-        records(decode)
-        assert has_tokens(decode, TOKENS)
-        prompt.prefill.released("p")
+def test_an_older_consumer_loads_what_was_published_early(prompt: Prompt, decode: Engine) -> None:
+    prompt.part(1)
+    decode.pull("d", prompt.finish(), TO)
+    records(decode)
+    assert has_tokens(decode, TOKENS)
+    prompt.prefill.released("p")
 
 
 HOSTILE: dict[str, Callable[[Ticket], Ticket]] = {
@@ -391,82 +393,38 @@ CHUNK_NBYTES = LAYERS * CHUNK * HEADS * DIM * 4
 @pytest.mark.parametrize("is_last", [False, True], ids=["part", "last part"])
 def test_a_part_that_was_altered_fails_the_load(what: str, is_last: bool) -> None:
     with both(ticket_key=TicketKey()) as (prompt, decode):
-        prompt.compute(1)
-        decode.pull("d", prompt.part(1), TO, early=TOKENS)
-        wait_for(decode, CHUNK)
+        begin(prompt, decode)
         part = prompt.finish() if is_last else prompt.part(2)
         decode.extend("d", HOSTILE[what](part), is_last=is_last)
-        assert isinstance(failure(decode), TicketError)
+        assert isinstance(decode.error("d"), TicketError)
 
 
 @pytest.mark.parametrize("is_last", [False, True], ids=["part", "last part"])
-def test_a_part_on_which_the_check_itself_fails_ends_the_load(is_last: bool) -> None:
-    with both() as (prompt, decode):
-        prompt.compute(1)
-        decode.pull("d", prompt.part(1), TO, early=TOKENS)
-        wait_for(decode, CHUNK)
-        part = prompt.part(2)
-        object.__setattr__(part, "pages", None)
-        decode.extend("d", part, is_last=is_last)
-        assert isinstance(failure(decode), KVFerryError)
+def test_a_part_on_which_the_check_itself_fails_ends_the_load(
+    prompt: Prompt, decode: Engine, is_last: bool
+) -> None:
+    begin(prompt, decode)
+    part = prompt.part(2)
+    object.__setattr__(part, "pages", None)
+    decode.extend("d", part, is_last=is_last)
+    assert isinstance(decode.error("d"), KVFerryError)
 
 
-class FailingReadTransport(RecordingTransport):
-    """A transport on which the next read of pages fails if the test says so."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.next_fails = False
-        self._failed: set[TransferId] = set()
-
-    def read(self, peer: PeerId, copies: Copies, notify: bytes | None = None) -> TransferId:
-        transfer = super().read(peer, copies, notify)
-        if self.next_fails and notify is None:
-            self._failed.add(transfer)
-            self.next_fails = False
-        return transfer
-
-    def poll(self, transfers: Sequence[TransferId]) -> list[Status]:
-        failed = Status(state=State.FAILED, error=TransportError("a link flapped"))
-        found = zip(transfers, super().poll(transfers), strict=True)
-        return [failed if transfer in self._failed else status for transfer, status in found]
-
-
-def test_an_early_load_does_not_keep_a_connection_on_which_a_read_failed() -> None:
-    driver = FailingReadTransport()
+def test_an_early_load_does_not_keep_a_connection_on_which_a_read_failed(
+    prefill: Engine, prompt: Prompt, driver: ScriptedTransport
+) -> None:
     options = EndpointOptions(liveness_interval=0.0)
-    with (
-        Engine("prefill") as prefill,
-        Engine("decode", options=options, transport=lambda: driver) as decode,
-    ):
-        prompt = Prompt(prefill=prefill)
-        prompt.take_on()
-        prompt.compute(1)
-        decode.pull("d", prompt.part(1), TO, early=TOKENS)
-        wait_for(decode, CHUNK)
-        driver.next_fails = True
-        pull(prefill, decode, 7)
-        assert "a link flapped" in str(outcome(decode, 7))
+    with Engine("decode", options=options, transport=lambda: driver) as decode:
+        begin(prompt, decode, "d-0")
+        driver.statuses[len(driver.pages)] = failed(TransportError("a link flapped"))
+        assert "a link flapped" in str(load(prefill, decode, 7))
         assert len(driver.connected) == 1
         pull(prefill, decode, 14)
-        ended = until_both(decode, "d", "d-14")
-        assert isinstance(ended["d"], PeerLostError)
-        assert ended["d-14"] is None
+        early, other = outcomes(decode, 0, 14)
+        assert isinstance(early, PeerLostError)
+        assert other is None
         assert len(driver.connected) == 2
-        eventually(lambda: prefill.ranks[0].endpoint.held == 0, "prefill is told")
-
-
-def until_both(decode: Engine, *requests: str) -> dict[str, KVFerryError | None]:
-    """Wait until these loads are over, and return the error of each."""
-    ended: dict[str, KVFerryError | None] = {}
-
-    def are_over() -> bool:
-        results = decode.ranks[0].endpoint.results()
-        ended.update({name: results.failed.get(name) for name in results.received})
-        return set(requests) <= set(ended)
-
-    eventually(are_over, "the loads are over")
-    return ended
+        eventually(lambda: prefill.endpoint.held == 0, "prefill is told")
 
 
 class ReadsUnderWayTransport(StalledReadsTransport):
@@ -477,23 +435,21 @@ class ReadsUnderWayTransport(StalledReadsTransport):
         self.reads.pop(transfer, None)
 
 
-def test_an_idle_early_load_does_not_keep_a_cancelled_read_going() -> None:
-    driver, clock = ReadsUnderWayTransport(fails_when_cancelled=False), Clock()
+def test_an_idle_early_load_does_not_keep_a_cancelled_read_going(clock: Clock) -> None:
+    driver = ReadsUnderWayTransport(fails_when_cancelled=False)
     driver.may_end = True
     with three_engines(driver, clock) as (prefill, other, decode):
         prompt = Prompt(prefill=prefill)
         prompt.take_on()
-        prompt.compute(1)
-        decode.pull("d", prompt.part(1), TO, early=TOKENS)
-        wait_for(decode, CHUNK)
+        begin(prompt, decode, "d-0")
         eventually(lambda: not driver.reads, "the early load is idle")
         driver.may_end = False
         pull(prefill, decode, 7)
         eventually(lambda: len(driver.reads) == 1, "it is read")
         abort(driver, decode, 7)
         pass_time(clock, other, decode, LOAD_TIMEOUT / 2)
-        ended = until_both(decode, "d", "d-7")
-        assert isinstance(ended["d"], PeerLostError)
+        early, _ = outcomes(decode, 0, 7)
+        assert isinstance(early, PeerLostError)
         assert len(driver.disconnected) == 1
 
 
@@ -501,35 +457,35 @@ def test_an_altered_first_part_fails_the_load_before_anything_is_read() -> None:
     with both(ticket_key=TicketKey()) as (prompt, decode):
         prompt.compute(1)
         decode.pull("d", altered(prompt.part(1), pages=((6, 5),)), TO, early=TOKENS)
-        assert isinstance(failure(decode), TicketError)
+        assert isinstance(decode.error("d"), TicketError)
         assert np.isnan(decode.ranks[0].cache[:, TO]).all()
-        assert prompt.prefill.ranks[0].endpoint.held == 1
+        assert prompt.prefill.endpoint.held == 1
 
 
-def test_a_part_that_names_too_few_pages_fails_the_load() -> None:
-    with both() as (prompt, decode):
-        prompt.compute(2)
-        part = prompt.part(2)
-        decode.pull("d", replace(part, pages=(part.pages[0][:2],)), TO, early=TOKENS)
-        failure(decode)
+def test_a_part_that_names_too_few_pages_fails_the_load(prompt: Prompt, decode: Engine) -> None:
+    prompt.compute(2)
+    part = prompt.part(2)
+    decode.pull("d", replace(part, pages=(part.pages[0][:2],)), TO, early=TOKENS)
+    assert decode.error("d") is not None
 
 
-def test_parts_for_a_request_without_an_early_load_are_ignored() -> None:
-    with both() as (prompt, decode):
-        part = prompt.part(1)
-        decode.extend("d", part)
-        decode.extend("d", part, is_last=True)
-        decode.pull("d", prompt.finish(), TO)
-        decode.extend("d", part, is_last=True)
-        records(decode)
-        assert has_tokens(decode, TOKENS)
+def test_parts_for_a_request_without_an_early_load_are_ignored(
+    prompt: Prompt, decode: Engine
+) -> None:
+    part = prompt.part(1)
+    decode.extend("d", part)
+    decode.extend("d", part, is_last=True)
+    decode.pull("d", prompt.finish(), TO)
+    decode.extend("d", part, is_last=True)
+    records(decode)
+    assert has_tokens(decode, TOKENS)
 
 
 @pytest.mark.parametrize("is_aborted", [False, True], ids=["last part", "abort"])
 def test_a_load_that_only_says_done_is_not_taken_for_the_early_load_with_its_id(
-    is_aborted: bool,
+    prompt: Prompt, decode: Engine, is_aborted: bool
 ) -> None:
-    with both() as (prompt, decode), socket.create_server(("127.0.0.1", 0)) as silent:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
         prompt.compute(1)
         part = prompt.part(1)
         decode.pull("d", part, TO, early=TOKENS)
@@ -537,34 +493,32 @@ def test_a_load_that_only_says_done_is_not_taken_for_the_early_load_with_its_id(
         decode.pull("d", elsewhere, [], nothing=True)
         wait_for(decode, CHUNK)
         if is_aborted:
-            decode.ranks[0].endpoint.abort(RequestId("d"))
-            assert isinstance(failure(decode), EndpointClosedError)
+            decode.endpoint.abort(RequestId("d"))
+            assert isinstance(decode.error("d"), EndpointClosedError)
         else:
             decode.extend("d", prompt.finish(), is_last=True)
             assert len(records(decode)) == 1
             assert has_tokens(decode, TOKENS)
 
 
-def test_parts_that_come_while_the_device_works_on_the_pages_are_used() -> None:
-    with both() as (prompt, decode):
-        is_over = False
-        decode.pull("d", prompt.part(1), TO, early=TOKENS, passed=lambda: is_over)
-        decode.extend("d", prompt.part(2))
-        decode.extend("d", prompt.finish(), is_last=True)
-        is_over = True
-        records(decode)
-        assert has_tokens(decode, TOKENS)
+def test_parts_that_come_while_the_device_works_on_the_pages_are_used(
+    prompt: Prompt, decode: Engine
+) -> None:
+    is_over = False
+    decode.pull("d", prompt.part(1), TO, early=TOKENS, passed=lambda: is_over)
+    decode.extend("d", prompt.part(2))
+    decode.extend("d", prompt.finish(), is_last=True)
+    is_over = True
+    records(decode)
+    assert has_tokens(decode, TOKENS)
 
 
-def test_a_load_from_a_producer_that_is_gone_fails() -> None:
-    with Engine("decode") as decode:
-        with Engine("prefill") as prefill:
-            prompt = Prompt(prefill=prefill)
-            prompt.take_on()
-            prompt.compute(1)
-            decode.pull("d", prompt.part(1), TO, early=TOKENS)
-            wait_for(decode, CHUNK)
-        failure(decode)
+def test_a_load_from_a_producer_that_is_gone_fails(decode: Engine) -> None:
+    with Engine("prefill") as prefill:
+        prompt = Prompt(prefill=prefill)
+        prompt.take_on()
+        begin(prompt, decode)
+    assert decode.error("d") is not None
 
 
 # The whole way: rooms, the side channel, and parts for the workers.
@@ -588,7 +542,7 @@ class Follower:
         if isinstance(news, KVFerryError):
             self.error, self.is_over = news, True
             if self.holds:
-                self._decode.ranks[0].endpoint.abort(RequestId("d"))
+                self._decode.endpoint.abort(RequestId("d"))
         elif news is not None and news.part:
             self._use(pickle.loads(news.part), is_last=news.is_last)
             self.is_over = news.is_last
@@ -639,22 +593,23 @@ def test_parts_come_over_the_side_channel(relays: bool, preempts: bool) -> None:
 
 
 @pytest.mark.parametrize("parts", [0, 1])
-def test_a_prefill_that_is_aborted_fails_the_load(parts: int) -> None:
-    with Engine("prefill") as prefill, Engine("decode") as decode:
-        follower = Follower(prefill, decode)
-        rooms, prompt = prefill.rooms, Prompt(prefill=prefill)
-        rooms.open(ROOM)
-        prompt.take_on()
-        if parts:
-            prompt.compute(1)
-            rooms.publish(ROOM, pickle.dumps(prompt.part(1)))
-            eventually(lambda: bool(follower.step().holds), "a part is heard")
-            wait_for(decode, CHUNK)
-        prefill.scheduler_holds.drop(RequestId("p"))
-        prefill.step()
-        rooms.close(ROOM, "it was aborted")
-        eventually(lambda: follower.step().is_over, "the end is heard")
-        assert "it was aborted" in str(follower.error)
-        if parts:
-            failure(decode)
-        assert prefill.ranks[0].endpoint.held == 0
+def test_a_prefill_that_is_aborted_fails_the_load(
+    prefill: Engine, decode: Engine, parts: int
+) -> None:
+    follower = Follower(prefill, decode)
+    rooms, prompt = prefill.rooms, Prompt(prefill=prefill)
+    rooms.open(ROOM)
+    prompt.take_on()
+    if parts:
+        prompt.compute(1)
+        rooms.publish(ROOM, pickle.dumps(prompt.part(1)))
+        eventually(lambda: bool(follower.step().holds), "a part is heard")
+        wait_for(decode, CHUNK)
+    prefill.scheduler_holds.drop(RequestId("p"))
+    prefill.step()
+    rooms.close(ROOM, "it was aborted")
+    eventually(lambda: follower.step().is_over, "the end is heard")
+    assert "it was aborted" in str(follower.error)
+    if parts:
+        assert decode.error("d") is not None
+    assert prefill.endpoint.held == 0

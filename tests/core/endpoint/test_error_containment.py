@@ -6,102 +6,32 @@ import contextlib
 import copy
 import itertools
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from typing import Any
 
 import msgspec
 import pytest
 
-from kvferry.core.endpoint import Endpoint, EndpointOptions, peers
+from kvferry.core.endpoint import EndpointOptions, peers
 from kvferry.core.endpoint.error_containment import ErrorContainment
 from kvferry.core.errors import EndpointClosedError, PeerLostError, TransportError
 from kvferry.core.lifecycle import ticket as ticket_module
 from kvferry.core.lifecycle.holds import RequestId
-from kvferry.core.messages import WORD_BYTES, Release
+from kvferry.core.messages import Release
 from kvferry.core.metrics import IGNORED
 from kvferry.core.side_channel_messages import encode
-from kvferry.core.transport import Notification, PeerId, State, Status, TransferId
-from kvferry.core.transport.copies import Copies
 from tests.core.endpoint.engines import Clock, Engine, RecordingTransport, eventually
-from tests.core.endpoint.loads import TOKENS, outcome, outcomes, pull
+from tests.core.endpoint.loads import TOKENS, load, outcome, outcomes, pull
 from tests.core.endpoint.metric_totals import MetricTotals
+from tests.core.endpoint.transports import PENDING, ScriptedTransport
 
 LOAD_TIMEOUT = 100.0
 NUMBERS = itertools.count(1)
 
 
-class RaisingTransport(RecordingTransport):
-    """A transport whose methods can be made to raise, and whose page reads can be stalled."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.raises: set[str] = set()
-        """The methods that raise."""
-        self.page_reads: list[TransferId] = []
-        self.unknown_status: set[int] = set()
-        """Indices of the page reads for which ``poll`` raises."""
-        self.stalled = False
-        self.poll_result: Any = None
-        """If not ``None``, what ``poll`` returns instead of a list of statuses."""
-        self.cancels: list[tuple[str, TransferId]] = []
-
-    def _may_raise(self, method: str) -> None:
-        if method in self.raises:
-            raise ZeroDivisionError(f"a bug in {method}")
-
-    def read(self, peer: PeerId, copies: Copies, notify: bytes | None = None) -> TransferId:
-        self._may_raise("read")
-        transfer = super().read(peer, copies, notify)
-        if copies.total != WORD_BYTES:
-            self.page_reads.append(transfer)
-        return transfer
-
-    def poll(self, transfers: Sequence[TransferId]) -> list[Status]:
-        self._may_raise("poll")
-        if any(
-            self.page_reads.index(each) in self.unknown_status
-            for each in transfers
-            if each in self.page_reads
-        ):
-            raise ZeroDivisionError("a bug in poll")
-        if self.poll_result is not None:
-            return self.poll_result  # type: ignore[no-any-return]
-        pending = Status(state=State.PENDING)
-        return [
-            pending if self.stalled and each in self.page_reads else status
-            for each, status in zip(transfers, super().poll(list(transfers)), strict=True)
-        ]
-
-    def cancel(self, transfer: TransferId) -> None:
-        self.cancels.append(("cancel", transfer))
-        self._may_raise("cancel")
-        super().cancel(transfer)
-
-    def forget(self, transfer: TransferId) -> None:
-        self._may_raise("forget")
-        super().forget(transfer)
-
-    def notifications(self) -> list[Notification]:
-        self._may_raise("notifications")
-        return super().notifications()
-
-    def notify(self, peer: PeerId, payload: bytes) -> None:
-        self._may_raise("notify")
-        super().notify(peer, payload)
-
-    def connect(self, address: bytes) -> PeerId:
-        self._may_raise("connect")
-        return super().connect(address)
-
-    def disconnect(self, peer: PeerId) -> None:
-        super().disconnect(peer)
-        self.stalled = False
-        self._may_raise("disconnect")
-
-
 @contextlib.contextmanager
-def three_engines(driver: RaisingTransport) -> Iterator[tuple[Engine, Engine, Engine, Clock]]:
+def three_engines(driver: ScriptedTransport) -> Iterator[tuple[Engine, Engine, Engine, Clock]]:
     clock = Clock()
     options = EndpointOptions(liveness_interval=0.0, load_timeout=LOAD_TIMEOUT)
     with (
@@ -112,7 +42,7 @@ def three_engines(driver: RaisingTransport) -> Iterator[tuple[Engine, Engine, En
         yield prefill, other, decode, clock
         # Whatever was raised before, later loads succeed.
         driver.raises.clear()
-        driver.stalled, driver.poll_result = False, None
+        driver.default = None
         for number, producer in enumerate((other, prefill)):
             eventually(
                 lambda: loads(producer, decode, f"last-{number}"),  # noqa: B023
@@ -121,70 +51,55 @@ def three_engines(driver: RaisingTransport) -> Iterator[tuple[Engine, Engine, En
 
 
 def loads(producer: Engine, decode: Engine, name: str) -> bool:
-    ticket = producer.serve(f"{name}-{next(NUMBERS)}", [9], TOKENS)
-    decode.pull(name, ticket, [9])
-    if decode.outcome(name).failed:
+    if decode.load(name, producer.serve(f"{name}-{next(NUMBERS)}", [9], TOKENS), [9]) is not None:
         return False
     assert not decode.wrong_bytes([9], TOKENS)
     return True
 
 
 @pytest.mark.parametrize("method", ["read", "connect"])
-def test_an_exception_in_a_call_for_one_load_fails_that_load(method: str) -> None:
-    driver = RaisingTransport()
-    with three_engines(driver) as (prefill, _, decode, _clock):
-        driver.raises = {method}
-        pull(prefill, decode, 1)
-        assert f"a bug in {method}" in str(outcome(decode, 1))
+def test_an_exception_in_a_call_for_one_load_fails_that_load(
+    driver: ScriptedTransport, method: str
+) -> None:
+    with three_engines(driver) as (prefill, _, decode, _):
+        driver.raises[method] = ZeroDivisionError(f"a bug in {method}")
+        assert f"a bug in {method}" in str(load(prefill, decode, 1))
 
 
 @pytest.mark.parametrize("method", ["forget", "notify"])
-def test_an_exception_in_a_call_after_the_read_fails_nothing(method: str) -> None:
-    driver = RaisingTransport()
-    with three_engines(driver) as (prefill, _, decode, _clock):
-        driver.raises = {method}
+def test_an_exception_in_a_call_after_the_read_fails_nothing(
+    driver: ScriptedTransport, method: str
+) -> None:
+    with three_engines(driver) as (prefill, _, decode, _):
+        driver.raises[method] = ZeroDivisionError(f"a bug in {method}")
         pull(prefill, decode, 1, 2)
         assert outcomes(decode, 1, 2) == [None, None]
-        assert decode.ranks[0].endpoint.healthy
+        assert decode.endpoint.healthy
 
 
-def test_a_load_whose_cancel_raises_ends_when_its_read_ends() -> None:
-    driver = RaisingTransport()
+def test_a_load_whose_cancel_raises_ends_when_its_read_ends(driver: ScriptedTransport) -> None:
     with three_engines(driver) as (prefill, _, decode, clock):
-        driver.stalled, driver.raises = True, {"cancel"}
+        driver.default, driver.raises["cancel"] = PENDING, ZeroDivisionError("a bug")
         pull(prefill, decode, 1)
-        eventually(lambda: len(driver.page_reads) == 1, "it is read")
-        decode.ranks[0].endpoint.abort(RequestId("d-1"))
-        eventually(lambda: bool(driver.cancels), "the read is cancelled")
-        assert decode.ranks[0].endpoint.pending == 1, "bytes may still land"
+        eventually(lambda: len(driver.pages) == 1, "it is read")
+        decode.endpoint.abort(RequestId("d-1"))
+        eventually(lambda: bool(driver.cancelled), "the read is cancelled")
+        assert decode.endpoint.pending == 1, "bytes may still land"
         clock.skip(2.0)  # the grace of the cancelled read
-        driver.stalled = False
+        driver.default = None
         assert isinstance(outcome(decode, 1), EndpointClosedError)
 
 
-def test_a_disconnect_that_raises_is_tried_again() -> None:
-    driver = RaisingTransport()
-    with three_engines(driver) as (prefill, _, decode, clock):
-        driver.stalled, driver.raises = True, {"disconnect"}
-        pull(prefill, decode, 1)
-        eventually(lambda: len(driver.page_reads) == 1, "it is read")
-        clock.skip(LOAD_TIMEOUT + 2.0)
-        eventually(lambda: not decode.ranks[0].endpoint.healthy, "the disconnect has failed")
-        driver.stalled, driver.raises = False, set()
-        clock.skip(60.0)
-        assert outcome(decode, 1) is not None
-        eventually(lambda: decode.ranks[0].endpoint.healthy, "the disconnect has succeeded")
-
-
-def test_a_transfer_that_cannot_be_polled_fails_alone_and_only_once_quiesced() -> None:
-    driver = RaisingTransport()
+def test_a_transfer_that_cannot_be_polled_fails_alone_and_only_once_quiesced(
+    driver: ScriptedTransport,
+) -> None:
     with three_engines(driver) as (prefill, _, decode, clock):
         (rank,) = decode.ranks
-        driver.stalled, driver.unknown_status = True, {0}
+        driver.default, driver.unknown = PENDING, {0}
         pull(prefill, decode, 1, 2)
-        eventually(lambda: len(driver.cancels) == 1, "the first read is cancelled")
+        eventually(lambda: len(driver.cancelled) == 1, "the first read is cancelled")
         clock.skip(LOAD_TIMEOUT / 2)
-        driver.stalled = False
+        driver.default = None
         assert outcome(decode, 2) is None, "another load from the same peer succeeds"
         error = outcome(decode, 1)
         assert "cannot say how a read stands: ZeroDivisionError('a bug in poll')" in str(error)
@@ -192,36 +107,12 @@ def test_a_transfer_that_cannot_be_polled_fails_alone_and_only_once_quiesced() -
         eventually(lambda: rank.endpoint.healthy, "a round has run since the skip")
 
 
-def test_a_transfer_that_cannot_be_polled_is_not_over_while_its_connection_is_open() -> None:
-    driver = RaisingTransport()
+def test_a_poll_that_always_raises_is_a_problem_until_it_succeeds(
+    driver: ScriptedTransport,
+) -> None:
     with three_engines(driver) as (prefill, _, decode, clock):
-        driver.stalled, driver.unknown_status = True, {0}
-        pull(prefill, decode, 1, 2)
-        eventually(lambda: len(driver.cancels) == 1, "the first read is cancelled")
-        clock.skip(LOAD_TIMEOUT / 2)
-        decode.ranks[0].endpoint.wait(0.1)
-        assert not decode.ranks[0].endpoint.results().received
-        assert driver.disconnected == set(), "another load uses the connection"
-        clock.skip(LOAD_TIMEOUT / 2 + 2.0)
-        assert all(outcomes(decode, 1, 2))
-
-
-@pytest.mark.parametrize("poll_result", [[], [None], "no statuses", 7])
-def test_a_poll_that_returns_no_statuses_fails_the_polled_reads(poll_result: Any) -> None:
-    driver = RaisingTransport()
-    with three_engines(driver) as (prefill, _, decode, clock):
-        driver.poll_result = poll_result
-        pull(prefill, decode, 1)
-        eventually(lambda: len(driver.cancels) == 1, "the read is cancelled")
-        clock.skip(2.0)
-        assert "cannot say how a read stands: TypeError" in str(outcome(decode, 1))
-
-
-def test_a_poll_that_always_raises_is_a_problem_until_it_succeeds() -> None:
-    driver = RaisingTransport()
-    with three_engines(driver) as (prefill, _, decode, clock):
-        endpoint: Endpoint = decode.ranks[0].endpoint
-        driver.stalled, driver.raises = True, {"poll"}
+        endpoint = decode.endpoint
+        driver.default, driver.raises["poll"] = PENDING, ZeroDivisionError("a bug in poll")
         pull(prefill, decode, 1)
         eventually(lambda: not endpoint.healthy, "poll has failed repeatedly")
         assert endpoint.problems[0].startswith(
@@ -230,10 +121,9 @@ def test_a_poll_that_always_raises_is_a_problem_until_it_succeeds() -> None:
         assert endpoint.problems == endpoint.problems
         clock.skip(2.0)
         assert "a bug in poll" in str(outcome(decode, 1))
-        driver.raises = set()
-        driver.stalled = False
-        pull(prefill, decode, 2)
-        assert outcome(decode, 2) is None
+        driver.raises.clear()
+        driver.default = None
+        assert load(prefill, decode, 2) is None
         eventually(lambda: endpoint.healthy, "poll has succeeded")
 
 
@@ -248,12 +138,10 @@ MALFORMED = [
 
 
 @pytest.mark.parametrize("payload", MALFORMED)
-def test_a_malformed_notification_is_dropped_and_the_producer_goes_on(payload: bytes) -> None:
-    with (
-        Engine("prefill") as prefill,
-        Engine("decode") as decode,
-        closing(RecordingTransport()) as other_transport,
-    ):
+def test_a_malformed_notification_is_dropped_and_the_producer_goes_on(
+    prefill: Engine, decode: Engine, payload: bytes
+) -> None:
+    with closing(RecordingTransport()) as other_transport:
         (rank,) = prefill.ranks
         peer = other_transport.connect(rank.endpoint.payload.address)
         ticket = prefill.serve("p-1", [1], TOKENS)
@@ -265,33 +153,30 @@ def test_a_malformed_notification_is_dropped_and_the_producer_goes_on(payload: b
         totals = MetricTotals(prefill)
         eventually(lambda: totals.total(IGNORED) == 1, "the note after it is handled")
         assert rank.endpoint.healthy
-        decode.pull("d-1", ticket, [2])
-        assert not decode.outcome("d-1").failed
+        assert decode.load("d-1", ticket, [2]) is None
         prefill.released("p-1")
 
 
 def test_an_exception_in_handling_one_note_loses_only_that_note(
-    monkeypatch: pytest.MonkeyPatch,
+    prefill: Engine, decode: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with Engine("prefill") as prefill, Engine("decode") as decode:
-        (rank,) = prefill.ranks
-        server = rank.endpoint._hold_server
-        real = server._take
-        failed: list[object] = []
+    (rank,) = prefill.ranks
+    server = rank.endpoint._hold_server
+    real = server._take
+    failed: list[object] = []
 
-        def fails_once(note: Any) -> None:
-            if not failed:
-                failed.append(note)
-                raise ZeroDivisionError("a bug")
-            real(note)
+    def fails_once(note: Any) -> None:
+        if not failed:
+            failed.append(note)
+            raise ZeroDivisionError("a bug")
+        real(note)
 
-        monkeypatch.setattr(server, "_take", fails_once)
-        for number in (1, 2):
-            decode.pull(f"d-{number}", prefill.serve(f"p-{number}", [number], TOKENS), [number])
-            assert not decode.outcome(f"d-{number}").failed
-        prefill.released("p-2")
-        assert len(failed) == 1
-        assert rank.endpoint.healthy, "a peer cannot make the engine unhealthy"
+    monkeypatch.setattr(server, "_take", fails_once)
+    for number in (1, 2):
+        assert load(prefill, decode, number) is None
+    prefill.released("p-2")
+    assert len(failed) == 1
+    assert rank.endpoint.healthy, "a peer cannot make the engine unhealthy"
 
 
 @pytest.mark.parametrize(
@@ -305,26 +190,24 @@ def test_an_exception_in_handling_one_note_loses_only_that_note(
     ],
 )
 @pytest.mark.parametrize("is_prepared", [False, True])
-def test_a_malformed_ticket_fails_its_load(change: dict[str, Any], is_prepared: bool) -> None:
+def test_a_malformed_ticket_fails_its_load(
+    prefill: Engine, decode: Engine, change: dict[str, Any], is_prepared: bool
+) -> None:
     """Integrations check tickets too; the endpoint does not rely on that."""
-    with Engine("prefill") as prefill, Engine("decode") as decode:
-        ticket = prefill.serve("p-1", [1], TOKENS)
-        bad = copy.copy(ticket)  # the constructor would refuse these values
-        for name, value in change.items():
-            object.__setattr__(bad, name, value)
-        if is_prepared:
-            decode.prepare(bad)
-        decode.pull("d-1", bad, [2])
-        assert outcome(decode, 1) is not None
-        decode.pull("d-2", ticket, [2])
-        assert outcome(decode, 2) is None
+    ticket = prefill.serve("p-1", [1], TOKENS)
+    bad = copy.copy(ticket)  # the constructor would refuse these values
+    for name, value in change.items():
+        object.__setattr__(bad, name, value)
+    if is_prepared:
+        decode.prepare(bad)
+    assert decode.load("d-1", bad, [2]) is not None
+    assert decode.load("d-2", ticket, [2]) is None
 
 
 def test_an_exception_in_using_an_engines_payloads_fails_its_loads(
-    monkeypatch: pytest.MonkeyPatch,
+    prefill: Engine, driver: RecordingTransport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing has been connected by then."""
-    driver = RecordingTransport()
     real = ticket_module.page_limits
 
     def fails(payloads: Any) -> Any:
@@ -334,7 +217,6 @@ def test_an_exception_in_using_an_engines_payloads_fails_its_loads(
 
     monkeypatch.setattr(peers, "page_limits", fails)
     with (
-        Engine("prefill") as prefill,
         Engine("other") as other,
         Engine("decode", transport=lambda: driver) as decode,
     ):
@@ -347,28 +229,27 @@ def test_an_exception_in_using_an_engines_payloads_fails_its_loads(
 
 @pytest.mark.parametrize("method", ["read", "fenced", "checked"])
 def test_a_callback_that_raises_fails_its_load(
-    method: str, monkeypatch: pytest.MonkeyPatch
+    prefill: Engine, decode: Engine, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with Engine("prefill") as prefill, Engine("decode") as decode:
-        machine = decode.ranks[0].endpoint._load_manager._loads
-        real: Callable[..., None] = getattr(machine, method)
-        failed: list[object] = []
+    machine = decode.endpoint._load_manager._loads
+    real: Callable[..., None] = getattr(machine, method)
+    failed: list[object] = []
 
-        def fails_once(*args: object) -> None:
-            if not failed:
-                failed.append(args)
-                raise ZeroDivisionError("a bug")
-            real(*args)
+    def fails_once(*args: object) -> None:
+        if not failed:
+            failed.append(args)
+            raise ZeroDivisionError("a bug")
+        real(*args)
 
-        monkeypatch.setattr(machine, method, fails_once)
-        for number in (1, 2):
-            prefill.compute(f"p-{number}", [number], TOKENS)
-            ticket = prefill.finish(f"p-{number}", [number], TOKENS, computed=False)
-            decode.pull(f"d-{number}", ticket, [number])
-        failed_as, other = outcomes(decode, 1, 2)
-        assert "unexpected ZeroDivisionError: a bug" in str(failed_as)
-        assert other is None
-        eventually(lambda: prefill.ranks[0].endpoint.held == 0, "the producer is told of both")
+    monkeypatch.setattr(machine, method, fails_once)
+    for number in (1, 2):
+        prefill.compute(f"p-{number}", [number], TOKENS)
+        ticket = prefill.finish(f"p-{number}", [number], TOKENS, computed=False)
+        decode.pull(f"d-{number}", ticket, [number])
+    failed_as, other = outcomes(decode, 1, 2)
+    assert "unexpected ZeroDivisionError: a bug" in str(failed_as)
+    assert other is None
+    eventually(lambda: prefill.endpoint.held == 0, "the producer is told of both")
 
 
 # ErrorContainment by itself.

@@ -26,12 +26,11 @@ def faulty_transport(seed: int, quiescence: Quiescence) -> Callable[[], Transpor
 
 @pytest.mark.parametrize("quiescence", Quiescence)
 @pytest.mark.parametrize("seed", range(4))
-def test_a_load_has_the_right_bytes_or_fails(seed: int, quiescence: Quiescence) -> None:
+def test_a_load_has_the_right_bytes_or_fails(
+    prefill: Engine, seed: int, quiescence: Quiescence
+) -> None:
     options = EndpointOptions(load_timeout=0.5)
-    with (
-        Engine("prefill") as prefill,
-        Engine("decode", transport=faulty_transport(seed, quiescence), options=options) as decode,
-    ):
+    with Engine("decode", transport=faulty_transport(seed, quiescence), options=options) as decode:
         outcomes = set()
         for index in range(LOADS):
             decode.ranks[0].cache[:] = np.nan
@@ -43,27 +42,24 @@ def test_a_load_has_the_right_bytes_or_fails(seed: int, quiescence: Quiescence) 
         assert False in outcomes, "no load succeeded"
 
 
-def test_loads_fail_when_the_consumers_transport_dies() -> None:
+def test_loads_fail_when_the_consumers_transport_dies(prefill: Engine) -> None:
     transport = FaultyTransport(LoopbackTransport())
-    with Engine("prefill") as prefill, Engine("decode", transport=lambda: transport) as decode:
-        decode.pull("d-1", prefill.serve("p-1", [1, 2], TOKENS), [3, 4])
-        assert not decode.outcome("d-1").failed
+    with Engine("decode", transport=lambda: transport) as decode:
+        assert decode.load("d-1", prefill.serve("p-1", [1, 2], TOKENS), [3, 4]) is None
         transport.die()
         decode.pull("d-2", prefill.serve("p-2", [5, 6], TOKENS), [7, 8])
         assert RequestId("d-2") in decode.outcome("d-2").failed
 
 
-def test_the_death_of_a_producers_transport_fails_only_its_loads() -> None:
+def test_the_death_of_a_producers_transport_fails_only_its_loads(decode: Engine) -> None:
     transport = FaultyTransport(LoopbackTransport())
     with (
         Engine("one", transport=lambda: transport) as one,
         Engine("other") as other,
-        Engine("decode") as decode,
     ):
         ticket = one.serve("p-1", [1, 2], TOKENS)
         transport.die()
         decode.pull("d-1", ticket, [3, 4])
         assert decode.outcome("d-1").failed
-        decode.pull("d-2", other.serve("p-2", [1, 2], TOKENS), [3, 4])
-        assert not decode.outcome("d-2").failed
+        assert decode.load("d-2", other.serve("p-2", [1, 2], TOKENS), [3, 4]) is None
         assert not decode.wrong_bytes([3, 4], TOKENS)

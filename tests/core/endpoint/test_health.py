@@ -11,36 +11,23 @@ from kvferry.core.endpoint import EndpointOptions
 from kvferry.core.endpoint.peers import STUCK_SECONDS
 from kvferry.core.errors import HandshakeError, TransportError
 from kvferry.core.handshake import HandshakeServer, health
-from kvferry.core.lifecycle.holds import RequestId
 from kvferry.core.side_channel_messages import encode
-from kvferry.core.transport import Notification, PeerId, TransferId
+from kvferry.core.transport import PeerId, TransferId
 from kvferry.core.transport.copies import Copies
 from tests.core.endpoint.engines import Clock, Engine, RecordingTransport, eventually
+from tests.core.endpoint.transports import ScriptedTransport
 
 LONG = 20.0
 
 
-class NotQuiescingTransport(RecordingTransport):
-    """A transport whose ``disconnect`` raises until the test says so."""
-
-    not_quiesced = True
-
-    def disconnect(self, peer: PeerId) -> None:
-        if self.not_quiesced:
-            raise TransportError("still copying")
-        super().disconnect(peer)
-
-
-def test_a_failed_disconnect_is_a_problem_until_it_succeeds() -> None:
-    driver = NotQuiescingTransport()
+def test_a_failed_disconnect_is_a_problem_until_it_succeeds(
+    prefill: Engine, driver: ScriptedTransport
+) -> None:
+    driver.raises["disconnect"] = ZeroDivisionError("a bug")
     options = EndpointOptions(liveness_interval=5.0)
-    with (
-        Engine("prefill") as prefill,
-        Engine("decode", options=options, transport=lambda: driver) as decode,
-    ):
-        endpoint = decode.ranks[0].endpoint
-        decode.pull("d-1", prefill.serve("p-1", [1], 4), [2])
-        assert not decode.outcome("d-1").failed
+    with Engine("decode", options=options, transport=lambda: driver) as decode:
+        endpoint = decode.endpoint
+        assert decode.load("d-1", prefill.serve("p-1", [1], 4), [2]) is None
         assert endpoint.healthy
         prefill.server.close()
         eventually(lambda: not endpoint.healthy, "the problem is known")
@@ -50,41 +37,29 @@ def test_a_failed_disconnect_is_a_problem_until_it_succeeds() -> None:
             incarnation=prefill.incarnation,
             port=prefill.server.port,
         ):
-            decode.pull("d-2", prefill.serve("p-2", [1], 4), [2])
-            error = decode.outcome("d-2").failed[RequestId("d-2")]
+            error = decode.load("d-2", prefill.serve("p-2", [1], 4), [2])
             assert "does not fall silent" in str(error)
         assert "1 connections did not fall silent" in endpoint.problems[0]
-        driver.not_quiesced = False
+        driver.raises.clear()
         eventually(lambda: endpoint.healthy, "the connection is closed after all")
     assert endpoint.problems == ("the endpoint is closed",)
 
 
-class FailingNotificationsTransport(RecordingTransport):
-    """A transport whose ``notifications`` raises while ``is_down`` is set."""
-
-    is_down = False
-
-    def notifications(self) -> list[Notification]:
-        if self.is_down:
-            raise TransportError("the library has gone")
-        return super().notifications()
-
-
-def test_a_failing_driver_is_a_problem_until_it_works_again() -> None:
+def test_a_failing_driver_is_a_problem_until_it_works_again(
+    prefill: Engine, driver: ScriptedTransport
+) -> None:
     """Loads that do not need the failing method go on meanwhile."""
-    driver = FailingNotificationsTransport()
-    with Engine("prefill") as prefill, Engine("decode", transport=lambda: driver) as decode:
-        endpoint = decode.ranks[0].endpoint
+    with Engine("decode", transport=lambda: driver) as decode:
+        endpoint = decode.endpoint
         assert endpoint.healthy
-        driver.is_down = True
+        driver.raises["notifications"] = TransportError("the library has gone")
         eventually(lambda: not endpoint.healthy, "the problem is known without any load")
         assert endpoint.problems == (
             "the driver's notifications failed, again and again, first with TransportError: the "
             "library has gone; restart the engine if that lasts",
         )
-        decode.pull("d-1", prefill.serve("p-1", [1], 4), [2])
-        assert not decode.outcome("d-1").failed
-        driver.is_down = False
+        assert decode.load("d-1", prefill.serve("p-1", [1], 4), [2]) is None
+        driver.raises.clear()
         eventually(lambda: endpoint.healthy, "the driver works again")
 
 
@@ -102,13 +77,12 @@ class StuckReadTransport(RecordingTransport):
         return super().read(peer, copies, notify)
 
 
-def test_a_driver_call_that_does_not_return_is_a_problem_until_it_does() -> None:
-    driver, clock = StuckReadTransport(), Clock()
-    with (
-        Engine("prefill") as prefill,
-        Engine("decode", transport=lambda: driver, clock=clock) as decode,
-    ):
-        endpoint = decode.ranks[0].endpoint
+def test_a_driver_call_that_does_not_return_is_a_problem_until_it_does(
+    prefill: Engine, clock: Clock
+) -> None:
+    driver = StuckReadTransport()
+    with Engine("decode", transport=lambda: driver, clock=clock) as decode:
+        endpoint = decode.endpoint
         decode.pull("d-1", prefill.serve("p-1", [1], 4), [2])
         try:
             eventually(driver.is_reading.is_set, "the driver is called")
@@ -118,7 +92,7 @@ def test_a_driver_call_that_does_not_return_is_a_problem_until_it_does() -> None
             assert endpoint.pending == 1
         finally:
             driver.may_return.set()
-        assert not decode.outcome("d-1").failed
+        assert decode.error("d-1") is None
         eventually(lambda: endpoint.healthy, "the call has returned")
 
 

@@ -45,9 +45,9 @@ def count_silent_holds(prefill: Engine) -> list[int]:
     return [len(rank.endpoint.silent()) for rank in prefill.ranks]
 
 
-def test_holds_of_a_live_consumer_are_never_silent() -> None:
+def test_holds_of_a_live_consumer_are_never_silent(clock: Clock) -> None:
     """One heartbeat per second and rank serves hundreds of holds, without a renewal for each."""
-    clock, drivers = Clock(), [RecordingTransport(), RecordingTransport()]
+    drivers = [RecordingTransport(), RecordingTransport()]
     made = iter(drivers)
     shape = CacheShape(tp=2, pages=HOLDS + 1)
     with (
@@ -69,8 +69,9 @@ def test_holds_of_a_live_consumer_are_never_silent() -> None:
             assert not driver.notes(Renewal)
 
 
-def test_holds_of_a_dead_consumer_are_silent_after_three_seconds_and_can_be_ended() -> None:
-    clock, driver = Clock(), RecordingTransport()
+def test_holds_of_a_dead_consumer_are_silent_after_three_seconds_and_can_be_ended(
+    clock: Clock, driver: RecordingTransport
+) -> None:
     with Engine("prefill", transport=lambda: driver, clock=clock) as prefill:
         with Engine("decode", options=NO_LIVENESS_CHECKS, clock=clock) as decode:
             ticket = prefill.serve("p-1", [1, 2], 8)
@@ -81,25 +82,24 @@ def test_holds_of_a_dead_consumer_are_silent_after_three_seconds_and_can_be_ende
         assert count_silent_holds(prefill) == [0]
         clock.skip(1.5)
         eventually(lambda: count_silent_holds(prefill) == [1], "the hold is silent")
-        [silent_hold] = prefill.ranks[0].endpoint.silent()
+        [silent_hold] = prefill.endpoint.silent()
         assert silent_hold.engines == ("decode",)
         assert prefill.scheduler_holds.give_up([silent_hold], 1) == [silent_hold]
         prefill.step()
         prefill.released("p-1")
         with Engine("decode", options=NO_LIVENESS_CHECKS, clock=clock) as decode:
-            decode.pull("d-1", ticket, [3, 4])
-            assert isinstance(decode.outcome("d-1").failed[RequestId("d-1")], StaleError)
+            assert isinstance(decode.load("d-1", ticket, [3, 4]), StaleError)
 
 
 def wait_until_listening(driver: RecordingTransport, prefill: Engine) -> None:
     """Wait until the producer has looked for notifications once more."""
-    listened = prefill.ranks[0].endpoint._hold_server._listened
-    eventually(lambda: prefill.ranks[0].endpoint._hold_server._listened > listened, "it listens")
+    listened = prefill.endpoint._hold_server._listened
+    eventually(lambda: prefill.endpoint._hold_server._listened > listened, "it listens")
 
 
-def test_a_producer_that_could_not_listen_counts_no_consumer_as_dead() -> None:
+def test_a_producer_that_could_not_listen_counts_no_consumer_as_dead(clock: Clock) -> None:
     """Silence is measured only while its thread runs: heartbeats may have arrived meanwhile."""
-    clock, table, incarnation = Clock(), SlotTable(4), random_incarnation()
+    table, incarnation = SlotTable(4), random_incarnation()
     server = HoldServer(table, incarnation, clock, Metrics(driver="loopback", rank="0"))
     request, hold = RequestId("p-1"), Hold(slot=1, generation=7)
     server.apply(HoldOrders(take_ons=((request, hold),)), None)
@@ -150,6 +150,5 @@ def test_a_heartbeat_that_cannot_be_sent_fails_no_load() -> None:
         ticket = prefill.serve("p-1", [1, 2], 8)
         decode.prepare(ticket)
         clock.skip(2.0)
-        decode.pull("d-1", ticket, [3, 4])
-        assert not decode.outcome("d-1").failed
+        assert decode.load("d-1", ticket, [3, 4]) is None
         prefill.released("p-1")

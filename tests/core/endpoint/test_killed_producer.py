@@ -8,10 +8,7 @@ from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 
-import pytest
-
-from kvferry.core.errors import HandshakeError, KVFerryError, PeerLostError
-from kvferry.core.lifecycle.holds import RequestId
+from kvferry.core.errors import HandshakeError, PeerLostError
 from kvferry.core.lifecycle.ticket import Ticket
 from kvferry.testing.engines import CacheShape
 from tests.core.endpoint.engines import Engine
@@ -47,31 +44,13 @@ def ticket(pipe: Connection, number: int) -> Ticket:
     return made
 
 
-def failure(decode: Engine, request: str) -> KVFerryError:
-    return decode.outcome(request).failed[RequestId(request)]
-
-
-def test_loads_from_a_killed_producer_fail_and_its_successor_serves() -> None:
-    with producer() as (process, pipe), Engine("decode") as decode:
-        decode.pull("d-0", ticket(pipe, 0), [3, 4])
-        assert not decode.outcome("d-0").failed
+def test_loads_from_a_killed_producer_fail_and_its_successor_serves(decode: Engine) -> None:
+    with producer() as (process, pipe):
+        assert decode.load("d-0", ticket(pipe, 0), [3, 4]) is None
         unused_ticket = ticket(pipe, 1)
         process.kill()
         process.join()
-        decode.pull("d-1", unused_ticket, [5, 6])
-        assert isinstance(failure(decode, "d-1"), PeerLostError)
-        decode.pull("d-2", unused_ticket, [5, 6])
-        assert isinstance(failure(decode, "d-2"), HandshakeError)
+        assert isinstance(decode.load("d-1", unused_ticket, [5, 6]), PeerLostError)
+        assert isinstance(decode.load("d-2", unused_ticket, [5, 6]), HandshakeError)
         with producer() as (_, successor):
-            decode.pull("d-3", ticket(successor, 2), [5, 6])
-            assert not decode.outcome("d-3").failed
-
-
-def test_a_load_from_a_producer_killed_before_the_handshake_fails() -> None:
-    with producer() as (process, pipe), Engine("decode") as decode:
-        made = ticket(pipe, 0)
-        process.kill()
-        process.join()
-        decode.pull("d-0", made, [3, 4])
-        with pytest.raises(HandshakeError, match=str(made.port)):
-            raise failure(decode, "d-0")
+            assert decode.load("d-3", ticket(successor, 2), [5, 6]) is None

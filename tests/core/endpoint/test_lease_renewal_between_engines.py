@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -10,8 +9,7 @@ import numpy as np
 import pytest
 
 from kvferry.core.endpoint import EndpointOptions, transfers
-from kvferry.core.errors import StaleError, TransferCancelledError
-from kvferry.core.lifecycle.holds import RequestId
+from kvferry.core.errors import TransferCancelledError
 from kvferry.core.messages import Renewal
 from kvferry.core.transport import Capabilities, PeerId, Quiescence, State, Status, TransferId
 from kvferry.core.transport.copies import Copies
@@ -36,8 +34,8 @@ def pass_leases(clock: Clock, drivers: list[RecordingTransport], count: int) -> 
             wait_for_renewal(driver, known)
 
 
-def test_a_request_that_waits_for_pages_keeps_its_hold_on_every_rank() -> None:
-    clock, drivers = Clock(), [RecordingTransport(), RecordingTransport()]
+def test_a_request_that_waits_for_pages_keeps_its_hold_on_every_rank(clock: Clock) -> None:
+    drivers = [RecordingTransport(), RecordingTransport()]
     made = iter(drivers)
     with (
         Engine("prefill", CacheShape(tp=2), transport=lambda: next(made), clock=clock) as prefill,
@@ -48,44 +46,31 @@ def test_a_request_that_waits_for_pages_keeps_its_hold_on_every_rank() -> None:
         for driver in drivers:
             wait_for_renewal(driver)
         pass_leases(clock, drivers, count=3)
-        decode.pull("d-1", ticket, [3, 4])
-        assert not decode.outcome("d-1").failed
+        assert decode.load("d-1", ticket, [3, 4]) is None
         prefill.released("p-1")
 
 
-def test_a_load_that_waits_for_the_device_keeps_its_hold() -> None:
-    clock, driver = Clock(), RecordingTransport()
+def test_a_load_that_waits_for_the_device_keeps_its_hold(
+    clock: Clock, driver: RecordingTransport
+) -> None:
     with (
         Engine("prefill", transport=lambda: driver, clock=clock) as prefill,
         Engine("decode", options=OPTIONS, clock=clock) as decode,
     ):
-        prefill.compute("p-1", [1], 4)
-        ticket = prefill.finish("p-1", [1], 4, computed=False, order=False)
+        ticket = prefill.serve_later("p-1", [1], 4)
         decode.pull("d-1", ticket, [2])
-        eventually(lambda: decode.ranks[0].endpoint.pending == 1, "the load is under way")
+        eventually(lambda: decode.endpoint.pending == 1, "the load is under way")
         clock.skip(2.0)
         wait_for_renewal(driver)
         pass_leases(clock, [driver], count=2)
         prefill.step()
-        assert not decode.outcome("d-1").failed
+        assert decode.error("d-1") is None
         prefill.released("p-1")
 
 
-def test_the_lease_ends_without_renewal() -> None:
-    clock = Clock()
-    with (
-        Engine("prefill", clock=clock) as prefill,
-        Engine("decode", options=OPTIONS, clock=clock) as decode,
-    ):
-        ticket = prefill.serve("p-1", [1, 2], 8)
-        clock.skip(LEASE)
-        prefill.released("p-1")
-        decode.pull("d-1", ticket, [3, 4])
-        assert isinstance(decode.outcome("d-1").failed[RequestId("d-1")], StaleError)
-
-
-def test_a_lost_hold_fails_its_request_before_anything_is_read() -> None:
-    clock, driver = Clock(), RecordingTransport()
+def test_a_lost_hold_fails_its_request_before_anything_is_read(
+    clock: Clock, driver: RecordingTransport
+) -> None:
     with (
         Engine("prefill", transport=lambda: driver, clock=clock) as prefill,
         Engine("decode", options=OPTIONS, clock=clock) as decode,
@@ -93,20 +78,18 @@ def test_a_lost_hold_fails_its_request_before_anything_is_read() -> None:
         ticket = prefill.serve("p-1", [1, 2], 8)
         decode.prepare(ticket)
         wait_for_renewal(driver)
-        prefill.scheduler_holds.reset()
-        prefill.step()
-        prefill.released("p-1")
+        prefill.reset("p-1")
         driver.received.clear()
         clock.skip(LEASE / 2)
         wait_for_renewal(driver)
-        decode.pull("d-1", ticket, [3, 4])
-        error = decode.outcome("d-1").failed[RequestId("d-1")]
+        error = decode.load("d-1", ticket, [3, 4])
         assert "when their lease was to be renewed" in str(error)
         assert np.isnan(decode.ranks[0].cache).all()
 
 
-def test_renewals_are_batched_and_end_with_the_wait() -> None:
-    clock, driver = Clock(), RecordingTransport()
+def test_renewals_are_batched_and_end_with_the_wait(
+    clock: Clock, driver: RecordingTransport
+) -> None:
     with (
         Engine("prefill", CacheShape(pages=64), transport=lambda: driver, clock=clock) as prefill,
         Engine("decode", CacheShape(pages=64), options=OPTIONS, clock=clock) as decode,
@@ -121,36 +104,11 @@ def test_renewals_are_batched_and_end_with_the_wait() -> None:
         assert len(driver.received) <= 3
         for i, ticket in enumerate(tickets):
             decode.pull(f"d-{i}", ticket, [], nothing=True)
-        eventually(lambda: prefill.ranks[0].endpoint.held == 0, "all are released")
+        eventually(lambda: prefill.endpoint.held == 0, "all are released")
         driver.received.clear()
         clock.skip(LEASE)
-        decode.pull("last", prefill.serve("p-60", [1], 4), [2])
-        assert not decode.outcome("last").failed
+        assert decode.load("last", prefill.serve("p-60", [1], 4), [2]) is None
         assert not driver.notes(Renewal)
-
-
-@pytest.mark.parametrize("device_raises", [False, True])
-def test_a_producers_device_that_never_finishes_holds_pages_for_one_lease(
-    device_raises: bool, caplog: pytest.LogCaptureFixture
-) -> None:
-    calls = 0
-
-    def device_is_done() -> bool:
-        nonlocal calls
-        calls += 1
-        if device_raises:
-            raise RuntimeError("the device is lost")
-        return False
-
-    clock = Clock()
-    with caplog.at_level(logging.ERROR), Engine("prefill", clock=clock) as prefill:
-        prefill.compute("p-1", [1], 4)
-        prefill.finish("p-1", [1], 4, order=False)
-        prefill.step(passed=device_is_done)
-        eventually(lambda: calls > 3, "the device is asked again and again")
-        clock.skip(LEASE)
-        prefill.released("p-1")
-    assert len([r for r in caplog.records if "cannot tell" in r.message]) == device_raises
 
 
 class UncancellableTransport(RecordingTransport):
@@ -201,14 +159,11 @@ class UncancellableTransport(RecordingTransport):
 
 @pytest.mark.parametrize("ends_in_time", [True, False])
 def test_a_cancelled_renewal_that_outlasts_its_grace_disconnects_the_producer(
-    ends_in_time: bool, monkeypatch: pytest.MonkeyPatch
+    prefill: Engine, ends_in_time: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(transfers, "CANCEL_SECONDS", 2 * LEASE)  # longer than this test takes
     clock, driver = Clock(), UncancellableTransport()
-    with (
-        Engine("prefill") as prefill,
-        Engine("decode", options=OPTIONS, transport=lambda: driver, clock=clock) as decode,
-    ):
+    with Engine("decode", options=OPTIONS, transport=lambda: driver, clock=clock) as decode:
         decode.prepare(prefill.serve("p-1", [1, 2], 8))
         eventually(lambda: len(driver.reads) == 1, "the hold is renewed")
         clock.skip(LEASE / 2)

@@ -87,11 +87,6 @@ def test_holes_do_not_count_as_pages_and_remote_pages_are_the_tickets() -> None:
         _ = state.known_peer
 
 
-def test_a_load_can_be_copied_with_other_values() -> None:
-    assert dataclasses.replace(sample_load(), report=False).report is False
-    assert sample_load().report
-
-
 def part(*pages: tuple[int, ...], generation: int = 7) -> Ticket:
     """Return a part, or a ticket, of a producer with a group for each of these."""
     ticket = sample_ticket(generation=generation)

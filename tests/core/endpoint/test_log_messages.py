@@ -48,8 +48,9 @@ def holding(clock: Clock, count: int) -> HoldServer:
     return server
 
 
-def test_leases_that_expire_together_are_one_warning(caplog: pytest.LogCaptureFixture) -> None:
-    clock = Clock()
+def test_leases_that_expire_together_are_one_warning(
+    clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
     server = holding(clock, 5)
     assert warnings(caplog) == []
     clock.skip(100.0)
@@ -84,9 +85,12 @@ BEAT = Heartbeat(incarnation=INCARNATION, engine="decode", life=5)
     ],
 )
 def test_a_longer_lease_is_advised_only_if_consumers_were_heard(
-    caplog: pytest.LogCaptureFixture, note: Note, heard: tuple[float, ...], advice: str
+    clock: Clock,
+    caplog: pytest.LogCaptureFixture,
+    note: Note,
+    heard: tuple[float, ...],
+    advice: str,
 ) -> None:
-    clock = Clock()
     server = holding(clock, 3)
     for before, now in itertools.pairwise((0.0, *heard)):
         clock.skip(now - before)
@@ -97,8 +101,9 @@ def test_a_longer_lease_is_advised_only_if_consumers_were_heard(
     assert line.endswith(advice)
 
 
-def test_silence_of_an_idle_consumer_is_no_reason(caplog: pytest.LogCaptureFixture) -> None:
-    clock = Clock()
+def test_silence_of_an_idle_consumer_is_no_reason(
+    clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
     server = holding(clock, 3)
     clock.skip(30.0)
     server.tick()

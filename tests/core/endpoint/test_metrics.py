@@ -32,68 +32,60 @@ from kvferry.core.metrics import (
     Stage,
 )
 from kvferry.core.side_channel_messages import encode
-from kvferry.core.transport import Capabilities, PeerId, Quiescence, State, Status, TransferId
-from kvferry.core.transport.copies import Copies
+from kvferry.core.transport import Quiescence
 from kvferry.testing.engines import CacheShape
 from tests.core.endpoint.engines import Clock, Engine, RecordingTransport, eventually, until
 from tests.core.endpoint.metric_totals import MetricTotals
+from tests.core.endpoint.transports import ScriptedTransport, failing
 
 PAGE_BYTES = 4 * 4 * 8 * 4  # tokens, heads, elements, bytes of each
 
 
-def test_a_load_is_counted_by_the_rank_that_read_it() -> None:
-    with Engine("prefill") as prefill, Engine("decode") as decode:
-        decode.pull("d-1", prefill.serve("p-1", [1, 2], 8), [3, 4])
-        assert not decode.outcome("d-1").failed
-        prefill.released("p-1")
-        totals = MetricTotals(decode)
-        assert totals.of(BYTES) == {("prefill", "memcpy"): 2 * 2 * PAGE_BYTES}
-        assert totals.of(COPIES) == {("prefill", "memcpy"): 2}
-        assert totals.of(PULLS) == {("prefill", "memcpy"): 1}
-        assert totals.of(PEERS_UP) == {("0",): 1}
-        [seconds] = totals.of(LOAD_SECONDS)[()]
-        stages = {stage: value for (stage,), [value] in totals.of(STAGE_SECONDS).items()}
-        assert set(stages) == set(Stage) - {Stage.COPY}  # no cache is staged
-        inside = [stages[each] for each in stages if each not in (Stage.WAIT, Stage.HANDSHAKE)]
-        assert 0 < sum(inside) <= seconds
-        assert stages[Stage.HANDSHAKE] > 0
-        assert stages[Stage.FENCE] > 0
-        assert stages[Stage.WAIT] == 0.0
-        failure_metrics = (FAILURES, STALE, REFUSED, LOST_PEERS, UNTOLD, PEERS_DOWN)
-        assert not any(totals.of(metric) for metric in failure_metrics)
-        assert MetricTotals(prefill).all() == {}
+def test_a_load_is_counted_by_the_rank_that_read_it(prefill: Engine, decode: Engine) -> None:
+    assert decode.load("d-1", prefill.serve("p-1", [1, 2], 8), [3, 4]) is None
+    prefill.released("p-1")
+    totals = MetricTotals(decode)
+    assert totals.of(BYTES) == {("prefill", "memcpy"): 2 * 2 * PAGE_BYTES}
+    assert totals.of(COPIES) == {("prefill", "memcpy"): 2}
+    assert totals.of(PULLS) == {("prefill", "memcpy"): 1}
+    assert totals.of(PEERS_UP) == {("0",): 1}
+    [seconds] = totals.of(LOAD_SECONDS)[()]
+    stages = {stage: value for (stage,), [value] in totals.of(STAGE_SECONDS).items()}
+    assert set(stages) == set(Stage) - {Stage.COPY}  # no cache is staged
+    inside = [stages[each] for each in stages if each not in (Stage.WAIT, Stage.HANDSHAKE)]
+    assert 0 < sum(inside) <= seconds
+    assert stages[Stage.HANDSHAKE] > 0
+    assert stages[Stage.FENCE] > 0
+    assert stages[Stage.WAIT] == 0.0
+    failure_metrics = (FAILURES, STALE, REFUSED, LOST_PEERS, UNTOLD, PEERS_DOWN)
+    assert not any(totals.of(metric) for metric in failure_metrics)
+    assert MetricTotals(prefill).all() == {}
 
 
-def test_there_are_no_new_metrics_while_nothing_happens() -> None:
-    with Engine("prefill") as prefill, Engine("decode") as decode:
-        for number in range(2):
-            decode.pull(f"d-{number}", prefill.serve(f"p-{number}", [1], 4), [3])
-            assert not decode.outcome(f"d-{number}").failed
-            prefill.released(f"p-{number}")
-            figures = decode.ranks[0].endpoint.take_figures() or {}
-            assert ("peers_up" in figures) == (number == 0)
-            assert decode.ranks[0].endpoint.take_figures() is None
-        assert prefill.ranks[0].endpoint.take_figures() is None
+def test_there_are_no_new_metrics_while_nothing_happens(prefill: Engine, decode: Engine) -> None:
+    for number in range(2):
+        assert decode.load(f"d-{number}", prefill.serve(f"p-{number}", [1], 4), [3]) is None
+        prefill.released(f"p-{number}")
+        figures = decode.endpoint.take_figures() or {}
+        assert ("peers_up" in figures) == (number == 0)
+        assert decode.endpoint.take_figures() is None
+    assert prefill.endpoint.take_figures() is None
 
 
-def test_the_wait_of_a_request_for_pages_is_measured() -> None:
-    driver = RecordingTransport()
-    with (
-        Engine("prefill") as prefill,
-        Engine("decode", transport=lambda: driver) as decode,
-    ):
+def test_the_wait_of_a_request_for_pages_is_measured(
+    prefill: Engine, driver: RecordingTransport
+) -> None:
+    with Engine("decode", transport=lambda: driver) as decode:
         ticket = prefill.serve("p-1", [1], 4)
         decode.prepare(ticket)
         eventually(lambda: driver.open_connections == 1, "the producer is reached ahead")
-        decode.pull("d-1", ticket, [2])
-        assert not decode.outcome("d-1").failed
+        assert decode.load("d-1", ticket, [2]) is None
         [waited] = MetricTotals(decode).of(STAGE_SECONDS)[(Stage.WAIT,)]
         assert waited > 0
 
 
-def test_an_expired_lease_and_the_late_read_are_counted() -> None:
-    clock = Clock()
-    with Engine("prefill", CacheShape(tp=2), clock=clock) as prefill, Engine("decode") as decode:
+def test_an_expired_lease_and_the_late_read_are_counted(decode: Engine, clock: Clock) -> None:
+    with Engine("prefill", CacheShape(tp=2), clock=clock) as prefill:
         producer, consumer = MetricTotals(prefill), MetricTotals(decode)
         ticket = prefill.serve("p-1", [1], 4)
         clock.skip(31.0)
@@ -114,9 +106,9 @@ def test_an_expired_lease_and_the_late_read_are_counted() -> None:
     [({"incarnation": random_incarnation()}, "restarted"), ({"pages": ((1, 99),)}, "mismatch")],
 )
 def test_a_ticket_that_the_handshake_denies_is_counted_once(
-    change: dict[str, Any], reason: str
+    prefill: Engine, change: dict[str, Any], reason: str
 ) -> None:
-    with Engine("prefill") as prefill, Engine("decode", CacheShape(tp=2)) as decode:
+    with Engine("decode", CacheShape(tp=2)) as decode:
         ticket = dataclasses.replace(prefill.serve("p-1", [1, 2], 8), **change)
         decode.pull("d-1", ticket, [3, 4])
         assert decode.outcome("d-1").failed
@@ -126,37 +118,32 @@ def test_a_ticket_that_the_handshake_denies_is_counted_once(
         assert {labels[1:] for labels in totals.of(FAILURES)} == {("handshake", "ticket")}
 
 
-def test_a_producer_is_down_while_it_is_unreachable_and_up_again_afterwards() -> None:
-    with Engine("prefill") as prefill, Engine("decode") as decode:
-        totals, port = MetricTotals(decode), prefill.server.port
-        prefill.server.close()
-        decode.pull("d-1", prefill.serve("p-1", [1], 4), [2])
-        assert decode.outcome("d-1").failed
-        assert totals.of(FAILURES) == {(UNREACHED, "handshake", "unreachable"): 1}
-        assert totals.of(PEERS_DOWN) == {("0",): 1}
-        assert not totals.of(PEERS_UP)
-        with HandshakeServer(
-            [encode(rank.endpoint.payload) for rank in prefill.ranks],
-            engine="prefill",
-            incarnation=prefill.incarnation,
-            port=port,
-        ):
-            decode.pull("d-2", prefill.serve("p-2", [1], 4), [2])
-            assert not decode.outcome("d-2").failed
-        assert totals.of(PEERS_DOWN) == {("0",): 0}
-        assert totals.of(PEERS_UP) == {("0",): 1}
-
-
-def test_a_producer_that_dies_is_down_until_it_is_forgotten() -> None:
-    clock = Clock()
-    options = EndpointOptions(liveness_interval=5.0, engine_ttl=600.0)
-    with (
-        Engine("prefill") as prefill,
-        Engine("decode", options=options, clock=clock) as decode,
+def test_a_producer_is_down_while_it_is_unreachable_and_up_again_afterwards(
+    prefill: Engine, decode: Engine
+) -> None:
+    totals, port = MetricTotals(decode), prefill.server.port
+    prefill.server.close()
+    decode.pull("d-1", prefill.serve("p-1", [1], 4), [2])
+    assert decode.outcome("d-1").failed
+    assert totals.of(FAILURES) == {(UNREACHED, "handshake", "unreachable"): 1}
+    assert totals.of(PEERS_DOWN) == {("0",): 1}
+    assert not totals.of(PEERS_UP)
+    with HandshakeServer(
+        [encode(rank.endpoint.payload) for rank in prefill.ranks],
+        engine="prefill",
+        incarnation=prefill.incarnation,
+        port=port,
     ):
+        assert decode.load("d-2", prefill.serve("p-2", [1], 4), [2]) is None
+    assert totals.of(PEERS_DOWN) == {("0",): 0}
+    assert totals.of(PEERS_UP) == {("0",): 1}
+
+
+def test_a_producer_that_dies_is_down_until_it_is_forgotten(prefill: Engine, clock: Clock) -> None:
+    options = EndpointOptions(liveness_interval=5.0, engine_ttl=600.0)
+    with Engine("decode", options=options, clock=clock) as decode:
         totals = MetricTotals(decode)
-        prefill.compute("p-1", [1], 4)
-        ticket = prefill.finish("p-1", [1], 4, computed=False, order=False)
+        ticket = prefill.serve_later("p-1", [1], 4)
         decode.pull("d-1", ticket, [2])
         eventually(lambda: totals.of(PEERS_UP) == {("0",): 1}, "it is connected")
         prefill.server.close()
@@ -169,70 +156,33 @@ def test_a_producer_that_dies_is_down_until_it_is_forgotten() -> None:
         eventually(lambda: totals.of(PEERS_DOWN) == {("0",): 0}, "it is forgotten")
 
 
-def test_a_producer_that_is_idle_is_neither_up_nor_down() -> None:
-    clock = Clock()
+def test_a_producer_that_is_idle_is_neither_up_nor_down(prefill: Engine, clock: Clock) -> None:
     options = EndpointOptions(liveness_interval=0, engine_ttl=600.0)
-    with (
-        Engine("prefill") as prefill,
-        Engine("decode", options=options, clock=clock) as decode,
-    ):
+    with Engine("decode", options=options, clock=clock) as decode:
         totals = MetricTotals(decode)
-        decode.pull("d-1", prefill.serve("p-1", [1], 4), [2])
-        assert not decode.outcome("d-1").failed
+        assert decode.load("d-1", prefill.serve("p-1", [1], 4), [2]) is None
         clock.skip(601.0)
         eventually(lambda: totals.of(PEERS_UP) == {("0",): 0}, "it is released")
         assert not totals.of(PEERS_DOWN)
         assert not totals.of(LOST_PEERS)
 
 
-class NotQuiescingTransport(RecordingTransport):
-    """A transport whose page reads do not end and whose disconnects fail until the test says so."""
-
-    not_quiesced = True
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._pages: set[TransferId] = set()
-
-    @property
-    def capabilities(self) -> Capabilities:
-        after = Quiescence.AFTER_DISCONNECT
-        return dataclasses.replace(super().capabilities, quiescence=after)
-
-    def read(self, peer: PeerId, copies: Copies, notify: bytes | None = None) -> TransferId:
-        transfer = super().read(peer, copies, notify)
-        if notify is None:
-            self._pages.add(transfer)
-        return transfer
-
-    def poll(self, transfers: list[TransferId]) -> list[Status]:  # type: ignore[override]
-        error = TransportError("the cable is out")
-        statuses = super().poll(transfers)
-        failing = Status(state=State.FAILING, error=error)
-        final = failing if self.not_quiesced else Status(state=State.FAILED, error=error)
-        return [
-            final if each in self._pages else status
-            for each, status in zip(transfers, statuses, strict=True)
-        ]
-
-    def disconnect(self, peer: PeerId) -> None:
-        if self.not_quiesced:
-            raise TransportError("still copying")
-        super().disconnect(peer)
-
-
-def test_pages_that_may_still_be_written_are_quarantined(caplog: pytest.LogCaptureFixture) -> None:
-    driver, clock = NotQuiescingTransport(), Clock()
-    with (
-        Engine("prefill") as prefill,
-        Engine("decode", transport=lambda: driver, clock=clock) as decode,
-    ):
+def test_pages_that_may_still_be_written_are_quarantined(
+    prefill: Engine,
+    driver: ScriptedTransport,
+    clock: Clock,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    driver.quiescence = Quiescence.AFTER_DISCONNECT
+    driver.default = failing(TransportError("the cable is out"))
+    driver.raises["disconnect"] = TransportError("still copying")
+    with Engine("decode", transport=lambda: driver, clock=clock) as decode:
         totals = MetricTotals(decode)
         decode.pull("d-1", prefill.serve("p-1", [1, 2, 3], 12), [4, 5, 6])
         eventually(lambda: totals.of(QUARANTINED) == {("0",): 3}, "the pages are quarantined")
-        assert not decode.ranks[0].endpoint.healthy
-        assert decode.ranks[0].endpoint.pending == 1, "and not given back"
-        driver.not_quiesced = False
+        assert not decode.endpoint.healthy
+        assert decode.endpoint.pending == 1, "and not given back"
+        driver.raises.clear()
         clock.skip(60.0)
         assert decode.outcome("d-1").failed
         assert totals.of(FAILURES) == {("prefill", "transfer", "transport"): 1}
@@ -244,36 +194,22 @@ def test_pages_that_may_still_be_written_are_quarantined(caplog: pytest.LogCaptu
     assert not any(record.exc_info for record in caplog.records)
 
 
-class PathlessTransport(RecordingTransport):
-    """A transport whose ``path`` raises."""
-
-    def path(self, peer: PeerId) -> str:
-        raise RuntimeError("a driver's bug")
-
-
-def test_a_load_is_counted_without_a_path_if_the_driver_raises() -> None:
-    with Engine("prefill") as prefill, Engine("decode", transport=PathlessTransport) as decode:
-        decode.pull("d-1", prefill.serve("p-1", [1], 4), [2])
-        assert not decode.outcome("d-1").failed
+def test_a_load_is_counted_without_a_path_if_the_driver_raises(
+    prefill: Engine, driver: ScriptedTransport
+) -> None:
+    driver.raises["path"] = RuntimeError("a bug of the driver's")
+    with Engine("decode", transport=lambda: driver) as decode:
+        assert decode.load("d-1", prefill.serve("p-1", [1], 4), [2]) is None
         assert MetricTotals(decode).of(PULLS) == {("prefill", ""): 1}
 
 
-class NoNotificationsTransport(RecordingTransport):
-    """A transport that cannot send notifications."""
-
-    def notify(self, peer: PeerId, payload: bytes) -> None:
-        raise TransportError("the queue is full")
-
-
 def test_a_release_that_could_not_be_sent_is_counted_and_logged(
-    caplog: pytest.LogCaptureFixture,
+    prefill: Engine, driver: ScriptedTransport, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with (
-        Engine("prefill") as prefill,
-        Engine("decode", transport=NoNotificationsTransport) as decode,
-    ):
+    driver.raises["notify"] = TransportError("the queue is full")
+    with Engine("decode", transport=lambda: driver) as decode:
         decode.pull("d-1", prefill.serve("p-1", [1], 4), [], nothing=True)
-        until(decode.ranks[0].endpoint, lambda results: bool(results.loads))
+        until(decode.endpoint, lambda results: bool(results.loads))
         assert MetricTotals(decode).of(UNTOLD) == {("prefill",): 1}
     [line] = [r.getMessage() for r in caplog.records if "not told" in r.getMessage()]
     assert "(stage release, cause transport): the queue is full; their leases end them" in line
@@ -303,12 +239,10 @@ def test_a_producer_that_goes_is_a_warning_if_loads_are_lost(
         Engine("prefill") as prefill,
         Engine("decode", options=EndpointOptions(liveness_interval=0.1)) as decode,
     ):
-        decode.pull("d-1", prefill.serve("p-1", [1], 4), [2])
-        assert not decode.outcome("d-1").failed
+        assert decode.load("d-1", prefill.serve("p-1", [1], 4), [2]) is None
         prefill.released("p-1")
         if loads:
-            prefill.compute("p-2", [1], 4)
-            ticket = prefill.finish("p-2", [1], 4, computed=False, order=False)
+            ticket = prefill.serve_later("p-2", [1], 4)
             decode.pull("d-2", ticket, [2])
         totals = MetricTotals(decode)
         prefill.server.close()
@@ -326,10 +260,9 @@ def test_an_aborted_load_is_not_logged_as_a_warning(
         Engine("prefill") as prefill,
         Engine("decode") as decode,
     ):
-        prefill.compute("p-1", [1], 4)
-        ticket = prefill.finish("p-1", [1], 4, computed=False, order=False)
+        ticket = prefill.serve_later("p-1", [1], 4)
         decode.pull("d-1", ticket, [2])
-        decode.ranks[0].endpoint.abort(RequestId("d-1"))
+        decode.endpoint.abort(RequestId("d-1"))
         assert decode.outcome("d-1").failed
         [labels] = MetricTotals(decode).of(FAILURES)
     assert labels[2] == "given_up"

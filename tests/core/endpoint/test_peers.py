@@ -10,17 +10,16 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from typing import Any
 
 import msgspec
 import pytest
-import zmq
 
 from kvferry.core.endpoint import EndpointOptions, peers
 from kvferry.core.endpoint.handshakes import HandshakeResult, memory_of
 from kvferry.core.endpoint.liveness import LivenessChecks
 from kvferry.core.endpoint.peers import Peer, PeerMemoryBudget, PeerStatus, PeerUse, most_peers
 from kvferry.core.errors import ConnectError, HandshakeError, KVFerryError
-from kvferry.core.handshake.sockets import Context
 from kvferry.core.layout import Layout
 from kvferry.core.lifecycle.holds import Incarnation, RequestId
 from kvferry.core.lifecycle.ticket import PeerKey
@@ -31,12 +30,12 @@ from kvferry.core.side_channel_messages import (
     PayloadRequest,
     Payloads,
     Pong,
-    decode_request,
     encode,
 )
 from kvferry.core.transport import PeerId
 from tests.core.endpoint.engines import Engine, RecordingTransport, eventually
 from tests.core.endpoint.loads import load
+from tests.core.endpoint.side_channels import SideChannel
 from tests.core.messages import payload
 
 
@@ -182,10 +181,13 @@ def test_the_least_recently_used_idle_peer_makes_room(monkeypatch: pytest.Monkey
 
 
 def test_a_new_peer_is_refused_while_all_others_are_in_use(
-    monkeypatch: pytest.MonkeyPatch,
+    decode: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(peers, "most_peers", lambda: 1)
-    with Engine("one") as one, Engine("two") as two, Engine("decode") as decode:
+    with (
+        Engine("one") as one,
+        Engine("two") as two,
+    ):
         assert load(one, decode, 1) is None
         one.compute("p-2", [2], 4)
         decode.pull("d-2", one.finish("p-2", [2], 4, computed=False, order=False), [2])
@@ -193,14 +195,13 @@ def test_a_new_peer_is_refused_while_all_others_are_in_use(
         assert isinstance(error, ConnectError)
         assert "there is no room for another engine: with it 1 are in use" in str(error)
         one.step()
-        assert not decode.outcome("d-2").failed
+        assert decode.error("d-2") is None
         eventually(lambda: load(two, decode, 4) is None, "it has room, and is asked again")
 
 
 def test_memory_for_what_peers_publish_is_bounded(
-    monkeypatch: pytest.MonkeyPatch,
+    driver: RecordingTransport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    driver = RecordingTransport()
     with Engine("one") as one, Engine("two") as two, Engine("decode") as decode:
         assert load(one, decode, 1) is None
         monkeypatch.setattr(peers, "MAX_KEPT_BYTES", 100)
@@ -230,51 +231,28 @@ def any_engine(like: Engine, *more: RankPayload) -> Iterator[int]:
 
     It publishes the first rank of ``like``, and the ranks in ``more``.
     """
-    published = like.ranks[0].endpoint.payload
-    context: Context = zmq.Context()
-    ended = threading.Event()
+    published = (like.endpoint.payload, *more)
 
-    def answer() -> None:
-        with context.socket(zmq.ROUTER) as channel:
-            channel.linger = 0
-            ports.append(channel.bind_to_random_port("tcp://127.0.0.1"))
-            bound.set()
-            while not ended.is_set():
-                if channel.poll(50):
-                    routing_id, question = channel.recv_multipart()
-                    asked = decode_request(question)
-                    mine = [
-                        encode(
-                            msgspec.structs.replace(
-                                each,
-                                engine=asked.engine,
-                                address=f"{asked.engine}, rank {each.rank}".encode(),
-                            )
-                        )
-                        for each in (published, *more)
-                    ]
-                    pong = Pong(incarnation=published.incarnation)
-                    said = Payloads(ranks=mine) if isinstance(asked, PayloadRequest) else pong
-                    channel.send_multipart([routing_id, encode(said)])
+    def answer(_: bytes, asked: Any) -> bytes:
+        if not isinstance(asked, PayloadRequest):
+            return encode(Pong(incarnation=like.incarnation))
+        addresses = [f"{asked.engine}, rank {each.rank}".encode() for each in published]
+        ranks = [
+            encode(msgspec.structs.replace(each, engine=asked.engine, address=address))
+            for each, address in zip(published, addresses, strict=True)
+        ]
+        return encode(Payloads(ranks=ranks))
 
-    ports: list[int] = []
-    bound = threading.Event()
-    thread = threading.Thread(target=answer)
-    thread.start()
-    assert bound.wait(20)
-    yield ports[0]
-    ended.set()
-    thread.join()
-    context.destroy(0)
+    with SideChannel(answer) as channel:
+        yield channel.port
 
 
 def test_hundreds_of_claimed_engine_names_take_few_threads_and_descriptors(
-    monkeypatch: pytest.MonkeyPatch,
+    prefill: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(peers, "MAX_PEERS", 25)
     driver = AnyAddressTransport()
     with (
-        Engine("prefill") as prefill,
         Engine("decode", transport=lambda: driver) as decode,
         any_engine(prefill) as port,
     ):
@@ -286,29 +264,29 @@ def test_hundreds_of_claimed_engine_names_take_few_threads_and_descriptors(
                 decode.pull(f"d-{number}", replace(ticket, engine=f"e-{number}", port=port), [2])
             eventually(lambda: len(driver.connected) > names[-1], "all are connected")  # noqa: B023
             for number in names:
-                decode.ranks[0].endpoint.abort(RequestId(f"d-{number}"))
-            eventually(lambda: not decode.ranks[0].endpoint.pending, "all are over")
+                decode.endpoint.abort(RequestId(f"d-{number}"))
+            eventually(lambda: not decode.endpoint.pending, "all are over")
         eventually(lambda: 0 < driver.open_connections <= 25, "most are given up")
         eventually(lambda: threading.active_count() <= threads + 1, "one thread checks all peers")
         # Two for each that is watched, and four where the other end is, in this process too.
         eventually(lambda: len(os.listdir("/proc/self/fd")) < files + 25 * 4 + 10, "few are open")
 
 
-def test_an_engine_whose_ranks_differ_in_groups_is_refused_alone() -> None:
-    with Engine("prefill") as prefill, Engine("decode") as decode:
-        one = prefill.ranks[0].endpoint.payload
-        more = replace(one.layout, groups=one.layout.groups * 2)
-        other = msgspec.structs.replace(
-            one, rank=1, coordinates=Coordinates(tp=1), layout=more, address=b"elsewhere"
-        )
-        with any_engine(prefill, other) as port:
-            ticket = replace(prefill.serve("p-1", [1], 4), engine="odd", port=port)
-            decode.pull("d-1", ticket, [1])
-            error = decode.outcome("d-1").failed[RequestId("d-1")]
-        assert isinstance(error, HandshakeError)
-        assert "rank 0 has 1 groups, rank 1 2" in str(error)
-        assert load(prefill, decode, 2) is None
-        assert decode.ranks[0].endpoint.healthy
+def test_an_engine_whose_ranks_differ_in_groups_is_refused_alone(
+    prefill: Engine, decode: Engine
+) -> None:
+    one = prefill.endpoint.payload
+    more = replace(one.layout, groups=one.layout.groups * 2)
+    other = msgspec.structs.replace(
+        one, rank=1, coordinates=Coordinates(tp=1), layout=more, address=b"elsewhere"
+    )
+    with any_engine(prefill, other) as port:
+        ticket = replace(prefill.serve("p-1", [1], 4), engine="odd", port=port)
+        error = decode.load("d-1", ticket, [1])
+    assert isinstance(error, HandshakeError)
+    assert "rank 0 has 1 groups, rank 1 2" in str(error)
+    assert load(prefill, decode, 2) is None
+    assert decode.endpoint.healthy
 
 
 def test_a_silent_producer_does_not_delay_the_detection_of_another_ones_death() -> None:

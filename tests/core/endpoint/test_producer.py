@@ -90,16 +90,17 @@ def test_the_device_is_not_asked_for_holds_that_have_ended(rank: Rank) -> None:
     assert not rank.server.is_computing
 
 
+@pytest.mark.parametrize("error", [None, RuntimeError("no device")])
 def test_holds_of_a_device_that_does_not_answer_are_not_ready_and_their_leases_end_them(
-    rank: Rank, caplog: pytest.LogCaptureFixture
+    rank: Rank, caplog: pytest.LogCaptureFixture, error: Exception | None
 ) -> None:
     device = Device()
-    device.error = RuntimeError("no device")
+    device.error = error
     rank.order(device)
     for _ in range(3):
         rank.server.tick()
-    [record] = [each for each in caplog.records if each.levelno == logging.ERROR]
-    assert "the work for 3 holds" in record.getMessage()
+    logged = [each.getMessage() for each in caplog.records if each.levelno == logging.ERROR]
+    assert ["the work for 3 holds" in each for each in logged] == ([True] if error else [])
     assert rank.words == [hold.computing for hold in HOLDS]
     rank.clock.skip(31.0)
     rank.server.tick()

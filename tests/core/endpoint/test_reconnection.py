@@ -10,61 +10,34 @@ import pytest
 from kvferry.core.endpoint import EndpointOptions
 from kvferry.core.errors import DeadlineError, TransportError, TransportUsageError
 from kvferry.core.lifecycle.holds import RequestId
-from kvferry.core.transport import PeerId, State, Status, TransferId
-from kvferry.core.transport.copies import Copies
+from kvferry.core.transport import PeerId
 from tests.core.endpoint.aliases import alias_engine
 from tests.core.endpoint.engines import Clock, Engine, RecordingTransport, eventually
-from tests.core.endpoint.loads import TOKENS, outcomes, pull
+from tests.core.endpoint.loads import TOKENS, load, outcomes, pull
+from tests.core.endpoint.transports import DONE, PENDING, ScriptedTransport, failed
 
 LOAD_TIMEOUT = 100.0
-PENDING, DONE = Status(state=State.PENDING), Status(state=State.DONE)
-FAILED = Status(state=State.FAILED, error=TransportError("a link flapped"))
-
-
-class ScriptedReadsTransport(RecordingTransport):
-    """A transport whose page reads are pending until the test gives them a status."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.pages: list[TransferId] = []
-        self.statuses: dict[int, Status] = {}
-        """Statuses by the index of the page read."""
-        self._disconnected_reads: set[TransferId] = set()
-
-    def read(self, peer: PeerId, copies: Copies, notify: bytes | None = None) -> TransferId:
-        transfer = super().read(peer, copies, notify)
-        if notify is None:
-            self.pages.append(transfer)
-        return transfer
-
-    def poll(self, transfers: list[TransferId]) -> list[Status]:  # type: ignore[override]
-        return [
-            self.statuses.get(self.pages.index(each), PENDING)
-            if each in self.pages and each not in self._disconnected_reads
-            else real
-            for each, real in zip(transfers, super().poll(transfers), strict=True)
-        ]
-
-    def cancel(self, transfer: TransferId) -> None:
-        """Do nothing: reads end only as the test says."""
-
-    def disconnect(self, peer: PeerId) -> None:
-        super().disconnect(peer)
-        self._disconnected_reads.update(self.pages)
-
-
+FAILED = failed(TransportError("a link flapped"))
 OPTIONS = EndpointOptions(liveness_interval=0.0, load_timeout=LOAD_TIMEOUT)
 
 
-def test_overlapping_loads_do_not_keep_a_connection_on_which_a_read_failed() -> None:
-    driver = ScriptedReadsTransport()
-    with (
-        Engine("prefill") as prefill,
-        Engine("decode", options=OPTIONS, transport=lambda: driver) as decode,
-    ):
-        for number in (1, 2):
-            pull(prefill, decode, number)
-            eventually(lambda: len(driver.pages) == number, "it is read")  # noqa: B023
+@pytest.fixture
+def driver() -> ScriptedTransport:
+    return ScriptedTransport(PENDING)
+
+
+def start_read(prefill: Engine, decode: Engine, driver: ScriptedTransport, *numbers: int) -> None:
+    """Start loads, one after the other is read."""
+    for number in numbers:
+        pull(prefill, decode, number)
+        eventually(lambda: len(driver.pages) == number, "it is read")  # noqa: B023
+
+
+def test_overlapping_loads_do_not_keep_a_connection_on_which_a_read_failed(
+    prefill: Engine, driver: ScriptedTransport
+) -> None:
+    with Engine("decode", options=OPTIONS, transport=lambda: driver) as decode:
+        start_read(prefill, decode, driver, 1, 2)
         driver.statuses[0] = FAILED
         assert "a link flapped" in str(outcomes(decode, 1)[0])
         pull(prefill, decode, 3)
@@ -93,37 +66,28 @@ class EndedBeforeUseTransport(RecordingTransport):
         return peer
 
 
-def test_a_connection_that_has_ended_before_its_first_read_is_made_anew() -> None:
+def test_a_connection_that_has_ended_before_its_first_read_is_made_anew(prefill: Engine) -> None:
     """Two addresses lead to one transport, and the last user of the other has released it."""
     driver = EndedBeforeUseTransport()
-    with (
-        Engine("prefill") as prefill,
-        Engine("decode", options=OPTIONS, transport=lambda: driver) as decode,
-    ):
-        pull(prefill, decode, 1)
-        assert isinstance(outcomes(decode, 1)[0], TransportUsageError)
-        pull(prefill, decode, 2)
-        assert outcomes(decode, 2) == [None]
+    with Engine("decode", options=OPTIONS, transport=lambda: driver) as decode:
+        assert isinstance(load(prefill, decode, 1), TransportUsageError)
+        assert load(prefill, decode, 2) is None
         assert len(driver.connected) == 2
-        assert decode.ranks[0].endpoint.healthy
+        assert decode.endpoint.healthy
 
 
-def test_loads_wait_for_a_new_connection_at_most_until_the_others_deadline() -> None:
+def test_loads_wait_for_a_new_connection_at_most_until_the_others_deadline(
+    prefill: Engine, driver: ScriptedTransport, clock: Clock
+) -> None:
     """The producer is told of a load that is aborted while it waits."""
-    driver, clock = ScriptedReadsTransport(), Clock()
-    with (
-        Engine("prefill") as prefill,
-        Engine("decode", options=OPTIONS, transport=lambda: driver, clock=clock) as decode,
-    ):
-        for number in (1, 2):
-            pull(prefill, decode, number)
-            eventually(lambda: len(driver.pages) == number, "it is read")  # noqa: B023
+    with Engine("decode", options=OPTIONS, transport=lambda: driver, clock=clock) as decode:
+        start_read(prefill, decode, driver, 1, 2)
         driver.statuses[0] = FAILED
         outcomes(decode, 1)
         clock.skip(LOAD_TIMEOUT / 2)
         for number in (3, 4):
             pull(prefill, decode, number)
-        decode.ranks[0].endpoint.abort(RequestId("d-3"))
+        decode.endpoint.abort(RequestId("d-3"))
         assert outcomes(decode, 3) != [None]
         driver.statuses[2] = DONE
         clock.skip(LOAD_TIMEOUT / 2 + 2.0)
@@ -131,44 +95,39 @@ def test_loads_wait_for_a_new_connection_at_most_until_the_others_deadline() -> 
         assert isinstance(over_deadline, DeadlineError)
         assert other is None
         eventually(
-            lambda: prefill.ranks[0].endpoint.held == 1,
+            lambda: prefill.endpoint.held == 1,
             "the producer is told of all loads but the one whose connection was closed",
         )
 
 
 @pytest.mark.parametrize("other_reads", [False, True])
 def test_a_shared_connection_is_replaced_unless_another_engine_is_read_over_it(
-    other_reads: bool,
+    prefill: Engine, driver: ScriptedTransport, other_reads: bool
 ) -> None:
-    driver = ScriptedReadsTransport()
     with (
-        Engine("prefill") as prefill,
         alias_engine(prefill) as other,
         Engine("decode", options=OPTIONS, transport=lambda: driver) as decode,
     ):
         ticket = prefill.serve("p-1", [1], TOKENS)
         decode.pull("d-1", other.ticket(ticket), [1])
         eventually(lambda: len(driver.pages) == 1, "it is read")
-        pull(prefill, decode, 2)
-        eventually(lambda: len(driver.pages) == 2, "the second is read")
+        start_read(prefill, decode, driver, 2)
         driver.statuses[1] = FAILED
         outcomes(decode, 2)
         if not other_reads:
             driver.statuses[0] = DONE
             outcomes(decode, 1)
-        pull(prefill, decode, 3)
-        eventually(lambda: len(driver.pages) == 3, "the next is read")
+        start_read(prefill, decode, driver, 3)
         assert len(driver.disconnected) == (0 if other_reads else 1)
         driver.statuses.update({0: DONE, 2: DONE})
         numbers = (3, 1) if other_reads else (3,)
         assert not any(outcomes(decode, *numbers))
 
 
-def test_loads_aborted_before_their_handshake_fails_leave_no_state_behind() -> None:
+def test_loads_aborted_before_their_handshake_fails_leave_no_state_behind(prefill: Engine) -> None:
     options = dataclasses.replace(OPTIONS, handshake_timeout=0.3)
     with (
         socket.create_server(("127.0.0.1", 0)) as silent_host,
-        Engine("prefill") as prefill,
         Engine("decode", options=options) as decode,
     ):
         (rank,) = decode.ranks

@@ -23,9 +23,9 @@ from tests.core.resource_limits import no_threads
     ],
 )
 def test_a_load_that_gets_no_thread_fails_or_does_without_and_the_next_succeeds(
-    name: str, error_type: type[KVFerryError] | None
+    decode: Engine, name: str, error_type: type[KVFerryError] | None
 ) -> None:
-    with Engine("prefill", host="localhost") as prefill, Engine("decode") as decode:
+    with Engine("prefill", host="localhost") as prefill:
         with no_threads(name) as refused:
             error = load(prefill, decode, 1)
         assert refused
@@ -35,20 +35,19 @@ def test_a_load_that_gets_no_thread_fails_or_does_without_and_the_next_succeeds(
             assert isinstance(error, error_type)
             assert "ulimit" in str(error)
         assert load(prefill, decode, 2) is None
-        assert decode.ranks[0].endpoint.healthy
+        assert decode.endpoint.healthy
 
 
 def test_a_load_that_gets_no_file_descriptor_fails_and_the_next_succeeds(
-    monkeypatch: pytest.MonkeyPatch,
+    prefill: Engine, decode: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def no_files(*_: object) -> None:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
-    with Engine("prefill") as prefill, Engine("decode") as decode:
-        with monkeypatch.context() as patch:
-            patch.setattr(os, "eventfd", no_files)
-            error = load(prefill, decode, 1)
-        assert isinstance(error, HandshakeError)
-        assert "Too many open files; let this process have more files" in str(error)
-        assert load(prefill, decode, 2) is None
-        assert decode.ranks[0].endpoint.healthy
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "eventfd", no_files)
+        error = load(prefill, decode, 1)
+    assert isinstance(error, HandshakeError)
+    assert "Too many open files; let this process have more files" in str(error)
+    assert load(prefill, decode, 2) is None
+    assert decode.endpoint.healthy

@@ -34,16 +34,15 @@ def side_channel_with(prefill: Engine, change: dict[str, Any], without: str = ""
 
 
 def loads(prefill: Engine, decode: Engine, ticket: Ticket) -> None:
-    decode.pull("d-1", ticket, [3, 4])
-    assert not decode.outcome("d-1").failed
+    assert decode.load("d-1", ticket, [3, 4]) is None
     prefill.released("p-1")
 
 
-def test_an_older_producer_without_renewals_gets_none() -> None:
-    driver = RecordingTransport()
+def test_an_older_producer_without_renewals_gets_none(
+    decode: Engine, driver: RecordingTransport
+) -> None:
     with (
         Engine("prefill", transport=lambda: driver) as prefill,
-        Engine("decode") as decode,
         side_channel_with(prefill, {}, without="lease") as port,
     ):
         ticket = replace(prefill.serve("p-1", [1, 2], 8), port=port)
@@ -52,11 +51,11 @@ def test_an_older_producer_without_renewals_gets_none() -> None:
         assert not driver.notes(Renewal)
 
 
-def test_a_newer_producer_with_unknown_fields_gets_renewals() -> None:
-    driver = RecordingTransport()
+def test_a_newer_producer_with_unknown_fields_gets_renewals(
+    decode: Engine, driver: RecordingTransport
+) -> None:
     with (
         Engine("prefill", transport=lambda: driver) as prefill,
-        Engine("decode") as decode,
         side_channel_with(prefill, {"newest": 9} | UNKNOWN) as port,
     ):
         ticket = replace(prefill.serve("p-1", [1, 2], 8), port=port)

@@ -65,9 +65,8 @@ def test_an_aborted_request_does_not_end_the_shared_hold() -> None:
         decode.pull("d-1", ticket, [2], shared=True, passed=never.is_set)
         for rank in decode.ranks:
             rank.endpoint.abort(RequestId("d-1"))
-        assert isinstance(decode.outcome("d-1").failed[RequestId("d-1")], EndpointClosedError)
-        decode.pull("d-2", ticket, [3])
-        assert not decode.outcome("d-2").failed
+        assert isinstance(decode.error("d-1"), EndpointClosedError)
+        assert decode.load("d-2", ticket, [3]) is None
         prefill.released("p-1")
         for driver in drivers:
             assert [release.abandoned for release in driver.notes(Release)] == [False]
@@ -76,14 +75,10 @@ def test_an_aborted_request_does_not_end_the_shared_hold() -> None:
 def test_the_fence_of_a_shared_load_refuses_a_lost_hold() -> None:
     with pair(tp=1) as (prefill, decode, [driver]):
         ticket = prefill.serve("p-1", [1], 4)
-        prefill.scheduler_holds.reset()
-        prefill.step()
-        prefill.released("p-1")
-        decode.pull("d-1", ticket, [2], shared=True)
-        assert isinstance(decode.outcome("d-1").failed[RequestId("d-1")], StaleError)
+        prefill.reset("p-1")
+        assert isinstance(decode.load("d-1", ticket, [2], shared=True), StaleError)
         second = prefill.serve("p-2", [3], 4)
-        decode.pull("d-2", second, [4])
-        assert not decode.outcome("d-2").failed
+        assert decode.load("d-2", second, [4]) is None
         prefill.released("p-2")
         generations = [release.generation for release in driver.notes(Release)]
         assert generations == [second.hold.generation]
@@ -94,13 +89,14 @@ def test_a_shared_request_that_needs_nothing_connects_to_no_producer() -> None:
         ticket = prefill.serve("p-1", [1], 4)
         decode.pull("d-1", ticket, [], nothing=True, shared=True)
         decode.pull("d-2", ticket, [2])
-        results = until(decode.ranks[0].endpoint, lambda results: bool(results.loads))
+        results = until(decode.endpoint, lambda results: bool(results.loads))
         assert [record.request for record in results.loads] == ["d-2"]
 
 
 @pytest.mark.parametrize("needs_pages", [True, False])
-def test_a_shared_request_that_needs_nothing_ends_only_its_own_wait(needs_pages: bool) -> None:
-    clock, driver = Clock(), RecordingTransport()
+def test_a_shared_request_that_needs_nothing_ends_only_its_own_wait(
+    clock: Clock, driver: RecordingTransport, needs_pages: bool
+) -> None:
     with (
         Engine("prefill", transport=lambda: driver, clock=clock) as prefill,
         Engine("decode", options=OPTIONS, clock=clock) as decode,
@@ -114,5 +110,5 @@ def test_a_shared_request_that_needs_nothing_ends_only_its_own_wait(needs_pages:
         decode.pull("d-2", ticket, [2] if needs_pages else [], nothing=not needs_pages)
         assert not needs_pages or not decode.outcome("d-2").failed
         prefill.released("p-1")
-        assert not decode.ranks[0].endpoint._load_manager._pending_tickets._tickets
+        assert not decode.endpoint._load_manager._pending_tickets._tickets
         assert [release.abandoned for release in driver.notes(Release)] == [False]

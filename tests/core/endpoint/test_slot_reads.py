@@ -20,8 +20,6 @@ from kvferry.core.messages import WORD_BYTES, Note, Release, Renewal, decode_not
 from kvferry.core.side_channel_messages import encode
 from kvferry.core.transport import PeerId
 from kvferry.core.transport.copies import Copies
-from kvferry.drivers.loopback import notifications as loopback
-from kvferry.drivers.ucx import messages as ucx
 
 TABLE = Region(address=1 << 40, nbytes=1 << 20)
 PLENTY = 1 << 20
@@ -131,20 +129,6 @@ def test_a_scratch_word_is_cleared_when_it_is_taken() -> None:
     assert scratch.give_back(index) == NOTHING
 
 
-def test_scratch_words_are_distinct_until_given_back() -> None:
-    scratch = ScratchWords(3)
-    assert scratch.free == 3
-    taken = [scratch.take() for _ in range(3)]
-    assert scratch.free == 0
-    addresses = sorted(map(scratch.address, taken))
-    start = scratch.region.address
-    assert addresses == [start, start + WORD_BYTES, start + 2 * WORD_BYTES]
-    assert scratch.region.nbytes == 3 * WORD_BYTES
-    scratch.give_back(taken[1])
-    assert (scratch.free, scratch.take()) == (1, taken[1])
-    assert ScratchWords().free == 1 << 12
-
-
 def test_a_slot_table_has_a_word_per_slot_and_at_least_one() -> None:
     assert (len(SlotTable(0)), len(SlotTable(5))) == (1, 5)
     table = SlotTable(3)
@@ -241,15 +225,6 @@ def test_a_removed_read_is_not_posted() -> None:
     assert not harness.lost
 
 
-def test_reads_from_a_disconnected_rank_are_lost() -> None:
-    harness, peer = SlotReadsHarness(), PeerStub({1: PeerId(6)})
-    harness.add("a", peer, rank=0)
-    harness.add("b", peer, rank=1)
-    [read] = harness.post()
-    assert read.tags == {"b"}
-    assert [(tag, str(error)) for tag, error in harness.lost] == [("a", "gone")]
-
-
 def test_a_callback_that_raises_loses_only_its_own_read() -> None:
     harness, peer = SlotReadsHarness(), PeerStub({0: PeerId(5)})
     lost: list[KVFerryError] = []
@@ -285,29 +260,12 @@ def test_a_batch_whose_notes_cannot_be_encoded_is_lost_alone() -> None:
 # Notifications.
 
 
-@pytest.mark.parametrize("limit", [200, 1000, loopback.MAX_NOTIFICATION, ucx.MAX_NOTIFICATION])
-@pytest.mark.parametrize("count", [1, 40, 200])
-def test_notes_are_split_into_notifications_that_fit(limit: int, count: int) -> None:
-    notes = [release(number) for number in range(count)]
-    parts = list(fitting(notes, limit))
-    assert [note for part in parts for note in part] == notes
-    assert all(0 < len(encode(part)) <= limit for part in parts)
-    one = len(encode([notes[-1]]))
-    assert len(parts) <= 1 + count // max(1, min(MAX_BATCH, limit // one - 1)), (
-        "no more notifications than needed"
-    )
-
-
 def test_a_notification_holds_as_many_notes_as_fit() -> None:
     """Eight bytes are reserved for the encoding of the list."""
     notes = [release(1)] * 5
     full = 5 * len(encode(notes[:1])) + 8
     assert [len(part) for part in fitting(notes, full)] == [5]
     assert [len(part) for part in fitting(notes, full - 1)] == [4, 1]
-
-
-def test_no_notes_make_no_notification() -> None:
-    assert list(fitting([], 1000)) == []
 
 
 def test_a_note_too_large_for_a_notification_is_sent_alone() -> None:

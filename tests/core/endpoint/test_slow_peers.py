@@ -102,8 +102,7 @@ def three_engines(
 def assert_loads_succeed(other: Engine, decode: Engine, count: int = 20) -> None:
     for number in range(count):
         ticket = other.serve(f"o-{number}", [5], TOKENS)
-        decode.pull(f"do-{number}", ticket, [6])
-        assert not decode.outcome(f"do-{number}").failed
+        assert decode.load(f"do-{number}", ticket, [6]) is None
         other.released(f"o-{number}")
         (rank,) = decode.ranks
         for layer in range(LAYERS):
@@ -111,8 +110,10 @@ def assert_loads_succeed(other: Engine, decode: Engine, count: int = 20) -> None
             np.testing.assert_array_equal(rank.read(layer, [6])[:TOKENS], want)
 
 
-def test_loads_and_renewals_go_on_while_another_peer_is_being_disconnected() -> None:
-    driver, clock, producer_transport = SlowPeerTransport(), Clock(), RecordingTransport()
+def test_loads_and_renewals_go_on_while_another_peer_is_being_disconnected(
+    clock: Clock, producer_transport: RecordingTransport
+) -> None:
+    driver = SlowPeerTransport()
     with three_engines(driver, clock, lambda: producer_transport) as (slow, other, decode):
         decode.pull("d-1", slow.serve("p-1", [1], TOKENS), [2])
         eventually(lambda: driver.is_reading, "the slow peer is read from")
@@ -127,21 +128,20 @@ def test_loads_and_renewals_go_on_while_another_peer_is_being_disconnected() -> 
             lambda: bool(producer_transport.received), "the hold of the waiting request is renewed"
         )
         assert not driver.may_return.is_set()
-        results = decode.ranks[0].endpoint.results()
+        results = decode.endpoint.results()
         assert RequestId("d-1") not in results.received, "bytes may still land in its pages"
-        decode.pull("d-w", waiting, [8])
-        assert not decode.outcome("d-w").failed
-        eventually(lambda: decode.ranks[0].endpoint.healthy, "a round has run since the skip")
+        assert decode.load("d-w", waiting, [8]) is None
+        eventually(lambda: decode.endpoint.healthy, "a round has run since the skip")
         clock.skip(30.0)
-        assert "have not returned for 30 s" in decode.ranks[0].endpoint.problems[0]
+        assert "have not returned for 30 s" in decode.endpoint.problems[0]
         driver.may_return.set()
-        error = decode.outcome("d-1").failed[RequestId("d-1")]
+        error = decode.error("d-1")
         assert isinstance(error, DeadlineError | PeerLostError)
-        eventually(lambda: decode.ranks[0].endpoint.healthy, "the call has returned")
+        eventually(lambda: decode.endpoint.healthy, "the call has returned")
 
 
-def test_loads_go_on_while_another_peer_is_being_connected() -> None:
-    driver, clock = SlowPeerTransport(), Clock()
+def test_loads_go_on_while_another_peer_is_being_connected(clock: Clock) -> None:
+    driver = SlowPeerTransport()
     driver.connects_at_once = False
     with three_engines(driver, clock) as (slow, other, decode):
         for number in range(3):
@@ -155,7 +155,7 @@ def test_loads_go_on_while_another_peer_is_being_connected() -> None:
             failed.update(results.failed)
             return len(failed) == 3
 
-        until(decode.ranks[0].endpoint, all_failed)
+        until(decode.endpoint, all_failed)
         assert all("stage: handshake" in str(error) for error in failed.values())
         driver.may_return.set()
         slow.released("p-2")  # "abandon" is sent once the peer is connected
@@ -174,7 +174,7 @@ def test_closing_while_a_peer_is_being_disconnected_asks_to_keep_the_memory(
         clock.skip(200.0)
         eventually(driver.disconnecting.is_set, "it is being disconnected")
         with pytest.raises(TransportError, match="keep it until the process ends"):
-            decode.ranks[0].endpoint.close()
+            decode.endpoint.close()
         driver.may_return.set()
         eventually(lambda: driver.slow in driver.disconnected, "the driver's call returns")
         driver.close()

@@ -60,8 +60,7 @@ def test_no_thread_uses_a_device_that_it_has_not_chosen() -> None:
         ticket = prefill.serve("p", [1, 2], 7)
         event = devices.Event()
         event.record()
-        decode.pull("d", ticket, [3, 4], passed=event.query)
-        assert not decode.outcome("d").failed
+        assert decode.load("d", ticket, [3, 4], passed=event.query) is None
         prefill.released("p")
     assert devices.strays == []
     assert set(devices.chosen.values()) == {1}
@@ -75,8 +74,7 @@ def test_an_engine_whose_threads_do_not_choose_is_found_out() -> None:
     rank = partial(Engine, transport=partial(DeviceTransport, devices))
     with rank("prefill") as prefill, rank("decode") as decode:
         ticket = prefill.serve("p", [1, 2], 7)
-        decode.pull("d", ticket, [3, 4])
-        assert not decode.outcome("d").failed
+        assert decode.load("d", ticket, [3, 4]) is None
     assert {name for name, _ in devices.strays} == {"kvferry-endpoint", "kvferry-driver-call"}
 
 
@@ -90,7 +88,7 @@ def test_an_endpoint_that_cannot_choose_its_device_has_failed(
         raise RuntimeError("no such device: 7")
 
     with caplog.at_level(logging.CRITICAL), Engine("decode", enter=fail) as decode:
-        endpoint = decode.ranks[0].endpoint
+        endpoint = decode.endpoint
         made.set()
         eventually(lambda: not endpoint.healthy, "the endpoint has failed")
         assert "no such device: 7" in endpoint.problems[0]

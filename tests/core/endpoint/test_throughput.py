@@ -174,26 +174,10 @@ def test_slow_reads_are_logged_once_per_engine_even_if_it_is_connected_anew(
     ]
 
 
-def test_fast_reads_of_device_memory_are_not_logged(caplog: pytest.LogCaptureFixture) -> None:
-    with Pair() as pair, prefill_engine() as prefill:
-        pair.transport.rate = FAST
-        pair.load(prefill, 2 * LOADS)
-    assert not warnings(caplog)
-
-
 def test_slow_reads_between_cpu_memory_are_not_logged(caplog: pytest.LogCaptureFixture) -> None:
     with Pair(CPU) as pair, prefill_engine(memory=CPU) as prefill:
         pair.load(prefill, 2 * LOADS)
     assert not warnings(caplog)
-
-
-def test_reads_that_become_slow_are_logged(caplog: pytest.LogCaptureFixture) -> None:
-    with Pair() as pair, prefill_engine() as prefill:
-        pair.transport.rate = FAST
-        pair.load(prefill, LOADS)
-        pair.transport.rate = SLOW
-        pair.load(prefill, LOADS)
-    assert len(warnings(caplog)) == 1
 
 
 def test_slow_reads_in_small_copies_are_logged_with_advice_about_the_copies(

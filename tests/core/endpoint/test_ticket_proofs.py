@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
 
 import msgspec
 import pytest
@@ -28,26 +27,26 @@ from kvferry.core.lifecycle.ticket import Ticket
 from kvferry.core.security import TicketKey
 from kvferry.core.security.proof import FINGERPRINT_BYTES, fingerprint
 from kvferry.core.side_channel_messages import Payloads, encode
-from kvferry.core.transport import Capabilities, PeerId, Quiescence, State, Status, TransferId
-from kvferry.core.transport.copies import Copies
+from kvferry.core.transport import Quiescence
 from kvferry.drivers.loopback import LoopbackTransport
 from kvferry.testing.engines import CacheShape, proved
-from tests.core.endpoint.engines import Clock, Engine, RecordingTransport, eventually
+from tests.core.endpoint.engines import Clock, Engine, RecordingTransport, eventually, until
+from tests.core.endpoint.transports import PENDING, ScriptedTransport, failing
 from tests.core.ticket_proofs import altered, said
 
 KEY, OTHER_KEY = TicketKey(), TicketKey()
 
 
-class ReadRecorder(LoopbackTransport):
-    """A transport that records the remote addresses of every read."""
+@pytest.fixture
+def prefill(producer_transport: RecordingTransport) -> Iterator[Engine]:
+    with Engine("prefill", ticket_key=KEY, transport=lambda: producer_transport) as engine:
+        yield engine
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.reads: list[list[int]] = []
 
-    def read(self, peer: PeerId, copies: Copies, notify: bytes | None = None) -> TransferId:
-        self.reads.append([int(address) for address in copies.remote])
-        return super().read(peer, copies, notify)
+@pytest.fixture
+def decode(driver: ScriptedTransport, clock: Clock) -> Iterator[Engine]:
+    with Engine("decode", transport=lambda: driver, clock=clock) as engine:
+        yield engine
 
 
 def fingerprint_address(prefill: Engine, rank: int = 0) -> int:
@@ -56,24 +55,20 @@ def fingerprint_address(prefill: Engine, rank: int = 0) -> int:
     return found.address
 
 
-def failure(decode: Engine, request: str, ticket: Ticket, pages: Sequence[int] = (5,)) -> Any:
-    decode.pull(request, ticket, list(pages))
-    error, *_ = decode.outcome(request).failed.values()
+def failure(decode: Engine, request: str, ticket: Ticket) -> KVFerryError:
+    error = decode.load(request, ticket, [5, 6])
+    assert error is not None
     return error
 
 
-def loads(decode: Engine, request: str, ticket: Ticket, pages: Sequence[int] = (3, 4)) -> None:
-    decode.pull(request, ticket, list(pages))
-    assert not decode.outcome(request).failed
+def loads(decode: Engine, request: str, ticket: Ticket) -> None:
+    assert decode.load(request, ticket, [3, 4]) is None
 
 
-def about_holds(producer_transport: RecordingTransport) -> list[bytes]:
-    """Return the notifications about holds, that is all but heartbeats."""
-    return [
-        notification.payload
-        for notification in producer_transport.received
-        if b"heartbeat" not in notification.payload
-    ]
+def releases(producer_transport: RecordingTransport) -> list[int]:
+    """Return how many releases each notification has, of those about holds."""
+    payloads = [each.payload for each in producer_transport.received]
+    return [each.count(b"release") for each in payloads if b"heartbeat" not in each]
 
 
 def without_proof(ticket: Ticket) -> Ticket:
@@ -106,122 +101,105 @@ FORGERIES: list[Callable[[Ticket], Ticket]] = [
 ]
 
 
-def test_the_fingerprint_is_read_once_before_the_first_load() -> None:
-    driver = ReadRecorder()
-    with (
-        Engine("prefill", ticket_key=KEY) as prefill,
-        Engine("decode", transport=lambda: driver) as decode,
-    ):
-        for index in range(3):
-            ticket = prefill.serve(f"p-{index}", [1, 2], 8)
-            loads(decode, f"d-{index}", ticket)
-            prefill.released(f"p-{index}")
-        words = [fingerprint_address(prefill), fingerprint_address(prefill) + 8]
-        assert [read for read in driver.reads if set(read) & set(words)] == [words]
-        assert driver.reads[0] == words
+def test_the_fingerprint_is_read_once_before_the_first_load(
+    prefill: Engine, decode: Engine, driver: ScriptedTransport
+) -> None:
+    for index in range(3):
+        loads(decode, f"d-{index}", prefill.serve(f"p-{index}", [1, 2], 8))
+        prefill.released(f"p-{index}")
+    words = [fingerprint_address(prefill), fingerprint_address(prefill) + 8]
+    assert [read for read in driver.addresses if set(read) & set(words)] == [words]
+    assert driver.addresses[0] == words
 
 
 @pytest.mark.parametrize("forge", FORGERIES)
 @pytest.mark.parametrize("is_prepared", [True, False], ids=["prepared", "at once"])
 @pytest.mark.parametrize("is_known", [True, False], ids=["connected", "unknown"])
 def test_a_forged_ticket_causes_no_renewal_read_done_or_abandon(
-    forge: Callable[[Ticket], Ticket], is_prepared: bool, is_known: bool
+    prefill: Engine,
+    decode: Engine,
+    driver: ScriptedTransport,
+    producer_transport: RecordingTransport,
+    forge: Callable[[Ticket], Ticket],
+    is_prepared: bool,
+    is_known: bool,
 ) -> None:
     """Nor a connection. The genuine ticket of the same hold works afterwards."""
-    producer_transport, driver = RecordingTransport(), ReadRecorder()
-    with (
-        Engine("prefill", ticket_key=KEY, transport=lambda: producer_transport) as prefill,
-        Engine("decode", transport=lambda: driver) as decode,
-    ):
-        if is_known:
-            loads(decode, "d-0", prefill.serve("p-0", [10, 11], 8), [7, 8])
-            prefill.released("p-0")
-            producer_transport.received.clear()
-            driver.reads.clear()
-        ticket = prefill.serve("p-1", [1, 2], 8)
-        forged = forge(ticket)
-        if is_prepared:
-            decode.prepare(forged)
-        error = failure(decode, "d-1", forged, [5, 6])
-        assert isinstance(error, TicketError)
-        assert error.reason is TicketReason.PROOF
-        assert driver.reads == []
-        loads(decode, "d-2", ticket)
-        prefill.released("p-1")
-        # The genuine ticket's release comes after anything sent for the forged one.
-        [payload] = about_holds(producer_transport)
-        assert payload.count(b"release") == 1
+    if is_known:
+        loads(decode, "d-0", prefill.serve("p-0", [10, 11], 8))
+        prefill.released("p-0")
+        producer_transport.received.clear()
+        driver.addresses.clear()
+    ticket = prefill.serve("p-1", [1, 2], 8)
+    forged = forge(ticket)
+    if is_prepared:
+        decode.prepare(forged)
+    error = failure(decode, "d-1", forged)
+    assert isinstance(error, TicketError)
+    assert error.reason is TicketReason.PROOF
+    assert driver.addresses == []
+    loads(decode, "d-2", ticket)
+    prefill.released("p-1")
+    # The genuine ticket's release comes after anything sent for the forged one.
+    assert releases(producer_transport) == [1]
 
 
 @pytest.mark.parametrize("forge", FORGERIES)
 def test_a_request_that_needs_nothing_sends_nothing_for_a_forged_ticket(
+    prefill: Engine,
+    decode: Engine,
+    producer_transport: RecordingTransport,
     forge: Callable[[Ticket], Ticket],
 ) -> None:
     """For a genuine ticket "done" is sent, since all pages are in the prefix cache."""
-    producer_transport = RecordingTransport()
-    with (
-        Engine("prefill", ticket_key=KEY, transport=lambda: producer_transport) as prefill,
-        Engine("decode") as decode,
-    ):
-        ticket = prefill.serve("p-1", [1, 2], 8)
-        decode.pull("d-1", forge(ticket), [], nothing=True)
-        loads(decode, "d-2", ticket)
-        prefill.released("p-1")
-        assert [payload.count(b"release") for payload in about_holds(producer_transport)] == [1]
+    ticket = prefill.serve("p-1", [1, 2], 8)
+    decode.pull("d-1", forge(ticket), [], nothing=True)
+    loads(decode, "d-2", ticket)
+    prefill.released("p-1")
+    assert releases(producer_transport) == [1]
 
 
-def test_a_forged_ticket_does_not_end_the_renewal_of_the_hold_that_it_names() -> None:
+def test_a_forged_ticket_does_not_end_the_renewal_of_the_hold_that_it_names(
+    prefill: Engine, decode: Engine, producer_transport: RecordingTransport
+) -> None:
     """The requests with the forged and with the genuine ticket wait at the same time."""
-    producer_transport = RecordingTransport()
-    with (
-        Engine("prefill", ticket_key=KEY, transport=lambda: producer_transport) as prefill,
-        Engine("decode") as decode,
-    ):
-        ticket = prefill.serve("p-1", [1, 2], 8)
-        decode.prepare(with_next_blocks(ticket))
-        decode.prepare(ticket)
-        eventually(lambda: bool(about_holds(producer_transport)), "the genuine ticket is renewed")
-        assert isinstance(failure(decode, "d-1", with_next_blocks(ticket), [5, 6]), TicketError)
-        loads(decode, "d-2", ticket)
+    ticket = prefill.serve("p-1", [1, 2], 8)
+    decode.prepare(with_next_blocks(ticket))
+    decode.prepare(ticket)
+    eventually(lambda: bool(releases(producer_transport)), "the genuine ticket is renewed")
+    assert isinstance(failure(decode, "d-1", with_next_blocks(ticket)), TicketError)
+    loads(decode, "d-2", ticket)
 
 
-def test_a_ticket_with_a_key_of_an_engine_without_one_is_refused() -> None:
+def test_a_ticket_with_a_key_of_an_engine_without_one_is_refused(decode: Engine) -> None:
     """Without a key it is accepted, as an older build's."""
-    with Engine("prefill") as prefill, Engine("decode") as decode:
+    with Engine("prefill") as prefill:
         ticket = prefill.serve("p-1", [1, 2], 8)
-        error = failure(decode, "d-1", proved(ticket, OTHER_KEY), [5, 6])
+        error = failure(decode, "d-1", proved(ticket, OTHER_KEY))
         assert isinstance(error, TicketError)
         assert "publishes none" in str(error)
         loads(decode, "d-2", ticket)
 
 
-def test_a_ticket_of_an_earlier_incarnation_is_refused_before_connecting() -> None:
+def test_a_ticket_of_an_earlier_incarnation_is_refused_before_connecting(
+    prefill: Engine, decode: Engine, driver: ScriptedTransport
+) -> None:
     """At that point the engine's workers may not know its key yet."""
-    driver = ReadRecorder()
     with Engine("prefill", ticket_key=OTHER_KEY) as earlier:
-        old = earlier.serve("p-1", [1, 2], 8)
-    with (
-        Engine("prefill", ticket_key=KEY) as prefill,
-        Engine("decode", transport=lambda: driver) as decode,
-    ):
-        ticket = replace(old, port=prefill.server.port)
-        decode.prepare(ticket)
-        error = failure(decode, "d-1", ticket, [5, 6])
-        assert isinstance(error, TicketError)
-        assert error.reason is TicketReason.RESTARTED
-        assert driver.reads == []
+        ticket = replace(earlier.serve("p-1", [1, 2], 8), port=prefill.server.port)
+    decode.prepare(ticket)
+    error = failure(decode, "d-1", ticket)
+    assert isinstance(error, TicketError)
+    assert error.reason is TicketReason.RESTARTED
+    assert driver.addresses == []
 
 
-def test_every_rank_refuses_a_forged_ticket() -> None:
-    with (
-        Engine("prefill", CacheShape(tp=2), ticket_key=KEY) as prefill,
-        Engine("decode", CacheShape(tp=2)) as decode,
-    ):
+def test_every_rank_refuses_a_forged_ticket(prefill: Engine) -> None:
+    with Engine("decode", CacheShape(tp=2)) as decode:
         ticket = prefill.serve("p-1", [1, 2], 8)
         decode.pull("d-1", with_next_blocks(ticket), [5, 6])
         for rank in decode.ranks:
-            eventually(lambda rank=rank: not rank.endpoint.pending, "every rank reports")  # type: ignore[misc]
-            assert rank.endpoint.results().failed
+            assert until(rank.endpoint, lambda results: bool(results.received)).failed
         loads(decode, "d-2", ticket)
         prefill.released("p-1")
 
@@ -229,176 +207,83 @@ def test_every_rank_refuses_a_forged_ticket() -> None:
 # Relays.
 
 
-@contextmanager
-def serve_relay(
-    prefill: Engine, key: TicketKey, change: dict[str, Any] | None = None
-) -> Iterator[HandshakeServer]:
-    """Serve an engine's payloads under another ticket key."""
-    payloads = [msgspec.msgpack.decode(encode(rank.endpoint.payload)) for rank in prefill.ranks]
+@contextlib.contextmanager
+def serve_relay(prefill: Engine) -> Iterator[Callable[[Ticket], Ticket]]:
+    """Serve an engine's payloads under another ticket key; yield what proves tickets by that."""
     with HandshakeServer(
-        [msgspec.msgpack.encode(one | (change or {})) for one in payloads],
+        [encode(rank.endpoint.payload) for rank in prefill.ranks],
         engine=prefill.name,
         incarnation=prefill.incarnation,
-        ticket_key=key.public,
+        ticket_key=OTHER_KEY.public,
     ) as server:
-        yield server
+        yield lambda ticket: proved_by_another_key(replace(ticket, port=server.port))
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_an_engine_that_relays_the_payloads_of_another_is_refused(ranks: int) -> None:
-    producer_transport, driver = RecordingTransport(), ReadRecorder()
+def test_an_engine_that_relays_the_payloads_of_another_is_refused(
+    decode: Engine, driver: ScriptedTransport, producer_transport: RecordingTransport, ranks: int
+) -> None:
     drivers = iter([producer_transport, LoopbackTransport()])
+    shape = CacheShape(tp=ranks)
     with (
-        Engine(
-            "prefill", CacheShape(tp=ranks), ticket_key=KEY, transport=lambda: next(drivers)
-        ) as prefill,
-        Engine("decode", transport=lambda: driver) as decode,
-        serve_relay(prefill, OTHER_KEY) as relay,
+        Engine("prefill", shape, ticket_key=KEY, transport=lambda: next(drivers)) as prefill,
+        serve_relay(prefill) as relayed,
     ):
         ticket = prefill.serve("p-1", [1, 2], 8)
-        forged = proved(
-            replace(ticket, proof=None, port=relay.port, pages=((2, 3),)),
-            OTHER_KEY,
-        )
-        error = failure(decode, "d-1", forged, [5, 6])
+        error = failure(decode, "d-1", relayed(replace(ticket, pages=((2, 3),))))
         assert type(error) is HandshakeError
         assert "answers with the payloads of another" in str(error)
         assert fingerprint(KEY.public).hex() in str(error)
-        headers = {
-            fingerprint_address(prefill, rank) + 8 * index
-            for rank in range(ranks)
-            for index in (0, 1)
-        }
-        assert {address for read in driver.reads for address in read} <= headers
+        first_words = [fingerprint_address(prefill, rank) for rank in range(ranks)]
+        headers = {address + word for address in first_words for word in (0, 8)}
+        assert {address for read in driver.addresses for address in read} <= headers
         assert producer_transport.received == []
         loads(decode, "d-2", ticket)
 
 
-def test_a_payload_without_a_fingerprint_is_refused_under_a_ticket_key() -> None:
-    with Engine("prefill", ticket_key=KEY) as prefill:
-        payload = msgspec.structs.replace(prefill.ranks[0].endpoint.payload, fingerprint=None)
-        with pytest.raises(HandshakeError, match="rank 0 does not say where its fingerprint is"):
-            engine_info([encode(payload)], OTHER_KEY.public)
-        assert engine_info([encode(payload)]).ticket_key == b""
+def test_a_payload_without_a_fingerprint_is_refused_under_a_ticket_key(prefill: Engine) -> None:
+    payload = msgspec.structs.replace(prefill.endpoint.payload, fingerprint=None)
+    with pytest.raises(HandshakeError, match="rank 0 does not say where its fingerprint is"):
+        engine_info([encode(payload)], OTHER_KEY.public)
+    assert engine_info([encode(payload)]).ticket_key == b""
 
 
-class SilentReadsTransport(LoopbackTransport):
-    """A transport whose first reads do not end until their peer is disconnected."""
-
-    def __init__(self, reads_to_silence: int) -> None:
-        super().__init__()
-        self.reads_to_silence = reads_to_silence
-        self.silenced: dict[TransferId, PeerId] = {}
-        self.disconnected: set[PeerId] = set()
-
-    def read(self, peer: PeerId, copies: Copies, notify: bytes | None = None) -> TransferId:
-        transfer = super().read(peer, copies, notify)
-        if self.reads_to_silence:
-            self.reads_to_silence -= 1
-            self.silenced[transfer] = peer
-        return transfer
-
-    def poll(self, transfers: Sequence[TransferId]) -> list[Status]:
-        found = super().poll(transfers)
-        return [
-            Status(state=State.PENDING)
-            if transfer in self.silenced and self.silenced[transfer] not in self.disconnected
-            else status
-            for transfer, status in zip(transfers, found, strict=True)
-        ]
-
-    def disconnect(self, peer: PeerId) -> None:
-        super().disconnect(peer)
-        self.disconnected.add(peer)
+def test_a_fingerprint_read_that_times_out_fails_only_that_load(
+    prefill: Engine, decode: Engine, driver: ScriptedTransport, clock: Clock
+) -> None:
+    driver.statuses[0] = PENDING
+    decode.pull("d-1", prefill.serve("p-1", [1, 2], 8), [5, 6])
+    eventually(lambda: bool(driver.pages), "the fingerprint is being read")
+    clock.skip(EndpointOptions().handshake_timeout + 1.0)
+    error = decode.error("d-1")
+    assert "the fingerprint of engine 'prefill' was not read within 10 s" in str(error)
+    eventually(lambda: bool(driver.disconnected), "the peer is disconnected")
+    clock.skip(1.0)  # the wait after a failed handshake
+    loads(decode, "d-2", prefill.serve("p-2", [1, 2], 8))
 
 
-def test_a_fingerprint_read_that_times_out_fails_only_that_load() -> None:
-    clock, driver = Clock(), SilentReadsTransport(1)
-    with (
-        Engine("prefill", ticket_key=KEY) as prefill,
-        Engine("decode", transport=lambda: driver, clock=clock) as decode,
-    ):
-        ticket = prefill.serve("p-1", [1, 2], 8)
-        decode.pull("d-1", ticket, [5, 6])
-        eventually(lambda: driver.reads_to_silence == 0, "the fingerprint is being read")
-        clock.skip(EndpointOptions().handshake_timeout + 1.0)
-        [error] = decode.outcome("d-1").failed.values()
-        assert "the fingerprint of engine 'prefill' was not read within 10 s" in str(error)
-        eventually(lambda: bool(driver.disconnected), "the peer is disconnected")
-        clock.skip(1.0)  # the wait after a failed handshake
-        loads(decode, "d-2", prefill.serve("p-2", [1, 2], 8))
+def test_a_fingerprint_read_that_raises_fails_only_that_load(
+    prefill: Engine, decode: Engine, driver: ScriptedTransport, clock: Clock
+) -> None:
+    driver.raises["read"] = RuntimeError("a bug of the driver's")
+    ticket = prefill.serve("p-1", [1, 2], 8)
+    assert "a bug of the driver's" in str(failure(decode, "d-1", ticket))
+    driver.raises.clear()
+    clock.skip(1.0)
+    loads(decode, "d-2", ticket)
 
 
-class RaisingReadTransport(LoopbackTransport):
-    """A transport whose first ``read`` raises."""
-
-    has_raised = False
-
-    def read(self, peer: PeerId, copies: Copies, notify: bytes | None = None) -> TransferId:
-        if not self.has_raised:
-            self.has_raised = True
-            raise RuntimeError("a bug of the driver's")
-        return super().read(peer, copies, notify)
-
-
-def test_a_fingerprint_read_that_raises_fails_only_that_load() -> None:
-    clock = Clock()
-    with (
-        Engine("prefill", ticket_key=KEY) as prefill,
-        Engine("decode", transport=RaisingReadTransport, clock=clock) as decode,
-    ):
-        ticket = prefill.serve("p-1", [1, 2], 8)
-        assert "a bug of the driver's" in str(failure(decode, "d-1", ticket, [5, 6]))
-        clock.skip(1.0)
-        loads(decode, "d-2", ticket)
-
-
-class FailingReadTransport(RecordingTransport):
-    """A transport whose next read is ``FAILING`` until its peer is disconnected, as with nixl."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fails_next_read = False
-        self.failing: dict[TransferId, PeerId] = {}
-
-    @property
-    def capabilities(self) -> Capabilities:
-        return replace(super().capabilities, quiescence=Quiescence.AFTER_DISCONNECT)
-
-    def read(self, peer: PeerId, copies: Copies, notify: bytes | None = None) -> TransferId:
-        transfer = super().read(peer, copies, notify)
-        if self.fails_next_read:
-            self.fails_next_read, self.failing[transfer] = False, peer
-        return transfer
-
-    def poll(self, transfers: Sequence[TransferId]) -> list[Status]:
-        found = super().poll(transfers)
-        return [
-            self._status(self.failing[transfer]) if transfer in self.failing else status
-            for transfer, status in zip(transfers, found, strict=True)
-        ]
-
-    def _status(self, peer: PeerId) -> Status:
-        disconnected = peer in self.disconnected
-        return Status(
-            state=State.FAILED if disconnected else State.FAILING,
-            error=TransportError("no such memory"),
-        )
-
-
-def test_a_failing_fingerprint_read_is_ended_by_a_disconnect() -> None:
+def test_a_failing_fingerprint_read_is_ended_by_a_disconnect(prefill: Engine, clock: Clock) -> None:
     """Otherwise it would be polled forever, and keep its scratch word."""
-    clock, driver = Clock(), FailingReadTransport()
+    driver = ScriptedTransport(quiescence=Quiescence.AFTER_DISCONNECT)
     with (
-        Engine("prefill", ticket_key=KEY) as prefill,
         Engine("decode", transport=lambda: driver, clock=clock) as decode,
-        serve_relay(prefill, OTHER_KEY) as relay,
+        serve_relay(prefill) as relayed,
     ):
         ticket = prefill.serve("p-1", [1, 2], 8)
         loads(decode, "d-1", ticket)
-        forged = proved(replace(ticket, proof=None, port=relay.port), OTHER_KEY)
-        driver.fails_next_read = True
-        assert "no such memory" in str(failure(decode, "d-2", forged, [5, 6]))
+        driver.statuses[len(driver.pages)] = failing(TransportError("no such memory"))
+        assert "no such memory" in str(failure(decode, "d-2", relayed(ticket)))
         eventually(lambda: bool(driver.disconnected), "the peer is disconnected")
         clock.skip(1.0)
         loads(decode, "d-3", prefill.serve("p-2", [1, 2], 8))
@@ -415,14 +300,6 @@ def test_the_fingerprint_lies_before_the_slots_of_the_table() -> None:
 # The producer's own address, and the router's.
 
 
-@contextmanager
-def unused_listener() -> Iterator[socket.socket]:
-    """Yield a listener that is not to be connected to."""
-    with socket.create_server(("127.0.0.1", 0)) as made:
-        made.setblocking(False)
-        yield made
-
-
 def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as made:
         port: int = made.getsockname()[1]
@@ -434,54 +311,36 @@ def routed(ticket: Ticket, port: int, host: str = "127.0.0.1") -> Ticket:
     return replace(ticket, routed=(host, port))
 
 
-def test_the_producers_own_address_is_tried_before_the_routers() -> None:
-    with (
-        Engine("prefill", ticket_key=KEY) as prefill,
-        Engine("decode") as decode,
-        unused_listener() as listener,
-    ):
-        ticket = prefill.serve("p-1", [1, 2], 8)
-        loads(decode, "d-1", routed(ticket, listener.getsockname()[1]))
-        with pytest.raises(BlockingIOError):
-            listener.accept()
+def from_port(prefill: Engine, port: int) -> Ticket:
+    """Return a genuine ticket that names a port."""
+    ticket = prefill.serve("p-1", [1, 2], 8)
+    return proved(replace(ticket, proof=None, port=port), KEY)
 
 
-@contextmanager
-def no_listener() -> Iterator[int]:
-    yield free_port()
-
-
-@contextmanager
-def engine_of_same_name() -> Iterator[int]:
-    """Run another engine of the same name, as on another host's loopback address."""
-    with Engine("prefill", ticket_key=OTHER_KEY) as other:
-        yield other.server.port
-
-
-@contextmanager
-def engine_of_another_name() -> Iterator[int]:
-    with Engine("other", ticket_key=OTHER_KEY) as other:
-        yield other.server.port
-
-
-@pytest.mark.parametrize(
-    "make_listener", [no_listener, engine_of_same_name, engine_of_another_name]
-)
-def test_the_routers_address_is_tried_if_the_own_address_is_not_the_engine(
-    make_listener: Callable[[], Any],
+def test_the_producers_own_address_is_tried_before_the_routers(
+    prefill: Engine, decode: Engine
 ) -> None:
-    with (
-        Engine("prefill", ticket_key=KEY) as prefill,
-        Engine("decode") as decode,
-        make_listener() as port,
-    ):
-        ticket = prefill.serve("p-1", [1, 2], 8)
-        ticket_elsewhere = proved(replace(ticket, proof=None, port=port), KEY)
-        loads(decode, "d-1", routed(ticket_elsewhere, prefill.server.port))
+    with socket.create_server(("127.0.0.1", 0)) as unused:
+        unused.setblocking(False)
+        loads(decode, "d-1", routed(prefill.serve("p-1", [1, 2], 8), unused.getsockname()[1]))
+        with pytest.raises(BlockingIOError):
+            unused.accept()
+
+
+@pytest.mark.parametrize("name", [None, "prefill", "other"])
+def test_the_routers_address_is_tried_if_the_own_address_is_not_the_engine(
+    prefill: Engine, decode: Engine, name: str | None
+) -> None:
+    """Nobody listens there, or another engine, as on another host's loopback address."""
+    with contextlib.ExitStack() as stack:
+        port = free_port()
+        if name is not None:
+            port = stack.enter_context(Engine(name, ticket_key=OTHER_KEY)).server.port
+        loads(decode, "d-1", routed(from_port(prefill, port), prefill.server.port))
 
 
 def test_the_two_addresses_share_the_timeout_of_a_handshake(
-    monkeypatch: pytest.MonkeyPatch,
+    prefill: Engine, decode: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first address may take half of it."""
     asked: list[tuple[str, float]] = []
@@ -491,26 +350,20 @@ def test_the_two_addresses_share_the_timeout_of_a_handshake(
         yield from ()
         raise HandshakeError(f"{call.host} is silent")
 
-    with Engine("prefill", ticket_key=KEY) as prefill, Engine("decode") as decode:
-        monkeypatch.setattr("kvferry.core.endpoint.handshakes.payloads", silent)
-        ticket = routed(prefill.serve("p-1", [1, 2], 8), 1, "router")
-        failure(decode, "d-1", ticket, [5, 6])
-        [(first, half), (second, rest)] = asked
-        assert (first, second) == ("127.0.0.1", "router")
-        assert half <= EndpointOptions().handshake_timeout / 2
-        assert half < rest <= EndpointOptions().handshake_timeout
+    monkeypatch.setattr("kvferry.core.endpoint.handshakes.payloads", silent)
+    failure(decode, "d-1", routed(prefill.serve("p-1", [1, 2], 8), 1, "router"))
+    [(first, half), (second, rest)] = asked
+    assert (first, second) == ("127.0.0.1", "router")
+    assert half <= EndpointOptions().handshake_timeout / 2
+    assert half < rest <= EndpointOptions().handshake_timeout
 
 
-def test_the_error_names_both_addresses() -> None:
-    with Engine("prefill", ticket_key=KEY) as prefill, Engine("decode") as decode:
-        ticket = prefill.serve("p-1", [1, 2], 8)
-        ports = free_port(), free_port()
-        ticket_elsewhere = proved(replace(ticket, proof=None, port=ports[0]), KEY)
-        error: KVFerryError = failure(decode, "d-1", routed(ticket_elsewhere, ports[1]), [5, 6])
-        assert [port for port in ports if f"port {port}" not in str(error)] == []
+def test_the_error_names_both_addresses(prefill: Engine, decode: Engine) -> None:
+    ports = free_port(), free_port()
+    error = failure(decode, "d-1", routed(from_port(prefill, ports[0]), ports[1]))
+    assert [port for port in ports if f"port {port}" not in str(error)] == []
 
 
-def test_a_proof_does_not_cover_the_routers_address() -> None:
-    with Engine("prefill", ticket_key=KEY) as prefill:
-        ticket = prefill.serve("p-1", [1, 2], 8)
-        assert said(ticket) == said(routed(ticket, 1))
+def test_a_proof_does_not_cover_the_routers_address(prefill: Engine) -> None:
+    ticket = prefill.serve("p-1", [1, 2], 8)
+    assert said(ticket) == said(routed(ticket, 1))

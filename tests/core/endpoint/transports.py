@@ -1,0 +1,125 @@
+"""A transport whose methods raise, and whose reads of pages end, as a test says."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from kvferry.core.errors import PeerLostError, TransportError
+from kvferry.core.messages import WORD_BYTES
+from kvferry.core.transport import (
+    Capabilities,
+    Notification,
+    PeerId,
+    Quiescence,
+    State,
+    Status,
+    TransferId,
+)
+from kvferry.core.transport.copies import Copies
+from tests.core.endpoint.engines import RecordingTransport
+
+PENDING, DONE = Status(state=State.PENDING), Status(state=State.DONE)
+WORD = 0
+
+
+def failed(error: Exception) -> Status:
+    assert isinstance(error, TransportError)
+    return Status(state=State.FAILED, error=error)
+
+
+def failing(error: Exception) -> Status:
+    assert isinstance(error, TransportError)
+    return Status(state=State.FAILING, error=error)
+
+
+class ScriptedTransport(RecordingTransport):
+    """It ignores ``cancel``, and ``disconnect`` ends the reads from that peer.
+
+    Attributes:
+        raises: what the methods with these names raise.
+        posted: number of copies of each read, in order; ``WORD`` for a slot word.
+        addresses: the remote addresses of each read, in order.
+        pages: the reads of pages, in order.
+        statuses: of these reads, by their index in ``pages``.
+        may_end: the first so many of the others have the status that the driver gives them.
+        default: the status of the rest; ``None`` for that of the driver.
+        unknown: indices of reads for which ``poll`` raises.
+        cancelled: the reads that were cancelled, in order.
+    """
+
+    def __init__(
+        self, default: Status | None = None, quiescence: Quiescence = Quiescence.ALWAYS
+    ) -> None:
+        super().__init__()
+        self.default, self.quiescence = default, quiescence
+        self.may_end = 0
+        self.raises: dict[str, Exception] = {}
+        self.posted: list[int] = []
+        self.addresses: list[list[int]] = []
+        self.pages: list[TransferId] = []
+        self.statuses: dict[int, Status | None] = {}
+        self.unknown: set[int] = set()
+        self.cancelled: list[TransferId] = []
+        self.peers: dict[TransferId, PeerId] = {}
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return dataclasses.replace(super().capabilities, quiescence=self.quiescence)
+
+    def _call(self, method: str, *args: Any) -> Any:
+        if (error := self.raises.get(method)) is not None:
+            raise error
+        return getattr(super(), method)(*args)
+
+    def read(self, peer: PeerId, copies: Copies, notify: bytes | None = None) -> TransferId:
+        transfer: TransferId = self._call("read", peer, copies, notify)
+        is_word = notify is not None or copies.total == WORD_BYTES
+        self.posted.append(WORD if is_word else len(copies))
+        self.addresses.append(copies.remote.tolist())
+        if not is_word:
+            self.pages.append(transfer)
+            self.peers[transfer] = peer
+        return transfer
+
+    def poll(self, transfers: Sequence[TransferId]) -> list[Status]:
+        found = zip(transfers, self._call("poll", transfers), strict=True)
+        return [self._status(transfer) or status for transfer, status in found]
+
+    def _status(self, transfer: TransferId) -> Status | None:
+        """Return the status of a read of pages, if it is not the driver's."""
+        if transfer not in self.pages:
+            return None
+        if self.peers[transfer] in self.disconnected:
+            return failed(PeerLostError("disconnected"))
+        index = self.pages.index(transfer)
+        if index in self.unknown:
+            raise ZeroDivisionError("a bug in poll")
+        return self.statuses.get(index, None if index < self.may_end else self.default)
+
+    def cancel(self, transfer: TransferId) -> None:
+        self.cancelled.append(transfer)
+        if (error := self.raises.get("cancel")) is not None:
+            raise error
+
+    def forget(self, transfer: TransferId) -> None:
+        self._call("forget", transfer)
+
+    def notifications(self) -> list[Notification]:
+        arrived: list[Notification] = self._call("notifications")
+        return arrived
+
+    def notify(self, peer: PeerId, payload: bytes) -> None:
+        self._call("notify", peer, payload)
+
+    def connect(self, address: bytes) -> PeerId:
+        peer: PeerId = self._call("connect", address)
+        return peer
+
+    def disconnect(self, peer: PeerId) -> None:
+        self._call("disconnect", peer)
+
+    def path(self, peer: PeerId) -> str:
+        path: str = self._call("path", peer)
+        return path
