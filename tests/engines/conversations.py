@@ -77,12 +77,7 @@ class Conversation:
         return self.ticket["kvferry"]["tokens"] if self.ticket else 0
 
     def say(self, words: Sequence[int], **options: Any) -> Turn:
-        """Ask for the next answer, which then belongs to the conversation.
-
-        Args:
-            words: What the user says.
-            options: Options of the request to decode.
-        """
+        """Ask for the next answer, which then belongs to the conversation."""
         return self.answer(self.ask(words), **options)
 
     def ask(self, words: Sequence[int]) -> Asked:
@@ -130,13 +125,6 @@ def check_turns(
 
     That is what the user says, and the token that decode sampled last. Neither engine schedules
     asynchronously, and no answer ends with a stop token.
-
-    Args:
-        ordinary: An engine that gives the right texts to the same requests.
-        conversation: A conversation without turns.
-        block: Tokens of a block, if prefill caches prefixes. The whole blocks of the prompt before
-            are in its cache then, and it pulls what follows these blocks.
-        left: How many tokens of each prompt prefill leaves to decode.
     """
     local, options = 0, conversation.options
     for spoken in (60, 50, 70):
@@ -150,14 +138,7 @@ def check_turns(
 
 
 def stop_token(ordinary: Engine, asked: Sequence[int], at_least: int, **options: Any) -> int:
-    """Return a token with which an ordinary engine's answer can be made to stop.
-
-    Args:
-        ordinary: The engine.
-        asked: The prompt.
-        at_least: How many tokens precede the stop token in the answer, or more.
-        options: Options of the request.
-    """
+    """Return a token with which an ordinary engine's answer can be made to stop."""
     [answer] = ordinary.generate(asked, max_tokens=at_least + 40, **options)
     for index in range(at_least, len(answer.tokens)):
         if answer.tokens[index] not in answer.tokens[:index]:

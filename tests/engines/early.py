@@ -22,15 +22,7 @@ SENTINEL = 7.5
 
 
 class Legs:
-    """Prompts that one engine computes for another, each in a room of its own.
-
-    Args:
-        prefill: The engine that computes them.
-        decode: The other one.
-        prompts: Their tokens.
-        there: Options of the requests on prefill.
-        options: Of the requests on decode.
-    """
+    """Prompts that one engine computes for another, each in a room of its own."""
 
     def __init__(
         self,
@@ -113,15 +105,7 @@ def hand_over_preempted(
 def check_early(
     ordinary: Engine, prefill: Engine, decode: Engine, chunk: int, seed: int = 40
 ) -> None:
-    """Hand prompts over while prefill computes them, and preempt one.
-
-    Args:
-        ordinary: An ordinary engine: what decode must agree with.
-        prefill: Computes ``chunk`` tokens in a step.
-        decode: The engine that reads.
-        chunk: See above.
-        seed: The prompts'.
-    """
+    """Hand prompts over while prefill computes them, and preempt one."""
     rest, begun = at_rest(prefill, decode), early_loads(decode)
     prompts = [prompt(length, seed) for length in (1, chunk, chunk + 1, 3 * chunk, 5 * chunk + 7)]
     wanted = texts(ordinary, *prompts)

@@ -67,7 +67,45 @@ class EngineError(RuntimeError):
     """The engine did not start, raised, or ended; the message says what its log says."""
 
 
-class Engine:
+class Child:
+    """A process with a log, which a connection steers."""
+
+    name: str
+    _log: Path
+    _process: _Process
+    _connection: Connection
+
+    def log(self) -> str:
+        """All that it has written so far."""
+        return self._log.read_text(errors="replace")
+
+    def begin_close(self) -> None:
+        """Tell it to end, without waiting for that."""
+        with contextlib.suppress(OSError, EOFError):
+            self._connection.send(("close",))
+
+    def close(self) -> None:
+        """End it; again is fine."""
+        self.begin_close()
+        self._process.join(20)
+        if self._process.is_alive():
+            self._process.kill()
+            self._process.join()
+        self._connection.close()
+
+    def _receive(self, seconds: float) -> Any:
+        try:
+            if self._connection.poll(seconds):
+                return self._connection.recv()
+        except (EOFError, OSError) as error:
+            raise EngineError(f"{self.name} ended: {self._tail()}") from error
+        raise EngineError(f"{self.name} is silent for {seconds} s: {self._tail()}")
+
+    def _tail(self) -> str:
+        return excerpt(self.log())
+
+
+class Engine(Child):
     """One engine. It steps by itself, as a server does, until `paused`.
 
     Closing it twice is fine; a killed one needs closing, too.
@@ -157,28 +195,10 @@ class Engine:
         finally:
             self._call("stepping", True)
 
-    def log(self) -> str:
-        """All that the engine has written so far."""
-        return self._log.read_text(errors="replace")
-
     def kill(self) -> None:
         """End the process at once, as a crash would."""
         self._process.kill()
         self._process.join()
-
-    def begin_close(self) -> None:
-        """Tell the engine to end, without waiting for it."""
-        with contextlib.suppress(OSError, EOFError):
-            self._connection.send(("close",))
-
-    def close(self) -> None:
-        """End the engine."""
-        self.begin_close()
-        self._process.join(20)
-        if self._process.is_alive():
-            self._process.kill()
-            self._process.join()
-        self._connection.close()
 
     def _call(self, *message: Any) -> Any:
         self._connection.send(message)
@@ -195,18 +215,6 @@ class Engine:
             return kind, what
         self._finished[what.id] = what
         return None
-
-    def _receive(self, seconds: float) -> tuple[str, Any]:
-        try:
-            if self._connection.poll(seconds):
-                message: tuple[str, Any] = self._connection.recv()
-                return message
-        except (EOFError, OSError) as error:
-            raise EngineError(f"{self.name} ended: {self._tail()}") from error
-        raise EngineError(f"{self.name} is silent for {seconds} s: {self._tail()}")
-
-    def _tail(self) -> str:
-        return excerpt(self.log())
 
 
 def excerpt(log: str) -> str:
@@ -227,6 +235,15 @@ def prepare(environment: dict[str, str]) -> None:
     os.environ.update(ENVIRONMENT | environment)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.engines.engine_process"])
+
+
+def run_apart(function: Callable[..., Any], *arguments: Any, **options: Any) -> None:
+    """Call a function in a process of its own, which may import torch."""
+    context = multiprocessing.get_context("forkserver")
+    process = context.Process(target=function, args=arguments, kwargs=options)
+    process.start()
+    process.join()
+    assert process.exitcode == 0
 
 
 class _Program:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -56,12 +57,7 @@ def build(folder: Path, family: str) -> Path:
 
 
 def build_all(folder: Path, llama: Path) -> None:
-    """Every family, each in a folder of its name, and those that draft.
-
-    Args:
-        folder: of all.
-        llama: a Llama, for which there will be a ``drafter``.
-    """
+    """Every family, each in a folder of its name, and those that draft."""
     for family in FAMILIES:
         build(folder / family, family)
     build_drafter(folder / "drafter", llama)
@@ -157,6 +153,17 @@ def build_predictor(folder: Path) -> Path:
     return folder
 
 
+def drafting(
+    checkpoints: Mapping[str, Path], method: str, tokens: int = 1
+) -> tuple[Path, dict[str, Any]]:
+    """A model, and the options of an engine that drafts for it with layers that have a cache."""
+    speculation: dict[str, Any] = {"method": method, "num_speculative_tokens": tokens}
+    if method == "mtp":
+        return checkpoints["predictor"], {"speculative_config": speculation}
+    speculation |= {"model": str(checkpoints["drafter"]), "max_model_len": MAX_TOKENS}
+    return checkpoints["llama"], {"speculative_config": speculation}
+
+
 def _spread(name: str) -> float:
     """See `examples.tiny_llama`; experts and latents have other names for the same."""
     if any(part in name for part in ("o_proj", "out_proj")):
@@ -172,140 +179,92 @@ def _tied(model: Any, name: str) -> bool:
     return "embed" in name and bool(model.config.tie_word_embeddings)
 
 
-def _qwen2() -> Any:
-    """Attention in all layers; what `build_predictor` starts from."""
-    from transformers import Qwen2Config, Qwen2ForCausalLM
+@dataclass(frozen=True, slots=True)
+class _Family:
+    """A class of transformers, what its configuration has beside `COMMON`, and what it has not."""
 
-    sizes = {key: value for key, value in COMMON.items() if key != "head_dim"}
-    return Qwen2ForCausalLM(Qwen2Config(**sizes | {"num_hidden_layers": 5}))
+    model: str
+    more: Mapping[str, Any] = field(default_factory=dict)
+    without: str = ""
+    config: str = ""
 
+    def __call__(self) -> Any:
+        import transformers
 
-def _qwen3() -> Any:
-    """Attention in all layers, with normalised queries and keys."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    return Qwen3ForCausalLM(Qwen3Config(**COMMON))
-
-
-def _gemma3() -> Any:
-    """Four sliding layers and two full ones, which vLLM deals into three groups."""
-    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
-
-    return Gemma3ForCausalLM(
-        Gemma3TextConfig(
-            **{**COMMON, "num_hidden_layers": 6, "tie_word_embeddings": True},
-            query_pre_attn_scalar=1,
-            sliding_window=WINDOW,
-            layer_types=[SLIDING, SLIDING, FULL] * 2,
-        )
-    )
+        kept = {key: value for key, value in COMMON.items() if key != self.without}
+        config = self.config or self.model.replace("ForCausalLM", "Config")
+        made = getattr(transformers, config)(**{**kept, **self.more})
+        return getattr(transformers, self.model)(made)
 
 
-def _mistral() -> Any:
-    """A sliding window in every layer."""
-    from transformers import MistralConfig, MistralForCausalLM
-
-    return MistralForCausalLM(MistralConfig(**COMMON, sliding_window=WINDOW))
-
-
-def _gpt_oss() -> Any:
-    """Sliding and full layers by turns, with attention sinks and experts."""
-    from transformers import GptOssConfig, GptOssForCausalLM
-
-    return GptOssForCausalLM(
-        GptOssConfig(
-            **COMMON,
-            num_local_experts=4,
-            num_experts_per_tok=2,
-            sliding_window=WINDOW,
-            layer_types=[SLIDING, FULL] * 2,
-        )
-    )
-
-
-def _granite4() -> Any:
-    """Mamba 2 with one group, and attention."""
-    from transformers import GraniteMoeHybridConfig, GraniteMoeHybridForCausalLM
-
-    return GraniteMoeHybridForCausalLM(
-        GraniteMoeHybridConfig(
-            **{key: value for key, value in COMMON.items() if key != "head_dim"},
-            layer_types=[LINEAR, LINEAR, FULL, LINEAR],
-            num_local_experts=0,
-            num_experts_per_tok=0,
-            shared_intermediate_size=256,
-            mamba_n_heads=8,
-            mamba_n_groups=1,
-            mamba_d_state=32,
-            mamba_expand=2,
-        )
-    )
-
-
-def _nemotron_h() -> Any:
-    """Mamba 2 with two groups, attention, and layers that are one thing each."""
-    from transformers import NemotronHConfig, NemotronHForCausalLM
-
-    return NemotronHForCausalLM(
-        NemotronHConfig(
-            **{key: value for key, value in COMMON.items() if key != "num_hidden_layers"},
-            layers_block_type=[LINEAR, "mlp", LINEAR, FULL, "mlp", LINEAR],
-            ssm_state_size=32,
-            mamba_num_heads=8,
-            mamba_head_dim=32,
-            n_groups=2,
-        )
-    )
-
-
-def _qwen3_next() -> Any:
-    """A gated delta net, attention, and experts."""
-    from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
-
-    return Qwen3NextForCausalLM(
-        Qwen3NextConfig(
-            **COMMON,
-            layer_types=[LINEAR, LINEAR, LINEAR, FULL],
-            linear_num_key_heads=2,
-            linear_num_value_heads=4,
-            linear_key_head_dim=64,
-            linear_value_head_dim=64,
-            num_experts=4,
-            num_experts_per_tok=2,
-            moe_intermediate_size=64,
-            shared_expert_intermediate_size=64,
-        )
-    )
-
-
-def _deepseek() -> Any:
-    """Latents instead of keys and values (MLA)."""
-    from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
-
-    return DeepseekV2ForCausalLM(
-        DeepseekV2Config(
-            **{key: value for key, value in COMMON.items() if key != "head_dim"}
-            | {"num_key_value_heads": 4},
-            first_k_dense_replace=4,
-            q_lora_rank=None,
-            n_routed_experts=4,
-            n_shared_experts=1,
-            num_experts_per_tok=2,
-            moe_intermediate_size=64,
-            topk_group=1,
-            n_group=1,
-        )
-    )
-
+# Latents instead of keys and values (MLA).
+_DEEPSEEK = {
+    "num_key_value_heads": 4,
+    "first_k_dense_replace": 4,
+    "q_lora_rank": None,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "topk_group": 1,
+    "n_group": 1,
+}
+# Four sliding layers and two full ones, which vLLM deals into three groups.
+_GEMMA3 = {
+    "num_hidden_layers": 6,
+    "tie_word_embeddings": True,
+    "query_pre_attn_scalar": 1,
+    "sliding_window": WINDOW,
+    "layer_types": [SLIDING, SLIDING, FULL] * 2,
+}
+# Sliding and full layers by turns, with attention sinks and experts.
+_GPT_OSS = {
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "sliding_window": WINDOW,
+    "layer_types": [SLIDING, FULL] * 2,
+}
+# Mamba 2 with one group, and attention.
+_GRANITE4 = {
+    "layer_types": [LINEAR, LINEAR, FULL, LINEAR],
+    "num_local_experts": 0,
+    "num_experts_per_tok": 0,
+    "shared_intermediate_size": 256,
+    "mamba_n_heads": 8,
+    "mamba_n_groups": 1,
+    "mamba_d_state": 32,
+    "mamba_expand": 2,
+}
+# Mamba 2 with two groups, attention, and layers that are one thing each.
+_NEMOTRON_H = {
+    "layers_block_type": [LINEAR, "mlp", LINEAR, FULL, "mlp", LINEAR],
+    "ssm_state_size": 32,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 32,
+    "n_groups": 2,
+}
+# A gated delta net, attention, and experts.
+_QWEN3_NEXT = {
+    "layer_types": [LINEAR, LINEAR, LINEAR, FULL],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "shared_expert_intermediate_size": 64,
+}
 
 FAMILIES: Mapping[str, Callable[[], Any]] = {
-    "qwen2": _qwen2,
-    "qwen3": _qwen3,
-    "gemma3": _gemma3,
-    "mistral": _mistral,
-    "gpt_oss": _gpt_oss,
-    "granite4": _granite4,
-    "nemotron_h": _nemotron_h,
-    "qwen3_next": _qwen3_next,
-    "deepseek": _deepseek,
+    "qwen2": _Family("Qwen2ForCausalLM", {"num_hidden_layers": 5}, without="head_dim"),
+    "qwen3": _Family("Qwen3ForCausalLM"),
+    "gemma3": _Family("Gemma3ForCausalLM", _GEMMA3, config="Gemma3TextConfig"),
+    "mistral": _Family("MistralForCausalLM", {"sliding_window": WINDOW}),
+    "gpt_oss": _Family("GptOssForCausalLM", _GPT_OSS),
+    "granite4": _Family("GraniteMoeHybridForCausalLM", _GRANITE4, without="head_dim"),
+    "nemotron_h": _Family("NemotronHForCausalLM", _NEMOTRON_H, without="num_hidden_layers"),
+    "qwen3_next": _Family("Qwen3NextForCausalLM", _QWEN3_NEXT),
+    "deepseek": _Family("DeepseekV2ForCausalLM", _DEEPSEEK, without="head_dim"),
 }
+"""Qwen 2 is what `build_predictor` starts from; Qwen 3 normalises queries and keys."""

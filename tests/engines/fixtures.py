@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -35,10 +34,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     scratch = str(tmp_path_factory.mktemp("vllm"))  # vLLM leaves files wherever TMPDIR says
     engines.prepare({"VLLM_CACHE_ROOT": scratch, "TMPDIR": scratch})
     folder = tmp_path_factory.mktemp("tiny_llama")
-    builder = multiprocessing.get_context("forkserver").Process(target=_build, args=(folder,))
-    builder.start()
-    builder.join()
-    assert builder.exitcode == 0
+    engines.run_apart(_build, folder)
     return folder
 
 
@@ -46,11 +42,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def checkpoints(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A tiny checkpoint of every family, the Llama's drafter among them."""
     folder = tmp_path_factory.mktemp("checkpoints")
-    target, arguments = families.build_all, (folder, checkpoint)
-    builder = multiprocessing.get_context("forkserver").Process(target=target, args=arguments)
-    builder.start()
-    builder.join()
-    assert builder.exitcode == 0
+    engines.run_apart(families.build_all, folder, checkpoint)
     return {"llama": checkpoint} | {path.name: path for path in folder.iterdir()}
 
 

@@ -37,6 +37,8 @@ class Family:
         steady: an engine's text does not depend on how its tokens were computed: in a prompt or
             after it, alone or with others.
         options: for its engines.
+        channels: of the parts of a convolution, on all ranks together.
+        copied: which of these parts each rank has whole.
     """
 
     name: str
@@ -45,18 +47,30 @@ class Family:
     chunk: int = 64
     steady: bool = True
     options: dict[str, Any] = field(default_factory=dict)
+    channels: tuple[int, ...] = ()
+    copied: tuple[int, ...] = ()
 
 
 GEMMA = Family(name="gemma3", left=1)
-GRANITE = Family(name="granite4", left=1, blocks=(96, 128), chunk=128)
+GRANITE = Family(
+    name="granite4", left=1, blocks=(96, 128), chunk=128, channels=(256, 32, 32), copied=(1, 2)
+)
 ALL = (
     GEMMA,
     GRANITE,
     Family(name="qwen3"),
     Family(name="mistral", left=1),
     Family(name="gpt_oss", left=1),
-    Family(name="nemotron_h", left=1, blocks=(96, 128), chunk=128),
-    Family(name="qwen3_next", left=1, blocks=(288, 320), chunk=0, steady=False, options=BF16),
+    Family(name="nemotron_h", left=1, blocks=(96, 128), chunk=128, channels=(256, 64, 64)),
+    Family(
+        name="qwen3_next",
+        left=1,
+        blocks=(288, 320),
+        chunk=0,
+        steady=False,
+        options=BF16,
+        channels=(128, 128, 256),
+    ),
     Family(name="deepseek", blocks=(16, 16), chunk=0, steady=False, options=PLAIN_MLA),
 )
 

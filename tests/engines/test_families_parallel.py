@@ -6,9 +6,8 @@ but all of what is not split. Put together as vLLM took them apart, they are wha
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +17,8 @@ import pytest
 from examples.tiny_llama import prompt
 from tests.engines import contents
 from tests.engines.contents import Contents
-from tests.engines.engines import Engine
 from tests.engines.fleet import fleet
-from tests.engines.pairs import BF16, PLAIN_MLA
+from tests.engines.pairs import ALL, GRANITE, Family, Pair
 from tests.engines.ranks import at_rest, come_to
 from tests.engines.steps import hand_over, pulled, texts
 
@@ -29,55 +27,16 @@ pytestmark = pytest.mark.timeout(300)
 LENGTHS = (2, 5, 33, 97, 161, 300)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Family:
-    """One of `families.FAMILIES`.
-
-    Attributes:
-        name: its key.
-        channels: of the parts of a convolution, on all ranks together.
-        copied: which of these parts each rank has whole.
-        left: prompt tokens that are left to the engine that decodes.
-        steady: an ordinary engine's text does not depend on how its tokens were computed.
-        options: for its engines.
-    """
-
-    name: str
-    channels: tuple[int, ...] = ()
-    copied: tuple[int, ...] = ()
-    left: int = 1
-    steady: bool = True
-    options: Mapping[str, Any] = field(default_factory=dict)
+SPLIT = (GRANITE, *ALL[-3:])
+"""With states, or latents."""
 
 
-ALL = (
-    Family(name="granite4", channels=(256, 32, 32), copied=(1, 2)),
-    Family(name="nemotron_h", channels=(256, 64, 64)),
-    Family(
-        name="qwen3_next",
-        channels=(128, 128, 256),
-        steady=False,
-        options=BF16,
-    ),
-    Family(name="deepseek", left=0, steady=False, options=PLAIN_MLA),
-)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class World:
-    """Two engines of a family that hand over to each other."""
-
-    family: Family
-    one: Engine
-    two: Engine
-
-
-@pytest.fixture(scope="module", params=ALL[:1], ids=lambda family: str(family.name))
+@pytest.fixture(scope="module", params=SPLIT[:1], ids=lambda family: str(family.name))
 def world(
     request: pytest.FixtureRequest,
     checkpoints: dict[str, Path],
     tmp_path_factory: pytest.TempPathFactory,
-) -> Iterator[World]:
+) -> Iterator[Pair]:
     with start_world(request.param, checkpoints, tmp_path_factory) as started:
         yield started
 
@@ -85,11 +44,11 @@ def world(
 @contextmanager
 def start_world(
     family: Family, checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[World]:
+) -> Iterator[Pair]:
     """The engines of a family, as long as the block lasts."""
     folder = tmp_path_factory.mktemp(f"{family.name}-parallel")
     with fleet(checkpoints[family.name], folder, **family.options) as engines:
-        started = World(
+        started = Pair(
             family=family,
             one=engines.launch("one", "kv_both"),
             two=engines.launch("two", "kv_both", tensor_parallel_size=2, block_size=64),
@@ -98,7 +57,7 @@ def start_world(
         yield started
 
 
-def test_bytes(world: World) -> None:
+def test_bytes(world: Pair) -> None:
     """Each way; afterwards all ranks have reported, and all blocks are back."""
     rest = at_rest(world.one, world.two)
     for seed, (prefill, decode) in enumerate(
@@ -113,7 +72,7 @@ def test_bytes(world: World) -> None:
     come_to(rest, world.one, world.two)
 
 
-def test_texts(world: World) -> None:
+def test_texts(world: Pair) -> None:
     """Where it does not show that two ranks round otherwise than one."""
     prompts = [prompt(length, seed=62) for length in LENGTHS]
     expected = texts(world.one, *prompts)

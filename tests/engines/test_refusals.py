@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -35,31 +34,14 @@ ALTERED = "it was altered on its way"
 
 FORGERIES: dict[str, tuple[Callable[[Params], Any], str]] = {
     "of another connector": (lambda p: p.pop("kvferry"), "another connector made it"),
-    "of another version": (_own("version", 2), "version 2; this engine reads 1"),
     "of another incarnation": (_own("incarnation", "00000000000000ff"), "it was restarted since"),
-    "with another generation": (_own("generation", "00000000000000ff"), ALTERED),
-    "with a slot past the end": (_own("slot", 512), ALTERED),
     "with a negative block": (_nixl("remote_block_ids", [[1, 2, -3]]), "names block -3"),
-    "with a repeated block": (_nixl("remote_block_ids", [[1, 2, 1]]), "block 1 more than once"),
-    "with a block past the end": (_nixl("remote_block_ids", [[1, 2, 512]]), ALTERED),
     "with a hole": (_nixl("remote_block_ids", [[1, 0, 2]]), ALTERED),
-    "with too few blocks": (_nixl("remote_block_ids", [[1, 2]]), ALTERED),
-    "with no groups": (_nixl("remote_block_ids", []), "0 groups"),
-    "with two groups": (
-        lambda p: (_nixl("remote_block_ids", [[1], [2]])(p), _own("first_index", [0, 0])(p)),
-        ALTERED,
-    ),
-    "with flat blocks": (_nixl("remote_block_ids", [1, 2, 3]), "Expected `array`"),
-    "with another TP size": (_nixl("tp_size", 2), ALTERED),
     "with another digest": (_own("digest", "00" * 16), "for another prompt"),
-    "with fewer tokens": (_own("tokens", 69), "for another prompt"),
     "of an engine that is not there": (
         lambda p: p.update(remote_engine_id="gone", remote_port=1),
         "nobody listens there",
     ),
-    "with a port that is none": (_nixl("remote_port", 70000), "port 70000"),
-    "of an unknown engine": (_nixl("remote_engine_id", "nobody"), "'nobody' is not here"),
-    "without a host": (_nixl("remote_host", None), "remote_host"),
 }
 
 
@@ -76,19 +58,6 @@ def test_forged_ticket(reference: Engine, prefill: Engine, decode: Engine, forge
     [line] = _lines(decode, completion.id, "WARNING")
     assert reason in line
     assert hand_over(prefill, decode, prompt(70))[0] == texts(reference, prompt(70))
-
-
-def test_ticket_for_another_prompt(prefill: Engine, decode: Engine) -> None:
-    other = [*prompt(69), (prompt(70)[-1] + 1) % 512]
-    [completion] = decode.generate(other, params=prefill.prefill(prompt(70)))
-    assert completion.finish_reason == "error"
-    [line] = _lines(decode, completion.id, "WARNING")
-    assert "it was made for another prompt than this one of 70 tokens" in line
-
-
-def test_longer_ticket_than_prompt(prefill: Engine, decode: Engine) -> None:
-    [completion] = decode.generate(prompt(70)[:60], params=prefill.prefill(prompt(70)))
-    assert completion.finish_reason == "error"
 
 
 @pytest.fixture(scope="module")
@@ -166,15 +135,8 @@ def test_one_line_at_start(prefill: Engine) -> None:
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"extra": {"drivr": "loopback"}}, "did you mean 'driver'"),
-        (
-            {"extra": {"bidirectional_kv_xfer": True}, "transfer": {"kv_role": "kv_producer"}},
-            "bidirectional_kv_xfer with kv_role 'kv_producer'",
-        ),
         ({"extra": {"driver": "carrier-pigeon"}}, "loopback"),
-        ({"extra": {"driver_options": {"speed": 9}}}, "speed"),
         ({"transfer": {"kv_buffer_device": "cuda"}}, "'cuda' and the cache is in 'cpu' memory"),
-        ({"transfer": {"enable_permute_local_kv": True}}, "enable_permute_local_kv"),
         ({"extra": {"side_channel_host": "192.0.2.1"}}, "side_channel_host"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
@@ -184,32 +146,21 @@ def test_refused_at_start(start_engine: StartEngine, options: dict[str, Any], re
         start_engine("refused", "kv_both", **options)
 
 
-def test_port_in_use(start_engine: StartEngine) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        with pytest.raises(EngineError, match=f"port {port}.*the port is in use"):
-            start_engine("refused", "kv_both", extra={"side_channel_port": port})
-
-
 @pytest.mark.parametrize(
-    ("arguments", "reason"),
+    "arguments",
     [
-        ({"enable_lora": True}, ""),
-        ({"tensor_parallel_size": 2}, ""),
-        ({"pipeline_parallel_size": 2}, ""),
-        ({"enable_prompt_embeds": True}, ""),
-        ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}, ""),
-        ({"kv_cache_dtype": "fp8_e4m3"}, ""),
+        {"enable_lora": True},
+        {"tensor_parallel_size": 2},
+        {"pipeline_parallel_size": 2},
+        {"enable_prompt_embeds": True},
+        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
+        {"kv_cache_dtype": "fp8_e4m3"},
     ],
-    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+    ids=lambda value: next(iter(value)),
 )
-def test_configuration(
-    reference: Engine, checkpoint: Path, arguments: dict[str, Any], reason: str
-) -> None:
+def test_not_refused(reference: Engine, checkpoint: Path, arguments: dict[str, Any]) -> None:
     common = {"model": str(checkpoint), "dtype": "float32", "max_model_len": 1024}
-    said = reference.run(probes.refusal, common | arguments)
-    assert reason in said
-    assert bool(said) == bool(reason)
+    assert reference.run(probes.refusal, common | arguments) == ""
 
 
 def _lines(engine: Engine, request_id: str, text: str) -> list[str]:

@@ -8,25 +8,26 @@ from pathlib import Path
 import pytest
 
 from tests.engines import test_families_parallel as families
-from tests.engines.test_families_parallel import ALL, World, start_world, test_bytes
+from tests.engines.pairs import Pair
+from tests.engines.test_families_parallel import SPLIT, start_world, test_bytes
 
 __all__ = ["test_bytes"]
 
 pytestmark = pytest.mark.timeout(300)
 
 
-@pytest.fixture(scope="module", params=ALL[1:], ids=lambda family: str(family.name))
+@pytest.fixture(scope="module", params=SPLIT[1:], ids=lambda family: str(family.name))
 def world(
     request: pytest.FixtureRequest,
     checkpoints: dict[str, Path],
     tmp_path_factory: pytest.TempPathFactory,
-) -> Iterator[World]:
+) -> Iterator[Pair]:
     with start_world(request.param, checkpoints, tmp_path_factory) as started:
         yield started
 
 
 @pytest.mark.parametrize(
-    "world", [each for each in ALL[1:] if each.steady], indirect=True, ids=lambda each: each.name
+    "world", [each for each in SPLIT[1:] if each.steady], indirect=True, ids=lambda each: each.name
 )
-def test_texts(world: World) -> None:
+def test_texts(world: Pair) -> None:
     families.test_texts(world)
