@@ -20,19 +20,17 @@ TOKENS = 100
 THERE, HERE = Shape(tp=3, block=32), Shape(tp=2, pp=2)
 
 
-def model() -> list[Layer]:
-    """A window, full attention and a state."""
-    return [
-        Attention(name="model.layers.0.attn", heads=6, size=8, window=40),
-        Attention(name="model.layers.1.attn", heads=6, size=8),
-        Recurrent(name="model.layers.2.mixer"),
-        Attention(name="model.layers.3.attn", heads=6, size=8),
-    ]
+MODEL: list[Layer] = [
+    Attention(name="model.layers.0.attn", heads=6, size=8, window=40),
+    Attention(name="model.layers.1.attn", heads=6, size=8),
+    Recurrent(name="model.layers.2.mixer"),
+    Attention(name="model.layers.3.attn", heads=6, size=8),
+]
 
 
 def produce(pipe: Connection) -> None:
     """A ticket, and word when its pages are nobody's any more."""
-    with engine("prefill", model(), THERE) as prefill:
+    with engine("prefill", MODEL, THERE) as prefill:
         pages = lists(prefill, TOKENS, np.random.default_rng(0))
         pipe.send(offer(prefill, "request", TOKENS, pages))
         pipe.recv()
@@ -54,10 +52,10 @@ def producer() -> Iterator[Connection]:
 
 
 def test_pages_cross_processes(producer: Connection) -> None:
-    with engine("decode", model(), HERE) as decode:
+    with engine("decode", MODEL, HERE) as decode:
         ticket = producer.recv()
         pages: list[Listed] = lists(decode, TOKENS, np.random.default_rng(1))
-        expected = [Expected(rank, decode, model()) for rank in decode.ranks]
+        expected = [Expected(rank, decode, MODEL) for rank in decode.ranks]
         order = load(decode, "here", ticket, pages)
         decode.hear(loads=(order,))
         for rank, each in zip(decode.ranks, expected, strict=True):
