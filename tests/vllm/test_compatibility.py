@@ -81,20 +81,13 @@ def test_what_is_said() -> None:
     }
 
 
-def test_only_names_are_judgements() -> None:
-    assert set(JUDGEMENTS) == {
-        "model",
-        "revision",
-        "model overrides",
-        "media",
-        "draft model",
-        "draft revision",
-    }
-    assert not FACTS.keys() & JUDGEMENTS.keys()
-    for enforce in (True, False):
-        found = judgements(Config(enforce_handshake_compat=enforce))
-        assert (found.keys, found.overridden) == (frozenset(JUDGEMENTS), not enforce)
-        assert found.told == {"vLLM"}
+@pytest.mark.parametrize("enforce", [True, False])
+def test_only_names_are_judgements(enforce: bool) -> None:
+    names = {"model", "revision", "model overrides", "media", "draft model", "draft revision"}
+    found = judgements(Config(enforce_handshake_compat=enforce))
+    assert (found.keys, found.overridden, found.told) == (names, not enforce, {"vLLM"})
+    assert set(JUDGEMENTS) == names
+    assert not FACTS.keys() & names
 
 
 @pytest.mark.parametrize(

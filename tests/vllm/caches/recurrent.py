@@ -64,21 +64,13 @@ class Model:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """How an engine runs a model.
+    """How an engine runs a model."""
 
-    Attributes:
-        ranks: tensor parallelism.
-        channels_first: the convolution's layout is DS.
-        drafts: tokens of speculative decoding.
-        padding: bytes after each state.
-        device: whose kernels; ``cpu`` or ``cuda``.
-    """
-
-    ranks: int = 1
-    channels_first: bool = False
-    drafts: int = 0
-    padding: int = 0
-    device: str = "cpu"
+    ranks: int = 1  # tensor parallelism
+    channels_first: bool = False  # the convolution's layout is DS
+    drafts: int = 0  # tokens of speculative decoding
+    padding: int = 0  # bytes after each state
+    device: str = "cpu"  # whose kernels; cpu or cuda
 
 
 def _mamba1(model: Model, config: Any) -> Any:
@@ -172,15 +164,7 @@ KINDS: dict[str, Callable[[Model, Any], Any]] = {
 
 
 class Rank:
-    """One rank's layer, with its pages.
-
-    Attributes:
-        spec: vLLM's.
-        facts: what is gathered about the layer.
-        position: which rank it is.
-        pages: (PAGES, stride) int8: all memory.
-        channels: (n,) int64: which of the model's channels the convolution has here.
-    """
+    """One rank's layer, with its pages."""
 
     def __init__(self, model: Model, setup: Setup, rank: int, fill: int) -> None:
         """A layer whose pages are full of a byte."""
@@ -247,15 +231,10 @@ class Rank:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Truth:
-    """A state, undivided, as raw bits.
+    """A state, undivided, as raw bits."""
 
-    Attributes:
-        conv: (channels, columns), or None.
-        ssm: (heads, ...), or None.
-    """
-
-    conv: torch.Tensor | None
-    ssm: torch.Tensor | None
+    conv: torch.Tensor | None  # (channels, columns), or None
+    ssm: torch.Tensor | None  # (heads, ...), or None
 
     @classmethod
     def of(cls, model: Model, rank: Rank, seed: int) -> Truth:
