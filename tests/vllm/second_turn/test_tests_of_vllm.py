@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 
-from tests.engines.engines import PREFILL
 from tests.vllm.second_turn import originals, schedulers
 from tests.vllm.second_turn.schedulers import BLOCK_TOKENS, SimulatedEngine, Step
 
@@ -27,23 +26,24 @@ pytestmark = [
 
 AS_IS = "as is"
 FAKES = "left out: it drives workers with a fake NIXL; test_conversations.py runs real engines"
+HALF = "left out: test_scheduler_half.py and test_conversation_half.py have it"
 
 VERDICTS = {
     "test_multiturn_lifecycle": AS_IS,
     "test_first_turn_no_remote_blocks": AS_IS,
     "test_abort_p_side_during_send": AS_IS,
-    "test_abort_p_side_non_length_capped": "test_abort_before_the_end_of_prefill",
+    "test_abort_p_side_non_length_capped": HALF,
     "test_remote_blocks_exceed_prompt_tokens": "test_ticket_of_more_tokens_than_the_prompt",
     "test_p_node_pulls_partial_last_block_from_d": AS_IS,
-    "test_add_new_req_to_recv_populates_remote_meta": "test_load_that_workers_are_told_of",
-    "test_build_connector_meta_recv_entries": "test_load_that_workers_are_told_of",
-    "test_build_connector_meta_clears_reqs_need_recv": "test_load_that_workers_are_told_of",
-    "test_build_connector_meta_multiple_requests": "test_load_that_workers_are_told_of",
+    "test_add_new_req_to_recv_populates_remote_meta": HALF,
+    "test_build_connector_meta_recv_entries": HALF,
+    "test_build_connector_meta_clears_reqs_need_recv": HALF,
+    "test_build_connector_meta_multiple_requests": HALF,
     "test_p_node_pull_kv_from_d": FAKES,
     "test_p_node_pull_then_send_kv": FAKES,
     "test_p_node_deferred_pull_on_no_handshake": FAKES,
     "test_d_node_request_finished_returns_kv_params": AS_IS,
-    "test_d_node_request_finished_delays_block_free": "test_blocks_of_an_answer_are_held",
+    "test_d_node_request_finished_delays_block_free": HALF,
     "test_d_node_request_finished_remote_num_tokens": AS_IS,
     "test_d_node_partial_last_block_remote_num_tokens": AS_IS,
     "test_no_double_read_blocks_after_reschedule": "test_one_pull_whatever_follows",
@@ -55,7 +55,7 @@ VERDICTS = {
     "test_remote_blocks_processed_flag_persists": "test_one_pull_whatever_follows",
     # No deadline is compared with a clock: if the hold has ended, the pull fails.
     "test_turn2_deadline_gate": "test_pull_that_fails",
-    "test_turn2_full_prefix_hit_with_expired_deadline_skips_gate": "test_nothing_to_pull",
+    "test_turn2_full_prefix_hit_with_expired_deadline_skips_gate": HALF,
     # The ticket names no deadline: decode's workers count the time.
     "test_d_node_request_finished_exports_blocks_expiry_time": "test_time_that_blocks_are_held",
     "test_handshake_listener_appends_perf_counter_frame": (
@@ -164,19 +164,6 @@ class TestAsIs:
         assert ported == {name for name in globals() if name.startswith("test_")}
 
 
-def test_abort_before_the_end_of_prefill(make_engine: MakeEngine) -> None:
-    from vllm.v1.request import RequestStatus
-
-    engine = make_engine()
-    engine.add(schedulers.request("r", tokens(40), PREFILL, max_tokens=100))
-    [(name, hold)] = engine.step().messages.orders.take_ons
-    assert name == "r"
-    engine.scheduler.finish_requests(["r"], RequestStatus.FINISHED_ABORTED)
-    assert "r" not in engine.scheduler.requests
-    assert engine.step().messages.orders.drops == (hold,)
-    assert engine.is_empty
-
-
 def test_ticket_of_more_tokens_than_the_prompt(
     make_engine: MakeEngine, second_turn: SecondTurn
 ) -> None:
@@ -201,40 +188,6 @@ def read(engine: SimulatedEngine) -> None:
     engine.step(sent={"r"})
     engine.step()
     assert engine.is_empty
-
-
-def test_load_that_workers_are_told_of(make_engine: MakeEngine, second_turn: SecondTurn) -> None:
-    """Once, into the first blocks of the request; of several requests at once."""
-    engine = make_engine()
-    requests = [second_turn(f"r{i}", prompt=56, covered=48 - 8 * i, other=i) for i in range(3)]
-    for each in requests:
-        engine.add(each)
-    step = engine.step()
-    assert step.computed == {}
-    loads = {load.request: load for load in step.messages.loads}
-    for each in requests:
-        assert waits(each)
-        load, params = loads.pop(each.request_id), each.kv_transfer_params
-        ticket = load.ticket
-        assert ticket.engine == params["remote_engine_id"] == "decode-engine"
-        assert ticket.request == params["remote_request_id"]
-        assert (ticket.host, ticket.port) == (params["remote_host"], params["remote_port"])
-        assert [list(pages) for pages in ticket.pages] == params["remote_block_ids"]
-        [blocks] = engine.scheduler.kv_cache_manager.get_block_ids(each.request_id)
-        [pages] = load.local
-        assert pages.ids.tolist() == blocks[: len(ticket.pages[0])]
-    assert loads == {}
-    assert engine.step().messages.loads == ()
-
-
-def test_blocks_of_an_answer_are_held(first_turn: tuple[SimulatedEngine, SimulatedEngine]) -> None:
-    prefill, decode = first_turn
-    schedulers.conversation_ticket(prefill, decode, "r", tokens(40))
-    assert "r" in decode.scheduler.requests
-    assert len(decode.step().messages.orders.ready) == 1
-    decode.step()
-    assert not decode.is_empty
-    read(decode)
 
 
 @pytest.mark.parametrize("preempted", [False, True])
@@ -273,23 +226,6 @@ def test_pull_that_fails(make_engine: MakeEngine, second_turn: SecondTurn, polic
         step = engine.step()
         assert (step.computed, step.messages.loads) == ({"r": 56}, ())
         assert step.finished["r"] is not None
-
-
-def test_nothing_to_pull(make_engine: MakeEngine, second_turn: SecondTurn) -> None:
-    """Nothing is pulled if all tokens are in the prefix cache, and decode is told "done"."""
-    engine = make_engine()
-    before = schedulers.request("before", tokens(48), None)
-    engine.add(before)
-    engine.finish(before)
-    engine.step()
-    each = second_turn("r", prompt=56, covered=48)
-    engine.add(each)
-    step = engine.step()
-    assert step.computed == {"r": 8}
-    [load] = step.messages.loads
-    assert (load.request, load.report) == ("r", False)
-    assert load.ranges == (None,)
-    assert step.finished["r"] is not None
 
 
 @pytest.mark.parametrize(
