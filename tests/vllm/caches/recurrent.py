@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from importlib import import_module
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -39,11 +40,11 @@ class Model:
     @property
     def parts(self) -> tuple[int, ...]:
         """The widths of the parts of the convolution's channels."""
-        inner, group, key = self.heads * self.head, self.groups * self.size, self.groups * self.size
+        inner, group = self.heads * self.head, self.groups * self.size
         return {
             "mamba1": (inner,),
             "mamba2": (inner, group, group),
-            "delta": (key, key, inner),
+            "delta": (group, group, inner),
             "kda": (inner, inner, inner),
             "short": (inner,),
             "linear": (),
@@ -73,47 +74,28 @@ class Setup:
     device: str = "cpu"  # whose kernels; cpu or cuda
 
 
-def _mamba1(model: Model, config: Any) -> Any:
+def _mamba(model: Model, config: Any) -> Any:
     from vllm.model_executor.layers.mamba.mamba_mixer import MambaMixer
-
-    return MambaMixer(
-        hidden_size=8,
-        ssm_state_size=model.size,
-        conv_kernel_size=KERNEL,
-        intermediate_size=model.heads * model.head,
-        time_step_rank=1,
-        use_conv_bias=False,
-        use_bias=False,
-        use_rms_norm=False,
-        model_config=config.model_config,
-        cache_config=config.cache_config,
-        prefix=LAYER,
-    )
-
-
-def _mamba2(model: Model, config: Any) -> Any:
     from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
 
-    return MambaMixer2(
-        hidden_size=8,
-        ssm_state_size=model.size,
-        conv_kernel_size=KERNEL,
-        intermediate_size=model.heads * model.head,
-        use_conv_bias=True,
-        use_bias=False,
-        n_groups=model.groups,
-        num_heads=model.heads,
-        head_dim=model.head,
-        model_config=config.model_config,
-        cache_config=config.cache_config,
-        prefix=LAYER,
-    )
+    common: dict[str, Any] = {
+        "hidden_size": 8,
+        "ssm_state_size": model.size,
+        "conv_kernel_size": KERNEL,
+        "intermediate_size": model.heads * model.head,
+        "use_bias": False,
+        "model_config": config.model_config,
+        "cache_config": config.cache_config,
+        "prefix": LAYER,
+    }
+    if model.kind == "mamba1":
+        return MambaMixer(**common, time_step_rank=1, use_conv_bias=False, use_rms_norm=False)
+    sizes = {"n_groups": model.groups, "num_heads": model.heads, "head_dim": model.head}
+    return MambaMixer2(**common, **sizes, use_conv_bias=True)
 
 
 def _of_config(path: str, name: str) -> Callable[[Model, Any], Any]:
     def make(model: Model, config: Any) -> Any:
-        from importlib import import_module
-
         described = SimpleNamespace(
             hidden_size=8,
             hidden_act="silu",
@@ -153,8 +135,8 @@ def _short(model: Model, config: Any) -> Any:
 
 _LAYERS = "vllm.model_executor.layers.mamba"
 KINDS: dict[str, Callable[[Model, Any], Any]] = {
-    "mamba1": _mamba1,
-    "mamba2": _mamba2,
+    "mamba1": _mamba,
+    "mamba2": _mamba,
     "delta": _of_config(f"{_LAYERS}.gdn.qwen_gdn_linear_attn", "QwenGatedDeltaNetAttention"),
     "kda": _of_config(f"{_LAYERS}.gdn.kimi_gdn_linear_attn", "KimiGatedDeltaNetAttention"),
     "short": _short,

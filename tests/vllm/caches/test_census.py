@@ -59,6 +59,7 @@ def test_every_backend_has_a_verdict() -> None:
     assert known - paged == set(), "vLLM has these no more"
     assert states - set(STATE_PACKINGS) == set(), "add each to STATE_PACKINGS"
     assert {name.partition("/")[0] for name in STATE_PACKINGS} - states == set()
+    assert all(packing.inside for packing in STATE_PACKINGS.values())
 
 
 def test_every_enumerated_backend_was_found() -> None:
