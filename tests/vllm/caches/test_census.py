@@ -12,12 +12,11 @@ from typing import Any
 
 import pytest
 
-from kvferry.core.layout import GroupKind
 from kvferry.integrations.vllm.caches.attention_pages import PACKINGS
 from kvferry.integrations.vllm.caches.cache_specs import SPECS, Handling, refusals
 from kvferry.integrations.vllm.caches.state_pages import STATE_PACKINGS
 from tests.vllm.caches import census, coverage_page
-from tests.vllm.caches.views import Rank, group
+from tests.vllm.caches.views import group
 
 pytestmark = [
     pytest.mark.timeout(300),
@@ -106,11 +105,6 @@ def test_every_kernel_of_the_cpu_backend_has_a_verdict() -> None:
     returned = [node.value for node in ast.walk(tree) if isinstance(node, ast.Return)]
     kernels = {f"CPU_ATTN/{ast.literal_eval(value)}" for value in returned if value}
     assert kernels == {name for name in PACKINGS if name.startswith("CPU_ATTN/")}
-
-
-def test_a_backend_that_is_in_no_table_is_opaque() -> None:
-    rank = Rank([group(["a"], _full())], backends="SOMEBODYS_OWN")
-    assert rank.layout.groups[0].kind is GroupKind.OPAQUE
 
 
 def test_a_kind_of_cache_that_is_in_no_table_is_refused() -> None:
