@@ -112,7 +112,9 @@ def test_expressions_of_backends(
 @pytest.mark.parametrize("order", ORDERS)
 def test_quantized_halves(order: str, mode: str) -> None:
     """Per-token-head scales stand behind the values of each half, and move with them."""
-    scales = {"state_content_bytes": 2 * (64 + 4)} if mode.endswith("TOKEN_HEAD") else {}
+    scales: dict[str, Any] = {}
+    if mode.endswith("TOKEN_HEAD"):
+        scales["state_content_bytes"] = 2 * (64 + 4)
     rank = Rank([group(TWO, full(quant=mode, **scales))], order, backends="TRITON_ATTN")
     assert rank.wrong(views.split_cells) == []
     assert {f.dtype for f in rank.layout.fields} == {"uint8"}

@@ -321,8 +321,8 @@ def test_chunks(chunk: int) -> None:
         Attention(name="model.layers.0.attn", size=8, chunk=chunk),
         Attention(name="model.layers.1.attn", size=8),
     ]
-    for shapes in itertools.permutations((Shape(block=32), Shape(tp=2))):
-        one_way(layers, *shapes, 1, 20, 40, 63, 64, 65, 150)
+    for there, here in itertools.permutations((Shape(block=32), Shape(tp=2))):
+        one_way(layers, there, here, 1, 20, 40, 63, 64, 65, 150)
 
 
 @pytest.mark.parametrize(("there", "here"), SHAPES)
