@@ -81,51 +81,15 @@ def test_what_is_said() -> None:
     }
 
 
-def test_only_names_are_judgements() -> None:
-    assert set(JUDGEMENTS) == {
-        "model",
-        "revision",
-        "model overrides",
-        "media",
-        "draft model",
-        "draft revision",
-    }
-    assert not FACTS.keys() & JUDGEMENTS.keys()
-    for enforce in (True, False):
-        found = judgements(Config(enforce_handshake_compat=enforce))
-        assert (found.keys, found.overridden) == (frozenset(JUDGEMENTS), not enforce)
-        assert found.told == {"vLLM"}
-
-
-@pytest.mark.parametrize(
-    ("change", "names"),
-    [
-        ({"model": "other"}, {"model"}),
-        ({"revision": "v2"}, {"revision"}),
-        ({"dtype": "torch.float16"}, {"dtype", "cache dtype"}),
-        ({"quantization": "awq"}, {"quantization"}),
-        ({"cache_dtype": "fp8"}, {"cache dtype"}),
-        ({"rope": ROPE | {"rope_theta": 500000.0}}, {"rotary embedding"}),
-        ({"rope": None}, {"rotary embedding"}),
-        ({"hf_overrides": {"sliding_window": 64}}, {"model overrides"}),
-        ({"max_model_len": 4096}, set()),
-        ({"hf_overrides": dict}, set()),
-        ({"cache_dtype": "bfloat16"}, set()),
-        ({"speculative": drafting("ngram", "tiny", caches=False)}, set()),
-        ({"speculative": drafting("eagle", "draft")}, set()),
-    ],
-)
-def test_a_difference_has_a_name(change: dict[str, Any], names: set[str]) -> None:
-    assert differ(engine(), engine(**change)) == names
-
-
-def test_kernels_that_read_one_checkpoint_are_no_difference() -> None:
-    declared = SimpleNamespace(quantization_config={"quant_method": "awq"})
-    one, other = (
-        engine(hf_config=declared, quantization=kernels) for kernels in ("awq", "awq_marlin")
-    )
-    assert not differ(one, other)
-    assert differ(one, engine()) == {"quantization"}
+@pytest.mark.parametrize("enforce", [True, False])
+def test_only_names_are_judgements(enforce: bool) -> None:
+    names = {"model", "revision", "model overrides", "media", "draft model", "draft revision"}
+    found = judgements(Config(enforce_handshake_compat=enforce))
+    assert found.keys == names
+    assert found.overridden is not enforce
+    assert found.told == {"vLLM"}
+    assert set(JUDGEMENTS) == names
+    assert not FACTS.keys() & names
 
 
 def media(**settings: object) -> Any:
@@ -138,39 +102,51 @@ def media(**settings: object) -> Any:
     return engine(multimodal_config=SimpleNamespace(**unset | settings))
 
 
-@pytest.mark.parametrize(
-    ("change", "names"),
-    [
-        ({"mm_processor_kwargs": {"size": 7}}, {"media"}),
-        ({"media_io_kwargs": {"video": {"num_frames": 7}}}, {"media"}),
-        ({"mm_hasher_algorithm": "sha256"}, {"media"}),
-        ({"mm_processor_kwargs": {}, "media_io_kwargs": {}}, set()),
-    ],
-)
-def test_engines_must_make_the_same_of_an_image(change: dict[str, Any], names: set[str]) -> None:
-    """vLLM's identifiers of images do not tell these settings apart."""
-    assert differ(media(), media(**change)) == names
+def quantized(kernels: str) -> Any:
+    """An engine whose checkpoint says how it is quantized."""
+    said = SimpleNamespace(quantization_config={"quant_method": "awq"})
+    return engine(hf_config=said, quantization=kernels)
 
 
-def test_two_names_of_one_cache_format_are_one() -> None:
-    assert not differ(engine(cache_dtype="fp8"), engine(cache_dtype="fp8_e4m3"))
-    assert differ(engine(cache_dtype="fp8"), engine(cache_dtype="fp8_e5m2")) == {"cache dtype"}
+DRAFTING = engine(speculative=drafting("eagle", "draft"))
+NGRAM = engine(speculative=drafting("ngram", "tiny", caches=False))
 
 
 @pytest.mark.parametrize(
-    ("other", "names"),
+    ("one", "other", "names"),
     [
-        (drafting("eagle", "draft"), set()),
-        (drafting("eagle3", "draft"), {"draft method"}),
-        (drafting("eagle", "another"), {"draft model"}),
-        (drafting("ngram", "tiny", caches=False), set()),
+        (engine(), engine(model="other"), {"model"}),
+        (engine(), engine(revision="v2"), {"revision"}),
+        (engine(), engine(dtype="torch.float16"), {"dtype", "cache dtype"}),
+        (engine(), engine(quantization="awq"), {"quantization"}),
+        (engine(), engine(cache_dtype="fp8"), {"cache dtype"}),
+        (engine(), engine(rope=ROPE | {"rope_theta": 500000.0}), {"rotary embedding"}),
+        (engine(), engine(rope=None), {"rotary embedding"}),
+        (engine(), engine(hf_overrides={"sliding_window": 64}), {"model overrides"}),
+        (engine(), engine(max_model_len=4096), set()),
+        (engine(), engine(hf_overrides=dict), set()),
+        (engine(), engine(cache_dtype="bfloat16"), set()),
+        (engine(), NGRAM, set()),
+        (engine(), DRAFTING, set()),
+        # Kernels that read one checkpoint, and names of one format, are no difference.
+        (quantized("awq"), quantized("awq_marlin"), set()),
+        (quantized("awq"), engine(), {"quantization"}),
+        (engine(cache_dtype="fp8"), engine(cache_dtype="fp8_e4m3"), set()),
+        (engine(cache_dtype="fp8"), engine(cache_dtype="fp8_e5m2"), {"cache dtype"}),
+        # vLLM's identifiers of images do not tell these settings apart.
+        (media(), media(mm_processor_kwargs={"size": 7}), {"media"}),
+        (media(), media(media_io_kwargs={"video": {"num_frames": 7}}), {"media"}),
+        (media(), media(mm_hasher_algorithm="sha256"), {"media"}),
+        (media(), media(mm_processor_kwargs={}, media_io_kwargs={}), set()),
+        # Draft models are compared where both have caches of one.
+        (DRAFTING, engine(speculative=drafting("eagle", "draft")), set()),
+        (DRAFTING, engine(speculative=drafting("eagle3", "draft")), {"draft method"}),
+        (DRAFTING, engine(speculative=drafting("eagle", "another")), {"draft model"}),
+        (DRAFTING, NGRAM, set()),
     ],
 )
-def test_draft_models_are_compared_where_both_have_caches_of_one(
-    other: Any, names: set[str]
-) -> None:
-    mine = engine(speculative=drafting("eagle", "draft"))
-    assert differ(mine, engine(speculative=other)) == names
+def test_a_difference_has_a_name(one: Any, other: Any, names: set[str]) -> None:
+    assert differ(one, other) == names
 
 
 def test_factors_that_the_longest_prompt_chooses() -> None:

@@ -6,9 +6,17 @@ import threading
 import time
 
 import pytest
+import torch
 
 from kvferry.core.transport import enter_nothing
 from kvferry.integrations.vllm.config import ConfigError
+from kvferry.integrations.vllm.device import (
+    HighPriorityStream,
+    check_has_streams,
+    platform_device,
+    thread_setup,
+    work_marker,
+)
 from tests.gpu.torch_module import StandInDevices
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
@@ -16,7 +24,6 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
 
 @pytest.fixture
 def devices(monkeypatch: pytest.MonkeyPatch) -> StandInDevices:
-    import torch
     from vllm.platforms import current_platform
 
     stand_in = StandInDevices()
@@ -26,10 +33,6 @@ def devices(monkeypatch: pytest.MonkeyPatch) -> StandInDevices:
 
 
 def test_each_thread_chooses_the_device_of_the_caches(devices: StandInDevices) -> None:
-    import torch
-
-    from kvferry.integrations.vllm.device import thread_setup
-
     enter = thread_setup(torch.device("cuda", 1))
     thread = threading.Thread(target=enter, name="one of ours")
     thread.start()
@@ -37,23 +40,18 @@ def test_each_thread_chooses_the_device_of_the_caches(devices: StandInDevices) -
     assert devices.chosen == {"one of ours": 1}
 
 
-def test_threads_of_an_engine_on_cpus_choose_nothing() -> None:
-    import torch
-
-    from kvferry.integrations.vllm.device import platform_device, thread_setup, work_marker
-
+def test_cpus_need_no_device() -> None:
     assert thread_setup(torch.device("cpu")) is enter_nothing
     assert platform_device() == torch.device("cpu")
     assert work_marker(torch.device("cpu"))() is None
+    with HighPriorityStream(torch.device("cpu")).awaited():
+        pass
 
 
 def test_a_rank_without_caches_has_the_device_of_its_thread(
     devices: StandInDevices, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import torch
     from vllm.platforms import current_platform
-
-    from kvferry.integrations.vllm.device import platform_device
 
     monkeypatch.setattr(type(current_platform), "device_type", "cuda")
     devices.set_device(1)
@@ -63,10 +61,6 @@ def test_a_rank_without_caches_has_the_device_of_its_thread(
 def test_a_device_without_streams_is_refused(
     devices: StandInDevices, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import torch
-
-    from kvferry.integrations.vllm.device import check_has_streams
-
     check_has_streams(torch.device("cpu"))
     check_has_streams(torch.device("cuda", 1))
     monkeypatch.setattr(torch, "get_device_module", lambda device: object())
@@ -77,10 +71,6 @@ def test_a_device_without_streams_is_refused(
 
 
 def test_a_mark_is_passed_when_the_work_before_it_is_done(devices: StandInDevices) -> None:
-    import torch
-
-    from kvferry.integrations.vllm.device import work_marker
-
     devices.set_device(1)
     mark = work_marker(torch.device("cuda", 1))
     devices.enqueue(0.1)
@@ -93,10 +83,6 @@ def test_a_mark_is_passed_when_the_work_before_it_is_done(devices: StandInDevice
 
 
 def test_a_stream_of_its_own_waits_for_its_own_work_only(devices: StandInDevices) -> None:
-    import torch
-
-    from kvferry.integrations.vllm.device import HighPriorityStream
-
     devices.set_device(1)
     devices.enqueue(60.0)  # a step of the model, on the default stream
     stream, before = HighPriorityStream(torch.device("cuda", 1)), time.monotonic()
@@ -109,21 +95,7 @@ def test_a_stream_of_its_own_waits_for_its_own_work_only(devices: StandInDevices
     assert devices.strays == []
 
 
-def test_a_stream_on_cpus_is_none() -> None:
-    import torch
-
-    from kvferry.integrations.vllm.device import HighPriorityStream
-
-    stream = HighPriorityStream(torch.device("cpu"))
-    with stream.awaited():
-        pass
-
-
 def test_a_stream_is_waited_for_after_an_error(devices: StandInDevices) -> None:
-    import torch
-
-    from kvferry.integrations.vllm.device import HighPriorityStream
-
     devices.set_device(1)
     stream, before = HighPriorityStream(torch.device("cuda", 1)), time.monotonic()
 

@@ -8,10 +8,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -20,13 +21,12 @@ from kvferry.core.layout import Layout
 from kvferry.core.layout.host_page_format import HostPageFormat
 from kvferry.core.layout.paged_layout import paged_layout
 from kvferry.core.memory import region_of
+from kvferry.integrations.vllm import host_pool
+from kvferry.integrations.vllm.config import ConfigError
+from kvferry.integrations.vllm.device import storage_of
+from kvferry.integrations.vllm.host_pool import HostPool
 from tests.gpu import openreg
 from tests.gpu.torch_module import StandInDevices
-
-if TYPE_CHECKING:
-    import torch
-
-    from kvferry.integrations.vllm.host_pool import HostPool
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
 BLOCKS, PAGES = 9, 6
@@ -80,7 +80,6 @@ class Platform:
 @pytest.fixture
 def devices(monkeypatch: pytest.MonkeyPatch) -> StandInDevices:
     """All kinds of devices."""
-    import torch
     import vllm.platforms
 
     stand_in = StandInDevices()
@@ -95,10 +94,10 @@ def devices(monkeypatch: pytest.MonkeyPatch) -> StandInDevices:
     return stand_in
 
 
-def caches(dtype: str, order: tuple[int, ...], kind: str = "cpu") -> dict[str, torch.Tensor]:
+def caches(
+    dtype: str = "float32", order: tuple[int, ...] = (0, 1, 2, 3, 4), kind: str = "cpu"
+) -> dict[str, torch.Tensor]:
     """Two layers' K in two storages, of which one has a V, too; (page, token, head, element)."""
-    import torch
-
     memory = openreg.device() if kind == "openreg" else torch.device("cpu")
     shape = (BLOCKS, 4, 2, 3)
 
@@ -115,10 +114,6 @@ def caches(dtype: str, order: tuple[int, ...], kind: str = "cpu") -> dict[str, t
 def pool_of(
     tensors: dict[str, torch.Tensor], kind: str, **options: Any
 ) -> tuple[HostPool, Layout, HostPageFormat]:
-    import torch
-
-    from kvferry.integrations.vllm.host_pool import HostPool
-
     cache = paged_layout(tensors, ("page", "token", "head", "element"))
     form = HostPageFormat.of(cache)
     device = torch.device(kind, 0) if kind != "cpu" else torch.device(kind)
@@ -130,8 +125,6 @@ def pages_of(
     layout: Layout, count: int, tensors: Iterable[torch.Tensor] = ()
 ) -> list[dict[str, bytes]]:
     """The bytes of each field in each page, by memory; that of tensors is copied whole."""
-    from kvferry.integrations.vllm.device import storage_of
-
     memories = {region_of(tensor): storage_of(tensor).cpu().numpy() for tensor in tensors}
     for region in set(layout.regions) - memories.keys():
         memories[region] = np.frombuffer(
@@ -147,6 +140,14 @@ def pages_of(
             found = memories[layout.regions[field.region]][places + index * field.page_stride]
             page[field.key] = found.tobytes()
     return pages
+
+
+def _choose(devices: StandInDevices) -> Callable[[], None]:
+    def enter() -> None:
+        assert threading.current_thread().name.startswith("kvferry-copy-")
+        devices.set_device(0)
+
+    return enter
 
 
 def await_passed(passed: Callable[[], bool]) -> None:
@@ -169,8 +170,6 @@ pairs = st.integers(0, PAGES).flatmap(
 def test_copies_move_pages_and_nothing_else(
     devices: StandInDevices, monkeypatch: pytest.MonkeyPatch, kind: str, dtype: str
 ) -> None:
-    from kvferry.integrations.vllm import host_pool
-
     monkeypatch.setattr(host_pool, "BATCH_BYTES", 3 * 4 * 2 * 3 * 4)  # a page or a few at once
 
     @settings(max_examples=15)
@@ -200,10 +199,6 @@ def test_copies_move_pages_and_nothing_else(
 
 def test_a_rank_without_a_cache_copies_nothing(devices: StandInDevices) -> None:
     """Its engine's orders name blocks of the other ranks, too."""
-    import torch
-
-    from kvferry.integrations.vllm.host_pool import HostPool
-
     form = HostPageFormat.of(Layout(regions=(), groups=(), fields=()))
     pool = HostPool([], form, PAGES, device=torch.device("cuda", 0), enter=_choose(devices))
     await_passed(pool.out([1], [2]))
@@ -215,9 +210,7 @@ def test_a_copy_is_awaited_on_a_stream_of_its_own(
     devices: StandInDevices, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The calling thread waits for nothing, and the copy for none of the engine's work."""
-    from kvferry.integrations.vllm import host_pool
-
-    pool, _, _ = pool_of(caches("float32", (0, 1, 2, 3, 4)), "cuda", enter=_choose(devices))
+    pool, _, _ = pool_of(caches(), "cuda", enter=_choose(devices))
     may_begin = threading.Event()
 
     def out(*_: object) -> None:
@@ -241,9 +234,7 @@ def test_a_copy_is_awaited_on_a_stream_of_its_own(
 def test_a_copy_that_fails_raises_when_the_device_is_quiet(
     devices: StandInDevices, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from kvferry.integrations.vllm import host_pool
-
-    pool, _, _ = pool_of(caches("float32", (0, 1, 2, 3, 4)), "cuda", enter=_choose(devices))
+    pool, _, _ = pool_of(caches(), "cuda", enter=_choose(devices))
 
     def fail(self: object, *ids: object) -> None:
         devices.enqueue(0.2)
@@ -261,7 +252,7 @@ def test_a_copy_that_fails_raises_when_the_device_is_quiet(
 
 @pytest.mark.parametrize("kind", ["cpu", OPENREG])
 def test_a_pool_copies_on_after_an_error(devices: StandInDevices, kind: str) -> None:
-    tensors = caches("float32", (0, 1, 2, 3, 4), kind)
+    tensors = caches(kind=kind)
     pool, host, form = pool_of(tensors, kind)
     for failing in (pool.out([1, BLOCKS], [0, 1]), pool.into([0, 1], [1, BLOCKS])):
         with pytest.raises(CopyError, match=r"cannot copy pages: .*out of"):
@@ -275,9 +266,7 @@ def test_a_pool_copies_on_after_an_error(devices: StandInDevices, kind: str) -> 
 def test_copies_of_both_directions_do_not_wait_for_each_other(
     devices: StandInDevices, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from kvferry.integrations.vllm import host_pool
-
-    pool, _, _ = pool_of(caches("float32", (0, 1, 2, 3, 4)), "cuda", enter=_choose(devices))
+    pool, _, _ = pool_of(caches(), "cuda", enter=_choose(devices))
     gate = threading.Event()
     monkeypatch.setattr(host_pool._StreamedCopies, "out", lambda *given: gate.wait(SECONDS))
     slow = pool.out([1], [2])
@@ -290,8 +279,6 @@ def test_copies_of_both_directions_do_not_wait_for_each_other(
 def test_memory_that_cannot_be_pinned_is_used_with_a_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    import torch
-
     real = torch.empty
 
     def refuse(*shape: Any, pin_memory: bool = False, **options: Any) -> torch.Tensor:
@@ -299,7 +286,7 @@ def test_memory_that_cannot_be_pinned_is_used_with_a_warning(
             raise RuntimeError("cudaHostAlloc failed")
         return real(*shape, **options)
 
-    tensors = caches("float32", (0, 1, 2, 3, 4))
+    tensors = caches()
     monkeypatch.setattr(torch, "empty", refuse)
     pool, _, _ = pool_of(tensors, "cpu", pin=True)
     assert not pool.is_pinned
@@ -311,14 +298,10 @@ def test_memory_that_cannot_be_pinned_is_used_with_a_warning(
 def test_memory_that_cannot_be_had_is_refused_with_the_setting(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    import torch
-
-    from kvferry.integrations.vllm.config import ConfigError
-
     def refuse(*shape: object, **options: object) -> object:
         raise RuntimeError("no memory")
 
-    tensors = caches("float32", (0, 1, 2, 3, 4))
+    tensors = caches()
     monkeypatch.setattr(torch, "empty", refuse)
     with pytest.raises(ConfigError, match=r"staging_bytes: \d+ bytes of host memory .*; set fewer"):
         pool_of(tensors, "cpu", pin=True)
@@ -329,19 +312,9 @@ def test_a_device_that_nothing_can_copy_is_refused(
 ) -> None:
     import vllm.platforms
 
-    from kvferry.integrations.vllm.config import ConfigError
-
     monkeypatch.setattr(vllm.platforms, "current_platform", object())
     with pytest.raises(ConfigError, match="nothing can copy it"):
-        pool_of(caches("float32", (0, 1, 2, 3, 4)), "xla")
-
-
-def _choose(devices: StandInDevices) -> Callable[[], None]:
-    def enter() -> None:
-        assert threading.current_thread().name.startswith("kvferry-copy-")
-        devices.set_device(0)
-
-    return enter
+        pool_of(caches(), "xla")
 
 
 def test_a_copy_that_never_ends_lets_the_process_end() -> None:

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,6 +23,8 @@ from kvferry.cli.plan.states import RecurrentState
 from kvferry.core.layout import Field, axis_length
 from tests.cli import hybrid_configs as configs
 from tests.cli.plan_command import write_config
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what vLLM imports
 
 BLOCKS, LAYERS, HEADS, TOKENS, HEAD, KERNEL = 5, 3, 2, 16, 8, 4
 """The same as in ``vllm_facts.py``, and the block size of kernels."""
@@ -109,47 +107,19 @@ def hybrid(case: StateCase, folder: Path) -> Model:
     return read_model(Path(write_config(folder, case.config)))
 
 
-def asked_state(case: StateCase, model: Model, block_size: int) -> dict[str, Any]:
-    """Return what ``vllm_facts.py`` is asked about a case."""
-    assert model.state is not None
-    asked = case._asdict()
-    del asked["config"]
-    return asked | {
-        "dtypes": [model.state.input_dtype, model.state.dtype][: 1 + bool(model.state.heads)],
-        "mla": model.latent,
-        "kv_heads": max(1, model.kv_heads // case.tp),
-        "head_size": sum(model.parts.values()) // (1 if model.latent else 2),
-        "block_size": block_size,
-    }
-
-
-BLOCK_SIZES = [16, 24, 64]
-
-
 @pytest.fixture(scope="module")
-def facts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    folder = tmp_path_factory.mktemp("hybrids")
-    asked = {
-        "states": [
-            asked_state(case, hybrid(case, folder), block_size)
-            for case in STATES
-            for block_size in BLOCK_SIZES
-        ],
-        "kernels": ORDERS_OF_WHOLE_BLOCKS,
-        "windows": WINDOWS,
-        "pipelines": PIPELINES,
-        "backends": [*ABLE, *UNABLE],
-    }
-    script = Path(__file__).with_name("vllm_facts.py")
-    command = [sys.executable, str(script), json.dumps(asked)]
-    # Without what other tests set for engines, such as the order of a state's dimensions.
-    plain = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_")}
-    run = subprocess.run(
-        command, env=plain, capture_output=True, text=True, check=False, timeout=110
-    )
-    assert run.returncode == 0, run.stderr
-    found: dict[str, Any] = json.loads(run.stdout.splitlines()[-1])
-    return found
+def facts() -> Any:
+    """What vLLM says; importing it changes the process."""
+    from tests.vllm import vllm_facts
+
+    return vllm_facts
+
+
+def spec_of(facts: Any, case: StateCase, model: Model) -> Any:
+    """Return vLLM's spec of a case's states."""
+    assert model.state is not None
+    dtypes = [model.state.input_dtype, model.state.dtype][: 1 + bool(model.state.heads)]
+    return facts.state_spec(case.kind, case.tp, dtypes, case.arguments)
 
 
 def model(windows: list[int]) -> Model:
@@ -181,80 +151,66 @@ def offset_and_strides(f: Field) -> list[int]:
     return [f.offset, block, f.shard[-1].stride, f.tokens[-1].stride]
 
 
-@pytest.mark.parametrize("order", ORDERS)
-def test_page_strides_match_vllm(facts: dict[str, Any], order: str) -> None:
-    keys = [f for f in make_test_engine(order).ranks[0].fields if f.key.endswith("/k")]
-    assert [offset_and_strides(f) for f in keys] == [found[:4] for found in facts["places"][order]]
-
-
-@pytest.mark.parametrize("order", ORDERS_OF_WHOLE_BLOCKS)
-def test_kernel_block_strides_match_vllm(facts: dict[str, Any], order: str) -> None:
-    keys = [f for f in make_test_engine(order, KERNEL).ranks[0].fields if f.key.endswith("/k")]
-    assert [offset_and_strides(f) for f in keys] == [found[:4] for found in facts["kernels"][order]]
+@pytest.mark.parametrize(
+    ("order", "kernel"),
+    [*[(order, 0) for order in ORDERS], *[(order, KERNEL) for order in ORDERS_OF_WHOLE_BLOCKS]],
+)
+def test_strides_of_pages_and_kernel_blocks(facts: Any, order: str, kernel: int) -> None:
+    keys = [f for f in make_test_engine(order, kernel).ranks[0].fields if f.key.endswith("/k")]
+    found = facts.places(order, kernel or None)
+    assert [offset_and_strides(f) for f in keys] == [place[:4] for place in found]
     assert {axis_length(f.tokens) for f in keys} == {TOKENS}
 
 
-@pytest.mark.parametrize("case", range(len(WINDOWS)))
-def test_cache_groups_match_vllm(facts: dict[str, Any], case: int) -> None:
-    [layout] = make_engine(model(WINDOWS[case]), PlanSettings(), 16).ranks
+@pytest.mark.parametrize("windows", WINDOWS, ids=str)
+def test_cache_groups(facts: Any, windows: list[int]) -> None:
+    [layout] = make_engine(model(windows), PlanSettings(), 16).ranks
     groups: dict[int, list[int]] = {}
     for f in layout.fields:
         if f.key.endswith(("/k", "/ssm")):
             groups.setdefault(f.group, []).append(int(f.key.split(".")[1]))
-    assert list(groups.values()) == facts["groups"][case]
+    assert list(groups.values()) == facts.groups(windows)
 
 
-@pytest.mark.parametrize("index", range(len(STATES)))
-def test_states_match_the_connector_and_vllm(
-    facts: dict[str, Any], tmp_path: Path, index: int
-) -> None:
-    case = STATES[index]
+def placed(f: Field) -> tuple[object, ...]:
+    """Return what says where a field's elements are."""
+    return f.offset, f.unit, f.dtype, f.shard_range, f.shard, f.inner
+
+
+@pytest.mark.parametrize("case", STATES, ids=[f"{case.kind}-{case.tp}" for case in STATES])
+def test_states(facts: Any, tmp_path: Path, case: StateCase) -> None:
+    """Fields of a state, and the size of blocks that hold one, as the connector and vLLM say."""
     described = hybrid(case, tmp_path)
+    spec = spec_of(facts, case, described)
     layout = make_engine(described, PlanSettings(tp=case.tp), 16).ranks[-1]
-    first = f"layers.{described.states[0]}.mixer"
-    mine = [
-        [
-            f.key.replace(first, "layers.0.mixer"),
-            f.offset,
-            f.unit,
-            f.dtype,
-            list(f.shard_range),
-            [[[d.extent, d.stride] for d in axis] for axis in (f.shard, *f.inner)],
-        ]
-        for f in layout.fields
-        if f.key.startswith(f"{first}/")
-    ]
-    assert mine == facts["states"][index * len(BLOCK_SIZES)]["fields"]
+    first = f"layers.{described.states[0]}.mixer/"
+    mine = {f.key.removeprefix(first): placed(f) for f in layout.fields if f.key.startswith(first)}
+    found = facts.state_fields_of(case.backend, case.groups, case.kernel, spec, case.tp)
+    assert mine == {f.key.removeprefix("layers.0.mixer/"): placed(f) for f in found}
+    for size in (16, 24, 64):
+        aligned = facts.aligned_block_size(
+            spec,
+            size,
+            mla=described.latent,
+            kv_heads=max(1, described.kv_heads // case.tp),
+            head_size=sum(described.parts.values()) // (1 if described.latent else 2),
+        )
+        settings = PlanSettings(tp=case.tp, block_size=size)
+        assert fit_states(described, settings).block_size == aligned, size
 
 
-@pytest.mark.parametrize("index", range(len(STATES)))
-def test_block_sizes_of_hybrids_match_vllm(
-    facts: dict[str, Any], tmp_path: Path, index: int
-) -> None:
-    case = STATES[index]
-    described = hybrid(case, tmp_path)
-    mine = [
-        fit_states(described, PlanSettings(tp=case.tp, block_size=size)).block_size
-        for size in BLOCK_SIZES
-    ]
-    start = index * len(BLOCK_SIZES)
-    found = facts["states"][start : start + len(BLOCK_SIZES)]
-    assert mine == [one["block_size"] for one in found]
-
-
-@pytest.mark.parametrize("case", range(len(PIPELINES)))
-def test_pipeline_stages_match_vllm(facts: dict[str, Any], case: int) -> None:
-    layers, pp = PIPELINES[case]
+@pytest.mark.parametrize(("layers", "pp"), PIPELINES)
+def test_pipeline_stages(facts: Any, layers: int, pp: int) -> None:
     ranks = make_engine(model([0] * layers), PlanSettings(pp=pp), 16).ranks
     found = [sorted({int(f.key.split(".")[1]) for f in layout.fields}) for layout in ranks]
-    assert [[stage[0], stage[-1] + 1] for stage in found] == facts["stages"][case]
+    assert [[stage[0], stage[-1] + 1] for stage in found] == facts.stages(layers, pp)
     assert list(chain(*found)) == list(range(layers))
 
 
 @pytest.mark.parametrize("layout", BACKENDS)
-def test_advice_about_attention_backends_matches_vllm(facts: dict[str, Any], layout: str) -> None:
-    able = [name for name, taken in facts["backends"].items() if taken is None or layout in taken]
-    assert able == ABLE
+def test_advice_about_attention_backends(facts: Any, layout: str) -> None:
+    taken = {name: facts.orders(name) for name in (*ABLE, *UNABLE)}
+    assert [name for name, orders in taken.items() if orders is None or layout in orders] == ABLE
     can, cannot = BACKENDS[layout].split("; ")
     assert all(name in can for name in ABLE)
     assert all(name in cannot for name in UNABLE)

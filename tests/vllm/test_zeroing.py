@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -18,17 +18,12 @@ from kvferry.core.planner.zeroing import zero_cpu
 from kvferry.integrations.vllm.device import HighPriorityStream
 from kvferry.integrations.vllm.zeroing import device_zero_function, zero_function
 
-if TYPE_CHECKING:
-    import torch
-
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
 NBYTES = 4099
 POISON = 0xAB
 
 
 def _memory() -> torch.Tensor:
-    import torch
-
     return torch.full((NBYTES,), POISON, dtype=torch.uint8)
 
 

@@ -1,12 +1,7 @@
-"""Print, as JSON, how the installed vLLM lays out caches, groups layers and forms pipelines.
-
-It runs in a process of its own, because importing vLLM changes the process.
-"""
+"""How the installed vLLM lays out caches, groups layers and forms pipelines."""
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -15,7 +10,7 @@ from unittest import mock
 
 import torch
 from vllm.distributed.utils import get_pp_indices
-from vllm.model_executor.layers.mamba.mamba_utils import MambaStateShapeCalculator
+from vllm.model_executor.layers.mamba import mamba_utils
 from vllm.platforms.interface import Platform
 from vllm.v1.attention.backend import MultipleOf
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
@@ -39,30 +34,18 @@ BLOCKS, LAYERS, HEADS, TOKENS, HEAD = 5, 3, 2, 16, 8
 StateShapes = tuple[tuple[int, ...], ...]
 """The shapes of the tensors of a layer's state."""
 
-
-def full() -> FullAttentionSpec:
-    return FullAttentionSpec(
-        block_size=TOKENS, num_kv_heads=HEADS, head_size=HEAD, dtype=torch.bfloat16
-    )
-
-
-def windowed() -> SlidingWindowSpec:
-    return SlidingWindowSpec(
-        block_size=TOKENS,
-        num_kv_heads=HEADS,
-        head_size=HEAD,
-        dtype=torch.bfloat16,
-        sliding_window=20,
-    )
+SHAPE: dict[str, Any] = {
+    "block_size": TOKENS,
+    "num_kv_heads": HEADS,
+    "head_size": HEAD,
+    "dtype": torch.bfloat16,
+}
+FULL = FullAttentionSpec(**SHAPE)
 
 
-def with_states(page_size: int) -> MambaSpec:
-    return MambaSpec(shapes=((page_size // 2,),), dtypes=(torch.bfloat16,), block_size=TOKENS)
-
-
-def places(layout: KVCacheLayout, kernel: int | None) -> list[list[int]]:
+def places(order: str, kernel: int | None) -> list[list[int]]:
     """Return the offset and the strides of the view of each layer, in bytes."""
-    spec = full()
+    spec, layout = FULL, KVCacheLayout[order]
     layer, block, *_ = compute_layout_strides(spec, BLOCKS, LAYERS, layout)
     size = BLOCKS * LAYERS * spec.page_size_bytes
     tensor = KVCacheTensor(
@@ -83,14 +66,12 @@ def places(layout: KVCacheLayout, kernel: int | None) -> list[list[int]]:
 
 def groups(windows: list[int]) -> list[list[int]]:
     """Return the layers of each cache group, for layers with these windows; -1 for a state."""
-    specs: dict[str, KVCacheSpec] = {
-        str(n): with_states(full().page_size_bytes)
-        if window < 0
-        else windowed()
-        if window
-        else full()
-        for n, window in enumerate(windows)
-    }
+    state = MambaSpec(
+        shapes=((FULL.page_size_bytes // 2,),), dtypes=(torch.bfloat16,), block_size=TOKENS
+    )
+    window = SlidingWindowSpec(**SHAPE, sliding_window=20)
+    kinds: dict[int, KVCacheSpec] = {-1: state, 0: FULL, 20: window}
+    specs = {str(n): kinds[kind] for n, kind in enumerate(windows)}
     found = _get_kv_cache_groups_uniform_page_size(specs)
     return [[int(name) for name in group.layer_names] for group in found]
 
@@ -101,27 +82,25 @@ def orders(backend: str) -> list[str] | None:
     return None if supported is None else [layout.name for layout in supported]
 
 
+Calculator = mamba_utils.MambaStateShapeCalculator
 SHAPES: dict[str, Callable[..., StateShapes]] = {
-    "linear_attention": MambaStateShapeCalculator.gated_delta_net_state_shape,
-    "kda": MambaStateShapeCalculator.kda_state_shape,
-    "mamba1": MambaStateShapeCalculator.mamba1_state_shape,
-    "mamba2": MambaStateShapeCalculator.mamba2_state_shape,
-    "conv": MambaStateShapeCalculator.short_conv_state_shape,
+    "linear_attention": Calculator.gated_delta_net_state_shape,
+    "kda": Calculator.kda_state_shape,
+    "mamba1": Calculator.mamba1_state_shape,
+    "mamba2": Calculator.mamba2_state_shape,
+    "conv": Calculator.short_conv_state_shape,
 }
 """Functions that compute the shapes of a state's tensors on one rank, by the kind of state."""
 
 
-def state_case(case: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields that the connector finds in a state, and the block size of attention."""
-    dtypes = [getattr(torch, name) for name in case["dtypes"]]
-    shapes = SHAPES[case["kind"]](tp_world_size=case["tp"], **case["arguments"])
-    spec = MambaSpec(shapes=shapes, dtypes=tuple(dtypes), block_size=TOKENS)
+def state_fields_of(backend: str, groups: int, kernel: int, spec: MambaSpec, tp: int) -> Any:
+    """Return the fields that the connector finds in a state of the last rank."""
     size = spec.page_size_bytes
     page = Page(
         layer="layers.0.mixer",
-        facts=LayerFacts(backend=case["backend"], groups=case["groups"], kernel=case["kernel"]),
+        facts=LayerFacts(backend=backend, groups=groups, kernel=kernel),
         spec=spec,
-        position=ShardPosition(tp=case["tp"] - 1, tp_size=case["tp"]),
+        position=ShardPosition(tp=tp - 1, tp_size=tp),
         shape=(1, 1, size),
         strides=(size, size, 1),
         dtype="int8",
@@ -134,41 +113,44 @@ def state_case(case: dict[str, Any]) -> dict[str, Any]:
         region=0,
         offset=0,
     )
-    fields = [
-        [
-            f.key,
-            f.offset,
-            f.unit,
-            f.dtype,
-            list(f.shard_range),
-            [[[d.extent, d.stride] for d in axis] for axis in (f.shard, *f.inner)],
-        ]
-        for f in state_fields(page)
-    ]
-    return {"fields": fields, "block_size": aligned_block_size(shapes, tuple(dtypes), case)}
+    return state_fields(page)
+
+
+def state_spec(kind: str, tp: int, dtypes: list[str], arguments: dict[str, int]) -> MambaSpec:
+    """Return what vLLM makes of the arguments that a model's class gives for its states."""
+    # Other tests may have set vLLM's order of a state's dimensions.
+    with mock.patch.object(mamba_utils, "is_conv_state_dim_first", return_value=False):
+        shapes = SHAPES[kind](tp_world_size=tp, **arguments)
+    types = tuple(getattr(torch, name) for name in dtypes)
+    return MambaSpec(shapes=shapes, dtypes=types, block_size=TOKENS)
+
+
+def stages(layers: int, pp: int) -> list[list[int]]:
+    """Return the range of layers of each pipeline stage."""
+    return [list(get_pp_indices(layers, rank, pp)) for rank in range(pp)]
 
 
 def aligned_block_size(
-    shapes: StateShapes, dtypes: tuple[torch.dtype, ...], case: dict[str, Any]
+    spec: MambaSpec, block_size: int, *, mla: bool, kv_heads: int, head_size: int
 ) -> int:
     """Return the block size to which vLLM enlarges pages of attention for states."""
     cache = SimpleNamespace(
         cache_dtype="auto",
-        block_size=case["block_size"],
+        block_size=block_size,
         mamba_cache_mode="none",
         mamba_page_size_padded=None,
     )
     model = SimpleNamespace(
         dtype=torch.bfloat16,
-        use_mla=case["mla"],
+        use_mla=mla,
         architecture="",
-        get_num_kv_heads=lambda parallel: case["kv_heads"],
-        get_head_size=lambda: case["head_size"],
+        get_num_kv_heads=lambda parallel: kv_heads,
+        get_head_size=lambda: head_size,
     )
     config = SimpleNamespace(cache_config=cache, model_config=model, parallel_config=None)
     states = SimpleNamespace(
-        get_mamba_state_shape_from_config=lambda config: shapes,
-        get_mamba_state_dtype_from_config=lambda config: dtypes,
+        get_mamba_state_shape_from_config=lambda config: spec.shapes,
+        get_mamba_state_dtype_from_config=lambda config: spec.dtypes,
     )
     backend = SimpleNamespace(
         get_supported_kernel_block_sizes=lambda: [MultipleOf(16)], customize_spec=lambda spec: spec
@@ -183,25 +165,3 @@ def aligned_block_size(
     ):
         Platform._align_hybrid_block_size(config, backend)
     return int(cache.block_size)
-
-
-def main() -> None:
-    asked = json.loads(sys.argv[1])
-    json.dump(
-        {
-            "places": {layout.name: places(layout, None) for layout in KVCacheLayout},
-            "kernels": {name: places(KVCacheLayout[name], 4) for name in asked["kernels"]},
-            "backends": {name: orders(name) for name in asked["backends"]},
-            "groups": [groups(windows) for windows in asked["windows"]],
-            "states": [state_case(case) for case in asked["states"]],
-            "stages": [
-                [list(get_pp_indices(layers, rank, pp)) for rank in range(pp)]
-                for layers, pp in asked["pipelines"]
-            ],
-        },
-        sys.stdout,
-    )
-
-
-if __name__ == "__main__":
-    main()

@@ -125,23 +125,14 @@ Place = tuple[str, str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Architecture:
-    """One of the architectures that vLLM registers.
+    """One of the architectures that vLLM registers."""
 
-    Attributes:
-        name: in a checkpoint's configuration.
-        part: of vLLM's registry.
-        kinds: the kinds of cache that its layers may have, by the spec's class.
-        states: the backends of its states.
-        backends: of its own, that do not depend on settings.
-        composed: it has a language model that a checkpoint names.
-    """
-
-    name: str
-    part: str
-    kinds: frozenset[str]
-    states: frozenset[str]
-    backends: frozenset[str]
-    composed: bool
+    name: str  # in a checkpoint's configuration
+    part: str  # of vLLM's registry
+    kinds: frozenset[str]  # the kinds of cache that its layers may have, by the spec's class
+    states: frozenset[str]  # the backends of its states
+    backends: frozenset[str]  # of its own, that do not depend on settings
+    composed: bool  # it has a language model that a checkpoint names
 
     @property
     def opaque(self) -> list[str]:
@@ -265,19 +256,13 @@ def _backends_named(module: str, name: str) -> tuple[str, ...]:
 
 @dataclass(slots=True)
 class _Reached:
-    """What is named from a class on.
+    """What is named from a class on."""
 
-    Attributes:
-        places: all definitions.
-        made: the definitions without the classes that are only there as a layer's base.
-        names: all names in the definitions of models.
-        backends: those that the definitions of models name.
-    """
-
-    places: set[Place] = field(default_factory=set)
+    places: set[Place] = field(default_factory=set)  # all definitions
+    # the definitions without the classes that are only there as a layer's base
     made: set[Place] = field(default_factory=set)
-    names: set[str] = field(default_factory=set)
-    backends: set[str] = field(default_factory=set)
+    names: set[str] = field(default_factory=set)  # all names in the definitions of models
+    backends: set[str] = field(default_factory=set)  # those that the definitions of models name
 
 
 @functools.cache

@@ -24,22 +24,15 @@ MENTIONED = re.compile(r"class \w+\([^)]*(Backend|Spec)\b|create_composite_atten
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Class:
-    """A class in vLLM's source.
+    """A class in vLLM's source."""
 
-    Attributes:
-        path: dotted, from ``vllm`` on.
-        bases: simple names.
-        name: what ``get_name()`` returns, if it is defined here.
-        orders: what ``supported_kv_cache_layouts()`` names, if it is defined here; ``ANY`` also
-            where it defers to the default.
-        state: it is a backend of states (``is_ssm``).
-    """
-
-    path: str
-    bases: tuple[str, ...]
-    name: str | None = None
+    path: str  # dotted, from vllm on
+    bases: tuple[str, ...]  # simple names
+    name: str | None = None  # what get_name() returns, if it is defined here
+    # what supported_kv_cache_layouts() names, if it is defined here; ANY also where it defers to
+    # the default
     orders: tuple[str, ...] | None = None
-    state: bool = False
+    state: bool = False  # it is a backend of states (is_ssm)
 
     @property
     def simple(self) -> str:
@@ -57,11 +50,7 @@ class Backend:
 
 
 def backends(root: Path | None = None) -> tuple[Backend, ...]:
-    """By name. Base classes that have no name of their own, and no heir's, are left out.
-
-    Args:
-        root: The folder of the package ``vllm``; by default, that of the installed vLLM.
-    """
+    """By name. Base classes that have no name of their own, and no heir's, are left out."""
     root = root or installed()
     found: dict[str, list[Class]] = {}
     for cls in derived(BACKEND_ROOT, root):

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from importlib import import_module
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -39,11 +40,11 @@ class Model:
     @property
     def parts(self) -> tuple[int, ...]:
         """The widths of the parts of the convolution's channels."""
-        inner, group, key = self.heads * self.head, self.groups * self.size, self.groups * self.size
+        inner, group = self.heads * self.head, self.groups * self.size
         return {
             "mamba1": (inner,),
             "mamba2": (inner, group, group),
-            "delta": (key, key, inner),
+            "delta": (group, group, inner),
             "kda": (inner, inner, inner),
             "short": (inner,),
             "linear": (),
@@ -64,64 +65,37 @@ class Model:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """How an engine runs a model.
+    """How an engine runs a model."""
 
-    Attributes:
-        ranks: tensor parallelism.
-        channels_first: the convolution's layout is DS.
-        drafts: tokens of speculative decoding.
-        padding: bytes after each state.
-        device: whose kernels; ``cpu`` or ``cuda``.
-    """
-
-    ranks: int = 1
-    channels_first: bool = False
-    drafts: int = 0
-    padding: int = 0
-    device: str = "cpu"
+    ranks: int = 1  # tensor parallelism
+    channels_first: bool = False  # the convolution's layout is DS
+    drafts: int = 0  # tokens of speculative decoding
+    padding: int = 0  # bytes after each state
+    device: str = "cpu"  # whose kernels; cpu or cuda
 
 
-def _mamba1(model: Model, config: Any) -> Any:
+def _mamba(model: Model, config: Any) -> Any:
     from vllm.model_executor.layers.mamba.mamba_mixer import MambaMixer
-
-    return MambaMixer(
-        hidden_size=8,
-        ssm_state_size=model.size,
-        conv_kernel_size=KERNEL,
-        intermediate_size=model.heads * model.head,
-        time_step_rank=1,
-        use_conv_bias=False,
-        use_bias=False,
-        use_rms_norm=False,
-        model_config=config.model_config,
-        cache_config=config.cache_config,
-        prefix=LAYER,
-    )
-
-
-def _mamba2(model: Model, config: Any) -> Any:
     from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
 
-    return MambaMixer2(
-        hidden_size=8,
-        ssm_state_size=model.size,
-        conv_kernel_size=KERNEL,
-        intermediate_size=model.heads * model.head,
-        use_conv_bias=True,
-        use_bias=False,
-        n_groups=model.groups,
-        num_heads=model.heads,
-        head_dim=model.head,
-        model_config=config.model_config,
-        cache_config=config.cache_config,
-        prefix=LAYER,
-    )
+    common: dict[str, Any] = {
+        "hidden_size": 8,
+        "ssm_state_size": model.size,
+        "conv_kernel_size": KERNEL,
+        "intermediate_size": model.heads * model.head,
+        "use_bias": False,
+        "model_config": config.model_config,
+        "cache_config": config.cache_config,
+        "prefix": LAYER,
+    }
+    if model.kind == "mamba1":
+        return MambaMixer(**common, time_step_rank=1, use_conv_bias=False, use_rms_norm=False)
+    sizes = {"n_groups": model.groups, "num_heads": model.heads, "head_dim": model.head}
+    return MambaMixer2(**common, **sizes, use_conv_bias=True)
 
 
 def _of_config(path: str, name: str) -> Callable[[Model, Any], Any]:
     def make(model: Model, config: Any) -> Any:
-        from importlib import import_module
-
         described = SimpleNamespace(
             hidden_size=8,
             hidden_act="silu",
@@ -161,8 +135,8 @@ def _short(model: Model, config: Any) -> Any:
 
 _LAYERS = "vllm.model_executor.layers.mamba"
 KINDS: dict[str, Callable[[Model, Any], Any]] = {
-    "mamba1": _mamba1,
-    "mamba2": _mamba2,
+    "mamba1": _mamba,
+    "mamba2": _mamba,
     "delta": _of_config(f"{_LAYERS}.gdn.qwen_gdn_linear_attn", "QwenGatedDeltaNetAttention"),
     "kda": _of_config(f"{_LAYERS}.gdn.kimi_gdn_linear_attn", "KimiGatedDeltaNetAttention"),
     "short": _short,
@@ -172,15 +146,7 @@ KINDS: dict[str, Callable[[Model, Any], Any]] = {
 
 
 class Rank:
-    """One rank's layer, with its pages.
-
-    Attributes:
-        spec: vLLM's.
-        facts: what is gathered about the layer.
-        position: which rank it is.
-        pages: (PAGES, stride) int8: all memory.
-        channels: (n,) int64: which of the model's channels the convolution has here.
-    """
+    """One rank's layer, with its pages."""
 
     def __init__(self, model: Model, setup: Setup, rank: int, fill: int) -> None:
         """A layer whose pages are full of a byte."""
@@ -247,15 +213,10 @@ class Rank:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Truth:
-    """A state, undivided, as raw bits.
+    """A state, undivided, as raw bits."""
 
-    Attributes:
-        conv: (channels, columns), or None.
-        ssm: (heads, ...), or None.
-    """
-
-    conv: torch.Tensor | None
-    ssm: torch.Tensor | None
+    conv: torch.Tensor | None  # (channels, columns), or None
+    ssm: torch.Tensor | None  # (heads, ...), or None
 
     @classmethod
     def of(cls, model: Model, rank: Rank, seed: int) -> Truth:

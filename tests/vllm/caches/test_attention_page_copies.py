@@ -23,8 +23,13 @@ pytestmark = [
 ]
 
 
-def _copies(local: Rank, remote: Rank, tokens: int, ids: list[int], theirs: list[int]) -> int:
-    """How many copies pull so many tokens."""
+def _copies(
+    spec: Any, order: str, backend: str, tokens: int, ids: list[int], theirs: list[int]
+) -> int:
+    """How many copies pull so many tokens between engines that store them in the same way."""
+    local, remote = (
+        Rank([group(TWO, spec())], order, backends=backend, blocks=9) for _ in range(2)
+    )
     return sum(len(batch) for batch in _batches(local, remote, tokens, ids, theirs))
 
 
@@ -58,18 +63,14 @@ def test_copies_of_equal_layouts(
     order: str, per_page: int, tokens: int, backend: str, spec: Any
 ) -> None:
     """One per page of each of two layers; one per block where a block holds all layers."""
-    local = Rank([group(TWO, spec())], order, backends=backend, blocks=9)
-    remote = Rank([group(TWO, spec())], order, backends=backend, blocks=9)
-    assert _copies(local, remote, tokens, [1, 5, 3], [2, 8, 4]) == 3 * per_page
+    assert _copies(spec, order, backend, tokens, [1, 5, 3], [2, 8, 4]) == 3 * per_page
 
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_copies_of_every_order(order: str) -> None:
     """Pages that are in one piece cost one copy; heads that are apart cost one each."""
-    local = Rank([group(TWO, full())], order, backends="FLASH_ATTN", blocks=9)
-    remote = Rank([group(TWO, full())], order, backends="FLASH_ATTN", blocks=9)
     pieces = {"LHBNC": 6, "BLHNC": 1, "BLNHC": 1, "BHLNC": 1}.get(order, 2)
-    assert _copies(local, remote, 96, [1, 5, 3], [2, 8, 4]) == 3 * pieces
+    assert _copies(full, order, "FLASH_ATTN", 96, [1, 5, 3], [2, 8, 4]) == 3 * pieces
 
 
 HOLDERS = {
@@ -132,6 +133,4 @@ def _pull(local: Rank, remote: Rank, ids: list[int], theirs: list[int]) -> None:
 
 
 def test_neighbouring_pages_are_one_copy() -> None:
-    rank = Rank([group(TWO, full())], backends="FLASH_ATTN", blocks=9)
-    other = Rank([group(TWO, full())], backends="FLASH_ATTN", blocks=9)
-    assert _copies(rank, other, 96, [1, 2, 3], [4, 5, 6]) == 2
+    assert _copies(full, "LBHNC", "FLASH_ATTN", 96, [1, 2, 3], [4, 5, 6]) == 2

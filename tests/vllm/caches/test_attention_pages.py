@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -11,16 +12,7 @@ from kvferry.core.layout import GroupKind
 from kvferry.integrations.vllm.caches.attention_pages import PACKINGS
 from kvferry.integrations.vllm.caches.pages import ShardPosition
 from tests.vllm.caches import census, views
-from tests.vllm.caches.layers import (
-    ORDERS,
-    TWO,
-    full,
-    mla,
-    planes,
-    quantized,
-    raw,
-    uniform,
-)
+from tests.vllm.caches.layers import ORDERS, TWO, full, mla, planes, uniform
 from tests.vllm.caches.views import Rank, Reading, group
 
 pytestmark = [
@@ -47,80 +39,85 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(current_platform, "is_cuda", lambda: True)
 
 
-@pytest.mark.parametrize("backend", ["FLASH_ATTN", *HALVES])
-def test_halves(backend: str) -> None:
+@pytest.mark.parametrize(
+    ("backend", "spec", "reading"),
+    [
+        *[(name, full, views.split_cells) for name in ("FLASH_ATTN", *HALVES)],
+        *[(name, planes, views.unbound) for name in PLANES],
+        *[(name, mla, views.one_row) for name in ROWS],
+    ],
+)
+def test_every_order_that_vllm_offers(backend: str, spec: Any, reading: Reading) -> None:
     for order in orders_of(backend):
-        rank = Rank([group(TWO, full())], order, backends=backend)
-        assert rank.wrong(views.split_cells) == [], order
+        rank = Rank([group(TWO, spec())], order, backends=backend)
+        assert rank.wrong(reading) == [], order
         assert rank.layout.groups[0].kind is GroupKind.PAGED
 
 
-@pytest.mark.parametrize("backend", PLANES)
-def test_planes(backend: str) -> None:
-    for order in orders_of(backend):
-        rank = Rank([group(TWO, planes())], order, backends=backend)
-        assert rank.wrong(views.unbound) == [], order
+UNCUT, BY_HEAD = ("LBHNC", "LBNHC", "BLHNC", "BLNHC"), ("LBHNC", "LHBNC")
+FP8, NVFP4 = {"quant": "FP8_PER_TENSOR"}, {"quant": "NVFP4"}
 
 
-@pytest.mark.parametrize("backend", ROWS)
-def test_rows(backend: str) -> None:
-    for order in orders_of(backend):
-        rank = Rank([group(TWO, mla())], order, backends=backend)
-        assert rank.wrong(views.one_row) == [], order
-
-
-@pytest.mark.parametrize("order", ORDERS)
-def test_unlike_sizes_of_keys_and_values(order: str) -> None:
-    spec = full(head_size=192, head_size_v=128)
-    rank = Rank([group(TWO, spec)], order, backends="FLASH_ATTN_DIFFKV")
-    assert rank.wrong(views.split_cells) == []
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "uint8"])
-@pytest.mark.parametrize("order", ["LBHNC", "LHBNC"])
-def test_keys_in_vectors(order: str, dtype: str) -> None:
-    rank = Rank([group(TWO, planes(dtype))], order, backends="ROCM_ATTN")
-    assert rank.wrong(views.paged_attention) == []
-
-
-@pytest.mark.parametrize("block", [16, 32])
-@pytest.mark.parametrize("order", ["LBHNC", "LHBNC"])
-def test_shuffled_by_aiter(order: str, block: int) -> None:
-    rank = Rank([group(TWO, planes(block_size=block))], order, backends="FLASH_ATTN")
-    assert rank.wrong(views.shuffled) == []
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("backend", ["CPU_ATTN/vec", "CPU_ATTN/vec16"])
-def test_columns(backend: str, dtype: str) -> None:
-    import torch
-
-    rank = Rank([group(TWO, full(dtype=getattr(torch, dtype)))], backends=backend)
-    assert rank.wrong(views.columns) == []
-
-
-@pytest.mark.parametrize("block", [32, 96])
-def test_tiles(block: int) -> None:
-    for spec in (full(block_size=block), full(block_size=block, **quantized("FP8_PER_TENSOR"))):
-        assert Rank([group(TWO, spec)], backends="CPU_ATTN/amx").wrong(views.amx) == []
+@pytest.mark.parametrize(
+    ("backend", "spec", "reading", "orders"),
+    [
+        (
+            "FLASH_ATTN",
+            (full, {"page_size_padded": 3 * 32 * 128 * 2 + 4096}),
+            views.split_cells,
+            UNCUT,
+        ),
+        (
+            "FLASH_ATTN_DIFFKV",
+            (full, {"head_size": 192, "head_size_v": 128}),
+            views.split_cells,
+            ORDERS,
+        ),
+        # ``_gqa_sparse_fwd_kernel`` of ``minimax_m3/common/ops/sparse_attn.py`` finds K by the
+        # strides of (block, head, position, element), and V ``head_dim`` elements further on.
+        ("MINIMAX_M3_SPARSE", (full, {"head_size": 128}), views.split_cells, ORDERS),
+        ("ROCM_ATTN", (planes, {}), views.paged_attention, BY_HEAD),
+        ("ROCM_ATTN", (planes, {"dtype": "float32"}), views.paged_attention, BY_HEAD),
+        ("ROCM_ATTN", (planes, {"dtype": "uint8"}), views.paged_attention, BY_HEAD),
+        ("FLASH_ATTN", (planes, {"block_size": 16}), views.shuffled, BY_HEAD),
+        ("FLASH_ATTN", (planes, {"block_size": 32}), views.shuffled, BY_HEAD),
+        ("CPU_ATTN/vec", (full, {"dtype": "float32"}), views.columns, ["LBHNC"]),
+        ("CPU_ATTN/vec", (full, {}), views.columns, ["LBHNC"]),
+        ("CPU_ATTN/vec16", (full, {"dtype": "float32"}), views.columns, ["LBHNC"]),
+        ("CPU_ATTN/vec16", (full, {}), views.columns, ["LBHNC"]),
+        ("CPU_ATTN/amx", (full, {"block_size": 32}), views.amx, ["LBHNC"]),
+        ("CPU_ATTN/amx", (full, {"block_size": 96}), views.amx, ["LBHNC"]),
+        ("CPU_ATTN/amx", (full, {"block_size": 32, **FP8}), views.amx, ["LBHNC"]),
+        ("CPU_ATTN/amx", (full, {"block_size": 96, **FP8}), views.amx, ["LBHNC"]),
+        # Rows with scales inside.
+        ("FLASHMLA_SPARSE", (mla, {**FP8, "state_content_bytes": 656}), views.one_row, ORDERS),
+        (
+            "FLASHMLA_SPARSE",
+            (mla, {"quant": "NVFP4_DS_MLA", "state_content_bytes": 352}),
+            views.one_row,
+            ORDERS,
+        ),
+    ],
+)
+def test_expressions_of_backends(
+    backend: str, spec: tuple[Any, dict[str, Any]], reading: Reading, orders: Sequence[str]
+) -> None:
+    make, options = spec
+    for order in orders:
+        rank = Rank([group(TWO, make(**options))], order, backends=backend)
+        assert rank.wrong(reading) == [], order
 
 
 @pytest.mark.parametrize("mode", ["FP8_PER_TENSOR", "INT8_PER_TOKEN_HEAD", "FP8_PER_TOKEN_HEAD"])
 @pytest.mark.parametrize("order", ORDERS)
 def test_quantized_halves(order: str, mode: str) -> None:
     """Per-token-head scales stand behind the values of each half, and move with them."""
-    scales = {"state_content_bytes": 2 * (64 + 4)} if mode.endswith("TOKEN_HEAD") else {}
-    rank = Rank([group(TWO, full(**quantized(mode), **scales))], order, backends="TRITON_ATTN")
+    scales: dict[str, Any] = {}
+    if mode.endswith("TOKEN_HEAD"):
+        scales["state_content_bytes"] = 2 * (64 + 4)
+    rank = Rank([group(TWO, full(quant=mode, **scales))], order, backends="TRITON_ATTN")
     assert rank.wrong(views.split_cells) == []
     assert {f.dtype for f in rank.layout.fields} == {"uint8"}
-
-
-@pytest.mark.parametrize(("mode", "content"), [("FP8_PER_TENSOR", 656), ("NVFP4_DS_MLA", 352)])
-@pytest.mark.parametrize("order", ORDERS)
-def test_rows_with_scales_inside(order: str, mode: str, content: int) -> None:
-    spec = mla(**quantized(mode), state_content_bytes=content)
-    rank = Rank([group(TWO, spec)], order, backends="FLASHMLA_SPARSE")
-    assert rank.wrong(views.one_row) == []
 
 
 @pytest.mark.usefixtures("cuda")
@@ -128,28 +125,11 @@ def test_rows_with_scales_inside(order: str, mode: str, content: int) -> None:
 def test_indexer_with_scales_behind(order: str) -> None:
     """Beside a latent in one group, of unlike page sizes."""
     names = ("model.layers.0.self_attn.attn", "model.layers.0.self_attn.indexer.k_cache")
-    specs = dict(zip(names, (mla(), mla(head_size=132, dtype=raw())), strict=True))
+    specs = dict(zip(names, (mla(), mla(head_size=132, dtype="uint8")), strict=True))
     backends = dict(zip(names, ("FLASHMLA_SPARSE", "DEEPSEEK_V32_INDEXER"), strict=True))
     readings = dict(zip(names, (views.one_row, views.values_then_scales(128)), strict=True))
     rank = Rank([group(names, uniform(specs))], order, backends=backends)
     assert rank.wrong(readings) == []
-
-
-@pytest.mark.usefixtures("cuda")
-def test_scales_of_another_format_do_not_match(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM 0.33 stores an fp8 indexer's scales as UE8M0 on some GPUs, in the same four bytes."""
-    from vllm.utils import deep_gemm
-
-    found = []
-    for uses_mx in (None, lambda: False, lambda: True):
-        monkeypatch.setattr(deep_gemm, "mqa_logits_use_mx_scales", uses_mx, raising=False)
-        for row in (132, 68):
-            spec = mla(head_size=row, dtype=raw())
-            rank = Rank([group(TWO, spec)], backends="DEEPSEEK_V32_INDEXER")
-            found.append({f.key.rpartition("/")[2]: f.encoding for f in rank.layout.fields})
-    plain = {"latent": "", "scale": ""}
-    mixed = {"latent": "", "scale": "scale in 4 bytes of UE8M0"}
-    assert found == [plain, plain, plain, plain, mixed, plain]
 
 
 @pytest.mark.usefixtures("cuda")
@@ -170,7 +150,7 @@ def test_compressed_entries(order: str, backend: str, content: int, value: int) 
         block_size=256,
         tokens_per_state=4,
         alignment=576,
-        **quantized("FP8_PER_TENSOR"),
+        quant="FP8_PER_TENSOR",
         state_content_bytes=content,
     )
     rank = Rank([group(TWO, spec)], order, backends=backend)
@@ -206,34 +186,16 @@ def test_kernel_blocks(order: str, backend: str, spec: Any, reading: Reading) ->
     assert rank.wrong(reading) == []
 
 
-@pytest.mark.parametrize("order", ORDERS)
-def test_minimax_m3_sparse(order: str) -> None:
-    """``_gqa_sparse_fwd_kernel`` of ``minimax_m3/common/ops/sparse_attn.py`` finds K by the strides
-    of (block, head, position, element), and V ``head_dim`` elements further on. Where AITER runs,
-    its pages are two planes, whose inside was not read."""
-
-    def kernel(cache: Any, spec: Any) -> dict[str, Any]:
-        cells = cache.transpose(1, 2)
-        return {"k": cells[..., : spec.head_size], "v": cells[..., spec.head_size :]}
-
-    rank = Rank([group(TWO, full(head_size=128))], order, backends="MINIMAX_M3_SPARSE")
-    assert rank.wrong(kernel) == []
-    two = Rank([group(TWO, planes())], backends="MINIMAX_M3_SPARSE")
-    assert two.layout.groups[0].kind is GroupKind.OPAQUE
-
-
 def test_layers_of_unlike_sizes_in_one_group() -> None:
+    """Also a latent of a drafter."""
     specs = {"a": full(), "b": full(num_kv_heads=1, head_size=128), "c": full(head_size=32)}
-    for order in ("LBHNC", "LBNHC", "BLHNC", "BLNHC"):
-        rank = Rank([group(specs, uniform(specs))], order, backends="FLASH_ATTN")
-        assert rank.wrong(views.split_cells) == [], order
-
-
-def test_attention_and_a_latent_draft_in_one_group() -> None:
+    readings, backends = dict.fromkeys(specs, views.split_cells), dict.fromkeys(specs, "FLASH_ATTN")
+    for order in UNCUT:
+        rank = Rank([group(specs, uniform(specs))], order, backends=backends)
+        assert rank.wrong(readings) == [], order
     specs = {"a": full(), "b": full(), "draft": mla()}
-    readings = {"a": views.split_cells, "b": views.split_cells, "draft": views.one_row}
-    backends = {"a": "FLASH_ATTN", "b": "FLASH_ATTN", "draft": "FLASHMLA"}
-    for order in ("LBHNC", "LBNHC", "BLHNC", "BLNHC"):
+    readings, backends = readings | {"draft": views.one_row}, backends | {"draft": "FLASHMLA"}
+    for order in UNCUT:
         rank = Rank([group(specs, uniform(specs))], order, backends=backends)
         assert rank.wrong(readings) == [], order
 
@@ -264,15 +226,7 @@ def test_cross_layer_sharing_is_described_once() -> None:
 def test_groups_that_are_not_transferred_are_left_out() -> None:
     groups = [group(["a"], full(), enable_kv_transfer=False), group(["b"], full())]
     rank = Rank(groups, backends="FLASH_ATTN")
-    assert [f.key for f in rank.layout.fields] == ["b/k", "b/v"]
-    assert [f.group for f in rank.layout.fields] == [0, 0]
-
-
-@pytest.mark.parametrize("order", ["LBHNC", "LBNHC", "BLHNC", "BLNHC"])
-def test_padded_pages(order: str) -> None:
-    spec = full(page_size_padded=3 * 32 * 128 * 2 + 4096)
-    rank = Rank([group(TWO, spec)], order, backends="FLASH_ATTN")
-    assert rank.wrong(views.split_cells) == []
+    assert [(f.key, f.group) for f in rank.layout.fields] == [("b/k", 0), ("b/v", 0)]
 
 
 @pytest.mark.parametrize(
@@ -289,31 +243,33 @@ def test_heads_of_this_rank(position: ShardPosition, heads: int, expected: tuple
     assert {f.shard_range for f in latent.layout.fields} == {(0, 1)}
 
 
-OPAQUE = [
-    ("NOT_IN_THE_TABLE", full),
-    ("CPU_ATTN/neon", full),
-    ("CPU_ATTN/amx", lambda: full(head_size=40)),
-    ("FLASHINFER", lambda: full(**quantized("NVFP4"), num_head_slots=6, state_content_bytes=36)),
-    ("FLASHINFER", lambda: full(**quantized("NVFP4"))),
-    ("FLASHMLA", lambda: mla(**quantized("NVFP4"))),
-    ("FLASH_ATTN", lambda: planes("uint8", kv_quant_mode=1)),
-    ("FLASH_ATTN", lambda: full(head_size_v=0, state_content_bytes=128)),
-    ("CPU_ATTN/vec", lambda: full(head_size_v=32)),
-    ("B12X", full),
-    ("ROCM_ATTN", full),
-    ("ROCM_ATTN", lambda: planes(head_size=36, state_content_bytes=3 * 36 * 2)),
-    ("TRITON_MLA", full),
-    ("DEEPSEEK_V32_INDEXER", lambda: mla(head_size=132, dtype=raw())),
-    ("FLASHMLA_SPARSE_DSV4", mla),
-]
-
-
-@pytest.mark.parametrize(("backend", "spec"), OPAQUE)
-def test_what_is_not_certain_is_opaque(backend: str, spec: Any) -> None:
-    rank = Rank([group(TWO, spec())], backends=backend)
+@pytest.mark.parametrize(
+    ("backend", "make", "options"),
+    [
+        ("NOT_IN_THE_TABLE", full, {}),
+        ("CPU_ATTN/neon", full, {}),
+        ("CPU_ATTN/amx", full, {"head_size": 40}),
+        ("FLASHINFER", full, {**NVFP4, "num_head_slots": 6, "state_content_bytes": 36}),
+        ("FLASHINFER", full, NVFP4),
+        ("FLASHMLA", mla, NVFP4),
+        ("FLASH_ATTN", planes, {"dtype": "uint8", "kv_quant_mode": 1}),
+        ("FLASH_ATTN", full, {"head_size_v": 0, "state_content_bytes": 128}),
+        ("CPU_ATTN/vec", full, {"head_size_v": 32}),
+        ("B12X", full, {}),
+        ("ROCM_ATTN", full, {}),
+        ("ROCM_ATTN", planes, {"head_size": 36, "state_content_bytes": 3 * 36 * 2}),
+        ("TRITON_MLA", full, {}),
+        ("DEEPSEEK_V32_INDEXER", mla, {"head_size": 132, "dtype": "uint8"}),
+        ("FLASHMLA_SPARSE_DSV4", mla, {}),
+        ("MINIMAX_M3_SPARSE", planes, {}),  # where AITER runs; the planes' inside was not read
+    ],
+)
+def test_what_is_not_certain_is_opaque(backend: str, make: Any, options: dict[str, Any]) -> None:
+    spec = make(**options)
+    rank = Rank([group(TWO, spec)], backends=backend)
     assert rank.layout.groups[0].kind is GroupKind.OPAQUE
     assert [f.key for f in rank.layout.fields] == [f"{name}/page" for name in TWO]
-    assert {f.unit for f in rank.layout.fields} == {spec().page_size_bytes}
+    assert {f.unit for f in rank.layout.fields} == {spec.page_size_bytes}
 
 
 def test_one_opaque_layer_makes_its_group_opaque() -> None:
@@ -325,7 +281,7 @@ def test_one_opaque_layer_makes_its_group_opaque() -> None:
 @pytest.mark.usefixtures("cuda")
 def test_scales_behind_blocks_that_kernels_may_split_are_opaque() -> None:
     """A block of 512 tokens is two of the kernels', and the tensor does not say so."""
-    spec = mla(block_size=512, tokens_per_state=4, head_size=132, dtype=raw())
+    spec = mla(block_size=512, tokens_per_state=4, head_size=132, dtype="uint8")
     rank = Rank([group(TWO, spec)], "BLHNC", backends="DEEPSEEK_V4_INDEXER")
     assert rank.layout.groups[0].kind is GroupKind.OPAQUE
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import inspect
 from enum import EnumMeta
@@ -11,12 +12,11 @@ from typing import Any
 
 import pytest
 
-from kvferry.core.layout import GroupKind
 from kvferry.integrations.vllm.caches.attention_pages import PACKINGS
 from kvferry.integrations.vllm.caches.cache_specs import SPECS, Handling, refusals
 from kvferry.integrations.vllm.caches.state_pages import STATE_PACKINGS
 from tests.vllm.caches import census, coverage_page
-from tests.vllm.caches.views import Rank, group
+from tests.vllm.caches.views import group
 
 pytestmark = [
     pytest.mark.timeout(300),
@@ -58,6 +58,7 @@ def test_every_backend_has_a_verdict() -> None:
     assert known - paged == set(), "vLLM has these no more"
     assert states - set(STATE_PACKINGS) == set(), "add each to STATE_PACKINGS"
     assert {name.partition("/")[0] for name in STATE_PACKINGS} - states == set()
+    assert all(packing.inside for packing in STATE_PACKINGS.values())
 
 
 def test_every_enumerated_backend_was_found() -> None:
@@ -98,19 +99,12 @@ def _imported(path: str) -> Any:
 
 
 def test_every_kernel_of_the_cpu_backend_has_a_verdict() -> None:
-    import ast
-
     from vllm.v1.attention.backends import cpu_attn
 
     tree = ast.parse(inspect.getsource(cpu_attn._get_attn_isa))
     returned = [node.value for node in ast.walk(tree) if isinstance(node, ast.Return)]
     kernels = {f"CPU_ATTN/{ast.literal_eval(value)}" for value in returned if value}
     assert kernels == {name for name in PACKINGS if name.startswith("CPU_ATTN/")}
-
-
-def test_a_backend_that_is_in_no_table_is_opaque() -> None:
-    rank = Rank([group(["a"], _full())], backends="SOMEBODYS_OWN")
-    assert rank.layout.groups[0].kind is GroupKind.OPAQUE
 
 
 def test_a_kind_of_cache_that_is_in_no_table_is_refused() -> None:
@@ -125,38 +119,34 @@ def test_a_kind_of_cache_that_is_in_no_table_is_refused() -> None:
     ]
 
 
-def test_what_is_refused() -> None:
-    import torch
-    from vllm.v1 import kv_cache_interface as interface
+@pytest.mark.parametrize(
+    ("name", "options", "why"),
+    [
+        ("SinkFullAttentionSpec", {"sink_len": 4}, "the sink's keys"),
+        ("CrossAttentionSpec", {}, "would have to name the encoder's input"),
+        ("HiddenStateCacheSpec", {}, "ExampleHiddenStatesConnector"),
+        ("FullAttentionSpec", {"non_causal": True}, "prefix LM"),
+        ("FullAttentionSpec", {"tokens_per_state": Fraction(1, 4)}, "4 entries per token"),
+        ("CircularBufferSpec", {}, None),
+        ("SlidingWindowMLASpec", {"sliding_window": 64, "bounded_replay": True}, None),
+    ],
+)
+def test_what_is_refused(name: str, options: dict[str, Any], why: str | None) -> None:
+    spec = _spec(name, **options)
+    refused = _refusals(group(["a"], spec))
+    assert [why in text for text in refused if why] == [True] * len(refused)
+    assert bool(refused) == (why is not None)
+    assert _refusals(group(["a"], spec, enable_kv_transfer=False)) == []
 
-    shape = {"block_size": 32, "num_kv_heads": 1, "head_size": 32, "dtype": torch.float32}
-    sink = interface.SinkFullAttentionSpec(**shape, sink_len=4)
-    assert "the sink's keys" in _refusals(group(["a"], sink))[0]
-    assert _refusals(group(["a"], sink, enable_kv_transfer=False)) == []
-    across = interface.CrossAttentionSpec(**shape)
-    assert "would have to name the encoder's input" in _refusals(group(["a"], across))[0]
-    hidden = interface.HiddenStateCacheSpec(**shape)
-    assert "ExampleHiddenStatesConnector" in _refusals(group(["a"], hidden))[0]
-    prefix = interface.FullAttentionSpec(**shape, non_causal=True)
-    assert "prefix LM" in _refusals(group(["a"], prefix))[0]
-    pooled = interface.FullAttentionSpec(**shape, tokens_per_state=Fraction(1, 4))
-    assert "4 entries per token" in _refusals(group(["a"], pooled))[0]
+
+def test_groups_that_are_refused() -> None:
+    from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
+
     resident = _refusals(group(["a"], _full(), host_resident=True))[0]
     assert "start without attention_config.hisparse_config" in resident
-    both = interface.UniformTypeKVCacheSpecs(
-        block_size=32, kv_cache_specs={"a": _full(), "b": sink}
-    )
+    specs = {"a": _full(), "b": _spec("SinkFullAttentionSpec", sink_len=4)}
+    both = UniformTypeKVCacheSpecs(block_size=32, kv_cache_specs=specs)
     assert "SinkFullAttentionSpec" in _refusals(group(["a", "b"], both))[0]
-
-
-def test_rings_and_bounded_replay_are_taken() -> None:
-    import torch
-    from vllm.v1 import kv_cache_interface as interface
-
-    shape = {"block_size": 32, "num_kv_heads": 1, "head_size": 32, "dtype": torch.float32}
-    assert _refusals(group(["a"], interface.CircularBufferSpec(**shape))) == []
-    replay = interface.SlidingWindowMLASpec(**shape, sliding_window=64, bounded_replay=True)
-    assert _refusals(group(["a"], replay)) == []
 
 
 @pytest.mark.parametrize(
@@ -165,11 +155,10 @@ def test_rings_and_bounded_replay_are_taken() -> None:
 def test_a_refusal_names_the_kind_and_the_reason(name: str) -> None:
     """Whatever else the spec says."""
     spec: Any = type(name, (), {})()
-    [text] = _refusals(
-        SimpleNamespace(
-            layer_names=["a"], kv_cache_spec=spec, host_resident=False, enable_kv_transfer=True
-        )
+    group_of_one = SimpleNamespace(
+        layer_names=["a"], kv_cache_spec=spec, host_resident=False, enable_kv_transfer=True
     )
+    [text] = _refusals(group_of_one)
     assert name in text
     assert SPECS[name].why in text
 
@@ -178,14 +167,9 @@ def test_a_refusal_names_the_kind_and_the_reason(name: str) -> None:
     "name", [name for name, verdict in SPECS.items() if verdict.handling is Handling.PAGED]
 )
 def test_what_is_paged_is_taken(name: str) -> None:
-    from vllm.v1 import kv_cache_interface as interface
-
     extra = {"RSWASpec": "rswa_window", "ChunkedLocalAttentionSpec": "attention_chunk_size"}
     window = {extra.get(name, "sliding_window"): 64} if name != "MLAAttentionSpec" else {}
-    spec = getattr(interface, name)(
-        block_size=32, num_kv_heads=1, head_size=32, dtype=_full().dtype, **window
-    )
-    assert _refusals(group(["a"], spec)) == []
+    assert _refusals(group(["a"], _spec(name, **window))) == []
 
 
 def test_the_page_is_up_to_date() -> None:
@@ -198,8 +182,13 @@ def _refusals(*groups: Any) -> list[str]:
     return list(refusals(config))
 
 
-def _full() -> Any:
+def _spec(name: str, **options: Any) -> Any:
     import torch
-    from vllm.v1.kv_cache_interface import FullAttentionSpec
+    from vllm.v1 import kv_cache_interface as interface
 
-    return FullAttentionSpec(block_size=32, num_kv_heads=1, head_size=32, dtype=torch.float32)
+    shape = {"block_size": 32, "num_kv_heads": 1, "head_size": 32, "dtype": torch.float32}
+    return getattr(interface, name)(**shape, **options)
+
+
+def _full() -> Any:
+    return _spec("FullAttentionSpec")

@@ -1,4 +1,4 @@
-"""How many heads a layer's cache counts as, whatever its spec leaves out."""
+"""What is known of a layer beside its spec: its heads, and how its pages are filled."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 
 from kvferry.integrations.vllm.caches.layer_facts import layer_facts
 from kvferry.integrations.vllm.caches.pages import ShardPosition
+from tests.vllm.caches.layers import full
 from tests.vllm.caches.views import group
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
@@ -17,18 +18,19 @@ KV_HEADS = 8
 """Of the model."""
 
 
-def heads(spec: Any, monkeypatch: pytest.MonkeyPatch, ranks: int = 2) -> int:
-    """A layer's heads on all ranks, as the last rank counts them."""
-    backend = SimpleNamespace(get_name=lambda: "SOME")
-    layer = SimpleNamespace(get_attn_backend=lambda: backend)
+def facts(monkeypatch: pytest.MonkeyPatch, spec: Any, ranks: int = 2, **module: Any) -> Any:
+    """What the last rank knows of a layer with this spec and module."""
+    backend = SimpleNamespace(get_name=lambda: "ROCM_ATTN")
+    layer = SimpleNamespace(get_attn_backend=lambda: backend, **module)
     monkeypatch.setattr("vllm.config.get_layers_from_vllm_config", lambda *_: {"a": layer})
+    model = SimpleNamespace(
+        get_total_num_kv_heads=lambda: KV_HEADS, get_total_num_hidden_layers=lambda: 1
+    )
     config: Any = SimpleNamespace(
-        speculative_config=None,
-        model_config=SimpleNamespace(get_total_num_kv_heads=lambda: KV_HEADS),
+        speculative_config=SimpleNamespace(draft_model_config=model), model_config=model
     )
     caches: Any = SimpleNamespace(transfer_groups=[group(["a"], spec)])
-    position = ShardPosition(tp=ranks - 1, tp_size=ranks)
-    return layer_facts(config, caches, position)["a"].heads
+    return layer_facts(config, caches, ShardPosition(tp=ranks - 1, tp_size=ranks))["a"]
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 16])
@@ -47,12 +49,32 @@ def test_what_every_rank_stores_counts_as_one_head(
         interface.SlidingWindowMLASpec(**shape, num_kv_heads=1, sliding_window=16),
     )
     for spec in specs:
-        assert heads(spec, monkeypatch, ranks) == 1
+        assert facts(monkeypatch, spec, ranks).heads == 1
 
 
 def test_keys_and_values_count_as_all_ranks_have(monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch
-    from vllm.v1.kv_cache_interface import FullAttentionSpec
+    assert facts(monkeypatch, full(num_kv_heads=4)).heads == KV_HEADS
 
-    spec = FullAttentionSpec(block_size=8, head_size=32, dtype=torch.float32, num_kv_heads=4)
-    assert heads(spec, monkeypatch) == KV_HEADS
+
+@pytest.mark.parametrize(
+    ("impl", "name"),
+    [
+        ({"_use_interleaved_v_cache": True}, "ROCM_ATTN/interleaved V"),
+        ({"_use_interleaved_v_cache": False}, "ROCM_ATTN"),
+        ({"_shuffle_kv_layout": True}, "ROCM_ATTN/shuffled"),
+        ({}, "ROCM_ATTN"),
+    ],
+)
+def test_a_backend_s_name_says_how_pages_are_filled(
+    impl: dict[str, bool], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = facts(monkeypatch, full(), impl=SimpleNamespace(**impl))
+    assert found.backend == name
+    assert not found.draft
+
+
+def test_layers_that_vllm_calls_a_drafter_s_are_draft(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever their names are; vLLM 0.33 says so in the spec."""
+    spec = full()
+    object.__setattr__(spec, "is_draft", True)
+    assert facts(monkeypatch, spec).draft

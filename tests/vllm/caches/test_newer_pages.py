@@ -4,22 +4,15 @@ from __future__ import annotations
 
 from copy import copy
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from kvferry.core.layout import GroupKind
 from kvferry.integrations.vllm import versions
-from kvferry.integrations.vllm.caches.attention_pages import (
-    NEWER_PACKINGS,
-    PACKINGS,
-    unknown,
-)
-from kvferry.integrations.vllm.caches.layer_facts import layer_facts
-from kvferry.integrations.vllm.caches.pages import SINGLE_RANK
+from kvferry.integrations.vllm.caches.attention_pages import NEWER_PACKINGS, PACKINGS, unknown
 from tests.vllm.caches import recurrent, views
-from tests.vllm.caches.layers import ORDERS, TWO, full, mla, planes, quantized, raw
+from tests.vllm.caches.layers import ORDERS, TWO, full, mla, planes
 from tests.vllm.caches.views import Rank, Reading, group
 
 pytestmark = [
@@ -53,10 +46,7 @@ def test_backends_that_were_not_read_are_opaque(backend: str) -> None:
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize(
     ("backend", "spec", "reading"),
-    [
-        ("FLASH_ATTN_MLA_SPARSE_FA4", mla, views.one_row),
-        ("STEP5_DSA", full, views.split_cells),
-    ],
+    [("FLASH_ATTN_MLA_SPARSE_FA4", mla, views.one_row), ("STEP5_DSA", full, views.split_cells)],
 )
 def test_backends_that_fill_pages_as_known_ones_do(
     backend: str, spec: Any, reading: Reading, order: str
@@ -84,19 +74,15 @@ def interleaved_by_triton(cache: Any, spec: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "uint8"])
 def test_interleaved_values(dtype: str) -> None:
-    """Where vLLM fuses the rotation of keys with the write to the cache."""
-    rank = Rank([group(TWO, planes(dtype))], backends="ROCM_ATTN/interleaved V")
-    assert rank.wrong(interleaved_by_triton) == []
-
-
-def test_interleaved_and_usual_values_have_equal_keys() -> None:
-    """So that the planner can copy from one into the other."""
-    usual, other = (
-        Rank([group(TWO, planes())], backends=backend).layout.fields
-        for backend in ("ROCM_ATTN", "ROCM_ATTN/interleaved V")
+    """Where vLLM fuses the rotation of keys with the write to the cache; the planner can copy from
+    usual values into them."""
+    rank, usual = (
+        Rank([group(TWO, planes(dtype=dtype))], backends=backend)
+        for backend in ("ROCM_ATTN/interleaved V", "ROCM_ATTN")
     )
-    assert [f.key for f in usual] == [f.key for f in other]
-    assert [f.inner for f in usual] != [f.inner for f in other]
+    assert rank.wrong(interleaved_by_triton) == []
+    assert [f.key for f in usual.layout.fields] == [f.key for f in rank.layout.fields]
+    assert [f.inner for f in usual.layout.fields] != [f.inner for f in rank.layout.fields]
 
 
 def record(cache: Any, spec: Any) -> dict[str, Any]:
@@ -111,7 +97,7 @@ def sliding(alignment: int | None, content: int = 528) -> Any:
         block_size=32,
         alignment=512,
         block_stride_alignment=alignment,
-        **quantized("FP8_PER_TENSOR"),
+        quant="FP8_PER_TENSOR",
         state_content_bytes=content,
     )
 
@@ -153,7 +139,7 @@ def test_the_format_of_an_indexer_s_scale_is_named(
     monkeypatch.delattr(deep_gemm, "mqa_logits_use_mx_scales", raising=False)
     if packed is not None:
         monkeypatch.setattr(deep_gemm, "mqa_logits_use_mx_scales", lambda: packed, raising=False)
-    spec = mla(head_size=size, dtype=raw())
+    spec = mla(head_size=size, dtype="uint8")
     rank = Rank([group(TWO, spec)], "BLHNC", backends="DEEPSEEK_V32_INDEXER")
     assert rank.wrong(views.values_then_scales({132: 128, 68: 64}[size])) == []
     encodings = {f.key.rpartition("/")[2]: f.encoding for f in rank.layout.fields}
@@ -169,30 +155,6 @@ def test_opaque_pages_of_another_vllm_do_not_match(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(versions, "vllm_version", lambda: "0.33.0")
     assert packing() != installed
     assert packing().endswith("vLLM 0.33")
-
-
-@pytest.mark.parametrize(
-    ("impl", "name"),
-    [
-        ({"_use_interleaved_v_cache": True}, "ROCM_ATTN/interleaved V"),
-        ({"_use_interleaved_v_cache": False}, "ROCM_ATTN"),
-        ({"_shuffle_kv_layout": True}, "ROCM_ATTN/shuffled"),
-        ({}, "ROCM_ATTN"),
-    ],
-)
-def test_a_backend_s_name_says_how_pages_are_filled(
-    impl: dict[str, bool], name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    facts = facts_of(monkeypatch, full(), impl=SimpleNamespace(**impl))
-    assert facts.backend == name
-    assert not facts.draft
-
-
-def test_layers_that_vllm_calls_a_drafter_s_are_draft(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever their names are; vLLM 0.33 says so in the spec."""
-    spec = full()
-    object.__setattr__(spec, "is_draft", True)
-    assert facts_of(monkeypatch, spec).draft
 
 
 @pytest.mark.parametrize(("dtype", "like_gpus"), [("float16", True), ("bfloat16", False)])
@@ -211,17 +173,3 @@ def test_gated_delta_nets_in_float16_are_stored_as_on_gpus(
     here, there = (rank.layout(backend=name).fields for name in ("GDN_ATTN/cpu", "GDN_ATTN"))
     assert [field.key for field in here] == [field.key for field in there]
     assert (here == there) == like_gpus
-
-
-def facts_of(monkeypatch: pytest.MonkeyPatch, spec: Any, **module: Any) -> Any:
-    """What is known of a layer with this spec and module."""
-    backend = SimpleNamespace(get_name=lambda: "ROCM_ATTN")
-    layer = SimpleNamespace(get_attn_backend=lambda: backend, **module)
-    monkeypatch.setattr("vllm.config.get_layers_from_vllm_config", lambda *_: {"a": layer})
-    model = SimpleNamespace(get_total_num_kv_heads=lambda: 3)
-    config: Any = SimpleNamespace(
-        speculative_config=SimpleNamespace(draft_model_config=model), model_config=model
-    )
-    model.get_total_num_hidden_layers = lambda: 1
-    caches: Any = SimpleNamespace(transfer_groups=[group(["a"], spec)])
-    return layer_facts(config, caches, SINGLE_RANK)["a"]

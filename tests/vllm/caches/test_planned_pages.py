@@ -11,7 +11,7 @@ from kvferry.cli.plan.engines import PlanSettings, make_engine
 from kvferry.cli.plan.model import read_model
 from kvferry.core.layout import Field
 from tests.cli.plan_command import TINY, write_config
-from tests.vllm.caches.layers import mla, raw, uniform
+from tests.vllm.caches.layers import mla, uniform
 from tests.vllm.caches.views import Rank, group
 
 pytestmark = [
@@ -36,7 +36,7 @@ def test_pages_of_an_index(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, orde
     monkeypatch.setattr(current_platform, "is_cuda", lambda: True)  # CPUs have no such backends
     attention = [f"layers.{n}.attn" for n in range(2)]
     indexes = [f"layers.{n}.indexer" for n in range(2)]
-    index = mla(head_size=132, dtype=raw())
+    index = mla(head_size=132, dtype="uint8")
     specs = dict.fromkeys(attention, mla()) | dict.fromkeys(indexes, index)
     backends = dict.fromkeys(attention, "FLASHMLA_SPARSE")
     backends |= dict.fromkeys(indexes, "DEEPSEEK_V32_INDEXER")

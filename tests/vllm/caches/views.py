@@ -160,15 +160,7 @@ def _vector(spec: Any) -> int:
 
 
 class Rank:
-    """One rank's caches, allocated by vLLM's own functions, and their layout.
-
-    Args:
-        groups: vLLM's ``KVCacheGroupSpec``s.
-        order: a name of ``VLLM_KV_CACHE_LAYOUT``.
-        backends: by layer, or one for all.
-        kernels: tokens of a kernel block, by group; those of the scheduler if not given.
-        heads: how many KV heads a layer has on all ranks; those of its spec if not given.
-    """
+    """One rank's caches, allocated by vLLM's own functions, and their layout."""
 
     def __init__(
         self,

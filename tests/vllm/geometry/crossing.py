@@ -21,14 +21,10 @@ from tests.vllm.geometry.rank import Extent, Rank
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Listed:
-    """vLLM's list of a request's blocks in one group: page ids by position, 0 for none.
-
-    Attributes:
-        cached: so many at the front are in the prefix cache, or stand for no page.
-    """
+    """vLLM's list of a request's blocks in one group: page ids by position, 0 for none."""
 
     ids: tuple[int, ...]
-    cached: int = 0
+    cached: int = 0  # so many at the front are in the prefix cache, or stand for no page
 
     def positions(self) -> list[tuple[int, int]]:
         """(position, page) of those that are not in the prefix cache."""
@@ -38,8 +34,7 @@ class Listed:
 def lists(engine: Engine, tokens: int, rng: np.random.Generator, hits: int = 0) -> list[Listed]:
     """What vLLM lists after so many tokens, by its groups; pages are taken at random.
 
-    Args:
-        hits: so many tokens are in the prefix cache; of a state, nothing is.
+    Of ``hits`` tokens, all but states are in the prefix cache.
     """
     found = [Listed(ids=())] * len(engine.config.kv_cache_groups)
     for group in engine.groups:
@@ -208,9 +203,7 @@ def released(producer: Engine, request: str) -> None:
 class Expected:
     """What a consumer rank's memory must be after a load, seen from before it.
 
-    Args:
-        rank: one of the consumer's.
-        theirs: the producer's layers, among which some of draft layers may be missing.
+    ``theirs`` are the producer's layers, among which draft layers may be missing.
     """
 
     def __init__(self, rank: Rank, consumer: Engine, theirs: Sequence[Layer]) -> None:
@@ -262,15 +255,10 @@ class Expected:
 
     def _report(self, wrong: np.ndarray) -> str:
         place = int(wrong[0])
-        for extent in self._rank.extents:
-            for part in extent.parts:
-                at = np.argwhere(part.places == place)
-                if len(at):
-                    return (
-                        f"rank {self._rank.position.rank}: {len(wrong)} bytes differ, the first is "
-                        f"{self._rank.memory[place]} and not {self._memory[place]}: byte "
-                        f"{at[0].tolist()} (page, entry, shard, byte) of {part.key} {part.shards}"
-                    )
-        return (
-            f"rank {self._rank.position.rank}: {len(wrong)} bytes differ, {place} is in no tensor"
-        )
+        found, wanted = self._rank.memory[place], self._memory[place]
+        where = "in no tensor"
+        for part in (part for extent in self._rank.extents for part in extent.parts):
+            for at in np.argwhere(part.places == place)[:1]:
+                where = f"(page, entry, shard, byte) {at.tolist()} of {part.key} {part.shards}"
+        rank = self._rank.position.rank
+        return f"rank {rank}: {len(wrong)} bytes differ, first {place}, {where}: {found}, {wanted}"

@@ -46,42 +46,27 @@ LONGEST = 1 << 12
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """All that two engines of one model may differ in.
-
-    Attributes:
-        tp, pp, dcp, pcp, interleave: parallelism.
-        block: tokens of an attention block on one rank.
-        kernel: tokens of a kernel's block; 0 where kernels take the scheduler's.
-        order: a name of ``VLLM_KV_CACHE_LAYOUT``.
-        backend: of attention.
-        state_block, mode, scratch, channels_first: of states; see ``Setting``.
-        untransferred: layers whose group is not transferred.
-        shares: layers that use another's cache, and whose.
-        blocks: how many there are.
-        host_pages: how many host pages a rank has, the hole included; 0 where nothing is staged.
-        device: in whose memory the caches are.
-        caches: whether prefixes are cached, if its states allow it.
-    """
+    """All that two engines of one model may differ in."""
 
     tp: int = 1
     pp: int = 1
     dcp: int = 1
     pcp: int = 1
     interleave: int = 1
-    block: int = 16
-    kernel: int = 0
-    order: str = "LBHNC"
-    backend: str = "FLASH_ATTN"
-    state_block: int = LONGEST
+    block: int = 16  # tokens of an attention block on one rank
+    kernel: int = 0  # tokens of a kernel's block; 0 where kernels take the scheduler's
+    order: str = "LBHNC"  # a name of VLLM_KV_CACHE_LAYOUT
+    backend: str = "FLASH_ATTN"  # of attention
+    state_block: int = LONGEST  # this and the next three are of states; see Setting
     mode: str = "none"
     scratch: int = 0
     channels_first: bool = False
-    untransferred: tuple[str, ...] = ()
-    shares: tuple[tuple[str, str], ...] = ()
+    untransferred: tuple[str, ...] = ()  # layers whose group is not transferred
+    shares: tuple[tuple[str, str], ...] = ()  # layers that use another's cache, and whose
     blocks: int = 48
-    host_pages: int = 0
-    device: str = "cpu"
-    caches: bool = True
+    host_pages: int = 0  # of a rank, the hole included; 0 where nothing is staged
+    device: str = "cpu"  # in whose memory the caches are
+    caches: bool = True  # prefixes, if its states allow it
 
     def setting(self, position: ShardPosition) -> Setting:
         """For a rank's specs."""
@@ -98,27 +83,19 @@ class Shape:
 
 @dataclass(kw_only=True)
 class Engine:
-    """All ranks of an engine.
-
-    Attributes:
-        name: its id.
-        config: what its scheduler is told about the caches.
-        groups: those of its groups that are transferred.
-        busy: pages that requests have.
-        numbers: of its requests.
-    """
+    """All ranks of an engine."""
 
     name: str
     shape: Shape
     layers: tuple[Layer, ...]
-    config: Any
-    groups: tuple[CacheGroup, ...]
+    config: Any  # what its scheduler is told about the caches
+    groups: tuple[CacheGroup, ...]  # those that are transferred
     ranks: list[Rank]
     incarnation: Incarnation
     server: HandshakeServer
     ledger: SchedulerHolds
-    busy: set[int] = field(default_factory=set)
-    numbers: Iterator[int] = field(default_factory=itertools.count)
+    busy: set[int] = field(default_factory=set)  # pages that requests have
+    numbers: Iterator[int] = field(default_factory=itertools.count)  # of its requests
 
     @property
     def workers(self) -> list[Rank]:
@@ -143,23 +120,23 @@ class Engine:
 
 
 @contextlib.contextmanager
-def engine(
-    name: str, layers: Sequence[Layer], shape: Shape = Shape(), *, agreement: str = "model"
-) -> Iterator[Engine]:
+def engine(name: str, layers: Sequence[Layer], shape: Shape = Shape()) -> Iterator[Engine]:
     """An engine that runs until the block ends, its caches full of poison."""
+    from vllm.v1.core.kv_cache_utils import generate_scheduler_kv_cache_config
+
     positions = list(_seats(shape))
     configs = _configs(layers, shape, positions)
     incarnation = random_incarnation()
     with contextlib.ExitStack() as stack:
         ranks = [
-            _rank(name, layers, shape, position, config, incarnation, agreement, stack)
+            _rank(name, layers, shape, position, config, incarnation, stack)
             for position, config in zip(positions, configs, strict=True)
         ]
         payloads = [rank.endpoint.payload for rank in ranks if rank.endpoint is not None]
         payloads.sort(key=lambda payload: payload.rank)
         encoded = [encode(payload) for payload in payloads]
         server = stack.enter_context(HandshakeServer(encoded, engine=name, incarnation=incarnation))
-        scheduler = _scheduler_config(configs)
+        scheduler = generate_scheduler_kv_cache_config(configs)
         made = Engine(
             name=name,
             shape=shape,
@@ -219,10 +196,11 @@ def _configs(layers: Sequence[Layer], shape: Shape, positions: Sequence[RankPosi
     """What vLLM's engine core makes of the specs of all ranks."""
     from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
 
+    owners = [layer for layer in layers if layer.name not in dict(shape.shares)]
     specs = [
         {
             layer.name: layer.spec(shape.setting(position.shard))
-            for layer in stage(_owners(layers, shape), position.coordinates.pp, shape.pp)
+            for layer in stage(owners, position.coordinates.pp, shape.pp)
         }
         for position in positions
     ]
@@ -234,10 +212,6 @@ def _configs(layers: Sequence[Layer], shape: Shape, positions: Sequence[RankPosi
                 if owner in group.layer_names:
                     group.layer_names.append(user)
     return configs
-
-
-def _owners(layers: Sequence[Layer], shape: Shape) -> list[Layer]:
-    return [layer for layer in layers if layer.name not in dict(shape.shares)]
 
 
 def _vllm_config(shape: Shape) -> Any:
@@ -262,12 +236,6 @@ def _vllm_config(shape: Shape) -> Any:
     )
 
 
-def _scheduler_config(configs: list[Any]) -> Any:
-    from vllm.v1.core.kv_cache_utils import generate_scheduler_kv_cache_config
-
-    return generate_scheduler_kv_cache_config(configs)
-
-
 def _rank(
     name: str,
     layers: Sequence[Layer],
@@ -275,7 +243,6 @@ def _rank(
     position: RankPosition,
     config: Any,
     incarnation: Incarnation,
-    agreement: str,
     stack: contextlib.ExitStack,
 ) -> Rank:
     from kvferry.integrations.vllm.worker import FerryWorker, UnreadRankWorker
@@ -297,7 +264,7 @@ def _rank(
                     incarnation=incarnation,
                     rank=position.rank,
                     coordinates=position.coordinates,
-                    agreement={"model": agreement},
+                    agreement={"model": "model"},
                 ),
                 driver="loopback",
                 transport=LoopbackTransport(),

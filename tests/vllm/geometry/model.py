@@ -11,7 +11,7 @@ import math
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
@@ -52,45 +52,26 @@ SLOTS = {"B12X", "ROCM_ATTN"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """What a spec depends on beside its layer.
-
-    Attributes:
-        position: which rank it is for.
-        block: tokens of an attention block on one rank.
-        state_block: after how many tokens a state goes on in the next page.
-        mode: of the prefix cache of states, ``none`` or ``align``.
-        scratch: pages of a state for tokens that are speculated.
-        channels_first: the convolutions' layout is DS, not SD.
-        backend: of attention layers that do not insist on one.
-    """
+    """What a spec depends on beside its layer."""
 
     position: ShardPosition
     block: int
-    state_block: int
-    mode: str
-    scratch: int
-    channels_first: bool
-    backend: str
+    state_block: int  # after how many tokens a state goes on in the next page
+    mode: str  # of the prefix cache of states, "none" or "align"
+    scratch: int  # pages of a state for tokens that are speculated
+    channels_first: bool  # the convolutions' layout is DS, not SD
+    backend: str  # of attention layers that do not insist on one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """One tensor of a layer, as far as it is in one rank's cache.
-
-    Attributes:
-        key: names the tensor in the model.
-        places: (pages, entries, shards, bytes): each byte's offset in the rank's buffer.
-        shards: which of the model's shards these are.
-        per_entry: tokens that an entry stands for; 0 in a state, which has one entry, and in a
-            ring.
-        ring: how many tokens are compressed together, in a ring; 0 in all others.
-    """
+    """One tensor of a layer, as far as it is in one rank's cache."""
 
     key: str
-    places: views.Places
-    shards: range
-    per_entry: int = 1
-    ring: int = 0
+    places: views.Places  # (pages, entries, shards, bytes): each byte's offset in the buffer
+    shards: range  # which of the model's
+    per_entry: int = 1  # tokens that an entry stands for; 0 in a state (one entry) and in a ring
+    ring: int = 0  # how many tokens are compressed together, in a ring
 
     def held(self, tokens: int) -> Steps:
         """What the entries of the page of a state or ring are of, after so many tokens.
@@ -106,12 +87,7 @@ class Part:
         return held
 
     def values(self, steps: Steps, request: str) -> Bytes:
-        """What entries hold, (steps, shards, bytes): the reference function. Never 0, never 255.
-
-        Args:
-            steps: numbers of entries from the request's start, or of tokens behind a state.
-            request: whose they are.
-        """
+        """What entries (tokens, for a state) hold, (steps, shards, bytes). Never 0, never 255."""
         seed, size = zlib.crc32(f"{request} {self.key}".encode()), self.places.shape[3]
         if steps.size and steps.min() >= 0 and steps.max() < FIRST:
             return first_values(seed, self.shards, size)[steps]
@@ -140,51 +116,50 @@ def mixed_values(seed: int, steps: Steps, shards: range, size: int) -> Bytes:
 
 @dataclass(frozen=True, kw_only=True)
 class Layer(ABC):
-    """A layer that has a cache.
-
-    Attributes:
-        name: vLLM's.
-        draft: it is of a speculative model.
-    """
+    """A layer that has a cache: one latent per entry, on every rank, unless a subclass differs."""
 
     name: str
-    draft: bool = False
+    draft: bool = False  # of a speculative model
+    backend: str = ""  # which kernels; the engine's choice if empty
 
     @abstractmethod
     def spec(self, setting: Setting) -> Any:
         """vLLM's ``KVCacheSpec`` on a rank."""
 
-    @abstractmethod
     def facts(self, setting: Setting) -> LayerFacts:
         """What is known of it beside its spec."""
+        return LayerFacts(backend=self._kernels(setting), heads=1, draft=self.draft)
 
-    @abstractmethod
     def parts(self, cache: Any, spec: Any, setting: Setting, pages: int) -> Iterator[Part]:
         """Where its tensors lie in the cache of a rank, whose spec vLLM may have changed."""
+        reading = READINGS[self._kernels(setting)]
+        for key, places in views.read(cache, spec, pages, reading).items():
+            yield Part(
+                key=f"{self.name}/{key}",
+                places=places,
+                shards=range(1) if reading is whole else self._here(setting.position),
+                per_entry=spec.block_size // places.shape[1],
+            )
+
+    def _kernels(self, setting: Setting) -> str:
+        return self.backend or setting.backend
+
+    def _here(self, position: ShardPosition) -> range:
+        """Which of the model's shards a rank has."""
+        return range(1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Attention(Layer):
-    """Keys and values.
+    """Keys and values."""
 
-    Attributes:
-        heads: of KV, on all ranks.
-        size, size_v: elements of a key, and of a value if that is another number.
-        dtype: of torch.
-        window: how many tokens are attended to; 0 for all.
-        chunk: tokens are attended to within chunks of so many; 0 if they are not.
-        generated: how many of the generated tokens are attended to; 0 for all.
-        backend: which kernels; the engine's choice if empty.
-    """
-
-    heads: int = 4
-    size: int = 16
-    size_v: int = 0
+    heads: int = 4  # of KV, on all ranks
+    size: int = 16  # of a key
+    size_v: int = 0  # of a value, if that is another number
     dtype: str = "bfloat16"
-    window: int = 0
-    chunk: int = 0
-    generated: int = 0
-    backend: str = ""
+    window: int = 0  # how many tokens are attended to; 0 for all
+    chunk: int = 0  # tokens are attended to within chunks of so many; 0 if they are not
+    generated: int = 0  # how many of the generated tokens are attended to; 0 for all
 
     def spec(self, setting: Setting) -> Any:
         import torch
@@ -198,7 +173,7 @@ class Attention(Layer):
             "head_size_v": self.size_v or self.size,
             "dtype": getattr(torch, self.dtype),
         }
-        if self._backend(setting) in SLOTS:
+        if self._kernels(setting) in SLOTS:
             row = here * self.size * common["dtype"].itemsize
             common |= {"num_head_slots": 2, "state_content_bytes": row}
         if self.window:
@@ -210,98 +185,52 @@ class Attention(Layer):
         return specs.FullAttentionSpec(**common)
 
     def facts(self, setting: Setting) -> LayerFacts:
-        return LayerFacts(backend=self._backend(setting), heads=self.heads, draft=self.draft)
-
-    def parts(self, cache: Any, spec: Any, setting: Setting, pages: int) -> Iterator[Part]:
-        reading = READINGS[self._backend(setting)]
-        for key, places in views.read(cache, spec, pages, reading).items():
-            yield Part(
-                key=f"{self.name}/{key}",
-                places=places,
-                shards=self._here(setting.position) if reading is not whole else range(1),
-                per_entry=spec.block_size // places.shape[1],
-            )
-
-    def _backend(self, setting: Setting) -> str:
-        return self.backend or setting.backend
+        return replace(super().facts(setting), heads=self.heads)
 
     def _here(self, position: ShardPosition) -> range:
         """As ``get_num_kv_heads`` and the weight loaders of ``QKVParallelLinear`` have it."""
         if position.tp_size >= self.heads:
             head = position.tp // (position.tp_size // self.heads)
             return range(head, head + 1)
-        here = self.heads // position.tp_size
-        return range(position.tp * here, (position.tp + 1) * here)
+        return _even(self.heads, position)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Latent(Layer):
-    """One latent per entry, on every rank.
-
-    Attributes:
-        size: its elements.
-        per_entry: tokens that one latent stands for.
-        window: how many tokens are attended to; 0 for all.
-        replay: after a prefix hit, vLLM computes the window again (bounded replay).
-    """
+    """One latent per entry, on every rank."""
 
     size: int = 24
-    per_entry: int = 1
+    per_entry: int = 1  # tokens that one latent stands for
     backend: str = "TRITON_MLA"
-    window: int = 0
-    replay: bool = False
+    window: int = 0  # how many tokens are attended to; 0 for all
+    replay: bool = False  # after a prefix hit, vLLM computes the window again (bounded replay)
 
     def spec(self, setting: Setting) -> Any:
         import torch
         from vllm.v1.kv_cache_interface import MLAAttentionSpec, SlidingWindowMLASpec
 
+        common: dict[str, Any] = {
+            "block_size": setting.block,
+            "num_kv_heads": 1,
+            "head_size": self.size,
+            "dtype": torch.bfloat16,
+            "max_tp_shards": 1,
+        }
         if self.window:
             return SlidingWindowMLASpec(
-                block_size=setting.block,
-                num_kv_heads=1,
-                head_size=self.size,
-                dtype=torch.bfloat16,
-                sliding_window=self.window,
-                bounded_replay=self.replay,
-                max_tp_shards=1,
+                **common, sliding_window=self.window, bounded_replay=self.replay
             )
-        return MLAAttentionSpec(
-            block_size=setting.block,
-            num_kv_heads=1,
-            head_size=self.size,
-            dtype=torch.bfloat16,
-            tokens_per_state=self.per_entry,
-            max_tp_shards=1,
-        )
-
-    def facts(self, setting: Setting) -> LayerFacts:
-        return LayerFacts(backend=self.backend, heads=1, draft=self.draft)
-
-    def parts(self, cache: Any, spec: Any, setting: Setting, pages: int) -> Iterator[Part]:
-        [(key, places)] = views.read(cache, spec, pages, READINGS[self.backend]).items()
-        yield Part(
-            key=f"{self.name}/{key}",
-            places=places,
-            shards=range(1),
-            per_entry=spec.block_size // places.shape[1],
-        )
+        return MLAAttentionSpec(**common, tokens_per_state=self.per_entry)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ring(Layer):
-    """The last tokens of a request, raw, until they are compressed; the same on every rank.
+    """The last tokens of a request, raw, until they are compressed; the same on every rank."""
 
-    Attributes:
-        ratio: tokens that are compressed together.
-        capacity: of the ring, in tokens.
-        size: elements of a token in one head slot.
-        slots: head slots, such as one for keys and one for scores.
-    """
-
-    ratio: int = 4
-    capacity: int = 8
-    size: int = 6
-    slots: int = 1
+    ratio: int = 4  # tokens that are compressed together
+    capacity: int = 8  # in tokens
+    size: int = 6  # of a token in one head slot
+    slots: int = 1  # head slots, such as one for keys and one for scores
     backend: str = "CompressorBackend"
 
     def spec(self, setting: Setting) -> Any:
@@ -317,38 +246,25 @@ class Ring(Layer):
             dcp_sharded=False,
         )
 
-    def facts(self, setting: Setting) -> LayerFacts:
-        return LayerFacts(backend=self.backend, heads=1, draft=self.draft)
-
     def parts(self, cache: Any, spec: Any, setting: Setting, pages: int) -> Iterator[Part]:
         """``circular_qsa_slot_mapping``: token t of a request is in slot t % capacity."""
         [places] = views.read(cache, spec, pages, views.ring).values()
+        shards = range(self.slots)
         yield Part(
-            key=f"{self.name}/ring",
-            places=places,
-            shards=range(self.slots),
-            per_entry=0,
-            ring=self.ratio,
+            key=f"{self.name}/ring", places=places, shards=shards, per_entry=0, ring=self.ratio
         )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recurrent(Layer):
-    """A state: as in Mamba 2, a convolution over x, B and C and a recurrence for each head.
+    """A state: as in Mamba 2, a convolution over x, B and C and a recurrence for each head."""
 
-    Attributes:
-        heads, head, size: of the recurrence: heads on all ranks, and each head's matrix.
-        groups: of B and C on all ranks; a multiple of the ranks, or one that each of them has.
-        kernel: width of the convolution.
-        delta: a gated delta net instead, whose groups are its key heads.
-    """
-
-    heads: int = 12
-    head: int = 4
+    heads: int = 12  # on all ranks
+    head: int = 4  # of each head's matrix, as is the next
     size: int = 6
-    groups: int = 1
-    kernel: int = 4
-    delta: bool = False
+    groups: int = 1  # of B and C on all ranks; a multiple of the ranks, or one that each has
+    kernel: int = 4  # width of the convolution
+    delta: bool = False  # a gated delta net instead, whose groups are its key heads
 
     def spec(self, setting: Setting) -> Any:
         import torch
@@ -450,6 +366,44 @@ def attention(count: int, **options: Any) -> list[Layer]:
 def latents(count: int, **options: Any) -> list[Layer]:
     """So many layers of latents, numbered."""
     return [Latent(name=f"model.layers.{i}.self_attn.mla", **options) for i in range(count)]
+
+
+def windows(*sizes: int) -> list[Layer]:
+    """A layer for each window, 0 for full attention."""
+    return [
+        Attention(name=f"model.layers.{i}.attn", size=8, window=size)
+        for i, size in enumerate(sizes)
+    ]
+
+
+def hybrid(window: int = 40) -> list[Layer]:
+    """Windows beside full attention."""
+    return windows(0, window, window, 0, window, window)
+
+
+def recurrent(*, window: int = 0, **options: Any) -> list[Layer]:
+    """States beside attention, which sees a window only on one of the layers."""
+    layers: list[Layer] = [Recurrent(name=f"model.layers.{i}.mixer", **options) for i in range(6)]
+    for i, seen in ((2, window), (5, 0)):
+        layers[i] = Attention(name=f"model.layers.{i}.attn", heads=12, size=8, window=seen)
+    return layers
+
+
+def compressed(*, window: int = 24, indexer: str = "TRITON_MLA") -> list[Layer]:
+    """As DeepSeek V4.1: windows, compressed entries with an indexer's, and rings in front.
+
+    These models have backends that only offer orders in which blocks are outermost. In the other
+    orders, vLLM makes all pages of one size, and a ring's capacity with them.
+    """
+    layers: list[Layer] = []
+    for name in ("model.layers.0.attn", "model.layers.1.attn"):
+        layers += [
+            Latent(name=f"{name}.swa_cache", window=window, replay=True),
+            Latent(name=f"{name}.mla_attn", per_entry=4),
+            Latent(name=f"{name}.indexer.k_cache", per_entry=4, size=12, backend=indexer),
+            Ring(name=f"{name}.compressor.state_cache"),
+        ]
+    return layers
 
 
 def stage(layers: Sequence[Layer], pp: int, size: int) -> list[Layer]:

@@ -22,16 +22,11 @@ SECONDS = 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Extent:
-    """The caches of a vLLM group on one rank: its tensors, and which tokens they are of.
-
-    Attributes:
-        parts: where the tensors lie.
-        size, turn, interleave: of context parallelism; ``turn`` is this rank's.
-    """
+    """The caches of a vLLM group on one rank: its tensors, and which tokens they are of."""
 
     parts: tuple[Part, ...]
-    size: int = 1
-    turn: int = 0
+    size: int = 1  # of context parallelism
+    turn: int = 0  # this rank's
     interleave: int = 1
 
     def steps(self, part: Part, positions: Steps) -> Steps:
@@ -46,22 +41,13 @@ class Extent:
 
 @dataclass(kw_only=True)
 class Rank:
-    """One worker process's caches and its half of the connector.
-
-    Attributes:
-        position: where it stands.
-        memory: every byte of its caches.
-        extents: by vLLM's groups.
-        endpoint: None where another rank publishes the same caches.
-        sent: every report of a request sent, in order.
-        received, failed: every report of a request received, and of one that failed.
-    """
+    """One worker process's caches, its half of the connector, and every report of that."""
 
     position: RankPosition
-    memory: Bytes
-    extents: tuple[Extent, ...]
+    memory: Bytes  # every byte of its caches
+    extents: tuple[Extent, ...]  # by vLLM's groups
     worker: FerryWorker | UnreadRankWorker
-    endpoint: Endpoint | None
+    endpoint: Endpoint | None  # None where another rank publishes the same caches
     sent: list[str] = field(default_factory=list)
     received: list[str] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
@@ -80,11 +66,9 @@ class Rank:
         self.failed += results.failed_recving
 
     def await_received(self, request: str) -> None:
-        """Poll until a load is reported."""
         self._await(self.received, request)
 
     def await_sent(self, request: str) -> None:
-        """Poll until a request is reported sent."""
         self._await(self.sent, request)
 
     def _await(self, reports: list[str], request: str) -> None:

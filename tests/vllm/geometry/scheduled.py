@@ -33,18 +33,12 @@ class _Plain(SimpleNamespace):
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """A text of tokens without an end: a family's, from some position on another's.
+    """A text of tokens without an end: a family's, from some position on another's."""
 
-    Attributes:
-        family: whose tokens it begins with.
-        at: where it branches off; 0 if nowhere.
-    """
-
-    family: int
-    at: int = 0
+    family: int  # whose tokens it begins with
+    at: int = 0  # where it branches off; 0 if nowhere
 
     def token(self, position: int) -> int:
-        """The token at a position."""
         branched = self.at and position >= self.at
         return 1000 * (self.family + 1) + position + (500_000 if branched else 0)
 
@@ -59,31 +53,18 @@ class Text:
 
 @dataclass(kw_only=True)
 class Server:
-    """An engine that serves requests.
-
-    Attributes:
-        engine: its ranks.
-        scheduler: vLLM's.
-        hasher: gives requests the hashes of their blocks.
-        texts: of its requests, which text each one's tokens are the start of.
-        params: what ended requests left for another engine.
-        computed: how many tokens were computed here, by request.
-        pulled: the requests that had something loaded.
-        early: how many loads began before their ticket had come.
-        copied: how many pages of the prefix cache were copied before they were written.
-        reported: how often the ranks together reported a request sent or received.
-    """
+    """An engine that serves requests."""
 
     engine: Engine
-    scheduler: Any
-    hasher: Any
-    texts: dict[str, Text] = field(default_factory=dict)
-    params: dict[str, dict[str, Any] | None] = field(default_factory=dict)
-    computed: Counter[str] = field(default_factory=Counter)
-    pulled: set[str] = field(default_factory=set)
-    early: int = 0
-    copied: int = 0
-    reported: Counter[tuple[str, str]] = field(default_factory=Counter)
+    scheduler: Any  # vLLM's
+    hasher: Any  # gives requests the hashes of their blocks
+    texts: dict[str, Text] = field(default_factory=dict)  # which one a request is the start of
+    params: dict[str, dict[str, Any] | None] = field(default_factory=dict)  # of ended requests
+    computed: Counter[str] = field(default_factory=Counter)  # tokens, by request
+    pulled: set[str] = field(default_factory=set)  # requests that had something loaded
+    early: int = 0  # how many loads began before their ticket had come
+    copied: int = 0  # how many pages of the prefix cache were copied before they were written
+    reported: Counter[tuple[str, str]] = field(default_factory=Counter)  # by all ranks together
 
     def add(
         self, text: int | Text, length: int, params: dict[str, Any] | None = None, most: int = 1
@@ -119,7 +100,6 @@ class Server:
         assert set(self.reported.values()) <= {1}
 
     def step(self) -> None:
-        """One step of the engine."""
         from vllm.v1.outputs import ModelRunnerOutput
 
         out = self.scheduler.schedule()
@@ -155,14 +135,10 @@ class Server:
             rank.poll()
             for kind, reports in (("sent", rank.sent), ("received", rank.received)):
                 assert all(count == 1 for count in Counter(reports).values()), (kind, reports)
-        sent, received = (
-            {name for name in some[0] if all(name in each for each in some)}
-            - {name for each, name in self.reported if each == kind}
-            for kind, some in (
-                ("sent", [rank.sent for rank in ranks]),
-                ("received", [rank.received for rank in ranks]),
-            )
-        )
+        sent = set(ranks[0].sent).intersection(*(rank.sent for rank in ranks))
+        sent -= {name for kind, name in self.reported if kind == "sent"}
+        received = set(ranks[0].received).intersection(*(rank.received for rank in ranks))
+        received -= {name for kind, name in self.reported if kind == "received"}
         self.reported.update(("sent", name) for name in sent)
         self.reported.update(("received", name) for name in received)
         failed = {name for name in received if any(name in rank.failed for rank in ranks)}
@@ -269,9 +245,7 @@ class _Pass:
         capacity = part.places.shape[1]
         read = np.arange(self.start // part.ring * part.ring, self.start)
         found = self.rank.memory[part.places[page, read % capacity]]
-        assert np.array_equal(found, self.text.values(part, read, read)), (
-            f"{part.key} of rank {self.rank.position.rank}: not the last tokens of {self.start}"
-        )
+        assert np.array_equal(found, self.text.values(part, read, read)), f"{part.key}: {read}"
         written = np.arange(max(self.start, self.stop - capacity), self.stop)
         values = self.text.values(part, written, written)
         self.rank.memory[part.places[page, written % capacity]] = values
@@ -282,10 +256,7 @@ class _Pass:
             before = self.rank.memory[part.places[self.listed[(self.start - 1) // size]]]
             tokens = np.array([self.start])
             values = self.text.values(part, tokens, tokens - 1)[0]
-            assert np.array_equal(before[0], values), (
-                f"{part.key} of rank {self.rank.position.rank}: "
-                f"not the state after {self.start} tokens"
-            )
+            assert np.array_equal(before[0], values), f"{part.key}: not of {self.start} tokens"
         page = self.listed[(self.stop - 1) // size]
         assert page != HOLE
         tokens = np.array([self.stop])
@@ -304,10 +275,8 @@ def serving(
 ) -> Iterator[Server]:
     """An engine that serves until the block ends, and caches prefixes if its states allow it.
 
-    Args:
-        batch: how many tokens it computes in a step.
-        reserve: admit only prompts for the whole of which there are pages.
-        two_way: conversations go on with what decode has generated.
+    It computes ``batch`` tokens in a step. ``reserve`` admits only prompts for the whole of which
+    there are pages; with ``two_way``, conversations go on with what decode has generated.
     """
     from vllm.utils.hashing import sha256
     from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
@@ -428,9 +397,7 @@ PREFILL = {"do_remote_decode": True, "do_remote_prefill": False}
 def hand_over(prefill: Server, decode: Server, *prompts: tuple[int, int], follow: int = 3) -> None:
     """Prefill there, decode here; every token that kernels read on the way is checked.
 
-    Args:
-        prompts: the family of each, and how many of its tokens; all at once.
-        follow: how many tokens are generated here.
+    Prompts are a family and how many of its tokens, all at once; ``follow`` tokens are generated.
     """
     waiting = {prefill.add(*prompt, dict(PREFILL)): prompt for prompt in prompts}
     taken: list[str] = []

@@ -14,28 +14,21 @@ import pytest
 from kvferry.core.layout import HOLE
 from tests.vllm.geometry import MARKS
 from tests.vllm.geometry.engine_of_ranks import POISON, Shape
-from tests.vllm.geometry.model import Layer, attention, latents
+from tests.vllm.geometry.model import Layer, attention, compressed, hybrid, latents, recurrent
 from tests.vllm.geometry.rank import SECONDS
 from tests.vllm.geometry.scheduled import PREFILL, Server, serving
-from tests.vllm.geometry.test_rings import compressed
-from tests.vllm.geometry.test_rings import shape as ringed
-from tests.vllm.geometry.test_scheduled import hybrid, recurrent
 
 pytestmark = [*MARKS, pytest.mark.filterwarnings("ignore::UserWarning:torch")]
 
 CHUNK = 32
 ROOMS = itertools.count()
+RINGS: dict[str, Any] = {"order": "BLHNC", "blocks": 96}
 LENGTHS = (1, 2, 31, 32, 33, 64, 65, 100, 150, 200)
 
 
 class Legs:
-    """One request on both engines.
-
-    Args:
-        family: Whose first tokens are the prompt.
-        length: How many.
-        room: The ``transfer_id``; one of its own if it is empty.
-    """
+    """One request, for the first tokens of a family, on both engines; its room is its own if no
+    ``transfer_id`` is given."""
 
     def __init__(
         self, prefill: Server, decode: Server, family: int, length: int, room: str = ""
@@ -75,7 +68,7 @@ class Legs:
         for rank in self.decode.engine.workers:
             for part in rank.extents[group.index].parts:
                 found = [np.all(rank.memory[part.places[page]] != POISON) for page in pages]
-                counts.append(list(itertools.takewhile(bool, found)).__len__())
+                counts.append(len(list(itertools.takewhile(bool, found))))
         return min(counts)
 
 
@@ -129,7 +122,7 @@ PAIRS = {
     "windows": (hybrid(), Shape(blocks=96), Shape(tp=2, block=32, blocks=96)),
     "states": (recurrent(groups=12), Shape(blocks=96), Shape(tp=3, blocks=96)),
     "windows and states": (recurrent(window=40), Shape(tp=2, blocks=96), Shape(blocks=96)),
-    "rings": (compressed(), ringed(blocks=96), ringed(tp=2, block=32, blocks=96)),
+    "rings": (compressed(), Shape(**RINGS), Shape(tp=2, block=32, **RINGS)),
 }
 
 
@@ -144,24 +137,39 @@ def test_prompts_of_all_lengths(layers: list[Layer], there: Shape, here: Shape) 
         assert decode.early > 2
 
 
+TWO = attention(2, size=8)
+
+
+def under_way(prefill: Server, decode: Server, chunks: int) -> Legs:
+    """A request of which prefill has computed some chunks, and decode has all but the last."""
+    legs = Legs(prefill, decode, 0, 150)
+    legs.begin_prefill()
+    legs.begin_decode()
+    for chunk in range(1, chunks + 1):
+        prefill.step()
+        if 1 < chunk < 5:
+            wait(lambda: legs.arrived() == (chunk - 1) * CHUNK // 16, decode)  # noqa: B023
+    return legs
+
+
 def test_pages_cross_while_the_next_chunk_is_computed() -> None:
-    with engines(attention(2, size=8), Shape(), Shape()) as (prefill, decode):
+    """A request with a hole in its blocks would be left alone."""
+    with engines(TWO, Shape(), Shape()) as (prefill, decode):
         legs = Legs(prefill, decode, 0, 150)
         legs.begin_prefill()
         legs.begin_decode()
         wait(lambda: decode.scheduler.connector._scheduler._follower.following == 1, decode)
         assert not legs.blocks[0]
-        for chunk in range(1, 5):
+        for blocks in (0, 2, 4, 6):
             prefill.step()
-            if chunk == 1:
-                continue
-            wait(lambda: legs.arrived() == (chunk - 1) * CHUNK // 16, decode)  # noqa: B023
+            wait(lambda: not blocks or legs.arrived() == blocks, decode)  # noqa: B023
+        assert HOLE not in legs.blocks[0]
         finish([legs])
 
 
-@pytest.mark.parametrize("steps", range(7))
+@pytest.mark.parametrize("steps", [1, 3, 6])
 def test_decode_that_comes_later(steps: int) -> None:
-    with engines(attention(2, size=8), Shape(tp=2), Shape()) as (prefill, decode):
+    with engines(TWO, Shape(tp=2), Shape()) as (prefill, decode):
         legs = Legs(prefill, decode, 0, 150)
         legs.begin_prefill()
         for _ in range(steps):
@@ -170,47 +178,37 @@ def test_decode_that_comes_later(steps: int) -> None:
         finish([legs])
 
 
-@pytest.mark.parametrize("steps", range(1, 6))
-@pytest.mark.parametrize("side", ["prefill", "decode"])
-def test_aborts_at_each_chunk(side: str, steps: int) -> None:
+@pytest.mark.parametrize(("side", "chunks"), [("prefill", 1), ("prefill", 3), ("decode", 4)])
+def test_aborts_at_a_chunk(side: str, chunks: int) -> None:
+    check_aborts(side, chunks)
+
+
+def check_aborts(side: str, chunks: int) -> None:
     """Everything is given back, and further requests are right."""
     from vllm.v1.request import RequestStatus
 
-    layers = attention(2, size=8)
-    with engines(layers, Shape(), Shape(tp=2)) as (prefill, decode):
-        legs = Legs(prefill, decode, 0, 150)
-        legs.begin_prefill()
-        legs.begin_decode()
-        for chunk in range(1, steps + 1):
-            prefill.step()
-            if 1 < chunk < 5:
-                wait(lambda: legs.arrived() == (chunk - 1) * CHUNK // 16, decode)  # noqa: B023
+    with engines(TWO, Shape(), Shape(tp=2)) as (prefill, decode):
+        legs = under_way(prefill, decode, chunks)
         if side == "decode":
             decode.scheduler.finish_requests([legs.here], RequestStatus.FINISHED_ABORTED)
         elif legs.there not in prefill.params:
             prefill.scheduler.finish_requests([legs.there], RequestStatus.FINISHED_ABORTED)
             with pytest.raises(AssertionError, match=r"FinishReason\.ERROR"):
                 wait(lambda: legs.here in decode.params, decode)
-        wait(
-            lambda: not prefill.scheduler.requests and not decode.scheduler.requests,
-            prefill,
-            decode,
-        )
+        schedulers = prefill.scheduler, decode.scheduler
+        wait(lambda: not any(each.requests for each in schedulers), prefill, decode)
         both_at_once(prefill, decode, (1, 150))
 
 
-@pytest.mark.parametrize("chunks", range(1, 6))
-def test_preemption_at_each_chunk(chunks: int) -> None:
+@pytest.mark.parametrize("chunks", [1, 3, 5])
+def test_preemption_at_a_chunk(chunks: int) -> None:
+    check_preemption(chunks)
+
+
+def check_preemption(chunks: int) -> None:
     """What prefill gives up it computes again in other blocks, under another hold."""
-    layers = attention(2, size=8)
-    with engines(layers, Shape(tp=2), Shape()) as (prefill, decode):
-        legs = Legs(prefill, decode, 0, 150)
-        legs.begin_prefill()
-        legs.begin_decode()
-        for chunk in range(1, chunks + 1):
-            prefill.step()
-            if 1 < chunk < 5:
-                wait(lambda: legs.arrived() == (chunk - 1) * CHUNK // 16, decode)  # noqa: B023
+    with engines(TWO, Shape(tp=2), Shape()) as (prefill, decode):
+        legs = under_way(prefill, decode, chunks)
         is_over = legs.there in prefill.params
         with suppress(RuntimeError):  # the pages of a request with a ticket are held
             prefill.scheduler.reset_prefix_cache(reset_running_requests=True)
@@ -220,8 +218,7 @@ def test_preemption_at_each_chunk(chunks: int) -> None:
 
 
 def test_preemption_for_lack_of_blocks() -> None:
-    layers = attention(2, size=8)
-    with engines(layers, Shape(blocks=19), Shape(blocks=96), reserve=False) as (prefill, decode):
+    with engines(TWO, Shape(blocks=19), Shape(blocks=96), reserve=False) as (prefill, decode):
         own = prefill.add(3, 40, {}, 120)
         legs = [Legs(prefill, decode, family, 200) for family in range(2)]
         for each in legs:
@@ -233,11 +230,10 @@ def test_preemption_for_lack_of_blocks() -> None:
         assert decode.early > 0
 
 
-@pytest.mark.parametrize("verifies", [True, False])
-@pytest.mark.parametrize("steps", [1, 5])
+@pytest.mark.parametrize(("steps", "verifies"), [(1, True), (5, False)])
 def test_a_transfer_id_that_is_used_again(steps: int, verifies: bool) -> None:
     """Each request gets its own pages, though prefill still has the first one, or its ticket."""
-    with engines(attention(2, size=8), Shape(), Shape()) as (prefill, decode):
+    with engines(TWO, Shape(), Shape()) as (prefill, decode):
         half = decode.scheduler.connector._scheduler
         half._consumer._verify_prompt = verifies
         first, second = (Legs(prefill, decode, family, 150, "again") for family in range(2))
@@ -255,7 +251,7 @@ def test_a_transfer_id_that_is_used_again(steps: int, verifies: bool) -> None:
 @pytest.mark.parametrize("family", [0, 1])
 def test_a_transfer_id_that_is_used_again_after_its_ticket_was_read(family: int) -> None:
     """With the same prompt, too, whose earlier ticket is of no use any more."""
-    with engines(attention(2, size=8), Shape(), Shape()) as (prefill, decode):
+    with engines(TWO, Shape(), Shape()) as (prefill, decode):
         first, second = (Legs(prefill, decode, each, 150, "again") for each in (0, family))
         first.begin_prefill()
         first.begin_decode()
@@ -268,16 +264,3 @@ def test_a_transfer_id_that_is_used_again_after_its_ticket_was_read(family: int)
         second.begin_prefill()
         finish([second])
         assert second.here in decode.pulled
-
-
-def test_no_block_of_the_decode_engine_is_poisoned_or_left() -> None:
-    """A request with a hole in its blocks would be."""
-    with engines(attention(2, size=8), Shape(), Shape()) as (prefill, decode):
-        legs = Legs(prefill, decode, 0, 100)
-        legs.begin_prefill()
-        legs.begin_decode()
-        prefill.step()
-        prefill.step()
-        wait(lambda: bool(legs.blocks[0]), decode)
-        assert HOLE not in legs.blocks[0]
-        finish([legs])

@@ -16,32 +16,21 @@ import pytest
 
 from tests.vllm.geometry import MARKS
 from tests.vllm.geometry.engine_of_ranks import Shape
-from tests.vllm.geometry.model import Attention, Layer, attention, latents
+from tests.vllm.geometry.model import (
+    Attention,
+    Layer,
+    attention,
+    compressed,
+    hybrid,
+    latents,
+    recurrent,
+    windows,
+)
 from tests.vllm.geometry.rank import SECONDS
 from tests.vllm.geometry.scheduled import PREFILL, Server, Text, hand_over, serving
 from tests.vllm.geometry.test_early import CHUNK, both_at_once
-from tests.vllm.geometry.test_rings import compressed
-from tests.vllm.geometry.test_scheduled import hybrid, recurrent
-from tests.vllm.geometry.test_windows import hybrid as windows
 
 pytestmark = [*MARKS, pytest.mark.filterwarnings("ignore::UserWarning:torch")]
-
-
-def chunks(size: int) -> list[Layer]:
-    """Chunked attention beside full attention.
-
-    Chunks are a multiple of all blocks: where one begins inside a block, vLLM's own prefix cache
-    gives hits whose pages are missing, without any load.
-    """
-    return [
-        Attention(name="model.layers.0.attn", size=8, chunk=size),
-        Attention(name="model.layers.1.attn", size=8),
-    ]
-
-
-def drafted() -> list[Layer]:
-    """Windows, of the model and of its drafter."""
-    return [*hybrid(), Attention(name="draft.layers.0.attn", size=8, window=70, draft=True)]
 
 
 KINDS: dict[str, list[Layer]] = {
@@ -52,15 +41,30 @@ KINDS: dict[str, list[Layer]] = {
     "windows of two sizes": windows(20, 0, 70, 20, 0, 70),
     "windows a token longer than a page": hybrid(window=33),
     "windows shorter than a page": hybrid(window=9),
-    "chunks": chunks(192),
-    "windows over generated tokens": [
-        Attention(name=f"model.layers.{i}.attn", size=8, generated=20) for i in range(2)
-    ],
+    # Chunks are a multiple of all blocks: where one begins inside a block, vLLM's own prefix cache
+    # gives hits whose pages are missing, without any load.
+    "chunks": [Attention(name="model.layers.0.attn", size=8, chunk=192), *windows(0, 0)[1:]],
+    "windows over generated tokens": attention(2, size=8, generated=20),
     "rings and compressed entries": compressed(window=40),
-    "a drafter's windows": drafted(),
+    "a drafter's windows": [
+        *hybrid(),
+        Attention(name="draft.layers.0.attn", size=8, window=70, draft=True),
+    ],
     "states": recurrent(),
     "states beside windows": recurrent(window=40),
 }
+GAPS = [
+    "windows beside full attention",
+    "windows a token longer than a page",
+    "windows shorter than a page",
+    "chunks",
+    "states beside windows",
+]
+"""The kinds whose loaded pages may not be whole."""
+UNLIKE = ["twice", "four times", "larger"]
+"""The sizes with which they are not."""
+MIXED = ["windows beside full attention", "states beside windows"]
+WAYS = ["early", "staged", "not cached"]
 SIZES = {
     "equal": (32, 32),
     "twice": (16, 32),
@@ -86,11 +90,8 @@ def shape_of(layers: list[Layer], block: int, *, caches: bool = True) -> Shape:
 
 
 def later() -> Iterator[tuple[Text, int, int]]:
-    """Prompts that have a beginning in common with a loaded one, each of a family of its own.
-
-    Yields:
-        The text; how many tokens of its family are loaded; and how many the later prompt has.
-    """
+    """A text, each of a family of its own; how many tokens of its family are loaded; and how many
+    a later prompt has, which begins like the loaded one."""
     lengths, numbers = itertools.cycle(LENGTHS), itertools.count()
     for less in (1, 2, 14, 20, 30, 30, 44, 44, 62, 0, -1, -60):
         loaded = next(lengths)
@@ -115,10 +116,14 @@ def run(server: Server, name: str, *others: Server) -> dict[str, Any] | None:
     return server.params[name]
 
 
-@pytest.mark.parametrize("sizes", ["equal", "four times", "larger"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_prompts_after_a_load(kind: str, sizes: str) -> None:
-    check_prompts_after_a_load(kind, sizes)
+def test_prompts_after_a_load(kind: str) -> None:
+    check_prompts_after_a_load(kind, "four times")
+
+
+@pytest.mark.parametrize("kind", GAPS)
+def test_prompts_after_a_load_into_pages_that_do_not_divide(kind: str) -> None:
+    check_prompts_after_a_load(kind, "larger")
 
 
 def check_prompts_after_a_load(kind: str, sizes: str) -> None:
@@ -134,25 +139,19 @@ def check_prompts_after_a_load(kind: str, sizes: str) -> None:
             hand_over(prefill, decode, (text.family, loaded + 7))
 
 
-def test_ranks_that_report_one_by_one() -> None:
-    """Each of several ranks says what it has written of a page."""
-    layers = KINDS["windows beside full attention"]
-    here = replace(shape_of(layers, 64), tp=2, pp=2)
-    with (
-        serving("prefill", layers, shape_of(layers, 16)) as prefill,
-        serving("decode", layers, here) as decode,
-    ):
-        for text, loaded, length in later():
-            hand_over(prefill, decode, (text.family, loaded))
-            ask(decode, text, length)
+HYBRID = KINDS["windows beside full attention"]
 
 
 @pytest.mark.parametrize(
-    ("there", "here"),
-    [(Shape(tp=2, dcp=2), Shape(block=32)), (Shape(tp=2), Shape(tp=2, dcp=2, interleave=4))],
+    ("layers", "there", "here"),
+    [
+        # Each of several ranks says what it has written of a page.
+        (HYBRID, Shape(), Shape(block=64, tp=2, pp=2)),
+        (latents(2), Shape(tp=2, dcp=2), Shape(block=32)),
+        (latents(2), Shape(tp=2), Shape(tp=2, dcp=2, interleave=4)),
+    ],
 )
-def test_latents_dealt_out_to_context_ranks(there: Shape, here: Shape) -> None:
-    layers = latents(2)
+def test_several_ranks(layers: list[Layer], there: Shape, here: Shape) -> None:
     with (
         serving("prefill", layers, replace(there, blocks=120)) as prefill,
         serving("decode", layers, replace(here, blocks=120)) as decode,
@@ -162,24 +161,9 @@ def test_latents_dealt_out_to_context_ranks(there: Shape, here: Shape) -> None:
             ask(decode, text, length)
 
 
-GAPS = [
-    "windows beside full attention",
-    "windows a token longer than a page",
-    "windows shorter than a page",
-    "chunks",
-    "states beside windows",
-]
-"""The kinds whose loaded pages may not be whole."""
-UNLIKE = ["twice", "four times", "larger"]
-"""The sizes with which they are not."""
-MIXED = ["windows beside full attention", "states beside windows"]
-WAYS = ["early", "staged", "not cached"]
-
-
-@pytest.mark.parametrize("kind", MIXED)
 @pytest.mark.parametrize("way", WAYS)
-def test_other_loads(way: str, kind: str) -> None:
-    check_other_loads(way, kind, "twice")
+def test_other_loads(way: str) -> None:
+    check_other_loads(way, "states beside windows", "twice")
 
 
 def check_other_loads(way: str, kind: str, sizes: str) -> None:
@@ -203,15 +187,13 @@ def check_other_loads(way: str, kind: str, sizes: str) -> None:
             ask(decode, text, length)
 
 
-@pytest.mark.parametrize("kind", GAPS)
+@pytest.mark.parametrize("kind", MIXED)
 def test_turns(kind: str) -> None:
     check_turns(kind, "larger")
 
 
 def check_turns(kind: str, sizes: str) -> None:
-    """Prefill turns and decode them.
-
-    A turn is prefilled by the engine that prefilled the first, and by one with decode's blocks.
+    """A turn is prefilled by the engine that prefilled the first, and by one with decode's blocks.
 
     What decode hands over for it may have begun in a page that decode's own load has not filled
     whole; so prefill has one likewise, of which it makes the next ticket.

@@ -33,38 +33,23 @@ class Refused(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """One engine.
+    """One engine."""
 
-    Attributes:
-        tp: number of ranks.
-        block: number of tokens that a rank stores in a page.
-        order: the order inside a page.
-        dcp: number of ranks that share a request's tokens, page by page.
-    """
-
-    tp: int
-    block: int = 16
-    order: str = HND
-    dcp: int = 1
+    tp: int  # number of ranks
+    block: int = 16  # number of tokens that a rank stores in a page
+    order: str = HND  # the order inside a page
+    dcp: int = 1  # number of ranks that share a request's tokens, page by page
 
 
 @dataclass(frozen=True)
 class Case:
-    """Two engines that serve one model.
+    """Two engines that serve one model."""
 
-    Attributes:
-        heads: the model's KV heads.
-        decode: the engine that reads.
-        prefill: the engine that is read.
-        mla: whether a token has one latent, which every rank holds whole.
-        state: whether the model also has recurrent states, split evenly over the ranks.
-    """
-
-    heads: int
-    decode: Side
-    prefill: Side
-    mla: bool = False
-    state: bool = False
+    heads: int  # the model's KV heads
+    decode: Side  # the engine that reads
+    prefill: Side  # the engine that is read
+    mla: bool = False  # whether a token has one latent, which every rank holds whole
+    state: bool = False  # whether the model also has recurrent states, split evenly over the ranks
 
     @cached_property
     def tokens(self) -> int:
@@ -127,21 +112,18 @@ def _content(
 
 @dataclass(slots=True)
 class Reads:
-    """What one decode rank reads, as copies of bytes.
+    """What one decode rank reads, as copies of bytes."""
 
-    Attributes:
-        copies: for each prefill rank that is read, the first byte of each copy in decode's cache,
-            the first byte in prefill's, and the number of bytes.
-        state_ranks: the prefill ranks that a part of the state is read from.
-        releases: for each prefill rank that is read, how many decode ranks it waits for before it
-            gives pages back.
-        rearrange: moves bytes within decode's cache after the copies; takes and returns an array
-            with one element per byte. ``None`` if the copies are enough.
-    """
-
+    # for each prefill rank that is read, the first byte of each copy in decode's cache, the first
+    # byte in prefill's, and the number of bytes
     copies: dict[int, list[tuple[Bytes, Bytes, Bytes]]] = field(default_factory=dict)
+    # the prefill ranks that a part of the state is read from
     state_ranks: set[int] = field(default_factory=set)
+    # for each prefill rank that is read, how many decode ranks it waits for before it gives pages
+    # back
     releases: dict[int, int] = field(default_factory=dict)
+    # moves bytes within decode's cache after the copies; takes and returns an array with one
+    # element per byte. None if the copies are enough
     rearrange: Callable[[Bytes], Bytes] | None = None
     _origin: tuple[Bytes, Bytes] | None = None
 

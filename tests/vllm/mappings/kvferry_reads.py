@@ -19,11 +19,7 @@ BASE = 1 << 32
 
 
 def reads(case: Case, rank: int) -> Reads:
-    """Return what a decode rank reads.
-
-    Raises:
-        Refused: the planner does not accept the engines.
-    """
+    """Return what a decode rank reads."""
     decode, prefill = (_layouts(case, side) for side in (case.decode, case.prefill))
     try:
         plan = make_plan(decode, prefill, rank)

@@ -67,13 +67,7 @@ def topology(case: Case, side: Side, rank: int) -> TransferTopology:
 
 
 def reads(case: Case, rank: int) -> Reads:
-    """Return what a decode rank is sent.
-
-    Raises:
-        Refused: MooncakeConnector does not accept the engines, or compares neither their orders nor
-            their block sizes nor their context parallelism, although they differ. It asks vLLM for
-            pages by head. Hybrids are not asked for.
-    """
+    """Return what a decode rank is sent."""
     near, far = case.decode, case.prefill
     if case.state:
         raise Refused("states are not described here")
@@ -97,11 +91,7 @@ def reads(case: Case, rank: int) -> Reads:
 def _sent(
     worker: Worker, case: Case, rank: int
 ) -> tuple[tuple[list[int], list[int], list[int]], int]:
-    """Return what a prefill rank sends to a decode rank, in the order of ``send_kv_to_decode``.
-
-    Returns:
-        The copies; and the number of decode ranks that the prefill rank waits for.
-    """
+    """Return what a prefill rank sends to a decode rank, in the order of ``send_kv_to_decode``."""
     receivers = worker.transfer_topo.handshake_target_ranks(case.decode.tp)
     assert rank in receivers
     meta = _metadata(case, rank)

@@ -51,12 +51,7 @@ class Worker(moriio.MoRIIOConnectorWorker):
 
 
 def reads(case: Case, rank: int) -> Reads:
-    """Return what a decode rank reads.
-
-    Raises:
-        Refused: MoRIIOConnector does not accept the engines, or compares neither their orders nor
-            their block sizes nor their context parallelism, although they differ.
-    """
+    """Return what a decode rank reads."""
     near, far = case.decode, case.prefill
     if (near.block, near.order) != (far.block, far.order) or near.dcp * far.dcp > 1:
         raise Refused("the mapping pairs whole blocks by their position")

@@ -92,11 +92,7 @@ class Worker(NixlPullConnectorWorker):
 
 
 def reads(case: Case, rank: int) -> Reads:
-    """Return what a decode rank reads.
-
-    Raises:
-        Refused: NixlConnector does not accept the engines.
-    """
+    """Return what a decode rank reads."""
     worker, metadata = Worker(case, rank), _metadata(case)
     prefill = case.prefill
     try:

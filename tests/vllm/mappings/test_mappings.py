@@ -1,19 +1,18 @@
 """kvferry's plans read the same bytes from the same ranks as vLLM's own connectors.
 
 NixlConnector, MoRIIOConnector and MooncakeConnector are asked for their copies through their own
-code, and so is kvferry; copies are compared byte by byte. ``docs/primitives.md`` has the numbers of
-configurations, which these tests count.
+code, and so is kvferry; copies are compared byte by byte. All pairs are in ``tests/long/vllm``.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from importlib import import_module
-from itertools import product
-from pathlib import Path
+from itertools import islice, product
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -34,13 +33,11 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning:torch"),
 ]
 
-PAGE = Path(__file__).parents[3] / "docs" / "primitives.md"
-
 CONNECTORS = "nixl", "moriio", "mooncake"
 
 
 def module(name: str) -> ModuleType:
-    """Return the module that asks a connector for its copies; the first imports vLLM."""
+    """The module that asks a connector for its copies; the first imports vLLM."""
     return import_module(f"{__package__}.{name}_reads")
 
 
@@ -57,18 +54,20 @@ def cases(heads: Iterable[int] = SOME_HEADS, *, latent: bool = True) -> Iterator
         yield from (Case(1, near, far, mla=True) for near, far in pairs(1))
 
 
-def blocks(decode: int, prefill: int) -> Iterator[Case]:
-    """Yield engines with these block sizes."""
-    for case in cases():
-        near, far = replace(case.decode, block=decode), replace(case.prefill, block=prefill)
+def unlike(latent: bool, decode: dict[str, Any], prefill: dict[str, Any]) -> Iterator[Case]:
+    """Yield engines that differ in their blocks, or in the order inside them."""
+    for case in cases(latent=latent):
+        near, far = replace(case.decode, **decode), replace(case.prefill, **prefill)
         yield replace(case, decode=near, prefill=far)
+
+
+def blocks(decode: int, prefill: int) -> Iterator[Case]:
+    return unlike(True, {"block": decode}, {"block": prefill})
 
 
 def orders(decode: str, prefill: str) -> Iterator[Case]:
-    """Yield engines with these orders; a latent has no heads, so order means nothing to it."""
-    for case in cases(latent=False):
-        near, far = replace(case.decode, order=decode), replace(case.prefill, order=prefill)
-        yield replace(case, decode=near, prefill=far)
+    """A latent has no heads, so order means nothing to it."""
+    return unlike(False, {"order": decode}, {"order": prefill})
 
 
 def context() -> Iterator[Case]:
@@ -105,17 +104,7 @@ NOT_ASKED = {("mooncake", "hybrids, heads replicated on prefill")}
 """Connectors that are not asked for a family."""
 
 
-def all_ranks(case: Case) -> Sequence[int]:
-    """Return all decode ranks."""
-    return range(case.decode.tp)
-
-
-def some_ranks(case: Case) -> Sequence[int]:
-    """Return a decode rank in the middle, and the last."""
-    return sorted({case.decode.tp // 2, case.decode.tp - 1})
-
-
-def their_reads(name: str, case: Case, ranks: Sequence[int]) -> dict[int, Reads] | None:
+def their_reads(name: str, case: Case, ranks: Iterable[int]) -> dict[int, Reads] | None:
     """Return what decode ranks read with a connector, or ``None`` if it refuses the pair."""
     found: dict[int, Reads] = {}
     for rank in ranks:
@@ -163,19 +152,20 @@ class Count:
         return f"| {' | '.join(cells)} |"
 
 
-def compare(family: Iterator[Case], ranks: Callable[[Case], Sequence[int]]) -> Count:
-    """Compare all pairs of a family. kvferry must accept each.
+def compare(family: Iterable[Case], ranks: Callable[[int], Iterable[int]]) -> Count:
+    """Compare pairs of a family, for some of decode's ranks. kvferry must accept each.
 
     Of pairs that no connector accepts, only the reads of the last decode rank are checked.
     """
     found = Count()
     for case in family:
-        theirs = {name: their_reads(name, case, ranks(case)) for name in CONNECTORS}
+        size = case.decode.tp
+        theirs = {name: their_reads(name, case, ranks(size)) for name in CONNECTORS}
         taken = {name: reads for name, reads in theirs.items() if reads is not None}
         found.pairs += 1
         found.accepted.update(taken.keys())
         found.only_kvferry += not taken
-        for rank in ranks(case) if taken else [case.decode.tp - 1]:
+        for rank in ranks(size) if taken else [size - 1]:
             ours = our_reads(case, rank)
             for reads in taken.values():
                 check_equal(case, ours, reads[rank])
@@ -184,9 +174,6 @@ def compare(family: Iterator[Case], ranks: Callable[[Case], Sequence[int]]) -> C
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_what_a_connector_reads_is_read_in_the_same_way(name: str) -> None:
-    check_family(name, some_ranks)
-
-
-def check_family(name: str, ranks: Callable[[Case], Sequence[int]]) -> None:
-    """The page has the row of a family, as compared for these ranks of each pair."""
-    assert compare(FAMILIES[name](), ranks).row(name) in PAGE.read_text().splitlines()
+    """For every seventh pair, a rank in the middle of decode and the last one."""
+    found = compare(islice(FAMILIES[name](), 0, None, 7), lambda size: {size // 2, size - 1})
+    assert found.pairs > 20

@@ -21,10 +21,6 @@ def load(source: Path, patch: pytest.MonkeyPatch) -> ModuleType:
 
     The module imports fake workers from the tests of NixlConnector, which need Ray. A stand-in
     replaces these tests.
-
-    Args:
-        source: The unpacked source distribution.
-        patch: Undoes what the import changes in vLLM: two connectors are registered.
     """
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
@@ -52,14 +48,6 @@ def replace_helpers(
     """Replace the helpers with which the tests make engines and requests.
 
     The prompts stay the same: request *n* has the first multiples of *n*.
-
-    Args:
-        module: The module of tests.
-        patch: Undoes the replacement.
-        configuration: Returns an engine's ``VllmConfig``, given ``kv_connector_extra_config``.
-        scheduler: Returns an engine's scheduler, given its ``VllmConfig``.
-        first_ticket: Returns the ticket of a prefill engine that computed these tokens.
-        conversation_ticket: Returns the ticket of a decode engine that has the KV of these tokens.
     """
     bare_request = module.create_request
 

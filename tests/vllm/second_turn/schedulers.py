@@ -29,14 +29,7 @@ _numbers = itertools.count(1)
 def configuration(
     model: Path, *, engine: str | None = None, policy: str = "recompute", **extra: Any
 ) -> Any:
-    """Return the ``VllmConfig`` of an engine with prefix caching that computes 64 tokens a step.
-
-    Args:
-        model: The model's folder.
-        engine: The engine's id.
-        policy: ``kv_load_failure_policy``.
-        extra: ``kv_connector_extra_config``.
-    """
+    """Return the ``VllmConfig`` of an engine with prefix caching that computes 64 tokens a step."""
     from vllm.config import (
         CacheConfig,
         DeviceConfig,
@@ -69,12 +62,7 @@ def configuration(
 
 
 def scheduler_of(config: Any, *, blocks: int = 1000) -> Any:
-    """Return a scheduler of an engine with one rank and full attention; its side channel is open.
-
-    Args:
-        config: The engine's ``VllmConfig``.
-        blocks: How many blocks the cache has; vLLM keeps one of them for itself.
-    """
+    """Return a scheduler of one rank with full attention; its side channel is open."""
     import torch
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
@@ -113,14 +101,7 @@ def scheduler_of(config: Any, *, blocks: int = 1000) -> Any:
 def request(
     name: str, prompt: Sequence[int], params: dict[str, Any] | None, *, max_tokens: int = 1
 ) -> Any:
-    """Return a request as it reaches a scheduler.
-
-    Args:
-        name: The request's id.
-        prompt: The token ids of its prompt.
-        params: Its ``kv_transfer_params``.
-        max_tokens: After how many sampled tokens the request ends.
-    """
+    """Return a request as it reaches a scheduler."""
     from vllm import SamplingParams
     from vllm.utils.hashing import sha256
     from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
@@ -142,32 +123,15 @@ def request(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """What a scheduler did in a step.
+    """What a scheduler did in a step."""
 
-    Attributes:
-        messages: The connector's messages to the workers (``StepMetadata``).
-        computed: How many tokens of each request were computed.
-        finished: The ``kv_transfer_params`` of each request that ended.
-    """
-
-    messages: Any
-    computed: dict[str, int]
-    finished: dict[str, dict[str, Any] | None]
+    messages: Any  # The connector's messages to the workers (StepMetadata)
+    computed: dict[str, int]  # How many tokens of each request were computed
+    finished: dict[str, dict[str, Any] | None]  # The kv_transfer_params of each request that ended
 
 
 class SimulatedEngine:
-    """An engine with vLLM's scheduler and without workers.
-
-    Attributes:
-        scheduler: The scheduler.
-
-    Args:
-        model: The model's folder.
-        engine: The engine's id.
-        blocks: How many blocks the cache has.
-        policy: ``kv_load_failure_policy``.
-        extra: ``kv_connector_extra_config``.
-    """
+    """An engine with vLLM's scheduler and without workers."""
 
     def __init__(
         self,
@@ -184,16 +148,10 @@ class SimulatedEngine:
         self._answers: dict[str, list[int]] = {}
 
     def close(self) -> None:
-        """End the scheduler, and close the side channel."""
         self.scheduler.shutdown()
 
     def add(self, each: Any, *, answer: Sequence[int] = ()) -> None:
-        """Add a request.
-
-        Args:
-            each: The request.
-            answer: The tokens that will be sampled for the request; further tokens are 0.
-        """
+        """Add a request, for which the tokens of the answer and then 0 will be sampled."""
         self._answers[each.request_id] = list(answer)
         self.scheduler.add_request(each)
 
@@ -204,13 +162,7 @@ class SimulatedEngine:
         sent: Collection[str] = (),
         failed: Collection[str] = (),
     ) -> Step:
-        """Schedule a step, and report that the workers have run it.
-
-        Args:
-            received: Requests whose load the workers report as over.
-            sent: Requests whose hold the workers report as over.
-            failed: Those of ``received`` whose load failed.
-        """
+        """Schedule a step, and report that the workers have run it."""
         from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
         scheduled = self.scheduler.schedule()
@@ -240,14 +192,7 @@ class SimulatedEngine:
         )
 
     def finish(self, each: Any) -> dict[str, Any]:
-        """Step until a request ends; loads that begin meanwhile succeed at once.
-
-        Args:
-            each: The request.
-
-        Returns:
-            The request's ``kv_transfer_params``; empty if it has none.
-        """
+        """Step until a request ends; loads that begin meanwhile succeed at once."""
         received: set[str] = set()
         for _ in range(MAX_STEPS):
             done = self.step(received=received)
@@ -272,13 +217,7 @@ class SimulatedEngine:
 
 
 def first_ticket(prefill: SimulatedEngine, name: str, prompt: Sequence[int]) -> dict[str, Any]:
-    """Prefill a prompt, and return its ticket.
-
-    Args:
-        prefill: The engine.
-        name: The request's id there.
-        prompt: The token ids.
-    """
+    """Prefill a prompt, and return its ticket."""
     each = request(name, prompt, PREFILL)
     prefill.add(each)
     return prefill.finish(each)
@@ -291,12 +230,6 @@ def conversation_ticket(
 
     The first half of the tokens is the prompt, and decode samples the rest. Decode samples one
     further token, whose KV is not computed.
-
-    Args:
-        prefill: The engine that prefills.
-        decode: The engine that decodes.
-        name: The request's id on both.
-        tokens: The token ids that the ticket covers.
     """
     prompt, answer = tokens[: len(tokens) // 2], tokens[len(tokens) // 2 :]
     params = first_ticket(prefill, name, prompt)

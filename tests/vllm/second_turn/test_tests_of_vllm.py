@@ -4,8 +4,7 @@ vLLM's file is ``tests/v1/kv_connector/unit/test_bidirectional_kv_transfer.py``.
 its tests. A test "as is" is imported from vLLM's source distribution, which is downloaded from the
 package index and kept under ``.cache``; without a package index these tests are skipped. Only the
 helpers that make engines and requests are replaced: the connector is KVFerryConnector, and tickets
-come from two further engines, which have had the first turn. A test that is "ported" stands below,
-under the name that it has in vLLM.
+come from two further engines, which have had the first turn.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ from typing import Any
 
 import pytest
 
-from tests.engines.engines import PREFILL
 from tests.vllm.second_turn import originals, schedulers
 from tests.vllm.second_turn.schedulers import BLOCK_TOKENS, SimulatedEngine, Step
 
@@ -27,45 +25,44 @@ pytestmark = [
 ]
 
 AS_IS = "as is"
-PORTED = "ported"
 FAKES = "left out: it drives workers with a fake NIXL; test_conversations.py runs real engines"
+HALF = "left out: test_scheduler_half.py and test_conversation_half.py have it"
 
 VERDICTS = {
     "test_multiturn_lifecycle": AS_IS,
     "test_first_turn_no_remote_blocks": AS_IS,
     "test_abort_p_side_during_send": AS_IS,
-    "test_abort_p_side_non_length_capped": PORTED,
-    # If the ticket covers more tokens than the prompt has, only whole blocks are pulled.
-    "test_remote_blocks_exceed_prompt_tokens": PORTED,
+    "test_abort_p_side_non_length_capped": HALF,
+    "test_remote_blocks_exceed_prompt_tokens": "test_ticket_of_more_tokens_than_the_prompt",
     "test_p_node_pulls_partial_last_block_from_d": AS_IS,
-    "test_add_new_req_to_recv_populates_remote_meta": PORTED,
-    "test_build_connector_meta_recv_entries": PORTED,
-    "test_build_connector_meta_clears_reqs_need_recv": PORTED,
-    "test_build_connector_meta_multiple_requests": PORTED,
+    "test_add_new_req_to_recv_populates_remote_meta": HALF,
+    "test_build_connector_meta_recv_entries": HALF,
+    "test_build_connector_meta_clears_reqs_need_recv": HALF,
+    "test_build_connector_meta_multiple_requests": HALF,
     "test_p_node_pull_kv_from_d": FAKES,
     "test_p_node_pull_then_send_kv": FAKES,
     "test_p_node_deferred_pull_on_no_handshake": FAKES,
     "test_d_node_request_finished_returns_kv_params": AS_IS,
-    "test_d_node_request_finished_delays_block_free": PORTED,
+    "test_d_node_request_finished_delays_block_free": HALF,
     "test_d_node_request_finished_remote_num_tokens": AS_IS,
     "test_d_node_partial_last_block_remote_num_tokens": AS_IS,
-    "test_no_double_read_blocks_after_reschedule": PORTED,
+    "test_no_double_read_blocks_after_reschedule": "test_one_pull_whatever_follows",
     "test_remote_num_tokens_bounded_by_blocks": AS_IS,
     "test_kv_recompute_threshold_skips_small_transfer": AS_IS,
     "test_p_node_finished_holds_blocks_for_d": AS_IS,
     "test_cache_miss_first_turn_no_remote_pull": AS_IS,
     "test_partial_remote_tokens_less_than_prompt": AS_IS,
-    "test_remote_blocks_processed_flag_persists": PORTED,
+    "test_remote_blocks_processed_flag_persists": "test_one_pull_whatever_follows",
     # No deadline is compared with a clock: if the hold has ended, the pull fails.
-    "test_turn2_deadline_gate": PORTED,
-    "test_turn2_full_prefix_hit_with_expired_deadline_skips_gate": PORTED,
+    "test_turn2_deadline_gate": "test_pull_that_fails",
+    "test_turn2_full_prefix_hit_with_expired_deadline_skips_gate": HALF,
     # The ticket names no deadline: decode's workers count the time.
-    "test_d_node_request_finished_exports_blocks_expiry_time": PORTED,
+    "test_d_node_request_finished_exports_blocks_expiry_time": "test_time_that_blocks_are_held",
     "test_handshake_listener_appends_perf_counter_frame": (
         "left out: the handshake sends no clock, because no deadline is compared with one"
     ),
 }
-"""What is done with each of vLLM's tests."""
+"""What is done with each of vLLM's tests; those that are ported have the name of a test below."""
 
 SETTINGS: dict[str, Any] = {"bidirectional_kv_xfer": True, "kv_recompute_threshold": 0}
 
@@ -97,17 +94,12 @@ def first_turn(make_engine: MakeEngine) -> tuple[SimulatedEngine, SimulatedEngin
 
 @pytest.fixture
 def second_turn(first_turn: tuple[SimulatedEngine, SimulatedEngine]) -> SecondTurn:
-    """Return a function that makes a request for a second turn, with the decode engine's ticket."""
+    """Return a function that makes a request of so many tokens, with the decode engine's ticket.
+
+    It takes how many tokens the ticket covers, and the number of the conversation.
+    """
 
     def make(name: str, *, prompt: int, covered: int, other: int = 0) -> Any:
-        """Make a request.
-
-        Args:
-            name: The request's id.
-            prompt: How many tokens the prompt has.
-            covered: How many tokens the ticket covers.
-            other: The number of the conversation; each conversation has other tokens.
-        """
         params = schedulers.conversation_ticket(*first_turn, name, tokens(covered, other))
         return schedulers.request(name, tokens(prompt, other), params)
 
@@ -122,26 +114,6 @@ def tokens(count: int, other: int = 0) -> list[int]:
 def waits(each: Any) -> bool:
     """Return whether a request waits for its load."""
     return bool(each.status.name == WAITS)
-
-
-def prefilled(engine: SimulatedEngine, each: Any) -> dict[str, Any]:
-    """Report a request's load as over, and step until the request ends; return its ticket.
-
-    Then the request's blocks are reported as read, and the engine must be empty.
-
-    Args:
-        engine: The engine that prefills.
-        each: The request, whose load is under way.
-    """
-    engine.step(received={each.request_id})
-    params = engine.finish(each)
-    assert each.status.name == "FINISHED_LENGTH_CAPPED"
-    assert params["do_remote_prefill"] is True
-    assert not engine.is_empty
-    engine.step(sent={each.request_id})
-    engine.step()
-    assert engine.is_empty
-    return params
 
 
 class TestAsIs:
@@ -188,23 +160,11 @@ class TestAsIs:
 
     def test_every_original_has_a_verdict(self, module: ModuleType) -> None:
         assert {name for name in vars(module) if name.startswith("test_")} == set(VERDICTS)
-        ported = {name for name, verdict in VERDICTS.items() if verdict == PORTED}
+        ported = {verdict for verdict in VERDICTS.values() if verdict.startswith("test_")}
         assert ported == {name for name in globals() if name.startswith("test_")}
 
 
-def test_abort_p_side_non_length_capped(make_engine: MakeEngine) -> None:
-    engine = make_engine()
-    each = schedulers.request("r", tokens(40), PREFILL, max_tokens=100)
-    engine.add(each)
-    [(name, hold)] = engine.step().messages.orders.take_ons
-    assert name == "r"
-    engine.scheduler.finish_requests(["r"], _status("FINISHED_ABORTED"))
-    assert "r" not in engine.scheduler.requests
-    assert engine.step().messages.orders.drops == (hold,)
-    assert engine.is_empty
-
-
-def test_remote_blocks_exceed_prompt_tokens(
+def test_ticket_of_more_tokens_than_the_prompt(
     make_engine: MakeEngine, second_turn: SecondTurn
 ) -> None:
     """The prompt's whole blocks are pulled, and the tokens after them are computed."""
@@ -214,107 +174,42 @@ def test_remote_blocks_exceed_prompt_tokens(
     engine.step()
     assert waits(each)
     assert each.num_computed_tokens == 2 * BLOCK_TOKENS
-    assert prefilled(engine, each)["remote_num_tokens"] == 40
+    engine.step(received={"r"})
+    params = engine.finish(each)
+    assert each.status.name == "FINISHED_LENGTH_CAPPED"
+    assert params["do_remote_prefill"] is True
+    assert params["remote_num_tokens"] == 40
+    assert not engine.is_empty
+    read(engine)
 
 
-def test_add_new_req_to_recv_populates_remote_meta(
-    make_engine: MakeEngine, second_turn: SecondTurn
-) -> None:
-    engine = make_engine()
-    each = second_turn("r", prompt=56, covered=48)
-    params = each.kv_transfer_params
-    engine.add(each)
-    [load] = engine.step().messages.loads
-    ticket = load.ticket
-    assert ticket.engine == params["remote_engine_id"] == "decode-engine"
-    assert ticket.request == params["remote_request_id"]
-    assert (ticket.host, ticket.port) == (params["remote_host"], params["remote_port"])
-    assert [list(pages) for pages in ticket.pages] == params["remote_block_ids"]
-    assert len(ticket.pages[0]) == 3
-
-
-def test_build_connector_meta_recv_entries(
-    make_engine: MakeEngine, second_turn: SecondTurn
-) -> None:
-    """The workers are told to load into the first blocks of the request."""
-    engine = make_engine()
-    each = second_turn("r", prompt=56, covered=40)
-    engine.add(each)
-    step = engine.step()
-    [load] = step.messages.loads
-    assert load.request == "r"
-    assert waits(each)
-    assert step.computed == {}
-    [blocks] = engine.scheduler.kv_cache_manager.get_block_ids("r")
-    [pages] = load.local
-    assert pages.ids.tolist() == blocks[:3]
-
-
-def test_build_connector_meta_clears_reqs_need_recv(
-    make_engine: MakeEngine, second_turn: SecondTurn
-) -> None:
-    engine = make_engine()
-    engine.add(second_turn("r", prompt=56, covered=48))
-    assert len(engine.step().messages.loads) == 1
-    assert engine.step().messages.loads == ()
-
-
-def test_build_connector_meta_multiple_requests(
-    make_engine: MakeEngine, second_turn: SecondTurn
-) -> None:
-    engine = make_engine()
-    for other in range(3):
-        engine.add(second_turn(f"r{other}", prompt=56, covered=48, other=other))
-    assert {load.request for load in engine.step().messages.loads} == {"r0", "r1", "r2"}
-
-
-def test_d_node_request_finished_delays_block_free(
-    first_turn: tuple[SimulatedEngine, SimulatedEngine],
-) -> None:
-    prefill, decode = first_turn
-    schedulers.conversation_ticket(prefill, decode, "r", tokens(40))
-    assert "r" in decode.scheduler.requests
-    assert len(decode.step().messages.orders.ready) == 1
-    decode.step()
-    assert not decode.is_empty
-    decode.step(sent={"r"})
-    decode.step()
-    assert decode.is_empty
-
-
-def test_no_double_read_blocks_after_reschedule(
-    make_engine: MakeEngine, second_turn: SecondTurn
-) -> None:
-    engine = make_engine()
-    each = second_turn("r", prompt=150, covered=48)
-    engine.add(each)
-    steps = [engine.step(), engine.step(received={"r"}), engine.step(), engine.step()]
-    assert [len(step.messages.loads) for step in steps] == [1, 0, 0, 0]
-    assert _computed(steps) == 150 - 48
-    assert "r" in steps[-1].finished
+def read(engine: SimulatedEngine) -> None:
+    """Report the blocks of the request "r" as read: the engine is empty."""
     engine.step(sent={"r"})
     engine.step()
     assert engine.is_empty
 
 
-def test_remote_blocks_processed_flag_persists(
-    make_engine: MakeEngine, second_turn: SecondTurn
+@pytest.mark.parametrize("preempted", [False, True])
+def test_one_pull_whatever_follows(
+    make_engine: MakeEngine, second_turn: SecondTurn, preempted: bool
 ) -> None:
     """A request that is preempted after its pull is computed from its start, without a pull."""
     engine = make_engine()
-    each = second_turn("r", prompt=150, covered=48)
-    engine.add(each)
+    engine.add(second_turn("r", prompt=150, covered=48))
     steps = [engine.step(), engine.step(received={"r"}), engine.step()]
-    assert _computed(steps) == 64
-    engine.scheduler.reset_prefix_cache(reset_running_requests=True)
-    steps = [engine.step() for _ in range(3)]
-    assert [step.messages.loads for step in steps] == [()] * 3
-    assert _computed(steps) == 150
-    assert "r" in steps[-1].finished
+    assert computed(steps) == 64
+    if preempted:
+        engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+    more = [engine.step() for _ in range(3 if preempted else 1)]
+    assert computed(more) == (150 if preempted else 150 - 48 - 64)
+    assert [len(step.messages.loads) for step in (*steps, *more)] == [1] + [0] * (2 + len(more))
+    assert "r" in more[-1].finished
+    read(engine)
 
 
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
-def test_turn2_deadline_gate(make_engine: MakeEngine, second_turn: SecondTurn, policy: str) -> None:
+def test_pull_that_fails(make_engine: MakeEngine, second_turn: SecondTurn, policy: str) -> None:
     """A pull fails if decode no longer holds the pages; then ``kv_load_failure_policy`` applies."""
     engine = make_engine(policy=policy)
     each = second_turn("r", prompt=56, covered=48)
@@ -333,29 +228,10 @@ def test_turn2_deadline_gate(make_engine: MakeEngine, second_turn: SecondTurn, p
         assert step.finished["r"] is not None
 
 
-def test_turn2_full_prefix_hit_with_expired_deadline_skips_gate(
-    make_engine: MakeEngine, second_turn: SecondTurn
-) -> None:
-    """Nothing is pulled if all tokens are in the prefix cache, and decode is told "done"."""
-    engine = make_engine()
-    before = schedulers.request("before", tokens(48), None)
-    engine.add(before)
-    engine.finish(before)
-    engine.step()
-    each = second_turn("r", prompt=56, covered=48)
-    engine.add(each)
-    step = engine.step()
-    assert step.computed == {"r": 8}
-    [load] = step.messages.loads
-    assert (load.request, load.report) == ("r", False)
-    assert load.ranges == (None,)
-    assert step.finished["r"] is not None
-
-
 @pytest.mark.parametrize(
     ("settings", "seconds"), [({}, 480.0), ({"decoder_kv_blocks_ttl": 7}, 7.0)]
 )
-def test_d_node_request_finished_exports_blocks_expiry_time(
+def test_time_that_blocks_are_held(
     make_engine: MakeEngine, settings: dict[str, Any], seconds: float
 ) -> None:
     prefill, decode = make_engine(), make_engine(**settings)
@@ -366,13 +242,6 @@ def test_d_node_request_finished_exports_blocks_expiry_time(
     assert orders.ttls == ((hold, seconds),)
 
 
-def _computed(steps: list[Step]) -> int:
+def computed(steps: list[Step]) -> int:
     """Return how many tokens of the request "r" were computed in these steps."""
     return sum(step.computed.get("r", 0) for step in steps)
-
-
-def _status(name: str) -> Any:
-    """Return a ``RequestStatus``."""
-    from vllm.v1.request import RequestStatus
-
-    return RequestStatus[name]
