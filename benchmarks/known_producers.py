@@ -27,7 +27,7 @@ from engines import Shape
 from kvferry.core.endpoint import Load
 from kvferry.core.endpoint.consumer import TICK_SECONDS, LoadManager
 from kvferry.core.endpoint.error_containment import ErrorContainment
-from kvferry.core.endpoint.options import DEFAULTS
+from kvferry.core.options import DEFAULTS
 from kvferry.core.endpoint.peers import BlockingCalls, Connections
 from kvferry.core.endpoint.relayed_replies import EncodedReply, RelayedHandshakes
 from kvferry.core.endpoint.slot_reads import ScratchWords

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from kvferry.core.endpoint import EndpointOptions, Load, LoadRecord, RoomFollower
-from kvferry.core.endpoint.options import DEFAULTS
+from kvferry.core.options import DEFAULTS
 from kvferry.core.errors import (
     DeadlineError,
     EndpointClosedError,
@@ -194,6 +194,7 @@ def test_windows_are_read_with_the_last_part() -> None:
         )
         [rank] = decode.ranks
         rank.endpoint.load(load)
+        decode.directory.begin("d", load.ticket)
         decode.extend("d", windowed(prompt.part(2)))
         early = rank.values(0, 2 * CHUNK)
         eventually(

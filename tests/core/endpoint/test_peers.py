@@ -17,7 +17,7 @@ import zmq
 
 from kvferry.core.endpoint import EndpointOptions, peers
 from kvferry.core.endpoint.handshakes import HandshakeResult, memory_of
-from kvferry.core.endpoint.liveness import LivenessChecks
+from kvferry.core.directory.liveness import LivenessChecks
 from kvferry.core.endpoint.peers import Peer, PeerMemoryBudget, PeerStatus, PeerUse, most_peers
 from kvferry.core.errors import ConnectError, HandshakeError, KVFerryError
 from kvferry.core.handshake.sockets import Context

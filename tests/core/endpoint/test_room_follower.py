@@ -15,7 +15,7 @@ import pytest
 import zmq
 
 from kvferry.core.endpoint import EndpointOptions, RoomFollower, room_follower, room_inbox
-from kvferry.core.endpoint.room_follower import MAX_PRODUCERS, MAX_SILENT_AT_HOST
+from kvferry.core.directory.room_follower import MAX_PRODUCERS, MAX_SILENT_AT_HOST
 from kvferry.core.errors import (
     AdmissionError,
     DeadlineError,

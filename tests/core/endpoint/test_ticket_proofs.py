@@ -492,7 +492,7 @@ def test_the_two_addresses_share_the_timeout_of_a_handshake(
         raise HandshakeError(f"{call.host} is silent")
 
     with Engine("prefill", ticket_key=KEY) as prefill, Engine("decode") as decode:
-        monkeypatch.setattr("kvferry.core.endpoint.handshakes.payloads", silent)
+        monkeypatch.setattr("kvferry.core.directory.handshake_queue.payloads", silent)
         ticket = routed(prefill.serve("p-1", [1, 2], 8), 1, "router")
         failure(decode, "d-1", ticket, [5, 6])
         [(first, half), (second, rest)] = asked
