@@ -26,10 +26,10 @@ import numpy as np
 import rows
 import worker_process
 
-from kvferry.core.endpoint.liveness import LivenessChecks
-from kvferry.core.endpoint.options import DEFAULTS
+from kvferry.core.directory.liveness import LivenessChecks
 from kvferry.core.lifecycle.holds import Incarnation
 from kvferry.core.lifecycle.ticket import PeerKey
+from kvferry.core.options import DEFAULTS
 from kvferry.core.side_channel_messages import (
     NEWEST_PROTOCOL,
     OLDEST_PROTOCOL,

@@ -24,18 +24,18 @@ import posted
 import rows
 from engines import Shape
 
+from kvferry.core.directory import EncodedReply, ProducerNews
 from kvferry.core.endpoint import Load
 from kvferry.core.endpoint.consumer import TICK_SECONDS, LoadManager
 from kvferry.core.endpoint.error_containment import ErrorContainment
-from kvferry.core.endpoint.options import DEFAULTS
 from kvferry.core.endpoint.peers import BlockingCalls, Connections
-from kvferry.core.endpoint.relayed_replies import EncodedReply, RelayedHandshakes
 from kvferry.core.endpoint.slot_reads import ScratchWords
 from kvferry.core.endpoint.transfers import Transfers
 from kvferry.core.lifecycle.holds import Hold, Incarnation, RequestId
 from kvferry.core.lifecycle.ticket import PeerKey, Ticket
 from kvferry.core.messages import decode_payload
 from kvferry.core.metrics import Metrics
+from kvferry.core.options import DEFAULTS
 from kvferry.core.planner.build_copies import Pages
 from kvferry.core.transport import PeerId
 
@@ -125,8 +125,8 @@ class Rank:
             tp_size=RANKS,
         )
         key = PeerKey.of(ticket)
-        reply = EncodedReply(place=key, ranks=ranks, watch=number)
-        self._loads.relay(RelayedHandshakes(outcomes=((key, reply),)))
+        reply = EncodedReply(place=key, incarnation=Incarnation(5), ranks=ranks)
+        self._loads.relay(ProducerNews(outcomes=((key, reply),)))
         self._loads.begin(
             Load(
                 request=RequestId(name),

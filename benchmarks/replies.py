@@ -31,8 +31,9 @@ import rows
 import worker_process
 import zmq
 
+from kvferry.core.directory import LocalDirectory
+from kvferry.core.directory.handshake_queue import MAX_HANDSHAKES
 from kvferry.core.endpoint import Endpoint, EndpointOptions, Identity, Load
-from kvferry.core.endpoint.handshakes import MAX_HANDSHAKES
 from kvferry.core.layout import Field, Group, GroupKind, Layout, axis
 from kvferry.core.lifecycle.digest import DIGEST_BYTES
 from kvferry.core.lifecycle.holds import Hold, Incarnation, RequestId
@@ -238,6 +239,7 @@ class Decode:
             zero=lambda spans: None,
         )
         self._endpoint.join([self._endpoint.payload])
+        self._directory = LocalDirectory(EndpointOptions(), [self._endpoint])
         self._stop = threading.Event()
         self._late = 0.0
         self._base = worker_process.peak(reset=True)
@@ -258,6 +260,7 @@ class Decode:
         begun = time.monotonic()
         for load in loads:
             self._endpoint.load(load)
+            self._directory.begin(load.request, load.ticket)
         while waiting and time.monotonic() < begun + seconds:
             self._endpoint.wait(0.1)
             waiting -= self._endpoint.results().received

@@ -33,6 +33,7 @@ import worker_process
 from engines import Shape
 from posted import WORD, Clocks, NoTransport
 
+from kvferry.core.directory import LocalDirectory
 from kvferry.core.endpoint import Endpoint, EndpointOptions, Identity, Load
 from kvferry.core.handshake import HandshakeServer
 from kvferry.core.lifecycle.digest import DIGEST_BYTES
@@ -51,6 +52,7 @@ SCATTERED, IN_A_ROW = "≥ 1", "≥ 5"
 US = 1e6
 HOLD = Hold(slot=3, generation=WORD >> 1)
 MOST = 60
+OPTIONS = EndpointOptions(liveness_interval=0.0)
 """Rounds of a case."""
 
 
@@ -71,11 +73,12 @@ class Ferry:
             transport=transport,
             layout=mine,
             slots=64,
-            options=EndpointOptions(liveness_interval=0.0),
+            options=OPTIONS,
             zero=lambda spans: None,
         )
         self._server = HandshakeServer([self._published(theirs)], engine="prefill", incarnation=5)
         self._endpoint.join([self._endpoint.payload])
+        self._directory = LocalDirectory(OPTIONS, [self._endpoint])
         self.post(4, True)
 
     def post(self, count: int, scattered: bool) -> tuple[float, float]:
@@ -83,6 +86,7 @@ class Ferry:
         load = self._load(count, scattered)
         self.clocks.start()
         self._endpoint.load(load)
+        self._directory.begin(load.request, load.ticket)
         while load.request not in (done := self._endpoint.results()).received:
             self._endpoint.wait(1.0)
         if error := done.failed.get(load.request):

@@ -26,6 +26,7 @@ from kvferry import (
     Ticket,
     create_transport,
 )
+from kvferry.core.directory import LocalDirectory
 from kvferry.core.layout.host_page_format import HostPageFormat
 from kvferry.core.lifecycle.digest import digest
 from kvferry.core.lifecycle.holds import RequestId, random_incarnation
@@ -99,6 +100,8 @@ class Engine:
         )
         self._stack.callback(self.endpoint.close)
         self.endpoint.join([self.endpoint.payload])
+        self._directory = LocalDirectory(OPTIONS, [self.endpoint])
+        self._stack.callback(self._directory.close)
 
     def __enter__(self) -> Self:
         return self
@@ -142,6 +145,7 @@ class Engine:
             copy=copy,
         )
         self.endpoint.load(load, passed)
+        self._directory.begin(request, ticket)
         while True:
             self.endpoint.wait(LOAD_SECONDS)
             results = self.endpoint.results()

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from kvferry.core.directory import LocalDirectory
 from kvferry.core.endpoint import Endpoint, EndpointOptions, Identity, Load, Results
 from kvferry.core.errors import LayoutError, TicketError, TicketReason
 from kvferry.core.handshake import HandshakeServer
@@ -28,8 +29,8 @@ class SingleRankEngine:
     a timeout, and ``close``, block.
 
     Engines with several ranks, device memory or more groups use the same parts, as
-    ``kvferry.integrations.vllm`` does: an ``Endpoint`` in every worker, and one ``SchedulerHolds``
-    and one ``HandshakeServer`` beside the scheduler.
+    ``kvferry.integrations.vllm`` does: an ``Endpoint`` in every worker, and one ``SchedulerHolds``,
+    one ``Directory`` and one ``HandshakeServer`` beside the scheduler.
 
     Tickets carry neither a proof nor a signature, so everybody who passes them on must be trusted
     (docs/security.md).
@@ -80,6 +81,7 @@ class SingleRankEngine:
             self._endpoint.close()
             raise
         self._endpoint.join([self._endpoint.payload])
+        self._directory = LocalDirectory(self._options, [self._endpoint])
 
     def __enter__(self) -> SingleRankEngine:
         return self
@@ -166,6 +168,7 @@ class SingleRankEngine:
                 local=(Pages(ids=np.array(pages, dtype=np.int64)),),
             )
         )
+        self._directory.begin(request, ticket)
 
     def results(self, timeout: float = 0.0) -> Results:
         """Return what has ended since the last call; wait up to ``timeout`` seconds for something.
@@ -177,6 +180,8 @@ class SingleRankEngine:
         results = self._endpoint.results()
         for request in results.sent:
             self._holds.sent(request)
+        for request in results.received:
+            self._directory.end(request)
         return results
 
     def close(self) -> None:
@@ -185,6 +190,7 @@ class SingleRankEngine:
         Raises ``TransportError`` if bytes may still land: the memory must stay allocated.
         """
         self._server.close()
+        self._directory.close()
         self._endpoint.close()
 
     def _serve(self, host: str, port: int) -> HandshakeServer:

@@ -28,8 +28,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from kvferry.core.directory import LocalDirectory
 from kvferry.core.endpoint import Endpoint, EndpointOptions, Identity, Load, PageCopies, Results
-from kvferry.core.endpoint.options import DEFAULTS
 from kvferry.core.errors import KVFerryError
 from kvferry.core.handshake import HandshakeServer
 from kvferry.core.layout import Field, Group, GroupKind, Layout, axis
@@ -41,6 +41,7 @@ from kvferry.core.lifecycle.ticket import Ticket
 from kvferry.core.memory import CPU, region_of
 from kvferry.core.messages import Coordinates
 from kvferry.core.metrics import LoadRecord
+from kvferry.core.options import DEFAULTS
 from kvferry.core.planner.build_copies import Pages
 from kvferry.core.security import Proof, TicketKey
 from kvferry.core.security.proof import content_of
@@ -343,6 +344,7 @@ class ModelFreeEngine:
         ticket_key: Proves the engine's tickets; ``None`` if they have no proofs.
         ranks: The engine's ranks.
         server: The side channel.
+        directory: Asks the engines that made tickets, for all ranks.
         scheduler_holds: The scheduler's half of the holds.
         rooms: The requests that other engines may follow; see ``kvferry.core.lifecycle.rooms``.
     """
@@ -385,6 +387,8 @@ class ModelFreeEngine:
                 stack.enter_context(rank.endpoint)
                 self.ranks.append(rank)
             self.server = stack.enter_context(self._serve(host, port))
+            self.directory = LocalDirectory(options, [rank.endpoint for rank in self.ranks], clock)
+            stack.callback(self.directory.close)
             self._stack = stack.pop_all()
 
     def __enter__(self) -> Self:
@@ -533,6 +537,7 @@ class ModelFreeEngine:
         )
         for rank in self.ranks:
             rank.endpoint.load(load, passed)
+        self.directory.begin(RequestId(request), ticket)
 
     def extend(self, request: str, part: Ticket, *, is_last: bool = False) -> None:
         """Tell every rank of a newer part of an early load."""
@@ -543,6 +548,7 @@ class ModelFreeEngine:
         """Tell every rank that a request with this ticket waits for pages here."""
         for rank in self.ranks:
             rank.endpoint.prepare(ticket)
+        self.directory.begin(ticket.request, ticket)
 
     def outcome(self, request: str, seconds: float = PATIENCE_SECONDS) -> Results:
         """Wait until every rank has reported a load, and return what they have reported.
@@ -561,6 +567,7 @@ class ModelFreeEngine:
         name = RequestId(request)
         for rank in self.ranks:
             rank.wait(name, rank.received, seconds)
+        self.directory.end(name)
         errors = filter(None, [rank.received.pop(name) for rank in self.ranks])
         return Results(
             received=frozenset({name}),

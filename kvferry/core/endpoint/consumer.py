@@ -8,13 +8,12 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
 
+from kvferry.core.directory.news import ProducerNews
 from kvferry.core.endpoint import log_messages
 from kvferry.core.endpoint.error_containment import ErrorContainment, as_ours
 from kvferry.core.endpoint.lease_renewal import LeaseRenewal, PendingTickets
 from kvferry.core.endpoint.load import Load, LoadState, check_same_engine, early_unit
-from kvferry.core.endpoint.options import EndpointOptions
 from kvferry.core.endpoint.peers import Connections, Peer, Peers, PeerUse
-from kvferry.core.endpoint.relayed_replies import RelayedHandshakes
 from kvferry.core.endpoint.slot_reads import (
     FingerprintReads,
     ScratchWords,
@@ -36,9 +35,10 @@ from kvferry.core.errors import (
 )
 from kvferry.core.lifecycle.holds import RequestId
 from kvferry.core.lifecycle.loads import Action, LoadAction, LoadId, Loads
-from kvferry.core.lifecycle.ticket import Ticket
+from kvferry.core.lifecycle.ticket import PeerKey, Ticket
 from kvferry.core.messages import RankPayload, Release
 from kvferry.core.metrics import MAX_NAME, QUARANTINED, UNTOLD, LoadRecord, Metrics, Stage
+from kvferry.core.options import EndpointOptions
 from kvferry.core.planner.build_copies import (
     CopyBatches,
     Spans,
@@ -147,9 +147,13 @@ class LoadManager:
         """Set what every rank of this engine publishes, in rank order; before any load."""
         self._peers.join(own, self._own.rank)
 
-    def relay(self, handshakes: RelayedHandshakes) -> None:
-        """Use what the engine's scheduler half has learnt about producers."""
-        self._peers.relay(handshakes)
+    def relay(self, news: ProducerNews) -> None:
+        """Use what the engine's directory has learnt about producers."""
+        self._peers.relay(news)
+
+    def take_wanted(self) -> frozenset[tuple[PeerKey, int]]:
+        """Return the producers of which a reply is lacking. Thread-safe."""
+        return self._peers.take_wanted()
 
     def prepare(self, ticket: Ticket) -> None:
         """Connect to a ticket's producer and renew its hold until its load, which has any error."""
@@ -234,10 +238,6 @@ class LoadManager:
 
     def _abort(self, state: LoadState) -> None:
         self._loads.abort(state.load_id, EndpointClosedError("given up by this engine"))
-
-    def close(self) -> None:
-        """Start no more handshakes, and end the liveness checks; call it after the thread's end."""
-        self._peers.close()
 
     # What the thread drives.
 

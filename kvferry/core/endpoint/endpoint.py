@@ -13,17 +13,17 @@ from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 
+from kvferry.core.directory.news import ProducerNews
 from kvferry.core.endpoint import log_messages
 from kvferry.core.endpoint.consumer import LoadManager
 from kvferry.core.endpoint.copy_stage import CopyStage
 from kvferry.core.endpoint.device_sync import DeviceSync
 from kvferry.core.endpoint.error_containment import ErrorContainment
 from kvferry.core.endpoint.load import Load
-from kvferry.core.endpoint.options import DEFAULTS, EndpointOptions, Identity, Results
 from kvferry.core.endpoint.page_copies import PageCopies, RunningCopies
 from kvferry.core.endpoint.peers import STUCK_SECONDS, BlockingCalls, Connections
 from kvferry.core.endpoint.producer import HoldServer, SlotTable
-from kvferry.core.endpoint.relayed_replies import RelayedHandshakes
+from kvferry.core.endpoint.results import Identity, Results
 from kvferry.core.endpoint.slot_reads import ScratchWords
 from kvferry.core.endpoint.transfers import Transfers
 from kvferry.core.errors import (
@@ -38,9 +38,10 @@ from kvferry.core.lifecycle.holds import EndedHold, RequestId
 from kvferry.core.lifecycle.loads import LoadId
 from kvferry.core.lifecycle.reclamation import Silence
 from kvferry.core.lifecycle.scheduler_holds import HoldOrders
-from kvferry.core.lifecycle.ticket import Ticket
+from kvferry.core.lifecycle.ticket import PeerKey, Ticket
 from kvferry.core.messages import RankPayload
 from kvferry.core.metrics import REFUSED, Data, LoadRecord, Metrics
+from kvferry.core.options import DEFAULTS, EndpointOptions
 from kvferry.core.planner.build_copies import Spans
 from kvferry.core.planner.zeroing import zero_cpu
 from kvferry.core.security.proof import fingerprint
@@ -237,14 +238,21 @@ class Endpoint:
         """Set the ``payload`` of every rank's endpoint, in rank order, before the first load."""
         self._command(lambda: self._load_manager.join(payloads))
 
-    def relay(self, handshakes: RelayedHandshakes) -> None:
-        """Use what the engine's scheduler half has learnt about producers, in place of asking them.
+    def relay(self, news: ProducerNews) -> None:
+        """Use what the engine's directory has learnt about producers.
 
-        Each result of ``HandshakeRelay.take`` must come here, in order, before the same step's
-        tickets. An endpoint that is told nothing asks and pings producers itself.
+        Each result of ``Directory.take`` must come here, in order, after the same step's tickets.
+        An endpoint asks nobody itself: a load whose producer it is not told of fails.
         """
-        if handshakes:
-            self._command(lambda: self._load_manager.relay(handshakes))
+        if news:
+            self._command(lambda: self._load_manager.relay(news))
+
+    def take_wanted(self) -> frozenset[tuple[PeerKey, int]]:
+        """Return the producers that this rank lacks, since the last call: for ``Directory.wanted``.
+
+        Call it in every step.
+        """
+        return self._load_manager.take_wanted()
 
     def prepare(self, ticket: Ticket) -> None:
         """Connect to a ticket's producer, and renew the ticket's hold until the load begins.
@@ -386,7 +394,6 @@ class Endpoint:
 
     def _end_calls(self, until: float) -> bool:
         """Wait for ``connect`` and ``disconnect``; the transport may close only if all return."""
-        self._load_manager.close()
         return self._blocking_calls.wait(until)
 
     def _publish(self, driver: str, layout: Layout) -> RankPayload:

@@ -7,28 +7,27 @@ from __future__ import annotations
 
 import enum
 import heapq
+import itertools
 import logging
-import resource
 import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import takewhile
 from typing import TYPE_CHECKING, TypeVar
 
-from kvferry.core.endpoint.error_containment import ErrorContainment, as_ours
-from kvferry.core.endpoint.handshakes import (
+from kvferry.core.directory.handshake_queue import (
     LONGEST_BACKOFF_SECONDS,
-    HandshakeResult,
-    Handshakes,
-    HandshakeWorker,
+    backoff_seconds,
+    forget_frames,
 )
-from kvferry.core.endpoint.liveness import LivenessChecks
-from kvferry.core.endpoint.options import EndpointOptions
-from kvferry.core.endpoint.relayed_replies import RelayedHandshakes, RelayedReplies
+from kvferry.core.directory.news import EncodedReply, ProducerNews
+from kvferry.core.endpoint.error_containment import ErrorContainment, as_ours
+from kvferry.core.endpoint.handshake_result import HandshakeResult, ReplyReader
 from kvferry.core.endpoint.transfers import Transfers
-from kvferry.core.error_causes import RAISE_LIMITS, cause_of, on_one_line
+from kvferry.core.error_causes import cause_of, on_one_line
 from kvferry.core.errors import (
     ConnectError,
     HandshakeError,
@@ -37,12 +36,19 @@ from kvferry.core.errors import (
     TicketError,
     TransportUsageError,
 )
-from kvferry.core.lifecycle.holds import Incarnation
 from kvferry.core.lifecycle.loads import RemoteRank
-from kvferry.core.lifecycle.ticket import PeerKey, Ticket, check_against, check_maker, page_limits
+from kvferry.core.lifecycle.ticket import (
+    PeerKey,
+    ProducerName,
+    Ticket,
+    check_against,
+    check_producer,
+    page_limits,
+)
 from kvferry.core.memory import Region
 from kvferry.core.messages import RankPayload
 from kvferry.core.metrics import LOST_PEERS, MAX_NAME, PEERS_DOWN, PEERS_UP, Metrics, Stage
+from kvferry.core.options import EndpointOptions
 from kvferry.core.planner.plan import Plan, Source
 from kvferry.core.transport import EnterThread, PeerId, Transport, enter_nothing
 
@@ -52,18 +58,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# High, because a deployment may have a thousand producers (docs/scale.md), and one that is released
-# costs a handshake when it is used again.
-MAX_PEERS = 1024
-"""The most engines that a rank is connected to; fewer if it may open few files."""
-FILES_PER_PEER = 8
-"""File descriptors that must be allowed per peer; its liveness check takes two of them."""
 # An engine of 8 ranks and 80 layers takes 2 MB, a further one with the same layout some 20 kB.
 MAX_KEPT_BYTES = 48 << 20
 """The most bytes for what all peers publish and for their plans."""
-# The scheduler half learns of a load's end some steps later, and must not be the last to let go.
-RELAYED_TTL_SECONDS = 5.0
-"""How much longer than ``engine_ttl`` a rank keeps an idle peer that a scheduler half watches."""
+WANTED_SECONDS, WANTED_AGAIN_SECONDS = 0.1, 1.0
+"""How long a ticket waits for its producer's reply before the directory is told, and told again."""
 MAX_DOWN = 1 << 12
 """The most engines counted as down; there is a limit because clients choose what tickets name."""
 LONGEST_SECONDS = 60.0
@@ -71,9 +70,6 @@ LONGEST_SECONDS = 60.0
 STUCK_SECONDS = 30.0
 """How long a driver's call may take before it is a health problem; drivers promise less."""
 
-# Without the key, the first process that claims an engine's id would be taken for that engine.
-Name = tuple[str, int, bytes]
-"""Engine id, incarnation and ticket key of a producer."""
 T = TypeVar("T")
 
 
@@ -91,9 +87,9 @@ class Peer:
     """A producer engine that is being connected, is connected, or was until it was given up.
 
     Attributes:
-        asked: the producer as the ticket named it; failures are counted for it.
+        key: the producer, with the side-channel address that answered.
         handshake: what the producer has answered, and the plan.
-        waiting: those that wait until the producer is connected; empty after that.
+        begun: when its handshake began, or it began to be connected anew, by ``time.perf_counter``.
         links: producer rank index to connection, where this rank reads or notifies; empty before
             the producer is connected. Once it is given up, reads may still be under way there.
         sources: producer rank index to that rank's part of ``plan``.
@@ -101,22 +97,22 @@ class Peer:
         connected: ``False`` once the peer is given up.
         suspect: whether a read has failed: connect anew once no load is left; new loads wait for
             it.
+        is_ending: whether the directory watches it no more: it is given up when nothing uses it.
         path: the driver's name for what carries the bytes; ``None`` until ``Peers.path`` has asked.
-        stop_watching: ends this rank's liveness check; ``None`` if it makes none.
     """
 
-    asked: PeerKey
+    key: PeerKey
     handshake: HandshakeResult
+    begun: float
     last_used: float
     sources: dict[int, Source] = field(init=False)
     page_limits: tuple[int, ...] = field(init=False)
-    waiting: list[tuple[Ready, Failed]] = field(default_factory=list)
     links: dict[int, PeerId] = field(default_factory=dict)
     connected: bool = True
     suspect: bool = False
+    is_ending: bool = False
     path: str | None = None
     throughput: dict[int, Throughput | None] = field(default_factory=dict)
-    stop_watching: Callable[[], None] | None = None
     _uses: Counter[PeerUse] = field(default_factory=Counter, init=False)
 
     def __post_init__(self) -> None:
@@ -127,17 +123,12 @@ class Peer:
         state = "connected"
         if not self.connected:
             state = "given up"
-        elif self.waiting:
-            state = f"connecting, {len(self.waiting)} wait"
-        elif self.suspect:
-            state = "suspect"
+        elif not self.links:
+            state = "connecting"
+        elif self.suspect or self.is_ending:
+            state = "suspect" if self.suspect else "ending"
         uses = "".join(f", {n} {use.name.lower()}s" for use, n in self._uses.items() if n)
         return f"<peer {self.key.engine} {self.incarnation:x}: {state}{uses}, links {self.links}>"
-
-    @property
-    def key(self) -> PeerKey:
-        """Return the producer, with the side-channel address that answered."""
-        return self.handshake.place or self.asked
 
     @property
     def payloads(self) -> tuple[RankPayload, ...]:
@@ -153,11 +144,6 @@ class Peer:
     def ticket_key(self) -> bytes:
         """Return the public key for the proofs of the producer's tickets; empty without proofs."""
         return self.handshake.ticket_key
-
-    @property
-    def watch(self) -> int | None:
-        """Return the number of the scheduler half's watch; ``None`` if this rank pings."""
-        return self.handshake.watch
 
     @property
     def ids(self) -> dict[int, PeerId]:
@@ -188,7 +174,7 @@ class Peer:
         return self.payloads[0].incarnation
 
     @property
-    def name(self) -> Name:
+    def name(self) -> ProducerName:
         """Return the producer's id, its incarnation and its ticket key."""
         return self.key.engine, self.incarnation, self.ticket_key
 
@@ -228,11 +214,67 @@ Failed = Callable[[KVFerryError], None]
 """Called with the error if a producer cannot be connected."""
 
 
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Waiter:
+    """A call of ``reach`` that is not over; ``asked`` is when the directory is told next."""
+
+    ticket: Ticket
+    ready: Ready
+    failed: Failed
+    loads: bool
+    until: float
+    asked: float
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Producer:
+    """A producer whose reply this rank has, from when it has come until the directory lets it go.
+
+    Attributes:
+        key: the producer as it was asked.
+        reply: what it answered.
+        handshake: what was read of it; ``None`` before, and if it was refused, with ``refusal``.
+        is_proven: whether it has been connected, so that the reply was its own.
+        peer: the producer as it is connected, or being connected.
+        due: the earliest time to connect, after ``failures`` in a row.
+    """
+
+    key: PeerKey
+    reply: EncodedReply
+    begun: float
+    handshake: HandshakeResult | None = None
+    refusal: KVFerryError | None = None
+    peer: Peer | None = None
+    is_connecting: bool = False
+    is_proven: bool = False
+    waiting: list[_Waiter] = field(default_factory=list)
+    failures: int = 0
+    due: float = 0.0
+
+    @property
+    def name(self) -> ProducerName:
+        return self.reply.name
+
+    @property
+    def has_failed(self) -> bool:
+        return not self.is_proven and (self.refusal is not None or self.failures > 0)
+
+    @property
+    def is_idle(self) -> bool:
+        is_used = self.peer is not None and self.peer.is_used
+        return not (is_used or self.is_connecting or self.waiting or self.handshake is None)
+
+    @property
+    def last_used(self) -> float:
+        return 0.0 if self.peer is None else self.peer.last_used
+
+
 class Peers:
     """Connect to the producers that tickets name, keep the connections, and release them.
 
-    Used by the endpoint's thread only. ``transport`` is asked for ``Transport.path`` only. ``lost``
-    must give up a peer whose liveness check says that it is dead, was restarted or refuses pings.
+    It asks nobody: replies come by ``relay``, and ``take_wanted`` says which ones are lacking. Used
+    by the endpoint's thread only, but for ``take_wanted``. ``transport`` is asked for
+    ``Transport.path`` only. ``lost`` must give up a peer that the directory says is lost.
     """
 
     def __init__(
@@ -251,59 +293,53 @@ class Peers:
         self._transport = transport
         self._fingerprints = fingerprints
         self._containment = containment
-        self._post = post
         self._clock = clock
-        self._options = options
+        self._patience = options.handshake_timeout + LONGEST_BACKOFF_SECONDS
+        self._engine_ttl = options.engine_ttl
         self._metrics = metrics
         self._status = PeerStatus(metrics, clock, options.engine_ttl)
         self._lost = lost
-        self._warned: set[Name] = set()
+        self._warned: set[ProducerName] = set()
         self._rank = 0
-        self._by_name: dict[Name, Peer] = {}
-        """In the order of ``Peer.last_used``: a tick looks at the first only."""
+        self._producers: dict[ProducerName, _Producer] = {}
+        self._unknown: dict[PeerKey, list[_Waiter]] = {}
+        """Those that wait for a reply."""
+        self._next_look = 0.0
+        self._wanted: deque[tuple[PeerKey, int]] = deque()
         self._by_connection: dict[PeerId, dict[Peer, None]] = {}
-        """Connection to those in ``_by_name`` that use it, the first to be connected first."""
-        self._liveness = LivenessChecks(options)
+        """Connection to the peers that use it, the first to be connected first."""
+        self._by_use: dict[Peer, None] = {}
+        """Those that are connected, in the order of ``Peer.last_used``."""
         self._memory = PeerMemoryBudget()
-        self._relayed = RelayedReplies(options.handshake_timeout, clock)
-        self._handshake_worker = HandshakeWorker(options, self._relayed)
-        self._handshakes = Handshakes(
-            self._handshake_worker.perform, post, clock, self._handshake_worker.used
+        self._reader = ReplyReader(options)
+        self._read_calls = BlockingCalls(
+            threads=True, post=post, clock=clock, name="kvferry-handshake"
         )
+        self._unread: deque[_Producer] = deque()
+        """Replies to read; the first is being read."""
         self._connections = connections
-        self._connecting: dict[Name, Peer] = {}
-        self._deferred: dict[Peer, list[Callable[[], None]]] = {}
-        """Calls of ``reach`` that wait until a suspect peer has no loads."""
+        self._retries: list[tuple[float, int, _Producer]] = []
+        self._numbers = itertools.count()
+        self._deferred: dict[Peer, list[_Waiter]] = {}
+        """Loads that wait until a suspect peer has no others."""
 
     def join(self, own: Sequence[RankPayload], rank: int) -> None:
         """Set what this engine's ranks publish, and this rank's index; before any ``reach``."""
         self._rank = rank
-        self._handshake_worker.join(own, rank)
+        self._reader.join(own, rank)
 
-    def relay(self, handshakes: RelayedHandshakes) -> None:
-        """Use what the engine's scheduler half has learnt about producers, in one step."""
-        ended = dict(handshakes.unwatched)
-        self._relayed.end_watches(list(ended))
-        for peer in list(self._by_name.values()) if ended else ():
-            if peer.connected and peer.watch is not None and peer.watch in ended:
-                self._unwatched(peer, ended[peer.watch])
-        # Handshakes with producers that the scheduler half asks wait for its reply until then, and
-        # begin without it after that.
-        until = self._clock() + self._options.handshake_timeout + LONGEST_BACKOFF_SECONDS
-        for key in handshakes.expected:
-            self._handshakes.expect(key, until)
-        for key, outcome in handshakes.outcomes:
-            self._relayed.put(key, outcome)
-            self._handshakes.arrived(key)
+    def take_wanted(self) -> frozenset[tuple[PeerKey, int]]:
+        """Return the producers of which a reply is lacking, with the tickets' incarnations."""
+        return frozenset(self._wanted.popleft() for _ in range(len(self._wanted)))
 
-    def _unwatched(self, peer: Peer, error: KVFerryError | None) -> None:
-        """Give up a peer that is watched no more; if used, connect it anew after its loads."""
-        if error is not None:
-            self._lost(peer, error)
-        elif peer.is_used:
-            peer.suspect = True
-        else:
-            self.forget(peer)
+    def relay(self, news: ProducerNews) -> None:
+        """Use what the engine's directory has learnt about producers, in one step."""
+        for key, incarnation, error in news.gone:
+            gone = partial(self._on_gone, key, incarnation, error)
+            self._containment.run("a producer that is gone", gone, None)
+        for key, outcome in news.outcomes:
+            heard = partial(self._on_outcome, key, outcome)
+            self._containment.run("a producer's reply", heard, None)
 
     def reach(self, ticket: Ticket, ready: Ready, failed: Failed, *, loads: bool = False) -> None:
         """Connect to a ticket's producer if need be; call ``ready``, maybe at once, or ``failed``.
@@ -312,50 +348,251 @@ class Peers:
         suspect producer's other loads are over: loads that overlap would keep it from being
         connected anew.
         """
-        name = ticket.engine, ticket.incarnation, ticket.ticket_key
-        peer = self._by_name.get(name)
-        if peer is not None and peer.suspect and not peer.loads:
-            self._forget_with_idle(peer)
-            peer = None
-        if peer is not None and peer.suspect and loads:
-            deferred = self._deferred.setdefault(peer, [])
-            deferred.append(lambda: self.reach(ticket, ready, failed, loads=True))
-        elif peer is not None:
-            self._touch(peer)
-            self._call_ready(peer, ready, failed)
-        elif (peer := self._connecting.get(name)) is not None:
-            # A relayed reply was taken by the handshake before: another one would ask the producer.
-            peer.waiting.append((ready, failed))
+        now = self._clock()
+        waiter = _Waiter(
+            ticket=ticket,
+            ready=ready,
+            failed=failed,
+            loads=loads,
+            until=now + self._patience,
+            asked=now + WANTED_SECONDS,
+        )
+        self._reach(waiter)
+
+    def _reach(self, waiter: _Waiter) -> None:
+        producer, key = self._producers.get(waiter.ticket.producer), PeerKey.of(waiter.ticket)
+        # Whoever answers at another address in a producer's name does not spoil it.
+        if producer is not None and (producer.is_proven or producer.key == key):
+            self._serve(producer, [waiter])
         else:
-            key = PeerKey.of(ticket)
-            # A new engine, a restarted one, or an old ticket: only a handshake can tell.
-            self._handshakes.ask(
-                key, lambda result: self._on_handshake(key, ticket, result, ready, failed)
-            )
+            self._unknown.setdefault(key, []).append(waiter)
+            self._next_look = min(self._next_look, waiter.asked)
 
-    def _on_handshake(
-        self,
-        key: PeerKey,
-        ticket: Ticket,
-        result: HandshakeResult | KVFerryError,
-        ready: Ready,
-        failed: Failed,
-    ) -> None:
+    def _serve(self, producer: _Producer, waiters: Sequence[_Waiter]) -> None:
+        """Serve those that want a producer whose reply is here."""
+        for waiter in waiters:
+            peer = None if producer.is_connecting else producer.peer
+            if peer is not None and peer.suspect and not peer.loads:
+                self._forget_with_idle(peer)
+                peer = None
+            if producer.refusal is not None:
+                waiter.failed(producer.refusal)
+            elif peer is None:
+                producer.waiting.append(waiter)
+            elif peer.suspect and waiter.loads:
+                self._deferred.setdefault(peer, []).append(waiter)
+            else:
+                self._touch(peer)
+                self._call_ready(peer, waiter)
+        self._connect(producer)
+
+    # What the directory tells.
+
+    def _on_outcome(self, key: PeerKey, outcome: EncodedReply | KVFerryError) -> None:
+        waiters = self._unknown.pop(key, [])
+        if isinstance(outcome, KVFerryError):
+            self._status.lost(key.engine)
+            self._fail(waiters, outcome)
+            return
+        genuine = [each for each in waiters if self._is_made_by(outcome, each)]
+        if outcome.ranks:
+            self._add(key, outcome)
+            for waiter in genuine:
+                self._reach(waiter)
+        elif genuine:  # asked for after that reply: another one will follow
+            self._unknown[key] = genuine
+
+    def _is_made_by(self, reply: EncodedReply, waiter: _Waiter) -> bool:
+        """Return whether the engine that answered made a ticket; otherwise the waiter fails."""
         try:
-            if isinstance(result, HandshakeResult):  # before anything is connected
-                check_maker(ticket, result.payloads, result.ticket_key)
-            self._after_handshake(key, result, ready, failed)
+            check_producer(waiter.ticket, reply.incarnation, reply.ticket_key)
         except TicketError as error:
-            failed(error)
-        except Exception as exc:  # noqa: BLE001  it fails this ticket, and no other
-            self._handshakes.failed(key)
-            failed(self._containment.caught("a handshake that is over", exc))
+            self._fail([waiter], error)
+            return False
+        return True
 
-    def _call_ready(self, peer: Peer, ready: Ready, failed: Failed) -> None:
+    def _on_gone(self, key: PeerKey, incarnation: int, error: KVFerryError | None) -> None:
+        """Let a producer go; if nothing was wrong with it, what uses it may end."""
+        producer = self._producers.get((key.engine, incarnation, key.ticket_key))
+        if producer is not None and producer.key == key:
+            waiting, producer.waiting = producer.waiting, []
+            peer = None if producer.is_connecting else producer.peer
+            if peer is not None and error is not None:
+                self._lost(peer, error)
+            elif peer is not None and peer.is_used:
+                peer.is_ending = True
+            self._drop(producer)
+            if error is None:
+                for waiter in waiting:
+                    self._reach(waiter)
+            else:
+                self._fail(waiting, error)
+        if error is not None and key in self._unknown:
+            waiters = self._unknown.pop(key)
+            self._fail([each for each in waiters if each.ticket.incarnation == incarnation], error)
+            for waiter in (each for each in waiters if each.ticket.incarnation != incarnation):
+                self._reach(waiter)
+
+    def _add(self, key: PeerKey, reply: EncodedReply) -> None:
+        """Keep and read a reply with payloads, unless its producer is known."""
+        known = self._producers.get(reply.name)
+        if known is not None and known.has_failed and known.key != key and not known.is_connecting:
+            self._drop(known)
+            self._give_up(known, HandshakeError("another has answered in its name"))
+            known = None
+        if known is None:
+            begun = time.perf_counter() - reply.seconds
+            producer = _Producer(key=key, reply=reply, begun=begun)
+            self._producers[reply.name] = producer
+            self._unread.append(producer)
+            if len(self._unread) == 1:
+                self._read_next()
+
+    def _read_next(self) -> None:
+        # Never two at a time: that holds the interpreter's lock and is no faster.
+        if self._unread:
+            reply = self._unread[0].reply
+            self._read_calls.run(lambda: self._reader.read(reply), self._on_read)
+
+    def _on_read(self, outcome: HandshakeResult | Exception) -> None:
+        producer = self._unread.popleft()
+        self._read_next()
+        if self._producers.get(producer.name) is not producer:
+            return
+        error: KVFerryError | None
+        if isinstance(outcome, HandshakeResult):
+            error = self._make_room(producer, outcome)
+        elif isinstance(outcome, KVFerryError):
+            forget_frames(outcome)
+            error = outcome
+            if self._reader.has_joined:
+                producer.refusal = outcome
+        else:
+            error = self._containment.caught("a handshake that is over", outcome)
+        if error is None:
+            self._connect(producer)
+            return
+        if producer.refusal is None:
+            self._drop(producer)
+        self._give_up(producer, error)
+
+    def _give_up(self, producer: _Producer, error: KVFerryError) -> None:
+        """Fail all who wait for a producer."""
+        self._status.lost(producer.name[0])
+        waiting, producer.waiting = producer.waiting, []
+        self._fail(waiting, error)
+
+    def _fail(self, waiters: Iterable[_Waiter], error: KVFerryError) -> None:
+        for waiter in waiters:
+            self._containment.run("a ticket that failed", partial(waiter.failed, error), None)
+
+    def _call_ready(self, peer: Peer, waiter: _Waiter) -> None:
         try:
-            ready(peer)
+            waiter.ready(peer)
         except Exception as exc:  # noqa: BLE001  it fails this ticket, and no other
-            failed(self._containment.caught("a ticket whose producer is reached", exc))
+            waiter.failed(self._containment.caught("a ticket whose producer is reached", exc))
+
+    # Connections.
+
+    def _connect(self, producer: _Producer) -> None:
+        """Connect to a producer that is wanted and is not connected, once that is due."""
+        handshake, now = producer.handshake, self._clock()
+        if handshake is None or producer.peer is not None or not producer.waiting:
+            return
+        if now < producer.due:
+            heapq.heappush(self._retries, (producer.due, next(self._numbers), producer))
+            return
+        key, begun = producer.reply.place, producer.begun or time.perf_counter()
+        producer.begun = 0.0
+        try:
+            peer = Peer(key=key, handshake=handshake, begun=begun, last_used=now)
+            ranks = peer.sources.keys() | set(peer.plan.notified_ranks)
+            addresses = {rank: peer.payloads[rank].address for rank in ranks}
+        except Exception as exc:  # noqa: BLE001  it fails this producer's tickets, and no others
+            self._drop(producer)
+            self._give_up(producer, self._containment.caught("a handshake that is over", exc))
+            return
+        producer.peer, producer.is_connecting = peer, True
+        self._connections.acquire(
+            addresses, key.engine, lambda made: self._on_acquired(producer, peer, made)
+        )
+
+    def _on_acquired(
+        self, producer: _Producer, peer: Peer, acquired: dict[int, PeerId] | KVFerryError
+    ) -> None:
+        if isinstance(acquired, KVFerryError):
+            self._on_connected(producer, peer, acquired)
+            return
+        peer.links = acquired
+        # The peer is used only after its fingerprint was checked.
+        if peer.ticket_key:
+            self._fingerprints.check(
+                peer, lambda error: self._on_fingerprint(producer, peer, error)
+            )
+        else:
+            self._on_connected(producer, peer, None)
+
+    def _on_fingerprint(self, producer: _Producer, peer: Peer, error: KVFerryError | None) -> None:
+        if error is None and not all(map(self._connections.is_open, peer.ids.values())):
+            error = ConnectError(f"a connection to engine {peer.key.engine} was lost meanwhile")
+        self._on_connected(producer, peer, error)
+
+    def _on_connected(self, producer: _Producer, peer: Peer, error: KVFerryError | None) -> None:
+        """Serve those that wait for a producer, which is connected, or fail them."""
+        producer.is_connecting = False
+        if self._producers.get(producer.name) is not producer:
+            self.forget(peer)
+        elif error is not None:
+            self.forget(peer)
+            producer.due = self._clock() + backoff_seconds(producer.failures)
+            producer.failures += 1
+            self._give_up(producer, error)
+        else:
+            producer.failures, producer.is_proven = 0, True
+            self._admit(peer)
+            waiting, producer.waiting = producer.waiting, []
+            self._serve(producer, waiting)
+
+    def _admit(self, peer: Peer) -> None:
+        """Count a producer among those that can be used."""
+        for name, other in self._producers.items():  # earlier incarnations
+            earlier = None if other.is_connecting else other.peer
+            if name[0] == peer.key.engine and earlier not in (None, peer) and not earlier.loads:
+                self.forget(earlier)
+        for connection in peer.ids.values():
+            self._by_connection.setdefault(connection, {})[peer] = None
+        self._by_use[peer] = None
+        self._status.connected(peer.key.engine, peer.name)
+        seconds = time.perf_counter() - peer.begun
+        self._metrics.count_stage(Stage.HANDSHAKE, seconds, peer.key.engine)
+        self._warn(peer)
+
+    def _make_room(self, wanted: _Producer, handshake: HandshakeResult) -> ConnectError | None:
+        """Let idle producers go, least recently used first, for one that was read; count it."""
+        self._memory.add(handshake.memory)
+        wanted.handshake = handshake
+        idle = [each for each in self._producers.values() if each.is_idle and each is not wanted]
+        for each in sorted(idle, key=lambda each: each.last_used):
+            if self._memory.nbytes <= MAX_KEPT_BYTES:
+                break
+            logger.info("engine %s: released to make room for another", each.name[0])
+            self._drop(each)
+        if self._memory.nbytes <= MAX_KEPT_BYTES:
+            return None
+        return ConnectError(
+            f"there is no room for another engine: with it, what {len(self._producers)} engines "
+            f"publish takes {self._memory.nbytes} bytes of {MAX_KEPT_BYTES}; send requests from "
+            "fewer prefill engines at once to each decode engine"
+        )
+
+    def _drop(self, producer: _Producer) -> None:
+        """Keep nothing of a producer; a peer that is used stays connected until it is not."""
+        del self._producers[producer.name]
+        if producer.handshake is not None:
+            self._memory.remove(producer.handshake.memory)
+        peer = producer.peer
+        if peer is not None and not producer.is_connecting and not peer.is_used:
+            self.forget(peer)
 
     def _forget_with_idle(self, peer: Peer) -> None:
         """Disconnect a suspect peer and the peers without loads that share its connections."""
@@ -368,28 +605,30 @@ class Peers:
         """End one use of a peer that ``Peer.acquire`` has counted."""
         peer.release(use)
         self._touch(peer)
+        if peer.is_ending and not peer.is_used:
+            self.forget(peer)
 
     def _touch(self, peer: Peer) -> None:
         peer.last_used = self._clock()
-        if self._by_name.get(peer.name) is peer:
-            self._by_name[peer.name] = self._by_name.pop(peer.name)
+        if self._by_use.pop(peer, peer) is None:
+            self._by_use[peer] = None
 
     def forget(self, peer: Peer) -> None:
         """Give a peer up; end its connections that no other uses, and their transfers."""
         if not peer.connected:
             return
-        if self._by_name.get(peer.name) is peer:
-            del self._by_name[peer.name]
-            self._status.released(peer.name)
-            for connection in peer.links.values():
-                del self._by_connection[connection][peer]
-                if not self._by_connection[connection]:
-                    del self._by_connection[connection]
-        if peer.stop_watching is not None:
-            peer.stop_watching()
-        self._memory.remove(peer.handshake.memory)
         peer.connected = False
+        self._by_use.pop(peer, None)
+        producer = self._producers.get(peer.name)
+        if producer is None or producer.peer is peer:  # not connected anew meanwhile
+            self._status.released(peer.name)
+        if producer is not None and producer.peer is peer:
+            producer.peer = None
         for connection in peer.links.values():
+            users = self._by_connection.get(connection, {})
+            users.pop(peer, None)
+            if not users:
+                self._by_connection.pop(connection, None)
             self._connections.release(connection)
 
     def lose(self, peer: Peer) -> None:
@@ -418,150 +657,46 @@ class Peers:
         return peer.path
 
     def progress(self, now: float) -> None:
-        """Start handshakes, fail slow fingerprint checks, and disconnect idle peers, as is due."""
-        self._handshakes.progress(now)
-        self._relayed.progress()
+        """Do what is due: connect anew, say what is lacking, disconnect what is idle."""
         self._fingerprints.progress(now)
         self._status.progress(now)
         for peer in [each for each in self._deferred if not (each.connected and each.loads)]:
-            for reach in self._deferred.pop(peer):
-                reach()
-        while self._by_name:
-            peer = next(iter(self._by_name.values()))
-            if now - peer.last_used <= self._ttl(peer):
-                break
-            if peer.is_used:
-                self._touch(peer)
-            else:
-                logger.info("engine %s: idle, released", peer.key.engine)
-                self.forget(peer)
+            for waiter in self._deferred.pop(peer):
+                self._reach(waiter)
+        while self._retries and self._retries[0][0] <= now:
+            _, _, producer = heapq.heappop(self._retries)
+            if self._producers.get(producer.name) is producer:
+                self._connect(producer)
+        if self._unknown and now >= self._next_look:
+            self._look_after_unknown(now)
+        for idle in list(
+            takewhile(lambda each: now - each.last_used > self._engine_ttl, self._by_use)
+        ):
+            if idle.is_used:
+                self._touch(idle)
+            else:  # its reply stays here until the directory lets the producer go
+                logger.info("engine %s: idle, disconnected", idle.key.engine)
+                self.forget(idle)
 
-    def close(self) -> None:
-        """End liveness checks and start no more handshakes; the transport closes connections."""
-        self._handshakes.close()
-        self._liveness.close()
-
-    def _ttl(self, peer: Peer) -> float:
-        return self._options.engine_ttl + (0.0 if peer.watch is None else RELAYED_TTL_SECONDS)
-
-    def _after_handshake(
-        self, key: PeerKey, result: HandshakeResult | KVFerryError, ready: Ready, failed: Failed
-    ) -> None:
-        if isinstance(result, KVFerryError):
-            self._status.lost(key.engine)
-            failed(result)
-            return
-        name = key.engine, result.payloads[0].incarnation, result.ticket_key
-        if (peer := self._by_name.get(name)) is not None:
-            self._call_ready(peer, ready, failed)
-        elif (peer := self._connecting.get(name)) is not None:
-            peer.waiting.append((ready, failed))
-        else:
-            peer = Peer(asked=key, handshake=result, last_used=self._clock())
-            self._connect(peer, ready, failed)
-
-    def _connect(self, peer: Peer, ready: Ready, failed: Failed) -> None:
-        """Connect to a producer; others that want it meanwhile are added to ``Peer.waiting``."""
-        ranks = peer.sources.keys() | set(peer.plan.notified_ranks)
-        addresses = {rank: peer.payloads[rank].address for rank in ranks}
-        self._connecting[peer.name] = peer
-        if (error := self._make_room(peer)) is not None:
-            del self._connecting[peer.name]
-            failed(error)
-            return
-        peer.waiting.append((ready, failed))
-        self._connections.acquire(
-            addresses, peer.key.engine, lambda made: self._on_acquired(peer, made)
-        )
-
-    def _make_room(self, wanted: Peer) -> ConnectError | None:
-        """Give up idle peers, least recently used first, for a producer; count its memory."""
-        self._memory.add(wanted.handshake.memory)
-        for peer in list(self._by_name.values()):
-            if self._has_room():
-                break
-            if not peer.is_used:
-                logger.info("engine %s: released to make room for another", peer.key.engine)
-                self.forget(peer)
-        if self._has_room():
-            return None
-        kept = self._memory.nbytes
-        self._memory.remove(wanted.handshake.memory)
-        return ConnectError(
-            f"there is no room for another engine: with it {len(self._by_name)} are in use and "
-            f"{len(self._connecting)} are being connected, of {most_peers()} that may be, and "
-            f"what they publish takes {kept} bytes of {MAX_KEPT_BYTES}; send requests from fewer "
-            f"prefill engines at once to each decode engine, or {RAISE_LIMITS}"
-        )
-
-    def _has_room(self) -> bool:
-        count = len(self._by_name) + len(self._connecting)
-        return count <= most_peers() and self._memory.nbytes <= MAX_KEPT_BYTES
-
-    def _on_acquired(self, peer: Peer, acquired: dict[int, PeerId] | KVFerryError) -> None:
-        if isinstance(acquired, KVFerryError):
-            self._on_outcome(peer, acquired)
-            return
-        peer.links = acquired
-        # The peer is used only after its fingerprint was checked.
-        if peer.ticket_key:
-            self._fingerprints.check(peer, lambda error: self._on_fingerprint(peer, error))
-        else:
-            self._on_outcome(peer, None)
-
-    def _on_fingerprint(self, peer: Peer, error: KVFerryError | None) -> None:
-        if error is None and not all(map(self._connections.is_open, peer.ids.values())):
-            error = ConnectError(f"a connection to engine {peer.key.engine} was lost meanwhile")
-        self._on_outcome(peer, error)
-
-    def _on_outcome(self, peer: Peer, error: KVFerryError | None) -> None:
-        """Call ``ready`` or ``failed`` for every ``reach`` that waits for a producer."""
-        del self._connecting[peer.name]
-        waiting, peer.waiting = peer.waiting, []
-        if (error := error or self._watch(peer)) is not None:
-            self.forget(peer)
-            self._handshakes.failed(peer.asked)
-            self._status.lost(peer.key.engine)
-            for _, failed in waiting:
-                failed(error)
-            return
-        self._admit(peer)
-        self._handshakes.succeeded(peer.asked)
-        for ready, failed in waiting:
-            self._call_ready(peer, ready, failed)
-
-    def _admit(self, peer: Peer) -> None:
-        """Add a producer to those that can be used."""
-        self._forget_earlier(peer.key.engine)
-        self._by_name[peer.name] = peer
-        for connection in peer.ids.values():
-            self._by_connection.setdefault(connection, {})[peer] = None
-        self._touch(peer)
-        self._status.connected(peer.key.engine, peer.name)
-        seconds = time.perf_counter() - peer.handshake.begun
-        self._metrics.count_stage(Stage.HANDSHAKE, seconds, peer.key.engine)
-        self._warn(peer)
-
-    def _watch(self, peer: Peer) -> KVFerryError | None:
-        """Begin a peer's liveness check, if one is wanted and nobody else makes it."""
-        if peer.watch is not None:
-            if self._relayed.is_watched(peer.watch):
-                return None
-            return PeerLostError(f"engine {peer.key.engine} was lost while it was connected")
-        if not self._options.liveness_interval:
-            return None
-
-        def lost(error: KVFerryError | None) -> None:
-            if error is not None:
-                self._post(lambda: self._lost(peer, error) if peer.connected else None)
-
-        try:
-            peer.stop_watching = self._liveness.start(
-                peer.key, peer.handshake.numeric, Incarnation(peer.incarnation), lost=lost
+    def _look_after_unknown(self, now: float) -> None:
+        """Tell the directory which replies are lacking, and fail who has waited for too long."""
+        self._next_look = now + WANTED_SECONDS
+        for key, waiters in list(self._unknown.items()):
+            late = [each for each in waiters if each.until <= now]
+            if len(late) == len(waiters):
+                del self._unknown[key]
+            elif late:
+                self._unknown[key] = [each for each in waiters if each.until > now]
+            for waiter in (each for each in waiters if each.asked <= now < each.until):
+                waiter.asked = now + WANTED_AGAIN_SECONDS
+                self._wanted.append((key, waiter.ticket.incarnation))
+            self._fail(
+                late,
+                HandshakeError(
+                    f"nothing was heard of engine {key.engine!r} for {self._patience:g} s: this "
+                    "engine's directory was not told of the ticket, or tells its ranks nothing"
+                ),
             )
-        except HandshakeError as exc:
-            return ConnectError(f"cannot watch engine {peer.key.engine}: {exc}")
-        return None
 
     def _warn(self, peer: Peer) -> None:
         """Log the differences that the operator allows, once per incarnation, on rank 0 only."""
@@ -574,12 +709,6 @@ class Peers:
                 peer.key.engine,
                 "; ".join(overridden),
             )
-
-    def _forget_earlier(self, engine: str) -> None:
-        """Disconnect the engine's peers without loads, before one of a new incarnation is added."""
-        for (name, *_), peer in list(self._by_name.items()):
-            if name == engine and not peer.loads:
-                self.forget(peer)
 
 
 Acquired = Callable[[dict[int, PeerId] | KVFerryError], None]
@@ -850,7 +979,7 @@ class Connections:
 
 
 class BlockingCalls:
-    """Make calls of a driver that may take seconds, on a thread each if ``threads`` is set.
+    """Make calls that may take seconds, such as a driver's, on a thread each if ``threads`` is set.
 
     Used by the endpoint's thread only, except for ``stuck``, ``problems`` and ``wait``.
     """
@@ -862,8 +991,10 @@ class BlockingCalls:
         post: Callable[[Callable[[], None]], None],
         clock: Callable[[], float],
         enter: EnterThread = enter_nothing,
+        name: str = "kvferry-driver-call",
     ) -> None:
         self._threads = threads
+        self._name = name
         self._enter = enter
         self._post = post
         self._clock = clock
@@ -896,7 +1027,7 @@ class BlockingCalls:
             return
         # Daemons: a call that never returns must not keep the process from ending.
         thread = threading.Thread(
-            target=lambda: self._run(thread, call, over), name="kvferry-driver-call", daemon=True
+            target=lambda: self._run(thread, call, over), name=self._name, daemon=True
         )
         self._running = {**self._running, thread: self._clock()}
         try:
@@ -1005,11 +1136,3 @@ class PeerMemoryBudget:
             if not self._users[key]:
                 del self._users[key]
                 self.nbytes -= self._sizes.pop(key)
-
-
-def most_peers() -> int:
-    """Return the most engines that a rank in this process may be connected to."""
-    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if files == resource.RLIM_INFINITY:
-        return MAX_PEERS
-    return max(min(MAX_PEERS, files // FILES_PER_PEER), 1)

@@ -84,6 +84,11 @@ class Ticket:
     missing: tuple[int, ...] = ()
 
     @property
+    def producer(self) -> ProducerName:
+        """The name of the engine that made the ticket, if the ticket is genuine."""
+        return self.engine, self.incarnation, self.ticket_key
+
+    @property
     def ticket_key(self) -> bytes:
         """The public key that verifies the ticket's proof; empty if the ticket has no proof."""
         return self.proof.key if self.proof is not None else b""
@@ -91,6 +96,11 @@ class Ticket:
     def __post_init__(self) -> None:
         for problem in chain(_identity_problems(self), _page_problems(self)):
             raise TicketError(problem)
+
+
+# Without the key, the first process that claims an engine's id would be taken for that engine.
+ProducerName = tuple[str, int, bytes]
+"""Engine id, incarnation and ticket key of a producer."""
 
 
 class PeerKey(NamedTuple):
@@ -234,7 +244,13 @@ def check_maker(ticket: Ticket, payloads: Sequence[RankPayload], ticket_key: byt
     Another incarnation; or a proof that is missing, invalid, by another key, or there although the
     producer publishes no key (an empty ``ticket_key``).
     """
-    for incarnation in {payload.incarnation for payload in payloads} - {ticket.incarnation}:
+    for payload in payloads:
+        check_producer(ticket, payload.incarnation, ticket_key)
+
+
+def check_producer(ticket: Ticket, incarnation: int, ticket_key: bytes) -> None:
+    """As ``check_maker``, for an engine of this incarnation and key."""
+    if ticket.incarnation != incarnation:
         raise TicketError(
             f"the ticket is from another life of engine {ticket.engine!r} (incarnation "
             f"{ticket.incarnation}, now {incarnation}): it was restarted since",

@@ -67,7 +67,7 @@ def compatibility_facts(vllm_config: VllmConfig) -> dict[str, str]:
 
 
 def endpoint_options(config: Config, access: Access) -> EndpointOptions:
-    """Return the options of a rank's endpoint, and of the scheduler half's ``HandshakeRelay``.
+    """Return the options of a rank's endpoint, and of the ``Directory``.
 
     Args:
         config: The connector's settings.

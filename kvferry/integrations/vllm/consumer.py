@@ -16,7 +16,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from kvferry.core.endpoint import HandshakeRelay, Load, RoomFollower
+from kvferry.core.directory import Directory, RoomFollower
+from kvferry.core.endpoint import Load
 from kvferry.core.error_causes import cause_of, on_one_line, with_remedy
 from kvferry.core.errors import HandshakeError, KVFerryError, TicketError, TicketReason
 from kvferry.core.layout import HOLE
@@ -92,8 +93,8 @@ class Consumer:
         adapter_content: Returns the content of a request's LoRA adapter (``Adapters.content``).
         lora_enabled: Whether the engine accepts requests with LoRA adapters.
         reports: Logs each request's load.
-        relay: Asks the engines that made tickets what the workers need of them; ``None`` if each
-            worker asks for itself.
+        directory: Asks the engines that made tickets what the workers need of them; ``None`` if
+            somebody else does.
         follower: Follows requests that are prefilled while they wait here; ``None`` to refuse them.
         blocks: How many blocks this engine has.
         is_staged: Whether loads fill host pages, from which blocks are copied. No load begins
@@ -116,7 +117,7 @@ class Consumer:
         adapter_content: Callable[[Request], bytes | None] = lambda request: None,
         lora_enabled: bool = False,
         reports: RequestReports | None = None,
-        relay: HandshakeRelay | None = None,
+        directory: Directory | None = None,
         follower: RoomFollower | None = None,
         blocks: int = 0,
         is_staged: bool = False,
@@ -125,7 +126,7 @@ class Consumer:
         self._is_staged = is_staged
         self._prefix_cache = prefix_cache or PrefixCache(groups)
         self._host = HostPages(range(HOLE + 1, HOLE + 1), patience=0.0)
-        self._relay = relay
+        self._directory = directory
         self._reports = reports or RequestReports()
         self._lora_enabled = lora_enabled
         self._adapter_content = adapter_content
@@ -245,8 +246,8 @@ class Consumer:
         self._waiting[request.request_id] = ticket
         self._users.add(RequestId(request.request_id), ticket)
         self._prepare.append(ticket)
-        if self._relay is not None:
-            self._relay.begin(request.request_id, ticket)
+        if self._directory is not None:
+            self._directory.begin(request.request_id, ticket)
 
     def num_matched_tokens(self, request: Request, computed: int) -> int | None:
         """Return how many tokens of a request, beyond the cached ones, are to be loaded.
@@ -366,8 +367,8 @@ class Consumer:
             if early.unused is not None:
                 del self._waiting[request.request_id]
                 self._release_unused(request.request_id, ticket, early.unused)
-        elif self._relay is not None and early.unused is None:
-            self._relay.begin(request.request_id, ticket)
+        elif self._directory is not None and early.unused is None:
+            self._directory.begin(request.request_id, ticket)
 
     def _give_up_early(self, early: EarlyRequest, error: KVFerryError) -> None:
         """Have a request fail whose ticket will not come, or whose part of it is refused.
@@ -384,8 +385,8 @@ class Consumer:
             self._parts.pop(request.request_id, None)
             self._aborted.append(request.request_id)
             return
-        if self._relay is not None:
-            self._relay.end(request.request_id)
+        if self._directory is not None:
+            self._directory.end(request.request_id)
         if isinstance(error, TicketError):
             self._refuse(request, error)
         else:
@@ -477,8 +478,8 @@ class Consumer:
             self._parts.pop(request_id, None)
         else:
             early.unused = "it ended before it had blocks"
-            if self._relay is not None:
-                self._relay.end(request_id)
+            if self._directory is not None:
+                self._directory.end(request_id)
 
     def loads_reported(self, records: Mapping[str, LoadRecord]) -> None:
         """Record the figures of loads that have ended on some ranks, for ``loads_finished``.
@@ -510,8 +511,8 @@ class Consumer:
             # reported counts as over: no rank reads for it any more when "done" is sent.
             loaded = request_id not in failed
             self._users.over(RequestId(request_id), loaded=loaded)
-            if self._relay is not None:
-                self._relay.end(request_id)
+            if self._directory is not None:
+                self._directory.end(request_id)
             if not loading.is_aborted:
                 self._loaded.add(request_id)
                 if loaded and loading.record is not None and loading.record.first_tokens:
@@ -554,8 +555,8 @@ class Consumer:
                 self._take_news(early)
         for ticket in self._users.take_unused():
             self._loads.append(self._release_only(ticket.request, ticket, shared=False))
-            if self._relay is not None:
-                self._relay.reach(ticket)
+            if self._directory is not None:
+                self._directory.reach(ticket)
         messages = LoadMessages(
             prepare=tuple(self._prepare),
             loads=tuple(self._loads),
@@ -874,8 +875,8 @@ class Consumer:
         shared = self._shares(request_id)
         self._loads.append(self._release_only(request_id, ticket, shared=shared))
         self._users.over(RequestId(request_id), loaded=False)
-        if self._relay is not None:
-            self._relay.end(request_id)
+        if self._directory is not None:
+            self._directory.end(request_id)
 
     def _release_only(self, request_id: str, ticket: Ticket, *, shared: bool) -> Load:
         """Return a load that reads nothing, and only tells the producer that it may free the pages.

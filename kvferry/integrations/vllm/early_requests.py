@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from kvferry.core.endpoint import RoomFollower
+from kvferry.core.directory import RoomFollower
 from kvferry.core.errors import KVFerryError, TicketError, TicketReason
 from kvferry.core.lifecycle.rooms import RoomId, room_id
 from kvferry.core.lifecycle.ticket import PeerKey, Ticket

@@ -12,11 +12,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from kvferry.core.endpoint import Load, RelayedHandshakes
+from kvferry.core.directory import ProducerNews
+from kvferry.core.endpoint import Load
 from kvferry.core.lifecycle.holds import EndedHold
 from kvferry.core.lifecycle.reclamation import Silence
 from kvferry.core.lifecycle.scheduler_holds import HoldOrders
-from kvferry.core.lifecycle.ticket import Ticket
+from kvferry.core.lifecycle.ticket import PeerKey, Ticket
 from kvferry.core.metrics import LoadRecord
 from kvferry.integrations.vllm.adapter_loads import AdapterReport
 from kvferry.integrations.vllm.ticket_params import Part
@@ -62,6 +63,7 @@ class RankReport(KVConnectorWorkerMetadata):
             If nothing is logged or traced by request, holds that were read are left out.
         over: Maps each rank to the requests whose host pages it no longer uses for other engines;
             empty if the cache is not staged.
+        wanted: Which engines the ranks lack (``Directory.wanted``).
     """
 
     problems: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
@@ -71,6 +73,7 @@ class RankReport(KVConnectorWorkerMetadata):
     loads: Mapping[str, LoadRecord] = field(default_factory=dict)
     ended: Mapping[str, EndedHold] = field(default_factory=dict)
     over: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
+    wanted: frozenset[tuple[PeerKey, int]] = frozenset()
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> RankReport:
         """Return these reports merged with the reports of other ranks.
@@ -88,6 +91,7 @@ class RankReport(KVConnectorWorkerMetadata):
             loads=_combine(self.loads, other.loads, LoadRecord.combine),
             ended=_combine(self.ended, other.ended, EndedHold.combine),
             over={**self.over, **other.over},
+            wanted=self.wanted | other.wanted,
         )
 
 
@@ -113,8 +117,6 @@ class StepMetadata(KVConnectorMetadata):
             ``ranks``.
         orders: Changes to the holds of requests that this engine prefills for others: which holds
             begin, may be read, or end.
-        relayed: What the scheduler half has learnt about the engines that made tickets. Workers
-            take the replies to its handshakes in place of asking these engines themselves.
         prepare: Tickets of new requests. Workers connect to the engines that made the tickets
             before the requests have blocks.
         loads: Loads to start. A load that reads nothing only tells the producer that it may free
@@ -123,6 +125,7 @@ class StepMetadata(KVConnectorMetadata):
             part is the ticket.
         refused: Ids of requests whose ticket was refused, each with the reason.
         aborted: Ids of requests that ended while their load was under way.
+        producers: What the directory has learnt about the engines that made tickets.
         asks_silent: Whether every rank is to report the holds whose consumer seems to be gone,
             because requests wait for blocks.
         asks_adapters: The number of this step if every rank is to report which LoRA adapters it
@@ -137,12 +140,12 @@ class StepMetadata(KVConnectorMetadata):
     ranks: tuple[bytes, ...] = ()
     ticket_key: bytes = b""
     orders: HoldOrders = HoldOrders()  # noqa: RUF009 - frozen
-    relayed: RelayedHandshakes = RelayedHandshakes()  # noqa: RUF009 - frozen
     prepare: tuple[Ticket, ...] = ()
     loads: tuple[Load, ...] = ()
     parts: Mapping[str, Part] = field(default_factory=dict)
     refused: tuple[tuple[str, str], ...] = ()
     aborted: tuple[str, ...] = ()
+    producers: ProducerNews = ProducerNews()  # noqa: RUF009 - frozen
     asks_silent: bool = False
     asks_adapters: int = 0
     idle: bool = False

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from kvferry.core.endpoint import HandshakeRelay, RoomFollower
+from kvferry.core.directory import Directory, RoomFollower
 from kvferry.core.handshake import HandshakeServer
 from kvferry.core.lifecycle.holds import random_incarnation
 from kvferry.core.lifecycle.rooms import Rooms
@@ -129,7 +129,7 @@ class FerryScheduler:
             is_staged=is_staged,
         )
         options = endpoint_options(self._config, self._security.access)
-        self._relay = HandshakeRelay(options)
+        self._directory = Directory(options)
         self._follower = RoomFollower(options)
         caches_prefixes = bool(vllm_config.cache_config.enable_prefix_caching)
         self._prefix_cache = PrefixCache(
@@ -148,7 +148,7 @@ class FerryScheduler:
             adapter_content=self._adapters.content,
             lora_enabled=vllm_config.lora_config is not None,
             reports=reports,
-            relay=self._relay,
+            directory=self._directory,
             follower=self._follower,
             blocks=kv_cache_config.num_blocks,
             is_staged=is_staged,
@@ -369,12 +369,12 @@ class FerryScheduler:
             ranks=ranks,
             ticket_key=self._ticket_key.public if ranks else b"",
             orders=self._producer.drain(),
-            relayed=self._relay.take(),
             prepare=loads.prepare,
             loads=loads.loads,
             parts=loads.parts,
             refused=loads.refused,
             aborted=loads.aborted,
+            producers=self._directory.take(),
             asks_silent=asks_silent,
             asks_adapters=self._adapters.next_step(),
             idle=scheduler_output.total_num_scheduled_tokens == 0,
@@ -398,6 +398,7 @@ class FerryScheduler:
         self._producer.revoke(self._adapters.reported(adapters))
         if isinstance(report, RankReport):
             self._producer.silence_reported(report.silent)
+            self._directory.wanted(report.wanted)
             if report.problems:
                 self._problems = {**self._problems, **report.problems}
                 self._problems_changed = time.monotonic()
@@ -430,7 +431,7 @@ class FerryScheduler:
         """
         has_problems = any(self._problems.values())
         changed_lately = time.monotonic() < self._problems_changed + PROBLEM_STEPS_SECONDS
-        has_messages = self._consumer.pending or self._relay.pending or self._producer.pending
+        has_messages = self._consumer.pending or self._directory.pending or self._producer.pending
         return has_messages or bool(self._ended_adapted) or (has_problems and changed_lately)
 
     def reset(self) -> None:
@@ -447,7 +448,7 @@ class FerryScheduler:
 
         A second call has no effect.
         """
-        self._relay.close()
+        self._directory.close()
         self._follower.close()
         self._security_files.close()
         self._close_server()

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 
 from kvferry.core import messages as wire
 from kvferry.core import side_channel_messages
-from kvferry.core.endpoint import Endpoint, RelayedHandshakes, Results
+from kvferry.core.directory import ProducerNews
+from kvferry.core.endpoint import Endpoint, Results
 from kvferry.core.error_causes import on_one_line
 from kvferry.core.errors import TicketError
 from kvferry.core.lifecycle.holds import EndedHold, Hold, HoldEnd, Incarnation, RequestId
@@ -126,7 +127,7 @@ class FerryWorker:
         self._has_reported_loads = False
         self._computed = time.monotonic()
         self._asks_silent = False
-        self._relayed = RelayedHandshakes()
+        self._news = ProducerNews()
         self._problems: tuple[str, ...] = ()
         self.handshake = RankHandshake(
             payload=side_channel_messages.encode(endpoint.payload),
@@ -227,9 +228,6 @@ class FerryWorker:
         passed = self._mark_work() if step.orders.needs_device or step.loads else None
         if step.orders:
             self._endpoint.apply(step.orders, passed)
-        self._relayed = step.relayed
-        if step.relayed:
-            self._endpoint.relay(step.relayed)
         for ticket in step.prepare:
             self._endpoint.prepare(ticket)
         for load in step.loads:
@@ -240,6 +238,9 @@ class FerryWorker:
             self._endpoint.refuse(RequestId(request), TicketError(reason))
         for request in step.aborted:
             self._endpoint.abort(RequestId(request))
+        self._news = step.producers
+        if step.producers:
+            self._endpoint.relay(step.producers)
         self._asks_silent = step.asks_silent
         self._idle = step.idle
         self._follows_rooms = step.follows
@@ -291,9 +292,9 @@ class FerryWorker:
         """
         if self._has_reported_loads:
             return 0.0
-        if self._relayed.is_quick or self._follows_rooms:
+        if self._news.is_quick or self._follows_rooms:
             return ASKING_SECONDS
-        if self._endpoint.pending or self._relayed.is_asking or self._problems:
+        if self._endpoint.pending or self._news.is_asking or self._problems:
             return IDLE_SECONDS
         if self._endpoint.held:
             return min(IDLE_SECONDS, QUIET_SHARE * (time.monotonic() - self._computed))
@@ -325,8 +326,9 @@ class FerryWorker:
         """Return what this rank has to report of this step; ``None`` if it is nothing.
 
         That is its problems if they changed, the loads and holds that ended, the requests whose
-        host pages it no longer uses, and its silent holds if the scheduler half asks for them by
-        ``StepMetadata.asks_silent``. A silent hold is one whose consumer seems to be gone.
+        host pages it no longer uses, the producers that it lacks, and its silent holds if the
+        scheduler half asks for them by ``StepMetadata.asks_silent``. A silent hold is one whose
+        consumer seems to be gone.
         """
         rank, problems = self._endpoint.payload.rank, self._endpoint.problems
         changed, asked = problems != self._problems, self._asks_silent
@@ -334,7 +336,8 @@ class FerryWorker:
         loads, self._loads = self._loads, {}
         ended, self._ended = self._ended, {}
         over, self._over = tuple(self._over), []
-        if not (changed or asked or loads or ended or over):
+        wanted = self._endpoint.take_wanted()
+        if not (changed or asked or loads or ended or over or wanted):
             return None
         return RankReport(
             problems={rank: problems} if changed else {},
@@ -342,6 +345,7 @@ class FerryWorker:
             loads=loads,
             ended=ended,
             over={rank: over} if over else {},
+            wanted=wanted,
         )
 
     def close(self) -> None:

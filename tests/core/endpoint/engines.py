@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
-import threading
 import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from kvferry.core.endpoint import Endpoint, EndpointOptions, HandshakeRelay, Results
-from kvferry.core.errors import EndpointClosedError, KVFerryError
+from kvferry.core.endpoint import Endpoint, Results
+from kvferry.core.errors import KVFerryError
 from kvferry.core.lifecycle.holds import RequestId
 from kvferry.core.lifecycle.ticket import Ticket
 from kvferry.core.messages import Note, decode_notes
 from kvferry.core.transport import Notification, PeerId
 from kvferry.drivers.loopback import LoopbackTransport
 from kvferry.testing.engines import (
-    PATIENCE_SECONDS,
     SMALL,
-    CacheShape,
-    EngineRank,
     ModelFreeEngine,
 )
 
@@ -27,75 +22,13 @@ LAYERS, HEADS, DIM, PAGES = SMALL.layers, SMALL.model_heads, SMALL.dim, SMALL.pa
 N = TypeVar("N", bound=Note)
 
 
-class Steps:
-    """Relays handshakes to all ranks of an engine, as its scheduler half does in its steps."""
-
-    def __init__(
-        self, ranks: list[EngineRank], options: EndpointOptions, clock: Callable[[], float]
-    ) -> None:
-        self._ranks = ranks
-        self._relay = HandshakeRelay(options, clock)
-        self._lock = threading.Lock()
-        self._is_over = threading.Event()
-        self.may_step = threading.Event()
-        self.may_step.set()
-        self._thread = threading.Thread(target=self._run)
-        self._thread.start()
-
-    def begin(self, request: str, ticket: Ticket) -> None:
-        """A request came with a ticket; its load is started when this method has returned."""
-        with self._lock:
-            self._relay.begin(request, ticket)
-            self._step()
-
-    def end(self, request: str) -> None:
-        """A request's load is over."""
-        with self._lock:
-            self._relay.end(request)
-
-    def close(self) -> None:
-        """Make no more steps."""
-        self._is_over.set()
-        self.may_step.set()
-        self._thread.join()
-        self._relay.close()
-
-    def _run(self) -> None:
-        while not self._is_over.wait(0.002):
-            self.may_step.wait()
-            with self._lock:
-                self._step()
-
-    def _step(self) -> None:
-        news = self._relay.take()
-        for rank in self._ranks:
-            with contextlib.suppress(EndpointClosedError):
-                rank.endpoint.relay(news)
-
-
 class Engine(ModelFreeEngine):
-    """An engine without a model whose ranks may leave the handshakes to its scheduler half.
-
-    With ``relays``, they do (``HandshakeRelay``); ``how`` is that of ``ModelFreeEngine``.
-    """
-
-    def __init__(
-        self, name: str, shape: CacheShape = SMALL, *, relays: bool = False, **how: Any
-    ) -> None:
-        super().__init__(name, shape, **how)
-        self.steps: Steps | None = None
-        if relays:
-            self.steps = Steps(self.ranks, self.options, how.get("clock", time.monotonic))
+    """An engine without a model, with a few words for what tests do often."""
 
     @property
     def endpoint(self) -> Endpoint:
         """The endpoint of the first rank."""
         return self.ranks[0].endpoint
-
-    def close(self) -> None:
-        if self.steps is not None:
-            self.steps.close()
-        super().close()
 
     def serve_later(self, request: str, pages: list[int], tokens: int = 4) -> Ticket:
         """Serve a request whose pages can be read after the next ``step``."""
@@ -118,22 +51,6 @@ class Engine(ModelFreeEngine):
     def error(self, request: str) -> KVFerryError | None:
         """Wait until a load is over; return its error, if any."""
         return self.outcome(request).failed.get(RequestId(request))
-
-    def pull(self, request: str, ticket: Ticket, pages: list[int], **how: Any) -> None:
-        if self.steps is not None:
-            self.steps.begin(request, ticket)
-        super().pull(request, ticket, pages, **how)
-
-    def prepare(self, ticket: Ticket) -> None:
-        if self.steps is not None:
-            self.steps.begin(ticket.request, ticket)
-        super().prepare(ticket)
-
-    def outcome(self, request: str, seconds: float = PATIENCE_SECONDS) -> Results:
-        results = super().outcome(request, seconds)
-        if self.steps is not None:
-            self.steps.end(request)
-        return results
 
 
 class Clock:

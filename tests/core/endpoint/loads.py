@@ -23,6 +23,8 @@ def outcomes(decode: Engine, *numbers: int) -> list[KVFerryError | None]:
     def all_reported() -> bool:
         results = decode.ranks[0].endpoint.results()
         found.update({name: results.failed.get(name) for name in results.received})
+        for name in results.received:
+            decode.directory.end(name)
         return found.keys() >= {f"d-{number}" for number in numbers}
 
     eventually(all_reported, "all loads are reported")

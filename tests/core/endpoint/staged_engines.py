@@ -115,6 +115,7 @@ class StagedEngine:
         )
         for rank in self.engine.ranks:
             rank.endpoint.load(load, passed)
+        self.engine.directory.begin(load.request, ticket)
 
     def outcome(self, request: str) -> Results:
         """Wait until every rank has reported a load; its host pages are free then."""

@@ -14,21 +14,19 @@ import msgspec
 import numpy as np
 import pytest
 
-from kvferry.core.endpoint import EndpointOptions, Load, peers
+from kvferry.core.directory import EncodedReply, ProducerNews
+from kvferry.core.endpoint import EndpointOptions, Load
 from kvferry.core.endpoint.consumer import TICK_SECONDS, LoadManager
 from kvferry.core.endpoint.error_containment import ErrorContainment
 from kvferry.core.endpoint.peers import (
     LONGEST_SECONDS,
-    MAX_PEERS,
-    RELAYED_TTL_SECONDS,
     BlockingCalls,
     Connections,
 )
-from kvferry.core.endpoint.relayed_replies import EncodedReply, RelayedHandshakes
 from kvferry.core.endpoint.slot_reads import ScratchWords
 from kvferry.core.endpoint.transfers import Transfers
 from kvferry.core.errors import HandshakeError, KVFerryError, TransportError
-from kvferry.core.lifecycle.holds import RequestId
+from kvferry.core.lifecycle.holds import Incarnation, RequestId
 from kvferry.core.lifecycle.ticket import PeerKey, Ticket
 from kvferry.core.messages import RankPayload
 from kvferry.core.metrics import Metrics
@@ -100,13 +98,13 @@ class Manager:
             self.asked += 1
             ticket = replace(self.ticket, engine=f"prefill-{self.asked}")
             outcome = error or self.reply(ticket)
-            self.loads.relay(RelayedHandshakes(outcomes=((PeerKey.of(ticket), outcome),)))
             self.loads.begin(nothing(ticket))
+            self.loads.relay(ProducerNews(outcomes=((PeerKey.of(ticket), outcome),)))
             if index % AT_ONCE == AT_ONCE - 1 or index == count - 1:
                 eventually(self.is_at_rest, "all have answered")
 
     def reply(self, ticket: Ticket) -> EncodedReply:
-        """Return what a ticket's producer answers, which somebody else pings."""
+        """Return what a ticket's producer answers."""
         ranks = [
             msgspec.structs.replace(
                 each, engine=ticket.engine, address=f"{ticket.engine}/{each.rank}".encode()
@@ -114,7 +112,9 @@ class Manager:
             for each in self.payloads
         ]
         return EncodedReply(
-            place=PeerKey.of(ticket), ranks=tuple(map(encode, ranks)), watch=self.asked
+            place=PeerKey.of(ticket),
+            incarnation=Incarnation(ticket.incarnation),
+            ranks=tuple(map(encode, ranks)),
         )
 
     def is_at_rest(self) -> bool:
@@ -135,7 +135,7 @@ class Manager:
 
     def idle(self) -> None:
         """Let all producers be idle for so long that they are released."""
-        self.now += OPTIONS.engine_ttl + RELAYED_TTL_SECONDS
+        self.now += OPTIONS.engine_ttl
         self.tick()
 
     def effort(self) -> int:
@@ -176,16 +176,14 @@ def lines_run(call: Callable[[], object]) -> int:
 
 
 @pytest.fixture
-def manager(monkeypatch: pytest.MonkeyPatch) -> Iterator[Manager]:
+def manager() -> Iterator[Manager]:
     """Return a manager that knows one producer, of four ranks."""
-    monkeypatch.setattr(peers, "most_peers", lambda: MAX_PEERS)  # whatever the limit on files
     with Engine("prefill", CacheShape(tp=4)) as prefill, Engine("decode") as decode:
         ticket = prefill.serve("p-1", [1], 4)
         payloads = [rank.endpoint.payload for rank in prefill.ranks]
         made = Manager(decode.endpoint.payload, ticket, payloads)
         made.meet(1)
         yield made
-        made.loads.close()
 
 
 def test_a_tick_runs_no_more_lines_with_a_thousand_idle_producers(manager: Manager) -> None:
@@ -223,7 +221,7 @@ def test_an_idle_producer_is_kept_from_the_end_of_its_last_use(manager: Manager)
         manager.idle()
         assert manager.transport.open_connections == 4, "those of the other are closed"
     manager.loads.begin(nothing(used, shared=True))  # ends the wait
-    manager.now += OPTIONS.engine_ttl
+    manager.now += OPTIONS.engine_ttl - 1.0
     manager.tick()
     assert manager.transport.open_connections == 4
     manager.idle()

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import pytest
 
-from kvferry.core.endpoint import EndpointOptions, Load, LoadRecord, RoomFollower
-from kvferry.core.endpoint.options import DEFAULTS
+from kvferry.core.directory import RoomFollower
+from kvferry.core.endpoint import EndpointOptions, Load, LoadRecord
 from kvferry.core.errors import (
     DeadlineError,
     EndpointClosedError,
@@ -25,6 +25,7 @@ from kvferry.core.lifecycle.digest import digest
 from kvferry.core.lifecycle.holds import Hold, HoldEnd, RequestId
 from kvferry.core.lifecycle.rooms import room_id
 from kvferry.core.lifecycle.ticket import PeerKey, Ticket
+from kvferry.core.options import DEFAULTS
 from kvferry.core.planner.build_copies import Pages
 from kvferry.core.security import TicketKey
 from kvferry.core.transport import TransferId
@@ -208,6 +209,7 @@ def test_windows_are_read_with_the_last_part() -> None:
         )
         [rank] = decode.ranks
         rank.endpoint.load(load)
+        decode.directory.begin("d", load.ticket)
         decode.extend("d", windowed(prompt.part(2)))
         early = rank.values(0, 2 * CHUNK)
         eventually(
@@ -562,13 +564,12 @@ class Follower:
 ROOM = room_id("xfer-1")
 
 
-@pytest.mark.parametrize("relays", [False, True], ids=["ranks ask", "relayed"])
 @pytest.mark.parametrize("preempts", [False, True], ids=["straight", "preempted"])
-def test_parts_come_over_the_side_channel(relays: bool, preempts: bool) -> None:
+def test_parts_come_over_the_side_channel(preempts: bool) -> None:
     key = TicketKey()
     with (
         Engine("prefill", CacheShape(tp=2), ticket_key=key) as prefill,
-        Engine("decode", CacheShape(), relays=relays) as decode,
+        Engine("decode", CacheShape()) as decode,
     ):
         follower = Follower(prefill, decode)
         rooms, prompt = prefill.rooms, Prompt(prefill=prefill)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 
-from kvferry.core.errors import HandshakeError, PeerLostError
+from kvferry.core.errors import ConnectError, PeerLostError
 from kvferry.core.lifecycle.ticket import Ticket
 from kvferry.testing.engines import CacheShape
 from tests.core.endpoint.engines import Engine
@@ -51,6 +51,6 @@ def test_loads_from_a_killed_producer_fail_and_its_successor_serves(decode: Engi
         process.kill()
         process.join()
         assert isinstance(decode.load("d-1", unused_ticket, [5, 6]), PeerLostError)
-        assert isinstance(decode.load("d-2", unused_ticket, [5, 6]), HandshakeError)
+        assert isinstance(decode.load("d-2", unused_ticket, [5, 6]), ConnectError)
         with producer() as (_, successor):
             assert decode.load("d-3", ticket(successor, 2), [5, 6]) is None

@@ -15,16 +15,19 @@ from typing import Any
 import msgspec
 import pytest
 
+from kvferry.core import options
+from kvferry.core.directory import directory
+from kvferry.core.directory.liveness import LivenessChecks
 from kvferry.core.endpoint import EndpointOptions, peers
-from kvferry.core.endpoint.handshakes import HandshakeResult, memory_of
-from kvferry.core.endpoint.liveness import LivenessChecks
-from kvferry.core.endpoint.peers import Peer, PeerMemoryBudget, PeerStatus, PeerUse, most_peers
+from kvferry.core.endpoint.handshake_result import HandshakeResult, memory_of
+from kvferry.core.endpoint.peers import Peer, PeerMemoryBudget, PeerStatus, PeerUse
 from kvferry.core.errors import ConnectError, HandshakeError, KVFerryError
 from kvferry.core.layout import Layout
 from kvferry.core.lifecycle.holds import Incarnation, RequestId
 from kvferry.core.lifecycle.ticket import PeerKey
 from kvferry.core.messages import Coordinates, RankPayload, decode_payload
 from kvferry.core.metrics import PEERS_DOWN, PEERS_UP
+from kvferry.core.options import most_peers
 from kvferry.core.planner.plan import make_plan
 from kvferry.core.side_channel_messages import (
     PayloadRequest,
@@ -43,14 +46,13 @@ def test_a_peer_shows_its_state() -> None:
     ranks = (payload(),)
     plan = make_plan([ranks[0].layout], [ranks[0].layout], 0)
     peer = Peer(
-        asked=PeerKey("prefill", "127.0.0.1", 1),
+        key=PeerKey("prefill", "127.0.0.1", 1),
         handshake=HandshakeResult(payloads=ranks, plan=plan),
+        begun=0.0,
         last_used=0.0,
     )
-    peer.waiting.append((lambda _: None, lambda _: None))
     start = f"<peer prefill {ranks[0].incarnation:x}: "
-    assert repr(peer) == start + "connecting, 1 wait, links {}>"
-    peer.waiting.clear()
+    assert repr(peer) == start + "connecting, links {}>"
     peer.links = {0: PeerId(7)}
     peer.acquire(PeerUse.LOAD)
     assert repr(peer) == start + "connected, 1 loads, links {0: 7}>"
@@ -167,7 +169,7 @@ def test_the_number_of_peers_is_bounded_by_the_file_limit(
 
 
 def test_the_least_recently_used_idle_peer_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peers, "most_peers", lambda: 2)
+    monkeypatch.setattr(directory, "most_peers", lambda: 2)
     driver = RecordingTransport()
     with ExitStack() as stack:
         producers = [stack.enter_context(Engine(name)) for name in ("one", "two", "three")]
@@ -183,7 +185,7 @@ def test_the_least_recently_used_idle_peer_makes_room(monkeypatch: pytest.Monkey
 def test_a_new_peer_is_refused_while_all_others_are_in_use(
     decode: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(peers, "most_peers", lambda: 1)
+    monkeypatch.setattr(directory, "most_peers", lambda: 1)
     with (
         Engine("one") as one,
         Engine("two") as two,
@@ -193,7 +195,7 @@ def test_a_new_peer_is_refused_while_all_others_are_in_use(
         decode.pull("d-2", one.finish("p-2", [2], 4, computed=False, order=False), [2])
         error = load(two, decode, 3)
         assert isinstance(error, ConnectError)
-        assert "there is no room for another engine: with it 1 are in use" in str(error)
+        assert "there is no room for another engine: 1 are in use" in str(error)
         one.step()
         assert decode.error("d-2") is None
         eventually(lambda: load(two, decode, 4) is None, "it has room, and is asked again")
@@ -250,7 +252,7 @@ def any_engine(like: Engine, *more: RankPayload) -> Iterator[int]:
 def test_hundreds_of_claimed_engine_names_take_few_threads_and_descriptors(
     prefill: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(peers, "MAX_PEERS", 25)
+    monkeypatch.setattr(options, "MAX_PEERS", 25)
     driver = AnyAddressTransport()
     with (
         Engine("decode", transport=lambda: driver) as decode,
@@ -265,6 +267,7 @@ def test_hundreds_of_claimed_engine_names_take_few_threads_and_descriptors(
             eventually(lambda: len(driver.connected) > names[-1], "all are connected")  # noqa: B023
             for number in names:
                 decode.endpoint.abort(RequestId(f"d-{number}"))
+                decode.directory.end(f"d-{number}")
             eventually(lambda: not decode.endpoint.pending, "all are over")
         eventually(lambda: 0 < driver.open_connections <= 25, "most are given up")
         eventually(lambda: threading.active_count() <= threads + 1, "one thread checks all peers")

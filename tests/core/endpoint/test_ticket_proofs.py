@@ -350,7 +350,7 @@ def test_the_two_addresses_share_the_timeout_of_a_handshake(
         yield from ()
         raise HandshakeError(f"{call.host} is silent")
 
-    monkeypatch.setattr("kvferry.core.endpoint.handshakes.payloads", silent)
+    monkeypatch.setattr("kvferry.core.directory.handshake_queue.payloads", silent)
     failure(decode, "d-1", routed(prefill.serve("p-1", [1, 2], 8), 1, "router"))
     [(first, half), (second, rest)] = asked
     assert (first, second) == ("127.0.0.1", "router")

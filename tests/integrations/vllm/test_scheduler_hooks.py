@@ -467,10 +467,10 @@ class TestConsuming:
         half.blocks_allocated(each, blocks(21, 22, 23), 40)
         step = half.build_step(OUTPUT)
         assert (len(step.prepare), len(step.loads), step.idle) == (1, 1, False)
-        assert [key.engine for key in step.relayed.expected] == ["prefill"]
+        assert step.producers.is_asking
         later = half.build_step(IDLE)
         assert later.idle
-        assert later.prepare == later.loads == later.relayed.expected == ()
+        assert later.prepare == later.loads == ()
         half.worker_output(heard(vllm, recving={"r"}))
         assert half.take_stats().data == {
             "loads": {"loopback": 1},

@@ -12,8 +12,9 @@ import pytest
 
 from kvferry.core import messages as wire
 from kvferry.core import side_channel_messages as side
-from kvferry.core.endpoint import Load, RelayedHandshakes, Results
-from kvferry.core.errors import StaleError
+from kvferry.core.directory import ProducerNews
+from kvferry.core.endpoint import Load, Results
+from kvferry.core.errors import KVFerryError, StaleError
 from kvferry.core.lifecycle.holds import EndedHold, Hold, HoldEnd, RequestId
 from kvferry.core.lifecycle.reclamation import Silence
 from kvferry.core.lifecycle.scheduler_holds import HoldOrders
@@ -38,7 +39,9 @@ def half() -> Iterator[Any]:
 @pytest.fixture
 def endpoint() -> MagicMock:
     """A stand-in; vLLM's half asks it for its payload when it is made."""
-    return MagicMock(payload=payload(), problems=(), pending=0)
+    made = MagicMock(payload=payload(), problems=(), pending=0)
+    made.take_wanted.return_value = frozenset()
+    return made
 
 
 def ticket() -> Ticket:
@@ -90,7 +93,7 @@ def test_a_step_is_applied_whole_and_in_order(half: Any, endpoint: MagicMock) ->
         ranks=tuple(side.encode(one) for one in ranks),
         ticket_key=b"key",
         orders=READY,
-        relayed=RelayedHandshakes(expected=(PeerKey.of(ticket()),)),
+        producers=ProducerNews(outcomes=((PeerKey.of(ticket()), KVFerryError("no answer")),)),
         prepare=(ticket(),),
         loads=(load("a"), load("b")),
         parts={"f": Part(ticket=ticket(), total=4, is_last=True)},
@@ -100,12 +103,11 @@ def test_a_step_is_applied_whole_and_in_order(half: Any, endpoint: MagicMock) ->
     worker = half.FerryWorker(endpoint, passed)
     worker.apply(step)
     [mark] = marks
-    *first, refused, fourth, fifth = endpoint.method_calls
+    *first, refused, fourth, fifth, last = endpoint.method_calls
     assert first == [
         call.prove(b"key"),
         call.join(ranks),
         call.apply(READY, mark),
-        call.relay(step.relayed),
         call.prepare(ticket()),
         call.load(step.loads[0], mark),
         call.load(step.loads[1], mark),
@@ -115,6 +117,7 @@ def test_a_step_is_applied_whole_and_in_order(half: Any, endpoint: MagicMock) ->
     assert isinstance(refused.args[1], half.TicketError)
     assert "another prompt" in str(refused.args[1])
     assert [fourth, fifth] == [call.abort("d"), call.abort("e")]
+    assert last == call.relay(step.producers)
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from unittest import mock
 
 import numpy as np
 
+from kvferry.core.directory import LocalDirectory
 from kvferry.core.endpoint import Endpoint, EndpointOptions, Identity
 from kvferry.core.handshake import HandshakeServer
 from kvferry.core.layout import HOLE, Layout
@@ -38,6 +39,7 @@ from tests.vllm.geometry.rank import Extent, Rank
 if TYPE_CHECKING:
     from kvferry.integrations.vllm.worker import FerryWorker, UnreadRankWorker
 
+OPTIONS = EndpointOptions(handshake_timeout=60.0, lease=120.0, load_timeout=120.0)
 POISON = 255
 """A byte that makes NaN of every element type."""
 LONGEST = 1 << 12
@@ -253,7 +255,7 @@ def _rank(
     memory = _memory(caches)
     memory[:] = POISON
     worker: FerryWorker | UnreadRankWorker = UnreadRankWorker()
-    endpoint = None
+    endpoint = directory = None
     layout = describe(caches, config, facts=facts, position=position.shard)
     staged = _stage(caches, layout, shape) if shape.host_pages else None
     if not position.replica:
@@ -270,17 +272,20 @@ def _rank(
                 transport=LoopbackTransport(),
                 layout=layout if staged is None else staged.layout,
                 slots=shape.blocks,
-                options=EndpointOptions(handshake_timeout=60.0, lease=120.0, load_timeout=120.0),
+                options=OPTIONS,
                 copies=None if staged is None else staged.pool,
             )
         )
         worker = FerryWorker(endpoint, work_marker(_device(shape)), staged=staged)
+        directory = LocalDirectory(OPTIONS, [endpoint])
+        stack.callback(directory.close)
     return Rank(
         position=position,
         memory=memory,
         extents=tuple(_extents(config, caches, {a.name: a for a in layers}, setting)),
         worker=worker,
         endpoint=endpoint,
+        directory=directory,
     )
 
 

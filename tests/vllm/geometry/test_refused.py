@@ -34,6 +34,7 @@ def outcomes(decode: Engine, order: Load) -> list[KVFerryError]:
     for rank in decode.workers:
         assert rank.endpoint is not None
         rank.endpoint.load(order)
+        rank.ask(order)
         failed: Mapping[str, KVFerryError] = {}
         while order.request not in failed:
             assert rank.endpoint.wait(60.0), "the load was never reported"

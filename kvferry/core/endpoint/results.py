@@ -1,4 +1,4 @@
-"""What an endpoint is given (its identity and options), and what it returns (its results)."""
+"""The identity of an endpoint, and its results."""
 
 from __future__ import annotations
 
@@ -6,12 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from kvferry.core.errors import KVFerryError
-from kvferry.core.handshake import Judgements
 from kvferry.core.lifecycle.holds import EndedHold, Incarnation, RequestId
 from kvferry.core.messages import Coordinates
 from kvferry.core.metrics import LoadRecord
-from kvferry.core.planner.build_copies import BATCH_COPIES
-from kvferry.core.security import OPEN, Access
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,40 +30,6 @@ class Identity:
     rank: int = 0
     coordinates: Coordinates = field(default_factory=Coordinates)
     agreement: Mapping[str, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EndpointOptions:
-    """Options of an endpoint. Times are in seconds.
-
-    Attributes:
-        handshake_timeout: time within which a producer must have answered a handshake.
-        lease: time for which this rank, as a producer, keeps a request's pages after the consumer
-            has renewed their hold. The time before the first renewal is in ``HoldOrders``.
-        load_timeout: time after which a load that is not over fails.
-        liveness_interval: time between two pings of a producer; 0 for no pings.
-        liveness_misses: pings in a row without an answer after which a producer counts as dead.
-        max_copies: the most copies in one read. A load that takes more from one rank of a producer
-            is read in several batches, one after another.
-        engine_ttl: time after which a producer that no load and no waiting request uses is
-            disconnected.
-        judgements: which differences between two engines the operator allows.
-        access: this engine's keys, and the networks that it may connect to.
-    """
-
-    handshake_timeout: float = 10.0
-    lease: float = 30.0
-    load_timeout: float = 60.0
-    max_copies: int = BATCH_COPIES
-    liveness_interval: float = 5.0
-    liveness_misses: int = 3
-    engine_ttl: float = 600.0
-    judgements: Judgements = Judgements()  # noqa: RUF009 - frozen
-    access: Access = OPEN
-
-
-DEFAULTS = EndpointOptions()
-"""The options of an endpoint that is given none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""``Handshakes``: shared by concurrent requests, run concurrently, delayed after failures."""
+"""``HandshakeQueue``: handshakes run concurrently, and are delayed after failures."""
 
 from __future__ import annotations
 
@@ -10,34 +10,38 @@ from collections.abc import Callable
 
 import pytest
 
-from kvferry.core.endpoint import handshakes as module
-from kvferry.core.endpoint.handshakes import MAX_HANDSHAKES, HandshakeResult, Handshakes
+from kvferry.core.directory import EncodedReply
+from kvferry.core.directory import handshake_queue as module
+from kvferry.core.directory.handshake_queue import MAX_HANDSHAKES, HandshakeQueue
 from kvferry.core.errors import HandshakeError, KVFerryError
 from kvferry.core.handshake.poller import Steps, Wait
+from kvferry.core.lifecycle.holds import Incarnation
 from kvferry.core.lifecycle.ticket import PeerKey
-from kvferry.core.planner.plan import Plan
 
-GOOD = HandshakeResult(
-    payloads=(), plan=Plan(rank=0, sources=(), readers=(), notified_ranks=(), local_groups=())
-)
+GOOD = EncodedReply(place=PeerKey("a", "host", 1), incarnation=Incarnation(1), ranks=(b"a",))
 
 
 class HandshakeHarness:
-    """``Handshakes`` whose results the test decides, and whose callbacks it runs."""
+    """``HandshakeQueue`` whose results the test decides, and whose callbacks it runs."""
 
     def __init__(self, *, fails: bool = False) -> None:
         self.now = 0.0
         self.fails = fails
         self.calls: list[PeerKey] = []
-        self.reported: list[HandshakeResult | KVFerryError] = []
+        self.reported: list[EncodedReply | KVFerryError] = []
         self._posted: list[Callable[[], None]] = []
         self._changed = threading.Condition()
         self.may_return = threading.Event()
         self.may_return.set()
-        self.handshakes = Handshakes(self._perform, self._post, lambda: self.now)
+        self.handshakes = HandshakeQueue(
+            self._perform, lambda _, result: self.reported.append(result), self._post, self.clock
+        )
+
+    def clock(self) -> float:
+        return self.now
 
     def ask(self, name: str = "a") -> None:
-        self.handshakes.ask(PeerKey(name, "host", 1), self.reported.append)
+        self.handshakes.ask(PeerKey(name, "host", 1))
 
     def run(self, count: int = 1) -> None:
         """Wait for ``count`` handshakes to end, and run the callbacks that they posted."""
@@ -52,7 +56,7 @@ class HandshakeHarness:
             self._posted.append(call)
             self._changed.notify_all()
 
-    def _perform(self, key: PeerKey) -> Steps[HandshakeResult]:
+    def _perform(self, key: PeerKey) -> Steps[EncodedReply]:
         with self._changed:
             self.calls.append(key)
             self._changed.notify_all()
@@ -65,17 +69,6 @@ class HandshakeHarness:
     def wait_for_calls(self, count: int) -> bool:
         with self._changed:
             return self._changed.wait_for(lambda: len(self.calls) >= count, 20)
-
-
-def test_concurrent_requests_share_one_handshake() -> None:
-    harness = HandshakeHarness()
-    harness.may_return.clear()
-    for _ in range(3):
-        harness.ask()
-    harness.may_return.set()
-    harness.run()
-    assert (len(harness.calls), harness.reported) == (1, [GOOD] * 3)
-    assert len(harness.handshakes) == 0
 
 
 def test_handshakes_run_concurrently_up_to_a_limit() -> None:
@@ -182,11 +175,11 @@ def test_a_failure_delays_no_other_engine_and_a_success_resets_the_wait() -> Non
 
 
 def test_any_exception_of_a_handshake_is_reported() -> None:
-    reported: list[HandshakeResult | KVFerryError] = []
+    reported: list[EncodedReply | KVFerryError] = []
     done = threading.Event()
     posted: list[Callable[[], None]] = []
 
-    def perform(key: PeerKey) -> Steps[HandshakeResult]:
+    def perform(key: PeerKey) -> Steps[EncodedReply]:
         yield from ()
         raise ZeroDivisionError(key.engine)
 
@@ -194,7 +187,8 @@ def test_any_exception_of_a_handshake_is_reported() -> None:
         posted.append(call)
         done.set()
 
-    Handshakes(perform, post, lambda: 0.0).ask(PeerKey("a", "host", 1), reported.append)
+    asked = HandshakeQueue(perform, lambda _, result: reported.append(result), post, lambda: 0.0)
+    asked.ask(PeerKey("a", "host", 1))
     assert done.wait(20)
     posted[0]()
     [error] = reported
@@ -209,7 +203,7 @@ def test_an_error_keeps_no_reference_to_decoded_data() -> None:
     references: list[weakref.ref[Decoded]] = []
     posted = queue.SimpleQueue[Callable[[], None]]()
 
-    def perform(key: PeerKey) -> Steps[HandshakeResult]:
+    def perform(key: PeerKey) -> Steps[EncodedReply]:
         yield from ()
         decoded = Decoded()
         references.append(weakref.ref(decoded))
@@ -218,24 +212,12 @@ def test_an_error_keeps_no_reference_to_decoded_data() -> None:
         except ZeroDivisionError as exc:
             raise HandshakeError(key.engine) from exc
 
-    reported: list[HandshakeResult | KVFerryError] = []
-    Handshakes(perform, posted.put, lambda: 0.0).ask(PeerKey("a", "host", 1), reported.append)
+    reported: list[EncodedReply | KVFerryError] = []
+    over = lambda _, result: reported.append(result)  # noqa: E731
+    HandshakeQueue(perform, over, posted.put, lambda: 0.0).ask(PeerKey("a", "host", 1))
     posted.get(timeout=20)()
     assert isinstance(reported[0], HandshakeError)
     assert references[0]() is None
-
-
-def test_a_successful_result_is_passed_to_the_used_callback() -> None:
-    harness, used = HandshakeHarness(), list[HandshakeResult]()
-    harness.handshakes = Handshakes(
-        harness._perform, harness._post, lambda: harness.now, used.append
-    )
-    harness.ask()
-    harness.run()
-    harness.fails = True
-    harness.ask("b")
-    harness.run()
-    assert (harness.reported[0], used) == (GOOD, [GOOD])
 
 
 def test_no_handshake_starts_after_close() -> None:
@@ -252,7 +234,7 @@ def test_no_handshake_starts_after_close() -> None:
 def test_handshakes_under_way_end_with_close() -> None:
     begun, ended = threading.Event(), threading.Event()
 
-    def perform(_: PeerKey) -> Steps[HandshakeResult]:
+    def perform(_: PeerKey) -> Steps[EncodedReply]:
         begun.set()
         try:
             yield Wait()
@@ -260,8 +242,10 @@ def test_handshakes_under_way_end_with_close() -> None:
             ended.set()
         return GOOD
 
-    handshakes = Handshakes(perform, lambda _: pytest.fail("it is cancelled"), lambda: 0.0)
-    handshakes.ask(PeerKey("a", "host", 1), lambda _: None)
+    handshakes = HandshakeQueue(
+        perform, lambda *_: None, lambda _: pytest.fail("it is cancelled"), lambda: 0.0
+    )
+    handshakes.ask(PeerKey("a", "host", 1))
     assert begun.wait(20)
     handshakes.close()
     assert ended.wait(20)

@@ -14,8 +14,8 @@ import msgspec
 import pytest
 import zmq
 
-from kvferry.core.endpoint import EndpointOptions, RoomFollower, room_follower, room_inbox
-from kvferry.core.endpoint.room_follower import MAX_PRODUCERS, MAX_SILENT_AT_HOST
+from kvferry.core.directory import RoomFollower, room_follower, room_inbox
+from kvferry.core.directory.room_follower import MAX_PRODUCERS, MAX_SILENT_AT_HOST
 from kvferry.core.errors import (
     AdmissionError,
     DeadlineError,
@@ -28,6 +28,7 @@ from kvferry.core.handshake import HandshakeServer, server, waiting_follows
 from kvferry.core.lifecycle import rooms as rooms_module
 from kvferry.core.lifecycle.rooms import RoomId, Rooms, room_id
 from kvferry.core.lifecycle.ticket import PeerKey
+from kvferry.core.options import EndpointOptions
 from kvferry.core.security import Access, Networks
 from kvferry.core.side_channel_messages import (
     MAX_FOLLOWED,

@@ -12,13 +12,13 @@ from contextlib import closing
 
 import zmq
 
-from kvferry.core.endpoint.handshakes import dialer
-from kvferry.core.endpoint.options import EndpointOptions
+from kvferry.core.directory.handshake_queue import dialer
 from kvferry.core.errors import HandshakeError, KVFerryError, PeerLostError
 from kvferry.core.handshake.connection import SideChannelConnection
 from kvferry.core.handshake.poller import Steps, Task, pause, start
 from kvferry.core.lifecycle.holds import Incarnation
 from kvferry.core.lifecycle.ticket import PeerKey
+from kvferry.core.options import EndpointOptions
 from kvferry.core.side_channel_messages import MAX_PONG_BYTES, Ping, Pong, Refusal, Reply
 
 logger = logging.getLogger(__name__)

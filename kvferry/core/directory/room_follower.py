@@ -18,9 +18,8 @@ from contextlib import closing
 
 from msgspec import UNSET
 
-from kvferry.core.endpoint.handshakes import dialer, forget_frames
-from kvferry.core.endpoint.options import EndpointOptions
-from kvferry.core.endpoint.room_inbox import FollowedRoom, RoomInbox, RoomUser
+from kvferry.core.directory.handshake_queue import dialer, forget_frames
+from kvferry.core.directory.room_inbox import FollowedRoom, RoomInbox, RoomUser
 from kvferry.core.errors import (
     AdmissionError,
     DeadlineError,
@@ -35,6 +34,7 @@ from kvferry.core.handshake.poller import Steps, Wait, pause, start
 from kvferry.core.handshake.sockets import place
 from kvferry.core.lifecycle.rooms import RoomId
 from kvferry.core.lifecycle.ticket import PeerKey
+from kvferry.core.options import EndpointOptions
 from kvferry.core.side_channel_messages import (
     MAX_FOLLOWED_PROMPTS,
     MAX_WAIT_MS,

@@ -1,0 +1,8 @@
+"""What an engine learns of other engines' side channels, once for all its ranks."""
+
+from kvferry.core.directory.directory import Directory
+from kvferry.core.directory.local_directory import LocalDirectory
+from kvferry.core.directory.news import EncodedReply, ProducerNews
+from kvferry.core.directory.room_follower import RoomFollower
+
+__all__ = ["Directory", "EncodedReply", "LocalDirectory", "ProducerNews", "RoomFollower"]

@@ -1,0 +1,378 @@
+"""``Directory`` asks and pings each producer once, for all ranks of an engine."""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import socket
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvferry.core.directory import Directory, EncodedReply, ProducerNews, directory, handshake_queue
+from kvferry.core.directory.handshake_queue import LONGEST_BACKOFF_SECONDS
+from kvferry.core.endpoint import EndpointOptions, Load
+from kvferry.core.errors import (
+    ConnectError,
+    HandshakeError,
+    KVFerryError,
+    PeerLostError,
+    TicketError,
+)
+from kvferry.core.lifecycle.holds import Incarnation, RequestId
+from kvferry.core.lifecycle.ticket import PeerKey, Ticket
+from kvferry.core.planner.build_copies import Pages
+from kvferry.core.security import TicketKey
+from kvferry.core.side_channel_messages import (
+    PayloadRequest,
+    Payloads,
+    Pong,
+    encode,
+)
+from kvferry.testing.engines import CacheShape
+from tests.core.endpoint.engines import Clock, Engine, RecordingTransport, eventually
+from tests.core.endpoint.side_channels import SideChannel
+from tests.core.endpoint.transports import ScriptedTransport
+
+KEY = PeerKey("prefill", "127.0.0.1", 1)
+TTL = 100.0
+
+
+class Channel(SideChannel):
+    """Answers for what a producer's ranks publish, and counts who asks."""
+
+    def __init__(self, producer: Engine, *, payloads: list[bytes] | None = None) -> None:
+        key = producer.ticket_key.public if producer.ticket_key is not None else b""
+        published = [encode(rank.endpoint.payload) for rank in producer.ranks]
+        self._payloads = encode(Payloads(ranks=payloads or published, ticket_key=key))
+        self._producer = producer
+        self.asked = 0
+        self.pinged_by: set[bytes] = set()
+        super().__init__(self._answer_one)
+
+    def serve(self, number: int = 1) -> Ticket:
+        """Return a ticket of the producer that names this side channel."""
+        ticket = self._producer.serve(f"p-{number}", [number], 4)
+        return replace(ticket, port=self.port)
+
+    def _answer_one(self, client: bytes, request: Any) -> bytes:
+        if isinstance(request, PayloadRequest):
+            self.asked += 1
+            return self._payloads
+        self.pinged_by.add(client)
+        return encode(Pong(incarnation=self._producer.incarnation))
+
+
+@pytest.fixture
+def channel(prefill: Engine) -> Iterator[Channel]:
+    with Channel(prefill) as made:
+        yield made
+
+
+@pytest.fixture
+def relay(clock: Clock) -> Iterator[Directory]:
+    with contextlib.closing(Directory(EndpointOptions(), clock)) as made:
+        yield made
+
+
+def outcome_of(relay: Directory) -> EncodedReply | KVFerryError:
+    """Take steps until a handshake is over."""
+    taken: list[ProducerNews] = []
+
+    def is_over() -> bool:
+        taken.append(relay.take())
+        return bool(taken[-1].outcomes)
+
+    eventually(is_over, "a handshake is over")
+    [(_, outcome)] = taken[-1].outcomes
+    return outcome
+
+
+def reply_of(relay: Directory) -> EncodedReply:
+    outcome = outcome_of(relay)
+    assert isinstance(outcome, EncodedReply)
+    return outcome
+
+
+def test_a_producer_is_asked_and_pinged_once_for_two_ranks(channel: Channel) -> None:
+    options = EndpointOptions(liveness_interval=0.05, liveness_misses=100)
+    with Engine("decode", CacheShape(tp=2), options=options) as decode:
+        for number in range(1, 4):
+            assert decode.load(f"d-{number}", channel.serve(number), [2]) is None
+        eventually(lambda: len(channel.pinged_by) >= 1, "the producer is pinged")
+        assert (channel.asked, len(channel.pinged_by)) == (1, 1)
+
+
+def test_all_ranks_learn_that_a_producer_died_and_release_it(prefill: Engine) -> None:
+    drivers = [RecordingTransport(), RecordingTransport()]
+    free = iter(drivers)
+    with Engine("decode", CacheShape(tp=2), transport=lambda: next(free)) as decode:
+        decode.pull("d-1", prefill.serve_later("p-1", [1]), [2])
+        eventually(lambda: all(each.open_connections for each in drivers), "all are connected")
+        prefill.server.close()
+        error = decode.error("d-1")
+        assert isinstance(error, PeerLostError)
+        assert "missed 3 of 3 pings" in str(error)
+        eventually(lambda: not any(each.open_connections for each in drivers), "all are released")
+
+
+def unknown(ticket: Ticket) -> Load:
+    """Return a load of whose producer the directory is not told."""
+    pages = Pages(ids=np.array([2]))
+    ranges = ((0, ticket.tokens),)
+    return Load(request=RequestId("d-1"), ticket=ticket, ranges=ranges, local=(pages,))
+
+
+def test_a_rank_that_lacks_a_reply_says_so_and_waits_for_it(
+    channel: Channel, decode: Engine, relay: Directory
+) -> None:
+    ticket = channel.serve()
+    decode.endpoint.load(unknown(ticket))
+    wanted: set[tuple[PeerKey, int]] = set()
+
+    def is_wanted() -> bool:
+        wanted.update(decode.endpoint.take_wanted())
+        return bool(wanted)
+
+    eventually(is_wanted, "the reply is wanted")
+    assert wanted == {(PeerKey.of(ticket), ticket.incarnation)}
+    relay.wanted(wanted)
+    reply = reply_of(relay)
+    decode.endpoint.relay(ProducerNews(outcomes=((PeerKey.of(ticket), reply),)))
+    assert decode.error("d-1") is None
+
+
+def test_nothing_is_asked_again_whose_answer_is_on_its_way(
+    channel: Channel, relay: Directory, clock: Clock
+) -> None:
+    ticket = channel.serve()
+    wanted = [(PeerKey.of(ticket), ticket.incarnation)]
+    relay.begin("r", ticket)
+    relay.wanted(wanted)
+    assert reply_of(relay).ranks
+    relay.wanted(wanted)
+    assert not relay.pending
+    clock.skip(2 * directory.AGAIN_SECONDS)
+    relay.wanted(wanted)
+    assert reply_of(relay).ranks
+    assert channel.asked == 2
+
+
+def test_a_load_fails_of_whose_producer_nothing_is_heard(channel: Channel, clock: Clock) -> None:
+    with Engine("decode", clock=clock) as decode:
+        decode.endpoint.load(unknown(channel.serve()))
+        clock.skip(20.0)
+        error = decode.error("d-1")
+    assert isinstance(error, HandshakeError)
+    assert "nothing was heard of engine 'prefill' for 15 s" in str(error)
+
+
+def test_all_ranks_get_the_error_of_a_failed_handshake(prefill: Engine) -> None:
+    with Engine("decode", CacheShape(tp=2)) as decode:
+        ticket = prefill.serve("p-1", [1], 4)
+        with socket.create_server(("127.0.0.1", 0)) as unused:
+            port = unused.getsockname()[1]
+        error = decode.load("d-1", replace(ticket, port=port), [2])
+        assert type(error) is HandshakeError
+        assert f"engine 'prefill' at 127.0.0.1 port {port}: nobody listens there" in str(error)
+
+
+def test_a_rank_that_could_not_connect_does_so_later_without_asking_anybody(
+    channel: Channel, driver: ScriptedTransport, clock: Clock
+) -> None:
+    driver.raises["connect"] = ConnectError("the cable is out")
+    drivers = iter([driver, RecordingTransport()])
+    with Engine("decode", CacheShape(tp=2), transport=drivers.__next__, clock=clock) as decode:
+        error = decode.load("d-1", channel.serve(), [2])
+        assert "the cable is out" in str(error)
+        driver.raises.clear()
+        clock.skip(LONGEST_BACKOFF_SECONDS)
+        assert decode.load("d-2", channel.serve(2), [3]) is None
+        assert channel.asked == 1
+        assert len(channel.pinged_by) <= 1
+
+
+def test_a_producer_that_is_gone_is_used_no_more(channel: Channel, decode: Engine) -> None:
+    ticket = channel.serve()
+    assert decode.load("d-1", ticket, [2]) is None
+    gone = (PeerKey.of(ticket), ticket.incarnation, PeerLostError("it died"))
+    decode.endpoint.relay(ProducerNews(gone=(gone,)))
+    decode.endpoint.load(unknown(channel.serve(2)))
+    eventually(lambda: bool(decode.endpoint.take_wanted()), "its reply is wanted")
+    decode.endpoint.relay(ProducerNews(gone=(gone,)))
+    assert isinstance(decode.error("d-1"), PeerLostError)
+
+
+def test_ranks_check_a_reply(clock: Clock) -> None:
+    with (
+        Engine("prefill", agreement={"model": "one"}) as prefill,
+        Channel(prefill) as channel,
+        Engine("decode", CacheShape(tp=2), agreement={"model": "two"}, clock=clock) as decode,
+    ):
+        for number in range(1, 3):
+            error = decode.load(f"d-{number}", channel.serve(number), [2])
+            assert "They differ in model: 'two' here, 'one' there" in str(error)
+            clock.skip(LONGEST_BACKOFF_SECONDS)
+        assert channel.asked == 1
+
+
+@pytest.mark.parametrize("payload", [b"\xc1", encode(Pong(incarnation=1))])
+def test_a_malformed_reply_fails_the_handshake(
+    prefill: Engine, relay: Directory, payload: bytes
+) -> None:
+    with Channel(prefill, payloads=[payload]) as channel:
+        relay.begin("r", channel.serve())
+        error = outcome_of(relay)
+    assert isinstance(error, HandshakeError)
+    assert "payload of rank 0: not a payload" in str(error)
+    assert str(channel.port) in str(error)
+
+
+def test_only_the_maker_of_a_ticket_is_watched(relay: Directory) -> None:
+    with Engine("prefill", ticket_key=TicketKey()) as prefill, Channel(prefill) as channel:
+        ticket = channel.serve()
+        relay.begin("old", replace(ticket, incarnation=ticket.incarnation ^ 1))
+        assert not reply_of(relay).ranks
+        relay.begin("forged", replace(ticket, proof=None))
+        assert not reply_of(relay).ranks
+        relay.begin("genuine", ticket)
+        assert reply_of(relay).ranks
+        relay.begin("next", ticket)
+        assert not relay.take()
+        assert channel.asked == 3
+
+
+def test_a_genuine_ticket_after_many_others_is_watched(
+    prefill: Engine, relay: Directory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ticket = prefill.serve("p-1", [1], 4)
+    with monkeypatch.context() as context:
+        context.setattr(handshake_queue, "MAX_HANDSHAKES", 0)
+        for number in range(1, 2 * directory.MAX_TICKETS):
+            relay.begin(f"r-{number}", replace(ticket, incarnation=ticket.incarnation ^ number))
+        for number in range(2 * directory.MAX_TICKETS):
+            relay.begin(f"s-{number}", ticket)
+    assert reply_of(relay).ranks
+
+
+@pytest.mark.parametrize("pings", [True, False])
+def test_a_producer_that_nobody_uses_is_released_and_asked_again(
+    prefill: Engine, clock: Clock, pings: bool
+) -> None:
+    options = EndpointOptions(
+        engine_ttl=TTL, liveness_interval=0.05 if pings else 0.0, liveness_misses=1000
+    )
+    ticket = prefill.serve("p-1", [1], 4)
+    with contextlib.closing(Directory(options, clock)) as relay:
+        relay.begin("r", ticket)
+        assert reply_of(relay).ranks
+        clock.skip(2 * TTL)
+        assert not relay.take().gone  # a request uses it
+        relay.end("r")
+        clock.skip(2 * TTL)
+        if pings:
+            eventually(lambda: relay.pending, "the check has ended without a step")
+        assert relay.take().gone == ((PeerKey.of(ticket), ticket.incarnation, None),)
+        relay.begin("s", ticket)
+        assert reply_of(relay).ranks
+
+
+def test_the_longest_unused_producer_makes_room(
+    relay: Directory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(directory, "most_peers", lambda: 1)
+    with Engine("one") as one, Engine("two") as two:
+        relay.begin("r", one.serve("p-1", [1], 4))
+        assert reply_of(relay).ranks
+        relay.begin("s", two.serve("p-1", [1], 4))
+        error = outcome_of(relay)  # the first is used
+        assert isinstance(error, ConnectError)
+        assert "there is no room for another engine: 1 are in use" in str(error)
+        relay.end("r")
+        relay.end("s")
+        relay.begin("t", two.serve("p-2", [2], 4))
+        taken: list[ProducerNews] = []
+
+        def is_over() -> bool:
+            taken.append(relay.take())
+            return bool(taken[-1].outcomes)
+
+        eventually(is_over, "the second is asked again")
+        [(_, reply)] = taken[-1].outcomes
+        assert isinstance(reply, EncodedReply)
+        assert [(key.engine, error) for each in taken for key, _, error in each.gone] == [
+            ("one", None)
+        ]
+
+
+def test_a_handshake_that_no_rank_waits_for_asks_for_no_steps_and_does_not_begin(
+    channel: Channel, relay: Directory, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ticket = channel.serve()
+    with monkeypatch.context() as context:
+        context.setattr(handshake_queue, "MAX_HANDSHAKES", 0)
+        relay.begin("r", ticket)
+        assert relay.take().is_asking
+        relay.end("r")
+        assert relay.pending  # ranks wait for it
+        clock.skip(20.0)
+        assert not relay.pending
+    assert relay.take() == ProducerNews()
+    assert channel.asked == 0
+    relay.begin("s", ticket)
+    assert reply_of(relay).ranks
+
+
+def test_long_replies_are_spread_over_steps(
+    relay: Directory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(directory, "MAX_STEP_BYTES", 1)
+    with Engine("one") as one, Engine("two") as two:
+        for name, each in (("r", one), ("s", two)):
+            relay.begin(name, each.serve("p-1", [1], 4))
+        taken = [relay.take()]
+        while sum(len(each.outcomes) for each in taken) < 2:
+            taken.append(relay.take())
+        assert max(len(each.outcomes) for each in taken) == 1
+        assert not relay.pending
+
+
+def test_a_reply_that_was_not_sent_yet_is_not_sent_if_its_producer_is_lost(
+    channel: Channel, relay: Directory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as context:
+        context.setattr(directory, "MAX_STEP_BYTES", 0)
+        relay.begin("r", channel.serve())
+        eventually(lambda: not relay.take().is_asking, "the producer has answered")
+        channel.close()
+        eventually(lambda: bool(relay.take().gone), "the producer is lost")
+    assert isinstance(outcome_of(relay), PeerLostError)
+
+
+def test_news_survive_the_way_to_another_process() -> None:
+    reply = EncodedReply(
+        place=KEY, incarnation=Incarnation(3), ranks=(b"a", b"b"), numeric="127.0.0.1"
+    )
+    told = ProducerNews(
+        gone=((KEY, 1, PeerLostError("it died")), (KEY, 2, None)),
+        outcomes=((KEY, reply), (KEY, ConnectError("no file is left"))),
+    )
+    came = pickle.loads(pickle.dumps(told))
+    assert (came.gone[1], came.outcomes[0]) == (told.gone[1], told.outcomes[0])
+    errors = [came.gone[0][2], came.outcomes[1][1]]
+    assert [(type(error), str(error)) for error in errors] == [
+        (PeerLostError, "it died"),
+        (ConnectError, "no file is left"),
+    ]
+
+
+def test_a_ticket_of_an_earlier_life_is_refused_by_every_rank(prefill: Engine) -> None:
+    with Engine("decode", CacheShape(tp=2)) as decode:
+        ticket = prefill.serve("p-1", [1], 4)
+        error = decode.load("d-1", replace(ticket, incarnation=ticket.incarnation ^ 1), [2])
+        assert isinstance(error, TicketError)
+        assert "restarted since" in str(error)
+        assert decode.load("d-2", ticket, [2]) is None
