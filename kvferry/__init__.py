@@ -7,6 +7,7 @@ the entry-point group ``kvferry.drivers``. ``examples/two_endpoints.py`` is the 
 
 TYPE_CHECKING = False  # type checkers take this name for true, so typing need not be imported
 if TYPE_CHECKING:
+    from kvferry.core.directory import Directory, LocalDirectory
     from kvferry.core.endpoint import Endpoint, EndpointOptions, Identity, Load, Results
     from kvferry.core.errors import KVFerryError
     from kvferry.core.handshake import HandshakeServer
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     __version__: str
 
 __all__ = [
+    "Directory",
     "Endpoint",
     "EndpointOptions",
     "Field",
@@ -32,6 +34,7 @@ __all__ = [
     "KVFerryError",
     "Layout",
     "Load",
+    "LocalDirectory",
     "Pages",
     "Results",
     "SchedulerHolds",
@@ -45,6 +48,8 @@ __all__ = [
 ]
 
 _SOURCES = {
+    "Directory": "core.directory:Directory",
+    "LocalDirectory": "core.directory:LocalDirectory",
     "Endpoint": "core.endpoint:Endpoint",
     "EndpointOptions": "core.endpoint:EndpointOptions",
     "Field": "core.layout:Field",
