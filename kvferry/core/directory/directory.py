@@ -264,7 +264,8 @@ class Directory:
         self._producers[name] = self._producers.pop(name)
 
     def _end_unused(self) -> None:
-        for name, producer in list(self._producers.items()):
+        while self._producers:
+            name, producer = next(iter(self._producers.items()))
             if self._clock() - producer.last_used < self._options.engine_ttl:
                 return
             if self._is_wanted(name, producer):
