@@ -228,28 +228,20 @@ class _Waiter:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Producer:
-    """A producer whose reply this rank has, from when it has come until the directory lets it go.
+    """A producer whose reply this rank has, from when it has come until the directory lets it go."""
 
-    Attributes:
-        key: the producer as it was asked.
-        reply: what it answered.
-        handshake: what was read of it; ``None`` before, and if it was refused, with ``refusal``.
-        is_proven: whether it has been connected, so that the reply was its own.
-        peer: the producer as it is connected, or being connected.
-        due: the earliest time to connect, after ``failures`` in a row.
-    """
-
-    key: PeerKey
+    key: PeerKey  # as it was asked
     reply: EncodedReply
     begun: float
+    # What was read of the reply; ``None`` before, and if it was refused, with ``refusal``.
     handshake: HandshakeResult | None = None
     refusal: KVFerryError | None = None
-    peer: Peer | None = None
+    peer: Peer | None = None  # connected, or being connected
     is_connecting: bool = False
-    is_proven: bool = False
+    is_proven: bool = False  # it has been connected, so the reply was its own
     waiting: list[_Waiter] = field(default_factory=list)
     failures: int = 0
-    due: float = 0.0
+    due: float = 0.0  # the earliest time to connect, after so many failures in a row
 
     @property
     def name(self) -> ProducerName:
