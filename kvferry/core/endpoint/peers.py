@@ -228,7 +228,7 @@ class _Waiter:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Producer:
-    """A producer whose reply this rank has, from when it has come until the directory lets it go."""
+    """A producer whose reply this rank has, until the directory lets it go."""
 
     key: PeerKey  # as it was asked
     reply: EncodedReply
