@@ -230,7 +230,8 @@ class _Waiter:
 class _Producer:
     """A producer whose reply this rank has, until the directory lets it go."""
 
-    key: PeerKey  # as it was asked
+    key: PeerKey  # as it was asked for the reply
+    watched: PeerKey  # as the directory has asked it last
     reply: EncodedReply
     begun: float
     # What was read of the reply; ``None`` before, and if it was refused, with ``refusal``.
@@ -406,7 +407,7 @@ class Peers:
     def _on_gone(self, key: PeerKey, incarnation: int, error: KVFerryError | None) -> None:
         """Let a producer go; if nothing was wrong with it, what uses it may end."""
         producer = self._producers.get((key.engine, incarnation, key.ticket_key))
-        if producer is not None and producer.key == key:
+        if producer is not None and producer.watched == key:
             waiting, producer.waiting = producer.waiting, []
             peer = None if producer.is_connecting else producer.peer
             if peer is not None and error is not None:
@@ -434,11 +435,13 @@ class Peers:
             known = None
         if known is None:
             begun = time.perf_counter() - reply.seconds
-            producer = _Producer(key=key, reply=reply, begun=begun)
+            producer = _Producer(key=key, watched=key, reply=reply, begun=begun)
             self._producers[reply.name] = producer
             self._unread.append(producer)
             if len(self._unread) == 1:
                 self._read_next()
+        else:
+            known.watched = key
 
     def _read_next(self) -> None:
         # Never two at a time: that holds the interpreter's lock and is no faster.

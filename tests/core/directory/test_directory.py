@@ -206,6 +206,21 @@ def test_a_producer_that_is_gone_is_used_no_more(channel: Channel, decode: Engin
     assert isinstance(decode.error("d-1"), PeerLostError)
 
 
+def test_a_producer_is_gone_as_it_was_asked_last(
+    prefill: Engine, driver: ScriptedTransport, relay: Directory
+) -> None:
+    with Engine("decode", transport=lambda: driver) as decode:
+        ticket = prefill.serve_later("p-1", [1])
+        decode.pull("d-1", ticket, [2])
+        eventually(lambda: driver.open_connections == 1, "it is connected")
+        relay.begin("r", ticket)
+        other = PeerKey.of(ticket)._replace(routed=("router", 2))
+        decode.endpoint.relay(ProducerNews(outcomes=((other, reply_of(relay)),)))
+        gone = (other, ticket.incarnation, PeerLostError("it died"))
+        decode.endpoint.relay(ProducerNews(gone=(gone,)))
+        assert isinstance(decode.error("d-1"), PeerLostError)
+
+
 def test_ranks_check_a_reply(clock: Clock) -> None:
     with (
         Engine("prefill", agreement={"model": "one"}) as prefill,
