@@ -63,12 +63,11 @@ def scripted(*answers: wire.Reply) -> Iterator[tuple[int, list[wire.Request]]]:
 
         def serve_all() -> None:
             for answer in answers:
-                asked: wire.Request | None = None
+                routing_id, data = channel.recv_multipart()
                 # A ping is meant for whoever had this port before, in another process.
-                while not isinstance(asked, wire.PayloadRequest):
+                while isinstance(wire.decode_request(data), wire.Ping):
                     routing_id, data = channel.recv_multipart()
-                    asked = wire.decode_request(data)
-                requests.append(asked)
+                requests.append(wire.decode_request(data))
                 channel.send_multipart([routing_id, wire.encode(answer)])
 
         served = pool.submit(serve_all)
