@@ -18,12 +18,12 @@ from kvferry.core.directory.handshake_queue import LONGEST_BACKOFF_SECONDS, Hand
 from kvferry.core.directory.liveness import LivenessChecks
 from kvferry.core.directory.news import EncodedReply, Gone, Outcome, ProducerNews
 from kvferry.core.error_causes import RAISE_LIMITS
-from kvferry.core.errors import ConnectError, HandshakeError, KVFerryError, TicketError
+from kvferry.core.errors import ConnectError, HandshakeError, KVFerryError
 from kvferry.core.handshake.poller import Steps
 from kvferry.core.handshake.reply_limits import ReplyLimits
 from kvferry.core.lifecycle.ticket import PeerKey, ProducerName, Ticket
 from kvferry.core.options import EndpointOptions, most_peers
-from kvferry.core.security import proof
+from kvferry.core.security.proof import verify
 
 MAX_STEP_BYTES = 1 << 20
 """The most bytes of replies in the messages of one step, beyond the first reply."""
@@ -88,6 +88,11 @@ class Directory:
         """Return whether ``take`` has, or will soon have, messages that the ranks wait for."""
         return bool(self._posted or self._outcomes or self._gone) or self._is_awaited(self._clock())
 
+    @property
+    def is_used(self) -> bool:
+        """Return whether a request is between ``begin`` and ``end``."""
+        return bool(self._users)
+
     def begin(self, request: Hashable, ticket: Ticket) -> None:
         """Count a request as a user of its producer until ``end``; ask the producer if need be."""
         self.end(request)
@@ -110,7 +115,7 @@ class Directory:
         key = PeerKey.of(ticket)
         asking = self._ask(key, now)
         # A forged ticket does not count: whoever answers for it alone is not watched.
-        if _is_genuine(ticket):
+        if ticket.proof is None or verify(ticket.proof):
             asking.incarnations.setdefault(ticket.incarnation)
             if len(asking.incarnations) > MAX_TICKETS:
                 del asking.incarnations[next(iter(asking.incarnations))]
@@ -226,9 +231,7 @@ class Directory:
         name, known = reply.name, self._producers.get(reply.name)
         if known is not None and known.key == key:
             return None
-        if known is not None:  # whoever answered first may be another
-            known.stop()
-        elif not self._has_room():
+        if known is None and not self._has_room():
             return ConnectError(
                 f"there is no room for another engine: {len(self._producers)} are in use, which is "
                 "the most; send requests from fewer prefill engines at once to each decode engine, "
@@ -251,6 +254,9 @@ class Directory:
                 )
             except HandshakeError as exc:
                 return ConnectError(f"cannot watch engine {key.engine}: {exc}")
+        if known is not None:  # whoever answered first may be another
+            known.stop()
+            del self._producers[name]  # it comes last again
         self._producers[name] = producer
         return None
 
@@ -296,11 +302,3 @@ class Directory:
             if isinstance(outcome, EncodedReply) and outcome.name == name:
                 self._reply_limits.used(outcome.nbytes)
                 self._outcomes[index] = key, why
-
-
-def _is_genuine(ticket: Ticket) -> bool:
-    try:
-        proof.check(ticket.proof, ticket.ticket_key)
-    except TicketError:
-        return False
-    return True

@@ -44,7 +44,6 @@ class LocalDirectory:
         self._ranks = ranks
         self._lock = threading.Lock()
         self._changed = threading.Event()
-        self._requests: set[Hashable] = set()
         self._is_closed = False
         self._directory = Directory(options, clock, self._changed.set)
         self._thread = threading.Thread(target=self._run, name="kvferry-directory", daemon=True)
@@ -53,14 +52,12 @@ class LocalDirectory:
     def begin(self, request: Hashable, ticket: Ticket) -> None:
         """Count a request whose load has begun as a user of its producer, until ``end``."""
         with self._lock:
-            self._requests.add(request)
             self._directory.begin(request, ticket)
         self._changed.set()
 
     def end(self, request: Hashable) -> None:
         """Count a request no longer as a user; ignored if it is none."""
         with self._lock:
-            self._requests.discard(request)
             self._directory.end(request)
 
     def close(self) -> None:
@@ -70,8 +67,8 @@ class LocalDirectory:
         self._thread.join()
         self._directory.close()
 
-    def step(self) -> None:
-        """Tell the ranks what there is to tell."""
+    def step(self) -> bool:
+        """Tell the ranks what there is to tell; return whether there may be more before long."""
         with self._lock:
             for rank in self._ranks:
                 self._directory.wanted(rank.take_wanted())
@@ -79,10 +76,9 @@ class LocalDirectory:
                 for rank in self._ranks:
                     with contextlib.suppress(EndpointClosedError):
                         rank.relay(news)
+            return self._directory.is_used or self._directory.pending
 
     def _run(self) -> None:
         while not self._is_closed:
             self._changed.clear()
-            self.step()
-            is_busy = self._requests or self._directory.pending
-            self._changed.wait(_STEP_SECONDS if is_busy else None)
+            self._changed.wait(_STEP_SECONDS if self.step() else None)

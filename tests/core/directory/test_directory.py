@@ -295,6 +295,27 @@ def test_a_producer_that_nobody_uses_is_released_and_asked_again(
         assert reply_of(relay).ranks
 
 
+def test_a_producer_that_is_asked_elsewhere_is_unused_for_less_time_than_others(
+    clock: Clock,
+) -> None:
+    options = EndpointOptions(engine_ttl=TTL, liveness_interval=0.0)
+    with (
+        Engine("one") as one,
+        Engine("two") as two,
+        contextlib.closing(Directory(options, clock)) as relay,
+    ):
+        tickets = [each.serve("p-1", [1], 4) for each in (one, two)]
+        for ticket in tickets:
+            relay.reach(ticket)
+            assert reply_of(relay).ranks
+        clock.skip(TTL / 2)
+        elsewhere = PeerKey.of(tickets[0])._replace(routed=("router", 2))
+        relay.wanted([(elsewhere, tickets[0].incarnation)])
+        assert reply_of(relay).ranks
+        clock.skip(TTL / 2 + 1)
+        assert [key.engine for key, _, _ in relay.take().gone] == ["two"]
+
+
 def test_the_longest_unused_producer_makes_room(
     relay: Directory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
