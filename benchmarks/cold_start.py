@@ -86,6 +86,7 @@ class Consumers:
                 "127.0.0.1",
                 Incarnation(channel.INCARNATION),
                 lost=lambda exc: self._lost.append(str(exc)),
+                wanted=lambda: True,
             )
             for _ in range(count)
         ]

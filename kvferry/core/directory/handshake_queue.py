@@ -40,9 +40,9 @@ Over = Callable[[PeerKey, EncodedReply | KVFerryError], None]
 """Called with the outcome of a handshake."""
 
 
-def backoff_seconds(failures: int) -> float:
+def backoff_seconds(failures: int, longest: float = LONGEST_BACKOFF_SECONDS) -> float:
     """Return the pause after so many earlier failures."""
-    return min(FIRST_BACKOFF_SECONDS * 2.0 ** min(failures, 16), LONGEST_BACKOFF_SECONDS)
+    return min(FIRST_BACKOFF_SECONDS * 2.0 ** min(failures, 16), longest)
 
 
 @dataclass(slots=True, kw_only=True)

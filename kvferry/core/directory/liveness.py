@@ -32,11 +32,6 @@ Lost = Callable[[KVFerryError | None], None]
 """Called with the error when a producer is lost; with ``None`` when it is not wanted any more."""
 
 
-def always() -> bool:
-    """Return ``True``: a producer is watched until the caller ends that."""
-    return True
-
-
 class LivenessChecks:
     """Ping producers. Used by one thread only."""
 
@@ -51,7 +46,7 @@ class LivenessChecks:
         incarnation: Incarnation,
         *,
         lost: Lost,
-        wanted: Callable[[], bool] = always,
+        wanted: Callable[[], bool],
     ) -> Callable[[], None]:
         """Ping a producer until it is lost; return a function that ends that at once.
 

@@ -18,7 +18,7 @@ from contextlib import closing
 
 from msgspec import UNSET
 
-from kvferry.core.directory.handshake_queue import dialer, forget_frames
+from kvferry.core.directory.handshake_queue import backoff_seconds, dialer, forget_frames
 from kvferry.core.directory.room_inbox import FollowedRoom, RoomInbox, RoomUser
 from kvferry.core.errors import (
     AdmissionError,
@@ -60,7 +60,6 @@ TURN_MS = 20
 """How long an answer may be delayed if there are more rooms than one request can name."""
 SHORTEST_SECONDS = 0.002
 """The least time between two questions, also if a producer answers at once without news."""
-PAUSE_SECONDS = 0.1
 LONGEST_PAUSE_SECONDS = 0.8
 """The pause after an attempt that failed doubles with each up to this, until an answer comes."""
 FINAL = (RefusedError, AdmissionError)
@@ -340,7 +339,7 @@ class _Producer:
             self._failed(exc)
         except Exception as exc:  # noqa: BLE001  the requests must hear of any failure
             self._failed(HandshakeError(f"failed: {exc!r}"))
-        seconds = min(PAUSE_SECONDS * 2.0 ** min(self._attempts, 16), LONGEST_PAUSE_SECONDS)
+        seconds = backoff_seconds(self._attempts, LONGEST_PAUSE_SECONDS)
         self._attempts += 1
         yield from pause(seconds)
 

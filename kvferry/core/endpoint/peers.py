@@ -369,7 +369,7 @@ class Peers:
                 self._forget_with_idle(peer)
                 peer = None
             if producer.refusal is not None:
-                waiter.failed(producer.refusal)
+                self._fail([waiter], producer.refusal)
             elif peer is None:
                 producer.waiting.append(waiter)
             elif peer.suspect and waiter.loads:
@@ -420,10 +420,12 @@ class Peers:
                     self._reach(waiter)
             else:
                 self._fail(waiting, error)
-        if error is not None and key in self._unknown:
-            waiters = self._unknown.pop(key)
-            self._fail([each for each in waiters if each.ticket.incarnation == incarnation], error)
-            for waiter in (each for each in waiters if each.ticket.incarnation != incarnation):
+        if error is None:
+            return
+        for waiter in self._unknown.pop(key, []):
+            if waiter.ticket.incarnation == incarnation:
+                self._fail([waiter], error)
+            else:
                 self._reach(waiter)
 
     def _add(self, key: PeerKey, reply: EncodedReply) -> None:

@@ -303,7 +303,9 @@ def test_a_silent_producer_does_not_delay_the_detection_of_another_ones_death() 
 
         def start_check(name: str, port: int, incarnation: int) -> Callable[[], None]:
             key = PeerKey(name, "127.0.0.1", port)
-            return checks.start(key, "127.0.0.1", Incarnation(incarnation), lost=lost.put)
+            return checks.start(
+                key, "127.0.0.1", Incarnation(incarnation), lost=lost.put, wanted=lambda: True
+            )
 
         start_check("silent", silent.getsockname()[1], 1)
         start_check("one", one.server.port, one.incarnation)
