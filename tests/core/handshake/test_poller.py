@@ -152,6 +152,8 @@ def test_every_task_hears_if_the_thread_ends() -> None:
         call(failing(SystemExit()))
     assert isinstance(waiting.over.get(timeout=LONG), HandshakeError)
     assert waiting.ended.is_set()
+    waiting.thread.join(LONG)  # else its end is told as another test's fault
+    assert not waiting.thread.is_alive()
     assert call(resting()) == "again"
 
 
