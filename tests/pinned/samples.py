@@ -20,7 +20,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from kvferry.core import messages as wire
 from kvferry.core import side_channel_messages as side
-from kvferry.core.endpoint.producer import SlotTable
+from kvferry.core.endpoint.hold_server import SlotTable
 from kvferry.core.errors import TicketError
 from kvferry.core.handshake.shapes import EngineShape
 from kvferry.core.layout import ContextParallel, Group, GroupKind, Layout, axis

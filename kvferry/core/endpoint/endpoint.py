@@ -15,14 +15,12 @@ from functools import partial
 
 from kvferry.core.directory.news import ProducerNews
 from kvferry.core.endpoint import log_messages
-from kvferry.core.endpoint.consumer import LoadManager
-from kvferry.core.endpoint.copy_stage import CopyStage
-from kvferry.core.endpoint.device_sync import DeviceSync
 from kvferry.core.endpoint.error_containment import ErrorContainment
+from kvferry.core.endpoint.hold_server import HoldServer, SlotTable
 from kvferry.core.endpoint.load import Load
+from kvferry.core.endpoint.load_manager import LoadManager
 from kvferry.core.endpoint.page_copies import PageCopies, RunningCopies
 from kvferry.core.endpoint.peers import STUCK_SECONDS, BlockingCalls, Connections
-from kvferry.core.endpoint.producer import HoldServer, SlotTable
 from kvferry.core.endpoint.results import Identity, Results
 from kvferry.core.endpoint.slot_reads import ScratchWords
 from kvferry.core.endpoint.transfers import Transfers
@@ -35,7 +33,6 @@ from kvferry.core.errors import (
 )
 from kvferry.core.layout import Layout
 from kvferry.core.lifecycle.holds import EndedHold, RequestId
-from kvferry.core.lifecycle.loads import LoadId
 from kvferry.core.lifecycle.reclamation import Silence
 from kvferry.core.lifecycle.scheduler_holds import HoldOrders
 from kvferry.core.lifecycle.ticket import PeerKey, Ticket
@@ -152,26 +149,14 @@ class Endpoint:
             containment=self._containment,
             scratch=self._scratch,
             zero=zero,
+            copies=self._copies,
             options=options,
             post=self._post,
             clock=clock,
             metrics=self._metrics,
-            reported=self._on_load_over,
-        )
-        self._device_sync = DeviceSync(
-            self._load_manager.begin, clock=clock, patience=options.load_timeout
+            reported=self._report_load,
         )
         self._results = _ResultQueue()
-        self._stage = (
-            None
-            if self._copies is None
-            else CopyStage(
-                self._copies,
-                report=self._report_load,
-                clock=clock,
-                patience=options.load_timeout,
-            )
-        )
         self._next_listen = 0.0
         self._is_woken = transport.wake_when_ended(self._wake.set)
         # Written by one thread and read by others; each is replaced in one step.
@@ -280,12 +265,7 @@ class Endpoint:
         self._check_staged(load.copy is not None, is_needed=load.reads)
         if load.report:
             self._results.expect()
-        if load.copy is not None:
-            self._post(lambda: self._begin_staged(load, passed))
-        elif passed is None:
-            self._post(lambda: self._load_manager.begin(load))
-        else:
-            self._post(lambda: self._device_sync.add(load, passed))
+        self._post(lambda: self._load_manager.begin(load, passed))
 
     def extend(self, request: RequestId, part: Ticket, *, is_last: bool = False) -> None:
         """Use a newer part of a request's early load (``Load.is_early``), if that is under way.
@@ -293,7 +273,7 @@ class Endpoint:
         Only the newest part counts, so parts may be left out, but not the last: the ticket
         (``is_last``), from which ``EndpointOptions.load_timeout`` counts.
         """
-        self._command(lambda: self._extend(request, part, is_last=is_last))
+        self._command(lambda: self._load_manager.extend(request, part, is_last=is_last))
 
     def refuse(self, request: RequestId, error: KVFerryError) -> None:
         """Report a request as failed in the next ``results``, without starting a load."""
@@ -304,7 +284,7 @@ class Endpoint:
 
         Each is reported as failed once no byte can land in its pages any more.
         """
-        self._command(lambda: self._abort(request))
+        self._command(lambda: self._load_manager.abort(request))
 
     # Both sides.
 
@@ -437,12 +417,12 @@ class Endpoint:
 
     def _check_staged(self, has_copy: bool, *, is_needed: bool = False) -> None:
         """Refuse a copy in an endpoint without ``PageCopies``, and in others its lack."""
-        if has_copy and self._stage is None:
+        if has_copy and self._copies is None:
             raise CopyError(
                 "a copy between the device and host pages was ordered, and this endpoint has no "
                 "copies: pass it copies, or leave the copy out"
             )
-        if is_needed and not has_copy and self._stage is not None:
+        if is_needed and not has_copy and self._copies is not None:
             raise CopyError(
                 "pages are to be loaded, and their copy to the device was not ordered: this "
                 "endpoint stages its cache, so set Load.copy"
@@ -473,7 +453,7 @@ class Endpoint:
         until = self._clock() + WIND_DOWN_SECONDS
         while self._clock() < until:
             self._run_commands()
-            self._containment.run("giving loads up", self._abort_all, None)
+            self._containment.run("giving loads up", self._load_manager.abort_all, None)
             busy = self._step("performing loads", self._load_manager.progress)
             busy = self._copy_pages() or busy
             if not (busy or len(self._transfers) or self._unfinished_copies):
@@ -486,7 +466,6 @@ class Endpoint:
         busy = self._run_commands()
         # Each step handles the errors of a single load, peer or message itself. Other errors are
         # logged and do not end the thread: deadlines are kept only while there are further rounds.
-        busy = self._step("beginning loads", self._device_sync.progress) or busy
         busy = self._step("performing loads", self._load_manager.progress) or busy
         busy = self._step("reading", self._transfers.progress) or busy
         busy = self._copy_pages() or busy
@@ -506,22 +485,20 @@ class Endpoint:
         return 0 if self._copies is None else len(self._copies)
 
     def _copy_pages(self) -> bool:
-        if self._copies is None or self._stage is None:
+        if self._copies is None:
             return False
         busy = self._step("copying pages of holds", self._hold_server.progress)
         busy = self._step("copying pages", self._copies.progress) or busy
-        busy = self._step("copying loaded pages", self._stage.progress) or busy
         if busy:
             self._next_listen = 0.0  # a hold may be ready, or may have ended
         return busy
 
     @property
     def _is_copying(self) -> bool:
-        """Return whether a copy waits for the device, or is under way and not lost."""
-        if self._copies is None or self._stage is None:
+        """Return whether a copy to the host waits for the device, or any copy is under way."""
+        if self._copies is None:
             return False
-        waits = self._hold_server.is_computing or self._stage.is_waiting
-        return waits or self._copies.is_busy
+        return self._hold_server.is_computing or self._copies.is_busy
 
     def _run_commands(self) -> bool:
         busy = False
@@ -548,32 +525,6 @@ class Endpoint:
     def _report_sent(self) -> None:
         self._results.add_ended(*self._hold_server.take_ended())
 
-    def _extend(self, request: RequestId, part: Ticket, *, is_last: bool) -> None:
-        if not self._device_sync.extend(request, part, is_last=is_last):
-            self._load_manager.extend(request, part, is_last=is_last)
-
-    def _abort(self, request: RequestId) -> None:
-        self._device_sync.give_up(request)
-        self._load_manager.abort(request)
-
-    def _abort_all(self) -> None:
-        self._device_sync.give_up()
-        self._load_manager.abort_all()
-
-    def _begin_staged(self, load: Load, passed: Callable[[], bool] | None) -> None:
-        """Begin a load into host pages, which waits for the device only before its copy."""
-        load_id = self._load_manager.begin(load)
-        if self._stage is not None and load.copy is not None and load_id is not None:
-            self._stage.begin(load_id, load, load.copy, passed)
-
-    def _on_load_over(
-        self, load_id: LoadId, load: Load, error: KVFerryError | None, record: LoadRecord
-    ) -> None:
-        if self._stage is not None and load.copy is not None:
-            self._stage.loaded(load_id, load, error, record)
-        else:
-            self._report_load(load, error, record)
-
     def _report_load(self, load: Load, error: KVFerryError | None, record: LoadRecord) -> None:
         count = partial(self._count, load, error, record)
         self._containment.run("counting a load", count, None)
@@ -588,7 +539,7 @@ class Endpoint:
     def _pause(self, busy: bool) -> float:
         if busy:
             return 0.0
-        if len(self._device_sync) or self._is_copying:
+        if self._load_manager.waits_for_device or self._is_copying:
             return BUSY_SECONDS
         if len(self._transfers) and not self._is_woken:
             return BUSY_SECONDS

@@ -69,7 +69,8 @@ class LoadState:
 
     Attributes:
         load: what the engine has asked for, with the newest part of an early load.
-        begun: when the load began, or an early load's last part came, by ``time.perf_counter``.
+        begun: when the load began, the device had finished with its pages, or an early load's last
+            part came, whichever was last, by ``time.perf_counter``.
         grace: the time for the load's cancelled reads to end; ``None`` if none was cancelled.
         peer: the producer; ``None`` until the load's handshake has succeeded.
         handshake_succeeded: when, by ``time.perf_counter``; 0 before.
@@ -78,6 +79,7 @@ class LoadState:
         early_groups: producer rank index to the local groups that are read early.
         failed_at: ``Stage.WAIT`` if the load had failed before it began; else ``Loads`` knows the
             stage.
+        fenced: when the last fence was read, by ``time.perf_counter``; 0 before.
         wait_seconds: how long requests with the ticket had waited for pages before the load.
     """
 
@@ -98,6 +100,7 @@ class LoadState:
     post_seconds: float = 0.0
     transfer_seconds: float = 0.0
     fence_seconds: float = 0.0
+    fenced: float = 0.0
     _request: ReadRequest | None = field(default=None, init=False)
     _named: frozenset[int] | None = field(default=None, init=False)
 
@@ -204,6 +207,7 @@ class LoadState:
             post_seconds=self.post_seconds,
             transfer_seconds=self.transfer_seconds,
             fence_seconds=self.fence_seconds,
+            copy_seconds=now - self.fenced if self.fenced and self.load.copy is not None else 0.0,
             ended=time.time(),
         )
 

@@ -3,7 +3,10 @@
 The endpoint calls a method per event, and performs the actions that ``take_actions`` returns. A
 load is reported exactly once, and only when no byte can arrive in its pages any more.
 
-    begin -> HANDSHAKE -> per producer rank: (CHECK ->) READ -> FENCE -> over -> report
+    begin -> HANDSHAKE -> per producer rank: (CHECK ->) READ -> FENCE -> over -> (COPY ->) report
+
+Nothing is read while the device may still work on the pages. Where the cache is staged, the pages
+are the host's, and nothing is copied to the device's blocks while it may still work on them.
 
 An early load begins with a part. Until the last part comes, which is the ticket, it goes round:
 
@@ -49,6 +52,8 @@ class LoadAction(enum.Enum):
     """Send "done" to a producer rank from which nothing was read."""
     ABANDON = "abandon"
     """Tell a producer rank by "abandon" that the pages are not needed any more: the load failed."""
+    COPY = "copy"
+    """Copy what was read from host pages to the device; its end must be passed to ``Loads``."""
     REPORT = "report"
     """Report the load as over: failed if ``Action.error`` is set, otherwise received."""
 
@@ -58,7 +63,7 @@ class Action:
     """An action that the endpoint performs for a load.
 
     Attributes:
-        rank: index of the producer rank; -1 for a report.
+        rank: index of the producer rank; -1 for a report or a copy.
         error, stage: with ``REPORT``, why and in which stage the load failed.
         since: with ``READ``, for how many first tokens pages that can be read early were read
             before.
@@ -86,7 +91,8 @@ class RemoteRank:
 class _At(enum.Enum):
     """How far a load is on one producer rank."""
 
-    # An early load waits for more pages, or its last part; ``tick`` has the watermark read.
+    # The device works on the pages; or an early load waits for more of them, or for its last part,
+    # and ``tick`` has the watermark read.
     IDLE = enum.auto()
     MARKING = enum.auto()
     CHECKING = enum.auto()
@@ -130,7 +136,7 @@ class _Progress:
 
 @dataclass(slots=True, kw_only=True)
 class _Load:
-    """One load; see ``Loads.begin`` for the first seven fields."""
+    """One load; see ``Loads.begin`` for the first nine fields."""
 
     request: RequestId
     hold: Hold
@@ -139,6 +145,8 @@ class _Load:
     shared: bool
     deadline: float
     early: bool
+    device: bool
+    copies: bool  # ``False`` again once the copy has passed
     # What the newest part covers.
     tokens: int
     # Early reads end at multiples of this number of tokens; 0 if nothing is read early.
@@ -150,6 +158,9 @@ class _Load:
     at: dict[int, _At] = field(default_factory=dict)
     failure: KVFerryError | None = None
     failed_at: Stage | None = None
+    # "done" or "abandon" was queued for each rank that it is for.
+    told: bool = False
+    is_copying: bool = False
     # A REPORT was queued, even if ``take_actions`` has returned it since.
     reported: bool = False
 
@@ -158,7 +169,15 @@ class _Load:
         """Return the stage on the first rank where the load is not over, or ``None``."""
         if self.parties is None:
             return Stage.HANDSHAKE
-        return next((at.stage for at in self.at.values() if at is not _At.OVER), None)
+        if self.is_blocked:
+            return Stage.WAIT
+        stages = (at.stage for at in self.at.values() if at is not _At.OVER)
+        return next(stages, Stage.COPY if self.copies else None)
+
+    @property
+    def is_blocked(self) -> bool:
+        """Return whether nothing may be read yet, since the device works on the pages."""
+        return self.device and not self.copies
 
     @property
     def is_computing(self) -> bool:
@@ -232,6 +251,11 @@ class Loads:
         load = self._loads.get(load_id)
         return load is not None and self._is_outdated(load, rank)
 
+    def waits_for_device(self, load_id: LoadId) -> bool:
+        """Return whether ``passed`` is still to be called for a load, which has not failed."""
+        load = self._loads.get(load_id)
+        return load is not None and load.device and load.failure is None
+
     def wanted(self, load_id: LoadId) -> bool:
         """Return whether a load's data is still wanted: it has not failed and is not reported."""
         load = self._loads.get(load_id)
@@ -252,6 +276,8 @@ class Loads:
         deadline: float,
         shared: bool = False,
         early: int = 0,
+        device: bool = False,
+        copies: bool = False,
     ) -> LoadId:
         """Start a load whose handshake is under way.
 
@@ -265,6 +291,8 @@ class Loads:
             shared: whether others use the hold, so that neither "done" nor "abandon" is sent.
             early: for an early load, the tokens that the part covers; the deadline then counts only
                 once the last part has come.
+            device: whether the device may still work on what the load writes, until ``passed``.
+            copies: whether it reads into host pages, which are then copied to the device.
         """
         load_id = LoadId(next(self._ids))
         self._loads[load_id] = _Load(
@@ -275,6 +303,8 @@ class Loads:
             shared=shared,
             deadline=deadline,
             early=bool(early),
+            device=device and reads,
+            copies=copies and reads,
             tokens=early,
         )
         return load_id
@@ -292,8 +322,23 @@ class Loads:
         if load is None or not load.early or load.reported:
             return
         load.hold, load.early, load.computed, load.deadline = hold, False, computed, deadline
-        for rank in [rank for rank, at in load.at.items() if at is _At.IDLE]:
-            self._step(load_id, load, rank, first=True)
+        self._go_on(load_id, load)
+
+    def passed(self, load_id: LoadId) -> None:
+        """Record that the device has finished its earlier work on what a load writes."""
+        load = self._loads.get(load_id)
+        if load is not None and load.device:
+            load.device = False
+            self._go_on(load_id, load)
+
+    def copied(self, load_id: LoadId, error: KVFerryError | None = None) -> None:
+        """Report a load whose copy to the device has passed, or has failed with an ``error``."""
+        load = self._loads.get(load_id)
+        if load is None or not load.is_copying:
+            return
+        if error is not None:
+            load.failure, load.failed_at = error, load.stage
+        load.is_copying = load.copies = False
         self._finish_if_over(load_id, load)
 
     def request(self, load_id: LoadId) -> RequestId:
@@ -423,7 +468,7 @@ class Loads:
                 continue
             for rank in [r for r, at in load.at.items() if at is _At.RECHECK]:
                 self._do(load_id, load, rank, _At.CHECKING, LoadAction.CHECK)
-            if load.early and load.unit and now >= load.next_mark:
+            if load.early and load.unit and not load.is_blocked and now >= load.next_mark:
                 load.next_mark = now + MARK_SECONDS
                 self._mark(load_id, load)
 
@@ -444,6 +489,12 @@ class Loads:
         load = self._loads.get(load_id)
         return load if load is not None and load.at.get(rank) is at else None
 
+    def _go_on(self, load_id: LoadId, load: _Load) -> None:
+        """Do what a load has waited for, unless it still has to wait for something else."""
+        for rank in [rank for rank, at in load.at.items() if at is _At.IDLE]:
+            self._proceed(load_id, load, rank)
+        self._finish_if_over(load_id, load)
+
     def _step(self, load_id: LoadId, load: _Load, rank: int, *, first: bool = False) -> None:
         """Queue the read of a rank's pages, or the check that precedes the first one."""
         if first and not load.computed:
@@ -454,8 +505,8 @@ class Loads:
             self._read(load_id, load, rank)
 
     def _proceed(self, load_id: LoadId, load: _Load, rank: int) -> None:
-        """Begin to read all from a rank, or what is left; an early load waits for ``tick``."""
-        if load.early:
+        """Begin to read all from a rank, or what is left, unless that has to wait."""
+        if load.early or load.is_blocked:
             load.at[rank] = _At.IDLE
         else:
             self._step(load_id, load, rank, first=True)
@@ -483,6 +534,8 @@ class Loads:
 
     def _fail(self, load_id: LoadId, load: _Load, error: KVFerryError) -> None:
         """Fail a load and cancel its reads; report it if none of them is under way any more."""
+        if load.is_copying:  # it will be over soon, and may well succeed
+            return
         if load.failure is None:
             load.failure, load.failed_at = error, load.failed_at or load.stage
             for rank, at in load.at.items():
@@ -493,15 +546,20 @@ class Loads:
         self._finish_if_over(load_id, load)
 
     def _finish_if_over(self, load_id: LoadId, load: _Load) -> None:
-        """Report a load that is over on every rank, after queueing "done" or "abandon"."""
+        """Report a load that is over on every rank, after "done" or "abandon", and its copy."""
+        has_failed = load.failure is not None
         if load.reported or any(at is not _At.OVER for at in load.at.values()):
             return
-        if (load.parties is None or load.early) and load.failure is None:
+        if (load.parties is None or load.early) and not has_failed:
             return
-        if load.failure is not None:
-            self._tell_abandon(load_id, load)
-        else:
-            self._tell_done(load_id, load)
+        if not load.told:
+            load.told = True
+            (self._tell_abandon if has_failed else self._tell_done)(load_id, load)
+        if (load.device or load.copies) and not has_failed:
+            if not load.device and not load.is_copying:
+                load.is_copying = True
+                self._actions.append(Action(op=LoadAction.COPY, load=load_id))
+            return
         load.reported = True
         self._actions.append(
             Action(op=LoadAction.REPORT, load=load_id, error=load.failure, stage=load.failed_at)
@@ -527,10 +585,12 @@ def gone() -> StaleError:
 
 
 def _late(load: _Load) -> DeadlineError:
-    computing = ", the producer still computes the pages" if load.is_computing else ""
+    why = ", the producer still computes the pages" if load.is_computing else ""
+    if load.device:
+        why = ", the device was not done with the pages"
     return DeadlineError(
-        f"the load was not over within load_timeout (stage: {load.stage}{computing}): look at what "
-        "holds that stage up, or set a longer load_timeout on the engine that decodes"
+        f"the load was not over within load_timeout (stage: {load.stage}{why}): look at what holds "
+        "that stage up, or set a longer load_timeout on the engine that decodes"
     )
 
 

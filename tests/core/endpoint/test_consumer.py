@@ -16,8 +16,8 @@ import pytest
 
 from kvferry.core.directory import EncodedReply, ProducerNews
 from kvferry.core.endpoint import EndpointOptions, Load
-from kvferry.core.endpoint.consumer import TICK_SECONDS, LoadManager
 from kvferry.core.endpoint.error_containment import ErrorContainment
+from kvferry.core.endpoint.load_manager import TICK_SECONDS, LoadManager
 from kvferry.core.endpoint.peers import (
     LONGEST_SECONDS,
     BlockingCalls,

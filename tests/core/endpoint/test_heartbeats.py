@@ -8,7 +8,7 @@ import pytest
 
 from kvferry.core import messages
 from kvferry.core.endpoint import EndpointOptions, endpoint
-from kvferry.core.endpoint.producer import HoldServer, SlotTable
+from kvferry.core.endpoint.hold_server import HoldServer, SlotTable
 from kvferry.core.errors import StaleError, TransportError
 from kvferry.core.lifecycle.holds import Hold, RequestId, random_incarnation
 from kvferry.core.lifecycle.reclamation import GONE_SECONDS, HEARTBEAT_SECONDS

@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from kvferry.core.endpoint.producer import HoldServer, SlotTable
+from kvferry.core.endpoint.hold_server import HoldServer, SlotTable
 from kvferry.core.lifecycle.holds import NOTHING, Hold, RequestId, random_incarnation
 from kvferry.core.lifecycle.scheduler_holds import HoldOrders
 from kvferry.core.metrics import Metrics

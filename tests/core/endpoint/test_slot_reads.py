@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.core.endpoint.error_containment import ErrorContainment
-from kvferry.core.endpoint.producer import SlotTable
+from kvferry.core.endpoint.hold_server import SlotTable
 from kvferry.core.endpoint.slot_reads import MAX_BATCH, ScratchWords, SlotRead, SlotReads, fitting
 from kvferry.core.endpoint.transfers import Outcome, Read
 from kvferry.core.errors import KVFerryError, PeerLostError, TransportError

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from kvferry.core.endpoint import EndpointOptions
-from kvferry.core.endpoint.producer import SlotTable
+from kvferry.core.endpoint.hold_server import SlotTable
 from kvferry.core.errors import (
     HandshakeError,
     KVFerryError,

@@ -11,8 +11,8 @@ from hypothesis.stateful import initialize, rule
 from kvferry.core.errors import KVFerryError
 from kvferry.core.lifecycle.holds import EndedHold, Hold, RequestId
 from kvferry.core.lifecycle.host_pages import HostPages, Reservation
-from kvferry.core.lifecycle.loads import LoadId
-from kvferry.core.lifecycle.staging import HoldCopy, PageCopy, StagedLoads
+from kvferry.core.lifecycle.loads import Action, LoadAction, LoadId, Loads
+from kvferry.core.lifecycle.staging import HoldCopy
 from kvferry.core.lifecycle.worker_holds import HoldState, WorkerHolds
 from tests.core.lifecycle.model import Model
 from tests.core.lifecycle.producer import LEASE, PrefillState
@@ -23,6 +23,7 @@ from tests.core.lifecycle.staged_simulation import (
     Decode,
     DecodeRank,
     DecodeRequest,
+    DeviceCopy,
     Prefill,
     Prompt,
     StagedSimulation,
@@ -155,19 +156,15 @@ class Staging(Model):
 # Faults that docs/protocol.md lists.
 
 
-class CopiedBeforeTheFence(StagedLoads):
+class CopiedBeforeTheFence(Loads):
     """Pages are copied to the device when the device is ready, while they are being read."""
 
     def passed(self, load_id: LoadId) -> None:
+        super().passed(load_id)
         load = self._loads.get(load_id)
-        if load is not None and not load.is_loaded:
-            load.at = type(load.at).COPYING
-            self._copies.append((load_id, load.copy))
-        else:
-            super().passed(load_id)
-
-    def _proceed(self, load_id: LoadId, load: object) -> None:
-        pass
+        if load is not None and load.copies and not load.is_copying:
+            load.is_copying = True
+            self._actions.append(Action(op=LoadAction.COPY, load=load_id))
 
 
 class OverTooEarly(WorkerHolds):
@@ -234,34 +231,31 @@ class OverWhileCopying(OverTooEarly):
         return held.copy is not None and held.state is HoldState.ENDED
 
 
-class ReportedBeforeTheCopy(StagedLoads):
-    def take_copies(self) -> list[tuple[LoadId, PageCopy]]:
-        copies = super().take_copies()
-        self._over += [(load_id, None) for load_id, _ in copies]
-        return copies
-
-    def copied(self, load_id: LoadId) -> None:
-        self._loads.pop(load_id, None)
+class ReportedBeforeTheCopy(Loads):
+    def _finish_if_over(self, load_id: LoadId, load: Any) -> None:
+        super()._finish_if_over(load_id, load)
+        if load.is_copying:
+            load.is_copying = load.copies = False
+            super()._finish_if_over(load_id, load)
 
 
-class CopiedBeforeTheZeroing(StagedLoads):
+class CopiedBeforeTheZeroing(Loads):
     """Pages are copied when they are fenced, though the device may still zero the blocks."""
 
-    def begin(self, load_id: LoadId, copy: PageCopy) -> None:
-        super().begin(load_id, copy)
-        super().passed(load_id)
+    def begin(self, *args: Any, device: bool, **kwargs: Any) -> LoadId:
+        return super().begin(*args, device=False, **kwargs)
 
 
-class FailedCopyAccepted(StagedLoads):
-    def failed(self, load_id: LoadId, error: KVFerryError) -> None:
-        self.copied(load_id)
+class FailedCopyAccepted(Loads):
+    def copied(self, load_id: LoadId, error: KVFerryError | None = None) -> None:
+        super().copied(load_id)
 
 
 class LoadsOfOneRequest(DecodeRank):
-    """Loads are told apart by their request ids."""
+    """The end of a copy is taken for that of the first: all loads have one request id."""
 
-    def staged_id(self, load_id: LoadId) -> LoadId:
-        return LoadId(0)
+    def copied(self, copy: DeviceCopy) -> LoadId:
+        return next(each.load_id for each in [*self.copies, copy])
 
 
 class TicketSaysComputed(Prefill):
@@ -319,18 +313,16 @@ class FailedLoadGivenBackAtOnce(Decode):
 
 
 PLANTED: dict[str, Components] = {
-    "copied to the device before the fence": Components(staged_loads=CopiedBeforeTheFence),
+    "copied to the device before the fence": Components(loads=CopiedBeforeTheFence),
     "a host page reused before its word is cleared": Components(worker_holds=OverWhenSent),
     "sent before the event": Components(worker_holds=SentBeforeTheEvent),
     "copied to the host before the event": Components(worker_holds=CopiedBeforeTheEvent),
     "ready before the copy has passed": Components(worker_holds=ReadyBeforeTheCopy),
     "a staged ticket that says computed": Components(prefill=TicketSaysComputed),
     "over while it is copied": Components(worker_holds=OverWhileCopying),
-    "received before its copy has passed": Components(staged_loads=ReportedBeforeTheCopy),
-    "copied to blocks that the device still zeroes": Components(
-        staged_loads=CopiedBeforeTheZeroing
-    ),
-    "a failed copy accepted": Components(staged_loads=FailedCopyAccepted),
+    "received before its copy has passed": Components(loads=ReportedBeforeTheCopy),
+    "copied to blocks that the device still zeroes": Components(loads=CopiedBeforeTheZeroing),
+    "a failed copy accepted": Components(loads=FailedCopyAccepted),
     "two loads of one request id": Components(decode_rank=LoadsOfOneRequest),
     "over on one rank": Components(host_pages=OverOnOneRank),
     "a full pool, and pages given out twice": Components(host_pages=FullPoolOvercommitted),

@@ -1,9 +1,9 @@
 """The simulation of staging: both engines have blocks on a device, and host pages that peers reach.
 
-It runs the real ``HostPages``, ``StagedLoads``, ``SchedulerHolds``, ``WorkerHolds``
-and ``Loads`` of one prefill and one decode engine, on the simulated transport of
-``fabric``. The delays are vLLM's, as in ``producer`` and ``consumer``. A copy between the device
-and the host moves one block at a time, in any order with everything else.
+It runs the real ``HostPages``, ``SchedulerHolds``, ``WorkerHolds`` and ``Loads`` of one prefill
+and one decode engine, on the simulated transport of ``fabric``. The delays are vLLM's, as in
+``producer`` and ``consumer``. A copy between the device and the host moves one block at a time, in
+any order with everything else.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from functools import partial
 from kvferry.core.errors import CopyError, DeadlineError, KVFerryError, StaleError
 from kvferry.core.lifecycle.holds import NOTHING, Hold, RequestId, random_incarnation
 from kvferry.core.lifecycle.host_pages import HostPages, Reservation
-from kvferry.core.lifecycle.loads import Action, LoadId, Loads
+from kvferry.core.lifecycle.loads import Action, LoadAction, LoadId, Loads
 from kvferry.core.lifecycle.scheduler_holds import HoldOrders, SchedulerHolds
-from kvferry.core.lifecycle.staging import HoldCopy, PageCopy, StagedLoads
+from kvferry.core.lifecycle.staging import HoldCopy, PageCopy
 from kvferry.core.lifecycle.worker_holds import WorkerHolds
 from kvferry.core.messages import Release, decode_notes
 from tests.core.lifecycle.decode_requests import DecodeState
@@ -345,7 +345,6 @@ class DecodeStep:
 class StagedLoad(RankLoad):
     """A rank's part of a load, or of a "done" without one."""
 
-    load_id: LoadId
     pulls: bool
 
     @property
@@ -371,10 +370,8 @@ class DecodeRank(ReadingRank[StagedLoad]):
 
     def __init__(self, rank: int, simulation: StagedSimulation) -> None:
         super().__init__(rank, simulation, pages=simulation.pages)
-        self.staged = simulation.components.staged_loads()
         self.device_blocks: list[dict[int, Content | None]] = [{} for _ in range(BLOCKS + 1)]
         self.stream: deque[Callable[[], object]] = deque()
-        self.requests: dict[LoadId, DecodeRequest] = {}
         self.copies: list[DeviceCopy] = []
 
     def moves(self) -> Iterator[Move]:
@@ -392,7 +389,7 @@ class DecodeRank(ReadingRank[StagedLoad]):
     def device(self) -> None:
         """Let the device do the next work in its queue."""
         self.stream.popleft()()
-        self.copy_pages()
+        self.perform()
 
     def _begin(self, request: DecodeRequest, *, pulls: bool) -> None:
         prompt = request.prompt
@@ -402,42 +399,32 @@ class DecodeRank(ReadingRank[StagedLoad]):
             prompt.hold,
             computed=prompt.computed,
             reads=pulls,
+            device=pulls,
+            copies=pulls,
             deadline=self.simulation.now + LOAD_TIMEOUT,
         )
-        staged_id = self.staged_id(load_id)
-        self.pulls[load_id] = StagedLoad(request=request, load_id=staged_id, pulls=pulls)
+        self.pulls[load_id] = StagedLoad(request=request, pulls=pulls)
         self.handshakes.append(load_id)
         if pulls:
-            self.requests[staged_id] = request
-            self.staged.begin(staged_id, PageCopy(blocks=request.blocks, pages=request.pages))
             for block in request.blocks:  # vLLM zeroes new blocks
                 self.stream.append(partial(self.device_blocks.__setitem__, block, {}))
-            self.stream.append(partial(self.staged.passed, staged_id))
+            self.stream.append(partial(self.loads.passed, load_id))
 
-    def staged_id(self, load_id: LoadId) -> LoadId:
-        """Return what tells a load's copy apart from others."""
-        return load_id
-
-    def perform(self) -> None:
-        super().perform()
-        self.copy_pages()
+    def _perform(self, action: Action, pull: StagedLoad) -> None:
+        if action.op is LoadAction.COPY:
+            request = pull.request
+            items = list(zip(request.pages, request.blocks, strict=True))
+            self.copies.append(DeviceCopy(load_id=action.load, request=request, items=items))
+        else:
+            super()._perform(action, pull)
 
     def items(self, action: Action, pull: StagedLoad) -> list[tuple[int, int]]:
         return list(zip(pull.request.pages, pull.request.prompt.pages, strict=True))
 
     def end(self, pull: StagedLoad, error: KVFerryError | None) -> None:
-        """End a load into host pages; it is reported when its copy has passed."""
+        """Report a load that is over: its copy, if it succeeded, has passed."""
         if pull.pulls:
-            self.staged.loaded(pull.load_id, error)
-
-    def copy_pages(self) -> None:
-        """Begin the copies that are due, and report the loads that are over."""
-        for load_id, copy in self.staged.take_copies():
-            items = list(zip(copy.pages, copy.blocks, strict=True))
-            request = self.requests[load_id]
-            self.copies.append(DeviceCopy(load_id=load_id, request=request, items=items))
-        for load_id, error in self.staged.take_over():
-            self._report(self.requests.pop(load_id), error)
+            self._report(pull.request, error)
 
     def copy(self, copy: DeviceCopy, pick: int) -> None:
         """Let one host page of a copy reach the device."""
@@ -449,15 +436,19 @@ class DecodeRank(ReadingRank[StagedLoad]):
             self.device_blocks[block] = dict(self.pages[page])
         if not copy.items:
             self.copies.remove(copy)
-            self.staged.copied(copy.load_id)
-            self.copy_pages()
+            self.loads.copied(self.copied(copy))
+            self.perform()
+
+    def copied(self, copy: DeviceCopy) -> LoadId:
+        """Return the load whose copy has passed."""
+        return copy.load_id
 
     def fail(self, copy: DeviceCopy) -> None:
         """Let a copy fail."""
         self.copies.remove(copy)
         copy.request.excuses.append("its copy failed")
-        self.staged.failed(copy.load_id, CopyError("the device is broken"))
-        self.copy_pages()
+        self.loads.copied(copy.load_id, CopyError("the device is broken"))
+        self.perform()
 
     def _report(self, request: DecodeRequest, error: KVFerryError | None) -> None:
         copying = any(copy.request is request for copy in self.copies)
@@ -560,7 +551,6 @@ class Components:
     """The classes that a simulation is made of; a planted fault replaces one of them."""
 
     host_pages: type[HostPages] = HostPages
-    staged_loads: type[StagedLoads] = StagedLoads
     scheduler_holds: type[SchedulerHolds] = SchedulerHolds
     worker_holds: type[WorkerHolds] = WorkerHolds
     loads: type[Loads] = Loads
@@ -690,5 +680,5 @@ class StagedSimulation(ReadingSimulation):
         for other in decode.ranks:
             while other.stream:
                 other.device()
-            require(len(other.staged) == 0, "a load is left")
+            require(len(other.loads) == 0, "a load is left")
         check_unused(prefill.scheduler_holds, self.slots)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from kvferry.core.errors import CopyError, StaleError
+from kvferry.core.errors import CopyError, KVFerryError, StaleError
 from kvferry.core.lifecycle.holds import (
     NOTHING,
     EndedHold,
@@ -13,11 +15,12 @@ from kvferry.core.lifecycle.holds import (
     Incarnation,
     RequestId,
 )
-from kvferry.core.lifecycle.loads import LoadId
+from kvferry.core.lifecycle.loads import LoadAction, LoadId, Loads, RemoteRank
 from kvferry.core.lifecycle.scheduler_holds import HoldOrders, SchedulerHolds
-from kvferry.core.lifecycle.staging import HoldCopy, PageCopy, StagedLoads
+from kvferry.core.lifecycle.staging import HoldCopy, PageCopy
 from kvferry.core.lifecycle.worker_holds import WorkerHolds
 from kvferry.core.messages import Release
+from kvferry.core.metrics import Stage
 
 A = RequestId("a")
 FIRST, SECOND = LoadId(1), LoadId(2)
@@ -25,6 +28,7 @@ HOLD = Hold(slot=3, generation=7)
 COPY = PageCopy(blocks=(30, 31), pages=(1, 2))
 ORDER = HoldCopy(request=A, hold=HOLD, copy=COPY)
 WORDS = [NOTHING] * 4
+READ: dict[str, Any] = {"computed": True, "reads": True, "deadline": 100.0}
 
 
 @pytest.fixture
@@ -137,78 +141,128 @@ def test_repeated_and_unknown_events_of_holds_change_nothing(holds: WorkerHolds)
 
 
 @pytest.fixture
-def loads() -> StagedLoads:
-    """Return the loads of a rank of which one has begun."""
-    loads = StagedLoads()
-    loads.begin(FIRST, COPY)
+def loads() -> Loads:
+    """Return the loads of a rank of which one is to be copied to the device, which still works."""
+    loads = Loads()
+    assert loads.begin(A, HOLD, device=True, copies=True, **READ) == FIRST
+    loads.handshake_succeeded(FIRST, (RemoteRank(rank=0, reads=True),))
+    loads.read(FIRST, 0)
+    assert [each.op for each in loads.take_actions()] == [LoadAction.READ, LoadAction.FENCE]
     return loads
+
+
+def ops(loads: Loads) -> list[tuple[LoadAction, KVFerryError | None]]:
+    """Return what is to be done."""
+    return [(each.op, each.error) for each in loads.take_actions()]
 
 
 @pytest.mark.parametrize("device_first", [True, False])
 def test_a_load_is_copied_when_it_is_fenced_and_the_device_is_ready(
-    loads: StagedLoads, device_first: bool
+    loads: Loads, device_first: bool
 ) -> None:
-    if device_first:
-        loads.passed(FIRST)
-    else:
-        loads.loaded(FIRST, None)
-    assert loads.take_copies() == []
-    if device_first:
-        loads.loaded(FIRST, None)
-    else:
-        loads.passed(FIRST)
-    assert loads.take_copies() == [(FIRST, COPY)]
-    assert loads.take_over() == []
+    events = [lambda: loads.passed(FIRST), lambda: loads.fenced(FIRST, 0, HOLD.ready)]
+    first, second = events if device_first else reversed(events)
+    first()
+    assert ops(loads) == []
+    second()
+    assert ops(loads) == [(LoadAction.COPY, None)]
+    assert loads.stage(FIRST) is Stage.COPY
     loads.copied(FIRST)
-    assert loads.take_over() == [(FIRST, None)]
-    assert FIRST not in loads
+    assert ops(loads) == [(LoadAction.REPORT, None)]
     assert len(loads) == 0
 
 
 @pytest.mark.parametrize("device_first", [True, False])
-def test_a_load_that_failed_is_reported_without_a_copy(
-    loads: StagedLoads, device_first: bool
-) -> None:
-    error = StaleError("the pages were given up")
+def test_a_load_that_failed_is_reported_without_a_copy(loads: Loads, device_first: bool) -> None:
     if device_first:
         loads.passed(FIRST)
-    loads.loaded(FIRST, error)
-    assert loads.take_over() == [(FIRST, error)]
+    loads.fenced(FIRST, 0, NOTHING)
+    abandon, (report, error) = ops(loads)
+    assert abandon == (LoadAction.ABANDON, None)
+    assert report is LoadAction.REPORT
+    assert isinstance(error, StaleError)
     loads.passed(FIRST)
-    assert loads.take_copies() == []
+    assert ops(loads) == []
 
 
-def test_a_load_whose_copy_fails_is_reported_as_failed(loads: StagedLoads) -> None:
+def test_a_load_whose_copy_fails_is_reported_as_failed(loads: Loads) -> None:
     error = CopyError("the device reports an error")
     loads.passed(FIRST)
-    loads.loaded(FIRST, None)
-    loads.failed(FIRST, error)
-    assert loads.take_over() == [(FIRST, error)]
+    loads.fenced(FIRST, 0, HOLD.ready)
+    loads.copied(FIRST, error)
+    copy, report = loads.take_actions()
+    assert copy.op is LoadAction.COPY
+    assert (report.op, report.error, report.stage) == (LoadAction.REPORT, error, Stage.COPY)
 
 
-def test_a_load_whose_device_fails_is_reported_when_no_byte_can_land(loads: StagedLoads) -> None:
+def test_a_load_that_is_copied_cannot_be_given_up(loads: Loads) -> None:
+    """Its copy writes the blocks until it has passed."""
+    loads.passed(FIRST)
+    loads.fenced(FIRST, 0, HOLD.ready)
+    loads.abort(FIRST, CopyError("too late"))
+    loads.tick(1e9)
+    assert ops(loads) == [(LoadAction.COPY, None)]
+    loads.copied(FIRST)
+    assert ops(loads) == [(LoadAction.REPORT, None)]
+
+
+def test_a_load_that_waits_for_its_copy_can_be_given_up(loads: Loads) -> None:
     error = CopyError("the device does not answer")
-    loads.failed(FIRST, error)
-    assert loads.take_over() == []
-    loads.loaded(FIRST, None)
-    assert loads.take_over() == [(FIRST, error)]
-    assert loads.take_copies() == []
+    loads.fenced(FIRST, 0, HOLD.ready)
+    loads.abort(FIRST, error)
+    assert ops(loads) == [(LoadAction.REPORT, error)]  # "done" was bound to the fence
+    loads.passed(FIRST)
+    loads.copied(FIRST)
+    assert ops(loads) == []
 
 
-def test_repeated_and_unknown_events_of_loads_change_nothing(loads: StagedLoads) -> None:
+def test_repeated_and_unknown_events_of_loads_change_nothing(loads: Loads) -> None:
     loads.passed(SECOND)
-    loads.loaded(SECOND, None)
-    loads.copied(SECOND)
-    loads.failed(SECOND, CopyError("unknown"))
+    loads.copied(SECOND, CopyError("unknown"))
     loads.copied(FIRST)
     for _ in range(2):
         loads.passed(FIRST)
     for _ in range(2):
-        loads.loaded(FIRST, None)
-    assert loads.take_copies() == [(FIRST, COPY)]
+        loads.fenced(FIRST, 0, HOLD.ready)
+    assert ops(loads) == [(LoadAction.COPY, None)]
     for _ in range(2):
         loads.copied(FIRST)
-    assert loads.take_over() == [(FIRST, None)]
+    assert ops(loads) == [(LoadAction.REPORT, None)]
+
+
+@pytest.mark.parametrize("early", [0, 8])
+def test_nothing_is_read_before_the_device_has_finished_with_the_pages(early: int) -> None:
+    loads = Loads()
+    load_id = loads.begin(A, HOLD, device=True, early=early, **READ)
+    loads.handshake_succeeded(load_id, (RemoteRank(rank=0, reads=True),))
+    loads.tick(0.0)
+    loads.finish(load_id, HOLD, computed=True, deadline=100.0)
+    assert ops(loads) == []
+    assert loads.stage(load_id) is Stage.WAIT
+    loads.passed(load_id)
+    assert ops(loads) == [(LoadAction.READ, None)]
+
+
+def test_a_load_fails_whose_device_takes_too_long() -> None:
+    loads = Loads()
+    load_id = loads.begin(A, HOLD, device=True, **READ)
+    loads.handshake_succeeded(load_id, (RemoteRank(rank=0, reads=True),))
+    loads.tick(99.0)
+    assert ops(loads) == []
+    loads.tick(100.0)
+    abandon, report = loads.take_actions()
+    assert (abandon.op, report.op, report.stage) == (
+        LoadAction.ABANDON, LoadAction.REPORT, Stage.WAIT,
+    )  # fmt: skip
+    assert "the device was not done" in str(report.error)
+
+
+def test_a_load_that_reads_nothing_waits_for_no_device() -> None:
+    loads = Loads()
+    how = {**READ, "reads": False}
+    load_id = loads.begin(A, HOLD, device=True, copies=True, **how)
+    loads.handshake_succeeded(load_id, (RemoteRank(rank=0, reads=True),))
+    assert ops(loads) == [(LoadAction.DONE, None), (LoadAction.REPORT, None)]
 
 
 def test_a_copy_needs_a_page_for_each_block() -> None:

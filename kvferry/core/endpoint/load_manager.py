@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
@@ -13,6 +14,7 @@ from kvferry.core.endpoint import log_messages
 from kvferry.core.endpoint.error_containment import ErrorContainment, as_ours
 from kvferry.core.endpoint.lease_renewal import LeaseRenewal, PendingTickets
 from kvferry.core.endpoint.load import Load, LoadState, check_same_engine, early_unit
+from kvferry.core.endpoint.page_copies import Passed, RunningCopies
 from kvferry.core.endpoint.peers import Connections, Peer, Peers, PeerUse
 from kvferry.core.endpoint.slot_reads import (
     FingerprintReads,
@@ -23,7 +25,9 @@ from kvferry.core.endpoint.slot_reads import (
 )
 from kvferry.core.endpoint.throughput import SlowPathWarnings
 from kvferry.core.endpoint.transfers import Grace, Outcome, Read, Transfers
+from kvferry.core.error_causes import on_one_line
 from kvferry.core.errors import (
+    CopyError,
     EndpointClosedError,
     KVFerryError,
     PeerLostError,
@@ -37,7 +41,15 @@ from kvferry.core.lifecycle.holds import RequestId
 from kvferry.core.lifecycle.loads import Action, LoadAction, LoadId, Loads
 from kvferry.core.lifecycle.ticket import PeerKey, Ticket
 from kvferry.core.messages import RankPayload, Release
-from kvferry.core.metrics import MAX_NAME, QUARANTINED, UNTOLD, LoadRecord, Metrics, Stage
+from kvferry.core.metrics import (
+    MAX_NAME,
+    QUARANTINED,
+    UNTOLD,
+    CopyDirection,
+    LoadRecord,
+    Metrics,
+    Stage,
+)
 from kvferry.core.options import EndpointOptions
 from kvferry.core.planner.build_copies import (
     CopyBatches,
@@ -49,19 +61,22 @@ from kvferry.core.planner.build_copies import (
 from kvferry.core.side_channel_messages import encode
 from kvferry.core.transport import PeerId, Quiescence, Transport
 
+logger = logging.getLogger(__name__)
+
 TICK_SECONDS = 0.002
 """Seconds between two checks of deadlines, and of holds whose pages are not computed yet."""
 
 _Tag = tuple[LoadId, int]
 
-Reported = Callable[[LoadId, Load, KVFerryError | None, LoadRecord], None]
-"""Called with a load that is over: its id, the load, its error or ``None``, and its figures."""
+Reported = Callable[[Load, KVFerryError | None, LoadRecord], None]
+"""Called with a load that is over, its error or ``None``, and its figures."""
 
 
 class LoadManager:
     """Load requests' pages into the memory of one rank. Used by the endpoint's thread only.
 
-    ``zero`` zeroes the bytes that reads may leave unwritten. ``reported`` is called once per load.
+    ``zero`` zeroes the bytes that reads may leave unwritten. ``copies`` fills the device's blocks,
+    where the cache is staged. ``reported`` is called once per load.
     """
 
     def __init__(
@@ -74,6 +89,7 @@ class LoadManager:
         containment: ErrorContainment,
         scratch: ScratchWords,
         zero: Callable[[Spans], None],
+        copies: RunningCopies | None,
         options: EndpointOptions,
         post: Callable[[Callable[[], None]], None],
         clock: Callable[[], float],
@@ -86,6 +102,7 @@ class LoadManager:
         self._connections = connections
         self._containment = containment
         self._zero = zero
+        self._copies = copies
         self._load_timeout = options.load_timeout
         self._max_copies = options.max_copies
         self._paged_reads = transport.capabilities.paged_reads
@@ -128,6 +145,8 @@ class LoadManager:
             failing=self._on_peer_failing,
         )
         self._pending_tickets = PendingTickets(self._peers, self._lease_renewal, clock)
+        self._waiting: deque[tuple[LoadState, Passed]] = deque()
+        """The loads that wait for the device, in the order in which it works."""
         self._touched: set[LoadId] = set()
         """Loads that something happened to since the last ``_drop_ended``, so they may be over."""
         self._next_tick = 0.0
@@ -140,6 +159,11 @@ class LoadManager:
     def only_computing(self) -> bool:
         """Return whether all loads wait for their producers to compute more pages."""
         return self._loads.only_computing
+
+    @property
+    def waits_for_device(self) -> bool:
+        """Return whether a load waits for the device's earlier work."""
+        return bool(self._waiting)
 
     # What the integration asks for.
 
@@ -160,15 +184,14 @@ class LoadManager:
         if ticket.engine != self._own.engine:
             self._pending_tickets.add(ticket)
 
-    def begin(self, load: Load, error: KVFerryError | None = None) -> LoadId | None:
-        """Start a load, or have it fail with ``error``, without touching a page; return its id.
+    def begin(self, load: Load, passed: Passed | None = None) -> None:
+        """Start a load; ``passed`` returns whether the device has finished its earlier work.
 
-        A shared load that reads nothing and is not reported only ends the wait of one ``prepare``:
-        ``None``.
+        A shared load that reads nothing and is not reported only ends the wait of one ``prepare``.
         """
         if load.shared and not load.reads and not load.report:
             self._pending_tickets.take(load.ticket)
-            return None
+            return
         load_id = self._loads.begin(
             load.request,
             load.ticket.hold,
@@ -176,6 +199,8 @@ class LoadManager:
             reads=load.reads,
             shared=load.shared,
             early=load.ticket.tokens if load.is_early else 0,
+            device=passed is not None,
+            copies=load.copy is not None,
             deadline=self._clock() + self._load_timeout,
         )
         state = LoadState(load_id=load_id, load=load, begun=time.perf_counter())
@@ -186,18 +211,19 @@ class LoadManager:
             self._on_not_connected(
                 load_id, TicketError("the ticket is from this very engine", reason=reason)
             )
-            return load_id
+            return
         state.wait_seconds, gone = self._pending_tickets.take(load.ticket)
-        if failed := error or gone:
+        if gone is not None:
             state.failed_at = Stage.WAIT
-            self._loads.abort(load_id, failed)
+            self._loads.abort(load_id, gone)
+        elif passed is not None and load.reads:
+            self._waiting.append((state, passed))
         self._peers.reach(
             load.ticket,
             lambda peer: self._on_connected(load_id, peer),
             lambda error: self._on_not_connected(load_id, error),
             loads=True,
         )
-        return load_id
 
     def extend(self, request: RequestId, part: Ticket, *, is_last: bool) -> None:
         """Use a newer part, or the ticket, of an early load, which fails if it does not fit."""
@@ -247,7 +273,7 @@ class LoadManager:
         if now >= self._next_tick:
             self._next_tick = now + TICK_SECONDS
             self._tick(now)
-        busy = False
+        busy = self._look_at_device()
         while actions := self._loads.take_actions():
             busy = True
             self._perform(actions)
@@ -255,6 +281,26 @@ class LoadManager:
         self._drop_ended()
         self._slot_reads.post(self._transfers, self._max_notification)
         return busy
+
+    def _look_at_device(self) -> bool:
+        """Go on with the loads that the device has finished its earlier work for."""
+        before = len(self._waiting)
+        while self._waiting:
+            state, passed = self._waiting[0]
+            if self._loads.waits_for_device(state.load_id):
+                try:
+                    if not passed():
+                        break
+                    self._on_passed(state)
+                except Exception as exc:  # a device library may raise any type
+                    load = state.load
+                    logger.exception("cannot tell whether the work for %s has passed", load.request)
+                    kind = EndpointClosedError if load.copy is None else CopyError
+                    error = kind(f"the device does not say when it is done: {exc}")
+                    self._loads.abort(state.load_id, error)
+            self._touched.add(state.load_id)
+            self._waiting.popleft()
+        return len(self._waiting) < before
 
     def _tick(self, now: float) -> None:
         # An error in one step does not keep the other steps from running.
@@ -316,7 +362,7 @@ class LoadManager:
             state.pages
             for state in self._states.values()
             if state.peer is not None
-            and self._loads.stage(state.load_id) is not None
+            and self._loads.stage(state.load_id) not in (None, Stage.COPY)
             and any(map(self._connections.has_not_quiesced, state.peer.links.values()))
         )
         self._metrics.set(QUARANTINED, self._quarantined)
@@ -349,6 +395,8 @@ class LoadManager:
             self._slot_reads.add(self._slot_read(action, state))
         elif action.op is LoadAction.CANCEL:
             self._cancel(action, state)
+        elif action.op is LoadAction.COPY:
+            self._copy(action.load, state.load)
         elif action.op in (LoadAction.DONE, LoadAction.ABANDON) and state.peer is not None:
             releases[state.peer, action.rank].append(self._release(action, state))
 
@@ -357,6 +405,8 @@ class LoadManager:
         # that could not be cancelled goes on until it ends or its connection is closed.
         if action.op in (LoadAction.READ, LoadAction.CHECK, LoadAction.MARK, LoadAction.FENCE):
             self._loads.lost(action.load, action.rank, error)
+        elif action.op is LoadAction.COPY:
+            self._loads.copied(action.load, error)
 
     # Handshake.
 
@@ -373,9 +423,8 @@ class LoadManager:
         self._touched.add(load_id)
         try:
             peer.check(state.load.ticket)
-            if state.load.reads and self._loads.wanted(load_id):
-                # Before the first read is posted: what it writes must not be zeroed again.
-                self._zero(unwritten_spans(self._own.layout, peer.plan, state.request))
+            if not self._is_blocked(state):
+                self._zero_unwritten(state, peer)
         except Exception as exc:  # noqa: BLE001  zeroing may raise any type
             self._on_not_connected(load_id, as_ours(exc))
         else:
@@ -383,6 +432,23 @@ class LoadManager:
                 self._renew(load_id, state, peer)
             unit = early_unit(peer.plan) if state.load.is_early and peer.has_watermarks else 0
             self._loads.handshake_succeeded(load_id, peer.parties, unit)
+
+    def _is_blocked(self, state: LoadState) -> bool:
+        """Return whether the device may still work on a load's pages; not where it is staged."""
+        return state.load.copy is None and self._loads.waits_for_device(state.load_id)
+
+    def _on_passed(self, state: LoadState) -> None:
+        """Go on with a load: the device has finished its earlier work on what the load writes."""
+        if state.load.copy is None:
+            state.begun = time.perf_counter()  # its figures do not count the device's time
+            if state.peer is not None:
+                self._zero_unwritten(state, state.peer)
+        self._loads.passed(state.load_id)
+
+    def _zero_unwritten(self, state: LoadState, peer: Peer) -> None:
+        """Zero what no read fills, before the first one: what it writes must not be zeroed."""
+        if state.load.reads and self._loads.wanted(state.load_id):
+            self._zero(unwritten_spans(self._own.layout, peer.plan, state.request))
 
     def _renew(self, load_id: LoadId, state: LoadState, peer: Peer) -> None:
         if state.load.reads and self._loads.wanted(load_id):
@@ -520,6 +586,7 @@ class LoadManager:
         else:
             state = self._states[action.load]
             state.fence_seconds = max(state.fence_seconds, seconds)
+            state.fenced = time.perf_counter()
             self._loads.fenced(action.load, action.rank, value)
 
     # "done" and "abandon".
@@ -548,6 +615,22 @@ class LoadManager:
 
     # The end.
 
+    def _copy(self, load_id: LoadId, load: Load) -> None:
+        """Copy what was read from host pages to the device."""
+        if self._copies is None or load.copy is None:
+            raise CopyError("nothing can be copied: this endpoint does not stage its cache")
+        self._copies.begin(
+            f"load of request {on_one_line(load.request)}",
+            CopyDirection.TO_DEVICE,
+            load.copy,
+            end=lambda: self._on_copied(load_id, None),
+            fail=lambda error: self._on_copied(load_id, error),
+        )
+
+    def _on_copied(self, load_id: LoadId, error: KVFerryError | None) -> None:
+        self._loads.copied(load_id, error)
+        self._touched.add(load_id)
+
     def _report(self, action: Action, state: LoadState) -> None:
         load = state.load
         self._lease_renewal.end(state.renewal)
@@ -556,7 +639,7 @@ class LoadManager:
             written = first_written_tokens(self._own.layout, state.peer.plan, state.request)
             path = self._peers.path(state.peer)
             record = replace(record, path=path, first_tokens=written)
-        self._reported(state.load_id, load, action.error, record)
+        self._reported(load, action.error, record)
 
     def _drop_ended(self) -> None:
         """Forget the loads in ``_touched`` that are over, after all their actions."""
