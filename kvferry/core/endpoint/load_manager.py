@@ -89,7 +89,7 @@ class LoadManager:
         containment: ErrorContainment,
         scratch: ScratchWords,
         zero: Callable[[Spans], None],
-        copies: RunningCopies | None,
+        copies: RunningCopies | None = None,
         options: EndpointOptions,
         post: Callable[[Callable[[], None]], None],
         clock: Callable[[], float],

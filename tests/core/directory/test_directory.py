@@ -164,7 +164,7 @@ def test_nothing_is_asked_again_whose_answer_is_on_its_way(
 def test_a_load_fails_of_whose_producer_nothing_is_heard(channel: Channel, clock: Clock) -> None:
     with Engine("decode", clock=clock) as decode:
         decode.endpoint.load(unknown(channel.serve()))
-        clock.skip(20.0)
+        clock.skip_until(lambda: decode.endpoint.wait(0.05), 20.0)
         error = decode.error("d-1")
     assert isinstance(error, HandshakeError)
     assert "nothing was heard of engine 'prefill' for 15 s" in str(error)

@@ -66,6 +66,14 @@ class Clock:
         """Move the clock forward."""
         self._ahead += seconds
 
+    def skip_until(self, holds: Callable[[], bool], seconds: float) -> None:
+        """Move the clock forward until ``holds()``: what is to be late may begin only now."""
+        for _ in range(1000):
+            if holds():
+                return
+            self.skip(seconds)
+        raise AssertionError("nothing was late")
+
 
 def eventually(holds: Callable[[], bool], what: str, seconds: float = 20.0) -> None:
     """Wait until ``holds()`` is true; fail with ``what`` after ``seconds``."""

@@ -356,8 +356,8 @@ def test_the_load_timeout_counts_from_the_last_part(clock: Clock) -> None:
         decode.extend("d", prompt.part(2))
         wait_for(decode, 2 * CHUNK)
         decode.extend("d", prompt.finish(computed=False, order=False), is_last=True)
-        eventually(lambda: decode.endpoint.pending == 1, "it waits for ready")
-        clock.skip(100.0)
+        assert decode.endpoint.pending == 1
+        clock.skip_until(lambda: decode.endpoint.wait(0.05), 100.0)
         assert isinstance(decode.error("d"), DeadlineError)
 
 

@@ -242,8 +242,8 @@ class ReportedBeforeTheCopy(Loads):
 class CopiedBeforeTheZeroing(Loads):
     """Pages are copied when they are fenced, though the device may still zero the blocks."""
 
-    def begin(self, *args: Any, device: bool, **kwargs: Any) -> LoadId:
-        return super().begin(*args, device=False, **kwargs)
+    def begin(self, *args: Any, **kwargs: Any) -> LoadId:
+        return super().begin(*args, **{**kwargs, "device": False})
 
 
 class FailedCopyAccepted(Loads):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -160,11 +161,10 @@ def ops(loads: Loads) -> list[tuple[LoadAction, KVFerryError | None]]:
 def test_a_load_is_copied_when_it_is_fenced_and_the_device_is_ready(
     loads: Loads, device_first: bool
 ) -> None:
-    events = [lambda: loads.passed(FIRST), lambda: loads.fenced(FIRST, 0, HOLD.ready)]
-    first, second = events if device_first else reversed(events)
-    first()
+    passed, fenced = partial(loads.passed, FIRST), partial(loads.fenced, FIRST, 0, HOLD.ready)
+    (passed if device_first else fenced)()
     assert ops(loads) == []
-    second()
+    (fenced if device_first else passed)()
     assert ops(loads) == [(LoadAction.COPY, None)]
     assert loads.stage(FIRST) is Stage.COPY
     loads.copied(FIRST)

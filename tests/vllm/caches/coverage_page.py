@@ -30,25 +30,33 @@ VERDICTS = (
 """The verdicts on architectures, in the order in which they are counted."""
 
 
-def written() -> str:
-    """The page as it should be."""
-    import vllm
-
-    version = vllm.__version__.partition("+")[0]
-    found = architectures.architectures()
-    page = PAGE.read_text(encoding="utf-8")
-    page = re.sub(r"(?<=the source of vLLM )\d+\.\d+\.\d+", version, page)
-    total = f"All {len(found)} that vLLM {version} registers"
+def written(found: Sequence[architectures.Architecture]) -> str:
+    """The page as it should be, with these architectures."""
+    page = with_caches(PAGE.read_text(encoding="utf-8"))
+    total = f"All {len(found)} that vLLM {_version()} registers"
     page = re.sub(r"All \d+ that vLLM \S+ registers", total, page)
+    page = with_table(page, ("verdict", "architectures"), _counts(found))
+    return with_table(
+        page, ("architecture", "verdict", "caches", "how or why"), _architectures(found)
+    )
+
+
+def with_caches(page: str) -> str:
+    """Return a page whose version and tables of caches are as they should be."""
+    page = re.sub(r"(?<=the source of vLLM )\d+\.\d+\.\d+", _version(), page)
     for head, rows in (
-        (("verdict", "architectures"), _counts(found)),
         (("spec", "handling", "why"), _kinds()),
         (("backend", "orders", "verdict", "a page holds", "opaque where"), _backends()),
         (("backend", "verdict", "a page holds"), _states()),
-        (("architecture", "verdict", "caches", "how or why"), _architectures(found)),
     ):
         page = with_table(page, head, rows)
     return page
+
+
+def _version() -> str:
+    import vllm
+
+    return str(vllm.__version__).partition("+")[0]
 
 
 def with_table(page: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -93,4 +101,4 @@ def _architectures(found: Sequence[architectures.Architecture]) -> Iterator[Sequ
 
 
 if __name__ == "__main__":
-    PAGE.write_text(written(), encoding="utf-8")
+    PAGE.write_text(written(architectures.architectures()), encoding="utf-8")
