@@ -98,7 +98,7 @@ serve: $(STAMP) ## Start two vLLM servers and a router, until Ctrl-C, and show w
 	@$(BIN)/python examples/serving/serve.py $(SERVE_OPTIONS)
 
 # Both print how long each part took; each part is a target of its own.
-TEST := types,lint,docs,faults unit,ucx vllm,nixl engines
+TEST := nixl,faults,types,lint,docs unit,ucx vllm engines
 LONG := drivers lifecycle planner benchmarks deployments networks routers versions faults ucx nixl vllm engines
 
 test: $(STAMP) $(DOCS_STAMP) $(DYNAMO_WHEEL) prometheus ## Everything that has to pass before a change goes in

@@ -53,7 +53,7 @@ def test_truncated_messages_are_refused(kind: str, data: st.DataObject) -> None:
 
 @each_kind
 @given(data=st.data())
-@settings(max_examples=300)
+@settings(max_examples=100)
 def test_mutated_bytes_raise_nothing_but_wire_errors(kind: str, data: st.DataObject) -> None:
     strategy, decode = KINDS[kind]
     encoded = bytearray(side.encode(data.draw(strategy)))  # type: ignore[arg-type]
@@ -65,7 +65,7 @@ def test_mutated_bytes_raise_nothing_but_wire_errors(kind: str, data: st.DataObj
 
 @each_kind
 @given(noise=st.binary(max_size=200))
-@settings(max_examples=300)
+@settings(max_examples=100)
 def test_noise_raises_nothing_but_wire_errors(kind: str, noise: bytes) -> None:
     decode_or_wire_error(KINDS[kind][1], noise)
 
@@ -78,7 +78,7 @@ json_like = st.recursive(
 
 
 @given(data=st.data())
-@settings(max_examples=300)
+@settings(max_examples=100)
 def test_a_payload_with_other_values_raises_nothing_but_wire_errors(data: st.DataObject) -> None:
     """The payload is well-formed msgpack with some values replaced, also deep in the layout."""
     tree = msgspec.msgpack.decode(side.encode(messages.payload()))

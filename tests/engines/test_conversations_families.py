@@ -54,9 +54,12 @@ def test_turns(pair: Pair) -> None:
 
 
 @chunked
-@pytest.mark.parametrize("at_least", [0, 11, 40])
 @pytest.mark.parametrize("ahead", [False, True])
-def test_answers_that_stop(pair: Pair, ahead: bool, at_least: int) -> None:
+def test_answers_that_stop(pair: Pair, ahead: bool) -> None:
+    check_answers_that_stop(pair, ahead, 11)
+
+
+def check_answers_that_stop(pair: Pair, ahead: bool, at_least: int) -> None:
     """With asynchronous scheduling, the step under way moves a state past the stop token.
 
     The ticket covers that token, too.

@@ -1,6 +1,7 @@
 """Loaded pages of sliding windows in a prefix cache, between engines with different block sizes.
 
 ``geometry/test_prefix_hits.py`` has every kind of cache and of sizes, without a model.
+More families are in ``tests/long``.
 """
 
 from __future__ import annotations
@@ -27,17 +28,18 @@ from tests.engines.test_multi_connector import OFFLOADING, ferry
 pytestmark = pytest.mark.timeout(300)
 
 
-@pytest.mark.parametrize("family", ["mistral", "gemma3", "gpt_oss"])
-def test_prompts_after_a_load(
-    checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory, family: str
-) -> None:
+def test_prompts_after_a_load(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    check_prompts_after_a_load(checkpoints["gemma3"], tmp_path)
+
+
+def check_prompts_after_a_load(checkpoint: Path, folder: Path) -> None:
     """Shorter and longer ones, such that branch off, and the same again, asked of decode alone.
 
     Of 429 loaded tokens the window begins at 350, prefill's pages at 320 and decode's at 288, and a
     hit of 384 tokens needs those from 305 on.
     """
     assert WINDOW == 80
-    with fleet(checkpoints[family], tmp_path_factory.mktemp(family)) as engines:
+    with fleet(checkpoint, folder) as engines:
         prefill = engines.launch("prefill", "kv_producer", block_size=32)
         decode = engines.launch("decode", "kv_consumer", block_size=96, enable_prefix_caching=True)
         engines.wait_started()
@@ -55,10 +57,13 @@ def test_prompts_after_a_load(
                 assert got.tokens == right.tokens, (shorter, len(asked))
 
 
-@pytest.mark.parametrize("policy", ["recompute", "fail"])
 def test_prompts_after_a_load_beside_an_offloading_connector(
-    checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory, policy: str
+    checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
+    check_offloading(checkpoints["mistral"], tmp_path, "fail")
+
+
+def check_offloading(checkpoint: Path, folder: Path, policy: str) -> None:
     """That keeps every page of a request, also one that vLLM's own cache leaves out."""
     both = {
         "kv_connector": "MultiConnector",
@@ -66,7 +71,7 @@ def test_prompts_after_a_load_beside_an_offloading_connector(
         "kv_load_failure_policy": policy,
         "kv_connector_extra_config": {"connectors": [ferry("kv_consumer"), OFFLOADING]},
     }
-    with fleet(checkpoints["mistral"], tmp_path_factory.mktemp("mistral")) as engines:
+    with fleet(checkpoint, folder) as engines:
         prefill = engines.launch("prefill", "kv_producer", block_size=32)
         decode = engines.launch(
             "decode", kv_transfer_config=both, block_size=96, enable_prefix_caching=True
@@ -83,12 +88,14 @@ def test_prompts_after_a_load_beside_an_offloading_connector(
                 assert got.tokens == right.tokens, (shorter, len(asked))
 
 
-@pytest.mark.parametrize(("prefill_block", "decode_block"), [(32, 96), (96, 32)])
 def test_an_edited_message_after_a_loaded_turn(
-    checkpoints: dict[str, Path],
-    tmp_path_factory: pytest.TempPathFactory,
-    prefill_block: int,
-    decode_block: int,
+    checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    check_edited_message(checkpoints["gemma3"], tmp_path, 96, 32)
+
+
+def check_edited_message(
+    checkpoint: Path, folder: Path, prefill_block: int, decode_block: int
 ) -> None:
     """Its prompt is shorter, so its window begins earlier, and prefill has a hit in its own cache.
 
@@ -96,7 +103,7 @@ def test_an_edited_message_after_a_loaded_turn(
     """
     assert WINDOW == 80, "so that windows begin where a page is split"
     options = {"extra": TWO_WAY, "transfer": RECOMPUTE}
-    with fleet(checkpoints["gemma3"], tmp_path_factory.mktemp("windows")) as engines:
+    with fleet(checkpoint, folder) as engines:
         ordinary = engines.launch("ordinary")
         prefill = engines.launch(
             "prefill", ROLE, **options, block_size=prefill_block, enable_prefix_caching=True
