@@ -1,8 +1,16 @@
-"""The conformance suite on NIXL without its progress thread."""
+"""The conformance suite on NIXL without its progress thread, and with long transfers."""
 
 from __future__ import annotations
 
-from kvferry.testing.contract import NotificationTests, PeerTests, ProcessTests, TransferTests
+from kvferry.testing.contract import (
+    InFlightTests,
+    NotificationTests,
+    PeerTests,
+    ProcessTests,
+    QuiescenceTests,
+    StoppedPeerTests,
+    TransferTests,
+)
 from tests.nixl.test_contract import FACTORY
 
 
@@ -18,3 +26,8 @@ class TestNixlWithoutProgressThread(TransferTests, NotificationTests, PeerTests,
 
     # Its large transfer is moved by the CPU, within ``poll``, which the test expects to be quick.
     test_a_stopped_peer_ends_by_the_deadline = None  # type: ignore[assignment]
+
+
+class TestNixlWithLongTransfers(InFlightTests, QuiescenceTests, StoppedPeerTests, ProcessTests):
+    factory = FACTORY
+    lasting_bytes = 4 << 30
