@@ -89,7 +89,7 @@ class LeaseRenewal:
         at_once: bool,
         ended: Callable[[KVFerryError], None],
     ) -> RenewalId | None:
-        """Renew a hold until ``end`` or until it is gone; return an id for ``settle`` and ``end``.
+        """Renew a hold until ``end``, or until it is gone; return the id of the renewals.
 
         ``None`` if some producer rank knows no renewals. ``ended`` is called at most once, if a
         renewal finds the hold gone. Unless ``at_once``, the first renewal is due after
@@ -112,10 +112,10 @@ class LeaseRenewal:
             if target is not None:
                 self._forget(target.peer)
 
-    def settle(self, renewal: RenewalId | None, rank: int) -> None:
+    def end_rank(self, renewal: RenewalId | None, rank: int) -> None:
         """Stop renewing a hold at one producer rank; call it before the rank's fence is posted."""
         if renewal is not None:
-            self._renewals.settle(renewal, rank)
+            self._renewals.end_rank(renewal, rank)
 
     def progress(self, now: float) -> None:
         """Renew what is due, cancel overdue reads of earlier renewals, send heartbeats."""
@@ -198,7 +198,7 @@ class _PendingTicket:
     requests: int = 0
     peer: Peer | None = None
     renewal: RenewalId | None = None
-    is_reaching: bool = False
+    is_connecting: bool = False
     # Nothing is renewed any more: the hold is gone, or the ticket was refused.
     is_over: bool = False
     gone: KVFerryError | None = None
@@ -225,7 +225,7 @@ class PendingTickets:
         pending = self._tickets.setdefault(_key(ticket), _PendingTicket(ticket=ticket, begun=begun))
         pending.requests += 1
         if pending.requests == 1:
-            self._reach(pending)
+            self._connect(pending)
 
     def take(self, ticket: Ticket) -> tuple[float, KVFerryError | None]:
         """End a request's wait; return the seconds since the ticket's first request came.
@@ -249,25 +249,25 @@ class PendingTickets:
         for pending in list(self._tickets.values()):
             if pending.peer is not None and not pending.peer.connected:
                 self._stop(pending)
-            if pending.peer is None and not pending.is_reaching and not pending.is_over:
-                self._reach(pending)
+            if pending.peer is None and not pending.is_connecting and not pending.is_over:
+                self._connect(pending)
 
-    def _reach(self, pending: _PendingTicket) -> None:
-        pending.is_reaching = True
-        self._peers.reach(
+    def _connect(self, pending: _PendingTicket) -> None:
+        pending.is_connecting = True
+        self._peers.connect(
             pending.ticket,
-            lambda peer: self._reached(pending, peer),
-            lambda error: self._unreached(pending, error),
+            lambda peer: self._on_connected(pending, peer),
+            lambda error: self._on_not_connected(pending, error),
         )
 
-    def _unreached(self, pending: _PendingTicket, error: KVFerryError) -> None:
-        pending.is_reaching = False
+    def _on_not_connected(self, pending: _PendingTicket, error: KVFerryError) -> None:
+        pending.is_connecting = False
         # Other failures are tried again by ``progress``.
         pending.is_over = isinstance(error, TicketError)  # the load will say so
 
-    def _reached(self, pending: _PendingTicket, peer: Peer) -> None:
+    def _on_connected(self, pending: _PendingTicket, peer: Peer) -> None:
         """Check a ticket against its producer, which is connected now, and renew its hold."""
-        pending.is_reaching = False
+        pending.is_connecting = False
         if self._tickets.get(_key(pending.ticket)) is not pending or pending.is_over:
             return
         try:

@@ -218,7 +218,7 @@ class LoadManager:
             self._loads.abort(load_id, gone)
         elif passed is not None and load.reads:
             self._waiting.append((state, passed))
-        self._peers.reach(
+        self._peers.connect(
             load.ticket,
             lambda peer: self._on_connected(load_id, peer),
             lambda error: self._on_not_connected(load_id, error),
@@ -391,7 +391,7 @@ class LoadManager:
             self._read(action, state)
         elif action.op in (LoadAction.CHECK, LoadAction.MARK, LoadAction.FENCE):
             if action.op is LoadAction.FENCE:
-                self._lease_renewal.settle(state.renewal, action.rank)
+                self._lease_renewal.end_rank(state.renewal, action.rank)
             self._slot_reads.add(self._slot_read(action, state))
         elif action.op is LoadAction.CANCEL:
             self._cancel(action, state)

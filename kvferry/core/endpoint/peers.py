@@ -216,7 +216,7 @@ Failed = Callable[[KVFerryError], None]
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Waiter:
-    """A call of ``reach`` that is not over; ``asked`` is when the directory is told next."""
+    """A call of ``connect`` that is not over; ``asked`` is when the directory is told next."""
 
     ticket: Ticket
     ready: Ready
@@ -227,7 +227,7 @@ class _Waiter:
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class _Producer:
+class _KnownProducer:
     """A producer whose reply this rank has, until the directory lets it go."""
 
     key: PeerKey  # as it was asked for the reply
@@ -294,7 +294,7 @@ class Peers:
         self._lost = lost
         self._warned: set[ProducerName] = set()
         self._rank = 0
-        self._producers: dict[ProducerName, _Producer] = {}
+        self._producers: dict[ProducerName, _KnownProducer] = {}
         self._unknown: dict[PeerKey, list[_Waiter]] = {}
         """Those that wait for a reply."""
         self._next_look = 0.0
@@ -308,16 +308,16 @@ class Peers:
         self._read_calls = BlockingCalls(
             threads=True, post=post, clock=clock, name="kvferry-handshake"
         )
-        self._unread: deque[_Producer] = deque()
+        self._unread: deque[_KnownProducer] = deque()
         """Replies to read; the first is being read."""
         self._connections = connections
-        self._retries: list[tuple[float, int, _Producer]] = []
+        self._retries: list[tuple[float, int, _KnownProducer]] = []
         self._numbers = itertools.count()
         self._deferred: dict[Peer, list[_Waiter]] = {}
         """Loads that wait until a suspect peer has no others."""
 
     def join(self, own: Sequence[RankPayload], rank: int) -> None:
-        """Set what this engine's ranks publish, and this rank's index; before any ``reach``."""
+        """Set what this engine's ranks publish, and this rank's index; before any ``connect``."""
         self._rank = rank
         self._reader.join(own, rank)
 
@@ -334,7 +334,7 @@ class Peers:
             heard = partial(self._on_outcome, key, outcome)
             self._containment.run("a producer's reply", heard, None)
 
-    def reach(self, ticket: Ticket, ready: Ready, failed: Failed, *, loads: bool = False) -> None:
+    def connect(self, ticket: Ticket, ready: Ready, failed: Failed, *, loads: bool = False) -> None:
         """Connect to a ticket's producer if need be; call ``ready``, maybe at once, or ``failed``.
 
         ``failed`` is also called if ``ready`` raises. A call for a load (``loads``) waits until a
@@ -350,9 +350,9 @@ class Peers:
             until=now + self._patience,
             asked=now + WANTED_SECONDS,
         )
-        self._reach(waiter)
+        self._connect_for(waiter)
 
-    def _reach(self, waiter: _Waiter) -> None:
+    def _connect_for(self, waiter: _Waiter) -> None:
         producer, key = self._producers.get(waiter.ticket.producer), PeerKey.of(waiter.ticket)
         # Whoever answers at another address in a producer's name does not spoil it.
         if producer is not None and (producer.is_proven or producer.key == key):
@@ -361,7 +361,7 @@ class Peers:
             self._unknown.setdefault(key, []).append(waiter)
             self._next_look = min(self._next_look, waiter.asked)
 
-    def _serve(self, producer: _Producer, waiters: Sequence[_Waiter]) -> None:
+    def _serve(self, producer: _KnownProducer, waiters: Sequence[_Waiter]) -> None:
         """Serve those that want a producer whose reply is here."""
         for waiter in waiters:
             peer = None if producer.is_connecting else producer.peer
@@ -377,7 +377,7 @@ class Peers:
             else:
                 self._touch(peer)
                 self._call_ready(peer, waiter)
-        self._connect(producer)
+        self._connect_if_due(producer)
 
     # What the directory tells.
 
@@ -391,7 +391,7 @@ class Peers:
         if outcome.ranks:
             self._add(key, outcome)
             for waiter in genuine:
-                self._reach(waiter)
+                self._connect_for(waiter)
         elif genuine:  # asked for after that reply: another one will follow
             self._unknown[key] = genuine
 
@@ -417,7 +417,7 @@ class Peers:
             self._drop(producer)
             if error is None:
                 for waiter in waiting:
-                    self._reach(waiter)
+                    self._connect_for(waiter)
             else:
                 self._fail(waiting, error)
         if error is None:
@@ -426,7 +426,7 @@ class Peers:
             if waiter.ticket.incarnation == incarnation:
                 self._fail([waiter], error)
             else:
-                self._reach(waiter)
+                self._connect_for(waiter)
 
     def _add(self, key: PeerKey, reply: EncodedReply) -> None:
         """Keep and read a reply with payloads, unless its producer is known."""
@@ -437,7 +437,7 @@ class Peers:
             known = None
         if known is None:
             begun = time.perf_counter() - reply.seconds
-            producer = _Producer(key=key, watched=key, reply=reply, begun=begun)
+            producer = _KnownProducer(key=key, watched=key, reply=reply, begun=begun)
             self._producers[reply.name] = producer
             self._unread.append(producer)
             if len(self._unread) == 1:
@@ -467,13 +467,13 @@ class Peers:
         else:
             error = self._containment.caught("a handshake that is over", outcome)
         if error is None:
-            self._connect(producer)
+            self._connect_if_due(producer)
             return
         if producer.refusal is None:
             self._drop(producer)
         self._give_up(producer, error)
 
-    def _give_up(self, producer: _Producer, error: KVFerryError) -> None:
+    def _give_up(self, producer: _KnownProducer, error: KVFerryError) -> None:
         """Fail all who wait for a producer."""
         self._status.lost(producer.name[0])
         waiting, producer.waiting = producer.waiting, []
@@ -487,11 +487,11 @@ class Peers:
         try:
             waiter.ready(peer)
         except Exception as exc:  # noqa: BLE001  it fails this ticket, and no other
-            waiter.failed(self._containment.caught("a ticket whose producer is reached", exc))
+            waiter.failed(self._containment.caught("a ticket whose producer is connected", exc))
 
     # Connections.
 
-    def _connect(self, producer: _Producer) -> None:
+    def _connect_if_due(self, producer: _KnownProducer) -> None:
         """Connect to a producer that is wanted and is not connected, once that is due."""
         handshake, now = producer.handshake, self._clock()
         if handshake is None or producer.peer is not None or not producer.waiting:
@@ -515,7 +515,7 @@ class Peers:
         )
 
     def _on_acquired(
-        self, producer: _Producer, peer: Peer, acquired: dict[int, PeerId] | KVFerryError
+        self, producer: _KnownProducer, peer: Peer, acquired: dict[int, PeerId] | KVFerryError
     ) -> None:
         if isinstance(acquired, KVFerryError):
             self._on_connected(producer, peer, acquired)
@@ -529,12 +529,16 @@ class Peers:
         else:
             self._on_connected(producer, peer, None)
 
-    def _on_fingerprint(self, producer: _Producer, peer: Peer, error: KVFerryError | None) -> None:
+    def _on_fingerprint(
+        self, producer: _KnownProducer, peer: Peer, error: KVFerryError | None
+    ) -> None:
         if error is None and not all(map(self._connections.is_open, peer.ids.values())):
             error = ConnectError(f"a connection to engine {peer.key.engine} was lost meanwhile")
         self._on_connected(producer, peer, error)
 
-    def _on_connected(self, producer: _Producer, peer: Peer, error: KVFerryError | None) -> None:
+    def _on_connected(
+        self, producer: _KnownProducer, peer: Peer, error: KVFerryError | None
+    ) -> None:
         """Serve those that wait for a producer, which is connected, or fail them."""
         producer.is_connecting = False
         if self._producers.get(producer.name) is not producer:
@@ -564,7 +568,7 @@ class Peers:
         self._metrics.count_stage(Stage.HANDSHAKE, seconds, peer.key.engine)
         self._warn(peer)
 
-    def _make_room(self, wanted: _Producer, handshake: HandshakeResult) -> ConnectError | None:
+    def _make_room(self, wanted: _KnownProducer, handshake: HandshakeResult) -> ConnectError | None:
         """Let idle producers go, least recently used first, for one that was read; count it."""
         self._memory.add(handshake.memory)
         wanted.handshake = handshake
@@ -582,7 +586,7 @@ class Peers:
             "fewer prefill engines at once to each decode engine"
         )
 
-    def _drop(self, producer: _Producer) -> None:
+    def _drop(self, producer: _KnownProducer) -> None:
         """Keep nothing of a producer; a peer that is used stays connected until it is not."""
         del self._producers[producer.name]
         if producer.handshake is not None:
@@ -659,11 +663,11 @@ class Peers:
         self._status.progress(now)
         for peer in [each for each in self._deferred if not (each.connected and each.loads)]:
             for waiter in self._deferred.pop(peer):
-                self._reach(waiter)
+                self._connect_for(waiter)
         while self._retries and self._retries[0][0] <= now:
             _, _, producer = heapq.heappop(self._retries)
             if self._producers.get(producer.name) is producer:
-                self._connect(producer)
+                self._connect_if_due(producer)
         if self._unknown and now >= self._next_look:
             self._look_after_unknown(now)
         for idle in list(

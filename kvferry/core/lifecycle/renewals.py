@@ -70,7 +70,7 @@ class Renewals:
         """Stop renewing a hold."""
         self._renewed.pop(renewal, None)
 
-    def settle(self, renewal: RenewalId, rank: int) -> None:
+    def end_rank(self, renewal: RenewalId, rank: int) -> None:
         """Stop renewing a hold on a producer rank: the fence there is posted."""
         found = self._renewed.get(renewal)
         if found is not None:

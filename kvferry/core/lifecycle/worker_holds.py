@@ -73,7 +73,7 @@ _Claimant = tuple[str, int]
 
 
 @dataclass(slots=True, kw_only=True)
-class _Reader:
+class _ReaderEngine:
     """The ranks of a consumer engine that have sent "done" or "abandon" for a hold."""
 
     ranks: set[int] = field(default_factory=set)
@@ -98,7 +98,7 @@ class _Held:
     """Whether the blocks were given back, before the hold has ended."""
     end: EndedHold | None = None
     marked: int = 0
-    readers: dict[str, _Reader] = field(default_factory=dict)
+    readers: dict[str, _ReaderEngine] = field(default_factory=dict)
     alive: float = -math.inf
     """When ``order`` or ``ready`` was called for the hold, whichever was later."""
     renewed: float = -math.inf
@@ -333,7 +333,7 @@ class WorkerHolds:
             return ReleaseOutcome.LATE if self._is_late(message) else ReleaseOutcome.IGNORED
         if message.engine not in held.readers and len(held.readers) >= MAX_READERS:
             return ReleaseOutcome.IGNORED
-        reader = held.readers.setdefault(message.engine, _Reader())
+        reader = held.readers.setdefault(message.engine, _ReaderEngine())
         if message.rank not in reader.ranks:
             reader.ranks.add(message.rank)
             reader.has_abandoned |= message.abandoned

@@ -135,7 +135,7 @@ def test_a_producer_that_knows_no_renewals_gets_none() -> None:
     harness = RenewalHarness()
     assert harness.begin(PeerStub(lease=None)) is None
     harness.renewal.end(None)
-    harness.renewal.settle(None, 0)
+    harness.renewal.end_rank(None, 0)
     assert harness.due(0.0) == []
     assert len(harness.renewal) == 0
 
@@ -144,7 +144,7 @@ def test_a_rank_is_not_renewed_once_its_fence_is_posted() -> None:
     harness = RenewalHarness()
     renewal = harness.begin(PeerStub(), at_once=False)
     assert harness.due(0.9) == []
-    harness.renewal.settle(renewal, 0)
+    harness.renewal.end_rank(renewal, 0)
     assert [read.rank for read in harness.due(1.0)] == [2]
 
 
@@ -212,7 +212,7 @@ class PendingTicketsHarness:
         if self.check_error is not None:
             raise self.check_error
 
-    def reach(self, ticket: Ticket, ready: Any, failed: Any) -> None:
+    def connect(self, ticket: Ticket, ready: Any, failed: Any) -> None:
         self.reach_calls.append((ready, failed))
 
     def release(self, peer: PeerStub, use: PeerUse) -> None:

@@ -340,7 +340,7 @@ class ConsumerRank:
             require(not pull.reported, "a check after the report")
             self._check_order(action, pull)
             if action.op is LoadAction.FENCE:
-                self.rank_renewals.settle(action.load, action.rank)
+                self.rank_renewals.end_rank(action.load, action.rank)
             words[link, action.rank, action.op].append(action.load)
         elif action.op is LoadAction.CANCEL:
             self._cancel(action, words)

@@ -293,7 +293,7 @@ class RenewedOnce(Renewals):
 class RenewedWhileFencing(Renewals):
     """A hold that this engine's own "done" ended counts as lost."""
 
-    def settle(self, renewal: RenewalId, rank: int) -> None:
+    def end_rank(self, renewal: RenewalId, rank: int) -> None:
         pass
 
 

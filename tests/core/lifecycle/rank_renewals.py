@@ -89,12 +89,12 @@ class RankRenewals:
         self._loading[load_id] = wait
         self._start(wait, at_once=False)
 
-    def settle(self, load_id: LoadId, rank: int) -> None:
+    def end_rank(self, load_id: LoadId, rank: int) -> None:
         """Stop renewing a load on a rank, because its fence is posted."""
         wait = self._loading.get(load_id)
         if wait is not None and wait.renewal is not None:
             wait.settled.add(rank)
-            self._renewals.settle(wait.renewal, rank)
+            self._renewals.end_rank(wait.renewal, rank)
 
     def end(self, load_id: LoadId) -> None:
         """End the renewals of a load."""

@@ -58,7 +58,7 @@ def test_a_lost_hold_does_not_count_once_the_fence_is_posted() -> None:
     """This engine's own "done", bound to the fence, may have ended it."""
     harness = RenewalHarness()
     harness.due(0.0)
-    harness.renewals.settle(harness.id, 0)
+    harness.renewals.end_rank(harness.id, 0)
     assert not harness.answer(0, stands=False)
     harness.answer(1), harness.answer(2)
     assert harness.due(10.0) == [1, 2]
@@ -82,6 +82,6 @@ def test_an_ended_renewal_makes_no_requests_and_ignores_answers() -> None:
     assert len(harness.renewals) == 0
     assert not harness.answer(0, stands=False)
     harness.renewals.unanswered(RenewalRequest(renewal=harness.id, rank=0))
-    harness.renewals.settle(harness.id, 0)
+    harness.renewals.end_rank(harness.id, 0)
     harness.renewals.end(RenewalId(99))
     assert harness.due(100.0) == []
