@@ -38,15 +38,9 @@ def loaded_elsewhere(folder: Path) -> str | None:
     return next((str(path) for path in others), None)
 
 
-def modules(path: Path) -> list[Path]:
-    """Return the files of the modules (plugins for transports) that a libucp may load."""
-    files = sorted((path.resolve().parent / "ucx").glob("libuct_*.so*"))
-    return list({file.name.partition(".so")[0]: file for file in files}.values())
-
-
-def for_rdma(module: Path) -> bool:
-    """Return whether a module is for InfiniBand, RoCE or EFA."""
-    return module.name.startswith("libuct_ib")
+def rdma_modules(path: Path) -> list[Path]:
+    """Return the files of a libucp's modules (plugins) for InfiniBand, RoCE or EFA."""
+    return sorted((path.resolve().parent / "ucx").glob("libuct_ib*.so*"))
 
 
 def _open_neighbours(path: Path) -> None:
@@ -104,8 +98,7 @@ def _describe(name: str) -> dict[str, object]:
         version, path = _version(library), _path_of(library)
     except (OSError, AttributeError) as exc:
         return {"problem": str(exc)}
-    rdma = any(loads(module) for module in modules(path) if for_rdma(module))
-    return {"path": str(path), "version": version, "rdma": rdma}
+    return {"path": str(path), "version": version, "rdma": any(map(loads, rdma_modules(path)))}
 
 
 if __name__ == "__main__":

@@ -40,7 +40,6 @@ from kvferry.drivers.ucx.compiled_loops import poster
 from kvferry.drivers.ucx.connection import ConnectionState, UcxConnection, UcxPeer
 from kvferry.drivers.ucx.copy_thread import MIN_BYTES
 from kvferry.drivers.ucx.device_memory import LocalDevices
-from kvferry.drivers.ucx.devices import devices, listed
 from kvferry.drivers.ucx.library import UcxLibrary
 from kvferry.drivers.ucx.merged_copies import MergedCopies, merge_copies
 from kvferry.drivers.ucx.messages import MAX_BACKLOG, MAX_NOTIFICATION
@@ -158,8 +157,8 @@ class UcxTransport(BaseTransport[Registration, UcxAddress, UcxPeer, UcxTransfer]
         """The loaded UCX as text: its version, its file, whether it can do RDMA, its devices."""
         if self not in _open_transports:
             return str(self._library)
-        found = devices(library.load(self._library), self._context)
-        return f"{self._library}: {listed(found)}"
+        devices = library.devices(library.load(self._library), self._context)
+        return f"{self._library}: {library.listed(devices)}"
 
     # Memory.
 

@@ -131,7 +131,6 @@ def test_named_library_is_found(tmp_path: Path, wheel: Path) -> None:
     found = find(str(path))
     assert (found.path, found.version, found.source) == (str(path), (1, 99, 3), "option")
     assert not found.rdma
-    assert found.transports == ("self", "posix", "sysv", "tcp")
     assert found.advice == ""
     assert str(found) == f"UCX 1.99.3, without RDMA (option library: {path})"
 
@@ -141,7 +140,7 @@ def test_rdma_counts_only_where_its_module_loads(tmp_path: Path) -> None:
     """It does not load where libibverbs is not installed, for example."""
     path = fake_libraries.with_rdma(fake_libraries.ucp(tmp_path, (1, 22, 0)))
     found = find(str(path))
-    assert (found.rdma, found.transports[-1]) == (True, "ib")
+    assert found.rdma
     assert "1.22.0, with RDMA" in str(found)
     (tmp_path / "ucx" / "libuct_ib.so.0").write_text("damaged")
     assert not find(str(path)).rdma
@@ -152,7 +151,6 @@ def test_wheel_is_found_by_its_files(wheel: Path) -> None:
     found = find()
     assert (found.path, found.version, found.source) == (str(wheel), (1, 22, 0), "wheel")
     assert not found.rdma
-    assert found.transports == ("self", "posix", "sysv", "tcp", "cma")
 
 
 @pytest.mark.parametrize("text", ["1.9.0", "2.1.0"])
