@@ -7,15 +7,14 @@ has the server's view of the same connection.
 from __future__ import annotations
 
 import enum
-import secrets
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from kvferry.core.errors import PeerLostError, TransportError
-from kvferry.core.memory import CPU, Region, U64Array
-from kvferry.drivers.ucx.address import Identity, Instance, KeyId, UcxAddress, UcxRegion
-from kvferry.drivers.ucx.message_transfer import consecutive, needs_messages
+from kvferry.core.memory import Region, U64Array
+from kvferry.drivers.ucx.address import Identity, KeyId, UcxAddress, UcxRegion
+from kvferry.drivers.ucx.message_transfer import consecutive, reaches_cpu_memory
 from kvferry.drivers.ucx.messages import (
     Bye,
     ConnectionId,
@@ -26,7 +25,7 @@ from kvferry.drivers.ucx.messages import (
     Note,
     Released,
 )
-from kvferry.drivers.ucx.ucp import Endpoint, RemoteKey, Ucp
+from kvferry.drivers.ucx.ucp import Endpoint, RemoteKey
 from kvferry.drivers.ucx.worker import Worker
 
 
@@ -42,23 +41,13 @@ class ConnectionState(enum.Enum):
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class ClientWorker:
-    """A worker of the client side, with its connections, at most one to each server ever."""
-
-    # UCX matches the two ends of a connection by counting the connections between two workers.
-    # After an error the counts may differ, so the next connection to a server needs another worker.
-    worker: Worker
-    servers: set[Instance] = field(default_factory=set)  # that it has ever connected to
-    # By ``endpoint_number``; a broken one is removed when nothing is under way on it any more.
-    connections: dict[int, UcxConnection] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class ScatterTarget:
-    """The n ranges, as (n,) uint64, into which the answer to a ``Fetch`` is copied in order."""
+class PendingFetch:
+    """A ``Fetch``: its answer is copied, in order, into n ranges of memory, (n,) uint64 each."""
 
     addresses: U64Array
     nbytes: U64Array
+    cancelled: bool = False  # an answer that comes later is not copied
+    refusal: str | None = None  # once it is answered: the reason of a refusal, or ""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -67,8 +56,7 @@ class UcxConnection:
 
     id: ConnectionId  # random; every message names it
     server: UcxAddress
-    client_worker: ClientWorker
-    ucp: Ucp
+    worker: Worker
     opened: float  # by ``time.monotonic``
     endpoint: Endpoint = field(default=Endpoint(0))  # 0 if there is none
     endpoint_number: int = 0  # as ``Worker.failures`` reports it
@@ -80,84 +68,41 @@ class UcxConnection:
     queued_notifications: deque[bytes] = field(default_factory=deque)
     open_windows: int = 0  # groups of runs that are under way (``Window``)
     transports: frozenset[str] = frozenset()  # UCX's names; empty until ready
-    has_native: bool = False  # once ready: UCX reaches CPU memory without messages of this driver
-    # Answers to ``Fetch``, by their numbers: the reason of a refusal, or "".
-    refusals: dict[int, str] = field(default_factory=dict)
-    fetch_targets: dict[int, ScatterTarget] = field(default_factory=dict)  # by unanswered number
-    _last_request: int = 0
+    native: bool = False  # once ready: UCX reaches CPU memory without messages of this driver
+    _last_fetch: int = 0
+    _fetches: dict[int, PendingFetch] = field(default_factory=dict)  # unanswered, by number
     _keys: dict[KeyId, RemoteKey] = field(default_factory=dict)
 
-    @classmethod
-    def open(
-        cls,
-        server: UcxAddress,
-        client_worker: ClientWorker,
-        ucp: Ucp,
-        client: str,
-        now: float,
-        index: int = 0,
-    ) -> UcxConnection:
-        """Open a connection, and ask the server to serve it (``Hello``); it may be broken already.
+    def open(self, client: str, index: int) -> None:
+        """Connect, and ask the server to serve this connection (``Hello``).
 
-        ``client_worker`` has not connected to this server; ``client`` is the name of this
-        transport, ``index`` 0 for its first connection to the server, 1 for its second.
+        ``client`` is the name of this transport, ``index`` 0 for its first connection to the
+        server, 1 for its second. The connection may be broken afterwards.
+
+        Raises:
+            PeerLostError: UCX does not reach the server.
         """
-        connection = cls(
-            id=secrets.token_bytes(16),
-            server=server,
-            client_worker=client_worker,
-            ucp=ucp,
-            opened=now,
-        )
-        client_worker.servers.add(server.instance)
-        worker = client_worker.worker
         try:
-            connection.endpoint, connection.endpoint_number = worker.connect(server.worker)
+            self.endpoint, self.endpoint_number = self.worker.connect(self.server.worker)
         except TransportError as exc:
-            connection.state, connection.error = ConnectionState.BROKEN, _unreachable(exc)
-            return connection
-        client_worker.connections[connection.endpoint_number] = connection
-        connection._send(
-            Hello(connection.id, server.instance, client, worker.address, server.withdrawn, index),
-        )
-        return connection
-
-    @classmethod
-    def failed(
-        cls,
-        server: UcxAddress,
-        client_worker: ClientWorker,
-        ucp: Ucp,
-        now: float,
-        error: TransportError,
-    ) -> UcxConnection:
-        """Return a broken connection, for when no worker can be made for a working one."""
-        return cls(
-            id=secrets.token_bytes(16),
-            server=server,
-            client_worker=client_worker,
-            ucp=ucp,
-            opened=now,
-            state=ConnectionState.BROKEN,
-            error=error,
-        )
+            raise PeerLostError(
+                f"{exc}; both sides need a way in common that notices when a peer dies: tcp or "
+                "RDMA, beside which shared memory is used (driver_options: transports)"
+            ) from exc
+        server, address = self.server, self.worker.address
+        self._send(Hello(self.id, server.instance, client, address, server.withdrawn, index))
 
     def on_welcome(self, withdrawn: Iterable[int]) -> None:
         """Become ready: learn which keys the server has withdrawn, and send what is queued."""
         if self.state is not ConnectionState.CONNECTING:
             return
         self.state = ConnectionState.READY
-        used = self.ucp.transports(self.endpoint)
+        used = self.worker.ucp.transports(self.endpoint)
         self.transports = frozenset(name.partition("/")[0] for name in used)
-        self.has_native = not needs_messages(self.transports, frozenset({CPU}))
+        self.native = reaches_cpu_memory(self.transports)
         self.withdrawn.update(map(KeyId, withdrawn))
         while self.queued_notifications:
             self._send(Note(self.id, self.queued_notifications.popleft()))
-
-    @property
-    def reads_directly(self) -> bool:
-        """Whether reads of CPU memory can be posted now, without messages of this driver."""
-        return self.has_native and self.state is ConnectionState.READY
 
     def notify(self, payload: bytes) -> None:
         """Send a notification, queue it until the connection is ready, or drop it if broken."""
@@ -170,30 +115,28 @@ class UcxConnection:
     def backlog(self) -> int:
         """How many bytes of messages to the server are queued or being sent."""
         queued = sum(map(len, self.queued_notifications))
-        return self.client_worker.worker.backlog(self.endpoint) + queued
+        return self.worker.backlog(self.endpoint) + queued
 
-    def fetch(self, rows: bytes, target: ScatterTarget) -> int:
-        """Ask for bytes (``Fetch``); return the number under which ``refusals`` gets the answer.
-
-        The target must be valid until the answer has arrived or the connection is broken.
-        """
-        self._last_request += 1
-        self.fetch_targets[self._last_request] = target
-        self._send(Fetch(self.id, self._last_request, rows))
-        return self._last_request
+    def fetch(self, rows: bytes, fetch: PendingFetch) -> None:
+        """Ask for bytes. The target must be valid until an answer, or the connection is broken."""
+        self._last_fetch += 1
+        self._fetches[self._last_fetch] = fetch
+        self._send(Fetch(self.id, self._last_fetch, rows))
 
     def on_fetched(self, message: Fetched, body: int, nbytes: int) -> None:
-        """Record the answer to a ``Fetch``; copy its bytes unless the transfer has failed since."""
-        target = self.fetch_targets.pop(message.number, None)
-        self.refusals[message.number] = message.refusal
-        if target is None or message.refusal:
+        """Record the answer to a ``Fetch``, and copy its bytes."""
+        fetch = self._fetches.pop(message.number, None)
+        if fetch is None:
             return
-        wanted = int(target.nbytes.sum())
+        fetch.refusal = message.refusal
+        if fetch.cancelled or message.refusal:
+            return
+        wanted = int(fetch.nbytes.sum())
         if wanted == nbytes:
-            copy = self.client_worker.worker.poster.copy
-            copy(target.addresses, consecutive(body, target.nbytes), target.nbytes)
+            sources = consecutive(body, fetch.nbytes)
+            self.worker.poster.copy(fetch.addresses, sources, fetch.nbytes)
         else:
-            self.refusals[message.number] = f"it has sent {nbytes} bytes of {wanted}"
+            fetch.refusal = f"it has sent {nbytes} bytes of {wanted}"
 
     def on_withdrawn(self, number: int, key: KeyId) -> None:
         """Record that the server waits for a confirmation before it ends a registration."""
@@ -206,7 +149,7 @@ class UcxConnection:
         while self.unconfirmed and self.unconfirmed[0][1] not in used:
             number, key = self.unconfirmed.popleft()
             if key in self._keys:
-                self.ucp.destroy_key(self._keys.pop(key))
+                self.worker.ucp.destroy_key(self._keys.pop(key))
         if number and self.state is ConnectionState.READY:
             self._send(Released(self.id, number))
 
@@ -214,7 +157,7 @@ class UcxConnection:
         """Return UCP's key to a region, which the connection owns; raise if out of UCX's reach."""
         key = KeyId(region.key)
         if key not in self._keys:
-            self._keys[key] = self.ucp.unpack_key(self.endpoint, region.packed)
+            self._keys[key] = self.worker.ucp.unpack_key(self.endpoint, region.packed)
         return self._keys[key]
 
     def close(self, error: TransportError, *, say_bye: bool = False) -> None:
@@ -223,31 +166,32 @@ class UcxConnection:
             self._send(Bye(self.id))
         if self.state is ConnectionState.BROKEN:
             return
-        worker = self.client_worker.worker
         # Drop a ``Hello`` that is still unsent: if it arrived after the ``Hello`` of the next
         # connection, the server would close that connection.
         ready = self.state is ConnectionState.READY
-        close_endpoint = worker.close_endpoint if ready else worker.close_endpoint_at_once
         self.state, self.error = ConnectionState.BROKEN, error
         self.queued_notifications.clear()
-        self.fetch_targets.clear()
-        close_endpoint(self.endpoint)
+        self._fetches.clear()
+        if ready:
+            self.worker.close_endpoint(self.endpoint)
+        else:
+            self.worker.close_endpoint_at_once(self.endpoint)
 
     def try_release(self) -> bool:
         """Destroy the keys of a broken, unused connection, to be forgotten; return whether done."""
-        worker = self.client_worker.worker
+        worker = self.worker
         if self.state is not ConnectionState.BROKEN or self.open_windows or worker.closing:
             return False
-        if worker.is_lingering(self.endpoint):
+        if self.endpoint in worker.lingering.values():
             return False
         for key in self._keys.values():
-            self.ucp.destroy_key(key)
+            worker.ucp.destroy_key(key)
         self._keys.clear()
         return True
 
     def _send(self, message: Message) -> None:
         try:
-            self.client_worker.worker.send(self.endpoint, message)
+            self.worker.send(self.endpoint, message)
         except TransportError as exc:
             self.close(exc)
 
@@ -270,10 +214,3 @@ class UcxPeer:
     def identity(self) -> Identity:
         """The identity of the peer's transport."""
         return self.address.identity
-
-
-def _unreachable(error: TransportError) -> PeerLostError:
-    return PeerLostError(
-        f"{error}; both sides need a way in common that notices when a peer dies: tcp or RDMA, "
-        "beside which shared memory is used (driver_options: transports)"
-    )

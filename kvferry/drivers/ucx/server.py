@@ -36,9 +36,9 @@ from kvferry.drivers.ucx.messages import (
     Welcome,
     Withdrawn,
 )
-from kvferry.drivers.ucx.progress import POLLED_SECONDS, FairLock
+from kvferry.drivers.ucx.progress import ProgressTarget
 from kvferry.drivers.ucx.ucp import Endpoint
-from kvferry.drivers.ucx.worker import Worker, wait_closed
+from kvferry.drivers.ucx.worker import Worker
 from kvferry.drivers.ucx_format import FormatError, check_worker_address, is_known
 
 _NO_WRITES = "this build takes no writes"
@@ -64,7 +64,6 @@ class ClientConnection:
     endpoint_number: int
     index: int
     confirmed: int  # the last withdrawal that the client has confirmed, or need not
-    welcome: bool  # False if it was refused
 
 
 @dataclass(slots=True, eq=False)
@@ -75,14 +74,14 @@ class KeptNotifications:
     nbytes: int = 0
 
 
-class Server:
+class Server(ProgressTarget):
     """The server side of a transport, whose memory peers read.
 
     The caller of a method must hold ``lock``, except for ``is_confirmed``; properties need no lock.
     """
 
     def __init__(self, make_worker: Callable[[], Worker], instance: Instance) -> None:
-        self.lock = FairLock()
+        super().__init__()
         self.worker = make_worker()
         self.format_known = is_known(self.worker.address)  # else addresses are not checked
         self._instance = instance
@@ -96,7 +95,6 @@ class Server:
         self._withdrawn: deque[KeyId] = deque(maxlen=MAX_WITHDRAWN)
         self._kept: dict[str, KeptNotifications] = {}  # by the names of the clients
         self._kept_bytes = 0
-        self.last_driven = 0.0  # when ``poll`` last ran
         self.withdrawals = 0  # announced so far
         self.regions: dict[KeyId, Region] = {}
 
@@ -104,11 +102,6 @@ class Server:
     def workers(self) -> list[Worker]:
         """The workers in which UCP has to make progress."""
         return [self.worker]
-
-    @property
-    def driven_elsewhere(self) -> bool:
-        """Whether ``poll`` ran in the last 0.3 ms."""
-        return time.monotonic() - self.last_driven < POLLED_SECONDS
 
     @property
     def needs_timer(self) -> bool:
@@ -124,8 +117,7 @@ class Server:
         """As ``run_once``, within a call of the transport: for a short time."""
         self.last_driven = time.monotonic()
         busy = self._handle(busy=self.worker.poll())
-        waits = self.worker.sending or self.worker.closing or bool(self._waiting_hellos)
-        return busy or waits
+        return busy or bool(self.worker.sending or self.worker.closing or self._waiting_hellos)
 
     def _handle(self, *, busy: bool) -> bool:
         for number, _ in self.worker.failures():
@@ -166,7 +158,7 @@ class Server:
         """Close all connections, and destroy the worker."""
         for connection in list(self._by_endpoint.values()):
             self._close(connection)
-        wait_closed(self.worker)
+        self.worker.finish()
         self.worker.destroy()
 
     def _unconfirmed(self, number: int) -> list[ClientConnection]:
@@ -197,8 +189,8 @@ class Server:
 
     def _on_fetch(self, connection: ClientConnection, message: Fetch) -> None:
         refusal, addresses, lengths = check_rows(message.rows, self.regions)
-        buffer = self.worker.buffer_pool.take()
-        self.worker.poster.copy(consecutive(buffer.address, lengths), addresses, lengths)
+        buffer = self.worker.take_buffer()
+        self.worker.poster.copy(consecutive(buffer.ctypes.data, lengths), addresses, lengths)
         answer = Fetched(message.connection, message.number, refusal)
         with contextlib.suppress(TransportError):
             self.worker.send(connection.endpoint, answer, buffer, int(lengths.sum()))
@@ -278,7 +270,6 @@ class Server:
             endpoint_number=number,
             index=hello.index,
             confirmed=self.withdrawals,
-            welcome=not reason,
         )
         self._by_endpoint[number] = connection
         if reason:
@@ -299,7 +290,7 @@ class Server:
     def _close(self, connection: ClientConnection) -> None:
         self.worker.close_endpoint(connection.endpoint)
         del self._by_endpoint[connection.endpoint_number]
-        if not connection.welcome and connection in self._refused:
+        if connection in self._refused:
             self._refused.remove(connection)
         if self._connections.get(connection.id) is connection:
             del self._connections[connection.id]

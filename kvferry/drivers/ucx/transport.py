@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import ctypes
 import functools
 import itertools
 import logging
@@ -38,7 +39,6 @@ from kvferry.drivers.ucx.address import KeyId, ProcessIdentity, UcxAddress, UcxR
 from kvferry.drivers.ucx.client import Client
 from kvferry.drivers.ucx.compiled_loops import poster
 from kvferry.drivers.ucx.connection import ConnectionState, UcxConnection, UcxPeer
-from kvferry.drivers.ucx.copy_thread import MIN_BYTES
 from kvferry.drivers.ucx.device_memory import LocalDevices
 from kvferry.drivers.ucx.library import UcxLibrary
 from kvferry.drivers.ucx.merged_copies import MergedCopies, merge_copies
@@ -51,6 +51,9 @@ from kvferry.drivers.ucx.ucp import BRIEF_BYTES, Memory, Ucp
 from kvferry.drivers.ucx.worker import Worker
 
 logger = logging.getLogger(__name__)
+
+_SECOND_THREAD_BYTES = 1 << 21
+"""The smallest read that is worth a second thread."""
 
 _END_SECONDS = 3.0
 """How long transfers may take to end by themselves before their connections are closed."""
@@ -138,7 +141,6 @@ class UcxTransport(BaseTransport[Registration, UcxAddress, UcxPeer, UcxTransfer]
         make_worker = partial(Worker, self._ucp, self._context, self._poster)
         self._server = Server(make_worker, self._instance)
         self._client = Client(
-            self._ucp,
             make_worker,
             name,
             self._options.deadline_seconds,
@@ -284,28 +286,33 @@ class UcxTransport(BaseTransport[Registration, UcxAddress, UcxPeer, UcxTransfer]
     # Transfers.
 
     def _start(self, request: TransferRequest[UcxPeer]) -> UcxTransfer:
-        if _is_small_read(request):
+        transfer = self._read_small(request)
+        if transfer is not None:
+            busy = not transfer.final or self._client.has_work
+        else:
+            runs = merge_copies(request.copies)
             with self._client.lock:
-                small = self._start_small(request)
-            if small is not None:
-                if not small.final or self._client.has_work:
-                    self._progress_driver.wake()
-                return small
-        runs = merge_copies(request.copies)
-        with self._client.lock:
-            transfer = self._make_transfer(request, runs)
-            busy = self._client.start(transfer)
+                transfer = self._make_transfer(request, runs)
+                busy = self._client.start(transfer)
         if busy:
             self._progress_driver.wake()
         return transfer
 
-    def _start_small(self, request: TransferRequest[UcxPeer]) -> UcxTransfer | None:
-        [segment], peer = request.copies.segments, request.connection
-        region = peer.regions.get(segment.remote)
-        if region is None:
+    def _read_small(self, request: TransferRequest[UcxPeer]) -> UcxTransfer | None:
+        """Read at once, if it is one short range of CPU memory; else return ``None``."""
+        copies, peer = request.copies, request.connection
+        if len(copies) != 1 or len(copies.segments) != 1:
             return None
-        params = structs.address_of(self._registered[segment.local].params)
-        return self._client.read_small(peer, region, request.copies, params, request.notify)
+        [segment] = copies.segments
+        in_cpu_memory = segment.local.kind == segment.remote.kind == CPU
+        if not in_cpu_memory or not 0 < int(copies.nbytes[0]) <= BRIEF_BYTES:
+            return None
+        params = ctypes.addressof(self._registered[segment.local].params)
+        with self._client.lock:
+            region = peer.regions.get(segment.remote)
+            if region is None:
+                return None
+            return self._client.read_small(peer, region, copies, params, request.notify)
 
     def _make_transfer(self, request: TransferRequest[UcxPeer], runs: MergedCopies) -> UcxTransfer:
         """Return a transfer that has not been started. The caller holds the client's lock."""
@@ -315,7 +322,7 @@ class UcxTransport(BaseTransport[Registration, UcxAddress, UcxPeer, UcxTransfer]
         peer = request.connection
         try:
             segments = [
-                (structs.address_of(self._registered[one.local].params), peer.regions[one.remote])
+                (ctypes.addressof(self._registered[one.local].params), peer.regions[one.remote])
                 for one in request.copies.segments
             ]
         except KeyError as exc:
@@ -325,21 +332,17 @@ class UcxTransport(BaseTransport[Registration, UcxAddress, UcxPeer, UcxTransfer]
             ) from exc
         connection, second = self._client.connection_to(peer), None
         kinds = frozenset(one.kind for one in request.local | request.remote)
-        large = len(runs) and int(runs.end_bytes[-1]) >= MIN_BYTES
+        large = len(runs) and int(runs.end_bytes[-1]) >= _SECOND_THREAD_BYTES
         if large and kinds == {CPU}:
             second = self._client.second_connection_to(peer)
         return UcxTransfer(
             connection=connection,
-            runs=runs,
             segments=segments,
+            notify=request.notify,
+            runs=runs,
             memory_kinds=kinds,
-            remote_keys=frozenset(KeyId(region.key) for _, region in segments),
-            send_notification=(
-                None if request.notify is None else partial(connection.notify, request.notify)
-            ),
-            poster=self._poster,
             second_connection=second,
-            devices=None if kinds <= {CPU} else self._devices_of(request.local),
+            devices=self._devices_of(request.local),
         )
 
     def _devices_of(self, local: frozenset[Region]) -> LocalDevices | None:
@@ -386,10 +389,7 @@ class UcxTransport(BaseTransport[Registration, UcxAddress, UcxPeer, UcxTransfer]
                     f"{connection.name}, which takes none: it may be stopped"
                 )
             latest.notify(payload)
-            sent = (
-                latest.state is ConnectionState.READY
-                and not latest.client_worker.worker.needs_thread
-            )
+            sent = latest.state is ConnectionState.READY and not latest.worker.needs_thread
         if not sent:
             self._progress_driver.wake()
 
@@ -423,16 +423,6 @@ class UcxTransport(BaseTransport[Registration, UcxAddress, UcxPeer, UcxTransfer]
         """End the threads. Called when the process ends, during which UCX must not run."""
         if self._end():
             self._progress_driver.stop()
-
-
-def _is_small_read(request: TransferRequest[UcxPeer]) -> bool:
-    copies = request.copies
-    if len(copies) != 1 or len(copies.segments) != 1:
-        return False
-    [segment] = copies.segments
-    if segment.local.kind != CPU or segment.remote.kind != CPU:
-        return False
-    return 0 < int(copies.nbytes[0]) <= BRIEF_BYTES
 
 
 @functools.cache
