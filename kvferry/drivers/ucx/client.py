@@ -14,7 +14,7 @@ from kvferry.core.transport import EnterThread
 from kvferry.core.transport.copies import Copies
 from kvferry.drivers.ucx import ucp as statuses
 from kvferry.drivers.ucx.address import Instance, KeyId, UcxAddress, UcxRegion
-from kvferry.drivers.ucx.connection import ConnectionState, UcxConnection, UcxPeer
+from kvferry.drivers.ucx.connection import ConnectionState, UcxConnection, UcxPeer, Window
 from kvferry.drivers.ucx.messages import (
     ConnectionId,
     Fetched,
@@ -122,7 +122,7 @@ class Client(ProgressTarget):
             window.connection.worker
             for transfer in self._transfers
             for window in transfer.windows
-            if window.fetch is None
+            if not window.by_message
         ]
         if not moving:
             return []
@@ -240,7 +240,8 @@ class Client(ProgressTarget):
             answer = answer if code == Code.IN_PROGRESS else code % (1 << 64)
         transfer = UcxTransfer(connection=connection, segments=[(params, region)], notify=notify)
         if answer:
-            transfer.add_window(connection, requests=np.array([answer], np.uint64))
+            requests = np.array([answer], np.uint64)
+            transfer.windows.append(Window(connection=connection, requests=requests))
             self._transfers.append(transfer)
         else:
             transfer.complete()
@@ -262,8 +263,8 @@ class Client(ProgressTarget):
             worker.finish()
         for transfer in self._transfers:
             transfer.advance(time.monotonic(), self._idle_timeout)
-        for connection in self._connections.values():
-            connection.try_release()
+        for connection in list(self._connections.values()):
+            self._release(connection)
         for worker in self._workers:
             worker.destroy()
         self._workers.clear()
@@ -313,18 +314,19 @@ class Client(ProgressTarget):
                     "is there by now: connect with a new address"
                 )
             )
-        if connection.state is not ConnectionState.BROKEN:
-            return
+        if connection.state is ConnectionState.BROKEN:
+            self._release(connection)
+
+    def _release(self, connection: UcxConnection) -> None:
+        """Forget a broken connection, if it is closed and unused."""
         # Copies in the queues of a GPU count, too: they read memory that UCX would unmap.
         used = any(transfer.uses(connection) for transfer in self._transfers)
-        if not used and connection.try_release():
-            self._forget(connection)
-
-    def _forget(self, connection: UcxConnection) -> None:
+        if used or not connection.try_release():
+            return
         del self._connections[connection.id]
         worker = connection.worker
-        used = any(other.worker is worker for other in self._connections.values())
-        if not used and len(self._workers) > 1:
+        shared = any(other.worker is worker for other in self._connections.values())
+        if not shared and len(self._workers) > 1:
             del self._workers[worker]
             worker.destroy()
 

@@ -41,13 +41,22 @@ class ConnectionState(enum.Enum):
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class PendingFetch:
-    """A ``Fetch``: its answer is copied, in order, into n ranges of memory, (n,) uint64 each."""
+class Window:
+    """Successive runs (contiguous copies) that were posted together, or asked for by a message."""
 
-    addresses: U64Array
-    nbytes: U64Array
-    cancelled: bool = False  # an answer that comes later is not copied
-    refusal: str | None = None  # once it is answered: the reason of a refusal, or ""
+    connection: UcxConnection
+    requests: U64Array  # (n,) of ``Poster.post``; empty if asked for by a message
+    swept: int = 0  # how many of ``requests`` have completed
+    code: int = 0  # UCX's status of the first error
+    # The ranges into which the answer to the message (``Fetch``) is copied, in order: addresses and
+    # lengths, (n,) uint64 each. ``None`` if there is no message, or its answer is not copied.
+    targets: tuple[U64Array, U64Array] | None = None
+    refusal: str | None = None  # once the message is answered: the reason of a refusal, or ""
+
+    @property
+    def by_message(self) -> bool:
+        """Whether the runs were asked for by a message."""
+        return not len(self.requests)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -66,11 +75,10 @@ class UcxConnection:
     # The announced withdrawals that this side has not confirmed: number and key.
     unconfirmed: deque[tuple[int, KeyId]] = field(default_factory=deque)
     queued_notifications: deque[bytes] = field(default_factory=deque)
-    open_windows: int = 0  # groups of runs that are under way (``Window``)
     transports: frozenset[str] = frozenset()  # UCX's names; empty until ready
     native: bool = False  # once ready: UCX reaches CPU memory without messages of this driver
     _last_fetch: int = 0
-    _fetches: dict[int, PendingFetch] = field(default_factory=dict)  # unanswered, by number
+    _fetches: dict[int, Window] = field(default_factory=dict)  # that are not answered, by number
     _keys: dict[KeyId, RemoteKey] = field(default_factory=dict)
 
     def open(self, client: str, index: int) -> None:
@@ -117,26 +125,26 @@ class UcxConnection:
         queued = sum(map(len, self.queued_notifications))
         return self.worker.backlog(self.endpoint) + queued
 
-    def fetch(self, rows: bytes, fetch: PendingFetch) -> None:
-        """Ask for bytes. The target must be valid until an answer, or the connection is broken."""
+    def fetch(self, rows: bytes, window: Window) -> None:
+        """Ask for bytes. The targets must be valid until an answer, or the connection is broken."""
         self._last_fetch += 1
-        self._fetches[self._last_fetch] = fetch
+        self._fetches[self._last_fetch] = window
         self._send(Fetch(self.id, self._last_fetch, rows))
 
     def on_fetched(self, message: Fetched, body: int, nbytes: int) -> None:
         """Record the answer to a ``Fetch``, and copy its bytes."""
-        fetch = self._fetches.pop(message.number, None)
-        if fetch is None:
+        window = self._fetches.pop(message.number, None)
+        if window is None:
             return
-        fetch.refusal = message.refusal
-        if fetch.cancelled or message.refusal:
+        window.refusal = message.refusal
+        if window.targets is None or message.refusal:
             return
-        wanted = int(fetch.nbytes.sum())
+        addresses, lengths = window.targets
+        wanted = int(lengths.sum())
         if wanted == nbytes:
-            sources = consecutive(body, fetch.nbytes)
-            self.worker.poster.copy(fetch.addresses, sources, fetch.nbytes)
+            self.worker.poster.copy(addresses, consecutive(body, lengths), lengths)
         else:
-            fetch.refusal = f"it has sent {nbytes} bytes of {wanted}"
+            window.refusal = f"it has sent {nbytes} bytes of {wanted}"
 
     def on_withdrawn(self, number: int, key: KeyId) -> None:
         """Record that the server waits for a confirmation before it ends a registration."""
@@ -178,11 +186,9 @@ class UcxConnection:
             self.worker.close_endpoint_at_once(self.endpoint)
 
     def try_release(self) -> bool:
-        """Destroy the keys of a broken, unused connection, to be forgotten; return whether done."""
+        """Destroy the keys of an unused connection, once it is closed; return whether it is."""
         worker = self.worker
-        if self.state is not ConnectionState.BROKEN or self.open_windows or worker.closing:
-            return False
-        if self.endpoint in worker.lingering.values():
+        if worker.closing or self.endpoint in worker.lingering.values():
             return False
         for key in self._keys.values():
             worker.ucp.destroy_key(key)

@@ -125,23 +125,25 @@ class ProgressThread:
 
     def _run(self) -> None:
         while not self._stopping:
-            busy, held = False, list[ProgressTarget]()
-            elsewhere = [target for target in self._targets if target.driven_elsewhere]
+            busy = soon = False
+            unarmed: list[ProgressTarget] = []
             for target in self._targets:
-                if target in elsewhere:
-                    continue
-                if not target.lock.try_acquire():
-                    held.append(target)
-                    continue
-                try:
-                    busy |= target.run_once()
-                finally:
-                    target.lock.release()
-            # While another thread holds a side's lock, the side's workers are not armed and raise
-            # no event. So look again soon, instead of having that thread report the release.
+                if target.driven_elsewhere:
+                    unarmed.append(target)
+                    soon |= target.needs_timer
+                elif target.lock.try_acquire():
+                    try:
+                        busy |= target.run_once()
+                    finally:
+                        target.lock.release()
+                else:
+                    # While another thread holds a side's lock, the side's workers are not armed and
+                    # raise no event. So look again soon, instead of having that thread report the
+                    # release.
+                    unarmed.append(target)
+                    soon = True
             if not busy:
-                soon = bool(held) or any(target.needs_timer for target in elsewhere)
-                self._sleep(elsewhere + held, soon=soon)
+                self._sleep(unarmed, soon=soon)
 
     def _sleep(self, unarmed: list[ProgressTarget], *, soon: bool) -> None:
         """Sleep until UCX or ``wake`` has an event, briefly if some sides are not armed for it."""

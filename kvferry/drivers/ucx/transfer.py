@@ -12,7 +12,7 @@ from kvferry.core.memory import CPU, U64Array
 from kvferry.core.transport import State, Status
 from kvferry.drivers.ucx import ucp
 from kvferry.drivers.ucx.address import KeyId, UcxRegion
-from kvferry.drivers.ucx.connection import ConnectionState, PendingFetch, UcxConnection
+from kvferry.drivers.ucx.connection import ConnectionState, UcxConnection, Window
 from kvferry.drivers.ucx.device_memory import NO_TRANSPORT, LocalDevices, unreachable_memory_error
 from kvferry.drivers.ucx.merged_copies import NO_RUNS, MergedCopies
 from kvferry.drivers.ucx.message_transfer import build_rows
@@ -38,17 +38,6 @@ _NO_REQUESTS: U64Array = np.empty(0, np.uint64)
 _ONLY_CPU = frozenset({CPU})
 _PENDING = Status(state=State.PENDING)
 _DONE = Status(state=State.DONE)
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class Window:
-    """Successive runs (contiguous copies) that were posted together, or sent in one message."""
-
-    connection: UcxConnection
-    requests: U64Array  # (n,) of ``Poster.post``; empty for a message
-    fetch: PendingFetch | None = None  # the message
-    swept: int = 0  # how many of ``requests`` have completed
-    code: int = 0  # UCX's status of the first error
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -89,7 +78,7 @@ class UcxTransfer:
             return
         self._sweep(now)
         server = self.connection.server.name
-        if self.connection.state is ConnectionState.BROKEN and self.connection.error is not None:
+        if self.connection.error is not None:
             self.fail(self.connection.error)
         elif any(self.remote_keys & connection.withdrawn for connection in self._connections):
             self.fail(TransportError(f"{server} has deregistered memory that it names"))
@@ -110,8 +99,7 @@ class UcxTransfer:
         if self.status.state is State.PENDING:
             self.status = Status(state=State.FAILING, error=error)
         for window in self.windows:
-            if window.fetch is not None:
-                window.fetch.cancelled = True
+            window.targets = None
 
     def uses(self, connection: UcxConnection) -> bool:
         """Return whether runs, or a GPU's copies of a failed transfer, may use a connection."""
@@ -183,7 +171,7 @@ class UcxTransfer:
             params[segment],
         )
         self.position = stop
-        self.add_window(connection, requests=requests)
+        self.windows.append(Window(connection=connection, requests=requests))
 
     def _post_message(self) -> None:
         """Ask for the next window by a message (``Fetch``)."""
@@ -193,21 +181,10 @@ class UcxTransfer:
         keys = np.array([region.key for _, region in self.segments], np.uint64)
         local, nbytes = self.runs.local[start:stop], self.runs.nbytes[start:stop]
         rows = build_rows(keys[self.runs.segment[start:stop]], self.runs.remote[start:stop], nbytes)
-        fetch = PendingFetch(addresses=local, nbytes=nbytes)
-        self.connection.fetch(rows.tobytes(), fetch)
+        window = Window(connection=self.connection, requests=_NO_REQUESTS, targets=(local, nbytes))
         self.position = stop
-        self.add_window(self.connection, fetch=fetch)
-
-    def add_window(
-        self,
-        connection: UcxConnection,
-        *,
-        requests: U64Array = _NO_REQUESTS,
-        fetch: PendingFetch | None = None,
-    ) -> None:
-        """Note that runs were posted, or asked for by a message."""
-        self.windows.append(Window(connection=connection, requests=requests, fetch=fetch))
-        connection.open_windows += 1
+        self.windows.append(window)
+        self.connection.fetch(rows.tobytes(), window)
 
     def _sweep(self, now: float) -> None:
         for window in list(self.windows):
@@ -219,20 +196,19 @@ class UcxTransfer:
                 self.last_progress = now
             if self._has_ended(window):
                 self.windows.remove(window)
-                window.connection.open_windows -= 1
                 self.last_progress = now
                 self._note_outcome(window)
 
     def _has_ended(self, window: Window) -> bool:
         """Return whether all requests of a window have completed, or its message is answered."""
-        if window.fetch is None:
+        if not window.by_message:
             return window.swept == len(window.requests)
-        refusal, server = window.fetch.refusal, window.connection.server.name
-        if refusal:
-            self.fail(TransportError(f"{server} refuses: {refusal}"))
-        elif refusal is None and window.connection.state is ConnectionState.BROKEN:
+        if window.refusal:
+            server = window.connection.server.name
+            self.fail(TransportError(f"{server} refuses: {window.refusal}"))
+        elif window.refusal is None and window.connection.state is ConnectionState.BROKEN:
             window.code = Code.CANCELED
-        return refusal is not None or bool(window.code)
+        return window.refusal is not None or bool(window.code)
 
     def _note_outcome(self, window: Window) -> None:
         if not window.code:

@@ -67,12 +67,11 @@ _RELEASE_SECONDS = 2.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Registration:
-    """One registration of a region with UCX, and UCX's request parameters for its use."""
+    """A region as registered with UCX, UCX's parameters for its use, and what peers see of it."""
 
-    key: KeyId
     memory: Memory
-    packed: bytes
     params: structs.RequestParams  # UCX gets its address, so it must live
+    published: UcxRegion
 
 
 class UcxTransport(BaseTransport[Registration, UcxAddress, UcxPeer, UcxTransfer]):
@@ -149,9 +148,8 @@ class UcxTransport(BaseTransport[Registration, UcxAddress, UcxPeer, UcxTransfer]
         )
         sides: list[ProgressTarget] = [self._server, self._client]
         shares = [sides] if self._options.threads == 1 else [[side] for side in sides]
-        self._progress_driver = ProgressDriver(
-            self._client, [ProgressThread(name, share, enter) for share in shares]
-        )
+        threads = [ProgressThread(name, share, enter) for share in shares]
+        self._progress_driver = ProgressDriver(self._client, threads)
         _open_transports.add(self)
 
     @property
@@ -170,20 +168,22 @@ class UcxTransport(BaseTransport[Registration, UcxAddress, UcxPeer, UcxTransfer]
                 f"{wire.MAX_REGIONS} regions are registered, and an address holds no more: "
                 "deregister some, or register what they lie in"
             )
-        memory = self._ucp.map(self._context, region.address, region.nbytes, region.kind)
+        memory, packed = self._ucp.register(self._context, region)
+        key = next(self._keys)
         registration = Registration(
-            key=next(self._keys),
             memory=memory,
-            packed=self._ucp.pack_key(self._context, memory),
             params=structs.RequestParams.of(memh=memory),
+            published=UcxRegion(
+                region.address, region.nbytes, region.kind, region.device, key, packed
+            ),
         )
         with self._server.lock:
-            self._server.regions[registration.key] = region
+            self._server.regions[key] = region
         return registration
 
     def _deregister(self, region: Region, registration: Registration) -> None:
         """As the base's, but first wait until no peer uses the region, or it is disconnected."""
-        self._withdraw(registration.key)
+        self._withdraw(KeyId(registration.published.key))
         with self._server.lock, self._client.lock:
             self._ucp.unmap(self._context, registration.memory)
 
@@ -211,17 +211,7 @@ class UcxTransport(BaseTransport[Registration, UcxAddress, UcxPeer, UcxTransfer]
                 ucx=library.dotted(self._ucp.version),
                 worker=self._server.worker.address,
                 withdrawn=self._server.withdrawals,
-                regions=[
-                    UcxRegion(
-                        region.address,
-                        region.nbytes,
-                        region.kind,
-                        region.device,
-                        made.key,
-                        made.packed,
-                    )
-                    for region, made in self._registered.items()
-                ],
+                regions=[made.published for made in self._registered.values()],
             )
         )
 
@@ -248,7 +238,7 @@ class UcxTransport(BaseTransport[Registration, UcxAddress, UcxPeer, UcxTransfer]
         regions = wire.regions_of(address)
         with self._client.lock:
             before = connection.address, connection.regions
-            if not address.is_of_same_transport(connection.address):
+            if address.constants != connection.address.constants:
                 raise ConnectError(
                     f"an address of {address.name[:64]} that leads to {connection.name}, which is "
                     "connected, says that its name, process or UCX is another"

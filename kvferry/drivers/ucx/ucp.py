@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from typing import Any, NewType
 
 from kvferry.core.errors import DriverError, PeerLostError, TransportError
+from kvferry.core.memory import Region
 from kvferry.drivers.ucx import ucp_structs as structs
 from kvferry.drivers.ucx.library import LOWEST, dotted, is_usable
 from kvferry.drivers.ucx.ucp_structs import Code, Pointer
@@ -164,52 +165,52 @@ class Ucp:
         self._try("ucp_context_query", context, found, trouble="UCX does not answer")
         return frozenset(k for k, bit in structs.MEMORY.items() if found.memory_types >> bit & 1)
 
-    def map(self, context: Context, address: int, nbytes: int, kind: str) -> Memory:
-        """Register memory, and return the handle that ``unmap`` and ``pack_key`` take."""
+    def register(self, context: Context, region: Region) -> tuple[Memory, bytes]:
+        """Register memory; return the handle for ``unmap``, and the packed key for peers."""
         params = structs.MapParams.of(
-            address=address, length=nbytes, memory_type=structs.MEMORY[kind]
+            address=region.address,
+            length=region.nbytes,
+            memory_type=structs.MEMORY[region.kind],
         )
-        trouble = f"cannot register {nbytes} bytes of {kind} memory at {address:#x}"
-        return Memory(self._new("ucp_mem_map", context, params, trouble=trouble))
-
-    def unmap(self, context: Context, memory: Memory) -> None:
-        """Deregister memory, by the handle that ``map`` returned."""
-        self._try("ucp_mem_unmap", context, memory, trouble="cannot deregister memory")
-
-    def pack_key(self, context: Context, memory: Memory) -> bytes:
-        """Return the packed key with which peers reach registered memory."""
+        trouble = (
+            f"cannot register {region.nbytes} bytes of {region.kind} memory at {region.address:#x}"
+        )
+        memory = Memory(self._new("ucp_mem_map", context, params, trouble=trouble))
         buffer, size = Pointer(), _SIZE()
-        self._try(
-            "ucp_rkey_pack",
-            context,
-            memory,
-            ctypes.byref(buffer),
-            ctypes.byref(size),
-            trouble="cannot describe registered memory to peers",
+        code = self._library.ucp_rkey_pack(
+            context, memory, ctypes.byref(buffer), ctypes.byref(size)
         )
+        if code:
+            self.unmap(context, memory)
+            raise error(code, "cannot describe registered memory to peers")
         packed = ctypes.string_at(buffer, size.value)
         self._library.ucp_rkey_buffer_release(buffer)
-        return packed
+        return memory, packed
+
+    def unmap(self, context: Context, memory: Memory) -> None:
+        """Deregister memory, by the handle that ``register`` returned."""
+        self._try("ucp_mem_unmap", context, memory, trouble="cannot deregister memory")
 
     # Workers.
 
-    def create_worker(self, context: Context) -> WorkerHandle:
-        """Create a worker. Any thread may use it, but only one at a time."""
+    def create_worker(self, context: Context, on_message: Any) -> tuple[WorkerHandle, bytes, int]:  # noqa: ANN401
+        """Create a worker; return its handle, its address, and its file descriptor.
+
+        Any thread may use it, but only one at a time. It passes messages to an ``ON_MESSAGE``,
+        which must live as long. The descriptor is readable on an event after ``arm``; never close
+        it. Raise ``DriverError`` if ``ucp_structs`` are not UCX's.
+        """
         params = structs.WorkerParams.of(
             thread_mode=structs.SERIALIZED, events=structs.WAKE_FOR, flags=1
         )
-        return WorkerHandle(
-            self._new("ucp_worker_create", context, params, trouble="cannot create a worker")
+        created = self._new("ucp_worker_create", context, params, trouble="cannot create a worker")
+        handler = structs.HandlerParams.of(
+            id=_MESSAGE_ID, flags=structs.WHOLE_MESSAGES, cb=on_message
         )
-
-    def destroy_worker(self, worker: WorkerHandle) -> None:
-        """Destroy a worker and its endpoints."""
-        self._library.ucp_worker_destroy(worker)
-
-    def worker_address(self, worker: WorkerHandle) -> bytes:
-        """Return a worker's address; raise ``DriverError`` if ``ucp_structs`` are not UCX's."""
+        name = "ucp_worker_set_am_recv_handler"
+        self._try(name, created, handler, trouble="cannot receive messages")
         found = structs.WorkerAttributes.asking("address", "thread_mode")
-        self._try("ucp_worker_query", worker, found, trouble="UCX does not answer")
+        self._try("ucp_worker_query", created, found, trouble="UCX does not answer")
         if found.thread_mode < structs.SERIALIZED or not (
             0 < found.address_length <= MAX_WORKER_ADDRESS and found.address
         ):
@@ -219,14 +220,15 @@ class Ucp:
                 "those that are known"
             )
         address = ctypes.string_at(found.address, found.address_length)
-        self._library.ucp_worker_release_address(worker, found.address)
-        return address
+        self._library.ucp_worker_release_address(created, found.address)
+        event = _INT()
+        name = "ucp_worker_get_efd"
+        self._try(name, created, ctypes.byref(event), trouble="no event descriptor")
+        return WorkerHandle(created), address, event.value
 
-    def descriptor(self, worker: WorkerHandle) -> int:
-        """Return a worker's file descriptor, readable on an event after ``arm``; never close it."""
-        found = _INT()
-        self._try("ucp_worker_get_efd", worker, ctypes.byref(found), trouble="no event descriptor")
-        return found.value
+    def destroy_worker(self, worker: WorkerHandle) -> None:
+        """Destroy a worker and its endpoints."""
+        self._library.ucp_worker_destroy(worker)
 
     def arm(self, worker: WorkerHandle) -> bool:
         """Arm a worker's descriptor for its next event; return False if there is work already."""
@@ -240,13 +242,6 @@ class Ucp:
         library = self._brief if briefly else self._library
         done: int = library.ucp_worker_progress(worker)
         return done
-
-    def set_message_handler(self, worker: WorkerHandle, callback: Any) -> None:  # noqa: ANN401
-        """Have UCP pass messages to an ``ON_MESSAGE``, which must live as long as the worker."""
-        params = structs.HandlerParams.of(id=_MESSAGE_ID, flags=structs.WHOLE_MESSAGES, cb=callback)
-        self._try(
-            "ucp_worker_set_am_recv_handler", worker, params, trouble="cannot receive messages"
-        )
 
     # Endpoints.
 

@@ -59,7 +59,6 @@ class Worker:
         self.ucp = ucp
         self.poster = poster
         self.on_body: OnBody | None = None
-        self.handle = ucp.create_worker(context)
         self.closing: list[int] = []
         self.lingering: dict[int, Endpoint] = {}
         self.sending: dict[int, tuple[Endpoint, bytes | Buffer, int]] = {}
@@ -70,9 +69,10 @@ class Worker:
         # UCP keeps the addresses of these two, so they must live as long as the worker.
         self._message_callback = structs.ON_MESSAGE(self._on_message)
         self._error_callback = structs.ON_ERROR(self._on_error)
-        ucp.set_message_handler(self.handle, self._message_callback)
-        self.address = ucp.worker_address(self.handle)
-        self.descriptor = ucp.descriptor(self.handle)  # readable once it is armed and has work
+        # The descriptor is readable once the worker is armed and has work.
+        self.handle, self.address, self.descriptor = ucp.create_worker(
+            context, self._message_callback
+        )
 
     def connect(self, address: bytes) -> tuple[Endpoint, int]:
         """Connect to a worker; return the endpoint, and its number in ``failures``."""

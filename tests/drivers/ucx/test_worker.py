@@ -34,16 +34,8 @@ class FakeUcp:
         self.closed: list[Endpoint] = []
         self.destroyed: list[list[Endpoint]] = []
 
-    def create_worker(self, context: Context) -> int:
-        return context
-
-    def set_message_handler(self, worker: int, callback: object) -> None: ...
-
-    def worker_address(self, worker: int) -> bytes:
-        return b"%d" % worker
-
-    def descriptor(self, worker: int) -> int:
-        return worker
+    def create_worker(self, context: Context, on_message: object) -> tuple[int, bytes, int]:
+        return context, b"address", 0
 
     def arm(self, worker: int) -> bool:
         return bool(worker)
