@@ -31,6 +31,13 @@ def opened(path: str) -> ctypes.CDLL:
     return ctypes.CDLL(path, os.RTLD_NOW | os.RTLD_LOCAL)
 
 
+def version(library: ctypes.CDLL) -> tuple[int, ...]:
+    """Return the version of a loaded libucp: three numbers."""
+    numbers = [ctypes.c_uint() for _ in range(3)]
+    library.ucp_get_version(*map(ctypes.byref, numbers))
+    return tuple(number.value for number in numbers)
+
+
 def loaded_elsewhere(folder: Path) -> str | None:
     """Return a UCX library loaded from another folder, which the linker would mix with this one."""
     home = folder.resolve()
@@ -61,12 +68,6 @@ def _mapped() -> Iterator[Path]:
             yield Path(text)
 
 
-def _version(library: ctypes.CDLL) -> tuple[int, ...]:
-    numbers = [ctypes.c_uint() for _ in range(3)]
-    library.ucp_get_version(*map(ctypes.byref, numbers))
-    return tuple(number.value for number in numbers)
-
-
 def loads(module: Path) -> bool:
     """Return whether a shared library loads; for a module, the caller has opened its libucp."""
     try:
@@ -95,10 +96,10 @@ def _path_of(library: ctypes.CDLL) -> Path:
 def _describe(name: str) -> dict[str, object]:
     try:
         library = opened(name)
-        version, path = _version(library), _path_of(library)
+        numbers, path = version(library), _path_of(library)
     except (OSError, AttributeError) as exc:
         return {"problem": str(exc)}
-    return {"path": str(path), "version": version, "rdma": any(map(loads, rdma_modules(path)))}
+    return {"path": str(path), "version": numbers, "rdma": any(map(loads, rdma_modules(path)))}
 
 
 if __name__ == "__main__":

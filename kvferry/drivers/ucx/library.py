@@ -80,7 +80,12 @@ def find(explicit: str | None = None) -> UcxLibrary:
     named = [] if explicit is None else [_named(explicit)]
     if named and named[0].rdma:
         return named[0]
-    found, reasons = _there()
+    found, reasons = [], []
+    for look in (partial(_asked, SYSTEMS_OWN, "system"), _wheels):
+        try:
+            found.append(look())
+        except DriverError as exc:
+            reasons.append(str(exc))
     fit = [library for library in (*named, *found) if not _unfit(library)]
     if not fit:
         reasons += map(_unfit, found)
@@ -103,11 +108,6 @@ def load(library: UcxLibrary) -> ctypes.CDLL:
         raise DriverError(f"{path} does not load: {exc}; {REMEDY}") from exc
 
 
-def is_usable(version: Version) -> bool:
-    """Return whether the driver can use a UCX of this version."""
-    return LOWEST <= version < (LOWEST[0] + 1, 0, 0)
-
-
 def dotted(version: Version) -> str:
     """Return a version as text, such as "1.22.0"."""
     return ".".join(map(str, version))
@@ -121,17 +121,6 @@ def _named(path: str) -> UcxLibrary:
     except DriverError as exc:
         raise DriverError(f"driver_options of ucx: library: {exc}") from exc
     return library
-
-
-def _there() -> tuple[list[UcxLibrary], list[str]]:
-    """Return the libraries found, the system's before the wheel's, and why any is missing."""
-    found, reasons = [], []
-    for look in (partial(_asked, SYSTEMS_OWN, "system"), _wheels):
-        try:
-            found.append(look())
-        except DriverError as exc:
-            reasons.append(str(exc))
-    return found, reasons
 
 
 def _wheels() -> UcxLibrary:
@@ -177,7 +166,7 @@ def _asked(name: str, source: Source) -> UcxLibrary:
 
 def _unfit(library: UcxLibrary) -> str:
     """Return why a library cannot be used, or an empty string if it can."""
-    if is_usable(library.version):
+    if LOWEST <= library.version < (LOWEST[0] + 1, 0, 0):
         return ""
     if library.version[0] != LOWEST[0]:
         return f"{library} is of another major version than {LOWEST[0]}, the only one known"

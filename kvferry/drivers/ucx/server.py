@@ -39,7 +39,7 @@ from kvferry.drivers.ucx.messages import (
 from kvferry.drivers.ucx.progress import ProgressTarget
 from kvferry.drivers.ucx.ucp import Endpoint
 from kvferry.drivers.ucx.worker import Worker
-from kvferry.drivers.ucx_format import FormatError, check_worker_address, is_known
+from kvferry.drivers.ucx_format import is_known
 
 _NO_WRITES = "this build takes no writes"
 
@@ -58,11 +58,9 @@ MAX_REFUSED = 64
 class ClientConnection:
     """A client's connection, as the server sees it."""
 
-    id: ConnectionId
-    client: str
+    hello: Hello  # with which the client asked for it
     endpoint: Endpoint
-    endpoint_number: int
-    index: int
+    endpoint_number: int  # as ``Worker.failures`` reports it
     confirmed: int  # the last withdrawal that the client has confirmed, or need not
 
 
@@ -140,7 +138,7 @@ class Server(ProgressTarget):
         self.regions.pop(key, None)
         self._withdrawn.append(key)
         for connection in list(self._connections.values()):
-            self._send(connection, Withdrawn(connection.id, self.withdrawals, key))
+            self._send(connection, Withdrawn(connection.hello.connection, self.withdrawals, key))
         return self.withdrawals
 
     def is_confirmed(self, number: int) -> bool:
@@ -196,8 +194,9 @@ class Server(ProgressTarget):
             self.worker.send(connection.endpoint, answer, buffer, int(lengths.sum()))
 
     def _on_notification(self, connection: ClientConnection, payload: bytes) -> None:
-        kept = self._kept.setdefault(connection.client, KeptNotifications())
-        kept.notifications.append(Notification(sender=connection.client, payload=payload))
+        client = connection.hello.client
+        kept = self._kept.setdefault(client, KeptNotifications())
+        kept.notifications.append(Notification(sender=client, payload=payload))
         kept.nbytes += len(payload) + _NOTIFICATION_BYTES
         self._kept_bytes += len(payload) + _NOTIFICATION_BYTES
         if self._kept_bytes > MAX_BACKLOG:
@@ -208,7 +207,7 @@ class Server(ProgressTarget):
         client = max(self._kept, key=lambda name: self._kept[name].nbytes)
         self._kept_bytes -= self._kept.pop(client).nbytes
         for connection in list(self._connections.values()):
-            if connection.client == client:
+            if connection.hello.client == client:
                 self._close(connection)
 
     def _on_hello(self, hello: Hello) -> None:
@@ -217,29 +216,22 @@ class Server(ProgressTarget):
         if hello.server != self._instance or not self._may_wait(hello):
             return
         for connection in list(self._connections.values()):
-            if (connection.client, connection.index) == (hello.client, hello.index):
+            if _replaces(hello, connection.hello):
                 self._close(connection)
         for earlier in list(self._waiting_hellos):
-            if (earlier.client, earlier.index) == (hello.client, hello.index):
+            if _replaces(hello, earlier):
                 self._waiting_hellos.remove(earlier)
         self._waiting_hellos.append(hello)
 
     def _may_wait(self, hello: Hello) -> bool:
         if len(self._waiting_hellos) >= MAX_WAITING_HELLOS or self._has_anothers_id(hello):
             return False
-        try:
-            if self.format_known:
-                check_worker_address(hello.worker)
-        except FormatError:
-            return False
-        return True
+        return not self.format_known or is_known(hello.worker)
 
     def _has_anothers_id(self, hello: Hello) -> bool:
         """Return whether another client, or a queued ``Hello``, uses the same connection id."""
         connection = self._connections.get(hello.connection)
-        if connection is not None and (
-            (connection.client, connection.index) != (hello.client, hello.index)
-        ):
+        if connection is not None and not _replaces(hello, connection.hello):
             return True
         return any(waiting.connection == hello.connection for waiting in self._waiting_hellos)
 
@@ -264,12 +256,7 @@ class Server(ProgressTarget):
         except TransportError:
             return  # the client is gone again
         connection = ClientConnection(
-            id=hello.connection,
-            client=hello.client,
-            endpoint=endpoint,
-            endpoint_number=number,
-            index=hello.index,
-            confirmed=self.withdrawals,
+            hello=hello, endpoint=endpoint, endpoint_number=number, confirmed=self.withdrawals
         )
         self._by_endpoint[number] = connection
         if reason:
@@ -280,7 +267,7 @@ class Server(ProgressTarget):
             return
         self._connections[hello.connection] = connection
         keys = list(self._withdrawn)[len(self._withdrawn) - missed :]
-        self._send(connection, Welcome(hello.connection, list(keys)))
+        self._send(connection, Welcome(hello.connection, [*keys]))
 
     def _send(self, connection: ClientConnection, message: Message) -> None:
         # UCP reports the failure of an endpoint by itself, which closes the connection.
@@ -292,5 +279,10 @@ class Server(ProgressTarget):
         del self._by_endpoint[connection.endpoint_number]
         if connection in self._refused:
             self._refused.remove(connection)
-        if self._connections.get(connection.id) is connection:
-            del self._connections[connection.id]
+        if self._connections.get(connection.hello.connection) is connection:
+            del self._connections[connection.hello.connection]
+
+
+def _replaces(hello: Hello, earlier: Hello) -> bool:
+    """Return whether both are for the same connection (first or second) of the same client."""
+    return (hello.client, hello.index) == (earlier.client, earlier.index)

@@ -160,7 +160,9 @@ class UcxTransfer:
                 params[index], region = self.segments[index]
                 keys[index] = connection.remote_key(region)
         except TransportError as exc:
-            self.fail(exc if self._in_cpu_memory else self._unreachable_memory(connection, exc))
+            if not self._in_cpu_memory:
+                exc = unreachable_memory_error(self.memory_kinds, connection, exc)
+            self.fail(exc)
             return
         requests = connection.worker.poster.post(
             connection.endpoint,
@@ -219,14 +221,9 @@ class UcxTransfer:
             # The reason why the connection broke says more than the status of its requests.
             self.fail(connection.error or ucp.error(window.code, trouble))
         elif window.code in NO_TRANSPORT and not self._in_cpu_memory:
-            self.fail(self._unreachable_memory(connection, reason))
+            self.fail(unreachable_memory_error(self.memory_kinds, connection, reason))
         else:
             self.fail(ucp.error(window.code, trouble))
-
-    def _unreachable_memory(self, connection: UcxConnection, reason: object) -> TransportError:
-        return unreachable_memory_error(
-            self.memory_kinds, connection.transports, connection.server.name, reason
-        )
 
     def _conclude(self) -> None:
         if self.status.state is State.FAILING:

@@ -15,8 +15,9 @@ from typing import Any, NewType
 
 from kvferry.core.errors import DriverError, PeerLostError, TransportError
 from kvferry.core.memory import Region
+from kvferry.drivers.ucx import dlopen
 from kvferry.drivers.ucx import ucp_structs as structs
-from kvferry.drivers.ucx.library import LOWEST, dotted, is_usable
+from kvferry.drivers.ucx.library import LOWEST
 from kvferry.drivers.ucx.ucp_structs import Code, Pointer
 
 Context = NewType("Context", int)
@@ -85,18 +86,12 @@ class Ucp:
     """A loaded libucp (or a test's substitute), whose methods raise ``TransportError``.
 
     Raises:
-        DriverError: the library has an unusable version, lacks a function, or was built without
-            support for threads.
+        DriverError: the library lacks a function, or was built without support for threads.
     """
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        self.version = _version(library)
-        if not is_usable(self.version):
-            raise DriverError(
-                f"UCX {dotted(self.version)} is not one that is known: it must be "
-                f"{dotted(LOWEST)} or later, and below {LOWEST[0] + 1}.0; driver_options: library "
-                "names another"
-            )
+        major, minor, patch = dlopen.version(library)
+        self.version = major, minor, patch
         # Calls by the second keep the interpreter's lock: for those that end at once.
         self._library, self._brief = library, ctypes.PyDLL(None, handle=library._handle)
         try:
@@ -364,10 +359,3 @@ def _declare(library: ctypes.CDLL) -> None:
 
 def _passed(argument: object) -> object:
     return ctypes.byref(argument) if isinstance(argument, structs.Masked) else argument
-
-
-def _version(library: ctypes.CDLL) -> tuple[int, int, int]:
-    numbers = [ctypes.c_uint() for _ in range(3)]
-    library.ucp_get_version(*map(ctypes.byref, numbers))
-    major, minor, patch = (number.value for number in numbers)
-    return major, minor, patch
