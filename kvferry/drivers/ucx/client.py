@@ -13,7 +13,7 @@ from kvferry.core.errors import ConnectError, PeerLostError, TransportError
 from kvferry.core.transport import EnterThread
 from kvferry.core.transport.copies import Copies
 from kvferry.drivers.ucx import ucp as statuses
-from kvferry.drivers.ucx.address import Instance, KeyId, UcxAddress, UcxRegion
+from kvferry.drivers.ucx.address import Instance, KeyId, UcxAddress
 from kvferry.drivers.ucx.connection import ConnectionState, UcxConnection, UcxPeer, Window
 from kvferry.drivers.ucx.messages import (
     ConnectionId,
@@ -216,7 +216,7 @@ class Client(ProgressTarget):
         return busy or self.has_work
 
     def read_small(
-        self, peer: UcxPeer, region: UcxRegion, copies: Copies, params: int, notify: bytes | None
+        self, peer: UcxPeer, copies: Copies, params: int, notify: bytes | None
     ) -> UcxTransfer | None:
         """Read one range of CPU memory, at most ``BRIEF_BYTES``, and drive it for 0.1 ms at most.
 
@@ -224,9 +224,9 @@ class Client(ProgressTarget):
         The result may be under way; ``None`` if it must be started by ``start``. ``params`` is the
         address of the local registration's request parameters.
         """
-        connection = peer.connection
+        connection, region = peer.connection, peer.regions.get(copies.segments[0].remote)
         ready = connection.state is ConnectionState.READY and connection.native
-        if not ready or region.key in connection.withdrawn:
+        if not ready or region is None or region.key in connection.withdrawn:
             return None
         try:
             key = connection.remote_key(region)

@@ -176,14 +176,11 @@ class UcxConnection:
             return
         # Drop a ``Hello`` that is still unsent: if it arrived after the ``Hello`` of the next
         # connection, the server would close that connection.
-        ready = self.state is ConnectionState.READY
+        at_once = self.state is ConnectionState.CONNECTING
         self.state, self.error = ConnectionState.BROKEN, error
         self.queued_notifications.clear()
         self._fetches.clear()
-        if ready:
-            self.worker.close_endpoint(self.endpoint)
-        else:
-            self.worker.close_endpoint_at_once(self.endpoint)
+        self.worker.close_endpoint(self.endpoint, at_once=at_once)
 
     def try_release(self) -> bool:
         """Destroy the keys of an unused connection, once it is closed; return whether it is."""

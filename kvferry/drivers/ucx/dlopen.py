@@ -15,7 +15,6 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 _NEIGHBOURS = ("libucm.so.0", "libucs.so.0", "libuct.so.0")
@@ -40,9 +39,12 @@ def version(library: ctypes.CDLL) -> tuple[int, ...]:
 
 def loaded_elsewhere(folder: Path) -> str | None:
     """Return a UCX library loaded from another folder, which the linker would mix with this one."""
-    home = folder.resolve()
-    others = (path for path in _mapped() if path.parent.resolve() != home)
-    return next((str(path) for path in others), None)
+    lines = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
+    for name in sorted({line[line.find("/") :] for line in lines if "/libuc" in line}):
+        path = Path(name)
+        if _UNDISGUISED.fullmatch(path.name) and path.parent.resolve() != folder.resolve():
+            return name
+    return None
 
 
 def rdma_modules(path: Path) -> list[Path]:
@@ -59,13 +61,6 @@ def _open_neighbours(path: Path) -> None:
         neighbour = path.parent / name
         if path.is_absolute() and neighbour.exists():
             dlopen(os.fsencode(neighbour), os.RTLD_LAZY | os.RTLD_LOCAL)
-
-
-def _mapped() -> Iterator[Path]:
-    lines = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
-    for text in sorted({line[line.find("/") :] for line in lines if "/libuc" in line}):
-        if _UNDISGUISED.fullmatch(Path(text).name):
-            yield Path(text)
 
 
 def loads(module: Path) -> bool:

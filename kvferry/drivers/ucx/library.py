@@ -23,7 +23,7 @@ from kvferry.drivers.ucx import dlopen
 logger = logging.getLogger(__name__)
 
 Version = tuple[int, int, int]
-Source = Literal["option", "system", "wheel"]
+Source = Literal["option library", "the system's", "the wheel libucx"]
 
 LOWEST: Version = (1, 21, 0)
 """The oldest UCX that was tested; the driver asks for its interface. Another major may differ."""
@@ -61,14 +61,7 @@ class UcxLibrary:
 
     def __str__(self) -> str:
         rdma = "with RDMA" if self.rdma else "without RDMA"
-        return f"UCX {dotted(self.version)}, {rdma} ({_SOURCES[self.source]}: {self.path})"
-
-
-_SOURCES: dict[Source, str] = {
-    "option": "option library",
-    "system": "the system's",
-    "wheel": "the wheel libucx",
-}
+        return f"UCX {dotted(self.version)}, {rdma} ({self.source}: {self.path})"
 
 
 def find(explicit: str | None = None) -> UcxLibrary:
@@ -81,7 +74,7 @@ def find(explicit: str | None = None) -> UcxLibrary:
     if named and named[0].rdma:
         return named[0]
     found, reasons = [], []
-    for look in (partial(_asked, SYSTEMS_OWN, "system"), _wheels):
+    for look in (partial(_asked, SYSTEMS_OWN, "the system's"), _wheels):
         try:
             found.append(look())
         except DriverError as exc:
@@ -115,7 +108,7 @@ def dotted(version: Version) -> str:
 
 def _named(path: str) -> UcxLibrary:
     try:
-        library = _asked(path, "option")
+        library = _asked(path, "option library")
         if reason := _unfit(library):
             raise DriverError(reason)
     except DriverError as exc:
@@ -134,10 +127,12 @@ def _wheels() -> UcxLibrary:
         text = (folder / "UCX_WHEEL_VERSION.txt").read_text(encoding="utf-8")
         major, minor, patch = (int(number) for number in text.strip().split(".")[:3])
     except (OSError, ValueError):
-        return _asked(str(path), "wheel")
+        return _asked(str(path), "the wheel libucx")
     if not path.exists() or dlopen.rdma_modules(path):
-        return _asked(str(path), "wheel")
-    return UcxLibrary(path=str(path), version=(major, minor, patch), source="wheel", rdma=False)
+        return _asked(str(path), "the wheel libucx")
+    return UcxLibrary(
+        path=str(path), version=(major, minor, patch), source="the wheel libucx", rdma=False
+    )
 
 
 def _asked(name: str, source: Source) -> UcxLibrary:

@@ -98,6 +98,7 @@ class UcxTransfer:
         """Make the transfer FAILING if it is PENDING; else its status stays as it is."""
         if self.status.state is State.PENDING:
             self.status = Status(state=State.FAILING, error=error)
+        # Answers to messages are not copied any more.
         for window in self.windows:
             window.targets = None
 
@@ -190,8 +191,7 @@ class UcxTransfer:
 
     def _sweep(self, now: float) -> None:
         for window in list(self.windows):
-            before = window.swept
-            poster = window.connection.worker.poster
+            before, poster = window.swept, window.connection.worker.poster
             window.swept, code = poster.sweep(window.requests, before)
             window.code = window.code or code
             if window.swept != before:

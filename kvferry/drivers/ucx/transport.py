@@ -182,23 +182,18 @@ class UcxTransport(BaseTransport[Registration, UcxAddress, UcxPeer, UcxTransfer]
         return registration
 
     def _deregister(self, region: Region, registration: Registration) -> None:
-        """As the base's, but first wait until no peer uses the region, or it is disconnected."""
-        self._withdraw(KeyId(registration.published.key))
-        with self._server.lock, self._client.lock:
-            self._ucp.unmap(self._context, registration.memory)
-
-    def _withdraw(self, key: KeyId) -> None:
-        """Ask all peers to stop using a registration; disconnect those that do not in 2 s."""
+        # First ask all peers to stop using it, and disconnect those that do not in 2 s.
         with self._server.lock:
-            number = self._server.withdraw(key)
+            number = self._server.withdraw(KeyId(registration.published.key))
         confirmed = partial(self._server.is_confirmed, number)
         self._progress_driver.wake()
-        if self._progress_driver.wait_until(confirmed, _RELEASE_SECONDS):
-            return
-        with self._server.lock:
-            self._server.disconnect_unconfirmed(number)
-        self._progress_driver.wake()
-        self._progress_driver.wait_until(confirmed, _RELEASE_SECONDS)
+        if not self._progress_driver.wait_until(confirmed, _RELEASE_SECONDS):
+            with self._server.lock:
+                self._server.disconnect_unconfirmed(number)
+            self._progress_driver.wake()
+            self._progress_driver.wait_until(confirmed, _RELEASE_SECONDS)
+        with self._server.lock, self._client.lock:
+            self._ucp.unmap(self._context, registration.memory)
 
     # Connections.
 
@@ -299,10 +294,7 @@ class UcxTransport(BaseTransport[Registration, UcxAddress, UcxPeer, UcxTransfer]
             return None
         params = ctypes.addressof(self._registered[segment.local].params)
         with self._client.lock:
-            region = peer.regions.get(segment.remote)
-            if region is None:
-                return None
-            return self._client.read_small(peer, region, copies, params, request.notify)
+            return self._client.read_small(peer, copies, params, request.notify)
 
     def _make_transfer(self, request: TransferRequest[UcxPeer], runs: MergedCopies) -> UcxTransfer:
         """Return a transfer that has not been started. The caller holds the client's lock."""
@@ -409,11 +401,6 @@ class UcxTransport(BaseTransport[Registration, UcxAddress, UcxPeer, UcxTransfer]
                     self._ucp.unmap(self._context, registration.memory)
             self._ucp.destroy_context(self._context)
 
-    def _stop_threads(self) -> None:
-        """End the threads. Called when the process ends, during which UCX must not run."""
-        if self._end():
-            self._progress_driver.stop()
-
 
 @functools.cache
 def _loaded(explicit: str | None) -> tuple[UcxLibrary, Ucp]:
@@ -428,5 +415,7 @@ _open_transports: set[UcxTransport] = set()
 
 @atexit.register
 def _stop_all_threads() -> None:
+    # UCX must not run while the process ends.
     for transport in list(_open_transports):
-        transport._stop_threads()
+        if transport._end():
+            transport._progress_driver.stop()

@@ -109,28 +109,28 @@ class Worker:
         if not isinstance(kept, bytes) and len(self._free_buffers) < _MAX_FREE_BUFFERS:
             self._free_buffers.append(kept)
 
-    def close_endpoint(self, endpoint: Endpoint) -> None:
+    def close_endpoint(self, endpoint: Endpoint, *, at_once: bool = False) -> None:
         """Begin to close an endpoint, without the peer; over tcp, it *lingers* at first.
 
         It is ``lingering`` until everything that was sent on it has left, or it has failed; then
         ``closing`` until it is closed. An endpoint by which a NIC may still read does not linger.
+        With ``at_once``, none does, and messages that are still unsent are dropped.
         """
-        names = self.ucp.transports(endpoint)
-        # UCX crashes if the peer closes a tcp connection, too, while a part of a message is unsent.
-        # If there is a NIC, messages go by it, even if UCX has chosen tcp for another purpose.
-        by_tcp = any(name.startswith("tcp/") for name in names)
-        if by_tcp and not any(name.startswith(NIC_TRANSPORTS) for name in names):
+        if not at_once and self._sends_by_tcp(endpoint):
             answer = self.ucp.flush(endpoint)
             if status_of(answer) == Code.IN_PROGRESS:
                 self.lingering[answer] = endpoint
                 return
-        self.close_endpoint_at_once(endpoint)
-
-    def close_endpoint_at_once(self, endpoint: Endpoint) -> None:
-        """Begin to close an endpoint at once; messages that are still unsent are dropped."""
         answer = self.ucp.close_endpoint(endpoint)
         if status_of(answer) == Code.IN_PROGRESS:
             self.closing.append(answer)
+
+    def _sends_by_tcp(self, endpoint: Endpoint) -> bool:
+        # UCX crashes if the peer closes a tcp connection, too, while a part of a message is unsent.
+        # If there is a NIC, messages go by it, even if UCX has chosen tcp for another purpose.
+        names = self.ucp.transports(endpoint)
+        by_tcp = any(name.startswith("tcp/") for name in names)
+        return by_tcp and not any(name.startswith(NIC_TRANSPORTS) for name in names)
 
     def progress(self, seconds: float) -> None:
         """Let UCP work for a time, or until it has nothing to do."""
@@ -202,7 +202,7 @@ class Worker:
     def destroy(self) -> None:
         """Destroy the worker with its endpoints."""
         for endpoint in self.lingering.values():
-            self.close_endpoint_at_once(endpoint)
+            self.close_endpoint(endpoint, at_once=True)
         self.ucp.destroy_worker(self.handle)
 
     def _sweep(self) -> None:
@@ -210,7 +210,7 @@ class Worker:
             _, kept, _ = self.sending.pop(request)
             self._release(kept)
         for request in [r for r in self.lingering if self._has_completed(r)]:
-            self.close_endpoint_at_once(self.lingering.pop(request))
+            self.close_endpoint(self.lingering.pop(request), at_once=True)
         self.closing = [r for r in self.closing if not self._has_completed(r)]
 
     def _has_completed(self, request: int) -> bool:

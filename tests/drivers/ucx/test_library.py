@@ -132,7 +132,7 @@ def test_library_that_lacks_functions_is_refused(tmp_path: Path) -> None:
 def test_named_library_is_found(tmp_path: Path, wheel: Path) -> None:
     path = fake_libraries.ucp(tmp_path / "mine", (1, 99, 3))
     found = find(str(path))
-    assert (found.path, found.version, found.source) == (str(path), (1, 99, 3), "option")
+    assert (found.path, found.version, found.source) == (str(path), (1, 99, 3), "option library")
     assert not found.rdma
     assert found.advice == ""
     assert str(found) == f"UCX 1.99.3, without RDMA (option library: {path})"
@@ -152,7 +152,7 @@ def test_rdma_counts_only_where_its_module_loads(tmp_path: Path) -> None:
 def test_wheel_is_found_by_its_files(wheel: Path) -> None:
     """The wheel is neither imported nor opened."""
     found = find()
-    assert (found.path, found.version, found.source) == (str(wheel), (1, 22, 0), "wheel")
+    assert (found.path, found.version, found.source) == (str(wheel), (1, 22, 0), "the wheel libucx")
     assert not found.rdma
 
 
@@ -182,7 +182,7 @@ def test_system_library_is_preferred_to_wheel(
 ) -> None:
     path = install_system_library(monkeypatch, fake_libraries.ucp(tmp_path / "system", (1, 23, 0)))
     found = find()
-    assert (found.path, found.source) == (str(path), "system")
+    assert (found.path, found.source) == (str(path), "the system's")
 
 
 @fake_libraries.NEEDS_COMPILER
@@ -199,7 +199,7 @@ def test_wheel_is_found_when_system_library_is_too_old(
         monkeypatch, fake_libraries.with_rdma(fake_libraries.ucp(tmp_path / "system", version))
     )
     found = find()
-    assert (found.path, found.source) == (str(wheel), "wheel")
+    assert (found.path, found.source) == (str(wheel), "the wheel libucx")
     assert str(path) in found.advice
     assert f"to use RDMA, UCX {library.dotted(library.LOWEST)} or later" in found.advice
     assert [record.message for record in caplog.records] == [found.advice]
@@ -213,7 +213,7 @@ def test_advice_names_another_library_with_rdma(
         monkeypatch, fake_libraries.with_rdma(fake_libraries.ucp(tmp_path / "system", (1, 23, 0)))
     )
     found = find(str(fake_libraries.ucp(tmp_path / "mine", (1, 22, 0))))
-    assert found.source == "option"
+    assert found.source == "option library"
     assert found.advice.endswith(f"driver_options: library: {able}")
     assert [record.message for record in caplog.records] == [found.advice]
 

@@ -24,7 +24,7 @@ Row = tuple[int, int, int]
 
 
 def copy(targets: U64Array, sources: U64Array, nbytes: U64Array) -> None:
-    """Copy as the driver does without numba."""
+    """Copy as the driver does without llvmlite."""
     Poster.copy(None, targets, sources, nbytes)  # type: ignore[arg-type]
 
 
