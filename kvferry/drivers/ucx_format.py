@@ -75,10 +75,10 @@ def check_key(data: bytes, kinds: frozenset[int] = frozenset(range(MAX_MEMORY_KI
         raise FormatError(f"{reader.left} bytes follow its parts")
 
 
-def is_known(own: bytes) -> bool:
-    """Return whether this process's UCX, given a worker address of it, writes this format."""
+def is_known(address: bytes) -> bool:
+    """Return whether a worker address is in this format, such as one of this process's own UCX."""
     try:
-        check_worker_address(own)
+        check_worker_address(address)
     except FormatError:
         return False
     return True

@@ -15,7 +15,6 @@ from kvferry.core.transport import State
 from kvferry.drivers.cuda import CudaDriver
 from kvferry.drivers.ucx import UcxTransport, client, device_memory, library, transport, ucp
 from kvferry.drivers.ucx import ucp_structs as structs
-from kvferry.drivers.ucx.posting import PostedRuns
 from kvferry.drivers.ucx.ucp import Endpoint, RemoteKey, Ucp
 from kvferry.testing.memory import Bytes
 from kvferry.testing.peers import Process
@@ -114,10 +113,11 @@ def test_large_read_fails_with_what_to_look_at_after_a_small_one_has_worked(
     found = gpu_pair(make, 4 * MIB)
     post = found.reader._poster.post
 
-    def unserved_if_large(endpoint: Endpoint, batch: PostedRuns) -> U64Array:
-        if batch.nbytes.max() < MIB:
-            return post(endpoint, batch)
-        return np.full(len(batch.nbytes), (1 << 64) + structs.Code.CANCELED, np.uint64)
+    def unserved_if_large(endpoint: Endpoint, *columns: U64Array) -> U64Array:
+        nbytes = columns[1]
+        if nbytes.max() < MIB:
+            return post(endpoint, *columns)
+        return np.full(len(nbytes), (1 << 64) + structs.Code.CANCELED, np.uint64)
 
     monkeypatch.setattr(found.reader._poster, "post", unserved_if_large)
     assert found.moved([(0, 0, 8192)]).state is State.DONE
@@ -266,9 +266,9 @@ def test_windows_of_device_memory_have_more_runs_and_bytes(
     found = paired(make(), make(), nbytes, kind, kind)
     post, counts = found.reader._poster.post, list[int]()
 
-    def counted(endpoint: Endpoint, batch: PostedRuns) -> U64Array:
-        counts.append(len(batch.local))
-        return post(endpoint, batch)
+    def counted(endpoint: Endpoint, *columns: U64Array) -> U64Array:
+        counts.append(len(columns[0]))
+        return post(endpoint, *columns)
 
     monkeypatch.setattr(found.reader._poster, "post", counted)
     # In reverse order, so that only the bytes within a piece are adjacent on both sides.

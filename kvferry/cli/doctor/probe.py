@@ -23,8 +23,7 @@ from kvferry.core.errors import DriverError, TransportError
 from kvferry.core.transport.registry import DriverReport, describe, installed
 from kvferry.drivers.cuda import CudaDriver, find_cuda
 from kvferry.drivers.ucx import dlopen
-from kvferry.drivers.ucx.devices import Devices, devices
-from kvferry.drivers.ucx.library import find
+from kvferry.drivers.ucx.library import Devices, devices, find
 
 SECONDS = 60.0
 """Seconds that all drivers together may take to start."""
@@ -215,12 +214,11 @@ def ucx(path: str, driver: str) -> Ucx:
     """
     library = ctypes.CDLL(path)
     library.ucp_get_version_string.restype = ctypes.c_char_p
-    modules = filter(dlopen.for_rdma, dlopen.modules(Path(path)))
     return Ucx(
         driver=driver,
         path=path,
         version=library.ucp_get_version_string().decode(),
-        rdma=any(map(dlopen.loads, modules)),
+        rdma=any(map(dlopen.loads, dlopen.rdma_modules(Path(path)))),
         transports=_transports(library),
         advice=_advice() if driver == "ucx" else "",
     )

@@ -12,7 +12,7 @@ from kvferry.cli.doctor.finding import Finding, bad, ok, warn
 from kvferry.cli.doctor.probe import Driver, Probed, Ucx
 from kvferry.core.side_channel_messages import SPOKEN
 from kvferry.core.transport import INTERFACE_VERSION
-from kvferry.drivers.ucx.devices import listed
+from kvferry.drivers.ucx.library import listed
 from kvferry.integrations.vllm import versions
 
 PYTHONS = ((3, 11), (3, 13))

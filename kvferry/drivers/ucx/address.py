@@ -85,14 +85,10 @@ class UcxAddress(msgspec.Struct, frozen=True, kw_only=True):
         """Instance and worker: an address with another worker leads to another transport."""
         return self.instance, self.worker
 
-    def is_of_same_transport(self, other: UcxAddress) -> bool:
-        """Return whether both differ only in ``withdrawn`` and ``regions``, which change."""
-        return (self.identity, self.name, self.process, self.ucx) == (
-            other.identity,
-            other.name,
-            other.process,
-            other.ucx,
-        )
+    @property
+    def constants(self) -> tuple[object, ...]:
+        """What never changes for a transport, unlike ``withdrawn`` and ``regions``."""
+        return self.identity, self.name, self.process, self.ucx
 
 
 _decoder = msgspec.msgpack.Decoder(UcxAddress)

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import secrets
 import time
 from collections.abc import Callable
-from functools import partial
+
+import numpy as np
 
 from kvferry.core.errors import ConnectError, PeerLostError, TransportError
 from kvferry.core.transport import EnterThread
 from kvferry.core.transport.copies import Copies
 from kvferry.drivers.ucx import ucp as statuses
-from kvferry.drivers.ucx.address import KeyId, UcxAddress, UcxRegion
-from kvferry.drivers.ucx.connection import (
-    ClientWorker,
-    ConnectionState,
-    UcxConnection,
-    UcxPeer,
-)
-from kvferry.drivers.ucx.copy_thread import PROGRESS_SECONDS, CopyThread, available_cores
-from kvferry.drivers.ucx.message_transfer import copied_by_cpu
+from kvferry.drivers.ucx.address import Instance, KeyId, UcxAddress
+from kvferry.drivers.ucx.connection import ConnectionState, UcxConnection, UcxPeer, Window
 from kvferry.drivers.ucx.messages import (
     ConnectionId,
     Fetched,
@@ -27,11 +23,10 @@ from kvferry.drivers.ucx.messages import (
     Welcome,
     Withdrawn,
 )
-from kvferry.drivers.ucx.progress import POLLED_SECONDS, FairLock
+from kvferry.drivers.ucx.progress import COPY_SECONDS, CopyThread, ProgressTarget
 from kvferry.drivers.ucx.transfer import UcxTransfer
-from kvferry.drivers.ucx.ucp import Ucp
 from kvferry.drivers.ucx.ucp_structs import Code
-from kvferry.drivers.ucx.worker import Worker, wait_closed
+from kvferry.drivers.ucx.worker import Worker
 
 _START_SECONDS = 0.005
 """How long ``read`` drives the transfer that it starts before it returns."""
@@ -43,7 +38,12 @@ _LIVENESS_SECONDS = 0.2
 """How often to look for dead peers: UCX sees only sockets, which a forked child may hold open."""
 
 
-class Client:
+def available_cores() -> int:
+    """Return how many processor cores this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+class Client(ProgressTarget):
     """The client side of a transport, which connects to peers and reads.
 
     The caller of a method must hold ``lock``, except for ``stop``; properties need no lock.
@@ -51,37 +51,32 @@ class Client:
 
     def __init__(
         self,
-        ucp: Ucp,
         make_worker: Callable[[], Worker],
         name: str,
         idle_timeout: float,
         connect_timeout: float,
         enter: EnterThread,
     ) -> None:
-        self.lock = FairLock()
-        self._ucp = ucp
+        super().__init__()
         self._make_worker = make_worker
         self._name = name
         self._idle_timeout = idle_timeout
         self._connect_timeout = connect_timeout
         self._enter = enter
         self._copy_thread: CopyThread | None = None
-        self._client_workers: list[ClientWorker] = []
+        # The servers to which each worker has ever connected, at most once to each. UCX matches the
+        # two ends of a connection by counting the connections between two workers. After an error
+        # the counts may differ, so the next connection to a server needs another worker.
+        self._workers: dict[Worker, set[Instance]] = {}
         self._connections: dict[ConnectionId, UcxConnection] = {}
         self._transfers: list[UcxTransfer] = []
         self._next_liveness_check = 0.0
-        self.last_driven = 0.0  # when ``run_once`` last ran within a call of the transport
         self._add_worker()
 
     @property
     def workers(self) -> list[Worker]:
         """The workers in which UCP has to make progress."""
-        return [client_worker.worker for client_worker in self._client_workers]
-
-    @property
-    def driven_elsewhere(self) -> bool:
-        """Whether ``run_once`` ran within a call of the transport in the last 0.3 ms."""
-        return time.monotonic() - self.last_driven < POLLED_SECONDS
+        return list(self._workers)
 
     @property
     def needs_timer(self) -> bool:
@@ -103,12 +98,10 @@ class Client:
         """Let UCP work, handle what came, update transfers; return whether more may be left."""
         busy = False
         driven = self._progress_transfers()
-        for client_worker in self._client_workers:
-            worker = client_worker.worker
-            busy |= worker.run_once(0) if client_worker in driven else worker.run_once()
+        for worker in self._workers:
+            busy |= worker.run_once(0) if worker in driven else worker.run_once()
             for number, code in worker.failures():
-                if number in client_worker.connections:
-                    self._on_endpoint_failure(client_worker.connections[number], code)
+                self._on_endpoint_failure(number, code)
             for message in worker.messages():
                 self._on_message(message)
         now = time.monotonic()
@@ -123,24 +116,24 @@ class Client:
         self._confirm_withdrawals()
         return busy
 
-    def _progress_transfers(self) -> list[ClientWorker]:
+    def _progress_transfers(self) -> list[Worker]:
         """Let UCP move bytes, in two workers at most; return the workers."""
         moving = [
-            window.connection.client_worker
+            window.connection.worker
             for transfer in self._transfers
             for window in transfer.windows
-            if not window.message_number
+            if not window.by_message
         ]
         if not moving:
             return []
         first = moving[0]
         second = next((other for other in moving if other is not first), None)
         if second is None:
-            first.worker.progress(PROGRESS_SECONDS)
+            first.progress(COPY_SECONDS)
             return [first]
         if self._copy_thread is None:
             self._copy_thread = CopyThread(f"{self._name}-copy", self._enter)
-        self._copy_thread.progress_both(first.worker, second.worker)
+        self._copy_thread.progress_both(first, second)
         return [first, second]
 
     # Connections.
@@ -150,31 +143,32 @@ class Client:
 
         It is not ready until the server has answered, and is broken if UCX cannot connect.
         """
-        now = time.monotonic()
+        connection = UcxConnection(
+            id=secrets.token_bytes(16),
+            server=address,
+            worker=self.workers[0],
+            opened=time.monotonic(),
+        )
         try:
-            connection = UcxConnection.open(
-                address, self._worker_for(address), self._ucp, self._name, now, index
-            )
+            connection.worker = self._worker_for(address.instance)
+            connection.open(self._name, index)
         except TransportError as exc:
-            connection = UcxConnection.failed(address, self._client_workers[0], self._ucp, now, exc)
+            connection.state, connection.error = ConnectionState.BROKEN, exc
         self._connections[connection.id] = connection
         return connection
 
-    def _worker_for(self, address: UcxAddress) -> ClientWorker:
+    def _worker_for(self, server: Instance) -> Worker:
         """Return a worker that has never connected to a server; make one if there is none."""
-        unused = (
-            client_worker
-            for client_worker in self._client_workers
-            if address.instance not in client_worker.servers
-        )
-        client_worker = next(unused, None)
-        return self._add_worker() if client_worker is None else client_worker
+        unused = (worker for worker, servers in self._workers.items() if server not in servers)
+        worker = next(unused, None) or self._add_worker()
+        self._workers[worker].add(server)
+        return worker
 
-    def _add_worker(self) -> ClientWorker:
-        client_worker = ClientWorker(worker=self._make_worker())
-        client_worker.worker.on_body = self._on_body
-        self._client_workers.append(client_worker)
-        return client_worker
+    def _add_worker(self) -> Worker:
+        worker = self._make_worker()
+        worker.on_body = self._on_body
+        self._workers[worker] = set()
+        return worker
 
     def connection_to(self, peer: UcxPeer) -> UcxConnection:
         """Return the connection to a peer; open another one in place of a broken one."""
@@ -188,11 +182,10 @@ class Client:
         It is opened when it is first needed, and may not be ready yet. It lets a second thread
         copy.
         """
-        compiled = self._client_workers[0].worker.poster.compiled
-        transports = peer.connection.transports
         # Only if this process copies the bytes itself (cma). Two threads with Python loops would
         # wait for each other to release the interpreter's lock.
-        if available_cores() < 2 or not compiled or not copied_by_cpu(transports):
+        compiled = peer.connection.worker.poster.compiled
+        if available_cores() < 2 or not compiled or "cma" not in peer.connection.transports:
             return None
         old = peer.second_connection
         if old is None or (
@@ -223,7 +216,7 @@ class Client:
         return busy or self.has_work
 
     def read_small(
-        self, peer: UcxPeer, region: UcxRegion, copies: Copies, params: int, notify: bytes | None
+        self, peer: UcxPeer, copies: Copies, params: int, notify: bytes | None
     ) -> UcxTransfer | None:
         """Read one range of CPU memory, at most ``BRIEF_BYTES``, and drive it for 0.1 ms at most.
 
@@ -231,23 +224,27 @@ class Client:
         The result may be under way; ``None`` if it must be started by ``start``. ``params`` is the
         address of the local registration's request parameters.
         """
-        connection, key = peer.connection, KeyId(region.key)
-        if not connection.reads_directly or key in connection.withdrawn:
+        connection, region = peer.connection, peer.regions.get(copies.segments[0].remote)
+        ready = connection.state is ConnectionState.READY and connection.native
+        if not ready or region is None or region.key in connection.withdrawn:
             return None
         try:
-            remote_key = connection.remote_key(region)
+            key = connection.remote_key(region)
         except TransportError:
             return None
-        worker, alone = connection.client_worker.worker, not self._transfers
+        worker, alone = connection.worker, not self._transfers
         local, remote, nbytes = int(copies.local[0]), int(copies.remote[0]), int(copies.nbytes[0])
-        answer = self._ucp.get(connection.endpoint, local, nbytes, remote, remote_key, params)
+        answer = worker.ucp.get(connection.endpoint, local, nbytes, remote, key, params)
         if statuses.status_of(answer) == Code.IN_PROGRESS:
             code = worker.complete(answer, _SMALL_SECONDS, alone=alone)
             answer = answer if code == Code.IN_PROGRESS else code % (1 << 64)
-        send = None if notify is None else partial(connection.notify, notify)
-        transfer = UcxTransfer.of_small_read(connection, key, send, worker.poster, answer)
-        if not transfer.final:
+        transfer = UcxTransfer(connection=connection, segments=[(params, region)], notify=notify)
+        if answer:
+            requests = np.array([answer], np.uint64)
+            transfer.windows.append(Window(connection=connection, requests=requests))
             self._transfers.append(transfer)
+        else:
+            transfer.complete()
         self.last_driven = time.monotonic()
         return transfer
 
@@ -262,21 +259,23 @@ class Client:
         self.stop()
         for connection in self._connections.values():
             connection.close(PeerLostError(f"{self._name} was closed"), say_bye=True)
-        for client_worker in self._client_workers:
-            wait_closed(client_worker.worker)
+        for worker in self._workers:
+            worker.finish()
         for transfer in self._transfers:
             transfer.advance(time.monotonic(), self._idle_timeout)
-        for connection in self._connections.values():
-            connection.try_release()
-        for client_worker in self._client_workers:
-            client_worker.worker.destroy()
-        self._client_workers.clear()
+        for connection in list(self._connections.values()):
+            self._release(connection)
+        for worker in self._workers:
+            worker.destroy()
+        self._workers.clear()
 
-    def _on_endpoint_failure(self, connection: UcxConnection, code: int) -> None:
-        reason = statuses.describe(code)
-        connection.close(
-            PeerLostError(f"the connection to {connection.server.name} broke: UCX says {reason}")
-        )
+    def _on_endpoint_failure(self, number: int, code: int) -> None:
+        reason = f"broke: UCX says {statuses.describe(code)}"
+        for connection in self._connections.values():
+            if connection.endpoint_number == number:
+                connection.close(
+                    PeerLostError(f"the connection to {connection.server.name} {reason}")
+                )
 
     def _on_message(self, message: Message) -> None:
         connection = self._connections.get(message.connection)
@@ -315,20 +314,21 @@ class Client:
                     "is there by now: connect with a new address"
                 )
             )
-        if connection.state is not ConnectionState.BROKEN:
-            return
+        if connection.state is ConnectionState.BROKEN:
+            self._release(connection)
+
+    def _release(self, connection: UcxConnection) -> None:
+        """Forget a broken connection, if it is closed and unused."""
         # Copies in the queues of a GPU count, too: they read memory that UCX would unmap.
         used = any(transfer.uses(connection) for transfer in self._transfers)
-        if not used and connection.try_release():
-            self._forget(connection)
-
-    def _forget(self, connection: UcxConnection) -> None:
+        if used or not connection.try_release():
+            return
         del self._connections[connection.id]
-        client_worker = connection.client_worker
-        client_worker.connections.pop(connection.endpoint_number, None)
-        if not client_worker.connections and len(self._client_workers) > 1:
-            self._client_workers.remove(client_worker)
-            client_worker.worker.destroy()
+        worker = connection.worker
+        shared = any(other.worker is worker for other in self._connections.values())
+        if not shared and len(self._workers) > 1:
+            del self._workers[worker]
+            worker.destroy()
 
     def _confirm_withdrawals(self) -> None:
         for connection in self._connections.values():

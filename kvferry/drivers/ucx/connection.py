@@ -7,15 +7,14 @@ has the server's view of the same connection.
 from __future__ import annotations
 
 import enum
-import secrets
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from kvferry.core.errors import PeerLostError, TransportError
-from kvferry.core.memory import CPU, Region, U64Array
-from kvferry.drivers.ucx.address import Identity, Instance, KeyId, UcxAddress, UcxRegion
-from kvferry.drivers.ucx.message_transfer import consecutive, needs_messages
+from kvferry.core.memory import Region, U64Array
+from kvferry.drivers.ucx.address import Identity, KeyId, UcxAddress, UcxRegion
+from kvferry.drivers.ucx.message_transfer import consecutive, reaches_cpu_memory
 from kvferry.drivers.ucx.messages import (
     Bye,
     ConnectionId,
@@ -26,7 +25,7 @@ from kvferry.drivers.ucx.messages import (
     Note,
     Released,
 )
-from kvferry.drivers.ucx.ucp import Endpoint, RemoteKey, Ucp
+from kvferry.drivers.ucx.ucp import Endpoint, RemoteKey
 from kvferry.drivers.ucx.worker import Worker
 
 
@@ -42,23 +41,22 @@ class ConnectionState(enum.Enum):
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class ClientWorker:
-    """A worker of the client side, with its connections, at most one to each server ever."""
+class Window:
+    """Successive runs (contiguous copies) that were posted together, or asked for by a message."""
 
-    # UCX matches the two ends of a connection by counting the connections between two workers.
-    # After an error the counts may differ, so the next connection to a server needs another worker.
-    worker: Worker
-    servers: set[Instance] = field(default_factory=set)  # that it has ever connected to
-    # By ``endpoint_number``; a broken one is removed when nothing is under way on it any more.
-    connections: dict[int, UcxConnection] = field(default_factory=dict)
+    connection: UcxConnection
+    requests: U64Array  # (n,) of ``Poster.post``; empty if asked for by a message
+    swept: int = 0  # how many of ``requests`` have completed
+    code: int = 0  # UCX's status of the first error
+    # The ranges into which the answer to the message (``Fetch``) is copied, in order: addresses and
+    # lengths, (n,) uint64 each. ``None`` if there is no message, or its answer is not copied.
+    targets: tuple[U64Array, U64Array] | None = None
+    refusal: str | None = None  # once the message is answered: the reason of a refusal, or ""
 
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class ScatterTarget:
-    """The n ranges, as (n,) uint64, into which the answer to a ``Fetch`` is copied in order."""
-
-    addresses: U64Array
-    nbytes: U64Array
+    @property
+    def by_message(self) -> bool:
+        """Whether the runs were asked for by a message."""
+        return not len(self.requests)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -67,8 +65,7 @@ class UcxConnection:
 
     id: ConnectionId  # random; every message names it
     server: UcxAddress
-    client_worker: ClientWorker
-    ucp: Ucp
+    worker: Worker
     opened: float  # by ``time.monotonic``
     endpoint: Endpoint = field(default=Endpoint(0))  # 0 if there is none
     endpoint_number: int = 0  # as ``Worker.failures`` reports it
@@ -78,86 +75,42 @@ class UcxConnection:
     # The announced withdrawals that this side has not confirmed: number and key.
     unconfirmed: deque[tuple[int, KeyId]] = field(default_factory=deque)
     queued_notifications: deque[bytes] = field(default_factory=deque)
-    open_windows: int = 0  # groups of runs that are under way (``Window``)
     transports: frozenset[str] = frozenset()  # UCX's names; empty until ready
-    has_native: bool = False  # once ready: UCX reaches CPU memory without messages of this driver
-    # Answers to ``Fetch``, by their numbers: the reason of a refusal, or "".
-    refusals: dict[int, str] = field(default_factory=dict)
-    fetch_targets: dict[int, ScatterTarget] = field(default_factory=dict)  # by unanswered number
-    _last_request: int = 0
+    native: bool = False  # once ready: UCX reaches CPU memory without messages of this driver
+    _last_fetch: int = 0
+    _fetches: dict[int, Window] = field(default_factory=dict)  # that are not answered, by number
     _keys: dict[KeyId, RemoteKey] = field(default_factory=dict)
 
-    @classmethod
-    def open(
-        cls,
-        server: UcxAddress,
-        client_worker: ClientWorker,
-        ucp: Ucp,
-        client: str,
-        now: float,
-        index: int = 0,
-    ) -> UcxConnection:
-        """Open a connection, and ask the server to serve it (``Hello``); it may be broken already.
+    def open(self, client: str, index: int) -> None:
+        """Connect, and ask the server to serve this connection (``Hello``).
 
-        ``client_worker`` has not connected to this server; ``client`` is the name of this
-        transport, ``index`` 0 for its first connection to the server, 1 for its second.
+        ``client`` is the name of this transport, ``index`` 0 for its first connection to the
+        server, 1 for its second. The connection may be broken afterwards.
+
+        Raises:
+            PeerLostError: UCX does not reach the server.
         """
-        connection = cls(
-            id=secrets.token_bytes(16),
-            server=server,
-            client_worker=client_worker,
-            ucp=ucp,
-            opened=now,
-        )
-        client_worker.servers.add(server.instance)
-        worker = client_worker.worker
         try:
-            connection.endpoint, connection.endpoint_number = worker.connect(server.worker)
+            self.endpoint, self.endpoint_number = self.worker.connect(self.server.worker)
         except TransportError as exc:
-            connection.state, connection.error = ConnectionState.BROKEN, _unreachable(exc)
-            return connection
-        client_worker.connections[connection.endpoint_number] = connection
-        connection._send(
-            Hello(connection.id, server.instance, client, worker.address, server.withdrawn, index),
-        )
-        return connection
-
-    @classmethod
-    def failed(
-        cls,
-        server: UcxAddress,
-        client_worker: ClientWorker,
-        ucp: Ucp,
-        now: float,
-        error: TransportError,
-    ) -> UcxConnection:
-        """Return a broken connection, for when no worker can be made for a working one."""
-        return cls(
-            id=secrets.token_bytes(16),
-            server=server,
-            client_worker=client_worker,
-            ucp=ucp,
-            opened=now,
-            state=ConnectionState.BROKEN,
-            error=error,
-        )
+            raise PeerLostError(
+                f"{exc}; both sides need a way in common that notices when a peer dies: tcp or "
+                "RDMA, beside which shared memory is used (driver_options: transports)"
+            ) from exc
+        server, address = self.server, self.worker.address
+        self._send(Hello(self.id, server.instance, client, address, server.withdrawn, index))
 
     def on_welcome(self, withdrawn: Iterable[int]) -> None:
         """Become ready: learn which keys the server has withdrawn, and send what is queued."""
         if self.state is not ConnectionState.CONNECTING:
             return
         self.state = ConnectionState.READY
-        used = self.ucp.transports(self.endpoint)
+        used = self.worker.ucp.transports(self.endpoint)
         self.transports = frozenset(name.partition("/")[0] for name in used)
-        self.has_native = not needs_messages(self.transports, frozenset({CPU}))
+        self.native = reaches_cpu_memory(self.transports)
         self.withdrawn.update(map(KeyId, withdrawn))
         while self.queued_notifications:
             self._send(Note(self.id, self.queued_notifications.popleft()))
-
-    @property
-    def reads_directly(self) -> bool:
-        """Whether reads of CPU memory can be posted now, without messages of this driver."""
-        return self.has_native and self.state is ConnectionState.READY
 
     def notify(self, payload: bytes) -> None:
         """Send a notification, queue it until the connection is ready, or drop it if broken."""
@@ -170,30 +123,28 @@ class UcxConnection:
     def backlog(self) -> int:
         """How many bytes of messages to the server are queued or being sent."""
         queued = sum(map(len, self.queued_notifications))
-        return self.client_worker.worker.backlog(self.endpoint) + queued
+        return self.worker.backlog(self.endpoint) + queued
 
-    def fetch(self, rows: bytes, target: ScatterTarget) -> int:
-        """Ask for bytes (``Fetch``); return the number under which ``refusals`` gets the answer.
-
-        The target must be valid until the answer has arrived or the connection is broken.
-        """
-        self._last_request += 1
-        self.fetch_targets[self._last_request] = target
-        self._send(Fetch(self.id, self._last_request, rows))
-        return self._last_request
+    def fetch(self, rows: bytes, window: Window) -> None:
+        """Ask for bytes. The targets must be valid until an answer, or the connection is broken."""
+        self._last_fetch += 1
+        self._fetches[self._last_fetch] = window
+        self._send(Fetch(self.id, self._last_fetch, rows))
 
     def on_fetched(self, message: Fetched, body: int, nbytes: int) -> None:
-        """Record the answer to a ``Fetch``; copy its bytes unless the transfer has failed since."""
-        target = self.fetch_targets.pop(message.number, None)
-        self.refusals[message.number] = message.refusal
-        if target is None or message.refusal:
+        """Record the answer to a ``Fetch``, and copy its bytes."""
+        window = self._fetches.pop(message.number, None)
+        if window is None:
             return
-        wanted = int(target.nbytes.sum())
+        window.refusal = message.refusal
+        if window.targets is None or message.refusal:
+            return
+        addresses, lengths = window.targets
+        wanted = int(lengths.sum())
         if wanted == nbytes:
-            copy = self.client_worker.worker.poster.copy
-            copy(target.addresses, consecutive(body, target.nbytes), target.nbytes)
+            self.worker.poster.copy(addresses, consecutive(body, lengths), lengths)
         else:
-            self.refusals[message.number] = f"it has sent {nbytes} bytes of {wanted}"
+            window.refusal = f"it has sent {nbytes} bytes of {wanted}"
 
     def on_withdrawn(self, number: int, key: KeyId) -> None:
         """Record that the server waits for a confirmation before it ends a registration."""
@@ -206,7 +157,7 @@ class UcxConnection:
         while self.unconfirmed and self.unconfirmed[0][1] not in used:
             number, key = self.unconfirmed.popleft()
             if key in self._keys:
-                self.ucp.destroy_key(self._keys.pop(key))
+                self.worker.ucp.destroy_key(self._keys.pop(key))
         if number and self.state is ConnectionState.READY:
             self._send(Released(self.id, number))
 
@@ -214,7 +165,7 @@ class UcxConnection:
         """Return UCP's key to a region, which the connection owns; raise if out of UCX's reach."""
         key = KeyId(region.key)
         if key not in self._keys:
-            self._keys[key] = self.ucp.unpack_key(self.endpoint, region.packed)
+            self._keys[key] = self.worker.ucp.unpack_key(self.endpoint, region.packed)
         return self._keys[key]
 
     def close(self, error: TransportError, *, say_bye: bool = False) -> None:
@@ -223,31 +174,27 @@ class UcxConnection:
             self._send(Bye(self.id))
         if self.state is ConnectionState.BROKEN:
             return
-        worker = self.client_worker.worker
         # Drop a ``Hello`` that is still unsent: if it arrived after the ``Hello`` of the next
         # connection, the server would close that connection.
-        ready = self.state is ConnectionState.READY
-        close_endpoint = worker.close_endpoint if ready else worker.close_endpoint_at_once
+        at_once = self.state is ConnectionState.CONNECTING
         self.state, self.error = ConnectionState.BROKEN, error
         self.queued_notifications.clear()
-        self.fetch_targets.clear()
-        close_endpoint(self.endpoint)
+        self._fetches.clear()
+        self.worker.close_endpoint(self.endpoint, at_once=at_once)
 
     def try_release(self) -> bool:
-        """Destroy the keys of a broken, unused connection, to be forgotten; return whether done."""
-        worker = self.client_worker.worker
-        if self.state is not ConnectionState.BROKEN or self.open_windows or worker.closing:
-            return False
-        if worker.is_lingering(self.endpoint):
+        """Destroy the keys of an unused connection, once it is closed; return whether it is."""
+        worker = self.worker
+        if worker.closing or self.endpoint in worker.lingering.values():
             return False
         for key in self._keys.values():
-            self.ucp.destroy_key(key)
+            worker.ucp.destroy_key(key)
         self._keys.clear()
         return True
 
     def _send(self, message: Message) -> None:
         try:
-            self.client_worker.worker.send(self.endpoint, message)
+            self.worker.send(self.endpoint, message)
         except TransportError as exc:
             self.close(exc)
 
@@ -270,10 +217,3 @@ class UcxPeer:
     def identity(self) -> Identity:
         """The identity of the peer's transport."""
         return self.address.identity
-
-
-def _unreachable(error: TransportError) -> PeerLostError:
-    return PeerLostError(
-        f"{error}; both sides need a way in common that notices when a peer dies: tcp or RDMA, "
-        "beside which shared memory is used (driver_options: transports)"
-    )

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from kvferry.core.errors import TransportUnsupportedError
 from kvferry.core.transport import EnterThread
 from kvferry.drivers.cuda import CudaDriver, DeviceWait
+from kvferry.drivers.ucx.connection import UcxConnection
 from kvferry.drivers.ucx.ucp_structs import Code
 
 # Statuses of a read that no transport of the connection can carry out. If UCX (1.21 and
@@ -20,18 +21,7 @@ NO_TRANSPORT = frozenset(
 )
 
 WITHOUT_NIC = frozenset(
-    {
-        "self",
-        "tcp",
-        "sysv",
-        "posix",
-        "cma",
-        "knem",
-        "xpmem",
-        "cuda_copy",
-        "cuda_ipc",
-        "gdr_copy",
-    }
+    ("self", "tcp", "sysv", "posix", "cma", "knem", "xpmem", "cuda_copy", "cuda_ipc", "gdr_copy")
 )
 """The UCX transports by which no NIC writes into a GPU's memory."""
 
@@ -65,14 +55,14 @@ class LocalDevices:
 
 
 def unreachable_memory_error(
-    kinds: Iterable[str], transports: Iterable[str], peer: str, reason: object
+    kinds: Iterable[str], connection: UcxConnection, reason: object
 ) -> TransportUnsupportedError:
     """Return the error for a transfer that UCX cannot carry out; it says what to look at."""
     return TransportUnsupportedError(
-        f"UCX cannot move {' and '.join(sorted(kinds))} memory from or to {peer} over "
-        f"{', '.join(sorted(transports))}: {reason}. Between hosts, this needs RDMA, and "
-        "nvidia_peermem or dmabuf on both, so that the NIC reaches the GPU's memory; on one host "
-        "RDMA or cuda_ipc, for which containers must share their IPC and PID namespaces. Both "
-        "sides must allow these transports (driver_options: transports); UCX_PROTO_INFO=y prints "
-        "which ones UCX uses"
+        f"UCX cannot move {' and '.join(sorted(kinds))} memory from or to "
+        f"{connection.server.name} over {', '.join(sorted(connection.transports))}: {reason}. "
+        "Between hosts, this needs RDMA, and nvidia_peermem or dmabuf on both, so that the NIC "
+        "reaches the GPU's memory; on one host RDMA or cuda_ipc, for which containers must share "
+        "their IPC and PID namespaces. Both sides must allow these transports (driver_options: "
+        "transports); UCX_PROTO_INFO=y prints which ones UCX uses"
     )

@@ -15,7 +15,6 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 _NEIGHBOURS = ("libucm.so.0", "libucs.so.0", "libuct.so.0")
@@ -31,22 +30,26 @@ def opened(path: str) -> ctypes.CDLL:
     return ctypes.CDLL(path, os.RTLD_NOW | os.RTLD_LOCAL)
 
 
+def version(library: ctypes.CDLL) -> tuple[int, ...]:
+    """Return the version of a loaded libucp: three numbers."""
+    numbers = [ctypes.c_uint() for _ in range(3)]
+    library.ucp_get_version(*map(ctypes.byref, numbers))
+    return tuple(number.value for number in numbers)
+
+
 def loaded_elsewhere(folder: Path) -> str | None:
     """Return a UCX library loaded from another folder, which the linker would mix with this one."""
-    home = folder.resolve()
-    others = (path for path in _mapped() if path.parent.resolve() != home)
-    return next((str(path) for path in others), None)
+    lines = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
+    for name in sorted({line[line.find("/") :] for line in lines if "/libuc" in line}):
+        path = Path(name)
+        if _UNDISGUISED.fullmatch(path.name) and path.parent.resolve() != folder.resolve():
+            return name
+    return None
 
 
-def modules(path: Path) -> list[Path]:
-    """Return the files of the modules (plugins for transports) that a libucp may load."""
-    files = sorted((path.resolve().parent / "ucx").glob("libuct_*.so*"))
-    return list({file.name.partition(".so")[0]: file for file in files}.values())
-
-
-def for_rdma(module: Path) -> bool:
-    """Return whether a module is for InfiniBand, RoCE or EFA."""
-    return module.name.startswith("libuct_ib")
+def rdma_modules(path: Path) -> list[Path]:
+    """Return the files of a libucp's modules (plugins) for InfiniBand, RoCE or EFA."""
+    return sorted((path.resolve().parent / "ucx").glob("libuct_ib*.so*"))
 
 
 def _open_neighbours(path: Path) -> None:
@@ -58,19 +61,6 @@ def _open_neighbours(path: Path) -> None:
         neighbour = path.parent / name
         if path.is_absolute() and neighbour.exists():
             dlopen(os.fsencode(neighbour), os.RTLD_LAZY | os.RTLD_LOCAL)
-
-
-def _mapped() -> Iterator[Path]:
-    lines = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
-    for text in sorted({line[line.find("/") :] for line in lines if "/libuc" in line}):
-        if _UNDISGUISED.fullmatch(Path(text).name):
-            yield Path(text)
-
-
-def _version(library: ctypes.CDLL) -> tuple[int, ...]:
-    numbers = [ctypes.c_uint() for _ in range(3)]
-    library.ucp_get_version(*map(ctypes.byref, numbers))
-    return tuple(number.value for number in numbers)
 
 
 def loads(module: Path) -> bool:
@@ -101,11 +91,10 @@ def _path_of(library: ctypes.CDLL) -> Path:
 def _describe(name: str) -> dict[str, object]:
     try:
         library = opened(name)
-        version, path = _version(library), _path_of(library)
+        numbers, path = version(library), _path_of(library)
     except (OSError, AttributeError) as exc:
         return {"problem": str(exc)}
-    rdma = any(loads(module) for module in modules(path) if for_rdma(module))
-    return {"path": str(path), "version": version, "rdma": rdma}
+    return {"path": str(path), "version": numbers, "rdma": any(map(loads, rdma_modules(path)))}
 
 
 if __name__ == "__main__":

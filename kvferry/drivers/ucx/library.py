@@ -1,16 +1,21 @@
-"""Find the libucp to use: the one that the user named, else the system's, else the wheel's."""
+"""Find the libucp to use: the one that the user named, else the system's, else the wheel's.
+
+``devices`` asks a loaded one what it finds on this machine.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import json
 import logging
+import re
 import subprocess
 import sys
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from kvferry.core.errors import DriverError
 from kvferry.drivers.ucx import dlopen
@@ -18,7 +23,7 @@ from kvferry.drivers.ucx import dlopen
 logger = logging.getLogger(__name__)
 
 Version = tuple[int, int, int]
-Source = Literal["option", "system", "wheel"]
+Source = Literal["option library", "the system's", "the wheel libucx"]
 
 LOWEST: Version = (1, 21, 0)
 """The oldest UCX that was tested; the driver asks for its interface. Another major may differ."""
@@ -30,11 +35,13 @@ SYSTEMS_OWN = "libucp.so.0"
 WHEEL = "libucx"
 """The package that the distributions libucx-cu12 and libucx-cu13 install: a UCX in a wheel."""
 
-BUILT_IN = ("self", "posix", "sysv", "tcp")
-"""The transports that are part of UCX itself, not of a module."""
-
 SECONDS = 60.0
 """How long the process that opens and describes a library may take."""
+
+Devices = dict[str, list[str]]
+"""Names of devices by UCX transport, such as ``{"tcp": ["eth0", "lo"]}``."""
+
+_RESOURCE = re.compile(r"^#\s+resource \d+\s.*--\s+(\S+?)/(\S+)\s*$", re.MULTILINE)
 
 REMEDY = (
     "install UCX (libucx0 of Debian and Ubuntu, ucx of Fedora), or pip install 'kvferry[ucx]', or "
@@ -50,19 +57,11 @@ class UcxLibrary:
     version: Version
     source: Source
     rdma: bool  # a module for it loads here; there need not be a NIC
-    transports: tuple[str, ...]  # built-in, and names of modules, which may not load here
     advice: str = ""  # how to use a library on this machine that can do RDMA, if not this
 
     def __str__(self) -> str:
         rdma = "with RDMA" if self.rdma else "without RDMA"
-        return f"UCX {dotted(self.version)}, {rdma} ({_SOURCES[self.source]}: {self.path})"
-
-
-_SOURCES: dict[Source, str] = {
-    "option": "option library",
-    "system": "the system's",
-    "wheel": "the wheel libucx",
-}
+        return f"UCX {dotted(self.version)}, {rdma} ({self.source}: {self.path})"
 
 
 def find(explicit: str | None = None) -> UcxLibrary:
@@ -74,7 +73,12 @@ def find(explicit: str | None = None) -> UcxLibrary:
     named = [] if explicit is None else [_named(explicit)]
     if named and named[0].rdma:
         return named[0]
-    found, reasons = _there()
+    found, reasons = [], []
+    for look in (partial(_asked, SYSTEMS_OWN, "the system's"), _wheels):
+        try:
+            found.append(look())
+        except DriverError as exc:
+            reasons.append(str(exc))
     fit = [library for library in (*named, *found) if not _unfit(library)]
     if not fit:
         reasons += map(_unfit, found)
@@ -97,11 +101,6 @@ def load(library: UcxLibrary) -> ctypes.CDLL:
         raise DriverError(f"{path} does not load: {exc}; {REMEDY}") from exc
 
 
-def is_usable(version: Version) -> bool:
-    """Return whether the driver can use a UCX of this version."""
-    return LOWEST <= version < (LOWEST[0] + 1, 0, 0)
-
-
 def dotted(version: Version) -> str:
     """Return a version as text, such as "1.22.0"."""
     return ".".join(map(str, version))
@@ -109,28 +108,12 @@ def dotted(version: Version) -> str:
 
 def _named(path: str) -> UcxLibrary:
     try:
-        library = _asked(path, "option")
+        library = _asked(path, "option library")
+        if reason := _unfit(library):
+            raise DriverError(reason)
     except DriverError as exc:
         raise DriverError(f"driver_options of ucx: library: {exc}") from exc
-    reason = _unfit(library)
-    if reason:
-        raise DriverError(f"driver_options of ucx: library: {reason}")
     return library
-
-
-def _there() -> tuple[list[UcxLibrary], list[str]]:
-    """Return the libraries found, the system's before the wheel's, and why any is missing."""
-    found, reasons = [], []
-    for look in (_systems, _wheels):
-        try:
-            found.append(look())
-        except DriverError as exc:
-            reasons.append(str(exc))
-    return found, reasons
-
-
-def _systems() -> UcxLibrary:
-    return _asked(SYSTEMS_OWN, "system")
 
 
 def _wheels() -> UcxLibrary:
@@ -144,10 +127,12 @@ def _wheels() -> UcxLibrary:
         text = (folder / "UCX_WHEEL_VERSION.txt").read_text(encoding="utf-8")
         major, minor, patch = (int(number) for number in text.strip().split(".")[:3])
     except (OSError, ValueError):
-        return _asked(str(path), "wheel")
-    if not path.exists() or any(map(dlopen.for_rdma, dlopen.modules(path))):
-        return _asked(str(path), "wheel")
-    return _library(path, (major, minor, patch), "wheel", rdma=False)
+        return _asked(str(path), "the wheel libucx")
+    if not path.exists() or dlopen.rdma_modules(path):
+        return _asked(str(path), "the wheel libucx")
+    return UcxLibrary(
+        path=str(path), version=(major, minor, patch), source="the wheel libucx", rdma=False
+    )
 
 
 def _asked(name: str, source: Source) -> UcxLibrary:
@@ -169,23 +154,14 @@ def _asked(name: str, source: Source) -> UcxLibrary:
         problem = str(told["problem"])
         raise DriverError(problem if problem.startswith(name) else f"{name}: {problem}")
     major, minor, patch = told["version"]
-    return _library(Path(told["path"]), (major, minor, patch), source, rdma=told["rdma"])
-
-
-def _library(path: Path, version: Version, source: Source, *, rdma: bool) -> UcxLibrary:
-    modules = (file.name.partition(".so")[0] for file in dlopen.modules(path))
     return UcxLibrary(
-        path=str(path),
-        version=version,
-        source=source,
-        rdma=rdma,
-        transports=(*BUILT_IN, *(module.removeprefix("libuct_") for module in modules)),
+        path=told["path"], version=(major, minor, patch), source=source, rdma=told["rdma"]
     )
 
 
 def _unfit(library: UcxLibrary) -> str:
     """Return why a library cannot be used, or an empty string if it can."""
-    if is_usable(library.version):
+    if LOWEST <= library.version < (LOWEST[0] + 1, 0, 0):
         return ""
     if library.version[0] != LOWEST[0]:
         return f"{library} is of another major version than {LOWEST[0]}, the only one known"
@@ -202,3 +178,33 @@ def _advised(taken: UcxLibrary, others: list[UcxLibrary]) -> UcxLibrary:
     advice = f"{taken} is taken, and {able} is there: to use RDMA, {remedy}"
     logger.warning(advice)
     return replace(taken, advice=advice)
+
+
+def devices(library: Any, context: int) -> Devices:  # noqa: ANN401 - a C library
+    """Return what a ``ucp_context_h`` can use, from what UCX prints, for lack of a function."""
+    found: Devices = {}
+    text = _printed(library.ucp_context_print_info, ctypes.c_void_p(context))
+    for transport, device in _RESOURCE.findall(text):
+        found.setdefault(transport, []).append(device)
+    return found
+
+
+def listed(found: Devices) -> str:
+    """Return transports and devices as text, without the entry "memory", which is no device."""
+    return ", ".join(
+        transport if names == ["memory"] else f"{transport} ({', '.join(names)})"
+        for transport, names in found.items()
+    )
+
+
+def _printed(function: Any, context: ctypes.c_void_p) -> str:  # noqa: ANN401 - of a C library
+    """Return what a C function prints to the ``FILE *`` that it takes as its second argument."""
+    libc = ctypes.CDLL(None)
+    libc.open_memstream.restype = ctypes.c_void_p
+    text, length = ctypes.c_char_p(), ctypes.c_size_t()
+    stream = ctypes.c_void_p(libc.open_memstream(ctypes.byref(text), ctypes.byref(length)))
+    function(context, stream)
+    libc.fclose(stream)
+    printed = (text.value or b"").decode(errors="replace")
+    libc.free(text)
+    return printed

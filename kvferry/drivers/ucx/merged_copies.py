@@ -75,3 +75,7 @@ def _merged(local: U64Array, remote: U64Array, nbytes: U64Array, segment: I64Arr
     return MergedCopies(
         local=local, remote=remote, nbytes=nbytes, segment=segment, end_bytes=np.cumsum(nbytes)
     )
+
+
+_NONE: U64Array = np.empty(0, np.uint64)
+NO_RUNS = _merged(_NONE, _NONE, _NONE, np.empty(0, np.int64))

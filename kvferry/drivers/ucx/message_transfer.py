@@ -28,16 +28,13 @@ NATIVE_TRANSPORTS = ("cma", "knem", "xpmem", *NIC_TRANSPORTS)
 _NONE: U64Array = np.empty(0, np.uint64)
 
 
-def needs_messages(transports: frozenset[str], kinds: frozenset[str]) -> bool:
-    """Return whether bytes go by messages, since UCX needs the peer's help to move them."""
-    # Messages carry CPU memory only. Whether UCX reaches other memory does not follow from the
-    # names of transports (a NIC's driver may not know a GPU's memory): the first read shows it.
-    return kinds == {CPU} and not any(name.startswith(NATIVE_TRANSPORTS) for name in transports)
+def reaches_cpu_memory(transports: frozenset[str]) -> bool:
+    """Return whether UCX moves the bytes of CPU memory without the peer's help.
 
-
-def copied_by_cpu(transports: frozenset[str]) -> bool:
-    """Return whether this process copies the bytes of CPU memory itself, by cma."""
-    return "cma" in transports
+    Else they go by messages. Whether it reaches other memory does not follow from the names of
+    transports (a NIC's driver may not know a GPU's memory): the first read shows it.
+    """
+    return any(name.startswith(NATIVE_TRANSPORTS) for name in transports)
 
 
 def consecutive(base: int, nbytes: U64Array) -> U64Array:

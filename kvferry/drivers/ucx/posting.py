@@ -5,9 +5,7 @@ from __future__ import annotations
 import collections
 import ctypes
 import time
-from dataclasses import dataclass
 from itertools import repeat
-from typing import Protocol
 
 import numpy as np
 
@@ -16,26 +14,28 @@ from kvferry.drivers.ucx.ucp import Endpoint, Ucp, WorkerHandle, status_of
 from kvferry.drivers.ucx.ucp_structs import Code
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class PostedRuns:
-    """The arguments for posting n runs, which are contiguous on both sides: (n,) uint64 each."""
+class Poster:
+    """Posts many reads and collects them, by loops in Python; ``compiled_loops`` has faster ones.
 
-    local: U64Array
-    nbytes: U64Array
-    remote: U64Array
-    keys: U64Array  # ``ucp_rkey_h``, to the remote memory
-    params: U64Array  # addresses of ``RequestParams``, which name the local registration
+    Attributes:
+        compiled: whether the loops are compiled, and so run without the interpreter's lock.
+    """
 
+    compiled = False
 
-class Poster(Protocol):
-    """The loops that post many reads and collect them, in Python or compiled."""
+    def __init__(self, ucp: Ucp) -> None:
+        self._ucp = ucp
 
-    @property
-    def compiled(self) -> bool:
-        """Whether the loops are compiled, and so run without the interpreter's lock."""
+    def post(self, endpoint: Endpoint, *columns: U64Array) -> U64Array:
+        """Read n runs; return the n answers (see ``ucp``), whose requests ``sweep`` frees.
 
-    def post(self, endpoint: Endpoint, batch: PostedRuns) -> U64Array:
-        """Read every run; return the n answers (see ``ucp``), whose requests ``sweep`` frees."""
+        The columns, (n,) each, are the arguments of ``ucp_get_nbx``: the runs' local addresses,
+        lengths, remote addresses and keys, and the addresses of ``RequestParams``, which name the
+        local registrations.
+        """
+        get = self._ucp.function("ucp_get_nbx")
+        answers = map(get, repeat(endpoint), *(column.tolist() for column in columns))
+        return np.fromiter(answers, np.uint64, len(columns[0]))
 
     def sweep(self, requests: U64Array, start: int) -> tuple[int, int]:
         """Free completed requests, in order, up to the first that has not completed.
@@ -43,49 +43,6 @@ class Poster(Protocol):
         ``start`` is 0, then the first result of the previous call: how many of all are completed.
         The second result is the status of the first new error, or 0.
         """
-
-    def progress(self, worker: WorkerHandle, seconds: float) -> bool:
-        """Let UCP work for a time, or until all is done; return whether there may be more."""
-
-    def copy(self, targets: U64Array, sources: U64Array, nbytes: U64Array) -> None:
-        """Copy n ranges, none of which overlap, of this process's memory; (n,) uint64 each."""
-
-
-class PlainPoster:
-    """Post to UCP by loops in Python: implements ``Poster``."""
-
-    compiled = False
-
-    def __init__(self, ucp: Ucp) -> None:
-        self._ucp = ucp
-        self._get = ucp.function("ucp_get_nbx")
-
-    def post(self, endpoint: Endpoint, batch: PostedRuns) -> U64Array:
-        """Post a read of every run, as ``Poster.post``."""
-        columns = (batch.local, batch.nbytes, batch.remote, batch.keys, batch.params)
-        answers = map(
-            self._get,
-            repeat(endpoint),
-            *(column.tolist() for column in columns),
-        )
-        return np.fromiter(answers, np.uint64, len(batch.local))
-
-    def progress(self, worker: WorkerHandle, seconds: float) -> bool:
-        """Let UCP work for a time, as ``Poster.progress``."""
-        end = time.monotonic() + seconds
-        while time.monotonic() < end:
-            if not self._ucp.progress(worker):
-                return False
-        return True
-
-    def copy(self, targets: U64Array, sources: U64Array, nbytes: U64Array) -> None:
-        """Copy ranges of memory, as ``Poster.copy``."""
-        copies = map(ctypes.memmove, targets.tolist(), sources.tolist(), nbytes.tolist())
-        # A deque that keeps nothing consumes the map, so the loop itself runs in C.
-        collections.deque(copies, maxlen=0)
-
-    def sweep(self, requests: U64Array, start: int) -> tuple[int, int]:
-        """Free completed requests, as ``Poster.sweep``."""
         first_error = 0
         for index in range(start, len(requests)):
             answer = int(requests[index])
@@ -97,3 +54,17 @@ class PlainPoster:
                 self._ucp.free(answer)
             first_error = first_error or min(code, 0)
         return len(requests), first_error
+
+    def progress(self, worker: WorkerHandle, seconds: float) -> bool:
+        """Let UCP work for a time, or until all is done; return whether there may be more."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            if not self._ucp.progress(worker):
+                return False
+        return True
+
+    def copy(self, targets: U64Array, sources: U64Array, nbytes: U64Array) -> None:
+        """Copy n ranges, none of which overlap, of this process's memory; (n,) uint64 each."""
+        copies = map(ctypes.memmove, targets.tolist(), sources.tolist(), nbytes.tolist())
+        # A deque that keeps nothing consumes the map, so the loop itself runs in C.
+        collections.deque(copies, maxlen=0)

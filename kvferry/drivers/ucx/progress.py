@@ -3,7 +3,8 @@
 UCX moves bytes and delivers messages only while ``ucp_worker_progress`` is called. The client side
 and the server side of a transport each have workers, and a lock. To *drive* a side is to call its
 ``run_once``, which calls that function and handles what has arrived. A ``ProgressThread`` drives
-one side or both; a ``ProgressDriver`` drives the client side in calls of the transport, too.
+one side or both; a ``ProgressDriver`` drives the client side in calls of the transport, too. While
+either drives a side that moves many bytes, a ``CopyThread`` makes progress in a second worker.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ import os
 import select
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from kvferry.core.transport import EnterThread, start_thread
 from kvferry.drivers.ucx.worker import Worker
@@ -25,6 +27,9 @@ if TYPE_CHECKING:
 # progress thread does not: the two would only hand the interpreter's lock to each other, which
 # takes up to 5 ms each time.
 POLLED_SECONDS = 0.0003
+
+COPY_SECONDS = 0.002
+"""How long two workers copy at once. To wake a thread takes 0.1 ms, to get the lock up to 5 ms."""
 
 _PAUSE_SECONDS = 0.0005  # of ``wait_until``
 
@@ -68,23 +73,29 @@ class FairLock:
         self._lock.release()
 
 
-class ProgressTarget(Protocol):
+class ProgressTarget(ABC):
     """The client or server side of a transport; ``lock`` is held while a thread uses it."""
 
-    lock: FairLock
-
-    @property
-    def workers(self) -> list[Worker]:
-        """The side's workers. A worker's file descriptor becomes readable when there is work."""
-
-    @property
-    def needs_timer(self) -> bool:
-        """Whether ``run_once`` must be called from time to time even if UCX has no event."""
+    def __init__(self) -> None:
+        self.lock = FairLock()
+        self.last_driven = 0.0  # when a call of the transport last drove this side
 
     @property
     def driven_elsewhere(self) -> bool:
         """Whether calls of the transport drive this side, so that the progress thread need not."""
+        return time.monotonic() - self.last_driven < POLLED_SECONDS
 
+    @property
+    @abstractmethod
+    def workers(self) -> list[Worker]:
+        """The side's workers. A worker's file descriptor becomes readable when there is work."""
+
+    @property
+    @abstractmethod
+    def needs_timer(self) -> bool:
+        """Whether ``run_once`` must be called from time to time even if UCX has no event."""
+
+    @abstractmethod
     def run_once(self) -> bool:
         """Let UCP work and handle results, with the lock held; return whether more may be left."""
 
@@ -114,20 +125,25 @@ class ProgressThread:
 
     def _run(self) -> None:
         while not self._stopping:
-            busy, held = False, list[ProgressTarget]()
-            elsewhere = [target for target in self._targets if target.driven_elsewhere]
+            busy = soon = False
+            unarmed: list[ProgressTarget] = []
             for target in self._targets:
-                if target in elsewhere:
-                    continue
-                if target.lock.try_acquire():
-                    busy |= _run_and_release(target)
+                if target.driven_elsewhere:
+                    unarmed.append(target)
+                    soon |= target.needs_timer
+                elif target.lock.try_acquire():
+                    try:
+                        busy |= target.run_once()
+                    finally:
+                        target.lock.release()
                 else:
-                    held.append(target)
-            # While another thread holds a side's lock, the side's workers are not armed and raise
-            # no event. So look again soon, instead of having that thread report the release.
+                    # While another thread holds a side's lock, the side's workers are not armed and
+                    # raise no event. So look again soon, instead of having that thread report the
+                    # release.
+                    unarmed.append(target)
+                    soon = True
             if not busy:
-                soon = bool(held) or any(target.needs_timer for target in elsewhere)
-                self._sleep(elsewhere + held, soon=soon)
+                self._sleep(unarmed, soon=soon)
 
     def _sleep(self, unarmed: list[ProgressTarget], *, soon: bool) -> None:
         """Sleep until UCX or ``wake`` has an event, briefly if some sides are not armed for it."""
@@ -186,8 +202,41 @@ class ProgressDriver:
         self._client.stop()
 
 
-def _run_and_release(target: ProgressTarget) -> bool:
-    try:
-        return target.run_once()
-    finally:
-        target.lock.release()
+class CopyThread:
+    """A thread that makes progress in one worker while the calling thread does so in another.
+
+    It serves large reads whose bytes this process copies itself (cma, within one host). UCP copies
+    such bytes while it makes progress in a worker, so two cores copy.
+    """
+
+    def __init__(self, name: str, enter: EnterThread) -> None:
+        self._work: Callable[[], None] | None = None
+        # ``_start`` is released when there is work, ``_idle`` when the thread has done it.
+        self._start, self._idle = threading.Lock(), threading.Lock()
+        self._start.acquire()
+        self._thread = start_thread(self._run, name=name, enter=enter)
+
+    def progress_both(self, first: Worker, second: Worker) -> None:
+        """Make progress in both workers at once; no thread is in either when this returns."""
+        self._idle.acquire()
+        self._work = lambda: second.progress(COPY_SECONDS)
+        self._start.release()
+        try:
+            first.progress(COPY_SECONDS)
+        finally:
+            with self._idle:
+                self._work = None
+
+    def stop(self) -> None:
+        """End the thread, and wait for its end."""
+        # A thread that is started without work ends.
+        with self._idle:
+            self._start.release()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while self._start.acquire() and self._work is not None:
+            try:
+                self._work()
+            finally:
+                self._idle.release()

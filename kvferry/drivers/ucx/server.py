@@ -36,10 +36,10 @@ from kvferry.drivers.ucx.messages import (
     Welcome,
     Withdrawn,
 )
-from kvferry.drivers.ucx.progress import POLLED_SECONDS, FairLock
+from kvferry.drivers.ucx.progress import ProgressTarget
 from kvferry.drivers.ucx.ucp import Endpoint
-from kvferry.drivers.ucx.worker import Worker, wait_closed
-from kvferry.drivers.ucx_format import FormatError, check_worker_address, is_known
+from kvferry.drivers.ucx.worker import Worker
+from kvferry.drivers.ucx_format import is_known
 
 _NO_WRITES = "this build takes no writes"
 
@@ -58,13 +58,10 @@ MAX_REFUSED = 64
 class ClientConnection:
     """A client's connection, as the server sees it."""
 
-    id: ConnectionId
-    client: str
+    hello: Hello  # with which the client asked for it
     endpoint: Endpoint
-    endpoint_number: int
-    index: int
+    endpoint_number: int  # as ``Worker.failures`` reports it
     confirmed: int  # the last withdrawal that the client has confirmed, or need not
-    welcome: bool  # False if it was refused
 
 
 @dataclass(slots=True, eq=False)
@@ -75,14 +72,14 @@ class KeptNotifications:
     nbytes: int = 0
 
 
-class Server:
+class Server(ProgressTarget):
     """The server side of a transport, whose memory peers read.
 
     The caller of a method must hold ``lock``, except for ``is_confirmed``; properties need no lock.
     """
 
     def __init__(self, make_worker: Callable[[], Worker], instance: Instance) -> None:
-        self.lock = FairLock()
+        super().__init__()
         self.worker = make_worker()
         self.format_known = is_known(self.worker.address)  # else addresses are not checked
         self._instance = instance
@@ -96,7 +93,6 @@ class Server:
         self._withdrawn: deque[KeyId] = deque(maxlen=MAX_WITHDRAWN)
         self._kept: dict[str, KeptNotifications] = {}  # by the names of the clients
         self._kept_bytes = 0
-        self.last_driven = 0.0  # when ``poll`` last ran
         self.withdrawals = 0  # announced so far
         self.regions: dict[KeyId, Region] = {}
 
@@ -104,11 +100,6 @@ class Server:
     def workers(self) -> list[Worker]:
         """The workers in which UCP has to make progress."""
         return [self.worker]
-
-    @property
-    def driven_elsewhere(self) -> bool:
-        """Whether ``poll`` ran in the last 0.3 ms."""
-        return time.monotonic() - self.last_driven < POLLED_SECONDS
 
     @property
     def needs_timer(self) -> bool:
@@ -124,8 +115,7 @@ class Server:
         """As ``run_once``, within a call of the transport: for a short time."""
         self.last_driven = time.monotonic()
         busy = self._handle(busy=self.worker.poll())
-        waits = self.worker.sending or self.worker.closing or bool(self._waiting_hellos)
-        return busy or waits
+        return busy or bool(self.worker.sending or self.worker.closing or self._waiting_hellos)
 
     def _handle(self, *, busy: bool) -> bool:
         for number, _ in self.worker.failures():
@@ -148,7 +138,7 @@ class Server:
         self.regions.pop(key, None)
         self._withdrawn.append(key)
         for connection in list(self._connections.values()):
-            self._send(connection, Withdrawn(connection.id, self.withdrawals, key))
+            self._send(connection, Withdrawn(connection.hello.connection, self.withdrawals, key))
         return self.withdrawals
 
     def is_confirmed(self, number: int) -> bool:
@@ -166,7 +156,7 @@ class Server:
         """Close all connections, and destroy the worker."""
         for connection in list(self._by_endpoint.values()):
             self._close(connection)
-        wait_closed(self.worker)
+        self.worker.finish()
         self.worker.destroy()
 
     def _unconfirmed(self, number: int) -> list[ClientConnection]:
@@ -197,15 +187,16 @@ class Server:
 
     def _on_fetch(self, connection: ClientConnection, message: Fetch) -> None:
         refusal, addresses, lengths = check_rows(message.rows, self.regions)
-        buffer = self.worker.buffer_pool.take()
-        self.worker.poster.copy(consecutive(buffer.address, lengths), addresses, lengths)
+        buffer = self.worker.take_buffer()
+        self.worker.poster.copy(consecutive(buffer.ctypes.data, lengths), addresses, lengths)
         answer = Fetched(message.connection, message.number, refusal)
         with contextlib.suppress(TransportError):
             self.worker.send(connection.endpoint, answer, buffer, int(lengths.sum()))
 
     def _on_notification(self, connection: ClientConnection, payload: bytes) -> None:
-        kept = self._kept.setdefault(connection.client, KeptNotifications())
-        kept.notifications.append(Notification(sender=connection.client, payload=payload))
+        client = connection.hello.client
+        kept = self._kept.setdefault(client, KeptNotifications())
+        kept.notifications.append(Notification(sender=client, payload=payload))
         kept.nbytes += len(payload) + _NOTIFICATION_BYTES
         self._kept_bytes += len(payload) + _NOTIFICATION_BYTES
         if self._kept_bytes > MAX_BACKLOG:
@@ -216,7 +207,7 @@ class Server:
         client = max(self._kept, key=lambda name: self._kept[name].nbytes)
         self._kept_bytes -= self._kept.pop(client).nbytes
         for connection in list(self._connections.values()):
-            if connection.client == client:
+            if connection.hello.client == client:
                 self._close(connection)
 
     def _on_hello(self, hello: Hello) -> None:
@@ -225,29 +216,22 @@ class Server:
         if hello.server != self._instance or not self._may_wait(hello):
             return
         for connection in list(self._connections.values()):
-            if (connection.client, connection.index) == (hello.client, hello.index):
+            if _replaces(hello, connection.hello):
                 self._close(connection)
         for earlier in list(self._waiting_hellos):
-            if (earlier.client, earlier.index) == (hello.client, hello.index):
+            if _replaces(hello, earlier):
                 self._waiting_hellos.remove(earlier)
         self._waiting_hellos.append(hello)
 
     def _may_wait(self, hello: Hello) -> bool:
         if len(self._waiting_hellos) >= MAX_WAITING_HELLOS or self._has_anothers_id(hello):
             return False
-        try:
-            if self.format_known:
-                check_worker_address(hello.worker)
-        except FormatError:
-            return False
-        return True
+        return not self.format_known or is_known(hello.worker)
 
     def _has_anothers_id(self, hello: Hello) -> bool:
         """Return whether another client, or a queued ``Hello``, uses the same connection id."""
         connection = self._connections.get(hello.connection)
-        if connection is not None and (
-            (connection.client, connection.index) != (hello.client, hello.index)
-        ):
+        if connection is not None and not _replaces(hello, connection.hello):
             return True
         return any(waiting.connection == hello.connection for waiting in self._waiting_hellos)
 
@@ -272,13 +256,7 @@ class Server:
         except TransportError:
             return  # the client is gone again
         connection = ClientConnection(
-            id=hello.connection,
-            client=hello.client,
-            endpoint=endpoint,
-            endpoint_number=number,
-            index=hello.index,
-            confirmed=self.withdrawals,
-            welcome=not reason,
+            hello=hello, endpoint=endpoint, endpoint_number=number, confirmed=self.withdrawals
         )
         self._by_endpoint[number] = connection
         if reason:
@@ -289,7 +267,7 @@ class Server:
             return
         self._connections[hello.connection] = connection
         keys = list(self._withdrawn)[len(self._withdrawn) - missed :]
-        self._send(connection, Welcome(hello.connection, list(keys)))
+        self._send(connection, Welcome(hello.connection, [*keys]))
 
     def _send(self, connection: ClientConnection, message: Message) -> None:
         # UCP reports the failure of an endpoint by itself, which closes the connection.
@@ -299,7 +277,12 @@ class Server:
     def _close(self, connection: ClientConnection) -> None:
         self.worker.close_endpoint(connection.endpoint)
         del self._by_endpoint[connection.endpoint_number]
-        if not connection.welcome and connection in self._refused:
+        if connection in self._refused:
             self._refused.remove(connection)
-        if self._connections.get(connection.id) is connection:
-            del self._connections[connection.id]
+        if self._connections.get(connection.hello.connection) is connection:
+            del self._connections[connection.hello.connection]
+
+
+def _replaces(hello: Hello, earlier: Hello) -> bool:
+    """Return whether both are for the same connection (first or second) of the same client."""
+    return (hello.client, hello.index) == (earlier.client, earlier.index)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -13,16 +12,11 @@ from kvferry.core.memory import CPU, U64Array
 from kvferry.core.transport import State, Status
 from kvferry.drivers.ucx import ucp
 from kvferry.drivers.ucx.address import KeyId, UcxRegion
-from kvferry.drivers.ucx.connection import (
-    ConnectionState,
-    ScatterTarget,
-    UcxConnection,
-)
+from kvferry.drivers.ucx.connection import ConnectionState, UcxConnection, Window
 from kvferry.drivers.ucx.device_memory import NO_TRANSPORT, LocalDevices, unreachable_memory_error
-from kvferry.drivers.ucx.merged_copies import MergedCopies
-from kvferry.drivers.ucx.message_transfer import build_rows, needs_messages
+from kvferry.drivers.ucx.merged_copies import NO_RUNS, MergedCopies
+from kvferry.drivers.ucx.message_transfer import build_rows
 from kvferry.drivers.ucx.messages import MAX_RELAY_BYTES, MAX_RELAY_ROWS
-from kvferry.drivers.ucx.posting import PostedRuns, Poster
 from kvferry.drivers.ucx.ucp_structs import Code
 
 WINDOW_RUNS = 1 << 11
@@ -41,27 +35,9 @@ MAX_MESSAGE_WINDOWS = 16
 """The most windows of a transfer that are under way at once if its bytes go by messages."""
 
 _NO_REQUESTS: U64Array = np.empty(0, np.uint64)
-_NO_RUNS = MergedCopies(
-    local=_NO_REQUESTS,
-    remote=_NO_REQUESTS,
-    nbytes=_NO_REQUESTS,
-    segment=np.empty(0, np.int64),
-    end_bytes=_NO_REQUESTS,
-)
 _ONLY_CPU = frozenset({CPU})
 _PENDING = Status(state=State.PENDING)
 _DONE = Status(state=State.DONE)
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class Window:
-    """Successive runs (contiguous copies) that were posted together, or sent in one message."""
-
-    connection: UcxConnection
-    requests: U64Array  # (n,) of ``Poster.post``; empty for a message
-    message_number: int = 0  # of the ``Fetch``
-    swept: int = 0  # how many of ``requests`` have completed
-    code: int = 0  # UCX's status of the first error
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -74,46 +50,22 @@ class UcxTransfer:
     """
 
     connection: UcxConnection
-    runs: MergedCopies
     # For each segment: the address of the local ``RequestParams``, and the remote region.
     segments: list[tuple[int, UcxRegion]]
-    memory_kinds: frozenset[str]  # of both sides
-    remote_keys: frozenset[KeyId]
-    send_notification: Callable[[], None] | None  # sends the bound one
-    poster: Poster
-    last_progress: float = field(default_factory=time.monotonic)  # when a run last completed
+    notify: bytes | None  # the bound notification
+    runs: MergedCopies = NO_RUNS  # that are to be posted; none of a small read, which has been
+    memory_kinds: frozenset[str] = _ONLY_CPU  # of both sides
     second_connection: UcxConnection | None = None  # to post on, too, when it is ready
     devices: LocalDevices | None = None  # with local memory
     status: Status = _PENDING
+    last_progress: float = field(default_factory=time.monotonic)  # when a run last completed
     position: int = 0  # how many runs have been posted
     windows: list[Window] = field(default_factory=list)  # under way
     reported: bool = False  # whether ``poll`` has returned that it is final
+    remote_keys: frozenset[KeyId] = field(init=False)
 
-    @classmethod
-    def of_small_read(
-        cls,
-        connection: UcxConnection,
-        key: KeyId,
-        send_notification: Callable[[], None] | None,
-        poster: Poster,
-        answer: int,
-    ) -> UcxTransfer:
-        """Return a read of CPU memory whose only run was posted, with UCP's answer to that."""
-        transfer = cls(
-            connection=connection,
-            runs=_NO_RUNS,
-            segments=[],
-            memory_kinds=_ONLY_CPU,
-            remote_keys=frozenset((key,)),
-            send_notification=send_notification,
-            poster=poster,
-        )
-        if answer:
-            requests = np.array([answer], np.uint64)
-            transfer._add(Window(connection=connection, requests=requests), 0)
-        else:
-            transfer._complete()
-        return transfer
+    def __post_init__(self) -> None:
+        self.remote_keys = frozenset(KeyId(region.key) for _, region in self.segments)
 
     @property
     def final(self) -> bool:
@@ -126,7 +78,7 @@ class UcxTransfer:
             return
         self._sweep(now)
         server = self.connection.server.name
-        if self.connection.state is ConnectionState.BROKEN and self.connection.error is not None:
+        if self.connection.error is not None:
             self.fail(self.connection.error)
         elif any(self.remote_keys & connection.withdrawn for connection in self._connections):
             self.fail(TransportError(f"{server} has deregistered memory that it names"))
@@ -146,9 +98,9 @@ class UcxTransfer:
         """Make the transfer FAILING if it is PENDING; else its status stays as it is."""
         if self.status.state is State.PENDING:
             self.status = Status(state=State.FAILING, error=error)
-        # Answers to unanswered fetches are not copied any more.
+        # Answers to messages are not copied any more.
         for window in self.windows:
-            window.connection.fetch_targets.pop(window.message_number, None)
+            window.targets = None
 
     def uses(self, connection: UcxConnection) -> bool:
         """Return whether runs, or a GPU's copies of a failed transfer, may use a connection."""
@@ -172,7 +124,7 @@ class UcxTransfer:
             connection
             for connection in self._connections
             if connection.state is ConnectionState.READY
-            and not needs_messages(connection.transports, self.memory_kinds)
+            and (connection.native or not self._in_cpu_memory)
         ]
         connection = min(ready, key=posted.count)
         return connection if posted.count(connection) < MAX_WINDOWS else None
@@ -185,45 +137,44 @@ class UcxTransfer:
 
     @property
     def _by_messages(self) -> bool:
-        return needs_messages(self.connection.transports, self.memory_kinds)
+        # Messages carry CPU memory only.
+        return self._in_cpu_memory and not self.connection.native
 
     @property
     def _in_cpu_memory(self) -> bool:
-        return self.memory_kinds <= {CPU}
+        return self.memory_kinds <= _ONLY_CPU
 
     def _post(self, connection: UcxConnection) -> None:
         if self._by_messages:
             self._post_message()
             return
-        start = self.position
-        limits = (
-            (WINDOW_RUNS, WINDOW_BYTES)
-            if self._in_cpu_memory
-            else (DEVICE_WINDOW_RUNS, DEVICE_WINDOW_BYTES)
-        )
-        stop = self.runs.window_end(start, *limits)
-        try:
-            batch = self._batch(connection, start, stop)
-        except TransportError as exc:
-            self.fail(exc if self._in_cpu_memory else self._unreachable_memory(connection, exc))
-            return
-        requests = self.poster.post(connection.endpoint, batch)
-        self._add(Window(connection=connection, requests=requests), stop)
-
-    def _batch(self, connection: UcxConnection, start: int, stop: int) -> PostedRuns:
-        segment = self.runs.segment[start:stop]
+        if self._in_cpu_memory:
+            stop = self.runs.window_end(self.position, WINDOW_RUNS, WINDOW_BYTES)
+        else:
+            stop = self.runs.window_end(self.position, DEVICE_WINDOW_RUNS, DEVICE_WINDOW_BYTES)
+        window = slice(self.position, stop)
+        segment = self.runs.segment[window]
         used = np.unique(segment)
         keys, params = np.zeros((2, int(used[-1]) + 1), np.uint64)
-        for index in used.tolist():
-            params[index], region = self.segments[index]
-            keys[index] = connection.remote_key(region)
-        return PostedRuns(
-            local=self.runs.local[start:stop],
-            nbytes=self.runs.nbytes[start:stop],
-            remote=self.runs.remote[start:stop],
-            keys=keys[segment],
-            params=params[segment],
+        try:
+            for index in used.tolist():
+                params[index], region = self.segments[index]
+                keys[index] = connection.remote_key(region)
+        except TransportError as exc:
+            if not self._in_cpu_memory:
+                exc = unreachable_memory_error(self.memory_kinds, connection, exc)
+            self.fail(exc)
+            return
+        requests = connection.worker.poster.post(
+            connection.endpoint,
+            self.runs.local[window],
+            self.runs.nbytes[window],
+            self.runs.remote[window],
+            keys[segment],
+            params[segment],
         )
+        self.position = stop
+        self.windows.append(Window(connection=connection, requests=requests))
 
     def _post_message(self) -> None:
         """Ask for the next window by a message (``Fetch``)."""
@@ -233,41 +184,33 @@ class UcxTransfer:
         keys = np.array([region.key for _, region in self.segments], np.uint64)
         local, nbytes = self.runs.local[start:stop], self.runs.nbytes[start:stop]
         rows = build_rows(keys[self.runs.segment[start:stop]], self.runs.remote[start:stop], nbytes)
-        target = ScatterTarget(addresses=local, nbytes=nbytes)
-        number = self.connection.fetch(rows.tobytes(), target)
-        window = Window(connection=self.connection, requests=_NO_REQUESTS, message_number=number)
-        self._add(window, stop)
-
-    def _add(self, window: Window, stop: int) -> None:
+        window = Window(connection=self.connection, requests=_NO_REQUESTS, targets=(local, nbytes))
         self.position = stop
         self.windows.append(window)
-        window.connection.open_windows += 1
+        self.connection.fetch(rows.tobytes(), window)
 
     def _sweep(self, now: float) -> None:
         for window in list(self.windows):
-            before = window.swept
-            window.swept, code = self.poster.sweep(window.requests, before)
+            before, poster = window.swept, window.connection.worker.poster
+            window.swept, code = poster.sweep(window.requests, before)
             window.code = window.code or code
             if window.swept != before:
                 self.last_progress = now
-            if window.swept == len(window.requests) and self._is_answered(window):
+            if self._has_ended(window):
                 self.windows.remove(window)
-                window.connection.open_windows -= 1
                 self.last_progress = now
                 self._note_outcome(window)
 
-    def _is_answered(self, window: Window) -> bool:
-        """Return whether a window's message, if any, was answered, or its connection is broken."""
-        if not window.message_number:
-            return True
-        refusal = window.connection.refusals.pop(window.message_number, None)
-        if refusal is None:
+    def _has_ended(self, window: Window) -> bool:
+        """Return whether all requests of a window have completed, or its message is answered."""
+        if not window.by_message:
+            return window.swept == len(window.requests)
+        if window.refusal:
+            server = window.connection.server.name
+            self.fail(TransportError(f"{server} refuses: {window.refusal}"))
+        elif window.refusal is None and window.connection.state is ConnectionState.BROKEN:
             window.code = Code.CANCELED
-            return window.connection.state is ConnectionState.BROKEN
-        window.code = Code.OK
-        if refusal:
-            self.fail(TransportError(f"{window.connection.server.name} refuses: {refusal}"))
-        return True
+        return window.refusal is not None or bool(window.code)
 
     def _note_outcome(self, window: Window) -> None:
         if not window.code:
@@ -278,27 +221,23 @@ class UcxTransfer:
             # The reason why the connection broke says more than the status of its requests.
             self.fail(connection.error or ucp.error(window.code, trouble))
         elif window.code in NO_TRANSPORT and not self._in_cpu_memory:
-            self.fail(self._unreachable_memory(connection, reason))
+            self.fail(unreachable_memory_error(self.memory_kinds, connection, reason))
         else:
             self.fail(ucp.error(window.code, trouble))
-
-    def _unreachable_memory(self, connection: UcxConnection, reason: object) -> TransportError:
-        return unreachable_memory_error(
-            self.memory_kinds, connection.transports, connection.server.name, reason
-        )
 
     def _conclude(self) -> None:
         if self.status.state is State.FAILING:
             if self._is_quiet():
                 self.status = Status(state=State.FAILED, error=self.status.error)
         elif self.position == len(self.runs) and self.connection.state is ConnectionState.READY:
-            self._complete()
+            self.complete()
 
     def _is_quiet(self) -> bool:
         """Return whether no GPU of this side still has copies of the failed transfer to make."""
         return self.devices is None or not self.position or self.devices.are_quiet()
 
-    def _complete(self) -> None:
+    def complete(self) -> None:
+        """Become DONE, since all bytes have arrived, and send the bound notification."""
         if self.devices is not None:
             try:
                 self.devices.flush(self.connection.transports)
@@ -306,6 +245,6 @@ class UcxTransfer:
                 # No byte is under way any more, so there is nothing to wait for.
                 self.status = Status(state=State.FAILED, error=exc)
                 return
-        if self.send_notification is not None:
-            self.send_notification()
+        if self.notify is not None:
+            self.connection.notify(self.notify)
         self.status = _DONE

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import ctypes
 import functools
 import itertools
 import logging
@@ -38,9 +39,7 @@ from kvferry.drivers.ucx.address import KeyId, ProcessIdentity, UcxAddress, UcxR
 from kvferry.drivers.ucx.client import Client
 from kvferry.drivers.ucx.compiled_loops import poster
 from kvferry.drivers.ucx.connection import ConnectionState, UcxConnection, UcxPeer
-from kvferry.drivers.ucx.copy_thread import MIN_BYTES
 from kvferry.drivers.ucx.device_memory import LocalDevices
-from kvferry.drivers.ucx.devices import devices, listed
 from kvferry.drivers.ucx.library import UcxLibrary
 from kvferry.drivers.ucx.merged_copies import MergedCopies, merge_copies
 from kvferry.drivers.ucx.messages import MAX_BACKLOG, MAX_NOTIFICATION
@@ -52,6 +51,9 @@ from kvferry.drivers.ucx.ucp import BRIEF_BYTES, Memory, Ucp
 from kvferry.drivers.ucx.worker import Worker
 
 logger = logging.getLogger(__name__)
+
+_SECOND_THREAD_BYTES = 1 << 21
+"""The smallest read that is worth a second thread."""
 
 _END_SECONDS = 3.0
 """How long transfers may take to end by themselves before their connections are closed."""
@@ -65,12 +67,11 @@ _RELEASE_SECONDS = 2.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Registration:
-    """One registration of a region with UCX, and UCX's request parameters for its use."""
+    """A region as registered with UCX, UCX's parameters for its use, and what peers see of it."""
 
-    key: KeyId
     memory: Memory
-    packed: bytes
     params: structs.RequestParams  # UCX gets its address, so it must live
+    published: UcxRegion
 
 
 class UcxTransport(BaseTransport[Registration, UcxAddress, UcxPeer, UcxTransfer]):
@@ -139,7 +140,6 @@ class UcxTransport(BaseTransport[Registration, UcxAddress, UcxPeer, UcxTransfer]
         make_worker = partial(Worker, self._ucp, self._context, self._poster)
         self._server = Server(make_worker, self._instance)
         self._client = Client(
-            self._ucp,
             make_worker,
             name,
             self._options.deadline_seconds,
@@ -148,9 +148,8 @@ class UcxTransport(BaseTransport[Registration, UcxAddress, UcxPeer, UcxTransfer]
         )
         sides: list[ProgressTarget] = [self._server, self._client]
         shares = [sides] if self._options.threads == 1 else [[side] for side in sides]
-        self._progress_driver = ProgressDriver(
-            self._client, [ProgressThread(name, share, enter) for share in shares]
-        )
+        threads = [ProgressThread(name, share, enter) for share in shares]
+        self._progress_driver = ProgressDriver(self._client, threads)
         _open_transports.add(self)
 
     @property
@@ -158,8 +157,8 @@ class UcxTransport(BaseTransport[Registration, UcxAddress, UcxPeer, UcxTransfer]
         """The loaded UCX as text: its version, its file, whether it can do RDMA, its devices."""
         if self not in _open_transports:
             return str(self._library)
-        found = devices(library.load(self._library), self._context)
-        return f"{self._library}: {listed(found)}"
+        devices = library.devices(library.load(self._library), self._context)
+        return f"{self._library}: {library.listed(devices)}"
 
     # Memory.
 
@@ -169,35 +168,32 @@ class UcxTransport(BaseTransport[Registration, UcxAddress, UcxPeer, UcxTransfer]
                 f"{wire.MAX_REGIONS} regions are registered, and an address holds no more: "
                 "deregister some, or register what they lie in"
             )
-        memory = self._ucp.map(self._context, region.address, region.nbytes, region.kind)
+        memory, packed = self._ucp.register(self._context, region)
+        key = next(self._keys)
         registration = Registration(
-            key=next(self._keys),
             memory=memory,
-            packed=self._ucp.pack_key(self._context, memory),
             params=structs.RequestParams.of(memh=memory),
+            published=UcxRegion(
+                region.address, region.nbytes, region.kind, region.device, key, packed
+            ),
         )
         with self._server.lock:
-            self._server.regions[registration.key] = region
+            self._server.regions[key] = region
         return registration
 
     def _deregister(self, region: Region, registration: Registration) -> None:
-        """As the base's, but first wait until no peer uses the region, or it is disconnected."""
-        self._withdraw(registration.key)
-        with self._server.lock, self._client.lock:
-            self._ucp.unmap(self._context, registration.memory)
-
-    def _withdraw(self, key: KeyId) -> None:
-        """Ask all peers to stop using a registration; disconnect those that do not in 2 s."""
+        # First ask all peers to stop using it, and disconnect those that do not in 2 s.
         with self._server.lock:
-            number = self._server.withdraw(key)
+            number = self._server.withdraw(KeyId(registration.published.key))
         confirmed = partial(self._server.is_confirmed, number)
         self._progress_driver.wake()
-        if self._progress_driver.wait_until(confirmed, _RELEASE_SECONDS):
-            return
-        with self._server.lock:
-            self._server.disconnect_unconfirmed(number)
-        self._progress_driver.wake()
-        self._progress_driver.wait_until(confirmed, _RELEASE_SECONDS)
+        if not self._progress_driver.wait_until(confirmed, _RELEASE_SECONDS):
+            with self._server.lock:
+                self._server.disconnect_unconfirmed(number)
+            self._progress_driver.wake()
+            self._progress_driver.wait_until(confirmed, _RELEASE_SECONDS)
+        with self._server.lock, self._client.lock:
+            self._ucp.unmap(self._context, registration.memory)
 
     # Connections.
 
@@ -210,17 +206,7 @@ class UcxTransport(BaseTransport[Registration, UcxAddress, UcxPeer, UcxTransfer]
                 ucx=library.dotted(self._ucp.version),
                 worker=self._server.worker.address,
                 withdrawn=self._server.withdrawals,
-                regions=[
-                    UcxRegion(
-                        region.address,
-                        region.nbytes,
-                        region.kind,
-                        region.device,
-                        made.key,
-                        made.packed,
-                    )
-                    for region, made in self._registered.items()
-                ],
+                regions=[made.published for made in self._registered.values()],
             )
         )
 
@@ -247,7 +233,7 @@ class UcxTransport(BaseTransport[Registration, UcxAddress, UcxPeer, UcxTransfer]
         regions = wire.regions_of(address)
         with self._client.lock:
             before = connection.address, connection.regions
-            if not address.is_of_same_transport(connection.address):
+            if address.constants != connection.address.constants:
                 raise ConnectError(
                     f"an address of {address.name[:64]} that leads to {connection.name}, which is "
                     "connected, says that its name, process or UCX is another"
@@ -285,28 +271,30 @@ class UcxTransport(BaseTransport[Registration, UcxAddress, UcxPeer, UcxTransfer]
     # Transfers.
 
     def _start(self, request: TransferRequest[UcxPeer]) -> UcxTransfer:
-        if _is_small_read(request):
+        transfer = self._read_small(request)
+        if transfer is not None:
+            busy = not transfer.final or self._client.has_work
+        else:
+            runs = merge_copies(request.copies)
             with self._client.lock:
-                small = self._start_small(request)
-            if small is not None:
-                if not small.final or self._client.has_work:
-                    self._progress_driver.wake()
-                return small
-        runs = merge_copies(request.copies)
-        with self._client.lock:
-            transfer = self._make_transfer(request, runs)
-            busy = self._client.start(transfer)
+                transfer = self._make_transfer(request, runs)
+                busy = self._client.start(transfer)
         if busy:
             self._progress_driver.wake()
         return transfer
 
-    def _start_small(self, request: TransferRequest[UcxPeer]) -> UcxTransfer | None:
-        [segment], peer = request.copies.segments, request.connection
-        region = peer.regions.get(segment.remote)
-        if region is None:
+    def _read_small(self, request: TransferRequest[UcxPeer]) -> UcxTransfer | None:
+        """Read at once, if it is one short range of CPU memory; else return ``None``."""
+        copies, peer = request.copies, request.connection
+        if len(copies) != 1 or len(copies.segments) != 1:
             return None
-        params = structs.address_of(self._registered[segment.local].params)
-        return self._client.read_small(peer, region, request.copies, params, request.notify)
+        [segment] = copies.segments
+        in_cpu_memory = segment.local.kind == segment.remote.kind == CPU
+        if not in_cpu_memory or not 0 < int(copies.nbytes[0]) <= BRIEF_BYTES:
+            return None
+        params = ctypes.addressof(self._registered[segment.local].params)
+        with self._client.lock:
+            return self._client.read_small(peer, copies, params, request.notify)
 
     def _make_transfer(self, request: TransferRequest[UcxPeer], runs: MergedCopies) -> UcxTransfer:
         """Return a transfer that has not been started. The caller holds the client's lock."""
@@ -316,7 +304,7 @@ class UcxTransport(BaseTransport[Registration, UcxAddress, UcxPeer, UcxTransfer]
         peer = request.connection
         try:
             segments = [
-                (structs.address_of(self._registered[one.local].params), peer.regions[one.remote])
+                (ctypes.addressof(self._registered[one.local].params), peer.regions[one.remote])
                 for one in request.copies.segments
             ]
         except KeyError as exc:
@@ -326,21 +314,17 @@ class UcxTransport(BaseTransport[Registration, UcxAddress, UcxPeer, UcxTransfer]
             ) from exc
         connection, second = self._client.connection_to(peer), None
         kinds = frozenset(one.kind for one in request.local | request.remote)
-        large = len(runs) and int(runs.end_bytes[-1]) >= MIN_BYTES
+        large = len(runs) and int(runs.end_bytes[-1]) >= _SECOND_THREAD_BYTES
         if large and kinds == {CPU}:
             second = self._client.second_connection_to(peer)
         return UcxTransfer(
             connection=connection,
-            runs=runs,
             segments=segments,
+            notify=request.notify,
+            runs=runs,
             memory_kinds=kinds,
-            remote_keys=frozenset(KeyId(region.key) for _, region in segments),
-            send_notification=(
-                None if request.notify is None else partial(connection.notify, request.notify)
-            ),
-            poster=self._poster,
             second_connection=second,
-            devices=None if kinds <= {CPU} else self._devices_of(request.local),
+            devices=self._devices_of(request.local),
         )
 
     def _devices_of(self, local: frozenset[Region]) -> LocalDevices | None:
@@ -387,10 +371,7 @@ class UcxTransport(BaseTransport[Registration, UcxAddress, UcxPeer, UcxTransfer]
                     f"{connection.name}, which takes none: it may be stopped"
                 )
             latest.notify(payload)
-            sent = (
-                latest.state is ConnectionState.READY
-                and not latest.client_worker.worker.needs_thread
-            )
+            sent = latest.state is ConnectionState.READY and not latest.worker.needs_thread
         if not sent:
             self._progress_driver.wake()
 
@@ -420,21 +401,6 @@ class UcxTransport(BaseTransport[Registration, UcxAddress, UcxPeer, UcxTransfer]
                     self._ucp.unmap(self._context, registration.memory)
             self._ucp.destroy_context(self._context)
 
-    def _stop_threads(self) -> None:
-        """End the threads. Called when the process ends, during which UCX must not run."""
-        if self._end():
-            self._progress_driver.stop()
-
-
-def _is_small_read(request: TransferRequest[UcxPeer]) -> bool:
-    copies = request.copies
-    if len(copies) != 1 or len(copies.segments) != 1:
-        return False
-    [segment] = copies.segments
-    if segment.local.kind != CPU or segment.remote.kind != CPU:
-        return False
-    return 0 < int(copies.nbytes[0]) <= BRIEF_BYTES
-
 
 @functools.cache
 def _loaded(explicit: str | None) -> tuple[UcxLibrary, Ucp]:
@@ -449,5 +415,7 @@ _open_transports: set[UcxTransport] = set()
 
 @atexit.register
 def _stop_all_threads() -> None:
+    # UCX must not run while the process ends.
     for transport in list(_open_transports):
-        transport._stop_threads()
+        if transport._end():
+            transport._progress_driver.stop()

@@ -14,8 +14,10 @@ from collections.abc import Mapping
 from typing import Any, NewType
 
 from kvferry.core.errors import DriverError, PeerLostError, TransportError
+from kvferry.core.memory import Region
+from kvferry.drivers.ucx import dlopen
 from kvferry.drivers.ucx import ucp_structs as structs
-from kvferry.drivers.ucx.library import LOWEST, dotted, is_usable
+from kvferry.drivers.ucx.library import LOWEST
 from kvferry.drivers.ucx.ucp_structs import Code, Pointer
 
 Context = NewType("Context", int)
@@ -36,7 +38,6 @@ BRIEF_BYTES = 1 << 16
 """Calls that move no more than this keep the lock: they take 10 µs, to get it back up to 5 ms."""
 
 _MESSAGE_ID = 1
-_Functions = dict[str, Any]
 
 _SIZE = ctypes.c_size_t
 _WORD = ctypes.c_uint64
@@ -76,10 +77,6 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
         [Pointer, ctypes.c_uint, Pointer, _SIZE, Pointer, _SIZE, Pointer],
     ),
     "ucp_get_nbx": (_WORD, [Pointer, _WORD, _SIZE, _WORD, _WORD, _WORD]),
-}
-
-# These functions only look at a request. So calls from Python keep the interpreter's lock.
-_NON_BLOCKING: dict[str, tuple[Any, list[Any]]] = {
     "ucp_request_check_status": (_STATUS, [_WORD]),
     "ucp_request_free": (None, [_WORD]),
 }
@@ -89,28 +86,27 @@ class Ucp:
     """A loaded libucp (or a test's substitute), whose methods raise ``TransportError``.
 
     Raises:
-        DriverError: the library has an unusable version, lacks a function, or was built without
-            support for threads.
+        DriverError: the library lacks a function, or was built without support for threads.
     """
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        self.version = _version(library)
-        if not is_usable(self.version):
-            raise DriverError(
-                f"UCX {dotted(self.version)} is not one that is known: it must be "
-                f"{dotted(LOWEST)} or later, and below {LOWEST[0] + 1}.0; driver_options: library "
-                "names another"
-            )
+        major, minor, patch = dlopen.version(library)
+        self.version = major, minor, patch
+        # Calls by the second keep the interpreter's lock: for those that end at once.
+        self._library, self._brief = library, ctypes.PyDLL(None, handle=library._handle)
         try:
-            self._calls, brief = _declare(library)
+            _declare(self._library)
+            _declare(self._brief)
         except AttributeError as exc:
             raise DriverError(f"UCX {self.version}: {exc}: its build is not complete") from exc
-        self.check = self._calls["ucp_request_check_status"]
-        self.free = self._calls["ucp_request_free"]
-        self._get, self._send = brief["ucp_get_nbx"], brief["ucp_am_send_nbx"]
-        self._progress_briefly = brief["ucp_worker_progress"]
+        self.check = self._brief.ucp_request_check_status
+        self.free = self._brief.ucp_request_free
+        self.get = self._brief.ucp_get_nbx
         self._check_threads()
-        self._quieten(library)
+        # The driver reports errors itself. The function is in libucs; without it, UCX prints.
+        if "UCX_LOG_LEVEL" not in os.environ:
+            with contextlib.suppress(AttributeError):
+                library.ucs_global_opts_set_value(b"LOG_LEVEL", b"fatal")
         self._plain = structs.RequestParams()
         self._force = structs.RequestParams.of(flags=structs.CLOSE_BY_FORCE)
         self._eager = structs.RequestParams.of(flags=structs.SEND_EAGERLY | structs.SEND_A_COPY)
@@ -126,94 +122,90 @@ class Ucp:
             DriverError: UCX does not take one of the user's settings, or does not start.
         """
         config = self._new("ucp_config_read", None, None, trouble="UCX reads no configuration")
-        try:
-            for key, value in defaults.items():
-                self._calls["ucp_config_modify"](config, key.encode(), value.encode())
-            for key, value in settings.items():
-                code = self._calls["ucp_config_modify"](config, key.encode(), value.encode())
-                if code:
-                    raise DriverError(
-                        f"driver_options of ucx: UCX {self.version} does not take "
-                        f"{key}={value!r} ({describe(code)})"
-                    )
-            return Context(self._start(name, config, settings))
-        finally:
-            self._calls["ucp_config_release"](config)
-
-    def _start(self, name: str, config: int, settings: Mapping[str, str]) -> int:
         params = structs.ContextParams.of(
             features=structs.Feature.RMA | structs.Feature.AM | structs.Feature.WAKEUP,
             mt_workers_shared=1,
             name=name.encode(),
         )
         try:
-            return self._new(
-                "ucp_init_version", *LOWEST[:2], params, config, trouble="UCX does not start"
+            for key, value in defaults.items():
+                self._library.ucp_config_modify(config, key.encode(), value.encode())
+            for key, value in settings.items():
+                code = self._library.ucp_config_modify(config, key.encode(), value.encode())
+                if code:
+                    raise DriverError(
+                        f"driver_options of ucx: UCX {self.version} does not take "
+                        f"{key}={value!r} ({describe(code)})"
+                    )
+            return Context(
+                self._new(
+                    "ucp_init_version", *LOWEST[:2], params, config, trouble="UCX does not start"
+                )
             )
         except TransportError as exc:
             raise DriverError(
                 f"{exc} with {dict(settings) or 'its defaults'}: driver_options: transports and "
                 "devices must name some that this machine has; UCX_LOG_LEVEL=info says more"
             ) from exc
+        finally:
+            self._library.ucp_config_release(config)
 
     def destroy_context(self, context: Context) -> None:
         """Destroy a context. The caller has destroyed its workers and unmapped its memory."""
-        self._calls["ucp_cleanup"](context)
+        self._library.ucp_cleanup(context)
 
     def memory_kinds(self, context: Context) -> frozenset[str]:
         """Return the kinds of memory that a context can register, by kvferry's names."""
-        found = structs.ContextAttributes()
-        found.field_mask = structs.ContextAttributes.mask("memory_types")
-        self._try("ucp_context_query", context, ctypes.byref(found), trouble="UCX does not answer")
+        found = structs.ContextAttributes.asking("memory_types")
+        self._try("ucp_context_query", context, found, trouble="UCX does not answer")
         return frozenset(k for k, bit in structs.MEMORY.items() if found.memory_types >> bit & 1)
 
-    def map(self, context: Context, address: int, nbytes: int, kind: str) -> Memory:
-        """Register memory, and return the handle that ``unmap`` and ``pack_key`` take."""
+    def register(self, context: Context, region: Region) -> tuple[Memory, bytes]:
+        """Register memory; return the handle for ``unmap``, and the packed key for peers."""
         params = structs.MapParams.of(
-            address=address, length=nbytes, memory_type=structs.MEMORY[kind]
+            address=region.address,
+            length=region.nbytes,
+            memory_type=structs.MEMORY[region.kind],
         )
-        trouble = f"cannot register {nbytes} bytes of {kind} memory at {address:#x}"
-        return Memory(self._new("ucp_mem_map", context, params, trouble=trouble))
+        trouble = (
+            f"cannot register {region.nbytes} bytes of {region.kind} memory at {region.address:#x}"
+        )
+        memory = Memory(self._new("ucp_mem_map", context, params, trouble=trouble))
+        buffer, size = Pointer(), _SIZE()
+        code = self._library.ucp_rkey_pack(
+            context, memory, ctypes.byref(buffer), ctypes.byref(size)
+        )
+        if code:
+            self.unmap(context, memory)
+            raise error(code, "cannot describe registered memory to peers")
+        packed = ctypes.string_at(buffer, size.value)
+        self._library.ucp_rkey_buffer_release(buffer)
+        return memory, packed
 
     def unmap(self, context: Context, memory: Memory) -> None:
-        """Deregister memory, by the handle that ``map`` returned."""
+        """Deregister memory, by the handle that ``register`` returned."""
         self._try("ucp_mem_unmap", context, memory, trouble="cannot deregister memory")
-
-    def pack_key(self, context: Context, memory: Memory) -> bytes:
-        """Return the packed key with which peers reach registered memory."""
-        buffer, size = Pointer(), _SIZE()
-        self._try(
-            "ucp_rkey_pack",
-            context,
-            memory,
-            ctypes.byref(buffer),
-            ctypes.byref(size),
-            trouble="cannot describe registered memory to peers",
-        )
-        packed = ctypes.string_at(buffer, size.value)
-        self._calls["ucp_rkey_buffer_release"](buffer)
-        return packed
 
     # Workers.
 
-    def create_worker(self, context: Context) -> WorkerHandle:
-        """Create a worker. Any thread may use it, but only one at a time."""
+    def create_worker(self, context: Context, on_message: Any) -> tuple[WorkerHandle, bytes, int]:  # noqa: ANN401
+        """Create a worker; return its handle, its address, and its file descriptor.
+
+        Any thread may use it, but only one at a time. It passes messages to an ``ON_MESSAGE``,
+        which must live as long. The descriptor is readable on an event after ``arm``; never close
+        it. Raise ``DriverError`` if ``ucp_structs`` are not UCX's.
+        """
         params = structs.WorkerParams.of(
             thread_mode=structs.SERIALIZED, events=structs.WAKE_FOR, flags=1
         )
-        return WorkerHandle(
-            self._new("ucp_worker_create", context, params, trouble="cannot create a worker")
+        created = self._new("ucp_worker_create", context, params, trouble="cannot create a worker")
+        handler = structs.HandlerParams.of(
+            id=_MESSAGE_ID, flags=structs.WHOLE_MESSAGES, cb=on_message
         )
-
-    def destroy_worker(self, worker: WorkerHandle) -> None:
-        """Destroy a worker and its endpoints."""
-        self._calls["ucp_worker_destroy"](worker)
-
-    def worker_address(self, worker: WorkerHandle) -> bytes:
-        """Return a worker's address; raise ``DriverError`` if ``ucp_structs`` are not UCX's."""
-        found = structs.WorkerAttributes()
-        found.field_mask = structs.WorkerAttributes.mask("address", "thread_mode")
-        self._try("ucp_worker_query", worker, ctypes.byref(found), trouble="UCX does not answer")
+        name = "ucp_worker_set_am_recv_handler"
+        self._try(name, created, handler, trouble="cannot receive messages")
+        found = structs.WorkerAttributes.asking("address", "thread_mode")
+        self._try("ucp_worker_query", created, found, trouble="UCX does not answer")
         if found.thread_mode < structs.SERIALIZED or not (
             0 < found.address_length <= MAX_WORKER_ADDRESS and found.address
         ):
@@ -223,35 +215,28 @@ class Ucp:
                 "those that are known"
             )
         address = ctypes.string_at(found.address, found.address_length)
-        self._calls["ucp_worker_release_address"](worker, found.address)
-        return address
+        self._library.ucp_worker_release_address(created, found.address)
+        event = _INT()
+        name = "ucp_worker_get_efd"
+        self._try(name, created, ctypes.byref(event), trouble="no event descriptor")
+        return WorkerHandle(created), address, event.value
 
-    def descriptor(self, worker: WorkerHandle) -> int:
-        """Return a worker's file descriptor, readable on an event after ``arm``; never close it."""
-        found = _INT()
-        self._try("ucp_worker_get_efd", worker, ctypes.byref(found), trouble="no event descriptor")
-        return found.value
+    def destroy_worker(self, worker: WorkerHandle) -> None:
+        """Destroy a worker and its endpoints."""
+        self._library.ucp_worker_destroy(worker)
 
     def arm(self, worker: WorkerHandle) -> bool:
         """Arm a worker's descriptor for its next event; return False if there is work already."""
-        return bool(self._calls["ucp_worker_arm"](worker) == Code.OK)
+        return bool(self._library.ucp_worker_arm(worker) == Code.OK)
 
-    def progress(self, worker: WorkerHandle) -> int:
-        """Let UCP move bytes, send and deliver messages; return 0 if there was nothing to do."""
-        done: int = self._calls["ucp_worker_progress"](worker)
+    def progress(self, worker: WorkerHandle, *, briefly: bool = False) -> int:
+        """Let UCP move bytes, send and deliver messages; return 0 if there was nothing to do.
+
+        ``briefly`` keeps the interpreter's lock: for workers with little to do.
+        """
+        library = self._brief if briefly else self._library
+        done: int = library.ucp_worker_progress(worker)
         return done
-
-    def progress_briefly(self, worker: WorkerHandle) -> int:
-        """As ``progress``, but keep the interpreter's lock: for workers with little to do."""
-        done: int = self._progress_briefly(worker)
-        return done
-
-    def set_message_handler(self, worker: WorkerHandle, callback: Any) -> None:  # noqa: ANN401
-        """Have UCP pass messages to an ``ON_MESSAGE``, which must live as long as the worker."""
-        params = structs.HandlerParams.of(id=_MESSAGE_ID, flags=structs.WHOLE_MESSAGES, cb=callback)
-        self._try(
-            "ucp_worker_set_am_recv_handler", worker, params, trouble="cannot receive messages"
-        )
 
     # Endpoints.
 
@@ -277,11 +262,13 @@ class Ucp:
 
     def close_endpoint(self, endpoint: Endpoint) -> int:
         """Close an endpoint at once; its requests complete with an error. Return the answer."""
-        return self._nbx("ucp_ep_close_nbx", endpoint, ctypes.byref(self._force))
+        answer: int = self._library.ucp_ep_close_nbx(endpoint, ctypes.byref(self._force))
+        return answer
 
     def flush(self, endpoint: Endpoint) -> int:
         """Return the answer for when all that was posted on an endpoint has arrived there."""
-        return self._nbx("ucp_ep_flush_nbx", endpoint, ctypes.byref(self._plain))
+        answer: int = self._library.ucp_ep_flush_nbx(endpoint, ctypes.byref(self._plain))
+        return answer
 
     def send(self, endpoint: Endpoint, head: bytes, body: bytes | int, nbytes: int) -> int:
         """Send a message; return the answer for when UCP needs its data no longer.
@@ -289,35 +276,20 @@ class Ucp:
         UCP copies the head, which may be empty; the caller keeps the body (or the data at its
         address) alive.
         """
-        call = self._calls["ucp_am_send_nbx"] if nbytes > BRIEF_BYTES else self._send
+        library = self._library if nbytes > BRIEF_BYTES else self._brief
         params = ctypes.byref(self._eager)
-        answer: int = call(endpoint, _MESSAGE_ID, head, len(head), body, nbytes, params)
-        return answer
-
-    def get(
-        self,
-        endpoint: Endpoint,
-        local: int,
-        nbytes: int,
-        remote: int,
-        key: RemoteKey,
-        params: int,
-    ) -> int:
-        """Read at most ``BRIEF_BYTES``, and return the answer.
-
-        ``params`` is the address of the ``RequestParams`` that name the local registration.
-        """
-        answer: int = self._get(endpoint, local, nbytes, remote, key, params)
+        answer: int = library.ucp_am_send_nbx(
+            endpoint, _MESSAGE_ID, head, len(head), body, nbytes, params
+        )
         return answer
 
     def transports(self, endpoint: Endpoint) -> list[str]:
         """Return an endpoint's transports, such as ``tcp/eth0``, some repeatedly; [] if unknown."""
         entries = (structs.TransportEntry * 64)()
-        found = structs.EndpointAttributes(
+        found = structs.EndpointAttributes.of(
             entries=entries, num_entries=64, entry_size=ctypes.sizeof(structs.TransportEntry)
         )
-        found.field_mask = structs.EndpointAttributes.mask("entries")
-        if self._calls["ucp_ep_query"](endpoint, ctypes.byref(found)):
+        if self._library.ucp_ep_query(endpoint, ctypes.byref(found)):
             return []
         used = entries[: min(64, found.num_entries)]
         return [f"{e.transport_name.decode()}/{e.device_name.decode()}" for e in used]
@@ -331,30 +303,23 @@ class Ucp:
 
     def destroy_key(self, key: RemoteKey) -> None:
         """Destroy a key that ``unpack_key`` returned."""
-        self._calls["ucp_rkey_destroy"](key)
+        self._library.ucp_rkey_destroy(key)
 
     def function(self, name: str) -> Any:  # noqa: ANN401
         """Return a ctypes function of libucp, by its name."""
-        return self._calls[name]
+        return getattr(self._library, name)
 
     def _check_threads(self) -> None:
-        found = structs.LibraryAttributes()
-        found.field_mask = structs.LibraryAttributes.mask("max_thread_level")
-        self._try("ucp_lib_query", ctypes.byref(found), trouble="UCX does not answer")
+        found = structs.LibraryAttributes.asking("max_thread_level")
+        self._try("ucp_lib_query", found, trouble="UCX does not answer")
         if found.max_thread_level != structs.MULTI:
             raise DriverError(
                 f"UCX {self.version} was built without threads (thread level "
                 f"{found.max_thread_level}): driver_options: library names another"
             )
 
-    def _quieten(self, library: ctypes.CDLL) -> None:
-        # The driver reports errors itself. The function is in libucs; without it, UCX prints.
-        if "UCX_LOG_LEVEL" not in os.environ:
-            with contextlib.suppress(AttributeError):
-                library.ucs_global_opts_set_value(b"LOG_LEVEL", b"fatal")
-
     def _try(self, name: str, *arguments: object, trouble: str) -> None:
-        code = self._calls[name](*(map(_passed, arguments)))
+        code = getattr(self._library, name)(*(map(_passed, arguments)))
         if code:
             raise error(code, trouble)
 
@@ -362,10 +327,6 @@ class Ucp:
         made = Pointer()
         self._try(name, *arguments, ctypes.byref(made), trouble=trouble)
         return made.value or 0
-
-    def _nbx(self, name: str, *arguments: object) -> int:
-        answer: int = self._calls[name](*arguments)
-        return answer
 
 
 def status_of(answer: int) -> int:
@@ -390,28 +351,11 @@ def error(code: int, trouble: str) -> TransportError:
     return TransportError(f"{trouble}: UCX says {describe(code)}; UCX_LOG_LEVEL=info says more")
 
 
-def _declare(library: ctypes.CDLL) -> tuple[_Functions, _Functions]:
-    """Return a library's functions, then those for brief calls, which keep the lock."""
-    keeping_lock = ctypes.PyDLL(None, handle=library._handle)
-    calls = _typed(library, _FUNCTIONS) | _typed(keeping_lock, _NON_BLOCKING)
-    return calls, _typed(keeping_lock, _FUNCTIONS)
-
-
-def _typed(library: ctypes.CDLL, functions: Mapping[str, tuple[Any, list[Any]]]) -> _Functions:
-    declared: _Functions = {}
-    for name, (result, arguments) in functions.items():
+def _declare(library: ctypes.CDLL) -> None:
+    for name, (result, arguments) in _FUNCTIONS.items():
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments
-        declared[name] = function
-    return declared
 
 
 def _passed(argument: object) -> object:
     return ctypes.byref(argument) if isinstance(argument, structs.Masked) else argument
-
-
-def _version(library: ctypes.CDLL) -> tuple[int, int, int]:
-    numbers = [ctypes.c_uint() for _ in range(3)]
-    library.ucp_get_version(*map(ctypes.byref, numbers))
-    major, minor, patch = (number.value for number in numbers)
-    return major, minor, patch

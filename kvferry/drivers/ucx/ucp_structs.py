@@ -111,6 +111,13 @@ class Masked(ctypes.Structure):
         return made
 
     @classmethod
+    def asking(cls, *names: str) -> Any:  # noqa: ANN401 - likewise
+        """Return a structure with the bits of these fields in its mask, for UCX to set them."""
+        made = cls()
+        made.field_mask = cls.mask(*names)
+        return made
+
+    @classmethod
     def mask(cls, *names: str) -> int:
         """Return the mask that selects the fields of these names."""
         bits = 0
@@ -156,7 +163,7 @@ class ContextAttributes(Masked):
         ("name", ctypes.c_char * 32),
         ("device_counter_size", ctypes.c_size_t),
     ]
-    _bits_ = {"thread_mode": 1, "memory_types": 2}
+    _bits_ = {"memory_types": 2}
 
 
 class WorkerParams(Masked):
@@ -190,7 +197,7 @@ class WorkerAttributes(Masked):
         ("name", ctypes.c_char * 32),
         ("max_debug_string", ctypes.c_size_t),
     ]
-    _bits_ = {"thread_mode": 0, "address": 1, "max_am_header": 3}
+    _bits_ = {"thread_mode": 0, "address": 1}
 
 
 class EndpointParams(Masked):
@@ -239,7 +246,7 @@ class HandlerParams(Masked):
         ("cb", ON_MESSAGE),
         ("arg", Pointer),
     ]
-    _bits_ = {"id": 0, "flags": 1, "cb": 2, "arg": 3}
+    _bits_ = {"id": 0, "flags": 1, "cb": 2}
 
 
 class RequestParams(Masked):
@@ -260,7 +267,7 @@ class RequestParams(Masked):
         ("remote", Pointer),
         ("remote_count", ctypes.c_size_t),
     ]
-    _bits_ = {"flags": 4, "memory_type": 6, "memh": 8}
+    _bits_ = {"flags": 4, "memh": 8}
 
 
 class TransportEntry(ctypes.Structure):
@@ -283,8 +290,3 @@ class EndpointAttributes(Masked):
         ("user_data", Pointer),
     ]
     _bits_ = {"entries": 3, "num_entries": 3, "entry_size": 3}
-
-
-def address_of(params: RequestParams) -> int:
-    """Return the address of a structure, which the caller must keep alive."""
-    return ctypes.addressof(params)

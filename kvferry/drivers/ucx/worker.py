@@ -7,7 +7,6 @@ import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -30,39 +29,26 @@ _POLL_TURNS = 16
 
 _MAX_FREE_BUFFERS = 32
 
+Buffer = npt.NDArray[np.uint8]
+"""Memory for the body of a message, (MAX_RELAY_BYTES,)."""
+
 OnBody = Callable[[Message, int, int], None]
 """Handles a message that has a body: the message, the body's address, and its length in bytes."""
 
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class MessageBuffer:
-    """Memory for the body of a message: an array (MAX_RELAY_BYTES,), and its address."""
-
-    array: npt.NDArray[np.uint8]
-    address: int
-
-
-@dataclass(slots=True, eq=False)
-class MessageBufferPool:
-    """A pool of buffers to reuse, since new memory is slow. Only one thread may use it at once."""
-
-    _free: list[MessageBuffer] = field(default_factory=list)
-
-    def take(self) -> MessageBuffer:
-        """Return a buffer, which the caller owns until ``give_back``."""
-        if self._free:
-            return self._free.pop()
-        array = np.empty(MAX_RELAY_BYTES, np.uint8)
-        return MessageBuffer(array=array, address=array.ctypes.data)
-
-    def give_back(self, buffer: MessageBuffer) -> None:
-        """Put a buffer back into the pool. The caller has made sure that it is no longer in use."""
-        if len(self._free) < _MAX_FREE_BUFFERS:
-            self._free.append(buffer)
+_endpoint_numbers = itertools.count(1)
 
 
 class Worker:
     """A UCP worker. Two threads must not use it at once: the client or server side has a lock.
+
+    Attributes:
+        on_body: called while UCP works; it must not raise or call UCP, and the body is valid only
+            during the call. Without it, messages are taken without their bodies.
+        closing: the requests of endpoints that are being closed.
+        lingering: endpoints that are closed as soon as everything on them has left, by their flush
+            requests.
+        sending: the messages that are being sent, by UCP's requests: the endpoint, the bytes to
+            keep until the request has completed, and how many bytes they are.
 
     Raises:
         TransportError: UCX cannot make a worker.
@@ -70,93 +56,81 @@ class Worker:
     """
 
     def __init__(self, ucp: Ucp, context: Context, poster: Poster) -> None:
-        self._ucp = ucp
+        self.ucp = ucp
         self.poster = poster
-        self.buffer_pool = MessageBufferPool()
-        # Called while UCP works. It must not raise or call UCP; the body is valid only during the
-        # call.
-        self.on_body: OnBody = self._without_body
-        self.handle = ucp.create_worker(context)
+        self.on_body: OnBody | None = None
+        self.closing: list[int] = []
+        self.lingering: dict[int, Endpoint] = {}
+        self.sending: dict[int, tuple[Endpoint, bytes | Buffer, int]] = {}
+        self._free_buffers: list[Buffer] = []
         self._arrived: deque[Message] = deque()
         self._message_arrived = False
         self._failed: deque[tuple[int, int]] = deque()
-        self._numbers = itertools.count(1)
-        # The messages that are being sent, by UCP's requests: the endpoint, the bytes to keep until
-        # the request has completed, and how many bytes they are.
-        self._sending: dict[int, tuple[Endpoint, bytes | MessageBuffer, int]] = {}
-        self._closing: list[int] = []
-        # Endpoints that are closed as soon as everything on them has left, by their flush requests.
-        self._lingering: dict[int, Endpoint] = {}
         # UCP keeps the addresses of these two, so they must live as long as the worker.
         self._message_callback = structs.ON_MESSAGE(self._on_message)
         self._error_callback = structs.ON_ERROR(self._on_error)
-        ucp.set_message_handler(self.handle, self._message_callback)
-        self.address = ucp.worker_address(self.handle)
-        self.descriptor = ucp.descriptor(self.handle)  # readable once it is armed and has work
+        # The descriptor is readable once the worker is armed and has work.
+        self.handle, self.address, self.descriptor = ucp.create_worker(
+            context, self._message_callback
+        )
 
     def connect(self, address: bytes) -> tuple[Endpoint, int]:
         """Connect to a worker; return the endpoint, and its number in ``failures``."""
-        number = next(self._numbers)
-        endpoint = self._ucp.create_endpoint(self.handle, address, self._error_callback, number)
+        number = next(_endpoint_numbers)
+        endpoint = self.ucp.create_endpoint(self.handle, address, self._error_callback, number)
         return endpoint, number
 
-    def send(
-        self,
-        endpoint: Endpoint,
-        message: Message,
-        body: MessageBuffer | None = None,
-        nbytes: int = 0,
-    ) -> None:
-        """Send a message; its body goes back to ``buffer_pool``. Raise if the endpoint broke."""
-        head = encode(message)
-        if body is None:
-            self._send(endpoint, b"", head, head, len(head))
-        else:
-            self._send(endpoint, head, body, body.address, nbytes)
+    def take_buffer(self) -> Buffer:
+        """Return memory for the body of a message, which the caller passes to ``send``."""
+        # New memory is slow, so buffers are used again.
+        return self._free_buffers.pop() if self._free_buffers else np.empty(MAX_RELAY_BYTES, "u1")
 
-    def _send(
-        self,
-        endpoint: Endpoint,
-        head: bytes,
-        kept: bytes | MessageBuffer,
-        data: bytes | int,
-        nbytes: int,
+    def send(
+        self, endpoint: Endpoint, message: Message, body: Buffer | None = None, nbytes: int = 0
     ) -> None:
-        answer = self._ucp.send(endpoint, head, data, nbytes)
+        """Send a message, with the first bytes of a body if given. Raise if the endpoint broke."""
+        encoded = encode(message)
+        kept: bytes | Buffer
+        if body is None:
+            kept, nbytes = encoded, len(encoded)
+            answer = self.ucp.send(endpoint, b"", encoded, nbytes)
+        else:
+            kept = body
+            answer = self.ucp.send(endpoint, encoded, body.ctypes.data, nbytes)
         code = status_of(answer)
         if code == Code.IN_PROGRESS:
-            self._sending[answer] = endpoint, kept, nbytes
+            self.sending[answer] = endpoint, kept, nbytes
             return
         self._release(kept)
         if code:
             raise statuses.error(code, "cannot send a message")
 
-    def _release(self, kept: bytes | MessageBuffer) -> None:
-        if isinstance(kept, MessageBuffer):
-            self.buffer_pool.give_back(kept)
+    def _release(self, kept: bytes | Buffer) -> None:
+        if not isinstance(kept, bytes) and len(self._free_buffers) < _MAX_FREE_BUFFERS:
+            self._free_buffers.append(kept)
 
-    def close_endpoint(self, endpoint: Endpoint) -> None:
+    def close_endpoint(self, endpoint: Endpoint, *, at_once: bool = False) -> None:
         """Begin to close an endpoint, without the peer; over tcp, it *lingers* at first.
 
         It is ``lingering`` until everything that was sent on it has left, or it has failed; then
         ``closing`` until it is closed. An endpoint by which a NIC may still read does not linger.
+        With ``at_once``, none does, and messages that are still unsent are dropped.
         """
-        names = self._ucp.transports(endpoint)
+        if not at_once and self._sends_by_tcp(endpoint):
+            answer = self.ucp.flush(endpoint)
+            if status_of(answer) == Code.IN_PROGRESS:
+                self.lingering[answer] = endpoint
+                return
+        answer = self.ucp.close_endpoint(endpoint)
+        if status_of(answer) == Code.IN_PROGRESS:
+            self.closing.append(answer)
+
+    def _sends_by_tcp(self, endpoint: Endpoint) -> bool:
         # UCX crashes if the peer closes a tcp connection, too, while a part of a message is unsent.
         # If there is a NIC, messages go by it, even if UCX has chosen tcp for another purpose.
+        names = self.ucp.transports(endpoint)
         by_tcp = any(name.startswith("tcp/") for name in names)
-        if by_tcp and not any(name.startswith(NIC_TRANSPORTS) for name in names):
-            answer = self._ucp.flush(endpoint)
-            if status_of(answer) == Code.IN_PROGRESS:
-                self._lingering[answer] = endpoint
-                return
-        self.close_endpoint_at_once(endpoint)
-
-    def close_endpoint_at_once(self, endpoint: Endpoint) -> None:
-        """Begin to close an endpoint at once; messages that are still unsent are dropped."""
-        answer = self._ucp.close_endpoint(endpoint)
-        if status_of(answer) == Code.IN_PROGRESS:
-            self._closing.append(answer)
+        return by_tcp and not any(name.startswith(NIC_TRANSPORTS) for name in names)
 
     def progress(self, seconds: float) -> None:
         """Let UCP work for a time, or until it has nothing to do."""
@@ -168,7 +142,7 @@ class Worker:
         Return whether there may be more to do.
         """
         turns = 0
-        while turns < _POLL_TURNS and self._ucp.progress_briefly(self.handle):
+        while turns < _POLL_TURNS and self.ucp.progress(self.handle, briefly=True):
             turns += 1
         self._sweep()
         self._message_arrived = False
@@ -176,14 +150,13 @@ class Worker:
 
     def complete(self, request: int, seconds: float, *, alone: bool) -> int:
         """Let UCP work for a time; free a request if it completes, and return its status."""
-        # If nothing else is under way in the worker, each call is short.
-        progress = self._ucp.progress_briefly if alone else self._ucp.progress
         end = 0.0
         while True:
-            progress(self.handle)
-            code: int = self._ucp.check(request)
+            # If nothing else is under way in the worker, each call is short.
+            self.ucp.progress(self.handle, briefly=alone)
+            code: int = self.ucp.check(request)
             if code != Code.IN_PROGRESS:
-                self._ucp.free(request)
+                self.ucp.free(request)
                 return code
             now = time.monotonic()
             end = end or now + seconds
@@ -193,7 +166,7 @@ class Worker:
     @property
     def needs_thread(self) -> bool:
         """Whether messages are being sent, or messages or failures that arrived wait."""
-        return self._message_arrived or bool(self._sending) or bool(self._failed)
+        return self._message_arrived or bool(self.sending) or bool(self._failed)
 
     def run_once(self, seconds: float = _RUN_SECONDS) -> bool:
         """Let UCP work for a time. If nothing is left to do, arm the worker and return False."""
@@ -201,30 +174,11 @@ class Worker:
         self._sweep()
         # The caller may answer a message, and UCP has to work again to send the answer.
         arrived, self._message_arrived = self._message_arrived, False
-        return arrived or bool(self._failed) or not self._ucp.arm(self.handle)
+        return arrived or bool(self._failed) or not self.ucp.arm(self.handle)
 
     def backlog(self, endpoint: Endpoint) -> int:
         """Return how many bytes of messages UCP has not yet sent on an endpoint."""
-        return sum(nbytes for where, _, nbytes in self._sending.values() if where == endpoint)
-
-    @property
-    def sending(self) -> bool:
-        """Whether messages are still being sent."""
-        return bool(self._sending)
-
-    @property
-    def closing(self) -> bool:
-        """Whether an endpoint is being closed."""
-        return bool(self._closing)
-
-    @property
-    def lingering(self) -> bool:
-        """Whether an endpoint waits for unsent messages before it is closed."""
-        return bool(self._lingering)
-
-    def is_lingering(self, endpoint: Endpoint) -> bool:
-        """Return whether this endpoint waits for unsent messages before it is closed."""
-        return endpoint in self._lingering.values()
+        return sum(nbytes for where, _, nbytes in self.sending.values() if where == endpoint)
 
     def messages(self) -> Iterator[Message]:
         """Yield and remove the messages that have arrived and were not passed to ``on_body``."""
@@ -236,24 +190,33 @@ class Worker:
         while self._failed:
             yield self._failed.popleft()
 
+    def finish(self) -> None:
+        """Finish sending messages and closing endpoints, for 0.5 s at most."""
+        deadline = time.monotonic() + _CLOSE_SECONDS
+        while self.closing or self.lingering or self.sending:
+            if time.monotonic() > deadline:
+                return
+            if not self.run_once():
+                time.sleep(_PAUSE_SECONDS)
+
     def destroy(self) -> None:
         """Destroy the worker with its endpoints."""
-        for endpoint in self._lingering.values():
-            self.close_endpoint_at_once(endpoint)
-        self._ucp.destroy_worker(self.handle)
+        for endpoint in self.lingering.values():
+            self.close_endpoint(endpoint, at_once=True)
+        self.ucp.destroy_worker(self.handle)
 
     def _sweep(self) -> None:
-        for request in [r for r in self._sending if self._has_completed(r)]:
-            _, kept, _ = self._sending.pop(request)
+        for request in [r for r in self.sending if self._has_completed(r)]:
+            _, kept, _ = self.sending.pop(request)
             self._release(kept)
-        for request in [r for r in self._lingering if self._has_completed(r)]:
-            self.close_endpoint_at_once(self._lingering.pop(request))
-        self._closing = [r for r in self._closing if not self._has_completed(r)]
+        for request in [r for r in self.lingering if self._has_completed(r)]:
+            self.close_endpoint(self.lingering.pop(request), at_once=True)
+        self.closing = [r for r in self.closing if not self._has_completed(r)]
 
     def _has_completed(self, request: int) -> bool:
-        if self._ucp.check(request) == Code.IN_PROGRESS:
+        if self.ucp.check(request) == Code.IN_PROGRESS:
             return False
-        self._ucp.free(request)
+        self.ucp.free(request)
         return True
 
     # UCP calls these two from within a call of this worker. They must not raise: ctypes would only
@@ -272,30 +235,17 @@ class Worker:
         self._message_arrived = True
         if length > MAX_MESSAGE:
             return Code.OK
-        if header and header_length:
-            message = decode(ctypes.string_at(header, header_length))
-            if message is not None:
-                self.on_body(message, data or 0, length)
-        elif data:
-            message = decode(ctypes.string_at(data, length))
-            if message is not None:
-                self._arrived.append(message)
+        has_body = bool(header and header_length)
+        place, nbytes = (header, header_length) if has_body else (data, length)
+        message = decode(ctypes.string_at(place, nbytes)) if place else None
+        if message is None:
+            return Code.OK
+        if has_body and self.on_body is not None:
+            self.on_body(message, data or 0, length)
+        else:
+            self._arrived.append(message)
         return Code.OK
-
-    def _without_body(self, message: Message, body: int, nbytes: int) -> None:
-        del body, nbytes
-        self._arrived.append(message)
 
     def _on_error(self, number: int | None, endpoint: int | None, code: int) -> None:
         del endpoint
         self._failed.append((number or 0, code))
-
-
-def wait_closed(worker: Worker) -> None:
-    """Let a worker finish sending messages and closing endpoints, for 0.5 s at most."""
-    deadline = time.monotonic() + _CLOSE_SECONDS
-    while worker.closing or worker.lingering or worker.sending:
-        if time.monotonic() > deadline:
-            return
-        if not worker.run_once():
-            time.sleep(_PAUSE_SECONDS)

@@ -13,7 +13,7 @@ import pytest
 
 from kvferry.core.memory import U64Array
 from kvferry.drivers.ucx.compiled_loops import WORTH_CALLING, compiled_loops, poster
-from kvferry.drivers.ucx.posting import PlainPoster, PostedRuns, Poster
+from kvferry.drivers.ucx.posting import Poster
 from kvferry.drivers.ucx.ucp import Endpoint, Ucp, WorkerHandle
 from kvferry.drivers.ucx.ucp_structs import Code
 
@@ -69,7 +69,7 @@ def ucp() -> FakeUcp:
 @pytest.fixture(params=["compiled", "Python"])
 def loops(request: pytest.FixtureRequest, ucp: FakeUcp) -> Poster:
     library = cast(Ucp, ucp)
-    return PlainPoster(library) if request.param == "Python" else poster(library)
+    return Poster(library) if request.param == "Python" else poster(library)
 
 
 @pytest.fixture
@@ -87,10 +87,8 @@ def test_the_loops_are_compiled_where_llvmlite_is_installed(ucp: FakeUcp) -> Non
 @pytest.mark.parametrize("n", [0, 1, WORTH_CALLING - 1, WORTH_CALLING, 3000])
 def test_every_run_is_posted_once_and_in_order(loops: Poster, ucp: FakeUcp, n: int) -> None:
     columns: U64Array = np.arange(5 * n, dtype=np.uint64).reshape(5, n) + np.uint64(1 << 47)
-    local, nbytes, remote, keys, params = columns
-    batch = PostedRuns(local=local, nbytes=nbytes, remote=remote, keys=keys, params=params)
-    answers = loops.post(Endpoint(7), batch)
-    expected = np.stack([local, nbytes, remote, keys, params], axis=1).tolist()
+    answers = loops.post(Endpoint(7), *columns)
+    expected = columns.T.tolist()
     assert ucp.posted == [(7, *row) for row in expected]
     assert answers.tolist() == [row[0] % 5 for row in expected]
 

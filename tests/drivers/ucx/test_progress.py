@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from typing import ClassVar
 
 from kvferry.core.transport import enter_nothing
-from kvferry.drivers.ucx.progress import FairLock, ProgressThread
+from kvferry.drivers.ucx.progress import FairLock, ProgressTarget, ProgressThread
 from kvferry.drivers.ucx.worker import Worker
 
 SECONDS = 60.0
@@ -26,13 +27,15 @@ class ObservedLock(FairLock):
         return taken
 
 
-class IdleTarget:
+class IdleTarget(ProgressTarget):
     """A progress target that never has work."""
 
+    workers: ClassVar[list[Worker]] = []
+    needs_timer = False
+
     def __init__(self) -> None:
-        self.lock: FairLock = ObservedLock()
-        self.workers: list[Worker] = []
-        self.needs_timer = self.driven_elsewhere = False
+        super().__init__()
+        self.lock = ObservedLock()
         self.driven = threading.Event()
 
     def run_once(self) -> bool:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvferry.drivers.ucx.messages import Message, Store, encode
-from kvferry.drivers.ucx.posting import PlainPoster
+from kvferry.drivers.ucx.posting import Poster
 from kvferry.drivers.ucx.ucp import Context, Endpoint, Ucp
 from kvferry.drivers.ucx.ucp_structs import Code
 from kvferry.drivers.ucx.worker import Worker
@@ -34,16 +34,8 @@ class FakeUcp:
         self.closed: list[Endpoint] = []
         self.destroyed: list[list[Endpoint]] = []
 
-    def create_worker(self, context: Context) -> int:
-        return context
-
-    def set_message_handler(self, worker: int, callback: object) -> None: ...
-
-    def worker_address(self, worker: int) -> bytes:
-        return b"%d" % worker
-
-    def descriptor(self, worker: int) -> int:
-        return worker
+    def create_worker(self, context: Context, on_message: object) -> tuple[int, bytes, int]:
+        return context, b"address", 0
 
     def arm(self, worker: int) -> bool:
         return bool(worker)
@@ -83,7 +75,7 @@ def ucp() -> FakeUcp:
 @pytest.fixture
 def worker(ucp: FakeUcp) -> Worker:
     library = cast("Ucp", ucp)
-    return Worker(library, Context(1), PlainPoster(library))
+    return Worker(library, Context(1), Poster(library))
 
 
 def test_a_message_with_a_body_is_handed_over_without_it_unless_bodies_are_handled(
@@ -108,13 +100,13 @@ def test_tcp_endpoint_is_closed_when_flushed_or_failed(
     """Closed earlier, UCX crashes if the peer closes the endpoint, too."""
     worker.close_endpoint(ENDPOINT)
     worker.run_once()
-    assert worker.is_lingering(ENDPOINT)
+    assert ENDPOINT in worker.lingering.values()
     assert not ucp.closed
     assert not worker.closing, "closing waits for a peer that may be stopped"
     ucp.status = status
     worker.run_once()
     assert ucp.closed == [ENDPOINT]
-    assert not worker.is_lingering(ENDPOINT)
+    assert ENDPOINT not in worker.lingering.values()
 
 
 @pytest.mark.parametrize(
