@@ -35,7 +35,6 @@ from kvferry.drivers.loopback import address as loopback
 from kvferry.drivers.loopback.notifications import ChannelHello
 from kvferry.drivers.loopback.registry import Entry, RegionRegistry, check_claims, claims_of
 from kvferry.drivers.nixl import address as nixl
-from kvferry.drivers.nixl.agent import Registration
 from kvferry.drivers.nixl.registrations import RegisteredSpan
 from kvferry.drivers.ucx import address as ucx
 from kvferry.drivers.ucx import messages
@@ -531,9 +530,7 @@ LOOPBACK = loopback.LoopbackAddress(
 )
 HELLO = ChannelHello(to=INSTANCE, sender="loopback-77-0011223344556677")
 
-NIXL_SPAN = RegisteredSpan(
-    whole=Region(address=4096, nbytes=1 << 20), key=7, registration=Registration("not told")
-)
+NIXL_SPAN = RegisteredSpan(whole=Region(address=4096, nbytes=1 << 20), key=7)
 NIXL_REGIONS = [
     Region(address=4096, nbytes=1 << 20),
     Region(address=8192, nbytes=16, kind="cuda", device=2),
