@@ -259,7 +259,8 @@ def patient() -> AbstractContextManager[None]:
     """
     import nixl_api
 
-    return nixl_api.patient()
+    made: AbstractContextManager[None] = nixl_api.patient()
+    return made
 
 
 def quiet() -> None:

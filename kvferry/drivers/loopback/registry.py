@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import mmap
+import operator
 import secrets
 import struct
 import threading
@@ -26,10 +27,11 @@ INSTANCE_BYTES = 16
 _ROW = struct.Struct("3Q")
 _KEY, _REST = struct.Struct("Q"), struct.Struct("2Q")
 _MADV_WIPEONFORK = 18
+_slot = operator.attrgetter("slot")
 
 
 # Not frozen: to make a frozen dataclass takes a microsecond.
-@dataclass(slots=True, kw_only=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Claims:
     """What a transfer expects in its peer's registry: the instance, and the rows of some regions.
 
@@ -62,14 +64,11 @@ class Claims:
 
 def claims_of(instance: bytes, rows: Iterable[LoopbackRegion]) -> Claims:
     """Return what to expect in a peer's registry; without any row, only the instance counts."""
-    ordered = sorted(rows, key=lambda row: row.slot)
-    start = _offset(ordered[0].slot if ordered else 0)
-    return Claims(
-        rows=ordered,
-        start=start,
-        nbytes=_offset(ordered[-1].slot + 1) - start if ordered else 0,
-        expected=instance + b"".join(map(_packed, ordered)),
-    )
+    ordered = sorted(rows, key=_slot)
+    if not ordered:
+        return Claims(ordered, _offset(0), 0, instance)
+    start, end = _offset(ordered[0].slot), _offset(ordered[-1].slot + 1)
+    return Claims(ordered, start, end - start, instance + b"".join(map(_packed, ordered)))
 
 
 def _offset(slot: int) -> int:

@@ -60,12 +60,12 @@ class LoopbackOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class LoopbackConnection:
-    """The connection to one peer; ``regions`` are those of its last address, with their rows."""
+    """The connection to one peer; ``regions`` are those of its last address, each as a claim."""
 
     name: str
     identity: Hashable
     memory: PeerMemory
-    regions: dict[Region, LoopbackRegion]
+    regions: dict[Region, Claims]
     instance: bytes
     channel: NotificationChannel
 
@@ -155,7 +155,7 @@ class LoopbackTransport(
         )  # fmt: skip
 
     def _connect(self, address: LoopbackAddress) -> LoopbackConnection:
-        regions = wire.regions_of(address)
+        regions = _regions(address)
         memory = open_memory(address)
         return LoopbackConnection(
             name=address.name,
@@ -167,7 +167,7 @@ class LoopbackTransport(
         )
 
     def _refresh(self, connection: LoopbackConnection, address: LoopbackAddress) -> None:
-        regions = wire.regions_of(address)
+        regions = _regions(address)
         memory = open_memory(address)
         if connection.channel.lost:
             channel = self._open_channel(address)
@@ -213,10 +213,10 @@ class LoopbackTransport(
         return self._workers.wait_final(transfers, time.monotonic() + self.grace_seconds)
 
     def _move_one(self, request: TransferRequest[LoopbackConnection]) -> LoopbackTransfer:
-        peer, copies = request.connection, request.copies
+        peer, copies, (region,) = request.connection, request.copies, request.remote
         chunk = one_copy(copies.local.item(), copies.remote.item(), copies.nbytes.item())
         try:
-            peer.memory.move(chunk, _claims(request))
+            peer.memory.move(chunk, peer.regions[region])
             if request.notify is not None:
                 peer.channel.send(request.notify)
         except TransportError as exc:
@@ -225,10 +225,11 @@ class LoopbackTransport(
 
     def _make_transfer(self, request: TransferRequest[LoopbackConnection]) -> ChunkedTransfer:
         peer, notify = request.connection, request.notify
+        rows = [row for region in request.remote for row in peer.regions[region].rows]
         return ChunkedTransfer(
             memory=peer.memory,
             runs=CopyRuns(request.copies),
-            claims=_claims(request),
+            claims=claims_of(peer.instance, rows),
             # Bound now, since ``_refresh`` may replace the peer's channel.
             send=None if notify is None else partial(peer.channel.send, notify),
             limit=self._options.chunk_bytes,
@@ -250,7 +251,7 @@ class LoopbackTransport(
         self._mailbox.close(self.grace_seconds)
 
 
-def _claims(request: TransferRequest[LoopbackConnection]) -> Claims:
-    """Return what the peer's registry must hold after the read."""
-    peer = request.connection
-    return claims_of(peer.instance, [peer.regions[region] for region in request.remote])
+def _regions(address: LoopbackAddress) -> dict[Region, Claims]:
+    """Return a peer's regions; made for one each, as a read of one copy has no time for that."""
+    regions = wire.regions_of(address)
+    return {region: claims_of(address.instance, [row]) for region, row in regions.items()}
