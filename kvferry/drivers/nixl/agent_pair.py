@@ -26,14 +26,14 @@ _FILES = 64
 
 
 class AgentPair:
-    """The agents of one transport, one or two, and the memory that is registered with all."""
+    """The agents of one transport, and the memory that is registered with all of them."""
 
     def __init__(self, library: NixlLibrary, name: str, options: NixlOptions) -> None:
         # The agent through which peers reach memory. It carries all notifications, and posts all
         # transfers until its ``must_not_post`` is true.
         self.first = Agent(library, name, options)
         self.registrations = Registrations(self.first)
-        self._second: Agent | None = None
+        self._agents = self.registrations.agents  # one, or two
         self._library = library
         self._options = without_threads(options)
         # Held because ``connect`` and ``disconnect`` may run at the same time as other calls.
@@ -58,27 +58,23 @@ class AgentPair:
 
     def wait_idle(self, deadline: float) -> bool:
         """As ``Agent.wait_idle``, for both agents."""
-        return all(agent.wait_idle(deadline) for agent in self._all)
+        return all(agent.wait_idle(deadline) for agent in self._agents)
 
     def close(self, *, quiet: bool) -> None:
         """Deregister all memory, then close both agents, as ``Agent.close``."""
         self.registrations.clear()
-        for agent in self._all:
+        for agent in self._agents:
             agent.close(quiet=quiet)
-
-    @property
-    def _all(self) -> list[Agent]:
-        return [agent for agent in (self.first, self._second) if agent is not None]
 
     def _posting(self) -> Agent:
         if not self.first.must_not_post:
             return self.first
         with self._lock:
-            if self._second is None:
-                self._second = self._made()
-            return self._second
+            if len(self._agents) == 1:
+                self._make_second()
+            return self._agents[-1]
 
-    def _made(self) -> Agent:
+    def _make_second(self) -> None:
         _check_files()
         try:
             made = Agent(self._library, f"{self.first.name}-2", self._options)
@@ -91,7 +87,6 @@ class AgentPair:
         except TransportError:
             made.close(quiet=True)
             raise
-        return made
 
 
 def _check_files() -> None:

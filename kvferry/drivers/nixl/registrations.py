@@ -29,13 +29,13 @@ class RegisteredSpan:
 
 
 class Registrations:
-    """A transport's regions and the spans in which they lie (iteration), with each of its agents.
+    """A transport's regions and the spans in which they lie (iteration), with all its ``agents``.
 
     Methods raise ``TransportError`` if NIXL refuses.
     """
 
     def __init__(self, agent: Agent) -> None:
-        self._agents = [agent]
+        self.agents = [agent]
         self._spans: dict[Region, RegisteredSpan] = {}
         self._keys = itertools.count(1)
         # Held because an agent may join, within ``disconnect``, at the same time as other calls.
@@ -78,7 +78,7 @@ class Registrations:
                         with contextlib.suppress(TransportError):
                             agent.deregister(span.held.pop(agent))
                 raise
-            self._agents.append(agent)
+            self.agents.append(agent)
 
     def clear(self) -> None:
         """Deregister everything, as far as NIXL does it."""
@@ -92,7 +92,7 @@ class Registrations:
         """Register a span with every agent, or with none if one refuses."""
         span.key = next(self._keys)
         try:
-            for agent in self._agents:
+            for agent in self.agents:
                 span.held[agent] = agent.register(span.whole)
         except TransportError:
             _deregister(span)
