@@ -204,8 +204,7 @@ def _by_kernel(pid: int) -> Any:
 
 def _chunks(copies: Copies) -> Iterator[Chunk]:
     """As loopback cuts it: at most so many iovecs as a call takes, and some for each thread."""
-    runs = CopyRuns(len(copies))
-    runs.fill(copies)
+    runs = CopyRuns(copies)
     start, share = 0, runs.total // (2 * KERNEL_THREADS)
     while start < runs.total:
         stop = runs.next_stop(start, share)

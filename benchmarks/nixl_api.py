@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,33 @@ from kvferry.core.memory import CPU, Region
 from kvferry.core.transport.copies import Copies
 from kvferry.drivers.nixl import address, library
 from kvferry.drivers.nixl.options import NixlOptions
+
+
+class _Patient:
+    """NIXL's bindings, with one change: a new agent's progress thread sleeps while it is idle."""
+
+    def __init__(self, native: Any) -> None:
+        self._native = native
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._native, name)
+
+    def nixlAgent(self, name: str, config: Any) -> Any:
+        # NIXL's Python API has no argument for it, and passes 0: the thread never sleeps.
+        config.pthrDelay = NixlOptions().progress_milliseconds * 1000
+        return self._native.nixlAgent(name, config)
+
+
+@contextlib.contextmanager
+def patient() -> Iterator[None]:
+    """Within the context, progress threads of new agents sleep for as long as the driver's."""
+    api = library.load().api
+    native = api.nixlBind
+    api.nixlBind = _Patient(native)
+    try:
+        yield
+    finally:
+        api.nixlBind = native
 
 
 def agent(region: Region, peer: bytes, threads: int) -> tuple[Any, str]:
@@ -36,7 +64,7 @@ def bare(threads: int) -> Any:
     sync = found.api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
     config = found.api.nixl_agent_config(backends=[], sync_mode=sync)
     # As in the driver: a thread that spins would take a core from both sides.
-    with found.patient(NixlOptions().progress_milliseconds):
+    with patient():
         made = found.api.nixl_agent(f"direct-{secrets.token_hex(8)}", config)
     made.create_backend("UCX", {"num_threads": str(threads)})
     return made

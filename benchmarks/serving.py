@@ -225,11 +225,11 @@ def _nixl_connector_helped(patient: bool) -> Iterator[None]:
     Args:
         patient: whether NIXL's progress threads sleep for as long as those of the driver ``nixl``.
     """
+    import nixl_api
     from vllm.platforms.cpu import CpuPlatform
 
     from kvferry.core.errors import DriverError
     from kvferry.drivers.nixl import library
-    from kvferry.drivers.nixl.options import NixlOptions
 
     CpuPlatform.discover_numa_topology = classmethod(lambda cls: [])
     with contextlib.ExitStack() as stack:
@@ -238,7 +238,7 @@ def _nixl_connector_helped(patient: bool) -> Iterator[None]:
             for part in ("", "._api", "._bindings"):
                 sys.modules[f"nixl{part}"] = importlib.import_module(f"{found.package}{part}")
             if patient:
-                stack.enter_context(found.patient(NixlOptions().progress_milliseconds))
+                stack.enter_context(nixl_api.patient())
         yield
 
 

@@ -257,10 +257,10 @@ def patient() -> AbstractContextManager[None]:
     vLLM leaves them spinning. Beside several workers of one machine they would take the cores from
     all that is measured.
     """
-    from kvferry.drivers.nixl import library
-    from kvferry.drivers.nixl.options import NixlOptions
+    import nixl_api
 
-    return library.load().patient(NixlOptions().progress_milliseconds)
+    made: AbstractContextManager[None] = nixl_api.patient()
+    return made
 
 
 def quiet() -> None:

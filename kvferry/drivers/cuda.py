@@ -185,13 +185,8 @@ class DeviceWait:
         """Whether all devices have done it; stays False if a device reports an error."""
         return self._quiet
 
-    def join(self, seconds: float) -> bool:
-        """Wait for the thread for some seconds at most; return ``quiet``."""
-        self.ended(seconds)
-        return self._quiet
-
     def ended(self, seconds: float) -> bool:
-        """Wait as ``join``; return whether the thread has ended, ``quiet`` or with an error."""
+        """Wait for some seconds at most; return whether the thread has ended, ``quiet`` or not."""
         self._thread.join(max(0.0, seconds))
         return not self._thread.is_alive()
 
@@ -234,7 +229,8 @@ class DeviceWaits:
             if self._last is not None and not self._last.ended(_seconds_until(deadline)):
                 return False
             self._last = DeviceWait(cuda, devices, self._enter)
-            return self._last.join(_seconds_until(deadline))
+            self._last.ended(_seconds_until(deadline))
+            return self._last.quiet
         finally:
             self._lock.release()
 

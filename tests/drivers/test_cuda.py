@@ -84,10 +84,10 @@ def test_flush_that_the_device_cannot_do_is_refused() -> None:
 def test_device_wait_ends_when_all_queues_have_drained() -> None:
     library = StandInCuda(idle_at={1: NEVER})
     wait = DeviceWait(CudaDriver(library), [1, 0, 1], enter_nothing)
-    assert not wait.join(0.05)
+    assert not wait.ended(0.05)
     assert not wait.quiet
     library.idle_at[1] = 0.0
-    assert wait.join(60)
+    assert wait.ended(60)
     assert wait.quiet
     assert library.called("cuCtxSynchronize") == [0, 1]
 
@@ -98,7 +98,9 @@ def test_device_wait_enters_its_thread_first() -> None:
     def enter() -> None:
         entered.append((threading.get_ident(), len(library.called("cuCtxSynchronize"))))
 
-    assert DeviceWait(CudaDriver(library), [0], enter).join(60)
+    wait = DeviceWait(CudaDriver(library), [0], enter)
+    assert wait.ended(60)
+    assert wait.quiet
     [call] = [call for call in library.calls if call.name == "cuCtxSynchronize"]
     assert entered == [(call.thread, 0)]
     assert call.thread != threading.get_ident()
@@ -110,7 +112,7 @@ def test_device_with_an_error_is_never_quiet(caplog: pytest.LogCaptureFixture) -
     deadline = time.monotonic() + 60
     with caplog.at_level(logging.ERROR):
         while "restart the engine" not in caplog.text and time.monotonic() < deadline:
-            wait.join(0.01)
+            wait.ended(0.01)
     assert not wait.quiet
     assert "restart the engine" in caplog.text
 
@@ -119,7 +121,9 @@ def test_device_wait_tries_again_while_a_stream_is_captured(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     library = StandInCuda(capturing=2)
-    assert DeviceWait(CudaDriver(library), [1], enter_nothing).join(60)
+    wait = DeviceWait(CudaDriver(library), [1], enter_nothing)
+    assert wait.ended(60)
+    assert wait.quiet
     assert library.called("cuCtxSynchronize") == [1, 1, 1]
     assert library.contexts == []
     assert library.retained == {1: 0}
@@ -131,10 +135,11 @@ def test_capture_that_does_not_end_is_not_quiet() -> None:
     with pytest.raises(StreamCaptureError, match=r"\(900\)"):
         CudaDriver(library).wait_idle(0)
     wait = DeviceWait(CudaDriver(library), [0], enter_nothing)
-    assert not wait.join(0.05)
-    assert not wait.ended(0.0)
+    assert not wait.ended(0.05)
+    assert not wait.quiet
     library.capturing = 0
-    assert wait.join(60)
+    assert wait.ended(60)
+    assert wait.quiet
 
 
 def waiting_threads() -> set[threading.Thread]:

@@ -15,7 +15,7 @@ from kvferry.core.errors import TransportError, TransportUnsupportedError
 from kvferry.core.memory import Region, region_of
 from kvferry.core.transport import State, TransferId
 from kvferry.drivers.cuda import CudaDriver
-from kvferry.drivers.nixl import NixlTransport, accelerators, agent
+from kvferry.drivers.nixl import NixlTransport, agent
 from kvferry.drivers.nixl import transport as module
 from kvferry.testing.contract.killed_peers import killed_soon
 from kvferry.testing.memory import Bytes
@@ -49,8 +49,8 @@ def library() -> StandInCuda:
 def make(library: StandInCuda, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     cuda = CudaDriver(library)
     for kind in ("cuda", "xpu"):
-        monkeypatch.setitem(agent.SEGMENTS, kind, "DRAM")
-    monkeypatch.setattr(accelerators, "present", lambda: frozenset({"cuda", "xpu"}))
+        monkeypatch.setitem(agent.SEGMENTS, kind, "DRAM_SEG")
+    monkeypatch.setattr(agent, "accelerators", lambda: frozenset({"cuda", "xpu"}))
     monkeypatch.setattr(module, "find_cuda", lambda: cuda)
     with closed_at_end(CudaTransport) as make_one:
         yield make_one

@@ -12,8 +12,7 @@ from kvferry.core.transport import PeerId
 from kvferry.drivers.nixl import NixlTransport
 from kvferry.drivers.nixl import address as wire
 from kvferry.drivers.nixl.agent import Agent
-from kvferry.drivers.nixl.idle_peers import IdlePeers
-from kvferry.drivers.nixl.peer import NixlPeer
+from kvferry.drivers.nixl.peer import IdlePeers, NixlPeer
 from tests.drivers.hostile_addresses import COUNT, crash_no_process
 from tests.drivers.pairs import paired
 from tests.nixl.test_transport import Make, make

@@ -33,9 +33,8 @@ from kvferry.core.security.proof import check as check_proof
 from kvferry.core.security.proof import fingerprint
 from kvferry.drivers.loopback import address as loopback
 from kvferry.drivers.loopback.notifications import ChannelHello
-from kvferry.drivers.loopback.registry import Entry, RegionRegistry, check_claims, claims_of
+from kvferry.drivers.loopback.registry import RegionRegistry, claims_of
 from kvferry.drivers.nixl import address as nixl
-from kvferry.drivers.nixl.agent import Registration
 from kvferry.drivers.nixl.registrations import RegisteredSpan
 from kvferry.drivers.ucx import address as ucx
 from kvferry.drivers.ucx import messages
@@ -484,7 +483,11 @@ def _words(data: bytes) -> object:
 
 BOARD_REGIONS = [Region(address=4096, nbytes=1 << 20), Region(address=1 << 40, nbytes=24)]
 CLAIMS = claims_of(
-    [(region, Entry(slot=slot, key=slot + 1)) for slot, region in enumerate(BOARD_REGIONS)]
+    INSTANCE,
+    [
+        loopback.LoopbackRegion(region.address, region.nbytes, region.device, slot, slot + 1)
+        for slot, region in enumerate(BOARD_REGIONS)
+    ],
 )
 
 
@@ -494,13 +497,13 @@ def _region_registry() -> bytes:
     try:
         for region in BOARD_REGIONS:
             board.add(region)
-        return board.words[: CLAIMS.words].tobytes()
+        return board.read(CLAIMS)
     finally:
         board.close()
 
 
 def _checked_region_registry(data: bytes) -> object:
-    check_claims(np.frombuffer(data, np.uint64), INSTANCE, CLAIMS, "a peer")
+    CLAIMS.check(data, "a peer")
     return None  # anything else raises
 
 
@@ -531,9 +534,7 @@ LOOPBACK = loopback.LoopbackAddress(
 )
 HELLO = ChannelHello(to=INSTANCE, sender="loopback-77-0011223344556677")
 
-NIXL_SPAN = RegisteredSpan(
-    whole=Region(address=4096, nbytes=1 << 20), key=7, registration=Registration("not told")
-)
+NIXL_SPAN = RegisteredSpan(whole=Region(address=4096, nbytes=1 << 20), key=7)
 NIXL_REGIONS = [
     Region(address=4096, nbytes=1 << 20),
     Region(address=8192, nbytes=16, kind="cuda", device=2),

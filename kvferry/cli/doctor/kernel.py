@@ -13,7 +13,7 @@ import numpy as np
 from kvferry.cli.doctor.finding import Finding, bad, ok, warn
 from kvferry.cli.formatting import size
 from kvferry.core.errors import DriverError
-from kvferry.drivers.loopback.process_memory import allow_readers, vm_peek, why_forbidden
+from kvferry.drivers.loopback.process_memory import IOVEC, allow_readers, vm_read, why_forbidden
 
 READING = "reading processes"
 SECONDS = 30.0
@@ -67,7 +67,7 @@ def _read(pid: int, address: int) -> str:
     """
     word = np.zeros(1, np.uint64)
     try:
-        vm_peek(pid, address, word)
+        vm_read(pid, IOVEC.pack(word.ctypes.data, word.nbytes), IOVEC.pack(address, word.nbytes))
     except OSError as exc:
         return why_forbidden(exc.errno or 0, pid)
     return str(word[0])

@@ -20,13 +20,13 @@ def check_copies(copies: Copies, ends: U64Array) -> None:
 
     ``ends`` is uint64 scratch memory of at least as many elements as copies, and is overwritten.
     """
-    if len(copies.nbytes) == 1 and _one_within(copies):
+    n = len(copies.nbytes)
+    if n == 1 and _one_within(copies):
         return
-    n = checked_length(copies)
+    _check_form(copies, n)
     if n:
-        ends = ends[:n]
-        check_bounds(copies, "local", ends)
-        check_bounds(copies, "remote", ends)
+        _check_side(copies, "local", ends[:n])
+        _check_side(copies, "remote", ends[:n])
 
 
 def _one_within(copies: Copies) -> bool:
@@ -43,13 +43,8 @@ def _one_within(copies: Copies) -> bool:
     )
 
 
-def checked_length(copies: Copies) -> int:
-    """Return the number of copies, n; n times the longest has fewer bytes than ``ADDRESS_LIMIT``.
-
-    Refuses other batches, arrays that are not uint64 of shape (n,), and segments that do not cover
-    the copies in order and without gaps.
-    """
-    n = len(copies.nbytes)
+def _check_form(copies: Copies, n: int) -> None:
+    """Refuse other arrays, segments that leave gaps, and n times the longest if it overflows."""
     if not _well_formed(copies, n):
         raise _malformed(copies, n)
     position = 0
@@ -61,7 +56,6 @@ def checked_length(copies: Copies) -> int:
         raise _uncovered(copies, n)
     if n and _largest(copies.nbytes) * n >= ADDRESS_LIMIT:
         raise TransportUsageError(f"the copies have more than {ADDRESS_LIMIT} bytes together")
-    return n
 
 
 def _well_formed(copies: Copies, n: int) -> bool:
@@ -98,11 +92,8 @@ def _smallest(values: U64Array) -> int:
     return int(values[values.argmin()])
 
 
-def check_bounds(copies: Copies, side: str, ends: U64Array) -> None:
-    """Refuse a batch, accepted by ``checked_length``, with a copy outside its region on ``side``.
-
-    ``ends`` is (n,) uint64 scratch memory, which is overwritten.
-    """
+def _check_side(copies: Copies, side: str, ends: U64Array) -> None:
+    """Refuse a batch with a copy outside its region on ``side``; ``ends`` is scratch memory."""
     address: U64Array = getattr(copies, side)
     segments = [segment for segment in copies.segments if segment.stop > segment.start]
     if len(segments) == 1 and _easily_within(getattr(segments[0], side), address, copies.nbytes):

@@ -7,8 +7,7 @@ two short arrays of places. Their addresses are the outer sum, which a driver ne
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -40,11 +39,12 @@ class StripSide:
         """The number of places of all pages."""
         return len(self.within) * self.pages
 
-    def offsets(self, places: I64Array) -> I64Array:
-        """Return the bytes from place 0 of page 0 to each of these places, (s,) int64."""
+    def addresses(self, places: I64Array) -> U64Array:
+        """Return the addresses of all strips at these places, (n * s,) uint64, strip by strip."""
         inside, page = np.divmod(places, self.pages)
-        offsets: I64Array = self.within[inside] + page * self.stride
-        return offsets
+        offsets = (self.within[inside] + page * self.stride).astype(np.uint64)
+        addresses: U64Array = (self.start[:, None] + offsets).ravel()
+        return addresses
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -132,21 +132,24 @@ class PagedCopies:
 
     def written_out(self) -> Copies:
         """Return the same copies with their addresses written out, in new arrays."""
-        sides: list[list[U64Array]] = [[], [], []]
+        local, remote, nbytes = [_EMPTY], [_EMPTY], [_EMPTY]
         segments: list[Segment] = []
         count = 0
         for part in self.parts:
             strips, places = part.strips, len(part.local)
-            for array, side, numbers in zip(
-                sides, (strips.local, strips.remote), (part.local, part.remote), strict=False
-            ):
-                offsets = side.offsets(numbers).astype(np.uint64)
-                array.append((side.start[:, None] + offsets).ravel())
-            sides[2].append(np.full(len(part), strips.nbytes, np.uint64))
-            segments += _moved(strips.segments, count, places)
+            local.append(strips.local.addresses(part.local))
+            remote.append(strips.remote.addresses(part.remote))
+            nbytes.append(np.full(len(part), strips.nbytes, np.uint64))
+            for each in strips.segments:
+                start, stop = count + each.start * places, count + each.stop * places
+                segments.append(replace(each, start=start, stop=stop))
             count += len(part)
-        local, remote, nbytes = (np.concatenate([*one, _EMPTY]) for one in sides)
-        return Copies(local=local, remote=remote, nbytes=nbytes, segments=tuple(segments))
+        return Copies(
+            local=np.concatenate(local),
+            remote=np.concatenate(remote),
+            nbytes=np.concatenate(nbytes),
+            segments=tuple(segments),
+        )
 
 
 _EMPTY = np.empty(0, np.uint64)
@@ -186,16 +189,3 @@ def _check_form(name: str, side: StripSide, n: int) -> None:
             f"{name} strips at {within!r:.100} within {side.pages} pages, {side.stride} bytes "
             "apart: at least one place and one page are needed, and no distance is negative"
         )
-
-
-def _moved(segments: Sequence[Segment], start: int, places: int) -> list[Segment]:
-    """Return segments of strips as segments of copies, each strip being copied ``places`` times."""
-    return [
-        Segment(
-            start=start + each.start * places,
-            stop=start + each.stop * places,
-            local=each.local,
-            remote=each.remote,
-        )
-        for each in segments
-    ]

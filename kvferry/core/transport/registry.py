@@ -174,13 +174,11 @@ def _import(entry: EntryPoint) -> object:
 
 def _checked_class(entry: EntryPoint, driver: object) -> type[Transport]:
     if not (isinstance(driver, type) and issubclass(driver, Transport)):
-        raise DriverError(
-            f"driver {entry.name!r}: {entry.value} is {driver!r}, not a subclass of "
-            f"kvferry.core.transport.Transport; {_report(entry)}"
-        )
+        what = f"{entry.value} is {driver!r}, not a subclass of kvferry.core.transport.Transport"
+        raise _fault(entry, f": {what}")
     if inspect.isabstract(driver):
         missing = ", ".join(sorted(driver.__abstractmethods__))
-        raise DriverError(f"driver {entry.name!r} lacks {missing}; {_report(entry)}")
+        raise _fault(entry, f" lacks {missing}")
     return driver
 
 
@@ -189,10 +187,7 @@ def _check_version(entry: EntryPoint, driver: type[Transport]) -> None:
         case (int(major), int(minor)):
             theirs = f"{major}.{minor}"
         case other:
-            raise DriverError(
-                f"driver {entry.name!r} has interface_version {other!r}, not two numbers; "
-                f"{_report(entry)}"
-            )
+            raise _fault(entry, f" has interface_version {other!r}, not two numbers")
     if major != INTERFACE_VERSION[0]:
         ours = ".".join(map(str, INTERFACE_VERSION))
         raise DriverError(
@@ -202,9 +197,12 @@ def _check_version(entry: EntryPoint, driver: type[Transport]) -> None:
         )
 
 
-def _report(entry: EntryPoint) -> str:
+def _fault(entry: EntryPoint, what: str) -> DriverError:
     info = _info(entry)
-    return f"that is a fault of {info.distribution} {info.version}: report it there"
+    return DriverError(
+        f"driver {entry.name!r}{what}; that is a fault of {info.distribution} {info.version}: "
+        "report it there"
+    )
 
 
 def _check_options(name: str, driver: type[Transport], options: dict[str, object]) -> None:

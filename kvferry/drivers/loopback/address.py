@@ -9,8 +9,8 @@ import msgspec
 from kvferry.core.errors import ConnectError, LayoutError
 from kvferry.core.memory import ADDRESS_LIMIT, Region
 from kvferry.core.side_channel_messages import DECODE_ERRORS
-from kvferry.drivers.loopback.registry import MAX_REGIONS, Entry
 
+MAX_REGIONS = 1 << 16
 MAX_ADDRESS_BYTES = 64 * MAX_REGIONS
 MAX_NAME = 128
 
@@ -23,13 +23,20 @@ _Slot = Annotated[int, msgspec.Meta(ge=0, lt=MAX_REGIONS)]
 
 
 class LoopbackRegion(msgspec.Struct, frozen=True, array_like=True):
-    """A registered region, and its row's index (``slot``) and ``key`` in the owner's registry."""
+    """A registered region, and its row's index (``slot``) and ``key`` in the owner's registry.
+
+    No two rows of a registry have ever had the same key, and a free one has key 0.
+    """
 
     address: _Word
     nbytes: _Word
     device: Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)]
     slot: _Slot
     key: _Word
+
+    def region(self) -> Region:
+        """Return the region; raise ``LayoutError`` if none can be so."""
+        return Region(address=self.address, nbytes=self.nbytes, device=self.device)
 
 
 class LoopbackAddress(msgspec.Struct, frozen=True, kw_only=True):
@@ -72,14 +79,9 @@ def decode(data: bytes) -> LoopbackAddress:
         ) from exc
 
 
-def entries(address: LoopbackAddress) -> dict[Region, Entry]:
+def regions_of(address: LoopbackAddress) -> dict[Region, LoopbackRegion]:
     """Return the regions of an address with their rows; raise ``ConnectError`` if one cannot be."""
     try:
-        return {
-            Region(address=row.address, nbytes=row.nbytes, device=row.device): Entry(
-                slot=row.slot, key=row.key
-            )
-            for row in address.regions
-        }
+        return {row.region(): row for row in address.regions}
     except LayoutError as exc:
         raise ConnectError(f"the address of {address.name} names no valid region: {exc}") from exc

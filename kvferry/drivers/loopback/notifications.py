@@ -149,7 +149,6 @@ class Mailbox:
         self._inbox: list[Notification] = []
         self._inbox_bytes = 0
         self._lock = threading.Lock()
-        self._room = threading.Event()
         self._closing = False
         self._thread = start_thread(self._serve, name=name, enter=enter)
 
@@ -184,14 +183,12 @@ class Mailbox:
             # Receive here too: a busy interpreter may starve the thread.
             self._handle(self._epoll.poll(0))
             taken, self._inbox, self._inbox_bytes = self._inbox, [], 0
-            self._room.set()
         return taken
 
     def close(self, deadline_seconds: float) -> None:
         """Wait up to 0.5 s until queues are sent, then end the thread and close every socket."""
         _let_drain(list(self._channels.values()))
         self._closing = True
-        self._room.set()
         os.eventfd_write(self._wake, 1)
         self._thread.join(deadline_seconds)
         with self._lock:
@@ -212,7 +209,7 @@ class Mailbox:
                 settled = self._handle(events)
             if not settled:
                 # The inbox is full until ``take`` empties it, or no file descriptor is left.
-                self._room.wait(_BACK_OFF_SECONDS)
+                time.sleep(_BACK_OFF_SECONDS)
 
     def _handle(self, events: list[tuple[int, int]]) -> bool:
         """Handle epoll's events; return False if the inbox is full or no descriptor is left."""
@@ -244,13 +241,11 @@ class Mailbox:
         except BlockingIOError:
             return True
         except OSError:
-            self._room.clear()
             return False
 
     def _receive(self, incoming: _Incoming) -> bool:
         for _ in range(_MESSAGES_AT_ONCE):
             if self._inbox_bytes > _MAX_INBOX:
-                self._room.clear()
                 return False
             try:
                 message = incoming.socket.recv(MAX_NOTIFICATION + 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 from abc import ABC, abstractmethod
@@ -11,25 +12,16 @@ from typing import ClassVar
 import numpy as np
 
 from kvferry.core.errors import ConnectError, PeerLostError, TransportError
-from kvferry.core.memory import Region
 from kvferry.core.transport.procfs import boot_id, pid_namespace, start_time
 from kvferry.drivers.loopback.address import LoopbackAddress
-from kvferry.drivers.loopback.chunked_copy import Chunk, OneCopy, read_in_process
-from kvferry.drivers.loopback.process_memory import (
-    vm_peek,
-    vm_read,
-    vm_read_then_peek,
-    why_forbidden,
-)
+from kvferry.drivers.loopback.chunked_copy import NOTHING, Chunk, ranges_of, read_in_process
+from kvferry.drivers.loopback.process_memory import IOVEC, vm_read, why_forbidden
 from kvferry.drivers.loopback.registry import (
+    INSTANCE_BYTES,
     Claims,
-    Entry,
     RegionRegistry,
-    check_claims,
     claims_of,
     registry_in_this_process,
-    row_of,
-    row_offset,
 )
 
 # A copy within these limits takes microseconds, so it keeps the interpreter's lock; see vm_read.
@@ -38,38 +30,24 @@ _BRIEF_RUNS = 16
 
 
 class PeerMemory(ABC):
-    """Access to the memory of one peer. Several threads may use one object at once.
-
-    A transfer's *claims* are the peer's regions that it uses, with the rows that the peer's
-    registry (see ``registry``) must have for them.
-    """
+    """Access to the memory of one peer. Several threads may use one object at once."""
 
     path: ClassVar[str]
     """What ``Transport.path`` returns for a peer that is reached this way."""
 
     @abstractmethod
-    def check(self, claims: Claims) -> None:
-        """Check that the peer lives and still has the regions of the claims registered.
-
-        Raises:
-            PeerLostError: the peer has died, restarted or closed.
-            TransportError: a region was deregistered, or the kernel refuses to read the memory.
-        """
-
-    @abstractmethod
     def move(self, chunk: Chunk, claims: Claims) -> None:
-        """Check the peer's registry as ``check`` does, then read the bytes of a chunk.
+        """Read the bytes of a chunk, if the peer lives and has the regions registered.
 
         Raises:
             PeerLostError: the peer has died, restarted or closed.
-            TransportError: as ``check``; or memory of either side is not mapped.
+            TransportError: a region was deregistered, the kernel refuses to read the memory, or
+                memory of either side is not mapped.
         """
 
-    def move_one(self, copy: OneCopy, region: Region, entry: Entry) -> None:
-        """Make one copy in one region, with the checks of ``move`` before it and after it."""
-        claims = claims_of([(region, entry)])
-        self.move(copy.chunk(), claims)
-        self.check(claims)
+    def check(self, claims: Claims) -> None:
+        """Raise what ``move`` raises, and read no bytes."""
+        self.move(NOTHING, claims)
 
 
 def open_memory(address: LoopbackAddress) -> PeerMemory:
@@ -89,29 +67,17 @@ def open_memory(address: LoopbackAddress) -> PeerMemory:
             f"{address.name} lives in another pid namespace (a container of its own): let both "
             "share one (docker run --pid=..., shareProcessNamespace in a pod)"
         )
+    alive = start_time(address.pid) == address.start_time
     if address.pid == os.getpid():
-        return _same_process(address)
-    if start_time(address.pid) != address.start_time:
+        found = registry_in_this_process(address.instance)
+        if found is None or not alive:
+            raise ConnectError(f"{address.name} is gone: this process has closed it")
+        return SameProcess(owner=address.name, target=found)
+    if not alive:
         raise ConnectError(f"{address.name} is gone: process {address.pid} has ended or restarted")
-    return _other_process(address)
-
-
-def _same_process(address: LoopbackAddress) -> PeerMemory:
-    found = registry_in_this_process(address.instance)
-    if found is None or start_time(address.pid) != address.start_time:
-        raise ConnectError(f"{address.name} is gone: this process has closed it")
-    return SameProcess(owner=address.name, target=found)
-
-
-def _other_process(address: LoopbackAddress) -> PeerMemory:
-    there = OtherProcess(
-        owner=address.name,
-        pid=address.pid,
-        registry=address.board,
-        instance=address.instance,
-    )
+    there = OtherProcess(owner=address.name, pid=address.pid, registry=address.board)
     try:
-        there.check(claims_of(()))
+        there.check(claims_of(address.instance, ()))
     except TransportError as exc:
         raise ConnectError(f"cannot connect to {address.name}: {exc}") from exc
     return there
@@ -126,14 +92,10 @@ class SameProcess(PeerMemory):
     owner: str
     target: RegionRegistry
 
-    def check(self, claims: Claims) -> None:
-        """As ``PeerMemory.check``."""
-        check_claims(self.target.words, self.target.instance, claims, self.owner)
-
     def move(self, chunk: Chunk, claims: Claims) -> None:
-        """As ``PeerMemory.move``."""
+        """As ``PeerMemory.move``. No byte moves if the peer lacks a region."""
         with self.target.lock:
-            self.check(claims)
+            claims.check(self.target.read(claims), self.owner)
             read_in_process(chunk)
 
 
@@ -146,65 +108,43 @@ class OtherProcess(PeerMemory):
     owner: str
     pid: int
     registry: int
-    instance: bytes
-
-    def check(self, claims: Claims) -> None:
-        """As ``PeerMemory.check``."""
-        # If the instance is still there after a copy, the pid was the peer's throughout the copy:
-        # no other process ever has these bytes at this address.
-        words = np.empty(claims.words, np.uint64)
-        try:
-            vm_peek(self.pid, self.registry, words)
-        except OSError as exc:
-            raise self._lost_or_forbidden(exc) from exc
-        check_claims(words, self.instance, claims, self.owner)
 
     def move(self, chunk: Chunk, claims: Claims) -> None:
-        """As ``PeerMemory.move``."""
-        self.check(claims)
-        brief = chunk.nbytes <= _BRIEF_BYTES and len(chunk.local) <= _BRIEF_RUNS
+        """As ``PeerMemory.move``. Bytes may have moved if it raises."""
+        # One call reads the bytes, and then the registry. If the instance is there, the pid was the
+        # peer's throughout: no other process ever has these bytes at this address.
+        found = ctypes.create_string_buffer(INSTANCE_BYTES + claims.nbytes)
+        local = chunk.local + IOVEC.pack(ctypes.addressof(found), len(found))
+        remote = chunk.remote + IOVEC.pack(self.registry, INSTANCE_BYTES)
+        remote += IOVEC.pack(self.registry + claims.start, claims.nbytes)
+        brief = chunk.nbytes <= _BRIEF_BYTES and chunk.runs <= _BRIEF_RUNS
         try:
-            moved = vm_read(self.pid, chunk.local, chunk.remote, brief=brief)
+            moved = vm_read(self.pid, local, remote, brief=brief)
         except OSError as exc:
+            if exc.errno == errno.ESRCH:
+                raise self._lost() from exc
             if exc.errno != errno.EFAULT:
-                raise self._lost_or_forbidden(exc) from exc
+                raise TransportError(why_forbidden(exc.errno or 0, self.pid)) from exc
             moved = 0
-        if moved != chunk.nbytes:
-            self.check(claims)
-            raise self._faulted(chunk, moved)
+        if moved == chunk.nbytes + len(found):
+            claims.check(found.raw, self.owner)
+            return
+        if not chunk.nbytes:
+            raise self._lost()
+        self.check(claims)
+        raise self._faulted(chunk, moved)
 
-    def move_one(self, copy: OneCopy, region: Region, entry: Entry) -> None:
-        """As ``PeerMemory.move_one``, but only with the check after it, in the same call."""
-        if not self._read_one(copy, region, entry):
-            # Whatever has failed in ``_read_one`` fails here again, with the reason.
-            PeerMemory.move_one(self, copy, region, entry)
-
-    def _read_one(self, copy: OneCopy, region: Region, entry: Entry) -> bool:
-        row = row_of(region, entry)
-        seen = vm_read_then_peek(
-            self.pid,
-            copy.local,
-            (copy.remote, copy.nbytes),
-            (
-                (self.registry, len(self.instance)),
-                (self.registry + row_offset(entry), len(row)),
-            ),
-            brief=copy.nbytes <= _BRIEF_BYTES,
-        )
-        return seen == self.instance + row
-
-    def _lost_or_forbidden(self, exc: OSError) -> TransportError:
-        if exc.errno in (errno.ESRCH, errno.EFAULT):
-            return PeerLostError(f"{self.owner} is gone: process {self.pid} has ended or restarted")
-        return TransportError(why_forbidden(exc.errno or 0, self.pid))
+    def _lost(self) -> PeerLostError:
+        return PeerLostError(f"{self.owner} is gone: process {self.pid} has ended or restarted")
 
     def _faulted(self, chunk: Chunk, moved: int) -> TransportError:
-        ends = chunk.local[:, 1].cumsum()
+        local, remote = ranges_of(chunk.local), ranges_of(chunk.remote)
+        ends = local[:, 1].cumsum()
         run = int(ends.searchsorted(np.uint64(moved), side="right"))
-        into = moved - int(ends[run] - chunk.local[run, 1])
-        local, remote = int(chunk.local[run, 0]) + into, int(chunk.remote[run, 0]) + into
+        into = moved - int(ends[run] - local[run, 1])
         return TransportError(
             f"the kernel copied {moved} of {chunk.nbytes} bytes and stopped in the page of "
-            f"{local:#x} here or {remote:#x} of {self.owner}: one of them is registered but not "
-            "mapped any more, or read-only; keep memory mapped until it is deregistered"
+            f"{int(local[run, 0]) + into:#x} here or {int(remote[run, 0]) + into:#x} of "
+            f"{self.owner}: one of them is registered but not mapped any more, or read-only; keep "
+            "memory mapped until it is deregistered"
         )

@@ -9,23 +9,18 @@ import os
 import struct
 from pathlib import Path
 
-import numpy as np
-
 from kvferry.core.errors import DriverError
-from kvferry.core.memory import U64Array
 
 MAX_IOVECS = 1024
 """UIO_MAXIOV: the most entries of an iovec array that the kernel takes in one call."""
+
+IOVEC = struct.Struct("2Q")
+"""A range of memory for the kernel: the address of its first byte, and its length in bytes."""
 
 _PR_SET_PTRACER = 0x59616D61
 _PR_SET_PTRACER_ANY = ctypes.c_ulong(-1)
 _MS_ASYNC = 1
 _PAGE = os.sysconf("SC_PAGE_SIZE")
-_TWO_IOVECS = struct.Struct("4Q")
-_THREE_IOVECS = struct.Struct("6Q")
-
-Span = tuple[int, int]
-"""A range of memory: the address of its first byte, and its length in bytes."""
 
 
 @functools.cache
@@ -46,7 +41,7 @@ def _libc(*, holding_lock: bool = False) -> ctypes.CDLL:
     return libc
 
 
-def vm_read(pid: int, local: U64Array, remote: U64Array, *, brief: bool = False) -> int:
+def vm_read(pid: int, local: bytes, remote: bytes, *, brief: bool = False) -> int:
     """Read from another process, by one system call; return how many bytes.
 
     They are fewer than requested if a page of one side is not mapped; an ``OSError`` (``ESRCH``,
@@ -54,40 +49,16 @@ def vm_read(pid: int, local: U64Array, remote: U64Array, *, brief: bool = False)
 
     Args:
         pid: the other process.
-        local: (n, 2) uint64, C-contiguous, n at most ``MAX_IOVECS``: address and length of each
-            range.
-        remote: (m, 2) uint64, the same of the other process.
+        local: at most ``MAX_IOVECS`` packed ``IOVEC``, which say where to.
+        remote: the same of the other process, which say from where.
         brief: whether to keep the interpreter's lock: to get it back may take 5 ms.
     """
     read = _libc(holding_lock=brief).process_vm_readv
-    moved = read(pid, local.ctypes.data, len(local), remote.ctypes.data, len(remote), 0)
+    moved = read(pid, local, len(local) // IOVEC.size, remote, len(remote) // IOVEC.size, 0)
     if moved < 0:
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code))
     return int(moved)
-
-
-def vm_peek(pid: int, address: int, out: U64Array) -> None:
-    """Fill a contiguous array from another process; raise ``OSError`` if not all can be read."""
-    iovecs = np.array([[out.ctypes.data, out.nbytes], [address, out.nbytes]], np.uint64)
-    if vm_read(pid, iovecs[:1], iovecs[1:], brief=True) != out.nbytes:
-        raise OSError(errno.EFAULT, os.strerror(errno.EFAULT))
-
-
-def vm_read_then_peek(
-    pid: int, target: int, source: Span, peeks: tuple[Span, Span], *, brief: bool
-) -> bytes:
-    """Read ``source`` to the address ``target``, and after it two short ranges, in one system call.
-
-    Returns:
-        The bytes of both ``peeks``; empty on failure, when a part may have been read to ``target``.
-    """
-    (first, n), (second, m) = peeks
-    peeked = ctypes.create_string_buffer(n + m)
-    local = _TWO_IOVECS.pack(target, source[1], ctypes.addressof(peeked), n + m)
-    remote = _THREE_IOVECS.pack(*source, first, n, second, m)
-    moved = _libc(holding_lock=brief).process_vm_readv(pid, local, 2, remote, 3, 0)
-    return peeked.raw if moved == source[1] + n + m else b""
 
 
 def allow_readers() -> None:

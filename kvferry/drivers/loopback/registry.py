@@ -1,128 +1,104 @@
 """The registry of a transport's regions, in memory that its peers read themselves.
 
 It is 16 random bytes, the *instance*, then a row (key, address, length) for each registered region.
-A peer reads it before each chunk of a transfer (but for a small read of one copy), and after the
-last. So no other process is taken for the owner: one with the same pid, a restarted one, and a
-forked child (whose copy the kernel wipes) do not have the instance at that address. And a
-deregistered region is refused at once, as an RDMA device refuses an old key; keys are never used
-twice.
+A peer reads it together with the bytes of every chunk of a transfer, and once more after the last.
+So no other process is taken for the owner: one with the same pid, a restarted one, and a forked
+child (whose copy the kernel wipes) do not have the instance at that address. And the bytes of a
+deregistered region do not count, as an RDMA device refuses an old key; keys are never used twice.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import mmap
+import operator
 import secrets
 import struct
 import threading
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
-
-import numpy as np
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 from kvferry.core.errors import PeerLostError, TransportError
-from kvferry.core.memory import I64Array, Region, U64Array
+from kvferry.core.memory import Region
+from kvferry.drivers.loopback.address import MAX_REGIONS, LoopbackRegion
 
-MAX_REGIONS = 1 << 16
-INSTANCE_WORDS = 2
-ROW_WORDS = 3
-_MADV_WIPEONFORK = 18
+INSTANCE_BYTES = 16
 _ROW = struct.Struct("3Q")
+_KEY, _REST = struct.Struct("Q"), struct.Struct("2Q")
+_MADV_WIPEONFORK = 18
+_slot = operator.attrgetter("slot")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
-    """The index and the key of a region's row in its owner's registry; a free row has key 0."""
-
-    slot: int
-    key: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Claims:
-    """The rows that a transfer expects in its peer's registry."""
-
-    regions: tuple[Region, ...]
-    slots: I64Array  # (n,) the index of each region's row
-    rows: bytes  # of an (n, 3) uint64 array: the expected key, address and length of each
-    words: int  # 8-byte words of the registry until the end of the last of these rows
-
-
-def claims_of(entries: Iterable[tuple[Region, Entry]]) -> Claims:
-    """Return the rows to expect for a peer's regions; without any, only the instance counts."""
-    table = list(entries)
-    slots = [entry.slot for _, entry in table]
-    rows = [(entry.key, region.address, region.nbytes) for region, entry in table]
-    return Claims(
-        regions=tuple(region for region, _ in table),
-        slots=np.array(slots, np.int64),
-        rows=np.array(rows, np.uint64).tobytes(),
-        words=INSTANCE_WORDS + ROW_WORDS * (max(slots, default=-1) + 1),
-    )
-
-
-def row_of(region: Region, entry: Entry) -> bytes:
-    """Return the bytes of the row that a registry has for a region."""
-    return _ROW.pack(entry.key, region.address, region.nbytes)
-
-
-def row_offset(entry: Entry) -> int:
-    """Return how many bytes of a registry come before a region's row."""
-    return 8 * (INSTANCE_WORDS + ROW_WORDS * entry.slot)
-
-
-def check_claims(words: U64Array, instance: bytes, claims: Claims, owner: str) -> None:
-    """Check a peer's registry, of which ``words`` are the first, ``claims.words`` or more.
-
-    Raise ``PeerLostError`` if the owner is closed or restarted, ``TransportError`` if a region was
-    deregistered.
-    """
-    if words[:INSTANCE_WORDS].tobytes() != instance:
-        raise PeerLostError(f"{owner} has been closed, or its process has restarted")
-    rows = words[INSTANCE_WORDS : claims.words].reshape(-1, ROW_WORDS)[claims.slots]
-    if rows.tobytes() != claims.rows:
-        expected = np.frombuffer(claims.rows, np.uint64).reshape(-1, ROW_WORDS)
-        gone = claims.regions[int((rows != expected).any(axis=1).argmax())]
-        raise TransportError(
-            f"{owner} no longer has {gone} registered as its address said: connect again with "
-            "its new address"
-        )
-
-
+# Not frozen: to make a frozen dataclass takes a microsecond.
 @dataclass(slots=True, eq=False)
+class Claims:
+    """What a transfer expects in its peer's registry: the instance, and the rows of some regions.
+
+    With the instance, a peer reads the ``nbytes`` from ``start`` on, which hold all those rows.
+    """
+
+    rows: list[LoopbackRegion]
+    start: int  # the offset of the first row in the registry
+    nbytes: int
+    expected: bytes  # the instance and the rows, which is found unless others lie between them
+
+    def check(self, found: bytes, owner: str) -> None:
+        """Check the instance and the rows that were read from a peer's registry.
+
+        Raise ``PeerLostError`` if the owner is closed or restarted, ``TransportError`` if a region
+        was deregistered.
+        """
+        if found == self.expected:
+            return
+        if found[:INSTANCE_BYTES] != self.expected[:INSTANCE_BYTES]:
+            raise PeerLostError(f"{owner} has been closed, or its process has restarted")
+        for row in self.rows:
+            at = INSTANCE_BYTES + _offset(row.slot) - self.start
+            if found[at : at + _ROW.size] != _packed(row):
+                raise TransportError(
+                    f"{owner} no longer has {row.region()} registered as its address said: connect "
+                    "again with its new address"
+                )
+
+
+def claims_of(instance: bytes, rows: Iterable[LoopbackRegion]) -> Claims:
+    """Return what to expect in a peer's registry; without any row, only the instance counts."""
+    ordered = sorted(rows, key=_slot)
+    if not ordered:
+        return Claims(ordered, _offset(0), 0, instance)
+    start, end = _offset(ordered[0].slot), _offset(ordered[-1].slot + 1)
+    return Claims(ordered, start, end - start, instance + b"".join(map(_packed, ordered)))
+
+
+def _offset(slot: int) -> int:
+    return INSTANCE_BYTES + _ROW.size * slot
+
+
+def _packed(row: LoopbackRegion) -> bytes:
+    return _ROW.pack(row.key, row.address, row.nbytes)
+
+
 class RegionRegistry:
-    """The registry of one transport of this process."""
+    """The registry of one transport of this process; ``address`` is that of its memory."""
 
-    instance: bytes = field(default_factory=lambda: secrets.token_bytes(16))
-    # Held by copies within this process, so that none touches a region once ``remove`` has
-    # returned.
-    lock: threading.Lock = field(default_factory=threading.Lock)
-    _words: U64Array = field(init=False)
-    _free: Iterator[int] = field(init=False)
-    _erased: list[int] = field(default_factory=list)
-    _last_key: int = 0
-
-    def __post_init__(self) -> None:
-        nbytes = 8 * (INSTANCE_WORDS + ROW_WORDS * MAX_REGIONS)
-        memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    def __init__(self, instance: bytes | None = None) -> None:
+        self.instance = instance or secrets.token_bytes(INSTANCE_BYTES)
+        # Held by copies within this process, so that none touches a region once ``remove`` has
+        # returned.
+        self.lock = threading.Lock()
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        self._memory = mmap.mmap(-1, _offset(MAX_REGIONS), flags=flags)
         with contextlib.suppress(OSError):  # before Linux 4.14
-            memory.madvise(_MADV_WIPEONFORK)
-        self._words = np.frombuffer(memory, np.uint64)
-        self._words[:INSTANCE_WORDS] = np.frombuffer(self.instance, np.uint64)
+            self._memory.madvise(_MADV_WIPEONFORK)
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+        self._memory[:INSTANCE_BYTES] = self.instance
         self._free = iter(range(MAX_REGIONS))
+        self._erased: list[int] = []
+        self._last_key = 0
         _registries[self.instance] = self
 
-    @property
-    def address(self) -> int:
-        """The address of the registry in this process's memory."""
-        return int(self._words.ctypes.data)
-
-    @property
-    def words(self) -> U64Array:
-        """The whole registry, instance and rows: (n,) uint64, a view of its memory."""
-        return self._words
-
-    def add(self, region: Region) -> Entry:
+    def add(self, region: Region) -> LoopbackRegion:
         """Write a row with a new key for a region; raise ``TransportError`` if no row is free."""
         slot = self._erased.pop() if self._erased else next(self._free, None)
         if slot is None:
@@ -132,25 +108,26 @@ class RegionRegistry:
             )
         self._last_key += 1
         # The key comes last: a row without its key is not valid.
-        self._row(slot)[1:] = region.address, region.nbytes
-        self._row(slot)[0] = self._last_key
-        return Entry(slot=slot, key=self._last_key)
+        _REST.pack_into(self._memory, _offset(slot) + _KEY.size, region.address, region.nbytes)
+        _KEY.pack_into(self._memory, _offset(slot), self._last_key)
+        return LoopbackRegion(region.address, region.nbytes, region.device, slot, self._last_key)
 
-    def remove(self, entry: Entry) -> None:
+    def remove(self, row: LoopbackRegion) -> None:
         """Erase a region's row, and return once no copy within this process uses the region."""
         with self.lock:
-            self._row(entry.slot)[:] = 0
-        self._erased.append(entry.slot)
+            _ROW.pack_into(self._memory, _offset(row.slot), 0, 0, 0)
+        self._erased.append(row.slot)
+
+    def read(self, claims: Claims) -> bytes:
+        """Return what a peer reads for these claims: the instance, and the rows."""
+        rows = self._memory[claims.start : claims.start + claims.nbytes]
+        return self._memory[:INSTANCE_BYTES] + rows
 
     def close(self) -> None:
         """Erase the instance, so that every later check of a peer fails."""
         _registries.pop(self.instance, None)
         with self.lock:
-            self._words[:INSTANCE_WORDS] = 0
-
-    def _row(self, slot: int) -> U64Array:
-        start = INSTANCE_WORDS + ROW_WORDS * slot
-        return self._words[start : start + ROW_WORDS]
+            self._memory[:INSTANCE_BYTES] = bytes(INSTANCE_BYTES)
 
 
 _registries: dict[bytes, RegionRegistry] = {}

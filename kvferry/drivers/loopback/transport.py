@@ -30,10 +30,10 @@ from kvferry.core.transport import (
 from kvferry.drivers.loopback import address as wire
 from kvferry.drivers.loopback import process_memory
 from kvferry.drivers.loopback.address import LoopbackAddress, LoopbackRegion
-from kvferry.drivers.loopback.chunked_copy import CopyRunsPool, OneCopy
+from kvferry.drivers.loopback.chunked_copy import CopyRuns, one_copy
 from kvferry.drivers.loopback.notifications import MAX_NOTIFICATION, Mailbox, NotificationChannel
 from kvferry.drivers.loopback.peer_memory import PeerMemory, open_memory
-from kvferry.drivers.loopback.registry import Entry, RegionRegistry, claims_of
+from kvferry.drivers.loopback.registry import Claims, RegionRegistry, claims_of
 from kvferry.drivers.loopback.worker_pool import (
     MOVED,
     ChunkedTransfer,
@@ -60,17 +60,18 @@ class LoopbackOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class LoopbackConnection:
-    """The connection to one peer; ``regions`` are those of its last address, with their rows."""
+    """The connection to one peer; ``regions`` are those of its last address, each as a claim."""
 
     name: str
     identity: Hashable
     memory: PeerMemory
-    regions: dict[Region, Entry]
+    regions: dict[Region, Claims]
+    instance: bytes
     channel: NotificationChannel
 
 
 class LoopbackTransport(
-    BaseTransport[Entry, LoopbackAddress, LoopbackConnection, LoopbackTransfer]
+    BaseTransport[LoopbackRegion, LoopbackAddress, LoopbackConnection, LoopbackTransfer]
 ):
     """Read CPU memory of this process and of other processes of this host.
 
@@ -79,8 +80,8 @@ class LoopbackTransport(
     otherwise allows to ancestors only.
 
     A transfer is DONE only if the peer lived and had the regions registered after the last byte
-    moved. Each chunk is preceded by such a check; but a small read of one copy has only the last
-    check, so if that fails, bytes may have arrived. Not usable in a forked child.
+    moved. So if it fails, bytes may have arrived, even of memory that was deregistered before. Not
+    usable in a forked child.
 
     Args:
         enter: called first in every thread of the transport.
@@ -111,12 +112,11 @@ class LoopbackTransport(
         self._registry = RegionRegistry()
         self._mailbox = Mailbox(self._registry.instance, self.name, enter)
         self._workers = WorkerPool(self.name, self._options.threads, enter)
-        self._pool = CopyRunsPool()
         self._one_call = min(self._options.inline_bytes, self._options.chunk_bytes)
 
     # Memory.
 
-    def _register(self, region: Region) -> Entry:
+    def _register(self, region: Region) -> LoopbackRegion:
         if not process_memory.is_mapped(region.address, region.nbytes):
             raise TransportError(
                 f"{region} is not, or not all, mapped in this process: register memory that "
@@ -124,7 +124,7 @@ class LoopbackTransport(
             )
         return self._registry.add(region)
 
-    def _deregister(self, region: Region, registration: Entry) -> None:
+    def _deregister(self, region: Region, registration: LoopbackRegion) -> None:
         self._registry.remove(registration)
 
     # Connections.
@@ -140,12 +140,7 @@ class LoopbackTransport(
                 instance=self._registry.instance,
                 socket=self._mailbox.socket_name,
                 board=self._registry.address,
-                regions=[
-                    LoopbackRegion(
-                        region.address, region.nbytes, region.device, entry.slot, entry.key
-                    )
-                    for region, entry in self._registered.items()
-                ],
+                regions=list(self._registered.values()),
             )
         )
 
@@ -160,18 +155,19 @@ class LoopbackTransport(
         )  # fmt: skip
 
     def _connect(self, address: LoopbackAddress) -> LoopbackConnection:
-        regions = wire.entries(address)
+        regions = _regions(address)
         memory = open_memory(address)
         return LoopbackConnection(
             name=address.name,
             identity=self._identity(address),
             memory=memory,
             regions=regions,
+            instance=address.instance,
             channel=self._open_channel(address),
         )
 
     def _refresh(self, connection: LoopbackConnection, address: LoopbackAddress) -> None:
-        regions = wire.entries(address)
+        regions = _regions(address)
         memory = open_memory(address)
         if connection.channel.lost:
             channel = self._open_channel(address)
@@ -218,9 +214,9 @@ class LoopbackTransport(
 
     def _move_one(self, request: TransferRequest[LoopbackConnection]) -> LoopbackTransfer:
         peer, copies, (region,) = request.connection, request.copies, request.remote
-        copy = OneCopy(copies.local.item(), copies.remote.item(), copies.nbytes.item())
+        chunk = one_copy(copies.local.item(), copies.remote.item(), copies.nbytes.item())
         try:
-            peer.memory.move_one(copy, region, peer.regions[region])
+            peer.memory.move(chunk, peer.regions[region])
             if request.notify is not None:
                 peer.channel.send(request.notify)
         except TransportError as exc:
@@ -229,15 +225,13 @@ class LoopbackTransport(
 
     def _make_transfer(self, request: TransferRequest[LoopbackConnection]) -> ChunkedTransfer:
         peer, notify = request.connection, request.notify
-        runs = self._pool.take(len(request.copies.nbytes))
-        runs.fill(request.copies)
+        rows = [row for region in request.remote for row in peer.regions[region].rows]
         return ChunkedTransfer(
             memory=peer.memory,
-            runs=runs,
-            claims=claims_of((region, peer.regions[region]) for region in request.remote),
+            runs=CopyRuns(request.copies),
+            claims=claims_of(peer.instance, rows),
             # Bound now, since ``_refresh`` may replace the peer's channel.
             send=None if notify is None else partial(peer.channel.send, notify),
-            release=self._pool.give,
             limit=self._options.chunk_bytes,
         )
 
@@ -255,3 +249,9 @@ class LoopbackTransport(
         self._workers.close(time.monotonic() + (0.0 if held else self.grace_seconds))
         self._registry.close()
         self._mailbox.close(self.grace_seconds)
+
+
+def _regions(address: LoopbackAddress) -> dict[Region, Claims]:
+    """Return a peer's regions; made for one each, as a read of one copy has no time for that."""
+    regions = wire.regions_of(address)
+    return {region: claims_of(address.instance, [row]) for region, row in regions.items()}

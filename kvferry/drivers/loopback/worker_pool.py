@@ -48,10 +48,9 @@ class ChunkedTransfer(LoopbackTransfer):
     """
 
     memory: PeerMemory
-    runs: CopyRuns  # lent by the transport's pool until the transfer is final
+    runs: CopyRuns
     claims: Claims
     send: Callable[[], None] | None  # sends the bound notification
-    release: Callable[[CopyRuns], None]  # gives ``runs`` back
     position: int = 0  # in ``runs``, where the next chunk starts
     running: int = 0  # chunks that threads are moving now
     concluding: bool = False
@@ -80,11 +79,6 @@ class ChunkedTransfer(LoopbackTransfer):
         if self.send is not None:
             self.send()
 
-    def end(self, status: Status) -> None:
-        """Set a final status, and give ``runs`` back to the pool."""
-        self.status = status
-        self.release(self.runs)
-
 
 class WorkerPool:
     """The threads that move large transfers; they start with the first of these."""
@@ -109,9 +103,9 @@ class WorkerPool:
                 transfer.move(transfer.next_span())
             transfer.conclude()
         except TransportError as exc:
-            transfer.end(_failed(exc))
+            transfer.status = _failed(exc)
         else:
-            transfer.end(_DONE)
+            transfer.status = _DONE
 
     def submit(self, transfer: ChunkedTransfer) -> None:
         """Queue a transfer for the threads, behind the transfers that were submitted before it."""
@@ -157,7 +151,7 @@ class WorkerPool:
             if self._chunk_ended(transfer, error):
                 error = _error_of(transfer.conclude)
                 with self._changed:
-                    transfer.end(_DONE if error is None else _failed(error))
+                    transfer.status = _DONE if error is None else _failed(error)
                     self._changed.notify_all()
             if transfer.final:
                 self.ended()
@@ -192,7 +186,7 @@ class WorkerPool:
         if transfer.running:
             transfer.status = Status(state=State.FAILING, error=error)
         else:
-            transfer.end(_failed(error))
+            transfer.status = _failed(error)
             self._changed.notify_all()
 
 

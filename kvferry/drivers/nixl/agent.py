@@ -1,32 +1,30 @@
-"""A typed wrapper of NIXL's agent: a method for each call that the driver makes."""
+"""A typed wrapper of NIXL's native agent: a method for each call that the driver makes."""
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NewType, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.core.errors import (
-    DriverError,
-    PeerLostError,
-    TransportError,
-)
-from kvferry.core.memory import CPU, Region
-from kvferry.drivers.nixl import accelerators
+from kvferry.core.errors import DriverError, PeerLostError, TransportError
+from kvferry.core.memory import CPU, CUDA, Region
+from kvferry.drivers.cuda import find_cuda
 from kvferry.drivers.nixl.library import NixlLibrary
 from kvferry.drivers.nixl.native_threads import NativeThreads
 from kvferry.drivers.nixl.options import NixlOptions, parameters, threads
 
-SEGMENTS = {CPU: "DRAM", **dict.fromkeys(accelerators.KINDS, "VRAM")}
-"""NIXL's names of memory kinds, by kvferry's names."""
+_ACCELERATORS = {
+    "libhsa-runtime64.so.1": CUDA,  # ROCm's
+    "libze_loader.so.1": "xpu",
+    "libhl-thunk.so": "hpu",
+}
+"""Kinds of memory by driver library, which UCX needs, too; for NVIDIA's see ``find_cuda``."""
 
-CHUNK_ROWS = 4096
-"""The most copies of a chunk: posting a chunk may take as long as moving it."""
+SEGMENTS = {CPU: "DRAM_SEG", CUDA: "VRAM_SEG", "xpu": "VRAM_SEG", "hpu": "VRAM_SEG"}
+"""NIXL's names of memory kinds, by those that torch gives to their devices."""
 
 Registration = NewType("Registration", object)
 """NIXL's handle of registered memory."""
@@ -37,6 +35,12 @@ Rows = npt.NDArray[np.uint64] | list[tuple[int, int, int]]
 StridedRows = npt.NDArray[np.uint64]
 """(n, 5) uint64, rows of evenly spaced descriptors: first address, bytes, device, stride, count."""
 
+PreparedList = NewType("PreparedList", int)
+"""NIXL's handle of descriptors that one agent has prepared, until ``Agent.release_list``."""
+
+Indices = npt.NDArray[np.int32]
+"""(n,) int32, indices of descriptors in a ``PreparedList``."""
+
 
 # Not frozen, as ``Handle``: to make a frozen dataclass takes a microsecond.
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -45,18 +49,6 @@ class TransferChunk:
 
     local: object
     remote: object
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class PreparedList:
-    """A list of descriptors that one agent has prepared, valid until ``Agent.release_list``."""
-
-    agent: Agent
-    native: Any  # of NIXL's Python API; owns the list
-
-
-Indices = npt.NDArray[np.int32]
-"""(n,) int32, indices of descriptors in a ``PreparedList``."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -95,28 +87,18 @@ class Agent:
         self.name = name
         self.library = str(library)
         self._library = library
-        self._backend = options.backend
-        api = library.api
-        config = api.nixl_agent_config(
-            enable_prog_thread=options.progress_thread,
-            backends=[],
-            capture_telemetry=options.telemetry,
-            # Calls come from different threads, if one at a time.
-            sync_mode=api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT,
-        )
-        self._success: object = api.nixlBind.NIXL_SUCCESS
-        self._under_way: object = api.nixlBind.NIXL_IN_PROG
+        self._bindings = library.api.nixlBind
+        self._success: object = self._bindings.NIXL_SUCCESS
+        self._under_way: object = self._bindings.NIXL_IN_PROG
+        self._failed = False
         self._own = NativeThreads()
         with self._own.starting():
-            with library.patient(options.progress_milliseconds):
-                self._agent: Any = api.nixl_agent(name, config)
-            self._failed = False
-            started = parameters(options, library, self._agent.agent)
+            self._native: Any = self._bindings.nixlAgent(name, self._config(options))
+            started = parameters(options, library, self._native)
             self._threads = threads(started)
-            self._start(started)
-        self.memory = self._memory()  # kinds that the backend supports here
+            self.memory = self._start(options.backend, started)
         self.notifies = self._probe_notifications()
-        _pin(self._agent.agent)
+        _pin(self._native)
 
     def close(self, *, quiet: bool) -> None:
         """Destroy NIXL's agent with its threads. The caller has released all handles.
@@ -124,15 +106,12 @@ class Agent:
         Both stay until the process ends if a transfer has ever failed, or if bytes may still land
         (``quiet`` is false).
         """
-        agent, self._agent = self._agent, None
+        native, self._native = self._native, None
         if quiet and not self._failed:
-            _unpin(agent.agent)
+            _unpin(native)
         else:
             # A progress thread whose peer was killed may spin for as long as the agent lives.
             self._own.run_last()
-        # So that a reference to NIXL's Python object, in a traceback say, does not keep the native
-        # agent alive.
-        agent.agent = None
 
     @property
     def must_not_post(self) -> bool:
@@ -149,60 +128,47 @@ class Agent:
 
     def register(self, region: Region) -> Registration:
         """Register memory with NIXL, and return the handle that ``deregister`` takes."""
-        entry = (region.address, region.nbytes, region.device, "")
-        with self._mapped(f"cannot register {region}"):
-            return Registration(self._agent.register_memory([entry], SEGMENTS[region.kind]))
+        rows = [(region.address, region.nbytes, region.device, "")]
+        descriptors = self._bindings.nixlRegDList(self._segment(region.kind), rows)
+        self._call(f"cannot register {region}", "registerMem", descriptors)
+        return Registration(descriptors)
 
     def deregister(self, registration: Registration) -> None:
         """Deregister memory from NIXL."""
-        with self._mapped("cannot deregister memory"):
-            self._agent.deregister_memory(registration)
+        self._call("cannot deregister memory", "deregisterMem", registration)
 
     # Peers.
 
     def metadata(self) -> bytes:
         """Return NIXL's metadata of this agent: how to reach it, and its registered memory."""
-        with self._mapped("cannot say its address"):
-            metadata: bytes = self._agent.get_agent_metadata()
-            return metadata
+        metadata: bytes = self._call("cannot say its address", "getLocalMD")
+        return metadata
 
     def add(self, metadata: bytes) -> str:
         """Load a remote agent's metadata, in addition to older metadata of it; return its name."""
-        with self._mapped("cannot take the address"):
-            name: bytes | str = self._agent.add_remote_agent(metadata)
-        return name.decode(errors="replace") if isinstance(name, bytes) else name
+        name: bytes = self._call("cannot take the address", "loadRemoteMD", metadata)
+        return name.decode(errors="replace")
 
-    def remove(self, name: str) -> bool:
-        """Close the connection to a remote agent; return False if NIXL had closed it by itself."""
-        try:
-            with self._mapped(f"cannot disconnect {name}", known=True):
-                self._agent.remove_remote_agent(name)
-        except PeerLostError:
-            return False
-        return True
+    def remove(self, name: str) -> None:
+        """Close the connection to a remote agent, unless NIXL has closed it by itself."""
+        self._give_back("invalidateRemoteMD", name)
 
     # Transfers.
 
     def make_chunk(self, *, kinds: tuple[str, str], local: Rows, remote: Rows) -> TransferChunk:
         """Return a chunk of n >= 1 copies between two kinds. NIXL copies the arrays."""
         near, far = kinds
-        make, memory = self._library.api.nixlBind.nixlXferDList, self._agent.nixl_mems
+        make = self._bindings.nixlXferDList
         try:
             return TransferChunk(
-                local=make(memory[SEGMENTS[near]], local),
-                remote=make(memory[SEGMENTS[far]], remote),
+                local=make(self._segment(near), local), remote=make(self._segment(far), remote)
             )
         except self._library.errors as exc:
             raise self._error(exc, "cannot describe a transfer") from exc
 
     def prepare(self, chunk: TransferChunk, name: str) -> Handle:
         """Make a NIXL transfer, which ``post`` starts; the peer's metadata has been loaded."""
-        op = self._agent.nixl_ops["READ"]
-        try:
-            native = self._agent.agent.createXferReq(op, chunk.local, chunk.remote, name, b"", [])
-        except self._library.errors as exc:
-            raise self._error(exc, f"cannot prepare a transfer with {name}", known=True) from exc
-        return Handle(agent=self, native=native, name=name)
+        return self._made(name, "createXferReq", chunk.local, chunk.remote, name, b"", [])
 
     def prepare_list(self, rows: StridedRows, kind: str, name: str) -> PreparedList:
         """Prepare a list of descriptors, which transfers can name by index.
@@ -210,58 +176,36 @@ class Agent:
         ``name`` is the remote agent that has the memory, empty for this side's memory. The
         descriptors of a row follow those of the row before it.
         """
-        try:
-            native = self._agent.prep_xfer_dlist(name, rows, SEGMENTS[kind])
-        except self._library.errors as exc:
-            raise self._error(exc, "cannot prepare descriptors", known=bool(name)) from exc
-        return PreparedList(agent=self, native=native)
+        owner = name or self._bindings.NIXL_INIT_AGENT
+        arguments = (owner, self._segment(kind), rows)
+        why = "cannot prepare descriptors"
+        return PreparedList(self._call(why, "prepXferDlist", *arguments, known=bool(name)))
 
     def release_list(self, prepared: PreparedList) -> None:
         """Release a prepared list; transfers that were made of it go on."""
-        try:
-            self._agent.release_dlist_handle(prepared.native)
-        except self._library.errors as exc:
-            raise self._error(exc, "cannot release prepared descriptors") from exc
+        self._give_back("releasedDlistH", prepared)
 
     def prepare_indexed(
-        self, lists: tuple[PreparedList, PreparedList], local: Indices, remote: Indices, name: str
+        self, near: PreparedList, local: Indices, far: PreparedList, remote: Indices, name: str
     ) -> Handle:
         """Make a NIXL transfer that reads descriptors of prepared lists (local, remote)."""
-        near, far = lists
-        op, here, there = self._agent.nixl_ops["READ"], near.native._handle, far.native._handle
-        try:
-            native = self._agent.agent.makeXferReq(op, here, local, there, remote, b"", [], False)
-        except self._library.errors as exc:
-            raise self._error(exc, f"cannot prepare a transfer with {name}", known=True) from exc
-        return Handle(agent=self, native=native, name=name)
+        return self._made(name, "makeXferReq", near, local, far, remote, b"", [], False)
 
     def post(self, handle: Handle) -> bool:
         """Start a transfer, perhaps for as long as it takes; return whether it has succeeded."""
-        try:
-            status = self._agent.agent.postXferReq(handle.native, b"")
-        except self._library.errors as exc:
-            raise self._failing(exc, handle.name) from exc
-        return self._succeeded(status, handle.name)
+        return self._ended(handle, "postXferReq", handle.native, b"")
 
     def check(self, handle: Handle) -> bool:
         """Make progress with a posted transfer, and return whether it has succeeded."""
-        try:
-            status = self._agent.agent.getXferStatus(handle.native)
-        except self._library.errors as exc:
-            raise self._failing(exc, handle.name) from exc
-        return self._succeeded(status, handle.name)
+        return self._ended(handle, "getXferStatus", handle.native)
 
     def release(self, handle: Handle) -> None:
         """Release a handle. NIXL tries to cancel a running transfer, without waiting for it."""
-        try:
-            self._agent.agent.releaseXferReq(handle.native)
-        except self._library.errors as exc:
-            raise self._error(exc, "cannot release a transfer") from exc
+        self._give_back("releaseXferReq", handle.native)
 
     def telemetry(self, handle: Handle) -> Telemetry:
         """Return what NIXL measured of a transfer that has succeeded."""
-        with self._mapped("has no telemetry"):
-            native = self._agent.agent.getXferTelemetry(handle.native)
+        native = self._call("has no telemetry", "getXferTelemetry", handle.native)
         return Telemetry(
             nbytes=native.totalBytes,
             descriptors=native.descCount,
@@ -273,29 +217,53 @@ class Agent:
 
     def notify(self, name: str, payload: bytes) -> None:
         """Send a notification of at least one byte, as NIXL drops empty ones, to a remote agent."""
-        try:
-            self._agent.agent.genNotif(name, payload)
-        except self._library.errors as exc:
-            raise self._error(exc, f"cannot notify {name}", known=True) from exc
+        self._call(f"cannot notify {name}", "genNotif", name, payload, known=True)
 
     def notifications(self) -> dict[str, list[bytes]]:
         """Return the payloads that arrived since the last call, by the sending agent's name."""
-        try:
-            arrived: dict[str, list[bytes]] = self._agent.get_new_notifs()
-        except self._library.errors as exc:
-            raise self._error(exc, "cannot look for notifications") from exc
+        why = "cannot look for notifications"
+        arrived: dict[str, list[bytes]] = self._call(why, "getNotifs", {})
         return arrived
 
-    @contextlib.contextmanager
-    def _mapped(self, trouble: str, *, known: bool = False) -> Iterator[None]:
-        """Turn NIXL's errors into ``TransportError``; too slow for calls of each transfer."""
+    # Calls. The native agent's methods are named by text: the frames in an error's traceback must
+    # hold no reference to that agent, which would keep it alive after ``close``.
+
+    def _call(self, trouble: str, method: str, *arguments: object, known: bool = False) -> Any:  # noqa: ANN401
+        """Call the native agent. ``known``: an agent that it does not find, it knew before."""
         try:
-            yield
+            return getattr(self._native, method)(*arguments)
         except self._library.errors as exc:
             raise self._error(exc, trouble, known=known) from exc
 
+    def _made(self, name: str, method: str, *arguments: object) -> Handle:
+        read = self._bindings.NIXL_READ
+        why = f"cannot prepare a transfer with {name}"
+        native = self._call(why, method, read, *arguments, known=True)
+        return Handle(agent=self, native=native, name=name)
+
+    def _ended(self, handle: Handle, method: str, *arguments: object) -> bool:
+        """Call the native agent; return whether a transfer has succeeded, or raise if it failed."""
+        try:
+            status = getattr(self._native, method)(*arguments)
+        except self._library.errors as exc:
+            self._failed = True
+            raise self._error(exc, f"a transfer with {handle.name} failed", known=True) from exc
+        if status == self._success:
+            return True
+        if status == self._under_way:
+            return False
+        self._failed = True
+        raise TransportError(f"a transfer with {handle.name} failed: NIXL says {status}")
+
+    def _give_back(self, method: str, native: object) -> None:
+        # What NIXL refuses to give up, it keeps until the agent is destroyed. Not
+        # ``contextlib.suppress``, which takes as long as the call.
+        try:  # noqa: SIM105
+            getattr(self._native, method)(native)
+        except self._library.errors:
+            pass
+
     def _error(self, error: Exception, trouble: str, *, known: bool = False) -> TransportError:
-        """Return the exception for NIXL's error. ``known``: this agent knew the peer before."""
         bare(error)
         if isinstance(error, self._library.lost):
             return PeerLostError(f"{trouble}: the connection is broken ({error})")
@@ -306,37 +274,32 @@ class Agent:
             f"{trouble}: {type(error).__name__}: {error}; NIXL_LOG_LEVEL=DEBUG says more"
         )
 
-    def _failing(self, error: Exception, name: str) -> TransportError:
-        """Return the exception for a failed transfer, and record that one has failed."""
-        self._failed = True
-        return self._error(error, f"a transfer with {name} failed", known=True)
+    def _segment(self, kind: str) -> object:
+        return getattr(self._bindings, SEGMENTS[kind])
 
-    def _succeeded(self, status: object, name: str) -> bool:
-        if status == self._success:
-            return True
-        if status == self._under_way:
-            return False
-        self._failed = True
-        raise TransportError(f"a transfer with {name} failed: NIXL says {status}")
+    def _config(self, options: NixlOptions) -> object:
+        config = self._bindings.nixlAgentConfig()
+        config.useProgThread = options.progress_thread
+        config.pthrDelay = options.progress_milliseconds * 1000
+        config.captureTelemetry = options.telemetry
+        # Calls come from different threads, if one at a time.
+        config.syncMode = self._bindings.NIXL_THREAD_SYNC_STRICT
+        return config
 
-    def _start(self, params: dict[str, str]) -> None:
+    def _start(self, backend: str, params: dict[str, str]) -> frozenset[str]:
+        """Start the backend, and return the kinds of memory that it supports here."""
+        why = f"does not start with {params}"
         try:
-            self._agent.create_backend(self._backend, params)
-            self._agent.get_agent_metadata()
+            handle = self._native.createBackend(backend, params)
+            why = "reaches no other process"
+            self._native.getLocalMD()
+            _, supported = self._native.getBackendParams(handle)
         except self._library.errors as exc:
-            started = self._backend in self._agent.backends
-            why = "reaches no other process" if started else f"does not start with {params}"
             raise DriverError(
-                f"backend {self._backend} of {self._library} {why} ({exc}); NIXL_LOG_LEVEL=DEBUG "
+                f"backend {backend} of {self._library} {why} ({exc}); NIXL_LOG_LEVEL=DEBUG "
                 "says more, and driver_options: backend names another"
             ) from exc
-
-    def _memory(self) -> frozenset[str]:
-        known = {
-            name.removesuffix("_SEG") for name in self._agent.get_backend_mem_types(self._backend)
-        }
-        here = accelerators.present() | {CPU}
-        return frozenset(kind for kind in here if SEGMENTS[kind] in known)
+        return frozenset(kind for kind in accelerators() | {CPU} if SEGMENTS[kind] in supported)
 
     def _probe_notifications(self) -> bool:
         try:
@@ -344,6 +307,22 @@ class Agent:
         except TransportError:
             return False
         return True
+
+
+def accelerators() -> frozenset[str]:
+    """Return the memory kinds of the accelerators whose driver this machine has."""
+    # NIXL's backends claim VRAM on every machine. Whether UCX was built for it, too (NIXL's wheels:
+    # CUDA only), shows only when memory is registered.
+    found = {kind for library, kind in _ACCELERATORS.items() if _loads(library)}
+    return frozenset(found if find_cuda() is None else found | {CUDA})
+
+
+def _loads(library: str) -> bool:
+    try:
+        ctypes.CDLL(library)
+    except OSError:
+        return False
+    return True
 
 
 E = TypeVar("E", bound=Exception)

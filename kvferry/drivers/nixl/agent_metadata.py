@@ -11,12 +11,8 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from kvferry.drivers.ucx_format import FormatError, check_key, check_worker_address
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 UCX = "UCX"
 MAX_CONNECTIONS = 64
@@ -38,15 +34,15 @@ class AgentMetadata:
     connections: dict[str, bytes]  # by backend; the same for as long as the agent lives
 
 
-def parsed(data: bytes, *, ucx: bool = True) -> AgentMetadata:
-    """Parse untrusted metadata, or raise ``FormatError``. ``ucx``: check UCX's values, too."""
+def parsed(data: bytes) -> AgentMetadata:
+    """Parse untrusted metadata, UCX's values included, or raise ``FormatError``."""
     reader = _Reader(data)
     reader.expect(_START)
     agent = reader.text(b"Agent")
     connections = {}
     for _ in range(reader.count(b"Conns", 1, MAX_CONNECTIONS)):
         backend, connection = reader.text(b"t"), reader.value(b"c")
-        if ucx and backend == UCX:
+        if backend == UCX:
             check_worker_address(connection)
         if not connection or backend in connections:
             raise FormatError(f"backend {backend!r} has no connection, or two")
@@ -54,12 +50,12 @@ def parsed(data: bytes, *, ucx: bool = True) -> AgentMetadata:
     if reader.value(b"") != b"MemSection":
         raise FormatError("it has no section of memory")
     for _ in range(reader.count(b"nixlSecElms", 0, MAX_SECTIONS)):
-        _section(reader, check_key if ucx else None)
+        _section(reader)
     reader.end()
     return AgentMetadata(agent=agent, connections=connections)
 
 
-def _section(reader: _Reader, check: Callable[[bytes], None] | None) -> None:
+def _section(reader: _Reader) -> None:
     backend = reader.text(b"bknd")
     if reader.value(b"nixlDList") != b"nixlSDList":
         raise FormatError("a section has no list of descriptors")
@@ -71,8 +67,8 @@ def _section(reader: _Reader, check: Callable[[bytes], None] | None) -> None:
         descriptor = reader.value(b"")
         if len(descriptor) < _DESCRIPTOR_BYTES:
             raise FormatError(f"a descriptor has {len(descriptor)} bytes")
-        if check is not None and backend == UCX:
-            check(descriptor[_DESCRIPTOR_BYTES:])
+        if backend == UCX:
+            check_key(descriptor[_DESCRIPTOR_BYTES:])
 
 
 @dataclass(slots=True)

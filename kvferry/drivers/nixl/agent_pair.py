@@ -7,19 +7,17 @@ transfers. It is made when it is first needed.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import resource
 import threading
-from dataclasses import dataclass, field
 
 from kvferry.core.errors import ConnectError, DriverError, PeerLostError, TransportError
-from kvferry.core.memory import Region
-from kvferry.drivers.nixl.agent import Agent, Handle, Registration, TransferChunk, bare
+from kvferry.drivers.nixl.agent import Agent, Handle, TransferChunk, bare
+from kvferry.drivers.nixl.descriptor_lists import PagedChunk
 from kvferry.drivers.nixl.library import NixlLibrary
 from kvferry.drivers.nixl.options import NixlOptions, without_threads
 from kvferry.drivers.nixl.peer import NixlPeer
-from kvferry.drivers.nixl.prepared_strips import PagedChunk
+from kvferry.drivers.nixl.registrations import Registrations
 
 _FAILED_BEFORE = "a transfer has failed before"
 
@@ -27,23 +25,17 @@ _FILES = 64
 """How many file descriptors must be free to make the second agent: three times what it needs."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Shared:
-    region: Region
-    held: dict[Agent, Registration] = field(default_factory=dict)  # by agent
-
-
 class AgentPair:
-    """The agents of one transport: one, or two after a failed transfer."""
+    """The agents of one transport, and the memory that is registered with all of them."""
 
     def __init__(self, library: NixlLibrary, name: str, options: NixlOptions) -> None:
         # The agent through which peers reach memory. It carries all notifications, and posts all
         # transfers until its ``must_not_post`` is true.
         self.first = Agent(library, name, options)
-        self._second: Agent | None = None
+        self.registrations = Registrations(self.first)
+        self._agents = self.registrations.agents  # one, or two
         self._library = library
         self._options = without_threads(options)
-        self._memory: dict[Registration, _Shared] = {}
         # Held because ``connect`` and ``disconnect`` may run at the same time as other calls.
         self._lock = threading.Lock()
 
@@ -64,47 +56,25 @@ class AgentPair:
             return peer.prepared.prepare(agent, chunk, name)
         return agent.prepare(chunk, name)
 
-    def register(self, region: Region) -> Registration:
-        """Register memory with every agent, or with none if one raises ``TransportError``."""
-        with self._lock:
-            shared = _Shared(region=region)
-            made = Registration(shared)
-            self._memory[made] = shared
-            try:
-                for agent in self._all:
-                    shared.held[agent] = agent.register(region)
-            except TransportError:
-                self._deregister(made)
-                raise
-            return made
-
-    def deregister(self, registration: Registration) -> None:
-        """Deregister memory from every agent, then raise ``TransportError`` if one refused."""
-        with self._lock:
-            self._deregister(registration)
-
     def wait_idle(self, deadline: float) -> bool:
         """As ``Agent.wait_idle``, for both agents."""
-        return all(agent.wait_idle(deadline) for agent in self._all)
+        return all(agent.wait_idle(deadline) for agent in self._agents)
 
     def close(self, *, quiet: bool) -> None:
-        """As ``Agent.close``, for both. All memory is deregistered, all handles are released."""
-        for agent in self._all:
+        """Deregister all memory, then close both agents, as ``Agent.close``."""
+        self.registrations.clear()
+        for agent in self._agents:
             agent.close(quiet=quiet)
-
-    @property
-    def _all(self) -> list[Agent]:
-        return [agent for agent in (self.first, self._second) if agent is not None]
 
     def _posting(self) -> Agent:
         if not self.first.must_not_post:
             return self.first
         with self._lock:
-            if self._second is None:
-                self._second = self._made()
-            return self._second
+            if len(self._agents) == 1:
+                self._make_second()
+            return self._agents[-1]
 
-    def _made(self) -> Agent:
+    def _make_second(self) -> None:
         _check_files()
         try:
             made = Agent(self._library, f"{self.first.name}-2", self._options)
@@ -113,29 +83,10 @@ class AgentPair:
         except self._library.errors as exc:
             raise TransportError(f"{_FAILED_BEFORE}, and since then: {exc}") from bare(exc)
         try:
-            for shared in self._memory.values():
-                shared.held[made] = made.register(shared.region)
+            self.registrations.join(made)
         except TransportError:
-            self._unmade(made)
+            made.close(quiet=True)
             raise
-        return made
-
-    def _unmade(self, made: Agent) -> None:
-        for shared in self._memory.values():
-            if made in shared.held:
-                with contextlib.suppress(TransportError):
-                    made.deregister(shared.held.pop(made))
-        made.close(quiet=True)
-
-    def _deregister(self, registration: Registration) -> None:
-        failed: list[TransportError] = []
-        for agent, one in self._memory.pop(registration).held.items():
-            try:
-                agent.deregister(one)
-            except TransportError as exc:
-                failed.append(exc)
-        if failed:
-            raise failed[0]
 
 
 def _check_files() -> None:

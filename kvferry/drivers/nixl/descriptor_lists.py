@@ -1,87 +1,46 @@
-"""Turn a batch of copies into arrays for NIXL, or, for one copy, tuples, which takes less time."""
+"""Describe a read to NIXL, in chunks: by lists of copies, or by indices of prepared lists.
+
+For a read by pages, NIXL prepares once what a peer's strips are. A strip lies in every page, a
+fixed distance from page to page, which NIXL takes as one row: what it keeps does not grow with the
+number of pages.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
-from kvferry.core.memory import U64Array
-from kvferry.core.transport.copies import Copies, Segment
-from kvferry.drivers.nixl.agent import Rows
+from kvferry.core.memory import Region, U64Array
+from kvferry.core.transport import Copies, PagedCopies, PlacedStrips, Segment, Strips, StripSide
+from kvferry.drivers.nixl.agent import Agent, Handle, Indices, PreparedList, Rows, StridedRows
+
+CHUNK_ROWS = 4096
+"""The most copies of a chunk: posting a chunk may take as long as moving it."""
+MAX_ROWS = 1 << 16
+"""The most rows of a prepared list; strips that need more are not prepared."""
+MAX_INDEX = np.iinfo(np.int32).max
+"""NIXL's indices are of 32 bits."""
 
 Kinds = tuple[str, str]
 """The memory kinds of the local and of the remote side."""
 
-_Devices = tuple[int, int]
 
-_SMALLEST = 4096
+def copy_chunks(copies: Copies, most: int = CHUNK_ROWS) -> Iterator[tuple[Kinds, Rows, Rows]]:
+    """Cut a batch into chunks of ``most`` copies, each with one memory kind on either side.
 
-
-class DescriptorLists:
-    """Describe batches to NIXL, one after another, in the same two arrays: fresh memory is slow."""
-
-    def __init__(self) -> None:
-        self._reserve(_SMALLEST)
-
-    def chunks(self, copies: Copies, most: int | None = None) -> Iterator[tuple[Kinds, Rows, Rows]]:
-        """Cut a batch into chunks of ``most`` copies, each with one memory kind on either side.
-
-        Copies of 0 bytes are left out. The rows, local and remote, are valid until the next call.
-        """
-        n = len(copies)
-        if n == 0:
-            return iter(())
-        if n == len(copies.segments) == 1:
-            return _one(copies, *copies.segments)
-        if n > len(self._local):
-            self._reserve(1 << (n - 1).bit_length())
-        chunks = self._grouped(copies, *self._filled(copies, n))
-        return chunks if most is None else _cut(chunks, most)
-
-    def _reserve(self, capacity: int) -> None:
-        self._local, self._remote = np.empty((2, capacity, 3), np.uint64)
-        self._devices: _Devices = (-1, -1)
-
-    def _filled(self, copies: Copies, n: int) -> tuple[U64Array, U64Array]:
-        local, remote = self._local[:n], self._remote[:n]
-        local[:, 0], remote[:, 0] = copies.local, copies.remote
-        local[:, 1] = remote[:, 1] = copies.nbytes
-        devices = {(segment.local.device, segment.remote.device) for segment in copies.segments}
-        if devices != {self._devices}:
-            self._fill_devices(copies, devices)
-        return local, remote
-
-    def _fill_devices(self, copies: Copies, devices: set[_Devices]) -> None:
-        if len(devices) == 1:
-            # Beyond this batch's rows, too, so that later batches of these devices need no filling.
-            (self._devices,) = devices
-            self._local[:, 2], self._remote[:, 2] = self._devices
-            return
-        self._devices = (-1, -1)
-        for segment in copies.segments:
-            self._local[segment.start : segment.stop, 2] = segment.local.device
-            self._remote[segment.start : segment.stop, 2] = segment.remote.device
-
-    def _grouped(
-        self, copies: Copies, local: U64Array, remote: U64Array
-    ) -> Iterator[tuple[Kinds, Rows, Rows]]:
-        empty = not copies.nbytes[copies.nbytes.argmin()]
-        groups: dict[Kinds, list[Segment]] = {}
-        for segment in copies.segments:
-            groups.setdefault((segment.local.kind, segment.remote.kind), []).append(segment)
-        for kinds, segments in groups.items():
-            here, there = local, remote
-            if len(groups) > 1:
-                here, there = (_picked(rows, segments) for rows in (local, remote))
-            if empty:
-                full = here[:, 1] != 0
-                here, there = here[full], there[full]
-            if len(here):
-                yield kinds, here, there
+    Copies of 0 bytes are left out. The rows are of the local and of the remote side.
+    """
+    if len(copies) == len(copies.segments) == 1:
+        return _one(copies, *copies.segments)
+    return _many(copies, most)
 
 
 def _one(copies: Copies, segment: Segment) -> Iterator[tuple[Kinds, Rows, Rows]]:
+    # To NIXL, a list of one tuple takes less time than an array.
     here, there, nbytes = segment.local, segment.remote, copies.nbytes.item()
     if nbytes:
         local, remote = copies.local.item(), copies.remote.item()
@@ -92,13 +51,121 @@ def _one(copies: Copies, segment: Segment) -> Iterator[tuple[Kinds, Rows, Rows]]
         )
 
 
-def _picked(rows: U64Array, segments: list[Segment]) -> U64Array:
-    return np.concatenate([rows[segment.start : segment.stop] for segment in segments])
+def _many(copies: Copies, most: int) -> Iterator[tuple[Kinds, Rows, Rows]]:
+    local, remote = (_devices(copies.segments, side) for side in ("local", "remote"))
+    for kinds, group in itertools.groupby(copies.segments, _kinds):
+        segments = list(group)
+        last = segments[-1].stop
+        for start in range(segments[0].start, last, most):
+            rows = slice(start, min(start + most, last))
+            nbytes = copies.nbytes[rows]
+            near = _rows(copies.local[rows], nbytes, local[rows])
+            far = _rows(copies.remote[rows], nbytes, remote[rows])
+            if not nbytes.all():
+                near, far = near[nbytes != 0], far[nbytes != 0]
+            if len(near):
+                yield kinds, near, far
 
 
-def _cut(
-    chunks: Iterator[tuple[Kinds, Rows, Rows]], most: int
-) -> Iterator[tuple[Kinds, Rows, Rows]]:
-    for kinds, local, remote in chunks:
-        for start in range(0, len(local), most):
-            yield kinds, local[start : start + most], remote[start : start + most]
+def _rows(addresses: U64Array, nbytes: U64Array, devices: U64Array) -> U64Array:
+    rows = np.empty((len(nbytes), 3), np.uint64)
+    rows[:, 0], rows[:, 1], rows[:, 2] = addresses, nbytes, devices
+    return rows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PagedChunk:
+    """The copies that one NIXL transfer makes, by the indices of prepared descriptors of strips."""
+
+    strips: Strips
+    local: Indices
+    remote: Indices
+
+
+class PreparedStrips:
+    """The lists that the agents of this side have prepared for one peer.
+
+    They name memory that is registered now. So they are released before either side's memory is
+    registered anew or deregistered, and before the agents forget the peer.
+    """
+
+    def __init__(self) -> None:
+        self._lists: dict[tuple[Agent, Strips, str], PreparedList] = {}
+        # Held because ``connect`` may post waiting chunks while memory is registered.
+        self._lock = threading.Lock()
+
+    def prepare(self, agent: Agent, chunk: PagedChunk, name: str) -> Handle:
+        """Make a NIXL transfer of a chunk in an agent, which prepares its lists if need be."""
+        with self._lock:
+            near = self._prepared(agent, chunk.strips, "local", "")
+            far = self._prepared(agent, chunk.strips, "remote", name)
+            return agent.prepare_indexed(near, chunk.local, far, chunk.remote, name)
+
+    def _prepared(self, agent: Agent, strips: Strips, side: str, name: str) -> PreparedList:
+        found = self._lists.get((agent, strips, side))
+        if found is None:
+            region: Region = getattr(strips.segments[0], side)
+            found = agent.prepare_list(_strided(strips, side), region.kind, name)
+            self._lists[agent, strips, side] = found
+        return found
+
+    def release(self) -> None:
+        """Release all lists; transfers that were made of them go on."""
+        with self._lock:
+            for (agent, _, _), prepared in self._lists.items():
+                agent.release_list(prepared)
+            self._lists.clear()
+
+
+def can_prepare(pages: PagedCopies) -> bool:
+    """Return whether NIXL can name all these copies by index."""
+    return all(map(_fits, dict.fromkeys(part.strips for part in pages.parts)))
+
+
+def paged_chunks(pages: PagedCopies) -> Iterator[PagedChunk]:
+    """Cut a batch for which ``can_prepare`` holds into chunks of at most ``CHUNK_ROWS`` copies."""
+    for part in pages.parts:
+        local = _indices(part, part.strips.local, part.local)
+        remote = _indices(part, part.strips.remote, part.remote)
+        for start in range(0, len(local), CHUNK_ROWS):
+            chunk = slice(start, start + CHUNK_ROWS)
+            yield PagedChunk(strips=part.strips, local=local[chunk], remote=remote[chunk])
+
+
+def _fits(strips: Strips) -> bool:
+    sides = (strips.local, strips.remote)
+    rows = max(len(side.within) for side in sides) * len(strips)
+    descriptors = max(side.places for side in sides) * len(strips)
+    # NIXL refuses rows whose descriptors overlap, even of one page.
+    apart = all(side.stride >= strips.nbytes for side in sides)
+    small = rows <= MAX_ROWS and descriptors <= MAX_INDEX
+    return apart and small and len(set(map(_kinds, strips.segments))) == 1
+
+
+def _indices(part: PlacedStrips, side: StripSide, places: np.ndarray) -> Indices:
+    first = np.arange(len(part.strips), dtype=np.int32)[:, None] * np.int32(side.places)
+    indices: Indices = (first + places.astype(np.int32)).ravel()
+    return indices
+
+
+def _strided(strips: Strips, name: str) -> StridedRows:
+    """Return a row for each strip and each of its places in a page, which names all pages."""
+    side: StripSide = getattr(strips, name)
+    rows = np.empty((len(strips), len(side.within), 5), np.uint64)
+    rows[:, :, 0] = side.start[:, None] + side.within.astype(np.uint64)
+    rows[:, :, 1] = strips.nbytes
+    rows[:, :, 2] = _devices(strips.segments, name)[:, None]
+    rows[:, :, 3] = side.stride
+    rows[:, :, 4] = side.pages
+    return rows.reshape(-1, 5)
+
+
+def _kinds(segment: Segment) -> Kinds:
+    return segment.local.kind, segment.remote.kind
+
+
+def _devices(segments: Sequence[Segment], side: str) -> U64Array:
+    """Return the device of one side of each copy or strip."""
+    regions: list[Region] = [getattr(segment, side) for segment in segments]
+    lengths = np.array([segment.stop - segment.start for segment in segments], np.int64)
+    return np.repeat(np.array([region.device for region in regions], np.uint64), lengths)

@@ -7,8 +7,6 @@ import ctypes
 import importlib
 import logging
 import os
-import threading
-from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -21,8 +19,6 @@ PACKAGES = ("nixl", "nixl_cu13", "nixl_cu12")
 _LOG_LEVEL = "NIXL_LOG_LEVEL"
 
 _SYSTEMS_OWN = "libnl-route-3.so.200"
-
-_patience = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,34 +34,6 @@ class NixlLibrary:
 
     def __str__(self) -> str:
         return f"{self.package} {self.version}"
-
-    @contextlib.contextmanager
-    def patient(self, milliseconds: int) -> Iterator[None]:
-        """Give each new agent a progress thread that sleeps at most so long while it is idle."""
-        with _patience:
-            native = self.api.nixlBind
-            self.api.nixlBind = _Patient(native, milliseconds)
-            try:
-                yield
-            finally:
-                self.api.nixlBind = native
-
-
-class _Patient:
-    """NIXL's bindings, with one change: a new agent's progress thread sleeps while it is idle."""
-
-    def __init__(self, native: Any, milliseconds: int) -> None:  # noqa: ANN401
-        self._native = native
-        self._microseconds = milliseconds * 1000
-
-    def __getattr__(self, name: str) -> Any:  # noqa: ANN401
-        return getattr(self._native, name)
-
-    def nixlAgent(self, name: str, config: Any) -> Any:  # noqa: ANN401
-        if hasattr(config, "pthrDelay"):
-            # NIXL's Python API has no argument for it, and passes 0: the thread never sleeps.
-            config.pthrDelay = self._microseconds
-        return self._native.nixlAgent(name, config)
 
 
 def load() -> NixlLibrary:

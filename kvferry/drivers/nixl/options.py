@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Protocol
+from typing import Annotated, Any
 
 import msgspec
 
@@ -81,23 +81,13 @@ def defaults(backend: str, root: Path = Path("/")) -> dict[str, str]:
     return _THREADS if any((root / _RDMA).glob("*")) else _THREADS | _SHARED
 
 
-class Plugins(Protocol):
-    """The methods of NIXL's native agent that describe its backends."""
-
-    def getAvailPlugins(self) -> list[str]:
-        """Return the names of the backends. A listed backend may still fail to load."""
-
-    def getPluginParams(self, name: str) -> tuple[dict[str, str], list[str]]:
-        """Return a backend's parameters with their defaults, and the memory kinds it supports."""
-
-
-def parameters(options: NixlOptions, library: NixlLibrary, native: Plugins) -> dict[str, str]:
+def parameters(options: NixlOptions, library: NixlLibrary, native: Any) -> dict[str, str]:  # noqa: ANN401
     """Return the parameters to start a backend with: the user's, and ``defaults`` for the others.
 
     Raise ``DriverError`` if a name is unknown, the backend does not load here, or ``num_threads``
     is set without a progress thread.
     """
-    offered = sorted(native.getAvailPlugins())
+    offered = sorted(native.getAvailPlugins())  # a listed backend may still fail to load
     if options.backend not in offered:
         raise DriverError(
             f"driver_options of nixl: no backend {options.backend!r}; {library} offers "
@@ -134,7 +124,7 @@ def without_threads(options: NixlOptions) -> NixlOptions:
     return msgspec.structs.replace(options, backend_options={**options.backend_options, _NUMBER: 0})
 
 
-def _known(backend: str, library: NixlLibrary, native: Plugins) -> dict[str, str]:
+def _known(backend: str, library: NixlLibrary, native: Any) -> dict[str, str]:  # noqa: ANN401
     """Return the parameters that a backend takes, with their defaults, empty if NIXL tells none."""
     try:
         listed, _ = native.getPluginParams(backend)

@@ -7,11 +7,11 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from kvferry.core.errors import TransportError
+from kvferry.core.errors import PeerLostError, TransportError
 from kvferry.core.transport import State, Status
 from kvferry.drivers.nixl.agent import Handle, Telemetry, TransferChunk, bare
+from kvferry.drivers.nixl.descriptor_lists import PagedChunk
 from kvferry.drivers.nixl.peer import NixlPeer
-from kvferry.drivers.nixl.prepared_strips import PagedChunk
 
 AT_ONCE = 2
 """Chunks posted at once; not more, as NIXL fails posted copies one by one if the peer dies."""
@@ -63,13 +63,7 @@ class NixlTransfer:
     def advance(self) -> None:
         """Make progress with the running chunks, and post a waiting chunk for each that ended."""
         for handle in list(self.running):
-            try:
-                ended = handle.agent.check(handle)
-            except TransportError as exc:
-                self._ended_badly(handle, exc)
-                continue
-            if ended:
-                self._ended_well(handle)
+            self._note(handle, handle.agent.check)
         if self.waiting or not self.running:
             self._post_some()
             self._conclude()
@@ -77,7 +71,7 @@ class NixlTransfer:
     def fail(self, error: TransportError) -> None:
         """Make a PENDING transfer FAILING. If it is FAILING already, its first error stays."""
         if self.status.state is State.PENDING:
-            self.status = Status(state=State.FAILING, error=bare(error))
+            self._failed(State.FAILING, error)
             self.waiting.clear()
 
     def settle(self) -> None:
@@ -85,17 +79,12 @@ class NixlTransfer:
         if not self.final:
             self.status = Status(state=State.FAILED, error=self.status.error)
 
-    def release(self) -> list[TransportError]:
-        """Release the handles of chunks that run or have failed, and return NIXL's errors."""
-        failed = []
+    def release(self) -> None:
+        """Release the handles of chunks that run or have failed."""
         for handle in (*self.running, *self.ended):
-            try:
-                handle.agent.release(handle)
-            except TransportError as exc:
-                failed.append(exc)
+            handle.agent.release(handle)
         self.running.clear()
         self.ended.clear()
-        return failed
 
     def _post_some(self) -> None:
         """Post waiting chunks so that at most ``AT_ONCE`` are running; stop at the first error."""
@@ -105,39 +94,30 @@ class NixlTransfer:
             try:
                 handle = self.prepare(self.waiting.popleft())
             except TransportError as exc:
-                self._not_prepared(exc)
+                self.fail(exc)
+                # Nothing of this chunk has begun. If no other runs either, no memory is touched.
+                if not self.running:
+                    self.release()
+                    self.settle()
                 break
             self.running.append(handle)
-            try:
-                ended = handle.agent.post(handle)
-            except TransportError as exc:
-                self._ended_badly(handle, exc)
-            else:
-                if ended:
-                    self._ended_well(handle)
+            self._note(handle, handle.agent.post)
 
-    def _not_prepared(self, error: TransportError) -> None:
-        self.fail(error)
-        # Nothing of this chunk has begun. If no other chunk runs either, no memory is touched.
-        if not self.running:
-            self.release()
-            self.settle()
-
-    def _ended_well(self, handle: Handle) -> None:
+    def _note(self, handle: Handle, step: Callable[[Handle], bool]) -> None:
+        """Post or check a running chunk, and note its end."""
+        try:
+            if not step(handle):
+                return
+        except TransportError as exc:
+            self.running.remove(handle)
+            self.ended.append(handle)
+            self.fail(exc)
+            return
         self.running.remove(handle)
         if self.telemetry is not None:
             with contextlib.suppress(TransportError):
                 self.telemetry.append(handle.agent.telemetry(handle))
-        # Not ``contextlib.suppress``, which takes as long as the call.
-        try:  # noqa: SIM105
-            handle.agent.release(handle)
-        except TransportError:
-            pass
-
-    def _ended_badly(self, handle: Handle, error: TransportError) -> None:
-        self.running.remove(handle)
-        self.ended.append(handle)
-        self.fail(error)
+        handle.agent.release(handle)
 
     def _conclude(self) -> None:
         if not self.drained or self.status is not _PENDING:
@@ -149,6 +129,12 @@ class NixlTransfer:
                 self.send()
         except TransportError as exc:
             # All bytes have landed, so the transfer is final.
-            self.status = Status(state=State.FAILED, error=bare(exc))
+            self._failed(State.FAILED, exc)
         else:
             self.status = _DONE
+
+    def _failed(self, state: State, error: TransportError) -> None:
+        self.status = Status(state=state, error=bare(error))
+        self.peer.failed = True  # so that it does not become idle (see ``IdlePeers``)
+        if isinstance(error, PeerLostError):
+            self.peer.mark_lost()

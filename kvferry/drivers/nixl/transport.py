@@ -8,7 +8,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import ClassVar
 
@@ -22,6 +22,7 @@ from kvferry.core.memory import CPU, CUDA, Region
 from kvferry.core.transport import (
     BaseTransport,
     Capabilities,
+    Copies,
     EnterThread,
     Notification,
     PagedRequest,
@@ -36,15 +37,17 @@ from kvferry.drivers.cuda import DeviceWaits, find_cuda
 from kvferry.drivers.nixl import address as wire
 from kvferry.drivers.nixl import agent_metadata, library
 from kvferry.drivers.nixl.address import NixlAddress
-from kvferry.drivers.nixl.agent import CHUNK_ROWS, Telemetry
+from kvferry.drivers.nixl.agent import Telemetry, TransferChunk
 from kvferry.drivers.nixl.agent_metadata import AgentMetadata
 from kvferry.drivers.nixl.agent_pair import AgentPair
-from kvferry.drivers.nixl.descriptor_lists import DescriptorLists
-from kvferry.drivers.nixl.idle_peers import IdlePeers
+from kvferry.drivers.nixl.descriptor_lists import (
+    PagedChunk,
+    can_prepare,
+    copy_chunks,
+    paged_chunks,
+)
 from kvferry.drivers.nixl.options import NixlOptions
-from kvferry.drivers.nixl.peer import NixlPeer, check_backend
-from kvferry.drivers.nixl.prepared_strips import can_prepare, paged_chunks
-from kvferry.drivers.nixl.registrations import Registrations
+from kvferry.drivers.nixl.peer import IdlePeers, NixlPeer
 from kvferry.drivers.nixl.transfer import NixlTransfer
 from kvferry.drivers.ucx_format import FormatError
 
@@ -101,8 +104,6 @@ class NixlTransport(BaseTransport[None, NixlPeer, NixlPeer, NixlTransfer]):
         self._arrived: list[Notification] = []
         # Held because ``disconnect`` may poll at the same time as other calls.
         self._looking = threading.Lock()
-        self._registrations = Registrations(self._agents)
-        self._lists = DescriptorLists()
         self._idle = IdlePeers()
 
     @property
@@ -137,11 +138,11 @@ class NixlTransport(BaseTransport[None, NixlPeer, NixlPeer, NixlTransfer]):
                 in_use |= record.local
         self._release_prepared()
         # If a span grows, peers cannot reach its regions until they connect again.
-        self._registrations.add(region, in_use)
+        self._agents.registrations.add(region, in_use)
 
     def _deregister(self, region: Region, registration: None) -> None:
         self._release_prepared()
-        self._registrations.remove(region)
+        self._agents.registrations.remove(region)
 
     # Connections.
 
@@ -150,13 +151,18 @@ class NixlTransport(BaseTransport[None, NixlPeer, NixlPeer, NixlTransfer]):
             name=self.name,
             backend=self._options.backend,
             metadata=self._agent.metadata(),
-            spans=self._registrations,
+            spans=self._agents.registrations,
             regions=self._registered,
         )
 
     def _decode_address(self, address: bytes) -> NixlPeer:
         theirs = wire.decode(address)
-        check_backend(theirs, self._options.backend)
+        backend = self._options.backend
+        if theirs.backend != backend:
+            raise ConnectError(
+                f"{theirs.name} has NIXL backend {theirs.backend}, and this side {backend}: both "
+                "need the same (driver_options: backend)"
+            )
         regions = wire.regions_of(theirs)
         itself = theirs.name == self.name
         return NixlPeer(
@@ -188,7 +194,10 @@ class NixlTransport(BaseTransport[None, NixlPeer, NixlPeer, NixlTransfer]):
 
     def _disconnect(self, connection: NixlPeer, transfers: Sequence[NixlTransfer]) -> None:
         if transfers or connection.lost or connection.failed or connection.itself:
-            self._remove_remote(connection, transfers)
+            # In this order: a handle keeps its connection open.
+            for transfer in transfers:
+                transfer.release()
+            connection.remove_remote()
             self._settle(transfers)
         else:
             connection.prepared.release()
@@ -200,43 +209,36 @@ class NixlTransport(BaseTransport[None, NixlPeer, NixlPeer, NixlTransfer]):
     # Transfers.
 
     def _start(self, request: TransferRequest[NixlPeer]) -> NixlTransfer:
+        return self._post(request, self._chunks(request.copies))
+
+    def _start_paged(self, request: PagedRequest[NixlPeer]) -> NixlTransfer:
+        pages = request.pages
+        if can_prepare(pages):
+            return self._post(request, paged_chunks(pages))
+        return self._post(request, self._chunks(pages.written_out()))
+
+    def _chunks(self, copies: Copies) -> Iterator[TransferChunk]:
+        for kinds, local, remote in copy_chunks(copies):
+            yield self._agent.make_chunk(kinds=kinds, local=local, remote=remote)
+
+    def _post(
+        self,
+        request: TransferRequest[NixlPeer] | PagedRequest[NixlPeer],
+        chunks: Iterator[TransferChunk | PagedChunk],
+    ) -> NixlTransfer:
         if not self._options.progress_thread:
             # So that UCX notices before it reads that a peer has closed.
             self._look()
-        transfer = self._transfer(request)
-        transfer.post(
-            [
-                self._agent.make_chunk(kinds=kinds, local=local, remote=remote)
-                for kinds, local, remote in self._lists.chunks(request.copies, CHUNK_ROWS)
-            ]
-        )
-        _note_failure(transfer)
-        return transfer
-
-    def _start_paged(self, request: PagedRequest[NixlPeer]) -> NixlTransfer:
-        connection, pages, local, remote, notify = request
-        if not can_prepare(pages):
-            copies = pages.written_out()
-            return self._start(TransferRequest(connection, copies, local, remote, notify))
-        if not self._options.progress_thread:
-            self._look()
-        transfer = self._transfer(request)
-        transfer.post(paged_chunks(pages))
-        _note_failure(transfer)
-        return transfer
-
-    def _transfer(
-        self, request: TransferRequest[NixlPeer] | PagedRequest[NixlPeer]
-    ) -> NixlTransfer:
-        """Return a request's transfer without chunks."""
         peer, notify, into = request.connection, request.notify, _devices(request.local)
-        return NixlTransfer(
+        transfer = NixlTransfer(
             peer=peer,
             prepare=partial(self._agents.prepare, peer),
             flush=partial(_flush, into) if into else None,
             send=None if notify is None else partial(self._agent.notify, peer.name, notify),
             telemetry=[] if self._options.telemetry else None,
         )
+        transfer.post(chunks)
+        return transfer
 
     def _progress(self, transfers: Sequence[NixlTransfer]) -> None:
         if not self._options.progress_thread:
@@ -244,7 +246,6 @@ class NixlTransport(BaseTransport[None, NixlPeer, NixlPeer, NixlTransfer]):
         for transfer in transfers:
             if not transfer.drained:
                 transfer.advance()
-                _note_failure(transfer)
 
     def _fail(self, transfer: NixlTransfer, error: TransportError) -> None:
         transfer.fail(error)
@@ -284,17 +285,13 @@ class NixlTransport(BaseTransport[None, NixlPeer, NixlPeer, NixlTransfer]):
     def _close(self, transfers: Sequence[NixlTransfer]) -> None:
         # Before the handles are released: afterwards all of them look drained.
         drained = [transfer for transfer in transfers if transfer.drained]
-        failed: list[TransportError] = []
+        for transfer in transfers:
+            transfer.release()
         for connection in self._peers.values():
-            own = [transfer for transfer in transfers if transfer.peer is connection]
-            failed += self._remove_remote(connection, own)
+            connection.remove_remote()
         self._idle.clear()
         self._settle(drained)
-        quiet = all(transfer.final for transfer in transfers)
-        failed += self._registrations.clear()
-        self._agents.close(quiet=quiet)
-        if failed and quiet:
-            raise TransportError(f"closed, but not everything was given back: {failed[0]}")
+        self._agents.close(quiet=all(transfer.final for transfer in transfers))
 
     # How transfers and connections end.
 
@@ -308,14 +305,6 @@ class NixlTransport(BaseTransport[None, NixlPeer, NixlPeer, NixlTransfer]):
             if not undrained or time.monotonic() > deadline:
                 return not undrained
             time.sleep(_POLL_SECONDS)
-
-    def _remove_remote(
-        self, connection: NixlPeer, transfers: Sequence[NixlTransfer]
-    ) -> list[TransportError]:
-        """Release unfinished transfers, close their connection, and return NIXL's errors."""
-        # In this order: a handle keeps its connection open.
-        failed = [error for transfer in transfers for error in transfer.release()]
-        return failed + connection.remove_remote()
 
     def _settle(self, transfers: Sequence[NixlTransfer]) -> None:
         """Wait until no byte of closed connections' transfers can land, then make them FAILED."""
@@ -364,9 +353,7 @@ class NixlTransport(BaseTransport[None, NixlPeer, NixlPeer, NixlTransfer]):
                     f"transfers with {connection.name} run for more than {self.grace_seconds} s, "
                     "and its memory has changed: disconnect first"
                 )
-            failed = connection.remove_remote()
-            if failed:
-                raise failed[0]
+            connection.remove_remote()
         connection.metadata, connection.keys = address.metadata, address.keys
         try:
             connection.load_metadata(self._agent)
@@ -416,12 +403,3 @@ def _flush(devices: Iterable[int]) -> None:
     for device in devices:
         if cuda.needs_flush(device):
             cuda.flush(device)
-
-
-def _note_failure(transfer: NixlTransfer) -> None:
-    """Mark a failed transfer's peer, so that it does not become idle (see ``IdlePeers``)."""
-    error = transfer.status.error
-    if error is not None:
-        transfer.peer.failed = True
-        if isinstance(error, PeerLostError):
-            transfer.peer.mark_lost()

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.core.memory import region_of
-from kvferry.drivers.loopback.chunked_copy import CopyRuns, read_in_process
+from kvferry.drivers.loopback.chunked_copy import CopyRuns, ranges_of, read_in_process
 from kvferry.testing.contract.copy_batches import batch, joined
 from kvferry.testing.memory import pattern
 
@@ -20,9 +20,10 @@ def move(runs: CopyRuns, limit: int) -> list[int]:
     while position < runs.total:
         stop = runs.next_stop(position, limit)
         chunk = runs.chunk(position, stop)
-        assert int(chunk.local[:, 1].sum()) == chunk.nbytes == stop - position
+        for side in (chunk.local, chunk.remote):
+            assert int(ranges_of(side)[:, 1].sum()) == chunk.nbytes == stop - position
         read_in_process(chunk)
-        sizes.append(len(chunk.local))
+        sizes.append(chunk.runs)
         position = stop
     return sizes
 
@@ -55,8 +56,7 @@ def test_chunks_move_exactly_the_bytes_of_the_copies(
         batch(local, remote, targets[part], sources[part], sizes[part])
         for part in (slice(cut), slice(cut, None))
     ]
-    runs = CopyRuns(SIZE)
-    runs.fill(joined(halves))
+    runs = CopyRuns(joined(halves))
     move(runs, limit)
     np.testing.assert_array_equal(target, expected)
 
@@ -64,8 +64,9 @@ def test_chunks_move_exactly_the_bytes_of_the_copies(
 def test_adjacent_copies_are_merged_in_any_order() -> None:
     source, target = pattern(SIZE, 4), np.zeros(SIZE, np.uint8)
     order = np.random.default_rng(5).permutation(SIZE // 32) * 32
-    runs = CopyRuns(SIZE)
-    runs.fill(batch(region_of(target), region_of(source), order, order, np.full(len(order), 32)))
+    runs = CopyRuns(
+        batch(region_of(target), region_of(source), order, order, np.full(len(order), 32))
+    )
     assert runs.count == 1
     assert move(runs, SIZE) == [1]
     np.testing.assert_array_equal(target, source)
@@ -73,24 +74,24 @@ def test_adjacent_copies_are_merged_in_any_order() -> None:
 
 def test_copies_adjacent_on_one_side_only_are_not_merged() -> None:
     memory = np.zeros(SIZE, np.uint8)
-    runs = CopyRuns(SIZE)
     region = region_of(memory)
-    runs.fill(batch(region, region, [0, 8, 16], [100, 108, 120], [8, 8, 8]))
+    runs = CopyRuns(batch(region, region, [0, 8, 16], [100, 108, 120], [8, 8, 8]))
     assert runs.count == 2
 
 
-def test_chunk_has_at_most_1024_iovecs() -> None:
+def test_chunk_leaves_two_of_1024_iovecs_for_the_registry() -> None:
     source, target = pattern(SIZE, 6), np.zeros(SIZE, np.uint8)
     odd = np.arange(1, SIZE, 2)
-    runs = CopyRuns(SIZE)
-    runs.fill(batch(region_of(target), region_of(source), odd - 1, odd, np.ones(len(odd))))
-    assert move(runs, SIZE) == [1024, 1024]
+    runs = CopyRuns(batch(region_of(target), region_of(source), odd - 1, odd, np.ones(len(odd))))
+    assert move(runs, SIZE) == [1022, 1022, 4]
     np.testing.assert_array_equal(target[::2], source[1::2])
 
 
-def test_refilled_runs_contain_only_the_last_batch() -> None:
-    buffer = np.zeros(SIZE, np.uint8)
-    region, runs = region_of(buffer), CopyRuns(64)
-    runs.fill(batch(region, region, [0, 128], [0, 128], [64, 64]))
-    runs.fill(batch(region, region, [0, 64], [0, 64], [32, 32]))
-    assert runs.count == 2
+def test_arrays_of_the_batch_may_be_overwritten() -> None:
+    source, target = pattern(SIZE, 7), np.zeros(SIZE, np.uint8)
+    copies = batch(region_of(target), region_of(source), [0, 128], [0, 128], [64, 64])
+    runs = CopyRuns(copies)
+    for array in (copies.local, copies.remote, copies.nbytes):
+        array[:] = 0
+    assert move(runs, SIZE) == [2]
+    np.testing.assert_array_equal(target[128:192], source[128:192])

@@ -162,7 +162,7 @@ def test_forbidden_memory_access_is_reported_with_setting_to_change(
     def refuse(*_: object, **__: object) -> int:
         raise OSError(code, os.strerror(code))
 
-    monkeypatch.setattr(f"{module}.vm_read", refuse)
+    monkeypatch.setattr("kvferry.drivers.loopback.peer_memory.vm_read", refuse)
     if scope is not None:
         monkeypatch.setattr(f"{module}._ptrace_scope", lambda: scope)
     if uid is not None:

@@ -7,7 +7,7 @@ import itertools
 from kvferry.core.errors import TransportError
 from kvferry.core.memory import Region
 from kvferry.drivers.nixl.agent import Agent, Handle, Registration, Telemetry, TransferChunk
-from kvferry.drivers.nixl.prepared_strips import PagedChunk
+from kvferry.drivers.nixl.descriptor_lists import PagedChunk
 
 
 class FakeAgent(Agent):
@@ -61,9 +61,8 @@ class FakeAgent(Agent):
             raise TransportError("its second half is wrong")
         return metadata.decode()
 
-    def remove(self, name: str) -> bool:
+    def remove(self, name: str) -> None:
         self.known = [one for one in self.known if one != name.encode()]
-        return True
 
     def close(self, *, quiet: bool) -> None:
         self.closed = True

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvferry.drivers.cuda import CudaDriver
-from kvferry.drivers.nixl import accelerators
+from kvferry.drivers.nixl import agent
 from tests.gpu.driver_api import StandInCuda
 
 CUDA = CudaDriver(StandInCuda())
@@ -31,5 +31,5 @@ def test_kind_is_claimed_with_its_driver_library(
         return name
 
     monkeypatch.setattr("ctypes.CDLL", load)
-    monkeypatch.setattr(accelerators, "find_cuda", lambda: cuda)
-    assert accelerators.present() == kinds
+    monkeypatch.setattr(agent, "find_cuda", lambda: cuda)
+    assert agent.accelerators() == kinds

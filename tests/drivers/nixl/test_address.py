@@ -27,7 +27,7 @@ def encoded() -> bytes:
         backend="UCX",
         metadata=b"NIXL's own",
         spans=registrations,
-        regions=registrations.regions,
+        regions=(WHOLE, PART),
     )
 
 

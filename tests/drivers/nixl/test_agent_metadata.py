@@ -114,10 +114,6 @@ def test_sections_of_other_backends_are_not_checked() -> None:
     assert parsed(other).connections == {"Libfabric": b"its own"}
 
 
-def test_ucx_format_is_not_checked_unless_known() -> None:
-    assert parsed(agent_metadata(connection=b"UCX's own"), ucx=False).agent == "one"
-
-
 @given(st.integers(0, len(GOOD)), st.binary())
 def test_arbitrary_metadata_is_parsed_or_refused(at: int, rest: bytes) -> None:
     try:

@@ -54,7 +54,7 @@ def _pair_after_failure(
     """Return a pair after a failed transfer, its two agents, and a peer; ``ONE`` is registered."""
     pair, peer = AgentPair(LIBRARY, "ours", NixlOptions()), _peer()
     [first] = factory.made
-    pair.register(ONE)
+    pair.registrations.add(ONE, ())
     peer.load_metadata(pair.first)
     first.must_not_post = True
     pair.prepare(peer, CHUNK)
@@ -85,13 +85,13 @@ def test_second_agent_is_not_made_without_enough_file_descriptors(
 
 def test_second_agent_has_same_registrations_and_peers(factory: FakeAgentFactory) -> None:
     pair, first, second, peer = _pair_after_failure(factory)
-    more = pair.register(OTHER)
+    pair.registrations.add(OTHER, ())
     for agent in (first, second):
         assert sorted(one.address for one in agent.registered.values()) == [4096, 8192]
         assert agent.known == [b"peer"]
-    pair.deregister(more)
+    pair.registrations.remove(OTHER)
     assert list(second.registered.values()) == list(first.registered.values()) == [ONE]
-    assert peer.remove_remote() == []
+    peer.remove_remote()
     assert first.known == second.known == []
     pair.close(quiet=True)
     assert first.closed
@@ -126,8 +126,8 @@ def test_failed_second_agent_is_closed_and_made_again_by_next_transfer(
     factory: FakeAgentFactory,
 ) -> None:
     pair, peer = AgentPair(LIBRARY, "ours", NixlOptions()), _peer()
-    pair.register(ONE)
-    pair.register(OTHER)
+    pair.registrations.add(ONE, ())
+    pair.registrations.add(OTHER, ())
     factory.made[0].must_not_post = True
     factory.error = DriverError("too many open files")
     with pytest.raises(TransportError, match="too many open files"):
@@ -147,5 +147,5 @@ def test_region_refused_by_one_agent_is_registered_with_none(factory: FakeAgentF
     pair, first, second, _ = _pair_after_failure(factory)
     second.refused = {OTHER}
     with pytest.raises(TransportError, match="told to refuse"):
-        pair.register(OTHER)
+        pair.registrations.add(OTHER, ())
     assert list(first.registered.values()) == [ONE]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from kvferry.core.memory import Region, U64Array
 from kvferry.core.transport.copies import Copies, Segment
 from kvferry.drivers.nixl.agent import Rows
-from kvferry.drivers.nixl.descriptor_lists import DescriptorLists
+from kvferry.drivers.nixl.descriptor_lists import CHUNK_ROWS, copy_chunks
 
 KINDS = [("cpu", 0), ("cuda", 0), ("cuda", 1)]
 
@@ -56,10 +56,8 @@ def _arrays(*sides: Rows) -> list[U64Array]:
     return arrays
 
 
-@given(batches(), st.none() | st.integers(1, 5))
-def test_every_nonempty_copy_is_in_a_chunk_of_its_memory_kinds(
-    copies: Copies, most: int | None
-) -> None:
+@given(batches(), st.integers(1, 5) | st.just(CHUNK_ROWS))
+def test_every_nonempty_copy_is_in_a_chunk_of_its_memory_kinds(copies: Copies, most: int) -> None:
     expected: dict[tuple[str, str], list[tuple[int, ...]]] = {}
     for cut in copies.segments:
         for i in range(cut.start, cut.stop):
@@ -68,25 +66,29 @@ def test_every_nonempty_copy_is_in_a_chunk_of_its_memory_kinds(
                 part = expected.setdefault((cut.local.kind, cut.remote.kind), [])
                 part.append((here, size, cut.local.device, there, size, cut.remote.device))
     found: dict[tuple[str, str], list[tuple[int, ...]]] = {}
-    for kinds, local, remote in DescriptorLists().chunks(copies, most):
-        assert 0 < len(local) == len(remote) <= (most or len(local))
-        assert most or kinds not in found
+    for kinds, local, remote in copy_chunks(copies, most):
+        assert 0 < len(local) == len(remote) <= most
         rows = np.hstack(_arrays(local, remote))
         found.setdefault(kinds, []).extend(tuple(map(int, row)) for row in rows)
     assert found == expected
 
 
-def test_arrays_grow_and_are_reused() -> None:
-    table = DescriptorLists()
-    for n in (10_000, 3, 20_000):
-        copies = Copies(
-            local=np.full(n, LOCAL[0].address, np.uint64),
-            remote=np.arange(n, dtype=np.uint64) % 4000 + np.uint64(REMOTE[1].address),
-            nbytes=np.full(n, 7, np.uint64),
-            segments=(Segment(start=0, stop=n, local=LOCAL[0], remote=REMOTE[1]),),
-        )
-        [(kinds, local, remote)] = table.chunks(copies)
-        assert kinds == ("cpu", "cuda")
-        near, far = _arrays(local, remote)
-        np.testing.assert_array_equal(near[:, 0], copies.local)
-        np.testing.assert_array_equal(far[:, 0], copies.remote)
+def test_large_batches_are_cut_into_as_few_chunks_as_can_be() -> None:
+    n = 2 * CHUNK_ROWS + 3
+    copies = Copies(
+        local=np.full(n, LOCAL[0].address, np.uint64),
+        remote=np.arange(n, dtype=np.uint64) % 4000 + np.uint64(REMOTE[1].address),
+        nbytes=np.full(n, 7, np.uint64),
+        segments=(
+            Segment(start=0, stop=9, local=LOCAL[0], remote=REMOTE[1]),
+            Segment(start=9, stop=n, local=LOCAL[0], remote=REMOTE[2]),
+        ),
+    )
+    chunks = list(copy_chunks(copies))
+    assert [(kinds, len(local)) for kinds, local, _ in chunks] == [
+        (("cpu", "cuda"), rows) for rows in (CHUNK_ROWS, CHUNK_ROWS, 3)
+    ]
+    near, far = (np.vstack(_arrays(*side)) for side in list(zip(*chunks, strict=True))[1:])
+    np.testing.assert_array_equal(near[:, 0], copies.local)
+    np.testing.assert_array_equal(far[:, 0], copies.remote)
+    np.testing.assert_array_equal(far[:, 2], np.repeat([0, 1], [9, n - 9]))

@@ -7,8 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from kvferry.core.errors import ConnectError
-from kvferry.drivers.nixl.idle_peers import MAX_IDLE, IdlePeers
-from kvferry.drivers.nixl.peer import NixlPeer
+from kvferry.drivers.nixl.peer import MAX_IDLE, IdlePeers, NixlPeer
 from tests.drivers.nixl.fake_agent import FakeAgent
 
 

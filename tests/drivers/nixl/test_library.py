@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 
 import pytest
 
@@ -91,26 +91,3 @@ def test_library_that_does_not_load_is_reported_with_its_error(
     assert "nixl_cu12: libcudart.so.12" in str(caught.value)
     assert "nixl_cu13: No module named 'torch'" in str(caught.value)
     assert "pip install" not in str(caught.value)
-
-
-class FakeAgentConfig:
-    """The configuration that NIXL's Python API passes to a native agent."""
-
-    pthrDelay = 0
-
-
-def test_progress_delay_applies_only_to_agents_made_within() -> None:
-    made: list[tuple[str, int]] = []
-    native = SimpleNamespace(
-        nixlAgent=lambda name, config: made.append((name, config.pthrDelay)), other="as it is"
-    )
-    api = SimpleNamespace(nixlBind=native)
-    found = library.NixlLibrary(
-        package="nixl", version="0", api=api, errors=(), lost=OSError, unknown=KeyError
-    )
-    with found.patient(3):
-        assert api.nixlBind.other == "as it is"
-        api.nixlBind.nixlAgent("ours", FakeAgentConfig())
-    api.nixlBind.nixlAgent("another's", FakeAgentConfig())
-    assert made == [("ours", 3000), ("another's", 0)]
-    assert api.nixlBind is native
