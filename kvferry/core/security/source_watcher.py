@@ -50,15 +50,15 @@ class WatchedSetting(Generic[T]):
         self._read = read
         self._use = use
         self._seen: Reading[T] | str = used
-        self._settled: Reading[T] | str = used
+        self._decided: Reading[T] | str = used
 
     def look(self, who: str) -> None:
         """Read the sources, and use or refuse what two readings in a row have found."""
         found = self._find()
         previous, self._seen = self._seen, found
-        if found != previous or found == self._settled:
+        if found != previous or found == self._decided:
             return
-        self._settled = found
+        self._decided = found
         if isinstance(found, str):
             logger.warning("%s: %s stays as it was: %s", who, self._name, found)
             return
@@ -105,11 +105,8 @@ class SourceWatcher:
     def _run(self) -> None:
         while not self._closed.wait(self._seconds):
             for setting in self._settings:
-                self._look(setting)
-
-    def _look(self, setting: WatchedSetting[Any]) -> None:
-        try:
-            setting.look(self._who)
-        except Exception:
-            # The next change has to be noticed, whatever happened to this one.
-            logger.exception("%s: a key or secret could not be read again", self._who)
+                try:
+                    setting.look(self._who)
+                except Exception:
+                    # The next change has to be noticed, whatever happened to this one.
+                    logger.exception("%s: a key or secret could not be read again", self._who)
