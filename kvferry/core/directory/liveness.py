@@ -51,53 +51,43 @@ def start_pings(
             outcome = PeerLostError(f"it cannot be watched any more: {outcome!r}")
         lost(outcome)
 
-    return start(_LivenessCheck(reply, options, wanted).ping(), over)
+    return start(_pinged(reply, options, wanted), over)
 
 
-class _LivenessCheck:
-    def __init__(
-        self, reply: EncodedReply, options: EndpointOptions, wanted: Callable[[], bool]
-    ) -> None:
-        self._incarnation = reply.incarnation
-        self._interval = options.liveness_interval
-        self._limit = options.liveness_misses
-        self._is_wanted = wanted
-        self._name = f"engine {reply.place.engine}"
-        self._ping = Ping(engine=reply.place.engine)
-        self._misses = 0
-        self._dialer = dialer(reply.place, options.liveness_interval, options)
-        self._dialer.longest = MAX_PONG_BYTES
-        self._dialer.numeric.append(reply.numeric)
+def _pinged(
+    reply: EncodedReply, options: EndpointOptions, wanted: Callable[[], bool]
+) -> Steps[None]:
+    """Ping; raise ``PeerLostError`` if the producer is dead, restarted or refuses pings."""
+    engine, interval = reply.place.engine, options.liveness_interval
+    ping = Ping(engine=engine)
+    call = dialer(reply.place, interval, options)
+    call.longest = MAX_PONG_BYTES
+    call.numeric.append(reply.numeric)
+    misses, limit = 0, options.liveness_misses
+    while wanted():
+        try:
+            with closing((yield from connected(call))) as connection:
+                while wanted():
+                    answer = yield from connection.ask(ping, time.monotonic() + interval)
+                    _check(answer, reply)
+                    misses = 0
+                    yield from connection.rest(time.monotonic() + interval)
+            return
+        except (HandshakeError, OSError, zmq.ZMQError) as exc:
+            misses += 1
+            if misses >= limit:
+                raise PeerLostError(
+                    f"engine {engine} missed {misses} of {limit} pings: {exc}"
+                ) from exc
+        yield from pause(QUICK_SECONDS)
 
-    def ping(self) -> Steps[None]:
-        """Ping; raise ``PeerLostError`` if the producer is dead, restarted or refuses pings."""
-        while self._is_wanted():
-            try:
-                yield from self._ping_over_one_connection()
-            except (HandshakeError, OSError, zmq.ZMQError) as exc:
-                self._miss(str(exc))
-            else:
-                return
-            yield from pause(QUICK_SECONDS)
 
-    def _ping_over_one_connection(self) -> Steps[None]:
-        with closing((yield from connected(self._dialer))) as connection:
-            while self._is_wanted():
-                deadline = time.monotonic() + self._interval
-                self._check((yield from connection.ask(self._ping, deadline)))
-                self._misses = 0
-                yield from connection.rest(time.monotonic() + self._interval)
-
-    def _check(self, reply: Reply) -> None:
-        """Refuse an answer that is not a ``Pong`` with the incarnation of the handshake."""
-        if isinstance(reply, Refusal):
-            raise PeerLostError(f"{self._name} does not serve this engine any more: {reply.reason}")
-        if not isinstance(reply, Pong):
-            raise HandshakeError(f"it answered a ping with a {type(reply).__name__}")
-        if reply.incarnation != self._incarnation:
-            raise PeerLostError(f"{self._name} was restarted: what it held is gone")
-
-    def _miss(self, why: str) -> None:
-        self._misses += 1
-        if self._misses >= self._limit:
-            raise PeerLostError(f"{self._name} missed {self._misses} of {self._limit} pings: {why}")
+def _check(answer: Reply, reply: EncodedReply) -> None:
+    """Refuse an answer that is not a ``Pong`` with the incarnation of the handshake."""
+    engine = reply.place.engine
+    if isinstance(answer, Refusal):
+        raise PeerLostError(f"engine {engine} does not serve this engine any more: {answer.reason}")
+    if not isinstance(answer, Pong):
+        raise HandshakeError(f"it answered a ping with a {type(answer).__name__}")
+    if answer.incarnation != reply.incarnation:
+        raise PeerLostError(f"engine {engine} was restarted: what it held is gone")
