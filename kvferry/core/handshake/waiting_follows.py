@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
@@ -44,6 +45,8 @@ class WaitingFollows:
         self._answer = answer
         self._waiting: dict[bytes, _Waiting] = {}
         """By client, the one that has waited longest first."""
+        self._soonest = math.inf
+        """No request's time is over before this."""
         self._changed: deque[bytes] = deque()
         """The names of rooms that have changed."""
         self._lock = threading.Lock()
@@ -59,12 +62,11 @@ class WaitingFollows:
         if news or not follow.wait_ms:
             self._answer(envelope, news)
             return
+        until = time.monotonic() + follow.wait_ms / 1000
+        self._soonest = min(self._soonest, until)
+        names = frozenset(name for name, _ in follow.rooms)
         self._waiting[client] = _Waiting(
-            envelope=envelope,
-            follow=follow,
-            names=frozenset(name for name, _ in follow.rooms),
-            until=time.monotonic() + follow.wait_ms / 1000,
-            address=address,
+            envelope=envelope, follow=follow, names=names, until=until, address=address
         )
         if len(self._waiting) > MAX_WAITING:
             self._end(self._displaced(), [])
@@ -73,14 +75,15 @@ class WaitingFollows:
         """Return the milliseconds until ``progress`` is due, but no more than ``longest``."""
         if not self._waiting:
             return longest
-        soonest = min(each.until for each in self._waiting.values())
-        left = max(0, int((soonest - time.monotonic()) * 1000) + 1)
+        left = max(0, int((self._soonest - time.monotonic()) * 1000) + 1)
         return left if longest is None else min(left, longest)
 
     def progress(self) -> None:
         """Answer the requests for which there is news, and those whose time is over."""
         changed = {self._changed.popleft() for _ in range(len(self._changed))}
         now = time.monotonic()
+        if not changed and now < self._soonest:
+            return
         due = [
             client
             for client, each in self._waiting.items()
@@ -91,6 +94,7 @@ class WaitingFollows:
             news = [] if changed.isdisjoint(each.names) else self._news(each.follow)
             if news or each.until <= now:
                 self._end(client, news)
+        self._soonest = min((each.until for each in self._waiting.values()), default=math.inf)
 
     def hear(self) -> None:
         """Read from ``descriptor``, so that it becomes readable again with the next change."""
