@@ -29,10 +29,9 @@ import zmq
 from engines import Shape
 
 from kvferry.core.handshake import HandshakeServer, poller
-from kvferry.core.handshake.connection import SideChannelConnection
+from kvferry.core.handshake.connection import SideChannelConnection, asked, connected
 from kvferry.core.handshake.connection_limits import most_connections
 from kvferry.core.handshake.dialer import Dialer
-from kvferry.core.handshake.exchange import asked
 from kvferry.core.handshake.server import BACKLOG
 from kvferry.core.handshake.shapes import EngineShape
 from kvferry.core.security import NEARBY, OPEN
@@ -218,9 +217,7 @@ def fetched(port: int, request: PayloadRequest = WHOLE, kind: type[Reply] = Payl
 
 
 def _line(port: int) -> SideChannelConnection:
-    line = SideChannelConnection(_dialer(port))
-    poller.call(line.open())
-    return line
+    return poller.call(connected(_dialer(port)))
 
 
 def _dialer(port: int) -> Dialer:

@@ -26,7 +26,9 @@ import numpy as np
 import rows
 import worker_process
 
-from kvferry.core.directory.liveness import LivenessChecks
+from kvferry.core.directory import EncodedReply
+from kvferry.core.directory.liveness import start_pings
+from kvferry.core.handshake.poller import Task
 from kvferry.core.lifecycle.holds import Incarnation
 from kvferry.core.lifecycle.ticket import PeerKey
 from kvferry.core.options import DEFAULTS
@@ -55,7 +57,7 @@ class Consumers:
 
     def __init__(self) -> None:
         channel.many_files()
-        self._checks = LivenessChecks(DEFAULTS)
+        self._tasks: list[Task] = []
         self._lost: list[str] = []
 
     def ready(self) -> bool:
@@ -80,17 +82,22 @@ class Consumers:
     def watch(self, port: int, count: int) -> int:
         """Watch as so many endpoints; how many do."""
         self._lost.clear()
-        self._ends = [
-            self._checks.start(
-                PeerKey(engine=channel.NAME, host="127.0.0.1", port=port),
-                "127.0.0.1",
-                Incarnation(channel.INCARNATION),
-                lost=lambda exc: self._lost.append(str(exc)),
+        reply = EncodedReply(
+            place=PeerKey(engine=channel.NAME, host="127.0.0.1", port=port),
+            incarnation=Incarnation(channel.INCARNATION),
+            ranks=(),
+            numeric="127.0.0.1",
+        )
+        self._tasks = [
+            start_pings(
+                reply,
+                DEFAULTS,
                 wanted=lambda: True,
+                lost=lambda exc: self._lost.append(str(exc)),
             )
             for _ in range(count)
         ]
-        return len(self._ends)
+        return len(self._tasks)
 
     def lost(self) -> list[str]:
         """Why watches have ended."""
@@ -98,8 +105,8 @@ class Consumers:
 
     def leave(self) -> None:
         """Watch no longer."""
-        for end in self._ends:
-            end()
+        for task in self._tasks:
+            task.cancel()
 
 
 def main() -> None:

@@ -11,16 +11,21 @@ import math
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterable
-from dataclasses import dataclass, field, replace
-from itertools import takewhile
+from dataclasses import dataclass, replace
+from functools import partial
 
-from kvferry.core.directory.handshake_queue import LONGEST_BACKOFF_SECONDS, HandshakeQueue, fetched
-from kvferry.core.directory.liveness import LivenessChecks
+from kvferry.core.directory.handshake_queue import (
+    LONGEST_BACKOFF_SECONDS,
+    Asking,
+    HandshakeQueue,
+    fetched,
+)
+from kvferry.core.directory.liveness import start_pings
 from kvferry.core.directory.news import EncodedReply, Gone, Outcome, ProducerNews
 from kvferry.core.error_causes import RAISE_LIMITS
 from kvferry.core.errors import ConnectError, HandshakeError, KVFerryError
-from kvferry.core.handshake.poller import Steps
-from kvferry.core.handshake.reply_limits import ReplyLimits
+from kvferry.core.handshake.client import ReplyLimits
+from kvferry.core.handshake.poller import Steps, Task
 from kvferry.core.lifecycle.ticket import PeerKey, ProducerName, Ticket
 from kvferry.core.options import EndpointOptions, most_peers
 from kvferry.core.security.proof import verify
@@ -35,14 +40,6 @@ AGAIN_SECONDS = 2.0
 """How long after a reply it may still be on its way to a rank that says that it lacks it."""
 
 
-@dataclass(slots=True, kw_only=True)
-class _Asking:
-    """A producer that is being asked, for these incarnations, which genuine proofs name."""
-
-    since: float
-    incarnations: dict[int, None] = field(default_factory=dict)
-
-
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Producer:
     """A producer whose reply the ranks were sent at a time, and which is pinged."""
@@ -50,7 +47,12 @@ class _Producer:
     key: PeerKey
     sent: float
     last_used: float
-    stop: Callable[[], None] = lambda: None
+    pings: Task | None = None
+
+    def stop(self) -> None:
+        """Ping it no more."""
+        if self.pings is not None:
+            self.pings.cancel()
 
 
 class Directory:
@@ -73,20 +75,20 @@ class Directory:
         self._posted: deque[Callable[[], None]] = deque()
         self._reply_limits = ReplyLimits()
         self._handshakes = HandshakeQueue(self._fetch, self._on_outcome, self._post, clock)
-        self._liveness = LivenessChecks(options)
-        self._asking: dict[PeerKey, _Asking] = {}
+        self._patience = options.handshake_timeout + LONGEST_BACKOFF_SECONDS
+        """How long a rank waits for an outcome, as ``Peers`` does."""
         self._users: dict[Hashable, ProducerName] = {}
         self._uses: Counter[ProducerName] = Counter()
         self._producers: dict[ProducerName, _Producer] = {}
         """In the order of ``_Producer.last_used``."""
-        self._quick_until = 0.0
         self._outcomes: deque[Outcome] = deque()
         self._gone: list[Gone] = []
 
     @property
     def pending(self) -> bool:
         """Return whether ``take`` has, or will soon have, messages that the ranks wait for."""
-        return bool(self._posted or self._outcomes or self._gone) or self._is_awaited(self._clock())
+        is_asking = self._clock() - self._handshakes.newest < self._patience
+        return is_asking or bool(self._posted or self._outcomes or self._gone)
 
     @property
     def is_used(self) -> bool:
@@ -102,18 +104,11 @@ class Directory:
 
     def reach(self, ticket: Ticket) -> None:
         """Ask the producer of a ticket of the next step, unless the ranks know it already."""
-        now = self._clock()
-        self._cancel_late(now)
-        self._run_posted()
-        producer = self._producers.get(ticket.producer)
-        if producer is not None and not self._is_wanted(ticket.producer, producer):
-            self._end(ticket.producer, producer, None)
-            producer = None
-        if producer is not None:
-            self._touch(ticket.producer, producer)
+        self._catch_up()
+        if ticket.producer in self._producers:
+            self._touch(ticket.producer)
             return
-        key = PeerKey.of(ticket)
-        asking = self._ask(key, now)
+        asking = self._handshakes.ask(PeerKey.of(ticket))
         # A forged ticket does not count: whoever answers for it alone is not watched.
         if ticket.proof is None or verify(ticket.proof):
             asking.incarnations.setdefault(ticket.incarnation)
@@ -125,13 +120,12 @@ class Directory:
 
         Nothing is asked again whose answer may still be on its way.
         """
-        now = self._clock()
-        self._run_posted()
+        self._catch_up()
         for key, incarnation in lacking:
             producer = self._producers.get((key.engine, incarnation, key.ticket_key))
             sent = -math.inf if producer is None or producer.key != key else producer.sent
-            if now - sent > AGAIN_SECONDS:
-                self._ask(key, now).incarnations.setdefault(incarnation)
+            if self._clock() - sent > AGAIN_SECONDS:
+                self._handshakes.ask(key).incarnations.setdefault(incarnation)
 
     def end(self, request: Hashable) -> None:
         """Count a request no longer as a user; ignored if it is none."""
@@ -141,16 +135,14 @@ class Directory:
         self._uses[name] -= 1
         if not self._uses[name]:
             del self._uses[name]
-        if (producer := self._producers.get(name)) is not None:
-            self._touch(name, producer)
+        if name in self._producers:
+            self._touch(name)
 
     def take(self) -> ProducerNews:
         """Return what to tell the ranks in this step; replies beyond ``MAX_STEP_BYTES`` wait."""
+        self._catch_up()
         now = self._clock()
-        self._cancel_late(now)
-        self._run_posted()
         self._handshakes.progress(now)
-        self._end_unused()
         gone, self._gone = self._gone, []
         outcomes, left = list[Outcome](), MAX_STEP_BYTES
         while self._outcomes and left > 0:
@@ -161,70 +153,50 @@ class Directory:
                 if (producer := self._producers.get(outcome.name)) is not None:
                     producer.sent = now
             outcomes.append((key, outcome))
-        is_asking = self._is_awaited(now)
+        asked_for = now - self._handshakes.newest
         return ProducerNews(
             outcomes=tuple(outcomes),
             gone=tuple(gone),
-            is_asking=is_asking,
-            is_quick=is_asking and now < self._quick_until,
+            is_asking=asked_for < self._patience,
+            is_quick=asked_for < QUICK_SECONDS,
         )
 
     def close(self) -> None:
         """End all pings, and start no more handshakes; return at once."""
         self._handshakes.close()
-        self._liveness.close()
+        for producer in self._producers.values():
+            producer.stop()
 
-    def _ask(self, key: PeerKey, now: float) -> _Asking:
-        if (asking := self._asking.get(key)) is None:
-            asking = self._asking[key] = _Asking(since=now)
-            self._quick_until = now + QUICK_SECONDS
-            self._handshakes.ask(key)
-        return asking
-
-    def _is_late(self, asking: _Asking, now: float) -> bool:
-        """Return whether no rank waits for an outcome any more; see ``Peers.reach``."""
-        return now - asking.since >= self._options.handshake_timeout + LONGEST_BACKOFF_SECONDS
-
-    def _is_awaited(self, now: float) -> bool:
-        newest = next(reversed(self._asking.values()), None)
-        return newest is not None and not self._is_late(newest, now)
-
-    def _cancel_late(self, now: float) -> None:
-        """Cancel the handshakes that have not begun in the time for which ranks wait."""
-        waiting = self._asking.items()
-        late = {key for key, _ in takewhile(lambda each: self._is_late(each[1], now), waiting)}
-        for key in self._handshakes.cancel(late) if late else ():
-            del self._asking[key]
+    def _catch_up(self) -> None:
+        """Process what tasks have found out, and end what was waited for in vain, or is unused."""
+        self._handshakes.drop(self._clock() - self._patience)
+        while self._posted:
+            self._posted.popleft()()
+        self._end_unused()
 
     def _post(self, call: Callable[[], None]) -> None:
         self._posted.append(call)
         self._woken()
 
-    def _run_posted(self) -> None:
-        while self._posted:
-            self._posted.popleft()()
-
     def _fetch(self, key: PeerKey) -> Steps[EncodedReply]:
         return fetched(key, self._options, self._reply_limits)
 
-    def _on_outcome(self, key: PeerKey, outcome: EncodedReply | KVFerryError) -> None:
-        asking = self._asking.pop(key)
+    def _on_outcome(self, asking: Asking, outcome: EncodedReply | KVFerryError) -> None:
         if isinstance(outcome, EncodedReply):
-            outcome = self._on_reply(key, outcome, asking)
-        self._outcomes.append((key, outcome))
+            outcome = self._on_reply(asking, outcome)
+        self._outcomes.append((asking.key, outcome))
 
-    def _on_reply(
-        self, key: PeerKey, reply: EncodedReply, asking: _Asking
-    ) -> EncodedReply | KVFerryError:
+    def _on_reply(self, asking: Asking, reply: EncodedReply) -> EncodedReply | ConnectError:
         """Watch the producer if it made one of the tickets; return what to tell the ranks."""
-        if reply.ticket_key == key.ticket_key and reply.incarnation in asking.incarnations:
+        key, error = asking.key, None
+        is_maker = reply.ticket_key == key.ticket_key and reply.incarnation in asking.incarnations
+        if is_maker:
             self._handshakes.succeeded(key)
-            if (error := self._watch(key, reply)) is None:
+            error = self._watch(key, reply)
+            if error is None:
                 return reply
-            self._reply_limits.used(reply.nbytes)
-            return error
         self._reply_limits.used(reply.nbytes)
-        return replace(reply, ranks=())
+        return error or replace(reply, ranks=())
 
     def _watch(self, key: PeerKey, reply: EncodedReply) -> ConnectError | None:
         """Ping a producer from now on; return why it cannot be."""
@@ -244,14 +216,9 @@ class Directory:
             self._post(lambda: self._end(name, producer, error))
 
         if self._options.liveness_interval:
+            wanted = partial(self._is_wanted, name, producer)
             try:
-                producer.stop = self._liveness.start(
-                    reply.place,
-                    reply.numeric,
-                    reply.incarnation,
-                    lost=lost,
-                    wanted=lambda: self._is_wanted(name, producer),
-                )
+                producer.pings = start_pings(reply, self._options, wanted=wanted, lost=lost)
             except HandshakeError as exc:
                 return ConnectError(f"cannot watch engine {key.engine}: {exc}")
         if known is not None:  # whoever answered first may be another
@@ -265,9 +232,9 @@ class Directory:
         unused = self._clock() - producer.last_used
         return bool(self._uses.get(name)) or unused < self._options.engine_ttl
 
-    def _touch(self, name: ProducerName, producer: _Producer) -> None:
+    def _touch(self, name: ProducerName) -> None:
+        producer = self._producers[name] = self._producers.pop(name)
         producer.last_used = self._clock()
-        self._producers[name] = self._producers.pop(name)
 
     def _end_unused(self) -> None:
         while self._producers:
@@ -275,7 +242,7 @@ class Directory:
             if self._clock() - producer.last_used < self._options.engine_ttl:
                 return
             if self._is_wanted(name, producer):
-                self._touch(name, producer)
+                self._touch(name)
             else:
                 self._end(name, producer, None)
 
@@ -283,12 +250,11 @@ class Directory:
         """Return whether one more can be watched, if need be in place of the longest unused."""
         if len(self._producers) < most_peers():
             return True
-        unused = [each for each in self._producers.items() if not self._uses.get(each[0])]
-        if not unused:
-            return False
-        name, producer = min(unused, key=lambda each: each[1].last_used)
-        self._end(name, producer, None)
-        return True
+        for name, producer in self._producers.items():
+            if not self._uses.get(name):
+                self._end(name, producer, None)
+                return True
+        return False
 
     def _end(self, name: ProducerName, producer: _Producer, error: KVFerryError | None) -> None:
         if self._producers.get(name) is not producer:

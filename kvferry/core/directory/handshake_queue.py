@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections import deque
-from collections.abc import Callable, Set
-from contextlib import ExitStack
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import takewhile
 
 import msgspec
 
 from kvferry.core.directory.news import EncodedReply
 from kvferry.core.errors import HandshakeError, KVFerryError, WireError
-from kvferry.core.handshake.client import payloads
+from kvferry.core.handshake.client import ReplyLimits, payloads
+from kvferry.core.handshake.connection import explained
 from kvferry.core.handshake.dialer import Dialer
-from kvferry.core.handshake.exchange import explained
 from kvferry.core.handshake.poller import Steps, Task, start
-from kvferry.core.handshake.reply_limits import ReplyLimits
 from kvferry.core.lifecycle.holds import Incarnation
 from kvferry.core.lifecycle.ticket import PeerKey
 from kvferry.core.options import EndpointOptions
@@ -34,36 +33,41 @@ LONGEST_BACKOFF_SECONDS = 5.0
 MAX_REMEMBERED = 1 << 12
 """The most engines whose failures are remembered."""
 
-Shake = Callable[[PeerKey], Steps[EncodedReply]]
-"""Returns the steps of a handshake."""
-Over = Callable[[PeerKey, EncodedReply | KVFerryError], None]
-"""Called with the outcome of a handshake."""
-
 
 def backoff_seconds(failures: int, longest: float = LONGEST_BACKOFF_SECONDS) -> float:
     """Return the pause after so many earlier failures."""
     return min(FIRST_BACKOFF_SECONDS * 2.0 ** min(failures, 16), longest)
 
 
-@dataclass(slots=True, kw_only=True)
-class _Backoff:
-    """The pause before the next handshake with a producer, after ``failures`` pauses."""
+@dataclass(slots=True, kw_only=True, eq=False)
+class Asking:
+    """A producer that is being asked, or is to be once it is due.
 
-    failures: int = 0
-    until: float = 0.0
+    Attributes:
+        since, due: by the queue's clock.
+        incarnations: those for which it is asked, which genuine proofs name.
+    """
+
+    key: PeerKey
+    since: float
+    due: float
+    incarnations: dict[int, None] = field(default_factory=dict)
+    has_begun: bool = False
+    task: Task | None = None
 
 
 class HandshakeQueue:
     """Start handshakes, at most ``MAX_HANDSHAKES`` at once. Used by one thread only.
 
     After a failure, the next one with that producer waits: briefly at first, since an engine may
-    restart, and longer each time. ``over`` is called on the thread that runs what ``post`` gets.
+    restart, and longer each time. ``shake`` returns the steps of a handshake; ``over`` is called
+    with its outcome on the thread that runs what ``post`` gets.
     """
 
     def __init__(
         self,
-        shake: Shake,
-        over: Over,
+        shake: Callable[[PeerKey], Steps[EncodedReply]],
+        over: Callable[[Asking, EncodedReply | KVFerryError], None],
         post: Callable[[Callable[[], None]], None],
         clock: Callable[[], float],
     ) -> None:
@@ -71,86 +75,88 @@ class HandshakeQueue:
         self._on_over = over
         self._post = post
         self._clock = clock
-        self._queued: deque[PeerKey] = deque()
-        self._delayed: dict[PeerKey, float] = {}
-        self._backoffs: dict[PeerKey, _Backoff] = {}
-        self._running: dict[PeerKey, Task | None] = {}
+        self._asked: dict[PeerKey, Asking] = {}
+        """The longest asked first."""
+        self._running = 0
+        self._failed: dict[PeerKey, tuple[int, float]] = {}
+        """How often a handshake has failed since one succeeded, and until when there is none."""
         self._is_turn_of_oldest = False
 
-    def ask(self, key: PeerKey) -> None:
-        """Ask for a handshake with a producer that is not being asked."""
-        backoff = self._backoffs.get(key)
-        self._delayed[key] = backoff.until if backoff is not None else 0.0
-        self.progress(self._clock())
+    @property
+    def newest(self) -> float:
+        """When the producer was asked that was asked last; ``-inf`` if none is being asked."""
+        asked = next(reversed(self._asked.values()), None)
+        return -math.inf if asked is None else asked.since
+
+    def ask(self, key: PeerKey) -> Asking:
+        """Ask for a handshake with a producer, unless it is being asked."""
+        if key not in self._asked:
+            now = self._clock()
+            _, until = self._failed.get(key, (0, now))
+            asking = self._asked[key] = Asking(key=key, since=now, due=max(now, until))
+            self.progress(now)
+            return asking
+        return self._asked[key]
 
     def progress(self, now: float) -> None:
         """Start the handshakes whose pause is over, as far as ``MAX_HANDSHAKES`` allows."""
-        for key in [key for key, due in self._delayed.items() if due <= now]:
-            del self._delayed[key]
-            self._queued.append(key)
-        while self._queued and len(self._running) < MAX_HANDSHAKES:
-            self._start(self._take())
+        while self._running < MAX_HANDSHAKES:
+            waiting = [each for each in self._asked.values() if not each.has_begun]
+            due = [each for each in waiting if each.due <= now]
+            if not due:
+                return
+            self._start(self._first(due))
 
     def succeeded(self, key: PeerKey) -> None:
         """Forget the failures of a producer, so that no pause delays it."""
-        self._backoffs.pop(key, None)
+        self._failed.pop(key, None)
 
-    def cancel(self, keys: Set[PeerKey]) -> Set[PeerKey]:
-        """Cancel handshakes that have not begun, without calling back; return their producers."""
-        cancelled = (self._delayed.keys() | set(self._queued)) & keys
-        self._queued = deque(key for key in self._queued if key not in cancelled)
-        for key in cancelled:
-            self._delayed.pop(key, None)
-        return cancelled
+    def drop(self, since: float) -> None:
+        """Drop the handshakes that were asked for until then and have not begun."""
+        late = takewhile(lambda each: each.since <= since, self._asked.values())
+        for asking in [each for each in late if not each.has_begun]:
+            del self._asked[asking.key]
 
     def close(self) -> None:
         """Start no more handshakes, and end those under way; return at once."""
-        self._queued.clear()
-        self._delayed.clear()
-        for task in self._running.values():
-            if task is not None:
-                task.cancel()
+        self.drop(math.inf)
+        for asking in self._asked.values():
+            if asking.task is not None:
+                asking.task.cancel()
 
-    def _take(self) -> PeerKey:
+    def _first(self, due: Sequence[Asking]) -> Asking:
         # Every second time the one with the fewest failures, so that producers that never answer do
         # not delay others; otherwise the one that has waited longest, so that tickets with ever new
         # engine names do not delay it for ever.
-        oldest, self._is_turn_of_oldest = self._is_turn_of_oldest, not self._is_turn_of_oldest
-        key = self._queued[0] if oldest else min(self._queued, key=self._failures)
-        self._queued.remove(key)
-        return key
+        self._is_turn_of_oldest = not self._is_turn_of_oldest
+        if self._is_turn_of_oldest:
+            return min(due, key=lambda each: self._failed.get(each.key, (0, 0.0))[0])
+        return min(due, key=lambda each: each.due)
 
-    def _failures(self, key: PeerKey) -> int:
-        backoff = self._backoffs.get(key)
-        return backoff.failures if backoff is not None else 0
-
-    def _start(self, key: PeerKey) -> None:
-        self._running[key] = None
+    def _start(self, asking: Asking) -> None:
+        asking.has_begun = True
+        self._running += 1
 
         def over(outcome: EncodedReply | Exception) -> None:
             result = _contained(outcome)
-            self._post(lambda: self._over(key, result))
+            self._post(lambda: self._over(asking, result))
 
         try:
-            self._running[key] = start(self._shake(key), over)
+            asking.task = start(self._shake(asking.key), over)
         except HandshakeError as exc:
             over(exc)
 
-    def _over(self, key: PeerKey, result: EncodedReply | KVFerryError) -> None:
-        del self._running[key]
-        if isinstance(result, KVFerryError):
-            self._failed(key)
-        self.progress(self._clock())
-        self._on_over(key, result)
-
-    def _failed(self, key: PeerKey) -> None:
+    def _over(self, asking: Asking, result: EncodedReply | KVFerryError) -> None:
+        del self._asked[asking.key]
+        self._running -= 1
         now = self._clock()
-        if key not in self._backoffs and len(self._backoffs) >= MAX_REMEMBERED:
-            del self._backoffs[next(iter(self._backoffs))]
-        backoff = self._backoffs.setdefault(key, _Backoff())
-        if now >= backoff.until:
-            backoff.until = now + backoff_seconds(backoff.failures)
-            backoff.failures += 1
+        if isinstance(result, KVFerryError):
+            failures, _ = self._failed.pop(asking.key, (0, now))
+            if len(self._failed) >= MAX_REMEMBERED:
+                del self._failed[next(iter(self._failed))]
+            self._failed[asking.key] = failures + 1, now + backoff_seconds(failures)
+        self.progress(now)
+        self._on_over(asking, result)
 
 
 def _contained(outcome: EncodedReply | Exception) -> EncodedReply | KVFerryError:
@@ -187,25 +193,24 @@ def fetched(key: PeerKey, options: EndpointOptions, limits: ReplyLimits) -> Step
         place, left = places.pop(0), max(deadline - time.monotonic(), 0.0)
         call = dialer(place, left / (1 + len(places)), options)
         try:
-            with ExitStack() as held:
-                found = yield from payloads(call, place.engine, limits, held)
-                with explained(place.engine, call):
-                    incarnation = _incarnation_of(found.ranks[0], place.engine)
-                # Another key means another engine with the same id: a loopback address, for
-                # instance, leads to another engine on each host.
-                if found.ticket_key == key.ticket_key or not places:
-                    if found.ticket_key:
-                        load_library()
-                    reply = EncodedReply(
-                        place=place,
-                        incarnation=incarnation,
-                        ranks=tuple(found.ranks),
-                        ticket_key=found.ticket_key,
-                        numeric=call.found,
-                        seconds=time.perf_counter() - begun,
-                    )
-                    limits.made(reply.nbytes)
-                    return reply
+            found = yield from payloads(call, place.engine, limits)
+            with explained(place.engine, call):
+                incarnation = _incarnation_of(found.ranks[0], place.engine)
+            # Another key means another engine with the same id: a loopback address, for instance,
+            # leads to another engine on each host.
+            if found.ticket_key == key.ticket_key or not places:
+                if found.ticket_key:
+                    load_library()
+                reply = EncodedReply(
+                    place=place,
+                    incarnation=incarnation,
+                    ranks=tuple(found.ranks),
+                    ticket_key=found.ticket_key,
+                    numeric=call.found,
+                    seconds=time.perf_counter() - begun,
+                )
+                limits.made(reply.nbytes)
+                return reply
         except HandshakeError as exc:
             failures.append(exc)
             if not places:

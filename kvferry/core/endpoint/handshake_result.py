@@ -10,7 +10,7 @@ from kvferry.core.directory.news import EncodedReply
 from kvferry.core.errors import HandshakeError, PlanError
 from kvferry.core.handshake import agree
 from kvferry.core.handshake.compatibility import answer_info, differing_software
-from kvferry.core.handshake.exchange import explained
+from kvferry.core.handshake.connection import explained
 from kvferry.core.messages import RankPayload
 from kvferry.core.options import EndpointOptions
 from kvferry.core.planner.plan import Plan

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
         agree,
         engine_info,
     )
-    from kvferry.core.handshake.exchange import health
+    from kvferry.core.handshake.connection import health
     from kvferry.core.handshake.server import HandshakeServer, check_address
 
 __all__ = [
@@ -31,28 +31,17 @@ __all__ = [
     "ping",
 ]
 
-_MODULES = {
-    "Compatibility": "compatibility",
-    "EngineInfo": "compatibility",
-    "HandshakeServer": "server",
-    "Judgements": "compatibility",
-    "agree": "compatibility",
-    "check_address": "server",
-    "engine_info": "compatibility",
-    "fetch": "client",
-    "health": "exchange",
-    "ping": "client",
-}
-"""Exported name to its module here. The imports above say the same to type checkers."""
-
 # Hidden from type checkers: with a module __getattr__, they would accept any attribute.
 if not TYPE_CHECKING:
 
     def __getattr__(name):  # noqa: ANN001, ANN202
         """Import an exported name when it is first used (PEP 562)."""
-        if name not in _MODULES:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         from importlib import import_module
 
-        value = globals()[name] = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
-        return value
+        if name in __all__:
+            for module in ("connection", "compatibility", "client", "server"):
+                found = vars(import_module(f"{__name__}.{module}"))
+                if name in found:
+                    value = globals()[name] = found[name]
+                    return value
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -116,11 +116,18 @@ def agree(
         facts.insert(0, _side_by_side("protocol versions", mine.spoken, theirs.spoken))
     if version is None or facts or (judged and not judgements.overridden):
         refused = facts if judgements.overridden else facts + judged
+        remedy = ""
+        if version is None:
+            remedy = f", and {UPGRADE}"
+        elif not facts:
+            remedy = (
+                ", or, if you know that their pages mean the same, set enforce_handshake_compat to "
+                "false on the engine that reads"
+            )
         raise IncompatibleError(
             f"engine {mine.engine!r} (rank {mine.rank}) must not read from engine "
             f"{theirs.engine!r} (rank {theirs.rank}). They differ in {'; '.join(refused)}. "
-            f"Start both alike{_further_remedy(version, only_judged=not facts)}"
-            f"{differing_software(mine, theirs, judgements)}"
+            f"Start both alike{remedy}{differing_software(mine, theirs, judgements)}"
         )
     return Compatibility(version=version, overridden=tuple(judged))
 
@@ -133,17 +140,6 @@ def differing_software(mine: RankPayload, theirs: RankPayload, judgements: Judge
         if name in judgements.told
     ]
     return f" ({'; '.join(told)})" if told else ""
-
-
-def _further_remedy(version: int | None, *, only_judged: bool) -> str:
-    if version is None:
-        return f", and {UPGRADE}"
-    if only_judged:
-        return (
-            ", or, if you know that their pages mean the same, set enforce_handshake_compat to "
-            "false on the engine that reads"
-        )
-    return ""
 
 
 def unspoken(theirs: Versions) -> str:

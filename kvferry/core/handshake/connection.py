@@ -1,20 +1,35 @@
-"""A client's connection to a side channel, which fails at once when the other end closes it."""
+"""A client's connection to a side channel, requests over it, and errors that say where they went.
+
+Does without layouts and numpy, so that a probe of an engine's health starts quickly.
+"""
 
 from __future__ import annotations
 
 import select
 import struct
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
+from typing import Any, TypeVar
 
 import zmq
 
-from kvferry.core.errors import HandshakeError, WireError
-from kvferry.core.handshake.dialer import ENDINGS, Dialer, HungUpError, answer
-from kvferry.core.handshake.poller import Steps, Wait
-from kvferry.core.handshake.sockets import Socket, endpoint, resolved
-from kvferry.core.side_channel_messages import Reply, Request, encode
+from kvferry.core.errors import HandshakeError, IncompatibleError, RefusedError, WireError
+from kvferry.core.handshake.dialer import ENDINGS, RIGHT_PORT, Dialer, HungUpError
+from kvferry.core.handshake.poller import Steps, Wait, call
+from kvferry.core.handshake.sockets import Socket, is_loopback, place, tcp_url
+from kvferry.core.security import OPEN, Access
+from kvferry.core.side_channel_messages import (
+    Condition,
+    Health,
+    Refusal,
+    Reply,
+    Request,
+    decode_reply,
+    encode,
+)
+
+R = TypeVar("R", bound=Reply)
 
 AGAIN_SECONDS = 0.25
 """After this time, a request is sent again: with ``CONFLATE``, libzmq can lose a wake-up."""
@@ -22,36 +37,72 @@ READABLE, WRITABLE = int(zmq.POLLIN), int(zmq.POLLOUT)
 """As plain numbers: flags cost more than all else of a ping."""
 
 
-class SideChannelConnection:
-    """A client's connection to one side channel, for one request after another, by one task.
+def health(
+    host: str,
+    port: int,
+    engine: str = "",
+    *,
+    timeout: float,
+    access: Access = OPEN,
+    key: bytes = b"",
+) -> Condition:
+    """Return the health of an engine (empty: of the one there); otherwise as ``client.fetch``."""
+    dialer = Dialer(host=host, port=port, timeout=timeout, access=access, key=key)
+    return answered(dialer, engine, Health(engine=engine), Condition)
 
-    Where its steps raise ``HandshakeError``, the text says why, but not where. It takes two file
-    descriptors once the first answer has come, for libzmq's socket and the connection.
+
+def answered(dialer: Dialer, engine: str, request: Request, kind: type[R]) -> R:
+    """Block until a request is answered; raise ``HandshakeError`` if it is with another kind."""
+    with explained(engine, dialer):
+        reply = call(asked(dialer, request, time.monotonic() + dialer.timeout))
+        if not isinstance(reply, kind):
+            raise unexpected(reply)
+        return reply
+
+
+def asked(dialer: Dialer, request: Request, deadline: float) -> Steps[Reply]:
+    """Connect, send a request, and return the answer; raise ``HandshakeError`` without a valid one.
+
+    The deadline is by ``time.monotonic``.
+    """
+    with closing((yield from connected(dialer))) as connection:
+        return (yield from connection.ask(request, deadline))
+
+
+def connected(dialer: Dialer) -> Steps[SideChannelConnection]:
+    """Return a connection; raise ``HandshakeError`` if the side channel cannot be reached."""
+    yield from dialer.find()
+    try:
+        return SideChannelConnection(dialer)
+    except zmq.ZMQError as exc:
+        raise HandshakeError(f"no connection can be made from here: {exc}") from exc
+
+
+class SideChannelConnection:
+    """A connection to one side channel, for one request after another, by one task.
+
+    Fails at once when the other end closes it. Where its steps raise ``HandshakeError``, the text
+    says why, but not where. It takes two file descriptors once the first answer has come, for
+    libzmq's socket and the connection.
     """
 
     def __init__(self, dialer: Dialer) -> None:
+        """Begin to connect to the address that was found; raise ``zmq.ZMQError`` if that fails."""
         self._dialer = dialer
         # The event that ended the connection, and its value. The error is not kept, because its
         # traceback would refer back to this object.
         self._ended: tuple[int, int] | None = None
         self._unanswered = 0
-        self._channel: Socket | None = None
+        self._channel = dialer.channel()
         self._monitor: Socket | None = None
         self._descriptors: tuple[tuple[int, int], ...] = ()
-
-    def open(self) -> Steps[None]:
-        """Connect; raise ``HandshakeError`` if the side channel cannot be reached."""
-        dialer = self._dialer
-        dialer.access.check_server(dialer.key)
-        if not dialer.numeric:
-            dialer.numeric = yield from resolved(
-                dialer.host, dialer.port, dialer.timeout, is_command=dialer.access.is_command
-            )
-        numeric = yield from dialer.listening(time.monotonic() + dialer.timeout)
         try:
-            self._connect(numeric)
-        except zmq.ZMQError as exc:
-            raise HandshakeError(f"no connection can be made from here: {exc}") from exc
+            self._monitor = self._channel.get_monitor_socket(sum(ENDINGS))
+            self._channel.connect(tcp_url(dialer.found, dialer.port))
+            self._descriptors = (_polled(self._channel), _polled(self._monitor))
+        except zmq.ZMQError:
+            self.close()
+            raise
 
     def ask(self, request: Request, deadline: float) -> Steps[Reply]:
         """Send a request, again after every ``AGAIN_SECONDS``, and return the answer.
@@ -74,7 +125,7 @@ class SideChannelConnection:
             self._drop_late_answer()
         while True:
             with suppress(zmq.Again):  # if the connection has ended already, _arrives says how
-                self._open_channel.send(encode(request), zmq.DONTWAIT)
+                self._channel.send(encode(request), zmq.DONTWAIT)
                 self._unanswered += 1
             until = min(deadline, time.monotonic() + AGAIN_SECONDS)
             if (yield from self._arrives(until, is_enough)):
@@ -82,11 +133,7 @@ class SideChannelConnection:
                 self._drop_monitor()
                 return reply
             if time.monotonic() >= deadline:
-                raise HandshakeError(
-                    "it took the connection, but did not answer within "
-                    f"{self._dialer.timeout:g} s: its process is stopped or overloaded"
-                    f"{self._dialer.or_another_port}"
-                )
+                raise self._no_answer()
             if is_enough():
                 return None
 
@@ -97,37 +144,34 @@ class SideChannelConnection:
                 self._drop_late_answer()
 
     def close(self) -> None:
-        """Close the connection, if it was opened."""
+        """Close the connection. May be called twice."""
         self._drop_monitor()
-        if self._channel is not None:
-            self._channel.close(0)
-            self._channel = None
+        self._channel.close(0)
 
-    @property
-    def _open_channel(self) -> Socket:
-        if self._channel is None:
-            raise HandshakeError("the connection is not open")
-        return self._channel
-
-    def _connect(self, numeric: str) -> None:
-        """Begin to connect; the monitor reports how that ends."""
-        self._channel = self._dialer.channel(numeric)
-        self._monitor = self._channel.get_monitor_socket(sum(ENDINGS))
-        self._channel.connect(endpoint(numeric, self._dialer.port))
-        self._descriptors = _polled(self._channel), _polled(self._monitor)
+    def _no_answer(self) -> HandshakeError:
+        is_command = self._dialer.access.is_command
+        hint = f", or what listens there is no side channel. {RIGHT_PORT}" if is_command else ""
+        return HandshakeError(
+            f"it took the connection, but did not answer within {self._dialer.timeout:g} s: its "
+            f"process is stopped or overloaded{hint}"
+        )
 
     def _drop_monitor(self) -> None:
         # After an answer, an end has no reason that only the monitor knows.
-        if self._monitor is not None and self._channel is not None:
+        if self._monitor is not None:
             self._channel.disable_monitor()
             self._monitor.close(0)
             self._monitor = None
             self._descriptors = self._descriptors[:1]
 
     def _receive(self) -> Reply:
+        """Receive and decode an answer that has arrived."""
         self._unanswered -= 1
+        frame: Any = self._channel.recv(zmq.DONTWAIT, copy=False)
         try:
-            return answer(self._open_channel)
+            if frame.more:
+                raise WireError("not a reply of this protocol: it has several frames")
+            return decode_reply(frame.buffer)
         except WireError as exc:
             raise HandshakeError(f"its answer is {exc}") from exc
 
@@ -138,11 +182,11 @@ class SideChannelConnection:
             raise HandshakeError("it sent what was not asked for")
 
     def _has_answer(self) -> bool:
-        return bool(_events(self._open_channel) & READABLE)
+        return bool(_events(self._channel) & READABLE)
 
     def _arrives(self, until: float, is_enough: Callable[[], bool]) -> Steps[bool]:
         """Return whether an answer comes in time; raise if the connection has ended without one."""
-        while not (events := _events(self._open_channel)) & READABLE:
+        while not (events := _events(self._channel)) & READABLE:
             # The answer may have come before the connection ended.
             if self._has_ended(events) and not self._has_answer():
                 raise (yield from self._why_ended())
@@ -176,3 +220,39 @@ def _events(channel: Socket) -> int:
 
 def _polled(channel: Socket) -> tuple[int, int]:
     return int(channel.getsockopt(zmq.FD)), select.EPOLLIN
+
+
+@contextmanager
+def explained(engine: str, dialer: Dialer) -> Iterator[None]:
+    """Add engine, address and hints to the text of a ``HandshakeError`` of the ``with`` block."""
+    who = f"engine {engine!r}" if engine else "the engine"
+    where = f"{who} at {place(dialer.host, dialer.port)}"
+    try:
+        yield
+    except IncompatibleError as exc:
+        raise IncompatibleError(f"{where}: {exc}") from exc
+    except HandshakeError as exc:
+        raise type(exc)(f"{where}: {exc}{_loopback_hint(dialer)}") from exc
+
+
+def _loopback_hint(dialer: Dialer) -> str:
+    """Return a hint where a loopback address leads to the reader of a ticket, not to its engine."""
+    if not dialer.numeric or not all(map(is_loopback, dialer.numeric)):
+        return ""
+    if dialer.access.is_command:
+        return (
+            f". {dialer.host} is a loopback address: it means this host. Ask an engine of another "
+            "host at its side_channel_host"
+        )
+    return (
+        f". {dialer.host} is a loopback address: it means the host that this engine runs on. If "
+        "engine and ticket are from another host, set side_channel_host there to an address that "
+        "other hosts can reach"
+    )
+
+
+def unexpected(reply: Reply) -> HandshakeError:
+    """Return the error for an answer that does not belong to the request."""
+    if isinstance(reply, Refusal):
+        return RefusedError(f"refused: {reply.reason}")
+    return HandshakeError(f"answered with a {type(reply).__name__}, which was not asked for")

@@ -18,6 +18,7 @@ import socket
 import struct
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
 import zmq
@@ -36,14 +37,42 @@ MAX_ALL_BYTES = 1 << 23
 LOOK_MS = 50
 """The time between two checks of the connections that sent new bytes."""
 
-PLACE = "inproc://kvferry-watch"
+MONITOR = "inproc://kvferry-watch"
+"""The address at which libzmq reports the events of the side channel's connections."""
 ARRIVAL = select.EPOLLIN | select.EPOLLONESHOT
 """Report the next byte, and then nothing until the connection is registered again."""
 EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+FAILURES = {
+    zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH: (
+        "a peer was refused: of it and this engine only one has keys; set curve_secret_key and "
+        "curve_peers on both, or on neither"
+    ),
+    zmq.PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC: (
+        "a peer was refused: it expects another key here; give it the public key of this engine's "
+        "curve_secret_key"
+    ),
+}
+"""Why a ZMQ handshake has failed, where an operator can mend it."""
 RESET = struct.pack("=ii", 1, 0)
 """The value of ``SO_LINGER`` with which closing drops unsent bytes and resets the connection."""
 BYTES_RECEIVED = 128
 """Offset of ``tcpi_bytes_received`` in Linux's ``struct tcp_info``."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Connection:
+    """An open connection, by a duplicate of libzmq's descriptor; no address if not admitted."""
+
+    fd: int  # libzmq's own descriptor
+    socket: socket.socket
+    address: str
+    # Bytes that had arrived at the last check, and with the last complete message.
+    received: int = 0
+    complete: int = 0
+
+    @property
+    def pending(self) -> int:
+        return self.received - self.complete
 
 
 class ConnectionLimits:
@@ -58,22 +87,23 @@ class ConnectionLimits:
         self._channel = channel
         self._access = access
         self._tell = tell
-        self._strangers: dict[str, dict[int, None]] = {}
+        self._open: dict[int, _Connection] = {}
+        """By libzmq's descriptor."""
+        self._by_duplicate: dict[int, _Connection] = {}
+        self._busy: set[_Connection] = set()
+        """The connections whose bytes are counted at the next look."""
+        self._strangers: dict[str, dict[_Connection, None]] = {}
         """Connections that have completed no request, oldest first; under "" if not admitted."""
         self._pending = 0
         """The sum of ``pending`` of all connections."""
-        self._open: dict[int, _Connection] = {}
-        self._busy: dict[int, _Connection] = {}
-        self._numbers: dict[int, int] = {}
-        """From this object's own descriptor of each connection to libzmq's, the key elsewhere."""
         self._arrivals = select.epoll()
         self._next_look = 0.0
-        channel.monitor(PLACE, EVENTS)
+        channel.monitor(MONITOR, EVENTS)
         self.socket: Socket = context.socket(zmq.PAIR)
         self.socket.linger = 0
         # The queue of events has no limit: a full queue would block libzmq's own thread.
         self.socket.rcvhwm = 0
-        self.socket.connect(PLACE)
+        self.socket.connect(MONITOR)
 
     @property
     def arrivals(self) -> int:
@@ -93,8 +123,8 @@ class ConnectionLimits:
                 self._accepted(value)
             elif event == zmq.EVENT_DISCONNECTED:
                 self._forget(value)
-            else:
-                self._explain(value)
+            elif value in FAILURES:
+                self._tell(FAILURES[value])
 
     def address(self, fd: int) -> str:
         """Return the address of a connection's peer; empty if not admitted, or it has ended."""
@@ -103,42 +133,30 @@ class ConnectionLimits:
 
     def heard(self, fd: int) -> None:
         """Record that a connection's message is complete: its bytes no longer count."""
-        if fd in self._open:
-            connection = self._open[fd]
-            if not connection.settled:
-                self._no_stranger(fd)
+        connection = self._open.get(fd)
+        if connection is not None:
+            self._no_stranger(connection)
             self._pending -= connection.pending
-            connection.settle()
+            connection.complete = connection.received = _received(connection.socket)
 
     def look(self) -> None:
         """Close connections that sent too many bytes; at most once per ``LOOK_MS``."""
         now = time.monotonic()
         # Always, since an arrival that was not fetched is lost once libzmq has read its bytes.
-        for second, _ in self._arrivals.poll(0):
-            fd = self._numbers[second]
-            self._busy[fd] = self._open[fd]
+        self._busy.update(self._by_duplicate[fd] for fd, _ in self._arrivals.poll(0))
         if not self._busy or now < self._next_look:
             return
         self._next_look = now + LOOK_MS / 1e3
         most = 0
-        for fd, connection in list(self._busy.items()):
-            before = connection.pending
-            if not connection.grown():
-                del self._busy[fd]
+        for connection in list(self._busy):
+            before, connection.received = connection.received, _received(connection.socket)
+            if connection.received == before:
+                self._busy.discard(connection)
                 self._arrivals.modify(connection.socket.fileno(), ARRIVAL)
-            self._pending += connection.pending - before
+            self._pending += connection.received - before
             most = max(most, connection.pending)
         if most > MAX_BYTES or self._pending > MAX_ALL_BYTES:
             self._cut_largest()
-
-    def _cut_largest(self) -> None:
-        total = self._pending
-        for fd in sorted(self._open, key=lambda fd: self._open[fd].pending, reverse=True):
-            pending = self._open[fd].pending
-            if pending <= MAX_BYTES and total <= MAX_ALL_BYTES:
-                return
-            total -= pending
-            self._cut(fd, "it sent more than a question takes, and did not end it")
 
     def close(self) -> None:
         """Close this object's descriptors; the connections stay open."""
@@ -147,98 +165,67 @@ class ConnectionLimits:
         self._arrivals.close()
         self.socket.close(0)
 
+    def _cut_largest(self) -> None:
+        total = self._pending
+        for each in sorted(self._open.values(), key=lambda each: each.pending, reverse=True):
+            if each.pending <= MAX_BYTES and total <= MAX_ALL_BYTES:
+                return
+            total -= each.pending
+            self._cut(each, "it sent more than a question takes, and did not end it")
+
     def _accepted(self, fd: int) -> None:
         """Watch a connection that libzmq has accepted; close a stranger's if there are too many."""
         self._forget(fd)
         # A duplicate, as libzmq may close its own at any time, and the number then means another
         # file.
-        connection = _second(fd)
-        if connection is None:
+        duplicate = _duplicate(fd)
+        if duplicate is None:
             return
-        if _port(connection) != _listening(self._channel):
-            connection.close()
+        if _port(duplicate) != _listening(self._channel):
+            duplicate.close()
             return
-        peer = _peer(connection)
+        peer = _peer(duplicate)
         address = peer if self._access.allows(peer) else ""
-        # Busy, since it may have sent already.
-        self._open[fd] = self._busy[fd] = _Connection(socket=connection, address=address)
-        self._numbers[connection.fileno()] = fd
-        self._arrivals.register(connection.fileno(), ARRIVAL)
-        self._strangers.setdefault(address, {})[fd] = None
+        connection = _Connection(fd=fd, socket=duplicate, address=address)
+        self._open[fd] = self._by_duplicate[duplicate.fileno()] = connection
+        self._busy.add(connection)  # it may have sent already
+        self._arrivals.register(duplicate.fileno(), ARRIVAL)
+        self._strangers.setdefault(address, {})[connection] = None
         most = most_connections(self._access)
         if len(self._open) > most:
             idle = self._oldest_stranger()
             self._cut(idle, f"it asked for nothing yet, and there are {most} others")
-            self._forget(idle)
+            self._forget(idle.fd)
 
-    def _oldest_stranger(self) -> int:
+    def _oldest_stranger(self) -> _Connection:
         """Return the connection to close; there is one, as the newest has completed no request."""
-        if "" in self._strangers:
-            return next(iter(self._strangers[""]))
-        address = max(self._strangers, key=lambda each: len(self._strangers[each]))
-        return next(iter(self._strangers[address]))
+        strangers = self._strangers.get("") or max(self._strangers.values(), key=len)
+        return next(iter(strangers))
 
-    def _no_stranger(self, fd: int) -> None:
-        address = self._open[fd].address
-        among = self._strangers.get(address, {})
-        among.pop(fd, None)
+    def _no_stranger(self, connection: _Connection) -> None:
+        among = self._strangers.get(connection.address, {})
+        among.pop(connection, None)
         if not among:
-            self._strangers.pop(address, None)
+            self._strangers.pop(connection.address, None)
 
     def _forget(self, fd: int) -> None:
-        self._busy.pop(fd, None)
-        if fd in self._open:
-            self._no_stranger(fd)
-            self._pending -= self._open[fd].pending
-            connection = self._open.pop(fd).socket
-            # Closing the second descriptor would not end this registration, because libzmq's
-            # descriptor keeps the connection open.
-            self._arrivals.unregister(connection.fileno())
-            del self._numbers[connection.fileno()]
-            connection.close()
-
-    def _cut(self, fd: int, why: str) -> None:
-        connection = self._open[fd].socket
-        self._tell(f"the connection from {_peer(connection)} is closed: {why}")
-        try:
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
-            connection.shutdown(socket.SHUT_RDWR)
-        except OSError:  # it is closed already
+        connection = self._open.pop(fd, None)
+        if connection is None:
             return
+        self._busy.discard(connection)
+        self._no_stranger(connection)
+        self._pending -= connection.pending
+        # Closing the duplicate would not end this registration, because libzmq's descriptor keeps
+        # the connection open.
+        self._arrivals.unregister(connection.socket.fileno())
+        del self._by_duplicate[connection.socket.fileno()]
+        connection.socket.close()
 
-    def _explain(self, error: int) -> None:
-        if error == zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH:
-            self._tell(
-                "a peer was refused: of it and this engine only one has keys; set curve_secret_key "
-                "and curve_peers on both, or on neither"
-            )
-        elif error == zmq.PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC:
-            self._tell(
-                "a peer was refused: it expects another key here; give it the public key of this "
-                "engine's curve_secret_key"
-            )
-
-
-@dataclass(slots=True, kw_only=True)
-class _Connection:
-    """An open connection, by a duplicate of libzmq's descriptor; no address if not admitted."""
-
-    socket: socket.socket
-    # Bytes that had arrived at the last check, and with the last complete message.
-    received: int = 0
-    settled: int = 0
-    address: str = ""
-
-    @property
-    def pending(self) -> int:
-        return self.received - self.settled
-
-    def grown(self) -> bool:
-        before, self.received = self.received, _received(self.socket)
-        return self.received != before
-
-    def settle(self) -> None:
-        self.settled = self.received = _received(self.socket)
+    def _cut(self, connection: _Connection, why: str) -> None:
+        self._tell(f"the connection from {_peer(connection.socket)} is closed: {why}")
+        with suppress(OSError):  # it is closed already
+            connection.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
+            connection.socket.shutdown(socket.SHUT_RDWR)
 
 
 def most_connections(access: Access) -> int:
@@ -248,7 +235,7 @@ def most_connections(access: Access) -> int:
     return most if files == resource.RLIM_INFINITY else min(most, files // 4)
 
 
-def _second(fd: int) -> socket.socket | None:
+def _duplicate(fd: int) -> socket.socket | None:
     """Return a duplicate of a socket's descriptor, as a Python socket; ``None`` if it is closed."""
     try:
         copied = os.dup(fd)

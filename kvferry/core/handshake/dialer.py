@@ -10,16 +10,15 @@ import threading
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any
 
 import zmq
 from zmq.utils import z85
 
-from kvferry.core.errors import AdmissionError, HandshakeError, WireError
+from kvferry.core.errors import AdmissionError, HandshakeError
 from kvferry.core.handshake.poller import Steps, Wait
-from kvferry.core.handshake.sockets import Context, Socket, encrypt, make_socket
+from kvferry.core.handshake.sockets import Context, Socket, encrypt, make_socket, resolved
 from kvferry.core.security import Access
-from kvferry.core.side_channel_messages import MAX_SHORT_REPLY_BYTES, Reply, decode_reply
+from kvferry.core.side_channel_messages import MAX_SHORT_REPLY_BYTES
 
 STRANGER = "what listens there is no side channel of kvferry, or the engine has just ended"
 RIGHT_PORT = "Give side_channel_port, not the port of vLLM's server"
@@ -58,7 +57,7 @@ class Dialer:
         key: the public key that the side channel must have; empty if it must have none.
         longest: the most bytes in an answer; a longer answer ends the connection.
         numeric: the numeric addresses of ``host``; empty until the host has been resolved.
-        found: the one of them that accepted a connection; empty until one did.
+        found: the one of them that accepted a connection last; empty until one did.
     """
 
     host: str
@@ -70,12 +69,37 @@ class Dialer:
     numeric: list[str] = field(default_factory=list)
     found: str = field(default="", init=False)
 
-    def channel(self, numeric: str) -> Socket:
-        """Return a new, unconnected ZMQ socket for a numeric address, with this engine's keys."""
+    def find(self) -> Steps[None]:
+        """Find the first address of the host that accepts a TCP connection; sets ``found``.
+
+        Raises ``AdmissionError`` if ``access`` allows none, and ``HandshakeError`` if the host does
+        not resolve or none accepts a connection in time.
+        """
+        self.access.check_server(self.key)
+        if not self.numeric:
+            self.numeric = yield from resolved(
+                self.host, self.port, self.timeout, is_command=self.access.is_command
+            )
+        # ZMQ is not given the name: it would use only its first address (::1 for localhost), retry
+        # for ever without an error, and the name could resolve to an address that was not checked.
+        deadline = time.monotonic() + self.timeout
+        reasons: dict[str, None] = {}
+        for numeric in self._allowed():
+            try:
+                (yield from _connected(numeric, self.port, deadline)).close()
+            except OSError as exc:
+                reasons[_why_unreachable(exc, self.timeout)] = None
+            else:
+                self.found = numeric
+                return
+        raise HandshakeError(" and ".join(reasons))
+
+    def channel(self) -> Socket:
+        """Return a new, unconnected ZMQ socket for the address ``found``, with the own keys."""
         made = make_socket(
             _shared_context(),
             zmq.DEALER,
-            numeric,
+            self.found,
             MAXMSGSIZE=self.longest,
             # Keep only the last frame: libzmq limits the size of frames, not how many a message
             # has.
@@ -86,35 +110,6 @@ class Dialer:
             encrypt(made, self.access.own)
             made.setsockopt(zmq.CURVE_SERVERKEY, z85.encode(self.key))
         return made
-
-    def listening(self, deadline: float) -> Steps[str]:
-        """Return the first address in ``numeric`` that accepts a TCP connection; sets ``found``.
-
-        Raises ``AdmissionError`` if ``access`` allows none, and ``HandshakeError`` if none accepts
-        a connection in time.
-        """
-        # ZMQ is not given the name: it would use only its first address (::1 for localhost), retry
-        # for ever without an error, and the name could resolve to an address that was not checked.
-        reasons: dict[str, None] = {}
-        for numeric in self._allowed():
-            try:
-                (yield from _connected(numeric, self.port, deadline)).close()
-            except OSError as exc:
-                reasons[why_unreachable(exc, self.timeout)] = None
-            else:
-                self.found = numeric
-                return numeric
-        raise HandshakeError(" and ".join(reasons))
-
-    def _allowed(self) -> list[str]:
-        allowed = [numeric for numeric in self.numeric if self.access.allows(numeric)]
-        if not allowed:
-            raise AdmissionError(
-                f"it was not connected to, since {' and '.join(self.numeric)} is in none of the "
-                f"networks of allowed_peers ({self.access.networks}): list one that has it there, "
-                "if an engine of yours is at that address, or set allowed_peers to 'anywhere'"
-            )
-        return allowed
 
     def why_ended(self, event: int, value: int) -> Steps[HandshakeError]:
         """Return the error for a connection's end, which the monitor reported (``ENDINGS``).
@@ -137,6 +132,16 @@ class Dialer:
         hint = f". {RIGHT_PORT}" if self.access.is_command and text.endswith(STRANGER) else ""
         return error(f"{text}{hint}")
 
+    def _allowed(self) -> list[str]:
+        allowed = [numeric for numeric in self.numeric if self.access.allows(numeric)]
+        if not allowed:
+            raise AdmissionError(
+                f"it was not connected to, since {' and '.join(self.numeric)} is in none of the "
+                f"networks of allowed_peers ({self.access.networks}): list one that has it there, "
+                "if an engine of yours is at that address, or set allowed_peers to 'anywhere'"
+            )
+        return allowed
+
     def _why_refused(self) -> str:
         own = self.access.own
         if own is None:
@@ -152,51 +157,24 @@ class Dialer:
 
     def _why_unlike(self, mechanism: bytes, mismatch: bool) -> str:
         """Say how the security of the two ends differs; nothing if no difference is known."""
-        keyed = self.access.own is not None
-        if mechanism == b"CURVE" and not keyed:
-            return f"its side channel is encrypted: {self._with_keys}"
-        if mechanism == b"NULL" and keyed:
-            return (
-                "its side channel is open: set curve_secret_key and curve_peers on that engine"
-                f"{self._or_without_keys}"
-            )
+        is_keyed, is_command = self.access.own is not None, self.access.is_command
+        if mechanism == b"CURVE" and not is_keyed:
+            remedy = "set curve_secret_key and curve_peers here"
+            if is_command:
+                remedy = "ask with --curve-secret-key and --curve-peer"
+            return f"its side channel is encrypted: {remedy}"
+        if mechanism == b"NULL" and is_keyed:
+            text = "its side channel is open: set curve_secret_key and curve_peers on that engine"
+            if is_command:
+                text += ", or ask without --curve-secret-key and --curve-peer"
+            return text
         if mechanism == b"CURVE" and not mismatch:
             return (
                 "whoever listens there does not have the secret key of the public key "
-                f"{self.key.hex()}, by which it is known {self._known_by}"
+                f"{self.key.hex()}, by which it is known "
+                f"{'to --curve-peer' if is_command else 'here'}"
             )
         return ""
-
-    @property
-    def _with_keys(self) -> str:
-        if self.access.is_command:
-            return "ask with --curve-secret-key and --curve-peer"
-        return "set curve_secret_key and curve_peers here"
-
-    @property
-    def _or_without_keys(self) -> str:
-        if self.access.is_command:
-            return ", or ask without --curve-secret-key and --curve-peer"
-        return ""
-
-    @property
-    def or_another_port(self) -> str:
-        """What else a missing answer means to a command, whose user named the port."""
-        if self.access.is_command:
-            return f", or what listens there is no side channel. {RIGHT_PORT}"
-        return ""
-
-    @property
-    def _known_by(self) -> str:
-        return "to --curve-peer" if self.access.is_command else "here"
-
-
-def answer(channel: Socket) -> Reply:
-    """Receive and decode an answer that has arrived; raise ``WireError`` if it is malformed."""
-    frame: Any = channel.recv(zmq.DONTWAIT, copy=False)
-    if frame.more:
-        raise WireError("not a reply of this protocol: it has several frames")
-    return decode_reply(frame.buffer)
 
 
 def _connected(numeric: str, port: int, until: float) -> Steps[socket.socket]:
@@ -236,7 +214,7 @@ def _mechanism(numeric: str, port: int, until: float) -> Steps[bytes]:
     return heard[MECHANISM].rstrip(b"\0") if heard[:1] == HALF_GREETING[:1] else b""
 
 
-def why_unreachable(exc: OSError, timeout: float) -> str:
+def _why_unreachable(exc: OSError, timeout: float) -> str:
     """Return the error text for what connecting raised within ``timeout`` seconds."""
     if isinstance(exc, ConnectionRefusedError):
         return (

@@ -94,11 +94,22 @@ def call(steps: Steps[T]) -> T:
         task.cancel()
 
 
+def wait_for(is_so: Callable[[], bool], until: float) -> Steps[bool]:
+    """Wait until a condition holds, of which a wake reminds, or a time by ``time.monotonic``.
+
+    Returns:
+        Whether the condition holds.
+    """
+    while not is_so():
+        if time.monotonic() >= until:
+            return False
+        yield Wait(until)
+    return True
+
+
 def pause(seconds: float) -> Steps[None]:
     """Wait for some seconds."""
-    until = time.monotonic() + seconds
-    while time.monotonic() < until:
-        yield Wait(until)
+    yield from wait_for(lambda: False, time.monotonic() + seconds)
 
 
 def on_thread(function: Callable[[], T], name: str, until: float = math.inf) -> Steps[T]:
@@ -121,10 +132,8 @@ def on_thread(function: Callable[[], T], name: str, until: float = math.inf) -> 
         threading.Thread(target=run, name=name, daemon=True).start()
     except RuntimeError as exc:
         raise HandshakeError(f"{exc}; {RAISE_LIMITS}") from exc
-    while not outcomes:
-        if time.monotonic() >= until:
-            raise TimeoutError
-        yield Wait(until)
+    if not (yield from wait_for(lambda: bool(outcomes), until)):
+        raise TimeoutError
     return _result(outcomes.pop())
 
 

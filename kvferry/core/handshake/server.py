@@ -7,6 +7,7 @@ import logging
 import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import zmq
 
@@ -18,11 +19,10 @@ from kvferry.core.handshake.sockets import (
     Context,
     Socket,
     bare,
-    endpoint,
     make_socket,
     numeric_hosts,
     place,
-    receive,
+    tcp_url,
 )
 from kvferry.core.handshake.waiting_follows import WaitingFollows
 from kvferry.core.handshake.zap import ZapHandler
@@ -51,6 +51,10 @@ from kvferry.core.side_channel_messages import (
 
 logger = logging.getLogger(__name__)
 
+MAX_FRAMES = 3
+"""The most frames of a request: routing id, the empty frame of a REQ client, and the message."""
+USER_ID = "User-Id"
+"""The property of a message that has the user id of its connection's admission (ZAP)."""
 MAX_REASON = 1024
 MAX_PROBLEMS = 64
 QUEUED_REQUESTS = 64
@@ -105,30 +109,22 @@ class HandshakeServer:
         self._payloads = _frame(whole)
         self._shape, self._heads = _without_shape(whole)
         self._pong = zmq.Frame(encode(Pong(incarnation=incarnation)), copy=True)
-        self._host = bare(host)
+        self.host = bare(host)
+        """The host that the server listens on, as configured, without brackets."""
         self._closing = threading.Lock()
         self._stopped = threading.Event()
         self._context: Context = zmq.Context()
         try:
-            self._gate, self._watch, self._socket = _bind(self._context, self._host, port, access)
+            self._gate, self._watch, self._socket = _bind(self._context, self.host, port, access)
         except HandshakeError:
             self._context.destroy(0)
             raise
         self._has_rooms = rooms is not None
         self._follows = WaitingFollows(rooms if rooms is not None else Rooms(), self._send_news)
-        self._port = int(self._socket.get_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
+        self.port = int(self._socket.get_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
+        """The port that the server listens on."""
         self._thread = threading.Thread(target=self._serve, name="kvferry-handshake", daemon=True)
         self._thread.start()
-
-    @property
-    def host(self) -> str:
-        """The host that the server listens on, as configured, without brackets."""
-        return self._host
-
-    @property
-    def port(self) -> int:
-        """The port that the server listens on."""
-        return self._port
 
     def close(self) -> None:
         """Stop serving, free the port and wait for the thread to end. May be called twice."""
@@ -169,13 +165,24 @@ class HandshakeServer:
         if self._gate.socket in ready:
             self._gate.answer()
         if self._socket in ready:
-            received = receive(self._socket, zmq.DONTWAIT)
-            self._watch.heard(received.descriptor)
-            reason = self._gate.reason_against_user(received.user)
-            self._answer(received.frames, reason, self._watch.address(received.descriptor))
+            self._receive()
         if self._follows.descriptor in ready:
             self._follows.hear()
         self._follows.progress()
+
+    def _receive(self) -> None:
+        """Receive and answer one message; its frames beyond ``MAX_FRAMES + 1`` are dropped."""
+        frames: list[bytes] = []
+        while True:
+            frame: Any = self._socket.recv(zmq.DONTWAIT, copy=False)
+            if len(frames) <= MAX_FRAMES:
+                frames.append(frame.bytes)
+            if not frame.more:
+                break
+        descriptor = frame.get(zmq.SRCFD)  # libzmq's, of the connection
+        self._watch.heard(descriptor)
+        reason = self._gate.reason_against_user(frame.get(USER_ID))
+        self._answer(frames, reason, self._watch.address(descriptor))
 
     def _answer(self, frames: list[bytes], reason: str, address: str) -> None:
         """Answer a request, or refuse it if there is a reason why its client is not admitted."""
@@ -316,7 +323,7 @@ def _bind(
     gate.guard(made)
     watch = ConnectionLimits(context, made, access, gate.tell)
     try:
-        made.bind(endpoint(numeric, port))
+        made.bind(tcp_url(numeric, port))
     except zmq.ZMQError as exc:
         watch.close()
         raise HandshakeError(_why_not_bound(host, port, exc)) from exc

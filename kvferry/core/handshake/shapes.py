@@ -6,22 +6,18 @@ A rank's payload ends with its groups and fields, which engines of a deployment 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvferry.core.errors import HandshakeError
-from kvferry.core.lru_cache import LRUCache
 from kvferry.core.messages import shape_of
 from kvferry.core.side_channel_messages import (
-    MAX_KNOWN_SHAPES,
     MAX_REPLY_BYTES,
     SHAPE_DIGEST_BYTES,
     PayloadHeads,
     Payloads,
 )
 
-MAX_ALL_SHAPE_BYTES = 1 << 23
-"""The most bytes of all shapes that are remembered."""
 PERSON = b"kvferry shape"
 
 
@@ -70,18 +66,3 @@ class EngineShape:
                 "fewer ranks per engine, or describe each rank's memory with fewer fields"
             )
         return [head + end for head, end in zip(heads.ranks, self.ends, strict=True)]
-
-
-class ShapeCache:
-    """Remember the shapes of engines that were met last. Safe to use from any thread."""
-
-    def __init__(self) -> None:
-        self._shapes: LRUCache[EngineShape] = LRUCache(MAX_KNOWN_SHAPES, MAX_ALL_SHAPE_BYTES)
-
-    def known(self) -> Mapping[bytes, EngineShape]:
-        """Return the shapes that are remembered, by digest; they stay usable when forgotten."""
-        return {shape.digest: shape for shape in self._shapes.items().values()}
-
-    def remember(self, shape: EngineShape) -> None:
-        """Remember a shape that was met: one that was remembered before is now the newest."""
-        self._shapes.put(shape.digest, shape, sum(map(len, shape.ends)))

@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, NamedTuple
 
 import zmq
 from zmq.utils import z85
@@ -20,18 +19,10 @@ from kvferry.core.security import KeyPair
 Socket = zmq.Socket[bytes]
 Context = zmq.Context[Socket]
 
-MAX_FRAMES = 3
-"""The most frames of a request: routing id, the empty frame of a REQ client, and the message."""
-
-USER_ID = "User-Id"
-"""The property of a message that has the user id of its connection's admission (ZAP)."""
-
 CURVE_BYTES = 33
 """The number of bytes that encryption adds to a frame."""
-
 ELSEWHERE = ("192.0.2.1", "2001:db8::1")
 """Addresses of no host (RFC 5737, RFC 3849), for the route to them; nothing is sent there."""
-
 MAX_RESOLVERS = 64
 """The most names resolved at a time: clients choose them, and a resolver that hangs never ends."""
 
@@ -41,27 +32,27 @@ def bare(host: str) -> str:
     return host[1:-1] if host.startswith("[") and host.endswith("]") else host
 
 
-def numeric_hosts(host: str, port: int, *, is_command: bool = False) -> list[str]:
+def numeric_hosts(host: str, port: int) -> list[str]:
     """Return the numeric addresses of a host, in the resolver's order; at least one.
 
-    ``is_command`` words errors for a command's arguments, and not for settings. Raises
-    ``HandshakeError`` if the name does not resolve, the host is empty or stands for all addresses
-    (``0.0.0.0``), or the port is invalid.
+    Raises ``HandshakeError`` if the name does not resolve, the host is empty or stands for all
+    addresses (``0.0.0.0``), or the port is invalid.
     """
-    with _checked(host, port, is_command=is_command) as found:
-        found += _looked_up(bare(host) or None, port)
+    with _checked(host, port, is_command=False) as found:
+        found += _looked_up(host, port)
     return list(dict.fromkeys(found))
 
 
-def resolved(host: str, port: int, timeout: float, *, is_command: bool = False) -> Steps[list[str]]:
+def resolved(host: str, port: int, timeout: float, *, is_command: bool) -> Steps[list[str]]:
     """As ``numeric_hosts``; a name is looked up on a thread of its own.
 
-    Raises ``HandshakeError`` also if that takes longer than the timeout, in seconds, or no thread
-    can be started.
+    ``is_command`` words errors for a command's arguments, and not for settings. Raises
+    ``HandshakeError`` also if that takes longer than the timeout, in seconds, or no thread can be
+    started.
     """
     with _checked(host, port, is_command=is_command) as found:
         with suppress(OSError, ValueError):
-            found += _looked_up(bare(host) or None, port, socket.AI_NUMERICHOST)
+            found += _looked_up(host, port, socket.AI_NUMERICHOST)
         if not found:
             found += yield from _within(host, port, timeout)
     return list(dict.fromkeys(found))
@@ -91,10 +82,11 @@ def _checked(host: str, port: int, *, is_command: bool) -> Iterator[list[str]]:
         )
 
 
-def _looked_up(host: str | None, port: int, flags: int = 0) -> list[str]:
+def _looked_up(host: str, port: int, flags: int = 0) -> list[str]:
     """Ask the C library's resolver; raises ``OSError``, or ``ValueError`` for odd names."""
-    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=flags)
-    return [socket.getnameinfo(entry[4], _NUMERIC)[0] for entry in found]
+    found = socket.getaddrinfo(bare(host) or None, port, type=socket.SOCK_STREAM, flags=flags)
+    numeric = socket.NI_NUMERICHOST | socket.NI_NUMERICSERV
+    return [socket.getnameinfo(entry[4], numeric)[0] for entry in found]
 
 
 def _within(host: str, port: int, timeout: float) -> Steps[list[str]]:
@@ -105,18 +97,20 @@ def _within(host: str, port: int, timeout: float) -> Steps[list[str]]:
 
     def look_up() -> list[str]:
         try:
-            return _looked_up(bare(host) or None, port)
+            return _looked_up(host, port)
         finally:
             resolvers.release()
 
     try:
-        until = time.monotonic() + timeout
-        return (yield from on_thread(look_up, "kvferry-resolve", until))
+        return (yield from on_thread(look_up, "kvferry-resolve", time.monotonic() + timeout))
     except TimeoutError:
         raise TimeoutError(f"no answer from the resolver within {timeout:g} s") from None
     except HandshakeError as exc:
         resolvers.release()  # it was not begun
         raise HandshakeError(f"host {host!r} cannot be looked up: {exc}") from exc
+
+
+_resolvers = threading.BoundedSemaphore(MAX_RESOLVERS)
 
 
 def is_loopback(numeric: str) -> bool:
@@ -146,8 +140,8 @@ def own_address() -> str | None:
     return None
 
 
-def endpoint(numeric: str, port: int) -> str:
-    """Return the ZMQ endpoint (``tcp://...``) of a numeric address and a port."""
+def tcp_url(numeric: str, port: int) -> str:
+    """Return the address for ZMQ (``tcp://...``) of a numeric address and a port."""
     return f"tcp://[{numeric}]:{port}" if ":" in numeric else f"tcp://{numeric}:{port}"
 
 
@@ -174,29 +168,3 @@ def encrypt(made: Socket, own: KeyPair) -> None:
         made.setsockopt(zmq.MAXMSGSIZE, limit + CURVE_BYTES)
     made.setsockopt(zmq.CURVE_PUBLICKEY, z85.encode(own.public))
     made.setsockopt(zmq.CURVE_SECRETKEY, z85.encode(own.secret))
-
-
-class Received(NamedTuple):
-    """A message, libzmq's descriptor of its connection, and the user id that was admitted (ZAP)."""
-
-    descriptor: int
-    user: str
-    frames: list[bytes]
-
-
-def receive(source: Socket, flags: int = 0) -> Received:
-    """Receive one message, and drop its frames beyond ``MAX_FRAMES + 1``."""
-    frames: list[bytes] = []
-    descriptor, user, more = -1, "", True
-    while more:
-        frame: Any = source.recv(flags, copy=False)
-        more = frame.more
-        if len(frames) <= MAX_FRAMES:
-            frames.append(frame.bytes)
-        if not more:
-            descriptor, user = frame.get(zmq.SRCFD), frame.get(USER_ID)
-    return Received(descriptor, user, frames)
-
-
-_NUMERIC = socket.NI_NUMERICHOST | socket.NI_NUMERICSERV
-_resolvers = threading.BoundedSemaphore(MAX_RESOLVERS)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
-from collections import Counter, defaultdict, deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -27,6 +28,7 @@ class _Waiting:
 
     envelope: Sequence[bytes]
     follow: Follow
+    names: frozenset[bytes]  # of the rooms
     until: float
     address: str
 
@@ -42,9 +44,11 @@ class WaitingFollows:
         self._rooms = rooms
         self._answer = answer
         self._waiting: dict[bytes, _Waiting] = {}
-        self._by_name: dict[bytes, set[bytes]] = defaultdict(set)
-        self._by_address = Counter[str]()
-        self._changed: deque[RoomId] = deque()
+        """By client, the one that has waited longest first."""
+        self._soonest = math.inf
+        """No request's time is over before this."""
+        self._changed: deque[bytes] = deque()
+        """The names of rooms that have changed."""
         self._lock = threading.Lock()
         self._is_closed = False
         self.descriptor = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -53,42 +57,44 @@ class WaitingFollows:
     def add(self, envelope: Sequence[bytes], follow: Follow, address: str = "") -> None:
         """Answer a request if there is news, or have it wait in place of its connection's last."""
         client = bytes(envelope[0])
-        self._remove(client)
+        self._waiting.pop(client, None)
         news = self._news(follow)
         if news or not follow.wait_ms:
             self._answer(envelope, news)
             return
         until = time.monotonic() + follow.wait_ms / 1000
+        self._soonest = min(self._soonest, until)
+        names = frozenset(name for name, _ in follow.rooms)
         self._waiting[client] = _Waiting(
-            envelope=envelope, follow=follow, until=until, address=address
+            envelope=envelope, follow=follow, names=names, until=until, address=address
         )
-        self._by_address[address] += 1
-        for name, _ in follow.rooms:
-            self._by_name[name].add(client)
         if len(self._waiting) > MAX_WAITING:
-            self._answer(self._remove(self._displaced()), [])
+            self._end(self._displaced(), [])
 
     def pause(self, longest: int | None) -> int | None:
         """Return the milliseconds until ``progress`` is due, but no more than ``longest``."""
         if not self._waiting:
             return longest
-        soonest = min(each.until for each in self._waiting.values())
-        left = max(0, int((soonest - time.monotonic()) * 1000) + 1)
+        left = max(0, int((self._soonest - time.monotonic()) * 1000) + 1)
         return left if longest is None else min(left, longest)
 
     def progress(self) -> None:
         """Answer the requests for which there is news, and those whose time is over."""
-        if not self._waiting and not self._changed:
-            return
-        clients: dict[bytes, None] = {}
-        while self._changed:
-            clients.update(dict.fromkeys(self._by_name.get(self._changed.popleft().name, ())))
-        for client in clients:
-            if news := self._news(self._waiting[client].follow):
-                self._answer(self._remove(client), news)
+        changed = {self._changed.popleft() for _ in range(len(self._changed))}
         now = time.monotonic()
-        for client in [each for each, one in self._waiting.items() if one.until <= now]:
-            self._answer(self._remove(client), [])
+        if not changed and now < self._soonest:
+            return
+        due = [
+            client
+            for client, each in self._waiting.items()
+            if each.until <= now or not changed.isdisjoint(each.names)
+        ]
+        for client in due:
+            each = self._waiting[client]
+            news = [] if changed.isdisjoint(each.names) else self._news(each.follow)
+            if news or each.until <= now:
+                self._end(client, news)
+        self._soonest = min((each.until for each in self._waiting.values()), default=math.inf)
 
     def hear(self) -> None:
         """Read from ``descriptor``, so that it becomes readable again with the next change."""
@@ -105,7 +111,7 @@ class WaitingFollows:
         """Note that a room has changed; called on the thread that has changed it."""
         with self._lock:
             if not self._is_closed:
-                self._changed.append(room)
+                self._changed.append(room.name)
                 os.eventfd_write(self.descriptor, 1)
 
     def _news(self, follow: Follow) -> list[RoomNews]:
@@ -117,20 +123,8 @@ class WaitingFollows:
 
     def _displaced(self) -> bytes:
         """Return the client that has waited longest at the address with the most clients."""
-        [(most, _)] = self._by_address.most_common(1)
-        return next(client for client, one in self._waiting.items() if one.address == most)
+        [(most, _)] = Counter(each.address for each in self._waiting.values()).most_common(1)
+        return next(client for client, each in self._waiting.items() if each.address == most)
 
-    def _remove(self, client: bytes) -> Sequence[bytes]:
-        """Forget the request that waits on a connection, if there is one; return its envelope."""
-        one = self._waiting.pop(client, None)
-        if one is None:
-            return ()
-        self._by_address[one.address] -= 1
-        if not self._by_address[one.address]:
-            del self._by_address[one.address]
-        for name, _ in one.follow.rooms:
-            clients = self._by_name[name]
-            clients.discard(client)
-            if not clients:
-                del self._by_name[name]
-        return one.envelope
+    def _end(self, client: bytes, news: list[RoomNews]) -> None:
+        self._answer(self._waiting.pop(client).envelope, news)

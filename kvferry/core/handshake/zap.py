@@ -76,11 +76,7 @@ class ZapHandler:
     def _reason_against(self, frames: Sequence[bytes]) -> str:
         if len(frames) < 6 or frames[0] != VERSION:
             return "ZMQ asked in a way that is not known here"
-        address, mechanism, credentials = (
-            frames[3].decode("ascii", "replace"),
-            frames[5],
-            frames[6:],
-        )
+        address, (mechanism, *credentials) = frames[3].decode("ascii", "replace"), frames[5:]
         if not self._access.allows(address):
             return (
                 f"its address, {address}, is in none of the networks of allowed_peers "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import secrets
 from collections.abc import Iterable, Iterator
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
@@ -64,14 +65,8 @@ class PeerKeys(AbstractSet[bytes]):
 
 def generate() -> KeyPair:
     """Return a new key pair; ``SecretError`` if this libzmq was built without CURVE."""
-    import zmq
-
-    try:
-        _, secret = zmq.curve_keypair()
-    except zmq.ZMQError as exc:
-        raise _without_curve() from exc
-    raw = _raw(secret)
-    return KeyPair(public=_public(raw), secret=raw)
+    secret = secrets.token_bytes(KEY_BYTES)
+    return KeyPair(public=_public(secret), secret=secret)
 
 
 def public_keys(texts: Iterable[str], place: str) -> frozenset[bytes]:
@@ -97,16 +92,6 @@ def _public(secret: bytes) -> bytes:
     from zmq.utils import z85
 
     try:
-        return _raw(zmq.curve_public(z85.encode(secret)))
+        return bytes(z85.decode(zmq.curve_public(z85.encode(secret))))
     except zmq.ZMQError as exc:
-        raise _without_curve() from exc
-
-
-def _raw(encoded: bytes) -> bytes:
-    from zmq.utils import z85
-
-    return bytes(z85.decode(encoded))
-
-
-def _without_curve() -> SecretError:
-    return SecretError("this libzmq was built without CURVE: install pyzmq's own wheel")
+        raise SecretError("this libzmq was built without CURVE: install pyzmq's own wheel") from exc

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, Generic, TypeVar
 
 from kvferry.core.errors import SecretError
@@ -30,6 +30,7 @@ class Reading(Generic[T]):
     exposed: frozenset[str] = frozenset()  # a warning for each source that others can read
 
 
+@dataclass(slots=True)
 class WatchedSetting(Generic[T]):
     """A setting whose sources are read again. Used by the watcher's thread only.
 
@@ -37,43 +38,36 @@ class WatchedSetting(Generic[T]):
     what cannot be used; ``use`` has the engine use a value, and returns what to log.
     """
 
-    def __init__(
-        self,
-        name: str,
-        used: Reading[T],
-        *,
-        read: Callable[[], Reading[T]],
-        use: Callable[[T], str],
-    ) -> None:
-        self._name = name
-        self._used = used
-        self._read = read
-        self._use = use
-        self._seen: Reading[T] | str = used
-        self._settled: Reading[T] | str = used
+    name: str
+    used: Reading[T]
+    _: KW_ONLY
+    read: Callable[[], Reading[T]]
+    use: Callable[[T], str]
+    seen: Reading[T] | str = ""
+    decided: Reading[T] | str = ""
 
     def look(self, who: str) -> None:
         """Read the sources, and use or refuse what two readings in a row have found."""
         found = self._find()
-        previous, self._seen = self._seen, found
-        if found != previous or found == self._settled:
+        previous, self.seen = self.seen, found
+        if found != previous or found == self.decided:
             return
-        self._settled = found
+        self.decided = found
         if isinstance(found, str):
-            logger.warning("%s: %s stays as it was: %s", who, self._name, found)
+            logger.warning("%s: %s stays as it was: %s", who, self.name, found)
             return
-        changed, self._used = found.value != self._used.value, found
+        changed, self.used = found.value != self.used.value, found
         if changed:
-            logger.info("%s: %s was read again: %s", who, self._name, self._use(found.value))
+            logger.info("%s: %s was read again: %s", who, self.name, self.use(found.value))
 
     def _find(self) -> Reading[T] | str:
         """Return what the sources contain, or why it cannot be used, for the log."""
         try:
-            found = self._read()
+            found = self.read()
         except SecretError as exc:
             return str(exc)
         # Sources that were open from the beginning were logged then, and still count.
-        newly_exposed = sorted(found.exposed - self._used.exposed)
+        newly_exposed = sorted(found.exposed - self.used.exposed)
         return "; ".join(newly_exposed) if newly_exposed else found
 
 
@@ -105,11 +99,8 @@ class SourceWatcher:
     def _run(self) -> None:
         while not self._closed.wait(self._seconds):
             for setting in self._settings:
-                self._look(setting)
-
-    def _look(self, setting: WatchedSetting[Any]) -> None:
-        try:
-            setting.look(self._who)
-        except Exception:
-            # The next change has to be noticed, whatever happened to this one.
-            logger.exception("%s: a key or secret could not be read again", self._who)
+                try:
+                    setting.look(self._who)
+                except Exception:
+                    # The next change has to be noticed, whatever happened to this one.
+                    logger.exception("%s: a key or secret could not be read again", self._who)

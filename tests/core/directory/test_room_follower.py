@@ -14,7 +14,13 @@ import msgspec
 import pytest
 import zmq
 
-from kvferry.core.directory import RoomFollower, room_follower, room_inbox
+from kvferry.core.directory import RoomFollower, followed_producer, room_follower
+from kvferry.core.directory.followed_producer import (
+    FollowedProducer,
+    FollowedRoom,
+    RoomInbox,
+    RoomUser,
+)
 from kvferry.core.directory.room_follower import MAX_PRODUCERS, MAX_SILENT_AT_HOST
 from kvferry.core.errors import (
     AdmissionError,
@@ -145,7 +151,8 @@ def test_a_request_hears_of_its_room_until_the_ticket(
     assert following.news("d") is None
     assert not following.pending
     following.end("d")
-    assert following.following == 0
+    following.follow("d", A, key)
+    assert part(following, "d") == b"ticket"
 
 
 def test_requests_of_one_room_hear_the_newest_whenever_they_come(
@@ -234,12 +241,16 @@ def test_a_room_that_ends_without_a_ticket_says_why(
 
 
 def test_who_comes_after_the_ticket_hears_that_the_room_has_ended_otherwise_since() -> None:
-    inbox, room = room_inbox.RoomInbox(Clock()), room_inbox.FollowedRoom()
-    room.requests["d"] = room_inbox.RoomUser(since=0.0)
+    inbox = RoomInbox(Clock())
+    producer = FollowedProducer(
+        PeerKey("prefill", "host", 1), EndpointOptions(), inbox, lambda _: None
+    )
+    room = FollowedRoom(name=A, producer=producer)
+    room.users["d"] = RoomUser(since=0.0, room=room)
     inbox.keep(room, RoomNews(room=A.name, version=2, part=b"ticket", is_last=True))
-    room.requests["d"].seen = room.version
+    room.users["d"].seen = room.version
     inbox.trim(room)
-    room.requests["late"] = room_inbox.RoomUser(since=0.0)
+    room.users["late"] = RoomUser(since=0.0, room=room)
     room.is_wanted = True
     inbox.keep(room, RoomNews(room=A.name, version=4, is_last=True, error="it was aborted"))
     assert "it was aborted" in str(room.error)
@@ -318,7 +329,7 @@ def test_a_room_that_is_forgotten_fails(
 def test_parts_that_every_request_has_seen_take_no_memory(
     rooms: Rooms, key: PeerKey, following: RoomFollower, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(room_inbox, "MAX_UNSEEN_BYTES", 10)
+    monkeypatch.setattr(followed_producer, "MAX_UNSEEN_BYTES", 10)
     for name in (A, B):
         rooms.open(name)
         following.follow(name, name, key)
@@ -385,7 +396,7 @@ def test_the_connection_is_made_anew_after_a_pause(
     rooms: Rooms, following: RoomFollower, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = Clock()
-    monkeypatch.setattr(room_follower, "time", SimpleNamespace(monotonic=clock))
+    monkeypatch.setattr(followed_producer, "time", SimpleNamespace(monotonic=clock))
     finished(rooms)
     with producer(rooms) as key:
         following.follow("d-1", A, key)
@@ -424,7 +435,7 @@ def test_a_producer_whose_thread_has_ended_is_followed_anew(
 
     finished(rooms)
     with monkeypatch.context() as broken:
-        broken.setattr(room_follower, "SideChannelConnection", ends)
+        broken.setattr(followed_producer, "connected", ends)
         following.follow("d-1", A, key)
         assert isinstance(heard(following, "d-1"), HandshakeError)
     following.end("d-1")
@@ -473,7 +484,7 @@ def test_a_producer_without_rooms_makes_room_for_another(
     rooms: Rooms, key: PeerKey, following: RoomFollower, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(room_follower, "MAX_PRODUCERS", 1)
-    monkeypatch.setattr(room_follower, "LINGER_SECONDS", 1000.0)
+    monkeypatch.setattr(followed_producer, "LINGER_SECONDS", 1000.0)
     finished(rooms)
     with producer(rooms) as two:
         following.follow("d-1", A, key)
@@ -595,7 +606,7 @@ def test_one_host_does_not_take_every_place(
 def test_the_host_whose_parts_take_most_memory_goes_short(
     key: PeerKey, rooms: Rooms, following: RoomFollower, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(room_inbox, "MAX_UNSEEN_BYTES", 20)
+    monkeypatch.setattr(followed_producer, "MAX_UNSEEN_BYTES", 20)
     one = Rooms()
     with producer(one, host="127.0.0.2") as other:
         for index in range(3):

@@ -7,7 +7,7 @@ import queue
 import resource
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -16,12 +16,13 @@ import msgspec
 import pytest
 
 from kvferry.core import options
-from kvferry.core.directory import directory
-from kvferry.core.directory.liveness import LivenessChecks
+from kvferry.core.directory import EncodedReply, directory
+from kvferry.core.directory.liveness import start_pings
 from kvferry.core.endpoint import EndpointOptions, peers
 from kvferry.core.endpoint.handshake_result import HandshakeResult, memory_of
 from kvferry.core.endpoint.peers import Peer, PeerMemoryBudget, PeerStatus, PeerUse
 from kvferry.core.errors import ConnectError, HandshakeError, KVFerryError
+from kvferry.core.handshake.poller import Task
 from kvferry.core.layout import Layout
 from kvferry.core.lifecycle.holds import Incarnation, RequestId
 from kvferry.core.lifecycle.ticket import PeerKey
@@ -299,20 +300,23 @@ def test_a_silent_producer_does_not_delay_the_detection_of_another_ones_death() 
         Engine("two") as two,
         socket.create_server(("127.0.0.1", 0)) as silent,
     ):
-        checks, lost = LivenessChecks(options), queue.SimpleQueue[KVFerryError | None]()
+        lost = queue.SimpleQueue[KVFerryError | None]()
 
-        def start_check(name: str, port: int, incarnation: int) -> Callable[[], None]:
-            key = PeerKey(name, "127.0.0.1", port)
-            return checks.start(
-                key, "127.0.0.1", Incarnation(incarnation), lost=lost.put, wanted=lambda: True
+        def pings(name: str, port: int, incarnation: int) -> Task:
+            reply = EncodedReply(
+                place=PeerKey(name, "127.0.0.1", port),
+                incarnation=Incarnation(incarnation),
+                ranks=(),
+                numeric="127.0.0.1",
             )
+            return start_pings(reply, options, wanted=lambda: True, lost=lost.put)
 
-        start_check("silent", silent.getsockname()[1], 1)
-        start_check("one", one.server.port, one.incarnation)
-        stop = start_check("two", two.server.port, two.incarnation)
+        tasks = [
+            pings("silent", silent.getsockname()[1], 1),
+            pings("one", one.server.port, one.incarnation),
+            pings("two", two.server.port, two.incarnation),
+        ]
         one.server.close()
         assert "engine one missed 3 of 3 pings: nobody listens" in str(lost.get(timeout=20))
-        stop()
-        stop()
-        checks.close()
-        checks.close()
+        for task in [*tasks, *tasks]:
+            task.cancel()

@@ -16,7 +16,7 @@ import zmq
 from kvferry.core import side_channel_messages as wire
 from kvferry.core.errors import HandshakeError
 from kvferry.core.handshake import HandshakeServer, fetch
-from kvferry.core.handshake.connection import SideChannelConnection
+from kvferry.core.handshake.connection import connected
 from kvferry.core.handshake.dialer import Dialer
 from kvferry.core.handshake.poller import call
 from kvferry.core.handshake.sockets import encrypt
@@ -141,8 +141,7 @@ def side_channel_connection(
     dialer = Dialer(
         host=server.host, port=server.port, timeout=LONG, access=access, key=PREFILL.public
     )
-    with closing(SideChannelConnection(dialer)) as connection:
-        call(connection.open())
+    with closing(call(connected(dialer))) as connection:
         asking = wire.Ping(engine="prefill")
         yield lambda: call(connection.ask(asking, time.monotonic() + LONG))
 

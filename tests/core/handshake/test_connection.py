@@ -10,7 +10,7 @@ import pytest
 
 from kvferry.core.errors import HandshakeError
 from kvferry.core.handshake import HandshakeServer
-from kvferry.core.handshake.connection import SideChannelConnection
+from kvferry.core.handshake.connection import SideChannelConnection, connected
 from kvferry.core.handshake.dialer import Dialer
 from kvferry.core.handshake.poller import call
 from kvferry.core.handshake.sockets import Context, Socket
@@ -39,8 +39,7 @@ def connection(server: HandshakeServer, encrypted: bool) -> Iterator[SideChannel
     access = Access(own=CLIENT, peers=frozenset({ENGINE.public})) if encrypted else Access()
     key = ENGINE.public if encrypted else b""
     dialer = Dialer(host=server.host, port=server.port, timeout=LONG, access=access, key=key)
-    created = SideChannelConnection(dialer)
-    call(created.open())
+    created = call(connected(dialer))
     yield created
     created.close()
 
@@ -89,9 +88,7 @@ class ManualServer:
 
     def await_arrival(self) -> None:
         """Wait until a reply has arrived that the connection has not received yet."""
-        channel = self.connection._channel
-        assert channel is not None
-        assert channel.poll(int(LONG * 1e3)), "no reply arrives"
+        assert self.connection._channel.poll(int(LONG * 1e3)), "no reply arrives"
 
     def reply(self, to: bytes) -> None:
         self.channel.send_multipart([to, encode(Pong(incarnation=7))])
@@ -102,8 +99,7 @@ def manual_server(context: Context) -> Iterator[ManualServer]:
     channel, port = bound(context)
     with channel, ThreadPoolExecutor(1) as asked:
         dialer = Dialer(host="127.0.0.1", port=port, timeout=LONG, access=Access(), key=b"")
-        connection = SideChannelConnection(dialer)
-        call(connection.open())
+        connection = call(connected(dialer))
         yield ManualServer(channel, asked, connection)
         connection.close()
 

@@ -16,10 +16,14 @@ from kvferry.core import messages as wire
 from kvferry.core import side_channel_messages as side
 from kvferry.core.errors import HandshakeError, WireError
 from kvferry.core.handshake import HandshakeServer, engine_info, fetch
-from kvferry.core.handshake.client import payloads
+from kvferry.core.handshake.client import (
+    MAX_LONG_REPLIES,
+    MAX_UNUSED_BYTES,
+    ReplyLimits,
+    payloads,
+)
 from kvferry.core.handshake.dialer import Dialer
 from kvferry.core.handshake.poller import Steps, Wait, call, start
-from kvferry.core.handshake.reply_limits import MAX_LONG_REPLIES, MAX_UNUSED_BYTES, ReplyLimits
 from kvferry.core.messages import RankPayload
 from kvferry.core.security import OPEN
 from tests.core.handshake.servers import LONG, serve
@@ -33,94 +37,55 @@ def deadline() -> float:
     return time.monotonic() + LONG
 
 
-def turn(limits: ReplyLimits, until: float, inside: Steps[None]) -> Steps[None]:
-    with ExitStack() as held:
-        yield from limits.turn(until, held)
-        yield from inside
-
-
-def nothing() -> Steps[None]:
-    yield from ()
-
-
-def make(limits: ReplyLimits, nbytes: int) -> Steps[None]:
-    limits.made(nbytes)
-    yield from ()
-
-
-def rooms_taken(limits: ReplyLimits) -> Steps[None]:
+def receive_long_replies(limits: ReplyLimits) -> Steps[None]:
+    """Receive as many as may be received at once."""
     for _ in range(MAX_LONG_REPLIES):
-        yield from limits.room(deadline(), ExitStack())
+        yield from limits.wait_to_receive(deadline(), ExitStack())
 
 
 def fetched(server: HandshakeServer, limits: ReplyLimits, timeout: float = LONG) -> side.Payloads:
     dialer = Dialer(host=server.host, port=server.port, timeout=timeout, access=OPEN, key=b"")
-    with ExitStack() as held:
-        found = call(payloads(dialer, "prefill", limits, held))
+    found = call(payloads(dialer, "prefill", limits))
     assert dialer.found == "127.0.0.1"
     return found
 
 
-def test_one_reply_is_decoded_at_a_time() -> None:
-    limits, inside, may_end = ReplyLimits(), list[int](), threading.Event()
-    over = queue.SimpleQueue[Exception | None]()
-
-    def read() -> Steps[None]:
-        inside.append(1)
-        assert len(inside) == 1
-        while not may_end.is_set():
-            yield Wait(time.monotonic() + 0.001)
-        inside.pop()
-
-    for _ in range(20):
-        start(turn(limits, deadline(), read()), over.put)
-    with pytest.raises(HandshakeError, match="replies of other engines were being read"):
-        call(turn(limits, time.monotonic(), nothing()))
-    may_end.set()
-    assert [over.get(timeout=LONG) for _ in range(20)] == [None] * 20
-
-
 def test_no_reply_is_decoded_while_too_much_waits_to_be_used() -> None:
     limits = ReplyLimits()
-    call(turn(limits, deadline(), make(limits, MAX_UNUSED_BYTES)))
-    call(turn(limits, deadline(), make(limits, 1)))
-    with pytest.raises(HandshakeError):
-        call(turn(limits, time.monotonic(), nothing()))
-    over = queue.SimpleQueue[Exception | None]()
-    start(turn(limits, deadline(), nothing()), over.put)
-    limits.used(1)
-    assert over.get(timeout=LONG) is None
-    assert limits.unused == MAX_UNUSED_BYTES
+    limits.made(MAX_UNUSED_BYTES)
+    call(limits.wait_to_decode(deadline()))
+    limits.made(1)
+    with serve(payload()) as server:
+        with pytest.raises(HandshakeError, match="replies of other engines were being read"):
+            fetched(server, limits, timeout=0.5)
+        over = queue.SimpleQueue[Exception | None]()
+        start(limits.wait_to_decode(deadline()), over.put)
+        limits.used(1)
+        assert over.get(timeout=LONG) is None
+        assert fetched(server, limits).ranks == encoded(payload())
 
 
-def test_a_failed_turn_is_over() -> None:
-    def fail() -> Steps[None]:
-        yield from ()
-        raise ZeroDivisionError
-
-    limits = ReplyLimits()
-    with pytest.raises(ZeroDivisionError):
-        call(turn(limits, deadline(), fail()))
-    call(turn(limits, time.monotonic(), nothing()))
-
-
-def test_a_turn_that_is_cancelled_is_over() -> None:
-    def stay() -> Steps[None]:
-        begun.set()
-        yield Wait()
+def test_a_long_reply_that_is_cancelled_makes_way_for_another() -> None:
+    def receive() -> Steps[None]:
+        with ExitStack() as held:
+            for _ in range(MAX_LONG_REPLIES):
+                yield from limits.wait_to_receive(deadline(), held)
+            begun.set()
+            yield Wait()
 
     limits, begun = ReplyLimits(), threading.Event()
-    task = start(turn(limits, deadline(), stay()), lambda _: None)
+    task = start(receive(), lambda _: None)
     assert begun.wait(LONG)
     task.cancel()
-    call(turn(limits, deadline(), nothing()))
+    with serve(*LONG_RANKS) as server:
+        assert len(fetched(server, limits).ranks) == len(LONG_RANKS)
 
 
 def test_only_few_long_replies_are_received_at_once() -> None:
     limits = ReplyLimits()
     with serve(*LONG_RANKS) as server:
         assert len(fetched(server, limits).ranks) == len(LONG_RANKS)
-        call(rooms_taken(limits))
+        call(receive_long_replies(limits))
         with pytest.raises(HandshakeError, match="its reply is long"):
             fetched(server, limits, timeout=0.5)
 
@@ -149,7 +114,7 @@ def test_decoded_replies_are_freed_without_the_garbage_collector(ranks: int) -> 
 def test_a_short_reply_needs_no_room() -> None:
     limits = ReplyLimits()
     with serve(payload()) as server:
-        call(rooms_taken(limits))
+        call(receive_long_replies(limits))
         assert fetched(server, limits).ranks == encoded(payload())
 
 

@@ -15,8 +15,9 @@ from kvferry.core import messages
 from kvferry.core import side_channel_messages as wire
 from kvferry.core.errors import HandshakeError, WireError
 from kvferry.core.handshake import EngineInfo, HandshakeServer, client, fetch
-from kvferry.core.handshake.shapes import EngineShape, ShapeCache
+from kvferry.core.handshake.shapes import EngineShape
 from kvferry.core.layout import Layout
+from kvferry.core.lru_cache import LRUCache
 from kvferry.core.memory import Region
 from kvferry.core.messages import RankPayload
 from kvferry.core.security import TicketKey
@@ -29,7 +30,8 @@ KEY = TicketKey().public
 
 @pytest.fixture(autouse=True)
 def _nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client, "_shapes", ShapeCache())
+    cache = LRUCache[EngineShape](MAX_KNOWN_SHAPES, client.MAX_ALL_SHAPE_BYTES)
+    monkeypatch.setattr(client, "_shapes", cache)
 
 
 def ranks(address: int = 1 << 20, incarnation: int = 7) -> list[RankPayload]:
@@ -231,13 +233,25 @@ def test_a_payload_that_does_not_end_with_its_fields_has_no_shape() -> None:
 
 
 def test_few_shapes_are_remembered_and_the_newest() -> None:
-    cache = ShapeCache()
-    shapes = [EngineShape(digest=bytes([each]) * 32, ends=(b"end",)) for each in range(20)]
-    for shape in [*shapes, shapes[10]]:
-        cache.remember(shape)
-    assert list(cache.known().values()) == [*shapes[4:10], *shapes[11:], shapes[10]]
-    cache.remember(EngineShape(digest=bytes(32), ends=(bytes(MAX_REPLY_BYTES),)))
-    assert len(cache.known()) == 1
+    digests = [met(count) for count in range(1, 21)]
+    assert met(11) == digests[10]
+    assert list(client._shapes.items()) == [*digests[4:10], *digests[11:], digests[10]]
+
+
+def test_the_bytes_of_remembered_shapes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    nbytes = sum(map(len, shape_of(encoded(payload(0), payload(1))).ends))
+    monkeypatch.setattr(client, "_shapes", LRUCache[EngineShape](MAX_KNOWN_SHAPES, nbytes))
+    met(1)
+    digest = met(2)
+    assert list(client._shapes.items()) == [digest]
+
+
+def met(count: int) -> bytes:
+    """Fetch what an engine of so many ranks publishes; return the digest of its shape."""
+    published = [payload(rank) for rank in range(count)]
+    with serve(*published) as server:
+        assert list(fetched(server.port).ranks) == published
+    return shape_of(encoded(*published)).digest
 
 
 def test_equal_bytes_in_other_ranks_are_another_shape() -> None:
