@@ -2,6 +2,9 @@
 # anew. That takes two to five minutes; then a stamp remembers it, and only a change of
 # pyproject.toml installs again.
 
+# Images of containers often set it; each of the thousands of processes would compile all modules.
+unexport PYTHONDONTWRITEBYTECODE
+
 PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
