@@ -12,7 +12,7 @@ import ctypes
 import functools
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -159,27 +159,26 @@ class _Function:
             return result
         return self.build.sext(self.build.trunc(result, self._ir.IntType(bits)), self._word)
 
-    def repeat(self, write: Callable[[], None]) -> None:
-        """Write an endless loop, whose body ``write`` writes, with a ``return`` in it."""
+    @contextlib.contextmanager
+    def repeat(self) -> Iterator[None]:
+        """Write an endless loop, whose body is what is written within; it returns from there."""
         body = self._function.append_basic_block()
         self.build.branch(body)
         self.build.position_at_end(body)
-        write()
+        yield
         self.build.branch(body)
 
-    def for_each(self, start: Value, stop: Value, write: Callable[[Value], None]) -> None:
-        """Write a function that does for each index what ``write`` writes, and returns ``stop``."""
+    @contextlib.contextmanager
+    def for_each(self, start: Value, stop: Value) -> Iterator[Value]:
+        """Write a loop over indices, whose body is what is written within; it returns ``stop``."""
         counter = self.array(1)
         self.store(counter, self.zero, start)
-
-        def body() -> None:
+        with self.repeat():
             index = self.load(counter, self.zero)
             with self.build.if_then(self.build.icmp_unsigned(">=", index, stop)):
                 self.build.ret(stop)
-            write(index)
+            yield index
             self.store(counter, self.zero, self.build.add(index, self.number(1)))
-
-        self.repeat(body)
 
     def _element(self, array: Value, index: Value) -> Value:
         address = self.build.add(array, self.build.mul(index, self.number(8)))
@@ -191,19 +190,15 @@ class _Function:
 
 def _write_post(function: _Function) -> None:
     get, endpoint, n, *columns, answers = function.arguments
-
-    def post(index: Value) -> None:
+    with function.for_each(function.zero, n) as index:
         row = [function.load(column, index) for column in columns]
         function.store(answers, index, function.call(get, endpoint, *row))
-
-    function.for_each(function.zero, n, post)
 
 
 def _write_sweep(function: _Function) -> None:
     check, free, requests, start, n, first_error = function.arguments
     build, zero, code = function.build, function.zero, function.array(1)
-
-    def sweep(index: Value) -> None:
+    with function.for_each(start, n) as index:
         answer = function.load(requests, index)
         function.store(code, zero, answer)  # 0 or an error, if it is no request
         is_request = build.and_(
@@ -223,8 +218,6 @@ def _write_sweep(function: _Function) -> None:
         with build.if_then(is_first):
             function.store(first_error, zero, function.load(code, zero))
 
-    function.for_each(start, n, sweep)
-
 
 def _write_progress(function: _Function) -> None:
     progress, clock, worker, nanoseconds = function.arguments
@@ -236,24 +229,18 @@ def _write_progress(function: _Function) -> None:
         return build.add(seconds, function.load(timespec, function.number(1)))
 
     end = build.add(now(), nanoseconds)
-
-    def turn() -> None:
+    with function.repeat():
         with build.if_then(build.icmp_signed(">=", now(), end)):
             build.ret(function.number(1))  # there may be more to do
-        with build.if_then(build.icmp_signed("==", function.call(progress, worker, bits=32), zero)):
+        done = function.call(progress, worker, bits=32)
+        with build.if_then(build.icmp_signed("==", done, zero)):
             build.ret(zero)
-
-    function.repeat(turn)
 
 
 def _write_copy(function: _Function) -> None:
-    memmove, n, targets, sources, nbytes = function.arguments
-
-    def copy(index: Value) -> None:
-        row = [function.load(column, index) for column in (targets, sources, nbytes)]
-        function.call(memmove, *row)
-
-    function.for_each(function.zero, n, copy)
+    memmove, n, *columns = function.arguments
+    with function.for_each(function.zero, n) as index:
+        function.call(memmove, *(function.load(column, index) for column in columns))
 
 
 _LOOPS: dict[str, tuple[int, Callable[[_Function], None]]] = {

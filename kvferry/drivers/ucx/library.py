@@ -182,9 +182,17 @@ def _advised(taken: UcxLibrary, others: list[UcxLibrary]) -> UcxLibrary:
 
 def devices(library: Any, context: int) -> Devices:  # noqa: ANN401 - a C library
     """Return what a ``ucp_context_h`` can use, from what UCX prints, for lack of a function."""
+    # It prints to the ``FILE *`` that it takes as its second argument.
+    libc = ctypes.CDLL(None)
+    libc.open_memstream.restype = ctypes.c_void_p
+    text, length = ctypes.c_char_p(), ctypes.c_size_t()
+    stream = ctypes.c_void_p(libc.open_memstream(ctypes.byref(text), ctypes.byref(length)))
+    library.ucp_context_print_info(ctypes.c_void_p(context), stream)
+    libc.fclose(stream)
+    printed = (text.value or b"").decode(errors="replace")
+    libc.free(text)
     found: Devices = {}
-    text = _printed(library.ucp_context_print_info, ctypes.c_void_p(context))
-    for transport, device in _RESOURCE.findall(text):
+    for transport, device in _RESOURCE.findall(printed):
         found.setdefault(transport, []).append(device)
     return found
 
@@ -195,16 +203,3 @@ def listed(found: Devices) -> str:
         transport if names == ["memory"] else f"{transport} ({', '.join(names)})"
         for transport, names in found.items()
     )
-
-
-def _printed(function: Any, context: ctypes.c_void_p) -> str:  # noqa: ANN401 - of a C library
-    """Return what a C function prints to the ``FILE *`` that it takes as its second argument."""
-    libc = ctypes.CDLL(None)
-    libc.open_memstream.restype = ctypes.c_void_p
-    text, length = ctypes.c_char_p(), ctypes.c_size_t()
-    stream = ctypes.c_void_p(libc.open_memstream(ctypes.byref(text), ctypes.byref(length)))
-    function(context, stream)
-    libc.fclose(stream)
-    printed = (text.value or b"").decode(errors="replace")
-    libc.free(text)
-    return printed

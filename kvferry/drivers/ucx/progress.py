@@ -3,7 +3,7 @@
 UCX moves bytes and delivers messages only while ``ucp_worker_progress`` is called. The client side
 and the server side of a transport each have workers, and a lock. To *drive* a side is to call its
 ``run_once``, which calls that function and handles what has arrived. A ``ProgressThread`` drives
-one side or both; a ``ProgressDriver`` drives the client side in calls of the transport, too. While
+one side or both; a ``ProgressDriver`` drives a side within calls of the transport, too. While
 either drives a side that moves many bytes, a ``CopyThread`` makes progress in a second worker.
 """
 
@@ -99,6 +99,10 @@ class ProgressTarget(ABC):
     def run_once(self) -> bool:
         """Let UCP work and handle results, with the lock held; return whether more may be left."""
 
+    def poll(self) -> bool:
+        """As ``run_once``, within a call of the transport."""
+        return self.run_once()
+
 
 class ProgressThread:
     """A thread that calls ``run_once`` of one or both sides, and sleeps until UCX has work."""
@@ -161,7 +165,7 @@ class ProgressThread:
 
 
 class ProgressDriver:
-    """Lets the client side make progress within calls of the transport, such as ``poll``."""
+    """Lets a side make progress within calls of the transport, such as ``poll``."""
 
     def __init__(self, client: Client, threads: Sequence[ProgressThread]) -> None:
         self._client = client
@@ -173,19 +177,19 @@ class ProgressDriver:
         while not condition():
             if time.monotonic() > deadline:
                 return False
-            if not self.run_once():
+            if not self.poll(self._client):
                 time.sleep(_PAUSE_SECONDS)
         return True
 
-    def run_once(self) -> bool:
-        """Drive the client side, unless its lock is in use; return whether more may be left."""
-        if not self._client.lock.try_acquire():
+    def poll(self, target: ProgressTarget) -> bool:
+        """Drive a side, unless its lock is in use; return whether more may be left."""
+        if not target.lock.try_acquire():
             return False
         try:
-            busy = self._client.run_once()
-            self._client.last_driven = time.monotonic()
+            busy = target.poll()
+            target.last_driven = time.monotonic()
         finally:
-            self._client.lock.release()
+            target.lock.release()
         if busy:
             self.wake()
         return busy

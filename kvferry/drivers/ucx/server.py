@@ -9,7 +9,6 @@ then the server drops what still arrives from it.
 from __future__ import annotations
 
 import contextlib
-import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -113,7 +112,6 @@ class Server(ProgressTarget):
 
     def poll(self) -> bool:
         """As ``run_once``, within a call of the transport: for a short time."""
-        self.last_driven = time.monotonic()
         busy = self._handle(busy=self.worker.poll())
         return busy or bool(self.worker.sending or self.worker.closing or self._waiting_hellos)
 

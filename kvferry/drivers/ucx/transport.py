@@ -334,7 +334,7 @@ class UcxTransport(BaseTransport[Registration, UcxAddress, UcxPeer, UcxTransfer]
     def _progress(self, transfers: Sequence[UcxTransfer]) -> None:
         # A caller that has news to handle need not wait while others move.
         if not any(one.final and not one.reported for one in transfers):
-            self._progress_driver.run_once()
+            self._progress_driver.poll(self._client)
         for one in transfers:
             one.reported = one.final
 
@@ -376,17 +376,9 @@ class UcxTransport(BaseTransport[Registration, UcxAddress, UcxPeer, UcxTransfer]
             self._progress_driver.wake()
 
     def _receive(self) -> list[Notification]:
-        if not self._server.lock.try_acquire():
-            with self._server.lock:
-                return self._server.take_notifications()
-        try:
-            busy = self._server.poll()
-            found = self._server.take_notifications()
-        finally:
-            self._server.lock.release()
-        if busy:
-            self._progress_driver.wake()
-        return found
+        self._progress_driver.poll(self._server)
+        with self._server.lock:
+            return self._server.take_notifications()
 
     # The end.
 

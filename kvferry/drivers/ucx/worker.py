@@ -83,7 +83,9 @@ class Worker:
     def take_buffer(self) -> Buffer:
         """Return memory for the body of a message, which the caller passes to ``send``."""
         # New memory is slow, so buffers are used again.
-        return self._free_buffers.pop() if self._free_buffers else np.empty(MAX_RELAY_BYTES, "u1")
+        if self._free_buffers:
+            return self._free_buffers.pop()
+        return np.empty(MAX_RELAY_BYTES, np.uint8)
 
     def send(
         self, endpoint: Endpoint, message: Message, body: Buffer | None = None, nbytes: int = 0
