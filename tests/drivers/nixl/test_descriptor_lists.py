@@ -86,9 +86,13 @@ def test_large_batches_are_cut_into_as_few_chunks_as_can_be() -> None:
     )
     lists = DescriptorLists()
     for _ in range(2):  # in arrays that are used again
-        chunks = [(kinds, *_arrays(local, remote)) for kinds, local, remote in lists.chunks(copies)]
-        assert [(kinds, len(local)) for kinds, local, _ in chunks] == [
-            (("cpu", "cuda"), rows) for rows in (CHUNK_ROWS, CHUNK_ROWS, 3)
-        ]
-        np.testing.assert_array_equal(np.vstack([one[1] for one in chunks])[:, 0], copies.local)
-        np.testing.assert_array_equal(np.vstack([one[2] for one in chunks])[:, 0], copies.remote)
+        near: list[U64Array] = []
+        far: list[U64Array] = []
+        for kinds, local, remote in lists.chunks(copies):
+            assert kinds == ("cpu", "cuda")
+            here, there = _arrays(local, remote)
+            near.append(here)
+            far.append(there)
+        assert [len(rows) for rows in near] == [CHUNK_ROWS, CHUNK_ROWS, 3]
+        np.testing.assert_array_equal(np.vstack(near)[:, 0], copies.local)
+        np.testing.assert_array_equal(np.vstack(far)[:, 0], copies.remote)
