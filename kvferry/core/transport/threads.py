@@ -27,13 +27,11 @@ def enter_nothing() -> None:
     """Do nothing: the ``EnterThread`` of an engine whose memory needs none, such as CPU memory."""
 
 
-def start_thread(
-    target: Callable[[], None], *, name: str, enter: EnterThread, daemon: bool = True
-) -> threading.Thread:
+def start_thread(target: Callable[[], None], *, name: str, enter: EnterThread) -> threading.Thread:
     """Start a thread that calls ``enter`` and then ``target``; return when ``enter`` has returned.
 
-    Raises ``DriverError`` if ``enter`` raised; ``target`` is then not called. With ``daemon``, the
-    process may end while the thread runs.
+    Raises ``DriverError`` if ``enter`` raised; ``target`` is then not called. The process may end
+    while the thread runs.
     """
     entered = threading.Event()
     failures: list[Exception] = []
@@ -48,7 +46,7 @@ def start_thread(
             entered.set()
         target()
 
-    thread = threading.Thread(target=run, name=name, daemon=daemon)
+    thread = threading.Thread(target=run, name=name, daemon=True)
     thread.start()
     entered.wait()
     if failures:

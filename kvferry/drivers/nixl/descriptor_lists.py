@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
-from kvferry.core.memory import Region, U64Array
+from kvferry.core.memory import Region
 from kvferry.core.transport import Copies, PagedCopies, PlacedStrips, Segment, Strips, StripSide
 from kvferry.drivers.nixl.agent import Agent, Handle, Indices, PreparedList, Rows, StridedRows
 
@@ -29,14 +29,44 @@ Kinds = tuple[str, str]
 """The memory kinds of the local and of the remote side."""
 
 
-def copy_chunks(copies: Copies, most: int = CHUNK_ROWS) -> Iterator[tuple[Kinds, Rows, Rows]]:
-    """Cut a batch into chunks of ``most`` copies, each with one memory kind on either side.
+class DescriptorLists:
+    """Describe batches to NIXL, one after another, in the same two arrays: fresh memory is slow."""
 
-    Copies of 0 bytes are left out. The rows are of the local and of the remote side.
-    """
-    if len(copies) == len(copies.segments) == 1:
-        return _one(copies, *copies.segments)
-    return _many(copies, most)
+    def __init__(self, most: int = CHUNK_ROWS) -> None:
+        self._most = most
+        self._local, self._remote = np.empty((2, most, 3), np.uint64)
+        self._devices = (-1, -1)  # in all rows of the arrays
+
+    def chunks(self, copies: Copies) -> Iterator[tuple[Kinds, Rows, Rows]]:
+        """Cut a batch into chunks of ``most`` copies, each with one device on either side.
+
+        Copies of 0 bytes are left out. The rows, local and remote, are valid until the next chunk.
+        """
+        if len(copies) == len(copies.segments) == 1:
+            yield from _one(copies, *copies.segments)
+            return
+        for _, group in itertools.groupby(copies.segments, _devices):
+            segments = list(group)
+            last = segments[-1].stop
+            for start in range(segments[0].start, last, self._most):
+                stop = min(start + self._most, last)
+                yield from self._chunk(copies, slice(start, stop), segments[0])
+
+    def _chunk(
+        self, copies: Copies, rows: slice, segment: Segment
+    ) -> Iterator[tuple[Kinds, Rows, Rows]]:
+        nbytes = copies.nbytes[rows]
+        local, remote = self._local[: len(nbytes)], self._remote[: len(nbytes)]
+        local[:, 0], remote[:, 0] = copies.local[rows], copies.remote[rows]
+        local[:, 1] = remote[:, 1] = nbytes
+        devices = (segment.local.device, segment.remote.device)
+        if devices != self._devices:
+            self._local[:, 2], self._remote[:, 2] = self._devices = devices
+        if not nbytes[nbytes.argmin()]:
+            full = nbytes != 0
+            local, remote = local[full], remote[full]
+        if len(local):
+            yield (segment.local.kind, segment.remote.kind), local, remote
 
 
 def _one(copies: Copies, segment: Segment) -> Iterator[tuple[Kinds, Rows, Rows]]:
@@ -51,26 +81,9 @@ def _one(copies: Copies, segment: Segment) -> Iterator[tuple[Kinds, Rows, Rows]]
         )
 
 
-def _many(copies: Copies, most: int) -> Iterator[tuple[Kinds, Rows, Rows]]:
-    local, remote = (_devices(copies.segments, side) for side in ("local", "remote"))
-    for kinds, group in itertools.groupby(copies.segments, _kinds):
-        segments = list(group)
-        last = segments[-1].stop
-        for start in range(segments[0].start, last, most):
-            rows = slice(start, min(start + most, last))
-            nbytes = copies.nbytes[rows]
-            near = _rows(copies.local[rows], nbytes, local[rows])
-            far = _rows(copies.remote[rows], nbytes, remote[rows])
-            if not nbytes.all():
-                near, far = near[nbytes != 0], far[nbytes != 0]
-            if len(near):
-                yield kinds, near, far
-
-
-def _rows(addresses: U64Array, nbytes: U64Array, devices: U64Array) -> U64Array:
-    rows = np.empty((len(nbytes), 3), np.uint64)
-    rows[:, 0], rows[:, 1], rows[:, 2] = addresses, nbytes, devices
-    return rows
+def _devices(segment: Segment) -> tuple[str, int, str, int]:
+    local, remote = segment.local, segment.remote
+    return local.kind, local.device, remote.kind, remote.device
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -139,7 +152,7 @@ def _fits(strips: Strips) -> bool:
     # NIXL refuses rows whose descriptors overlap, even of one page.
     apart = all(side.stride >= strips.nbytes for side in sides)
     small = rows <= MAX_ROWS and descriptors <= MAX_INDEX
-    return apart and small and len(set(map(_kinds, strips.segments))) == 1
+    return apart and small and len(set(map(_devices, strips.segments))) == 1
 
 
 def _indices(part: PlacedStrips, side: StripSide, places: np.ndarray) -> Indices:
@@ -154,18 +167,7 @@ def _strided(strips: Strips, name: str) -> StridedRows:
     rows = np.empty((len(strips), len(side.within), 5), np.uint64)
     rows[:, :, 0] = side.start[:, None] + side.within.astype(np.uint64)
     rows[:, :, 1] = strips.nbytes
-    rows[:, :, 2] = _devices(strips.segments, name)[:, None]
+    rows[:, :, 2] = getattr(strips.segments[0], name).device
     rows[:, :, 3] = side.stride
     rows[:, :, 4] = side.pages
     return rows.reshape(-1, 5)
-
-
-def _kinds(segment: Segment) -> Kinds:
-    return segment.local.kind, segment.remote.kind
-
-
-def _devices(segments: Sequence[Segment], side: str) -> U64Array:
-    """Return the device of one side of each copy or strip."""
-    regions: list[Region] = [getattr(segment, side) for segment in segments]
-    lengths = np.array([segment.stop - segment.start for segment in segments], np.int64)
-    return np.repeat(np.array([region.device for region in regions], np.uint64), lengths)

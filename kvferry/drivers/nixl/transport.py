@@ -41,9 +41,9 @@ from kvferry.drivers.nixl.agent import Telemetry, TransferChunk
 from kvferry.drivers.nixl.agent_metadata import AgentMetadata
 from kvferry.drivers.nixl.agent_pair import AgentPair
 from kvferry.drivers.nixl.descriptor_lists import (
+    DescriptorLists,
     PagedChunk,
     can_prepare,
-    copy_chunks,
     paged_chunks,
 )
 from kvferry.drivers.nixl.options import NixlOptions
@@ -104,6 +104,7 @@ class NixlTransport(BaseTransport[None, NixlPeer, NixlPeer, NixlTransfer]):
         self._arrived: list[Notification] = []
         # Held because ``disconnect`` may poll at the same time as other calls.
         self._looking = threading.Lock()
+        self._lists = DescriptorLists()
         self._idle = IdlePeers()
 
     @property
@@ -218,7 +219,7 @@ class NixlTransport(BaseTransport[None, NixlPeer, NixlPeer, NixlTransfer]):
         return self._post(request, self._chunks(pages.written_out()))
 
     def _chunks(self, copies: Copies) -> Iterator[TransferChunk]:
-        for kinds, local, remote in copy_chunks(copies):
+        for kinds, local, remote in self._lists.chunks(copies):
             yield self._agent.make_chunk(kinds=kinds, local=local, remote=remote)
 
     def _post(

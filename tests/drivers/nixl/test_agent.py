@@ -43,6 +43,7 @@ class StandInAgent:
 
 def library(**changes: Any) -> NixlLibrary:
     bindings = SimpleNamespace(
+        NIXL_READ=2,
         NIXL_SUCCESS=0,
         NIXL_IN_PROG=1,
         NIXL_THREAD_SYNC_STRICT="strict",

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from kvferry.core.memory import Region, U64Array
 from kvferry.core.transport.copies import Copies, Segment
 from kvferry.drivers.nixl.agent import Rows
-from kvferry.drivers.nixl.descriptor_lists import CHUNK_ROWS, copy_chunks
+from kvferry.drivers.nixl.descriptor_lists import CHUNK_ROWS, DescriptorLists
 
 KINDS = [("cpu", 0), ("cuda", 0), ("cuda", 1)]
 
@@ -66,7 +66,7 @@ def test_every_nonempty_copy_is_in_a_chunk_of_its_memory_kinds(copies: Copies, m
                 part = expected.setdefault((cut.local.kind, cut.remote.kind), [])
                 part.append((here, size, cut.local.device, there, size, cut.remote.device))
     found: dict[tuple[str, str], list[tuple[int, ...]]] = {}
-    for kinds, local, remote in copy_chunks(copies, most):
+    for kinds, local, remote in DescriptorLists(most).chunks(copies):
         assert 0 < len(local) == len(remote) <= most
         rows = np.hstack(_arrays(local, remote))
         found.setdefault(kinds, []).extend(tuple(map(int, row)) for row in rows)
@@ -81,14 +81,18 @@ def test_large_batches_are_cut_into_as_few_chunks_as_can_be() -> None:
         nbytes=np.full(n, 7, np.uint64),
         segments=(
             Segment(start=0, stop=9, local=LOCAL[0], remote=REMOTE[1]),
-            Segment(start=9, stop=n, local=LOCAL[0], remote=REMOTE[2]),
+            Segment(start=9, stop=n, local=LOCAL[0], remote=REMOTE[1]),
         ),
     )
-    chunks = list(copy_chunks(copies))
-    assert [(kinds, len(local)) for kinds, local, _ in chunks] == [
-        (("cpu", "cuda"), rows) for rows in (CHUNK_ROWS, CHUNK_ROWS, 3)
-    ]
-    near, far = (np.vstack(_arrays(*side)) for side in list(zip(*chunks, strict=True))[1:])
-    np.testing.assert_array_equal(near[:, 0], copies.local)
-    np.testing.assert_array_equal(far[:, 0], copies.remote)
-    np.testing.assert_array_equal(far[:, 2], np.repeat([0, 1], [9, n - 9]))
+    lists = DescriptorLists()
+    for _ in range(2):  # in arrays that are used again
+        near: list[U64Array] = []
+        far: list[U64Array] = []
+        for kinds, local, remote in lists.chunks(copies):
+            assert kinds == ("cpu", "cuda")
+            here, there = _arrays(local, remote)
+            near.append(here)
+            far.append(there)
+        assert [len(rows) for rows in near] == [CHUNK_ROWS, CHUNK_ROWS, 3]
+        np.testing.assert_array_equal(np.vstack(near)[:, 0], copies.local)
+        np.testing.assert_array_equal(np.vstack(far)[:, 0], copies.remote)
