@@ -15,6 +15,7 @@ from itertools import chain
 from kvferry.core.errors import PlanError
 from kvferry.core.layout import Group, GroupKind, Layout
 from kvferry.core.layout.fields import FieldSet
+from kvferry.core.lru_cache import LRUCache
 from kvferry.core.planner.coverage import EngineHoldings, assign_pieces, engine_holdings
 from kvferry.core.planner.strips import Overlap, Overlaps, StripBatch, find_strips
 from kvferry.core.planner.token_blocks import Pairing
@@ -91,7 +92,9 @@ class Plan:
     notified_ranks: tuple[int, ...]
     local_groups: tuple[LocalGroup, ...]
     steps: int = 0
-    _windows: dict[object, tuple[StripBatch, ...]] = field(default_factory=dict, repr=False)
+    _windows: LRUCache[tuple[StripBatch, ...]] = field(
+        default_factory=lambda: LRUCache(MAX_WINDOWS), repr=False
+    )
 
     def unread_strips(
         self, layout: Layout, group: int, window: tuple[int, int] | None, *, read: bool | None
@@ -103,9 +106,8 @@ class Plan:
         (``None``). Raises ``PlanError`` if there are too many strips.
         """
         key = group, window, read
-        if key not in self._windows:
-            if len(self._windows) >= MAX_WINDOWS:
-                del self._windows[next(iter(self._windows))]
+        strips = self._windows.get(key)
+        if strips is None:
             kinds = (True, False) if read is None else (read,)
             # The strips of a field's overlap with itself are its longest runs of bytes.
             parts = [
@@ -114,10 +116,9 @@ class Plan:
                 for fields in self.local_groups[group].fields[kind]
             ]
             page_tokens = max(layout.groups[group].block_tokens, 1)
-            self._windows[key] = (
-                find_strips(parts, layout, layout, page_tokens, window) if parts else ()
-            )
-        return self._windows[key]
+            strips = find_strips(parts, layout, layout, page_tokens, window) if parts else ()
+            self._windows.put(key, strips)
+        return strips
 
 
 def make_plan(local: Sequence[Layout], remote: Sequence[Layout], rank: int) -> Plan:
