@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -72,130 +72,112 @@ class Metric:
     labels: tuple[str, ...] = ("driver",)
 
 
-BYTES = Metric(
-    name="bytes",
-    kind=MetricKind.COUNTER,
-    text="Bytes of KV cache that were pulled from other engines.",
-    labels=("driver", "peer", "path"),
+def _counter(name: str, labels: tuple[str, ...], text: str) -> Metric:
+    return Metric(name=name, kind=MetricKind.COUNTER, text=text, labels=("driver", *labels))
+
+
+def _gauge(name: str, labels: tuple[str, ...], text: str) -> Metric:
+    return Metric(name=name, kind=MetricKind.GAUGE, text=text, labels=("driver", *labels))
+
+
+def _histogram(name: str, labels: tuple[str, ...], text: str) -> Metric:
+    return Metric(name=name, kind=MetricKind.HISTOGRAM, text=text, labels=("driver", *labels))
+
+
+BYTES = _counter(
+    "bytes", ("peer", "path"), "Bytes of KV cache that were pulled from other engines."
 )
-EARLY_BYTES = Metric(
-    name="early_bytes",
-    kind=MetricKind.COUNTER,
-    text="Those of these bytes that were pulled while the producer computed the rest.",
-    labels=("driver", "peer", "path"),
+EARLY_BYTES = _counter(
+    "early_bytes",
+    ("peer", "path"),
+    "Those of these bytes that were pulled while the producer computed the rest.",
 )
-COPIES = Metric(
-    name="copies",
-    kind=MetricKind.COUNTER,
-    text="Copies that pulled those bytes; few large copies are faster than many small ones.",
-    labels=("driver", "peer", "path"),
+COPIES = _counter(
+    "copies",
+    ("peer", "path"),
+    "Copies that pulled those bytes; few large copies are faster than many small ones.",
 )
-PULLS = Metric(
-    name="pulls",
-    kind=MetricKind.COUNTER,
-    text="Loads that succeeded, counted on each rank that took part.",
-    labels=("driver", "peer", "path"),
+PULLS = _counter(
+    "pulls", ("peer", "path"), "Loads that succeeded, counted on each rank that took part."
 )
-LOAD_SECONDS = Metric(
-    name="load_seconds",
-    kind=MetricKind.HISTOGRAM,
-    text="Time from the start of a load of KV cache to its end, on each rank. An early load starts "
+LOAD_SECONDS = _histogram(
+    "load_seconds",
+    (),
+    "Time from the start of a load of KV cache to its end, on each rank. An early load starts "
     "with its ticket.",
 )
-STAGE_SECONDS = Metric(
-    name="stage_seconds",
-    kind=MetricKind.HISTOGRAM,
-    text="Time of each stage of a load, on each rank; a handshake counts once, not per load.",
-    labels=("driver", "stage"),
+STAGE_SECONDS = _histogram(
+    "stage_seconds",
+    ("stage",),
+    "Time of each stage of a load, on each rank; a handshake counts once, not per load.",
 )
-PEER_SECONDS = Metric(
-    name="peer_seconds",
-    kind=MetricKind.COUNTER,
-    text="Total time of each stage of loads, by producer: shows which producer is slow, and where.",
-    labels=("driver", "peer", "stage"),
+PEER_SECONDS = _counter(
+    "peer_seconds",
+    ("peer", "stage"),
+    "Total time of each stage of loads, by producer: shows which producer is slow, and where.",
 )
-FAILURES = Metric(
-    name="load_failures",
-    kind=MetricKind.COUNTER,
-    text="Loads that failed, counted on each rank that took part, by stage and cause.",
-    labels=("driver", "peer", "stage", "cause"),
+FAILURES = _counter(
+    "load_failures",
+    ("peer", "stage", "cause"),
+    "Loads that failed, counted on each rank that took part, by stage and cause.",
 )
-STALE = Metric(
-    name="stale_reads",
-    kind=MetricKind.COUNTER,
-    text="Reads that the fence refused: the producer did not hold the pages any more.",
-    labels=("driver", "peer"),
+STALE = _counter(
+    "stale_reads",
+    ("peer",),
+    "Reads that the fence refused: the producer did not hold the pages any more.",
 )
-REFUSED = Metric(
-    name="refused_tickets",
-    kind=MetricKind.COUNTER,
-    text="Tickets that were refused before anything was read, by reason.",
-    labels=("driver", "reason"),
+REFUSED = _counter(
+    "refused_tickets", ("reason",), "Tickets that were refused before anything was read, by reason."
 )
-LOST_PEERS = Metric(
-    name="lost_peers",
-    kind=MetricKind.COUNTER,
-    text="Connected producers that a rank gave up because they died, restarted or failed.",
-    labels=("driver", "peer"),
+LOST_PEERS = _counter(
+    "lost_peers",
+    ("peer",),
+    "Connected producers that a rank gave up because they died, restarted or failed.",
 )
-UNTOLD = Metric(
-    name="untold_releases",
-    kind=MetricKind.COUNTER,
-    text="Messages that end holds and could not be sent; the lease ends those holds.",
-    labels=("driver", "peer"),
+UNTOLD = _counter(
+    "untold_releases",
+    ("peer",),
+    "Messages that end holds and could not be sent; the lease ends those holds.",
 )
-PEERS_UP = Metric(
-    name="peers_up",
-    kind=MetricKind.GAUGE,
-    text="Producers that a rank is connected to.",
-    labels=("driver", "rank"),
+PEERS_UP = _gauge("peers_up", ("rank",), "Producers that a rank is connected to.")
+PEERS_DOWN = _gauge(
+    "peers_down",
+    ("rank",),
+    "Producers that a rank could not reach, or lost, at its last contact with them.",
 )
-PEERS_DOWN = Metric(
-    name="peers_down",
-    kind=MetricKind.GAUGE,
-    text="Producers that a rank could not reach, or lost, at its last contact with them.",
-    labels=("driver", "rank"),
+QUARANTINED = _gauge(
+    "quarantined_pages",
+    ("rank",),
+    "Pages of failed loads that a connection may still write, so that they are not released.",
 )
-QUARANTINED = Metric(
-    name="quarantined_pages",
-    kind=MetricKind.GAUGE,
-    text="Pages of failed loads that a connection may still write, so that they are not released.",
-    labels=("driver", "rank"),
+LATE = _counter(
+    "done_after_expiry",
+    (),
+    'Messages "done" about holds whose lease was over; the fence refused those reads.',
 )
-LATE = Metric(
-    name="done_after_expiry",
-    kind=MetricKind.COUNTER,
-    text='Messages "done" about holds whose lease was over; the fence refused those reads.',
+IGNORED = _counter(
+    "ignored_releases",
+    (),
+    "Other messages that end holds, for holds that had ended or never existed.",
 )
-IGNORED = Metric(
-    name="ignored_releases",
-    kind=MetricKind.COUNTER,
-    text="Other messages that end holds, for holds that had ended or never existed.",
-)
-COPY_SECONDS = Metric(
-    name="copy_seconds",
-    kind=MetricKind.HISTOGRAM,
-    text="Time of each request's copy between the device and host pages, where the cache is staged "
+COPY_SECONDS = _histogram(
+    "copy_seconds",
+    ("direction",),
+    "Time of each request's copy between the device and host pages, where the cache is staged "
     "(kv_buffer_device cpu).",
-    labels=("driver", "direction"),
 )
-HOST_PAGES = Metric(
-    name="host_pages",
-    kind=MetricKind.GAUGE,
-    text="Host pages that each rank has for staging, by use: for holds, or for loads.",
-    labels=("driver", "use"),
+HOST_PAGES = _gauge(
+    "host_pages",
+    ("use",),
+    "Host pages that each rank has for staging, by use: for holds, or for loads.",
 )
-HOST_PAGES_USED = Metric(
-    name="host_pages_used",
-    kind=MetricKind.GAUGE,
-    text="Those of the host pages that requests have reserved or use.",
-    labels=("driver", "use"),
+HOST_PAGES_USED = _gauge(
+    "host_pages_used", ("use",), "Those of the host pages that requests have reserved or use."
 )
-HOST_PAGE_WAITS = Metric(
-    name="host_page_wait_seconds",
-    kind=MetricKind.HISTOGRAM,
-    text="Time that requests waited for host pages, by use, and whether they got them.",
-    labels=("driver", "use", "outcome"),
+HOST_PAGE_WAITS = _histogram(
+    "host_page_wait_seconds",
+    ("use", "outcome"),
+    "Time that requests waited for host pages, by use, and whether they got them.",
 )
 
 FIGURES = (
@@ -399,11 +381,8 @@ class Metrics:
 
     def _put(self, figure: Metric, value: Any, labels: Mapping[str, str]) -> None:  # noqa: ANN401
         """Add a value, for a histogram a list of them. The caller must hold the lock."""
-        at = self._new.setdefault(figure.name, {})
-        *outer, last = figure.labels
-        for name in outer:
-            at = at.setdefault(labels[name] if name in labels else self._common[name], {})
-        _add_to(at, figure.kind, labels[last] if last in labels else self._common[last], value)
+        known = {**self._common, **labels}
+        _add(self._new, figure, [known[name] for name in figure.labels], value)
 
 
 class PeerNames:
@@ -427,8 +406,8 @@ def merge(figures: Mapping[str, Metric], into: Data, other: Data) -> None:
     """Add what ``other``, maybe of another process, has of ``figures`` to ``into``."""
     for name, values in other.items():
         if name in figures:
-            figure = figures[name]
-            into[name] = _added(figure.kind, into.get(name, {}), values, len(figure.labels))
+            for labels, value in _leaves(values, len(figures[name].labels)):
+                _add(into, figures[name], labels, value)
 
 
 def flat(figure: Metric, data: Data) -> Iterator[tuple[tuple[str, ...], Any]]:
@@ -446,22 +425,16 @@ def _leaves(values: Any, depth: int) -> Iterator[tuple[tuple[str, ...], Any]]:  
             yield (label, *labels), value
 
 
-def _added(kind: MetricKind, mine: Any, theirs: Any, depth: int) -> Any:  # noqa: ANN401
-    """Add nested dictionaries to ``mine``, and return it; it shares no part with ``theirs``."""
-    if depth > 1:
-        for label, inner in theirs.items():
-            mine[label] = _added(kind, mine.get(label, {}), inner, depth - 1)
-        return mine
-    for label, value in theirs.items():
-        _add_to(mine, kind, label, value)
-    return mine
-
-
-def _add_to(values: Data, kind: MetricKind, label: str, value: Any) -> None:  # noqa: ANN401
-    if kind is MetricKind.COUNTER:
-        values[label] = values.get(label, 0) + value
-    elif kind is MetricKind.GAUGE:
-        values[label] = value
+def _add(data: Data, figure: Metric, labels: Sequence[str], value: Any) -> None:  # noqa: ANN401
+    """Add a value to a metric in ``Data``, for a histogram a list of values, which is copied."""
+    *outer, last = labels
+    values = data.setdefault(figure.name, {})
+    for label in outer:
+        values = values.setdefault(label, {})
+    if figure.kind is MetricKind.COUNTER:
+        values[last] = values.get(last, 0) + value
+    elif figure.kind is MetricKind.GAUGE:
+        values[last] = value
     else:
-        observed = values.setdefault(label, [])
+        observed = values.setdefault(last, [])
         observed.extend(value[: MAX_OBSERVED - len(observed)])

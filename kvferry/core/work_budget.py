@@ -34,7 +34,7 @@ REGION_STEPS = 20
 KIND_STEPS = 1
 """Comparing one field with one kind of field; with all, as hashes of untrusted data may collide."""
 OVERLAP_SET_STEPS = 500
-"""Preparing one set of strided bytes for an overlap check."""
+"""Preparing the fields of one kind, or of one group on one device, for an overlap check."""
 OVERLAP_CLUSTER_STEPS = 100
 """Comparing one cluster: sets of bytes whose address ranges overlap."""
 OVERLAP_MEMBER_STEPS = 5

@@ -53,7 +53,7 @@ def assert_equal(found: Plan, wanted: Plan) -> None:
             assert here.overlaps == there.overlaps
             for one, other in zip(here.batches, there.batches, strict=True):
                 assert (one.strides, one.nbytes) == (other.strides, other.nbytes)
-                assert one.cuts == other.cuts
+                assert one.segments == other.segments
                 np.testing.assert_array_equal(one.local, other.local)
                 np.testing.assert_array_equal(one.remote, other.remote)
 

@@ -44,12 +44,18 @@ def interleaved_fields(key: str, runs: int = 700, **changes: object) -> list[Fie
 
 
 def many_groups_and_devices() -> Layout:
+    """Fields interleave otherwise in each group and on each device, so that all are enumerated."""
     regions = [Region(address=1 << 40, nbytes=1 << 34, device=device) for device in range(16)]
     fields = [
         f
         for group in range(16)
         for device in range(16)
-        for f in interleaved_fields(f"{group}.{device}", group=group, region=device)
+        for f in interleaved_fields(
+            f"{group}.{device}",
+            group=group,
+            region=device,
+            page_stride=(1 << 20) + 16 * group + device,
+        )
     ]
     return state(*fields, regions=regions, groups=16)
 

@@ -105,7 +105,7 @@ def memory_of(
         for batch in (batch for match in source.matches for batch in match.batches):
             memory[id(batch.local)] = batch.local.nbytes
             memory[id(batch.remote)] = batch.remote.nbytes
-            memory[id(plan)] += CUT_BYTES * (1 + len(batch.cuts))
+            memory[id(plan)] += CUT_BYTES * (1 + len(batch.segments))
     return memory
 
 

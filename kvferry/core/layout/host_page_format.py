@@ -6,7 +6,6 @@ copy moves it between device and pool, or between pools of engines with equal la
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
@@ -48,9 +47,11 @@ class HostPageFormat:
     @classmethod
     def of(cls, cache: Layout) -> HostPageFormat:
         """Return the format of a cache's host pages; ``LayoutError`` if rows cannot describe it."""
+        if not cache.fields:
+            return cls(cache=cache, rows=(), page_bytes=0)
         rows, end = [], 0
         merged = list(_merge(_field_rows(cache.fields)))
-        _check_disjoint(merged, max((f.pages for f in cache.fields), default=0))
+        _check_disjoint(merged, max(f.pages for f in cache.fields))
         for row in merged:
             rows.append(replace(row, page_offset=end))
             end += -(-row.nbytes // ROW_ALIGNMENT) * ROW_ALIGNMENT
@@ -65,15 +66,17 @@ class HostPageFormat:
         fields = self.cache.fields
         if not fields or memory is None:
             return Layout(regions=(), groups=self.cache.groups, fields=())
-        places = _Places(self.rows)
+        rows: dict[tuple[int, int], list[Rows]] = {}
+        for row in self.rows:
+            rows.setdefault((row.region, row.stride), []).append(row)
         return Layout(
             regions=(memory,),
             groups=self.cache.groups,
-            fields=tuple([self._field(f, places, pages) for f in fields]),
+            fields=tuple([self._field(f, rows[f.region, f.page_stride], pages) for f in fields]),
         )
 
-    def _field(self, f: Field, places: _Places, pages: int) -> Field:
-        there = places.find(f, _starts(f))
+    def _field(self, f: Field, rows: Sequence[Rows], pages: int) -> Field:
+        there = _in_host_page(rows, _starts(f))
         dims = iter(_spaced(f, there))
 
         def moved(axis: tuple[Dim, ...]) -> tuple[Dim, ...]:
@@ -91,22 +94,13 @@ class HostPageFormat:
         )
 
 
-class _Places:
-    """Where bytes of a cache lie in a host page."""
-
-    def __init__(self, rows: Sequence[Rows]) -> None:
-        self._rows: dict[tuple[int, int], list[Rows]] = {}
-        for row in rows:
-            self._rows.setdefault((row.region, row.stride), []).append(row)
-
-    def find(self, f: Field, starts: I64Array) -> I64Array:
-        """Map bytes of a field in block id 0, from its region's start, to bytes of a host page."""
-        rows = self._rows[f.region, f.page_stride]
-        first = np.array([row.offset for row in rows], dtype=np.int64)
-        there = np.array([row.page_offset for row in rows], dtype=np.int64)
-        index = np.searchsorted(first, starts, side="right") - 1
-        places: I64Array = starts - first[index] + there[index]
-        return places
+def _in_host_page(rows: Sequence[Rows], starts: I64Array) -> I64Array:
+    """Map bytes of block id 0, from their region's start, to bytes of a host page."""
+    first = np.array([row.offset for row in rows], dtype=np.int64)
+    there = np.array([row.page_offset for row in rows], dtype=np.int64)
+    index = np.searchsorted(first, starts, side="right") - 1
+    places: I64Array = starts - first[index] + there[index]
+    return places
 
 
 def _is_outer(f: Field, dim: Dim) -> bool:
@@ -158,16 +152,11 @@ def _field_rows(fields: Iterable[Field]) -> Iterator[Rows]:
 
 def _merge(rows: Iterable[Rows]) -> Iterator[Rows]:
     """Yield rows that cover the given ones; those between two rows of one id are merged."""
-    ordered = sorted(set(rows), key=attrgetter("region", "stride", "offset"))
-    for _, some in itertools.groupby(ordered, attrgetter("region", "stride")):
-        yield from _merge_places(list(some))
-
-
-def _merge_places(rows: Sequence[Rows]) -> Iterator[Rows]:
-    """Yield ``_merge`` of rows of one region with one stride, the lowest offset first."""
-    current = rows[0]
-    for row in rows[1:]:
-        if row.offset >= current.offset + current.stride:
+    place = attrgetter("region", "stride")
+    first, *others = sorted(set(rows), key=attrgetter("region", "stride", "offset"))
+    current = first
+    for row in others:
+        if place(row) != place(current) or row.offset >= current.offset + current.stride:
             yield current
             current = row
             continue

@@ -6,13 +6,12 @@ its region, and no two elements of one group share a byte. A layout names no mod
 
 from __future__ import annotations
 
-import copy
 import enum
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-
-import numpy as np
+from functools import partial
+from itertools import pairwise
 
 from kvferry.core.errors import LayoutError
 from kvferry.core.layout.fields import (
@@ -25,7 +24,7 @@ from kvferry.core.layout.fields import (
     field_problems,
     group_by_kind,
 )
-from kvferry.core.layout.overlap_check import ByteSets, find_overlap
+from kvferry.core.layout.overlap_check import find_overlap
 from kvferry.core.memory import Region
 from kvferry.core.work_budget import FIELD_STEPS, REGION_STEPS, WorkBudget
 
@@ -104,12 +103,17 @@ class Group:
 
 
 class _Derived:
-    """Attributes that a layout computes from its fields and does not publish."""
+    """What a layout computes from its fields and does not publish.
 
-    __slots__ = ("_field_sets", "_steps")
+    Attributes:
+        field_sets: all fields, in sets of fields that differ only in key, encoding, region, offset.
+        steps: work of the checks, in steps of ``work_budget``.
+    """
 
-    _field_sets: tuple[FieldSet, ...]
-    _steps: int
+    __slots__ = ("field_sets", "steps")
+
+    field_sets: tuple[FieldSet, ...]
+    steps: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,41 +132,38 @@ class Layout(_Derived):
 
     def __post_init__(self) -> None:
         _check_sizes(self)
-        budget = _check_budget()
+        budget = WorkBudget(LayoutError, "checking a layout")
         budget.spend(
             FIELD_STEPS * len(self.fields) + REGION_STEPS * len(self.regions), "fields and regions"
         )
-        object.__setattr__(self, "_field_sets", group_by_kind(self.fields, budget))
+        object.__setattr__(self, "field_sets", group_by_kind(self.fields, budget))
         for field_set in self.field_sets:
             _check_kind(self, field_set.first)
             _check_places(self, field_set)
-        _check_no_overlap(self, budget)
-        object.__setattr__(self, "_steps", budget.steps)
+        overlap = find_overlap(self.field_sets, self.regions, budget)
+        if overlap:
+            raise LayoutError(
+                f"fields {overlap[0]!r} and {overlap[1]!r} put two elements of one group on one "
+                "byte, or their strides do not nest, so that this cannot be ruled out"
+            )
+        object.__setattr__(self, "steps", budget.steps)
 
-    @property
-    def field_sets(self) -> tuple[FieldSet, ...]:
-        """All fields, in sets of fields that differ only in key, encoding, region and offset."""
-        # A copy made by ``pickle`` or ``copy`` has only the three public attributes.
-        if not hasattr(self, "_field_sets"):
-            object.__setattr__(self, "_field_sets", group_by_kind(self.fields, _check_budget()))
-        return self._field_sets
-
-    @property
-    def steps(self) -> int:
-        """Work of the checks in steps of ``work_budget``; 0 in a pickled or copied layout."""
-        return getattr(self, "_steps", 0)
+    def __reduce__(self) -> tuple[object, ...]:
+        """Have copies made by ``pickle`` and ``copy`` built, and so checked, as this one was."""
+        return partial(Layout, regions=self.regions, groups=self.groups, fields=self.fields), ()
 
     def with_regions(self, regions: tuple[Region, ...]) -> Layout:
         """Return a layout with other regions in place of the old, or raise ``LayoutError``.
 
-        It is checked again only if the regions' lengths or their overlaps have changed.
+        It is checked again only if regions have another length, or overlap.
         """
-        if _region_geometry(self.regions) != _region_geometry(regions):
+        lengths = [each.nbytes for each in self.regions]
+        if lengths != [each.nbytes for each in regions] or not _are_disjoint(regions):
             return replace(self, regions=regions)
-        layout = copy.copy(self)
+        layout = object.__new__(Layout)
         object.__setattr__(layout, "regions", regions)
-        object.__setattr__(layout, "_field_sets", self.field_sets)
-        object.__setattr__(layout, "_steps", self.steps)
+        for name in ("groups", "fields", "field_sets", "steps"):
+            object.__setattr__(layout, name, getattr(self, name))
         return layout
 
     def pages(self, group: int) -> int:
@@ -170,10 +171,6 @@ class Layout(_Derived):
         return min(
             (each.first.pages for each in self.field_sets if each.first.group == group), default=0
         )
-
-
-def _check_budget() -> WorkBudget:
-    return WorkBudget(LayoutError, "checking a layout")
 
 
 def _check_sizes(layout: Layout) -> None:
@@ -256,60 +253,9 @@ def _check_axes(group: Group, f: Field) -> None:
         )
 
 
-def _check_no_overlap(layout: Layout, budget: WorkBudget) -> None:
-    """Refuse two elements of one group on one byte; every field lies within its region."""
-    numbers: dict[object, int] = {}
-    # 1 is subtracted from addresses, so that an end at ``ADDRESS_LIMIT`` fits 64 signed bits, too.
-    places = np.array(
-        [(numbers.setdefault(_device(r), len(numbers)), r.address - 1) for r in layout.regions],
-        dtype=np.int64,
-    ).reshape(-1, 2)
-    by_place: dict[tuple[int, int], list[ByteSets]] = {}
-    for field_set in layout.field_sets:
-        devices, starts = places[field_set.regions].T
-        first = field_set.first
-        dims = tuple((dim.extent, dim.stride) for dim in first.dims)
-        for device in set(devices.tolist()):
-            here = np.flatnonzero(devices == device)
-            byte_sets = ByteSets(
-                labels=[field_set.keys[i] for i in here.tolist()],
-                offsets=(starts + field_set.offsets)[here],
-                run=first.unit,
-                dims=((first.pages, first.page_stride), *dims),
-            )
-            by_place.setdefault((first.group, device), []).append(byte_sets)
-    for byte_sets_here in by_place.values():
-        overlap = find_overlap(byte_sets_here, budget)
-        if overlap:
-            raise LayoutError(
-                f"fields {overlap[0]!r} and {overlap[1]!r} put two elements of one group on one "
-                "byte, or their strides do not nest, so that this cannot be ruled out"
-            )
-
-
-def _region_geometry(regions: Sequence[Region]) -> object:
-    """Return what decides, of the regions, whether a layout is valid: lengths and overlaps."""
-    numbers: dict[int, int] = {}
-    places = [
-        (numbers.setdefault(stretch, len(numbers)), start) for stretch, start in _places(regions)
-    ]
-    return [each.nbytes for each in regions], places
-
-
-def _places(regions: Sequence[Region]) -> list[tuple[int, int]]:
-    """Return, for each region, its stretch of memory and the bytes from that stretch's start."""
-    # A stretch: all regions of one device that share bytes, directly or by way of others.
-    places = [(0, 0)] * len(regions)
-    stretch, first, end, device = -1, 0, 0, ("", -1)
-    order = sorted(range(len(regions)), key=lambda i: (_device(regions[i]), regions[i].address))
-    for index in order:
-        region = regions[index]
-        if _device(region) != device or region.address >= end:
-            stretch, first, end, device = stretch + 1, region.address, 0, _device(region)
-        end = max(end, region.end)
-        places[index] = stretch, region.address - first
-    return places
-
-
-def _device(region: Region) -> tuple[str, int]:
-    return region.kind, region.device
+def _are_disjoint(regions: Sequence[Region]) -> bool:
+    ordered = sorted(regions, key=lambda each: (each.kind, each.device, each.address))
+    return all(
+        (one.kind, one.device) != (other.kind, other.device) or one.end <= other.address
+        for one, other in pairwise(ordered)
+    )

@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvferry.core.layout.fields import Dims
-from kvferry.core.memory import I64Array
+from kvferry.core.layout.fields import Dims, FieldSet
+from kvferry.core.memory import I64Array, Region
 from kvferry.core.work_budget import (
     OVERLAP_CLUSTER_STEPS,
     OVERLAP_MEMBER_STEPS,
@@ -29,27 +29,18 @@ from kvferry.core.work_budget import (
 WHERE = "bytes that fields of one group might share"
 
 
-class ByteSets(NamedTuple):
-    """n sets of bytes that differ only in where they start, each a run repeated along dims.
-
-    Set *k* has ``offsets[k] + sum(i * stride) + [0, run)`` for all ``0 <= i < extent`` of each dim.
-    """
-
-    labels: Sequence[str]
-    offsets: I64Array
-    run: int  # number of bytes
-    dims: Dims  # (extent, stride in bytes), in any order
-
-
 class _Form(NamedTuple):
-    """A set relative to its first byte: nested dims, coarse to fine, merged where possible."""
+    """A field's bytes in all pages, relative to the first: a run of bytes, repeated along dims.
+
+    The dims nest, coarse to fine, and are merged where possible.
+    """
 
     run: int
     dims: Dims
 
 
 class _Cluster(NamedTuple):
-    """n sets to compare: index in ``find_overlap``, first byte, bytes spanned, ``_Form`` index."""
+    """n fields to compare: number, address of the first byte, bytes spanned, ``_Form`` index."""
 
     number: I64Array
     start: I64Array
@@ -60,27 +51,45 @@ class _Cluster(NamedTuple):
         return _Cluster(*(each[index] for each in self))
 
 
-def find_overlap(byte_sets: Sequence[ByteSets], budget: WorkBudget) -> tuple[str, str] | None:
-    """Return the labels of two sets of bytes that overlap; ``None`` if no two do.
+def find_overlap(
+    field_sets: Sequence[FieldSet], regions: Sequence[Region], budget: WorkBudget
+) -> tuple[str, str] | None:
+    """Return the keys of two fields of one group that share a byte; ``None`` if no two do.
 
-    One label twice: the strides of that set do not nest, so it may overlap itself.
+    One key twice: the strides of that field do not nest, so it may overlap itself. Every field must
+    lie in its region.
     """
-    budget.spend(OVERLAP_SET_STEPS * len(byte_sets), WHERE)
-    sweep = _Sweep(budget)
-    forms: list[tuple[int, int]] = []
-    for sets in byte_sets:
-        nested = _nested(sets.run, sets.dims)
-        if nested is None:
-            return sets.labels[0], sets.labels[0]
-        forms.append((_span(nested), sweep.index_of(nested)))
-    counts = [len(sets.labels) for sets in byte_sets]
-    span, form = np.repeat(np.array(forms, np.int64), counts, axis=0).T
-    start = np.concatenate([sets.offsets for sets in byte_sets])
-    overlap = sweep.find(_Cluster(np.arange(len(start)), start, span, form))
-    if overlap is None:
+    if not field_sets:
         return None
-    labels = [label for sets in byte_sets for label in sets.labels]
-    return labels[overlap[0]], labels[overlap[1]]
+    budget.spend(OVERLAP_SET_STEPS * len(field_sets), WHERE)
+    sweep = _Sweep(budget)
+    kinds: list[tuple[int, int, int]] = []
+    for some in field_sets:
+        first = some.first
+        dims = ((dim.extent, dim.stride) for dim in first.dims)
+        form = _nested(first.unit, ((first.pages, first.page_stride), *dims))
+        if form is None:
+            return some.keys[0], some.keys[0]
+        kinds.append((first.group, _span(form), sweep.index_of(form)))
+    counts = [len(some.keys) for some in field_sets]
+    groups, spans, forms = np.repeat(np.array(kinds, np.int64), counts, axis=0).T
+    region = np.concatenate([some.regions for some in field_sets])
+    numbers: dict[object, int] = {}
+    devices = np.array([numbers.setdefault((r.kind, r.device), len(numbers)) for r in regions])
+    # 1 is subtracted from addresses, so that an end at ``ADDRESS_LIMIT`` fits 64 signed bits, too.
+    addresses = np.array([r.address - 1 for r in regions], dtype=np.int64)
+    starts = addresses[region] + np.concatenate([some.offsets for some in field_sets])
+    # Fields can share bytes only in one place: a group on a device.
+    places = groups * len(numbers) + devices[region]
+    order = np.argsort(places, kind="stable")
+    by_place = np.split(order, np.flatnonzero(np.diff(places[order])) + 1)
+    budget.spend(OVERLAP_SET_STEPS * len(by_place), WHERE)
+    for here in by_place:
+        overlap = sweep.find(_Cluster(here, starts[here], spans[here], forms[here]))
+        if overlap is not None:
+            keys = [key for some in field_sets for key in some.keys]
+            return keys[overlap[0]], keys[overlap[1]]
+    return None
 
 
 def _span(form: _Form) -> int:

@@ -91,11 +91,17 @@ class Rooms:
                 return False
             if known is not None:
                 self._drop(room)
-            is_full = len(self._rooms) - len(self._over) >= MAX_ROOMS
-            self._put(room, b"", is_last=is_full, error=_too_many() if is_full else "")
+            error = ""
+            if len(self._rooms) - len(self._over) >= MAX_ROOMS:
+                error = (
+                    f"it has {MAX_ROOMS} requests with a transfer_id in its queue or under way, "
+                    "and no more can be followed: use more prefill engines, or let the router send "
+                    "requests to prefill first, and pass the ticket on"
+                )
+            self._put(room, b"", is_last=bool(error), error=error)
             self._drop_old()
         self._changed(room)
-        return not is_full
+        return not error
 
     def publish(self, room: RoomId, part: bytes) -> bool:
         """Publish an encoded part; ``False`` if the room is not open, or the part does not fit."""
@@ -137,8 +143,14 @@ class Rooms:
             for room, version in asked:
                 known = self._find(room)
                 if known is None and version:
-                    newer = min(version + 1, MAX_VERSION)
-                    found.append(_last(room, newer, "it is forgotten"))
+                    forgotten = RoomNews(
+                        room=room.name,
+                        version=min(version + 1, MAX_VERSION),
+                        is_last=True,
+                        error="it is forgotten",
+                        prompt=room.prompt,
+                    )
+                    found.append(forgotten)
                 elif known is not None and known.news.version > version:
                     left -= len(known.news.part) + len(known.news.error.encode())
                     if left < 0:
@@ -193,16 +205,3 @@ class Rooms:
         self._kept_bytes -= len(self._rooms.pop(room).news.part)
         if self._named.get(room.name) == room:
             del self._named[room.name]
-
-
-def _last(room: RoomId, version: int, error: str) -> RoomNews:
-    """Return the news that a room has no ticket."""
-    return RoomNews(room=room.name, version=version, is_last=True, error=error, prompt=room.prompt)
-
-
-def _too_many() -> str:
-    return (
-        f"it has {MAX_ROOMS} requests with a transfer_id in its queue or under way, and no more "
-        "can be followed: use more prefill engines, or let the router send requests to prefill "
-        "first, and pass the ticket on"
-    )

@@ -144,18 +144,16 @@ class PeerKey(NamedTuple):
 
 def _identity_problems(ticket: Ticket) -> Iterator[str]:
     """Yield a text for each value out of bounds, but for those of ``_page_problems``."""
-    for name in ("engine", "request", "host"):
-        text = getattr(ticket, name)
+    texts = {"engine": ticket.engine, "request": ticket.request, "host": ticket.host}
+    ports = {"port": ticket.port}
+    if ticket.routed is not None:
+        texts["remote_host"], ports["remote_port"] = ticket.routed
+    for name, text in texts.items():
         if not 1 <= len(text) <= MAX_TEXT:
             yield f"{name} has {len(text)} characters; 1 to {MAX_TEXT} are allowed"
-    if not 1 <= ticket.port <= 65535:
-        yield f"port {ticket.port} is not in 1 to 65535"
-    if ticket.routed is not None:
-        host, port = ticket.routed
-        if not 1 <= len(host) <= MAX_TEXT:
-            yield f"remote_host has {len(host)} characters; 1 to {MAX_TEXT} are allowed"
+    for name, port in ports.items():
         if not 1 <= port <= 65535:
-            yield f"remote_port {port} is not in 1 to 65535"
+            yield f"{name} {port} is not in 1 to 65535"
     if not 0 < ticket.incarnation < GENERATION_LIMIT:
         yield f"incarnation {ticket.incarnation} is not in 1 to {GENERATION_LIMIT - 1}"
     if not 0 < ticket.tokens <= MAX_TOKENS:
@@ -230,26 +228,21 @@ def check_against(
 ) -> None:
     """Check an untrusted ticket against what its producer published, and ``page_limits`` of that.
 
-    Raises ``TicketError`` as ``check_maker``, or if the number of groups or the tensor-parallel
+    Raises ``TicketError`` as ``check_producer``, or if the number of groups or the tensor-parallel
     size differs, or a slot or page does not exist.
     """
-    check_maker(ticket, payloads, ticket_key)
+    for payload in payloads:
+        check_producer(ticket, payload.incarnation, ticket_key)
     for problem in _handshake_problems(ticket, payloads, limits):
         raise TicketError(problem, reason=TicketReason.MISMATCH)
 
 
-def check_maker(ticket: Ticket, payloads: Sequence[RankPayload], ticket_key: bytes) -> None:
+def check_producer(ticket: Ticket, incarnation: int, ticket_key: bytes) -> None:
     """Raise ``TicketError`` if the engine that answered the handshake did not make a ticket.
 
-    Another incarnation; or a proof that is missing, invalid, by another key, or there although the
-    producer publishes no key (an empty ``ticket_key``).
+    It has another incarnation; or a proof is missing, invalid, by another key, or there although
+    the engine publishes no key (an empty ``ticket_key``).
     """
-    for payload in payloads:
-        check_producer(ticket, payload.incarnation, ticket_key)
-
-
-def check_producer(ticket: Ticket, incarnation: int, ticket_key: bytes) -> None:
-    """As ``check_maker``, for an engine of this incarnation and key."""
     if ticket.incarnation != incarnation:
         raise TicketError(
             f"the ticket is from another life of engine {ticket.engine!r} (incarnation "

@@ -9,15 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
-from itertools import chain, pairwise
+from itertools import chain
 
 import numpy as np
 
 from kvferry.core.errors import PageError
 from kvferry.core.layout import HOLE, Layout
 from kvferry.core.memory import I64Array, Region, U64Array
-from kvferry.core.planner.coalesce import CoalescedRuns, coalesce, concatenate
+from kvferry.core.planner.coalesce import (
+    CoalescedRuns,
+    coalesce,
+    concatenate,
+    runs_of_equals,
+)
 from kvferry.core.planner.plan import Match, Plan, Source
 from kvferry.core.planner.strides import entry_offsets
 from kvferry.core.planner.strips import Strides, StripBatch
@@ -289,16 +293,12 @@ def _placed(batch: StripBatch, sub_blocks: _SubBlocks) -> PlacedStrips:
 
 def _strips(match: Match, batch: StripBatch) -> Strips:
     """Return a batch of strips with the places that they have in all pages."""
-    starts = [0, *(stop for stop, _, _ in batch.cuts)]
     near, far = match.pairing.block_maps(batch.strides.granularity)
     return Strips(
         nbytes=batch.nbytes,
         local=_side(batch.local, batch.strides.local, match.local_pages, near),
         remote=_side(batch.remote, batch.strides.remote, match.remote_pages, far),
-        segments=tuple(
-            Segment(start=start, stop=stop, local=local, remote=remote)
-            for start, (stop, local, remote) in zip(starts, batch.cuts, strict=False)
-        ),
+        segments=batch.segments,
     )
 
 
@@ -315,12 +315,27 @@ def _side(start: I64Array, strides: Strides, pages: int, block_map: BlockMap) ->
 def _copies(parts: Sequence[_Part], workspace: Workspace) -> Copies:
     """Return the copies of several parts, in arrays of the workspace."""
     arrays = workspace.take(sum(part.copies for part in parts))
+    segments: list[Segment] = []
     start = 0
     for part in parts:
-        _fill(part, [array[start : start + part.copies] for array in arrays])
-        start += part.copies
+        strips, places = len(part.batch.local), len(part.local)
+        stop = start + strips * places
+        local, remote, nbytes = (array[start:stop].reshape(strips, places) for array in arrays)
+        np.add(part.batch.local[:, None], part.local, out=local)
+        np.add(part.batch.remote[:, None], part.remote, out=remote)
+        nbytes[:] = part.nbytes
+        for each in part.batch.segments:
+            segments.append(
+                Segment(
+                    start=start + each.start * places,
+                    stop=start + each.stop * places,
+                    local=each.local,
+                    remote=each.remote,
+                )
+            )
+        start = stop
     local, remote, nbytes = (array.view(np.uint64) for array in arrays)
-    return Copies(local=local, remote=remote, nbytes=nbytes, segments=tuple(_segments(parts)))
+    return Copies(local=local, remote=remote, nbytes=nbytes, segments=tuple(segments))
 
 
 def _in_batches(parts: Iterable[_Part], limit: int) -> Iterator[list[_Part]]:
@@ -439,33 +454,15 @@ def _locate_on_side(
 
 def _part(batch: StripBatch, sub_blocks: _SubBlocks) -> _Part:
     """Return the copies of a batch of strips; joins sub-blocks that touch on both sides."""
-    part = partial(_Part, batch=batch, sub_blocks=sub_blocks)
     near = sub_blocks.local.offsets(batch.strides.local)
     far = sub_blocks.remote.offsets(batch.strides.remote)
     apart = (np.diff(near) != batch.nbytes) | (np.diff(far) != batch.nbytes)
-    if apart.all():
-        return part(local=near, remote=far, nbytes=batch.nbytes)
-    first = np.flatnonzero(np.concatenate(([True], apart)))
-    nbytes = np.diff(first, append=len(near)) * batch.nbytes
-    return part(local=near[first], remote=far[first], nbytes=nbytes)
-
-
-def _fill(part: _Part, arrays: Sequence[I64Array]) -> None:
-    shape = len(part.batch.local), len(part.local)
-    local, remote, nbytes = (array.reshape(shape) for array in arrays)
-    np.add(part.batch.local[:, None], part.local, out=local)
-    np.add(part.batch.remote[:, None], part.remote, out=remote)
-    nbytes[:] = part.nbytes
-
-
-def _segments(parts: Sequence[_Part]) -> Iterator[Segment]:
-    start = 0
-    for part in parts:
-        strips = 0
-        for stop, local, remote in part.batch.cuts:
-            copies = (stop - strips) * len(part.local)
-            yield Segment(start=start, stop=start + copies, local=local, remote=remote)
-            start, strips = start + copies, stop
+    nbytes: I64Array | int = batch.nbytes
+    if not apart.all():
+        first = np.flatnonzero(np.concatenate(([True], apart)))
+        nbytes = np.diff(first, append=len(near)) * batch.nbytes
+        near, far = near[first], far[first]
+    return _Part(batch=batch, local=near, remote=far, nbytes=nbytes, sub_blocks=sub_blocks)
 
 
 def unwritten_spans(layout: Layout, plan: Plan, request: ReadRequest) -> Spans:
@@ -491,14 +488,13 @@ def unwritten_spans(layout: Layout, plan: Plan, request: ReadRequest) -> Spans:
         empty = np.empty(0, dtype=np.uint64)
         return Spans(address=empty, nbytes=empty, segments=())
     joined = coalesce(concatenate(runs))
-    stops = [*(np.flatnonzero(np.diff(joined.pair)) + 1).tolist(), len(joined)]
     numbered = list(regions)
     return Spans(
         address=joined.local.view(np.uint64),
         nbytes=joined.nbytes.view(np.uint64),
         segments=tuple(
             SpanSegment(start=start, stop=stop, region=numbered[joined.pair[start]])
-            for start, stop in pairwise([0, *stops])
+            for start, stop in runs_of_equals(joined.pair)
         ),
     )
 
@@ -580,8 +576,8 @@ def _present(group: int, ids: I64Array, limit: int) -> I64Array:
 def _spread(batch: StripBatch, ids: I64Array, regions: dict[Region, int]) -> CoalescedRuns:
     """Return the runs of local memory that strips cover in some pages; numbers new regions."""
     pages = ids * batch.strides.local.page
-    pairs = [regions.setdefault(region, len(regions)) for _, region, _ in batch.cuts]
-    strips = np.diff([0, *(stop for stop, _, _ in batch.cuts)])
+    pairs = [regions.setdefault(each.local, len(regions)) for each in batch.segments]
+    strips = [each.stop - each.start for each in batch.segments]
     local = np.add.outer(batch.local, pages).ravel()
     return CoalescedRuns(
         pair=np.repeat(np.repeat(pairs, strips), len(ids)),

@@ -10,9 +10,9 @@ lay out alike ends as one run, and so do tensors that are neighbours on both sid
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from itertools import chain
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 
@@ -26,8 +26,7 @@ from kvferry.core.work_budget import (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class CoalescedRuns:
+class CoalescedRuns(NamedTuple):
     """n runs of bytes, each contiguous in local and in remote memory; all arrays are (n,)."""
 
     pair: I64Array  # number of the pair (local region, remote region), as the caller counts pairs
@@ -35,21 +34,14 @@ class CoalescedRuns:
     remote: I64Array  # address
     nbytes: I64Array
 
-    def __len__(self) -> int:
+    @property
+    def n(self) -> int:
+        """The number of runs."""
         return len(self.nbytes)
 
-    def select(self, index: I64Array | slice) -> CoalescedRuns:
-        """Return the runs that an array of indices, a boolean mask or a slice selects."""
-        return CoalescedRuns(
-            pair=self.pair[index],
-            local=self.local[index],
-            remote=self.remote[index],
-            nbytes=self.nbytes[index],
-        )
-
-    def with_length(self, nbytes: int) -> CoalescedRuns:
-        """Return runs that start where these start, each ``nbytes`` long."""
-        return replace(self, nbytes=np.full(len(self), nbytes))
+    def select(self, index: I64Array) -> CoalescedRuns:
+        """Return the runs that an array of indices, or a boolean mask, selects."""
+        return CoalescedRuns(*(each[index] for each in self))
 
 
 Boxes = tuple[JointDims, CoalescedRuns]
@@ -83,17 +75,19 @@ def merge_boxes(boxes: list[Boxes], budget: WorkBudget) -> list[Boxes]:
         by_dims: dict[JointDims, list[CoalescedRuns]] = {}
         for dims, runs in boxes:
             lengths = np.unique(runs.nbytes).tolist()
-            selecting = MERGE_BOXES_STEPS + len(runs) // SELECTED_RUNS_PER_STEP
+            selecting = MERGE_BOXES_STEPS + runs.n // SELECTED_RUNS_PER_STEP
             budget.spend(
-                MERGE_BOXES_STEPS + MERGE_RUN_STEPS * len(runs) + len(lengths) * selecting,
+                MERGE_BOXES_STEPS + MERGE_RUN_STEPS * runs.n + len(lengths) * selecting,
                 "runs that touch",
             )
             for length in lengths:
                 nbytes, fewer = absorb_dims(length, dims)
                 part = runs.select(runs.nbytes == length)
-                by_dims.setdefault(fewer, []).append(part.with_length(nbytes))
+                longer = part._replace(nbytes=np.full(part.n, nbytes))
+                by_dims.setdefault(fewer, []).append(longer)
+        count = sum(runs.n for _, runs in boxes)
         boxes = [(dims, coalesce(concatenate(parts))) for dims, parts in by_dims.items()]
-        if sum(len(runs) for _, runs in boxes) == sum(map(len, chain(*by_dims.values()))):
+        if sum(runs.n for _, runs in boxes) == count:
             return boxes
 
 
@@ -101,12 +95,7 @@ def concatenate(parts: Sequence[CoalescedRuns]) -> CoalescedRuns:
     """Return the runs of all parts (at least one), in the order of the parts."""
     if len(parts) == 1:
         return parts[0]
-    return CoalescedRuns(
-        pair=np.concatenate([part.pair for part in parts]),
-        local=np.concatenate([part.local for part in parts]),
-        remote=np.concatenate([part.remote for part in parts]),
-        nbytes=np.concatenate([part.nbytes for part in parts]),
-    )
+    return CoalescedRuns(*map(np.concatenate, zip(*parts, strict=True)))
 
 
 def coalesce(runs: CoalescedRuns) -> CoalescedRuns:
@@ -120,12 +109,17 @@ def coalesce(runs: CoalescedRuns) -> CoalescedRuns:
     if apart.all():
         return runs
     first = np.flatnonzero(np.concatenate(([True], apart)))
-    return replace(runs.select(first), nbytes=np.add.reduceat(runs.nbytes, first))
+    return runs.select(first)._replace(nbytes=np.add.reduceat(runs.nbytes, first))
+
+
+def runs_of_equals(numbers: I64Array) -> Iterator[tuple[int, int]]:
+    """Yield ``[start, stop)`` of each series of equal consecutive numbers, at least one number."""
+    yield from pairwise([0, *(np.flatnonzero(np.diff(numbers)) + 1).tolist(), len(numbers)])
 
 
 def count_runs(boxes: Sequence[Boxes]) -> int:
     """Return how many runs boxes have together, before ``unfold`` joins neighbours."""
-    return sum(len(runs) * math.prod(dim[0] for dim in dims) for dims, runs in boxes)
+    return sum(runs.n * math.prod(dim[0] for dim in dims) for dims, runs in boxes)
 
 
 def unfold(boxes: Sequence[Boxes]) -> CoalescedRuns:
@@ -134,13 +128,10 @@ def unfold(boxes: Sequence[Boxes]) -> CoalescedRuns:
 
 
 def _unfold(dims: JointDims, runs: CoalescedRuns) -> CoalescedRuns:
-    if not dims:
-        return runs
-    near = outer_sums([np.arange(extent) * stride for extent, stride, _ in dims])
-    far = outer_sums([np.arange(extent) * stride for extent, _, stride in dims])
+    copies = math.prod(extent for extent, _, _ in dims)
     return CoalescedRuns(
-        pair=np.repeat(runs.pair, len(near)),
-        local=outer_sums([runs.local, near]),
-        remote=outer_sums([runs.remote, far]),
-        nbytes=np.repeat(runs.nbytes, len(near)),
+        pair=np.repeat(runs.pair, copies),
+        local=outer_sums([runs.local, *(np.arange(n) * stride for n, stride, _ in dims)]),
+        remote=outer_sums([runs.remote, *(np.arange(n) * stride for n, _, stride in dims)]),
+        nbytes=np.repeat(runs.nbytes, copies),
     )

@@ -6,30 +6,32 @@ context parallelism, a share of the tokens.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
 from kvferry.core.errors import PlanError
-from kvferry.core.layout import Axis, ContextParallel, GroupKind, Layout, axis_length
+from kvferry.core.layout import ContextParallel, Field, Group, GroupKind, Layout
 from kvferry.core.layout.fields import FieldSet
 from kvferry.core.planner.token_blocks import share_tokens
 from kvferry.core.work_budget import HOLDING_STEPS, LOOP_STEPS, SPLIT_STEPS, WorkBudget
 
 
 class Holding(NamedTuple):
-    """The part of a tensor that one rank holds, and how the rank stores it (see ``Field``)."""
+    """The part of a tensor, or of tensors treated as one, that one rank holds."""
 
     rank: int  # index in its engine
-    group: int  # index in the rank's layout
-    shard: tuple[int, int]  # the part [start, stop) of the whole tensor's shard axis
-    dtype: str
-    unit: int
-    inner: tuple[Axis, ...]
-    tokens_per_state: int
-    packing: str
-    encoding: str
+    fields: FieldSet
+
+    @property
+    def first(self) -> Field:
+        """The first field, which stands for all."""
+        return self.fields.first
+
+    @property
+    def shard(self) -> tuple[int, int]:
+        """The part ``[start, stop)`` of the whole tensor's shard axis."""
+        return self.first.shard_range
 
 
 class Piece(NamedTuple):
@@ -46,69 +48,56 @@ class EngineHoldings:
     for example) are treated as one tensor, under the key of the first.
     """
 
-    __slots__ = ("budget", "drafts", "fields", "holdings", "layouts", "name")
+    __slots__ = ("budget", "drafts", "excluded", "holdings", "layouts", "name")
 
     def __init__(self, name: str, layouts: Sequence[Layout], budget: WorkBudget) -> None:
         self.name = name
         self.layouts = layouts
         self.budget = budget
-        # By key. ``fields``, by key and rank, keeps those that were excluded from ``holdings``.
+        # By key: what is read, and what is not.
         self.holdings: dict[str, list[Holding]] = {}
-        self.fields: dict[str, dict[int, FieldSet]] = {}
+        self.excluded: dict[str, list[Holding]] = {}
         # Keys of the tensors of draft layers.
         self.drafts: set[str] = set()
 
     def add(self, rank: int, field_set: FieldSet) -> None:
         """Record that a rank holds a part of a tensor, or of tensors that are treated as one."""
-        key, first = field_set.keys[0], field_set.first
-        holding = Holding(
-            rank,
-            first.group,
-            first.shard_range,
-            first.dtype,
-            first.unit,
-            first.inner,
-            first.tokens_per_state,
-            first.packing,
-            first.encoding,
-        )
-        self.holdings.setdefault(key, []).append(holding)
-        self.fields.setdefault(key, {})[rank] = field_set
-        if first.draft:
+        key = field_set.keys[0]
+        self.holdings.setdefault(key, []).append(Holding(rank, field_set))
+        if field_set.first.draft:
             self.drafts.add(key)
 
     def exclude(self, keys: Iterable[str]) -> None:
-        """Remove the tensors with these keys from ``holdings``, so that they are not read."""
+        """Do not read the tensors with these keys."""
         for key in keys:
-            del self.holdings[key]
+            self.excluded[key] = self.holdings.pop(key)
 
     def held(self, key: str) -> str:
         """Return which ranks hold which parts of a tensor, for error messages."""
         holdings = self.holdings.get(key, [])
         return f"{self.name} ranks {_held(holdings)}" if holdings else f"no {self.name} rank"
 
-    def context(self, holding: Holding) -> ContextParallel:
-        """Return which tokens the rank of a holding has under context parallelism."""
-        return self.layouts[holding.rank].groups[holding.group].context
+    def group(self, holding: Holding) -> Group:
+        """Return the group of a holding's fields."""
+        return self.layouts[holding.rank].groups[holding.first.group]
 
     def tensor_facts(self, holding: Holding) -> dict[str, object]:
         """Return what must be equal on all ranks of both engines, by name for error messages."""
-        group = self.layouts[holding.rank].groups[holding.group]
+        group, first = self.group(holding), holding.first
         facts: dict[str, object] = {
             "group kind": group.kind.value,
-            "element type": holding.dtype,
-            "tokens per entry": holding.tokens_per_state,
-            "packing": holding.packing,
-            "encoding": holding.encoding,
+            "element type": first.dtype,
+            "tokens per entry": first.tokens_per_state,
+            "packing": first.packing,
+            "encoding": first.encoding,
         }
         if group.kind is GroupKind.OPAQUE:
             return facts | {"tokens of a block": group.block_tokens} | self.context_facts(holding)
-        entry = holding.unit * math.prod(axis_length(axis) for axis in holding.inner)
-        return facts | {"bytes of one entry": entry}
+        return facts | {"bytes of one entry": first.entry_bytes}
 
     def context_facts(self, holding: Holding) -> dict[str, object]:
         """Return what must be equal on all ranks of one engine, by name for error messages."""
-        context = self.context(holding)
+        context = self.group(holding).context
         interleave = context.interleave if context.size > 1 else 0
         return {"context size": context.size, "context interleave": interleave}
 
@@ -190,7 +179,7 @@ def _read(key: str, reader: EngineHoldings, holder: EngineHoldings) -> list[list
     """Return the pieces that each rank of ``reader`` reads, as ``assign_pieces`` does."""
     turns: dict[int, list[tuple[int, Holding]]] = {}
     for index, holding in enumerate(holder.holdings[key]):
-        turns.setdefault(holder.context(holding).rank, []).append((index, holding))
+        turns.setdefault(holder.group(holding).context.rank, []).append((index, holding))
     count = len(reader.holdings[key])
     return [list(_pieces(key, position, reader, holder, turns)) for position in range(count)]
 
@@ -228,8 +217,8 @@ def _pieces(
 ) -> Iterator[Piece]:
     """Yield the pieces to read into one holding, for each context rank that has its tokens."""
     wanted = reader.holdings[key][position]
-    context = reader.context(wanted)
-    lead = holder.context(holder.holdings[key][0])
+    context = reader.group(wanted).context
+    lead = holder.group(holder.holdings[key][0]).context
     for turn in range(lead.size):
         reader.budget.spend(2 * LOOP_STEPS, f"field {key!r} on many context ranks")
         share = ContextParallel(size=lead.size, rank=turn, interleave=lead.interleave)
@@ -259,12 +248,12 @@ def _covered(
         if match is None:
             raise _gap(key, names, wanted, cursor, share, [h for _, h in holders])
         index, held = match
-        if wanted.packing and (held.shard, held.unit) != (wanted.shard, wanted.unit):
+        packing, unit, held_unit = wanted.first.packing, wanted.first.unit, held.first.unit
+        if packing and (held.shard, held_unit) != (wanted.shard, unit):
             raise PlanError(
-                f"field {key!r} is packed as {wanted.packing!r} and only moves whole, but "
-                f"{names[0]} rank {wanted.rank} holds {_range(wanted.shard)} in {wanted.unit} "
-                f"bytes and {names[1]} rank {held.rank} {_range(held.shard)} in {held.unit}: use "
-                "equal parallelism"
+                f"field {key!r} is packed as {packing!r} and only moves whole, but {names[0]} rank "
+                f"{wanted.rank} holds {_range(wanted.shard)} in {unit} bytes and {names[1]} rank "
+                f"{held.rank} {_range(held.shard)} in {held_unit}: use equal parallelism"
             )
         end = min(stop, held.shard[1])
         yield Piece(index, (cursor, end))
@@ -292,7 +281,8 @@ def _gap(
 
 
 def _held(holders: Iterable[Holding]) -> str:
-    return ", ".join(f"{h.rank} {_range(h.shard)}" for h in sorted(holders))
+    ordered = sorted(holders, key=lambda h: (h.rank, h.shard))
+    return ", ".join(f"{h.rank} {_range(h.shard)}" for h in ordered)
 
 
 def _range(shard: tuple[int, int]) -> str:

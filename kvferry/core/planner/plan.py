@@ -10,10 +10,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 from kvferry.core.errors import PlanError
 from kvferry.core.layout import Group, GroupKind, Layout
 from kvferry.core.layout.fields import FieldSet
+from kvferry.core.lru_cache import LRUCache
 from kvferry.core.planner.coverage import EngineHoldings, assign_pieces, engine_holdings
 from kvferry.core.planner.strips import Overlap, Overlaps, StripBatch, find_strips
 from kvferry.core.planner.token_blocks import Pairing
@@ -90,7 +92,9 @@ class Plan:
     notified_ranks: tuple[int, ...]
     local_groups: tuple[LocalGroup, ...]
     steps: int = 0
-    _windows: dict[object, tuple[StripBatch, ...]] = field(default_factory=dict, repr=False)
+    _windows: LRUCache[tuple[StripBatch, ...]] = field(
+        default_factory=lambda: LRUCache(MAX_WINDOWS), repr=False
+    )
 
     def unread_strips(
         self, layout: Layout, group: int, window: tuple[int, int] | None, *, read: bool | None
@@ -102,9 +106,8 @@ class Plan:
         (``None``). Raises ``PlanError`` if there are too many strips.
         """
         key = group, window, read
-        if key not in self._windows:
-            if len(self._windows) >= MAX_WINDOWS:
-                del self._windows[next(iter(self._windows))]
+        strips = self._windows.get(key)
+        if strips is None:
             kinds = (True, False) if read is None else (read,)
             # The strips of a field's overlap with itself are its longest runs of bytes.
             parts = [
@@ -113,10 +116,9 @@ class Plan:
                 for fields in self.local_groups[group].fields[kind]
             ]
             page_tokens = max(layout.groups[group].block_tokens, 1)
-            self._windows[key] = (
-                find_strips(parts, layout, layout, page_tokens, window) if parts else ()
-            )
-        return self._windows[key]
+            strips = find_strips(parts, layout, layout, page_tokens, window) if parts else ()
+            self._windows.put(key, strips)
+        return strips
 
 
 def make_plan(local: Sequence[Layout], remote: Sequence[Layout], rank: int) -> Plan:
@@ -164,10 +166,10 @@ def make_plan(local: Sequence[Layout], remote: Sequence[Layout], rank: int) -> P
 def _local_groups(engine: EngineHoldings, rank: int) -> tuple[LocalGroup, ...]:
     layout = engine.layouts[rank]
     fields: list[dict[bool, list[FieldSet]]] = [{True: [], False: []} for _ in layout.groups]
-    for key, by_rank in engine.fields.items():
-        if rank in by_rank:
-            is_read = key in engine.holdings
-            fields[by_rank[rank].first.group][is_read].append(by_rank[rank])
+    for is_read, holdings in (True, engine.holdings), (False, engine.excluded):
+        for holding in chain.from_iterable(holdings.values()):
+            if holding.rank == rank:
+                fields[holding.first.group][is_read].append(holding.fields)
     return tuple(
         LocalGroup(
             fields={is_read: tuple(sets) for is_read, sets in by_read.items()},
@@ -187,9 +189,9 @@ def _check_drafts(local: EngineHoldings, remote: EngineHoldings) -> None:
     """Refuse a tensor that some ranks mark as one of draft layers and others do not."""
     for key in sorted(local.drafts | remote.drafts):
         holders = {
-            field_set.first.draft: f"{engine.name} rank {rank}"
+            holding.first.draft: f"{engine.name} rank {holding.rank}"
             for engine in (remote, local)
-            for rank, field_set in engine.fields.get(key, {}).items()
+            for holding in engine.holdings.get(key, [])
         }
         if False in holders:
             raise PlanError(
@@ -220,12 +222,11 @@ def _assigned(
     for key, holdings in local.holdings.items():
         for holding, pieces in zip(holdings, assign_pieces(key, local, remote), strict=True):
             for index, shard in pieces:
-                source = remote.holdings[key][index].rank
-                reads.add((holding.rank, source))
+                source = remote.holdings[key][index]
+                reads.add((holding.rank, source.rank))
                 if holding.rank == rank:
-                    near, far = local.fields[key][rank], remote.fields[key][source]
-                    part = Overlaps(local=near, remote=far, shard=shard)
-                    overlaps.setdefault(source, []).append(part)
+                    part = Overlaps(local=holding.fields, remote=source.fields, shard=shard)
+                    overlaps.setdefault(source.rank, []).append(part)
     return reads, overlaps
 
 

@@ -8,8 +8,9 @@ from dataclasses import replace
 from kvferry.core.layout import Layout
 from kvferry.core.lru_cache import LRUCache
 from kvferry.core.memory import Region
-from kvferry.core.planner.plan import Match, Plan, Source, make_plan
+from kvferry.core.planner.plan import Plan, Source, make_plan
 from kvferry.core.planner.strips import StripBatch
+from kvferry.core.transport.copies import Segment
 from kvferry.core.work_budget import MAX_STEPS
 
 MAX_PLANS = 64
@@ -63,20 +64,18 @@ def with_remote_layouts(plan: Plan, remote: Sequence[Layout]) -> Plan:
 
 def _source(source: Source, layout: Layout) -> Source:
     regions = dict(zip(source.remote_layout.regions, layout.regions, strict=True))
-    matches = tuple(_match(each, regions) for each in source.matches)
+    matches = tuple(
+        replace(match, batches=tuple(_batch(each, regions) for each in match.batches))
+        for match in source.matches
+    )
     return replace(source, remote_layout=layout, matches=matches)
 
 
-def _match(match: Match, regions: dict[Region, Region]) -> Match:
-    return replace(match, batches=tuple(_batch(each, regions) for each in match.batches))
-
-
 def _batch(batch: StripBatch, regions: dict[Region, Region]) -> StripBatch:
-    remote, start = batch.remote.copy(), 0
-    cuts = []
-    for stop, local, old in batch.cuts:
-        new = regions[old]
-        remote[start:stop] += new.address - old.address
-        cuts.append((stop, local, new))
-        start = stop
-    return replace(batch, remote=remote, cuts=tuple(cuts))
+    remote = batch.remote.copy()
+    segments = []
+    for old in batch.segments:
+        new = regions[old.remote]
+        remote[old.start : old.stop] += new.address - old.remote.address
+        segments.append(Segment(start=old.start, stop=old.stop, local=old.local, remote=new))
+    return replace(batch, remote=remote, segments=tuple(segments))

@@ -15,6 +15,10 @@ import numpy as np
 from kvferry.core.layout import Axis
 from kvferry.core.layout.fields import Dims
 from kvferry.core.memory import I64Array
+from kvferry.core.work_budget import MAX_STEPS, STRIP_STEPS
+
+MAX_STRIPS = MAX_STEPS // STRIP_STEPS
+"""The most strips in one sub-block: no request could read pages of layouts with more."""
 
 JointDims = tuple[tuple[int, int, int], ...]
 """Dims of a local and a remote axis: (extent, local stride, remote stride), in bytes."""
@@ -80,19 +84,17 @@ def uniform_run(dims: Dims, entries: int) -> int:
     return entries
 
 
-def walk_together(
-    local: Dims, remote: Dims, starts: tuple[int, int], entries: int, limit: int
-) -> StrideWalk:
+def walk_together(local: Dims, remote: Dims, starts: tuple[int, int], entries: int) -> StrideWalk:
     """Return where ``entries`` entries lie on two axes, from ``starts``, one index on each axis.
 
-    Raises ``OverflowError`` if no dims describe them on both axes and they are above ``limit``.
+    Raises ``OverflowError`` if no dims describe them on both axes, and each would be a strip.
     """
     near = _window(local, starts[0], entries)
     far = _window(remote, starts[1], entries)
     joint = _common_dims(near[1], far[1]) if near and far else None
     if near and far and joint is not None:
-        return StrideWalk(local=_single(near[0]), remote=_single(far[0]), dims=joint)
-    if entries > limit:
+        return StrideWalk(local=np.array([near[0]]), remote=np.array([far[0]]), dims=joint)
+    if entries > MAX_STRIPS:
         raise OverflowError
     index = np.arange(entries, dtype=np.int64)
     return StrideWalk(
@@ -100,10 +102,6 @@ def walk_together(
         remote=entry_offsets(remote, index + starts[1]),
         dims=(),
     )
-
-
-def _single(offset: int) -> I64Array:
-    return np.array([offset], dtype=np.int64)
 
 
 def _window(dims: Dims, start: int, entries: int) -> tuple[int, Dims] | None:

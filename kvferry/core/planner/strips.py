@@ -9,7 +9,7 @@ they start are walked once for all.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -17,7 +17,7 @@ import numpy as np
 from kvferry.core.errors import PlanError
 from kvferry.core.layout import Field, Layout
 from kvferry.core.layout.fields import Dims, FieldSet
-from kvferry.core.memory import I64Array, Region
+from kvferry.core.memory import I64Array
 from kvferry.core.planner.coalesce import (
     Boxes,
     CoalescedRuns,
@@ -26,9 +26,11 @@ from kvferry.core.planner.coalesce import (
     count_runs,
     merge_boxes,
     outer_sums,
+    runs_of_equals,
     unfold,
 )
 from kvferry.core.planner.strides import (
+    MAX_STRIPS,
     JointDims,
     StrideWalk,
     axis_dims,
@@ -37,18 +39,16 @@ from kvferry.core.planner.strides import (
     uniform_run,
     walk_together,
 )
+from kvferry.core.transport.copies import Segment
 from kvferry.core.work_budget import (
     BATCH_STEPS,
     LOOP_STEPS,
-    MAX_STEPS,
     SELECTED_RUNS_PER_STEP,
     SHAPE_STEPS,
     STRIP_STEPS,
     WorkBudget,
 )
 
-MAX_STRIPS = MAX_STEPS // STRIP_STEPS
-"""The most strips in one sub-block: no request could read pages of layouts with more."""
 WHERE = "fields that lie differently on both sides"
 
 
@@ -107,26 +107,24 @@ class StripBatch:
         nbytes: length of each strip in one sub-block.
         local: (n,) int64, local address of each strip in sub-block 0 of page 0.
         remote: (n,) int64, remote address of each strip in sub-block 0 of page 0.
-        cuts: (index after the last, local region, remote region) for each series of consecutive
-            strips that lie in the same two regions.
+        segments: the strips cut by region: each segment lies in one local and one remote region.
     """
 
     strides: BlockStrides
     nbytes: int
     local: I64Array
     remote: I64Array
-    cuts: tuple[tuple[int, Region, Region], ...]
+    segments: tuple[Segment, ...]
 
     def select(self, start: int, stop: int) -> StripBatch:
         """Return the strips from index ``start`` up to ``stop``, whose arrays are views."""
-        stops = [0, *(end for end, _, _ in self.cuts)]
-        cuts = tuple(
-            (min(end, stop) - start, local, remote)
-            for begin, (end, local, remote) in zip(stops, self.cuts, strict=False)
-            if begin < stop and end > start
+        segments = tuple(
+            replace(each, start=max(each.start - start, 0), stop=min(each.stop, stop) - start)
+            for each in self.segments
+            if each.start < stop and each.stop > start
         )
         local, remote = self.local[start:stop], self.remote[start:stop]
-        return replace(self, local=local, remote=remote, cuts=cuts)
+        return replace(self, local=local, remote=remote, segments=segments)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -174,7 +172,7 @@ def find_strips(
     box_count = sum(
         len(shape.local) * sum(map(len, overlaps)) for shape, overlaps in shapes.values()
     )
-    _check_count(first, [box_count])
+    _check_count(first, box_count)
     budget.spend(box_count, WHERE)
     pairs = _RegionPairs(local, remote)
     by_strides: dict[BlockStrides, list[Boxes]] = {}
@@ -209,13 +207,10 @@ def _shape(o: Overlap, granularity: int, window: tuple[int, int] | None) -> _Sha
         window = 0, entries * per_entry
     first, stop = (token // per_entry for token in window)
     try:
-        walks = (
-            walk_together(near, far, (first, first), stop - first, MAX_STRIPS),
-            *_entry_walks(o),
-        )
+        walks = walk_together(near, far, (first, first), stop - first), *_entry_walks(o)
     except OverflowError:
         raise _too_many(o) from None
-    _check_count(o, [math.prod(len(walk.local) for walk in walks)])
+    _check_count(o, math.prod(len(walk.local) for walk in walks))
     unit = math.gcd(o.local.unit, o.remote.unit)
     nbytes, dims = absorb_dims(unit, tuple(dim for walk in walks for dim in walk.dims))
     return _Shape(
@@ -245,15 +240,9 @@ def _entry_walks(o: Overlap) -> tuple[StrideWalk, StrideWalk]:
     starts = start - near.shard_range[0], start - far.shard_range[0]
     unit = math.gcd(near.unit, far.unit)
     return (
+        walk_together(axis_dims(near.shard), axis_dims(far.shard), starts, stop - start),
         walk_together(
-            axis_dims(near.shard), axis_dims(far.shard), starts, stop - start, MAX_STRIPS
-        ),
-        walk_together(
-            _inner_dims(near, unit),
-            _inner_dims(far, unit),
-            (0, 0),
-            near.entry_bytes // unit,
-            MAX_STRIPS,
+            _inner_dims(near, unit), _inner_dims(far, unit), (0, 0), near.entry_bytes // unit
         ),
     )
 
@@ -278,9 +267,11 @@ class _RegionPairs:
     def numbers(self, part: Overlaps) -> I64Array:
         return part.local.regions * len(self._remote) + part.remote.regions
 
-    def __getitem__(self, number: int) -> tuple[Region, Region]:
-        near, far = divmod(number, len(self._remote))
-        return self._local[near], self._remote[far]
+    def segments(self, numbers: I64Array) -> Iterator[Segment]:
+        """Yield a segment for each series of consecutive strips in the same pair of regions."""
+        for start, stop in runs_of_equals(numbers):
+            near, far = divmod(int(numbers[start]), len(self._remote))
+            yield Segment(start=start, stop=stop, local=self._local[near], remote=self._remote[far])
 
 
 def _runs(shape: _Shape, part: Overlaps, pairs: _RegionPairs) -> CoalescedRuns:
@@ -298,7 +289,7 @@ def _runs(shape: _Shape, part: Overlaps, pairs: _RegionPairs) -> CoalescedRuns:
 def _strips(boxes: list[Boxes], o: Overlap, budget: WorkBudget) -> CoalescedRuns:
     fewest = merge_boxes(boxes, budget)
     strips = count_runs(fewest)
-    _check_count(o, [strips])
+    _check_count(o, strips)
     budget.spend(STRIP_STEPS * strips, WHERE)
     return unfold(fewest)
 
@@ -309,24 +300,23 @@ def _batches(
     """Yield sorted runs as batches of strips, one for each length that occurs."""
     lengths = np.unique(runs.nbytes).tolist()
     budget.spend(
-        len(lengths) * (BATCH_STEPS + len(runs) // SELECTED_RUNS_PER_STEP),
+        len(lengths) * (BATCH_STEPS + runs.n // SELECTED_RUNS_PER_STEP),
         "strips of many lengths",
     )
     for nbytes in lengths:
         part = runs.select(runs.nbytes == nbytes)
-        stops = [*(np.flatnonzero(np.diff(part.pair)) + 1).tolist(), len(part)]
         yield StripBatch(
             strides=strides,
             nbytes=nbytes,
             local=part.local,
             remote=part.remote,
-            cuts=tuple((stop, *pairs[int(part.pair[stop - 1])]) for stop in stops),
+            segments=tuple(pairs.segments(part.pair)),
         )
 
 
-def _check_count(o: Overlap, strips: Iterable[int]) -> None:
+def _check_count(o: Overlap, strips: int) -> None:
     """Refuse too many strips, as a peer's layout can cause, before allocating an array for them."""
-    if sum(strips) > MAX_STRIPS:
+    if strips > MAX_STRIPS:
         raise _too_many(o)
 
 

@@ -320,12 +320,11 @@ def test_strips_of_one_batch_are_never_adjacent(pair: EnginePair) -> None:
             starts: set[object] = set()
             ends: set[object] = set()
             for batch in match.batches:
-                begin = 0
-                for stop, *regions in batch.cuts:
-                    for i in range(begin, stop):
+                for segment in batch.segments:
+                    where = batch.strides, segment.local, segment.remote
+                    for i in range(segment.start, segment.stop):
                         place = int(batch.local[i]), int(batch.remote[i])
                         after = place[0] + batch.nbytes, place[1] + batch.nbytes
-                        starts.add((batch.strides, *regions, place))
-                        ends.add((batch.strides, *regions, after))
-                    begin = stop
+                        starts.add((*where, place))
+                        ends.add((*where, after))
             assert not starts & ends

@@ -386,10 +386,10 @@ def dims_merge_by_local_strides_only(patch: Patch) -> None:
 
 @planted(coalesce, "coalesce", BYTES)
 def runs_coalesce_by_local_addresses_only(real: Any, some: CoalescedRuns) -> CoalescedRuns:
-    found: CoalescedRuns = real(replace(some, remote=some.local))
+    found: CoalescedRuns = real(some._replace(remote=some.local))
     starts = dict(zip(some.local.tolist(), some.remote.tolist(), strict=True))
     remote = np.array([starts[start] for start in found.local.tolist()], dtype=np.int64)
-    return replace(found, remote=remote)
+    return found._replace(remote=remote)
 
 
 @planted(coalesce, "coalesce", FEWEST)
@@ -399,7 +399,7 @@ def runs_never_coalesce(_: Any, some: CoalescedRuns) -> CoalescedRuns:
 
 @planted(coalesce, "coalesce", BYTES)
 def runs_coalesce_across_regions(real: Any, some: CoalescedRuns) -> CoalescedRuns:
-    return real(replace(some, pair=np.zeros_like(some.pair)))  # type: ignore[no-any-return]
+    return real(some._replace(pair=np.zeros_like(some.pair)))  # type: ignore[no-any-return]
 
 
 @planted(strips, "_geometry", BYTES)
@@ -450,7 +450,7 @@ def strips_are_those_of_the_first_batch(real: Any, match: Match, batch: Any) -> 
 def batches_have_the_first_regions(self: Any, real: Any, start: int, stop: int) -> Any:
     """A part of the strips keeps the regions of the first strips."""
     found = real(self, start, stop)
-    return replace(found, cuts=real(self, 0, len(found.local)).cuts)
+    return replace(found, segments=real(self, 0, len(found.local)).segments)
 
 
 @planted(build_copies._Part, "cut", BATCHES)
