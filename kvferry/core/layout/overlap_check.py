@@ -30,13 +30,10 @@ WHERE = "bytes that fields of one group might share"
 
 
 class _Form(NamedTuple):
-    """A field's bytes in all pages, relative to the first: a run of bytes, repeated along dims.
+    """A field's bytes in all pages, relative to the first; dims nest, merged where possible."""
 
-    The dims nest, coarse to fine, and are merged where possible.
-    """
-
-    run: int
-    dims: Dims
+    run: int  # number of bytes, repeated along the dims
+    dims: Dims  # coarse to fine
 
 
 class _Cluster(NamedTuple):
