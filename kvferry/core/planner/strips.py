@@ -271,11 +271,14 @@ class _RegionPairs:
             nbytes=np.full(len(part) * boxes, shape.nbytes),
         )
 
-    def segments(self, numbers: I64Array) -> Iterator[Segment]:
-        """Yield a segment for each series of consecutive strips in the same pair of regions."""
+    def segments(self, numbers: I64Array) -> tuple[Segment, ...]:
+        """Return a segment for each series of consecutive strips in the same pair of regions."""
+        segments = []
         for start, stop in runs_of_equals(numbers):
-            near, far = divmod(int(numbers[start]), len(self._remote))
-            yield Segment(start=start, stop=stop, local=self._local[near], remote=self._remote[far])
+            near, far = divmod(numbers.item(start), len(self._remote))
+            local, remote = self._local[near], self._remote[far]
+            segments.append(Segment(start=start, stop=stop, local=local, remote=remote))
+        return tuple(segments)
 
 
 def _batches(
@@ -293,13 +296,13 @@ def _batches(
         "strips of many lengths",
     )
     for nbytes in lengths:
-        part = runs.select(runs.nbytes == nbytes)
+        part = runs.select(runs.nbytes == nbytes) if len(lengths) > 1 else runs
         yield StripBatch(
             strides=strides,
             nbytes=nbytes,
             local=part.local,
             remote=part.remote,
-            segments=tuple(pairs.segments(part.pair)),
+            segments=pairs.segments(part.pair),
         )
 
 
