@@ -175,8 +175,7 @@ class _Part:
     # (s,) int64: the bytes that each place adds to the addresses of any strip.
     local: I64Array
     remote: I64Array
-    # (s,) int64, or one length for all.
-    nbytes: I64Array | int
+    nbytes: I64Array  # (s,)
     # Before any were joined; ``None`` for a piece of a part.
     sub_blocks: _SubBlocks | None = None
 
@@ -199,7 +198,7 @@ class _Part:
                     batch=batch,
                     local=self.local[here],
                     remote=self.remote[here],
-                    nbytes=self.nbytes if isinstance(self.nbytes, int) else self.nbytes[here],
+                    nbytes=self.nbytes[here],
                 )
 
 
@@ -446,12 +445,14 @@ def _part(batch: StripBatch, sub_blocks: _SubBlocks) -> _Part:
     near = sub_blocks.local.offsets(batch.strides.local)
     far = sub_blocks.remote.offsets(batch.strides.remote)
     apart = (np.diff(near) != batch.nbytes) | (np.diff(far) != batch.nbytes)
-    nbytes: I64Array | int = batch.nbytes
-    if not apart.all():
-        first = np.flatnonzero(np.concatenate(([True], apart)))
-        nbytes = np.diff(first, append=len(near)) * batch.nbytes
-        near, far = near[first], far[first]
-    return _Part(batch=batch, local=near, remote=far, nbytes=nbytes, sub_blocks=sub_blocks)
+    first = np.flatnonzero(np.concatenate(([True], apart)))
+    return _Part(
+        batch=batch,
+        local=near[first],
+        remote=far[first],
+        nbytes=np.diff(first, append=len(near)) * batch.nbytes,
+        sub_blocks=sub_blocks,
+    )
 
 
 def unwritten_spans(layout: Layout, plan: Plan, request: ReadRequest) -> Spans:
