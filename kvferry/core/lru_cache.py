@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import OrderedDict
 from collections.abc import Hashable
@@ -13,7 +14,7 @@ V = TypeVar("V")
 class LRUCache(Generic[V]):
     """Keep the most recently used values by key, within limits. Safe to use from any thread."""
 
-    def __init__(self, max_entries: int, max_weight: int | None = None) -> None:
+    def __init__(self, max_entries: int, max_weight: float = math.inf) -> None:
         self._max_entries = max_entries
         self._max_weight = max_weight
         self._entries: OrderedDict[Hashable, tuple[V, int]] = OrderedDict()
@@ -45,10 +46,6 @@ class LRUCache(Generic[V]):
             self._weight += weight - self._entries.get(key, (None, 0))[1]
             self._entries[key] = value, weight
             self._entries.move_to_end(key)
-            while len(self._entries) > self._max_entries or self._is_too_heavy:
+            while len(self._entries) > self._max_entries or self._weight > self._max_weight:
                 _, (_, lost) = self._entries.popitem(last=False)
                 self._weight -= lost
-
-    @property
-    def _is_too_heavy(self) -> bool:
-        return self._max_weight is not None and self._weight > self._max_weight

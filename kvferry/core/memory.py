@@ -80,7 +80,12 @@ def region_of(tensor: object) -> Region:
     anything else, for empty memory, and for an array that is not contiguous.
     """
     if isinstance(tensor, np.ndarray):
-        return _region_of_array(tensor)
+        if not (tensor.flags.c_contiguous or tensor.flags.f_contiguous):
+            raise LayoutError(
+                f"array of shape {tensor.shape} with strides {tensor.strides} is not contiguous: "
+                "pass the buffer that it is a view of"
+            )
+        return Region(address=tensor.ctypes.data, nbytes=tensor.nbytes)
     if isinstance(tensor, _TorchLike):
         storage = tensor.untyped_storage()
         device = tensor.device
@@ -94,12 +99,3 @@ def region_of(tensor: object) -> Region:
         f"cannot take the memory of a {type(tensor).__name__}: pass a numpy array or a tensor "
         "with an untyped_storage()"
     )
-
-
-def _region_of_array(array: npt.NDArray[Any]) -> Region:
-    if not (array.flags.c_contiguous or array.flags.f_contiguous):
-        raise LayoutError(
-            f"array of shape {array.shape} with strides {array.strides} is not contiguous: "
-            "pass the buffer that it is a view of"
-        )
-    return Region(address=array.ctypes.data, nbytes=array.nbytes)

@@ -345,7 +345,10 @@ class Metrics:
         if not record.reads:
             return
         if record.error is not None:
-            self._count_failure(record, record.error)
+            stage, cause = record.stage or Stage.HANDSHAKE, cause_of(record.error)
+            self.add(FAILURES, peer=record.peer, stage=stage.value, cause=cause.value)
+            if cause == "stale" and stage is Stage.FENCE:
+                self.add(STALE, peer=record.peer)
             return
         carried = {"peer": record.peer, "path": record.path}
         with self._lock:  # once, so that ``take`` has the stages of a load together
@@ -372,12 +375,6 @@ class Metrics:
         if seconds:
             labels = {"peer": peer[:MAX_NAME], "stage": stage.value}
             self._put(PEER_SECONDS, seconds, labels)
-
-    def _count_failure(self, record: LoadRecord, error: KVFerryError) -> None:
-        stage, cause = record.stage or Stage.HANDSHAKE, cause_of(error)
-        self.add(FAILURES, peer=record.peer, stage=stage.value, cause=cause.value)
-        if cause == "stale" and stage is Stage.FENCE:
-            self.add(STALE, peer=record.peer)
 
     def _put(self, figure: Metric, value: Any, labels: Mapping[str, str]) -> None:  # noqa: ANN401
         """Add a value, for a histogram a list of them. The caller must hold the lock."""

@@ -76,11 +76,20 @@ class SingleRankEngine:
             options=self._options,
         )
         try:
-            self._server = self._serve(host, port)
+            payload = self._endpoint.payload
+            self._server = HandshakeServer(
+                [encode(payload)],
+                engine=payload.engine,
+                incarnation=payload.incarnation,
+                host=host,
+                port=port,
+                access=self._options.access,
+                problems=lambda: self._endpoint.problems,
+            )
         except BaseException:
             self._endpoint.close()
             raise
-        self._endpoint.join([self._endpoint.payload])
+        self._endpoint.join([payload])
         self._directory = LocalDirectory(self._options, [self._endpoint])
 
     def __enter__(self) -> SingleRankEngine:
@@ -192,18 +201,6 @@ class SingleRankEngine:
         self._server.close()
         self._directory.close()
         self._endpoint.close()
-
-    def _serve(self, host: str, port: int) -> HandshakeServer:
-        payload = self._endpoint.payload
-        return HandshakeServer(
-            [encode(payload)],
-            engine=payload.engine,
-            incarnation=payload.incarnation,
-            host=host,
-            port=port,
-            access=self._options.access,
-            problems=lambda: self._endpoint.problems,
-        )
 
 
 def _check_layout(layout: Layout) -> None:

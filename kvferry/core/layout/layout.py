@@ -103,17 +103,14 @@ class Group:
 
 
 class _Derived:
-    """What a layout computes from its fields and does not publish.
-
-    Attributes:
-        field_sets: all fields, in sets of fields that differ only in key, encoding, region, offset.
-        steps: work of the checks, in steps of ``work_budget``.
-    """
+    """What a layout computes from its fields and does not publish."""
 
     __slots__ = ("field_sets", "steps")
 
     field_sets: tuple[FieldSet, ...]
+    """All fields, in sets of fields that differ only in key, encoding, region and offset."""
     steps: int
+    """Work of the checks, in steps of ``work_budget``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -30,13 +30,10 @@ WHERE = "bytes that fields of one group might share"
 
 
 class _Form(NamedTuple):
-    """A field's bytes in all pages, relative to the first: a run of bytes, repeated along dims.
+    """A field's bytes in all pages, relative to the first; dims nest, merged where possible."""
 
-    The dims nest, coarse to fine, and are merged where possible.
-    """
-
-    run: int
-    dims: Dims
+    run: int  # number of bytes, repeated along the dims
+    dims: Dims  # coarse to fine
 
 
 class _Cluster(NamedTuple):
@@ -70,7 +67,8 @@ def find_overlap(
         form = _nested(first.unit, ((first.pages, first.page_stride), *dims))
         if form is None:
             return some.keys[0], some.keys[0]
-        kinds.append((first.group, _span(form), sweep.index_of(form)))
+        span = form.run + sum((extent - 1) * stride for extent, stride in form.dims)
+        kinds.append((first.group, span, sweep.index_of(form)))
     counts = [len(some.keys) for some in field_sets]
     groups, spans, forms = np.repeat(np.array(kinds, np.int64), counts, axis=0).T
     region = np.concatenate([some.regions for some in field_sets])
@@ -90,10 +88,6 @@ def find_overlap(
             keys = [key for some in field_sets for key in some.keys]
             return keys[overlap[0]], keys[overlap[1]]
     return None
-
-
-def _span(form: _Form) -> int:
-    return form.run + sum((extent - 1) * stride for extent, stride in form.dims)
 
 
 def _nested(run: int, dims: Dims) -> _Form | None:
@@ -148,17 +142,15 @@ class _Sweep:
             arrangement = arrangements[_ROW_BYTES * start : _ROW_BYTES * stop]
             if stop - start == 1 or arrangement in self._disjoint:
                 continue
-            if overlap := self._find_within(sets.select(slice(start, stop))):
+            # Runs are enumerated only if no dim can be dropped.
+            peeled = cluster = sets.select(slice(start, stop))
+            while (fewer := self._without_coarsest_dim(peeled)) is not None:
+                peeled = fewer
+            overlap = self._enumerate(cluster) if peeled is cluster else self.find(peeled)
+            if overlap is not None:
                 return overlap
             self._disjoint.add(arrangement)
         return None
-
-    def _find_within(self, cluster: _Cluster) -> tuple[int, int] | None:
-        """Do ``find`` for sets whose ranges overlap; enumerates runs if no dim can be dropped."""
-        peeled = cluster
-        while (fewer := self._without_coarsest_dim(peeled)) is not None:
-            peeled = fewer
-        return self._enumerate(cluster) if peeled is cluster else self.find(peeled)
 
     def _without_coarsest_dim(self, cluster: _Cluster) -> _Cluster | None:
         """Return the sets without their coarsest dim; ``None`` if that may change the result."""

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
 from kvferry.core.errors import LayoutError
-from kvferry.core.layout import Field, Group, GroupKind, Layout, axis
+from kvferry.core.layout import Field, Group, GroupKind, Layout, axis, axis_length
 from kvferry.core.memory import Region, region_of
 
 DIMS = ("page", "token", "head", "element")
@@ -44,39 +43,25 @@ def paged_layout(
         LayoutError: the tensors do not have these dimensions or equally many tokens per page, or
             cannot be described like this; the message names the tensor.
     """
-    _check_dims(dims)
-    regions: dict[Region, int] = {}
-    fields: list[Field] = []
-    block_tokens = 0
-    for key, tensor in tensors.items():
-        view = _view_of(key, tensor, dims)
-        if fields and view.count("token") != block_tokens:
-            raise LayoutError(
-                f"tensor {key!r} has {view.count('token')} tokens per page, those before it have "
-                f"{block_tokens}: one layout of this kind has one page size"
-            )
-        block_tokens = view.count("token")
-        region = regions.setdefault(view.region, len(regions))
-        fields.append(_field(key, view, region, heads or (0, view.count("head"))))
-    if not fields:
+    needed = set(DIMS) - {"head"}
+    if len(set(dims)) != len(dims) or not needed <= set(dims) <= set(DIMS):
+        raise LayoutError(
+            f"dimensions {', '.join(dims)}: name each of {', '.join(DIMS)} once, in the order of "
+            "the tensors' dimensions; head may be missing"
+        )
+    if not tensors:
         raise LayoutError("a cache without tensors: pass at least one")
+    regions: dict[Region, int] = {}
+    fields = [_field(key, tensor, dims, heads, regions) for key, tensor in tensors.items()]
+    block_tokens = axis_length(fields[0].tokens)
+    for f in fields:
+        if axis_length(f.tokens) != block_tokens:
+            raise LayoutError(
+                f"tensor {f.key!r} has {axis_length(f.tokens)} tokens per page, those before it "
+                f"have {block_tokens}: one layout of this kind has one page size"
+            )
     group = Group(kind=GroupKind.PAGED, block_tokens=block_tokens)
     return Layout(regions=tuple(regions), groups=(group,), fields=tuple(fields))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _View:
-    """Where a tensor's elements lie: ``dims`` has (entries, stride in bytes) by name."""
-
-    region: Region
-    offset: int
-    dtype: str
-    element_bytes: int
-    dims: Mapping[str, tuple[int, int]]
-
-    def count(self, dim: str) -> int:
-        """Return the number of entries of a dimension; 1 if the tensor lacks the dimension."""
-        return self.dims.get(dim, (1, 0))[0]
 
 
 @runtime_checkable
@@ -89,21 +74,19 @@ class _TorchLike(Protocol):
     def stride(self) -> Sequence[int]: ...
 
 
-def _check_dims(dims: Sequence[str]) -> None:
-    needed = set(DIMS) - {"head"}
-    if len(set(dims)) != len(dims) or not needed <= set(dims) <= set(DIMS):
-        raise LayoutError(
-            f"dimensions {', '.join(dims)}: name each of {', '.join(DIMS)} once, in the order of "
-            "the tensors' dimensions; head may be missing"
-        )
-
-
-def _view_of(key: str, tensor: object, dims: Sequence[str]) -> _View:
+def _field(
+    key: str,
+    tensor: object,
+    dims: Sequence[str],
+    heads: tuple[int, int] | None,
+    regions: dict[Region, int],
+) -> Field:
+    """Return a tensor as a field; numbers its region, if that is new."""
     if isinstance(tensor, np.ndarray):
-        region, address = region_of(_buffer_of(tensor)), tensor.ctypes.data
+        memory, address = region_of(_buffer_of(tensor)), tensor.ctypes.data
         element_bytes, strides = tensor.itemsize, list(tensor.strides)
     elif isinstance(tensor, _TorchLike):
-        region, address = region_of(tensor), tensor.data_ptr()
+        memory, address = region_of(tensor), tensor.data_ptr()
         element_bytes = tensor.element_size()
         strides = [step * element_bytes for step in tensor.stride()]
     else:
@@ -115,12 +98,27 @@ def _view_of(key: str, tensor: object, dims: Sequence[str]) -> _View:
             f"tensor {key!r} has {len(tensor.shape)} dimensions, and {len(dims)} are named: "
             f"{', '.join(dims)}"
         )
-    return _View(
-        region=region,
-        offset=address - region.address,
+    places = dict(zip(dims, zip(tensor.shape, strides, strict=True), strict=True))
+    elements, step = places["element"]
+    if elements > 1 and step != element_bytes:
+        raise LayoutError(
+            f"tensor {key!r}: its elements of {element_bytes} bytes lie {step} bytes apart: "
+            "one token's vector in one head must be contiguous"
+        )
+    pages, page_stride = places["page"]
+    shard = axis(places["head"]) if "head" in places else ()
+    return Field(
+        key=key,
+        group=0,
+        region=regions.setdefault(memory, len(regions)),
+        offset=address - memory.address,
+        page_stride=page_stride,
+        pages=pages,
         dtype=str(tensor.dtype).removeprefix("torch."),
-        element_bytes=element_bytes,
-        dims=dict(zip(dims, zip(tensor.shape, strides, strict=True), strict=True)),
+        unit=elements * element_bytes,
+        tokens=axis(places["token"]),
+        shard=shard,
+        shard_range=heads or (0, axis_length(shard)),
     )
 
 
@@ -129,26 +127,3 @@ def _buffer_of(array: np.ndarray) -> np.ndarray:
     while isinstance(array.base, np.ndarray):
         array = array.base
     return array
-
-
-def _field(key: str, view: _View, region: int, heads: tuple[int, int]) -> Field:
-    elements, step = view.dims["element"]
-    if elements > 1 and step != view.element_bytes:
-        raise LayoutError(
-            f"tensor {key!r}: its elements of {view.element_bytes} bytes lie {step} bytes apart: "
-            "one token's vector in one head must be contiguous"
-        )
-    pages, page_stride = view.dims["page"]
-    return Field(
-        key=key,
-        group=0,
-        region=region,
-        offset=view.offset,
-        page_stride=page_stride,
-        pages=pages,
-        dtype=view.dtype,
-        unit=elements * view.element_bytes,
-        tokens=axis(view.dims["token"]),
-        shard=axis(view.dims["head"]) if "head" in view.dims else (),
-        shard_range=heads,
-    )

@@ -132,12 +132,9 @@ class HostPages:
         """Take pages, return their ascending ids, and end the reservation; ``None`` if too few."""
         if request in self._taken:
             return None
-        wish = self._wishes.get(request)
-        reserved = wish.pages if wish is not None else ()
-        if len(reserved) >= count:
-            pages = tuple(reserved[:count])
-            if wish is not None:
-                wish.pages = reserved[count:]
+        wish = self._wishes.get(request, _Wish(count=0, since=0.0))
+        if len(wish.pages) >= count:
+            pages, wish.pages = tuple(wish.pages[:count]), wish.pages[count:]
         # It has reserved too few, but nobody else waits for those that are free.
         elif self._waiting.keys() <= {request} and count <= len(self._free):
             pages = self._draw(count)

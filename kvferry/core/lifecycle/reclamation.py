@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from itertools import chain
 
 from kvferry.core.lifecycle.holds import Hold, RequestId
 
@@ -40,18 +41,16 @@ def silent_everywhere(reports: Mapping[int, Iterable[Silence]], ranks: int) -> l
     """Return the holds that all ranks reported in one step, with the lowest age, oldest first."""
     if not reports or len(reports) < ranks:
         return []
-    first, *others = ({each.hold: each for each in report} for report in reports.values())
-    found = [
-        _together([first[hold], *(other[hold] for other in others)])
-        for hold in first
-        if all(hold in other for other in others)
-    ]
+    by_hold: dict[Hold, list[Silence]] = {}
+    for each in chain.from_iterable(reports.values()):
+        by_hold.setdefault(each.hold, []).append(each)
+    found = []
+    for silences in by_hold.values():
+        if len(silences) == len(reports):
+            age = min(each.age for each in silences)
+            engines = sorted({engine for each in silences for engine in each.engines})
+            found.append(replace(silences[0], age=age, engines=tuple(engines)))
     return sorted(found, key=lambda each: each.age, reverse=True)
-
-
-def _together(silences: list[Silence]) -> Silence:
-    engines = sorted({engine for each in silences for engine in each.engines})
-    return replace(silences[0], age=min(each.age for each in silences), engines=tuple(engines))
 
 
 class BlockPressure:

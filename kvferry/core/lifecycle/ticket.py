@@ -145,23 +145,24 @@ class PeerKey(NamedTuple):
 def _identity_problems(ticket: Ticket) -> Iterator[str]:
     """Yield a text for each value out of bounds, but for those of ``_page_problems``."""
     texts = {"engine": ticket.engine, "request": ticket.request, "host": ticket.host}
-    ports = {"port": ticket.port}
+    numbers = {
+        "port": (ticket.port, 65535),
+        "incarnation": (ticket.incarnation, GENERATION_LIMIT - 1),
+        "tp_size": (ticket.tp_size, 1 << 16),
+    }
     if ticket.routed is not None:
-        texts["remote_host"], ports["remote_port"] = ticket.routed
+        texts["remote_host"], remote_port = ticket.routed
+        numbers["remote_port"] = remote_port, 65535
     for name, text in texts.items():
         if not 1 <= len(text) <= MAX_TEXT:
             yield f"{name} has {len(text)} characters; 1 to {MAX_TEXT} are allowed"
-    for name, port in ports.items():
-        if not 1 <= port <= 65535:
-            yield f"{name} {port} is not in 1 to 65535"
-    if not 0 < ticket.incarnation < GENERATION_LIMIT:
-        yield f"incarnation {ticket.incarnation} is not in 1 to {GENERATION_LIMIT - 1}"
+    for name, (number, highest) in numbers.items():
+        if not 1 <= number <= highest:
+            yield f"{name} {number} is not in 1 to {highest}"
     if not 0 < ticket.tokens <= MAX_TOKENS:
         yield f"{ticket.tokens} tokens; 1 to {MAX_TOKENS} are allowed"
     if len(ticket.digest) != DIGEST_BYTES:
         yield f"a digest of {len(ticket.digest)} bytes; it has {DIGEST_BYTES}"
-    if not 1 <= ticket.tp_size <= 1 << 16:
-        yield f"tp_size {ticket.tp_size} is not in 1 to {1 << 16}"
     if len(ticket.key) not in (0, KEY_BYTES):
         yield f"a key of {len(ticket.key)} bytes; it has {KEY_BYTES}"
     if ticket.blocks is not None:
@@ -203,9 +204,9 @@ def _page_problems(ticket: Ticket) -> Iterator[str]:
             yield f"group {group} names block {min(ids)}; ids are not negative"
         if ids and max(ids) > MAX_PAGE:
             yield f"group {group} names block {max(ids)}; {MAX_PAGE} is the highest there can be"
-        counts = Counter(page for page in ids if page != HOLE)
-        if counts and (most := counts.most_common(1)[0])[1] > 1:
-            twice = most[0]
+        held = [page for page in ids if page != HOLE]
+        if len(set(held)) != len(held):
+            [(twice, _)] = Counter(held).most_common(1)
             yield f"group {group} names block {twice} more than once"
 
 

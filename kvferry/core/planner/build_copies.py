@@ -25,7 +25,7 @@ from kvferry.core.planner.coalesce import (
 from kvferry.core.planner.plan import Match, Plan, Source
 from kvferry.core.planner.strides import entry_offsets
 from kvferry.core.planner.strips import Strides, StripBatch
-from kvferry.core.planner.token_blocks import LAST_TOKEN, BlockMap, sub_blocks, tokens_before
+from kvferry.core.planner.token_blocks import LAST_TOKEN, BlockMap, tokens_before
 from kvferry.core.transport.copies import Copies, Segment
 from kvferry.core.transport.paged import PagedCopies, PlacedStrips, Strips, StripSide
 
@@ -166,12 +166,6 @@ class _SubBlocks:
     local: _Places
     remote: _Places
 
-    @property
-    def places(self) -> int:
-        """The most sub-blocks that a page has on either side, of all that the rank may read."""
-        group = self.match.pairing
-        return max(group.local.block_tokens, group.remote.block_tokens, 1)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Part:
@@ -181,8 +175,7 @@ class _Part:
     # (s,) int64: the bytes that each place adds to the addresses of any strip.
     local: I64Array
     remote: I64Array
-    # (s,) int64, or one length for all.
-    nbytes: I64Array | int
+    nbytes: I64Array  # (s,)
     # Before any were joined; ``None`` for a piece of a part.
     sub_blocks: _SubBlocks | None = None
 
@@ -195,7 +188,8 @@ class _Part:
         if self.copies <= limit:
             yield self
             return
-        places, strips = _even(len(self.local), limit), max(1, limit // len(self.local))
+        pieces = -(-len(self.local) // limit)
+        places, strips = -(-len(self.local) // pieces), max(1, limit // len(self.local))
         for first in range(0, len(self.batch.local), strips):
             batch = self.batch.select(first, first + strips)
             for place in range(0, len(self.local), places):
@@ -204,13 +198,8 @@ class _Part:
                     batch=batch,
                     local=self.local[here],
                     remote=self.remote[here],
-                    nbytes=self.nbytes if isinstance(self.nbytes, int) else self.nbytes[here],
+                    nbytes=self.nbytes[here],
                 )
-
-
-def _even(count: int, limit: int) -> int:
-    """Return the length of the pieces if ``count`` is cut into as few as ``limit`` allows."""
-    return -(-count // -(-count // limit))
 
 
 class CopyBatches:
@@ -273,22 +262,20 @@ def _paged(parts: Sequence[_Part]) -> PagedCopies | None:
     if joined < MIN_PAGED_COPIES or len(whole) < len(parts) or 2 * joined <= unjoined:
         return None
     # A bound on what is kept for a plan: a peer's layout decides how many places a page has.
-    if any(len(batch.local) * each.places > MAX_PAGED_PLACES for batch, each in whole):
-        return None
-    return PagedCopies(parts=tuple(_placed(*each) for each in whole))
-
-
-def _placed(batch: StripBatch, sub_blocks: _SubBlocks) -> PlacedStrips:
-    """Return the copies of strips in sub-blocks; the strips are made once for a plan."""
-    known = sub_blocks.match.strips
-    strips = known.get(batch)
-    if strips is None:
-        strips = known[batch] = _strips(sub_blocks.match, batch)
-    return PlacedStrips(
-        strips=strips,
-        local=sub_blocks.local.numbers(strips.local.pages),
-        remote=sub_blocks.remote.numbers(strips.remote.pages),
-    )
+    for batch, each in whole:
+        pairing = each.match.pairing
+        tokens = max(pairing.local.block_tokens, pairing.remote.block_tokens, 1)
+        if len(batch.local) * tokens > MAX_PAGED_PLACES:
+            return None
+    placed = []
+    for batch, each in whole:
+        strips = each.match.strips.get(batch)
+        if strips is None:
+            strips = each.match.strips[batch] = _strips(each.match, batch)
+        local = each.local.numbers(strips.local.pages)
+        remote = each.remote.numbers(strips.remote.pages)
+        placed.append(PlacedStrips(strips=strips, local=local, remote=remote))
+    return PagedCopies(parts=tuple(placed))
 
 
 def _strips(match: Match, batch: StripBatch) -> Strips:
@@ -320,10 +307,10 @@ def _copies(parts: Sequence[_Part], workspace: Workspace) -> Copies:
     for part in parts:
         strips, places = len(part.batch.local), len(part.local)
         stop = start + strips * places
-        local, remote, nbytes = (array[start:stop].reshape(strips, places) for array in arrays)
-        np.add(part.batch.local[:, None], part.local, out=local)
-        np.add(part.batch.remote[:, None], part.remote, out=remote)
-        nbytes[:] = part.nbytes
+        near, far, lengths = (array[start:stop].reshape(strips, places) for array in arrays)
+        np.add(part.batch.local[:, None], part.local, out=near)
+        np.add(part.batch.remote[:, None], part.remote, out=far)
+        lengths[:] = part.nbytes
         for each in part.batch.segments:
             segments.append(
                 Segment(
@@ -415,7 +402,8 @@ def _locate(
 ) -> _SubBlocks:
     """Return where the sub-blocks lie that a range of tokens has and both ranks hold."""
     near, far = match.pairing.block_maps(granularity)
-    index = sub_blocks(start, stop, granularity, near, far)
+    index = np.arange(start // granularity, stop // granularity, dtype=np.int64)
+    index = far.held(near.held(index))
     local, remote = request.local[match.local_group], request.remote[match.remote_group]
     return _SubBlocks(
         match=match,
@@ -457,12 +445,14 @@ def _part(batch: StripBatch, sub_blocks: _SubBlocks) -> _Part:
     near = sub_blocks.local.offsets(batch.strides.local)
     far = sub_blocks.remote.offsets(batch.strides.remote)
     apart = (np.diff(near) != batch.nbytes) | (np.diff(far) != batch.nbytes)
-    nbytes: I64Array | int = batch.nbytes
-    if not apart.all():
-        first = np.flatnonzero(np.concatenate(([True], apart)))
-        nbytes = np.diff(first, append=len(near)) * batch.nbytes
-        near, far = near[first], far[first]
-    return _Part(batch=batch, local=near, remote=far, nbytes=nbytes, sub_blocks=sub_blocks)
+    first = np.flatnonzero(np.concatenate(([True], apart)))
+    return _Part(
+        batch=batch,
+        local=near[first],
+        remote=far[first],
+        nbytes=np.diff(first, append=len(near)) * batch.nbytes,
+        sub_blocks=sub_blocks,
+    )
 
 
 def unwritten_spans(layout: Layout, plan: Plan, request: ReadRequest) -> Spans:
@@ -548,7 +538,7 @@ def _unread(
     layout: Layout, plan: Plan, group: int, written: tuple[int, int], pages: Pages
 ) -> Iterator[tuple[StripBatch, I64Array]]:
     """Yield strips that may stay unwritten, with the ids of their pages: (n,) int64, no holes."""
-    block = max(layout.groups[group].block_tokens, 1)
+    block, limit = max(layout.groups[group].block_tokens, 1), plan.local_groups[group].pages
     (first, head), (last, tail) = (divmod(token, block) for token in written)
     inside = pages.entries(first, last + bool(tail))
     for ids, window, read in (
@@ -559,18 +549,12 @@ def _unread(
         (pages.ids[pages.entries(last, last + bool(tail))], (tail, block), True),
     ):
         strips = plan.unread_strips(layout, group, window, read=read) if len(ids) else ()
-        if strips:
-            present = _present(group, ids, plan.local_groups[group].pages)
-            yield from ((batch, present) for batch in strips)
-
-
-def _present(group: int, ids: I64Array, limit: int) -> I64Array:
-    """Return page ids without the holes; refuse an id out of bounds."""
-    if ids.min() < 0 or ids.max() >= limit:
-        bad = ids[(ids < 0) | (ids >= limit)][0]
-        raise PageError(f"local group {group}: page id {bad} does not lie in 0 to {limit - 1}")
-    present: I64Array = ids[ids != HOLE]
-    return present
+        if not strips:
+            continue
+        if ids.min() < 0 or ids.max() >= limit:
+            bad = ids[(ids < 0) | (ids >= limit)][0]
+            raise PageError(f"local group {group}: page id {bad} does not lie in 0 to {limit - 1}")
+        yield from ((batch, ids[ids != HOLE]) for batch in strips)
 
 
 def _spread(batch: StripBatch, ids: I64Array, regions: dict[Region, int]) -> CoalescedRuns:

@@ -82,7 +82,7 @@ def merge_boxes(boxes: list[Boxes], budget: WorkBudget) -> list[Boxes]:
             )
             for length in lengths:
                 nbytes, fewer = absorb_dims(length, dims)
-                part = runs.select(runs.nbytes == length)
+                part = runs.select(runs.nbytes == length) if len(lengths) > 1 else runs
                 longer = part._replace(nbytes=np.full(part.n, nbytes))
                 by_dims.setdefault(fewer, []).append(longer)
         count = sum(runs.n for _, runs in boxes)
@@ -102,9 +102,9 @@ def coalesce(runs: CoalescedRuns) -> CoalescedRuns:
     """Sort runs by region pair and local address; join neighbours in local and remote memory."""
     runs = runs.select(np.lexsort((runs.local, runs.pair)))
     apart = (
-        (np.diff(runs.pair) != 0)
-        | (np.diff(runs.local) != runs.nbytes[:-1])
-        | (np.diff(runs.remote) != runs.nbytes[:-1])
+        (runs.pair[1:] != runs.pair[:-1])
+        | (runs.local[1:] != (runs.local + runs.nbytes)[:-1])
+        | (runs.remote[1:] != (runs.remote + runs.nbytes)[:-1])
     )
     if apart.all():
         return runs
@@ -113,8 +113,9 @@ def coalesce(runs: CoalescedRuns) -> CoalescedRuns:
 
 
 def runs_of_equals(numbers: I64Array) -> Iterator[tuple[int, int]]:
-    """Yield ``[start, stop)`` of each series of equal consecutive numbers, at least one number."""
-    yield from pairwise([0, *(np.flatnonzero(np.diff(numbers)) + 1).tolist(), len(numbers)])
+    """Return ``[start, stop)`` of each series of equal consecutive numbers, at least one number."""
+    starts = (np.flatnonzero(numbers[1:] != numbers[:-1]) + 1).tolist()
+    return pairwise([0, *starts, len(numbers)])
 
 
 def count_runs(boxes: Sequence[Boxes]) -> int:
@@ -124,6 +125,8 @@ def count_runs(boxes: Sequence[Boxes]) -> int:
 
 def unfold(boxes: Sequence[Boxes]) -> CoalescedRuns:
     """Return every run of boxes, sorted and joined by ``coalesce``."""
+    if len(boxes) == 1 and not boxes[0][0]:
+        return boxes[0][1]  # as ``merge_boxes`` returned them
     return coalesce(concatenate([_unfold(dims, runs) for dims, runs in boxes]))
 
 

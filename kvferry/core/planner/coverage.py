@@ -60,22 +60,10 @@ class EngineHoldings:
         # Keys of the tensors of draft layers.
         self.drafts: set[str] = set()
 
-    def add(self, rank: int, field_set: FieldSet) -> None:
-        """Record that a rank holds a part of a tensor, or of tensors that are treated as one."""
-        key = field_set.keys[0]
-        self.holdings.setdefault(key, []).append(Holding(rank, field_set))
-        if field_set.first.draft:
-            self.drafts.add(key)
-
     def exclude(self, keys: Iterable[str]) -> None:
         """Do not read the tensors with these keys."""
         for key in keys:
             self.excluded[key] = self.holdings.pop(key)
-
-    def held(self, key: str) -> str:
-        """Return which ranks hold which parts of a tensor, for error messages."""
-        holdings = self.holdings.get(key, [])
-        return f"{self.name} ranks {_held(holdings)}" if holdings else f"no {self.name} rank"
 
     def group(self, holding: Holding) -> Group:
         """Return the group of a holding's fields."""
@@ -120,19 +108,17 @@ def engine_holdings(
     ]
     fields = sum(len(field_set.keys) for _, _, field_set in parts)
     budget.spend(fields + HOLDING_STEPS * len(parts), "fields")
-    if not _have_equal_sets(parts):
+    # Usually, all field sets with a key in common have equal keys and encodings.
+    distinct = {(field_set.keys, field_set.encodings) for _, _, field_set in parts}
+    keys = [key for some, _ in distinct for key in some]
+    if len(keys) != len(set(keys)):
         budget.spend(SPLIT_STEPS * fields, "fields that are alike on one rank and not on another")
         parts = list(_split(parts))
     for engine, rank, field_set in parts:
-        engine.add(rank, field_set)
+        engine.holdings.setdefault(field_set.keys[0], []).append(Holding(rank, field_set))
+        if field_set.first.draft:
+            engine.drafts.add(field_set.keys[0])
     return near, far
-
-
-def _have_equal_sets(parts: Iterable[_RankFields]) -> bool:
-    """Return whether all field sets with a key in common have equal keys and encodings."""
-    distinct = {(field_set.keys, field_set.encodings) for _, _, field_set in parts}
-    keys = [key for some, _ in distinct for key in some]
-    return len(keys) == len(set(keys))
 
 
 def _split(parts: Sequence[_RankFields]) -> Iterator[_RankFields]:
@@ -276,11 +262,12 @@ def _gap(
     return PlanError(
         f"field {key!r}: {here} rank {wanted.rank} holds {_range(wanted.shard)}, and no {there} "
         f"rank has {_range(missing)}{of}; {there} ranks that hold a part{of}: "
-        f"{_held(holders) or 'none'}"
+        f"{held(holders) or 'none'}"
     )
 
 
-def _held(holders: Iterable[Holding]) -> str:
+def held(holders: Iterable[Holding]) -> str:
+    """Return which ranks hold which parts of a tensor, for error messages."""
     ordered = sorted(holders, key=lambda h: (h.rank, h.shard))
     return ", ".join(f"{h.rank} {_range(h.shard)}" for h in ordered)
 

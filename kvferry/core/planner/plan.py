@@ -8,15 +8,15 @@ of them read from each remote rank.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
 from kvferry.core.errors import PlanError
-from kvferry.core.layout import Group, GroupKind, Layout
+from kvferry.core.layout import GroupKind, Layout
 from kvferry.core.layout.fields import FieldSet
 from kvferry.core.lru_cache import LRUCache
-from kvferry.core.planner.coverage import EngineHoldings, assign_pieces, engine_holdings
+from kvferry.core.planner.coverage import EngineHoldings, assign_pieces, engine_holdings, held
 from kvferry.core.planner.strips import Overlap, Overlaps, StripBatch, find_strips
 from kvferry.core.planner.token_blocks import Pairing
 from kvferry.core.transport.paged import Strips
@@ -43,7 +43,11 @@ class Match:
     @property
     def overlaps(self) -> tuple[Overlap, ...]:
         """The overlaps in ``parts``, each with one local and one remote field."""
-        return tuple(overlap for part in self.parts for overlap in part)
+        return tuple(
+            Overlap(local=local, remote=remote, shard=part.shard)
+            for part in self.parts
+            for local, remote in zip(part.local.fields, part.remote.fields, strict=True)
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -174,15 +178,12 @@ def _local_groups(engine: EngineHoldings, rank: int) -> tuple[LocalGroup, ...]:
         LocalGroup(
             fields={is_read: tuple(sets) for is_read, sets in by_read.items()},
             pages=layout.pages(group),
-            entry=_entry_tokens(layout.groups[group], by_read[True]),
+            entry=math.lcm(*{each.first.tokens_per_state for each in by_read[True]})
+            if layout.groups[group].kind is GroupKind.PAGED
+            else 1,
         )
         for group, by_read in enumerate(fields)
     )
-
-
-def _entry_tokens(group: Group, fields: Iterable[FieldSet]) -> int:
-    is_paged = group.kind is GroupKind.PAGED
-    return math.lcm(*{each.first.tokens_per_state for each in fields}) if is_paged else 1
 
 
 def _check_drafts(local: EngineHoldings, remote: EngineHoldings) -> None:
@@ -209,7 +210,8 @@ def _check_keys(local: EngineHoldings, remote: EngineHoldings) -> None:
                 what = "draft field"
                 remedy = "run the same draft model on both engines, or none on one"
             raise PlanError(
-                f"{what} {key!r} is held by {here.held(key)} and by {there.held(key)}: {remedy}"
+                f"{what} {key!r} is held by {here.name} ranks {held(here.holdings[key])} and by no "
+                f"{there.name} rank: {remedy}"
             )
 
 
@@ -238,27 +240,17 @@ def _source(
     for part in overlaps:
         groups = part.local.first.group, part.remote.first.group
         by_groups.setdefault(groups, []).append(part)
-    return Source(
-        remote=rank,
-        local_layout=local,
-        remote_layout=remote,
-        matches=tuple(
-            _match(local, remote, *groups, parts, budget) for groups, parts in by_groups.items()
-        ),
-    )
-
-
-def _match(
-    local: Layout, remote: Layout, near: int, far: int, parts: list[Overlaps], budget: WorkBudget
-) -> Match:
-    """Return what is read from one remote group into one local group."""
-    pairing = Pairing(index=near, local=local.groups[near], remote=remote.groups[far])
-    return Match(
-        local_group=near,
-        remote_group=far,
-        pairing=pairing,
-        local_pages=min(part.local.first.pages for part in parts),
-        remote_pages=min(part.remote.first.pages for part in parts),
-        parts=tuple(parts),
-        batches=find_strips(parts, local, remote, pairing.granularity, budget=budget),
-    )
+    matches = []
+    for (near, far), parts in by_groups.items():
+        pairing = Pairing(index=near, local=local.groups[near], remote=remote.groups[far])
+        match = Match(
+            local_group=near,
+            remote_group=far,
+            pairing=pairing,
+            local_pages=min(part.local.first.pages for part in parts),
+            remote_pages=min(part.remote.first.pages for part in parts),
+            parts=tuple(parts),
+            batches=find_strips(parts, local, remote, pairing.granularity, budget=budget),
+        )
+        matches.append(match)
+    return Source(remote=rank, local_layout=local, remote_layout=remote, matches=tuple(matches))

@@ -38,7 +38,8 @@ class PlanCache:
         shape = tuple((id(layout.groups), id(layout.fields)) for layout in remote)
         entry = self._plans.get(shape)
         if entry is not None and all(map(_differs_in_addresses_only, entry[0], remote)):
-            return with_remote_layouts(entry[1], remote)
+            sources = tuple(_moved(each, remote[each.remote]) for each in entry[1].sources)
+            return replace(entry[1], sources=sources)
         plan = make_plan(self._local, remote, self._rank)
         steps = plan.steps + sum(layout.steps for layout in remote)
         if steps <= MAX_PLAN_STEPS:
@@ -57,21 +58,17 @@ def _differs_in_addresses_only(one: Layout, other: Layout) -> bool:
     )
 
 
-def with_remote_layouts(plan: Plan, remote: Sequence[Layout]) -> Plan:
-    """Return a copy of a plan for remote layouts, by rank, that differ only in addresses."""
-    return replace(plan, sources=tuple(_source(each, remote[each.remote]) for each in plan.sources))
-
-
-def _source(source: Source, layout: Layout) -> Source:
+def _moved(source: Source, layout: Layout) -> Source:
+    """Return what is read from a rank whose layout differs only in addresses."""
     regions = dict(zip(source.remote_layout.regions, layout.regions, strict=True))
     matches = tuple(
-        replace(match, batches=tuple(_batch(each, regions) for each in match.batches))
+        replace(match, batches=tuple(_moved_strips(each, regions) for each in match.batches))
         for match in source.matches
     )
     return replace(source, remote_layout=layout, matches=matches)
 
 
-def _batch(batch: StripBatch, regions: dict[Region, Region]) -> StripBatch:
+def _moved_strips(batch: StripBatch, regions: dict[Region, Region]) -> StripBatch:
     remote = batch.remote.copy()
     segments = []
     for old in batch.segments:

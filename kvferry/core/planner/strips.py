@@ -69,10 +69,6 @@ class Overlaps:
     remote: FieldSet
     shard: tuple[int, int]
 
-    def __iter__(self) -> Iterator[Overlap]:
-        for local, remote in zip(self.local.fields, self.remote.fields, strict=True):
-            yield Overlap(local=local, remote=remote, shard=self.shard)
-
     def __len__(self) -> int:
         return len(self.local.fields)
 
@@ -177,12 +173,12 @@ def find_strips(
     pairs = _RegionPairs(local, remote)
     by_strides: dict[BlockStrides, list[Boxes]] = {}
     for shape, overlaps in shapes.values():
-        runs = concatenate([_runs(shape, part, pairs) for part in overlaps])
+        runs = concatenate([pairs.runs(shape, part) for part in overlaps])
         by_strides.setdefault(shape.strides, []).append((shape.dims, runs))
     return tuple(
         batch
         for strides, boxes in by_strides.items()
-        for batch in _batches(strides, _strips(boxes, first, budget), pairs, budget)
+        for batch in _batches(strides, boxes, first, pairs, budget)
     )
 
 
@@ -259,58 +255,54 @@ class _RegionPairs:
     def __init__(self, local: Layout, remote: Layout) -> None:
         self._local = local.regions
         self._remote = remote.regions
-        self.starts = [
+        self._starts = [
             np.array([region.address for region in regions], dtype=np.int64)
             for regions in (self._local, self._remote)
         ]
 
-    def numbers(self, part: Overlaps) -> I64Array:
-        return part.local.regions * len(self._remote) + part.remote.regions
+    def runs(self, shape: _Shape, part: Overlaps) -> CoalescedRuns:
+        """Return each box of each overlap as a run, at its addresses in sub-block 0 of page 0."""
+        near, far = part.local, part.remote
+        boxes = len(shape.local)
+        return CoalescedRuns(
+            pair=np.repeat(near.regions * len(self._remote) + far.regions, boxes),
+            local=outer_sums([self._starts[0][near.regions] + near.offsets, shape.local]),
+            remote=outer_sums([self._starts[1][far.regions] + far.offsets, shape.remote]),
+            nbytes=np.full(len(part) * boxes, shape.nbytes),
+        )
 
-    def segments(self, numbers: I64Array) -> Iterator[Segment]:
-        """Yield a segment for each series of consecutive strips in the same pair of regions."""
+    def segments(self, numbers: I64Array) -> tuple[Segment, ...]:
+        """Return a segment for each series of consecutive strips in the same pair of regions."""
+        segments = []
         for start, stop in runs_of_equals(numbers):
-            near, far = divmod(int(numbers[start]), len(self._remote))
-            yield Segment(start=start, stop=stop, local=self._local[near], remote=self._remote[far])
+            near, far = divmod(numbers.item(start), len(self._remote))
+            local, remote = self._local[near], self._remote[far]
+            segments.append(Segment(start=start, stop=stop, local=local, remote=remote))
+        return tuple(segments)
 
 
-def _runs(shape: _Shape, part: Overlaps, pairs: _RegionPairs) -> CoalescedRuns:
-    """Return the run of every box of every overlap, with its addresses in sub-block 0 of page 0."""
-    near, far = pairs.starts
-    boxes = len(shape.local)
-    return CoalescedRuns(
-        pair=np.repeat(pairs.numbers(part), boxes),
-        local=outer_sums([near[part.local.regions] + part.local.offsets, shape.local]),
-        remote=outer_sums([far[part.remote.regions] + part.remote.offsets, shape.remote]),
-        nbytes=np.full(len(part) * boxes, shape.nbytes),
-    )
-
-
-def _strips(boxes: list[Boxes], o: Overlap, budget: WorkBudget) -> CoalescedRuns:
+def _batches(
+    strides: BlockStrides, boxes: list[Boxes], o: Overlap, pairs: _RegionPairs, budget: WorkBudget
+) -> Iterator[StripBatch]:
+    """Yield boxes as batches of sorted strips, one for each length that occurs."""
     fewest = merge_boxes(boxes, budget)
     strips = count_runs(fewest)
     _check_count(o, strips)
     budget.spend(STRIP_STEPS * strips, WHERE)
-    return unfold(fewest)
-
-
-def _batches(
-    strides: BlockStrides, runs: CoalescedRuns, pairs: _RegionPairs, budget: WorkBudget
-) -> Iterator[StripBatch]:
-    """Yield sorted runs as batches of strips, one for each length that occurs."""
+    runs = unfold(fewest)
     lengths = np.unique(runs.nbytes).tolist()
     budget.spend(
         len(lengths) * (BATCH_STEPS + runs.n // SELECTED_RUNS_PER_STEP),
         "strips of many lengths",
     )
     for nbytes in lengths:
-        part = runs.select(runs.nbytes == nbytes)
+        part = runs.select(runs.nbytes == nbytes) if len(lengths) > 1 else runs
         yield StripBatch(
             strides=strides,
             nbytes=nbytes,
             local=part.local,
             remote=part.remote,
-            segments=tuple(pairs.segments(part.pair)),
+            segments=pairs.segments(part.pair),
         )
 
 

@@ -105,8 +105,16 @@ class Pairing:
         It is numbered by the pairing, and empty if the given range is; for a state ``(0, 1)``, or
         ``(0, 0)`` if ``last`` is 0. Raises ``PageError`` if the given range is no valid one.
         """
-        self._check(first, last)
-        if self.local.kind is GroupKind.STATE:
+        is_state = self.local.kind is GroupKind.STATE
+        problem = ""
+        if not 0 <= first <= last < LAST_TOKEN:
+            problem = f"it must be 0 <= first <= last < {LAST_TOKEN}"
+        elif is_state and first:
+            problem = "a state stands for all tokens from 0 on"
+        if problem:
+            where = f"token range [{first}, {last}) of local group {self.index}"
+            raise PageError(f"{where}: {problem}")
+        if is_state:
             return 0, min(last, 1)
         if self.holds_same_tokens:
             first, last = (tokens_before(self.local.context, token) for token in (first, last))
@@ -114,23 +122,6 @@ class Pairing:
         start = first // size * size
         return start, (-(-last // size) * size if last > first else start)
 
-    def _check(self, first: int, last: int) -> None:
-        if not 0 <= first <= last < LAST_TOKEN:
-            raise self._range_error(first, last, f"it must be 0 <= first <= last < {LAST_TOKEN}")
-        if self.local.kind is GroupKind.STATE and first:
-            raise self._range_error(first, last, "a state stands for all tokens from 0 on")
-
-    def _range_error(self, first: int, last: int, problem: str) -> PageError:
-        return PageError(f"token range [{first}, {last}) of local group {self.index}: {problem}")
-
     def local_tokens(self, token: int) -> int:
         """Return how many tokens before ``token`` (as numbered here) the local rank holds."""
         return token if self.holds_same_tokens else tokens_before(self.local.context, token)
-
-
-def sub_blocks(
-    start: int, stop: int, granularity: int, local: BlockMap, remote: BlockMap
-) -> I64Array:
-    """Return the sub-blocks in ``[start, stop)``, a range of whole ones, that both ranks hold."""
-    index = np.arange(start // granularity, stop // granularity, dtype=np.int64)
-    return remote.held(local.held(index))

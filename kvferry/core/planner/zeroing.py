@@ -5,10 +5,9 @@ from __future__ import annotations
 import ctypes
 
 import numpy as np
-import numpy.typing as npt
 
 from kvferry.core.errors import LayoutError
-from kvferry.core.memory import CPU, Region, U64Array
+from kvferry.core.memory import CPU, I64Array, Region
 from kvferry.core.planner.build_copies import Spans
 
 LONG_BYTES = 1 << 12
@@ -26,27 +25,18 @@ def zero_cpu(spans: Spans) -> None:
         if segment.region.kind != CPU:
             raise LayoutError(f"the CPU cannot zero memory of kind {segment.region.kind!r}")
         here = slice(segment.start, segment.stop)
-        _zero_region(segment.region, spans.address[here], spans.nbytes[here])
+        addresses = spans.address[here].astype(np.int64)
+        lengths = spans.nbytes[here].astype(np.int64)
+        long = lengths >= LONG_BYTES
+        for address, length in zip(addresses[long].tolist(), lengths[long].tolist(), strict=True):
+            ctypes.memset(address, 0, length)
+        _zero_short(segment.region, addresses[~long] - segment.region.address, lengths[~long])
 
 
-def _zero_region(region: Region, address: U64Array, nbytes: U64Array) -> None:
-    offsets = (address - np.uint64(region.address)).astype(np.int64)
-    lengths = nbytes.astype(np.int64)
-    long = lengths >= LONG_BYTES
-    for offset, length in zip(offsets[long].tolist(), lengths[long].tolist(), strict=True):
-        ctypes.memset(region.address + offset, 0, length)
-    _zero_short(_bytes_of(region), offsets[~long], lengths[~long])
-
-
-def _bytes_of(region: Region) -> npt.NDArray[np.uint8]:
-    array_type = ctypes.c_uint8 * region.nbytes
-    return np.ctypeslib.as_array(array_type.from_address(region.address))
-
-
-def _zero_short(
-    memory: npt.NDArray[np.uint8], offsets: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]
-) -> None:
+def _zero_short(region: Region, offsets: I64Array, lengths: I64Array) -> None:
     """Zero spans below ``LONG_BYTES`` by indexed assignments, each of which zeroes many."""
+    array_type = ctypes.c_uint8 * region.nbytes
+    memory = np.ctypeslib.as_array(array_type.from_address(region.address))
     step = INDEX_BYTES // LONG_BYTES
     for start in range(0, len(offsets), step):
         first, count = offsets[start : start + step], lengths[start : start + step]
