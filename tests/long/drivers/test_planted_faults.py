@@ -117,7 +117,7 @@ def _start_pytest(folder: Path, faults: Sequence[str]) -> subprocess.Popen[bytes
     module.write_text(MODULE_CODE.format(classes=classes))
     (folder / "conftest.py").write_text(CONFTEST_CODE.format(path=str(folder / "report")))
     tests = [f"{module}::Test{name}::{CAUGHT_BY[name]}" for name in faults]
-    options = ["-q", f"--rootdir={folder}", "-p", "no:cacheprovider", "-o", "timeout=30"]
+    options = ["-q", f"--rootdir={folder}", "-p", "no:cacheprovider", "-o", "timeout=120"]
     with (folder / "output").open("w") as output:
         return subprocess.Popen(
             [sys.executable, "-m", "pytest", *options, *tests],
