@@ -26,9 +26,9 @@ from engines import Shape
 
 from kvferry.core.directory import EncodedReply, ProducerNews
 from kvferry.core.endpoint import Load
+from kvferry.core.endpoint.connections import BlockingCalls, Connections
 from kvferry.core.endpoint.error_containment import ErrorContainment
 from kvferry.core.endpoint.load_manager import TICK_SECONDS, LoadManager
-from kvferry.core.endpoint.peers import BlockingCalls, Connections
 from kvferry.core.endpoint.slot_reads import ScratchWords
 from kvferry.core.endpoint.transfers import Transfers
 from kvferry.core.lifecycle.holds import Hold, Incarnation, RequestId

@@ -31,7 +31,7 @@ from kvferry.core.layout.host_page_format import HostPageFormat
 from kvferry.core.lifecycle.digest import digest
 from kvferry.core.lifecycle.holds import RequestId, random_incarnation
 from kvferry.core.lifecycle.host_pages import HostPages, Reservation
-from kvferry.core.lifecycle.staging import PageCopy
+from kvferry.core.lifecycle.page_copy import PageCopy
 from kvferry.core.messages import RankPayload
 from kvferry.core.metrics import LoadRecord
 from kvferry.core.planner.zeroing import zero_cpu

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from kvferry.core.lifecycle.holds import RequestId
-from kvferry.core.lifecycle.reclamation import Silence
+from kvferry.core.lifecycle.silent_holds import Silence
 from tests.integrations.vllm.test_scheduler_half import PREFILL, blocks, request
 from tests.integrations.vllm.test_scheduler_hooks import OUTPUT, RANKS, configured, serving
 

@@ -15,12 +15,12 @@ from functools import partial
 
 from kvferry.core.directory.news import ProducerNews
 from kvferry.core.endpoint import log_messages
+from kvferry.core.endpoint.connections import STUCK_SECONDS, BlockingCalls, Connections
 from kvferry.core.endpoint.error_containment import ErrorContainment
 from kvferry.core.endpoint.hold_server import HoldServer, SlotTable
 from kvferry.core.endpoint.load import Load
 from kvferry.core.endpoint.load_manager import LoadManager
 from kvferry.core.endpoint.page_copies import PageCopies, RunningCopies
-from kvferry.core.endpoint.peers import STUCK_SECONDS, BlockingCalls, Connections
 from kvferry.core.endpoint.results import Identity, Results
 from kvferry.core.endpoint.slot_reads import ScratchWords
 from kvferry.core.endpoint.transfers import Transfers
@@ -33,8 +33,8 @@ from kvferry.core.errors import (
 )
 from kvferry.core.layout import Layout
 from kvferry.core.lifecycle.holds import EndedHold, RequestId
-from kvferry.core.lifecycle.reclamation import Silence
 from kvferry.core.lifecycle.scheduler_holds import HoldOrders
+from kvferry.core.lifecycle.silent_holds import Silence
 from kvferry.core.lifecycle.ticket import PeerKey, Ticket
 from kvferry.core.messages import RankPayload
 from kvferry.core.metrics import REFUSED, Data, LoadRecord, Metrics

@@ -17,9 +17,9 @@ from kvferry.core.endpoint.page_copies import Passed, RunningCopies
 from kvferry.core.error_causes import cause_of, on_one_line
 from kvferry.core.errors import CopyError, KVFerryError, WireError
 from kvferry.core.lifecycle.holds import EndedHold, Hold, Incarnation, RequestId
-from kvferry.core.lifecycle.reclamation import GONE_SECONDS, MAX_SILENT, Silence
+from kvferry.core.lifecycle.page_copy import HoldCopy
 from kvferry.core.lifecycle.scheduler_holds import HoldOrders
-from kvferry.core.lifecycle.staging import HoldCopy
+from kvferry.core.lifecycle.silent_holds import GONE_SECONDS, MAX_SILENT, Silence
 from kvferry.core.lifecycle.worker_holds import ReleaseOutcome, WorkerHolds
 from kvferry.core.memory import Region, region_of
 from kvferry.core.messages import WORD_BYTES, Heartbeat, Note, Renewal, decode_notes

@@ -21,8 +21,8 @@ from kvferry.core.endpoint.transfers import Grace, Read, Transfers
 from kvferry.core.errors import KVFerryError, TicketError, TransferCancelledError
 from kvferry.core.lifecycle.holds import Hold
 from kvferry.core.lifecycle.loads import gone
-from kvferry.core.lifecycle.reclamation import HEARTBEAT_SECONDS
 from kvferry.core.lifecycle.renewals import RenewalId, RenewalRequest, Renewals
+from kvferry.core.lifecycle.silent_holds import HEARTBEAT_SECONDS
 from kvferry.core.lifecycle.ticket import Ticket
 from kvferry.core.messages import Heartbeat, Renewal
 from kvferry.core.security import Proof

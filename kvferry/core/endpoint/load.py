@@ -14,8 +14,8 @@ from kvferry.core.errors import EndpointClosedError, KVFerryError, TicketError, 
 from kvferry.core.layout import HOLE, GroupKind
 from kvferry.core.lifecycle.holds import RequestId
 from kvferry.core.lifecycle.loads import LoadId
+from kvferry.core.lifecycle.page_copy import PageCopy
 from kvferry.core.lifecycle.renewals import RenewalId
-from kvferry.core.lifecycle.staging import PageCopy
 from kvferry.core.lifecycle.ticket import Ticket
 from kvferry.core.metrics import LoadRecord, Stage
 from kvferry.core.planner.build_copies import Pages, ReadRequest

@@ -11,11 +11,12 @@ from functools import partial
 
 from kvferry.core.directory.news import ProducerNews
 from kvferry.core.endpoint import log_messages
+from kvferry.core.endpoint.connections import Connections
 from kvferry.core.endpoint.error_containment import ErrorContainment, as_ours
 from kvferry.core.endpoint.lease_renewal import LeaseRenewal, PendingTickets
 from kvferry.core.endpoint.load import Load, LoadState, check_same_engine, early_unit
 from kvferry.core.endpoint.page_copies import Passed, RunningCopies
-from kvferry.core.endpoint.peers import Connections, Peer, Peers, PeerUse
+from kvferry.core.endpoint.peers import Peer, Peers, PeerUse
 from kvferry.core.endpoint.slot_reads import (
     FingerprintReads,
     ScratchWords,
@@ -199,8 +200,8 @@ class LoadManager:
             reads=load.reads,
             shared=load.shared,
             early=load.ticket.tokens if load.is_early else 0,
-            device=passed is not None,
-            copies=load.copy is not None,
+            awaits_device=passed is not None,
+            needs_copy=load.copy is not None,
             deadline=self._clock() + self._load_timeout,
         )
         state = LoadState(load_id=load_id, load=load, begun=time.perf_counter())

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from kvferry.core.endpoint.peers import STUCK_SECONDS
+from kvferry.core.endpoint.connections import STUCK_SECONDS
 from kvferry.core.errors import CopyError, KVFerryError
-from kvferry.core.lifecycle.staging import PageCopy
+from kvferry.core.lifecycle.page_copy import PageCopy
 from kvferry.core.metrics import COPY_SECONDS, CopyDirection, Metrics
 
 logger = logging.getLogger(__name__)

@@ -12,13 +12,14 @@ from typing import TypeVar
 import numpy as np
 
 from kvferry.core.endpoint.error_containment import ErrorContainment
+from kvferry.core.endpoint.hold_server import FINGERPRINT_WORDS
 from kvferry.core.endpoint.peers import Peer
 from kvferry.core.endpoint.transfers import Outcome, Read, Transfers
 from kvferry.core.errors import DeadlineError, HandshakeError, KVFerryError
 from kvferry.core.lifecycle.holds import NOTHING
 from kvferry.core.memory import Region, region_of
 from kvferry.core.messages import WORD_BYTES, Note
-from kvferry.core.security.proof import FINGERPRINT_BYTES, fingerprint
+from kvferry.core.security.proof import fingerprint
 from kvferry.core.side_channel_messages import encode
 from kvferry.core.transport.copies import Copies, copies_between
 
@@ -31,8 +32,6 @@ MAX_BATCH = 64
 """The most slot words in one batch, and the most notes in one notification."""
 SCRATCH_WORDS = 1 << 12
 """The most slot words whose reads are under way at once."""
-FINGERPRINT_WORDS = FINGERPRINT_BYTES // WORD_BYTES
-"""Number of 8-byte words of a fingerprint."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -1,1 +1,1 @@
-"""The request protocol as pure state machines: no I/O and no transport; callers pass the time."""
+"""The request protocol as state machines without I/O; callers pass the time, or a clock."""

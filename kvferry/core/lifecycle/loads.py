@@ -145,8 +145,8 @@ class _Load:
     shared: bool
     deadline: float
     early: bool
-    device: bool
-    copies: bool  # ``False`` again once the copy has passed
+    awaits_device: bool
+    needs_copy: bool  # ``False`` again once the copy has passed
     # What the newest part covers.
     tokens: int
     # Early reads end at multiples of this number of tokens; 0 if nothing is read early.
@@ -172,12 +172,12 @@ class _Load:
         if self.is_blocked:
             return Stage.WAIT
         stages = (at.stage for at in self.at.values() if at is not _At.OVER)
-        return next(stages, Stage.COPY if self.copies else None)
+        return next(stages, Stage.COPY if self.needs_copy else None)
 
     @property
     def is_blocked(self) -> bool:
         """Return whether nothing may be read yet, since the device works on the pages."""
-        return self.device and not self.copies
+        return self.awaits_device and not self.needs_copy
 
     @property
     def is_computing(self) -> bool:
@@ -254,7 +254,7 @@ class Loads:
     def waits_for_device(self, load_id: LoadId) -> bool:
         """Return whether ``passed`` is still to be called for a load, which has not failed."""
         load = self._loads.get(load_id)
-        return load is not None and load.device and load.failure is None
+        return load is not None and load.awaits_device and load.failure is None
 
     def wanted(self, load_id: LoadId) -> bool:
         """Return whether a load's data is still wanted: it has not failed and is not reported."""
@@ -276,8 +276,8 @@ class Loads:
         deadline: float,
         shared: bool = False,
         early: int = 0,
-        device: bool = False,
-        copies: bool = False,
+        awaits_device: bool = False,
+        needs_copy: bool = False,
     ) -> LoadId:
         """Start a load whose handshake is under way.
 
@@ -291,8 +291,8 @@ class Loads:
             shared: whether others use the hold, so that neither "done" nor "abandon" is sent.
             early: for an early load, the tokens that the part covers; the deadline then counts only
                 once the last part has come.
-            device: whether the device may still work on what the load writes, until ``passed``.
-            copies: whether it reads into host pages, which are then copied to the device.
+            awaits_device: whether the device may still work on what it writes, until ``passed``.
+            needs_copy: whether it reads into host pages, which are then copied to the device.
         """
         load_id = LoadId(next(self._ids))
         self._loads[load_id] = _Load(
@@ -303,8 +303,8 @@ class Loads:
             shared=shared,
             deadline=deadline,
             early=bool(early),
-            device=device and reads,
-            copies=copies and reads,
+            awaits_device=awaits_device and reads,
+            needs_copy=needs_copy and reads,
             tokens=early,
         )
         return load_id
@@ -327,8 +327,8 @@ class Loads:
     def passed(self, load_id: LoadId) -> None:
         """Record that the device has finished its earlier work on what a load writes."""
         load = self._loads.get(load_id)
-        if load is not None and load.device:
-            load.device = False
+        if load is not None and load.awaits_device:
+            load.awaits_device = False
             self._go_on(load_id, load)
 
     def copied(self, load_id: LoadId, error: KVFerryError | None = None) -> None:
@@ -338,12 +338,8 @@ class Loads:
             return
         if error is not None:
             load.failure, load.failed_at = error, load.stage
-        load.is_copying = load.copies = False
-        self._finish_if_over(load_id, load)
-
-    def request(self, load_id: LoadId) -> RequestId:
-        """Return the request of a load; raise ``KeyError`` if it is not kept any more."""
-        return self._loads[load_id].request
+        load.is_copying = load.needs_copy = False
+        self._advance_if_over(load_id, load)
 
     def handshake_succeeded(
         self, load_id: LoadId, parties: tuple[RemoteRank, ...], unit: int = 1
@@ -363,7 +359,7 @@ class Loads:
         for party in parties:
             if load.reads and party.reads:
                 self._proceed(load_id, load, party.rank)
-        self._finish_if_over(load_id, load)
+        self._advance_if_over(load_id, load)
 
     def handshake_failed(self, load_id: LoadId, error: KVFerryError) -> None:
         """Fail a load whose handshake failed, or showed it impossible; nobody is notified."""
@@ -376,7 +372,7 @@ class Loads:
         load.failed_at = load.failed_at or load.stage
         load.parties = ()
         load.failure = load.failure or error
-        self._finish_if_over(load_id, load)
+        self._advance_if_over(load_id, load)
 
     def checked(self, load_id: LoadId, rank: int, word: int) -> None:
         """Act on the slot word before the pages: read the pages, check again later, or fail."""
@@ -493,7 +489,7 @@ class Loads:
         """Do what a load has waited for, unless it still has to wait for something else."""
         for rank in [rank for rank, at in load.at.items() if at is _At.IDLE]:
             self._proceed(load_id, load, rank)
-        self._finish_if_over(load_id, load)
+        self._advance_if_over(load_id, load)
 
     def _step(self, load_id: LoadId, load: _Load, rank: int, *, first: bool = False) -> None:
         """Queue the read of a rank's pages, or the check that precedes the first one."""
@@ -530,7 +526,7 @@ class Loads:
         if error is not None:
             self._fail(load_id, load, error)
         else:
-            self._finish_if_over(load_id, load)
+            self._advance_if_over(load_id, load)
 
     def _fail(self, load_id: LoadId, load: _Load, error: KVFerryError) -> None:
         """Fail a load and cancel its reads; report it if none of them is under way any more."""
@@ -543,10 +539,10 @@ class Loads:
                     load.at[rank] = _At.OVER
                 elif at.waits:
                     self._actions.append(Action(op=LoadAction.CANCEL, load=load_id, rank=rank))
-        self._finish_if_over(load_id, load)
+        self._advance_if_over(load_id, load)
 
-    def _finish_if_over(self, load_id: LoadId, load: _Load) -> None:
-        """Report a load that is over on every rank, after "done" or "abandon", and its copy."""
+    def _advance_if_over(self, load_id: LoadId, load: _Load) -> None:
+        """If a load is over on every rank: tell them, then have it copied, then report it."""
         has_failed = load.failure is not None
         if load.reported or any(at is not _At.OVER for at in load.at.values()):
             return
@@ -555,11 +551,11 @@ class Loads:
         if not load.told:
             load.told = True
             (self._tell_abandon if has_failed else self._tell_done)(load_id, load)
-        if (load.device or load.copies) and not has_failed:
-            if not load.device and not load.is_copying:
+        if (load.awaits_device or load.needs_copy) and not has_failed:
+            if not load.awaits_device and not load.is_copying:
                 load.is_copying = True
                 self._actions.append(Action(op=LoadAction.COPY, load=load_id))
-            return
+            return  # ``passed`` or ``copied`` goes on
         load.reported = True
         self._actions.append(
             Action(op=LoadAction.REPORT, load=load_id, error=load.failure, stage=load.failed_at)
@@ -586,7 +582,7 @@ def gone() -> StaleError:
 
 def _late(load: _Load) -> DeadlineError:
     why = ", the producer still computes the pages" if load.is_computing else ""
-    if load.device:
+    if load.awaits_device:
         why = ", the device was not done with the pages"
     return DeadlineError(
         f"the load was not over within load_timeout (stage: {load.stage}{why}): look at what holds "

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from itertools import chain
 
 from kvferry.core.lifecycle.holds import Hold, HoldEnd, RequestId, random_generation
-from kvferry.core.lifecycle.reclamation import Silence
-from kvferry.core.lifecycle.staging import HoldCopy, PageCopy
+from kvferry.core.lifecycle.page_copy import HoldCopy, PageCopy
+from kvferry.core.lifecycle.silent_holds import Silence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,16 +22,17 @@ from kvferry.core.lifecycle.holds import (
     Incarnation,
     RequestId,
 )
-from kvferry.core.lifecycle.reclamation import Silence
+from kvferry.core.lifecycle.page_copy import HoldCopy
+from kvferry.core.lifecycle.renewals import LEASE_PART
 from kvferry.core.lifecycle.scheduler_holds import HoldOrders
-from kvferry.core.lifecycle.staging import HoldCopy
+from kvferry.core.lifecycle.silent_holds import Silence
 from kvferry.core.messages import Heartbeat, Release, Renewal
 
 MAX_READERS = 64
 """The most consumer engines that may send "done" for one hold, and the most that may claim it."""
 MAX_CLAIMANTS = 1 << 12
 """The most engines that may claim holds; beyond, heartbeats are ignored, renewals still count."""
-ANONYMOUS_PART = 3
+ANONYMOUS_PART = LEASE_PART
 """A renewal without a claim is a sign of life for a third of the lease: the next comes then."""
 
 

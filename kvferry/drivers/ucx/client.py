@@ -218,9 +218,10 @@ class Client(ProgressTarget):
     def read_small(
         self, peer: UcxPeer, copies: Copies, params: int, notify: bytes | None
     ) -> UcxTransfer | None:
-        """Read one range of CPU memory, at most ``BRIEF_BYTES``, and drive it for 0.1 ms at most.
+        """Read one range of CPU memory, such as a slot word, and drive it for 0.1 ms at most.
 
-        It gets ahead of what is under way in the same worker: UCX takes turns between connections.
+        It has at most ``BRIEF_BYTES``, and gets ahead of what is under way in the same worker: UCX
+        takes turns between connections.
         The result may be under way; ``None`` if it must be started by ``start``. ``params`` is the
         address of the local registration's request parameters.
         """

@@ -15,8 +15,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from kvferry.core.directory import ProducerNews
 from kvferry.core.endpoint import Load
 from kvferry.core.lifecycle.holds import EndedHold
-from kvferry.core.lifecycle.reclamation import Silence
 from kvferry.core.lifecycle.scheduler_holds import HoldOrders
+from kvferry.core.lifecycle.silent_holds import Silence
 from kvferry.core.lifecycle.ticket import PeerKey, Ticket
 from kvferry.core.metrics import LoadRecord
 from kvferry.integrations.vllm.adapter_loads import AdapterReport

@@ -25,9 +25,9 @@ from kvferry.core.layout import HOLE
 from kvferry.core.lifecycle.digest import SALT_BYTES, BlockDigests, digest_block
 from kvferry.core.lifecycle.holds import EndedHold, Hold, HoldEnd, RequestId
 from kvferry.core.lifecycle.host_pages import HostPages, Reservation
-from kvferry.core.lifecycle.reclamation import BlockPressure, Silence
 from kvferry.core.lifecycle.rooms import Rooms
 from kvferry.core.lifecycle.scheduler_holds import HoldOrders, SchedulerHolds
+from kvferry.core.lifecycle.silent_holds import BlockPressure, Silence
 from kvferry.core.metrics import Metric, Metrics
 from kvferry.core.security import TicketKey, TicketSecrets
 from kvferry.integrations.vllm.adapter_files import AdapterError

@@ -18,7 +18,7 @@ from kvferry.core.layout import HOLE, Layout
 from kvferry.core.layout.host_page_format import HostPageFormat
 from kvferry.core.lifecycle.holds import RequestId
 from kvferry.core.lifecycle.host_pages import HostPages
-from kvferry.core.lifecycle.staging import PageCopy
+from kvferry.core.lifecycle.page_copy import PageCopy
 from kvferry.core.metrics import HOST_PAGE_WAITS, HOST_PAGES, HOST_PAGES_USED, Metrics
 from kvferry.core.planner.build_copies import Pages
 from kvferry.core.transport import EnterThread

@@ -13,7 +13,7 @@ from kvferry.core.endpoint import Endpoint, Load, Results
 from kvferry.core.errors import KVFerryError
 from kvferry.core.lifecycle.holds import RequestId
 from kvferry.core.lifecycle.host_pages import HostPages, Reservation
-from kvferry.core.lifecycle.staging import PageCopy
+from kvferry.core.lifecycle.page_copy import PageCopy
 from kvferry.core.lifecycle.ticket import Ticket
 from kvferry.core.planner.build_copies import Pages
 from kvferry.testing.engines import CacheShape, EngineRank

@@ -13,8 +13,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvferry.core.endpoint import peers as module
-from kvferry.core.endpoint.peers import BlockingCalls, Connections
+from kvferry.core.endpoint import connections as module
+from kvferry.core.endpoint.connections import BlockingCalls, Connections
 from kvferry.core.errors import ConnectError, KVFerryError, TransportError, TransportUsageError
 from kvferry.core.transport import PeerId
 from tests.core.endpoint.engines import Clock

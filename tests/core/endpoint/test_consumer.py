@@ -16,13 +16,9 @@ import pytest
 
 from kvferry.core.directory import EncodedReply, ProducerNews
 from kvferry.core.endpoint import EndpointOptions, Load
+from kvferry.core.endpoint.connections import LONGEST_SECONDS, BlockingCalls, Connections
 from kvferry.core.endpoint.error_containment import ErrorContainment
 from kvferry.core.endpoint.load_manager import TICK_SECONDS, LoadManager
-from kvferry.core.endpoint.peers import (
-    LONGEST_SECONDS,
-    BlockingCalls,
-    Connections,
-)
 from kvferry.core.endpoint.slot_reads import ScratchWords
 from kvferry.core.endpoint.transfers import Transfers
 from kvferry.core.errors import HandshakeError, KVFerryError, TransportError

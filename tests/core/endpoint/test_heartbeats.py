@@ -11,8 +11,8 @@ from kvferry.core.endpoint import EndpointOptions, endpoint
 from kvferry.core.endpoint.hold_server import HoldServer, SlotTable
 from kvferry.core.errors import StaleError, TransportError
 from kvferry.core.lifecycle.holds import Hold, RequestId, random_incarnation
-from kvferry.core.lifecycle.reclamation import GONE_SECONDS, HEARTBEAT_SECONDS
 from kvferry.core.lifecycle.scheduler_holds import HoldOrders
+from kvferry.core.lifecycle.silent_holds import GONE_SECONDS, HEARTBEAT_SECONDS
 from kvferry.core.messages import Heartbeat, Renewal, decode_notes
 from kvferry.core.metrics import Metrics
 from kvferry.core.transport import PeerId

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from kvferry.core.endpoint import EndpointOptions
-from kvferry.core.endpoint.peers import STUCK_SECONDS
+from kvferry.core.endpoint.connections import STUCK_SECONDS
 from kvferry.core.error_causes import Cause, cause_of
 from kvferry.core.errors import CopyError, DeadlineError, StaleError
 from kvferry.core.lifecycle.holds import HoldEnd, RequestId
+from kvferry.core.lifecycle.page_copy import PageCopy
 from kvferry.core.lifecycle.scheduler_holds import HoldOrders
-from kvferry.core.lifecycle.staging import PageCopy
 from kvferry.core.metrics import COPY_SECONDS, FAILURES, STAGE_SECONDS, CopyDirection, Stage
 from kvferry.testing.engines import CacheShape, EngineRank
 from tests.core.endpoint.engines import Clock, Engine, eventually, until

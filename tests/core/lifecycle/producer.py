@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from kvferry.core.layout import Field, Group, GroupKind, Layout, axis
 from kvferry.core.lifecycle.digest import digest
 from kvferry.core.lifecycle.holds import Hold, HoldEnd, Incarnation, RequestId, random_incarnation
-from kvferry.core.lifecycle.reclamation import GONE_SECONDS, Silence
 from kvferry.core.lifecycle.scheduler_holds import HoldOrders
+from kvferry.core.lifecycle.silent_holds import GONE_SECONDS, Silence
 from kvferry.core.lifecycle.ticket import Ticket
 from kvferry.core.memory import Region
 from kvferry.core.messages import (

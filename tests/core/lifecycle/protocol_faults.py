@@ -16,10 +16,10 @@ from kvferry.core.lifecycle import loads as loads_module
 from kvferry.core.lifecycle.hold_users import HoldUsers
 from kvferry.core.lifecycle.holds import NOTHING, Hold, RequestId
 from kvferry.core.lifecycle.loads import Action, LoadId, Loads
-from kvferry.core.lifecycle.reclamation import BlockPressure, Silence
+from kvferry.core.lifecycle.page_copy import PageCopy
 from kvferry.core.lifecycle.renewals import RenewalId, RenewalRequest, Renewals
 from kvferry.core.lifecycle.scheduler_holds import HoldOrders, SchedulerHolds
-from kvferry.core.lifecycle.staging import PageCopy
+from kvferry.core.lifecycle.silent_holds import BlockPressure, Silence
 from kvferry.core.lifecycle.ticket import Ticket
 from kvferry.core.lifecycle.worker_holds import HoldState, ReleaseOutcome, WorkerHolds
 from kvferry.core.messages import Heartbeat, Release, Renewal
@@ -356,9 +356,9 @@ class AbandonBeforeReadsEnd(Loads):
 class NothingReadNothingReported(Loads):
     """A load without reads is never over."""
 
-    def _finish_if_over(self, load_id: LoadId, load: Any) -> None:
+    def _advance_if_over(self, load_id: LoadId, load: Any) -> None:
         if load.at or load.failure is not None:
-            super()._finish_if_over(load_id, load)
+            super()._advance_if_over(load_id, load)
 
 
 # Faults in sharing a hold.

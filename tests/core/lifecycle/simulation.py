@@ -14,9 +14,9 @@ from functools import partial
 from kvferry.core.lifecycle.hold_users import HoldUsers
 from kvferry.core.lifecycle.holds import Hold, RequestId
 from kvferry.core.lifecycle.loads import Loads, RemoteRank
-from kvferry.core.lifecycle.reclamation import GONE_SECONDS, BlockPressure
 from kvferry.core.lifecycle.renewals import Renewals
 from kvferry.core.lifecycle.scheduler_holds import SchedulerHolds
+from kvferry.core.lifecycle.silent_holds import GONE_SECONDS, BlockPressure
 from kvferry.core.lifecycle.worker_holds import WorkerHolds
 from kvferry.core.messages import Release
 from kvferry.core.side_channel_messages import encode

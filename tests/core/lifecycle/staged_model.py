@@ -12,7 +12,7 @@ from kvferry.core.errors import KVFerryError
 from kvferry.core.lifecycle.holds import EndedHold, Hold, RequestId
 from kvferry.core.lifecycle.host_pages import HostPages, Reservation
 from kvferry.core.lifecycle.loads import Action, LoadAction, LoadId, Loads
-from kvferry.core.lifecycle.staging import HoldCopy
+from kvferry.core.lifecycle.page_copy import HoldCopy
 from kvferry.core.lifecycle.worker_holds import HoldState, WorkerHolds
 from tests.core.lifecycle.model import Model
 from tests.core.lifecycle.producer import LEASE, PrefillState
@@ -162,7 +162,7 @@ class CopiedBeforeTheFence(Loads):
     def passed(self, load_id: LoadId) -> None:
         super().passed(load_id)
         load = self._loads.get(load_id)
-        if load is not None and load.copies and not load.is_copying:
+        if load is not None and load.needs_copy and not load.is_copying:
             load.is_copying = True
             self._actions.append(Action(op=LoadAction.COPY, load=load_id))
 
@@ -232,18 +232,18 @@ class OverWhileCopying(OverTooEarly):
 
 
 class ReportedBeforeTheCopy(Loads):
-    def _finish_if_over(self, load_id: LoadId, load: Any) -> None:
-        super()._finish_if_over(load_id, load)
+    def _advance_if_over(self, load_id: LoadId, load: Any) -> None:
+        super()._advance_if_over(load_id, load)
         if load.is_copying:
-            load.is_copying = load.copies = False
-            super()._finish_if_over(load_id, load)
+            load.is_copying = load.needs_copy = False
+            super()._advance_if_over(load_id, load)
 
 
 class CopiedBeforeTheZeroing(Loads):
     """Pages are copied when they are fenced, though the device may still zero the blocks."""
 
     def begin(self, *args: Any, **kwargs: Any) -> LoadId:
-        return super().begin(*args, **{**kwargs, "device": False})
+        return super().begin(*args, **{**kwargs, "awaits_device": False})
 
 
 class FailedCopyAccepted(Loads):

@@ -17,8 +17,8 @@ from kvferry.core.errors import CopyError, DeadlineError, KVFerryError, StaleErr
 from kvferry.core.lifecycle.holds import NOTHING, Hold, RequestId, random_incarnation
 from kvferry.core.lifecycle.host_pages import HostPages, Reservation
 from kvferry.core.lifecycle.loads import Action, LoadAction, LoadId, Loads
+from kvferry.core.lifecycle.page_copy import HoldCopy, PageCopy
 from kvferry.core.lifecycle.scheduler_holds import HoldOrders, SchedulerHolds
-from kvferry.core.lifecycle.staging import HoldCopy, PageCopy
 from kvferry.core.lifecycle.worker_holds import WorkerHolds
 from kvferry.core.messages import Release, decode_notes
 from tests.core.lifecycle.decode_requests import DecodeState
@@ -399,8 +399,8 @@ class DecodeRank(ReadingRank[StagedLoad]):
             prompt.hold,
             computed=prompt.computed,
             reads=pulls,
-            device=pulls,
-            copies=pulls,
+            awaits_device=pulls,
+            needs_copy=pulls,
             deadline=self.simulation.now + LOAD_TIMEOUT,
         )
         self.pulls[load_id] = StagedLoad(request=request, pulls=pulls)

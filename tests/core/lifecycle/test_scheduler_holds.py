@@ -7,8 +7,8 @@ import pickle
 import pytest
 
 from kvferry.core.lifecycle.holds import Hold, HoldEnd, RequestId
-from kvferry.core.lifecycle.reclamation import Silence
 from kvferry.core.lifecycle.scheduler_holds import HoldOrders, SchedulerHolds
+from kvferry.core.lifecycle.silent_holds import Silence
 
 A, B, C = (RequestId(name) for name in "abc")
 LEASE, TTL = 30.0, 480.0

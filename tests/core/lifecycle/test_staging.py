@@ -17,8 +17,8 @@ from kvferry.core.lifecycle.holds import (
     RequestId,
 )
 from kvferry.core.lifecycle.loads import LoadAction, LoadId, Loads, RemoteRank
+from kvferry.core.lifecycle.page_copy import HoldCopy, PageCopy
 from kvferry.core.lifecycle.scheduler_holds import HoldOrders, SchedulerHolds
-from kvferry.core.lifecycle.staging import HoldCopy, PageCopy
 from kvferry.core.lifecycle.worker_holds import WorkerHolds
 from kvferry.core.messages import Release
 from kvferry.core.metrics import Stage
@@ -145,7 +145,7 @@ def test_repeated_and_unknown_events_of_holds_change_nothing(holds: WorkerHolds)
 def loads() -> Loads:
     """Return the loads of a rank of which one is to be copied to the device, which still works."""
     loads = Loads()
-    assert loads.begin(A, HOLD, device=True, copies=True, **READ) == FIRST
+    assert loads.begin(A, HOLD, awaits_device=True, needs_copy=True, **READ) == FIRST
     loads.handshake_succeeded(FIRST, (RemoteRank(rank=0, reads=True),))
     loads.read(FIRST, 0)
     assert [each.op for each in loads.take_actions()] == [LoadAction.READ, LoadAction.FENCE]
@@ -233,7 +233,7 @@ def test_repeated_and_unknown_events_of_loads_change_nothing(loads: Loads) -> No
 @pytest.mark.parametrize("early", [0, 8])
 def test_nothing_is_read_before_the_device_has_finished_with_the_pages(early: int) -> None:
     loads = Loads()
-    load_id = loads.begin(A, HOLD, device=True, early=early, **READ)
+    load_id = loads.begin(A, HOLD, awaits_device=True, early=early, **READ)
     loads.handshake_succeeded(load_id, (RemoteRank(rank=0, reads=True),))
     loads.tick(0.0)
     loads.finish(load_id, HOLD, computed=True, deadline=100.0)
@@ -245,7 +245,7 @@ def test_nothing_is_read_before_the_device_has_finished_with_the_pages(early: in
 
 def test_a_load_fails_whose_device_takes_too_long() -> None:
     loads = Loads()
-    load_id = loads.begin(A, HOLD, device=True, **READ)
+    load_id = loads.begin(A, HOLD, awaits_device=True, **READ)
     loads.handshake_succeeded(load_id, (RemoteRank(rank=0, reads=True),))
     loads.tick(99.0)
     assert ops(loads) == []
@@ -260,7 +260,7 @@ def test_a_load_fails_whose_device_takes_too_long() -> None:
 def test_a_load_that_reads_nothing_waits_for_no_device() -> None:
     loads = Loads()
     how = {**READ, "reads": False}
-    load_id = loads.begin(A, HOLD, device=True, copies=True, **how)
+    load_id = loads.begin(A, HOLD, awaits_device=True, needs_copy=True, **how)
     loads.handshake_succeeded(load_id, (RemoteRank(rank=0, reads=True),))
     assert ops(loads) == [(LoadAction.DONE, None), (LoadAction.REPORT, None)]
 

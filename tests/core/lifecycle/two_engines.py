@@ -25,8 +25,8 @@ from kvferry.core.lifecycle.holds import (
     random_incarnation,
 )
 from kvferry.core.lifecycle.loads import Action, LoadAction, LoadId, Loads, RemoteRank
-from kvferry.core.lifecycle.reclamation import GONE_SECONDS, BlockPressure, Silence
 from kvferry.core.lifecycle.scheduler_holds import HoldOrders, SchedulerHolds
+from kvferry.core.lifecycle.silent_holds import GONE_SECONDS, BlockPressure, Silence
 from kvferry.core.lifecycle.ticket import Ticket
 from kvferry.core.lifecycle.worker_holds import WorkerHolds
 from kvferry.core.messages import Release, Renewal, decode_notes

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvferry.core.lifecycle.holds import EndedHold, Hold, HoldEnd, RequestId
-from kvferry.core.lifecycle.reclamation import Silence
+from kvferry.core.lifecycle.silent_holds import Silence
 from kvferry.core.lifecycle.ticket import Ticket
 from kvferry.core.metrics import Metrics
 from kvferry.core.security import TicketKey

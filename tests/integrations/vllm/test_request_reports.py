@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from kvferry.core.lifecycle.holds import EndedHold, HoldEnd, RequestId
-from kvferry.core.lifecycle.reclamation import Silence
+from kvferry.core.lifecycle.silent_holds import Silence
 from kvferry.core.metrics import LoadRecord, Metrics
 from kvferry.integrations.vllm.consumer import Consumer
 from kvferry.integrations.vllm.metric_definitions import HoldOutcome

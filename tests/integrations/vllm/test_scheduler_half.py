@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kvferry.core.lifecycle.holds import EndedHold, HoldEnd, RequestId
-from kvferry.core.lifecycle.reclamation import ASK_SECONDS, Silence
+from kvferry.core.lifecycle.silent_holds import ASK_SECONDS, Silence
 from kvferry.core.lifecycle.ticket import Ticket
 from kvferry.core.metrics import Metrics
 from kvferry.core.security import Access, TicketKey, TicketSecrets, generate

@@ -16,7 +16,7 @@ from kvferry.core import messages as wire
 from kvferry.core.errors import HandshakeError
 from kvferry.core.handshake import fetch, health, ping
 from kvferry.core.lifecycle.holds import RequestId
-from kvferry.core.lifecycle.reclamation import Silence
+from kvferry.core.lifecycle.silent_holds import Silence
 from kvferry.core.memory import Region
 from kvferry.core.security import generate
 from kvferry.core.security.proof import FINGERPRINT_BYTES, check

@@ -12,8 +12,8 @@ from kvferry.core.layout.host_page_format import HostPageFormat
 from kvferry.core.layout.paged_layout import paged_layout
 from kvferry.core.lifecycle.holds import RequestId
 from kvferry.core.lifecycle.host_pages import HostPages
-from kvferry.core.lifecycle.reclamation import GONE_SECONDS, Silence
-from kvferry.core.lifecycle.staging import PageCopy
+from kvferry.core.lifecycle.page_copy import PageCopy
+from kvferry.core.lifecycle.silent_holds import GONE_SECONDS, Silence
 from kvferry.core.metrics import Metrics
 from kvferry.integrations.vllm import staging
 from kvferry.integrations.vllm.cache_groups import CacheGroup

@@ -16,8 +16,8 @@ from kvferry.core.directory import ProducerNews
 from kvferry.core.endpoint import Load, Results
 from kvferry.core.errors import KVFerryError, StaleError
 from kvferry.core.lifecycle.holds import EndedHold, Hold, HoldEnd, RequestId
-from kvferry.core.lifecycle.reclamation import Silence
 from kvferry.core.lifecycle.scheduler_holds import HoldOrders
+from kvferry.core.lifecycle.silent_holds import Silence
 from kvferry.core.lifecycle.ticket import PeerKey, Ticket
 from kvferry.core.metrics import LoadRecord
 from kvferry.integrations.vllm.cache_groups import CacheGroup

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from examples.tiny_llama import prompt
-from kvferry.core.lifecycle.reclamation import GONE_SECONDS
+from kvferry.core.lifecycle.silent_holds import GONE_SECONDS
 from tests.engines import probes, ranks
 from tests.engines.engines import PREFILL, Engine
 from tests.engines.fixtures import StartEngine

@@ -6,7 +6,7 @@ import pytest
 
 from kvferry.core.lifecycle import worker_holds as module
 from kvferry.core.lifecycle.holds import Hold, Incarnation, RequestId
-from kvferry.core.lifecycle.reclamation import (
+from kvferry.core.lifecycle.silent_holds import (
     ASK_SECONDS,
     GONE_SECONDS,
     BlockPressure,

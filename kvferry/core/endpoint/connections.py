@@ -1,0 +1,383 @@
+"""The connections of an endpoint, which engines share, and calls of the driver that may block."""
+
+from __future__ import annotations
+
+import heapq
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from kvferry.core.endpoint.error_containment import as_ours
+from kvferry.core.endpoint.transfers import Transfers
+from kvferry.core.error_causes import cause_of, on_one_line
+from kvferry.core.errors import ConnectError, KVFerryError, TransportUsageError
+from kvferry.core.transport import EnterThread, PeerId, Transport, enter_nothing
+
+logger = logging.getLogger(__name__)
+
+LONGEST_SECONDS = 60.0
+"""The longest pause between two tries to close a connection that the driver could not close."""
+STUCK_SECONDS = 30.0
+"""How long a driver's call may take before it is a health problem; drivers promise less."""
+
+T = TypeVar("T")
+
+Acquired = Callable[[dict[int, PeerId] | KVFerryError], None]
+"""Called with (producer rank index to connection) for all ranks, or with the error of any."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Acquisition:
+    """A call of ``acquire`` that is not over; the first in ``left`` is the rank being connected."""
+
+    engine: str
+    left: deque[tuple[int, bytes]]
+    over: Acquired
+    ids: dict[int, PeerId] = field(default_factory=dict)
+    error: KVFerryError | None = None
+
+    def fail(self, error: Exception) -> None:
+        rank, _ = self.left[0]
+        self.error = ConnectError(f"cannot connect to rank {rank} of engine {self.engine}: {error}")
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Connection:
+    """A connection; ``engine`` is for log lines, ``tries`` counts failures of ``disconnect``."""
+
+    peer: PeerId
+    address: bytes
+    engine: str
+    users: int = 0
+    is_closing: bool = False
+    """From the first call of ``disconnect`` until one has succeeded."""
+    tries: int = 0
+
+    def __repr__(self) -> str:
+        state = "open"
+        if self.is_closing:
+            state = f"closing, {self.tries} failures" if self.tries else "closing"
+        return f"<connection {self.peer} to {self.engine}: {state}, {self.users} users>"
+
+
+class Connections:
+    """Open, share and close the connections of one endpoint.
+
+    Used by the endpoint's thread only, except for ``not_quiesced`` and ``problems``.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        transfers: Transfers,
+        blocking_calls: BlockingCalls,
+        clock: Callable[[], float],
+    ) -> None:
+        self._transport = transport
+        self._transfers = transfers
+        self._blocking_calls = blocking_calls
+        self._clock = clock
+        self._by_address: dict[bytes, _Connection] = {}
+        """Those that are open."""
+        # ``connect`` returns the same id for a remote transport, even if several engines publish
+        # its address: so users are counted, and the last one's release closes the connection.
+        self._by_peer: dict[PeerId, _Connection] = {}
+        self._dials: dict[bytes, list[_Acquisition]] = {}
+        """Address to those that wait for the call of ``connect`` with it."""
+        self._closing = 0
+        self._retries: list[tuple[float, PeerId]] = []
+        # Other threads read this without a lock.
+        self._not_quiesced = 0
+        self._resumed: deque[_Acquisition] = deque()
+        self._is_advancing = False
+
+    @property
+    def closing(self) -> int:
+        """Return how many connections are being closed."""
+        return self._closing
+
+    @property
+    def not_quiesced(self) -> int:
+        """Return how many connections failed to close: reads may still write. Thread-safe."""
+        return self._not_quiesced
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """Return a text for a health check if ``not_quiesced`` is not 0. Thread-safe."""
+        if not (count := self._not_quiesced):
+            return ()
+        return (
+            f"{count} connections did not fall silent when they were closed; the pages that they "
+            "may still write are quarantined until they do: restart the engine if that lasts",
+        )
+
+    def has_not_quiesced(self, peer: PeerId) -> bool:
+        """Return whether a connection failed to close, so that reads over it may still write."""
+        connection = self._by_peer.get(peer)
+        return connection is not None and connection.tries > 0
+
+    def is_open(self, peer: PeerId) -> bool:
+        """Return whether a connection is open, and not being closed."""
+        connection = self._by_peer.get(peer)
+        return connection is not None and not connection.is_closing
+
+    def acquire(self, addresses: Mapping[int, bytes], engine: str, over: Acquired) -> None:
+        """Connect to the ranks of an engine; connections that are open already are shared.
+
+        Args:
+            addresses: rank index to transport address, for each rank to connect to.
+            engine: id of the engine, for errors and log lines.
+            over: called once, with rank index to connection, each to be released once, or an error.
+        """
+        # One rank after the other, so that an address to which ``connect`` hangs delays only the
+        # engines that publish it.
+        left = deque(sorted(addresses.items()))
+        self._go_on([_Acquisition(engine=engine, left=left, over=over)])
+
+    def release(self, peer: PeerId) -> None:
+        """End one use of a connection; when the last use ends, the connection is closed."""
+        connection = self._by_peer.get(peer)
+        if connection is None or connection.is_closing:
+            return  # it was closed although it had users
+        connection.users -= 1
+        if not connection.users:
+            self._close(connection)
+
+    def close(self, peer: PeerId) -> None:
+        """Close a connection even if it has users; that ends its transfers."""
+        connection = self._by_peer.get(peer)
+        if connection is not None and not connection.is_closing:
+            self._close(connection)
+
+    def progress(self, now: float) -> None:
+        """Try again to close connections, where a try is due."""
+        while self._retries and self._retries[0][0] <= now:
+            _, peer = heapq.heappop(self._retries)
+            self._close(self._by_peer[peer])
+
+    # Opening.
+
+    def _go_on(self, acquisitions: Iterable[_Acquisition]) -> None:
+        # A callback may call this again; a recursion would be too deep for an engine of a thousand
+        # ranks.
+        self._resumed.extend(acquisitions)
+        if self._is_advancing:
+            return
+        self._is_advancing = True
+        try:
+            while self._resumed:
+                self._advance(self._resumed.popleft())
+        finally:
+            self._is_advancing = False
+
+    def _advance(self, one: _Acquisition) -> None:
+        """Connect an acquisition's ranks in turn, until it is over or has to wait for a call."""
+        while one.left and one.error is None:
+            rank, address = one.left[0]
+            connection = self._by_address.get(address)
+            if connection is None:
+                self._dial(one, address)
+                return
+            self._use(one, rank, connection)
+        self._end(one)
+
+    def _use(self, one: _Acquisition, rank: int, connection: _Connection) -> None:
+        """Use an open connection for an acquisition's next rank; two ranks cannot share one."""
+        twin = next((r for r, peer in one.ids.items() if peer == connection.peer), None)
+        if twin is not None:
+            one.fail(ConnectError(f"it is the transport of rank {twin}"))
+            return
+        one.left.popleft()
+        one.ids[rank] = connection.peer
+        connection.users += 1
+
+    def _end(self, one: _Acquisition) -> None:
+        """Report an acquisition, failed if one of its connections was closed meanwhile."""
+        if one.error is None and not all(map(self.is_open, one.ids.values())):
+            one.error = ConnectError(
+                f"a connection to engine {one.engine} was lost while the next was made"
+            )
+        if one.error is not None:
+            for peer in one.ids.values():
+                self.release(peer)
+        one.over(one.ids if one.error is None else one.error)
+
+    def _dial(self, one: _Acquisition, address: bytes) -> None:
+        """Connect to an address, or wait for the call that does."""
+        # While a connection to the transport is being closed, the driver has the call wait.
+        waiting = self._dials.setdefault(address, [])
+        waiting.append(one)
+        if len(waiting) == 1:
+            self._blocking_calls.run(
+                lambda: self._transport.connect(address),
+                lambda outcome: self._dialled(address, one.engine, outcome),
+            )
+
+    def _dialled(self, address: bytes, engine: str, outcome: object) -> None:
+        waiting = self._dials.pop(address)
+        try:
+            self._opened(address, engine, outcome)
+        except Exception as exc:  # noqa: BLE001  whatever it is, it fails all who wait
+            for one in waiting:
+                one.fail(exc)
+        self._go_on(waiting)
+
+    def _opened(self, address: bytes, engine: str, outcome: object) -> None:
+        """Record the connection whose id ``connect`` has returned, and that may exist already."""
+        if isinstance(outcome, Exception):
+            raise outcome
+        if not isinstance(outcome, int):
+            raise TypeError(f"the driver's connect returned {outcome!r:.200}, which is no id")
+        peer = PeerId(outcome)
+        connection = self._by_peer.get(peer)
+        if connection is None:
+            connection = _Connection(peer=peer, address=address, engine=engine)
+            self._by_peer[peer] = connection
+        elif connection.tries:
+            raise ConnectError("the last connection to it does not fall silent")
+        elif connection.is_closing:
+            return  # ``disconnect`` came later: who waits dials again, and the driver waits for it
+        # Two addresses may lead to one transport, and the driver uses the last it was given. An
+        # engine that publishes the other address dials again.
+        self._forget_address(connection)
+        connection.address = address
+        self._by_address[address] = connection
+
+    def _forget_address(self, connection: _Connection) -> None:
+        if self._by_address.get(connection.address) is connection:
+            del self._by_address[connection.address]
+
+    # Closing.
+
+    def _close(self, connection: _Connection) -> None:
+        peer = connection.peer
+        if not connection.is_closing:
+            connection.is_closing = True
+            self._closing += 1
+            self._forget_address(connection)
+        self._transfers.begin_disconnect(peer)
+        self._blocking_calls.run(
+            lambda: self._transport.disconnect(peer),
+            lambda outcome: self._closed(connection, outcome),
+        )
+
+    def _closed(self, connection: _Connection, error: Exception | None) -> None:
+        is_closed = error is None or isinstance(error, TransportUsageError)  # closed before
+        self._transfers.end_disconnect(connection.peer, closed=is_closed)
+        if error is None or is_closed:
+            del self._by_peer[connection.peer]
+            self._closing -= 1
+            self._not_quiesced -= connection.tries > 0
+        else:
+            self._on_not_quiesced(connection, error)
+
+    def _on_not_quiesced(self, connection: _Connection, error: Exception) -> None:
+        if not connection.tries:
+            self._not_quiesced += 1
+            ours = as_ours(error)
+            logger.error(
+                "connection %d, to %s, did not fall silent (stage disconnect, cause %s): %s; the "
+                "pages that it may still write are quarantined until it does: restart the engine "
+                "if that lasts",
+                connection.peer,
+                on_one_line(connection.engine),
+                cause_of(ours),
+                on_one_line(str(ours)),
+            )
+        connection.tries += 1
+        due = self._clock() + min(2.0**connection.tries, LONGEST_SECONDS)
+        heapq.heappush(self._retries, (due, connection.peer))
+
+
+class BlockingCalls:
+    """Make calls that may take seconds, such as a driver's, on a thread each if ``threads`` is set.
+
+    Used by the endpoint's thread only, except for ``stuck``, ``problems`` and ``wait``.
+    """
+
+    def __init__(
+        self,
+        *,
+        threads: bool,
+        post: Callable[[Callable[[], None]], None],
+        clock: Callable[[], float],
+        enter: EnterThread = enter_nothing,
+        name: str = "kvferry-driver-call",
+    ) -> None:
+        self._threads = threads
+        self._name = name
+        self._enter = enter
+        self._post = post
+        self._clock = clock
+        self._running: dict[threading.Thread, float] = {}
+        """Thread to when its call began. Replaced, never changed: others read it without a lock."""
+
+    @property
+    def stuck(self) -> int:
+        """Return the number of calls that have run longer than ``STUCK_SECONDS``. Thread-safe."""
+        now = self._clock()
+        return sum(now - begun > STUCK_SECONDS for begun in self._running.values())
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """Return a text for a health check if calls are stuck. Thread-safe."""
+        if not (count := self.stuck):
+            return ()
+        return (
+            f"{count} calls of the driver, to connect to a peer or to disconnect from one, have "
+            f"not returned for {STUCK_SECONDS:.0f} s: restart the engine if that lasts",
+        )
+
+    def run(self, call: Callable[[], T], over: Callable[[T | Exception], None]) -> None:
+        """Make a call, and pass what it returned or raised to ``over`` on the endpoint's thread.
+
+        Without threads, or if none can be started, that happens before ``run`` returns.
+        """
+        if not self._threads:
+            over(_outcome(call))
+            return
+        # Daemons: a call that never returns must not keep the process from ending.
+        thread = threading.Thread(
+            target=lambda: self._run(thread, call, over), name=self._name, daemon=True
+        )
+        self._running = {**self._running, thread: self._clock()}
+        try:
+            thread.start()
+        except RuntimeError:  # no thread can be started: make the call here, late
+            self._remove(thread)
+            over(_outcome(call))
+
+    def wait(self, until: float) -> bool:
+        """Wait for the calls under way until a time on the clock; return whether all ended."""
+        running = list(self._running)
+        for thread in running:
+            thread.join(max(0.0, until - self._clock()))
+        return not any(thread.is_alive() for thread in running)
+
+    def _run(
+        self, thread: threading.Thread, call: Callable[[], T], over: Callable[[T | Exception], None]
+    ) -> None:
+        def entered() -> T:
+            self._enter()
+            return call()
+
+        outcome = _outcome(entered)
+
+        def back() -> None:
+            self._remove(thread)
+            over(outcome)
+
+        self._post(back)
+
+    def _remove(self, thread: threading.Thread) -> None:
+        self._running = {each: begun for each, begun in self._running.items() if each != thread}
+
+
+def _outcome(call: Callable[[], T]) -> T | Exception:
+    try:
+        return call()
+    except Exception as exc:  # noqa: BLE001  whatever a driver raises concerns only this call
+        return exc
