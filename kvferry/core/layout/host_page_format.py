@@ -124,16 +124,17 @@ def _spaced(f: Field, places: I64Array) -> Iterator[Dim]:
         stride = int(np.diff(places, axis=axis).flat[0])
         expected = np.add.outer(expected, stride * np.arange(extent, dtype=np.int64))
         if stride < 1:
-            raise _unstageable(f)
+            raise _unstageable(f"field {f.key!r}")
         yield Dim(extent=extent, stride=stride)
     if not np.array_equal(expected, places):
-        raise _unstageable(f)
+        raise _unstageable(f"field {f.key!r}")
 
 
-def _unstageable(f: Field) -> LayoutError:
+def _unstageable(
+    what: str, why: str = "its elements lie so that no rows of bytes belong to one block id"
+) -> LayoutError:
     return LayoutError(
-        f"field {f.key!r} cannot be staged in host memory: its elements lie so that no rows of "
-        "bytes belong to one block id; choose another order of the cache's axes"
+        f"{what} cannot be staged in host memory: {why}; choose another order of the cache's axes"
     )
 
 
@@ -145,7 +146,7 @@ def _field_rows(fields: Iterable[Field]) -> Iterator[Rows]:
         starts = _starts(f)
         count += starts.size
         if nbytes > f.page_stride or count > MAX_PLANES:
-            raise _unstageable(f)
+            raise _unstageable(f"field {f.key!r}")
         for start in starts.ravel().tolist():
             yield Rows(region=f.region, offset=start, stride=f.page_stride, nbytes=nbytes)
 
@@ -162,11 +163,8 @@ def _merge(rows: Iterable[Rows]) -> Iterator[Rows]:
             continue
         end = max(current.offset + current.nbytes, row.offset + row.nbytes)
         if end > current.offset + current.stride:
-            raise LayoutError(
-                f"region {row.region} cannot be staged in host memory: at byte {row.offset}, rows "
-                f"of {row.stride} bytes reach from one block id into the next; choose another "
-                "order of the cache's axes"
-            )
+            why = f"rows of {row.stride} bytes reach from one block id into the next"
+            raise _unstageable(f"region {row.region}", f"at byte {row.offset}, {why}")
         current = replace(current, nbytes=end - current.offset)
     yield current
 
@@ -177,8 +175,6 @@ def _check_disjoint(rows: Sequence[Rows], pages: int) -> None:
     before, end = -1, 0
     for row in sorted(rows, key=lambda row: (row.region, row.offset)):
         if row.region == before and row.offset < end:
-            raise LayoutError(
-                f"region {row.region} cannot be staged in host memory: at byte {row.offset}, pages "
-                "of different block ids overlap; choose another order of the cache's axes"
-            )
+            why = "pages of different block ids overlap"
+            raise _unstageable(f"region {row.region}", f"at byte {row.offset}, {why}")
         before, end = row.region, row.offset + (pages - 1) * row.stride + row.nbytes

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from itertools import chain
 
 from kvferry.core.lifecycle.holds import Hold, RequestId
 
@@ -42,8 +41,9 @@ def silent_everywhere(reports: Mapping[int, Iterable[Silence]], ranks: int) -> l
     if not reports or len(reports) < ranks:
         return []
     by_hold: dict[Hold, list[Silence]] = {}
-    for each in chain.from_iterable(reports.values()):
-        by_hold.setdefault(each.hold, []).append(each)
+    for report in reports.values():
+        for hold, each in {each.hold: each for each in report}.items():
+            by_hold.setdefault(hold, []).append(each)
     found = []
     for silences in by_hold.values():
         if len(silences) == len(reports):

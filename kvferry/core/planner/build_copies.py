@@ -175,7 +175,8 @@ class _Part:
     # (s,) int64: the bytes that each place adds to the addresses of any strip.
     local: I64Array
     remote: I64Array
-    nbytes: I64Array  # (s,)
+    # (s,) int64, or one length for all.
+    nbytes: I64Array | int
     # Before any were joined; ``None`` for a piece of a part.
     sub_blocks: _SubBlocks | None = None
 
@@ -198,7 +199,7 @@ class _Part:
                     batch=batch,
                     local=self.local[here],
                     remote=self.remote[here],
-                    nbytes=self.nbytes[here],
+                    nbytes=self.nbytes if isinstance(self.nbytes, int) else self.nbytes[here],
                 )
 
 
@@ -445,14 +446,12 @@ def _part(batch: StripBatch, sub_blocks: _SubBlocks) -> _Part:
     near = sub_blocks.local.offsets(batch.strides.local)
     far = sub_blocks.remote.offsets(batch.strides.remote)
     apart = (np.diff(near) != batch.nbytes) | (np.diff(far) != batch.nbytes)
-    first = np.flatnonzero(np.concatenate(([True], apart)))
-    return _Part(
-        batch=batch,
-        local=near[first],
-        remote=far[first],
-        nbytes=np.diff(first, append=len(near)) * batch.nbytes,
-        sub_blocks=sub_blocks,
-    )
+    nbytes: I64Array | int = batch.nbytes
+    if not apart.all():
+        first = np.flatnonzero(np.concatenate(([True], apart)))
+        nbytes = np.diff(first, append=len(near)) * batch.nbytes
+        near, far = near[first], far[first]
+    return _Part(batch=batch, local=near, remote=far, nbytes=nbytes, sub_blocks=sub_blocks)
 
 
 def unwritten_spans(layout: Layout, plan: Plan, request: ReadRequest) -> Spans:

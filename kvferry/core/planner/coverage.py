@@ -7,6 +7,7 @@ context parallelism, a share of the tokens.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import groupby
 from typing import NamedTuple
 
@@ -41,6 +42,7 @@ class Piece(NamedTuple):
     shard: tuple[int, int]
 
 
+@dataclass(slots=True, kw_only=True, eq=False)
 class EngineHoldings:
     """The layouts of one engine, and which part of each tensor its ranks hold.
 
@@ -48,17 +50,14 @@ class EngineHoldings:
     for example) are treated as one tensor, under the key of the first.
     """
 
-    __slots__ = ("budget", "drafts", "excluded", "holdings", "layouts", "name")
-
-    def __init__(self, name: str, layouts: Sequence[Layout], budget: WorkBudget) -> None:
-        self.name = name
-        self.layouts = layouts
-        self.budget = budget
-        # By key: what is read, and what is not.
-        self.holdings: dict[str, list[Holding]] = {}
-        self.excluded: dict[str, list[Holding]] = {}
-        # Keys of the tensors of draft layers.
-        self.drafts: set[str] = set()
+    name: str
+    layouts: Sequence[Layout]
+    budget: WorkBudget
+    # By key: what is read, and what is not.
+    holdings: dict[str, list[Holding]] = field(default_factory=dict)
+    excluded: dict[str, list[Holding]] = field(default_factory=dict)
+    # Keys of the tensors of draft layers.
+    drafts: set[str] = field(default_factory=set)
 
     def exclude(self, keys: Iterable[str]) -> None:
         """Do not read the tensors with these keys."""
@@ -98,8 +97,8 @@ def engine_holdings(
     local: Sequence[Layout], remote: Sequence[Layout], budget: WorkBudget
 ) -> tuple[EngineHoldings, EngineHoldings]:
     """Return both engines' holdings; ``budget`` counts this and all further work on them."""
-    near = EngineHoldings("local", local, budget)
-    far = EngineHoldings("remote", remote, budget)
+    near = EngineHoldings(name="local", layouts=local, budget=budget)
+    far = EngineHoldings(name="remote", layouts=remote, budget=budget)
     parts = [
         (engine, rank, field_set)
         for engine in (near, far)

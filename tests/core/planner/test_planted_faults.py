@@ -457,7 +457,9 @@ def batches_have_the_first_regions(self: Any, real: Any, start: int, stop: int) 
 def lengths_are_not_cut(self: Any, real: Any, limit: int) -> Any:
     """Every piece of a part has the lengths of the part's first copies."""
     for piece in real(self, limit):
-        yield replace(piece, nbytes=self.nbytes[: len(piece.local)])
+        whole = isinstance(self.nbytes, int)
+        lengths = self.nbytes if whole else self.nbytes[: len(piece.local)]
+        yield replace(piece, nbytes=lengths)
 
 
 @planted(build_copies, "_in_batches", BATCHES)
