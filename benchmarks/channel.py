@@ -28,13 +28,13 @@ import worker_process
 import zmq
 from engines import Shape
 
-from kvferry.core.handshake import HandshakeServer, poller
-from kvferry.core.handshake.connection import SideChannelConnection, asked, connected
-from kvferry.core.handshake.connection_limits import most_connections
-from kvferry.core.handshake.dialer import Dialer
-from kvferry.core.handshake.server import BACKLOG
-from kvferry.core.handshake.shapes import EngineShape
 from kvferry.core.security import NEARBY, OPEN
+from kvferry.core.side_channel import HandshakeServer, poller
+from kvferry.core.side_channel.connection import SideChannelConnection, asked, connected
+from kvferry.core.side_channel.connection_limits import most_connections
+from kvferry.core.side_channel.dialer import Dialer
+from kvferry.core.side_channel.server import BACKLOG
+from kvferry.core.side_channel.shapes import EngineShape
 from kvferry.core.side_channel_messages import (
     PayloadRequest,
     Payloads,

@@ -28,10 +28,10 @@ import worker_process
 
 from kvferry.core.directory import EncodedReply
 from kvferry.core.directory.liveness import start_pings
-from kvferry.core.handshake.poller import Task
 from kvferry.core.lifecycle.holds import Incarnation
 from kvferry.core.lifecycle.ticket import PeerKey
 from kvferry.core.options import DEFAULTS
+from kvferry.core.side_channel.poller import Task
 from kvferry.core.side_channel_messages import (
     NEWEST_PROTOCOL,
     OLDEST_PROTOCOL,

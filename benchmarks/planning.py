@@ -37,11 +37,11 @@ import worker_process
 from engines import Shape
 
 from kvferry.core import messages as wire
-from kvferry.core.handshake import HandshakeServer, agree, engine_info, fetch
 from kvferry.core.layout import Layout
 from kvferry.core.lru_cache import LRUCache
 from kvferry.core.planner.plan import Plan
 from kvferry.core.planner.plan_cache import PlanCache
+from kvferry.core.side_channel import HandshakeServer, agree, engine_info, fetch
 
 CASES = ((1, 1, 1.0), (1, 1, 0.9), (2, 1, 1.0), (4, 1, 1.0), (8, 1, 1.0), (1, 8, 1.0), (3, 2, 1.0))
 """Prefill ranks, decode ranks, and how many blocks prefill has for each of decode's."""

@@ -35,13 +35,13 @@ from posted import WORD, Clocks, NoTransport
 
 from kvferry.core.directory import LocalDirectory
 from kvferry.core.endpoint import Endpoint, EndpointOptions, Identity, Load
-from kvferry.core.handshake import HandshakeServer
 from kvferry.core.lifecycle.digest import DIGEST_BYTES
 from kvferry.core.lifecycle.holds import Hold, Incarnation, RequestId
 from kvferry.core.lifecycle.ticket import Ticket
 from kvferry.core.memory import Region
 from kvferry.core.messages import WORD_BYTES
 from kvferry.core.planner.build_copies import Pages
+from kvferry.core.side_channel import HandshakeServer
 from kvferry.core.transport import PeerId, Transport
 
 BLOCKS, NIXL_BLOCKS = 20_000, 2_048

@@ -10,13 +10,13 @@ if TYPE_CHECKING:
     from kvferry.core.directory import Directory, LocalDirectory
     from kvferry.core.endpoint import Endpoint, EndpointOptions, Identity, Load, Results
     from kvferry.core.errors import KVFerryError
-    from kvferry.core.handshake import HandshakeServer
     from kvferry.core.layout import Field, Group, GroupKind, Layout, axis
     from kvferry.core.layout.paged_layout import paged_layout
     from kvferry.core.lifecycle.scheduler_holds import SchedulerHolds
     from kvferry.core.lifecycle.ticket import Ticket
     from kvferry.core.memory import region_of
     from kvferry.core.planner.build_copies import Pages
+    from kvferry.core.side_channel import HandshakeServer
     from kvferry.core.single_rank import SingleRankEngine
     from kvferry.core.transport.registry import create as create_transport
 
@@ -55,7 +55,7 @@ _SOURCES = {
     "Field": "core.layout:Field",
     "Group": "core.layout:Group",
     "GroupKind": "core.layout:GroupKind",
-    "HandshakeServer": "core.handshake:HandshakeServer",
+    "HandshakeServer": "core.side_channel:HandshakeServer",
     "SchedulerHolds": "core.lifecycle.scheduler_holds:SchedulerHolds",
     "Identity": "core.endpoint:Identity",
     "KVFerryError": "core.errors:KVFerryError",

@@ -74,7 +74,7 @@ def test_the_same_seed_draws_the_same_mutants() -> None:
     [
         "kvferry/core/planner/coalesce.py",
         "kvferry/core/lifecycle/worker_holds.py",
-        "kvferry/core/handshake/server.py",
+        "kvferry/core/side_channel/server.py",
         "kvferry/integrations/vllm/caches/pages.py",
     ],
 )

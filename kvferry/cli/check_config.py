@@ -13,8 +13,8 @@ import typer
 
 from kvferry.cli.addresses import host_and_port
 from kvferry.core.errors import AdmissionError, DriverError, HandshakeError, KVFerryError
-from kvferry.core.handshake import health
 from kvferry.core.security import Access
+from kvferry.core.side_channel import health
 from kvferry.core.transport import registry
 from kvferry.integrations.vllm import support
 from kvferry.integrations.vllm.config import KEYS as SETTINGS

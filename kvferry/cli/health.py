@@ -10,7 +10,7 @@ import sys
 from typing import TypedDict
 
 from kvferry.cli.keys import keys_of
-from kvferry.core.handshake import health
+from kvferry.core.side_channel import health
 
 SECONDS = 5.0
 """The most seconds to wait, unless an option says otherwise."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 import resource
 from dataclasses import dataclass
 
-from kvferry.core.handshake import Judgements
 from kvferry.core.planner.build_copies import BATCH_COPIES
 from kvferry.core.security import OPEN, Access
+from kvferry.core.side_channel import Judgements
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,6 @@ import numpy as np
 from kvferry.core.directory import LocalDirectory
 from kvferry.core.endpoint import Endpoint, EndpointOptions, Identity, Load, Results
 from kvferry.core.errors import LayoutError, TicketError, TicketReason
-from kvferry.core.handshake import HandshakeServer
 from kvferry.core.layout import GroupKind, Layout
 from kvferry.core.lifecycle.digest import digest
 from kvferry.core.lifecycle.holds import RequestId, random_incarnation
@@ -17,6 +16,7 @@ from kvferry.core.lifecycle.scheduler_holds import SchedulerHolds
 from kvferry.core.lifecycle.ticket import Ticket
 from kvferry.core.memory import CPU
 from kvferry.core.planner.build_copies import Pages
+from kvferry.core.side_channel import HandshakeServer
 from kvferry.core.side_channel_messages import encode
 from kvferry.core.transport.registry import create
 

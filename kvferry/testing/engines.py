@@ -31,7 +31,6 @@ import numpy.typing as npt
 from kvferry.core.directory import LocalDirectory
 from kvferry.core.endpoint import Endpoint, EndpointOptions, Identity, Load, PageCopies, Results
 from kvferry.core.errors import KVFerryError
-from kvferry.core.handshake import HandshakeServer
 from kvferry.core.layout import Field, Group, GroupKind, Layout, axis
 from kvferry.core.lifecycle.digest import digest
 from kvferry.core.lifecycle.holds import EndedHold, Hold, Incarnation, RequestId, random_incarnation
@@ -45,6 +44,7 @@ from kvferry.core.options import DEFAULTS
 from kvferry.core.planner.build_copies import Pages
 from kvferry.core.security import Proof, TicketKey
 from kvferry.core.security.proof import content_of
+from kvferry.core.side_channel import HandshakeServer
 from kvferry.core.side_channel_messages import encode
 from kvferry.core.transport import Transport
 from kvferry.core.transport.registry import create

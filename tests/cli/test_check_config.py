@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import pytest
 
 from kvferry.cli.check_config import InputError, print_schema, run
-from kvferry.core.handshake import HandshakeServer
 from kvferry.core.security import Access, generate
+from kvferry.core.side_channel import HandshakeServer
 from kvferry.core.side_channel_messages import encode
 from kvferry.integrations.vllm.config import Config, ConfigError, parse
 from tests.cli.command import run_kvferry

@@ -18,8 +18,8 @@ from kvferry.cli.doctor.finding import Finding, FindingLevel, bad, ok, warn
 from kvferry.cli.doctor.probe import Driver, Gpu, Probed, Ucx
 from kvferry.cli.keys import keys_of
 from kvferry.core import side_channel_messages as wire
-from kvferry.core.handshake import HandshakeServer
 from kvferry.core.security import Access, generate
+from kvferry.core.side_channel import HandshakeServer
 from tests.cli.command import install_drivers, run_kvferry
 from tests.cli.findings import BAD, OK, WARN, check, write_files
 from tests.core.messages import encoded, payload

@@ -17,8 +17,8 @@ from kvferry.cli import app
 from kvferry.cli.commands import health
 from kvferry.cli.health import OPTIONS, parse, run
 from kvferry.core.errors import AdmissionError, HandshakeError
-from kvferry.core.handshake import HandshakeServer
 from kvferry.core.security import Access, generate
+from kvferry.core.side_channel import HandshakeServer
 from kvferry.core.side_channel_messages import encode
 from tests.cli.command import run_kvferry
 from tests.core.messages import payload

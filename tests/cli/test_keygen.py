@@ -13,7 +13,7 @@ from typer.testing import CliRunner, Result
 
 from kvferry.cli import app
 from kvferry.core.errors import SecretError
-from kvferry.core.handshake import HandshakeServer, ping
+from kvferry.core.side_channel import HandshakeServer, ping
 from kvferry.integrations.vllm.config import parse
 from kvferry.integrations.vllm.security import SecuritySettings, read_security_settings
 from tests.core.messages import encoded, payload

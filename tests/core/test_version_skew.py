@@ -19,10 +19,10 @@ import zmq
 from kvferry.core import messages as wire
 from kvferry.core import side_channel_messages as side
 from kvferry.core.errors import IncompatibleError, WireError
-from kvferry.core.handshake import Compatibility, agree, fetch, ping
 from kvferry.core.memory import Region
-from tests.core.handshake.servers import LONG, bound, patient, serve
+from kvferry.core.side_channel import Compatibility, agree, fetch, ping
 from tests.core.messages import encoded, payload
+from tests.core.side_channel.servers import LONG, bound, patient, serve
 
 OLDER: dict[str, Any] = {
     "oldest": 1,

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from examples.tiny_llama import prompt
-from kvferry.core.handshake import health
+from kvferry.core.side_channel import health
 from tests.engines import probes
 from tests.engines.engines import Engine
 from tests.engines.fixtures import StartEngine

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from examples.tiny_llama import prompt
-from kvferry.core.handshake import health
 from kvferry.core.metrics import MAX_PEERS, Stage
+from kvferry.core.side_channel import health
 from tests.engines import metering, probes
 from tests.engines.engines import Engine
 from tests.engines.steps import eventually, hand_over, texts

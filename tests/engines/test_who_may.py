@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from examples.tiny_llama import prompt
 from kvferry.cli import app
-from kvferry.core.handshake.sockets import own_address
+from kvferry.core.side_channel.sockets import own_address
 from tests.engines import probes
 from tests.engines.engines import Engine
 from tests.engines.fixtures import StartEngine

@@ -23,10 +23,10 @@ import zmq
 from kvferry.core import messages as wire
 from kvferry.core import side_channel_messages as side
 from kvferry.core.errors import HandshakeError, TicketError, WireError
-from kvferry.core.handshake import engine_info, fetch, ping
-from kvferry.core.handshake.sockets import encrypt
 from kvferry.core.lifecycle.holds import Hold
 from kvferry.core.security import OPEN, Access, TicketKey, TicketSecrets, generate
+from kvferry.core.side_channel import engine_info, fetch, ping
+from kvferry.core.side_channel.sockets import encrypt
 from kvferry.integrations.vllm import ticket_params as tickets
 from tests.core.messages import payload
 from tests.faults.cells import figure
@@ -173,7 +173,7 @@ class SideChannel:
 
 SERVER_SCRIPT = """
 import logging, os, sys
-from kvferry.core.handshake import HandshakeServer
+from kvferry.core.side_channel import HandshakeServer
 from kvferry.core.lifecycle.rooms import RoomId, Rooms
 from kvferry.core.security import OPEN, Access, KeyPair
 class Fatal(logging.Handler):

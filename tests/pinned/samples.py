@@ -22,7 +22,6 @@ from kvferry.core import messages as wire
 from kvferry.core import side_channel_messages as side
 from kvferry.core.endpoint.hold_server import SlotTable
 from kvferry.core.errors import TicketError
-from kvferry.core.handshake.shapes import EngineShape
 from kvferry.core.layout import ContextParallel, Group, GroupKind, Layout, axis
 from kvferry.core.lifecycle.digest import BlockDigests, chain
 from kvferry.core.lifecycle.holds import Hold
@@ -31,6 +30,7 @@ from kvferry.core.memory import Region
 from kvferry.core.security import TicketKey, TicketSecrets
 from kvferry.core.security.proof import check as check_proof
 from kvferry.core.security.proof import fingerprint
+from kvferry.core.side_channel.shapes import EngineShape
 from kvferry.drivers.loopback import address as loopback
 from kvferry.drivers.loopback.notifications import ChannelHello
 from kvferry.drivers.loopback.registry import RegionRegistry, claims_of

@@ -22,11 +22,11 @@ from kvferry.cli.demo.pipes import (
 )
 from kvferry.core.endpoint import EndpointOptions
 from kvferry.core.errors import KVFerryError
-from kvferry.core.handshake import HandshakeServer
 from kvferry.core.lifecycle.digest import digest
 from kvferry.core.lifecycle.holds import RequestId
 from kvferry.core.lifecycle.scheduler_holds import SchedulerHolds
 from kvferry.core.lifecycle.ticket import Ticket
+from kvferry.core.side_channel import HandshakeServer
 from kvferry.core.side_channel_messages import encode
 from kvferry.core.transport.registry import create
 from kvferry.testing.engines import EngineRank

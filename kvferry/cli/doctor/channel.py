@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from kvferry.cli.doctor.finding import Finding, bad, ok, warn
 from kvferry.cli.keys import NONE, Keys
 from kvferry.core.errors import AdmissionError, HandshakeError, RefusedError
-from kvferry.core.handshake import HandshakeServer, ping
-from kvferry.core.handshake.sockets import own_address
 from kvferry.core.layout import Group, GroupKind, Layout
 from kvferry.core.lifecycle.holds import random_incarnation
 from kvferry.core.memory import Region
 from kvferry.core.messages import Coordinates, RankPayload
+from kvferry.core.side_channel import HandshakeServer, ping
+from kvferry.core.side_channel.sockets import own_address
 from kvferry.core.side_channel_messages import NEWEST_PROTOCOL, OLDEST_PROTOCOL, encode
 
 LOOPBACK = "127.0.0.1"

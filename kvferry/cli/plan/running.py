@@ -12,9 +12,9 @@ from kvferry.cli.keys import NONE, Keys, keys_of
 from kvferry.cli.plan.engines import Engine, EngineError, SettingsError
 from kvferry.cli.plan.model import Model
 from kvferry.core.errors import AdmissionError, HandshakeError, IncompatibleError
-from kvferry.core.handshake import fetch, health
-from kvferry.core.handshake.compatibility import EngineInfo, agree
 from kvferry.core.layout import Layout
+from kvferry.core.side_channel import fetch, health
+from kvferry.core.side_channel.compatibility import EngineInfo, agree
 
 SECONDS = 10.0
 """How long an engine may take for each of its two answers."""

@@ -24,11 +24,11 @@ from kvferry.core.directory.liveness import start_pings
 from kvferry.core.directory.news import EncodedReply, Gone, Outcome, ProducerNews
 from kvferry.core.error_causes import RAISE_LIMITS
 from kvferry.core.errors import ConnectError, HandshakeError, KVFerryError
-from kvferry.core.handshake.client import ReplyLimits
-from kvferry.core.handshake.poller import Steps, Task
 from kvferry.core.lifecycle.ticket import PeerKey, ProducerName, Ticket
 from kvferry.core.options import EndpointOptions, most_peers
 from kvferry.core.security.proof import verify
+from kvferry.core.side_channel.client import ReplyLimits
+from kvferry.core.side_channel.poller import Steps, Task
 
 MAX_STEP_BYTES = 1 << 20
 """The most bytes of replies in the messages of one step, beyond the first reply."""

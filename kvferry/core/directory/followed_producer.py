@@ -20,12 +20,12 @@ from kvferry.core.errors import (
     PeerLostError,
     RefusedError,
 )
-from kvferry.core.handshake.connection import connected, explained, unexpected
-from kvferry.core.handshake.poller import Steps, pause, start, wait_for
 from kvferry.core.lifecycle.rooms import RoomId
 from kvferry.core.lifecycle.ticket import PeerKey
 from kvferry.core.lru_cache import LRUCache
 from kvferry.core.options import EndpointOptions
+from kvferry.core.side_channel.connection import connected, explained, unexpected
+from kvferry.core.side_channel.poller import Steps, pause, start, wait_for
 from kvferry.core.side_channel_messages import (
     MAX_FOLLOWED_PROMPTS,
     MAX_WAIT_MS,

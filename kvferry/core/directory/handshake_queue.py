@@ -12,14 +12,14 @@ import msgspec
 
 from kvferry.core.directory.news import EncodedReply
 from kvferry.core.errors import HandshakeError, KVFerryError, WireError
-from kvferry.core.handshake.client import ReplyLimits, payloads
-from kvferry.core.handshake.connection import explained
-from kvferry.core.handshake.dialer import Dialer
-from kvferry.core.handshake.poller import Steps, Task, start
 from kvferry.core.lifecycle.holds import Incarnation
 from kvferry.core.lifecycle.ticket import PeerKey
 from kvferry.core.options import EndpointOptions
 from kvferry.core.security.proof import load_library
+from kvferry.core.side_channel.client import ReplyLimits, payloads
+from kvferry.core.side_channel.connection import explained
+from kvferry.core.side_channel.dialer import Dialer
+from kvferry.core.side_channel.poller import Steps, Task, start
 from kvferry.core.side_channel_messages import MAX_PAYLOAD_BYTES, RandomBits, decode
 
 # High, because clients choose which hosts tickets name, and hosts that never answer must not delay

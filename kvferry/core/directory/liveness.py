@@ -15,9 +15,9 @@ import zmq
 from kvferry.core.directory.handshake_queue import dialer
 from kvferry.core.directory.news import EncodedReply
 from kvferry.core.errors import HandshakeError, KVFerryError, PeerLostError
-from kvferry.core.handshake.connection import connected
-from kvferry.core.handshake.poller import Steps, Task, pause, start
 from kvferry.core.options import EndpointOptions
+from kvferry.core.side_channel.connection import connected
+from kvferry.core.side_channel.poller import Steps, Task, pause, start
 from kvferry.core.side_channel_messages import MAX_PONG_BYTES, Ping, Pong, Refusal, Reply
 
 logger = logging.getLogger(__name__)

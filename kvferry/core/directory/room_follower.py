@@ -17,10 +17,10 @@ from collections.abc import Callable, Hashable, Sequence
 from kvferry.core.directory.followed_producer import FollowedProducer, RoomInbox, RoomUser
 from kvferry.core.directory.handshake_queue import forget_frames
 from kvferry.core.errors import DeadlineError, HandshakeError, KVFerryError
-from kvferry.core.handshake.sockets import place
 from kvferry.core.lifecycle.rooms import RoomId
 from kvferry.core.lifecycle.ticket import PeerKey
 from kvferry.core.options import EndpointOptions
+from kvferry.core.side_channel.sockets import place
 from kvferry.core.side_channel_messages import RoomNews
 
 MAX_PRODUCERS = 1 << 8

@@ -8,14 +8,14 @@ from dataclasses import dataclass, field
 from kvferry.core.directory.handshake_queue import dialer
 from kvferry.core.directory.news import EncodedReply
 from kvferry.core.errors import HandshakeError, PlanError
-from kvferry.core.handshake import agree
-from kvferry.core.handshake.compatibility import answer_info, differing_software
-from kvferry.core.handshake.connection import explained
 from kvferry.core.messages import RankPayload
 from kvferry.core.options import EndpointOptions
 from kvferry.core.planner.plan import Plan
 from kvferry.core.planner.plan_cache import PlanCache
 from kvferry.core.security.proof import load_library
+from kvferry.core.side_channel import agree
+from kvferry.core.side_channel.compatibility import answer_info, differing_software
+from kvferry.core.side_channel.connection import explained
 
 DECODED = 5
 """Decoded fields take at most this many times the bytes of the encoded payload."""

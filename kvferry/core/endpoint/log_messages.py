@@ -10,9 +10,9 @@ from kvferry.core.endpoint.load import Load
 from kvferry.core.endpoint.peers import Peer
 from kvferry.core.error_causes import Cause, cause_of, on_one_line, with_remedy
 from kvferry.core.errors import KVFerryError
-from kvferry.core.handshake.sockets import place
 from kvferry.core.lifecycle.holds import RequestId
 from kvferry.core.metrics import LoadRecord
+from kvferry.core.side_channel.sockets import place
 
 logger = logging.getLogger(__name__)
 

@@ -1,6 +1,6 @@
 """Access control: which tickets are genuine, and which peers are admitted by key and address.
 
-Values and checks, for the sockets in ``kvferry.core.handshake``. The package imports only the
+Values and checks, for the sockets in ``kvferry.core.side_channel``. The package imports only the
 standard library, msgspec, ZMQ (for key pairs) and ``cryptography`` (for proofs).
 """
 

@@ -16,9 +16,9 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from kvferry.core.endpoint import EndpointOptions, Identity
-from kvferry.core.handshake import Judgements
 from kvferry.core.lifecycle.holds import Incarnation
 from kvferry.core.security import Access
+from kvferry.core.side_channel import Judgements
 from kvferry.integrations.vllm import versions
 from kvferry.integrations.vllm.caches.quantization import cache_format
 from kvferry.integrations.vllm.config import Config

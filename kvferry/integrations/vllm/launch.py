@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from kvferry.core.errors import DriverError, HandshakeError
-from kvferry.core.handshake import check_address
+from kvferry.core.side_channel import check_address
 from kvferry.core.transport import registry
 from kvferry.integrations.vllm import config as configuration
 from kvferry.integrations.vllm import support

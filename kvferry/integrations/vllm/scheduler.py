@@ -13,11 +13,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kvferry.core.directory import Directory, RoomFollower
-from kvferry.core.handshake import HandshakeServer
 from kvferry.core.lifecycle.holds import random_incarnation
 from kvferry.core.lifecycle.rooms import Rooms
 from kvferry.core.metrics import Metrics
 from kvferry.core.security import TicketKey
+from kvferry.core.side_channel import HandshakeServer
 from kvferry.integrations.vllm import config as configuration
 from kvferry.integrations.vllm import staging, versions
 from kvferry.integrations.vllm.adapter_loads import AdapterReport

@@ -14,7 +14,6 @@ from functools import partial
 from typing import Any, TypeVar
 
 from kvferry.core.errors import HandshakeError, SecretError
-from kvferry.core.handshake.sockets import is_loopback_host, numeric_hosts
 from kvferry.core.security import (
     FILE,
     LOOK_SECONDS,
@@ -32,6 +31,7 @@ from kvferry.core.security import (
     listed_keys,
     read_secret,
 )
+from kvferry.core.side_channel.sockets import is_loopback_host, numeric_hosts
 from kvferry.integrations.vllm.config import Config, ConfigError
 
 logger = logging.getLogger(__name__)

@@ -6,10 +6,10 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from kvferry.core.handshake import EngineInfo, HandshakeServer, engine_info
-from kvferry.core.handshake.sockets import is_loopback_host, own_address
 from kvferry.core.lifecycle.rooms import Rooms
 from kvferry.core.security import NEARBY, Access
+from kvferry.core.side_channel import EngineInfo, HandshakeServer, engine_info
+from kvferry.core.side_channel.sockets import is_loopback_host, own_address
 from kvferry.integrations.vllm.config import DEFAULT_DRIVER, Config
 
 logger = logging.getLogger(__name__)

@@ -14,9 +14,9 @@ from kvferry.core.directory import EncodedReply
 from kvferry.core.directory import handshake_queue as module
 from kvferry.core.directory.handshake_queue import MAX_HANDSHAKES, HandshakeQueue
 from kvferry.core.errors import HandshakeError, KVFerryError
-from kvferry.core.handshake.poller import Steps, Wait
 from kvferry.core.lifecycle.holds import Incarnation
 from kvferry.core.lifecycle.ticket import PeerKey
+from kvferry.core.side_channel.poller import Steps, Wait
 
 GOOD = EncodedReply(place=PeerKey("a", "host", 1), incarnation=Incarnation(1), ranks=(b"a",))
 

@@ -30,12 +30,12 @@ from kvferry.core.errors import (
     PeerLostError,
     RefusedError,
 )
-from kvferry.core.handshake import HandshakeServer, server, waiting_follows
 from kvferry.core.lifecycle import rooms as rooms_module
 from kvferry.core.lifecycle.rooms import RoomId, Rooms, room_id
 from kvferry.core.lifecycle.ticket import PeerKey
 from kvferry.core.options import EndpointOptions
 from kvferry.core.security import Access, Networks
+from kvferry.core.side_channel import HandshakeServer, server, waiting_follows
 from kvferry.core.side_channel_messages import (
     MAX_FOLLOWED,
     MAX_FOLLOWED_PROMPTS,

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 
 import msgspec
 
-from kvferry.core.handshake import HandshakeServer
 from kvferry.core.lifecycle.holds import random_incarnation
 from kvferry.core.lifecycle.ticket import Ticket
+from kvferry.core.side_channel import HandshakeServer
 from kvferry.core.side_channel_messages import encode
 from tests.core.endpoint.engines import Engine
 

@@ -11,9 +11,9 @@ import pytest
 
 from kvferry.core.endpoint import EndpointOptions
 from kvferry.core.errors import AdmissionError, KVFerryError
-from kvferry.core.handshake import HandshakeServer
 from kvferry.core.lifecycle.ticket import Ticket
 from kvferry.core.security import Access, Networks, generate
+from kvferry.core.side_channel import HandshakeServer
 from kvferry.core.side_channel_messages import encode
 from tests.core.endpoint.engines import Engine
 

@@ -19,8 +19,8 @@ from kvferry.core.errors import (
     StaleError,
     TicketError,
 )
-from kvferry.core.handshake import Judgements
 from kvferry.core.lifecycle.holds import RequestId, random_incarnation
+from kvferry.core.side_channel import Judgements
 from kvferry.core.transport import State, Status, TransferId
 from kvferry.drivers.loopback import LoopbackTransport
 from kvferry.testing.engines import CacheShape

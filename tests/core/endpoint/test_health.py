@@ -10,7 +10,7 @@ import pytest
 from kvferry.core.endpoint import EndpointOptions
 from kvferry.core.endpoint.connections import STUCK_SECONDS
 from kvferry.core.errors import HandshakeError, TransportError
-from kvferry.core.handshake import HandshakeServer, health
+from kvferry.core.side_channel import HandshakeServer, health
 from kvferry.core.side_channel_messages import encode
 from kvferry.core.transport import PeerId, TransferId
 from kvferry.core.transport.copies import Copies

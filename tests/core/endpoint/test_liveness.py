@@ -11,7 +11,7 @@ import pytest
 
 from kvferry.core.endpoint import EndpointOptions
 from kvferry.core.errors import PeerLostError
-from kvferry.core.handshake import HandshakeServer
+from kvferry.core.side_channel import HandshakeServer
 from kvferry.core.side_channel_messages import encode
 from tests.core.endpoint.engines import Clock, Engine, RecordingTransport, eventually
 

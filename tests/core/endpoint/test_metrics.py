@@ -10,7 +10,6 @@ import pytest
 
 from kvferry.core.endpoint import EndpointOptions
 from kvferry.core.errors import TransportError
-from kvferry.core.handshake import HandshakeServer
 from kvferry.core.lifecycle.holds import HoldEnd, RequestId, random_incarnation
 from kvferry.core.metrics import (
     BYTES,
@@ -31,6 +30,7 @@ from kvferry.core.metrics import (
     UNTOLD,
     Stage,
 )
+from kvferry.core.side_channel import HandshakeServer
 from kvferry.core.side_channel_messages import encode
 from kvferry.core.transport import Quiescence
 from kvferry.testing.engines import CacheShape

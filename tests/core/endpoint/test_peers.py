@@ -22,7 +22,6 @@ from kvferry.core.endpoint import EndpointOptions, peers
 from kvferry.core.endpoint.handshake_result import HandshakeResult, memory_of
 from kvferry.core.endpoint.peers import Peer, PeerMemoryBudget, PeerStatus, PeerUse
 from kvferry.core.errors import ConnectError, HandshakeError, KVFerryError
-from kvferry.core.handshake.poller import Task
 from kvferry.core.layout import Layout
 from kvferry.core.lifecycle.holds import Incarnation, RequestId
 from kvferry.core.lifecycle.ticket import PeerKey
@@ -30,6 +29,7 @@ from kvferry.core.messages import Coordinates, RankPayload, decode_payload
 from kvferry.core.metrics import PEERS_DOWN, PEERS_UP
 from kvferry.core.options import most_peers
 from kvferry.core.planner.plan import make_plan
+from kvferry.core.side_channel.poller import Task
 from kvferry.core.side_channel_messages import (
     PayloadRequest,
     Payloads,

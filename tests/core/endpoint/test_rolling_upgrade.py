@@ -9,9 +9,9 @@ from typing import Any
 
 import msgspec
 
-from kvferry.core.handshake import HandshakeServer
 from kvferry.core.lifecycle.ticket import Ticket
 from kvferry.core.messages import Renewal
+from kvferry.core.side_channel import HandshakeServer
 from kvferry.core.side_channel_messages import encode
 from tests.core.endpoint.engines import Engine, RecordingTransport, eventually
 

@@ -21,10 +21,10 @@ from kvferry.core.errors import (
     TransferCancelledError,
     TransportError,
 )
-from kvferry.core.handshake import HandshakeServer
-from kvferry.core.handshake import server as server_module
 from kvferry.core.lifecycle.holds import RequestId
 from kvferry.core.metrics import LOST_PEERS, PEERS_UP
+from kvferry.core.side_channel import HandshakeServer
+from kvferry.core.side_channel import server as server_module
 from kvferry.core.side_channel_messages import encode
 from kvferry.core.transport import Quiescence
 from kvferry.testing.engines import CacheShape

@@ -19,13 +19,13 @@ from kvferry.core.errors import (
     TicketReason,
     TransportError,
 )
-from kvferry.core.handshake import HandshakeServer, engine_info
-from kvferry.core.handshake.dialer import Dialer
-from kvferry.core.handshake.poller import Steps
 from kvferry.core.lifecycle.holds import Hold
 from kvferry.core.lifecycle.ticket import Ticket
 from kvferry.core.security import TicketKey
 from kvferry.core.security.proof import FINGERPRINT_BYTES, fingerprint
+from kvferry.core.side_channel import HandshakeServer, engine_info
+from kvferry.core.side_channel.dialer import Dialer
+from kvferry.core.side_channel.poller import Steps
 from kvferry.core.side_channel_messages import Payloads, encode
 from kvferry.core.transport import Quiescence
 from kvferry.drivers.loopback import LoopbackTransport

@@ -14,12 +14,12 @@ import pytest
 
 from kvferry.core import messages as wire
 from kvferry.core.errors import HandshakeError
-from kvferry.core.handshake import fetch, health, ping
 from kvferry.core.lifecycle.holds import RequestId
 from kvferry.core.lifecycle.silent_holds import Silence
 from kvferry.core.memory import Region
 from kvferry.core.security import generate
 from kvferry.core.security.proof import FINGERPRINT_BYTES, check
+from kvferry.core.side_channel import fetch, health, ping
 from kvferry.integrations.vllm.adapter_files import adapter_version
 from kvferry.integrations.vllm.cache_groups import CacheGroup
 from kvferry.integrations.vllm.ticket_params import read_ticket

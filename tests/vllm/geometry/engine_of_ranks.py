@@ -19,11 +19,11 @@ import numpy as np
 
 from kvferry.core.directory import LocalDirectory
 from kvferry.core.endpoint import Endpoint, EndpointOptions, Identity
-from kvferry.core.handshake import HandshakeServer
 from kvferry.core.layout import HOLE, Layout
 from kvferry.core.layout.host_page_format import HostPageFormat
 from kvferry.core.lifecycle.holds import Incarnation, random_incarnation
 from kvferry.core.lifecycle.scheduler_holds import SchedulerHolds
+from kvferry.core.side_channel import HandshakeServer
 from kvferry.core.side_channel_messages import encode
 from kvferry.drivers.loopback import LoopbackTransport
 from kvferry.integrations.vllm.cache_groups import CacheGroup, cache_groups

@@ -5,9 +5,9 @@ from collections.abc import Iterator
 import pytest
 import zmq
 
-from kvferry.core.handshake import HandshakeServer
-from kvferry.core.handshake.sockets import Context
-from tests.core.handshake.servers import serve
+from kvferry.core.side_channel import HandshakeServer
+from kvferry.core.side_channel.sockets import Context
+from tests.core.side_channel.servers import serve
 
 
 @pytest.fixture

@@ -12,10 +12,12 @@ from typing import Any
 import zmq
 
 from kvferry.core.errors import HandshakeError, WireError
-from kvferry.core.handshake.compatibility import engine_info, unspoken
-from kvferry.core.handshake.connection_limits import ConnectionLimits
-from kvferry.core.handshake.shapes import EngineShape
-from kvferry.core.handshake.sockets import (
+from kvferry.core.lifecycle.rooms import Rooms
+from kvferry.core.security import OPEN, Access
+from kvferry.core.side_channel.compatibility import engine_info, unspoken
+from kvferry.core.side_channel.connection_limits import ConnectionLimits
+from kvferry.core.side_channel.shapes import EngineShape
+from kvferry.core.side_channel.sockets import (
     Context,
     Socket,
     bare,
@@ -24,10 +26,8 @@ from kvferry.core.handshake.sockets import (
     place,
     tcp_url,
 )
-from kvferry.core.handshake.waiting_follows import WaitingFollows
-from kvferry.core.handshake.zap import ZapHandler
-from kvferry.core.lifecycle.rooms import Rooms
-from kvferry.core.security import OPEN, Access
+from kvferry.core.side_channel.waiting_follows import WaitingFollows
+from kvferry.core.side_channel.zap import ZapHandler
 from kvferry.core.side_channel_messages import (
     MAX_PAYLOAD_BYTES,
     MAX_REPLY_BYTES,

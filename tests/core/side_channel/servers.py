@@ -6,9 +6,9 @@ from typing import Any
 
 import zmq
 
-from kvferry.core.handshake import EngineInfo, HandshakeServer, fetch, ping
-from kvferry.core.handshake.sockets import Context, Socket
 from kvferry.core.messages import RankPayload
+from kvferry.core.side_channel import EngineInfo, HandshakeServer, fetch, ping
+from kvferry.core.side_channel.sockets import Context, Socket
 from tests.core.messages import encoded, payload
 
 LONG = 60.0

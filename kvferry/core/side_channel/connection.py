@@ -15,10 +15,10 @@ from typing import Any, TypeVar
 import zmq
 
 from kvferry.core.errors import HandshakeError, IncompatibleError, RefusedError, WireError
-from kvferry.core.handshake.dialer import ENDINGS, RIGHT_PORT, Dialer, HungUpError
-from kvferry.core.handshake.poller import Steps, Wait, call
-from kvferry.core.handshake.sockets import Socket, is_loopback, place, tcp_url
 from kvferry.core.security import OPEN, Access
+from kvferry.core.side_channel.dialer import ENDINGS, RIGHT_PORT, Dialer, HungUpError
+from kvferry.core.side_channel.poller import Steps, Wait, call
+from kvferry.core.side_channel.sockets import Socket, is_loopback, place, tcp_url
 from kvferry.core.side_channel_messages import (
     Condition,
     Health,

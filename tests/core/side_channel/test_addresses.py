@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from kvferry.core.errors import AdmissionError, HandshakeError
-from kvferry.core.handshake import HandshakeServer, fetch, ping
-from kvferry.core.handshake import sockets as module
 from kvferry.core.security import NEARBY, Access, Networks
-from tests.core.handshake.servers import LONG, pinged, serve
+from kvferry.core.side_channel import HandshakeServer, fetch, ping
+from kvferry.core.side_channel import sockets as module
 from tests.core.resource_limits import no_threads
+from tests.core.side_channel.servers import LONG, pinged, serve
 
 HERE = Access(networks=Networks.of(["127.0.0.0/8"]))
 ELSEWHERE = Access(networks=Networks.of(["192.0.2.0/24"]))

@@ -15,19 +15,19 @@ import pytest
 from kvferry.core import messages as wire
 from kvferry.core import side_channel_messages as side
 from kvferry.core.errors import HandshakeError, WireError
-from kvferry.core.handshake import HandshakeServer, engine_info, fetch
-from kvferry.core.handshake.client import (
+from kvferry.core.messages import RankPayload
+from kvferry.core.security import OPEN
+from kvferry.core.side_channel import HandshakeServer, engine_info, fetch
+from kvferry.core.side_channel.client import (
     MAX_LONG_REPLIES,
     MAX_UNUSED_BYTES,
     ReplyLimits,
     payloads,
 )
-from kvferry.core.handshake.dialer import Dialer
-from kvferry.core.handshake.poller import Steps, Wait, call, start
-from kvferry.core.messages import RankPayload
-from kvferry.core.security import OPEN
-from tests.core.handshake.servers import LONG, serve
+from kvferry.core.side_channel.dialer import Dialer
+from kvferry.core.side_channel.poller import Steps, Wait, call, start
 from tests.core.messages import encoded, payload
+from tests.core.side_channel.servers import LONG, serve
 
 FLEETING = 0xF1EE
 LONG_RANKS = [payload(rank, address=bytes([rank]) * 400_000) for rank in range(3)]
@@ -149,7 +149,7 @@ def test_no_payload_exceeds_the_limit_for_decoding_at_once() -> None:
 
 def test_a_reply_beyond_the_limit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with serve(*LONG_RANKS) as server:
-        monkeypatch.setattr("kvferry.core.handshake.client.MAX_REPLY_BYTES", 1_000_000)
+        monkeypatch.setattr("kvferry.core.side_channel.client.MAX_REPLY_BYTES", 1_000_000)
         with pytest.raises(HandshakeError, match="or its answer has more than 1000000 bytes"):
             fetch(server.host, server.port, "prefill", timeout=LONG)
 
@@ -207,7 +207,9 @@ def test_an_invalid_long_reply_is_refused(data: bytes, message: str) -> None:
 
 def test_the_number_of_fields_of_all_ranks_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = encoded(*(payload(rank) for rank in range(3)))
-    monkeypatch.setattr(sys.modules["kvferry.core.handshake.compatibility"], "MAX_ENGINE_FIELDS", 2)
+    monkeypatch.setattr(
+        sys.modules["kvferry.core.side_channel.compatibility"], "MAX_ENGINE_FIELDS", 2
+    )
     assert len(engine_info(ranks[:2]).ranks) == 2
     with pytest.raises(HandshakeError, match="ranks 0 to 2 have 3 fields; 2 are allowed"):
         engine_info(ranks)

@@ -7,16 +7,16 @@ answer. Names are imported when they are first used, so that ``health`` needs no
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from kvferry.core.handshake.client import fetch, ping
-    from kvferry.core.handshake.compatibility import (
+    from kvferry.core.side_channel.client import fetch, ping
+    from kvferry.core.side_channel.compatibility import (
         Compatibility,
         EngineInfo,
         Judgements,
         agree,
         engine_info,
     )
-    from kvferry.core.handshake.connection import health
-    from kvferry.core.handshake.server import HandshakeServer, check_address
+    from kvferry.core.side_channel.connection import health
+    from kvferry.core.side_channel.server import HandshakeServer, check_address
 
 __all__ = [
     "Compatibility",

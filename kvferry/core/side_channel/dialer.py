@@ -15,9 +15,9 @@ import zmq
 from zmq.utils import z85
 
 from kvferry.core.errors import AdmissionError, HandshakeError
-from kvferry.core.handshake.poller import Steps, Wait
-from kvferry.core.handshake.sockets import Context, Socket, encrypt, make_socket, resolved
 from kvferry.core.security import Access
+from kvferry.core.side_channel.poller import Steps, Wait
+from kvferry.core.side_channel.sockets import Context, Socket, encrypt, make_socket, resolved
 from kvferry.core.side_channel_messages import MAX_SHORT_REPLY_BYTES
 
 STRANGER = "what listens there is no side channel of kvferry, or the engine has just ended"

@@ -15,14 +15,14 @@ import zmq
 
 from kvferry.core import side_channel_messages as wire
 from kvferry.core.errors import HandshakeError
-from kvferry.core.handshake import HandshakeServer, fetch
-from kvferry.core.handshake.connection import connected
-from kvferry.core.handshake.dialer import Dialer
-from kvferry.core.handshake.poller import call
-from kvferry.core.handshake.sockets import encrypt
 from kvferry.core.security import OPEN, Access, Networks, PeerKeys, generate
+from kvferry.core.side_channel import HandshakeServer, fetch
+from kvferry.core.side_channel.connection import connected
+from kvferry.core.side_channel.dialer import Dialer
+from kvferry.core.side_channel.poller import call
+from kvferry.core.side_channel.sockets import encrypt
 from tests.core.endpoint.engines import eventually
-from tests.core.handshake.servers import LONG, RANKS, fetched, pinged, serve
+from tests.core.side_channel.servers import LONG, RANKS, fetched, pinged, serve
 
 PREFILL, DECODE, UNLISTED = generate(), generate(), generate()
 SERVES = Access(own=PREFILL, peers=frozenset({DECODE.public}))

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 import zmq
 
-from kvferry.core.handshake.sockets import Context, Socket, encrypt
 from kvferry.core.security import Access
+from kvferry.core.side_channel.sockets import Context, Socket, encrypt
 
 logger = logging.getLogger(__name__)
 

@@ -23,8 +23,8 @@ from dataclasses import dataclass
 
 import zmq
 
-from kvferry.core.handshake.sockets import Context, Socket
 from kvferry.core.security import Access
+from kvferry.core.side_channel.sockets import Context, Socket
 
 MAX_CONNECTIONS = 1 << 14
 """The most connections (20 KB and two descriptors each) if peers are admitted by key or network."""

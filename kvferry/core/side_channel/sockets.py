@@ -13,8 +13,8 @@ import zmq
 from zmq.utils import z85
 
 from kvferry.core.errors import HandshakeError
-from kvferry.core.handshake.poller import Steps, on_thread
 from kvferry.core.security import KeyPair
+from kvferry.core.side_channel.poller import Steps, on_thread
 
 Socket = zmq.Socket[bytes]
 Context = zmq.Context[Socket]

@@ -14,16 +14,16 @@ import zmq
 from kvferry.core import messages
 from kvferry.core import side_channel_messages as wire
 from kvferry.core.errors import HandshakeError, WireError
-from kvferry.core.handshake import EngineInfo, HandshakeServer, client, fetch
-from kvferry.core.handshake.shapes import EngineShape
 from kvferry.core.layout import Layout
 from kvferry.core.lru_cache import LRUCache
 from kvferry.core.memory import Region
 from kvferry.core.messages import RankPayload
 from kvferry.core.security import TicketKey
+from kvferry.core.side_channel import EngineInfo, HandshakeServer, client, fetch
+from kvferry.core.side_channel.shapes import EngineShape
 from kvferry.core.side_channel_messages import MAX_KNOWN_SHAPES, MAX_REPLY_BYTES
-from tests.core.handshake.servers import LONG, bound, patient, serve
 from tests.core.messages import encoded, payload
+from tests.core.side_channel.servers import LONG, bound, patient, serve
 
 KEY = TicketKey().public
 

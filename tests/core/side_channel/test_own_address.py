@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.core.handshake.sockets import is_loopback_host, own_address
+from kvferry.core.side_channel.sockets import is_loopback_host, own_address
 
 
 class StandInSocket:

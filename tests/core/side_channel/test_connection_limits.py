@@ -13,12 +13,12 @@ import pytest
 
 from kvferry.core import side_channel_messages as wire
 from kvferry.core.errors import HandshakeError
-from kvferry.core.handshake import HandshakeServer, fetch
-from kvferry.core.handshake import connection_limits as watch
 from kvferry.core.security import NEARBY, OPEN, Access, Networks
 from kvferry.core.security.keys import generate
+from kvferry.core.side_channel import HandshakeServer, fetch
+from kvferry.core.side_channel import connection_limits as watch
 from tests.core.endpoint.engines import eventually
-from tests.core.handshake.servers import LONG, serve, still_serves
+from tests.core.side_channel.servers import LONG, serve, still_serves
 
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(48)
 READY = b"\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER"

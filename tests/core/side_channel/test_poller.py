@@ -13,11 +13,11 @@ import time
 import pytest
 
 from kvferry.core.errors import HandshakeError
-from kvferry.core.handshake import poller as module
-from kvferry.core.handshake.poller import Steps, Wait, call, on_thread, pause, running, start
+from kvferry.core.side_channel import poller as module
+from kvferry.core.side_channel.poller import Steps, Wait, call, on_thread, pause, running, start
 from tests.core.endpoint.engines import eventually
-from tests.core.handshake.servers import LONG
 from tests.core.resource_limits import no_threads
+from tests.core.side_channel.servers import LONG
 
 
 class Waiting:

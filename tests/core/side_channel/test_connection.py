@@ -9,14 +9,14 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import pytest
 
 from kvferry.core.errors import HandshakeError
-from kvferry.core.handshake import HandshakeServer
-from kvferry.core.handshake.connection import SideChannelConnection, connected
-from kvferry.core.handshake.dialer import Dialer
-from kvferry.core.handshake.poller import call
-from kvferry.core.handshake.sockets import Context, Socket
 from kvferry.core.security import Access, generate
+from kvferry.core.side_channel import HandshakeServer
+from kvferry.core.side_channel.connection import SideChannelConnection, connected
+from kvferry.core.side_channel.dialer import Dialer
+from kvferry.core.side_channel.poller import call
+from kvferry.core.side_channel.sockets import Context, Socket
 from kvferry.core.side_channel_messages import Ping, Pong, Refusal, Reply, encode
-from tests.core.handshake.servers import LONG, bound, serve
+from tests.core.side_channel.servers import LONG, bound, serve
 
 ENGINE, CLIENT = generate(), generate()
 PING = Ping(engine="prefill")

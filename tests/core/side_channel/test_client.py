@@ -12,10 +12,10 @@ import pytest
 
 from kvferry.core import side_channel_messages as wire
 from kvferry.core.errors import HandshakeError, IncompatibleError
-from kvferry.core.handshake import fetch
-from kvferry.core.handshake.sockets import Context
-from tests.core.handshake.servers import LONG, bound
+from kvferry.core.side_channel import fetch
+from kvferry.core.side_channel.sockets import Context
 from tests.core.messages import encoded, payload
+from tests.core.side_channel.servers import LONG, bound
 
 
 def test_a_port_without_a_listener_is_refused_with_the_remedy() -> None:

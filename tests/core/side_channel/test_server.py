@@ -18,13 +18,21 @@ from hypothesis import strategies as st
 
 from kvferry.core import side_channel_messages as wire
 from kvferry.core.errors import HandshakeError
-from kvferry.core.handshake import HandshakeServer, fetch, ping
-from kvferry.core.handshake.sockets import Context, Socket
 from kvferry.core.memory import Region
 from kvferry.core.security import TicketKey
+from kvferry.core.side_channel import HandshakeServer, fetch, ping
+from kvferry.core.side_channel.sockets import Context, Socket
 from tests.core.endpoint.engines import eventually
-from tests.core.handshake.servers import LONG, RANKS, fetched, patient, pinged, serve, still_serves
 from tests.core.messages import encoded, payload
+from tests.core.side_channel.servers import (
+    LONG,
+    RANKS,
+    fetched,
+    patient,
+    pinged,
+    serve,
+    still_serves,
+)
 from tests.own_host import OWN_HOST
 
 
@@ -265,7 +273,7 @@ def test_calls_leave_no_file_descriptors_open(server: HandshakeServer) -> None:
 
 def test_a_process_ends_without_closing_the_server() -> None:
     program = (
-        "from tests.core.handshake.servers import pinged, serve\n"
+        "from tests.core.side_channel.servers import pinged, serve\n"
         "server = serve()\n"
         "print(pinged(server))\n"
     )

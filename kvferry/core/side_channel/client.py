@@ -13,15 +13,15 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 
 from kvferry.core.errors import AdmissionError, HandshakeError, WireError
-from kvferry.core.handshake.compatibility import EngineInfo, answer_info
-from kvferry.core.handshake.connection import answered, asked, explained, unexpected
-from kvferry.core.handshake.dialer import Dialer, HungUpError
-from kvferry.core.handshake.poller import Steps, Task, call, running, wait_for
-from kvferry.core.handshake.shapes import EngineShape
-from kvferry.core.handshake.sockets import place
 from kvferry.core.lifecycle.holds import Incarnation
 from kvferry.core.lru_cache import LRUCache
 from kvferry.core.security import OPEN, Access
+from kvferry.core.side_channel.compatibility import EngineInfo, answer_info
+from kvferry.core.side_channel.connection import answered, asked, explained, unexpected
+from kvferry.core.side_channel.dialer import Dialer, HungUpError
+from kvferry.core.side_channel.poller import Steps, Task, call, running, wait_for
+from kvferry.core.side_channel.shapes import EngineShape
+from kvferry.core.side_channel.sockets import place
 from kvferry.core.side_channel_messages import (
     MAX_KNOWN_SHAPES,
     MAX_REPLY_BYTES,
