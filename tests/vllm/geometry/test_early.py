@@ -158,7 +158,8 @@ def test_pages_cross_while_the_next_chunk_is_computed() -> None:
         legs = Legs(prefill, decode, 0, 150)
         legs.begin_prefill()
         legs.begin_decode()
-        wait(lambda: decode.scheduler.connector._scheduler._follower.following == 1, decode)
+        follower = decode.scheduler.connector._scheduler._follower
+        wait(lambda: len(follower._users) == 1, decode)
         assert not legs.blocks[0]
         for blocks in (0, 2, 4, 6):
             prefill.step()
@@ -257,7 +258,7 @@ def test_a_transfer_id_that_is_used_again_after_its_ticket_was_read(family: int)
         first.begin_decode()
         finish([first])
         wait(lambda: not prefill.scheduler.requests, prefill, decode)
-        asked = prefill.scheduler.connector._scheduler._server._follows._by_name
+        asked = prefill.scheduler.connector._scheduler._server._follows._waiting
         decode.scheduler.reset_prefix_cache()
         second.begin_decode()
         wait(lambda: bool(asked), decode)
