@@ -12,8 +12,8 @@ FACTORY = "kvferry.drivers.nixl:NixlTransport"
 
 class TestNixl(TransportContract):
     factory = FACTORY
-    # NIXL cannot cancel a transfer, so the suite waits for the end of every long one. Longer ones are
-    # in ``tests/long/nixl``.
+    # NIXL cannot cancel a transfer, so the suite waits for the end of every long one; there are
+    # longer ones in ``tests/long/nixl``.
     lasting_bytes = 256 << 20
 
     @pytest.mark.xfail(
