@@ -77,8 +77,6 @@ class LoadState:
         copies, nbytes: of the reads that have ended.
         early_nbytes: those read before an early load's last part, and used.
         early_groups: producer rank index to the local groups that are read early.
-        failed_at: ``Stage.WAIT`` if the load had failed before it began; else ``Loads`` knows the
-            stage.
         fenced: when the last fence was read, by ``time.perf_counter``; 0 before.
         wait_seconds: how long requests with the ticket had waited for pages before the load.
     """
@@ -94,7 +92,6 @@ class LoadState:
     nbytes: int = 0
     early_nbytes: int = 0
     early_groups: dict[int, frozenset[int]] = field(default_factory=dict)
-    failed_at: Stage | None = None
     wait_seconds: float = 0.0
     check_seconds: float = 0.0
     post_seconds: float = 0.0
@@ -194,7 +191,7 @@ class LoadState:
             reached=self.peer is not None,
             path=(self.peer.path or "") if self.peer is not None else "",
             error=error,
-            stage=None if error is None else self.failed_at or stage,
+            stage=None if error is None else stage,
             reads=self.load.reads,
             tokens=max((last - first for first, last in filter(None, self.load.ranges)), default=0),
             copies=self.copies,

@@ -215,8 +215,7 @@ class LoadManager:
             return
         state.wait_seconds, gone = self._pending_tickets.take(load.ticket)
         if gone is not None:
-            state.failed_at = Stage.WAIT
-            self._loads.abort(load_id, gone)
+            self._loads.abort(load_id, gone, Stage.WAIT)
         elif passed is not None and load.reads:
             self._waiting.append((state, passed))
         self._peers.connect(
@@ -424,7 +423,7 @@ class LoadManager:
         self._touched.add(load_id)
         try:
             peer.check(state.load.ticket)
-            if not self._is_blocked(state):
+            if not self._loads.is_blocked(load_id):
                 self._zero_unwritten(state, peer)
         except Exception as exc:  # noqa: BLE001  zeroing may raise any type
             self._on_not_connected(load_id, as_ours(exc))
@@ -433,10 +432,6 @@ class LoadManager:
                 self._renew(load_id, state, peer)
             unit = early_unit(peer.plan) if state.load.is_early and peer.has_watermarks else 0
             self._loads.handshake_succeeded(load_id, peer.parties, unit)
-
-    def _is_blocked(self, state: LoadState) -> bool:
-        """Return whether the device may still work on a load's pages; not where it is staged."""
-        return state.load.copy is None and self._loads.waits_for_device(state.load_id)
 
     def _on_passed(self, state: LoadState) -> None:
         """Go on with a load: the device has finished its earlier work on what the load writes."""

@@ -256,6 +256,11 @@ class Loads:
         load = self._loads.get(load_id)
         return load is not None and load.awaits_device and load.failure is None
 
+    def is_blocked(self, load_id: LoadId) -> bool:
+        """Return whether nothing may be read for a load, since the device works on the pages."""
+        load = self._loads.get(load_id)
+        return load is not None and load.is_blocked
+
     def wanted(self, load_id: LoadId) -> bool:
         """Return whether a load's data is still wanted: it has not failed and is not reported."""
         load = self._loads.get(load_id)
@@ -448,10 +453,14 @@ class Loads:
         if load is not None and load.at.get(rank, _At.OVER).waits:
             self._fail(load_id, load, error)
 
-    def abort(self, load_id: LoadId, error: KVFerryError) -> None:
-        """Fail a load on request, and cancel its reads; it is reported when no byte can arrive."""
+    def abort(self, load_id: LoadId, error: KVFerryError, stage: Stage | None = None) -> None:
+        """Fail a load on request, and cancel its reads; it is reported when no byte can arrive.
+
+        ``stage`` is where it failed, by default the stage that it is in.
+        """
         load = self._loads.get(load_id)
         if load is not None and not load.reported:
+            load.failed_at = load.failed_at or stage
             self._fail(load_id, load, error)
 
     def tick(self, now: float) -> None:

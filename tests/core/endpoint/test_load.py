@@ -62,8 +62,6 @@ def test_the_record_of_a_failed_load_names_the_stage() -> None:
     error = StaleError("late")
     for stage in Stage:
         assert state.record(error, stage).stage is stage
-    state.failed_at = Stage.WAIT
-    assert state.record(error, Stage.TRANSFER).stage is Stage.WAIT
     state.handshake_succeeded = 0.0
     assert state.record(error, Stage.HANDSHAKE).handshake_seconds == 0.0
     assert state.record(error, Stage.HANDSHAKE).error is error

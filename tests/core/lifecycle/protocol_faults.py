@@ -23,6 +23,7 @@ from kvferry.core.lifecycle.silent_holds import BlockPressure, Silence
 from kvferry.core.lifecycle.ticket import Ticket
 from kvferry.core.lifecycle.worker_holds import HoldState, ReleaseOutcome, WorkerHolds
 from kvferry.core.messages import Heartbeat, Release, Renewal
+from kvferry.core.metrics import Stage
 from tests.core.lifecycle.consumer import EveryLoadSendsDone
 from tests.core.lifecycle.consumer_rank import ConsumerRank
 from tests.core.lifecycle.decode_requests import DecodeRequest, RankLoad
@@ -230,8 +231,8 @@ class ReportedWhileFailing(Loads):
 
 
 class AbortedAtOnce(Loads):
-    def abort(self, load_id: LoadId, error: KVFerryError) -> None:
-        super().abort(load_id, error)
+    def abort(self, load_id: LoadId, error: KVFerryError, stage: Stage | None = None) -> None:
+        super().abort(load_id, error, stage)
         load = self._loads.get(load_id)
         for rank in load.at if load is not None else ():
             self.lost(load_id, rank, error)
@@ -346,11 +347,11 @@ class LoadedUnproved(ConsumerRank):
 
 
 class AbandonBeforeReadsEnd(Loads):
-    def abort(self, load_id: LoadId, error: KVFerryError) -> None:
+    def abort(self, load_id: LoadId, error: KVFerryError, stage: Stage | None = None) -> None:
         load = self._loads.get(load_id)
         if load is not None:
             self._tell_abandon(load_id, load)
-        super().abort(load_id, error)
+        super().abort(load_id, error, stage)
 
 
 class NothingReadNothingReported(Loads):
