@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
+    initialize,
     invariant,
     precondition,
     rule,
@@ -232,6 +233,16 @@ class DriverMachine(RuleBasedStateMachine):
         (self.here if here else self.there).put(slot, pattern(SLOT, next(self.seeds)))
 
     # Connections.
+
+    @initialize(is_connected=st.sampled_from([True, True, False]))
+    def begin(self, is_connected: bool) -> None:
+        """Begin most sequences with a connection, without which few calls can be made.
+
+        Args:
+            is_connected: Whether this one does.
+        """
+        if is_connected:
+            self.connect()
 
     @rule()
     def connect(self) -> None:
