@@ -169,7 +169,7 @@ class Engine:
             "held": lambda: self._endpoint.held == count,
             "waiting": lambda: len(load_manager._lease_renewal) == count,
             "peers": lambda: (
-                len(load_manager._peers._by_name) == count
+                len(load_manager._peers._by_use) == count
                 and len(load_manager._lease_renewal) == count
             ),
             "loading": lambda: len(self._endpoint._transfers._posted) == count,
