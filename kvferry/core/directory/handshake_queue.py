@@ -128,10 +128,10 @@ class HandshakeQueue:
         # Every second time the one with the fewest failures, so that producers that never answer do
         # not delay others; otherwise the one that has waited longest, so that tickets with ever new
         # engine names do not delay it for ever.
-        self._is_turn_of_oldest = not self._is_turn_of_oldest
-        if self._is_turn_of_oldest:
-            return min(due, key=lambda each: self._failed.get(each.key, (0, 0.0))[0])
-        return min(due, key=lambda each: each.due)
+        oldest, self._is_turn_of_oldest = self._is_turn_of_oldest, not self._is_turn_of_oldest
+        if oldest:
+            return min(due, key=lambda each: each.due)
+        return min(due, key=lambda each: self._failed.get(each.key, (0, 0.0))[0])
 
     def _start(self, asking: Asking) -> None:
         asking.has_begun = True

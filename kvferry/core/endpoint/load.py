@@ -191,7 +191,7 @@ class LoadState:
             reached=self.peer is not None,
             path=(self.peer.path or "") if self.peer is not None else "",
             error=error,
-            stage=None if error is None else stage,
+            stage=stage,
             reads=self.load.reads,
             tokens=max((last - first for first, last in filter(None, self.load.ranges)), default=0),
             copies=self.copies,

@@ -285,22 +285,27 @@ class LoadManager:
     def _look_at_device(self) -> bool:
         """Go on with the loads that the device has finished its earlier work for."""
         before = len(self._waiting)
-        while self._waiting:
-            state, passed = self._waiting[0]
-            if self._loads.waits_for_device(state.load_id):
-                try:
-                    if not passed():
-                        break
-                    self._on_passed(state)
-                except Exception as exc:  # a device library may raise any type
-                    load = state.load
-                    logger.exception("cannot tell whether the work for %s has passed", load.request)
-                    kind = EndpointClosedError if load.copy is None else CopyError
-                    error = kind(f"the device does not say when it is done: {exc}")
-                    self._loads.abort(state.load_id, error)
+        while self._waiting and self._is_past(*self._waiting[0]):
+            state, _ = self._waiting.popleft()
             self._touched.add(state.load_id)
-            self._waiting.popleft()
         return len(self._waiting) < before
+
+    def _is_past(self, state: LoadState, passed: Passed) -> bool:
+        """Return whether a load waits for the device no more; then go on with it, or fail it."""
+        if not self._loads.waits_for_device(state.load_id):
+            return True
+        try:
+            has_passed = passed()
+        except Exception as exc:  # a device library may raise any type
+            load = state.load
+            logger.exception("cannot tell whether the work for %s has passed", load.request)
+            kind = EndpointClosedError if load.copy is None else CopyError
+            error = kind(f"the device does not say when it is done: {exc}")
+            self._loads.abort(state.load_id, error)
+            return True
+        if has_passed:
+            self._on_passed(state)
+        return has_passed
 
     def _tick(self, now: float) -> None:
         # An error in one step does not keep the other steps from running.
@@ -437,8 +442,11 @@ class LoadManager:
         """Go on with a load: the device has finished its earlier work on what the load writes."""
         if state.load.copy is None:
             state.begun = time.perf_counter()  # its figures do not count the device's time
-            if state.peer is not None:
-                self._zero_unwritten(state, state.peer)
+            try:
+                if state.peer is not None:
+                    self._zero_unwritten(state, state.peer)
+            except Exception as exc:  # noqa: BLE001  zeroing may raise any type
+                self._loads.abort(state.load_id, as_ours(exc))
         self._loads.passed(state.load_id)
 
     def _zero_unwritten(self, state: LoadState, peer: Peer) -> None:

@@ -18,6 +18,7 @@ from kvferry.core.errors import (
     PageError,
     StaleError,
     TicketError,
+    TransportError,
 )
 from kvferry.core.lifecycle.holds import RequestId, random_incarnation
 from kvferry.core.side_channel import Judgements
@@ -178,6 +179,25 @@ def test_a_device_check_that_raises_fails_only_its_load(prefill: Engine, decode:
     error = decode.load("d-1", prefill.serve("p-1", [1], 4), [2], passed=broken_check)
     assert isinstance(error, EndpointClosedError)
     assert decode.load("d-2", prefill.serve("p-2", [3], 4), [5]) is None
+
+
+@pytest.mark.parametrize("waits", [False, True], ids=["at once", "after the device"])
+def test_a_load_whose_pages_cannot_be_zeroed_fails_and_says_so(
+    prefill: Engine, waits: bool
+) -> None:
+    def broken(_: object) -> None:
+        raise RuntimeError("these pages are read-only")
+
+    is_over = threading.Event()
+    with Engine("decode", zero=broken) as decode:
+        passed = is_over.is_set if waits else None
+        decode.pull("d-1", prefill.serve("p-1", [1], 3), [2], passed=passed)
+        if waits:
+            assert not decode.endpoint.wait(0.05)
+            is_over.set()
+        error = decode.error("d-1")
+    assert isinstance(error, TransportError)
+    assert "RuntimeError: these pages are read-only" in str(error)
 
 
 @pytest.mark.parametrize("cause", ["lease", "reset", "another reader"])
